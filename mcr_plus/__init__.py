@@ -92,6 +92,7 @@ if TYPE_CHECKING:
     from mcr_plus.training.ddp import DDPState, ddp_hook
     from mcr_plus.training.fsdp import fsdp
     from mcr_plus.training.fsdp_state import fsdp_state
+    from mcr_plus.training.local_steps.local import LocalSteps, local
     from mcr_plus.training.weight_sync import WeightSync, sync
     from mcr_plus.training.wrap import DistributedOptimizer, broadcast_parameters, no_sync, wrap
 
@@ -116,6 +117,7 @@ __all__ = [
     "InvalidArgument",
     "LaunchError",
     "Layout",
+    "LocalSteps",
     "McrError",
     "NotInitialized",
     "OrderMismatch",
@@ -160,6 +162,7 @@ __all__ = [
     "is_initialized",
     "isend",
     "load_state_dict",
+    "local",
     "new_group",
     "no_sync",
     "persistent",
@@ -190,7 +193,8 @@ __all__ = [
 _HOMES = (
     "errors", "core.kinds", "core.work", "api.collectives", "communicator.communicator", "runtime.init",
     "api.explain", "api.planning", "api.compiling", "training.wrap", "training.ddp", "training.fsdp",
-    "training.fsdp_state", "training.weight_sync", "api.state", "api.elastic", "api.other_ranks",
+    "training.fsdp_state", "training.weight_sync", "training.local_steps.local", "api.state", "api.elastic",
+    "api.other_ranks",
     "layout.layout", "layout.redistribute", "layout.state", "torch_backend.shrinking",
 )  # fmt: skip
 

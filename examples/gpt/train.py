@@ -5,6 +5,7 @@
     mcr-plus run -n 2 examples/gpt/train.py --compare            the same job on each library
     mcr-plus run -n 3 --min-ranks 2 --restart-failed 5 examples/gpt/train.py --elastic
                                                                  kill ranks: the others go on, they come back
+    mcr-plus run -n 2 examples/gpt/train.py --local [--compare]  outer steps (mcr.local), for slow links
 
 `../common` has what the examples share, the layers that are spread over ranks too (`tensor_parallel.py`).
 """
@@ -19,11 +20,15 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "common"))  # what the exa
 
 import elastic
 import options
+import outer_steps
 import tensor_parallel
 import typer
 from comparing import ROUNDS
 from corpus import read_corpus
+from libraries import JobError
 from transformer import LanguageModel, Shape, read_shape
+
+from mcr_plus.errors import McrError
 
 HERE = Path(__file__).parent
 
@@ -35,6 +40,19 @@ def main(
     elastic_: Annotated[
         bool, typer.Option("--elastic", help="go on when ranks are lost, and take them in again")
     ] = False,
+    local: Annotated[
+        bool, typer.Option("--local", help="inner and outer steps; with --compare beside DDP and mcr.wrap")
+    ] = False,
+    way: Annotated[
+        str, typer.Option(help=f"of --local: {', '.join(outer_steps.WAYS)}; several with commas")
+    ] = outer_steps.USUAL,
+    every: Annotated[int, typer.Option(min=1, help="inner steps from one outer step to the next")] = 30,
+    fragments: Annotated[int, typer.Option(min=1, help="of the model, sent one by one")] = 2,
+    delay: Annotated[int, typer.Option(min=0, help="steps that a fragment may be on its way")] = 5,
+    mix: Annotated[float, typer.Option(help="share of the outer parameters in what follows")] = 0.5,
+    warmup: Annotated[
+        int, typer.Option(min=0, help="first steps with averaged gradients, which are not counted")
+    ] = 0,
     data: options.Data = None,
     model: options.Model = None,
     layers: options.Layers = None,
@@ -57,7 +75,12 @@ def main(
 ) -> None:
     """Train a transformer over several ranks; say how well it learned and where the time went."""
     if elastic_:
-        others = {"--tensor-parallel": tensor_parallel_, "--compare": compare, "--comms": comms != "mix"}
+        others = {
+            "--tensor-parallel": tensor_parallel_,
+            "--local": local,
+            "--compare": compare,
+            "--comms": comms != "mix",
+        }
         for option in [name for name, is_given in others.items() if is_given]:
             raise typer.BadParameter("does not go with --elastic", param_hint=option)
     given = {"layers": layers, "hidden": hidden, "heads": heads, "sequence": sequence}
@@ -65,6 +88,18 @@ def main(
         shape = read_shape(Shape, model, given)
         corpus = read_corpus(data, shape.sequence, seed)
         elastic.train(shape, corpus, config, batch, steps, lr, seed)
+        return
+    if local:
+        if tensor_parallel_ or comms != "mix":
+            raise typer.BadParameter("goes with neither --tensor-parallel nor --comms", param_hint="--local")
+        shape = read_shape(Shape, model, given)
+        task = outer_steps.Task(shape, batch, steps, lr, seed, every, fragments, delay, mix, warmup)
+        names = list(outer_steps.WAYS) if compare else [each.strip() for each in way.split(",")]
+        try:
+            outer_steps.start(task, read_corpus(data, shape.sequence, seed), names, json, plot)
+        except (JobError, McrError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise typer.Exit(1) from None
         return
     options.start(
         lambda: read_shape(Shape, model, given),

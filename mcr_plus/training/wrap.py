@@ -187,7 +187,7 @@ def wrap(
     held = {id(param) for param_group in optimizer.param_groups for param in param_group["params"]}
     if not any(id(param) in held for param in model.parameters()):
         raise InvalidArgument("optimizer: holds none of the model's parameters, so it cannot train the model")
-    _compare(comm, _trainable(model))
+    compare(comm, _trainable(model))
     both = [*model.parameters(), *model.buffers()]
     broadcast_tensors([tensor for tensor in both if not _skipped(tensor)], comm)
     if (before := _wrapped.pop(model, None)) is not None:
@@ -200,6 +200,11 @@ def use_compiled(model: torch.nn.Module, call: CompiledCall) -> None:
     """Adapt the wrapping of a model, if there is one, to its compilation."""
     if (wrapped := _wrapped.get(model)) is not None:
         wrapped.use(call)
+
+
+def is_wrapped(model: torch.nn.Module) -> bool:
+    """Whether `wrap` has hooked the model's gradients."""
+    return model in _wrapped
 
 
 class Follower(NamedTuple):
@@ -299,7 +304,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         for index, param in enumerate(params)
         if param.requires_grad and not _skipped(param)
     ]
-    _compare(comm, named)
+    compare(comm, named)
     _optimizers[optimizer] = averaged = _Averaged(named, comm)
     optimizer.register_step_pre_hook(lambda *_: averaged.reducer.recover())
     return optimizer
@@ -357,7 +362,7 @@ def _count(optimizer: torch.optim.Optimizer) -> int:
     return sum(len(group["params"]) for group in optimizer.param_groups)
 
 
-def _compare(comm: Communicator, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+def compare(comm: Communicator, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
     """Raise `InvalidArgument` on every rank unless all have the same parameters."""
     own = [f"{name}: {list(param.shape)} of {param.dtype}" for name, param in named]
     for rank, other in zip(comm.ranks, comm.all_gather_object(own), strict=True):

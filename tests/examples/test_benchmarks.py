@@ -10,6 +10,7 @@ from typing import Any
 import bench_beside
 import bench_break_even
 import bench_codecs
+import bench_local
 import bench_training
 import bench_two_hosts
 import charts
@@ -284,3 +285,23 @@ def test_the_pictures_show_the_measured_figures(style: str) -> None:
 def test_figures_are_read_from_the_table_under_their_heading() -> None:
     text = "# a\n\n| x | y |\n|---|---|\n| 1 | 2 |\n\n## b\n\n| z |\n| --- |\n| 3 |\n| 4 |\n"
     assert charts.tables(text) == {"a": [{"x": "1", "y": "2"}], "b": [{"z": "3"}, {"z": "4"}]}
+
+
+def outcome(way: str, held_out: float, seconds: float, sent: float) -> dict[str, Any]:
+    return {
+        "way": way, "held_out": held_out, "losses": [0.0] * 10, "seconds": [seconds], "compute": 0.1,
+        "bytes_per_token": sent, "tokens_per_second": 100 / seconds,
+    }  # fmt: skip
+
+
+def test_ways_over_slow_links_are_relative_to_ddp() -> None:
+    runs = {
+        "ddp": [outcome("ddp", 2.0, 50.0, 800.0), outcome("ddp", 1.0, 50.0, 800.0)],
+        "local": [outcome("local", 2.2, 2.0, 4.0), outcome("local", 1.0, 2.0, 4.0)],
+    }
+    plain, local = bench_local.quality_rows(runs)
+    assert plain == ["ddp", "1.5000", "1.0000", "1.0000 1.0000", "800.0", "1", "1.0"]
+    assert local == ["local", "1.6000", "1.0500", "1.1000 1.0000", "4.0", "200", "25.0"]
+    slow, fast = bench_local.speed_rows("100mbit", {way: each[0] for way, each in runs.items()})
+    assert slow == ["ddp", "100mbit", "10", "5000.0", "2.0%", "2.0", "1.0", "800", "1"]
+    assert fast == ["local", "100mbit", "10", "200.0", "50.0%", "50.0", "25.0", "4", "200"]

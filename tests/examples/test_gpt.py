@@ -379,6 +379,30 @@ def test_all_libraries_train_the_same_model(tmp_path: Path) -> None:
 
 
 @needs_mpi
+@needs_mpi
+def test_outer_steps_beside_ways_that_average_gradients(tmp_path: Path) -> None:
+    report, picture = tmp_path / "report.json", tmp_path / "losses.png"
+    words = ["--local", "--compare", *TINY, "--steps", "12", "--every", "4", "--delay", "2"]
+    done = launch("gpt", *words, "--json", report, "--plot", picture)
+    assert done.returncode == 0, done.stderr
+    runs = {run["way"]: run for run in json.loads(report.read_text())["runs"]}
+    assert list(runs) == ["ddp", "wrap", "wrap int8", "local", "local int4", "local topk"]
+    assert {run["rounds"] for way, run in runs.items() if way.startswith("local")} == {3}
+    np.testing.assert_allclose(runs["wrap"]["losses"], runs["ddp"]["losses"], rtol=1e-5)
+    for run in runs.values():
+        assert run["losses"][0] == pytest.approx(runs["ddp"]["losses"][0], rel=1e-5)
+        assert run["losses"][-1] < run["losses"][0]
+        assert 0 < run["utilization"] <= 1
+        assert run["seconds"] == sorted(run["seconds"])
+    assert picture.stat().st_size > 10_000
+
+
+def test_ways_of_outer_steps_that_are_not_known() -> None:
+    done = launch("gpt", "--local", "--way", "local int5", *TINY)
+    assert done.returncode == 1
+    assert "--way 'local int5': expected one of ddp, wrap" in done.stderr + done.stdout
+
+
 def test_ranks_refuse_together() -> None:
     done = launch("gpt", *TINY, "--heads", 1, "--tensor-parallel")
     assert done.returncode == 1

@@ -166,16 +166,16 @@ def job_by_mpirun(folder: Path, size: int, **options: Any) -> Iterator[Job]:
     assert launcher is not None
     words = [launcher.path, "--with-ft", "ulfm", "--allow-run-as-root", "--oversubscribe"]
     words += ["--bind-to", "none", "--mca", "mpi_yield_when_idle", "1", "-n", str(size)]
-    for _ in range(3):
+    with errors_in(folder) as output:
+        started = [subprocess.Popen([*words, *_words(folder, options)], **output)]
+    if _launcher_failed(started[0], folder):
         with errors_in(folder) as output:
             started = [subprocess.Popen([*words, *_words(folder, options)], **output)]
-        if not _launcher_failed(started[0], folder):
-            break
     with ended(started, folder):
         yield Job(folder, size, size)
 
 
-def _launcher_failed(launcher: subprocess.Popen[bytes], folder: Path) -> bool:
+def _launcher_failed(launcher: subprocess.Popen[Any], folder: Path) -> bool:
     """Whether Open MPI's launcher ends before it has started a rank: once in about a thousand starts."""
     while launcher.poll() is None:
         if Path(folder, "up.0").exists():

@@ -236,6 +236,8 @@ LONG: Final = (
     "test_tuning.py::test_measurements_of_another_machine_are_refused_in_one_line",
     "test_wrap.py::test_the_step_after_a_backward_pass_that_raised[ranks2]",
     # a smaller one, or one of another launcher, stays
+    "test_local.py::test_a_rank_that_is_started_again_joins_an_elastic_loop",
+    "test_local.py::test_every_codec_leaves_replicas_with_the_same_bits[3]",
     "test_fuse.py::test_all_kinds_fused_in_flight_give_correct_results[3-mpi]",
     "test_horovod.py::test_three_ranks",
     "test_msccl_backend.py::test_every_algorithm_by_name[4]",

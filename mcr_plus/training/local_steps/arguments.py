@@ -1,0 +1,171 @@
+"""What `mcr.local` refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, cast
+
+import torch
+
+from mcr_plus.communicator.communicator import Communicator
+from mcr_plus.compression.options import CompressOptions, codec_of
+from mcr_plus.compression.policy import options_from_call, refusal
+from mcr_plus.core.message import Signature, frozen
+from mcr_plus.errors import InvalidArgument
+from mcr_plus.training.local_steps.fragments import Fragment, Named, Outer, cut, layers_of
+
+GATES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DEFAULT_OUTER: Final[Outer] = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+"""That of DiLoCo."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of `mcr.local`, checked."""
+
+    every: int
+    fragments: int
+    delay: int
+    mix: float
+    compress: str | Mapping[str, Any] | bool | None
+    uneven: bool
+    weighted: bool
+    warmup: int
+    gate: torch.dtype | None
+
+
+def checked(
+    every: object,
+    fragments: object,
+    delay: object,
+    mix: object,
+    compress: Any,
+    uneven: object,
+    weighted: object,
+    warmup: object,
+    gate: object,
+) -> Settings:
+    """The settings, or `InvalidArgument`."""
+    every, fragments = _count("every", every, 1), _count("fragments", fragments, 1)
+    delay, warmup = _count("delay", delay, 0), _count("warmup", warmup, 0)
+    if fragments > every:
+        raise InvalidArgument(
+            f"fragments: {fragments} cannot be sent in {every} steps, one after each; expected 1 to {every}, "
+            "or a larger every"
+        )
+    if delay >= every:
+        raise InvalidArgument(
+            f"delay: expected fewer steps than every ({every}), so that a fragment has arrived before it is "
+            f"sent again; got {delay}"
+        )
+    if isinstance(mix, bool) or not isinstance(mix, (int, float)) or not 0 < mix <= 1:
+        raise InvalidArgument(f"mix: expected a number above 0 and up to 1, got {mix!r}")
+    for name, value in (("uneven", uneven), ("weighted", weighted)):
+        if not isinstance(value, bool):
+            raise InvalidArgument(f"{name}: expected True or False, got {value!r}")
+    if gate is not None and gate not in GATES:
+        raise InvalidArgument(f"gate: expected one of {', '.join(GATES)} or None, got {gate!r}")
+    return Settings(
+        every,
+        fragments,
+        delay,
+        float(mix),
+        compress,
+        bool(uneven),
+        bool(weighted) or bool(uneven),
+        warmup,
+        None if gate is None else GATES[str(gate)],
+    )
+
+
+def _count(name: str, value: object, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        what = "a number" if name == "fragments" else "a number of steps"
+        raise InvalidArgument(f"{name}: expected {what} from {least}, got {value!r}")
+    return value
+
+
+def trained(model: torch.nn.Module, inner: torch.optim.Optimizer) -> list[Named]:
+    """The parameters that take part: those that are trained, each once, without `mcr_skip`."""
+    named = [
+        (name, param)
+        for name, param in model.named_parameters()
+        if param.requires_grad and not getattr(param, "mcr_skip", False)
+    ]
+    sharded = [name for name, param in named if hasattr(param, "placements")]
+    if sharded:
+        raise InvalidArgument(
+            f"model: '{sharded[0]}' is a DTensor, of which a rank has a part; mcr.local needs replicas"
+        )
+    if not named:
+        raise InvalidArgument("model: no parameter is trained; expected one with requires_grad")
+    held = {id(param) for group in inner.param_groups for param in group["params"]}
+    if not any(id(param) in held for _, param in named):
+        raise InvalidArgument("inner: holds none of the model's parameters, so it cannot train the model")
+    return named
+
+
+def fragments_of(named: Sequence[Named], settings: Settings, outer: Any) -> list[Fragment]:
+    """Cut the parameters into fragments of about the same size, each of whole layers."""
+    layers = layers_of(named)
+    if settings.fragments > len(layers):
+        raise InvalidArgument(
+            f"fragments: expected at most as many as modules with trained parameters ({len(layers)}), got "
+            f"{settings.fragments}"
+        )
+    sizes = [sum(param.numel() for _, param in layer) for layer in layers]
+    dtype = torch.float64 if any(param.dtype is torch.float64 for _, param in named) else torch.float32
+    make: Any = DEFAULT_OUTER if outer is None else outer
+    if isinstance(make, torch.optim.Optimizer) or not callable(make):
+        raise InvalidArgument(
+            "outer: expected a class of optimizers or a function that makes one of a list of parameters, as "
+            f"in functools.partial(torch.optim.SGD, lr=0.7); got {type(outer).__name__}"
+        )
+    fragments = [
+        Fragment(index, [each for layer in run for each in layers[layer]], cast("Outer", make), dtype)
+        for index, run in enumerate(cut(sizes, settings.fragments))
+    ]
+    for fragment in fragments:
+        if not isinstance(fragment.optimizer, torch.optim.Optimizer):
+            raise InvalidArgument(
+                f"outer: expected it to return an optimizer, got {type(fragment.optimizer).__name__}"
+            )
+    return fragments
+
+
+def check_compression(compress: Any, fragments: Sequence[Fragment], comm: Communicator) -> None:
+    """Raise `InvalidArgument` for a codec that cannot carry the fragments."""
+    if compress is None or compress is False:
+        return
+    if not isinstance(compress, (str, Mapping)):
+        raise InvalidArgument(
+            f"compress: expected None, False, a codec's name or a mapping, got {compress!r}"
+        )
+    if isinstance(compress, Mapping) and not all(isinstance(key, str) for key in compress):
+        raise InvalidArgument(f"compress: expected names of options as keys, got {list(compress)}")
+    if comm.config.options("compress") is None:
+        raise InvalidArgument(
+            f"compress: {compress!r}, but the pipeline has no stage compress; add it to the configuration"
+        )
+    for fragment in fragments:
+        anchor = fragment.anchor
+        signature = Signature(
+            "all_reduce",
+            anchor.dtype,
+            tuple(anchor.shape),
+            anchor.nbytes,
+            comm.name,
+            comm.size,
+            "cpu",
+            reduce_op="AVG",
+            tag=fragment.tag,
+            compress=frozen(compress) if isinstance(compress, Mapping) else compress,
+        )
+        options: CompressOptions = options_from_call(signature)
+        if options.codec == "none":
+            return
+        reason = refusal(codec_of(options), options, signature)
+        if reason is not None:
+            raise InvalidArgument(f"compress: {compress!r} for {fragment.tag}: {reason}")

@@ -1,0 +1,150 @@
+"""The fragments of a model: their outer parameters, and what becomes of a pseudo-gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from mcr_plus.core.work import Work
+
+Outer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+"""Makes the outer optimizer of the outer parameters of one fragment."""
+Named = tuple[str, torch.nn.Parameter]
+
+
+@dataclass
+class Flight:
+    """A pseudo-gradient that has been sent.
+
+    Attributes:
+        due: the inner step after which its mean is applied.
+        values: flat, of the outer parameters' dtype; the mean over ranks once it has arrived.
+        tokens: from which it has been learned.
+        work: None once it has arrived.
+        check: what ranks compare, with its own handle; None once it has been compared.
+        weight: by which this rank has multiplied its pseudo-gradient; None if ranks count alike.
+    """
+
+    due: int
+    values: torch.Tensor
+    tokens: float = 0.0
+    work: Work | None = None
+    check: tuple[Work, torch.Tensor] | None = None
+    weight: float | None = None
+
+
+class Fragment:
+    """Some of a model's parameters, with their outer parameters and the optimizer of these.
+
+    Memory beside the model, in units of the parameters in float32: 1 for `anchor`, as much as the outer
+    optimizer keeps (1 for momentum), and 1 while a pseudo-gradient is in flight.
+
+    Attributes:
+        anchor: the outer parameters, flat, on the CPU; of the same bits on all ranks.
+        rounds: how many outer steps it has made.
+        tokens: what this rank has learned from since the last sending; steps, if nobody counts tokens.
+        residual: of `gate`; None without one.
+    """
+
+    def __init__(self, index: int, named: Sequence[Named], outer: Outer, dtype: torch.dtype) -> None:
+        self.index, self.named = index, list(named)
+        self.tag = f"outer.{index}"
+        self.rounds, self.tokens = 0, 0.0
+        self.flight: Flight | None = None
+        self.residual: torch.Tensor | None = None
+        sizes = [param.numel() for _, param in named]
+        self._ends = list(accumulate(sizes))
+        self.anchor = torch.empty(sum(sizes), dtype=dtype)
+        self._leaves = [
+            torch.nn.Parameter(view.view(param.shape)) for view, (_, param) in self._pairs(self.anchor)
+        ]
+        self.take_parameters()
+        self.optimizer = outer(self._leaves)
+
+    def take_parameters(self) -> None:
+        """Set the outer parameters to the model's."""
+        with torch.no_grad():
+            for leaf, (_, param) in zip(self._leaves, self.named, strict=True):
+                leaf.copy_(param)
+
+    @property
+    def layout(self) -> list[list[Any]]:
+        """Names and shapes of the parameters."""
+        return [[name, list(param.shape)] for name, param in self.named]
+
+    @torch.no_grad()
+    def pseudo_gradient(self, gate: torch.dtype | None) -> torch.Tensor:
+        """The outer parameters less the model's, flat; with `gate` only what a pass in this dtype would see.
+
+        What the gate holds back is added to the next one (PULSELoCo, 2026).
+        """
+        flat = torch.empty_like(self.anchor)
+        for view, (_, param) in self._pairs(flat):
+            view.copy_(param.reshape(-1))
+        torch.sub(self.anchor, flat, out=flat)
+        if gate is not None:
+            if self.residual is not None:
+                flat += self.residual
+            hidden = (self.anchor - flat).to(gate) == self.anchor.to(gate)
+            self.residual = torch.where(hidden, flat, 0)
+            flat.masked_fill_(hidden, 0)
+        return flat
+
+    @torch.no_grad()
+    def apply(self, mean: torch.Tensor, mix: float) -> None:
+        """Make the outer step, and draw the model's parameters to the outer ones by `mix`."""
+        for leaf, (view, _) in zip(self._leaves, self._pairs(mean), strict=True):
+            leaf.grad = view.view(leaf.shape)
+        with torch.enable_grad():
+            self.optimizer.step()
+        for leaf in self._leaves:
+            leaf.grad = None
+        self.rounds += 1
+        self.draw(mix)
+
+    def drop(self) -> None:
+        """Forget what is in flight: the next pseudo-gradient has its steps, too."""
+        if self.flight is not None:
+            self.tokens += self.flight.tokens
+        self.flight = None
+
+    @torch.no_grad()
+    def draw(self, mix: float) -> None:
+        """Set the model's parameters to mix × outer + (1 - mix) × their own."""
+        for leaf, (_, param) in zip(self._leaves, self.named, strict=True):
+            if mix == 1:
+                param.copy_(leaf)
+            elif param.dtype is leaf.dtype and param.device == leaf.device:
+                param.lerp_(leaf, mix)
+            else:
+                param.copy_(torch.lerp(param.to(leaf.device, leaf.dtype), leaf, mix))
+
+    def _pairs(self, flat: torch.Tensor) -> Iterable[tuple[torch.Tensor, Named]]:
+        begins = [0, *self._ends[:-1]]
+        for begin, end, each in zip(begins, self._ends, self.named, strict=True):
+            yield flat[begin:end], each
+
+
+def layers_of(named: Iterable[Named]) -> list[list[Named]]:
+    """Parameters by the module that has them, in the order of the model; fragments do not divide these."""
+    layers: dict[str, list[Named]] = {}
+    for name, param in named:
+        layers.setdefault(name.rpartition(".")[0], []).append((name, param))
+    return list(layers.values())
+
+
+def cut(sizes: Sequence[int], parts: int) -> list[range]:
+    """Cut a sequence into runs of about the same sum, each of at least one element.
+
+    Each border is the one nearest to its share of the sum that leaves enough for the parts behind it.
+    """
+    sums = [0, *accumulate(sizes)]
+    borders = [0]
+    for part in range(1, parts):
+        allowed = range(borders[-1] + 1, len(sizes) - (parts - part) + 1)
+        borders.append(min(allowed, key=lambda at: abs(sums[at] * parts - sums[-1] * part)))
+    return [range(begin, end) for begin, end in zip(borders, [*borders[1:], len(sizes)], strict=True)]

@@ -1,0 +1,82 @@
+"""The state of outer steps, saved and restored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from mcr_plus.errors import InvalidArgument
+from mcr_plus.training.local_steps.fragments import Flight
+
+if TYPE_CHECKING:
+    from mcr_plus.training.local_steps.local import LocalSteps
+
+_VERSION: Final = 1
+
+
+def saved(local: LocalSteps) -> dict[str, Any]:
+    """See `LocalSteps.state_dict`."""
+    fragments = []
+    for fragment in local.fragments:
+        arrived = None
+        if fragment.flight is not None:
+            mean = local.arrived(fragment)
+            arrived = {"due": fragment.flight.due, "mean": mean, "tokens": fragment.flight.tokens}
+        fragments.append(
+            {
+                "layout": fragment.layout,
+                "anchor": fragment.anchor,
+                "outer": fragment.optimizer.state_dict(),
+                "rounds": fragment.rounds,
+                "tokens": fragment.tokens,
+                "residual": fragment.residual,
+                "arrived": arrived,
+            }
+        )
+    return {
+        "version": _VERSION,
+        "every": local.settings.every,
+        "steps": local.steps,
+        "position": local.position,
+        "rounds": local.rounds,
+        "own_every": local.every,
+        "fragments": fragments,
+    }
+
+
+def restore(local: LocalSteps, state: Mapping[str, Any]) -> None:
+    """See `LocalSteps.load_state_dict`."""
+    if not isinstance(state, Mapping) or state.get("version") != _VERSION:
+        raise InvalidArgument("state: expected what state_dict() of mcr.local's result returned")
+    theirs = [each["layout"] for each in state["fragments"]]
+    ours = [fragment.layout for fragment in local.fragments]
+    if theirs != ours:
+        raise InvalidArgument(f"state: {_difference(theirs, ours)}")
+    if state["every"] != local.settings.every and state["position"]:
+        raise InvalidArgument(
+            f"state: {state['position']} steps into a window of {state['every']}, which has "
+            f"{local.settings.every} now; expected the same every, or a state from the end of a window"
+        )
+    local.steps, local.position, local.rounds = state["steps"], state["position"], state["rounds"]
+    same = state["every"] == local.settings.every
+    local.every = local._next_every = state["own_every"] if same else local.settings.every
+    for fragment, each in zip(local.fragments, state["fragments"], strict=True):
+        fragment.anchor.copy_(each["anchor"])
+        fragment.optimizer.load_state_dict(each["outer"])
+        fragment.rounds, fragment.tokens = each["rounds"], each["tokens"]
+        residual, arrived = each["residual"], each["arrived"]
+        fragment.residual = None if residual is None else residual.clone()
+        fragment.flight = None
+        if arrived is not None:
+            fragment.flight = Flight(arrived["due"], arrived["mean"].clone(), arrived["tokens"])
+
+
+def _difference(theirs: list[list[list[Any]]], ours: list[list[list[Any]]]) -> str:
+    if len(theirs) != len(ours):
+        return f"it has {len(theirs)} fragments, and the model is cut into {len(ours)}; pass as many"
+    for index, (saved_, here) in enumerate(zip(theirs, ours, strict=True)):
+        for (name, shape), (other, size) in zip(saved_, here, strict=False):
+            if (name, shape) != (other, size):
+                there, here_ = f"'{name}' of shape {shape}", f"'{other}' of shape {size}"
+                return f"fragment {index} has {there} in the state, and {here_} in the model"
+    return "its fragments are cut elsewhere; expected those of the same model and number of fragments"

@@ -1,0 +1,220 @@
+"""Programs of ranks that train by inner and outer steps, for tests/jobs/test_local.py."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+from functools import partial
+from typing import Any
+
+import torch
+from local_oracle import INNER, Quadratic, load
+from reconfigure_jobs import Meeting, _two_and_one
+
+import mcr_plus as mcr
+from mcr_plus import registry
+
+SGD = torch.optim.SGD
+COURSES: list[tuple[dict[str, Any], float | None, int]] = [
+    ({"every": 5}, None, 12),
+    ({"every": 6, "fragments": 3, "delay": 4, "mix": 0.5}, None, 15),
+    ({"every": 4, "fragments": 4}, 1.0, 9),
+    ({"every": 3, "delay": 2, "warmup": 3}, 0.5, 10),
+]
+"""Settings, the learning rate of an outer SGD without momentum or None for the default, and steps."""
+
+
+def begin(
+    backend: str | None, rules: list[dict[str, Any]] | None = None, **dispatch: Any
+) -> mcr.Communicator:
+    torch.set_num_threads(1)
+    stages = [{"fuse": {}}, {"compress": {}}, {"select": {}}, {"dispatch": {"timeout": "30s", **dispatch}}]
+    config = {"version": 1, "pipeline": stages, "rules": rules or []}
+    return mcr.init(config, backends=None if backend is None else [backend])
+
+
+def made(model: torch.nn.Module, rate: float | None = None, **settings: Any) -> mcr.LocalSteps:
+    outer = None if rate is None else partial(SGD, lr=rate)
+    return mcr.local(model, SGD(model.parameters(), **INNER), outer, **settings)
+
+
+def one_step(local: mcr.LocalSteps) -> None:
+    local.inner.zero_grad()
+    local.model.loss().backward()  # type: ignore[operator]
+    local.step()
+
+
+def outer_values(local: mcr.LocalSteps) -> list[float]:
+    return [each for fragment in local.fragments for each in fragment.anchor.tolist()]
+
+
+def values(local: mcr.LocalSteps) -> list[float]:
+    return local.model.values()  # type: ignore[operator, no-any-return]
+
+
+def courses(backend: str, dispatch: dict[str, Any]) -> list[list[list[list[float]]]]:
+    """Of each course and step, the parameters and the outer ones."""
+    found = []
+    with begin(backend, **dispatch) as comm:
+        for settings, rate, steps in COURSES:
+            local = made(Quadratic(comm.rank), rate, **settings)
+            course = []
+            for _ in range(steps):
+                one_step(local)
+                course.append([values(local), outer_values(local)])
+            found.append(course)
+    return found
+
+
+class Wide(torch.nn.Module):
+    """Two layers of sizes that no block of a codec divides."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(61, 47), torch.nn.Linear(47, 5)
+        self.rank = rank
+
+    def loss(self) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(self.rank)
+        x = torch.randn(8, 61, generator=generator)
+        loss: torch.Tensor = (self.second(self.first(x).tanh()) - self.rank).square().mean()
+        return loss
+
+
+def codecs() -> dict[str, dict[str, Any]]:
+    """By codec and feedback: outer parameters after some rounds (digests), or why it is refused."""
+    found: dict[str, dict[str, Any]] = {}
+    with begin(None) as comm:
+        for name in registry.names("codecs"):
+            for feedback in ({}, {"error_feedback": True}, {"ef21": True}):
+                compress = {"codec": name, **feedback}
+                torch.manual_seed(comm.rank)
+                try:
+                    local = made(Wide(comm.rank), every=3, fragments=2, delay=1, mix=0.5, compress=compress)
+                    with mcr.record() as log:
+                        for _ in range(13):
+                            one_step(local)
+                    local.finish()
+                except mcr.InvalidArgument as error:
+                    found[f"{name} {feedback}"] = {"refused": str(error)}
+                    continue
+                used = {str(each.codec) for each in log.records if (each.tag or "").startswith("outer.")}
+                ends = [float(each.anchor.double().sum()) for each in local.fragments]
+                finite = all(bool(each.anchor.isfinite().all()) for each in local.fragments)
+                found[f"{name} {feedback}"] = {"ends": ends, "finite": finite, "codecs": sorted(used)}
+    return found
+
+
+def by_rule() -> dict[str, list[str]]:
+    """The codecs of fragments, by tag, as a rule for one of them says."""
+    rules = [{"match": {"tag": "outer.1"}, "compress": {"codec": "int8_block"}}]
+    found: dict[str, list[str]] = {}
+    with begin("gloo", rules) as comm:
+        local = made(Wide(comm.rank), every=2, fragments=2)
+        with mcr.record() as log:
+            for _ in range(4):
+                one_step(local)
+        for each in log.records:
+            found.setdefault(str(each.tag), []).append(str(each.codec))
+    return {tag: sorted(set(names)) for tag, names in found.items()}
+
+
+def refusals() -> dict[str, str]:
+    """What a job is told."""
+    with begin("gloo") as comm:
+        model = Quadratic(comm.rank)
+        other = torch.nn.Linear(2 + comm.rank, 2)
+        inner = SGD(model.parameters(), lr=0.1)
+        compressions: dict[str, Any] = {
+            "unknown": {"codec": "int9_block"},
+            "option": {"codec": "topk", "rate": 0.1},
+            "no codec": {"ratio": 0.1},
+            "powersgd": {"codec": "powersgd"},
+            "number": 3,
+        }
+        found = {name: _refused(model, inner, compress=each) for name, each in compressions.items()}
+        found["other"] = _refused(other, SGD(other.parameters(), lr=0.1))
+        mcr.wrap(model, inner)
+        found["wrapped"] = _refused(model, inner)
+    return found
+
+
+def _refused(model: torch.nn.Module, inner: torch.optim.Optimizer, **settings: Any) -> str:
+    try:
+        mcr.local(model, inner, **settings)
+    except mcr.InvalidArgument as error:
+        return str(error)
+    return ""
+
+
+def restored() -> bool:
+    """Whether runs that are saved and restored at each step end as one that is not."""
+    settings: dict[str, Any] = {"every": 4, "fragments": 3, "delay": 2, "mix": 0.5, "compress": "int8_block"}
+
+    def run(at: int) -> list[float]:
+        local = made(Quadratic(comm.rank), **settings)
+        for step in range(9):
+            if step == at:
+                saved = copy.deepcopy([each.state_dict() for each in (local.model, local.inner, local)])
+                local = made(Quadratic(comm.rank), **settings)
+                load((local.model, local.inner, local), saved)
+            one_step(local)
+        return values(local) + outer_values(local)
+
+    with begin("gloo") as comm:
+        undisturbed = run(-1)
+        return all(run(at) == undisturbed for at in range(9))
+
+
+def after_a_death(victim: int, at: int, delay: int) -> dict[str, Any]:
+    """One of three ranks dies at a step; the others go on to the same number of steps."""
+    comm = begin("gloo")
+    rank = comm.rank
+    local = made(Quadratic(rank), every=4, fragments=2, delay=delay, mix=0.5)
+    before: list[int] = []
+    losses = 0
+    while local.steps < 20:
+        if rank == victim and local.steps == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            one_step(local)
+        except mcr.PeerLost:
+            losses += 1
+            before = [each.rounds for each in local.fragments]
+            mcr.shrink()
+            local.resume()
+    local.finish()
+    return {
+        "losses": losses,
+        "before": before,
+        "rounds": [each.rounds for each in local.fragments],
+        "values": values(local),
+        "outer": outer_values(local),
+        "steps": local.steps,
+        "size": local.comm.size,
+    }
+
+
+def with_a_newcomer(folder: str) -> dict[str, Any]:
+    """Two ranks train, a third one joins in the middle of a round, and begins with the outer parameters."""
+    meeting = Meeting(folder)
+    comm = _two_and_one(meeting.number)
+    local = made(Quadratic(comm.rank if meeting.number < 2 else 0), every=4, fragments=2, delay=1, mix=0.5)
+    local.model.problem = Quadratic(meeting.number).problem  # type: ignore[assignment]
+    if meeting.number < 2:
+        for _ in range(10):
+            one_step(local)
+    outer = outer_values(local)
+    mcr.reconfigure("three", meeting.handles("all"))
+    local.resume()
+    begun = {
+        "steps": local.steps,
+        "position": local.position,
+        "values": values(local),
+        "outer": outer_values(local),
+    }
+    for _ in range(7):
+        one_step(local)
+    local.finish()
+    return {"before": outer, "begun": begun, "values": values(local), "size": local.comm.size}

@@ -1,0 +1,404 @@
+"""The arithmetic of outer steps on simulated ranks, against NumPy in float64, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from local_oracle import INNER, SHAPES, Quadratic, Sgd, flat, load, simulate, start, targets
+from simulated_ranks import on_simulated_ranks
+
+from mcr_plus.errors import InvalidArgument, OrderMismatch, ResultMismatch
+from mcr_plus.training.local_steps import arguments
+from mcr_plus.training.local_steps.fragments import Fragment, cut
+from mcr_plus.training.local_steps.local import LocalSteps, digest
+
+SGD = torch.optim.SGD
+DEFAULTS: dict[str, Any] = {
+    "every": 4, "fragments": 1, "delay": 0, "mix": 1.0, "compress": None, "uneven": False, "weighted": False,
+    "warmup": 0, "gate": None,
+}  # fmt: skip
+
+
+def made(
+    comm: Any, model: torch.nn.Module, outer: Any = None, inner: Any = None, **changed: Any
+) -> LocalSteps:
+    optimizer = inner or SGD(model.parameters(), **INNER)
+    return LocalSteps(model, optimizer, outer, arguments.checked(**DEFAULTS | changed), comm)
+
+
+def outer_values(local: LocalSteps) -> list[float]:
+    return [each for fragment in local.fragments for each in fragment.anchor.tolist()]
+
+
+def course(
+    comm: Any, steps: int, outer: Any, tokens: list[int] | None, changed: dict[str, Any]
+) -> list[tuple[list[float], list[float]]]:
+    """Parameters and outer parameters after each step."""
+    model = Quadratic(comm.rank)
+    local = made(comm, model, outer, **changed)
+    found = []
+    for _ in range(steps):
+        local.inner.zero_grad()
+        model.loss().backward()
+        local.step(None if tokens is None else tokens[comm.rank])
+        found.append((model.values(), outer_values(local)))
+    return found
+
+
+def names_of(fragments: int) -> list[list[str]]:
+    """By hand: the sizes are 15, 4, 6, 7, 1."""
+    return {1: ["abcde"], 2: ["a", "bcde"], 3: ["a", "b", "cde"], 4: ["a", "b", "c", "de"]}[fragments]  # type: ignore[return-value]
+
+
+def compare(ranks: int, steps: int, outer: Any, same: Sgd | None, tokens: Any = None, **changed: Any) -> None:
+    settings = DEFAULTS | changed
+    found = on_simulated_ranks(course, ranks, steps, outer, tokens, changed)
+    wanted = simulate(
+        ranks, steps, settings["every"], names_of(settings["fragments"]), delay=settings["delay"],
+        mix=settings["mix"], outer=same, weights=tokens, warmup=settings["warmup"],
+    )  # fmt: skip
+    for step in range(steps):
+        for rank in range(ranks):
+            parameters, outers = found[rank][step]
+            np.testing.assert_allclose(parameters, wanted.local[step][rank], rtol=1e-11, atol=1e-13)
+            if step + 1 >= settings["warmup"]:  # before there are none
+                np.testing.assert_allclose(outers, wanted.outer[step], rtol=1e-11, atol=1e-13)
+            assert outers == found[0][step][1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_diloco(ranks: int) -> None:
+    compare(ranks, 22, None, None, every=5)
+
+
+@given(
+    ranks=st.integers(1, 3),
+    every=st.integers(4, 9),
+    fragments=st.integers(1, 4),
+    delay=st.integers(0, 8),
+    mix=st.sampled_from([0.25, 0.5, 1.0]),
+    steps=st.integers(1, 40),
+)
+def test_streaming_diloco(ranks: int, every: int, fragments: int, delay: int, mix: float, steps: int) -> None:
+    compare(ranks, steps, None, None, every=every, fragments=fragments, delay=delay % every, mix=mix)
+
+
+def test_tokens_weigh_ranks() -> None:
+    compare(3, 20, None, None, tokens=[10, 30, 5], weighted=True, every=4, fragments=2, delay=1, mix=0.5)
+
+
+def test_a_warm_up_is_data_parallel() -> None:
+    compare(3, 15, partial(SGD, lr=1.0), Sgd(1.0), warmup=6, every=4)
+
+
+def test_local_sgd_of_one_step_is_data_parallel_sgd() -> None:
+    """Closed form: without momentum, the mean of parameters moves as gradient descent on the mean loss."""
+
+    def train(comm: Any) -> list[float]:
+        model = Quadratic(comm.rank)
+        inner = SGD(model.parameters(), lr=0.05)
+        local = made(comm, model, partial(SGD, lr=1.0), inner, every=1)
+        for _ in range(30):
+            inner.zero_grad()
+            model.loss().backward()
+            local.step()
+        return model.values()
+
+    found = on_simulated_ranks(train, 3)
+    assert found[0] == found[1] == found[2]
+    problems = [targets(rank) for rank in range(3)]
+    ends = {}
+    for name, begin in start().items():
+        sharp = np.mean([problem[name][0] for problem in problems])
+        best = sum(problem[name][0] * problem[name][1] for problem in problems) / (3 * sharp)
+        ends[name] = best + (1 - 0.05 * sharp) ** 30 * (begin - best)
+    np.testing.assert_allclose(found[0], flat(ends), rtol=1e-10)
+
+
+def test_easgd_without_gradients_contracts_as_its_closed_form() -> None:
+    """The center moves by β to the mean, each rank by α to the center; distances shrink geometrically."""
+    alpha, beta, rounds = 0.3, 0.6, 12
+
+    def train(comm: Any) -> tuple[list[float], list[float]]:
+        model = Quadratic(comm.rank)
+        inner = SGD(model.parameters(), lr=1.0)
+        local = made(comm, model, partial(SGD, lr=beta), inner, every=1, mix=alpha)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(comm.rank + 1.0)
+        for _ in range(rounds):
+            local.step()
+        return model.values(), outer_values(local)
+
+    found = on_simulated_ranks(train, 3)
+    begin = np.array(flat(start()))
+    center, spread = begin.copy(), 2.0  # the mean of ranks lies 2 above the center
+    mean = begin + 2.0
+    for _ in range(rounds):
+        center = center + beta * (mean - center)
+        mean = mean + alpha * (center - mean)
+        spread *= (1 - alpha) * (1 - beta)
+    np.testing.assert_allclose(mean - center, spread, atol=1e-12)
+    for rank, (parameters, outers) in enumerate(found):
+        np.testing.assert_allclose(outers, center, rtol=1e-12)
+        np.testing.assert_allclose(parameters, mean + (rank - 1) * (1 - alpha) ** rounds, rtol=1e-12)
+
+
+def test_a_gate_sends_what_bfloat16_sees_and_keeps_the_rest() -> None:
+    layer = torch.nn.Linear(1, 4, bias=False)
+    with torch.no_grad():
+        layer.weight[:] = torch.tensor([[1.0], [1.0], [1.0], [0.0]])
+    fragment = Fragment(0, list(layer.named_parameters()), partial(SGD, lr=1.0), torch.float32)
+    small = 2.0**-10  # less than half of the last place of 1 in bfloat16
+    with torch.no_grad():
+        layer.weight -= torch.tensor([[small], [0.5], [0.0], [small]])
+    assert fragment.pseudo_gradient(torch.bfloat16).tolist() == [0, 0.5, 0, small]
+    assert fragment.residual is not None
+    assert fragment.residual.tolist() == [small, 0, 0, 0]
+    for sent in (0.0, 0.0, 0.0):  # 2, 3 and 4 times what is too small: seen once it is over the half
+        assert fragment.pseudo_gradient(torch.bfloat16)[0].item() in (sent, 2 * small, 3 * small, 4 * small)
+
+
+def test_checkpoints_at_every_step_restore_the_same_run() -> None:
+    changed = {"every": 5, "fragments": 3, "delay": 3, "mix": 0.5}
+
+    def train(comm: Any, at: int) -> list[list[float]]:
+        model = Quadratic(comm.rank)
+        local = made(comm, model, **changed)
+        found = []
+        for step in range(14):
+            if step == at:
+                saved = copy.deepcopy([each.state_dict() for each in (model, local.inner, local)])
+                model = Quadratic(comm.rank)
+                local = made(comm, model, **changed)
+                load((model, local.inner, local), saved)
+            local.inner.zero_grad()
+            model.loss().backward()
+            local.step()
+            found.append(model.values() + outer_values(local))
+        return found
+
+    undisturbed = on_simulated_ranks(train, 2, -1)
+    for at in range(14):
+        assert on_simulated_ranks(train, 2, at) == undisturbed, at
+
+
+def test_a_checkpoint_fits_more_ranks() -> None:
+    changed = {"every": 5, "fragments": 2, "delay": 3, "mix": 0.5}
+
+    def train(comm: Any, saved: Any) -> Any:
+        model = Quadratic(comm.rank)
+        local = made(comm, model, **changed)
+        if saved is not None:
+            load((model, local.inner, local), copy.deepcopy(saved))
+        for _ in range(6):
+            local.inner.zero_grad()
+            model.loss().backward()
+            local.step()
+        return [each.state_dict() for each in (model, local.inner, local)], outer_values(local)
+
+    first = on_simulated_ranks(train, 2, None)
+    more = on_simulated_ranks(train, 4, first[0][0])
+    assert all(outers == more[0][1] for _, outers in more)
+    assert more[0][1] != first[0][1]
+
+
+def test_unlike_machines_make_steps_by_their_speed() -> None:
+    clock = [0.0, 0.0]
+
+    def train(comm: Any) -> tuple[int, int, list[float]]:
+        model = Quadratic(comm.rank)
+        local = made(comm, model, every=8, uneven=True, fragments=2, delay=1)
+        while local.rounds < 4:
+            local.inner.zero_grad()
+            model.loss().backward()
+            local._left -= 0.4 if comm.rank else 0.1  # as if computing had taken so long
+            local.step()
+        clock[comm.rank] = local.steps
+        local.finish()
+        return local.steps, local.every, model.values()
+
+    (fast, usual, one), (slow, fewer, other) = on_simulated_ranks(train, 2)
+    assert (fast, usual) == (32, 8)
+    assert fewer == 2
+    assert slow == 2 * 8 + 2 * 2  # the times of the first window arrive in the second
+    assert one == other
+
+
+def test_finish_makes_models_and_buffers_equal() -> None:
+    def train(comm: Any) -> Any:
+        model = Quadratic(comm.rank)
+        model.register_buffer("mean", torch.zeros(3))
+        model.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        model.frozen = torch.nn.Parameter(torch.full((2,), 1.0 + comm.rank), requires_grad=False)
+        model.tied = model.layers["a"]
+        local = made(comm, model, every=4, fragments=2, delay=2, mix=0.5)
+        for _ in range(7):
+            local.inner.zero_grad()
+            model.loss().backward()
+            model.mean += comm.rank
+            model.count += 1 + comm.rank
+            local.step()
+        local.finish()
+        return {name: each.tolist() for name, each in model.state_dict().items()}, local.rounds
+
+    found = on_simulated_ranks(train, 3)
+    assert found[0] == found[1] == found[2]
+    state, rounds = found[0]
+    assert (state["mean"], state["count"], state["frozen"]) == ([7.0] * 3, 7, [1.0, 1.0])
+    assert rounds == 2
+
+
+# -- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"every": 0}, "every: expected a number of steps from 1, got 0"),
+        ({"every": True}, "every: expected a number of steps from 1, got True"),
+        ({"every": 2.5}, "every: expected a number of steps from 1, got 2.5"),
+        ({"delay": -1}, "delay: expected a number of steps from 0, got -1"),
+        ({"delay": 4}, r"delay: expected fewer steps than every \(4\)"),
+        ({"fragments": 0}, "fragments: expected a number from 1, got 0"),
+        ({"fragments": 5}, "fragments: 5 cannot be sent in 4 steps"),
+        ({"fragments": 6, "every": 9}, r"modules with trained parameters \(5\), got 6"),
+        ({"mix": 0.0}, "mix: expected a number above 0 and up to 1, got 0.0"),
+        ({"mix": 1.5}, "mix: expected a number above 0 and up to 1, got 1.5"),
+        ({"mix": float("nan")}, "mix: expected a number above 0"),
+        ({"warmup": -1}, "warmup: expected a number of steps from 0, got -1"),
+        ({"gate": "int8"}, "gate: expected one of bf16, fp16 or None, got 'int8'"),
+        ({"uneven": 1}, "uneven: expected True or False, got 1"),
+        ({"compress": 8}, "compress: expected None, False, a codec's name or a mapping, got 8"),
+        ({"compress": "int8_block"}, "has no stage compress"),
+    ],
+)
+def test_settings_that_are_refused(changed: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidArgument, match=text):
+        on_simulated_ranks(lambda comm: made(comm, Quadratic(0), **changed), 1)
+
+
+@pytest.mark.parametrize(
+    ("outer", "text"),
+    [
+        (SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0), "outer: expected a class of optimizers"),
+        ("sgd", "outer: expected a class of optimizers"),
+        (lambda _: None, "outer: expected it to return an optimizer, got NoneType"),
+    ],
+)
+def test_outer_optimizers_that_are_refused(outer: Any, text: str) -> None:
+    with pytest.raises(InvalidArgument, match=text):
+        on_simulated_ranks(lambda comm: made(comm, Quadratic(0), outer), 1)
+
+
+def test_models_that_are_refused() -> None:
+    frozen = torch.nn.Linear(2, 2).requires_grad_(False)
+    other = SGD(torch.nn.Linear(2, 2).parameters(), lr=1.0)
+    with pytest.raises(InvalidArgument, match="no parameter is trained"):
+        on_simulated_ranks(lambda comm: made(comm, frozen), 1)
+    with pytest.raises(InvalidArgument, match="holds none of the model's parameters"):
+        on_simulated_ranks(lambda comm: made(comm, Quadratic(0), inner=other), 1)
+
+
+def test_ranks_with_other_settings_are_refused() -> None:
+    with pytest.raises(InvalidArgument, match="every: 4 on rank 0, but 6 on rank 1; ranks pass the same"):
+        on_simulated_ranks(lambda comm: made(comm, Quadratic(0), every=4 + 2 * comm.rank), 2)
+
+
+def test_parameters_that_are_frozen_later_are_refused() -> None:
+    def train(comm: Any) -> None:
+        model = Quadratic(0)
+        local = made(comm, model, every=1)
+        model.layers["b"].requires_grad_(False)
+        local.step()
+
+    with pytest.raises(InvalidArgument, match=r"'layers\.c\.weight' in place of 'layers\.b\.weight'"):
+        on_simulated_ranks(train, 1)
+
+
+def test_missing_tokens_are_refused() -> None:
+    for tokens, text in ((None, "needs the tokens of each step"), (0, "expected a number from 1, got 0")):
+        with pytest.raises(InvalidArgument, match=text):
+            on_simulated_ranks(
+                lambda comm, tokens=tokens: made(comm, Quadratic(0), weighted=True).step(tokens), 1
+            )
+
+
+def test_states_that_are_refused() -> None:
+    def load(comm: Any, before: dict[str, Any], steps: int, after: dict[str, Any]) -> None:
+        first = made(comm, Quadratic(0), **before)
+        for _ in range(steps):
+            first.step()
+        made(comm, Quadratic(0), **after).load_state_dict(first.state_dict())
+
+    cases = [
+        ({"fragments": 2}, 0, {"fragments": 3}, "it has 2 fragments, and the model is cut into 3"),
+        ({"every": 4}, 3, {"every": 5}, "3 steps into a window of 4, which has 5 now"),
+    ]
+    for before, steps, after, text in cases:
+        with pytest.raises(InvalidArgument, match=text):
+            on_simulated_ranks(load, 1, before, steps, after)
+    on_simulated_ranks(load, 1, {"every": 4}, 4, {"every": 5})
+    with pytest.raises(InvalidArgument, match="expected what state_dict"):
+        on_simulated_ranks(lambda comm: made(comm, Quadratic(0)).load_state_dict({}), 1)
+
+
+def test_ranks_that_have_made_other_numbers_of_steps() -> None:
+    def train(comm: Any) -> None:
+        model = Quadratic(0)
+        local = made(comm, model, every=3)
+        local.steps += comm.rank  # as one that was restored from another step
+        for _ in range(3):
+            local.step()
+
+    with pytest.raises(OrderMismatch, match=r"outer\.0: .* \(rank 0: 3, rank 1: 4\)"):
+        on_simulated_ranks(train, 2)
+
+
+def test_results_that_differ_between_ranks_are_found_in_the_next_round() -> None:
+    def train(comm: Any) -> None:
+        model = Quadratic(0)
+        local = made(comm, model, every=2)
+        if comm.rank == 1:
+            comm.spoil = lambda mean: mean[3:4].add_(1e-9)
+        for _ in range(4):
+            local.step()
+
+    with pytest.raises(ResultMismatch, match=r"outer\.0: other outer parameters on rank 1 than"):
+        on_simulated_ranks(train, 3)
+
+
+# -- parts ----------------------------------------------------------------------------------------
+
+
+@given(sizes=st.lists(st.integers(1, 100), min_size=1, max_size=12), data=st.data())
+def test_cuts_are_runs_that_cover_all(sizes: list[int], data: st.DataObject) -> None:
+    parts = data.draw(st.integers(1, len(sizes)))
+    runs = cut(sizes, parts)
+    assert [at for run in runs for at in run] == list(range(len(sizes)))
+    assert len(runs) == parts
+    assert all(len(run) > 0 for run in runs)
+
+
+def test_cuts_are_balanced() -> None:
+    assert [list(run) for run in cut([5, 5, 5, 5, 5, 5], 3)] == [[0, 1], [2, 3], [4, 5]]
+    assert [list(run) for run in cut([100, 1, 1, 1], 3)] == [[0], [1], [2, 3]]
+    assert sum(map(np.prod, SHAPES.values())) == 33
+
+
+@pytest.mark.parametrize("numel", [1, 2, 7, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_digests_tell_any_bit_apart(numel: int, dtype: torch.dtype) -> None:
+    values = torch.randn(numel, dtype=dtype)
+    for at in {0, numel // 2, numel - 1}:
+        other = values.clone()
+        other.view(torch.uint8)[at * dtype.itemsize] ^= 1
+        assert digest(other) != digest(values)
+        assert -(2**63) <= digest(other) < 2**63

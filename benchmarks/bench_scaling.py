@@ -192,11 +192,14 @@ def main(
     figures: Json = None,
 ) -> None:
     need_hosts(mpi=False)
+    most = parse_size(largest)
+    if most < FORETOLD[0]:
+        raise typer.BadParameter(f"{largest}: expected at least {format_size(FORETOLD[0])}")
     found: dict[str, dict[str, list[dict[str, dict[str, float]]]]] = {}
     for _ in range(rounds):
         for setting in (TWO, *SETTINGS):
             for way in WAYS:
-                times = turn(setting, way, rate, parse_size(largest))
+                times = turn(setting, way, rate, most)
                 found.setdefault(setting.name, {}).setdefault(way, []).append(times)
     middle = {
         setting: {

@@ -50,13 +50,17 @@ def test_notices_of_processes_that_are_gone_are_removed(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     gone = tmp_path / f"mcr-off-{os.getuid()}-1"
-    gone.write_text(json.dumps({"pid": 1, "started": "never", "off": []}))
+    dead = {"pid": 1, "started": "never", "off": []}
+    gone.write_text(json.dumps({**dead, "place": notices._place()}))
+    elsewhere = tmp_path / f"mcr-off-{os.getuid()}-3"
+    elsewhere.write_text(json.dumps({**dead, "place": "another host"}))
     (tmp_path / f"mcr-off-{os.getuid()}-2").write_text("no JSON")
     owner = object()
     notices.put(owner, 3, "world", "gloo", "mpi", "a torn connection")
     (found,) = notices.running()
     assert (found.rank, found.reason) == (3, "a torn connection")
     assert not gone.exists()
+    assert elsewhere.exists()
     notices.remove(owner)
     assert notices.running() == []
 

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
+from mcr_plus.core.environment import host_name
 from mcr_plus.liveness.proc import read_stat, state_of
 
 _PREFIX: Final = "mcr-off"
@@ -52,13 +53,16 @@ def remove(owner: object) -> None:
 def running() -> list[Notice]:
     """The notices of all running processes of this user on this host."""
     found: list[Notice] = []
+    here = _place()
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}-{os.getuid()}-*"):
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             with open(descriptor) as file:
                 if os.fstat(descriptor).st_uid != os.getuid():
                     continue
                 written = json.load(file)
+            if written["place"] != here:
+                continue
             if state_of(written["pid"], written["started"]) == "dead":
                 path.unlink()
                 continue
@@ -69,13 +73,27 @@ def running() -> list[Notice]:
 def _write() -> None:
     """Replace the file of this process; a full disk, for instance, does not disturb the job."""
     pid = os.getpid()
-    path = Path(tempfile.gettempdir(), f"{_PREFIX}-{os.getuid()}-{pid}")
+    stat = read_stat(pid)
+    if stat is None:
+        return
+    # The start is in the name for processes of other namespaces with the same number.
+    path = Path(tempfile.gettempdir(), f"{_PREFIX}-{os.getuid()}-{pid}-{stat[1]}")
     with contextlib.suppress(OSError):
-        path.unlink(missing_ok=True)
-        stat = read_stat(pid)
         off = [asdict(each) for each in _off.values() if each.pid == pid]  # not those of before a fork
-        if not off or stat is None:
+        if not off:
+            path.unlink(missing_ok=True)
             return
+        half = path.with_name(f".{path.name}")
+        half.unlink(missing_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        with open(os.open(path, flags, 0o600), "w") as file:
-            json.dump({"pid": pid, "started": stat[1], "off": off}, file)
+        with open(os.open(half, flags, 0o600), "w") as file:
+            json.dump({"pid": pid, "started": stat[1], "place": _place(), "off": off}, file)
+        half.replace(path)
+
+
+def _place() -> str:
+    """The host, and the namespace of process numbers, in which they mean the same processes."""
+    namespace = ""
+    with contextlib.suppress(OSError):
+        namespace = os.readlink("/proc/self/ns/pid")
+    return f"{host_name()} {namespace}"

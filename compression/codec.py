@@ -43,6 +43,7 @@ class Traits:
         alignment: in elements; a part that is encoded by itself should begin at a multiple of it.
         min_numel: fewer elements are not worth encoding and travel as they are.
         kinds: the kinds of operations it can be used with, None for all.
+        cpu_only: it takes tensors on the CPU only.
         keeps_received: payloads hold changes, for which both ends keep what the receiver has.
     """
 
@@ -57,6 +58,7 @@ class Traits:
     alignment: int = 1
     min_numel: int = 1
     kinds: frozenset[str] | None = None
+    cpu_only: bool = False
     keeps_received: bool = False
 
 

@@ -33,6 +33,7 @@ class Delta(PayloadCodec):
     name: ClassVar[str] = "delta"
     traits = Traits(
         lossless=True,
+        cpu_only=True,
         fixed_rate=False,
         keeps_received=True,
         dtypes=DTYPES,

@@ -26,6 +26,7 @@ class ExpWindow(PayloadCodec):
     name: ClassVar[str] = "exp_window"
     traits = Traits(
         lossless=True,
+        cpu_only=True,
         fixed_rate=False,
         dtypes=(torch.float32, torch.bfloat16),
         alignment=exp_window.BLOCK,

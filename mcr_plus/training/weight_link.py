@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import math
 import secrets
 import socket
 import struct
@@ -25,6 +26,7 @@ _HEAD: Final = struct.Struct("<4sBxxxQQQ")
 _MAGIC: Final = b"mcrw"
 _LOOK_S: Final = 0.25
 """How often a waiting end looks whether it is to end."""
+_GREETS_WITHIN: Final = 10.0  # seconds; others may connect, too, and say nothing
 _NONCE: Final = 32
 
 
@@ -74,12 +76,14 @@ class Link:
             raise BackendError(f"a frame of {nbytes} bytes of weights begins with {magic!r}; most: {most}")
         return kind, first, second, self.take(nbytes)
 
-    def take(self, nbytes: int) -> bytearray:
-        """Wait for so many bytes."""
-        data = bytearray(nbytes)
+    def take(self, nbytes: int, within: float = math.inf) -> bytearray:
+        """Wait for so many bytes; raises `EOFError` if they have not come within so many seconds."""
+        data, ends = bytearray(nbytes), time.monotonic() + within
         rest = memoryview(data)
         while rest:
             rest = rest[self._some(rest) :]
+            if rest and time.monotonic() > ends:
+                raise EOFError(f"the other end has said nothing for {within:g} s")
         return data
 
     def _some(self, space: memoryview) -> int:
@@ -92,6 +96,14 @@ class Link:
         if not got:
             raise EOFError("the other end has closed the connection")
         return got
+
+    def check(self) -> None:
+        """Raise `EOFError` or `OSError` if the other end has closed the connection; takes nothing off it."""
+        try:
+            if not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                raise EOFError("the other end has closed the connection")
+        except BlockingIOError:
+            pass
 
     def put(self, data: bytes) -> None:
         """Send bytes as they are."""
@@ -125,7 +137,7 @@ def greeted(link: Link, secret: bytes) -> int:
     """The rank at the other end. Raises `BackendError` if it does not know the secret of the job."""
     nonce = secrets.token_bytes(_NONCE)
     link.put(nonce)
-    answer = bytes(link.take(4 + 32))
+    answer = bytes(link.take(4 + 32, within=_GREETS_WITHIN))
     (rank,) = struct.unpack("<I", answer[:4])
     if not hmac.compare_digest(answer[4:], _signed(secret, nonce, rank)):
         raise BackendError("a process that is not of this job asked for weights")

@@ -73,27 +73,39 @@ class WeightReceiver:
             self._unused = 0
             self._is_paused = False
             self._changed.notify_all()
+        while self._awaits_newer(wait, fetched, deadline, timeout):
+            begin = time.perf_counter()
+            with self._holding:
+                if self._is_new:  # again: the next version may have been taken in meanwhile, and be damaged
+                    self._weights.write(self._held)
+                    self._applied = self._version
+                    self._stats["pause_seconds"] = time.perf_counter() - begin
+                    return self._applied
+        return None
+
+    def _awaits_newer(self, wait: bool, fetched: int, deadline: float, timeout: float) -> bool:
+        """Wait for a newer version, and so many answers; False if there is none and it does not wait."""
+        with self._changed:
             while not (self._is_new and self._fetched >= fetched):
                 if self._error is not None or self._group_ends() or self._closed:
                     break
                 left = deadline - time.monotonic()
                 if not wait:
-                    return None
+                    return False
                 if left <= 0:
+                    if self._is_new:
+                        break
                     raise CommTimeout(
                         f"{self._what}: no version newer than {self._applied} from rank {self._source} "
                         f"within {timeout:g} s",
                         (self._source,),
                     )
                 self._changed.wait(min(left, 0.5))
-            if not self._is_new:
-                raise self._error or BackendError(f"{self._what}: closed")
-        begin = time.perf_counter()
-        with self._holding:
-            self._weights.write(self._held)
-            self._applied = self._version
-        self._stats["pause_seconds"] = time.perf_counter() - begin
-        return self._applied
+            if self._error is not None and not self._is_new:
+                raise self._error
+            if self._closed or self._group_ends():
+                raise BackendError(f"{self._what}: closed")
+            return True
 
     @property
     def _is_new(self) -> bool:
@@ -124,14 +136,20 @@ class WeightReceiver:
 
     def _fetch_all(self) -> None:
         link: Link | None = None
+        fruitless = 0  # connections in a row that have brought no answer
         try:
             while link is None:
                 link = links.connect(self._place, self._secret, self._rank, self._ends, _TRIES)
+                before = self._fetched
                 try:
                     self._fetch_from(link)
                 except (OSError, EOFError):  # the connection may have been the trouble
+                    fruitless = fruitless + 1 if self._fetched == before else 0
+                    if fruitless == _TRIES:
+                        raise
                     link.close()
                     link = None
+                    time.sleep(0.05 * fruitless)
         except Ended:
             if link is not None and not link.is_sending:
                 with contextlib.suppress(OSError, Ended):
@@ -164,7 +182,7 @@ class WeightReceiver:
         while True:
             with self._changed:
                 if self._unused >= AHEAD:
-                    self._pause()
+                    self._pause(link)
                     kind = links.POLL
             link.send(kind, self._version, self._digest)
             answer, newest, count, body = self._received(link)
@@ -199,8 +217,8 @@ class WeightReceiver:
     def _digest(self) -> int:
         return combined(self._digests) if self._is_whole else _UNKNOWN
 
-    def _pause(self) -> None:
-        """Fetch nothing until the program pulls."""
+    def _pause(self, link: Link) -> None:
+        """Fetch nothing until the program pulls; raises `EOFError` if the connection is closed meanwhile."""
         self._is_paused = True
         if not self._was_said:
             self._was_said = True
@@ -211,6 +229,7 @@ class WeightReceiver:
         while self._is_paused:
             if self._ends():
                 raise Ended
+            link.check()
             self._changed.wait(0.5)
 
     def _take(self, body: bytearray, count: int) -> None:
@@ -239,7 +258,7 @@ class WeightReceiver:
                 anchors += all(head.is_anchor for head in heads)
                 was = True
             self._is_whole = True
-        self._stats["density"] = changed / max(1, self._weights.numel)
+        self._stats["density"] = min(1.0, changed / max(1, self._weights.numel))
         self._stats["bytes"] = len(body)
         self._stats["received_bytes"] += len(body)
         self._stats["anchors"] += anchors

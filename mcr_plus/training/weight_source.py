@@ -21,6 +21,7 @@ from mcr_plus.training.weights import Weights, combined, digest_of
 
 _log = logging.getLogger("mcr_plus")
 _LOOK_S: Final = 0.5
+_RETURNS_WITHIN: Final = 5.0  # seconds in which a receiver connects again
 
 
 class _Step(NamedTuple):
@@ -71,7 +72,7 @@ class WeightSource:
         self._error: McrError | None = None
         self._closed = False
         self._links: dict[int, Link] = {}
-        self._lost: set[int] = set()
+        self._lost: dict[int, float] = {}  # rank → since when
         self._stats: dict[str, Any] = {
             "density": 0.0, "bytes": 0, "seconds": 0.0, "anchors": 0, "sent_bytes": 0, "push_seconds": 0.0,
         }  # fmt: skip
@@ -121,7 +122,9 @@ class WeightSource:
             raise self._error
         if self._closed or self._group_ends():
             raise BackendError(f"{self._what}: closed")
-        if self._receivers and len(self._lost) == self._receivers:
+        now = time.monotonic()
+        gone = [rank for rank, since in self._lost.items() if now - since > _RETURNS_WITHIN]
+        if self._receivers and len(gone) == self._receivers:
             ranks = sorted(self._lost)
             raise PeerLost(
                 f"{self._what}: no receiver is left: {phrase_ranks(ranks)} closed the connection without a "
@@ -194,8 +197,12 @@ class WeightSource:
                     connection, _ = self._listener.accept()
                 except TimeoutError:
                     continue
-                except OSError:
-                    return
+                except OSError as error:
+                    if self._listener.fileno() < 0:
+                        return
+                    _log.warning("%s: a connection could not be accepted: %s", self._what, error)
+                    time.sleep(_LOOK_S)
+                    continue
                 threading.Thread(
                     target=self._serve, args=(connection,), name=f"mcr_plus-{self._what}", daemon=True
                 ).start()
@@ -207,7 +214,7 @@ class WeightSource:
             rank = links.greeted(link, self._secret)
             with self._changed:
                 self._links[rank] = link
-                self._lost.discard(rank)
+                self._lost.pop(rank, None)
             while self._answer(link):
                 pass
             with self._changed:
@@ -220,6 +227,10 @@ class WeightSource:
                 _log.warning("%s: a connection was refused: %s", self._what, error)
             else:
                 self._lose(rank, link, error)
+        except Exception as error:  # such as memory that cannot be had
+            _log.warning("%s: rank %d cannot be served: %s", self._what, rank, error)
+            self._lose(rank, link, error)
+            self._say_end(link)
         finally:
             link.close()
 
@@ -235,7 +246,7 @@ class WeightSource:
             del self._links[rank]
             if self._ends():
                 return
-            self._lost.add(rank)
+            self._lost[rank] = time.monotonic()
         _log.warning(
             "%s: rank %d does not receive weights any more: %s (others go on)", self._what, rank, error
         )

@@ -65,7 +65,15 @@ def _real(name: str, value: object) -> torch.Tensor:
     if value.is_meta or value.layout is not torch.strided or value.is_quantized:
         what = "on the device meta" if value.is_meta else "sparse or quantized"
         raise InvalidArgument(f"sync: '{name}' is {what}; expected a dense tensor with values")
+    if torch.nn.parameter.is_lazy(value):
+        raise InvalidArgument(f"sync: '{name}' has no shape yet; expected a model that has run once")
     tensor = value.detach()
+    if any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise InvalidArgument(
+            f"sync: '{name}' is expanded, so that its elements share memory; expected a copy"
+        )
+    if tensor.is_conj() or tensor.is_neg():
+        raise InvalidArgument(f"sync: '{name}' is a conjugated view; expected resolve_conj() of it")
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     if tensor.element_size() not in _WIDTHS:

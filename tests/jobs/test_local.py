@@ -60,7 +60,7 @@ def test_every_codec_leaves_replicas_with_the_same_bits(ranks: int) -> None:
     for name, first in results[0].items():
         assert all(result[name] == first for result in results), name  # ranks compared all bits as well
         if "refused" in first:
-            assert "powersgd" in name or "ef21" in name, first
+            assert any(other in name for other in ("powersgd", "ef21", "delta")), first
             continue
         carried += 1
         assert first["finite"], name

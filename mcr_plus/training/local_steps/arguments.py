@@ -104,10 +104,21 @@ def trained(model: torch.nn.Module, inner: torch.optim.Optimizer) -> list[Named]
     held = {id(param) for group in inner.param_groups for param in group["params"]}
     if not any(id(param) in held for _, param in named):
         raise InvalidArgument("inner: holds none of the model's parameters, so it cannot train the model")
+    outside = held - {id(param) for param in model.parameters()}
+    if outside:
+        raise InvalidArgument(
+            f"inner: {len(outside)} of its parameters are not the model's, and would not be averaged; "
+            "expected a model that contains all of them"
+        )
+    unreal = [name for name, param in named if param.is_complex()]
+    if unreal:
+        raise InvalidArgument(f"model: '{unreal[0]}' is complex; expected real parameters")
     return named
 
 
-def fragments_of(named: Sequence[Named], settings: Settings, outer: Any) -> list[Fragment]:
+def fragments_of(
+    named: Sequence[Named], settings: Settings, outer: Any, prefix: str = "outer"
+) -> list[Fragment]:
     """Cut the parameters into fragments of about the same size, each of whole layers."""
     layers = layers_of(named)
     if settings.fragments > len(layers):
@@ -124,7 +135,7 @@ def fragments_of(named: Sequence[Named], settings: Settings, outer: Any) -> list
             f"in functools.partial(torch.optim.SGD, lr=0.7); got {type(outer).__name__}"
         )
     fragments = [
-        Fragment(index, [each for layer in run for each in layers[layer]], cast("Outer", make), dtype)
+        Fragment(index, [each for layer in run for each in layers[layer]], cast("Outer", make), dtype, prefix)
         for index, run in enumerate(cut(sizes, settings.fragments))
     ]
     for fragment in fragments:

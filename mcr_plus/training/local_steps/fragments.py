@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from mcr_plus.core.work import Work
+from mcr_plus.kernels.digest import digest as digest_of_bits
+
+if TYPE_CHECKING:
+    from mcr_plus.communicator.communicator import Communicator
 
 Outer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 """Makes the outer optimizer of the outer parameters of one fragment."""
@@ -50,9 +56,11 @@ class Fragment:
         residual: of `gate`; None without one.
     """
 
-    def __init__(self, index: int, named: Sequence[Named], outer: Outer, dtype: torch.dtype) -> None:
+    def __init__(
+        self, index: int, named: Sequence[Named], outer: Outer, dtype: torch.dtype, prefix: str = "outer"
+    ) -> None:
         self.index, self.named = index, list(named)
-        self.tag = f"outer.{index}"
+        self.tag = f"{prefix}.{index}"
         self.rounds, self.tokens = 0, 0.0
         self.flight: Flight | None = None
         self.residual: torch.Tensor | None = None
@@ -83,9 +91,10 @@ class Fragment:
         What the gate holds back is added to the next one (PULSELoCo, 2026).
         """
         flat = torch.empty_like(self.anchor)
-        for view, (_, param) in self._pairs(flat):
-            view.copy_(param.reshape(-1))
-        torch.sub(self.anchor, flat, out=flat)
+        for (view, (_, param)), leaf in zip(self._pairs(flat), self._leaves, strict=True):
+            # What the parameters were set to: rounding to a shorter dtype is nothing that was learned.
+            begin = leaf.detach().view(-1).to(param.dtype)
+            view.copy_(begin).sub_(param.reshape(-1).to(view.device))
         if gate is not None:
             if self.residual is not None:
                 flat += self.residual
@@ -105,6 +114,14 @@ class Fragment:
             leaf.grad = None
         self.rounds += 1
         self.draw(mix)
+
+    @torch.no_grad()
+    def settle(self, mean: torch.Tensor) -> None:
+        """End with the mean of the ranks' parameters: an outer step without momentum, of the rate 1."""
+        for leaf, (view, _) in zip(self._leaves, self._pairs(mean), strict=True):
+            leaf.sub_(view.view(leaf.shape))
+        self.rounds += 1
+        self.draw(1.0)
 
     def drop(self) -> None:
         """Forget what is in flight: the next pseudo-gradient has its steps, too."""
@@ -148,3 +165,20 @@ def cut(sizes: Sequence[int], parts: int) -> list[range]:
         allowed = range(borders[-1] + 1, len(sizes) - (parts - part) + 1)
         borders.append(min(allowed, key=lambda at: abs(sums[at] * parts - sums[-1] * part)))
     return [range(begin, end) for begin, end in zip(borders, [*borders[1:], len(sizes)], strict=True)]
+
+
+def digest(values: torch.Tensor) -> int:
+    """A number, as int64 has it, that tells apart tensors of other bits, or in another order."""
+    found = digest_of_bits(values)
+    return found - (1 << 64) if found >> 63 else found
+
+
+live: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
+"""Results of `mcr.local` that are in use; each has a group `comm` and a `number`."""
+
+
+def free_number(comm: Communicator) -> int:
+    """A number that no other of the group has: by their tags codecs keep what has not been sent."""
+    gc.collect()  # models that are used no more, alike on all ranks
+    used = {each.number for each in live if each.comm is comm}
+    return next(number for number in range(len(used) + 1) if number not in used)

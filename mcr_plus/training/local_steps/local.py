@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from itertools import zip_longest
 from typing import Any, Final
 
-import numpy as np
 import torch
 
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.errors import InvalidArgument, OrderMismatch, ResultMismatch, phrase_ranks
 from mcr_plus.runtime.init import member_of
 from mcr_plus.training.local_steps import arguments
-from mcr_plus.training.local_steps.fragments import Flight, Fragment, Outer
+from mcr_plus.training.local_steps.fragments import Flight, Fragment, Outer, digest, free_number, live
 from mcr_plus.training.local_steps.resuming import resume
 from mcr_plus.training.local_steps.saving import restore, saved
 from mcr_plus.training.transfer import broadcast_tensors
@@ -142,7 +142,9 @@ class LocalSteps:
         self.model, self.inner, self.settings, self.comm = model, inner, settings, comm
         self._refuse_wrapped()
         self._named = arguments.trained(model, inner)
-        self.fragments = arguments.fragments_of(self._named, settings, outer)
+        self.number = free_number(comm)
+        prefix = f"outer.{self.number}" if self.number else "outer"
+        self.fragments = arguments.fragments_of(self._named, settings, outer, prefix)
         arguments.check_compression(settings.compress, self.fragments, comm)
         compare(comm, self._named)
         self._compare_settings()
@@ -157,6 +159,7 @@ class LocalSteps:
         self._computing = self._in_window = self._waiting = self._outer = 0.0
         self._bytes = self._wire_bytes = 0
         self._left = time.perf_counter()
+        live.add(self)
 
     # -- steps ------------------------------------------------------------------------------------
 
@@ -226,7 +229,9 @@ class LocalSteps:
             self.comm.progress()  # of codecs and libraries that advance only when they are called
 
     def finish(self) -> None:
-        """End with equal models: all that has not been sent yet makes a last outer step, with `mix` 1.
+        """End with equal models: what has not been sent yet is averaged, and no outer optimizer moves it.
+
+        Without compression, as a part of a window would be moved as far by momentum as a whole one.
 
         Collective, at the same step on all ranks, or with `uneven` after the same `rounds`. Buffers of
         floating point become their means over ranks, others those of the first rank. Training may go on
@@ -241,10 +246,12 @@ class LocalSteps:
         moved = self.comm.all_gather_object([bool(each.tokens) for each in self.fragments], tag=CHECK)
         for index, fragment in enumerate(self.fragments):
             if any(each[index] for each in moved):
-                self._send(fragment, 0)
+                self._send(fragment, 0, is_last=True)
         for fragment in self.fragments:
             if fragment.flight is not None:
-                self._land(fragment, 1.0)
+                mean = self.arrived(fragment)
+                fragment.flight = None
+                fragment.settle(mean)
             else:
                 fragment.draw(1.0)
         if self.position:
@@ -264,6 +271,7 @@ class LocalSteps:
         digests = self.comm.all_gather_object([digest(each.anchor) for each in self.fragments], tag=CHECK)
         for index, fragment in enumerate(self.fragments):
             self._compare_digests(fragment, [each[index] for each in digests])
+        self._left = time.perf_counter()
 
     def resume(self) -> None:
         """Go on in the world that has taken the place of this one; collective, at the next `step()` at last.
@@ -276,10 +284,14 @@ class LocalSteps:
         """
         resume(self)
 
+    def forget_weights(self) -> None:
+        """Let all ranks find anew by what tokens count: those that are new have no earlier ones."""
+        self._references.clear()
+
     # -- sending and applying ---------------------------------------------------------------------
 
-    def _send(self, fragment: Fragment, delay: int) -> None:
-        """Start the average of a fragment's pseudo-gradient."""
+    def _send(self, fragment: Fragment, delay: int, *, is_last: bool = False) -> None:
+        """Start the average of a fragment's pseudo-gradient; of the last one, of all of it as it is."""
         self._refuse_changes()
         comm, settings = self.comm, self.settings
         own = [0, self.steps, int(fragment.tokens), int(1e9 * self._in_window / max(1, self.position))]
@@ -289,14 +301,14 @@ class LocalSteps:
             table, torch.tensor([own]), async_op=True, compress=False, tag=CHECK
         )
         assert check is not None
-        flat, weight = fragment.pseudo_gradient(settings.gate), None
+        flat, weight = fragment.pseudo_gradient(None if is_last else settings.gate), None
         if settings.weighted:
             if fragment.index not in self._references:
                 self._wait(check.wait)
                 self._references[fragment.index] = float(table[:, _TOKENS].double().mean())
             weight = self._references[fragment.index]
             flat.mul_(fragment.tokens / weight)
-        options: dict[str, Any] = {"tag": fragment.tag, "compress": settings.compress}
+        options: dict[str, Any] = {"tag": fragment.tag, "compress": False if is_last else settings.compress}
         work = comm.send_bucket(flat, "AVG", members=len(fragment.named), **options)
         fragment.flight = Flight(self.steps + delay, flat, fragment.tokens, work, (check, table), weight)
         fragment.tokens = 0.0
@@ -398,7 +410,9 @@ class LocalSteps:
         those of one rank, and what the others have learned since their last outer step is lost. Residuals
         of error feedback are in `mcr.state_dict()`.
         """
-        return saved(self)
+        state = saved(self)
+        self._left = time.perf_counter()  # waiting for fragments is no computing
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of `state_dict`; after the state of the model, which it leaves as it is.
@@ -455,8 +469,9 @@ class LocalSteps:
 
     def _refuse_changes(self) -> None:
         self._refuse_wrapped()
-        for (name, param), (then, before) in zip(
-            arguments.trained(self.model, self.inner), self._named, strict=False
+        none = ("none", None)
+        for (name, param), (then, before) in zip_longest(
+            arguments.trained(self.model, self.inner), self._named, fillvalue=none
         ):
             if param is not before:
                 raise InvalidArgument(
@@ -466,6 +481,7 @@ class LocalSteps:
 
     def _compare_settings(self) -> None:
         own = {name: repr(value) for name, value in vars(self.settings).items()}
+        own["tag"] = self.fragments[0].tag
         own["outer"] = type(self.fragments[0].optimizer).__name__
         for rank, other in zip(self.comm.ranks, self.comm.all_gather_object(own, tag=CHECK), strict=True):
             for name, value in own.items():
@@ -474,12 +490,3 @@ class LocalSteps:
                         f"{name}: {value} on rank {self.comm.ranks[self.comm.rank]}, but {other[name]} on "
                         f"rank {rank}; ranks pass the same"
                     )
-
-
-def digest(values: torch.Tensor) -> int:
-    """A number that tells apart tensors of which a few bits differ; at the speed of memory."""
-    array = values.numpy().view(np.uint8)
-    whole = len(array) // 8 * 8
-    total = int(array[:whole].view(np.int64).sum(dtype=np.int64))
-    rest = int.from_bytes(array[whole:].tobytes(), "little")
-    return (total + rest + 2**63) % 2**64 - 2**63

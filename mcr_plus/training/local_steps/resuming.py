@@ -74,6 +74,7 @@ def resume(local: LocalSteps) -> None:
             fragment.drop()
         if is_new:
             fragment.tokens = 0.0
+    local.forget_weights()
     local._left = time.perf_counter()
 
 

@@ -60,6 +60,7 @@ def restore(local: LocalSteps, state: Mapping[str, Any]) -> None:
     local.steps, local.position, local.rounds = state["steps"], state["position"], state["rounds"]
     same = state["every"] == local.settings.every
     local.every = local._next_every = state["own_every"] if same else local.settings.every
+    local.forget_weights()
     for fragment, each in zip(local.fragments, state["fragments"], strict=True):
         fragment.anchor.copy_(each["anchor"])
         fragment.optimizer.load_state_dict(each["outer"])

@@ -16,8 +16,7 @@ from simulated_ranks import on_simulated_ranks
 
 from mcr_plus.errors import InvalidArgument, OrderMismatch, ResultMismatch
 from mcr_plus.training.local_steps import arguments
-from mcr_plus.training.local_steps.fragments import Fragment, cut
-from mcr_plus.training.local_steps.fragments import digest
+from mcr_plus.training.local_steps.fragments import Fragment, cut, digest
 from mcr_plus.training.local_steps.local import LocalSteps
 
 SGD = torch.optim.SGD

@@ -53,7 +53,7 @@ class Way:
     blocking: bool = False
 
     def config(self) -> dict[str, Any]:
-        """Everything over gloo; the thread drives codecs and buckets while the program computes."""
+        """Everything over gloo, whose own threads move data while the program computes."""
         stages = [
             {"fuse": {}},
             {"compress": {}},

@@ -402,3 +402,20 @@ def test_digests_tell_any_bit_apart(numel: int, dtype: torch.dtype) -> None:
         other.view(torch.uint8)[at * dtype.itemsize] ^= 1
         assert digest(other) != digest(values)
         assert -(2**63) <= digest(other) < 2**63
+
+
+def test_a_digest_sees_order_and_differences_that_add_up_to_nothing() -> None:
+    values = torch.arange(1.0, 1001.0)
+    swapped = values.clone()
+    swapped[[3, 700]] = values[[700, 3]]
+    moved = values.clone()
+    moved.view(torch.int32)[[10, 12]] += torch.tensor([1, -1], dtype=torch.int32)
+    assert len({digest(each) for each in (values, swapped, moved)}) == 3
+
+
+def test_rounding_to_a_shorter_dtype_is_nothing_that_was_learned() -> None:
+    param = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    fragment = Fragment(0, [("w", param)], partial(torch.optim.SGD, lr=1.0), torch.float32)
+    fragment.apply(torch.full((4,), -(2.0**-10)), 1.0)  # below what bfloat16 shows near 1
+    assert fragment.anchor.tolist() == [1 + 2.0**-10] * 4
+    assert fragment.pseudo_gradient(None).tolist() == [0.0] * 4

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
@@ -46,7 +46,7 @@ class Way:
             keeps what has not been sent; parameters that keep a part of it, too, would send it twice.
     """
 
-    kind: str  # ddp, wrap, local
+    kind: str  # ddp, wrap, local, or one with a `start` of its own
     gradients: Mapping[str, Any] | None = None
     outer: Callable[..., torch.optim.Optimizer] | None = None
     compress: Mapping[str, Any] | None = None
@@ -63,9 +63,37 @@ class Way:
         rule = {"match": {"tag": "gradients"}, "compress": dict(self.gradients or {"codec": "none"})}
         return {"version": 1, "backends": ["gloo"], "pipeline": stages, "rules": [rule]}
 
+    def connect(self) -> Any:
+        """Join the other ranks."""
+        return TorchTransport() if self.kind == "ddp" else _Mcr(self.config())
+
+    def start(self, task: Task, model: LanguageModel, inner: torch.optim.Optimizer) -> OuterSteps:
+        """What makes the steps of a way with outer steps."""
+        delay, mix = (0, 1.0) if self.blocking else (task.delay, task.mix)
+        return mcr.local(
+            model,
+            inner,
+            self.outer,
+            task.every,
+            task.fragments,
+            delay,
+            mix,
+            self.compress,
+            warmup=task.warmup,
+        )
+
+
+class OuterSteps(Protocol):
+    """What `mcr.local` returns, for one."""
+
+    @property
+    def rounds(self) -> int: ...
+    def step(self) -> None: ...
+    def finish(self) -> None: ...
+
 
 _TOPK: Final = {"codec": "topk", "ratio": 1 / 64, "values": "bf16", "error_feedback": {"decay": 0.95}}
-WAYS: Final[Mapping[str, Way]] = {
+WAYS: Final[dict[str, Way]] = {
     "ddp": Way("ddp"),
     "wrap": Way("wrap"),
     "wrap int8": Way("wrap", {"codec": "int8_block"}),
@@ -146,7 +174,7 @@ class Outcome:
 def train(task: Task, corpus: Corpus, name: str, console: Console) -> Outcome:
     """Train in one way, over ranks that are joined for it alone."""
     way = WAYS[name]
-    comms: Any = TorchTransport() if way.kind == "ddp" else _Mcr(way.config())
+    comms = way.connect()
     share_the_cores(comms.world_size)
     console.quiet = comms.rank != 0
     with Monitor(console, TITLES[name], "tokens") as observe:
@@ -167,18 +195,15 @@ def _train(task: Task, corpus: Corpus, name: str, comms: Any, observe: Any) -> O
     model = LanguageModel(task.shape, task.seed)
     inner = torch.optim.AdamW(model.parameters(), lr=task.lr, fused=True)
     called: torch.nn.Module = model
-    local: mcr.LocalSteps | None = None
+    outer: OuterSteps | None = None
     if way.kind == "ddp":
         called = DistributedDataParallel(model, gradient_as_bucket_view=True)
     elif way.kind == "wrap":
         mcr.wrap(model, inner)
     else:
-        delay, mix = (0, 1.0) if way.blocking else (task.delay, task.mix)
-        local = mcr.local(
-            model, inner, way.outer, task.every, task.fragments, delay, mix, way.compress, warmup=task.warmup
-        )
+        outer = way.start(task, model, inner)
     schedule = torch.optim.lr_scheduler.LambdaLR(inner, partial(_rate, task.warmup + task.steps))
-    advance = inner.step if local is None else local.step
+    advance = inner.step if outer is None else outer.step
     tokens = task.batch * (corpus.window - 1) * comms.world_size
     losses: list[float] = []
     seconds: list[float] = []
@@ -197,8 +222,8 @@ def _train(task: Task, corpus: Corpus, name: str, comms: Any, observe: Any) -> O
         loss.backward()
         advance()
         schedule.step()
-        if local is not None and number == task.warmup + task.steps - 1:
-            local.finish()
+        if outer is not None and number == task.warmup + task.steps - 1:
+            outer.finish()
         losses.append(loss.item())
         seconds.append(time.perf_counter() - began)
         sent.append(float(_sent() - before))
@@ -217,7 +242,7 @@ def _train(task: Task, corpus: Corpus, name: str, comms: Any, observe: Any) -> O
         np.sum([each[1] for each in everything], axis=0).tolist(),
         compute,
         mean(each[2] for each in everything),
-        0 if local is None else local.rounds,
+        0 if outer is None else outer.rounds,
     )
 
 

@@ -1,7 +1,8 @@
 """hierarchical: decomposes an operation of several nodes into steps inside the nodes and between them.
 
     all_reduce    reduce_scatter in the node, all_reduce of each part between nodes, all_gather in the node
-    broadcast     scatter in the root's node, broadcast of each part between nodes, all_gather in the node
+    broadcast     scatter in the root's node, broadcast of each part between nodes, all_gather in the node;
+                  with a codec that keeps what is received, of its payloads (`forward`)
     all_to_all    exchange between ranks of the same local index, then exchange in the node
 
 Every value crosses the link once per node, not once per rank. The all_reduce is that of Horovod
@@ -19,6 +20,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from mcr_plus.backends import assumed_backends, backend_class
+from mcr_plus.compression.options import codec_of
+from mcr_plus.compression.policy import options_from_call
+from mcr_plus.compression.stage import CodecInstance, prepare
 from mcr_plus.config.options import plain_options
 from mcr_plus.core.group import Group
 from mcr_plus.core.message import Signature, frozen
@@ -29,6 +33,7 @@ from mcr_plus.hierarchy.decompose import (
     HierarchicalAllToAll,
     HierarchicalBroadcast,
 )
+from mcr_plus.hierarchy.forward import ForwardedBroadcast
 from mcr_plus.hierarchy.nodes import Nodes, Part, inner_groups, nodes_of
 from mcr_plus.hierarchy.options import HierarchicalOptions
 from mcr_plus.hierarchy.policy import codec_between
@@ -62,6 +67,7 @@ class HierarchicalStage(Stage):
         self._parts = _pipelines(context)
         self._explains = context.runtime is None
         self._pool = Pool()
+        self._instances: dict[str, CodecInstance] = {}
 
     @property
     def buffer_bytes(self) -> int:
@@ -103,7 +109,28 @@ class HierarchicalStage(Stage):
         for part, step in steps.steps.items():
             named = {"backend": inter} if part == "inter" else {"backend": local, "compress": False}
             steps.steps[part] = step.replace(**named)
-        return self._choose_codec(steps, next) or self._unsupported(steps) or steps
+        if (reason := self._choose_codec(steps, next)) is not None:
+            return reason
+        if signature.kind == "broadcast" and (kept := self._kept(steps.steps["inter"], signature, next)):
+            local, rank = self._options.local.backend, self._context.group.rank
+            steps = ForwardedBroadcast(signature, self._nodes, self._pool, kept, rank)
+            for part, step in steps.steps.items():
+                steps.steps[part] = step.replace(backend=inter if part == "inter" else local)
+        return self._unsupported(steps) or steps
+
+    def _kept(self, inter: Signature, whole: Signature, next: Next) -> CodecInstance | None:
+        """Return the codec between nodes with its state if it keeps what is received, else None."""
+        treatment = next.treatment(inter)
+        if treatment.codec is None or treatment.refusal is not None or treatment.compress is False:
+            return None
+        options = options_from_call(inter.replace(compress=treatment.compress))
+        codec = codec_of(options)
+        if not codec.traits.keeps_received:
+            return None
+        if not self._explains:
+            prepare(codec, whole.dtype)
+        instance = CodecInstance(codec, options, whole.replace(parts=None), self._context.group.rank)
+        return self._instances.setdefault(instance.name, instance)
 
     def _refusal(self, signature: Signature, nodes: Nodes) -> str | None:
         """Return the reason why an operation is not decomposed, None if it is."""

@@ -1,0 +1,110 @@
+"""A broadcast by a codec that keeps what is received: encoded once, and forwarded inside nodes as bytes.
+
+    lengths    of the payload, and whether a rank asks for all values: all ranks to all, 8 bytes each
+    inter      the payload from the root to the rank with its local index on every other node
+    intra2     the payload from that rank to the others of its node
+
+Every rank applies the payload to what it holds, so a node costs the link one payload, whatever its ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+
+from mcr_plus.compression.stage import CodecInstance
+from mcr_plus.compression.schemes import Relay
+from mcr_plus.core.message import Message, Signature
+from mcr_plus.core.work import Work
+from mcr_plus.hierarchy.decompose import Decomposition
+from mcr_plus.hierarchy.nodes import Nodes, Part
+from mcr_plus.pipeline.buffers import Pool
+from mcr_plus.pipeline.stage import Issue, Next
+
+
+class ForwardedBroadcast(Decomposition):
+    """`instance`: the codec with what this rank has sent and received. `rank`: in the group."""
+
+    has_rest = False
+
+    def __init__(
+        self, signature: Signature, nodes: Nodes, pool: Pool, instance: CodecInstance, rank: int
+    ) -> None:
+        super().__init__(signature, nodes, pool)
+        assert signature.root is not None
+        self._instance, self._rank = instance, rank
+        self._root_node, self._leader = nodes.place(signature.root)
+        self._is_leader = nodes.index == self._leader
+        # Payloads have any length, so the leader's broadcasts are all_gathers to which it alone contributes.
+        unsized = {"dtype": torch.uint8, "counts_agreed": False, "compress": False}
+        parts: tuple[Part, ...] = ("inter", "intra2")
+        self.steps = {
+            part: self.step("all_gather_v", part, 0, 0, **unsized).replace(shape=(), nbytes=None, key=None)
+            for part in parts
+        }
+
+    @property
+    def summary(self) -> str:  # noqa: D102
+        return (
+            f"codec {self._instance.codec.name}: encoded once, one payload to each node, forwarded in the "
+            "node as bytes, applied by each rank"
+        )
+
+    def bind(self, bind: Callable[[Part, Signature], Issue], next: Next) -> None:  # noqa: D102
+        super().bind(bind, next)
+        instance = self._instance
+        full = self.signature.replace(compress=None, parts=None, encoding=instance.label)
+        full = full.replace(call=full.as_call())
+
+        def moving(signature: Signature) -> Issue:
+            return next(signature) if signature.kind == "all_gather" else Issue(self._forward)
+
+        relay = Relay(instance.codec, full, self._rank, instance.state, self._pool)
+        self._relay = relay.bind(cast("Next", moving))
+
+    def start(self, message: Message, agreed: Work | None = None) -> Work:  # noqa: D102
+        after = self.following(message, agreed)
+        return self._relay(message.with_tensors(message.inputs, message.outputs, after=after))
+
+    def _forward(self, message: Message) -> Work:
+        """Move the payload, whose length is known when `message.prepare` has been called."""
+        size, count = self.nodes.size, self.nodes.count
+        across = Message(self.steps["inter"], (), (), **_of_steps(message), after=message.after)
+        inside = Message(self.steps["intra2"], (), (), **_of_steps(message), after=message.after)
+
+        at_leader: list[torch.Tensor] = []
+
+        def fill_across() -> None:
+            assert message.prepare is not None
+            message.prepare()
+            arrived = torch.empty_like(message.outputs[0])
+            at_leader.append(arrived)
+            across.inputs, across.outputs = message.inputs, (arrived,)
+            across.output_counts = _only(self._root_node, count, arrived.numel())
+
+        def fill_inside() -> None:
+            if at_leader:
+                given = at_leader[0]
+            else:
+                assert message.prepare is not None
+                message.prepare()
+                given = message.inputs[0]
+            inside.inputs, inside.outputs = (given,), message.outputs
+            inside.output_counts = _only(self._leader, size, message.outputs[0].numel())
+
+        inside.prepare = fill_inside
+        if self._is_leader:
+            across.prepare = fill_across
+            inside.after = self._issues["inter"](across)
+        return self._issues["intra2"](inside)
+
+
+def _of_steps(message: Message) -> dict[str, object]:
+    names = ("fused", "codec", "uncompressed_bytes")
+    return {"counts_known": False, **{name: getattr(message, name) for name in names}}
+
+
+def _only(index: int, ranks: int, numel: int) -> tuple[int, ...]:
+    return tuple(numel if rank == index else 0 for rank in range(ranks))

@@ -39,9 +39,17 @@ class Delta(PayloadCodec):
         keeps_received=True,
         dtypes=DTYPES,
         min_numel=256,  # below, the header outweighs what may be left out
-        kinds=frozenset({
-            "broadcast", "all_gather", "all_gather_v", "scatter", "scatter_v", "send", "recv",
-        }),
+        kinds=frozenset(
+            {
+                "broadcast",
+                "all_gather",
+                "all_gather_v",
+                "scatter",
+                "scatter_v",
+                "send",
+                "recv",
+            }
+        ),
     )
 
     def prepare(self, dtype: torch.dtype | None) -> None:

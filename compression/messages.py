@@ -122,8 +122,8 @@ class Messages(Scheme):
             nbytes = int(length)
             if not 0 <= nbytes <= self._room:
                 raise BackendError(
-                    f"codec {self.codec.name}: a payload of {nbytes} bytes from rank {peer}; expected at most "
-                    f"{self._room} for {self.signature.describe()}"
+                    f"codec {self.codec.name}: a payload of {nbytes} bytes from rank {peer}; expected at "
+                    f"most {self._room} for {self.signature.describe()}"
                 )
             payload.outputs = (wire[:nbytes],)
 

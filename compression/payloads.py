@@ -187,7 +187,9 @@ class PayloadExchange:
         sent, target = lease.tensor(sum(sizes), dtype), lease.tensor(sum(places), dtype)
         one_of_all, asks = self._in_place, self._asks
         ranks, root = self._ranks, self._root or 0
-        sizes_of_both = (1, ranks) if one_of_all else (ranks, ranks) if asks else (self._sends, self._receives)
+        sizes_of_both = (ranks, ranks) if asks else (self._sends, self._receives)
+        if one_of_all:
+            sizes_of_both = (1, ranks)
         lengths_sent, lengths_received = (
             torch.zeros(size, dtype=torch.int64, device=sent.device) for size in sizes_of_both
         )

@@ -14,8 +14,8 @@ from typing import cast
 
 import torch
 
-from mcr_plus.compression.stage import CodecInstance
 from mcr_plus.compression.schemes import Relay
+from mcr_plus.compression.stage import CodecInstance
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.core.work import Work
 from mcr_plus.hierarchy.decompose import Decomposition

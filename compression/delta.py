@@ -38,7 +38,7 @@ class Delta(PayloadCodec):
         fixed_rate=False,
         keeps_received=True,
         dtypes=DTYPES,
-        min_numel=256,  # below, the header outweighs what may be left out
+        min_numel=4096,  # below, the header may be more than 1 % of the values
         kinds=frozenset(
             {
                 "broadcast",

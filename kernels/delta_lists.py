@@ -90,7 +90,7 @@ def _put_words(words, nbytes, body, at):  # type: ignore[no-untyped-def]
 
 
 @cpu.compiled
-def list_blocks(raw, words, new, old, heads, bodies, lengths, hashes, update, lo, hi):  # type: ignore[no-untyped-def]  # noqa: C901, E501 - one loop
+def list_blocks(raw, words, new, old, heads, bodies, lengths, hashes, update, lo, hi):  # type: ignore[no-untyped-def]  # noqa: C901 - one loop
     """List the changes of blocks, each at its place in `bodies`; writes them to `old` if `update`.
 
     `raw`: the bytes of `new`, `words`: those that are whole, by 8.

@@ -25,9 +25,9 @@ An anchor has no lists and needs no old version: behind the header are all eleme
 of `exp_window`. `encode` chooses it where it is shorter.
 
 The header holds a digest of the new version, of all its bits in their order, and digests of the old version
-and of itself. Up to 3 zero bytes follow, so that payloads end at a multiple of 4. There is no kernel for GPUs
-yet. `kernels/delta_lists.py` has the kernels of lists. Arrays begin at multiples of 8 bytes, as those that
-torch allocates do.
+and of itself. Up to 3 zero bytes follow, so that payloads end at a multiple of 4. `kernels/delta_lists.py`
+has the kernels of lists, `kernels/gpu/delta.py` those for GPUs, which the codec does not use yet, because the
+digest and anchors have none. Arrays begin at multiples of 8 bytes, as those that torch allocates do.
 """
 
 from __future__ import annotations

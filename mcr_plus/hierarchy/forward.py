@@ -16,7 +16,7 @@ import torch
 
 from mcr_plus.compression.schemes import Relay
 from mcr_plus.compression.stage import CodecInstance
-from mcr_plus.core.message import Message, Signature
+from mcr_plus.core.message import Extras, Message, Signature
 from mcr_plus.core.work import Work
 from mcr_plus.hierarchy.decompose import Decomposition
 from mcr_plus.hierarchy.nodes import Nodes, Part
@@ -71,8 +71,8 @@ class ForwardedBroadcast(Decomposition):
     def _forward(self, message: Message) -> Work:
         """Move the payload, whose length is known when `message.prepare` has been called."""
         size, count = self.nodes.size, self.nodes.count
-        across = Message(self.steps["inter"], (), (), **_of_steps(message), after=message.after)
-        inside = Message(self.steps["intra2"], (), (), **_of_steps(message), after=message.after)
+        across = Message(self.steps["inter"], (), (), **_of_steps(message))
+        inside = Message(self.steps["intra2"], (), (), **_of_steps(message))
 
         at_leader: list[torch.Tensor] = []
 
@@ -101,9 +101,14 @@ class ForwardedBroadcast(Decomposition):
         return self._issues["intra2"](inside)
 
 
-def _of_steps(message: Message) -> dict[str, object]:
-    names = ("fused", "codec", "uncompressed_bytes")
-    return {"counts_known": False, **{name: getattr(message, name) for name in names}}
+def _of_steps(message: Message) -> Extras:
+    return {
+        "after": message.after,
+        "fused": message.fused,
+        "codec": message.codec,
+        "uncompressed_bytes": message.uncompressed_bytes,
+        "counts_known": False,
+    }
 
 
 def _only(index: int, ranks: int, numel: int) -> tuple[int, ...]:

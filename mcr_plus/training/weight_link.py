@@ -1,8 +1,9 @@
 """Connections on which weights travel: frames of a fixed head and a body, between a receiver and the source.
 
 Each receiver opens one TCP connection to the source. Both prove that they belong to the job by signatures
-with the job's secret, each of numbers that the other has drawn. Then the receiver asks for what is newer than the version that it holds; the source answers when
-there is something newer. Nothing else travels, so that either end may close at any time.
+with the job's secret, each of numbers that the other has drawn. Then the receiver asks for what is newer than
+the version that it holds; the source answers when there is something newer. Nothing else travels, so that
+either end may close at any time.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kernel_exam import triton_device
 
 from mcr_plus.errors import BackendError
 from mcr_plus.kernels import delta as kernel
@@ -94,6 +95,30 @@ def test_an_anchor_needs_no_base(dtype: torch.dtype) -> None:
         assert (head.base, head.target) == (0, 9)
         assert same(out, new)
         assert kernel.changed(wire) == numel
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64], ids=str)
+def test_the_triton_kernels_are_the_reference(dtype: torch.dtype) -> None:
+    device = triton_device()
+    from mcr_plus.kernels.gpu import delta as gpu
+
+    for numel, density in ((7, 0.5), (5003, 0.01), (digests.BLOCK + 1, 0.2), (40_000, 0.01), (17_000, 1.0)):
+        old, new = pair(numel, dtype, density, seed=numel)
+        blocks = digests.blocks_of(numel)
+        expected = reference_encode(new, old, (3, 5))
+        end = kernel.header_of(expected).nbytes
+        wire = expected[kernel.HEADER : end]
+        bits = [bits_of(values).to(device) for values in (new, old)]
+        heads, lists = gpu.encode(*bits)
+        words = wire[: 4 * blocks].clone().view(torch.int16).to(torch.int32).view(blocks, 2) & 0xFFFF
+        assert torch.equal(heads.cpu(), words), (numel, density)
+        assert torch.equal(lists.cpu(), wire[4 * blocks :]), (numel, density)
+        space = torch.zeros(numel + 32, dtype=BITS[dtype.itemsize], device=device)
+        space[16:-16] = bits[1]
+        gpu.apply(heads, lists, space[16:-16])
+        assert torch.equal(space[16:-16], bits[0])
+        assert not space[:16].any()
+        assert not space[-16:].any()
 
 
 def test_the_old_version_becomes_the_new_one() -> None:

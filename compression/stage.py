@@ -151,6 +151,7 @@ class CompressStage(Stage):
             codec=None if codec is None else codec.name,
             refusal=why_not,
             keeps=keeps,
+            forwards=codec is not None and codec.traits.keeps_received and why_not is None,
         )
 
     def _in_a_bucket(
@@ -167,8 +168,8 @@ class CompressStage(Stage):
 
     def _compressed(self, codec: Codec, options: CompressOptions, full: Signature, next: Next) -> Issue:
         plain = full.replace(parts=None, key=None)
+        full = full.replace(encoding=_label(options))
         instance = CodecInstance(codec, options, full, self._group.rank)
-        full = full.replace(encoding=instance.label)
         keeps_messages = full.is_p2p and codec.traits.keeps_received
         if keeps_messages or full.key is not None or full.tag is not None:
             # Synchronous and asynchronous calls of an operation share its state.
@@ -207,10 +208,7 @@ class CompressStage(Stage):
 
 
 class CodecInstance:
-    """The codec object of one operation or bucket, with the state that it keeps between calls.
-
-    `label`: the codec, its options and its feedback, which ranks must agree on.
-    """
+    """The codec object of one operation or bucket, with the state that it keeps between calls."""
 
     def __init__(self, codec: Codec, options: CompressOptions, signature: Signature, rank: int) -> None:
         self.codec = codec
@@ -219,10 +217,7 @@ class CodecInstance:
         self.calls = 0
         self._options = options
         self._state: CompressorState | None = None
-        self.label = _label(options)
-        what = signature.replace(
-            ranks=0, nbytes=None, backend=None, async_op=False, compress=None, encoding=self.label
-        )
+        what = signature.replace(ranks=0, nbytes=None, backend=None, async_op=False)
         self.name = what.describe()
         self._unit = signature.ranks if signature.reduce_op == "SUM" else 1
         codec.enter(rank, self.name)

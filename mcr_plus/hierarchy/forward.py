@@ -10,12 +10,9 @@ Every rank applies the payload to what it holds, so a node costs the link one pa
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
 
 import torch
 
-from mcr_plus.compression.schemes import Relay
-from mcr_plus.compression.stage import CodecInstance
 from mcr_plus.core.message import Extras, Message, Signature
 from mcr_plus.core.work import Work
 from mcr_plus.hierarchy.decompose import Decomposition
@@ -25,16 +22,13 @@ from mcr_plus.pipeline.stage import Issue, Next
 
 
 class ForwardedBroadcast(Decomposition):
-    """`instance`: the codec with what this rank has sent and received. `rank`: in the group."""
+    """The compress stage encodes and applies the payload; its bytes move in these steps."""
 
     has_rest = False
 
-    def __init__(
-        self, signature: Signature, nodes: Nodes, pool: Pool, instance: CodecInstance, rank: int
-    ) -> None:
+    def __init__(self, signature: Signature, nodes: Nodes, pool: Pool) -> None:
         super().__init__(signature, nodes, pool)
         assert signature.root is not None
-        self._instance, self._rank = instance, rank
         self._root_node, self._leader = nodes.place(signature.root)
         self._is_leader = nodes.index == self._leader
         # Payloads have any length, so the leader's broadcasts are all_gathers to which it alone contributes.
@@ -47,26 +41,19 @@ class ForwardedBroadcast(Decomposition):
 
     @property
     def summary(self) -> str:  # noqa: D102
-        return (
-            f"codec {self._instance.codec.name}: encoded once, one payload to each node, forwarded in the "
-            "node as bytes, applied by each rank"
-        )
+        return "encoded once, one payload to each node, forwarded in the node as bytes, applied by each rank"
 
     def bind(self, bind: Callable[[Part, Signature], Issue], next: Next) -> None:  # noqa: D102
         super().bind(bind, next)
-        instance = self._instance
-        full = self.signature.replace(compress=None, parts=None, encoding=instance.label)
-        full = full.replace(call=full.as_call())
 
-        def moving(signature: Signature) -> Issue:
-            return next(signature) if signature.kind == "all_gather" else Issue(self._forward)
+        def instead(signature: Signature) -> Issue | None:
+            return Issue(self._forward) if signature.kind == "all_gather_v" else None
 
-        relay = Relay(instance.codec, full, self._rank, instance.state, self._pool)
-        self._relay = relay.bind(cast("Next", moving))
+        self._whole = next.moving(self.signature, instead)
 
     def start(self, message: Message, agreed: Work | None = None) -> Work:  # noqa: D102
         after = self.following(message, agreed)
-        return self._relay(message.with_tensors(message.inputs, message.outputs, after=after))
+        return self._whole(message.with_tensors(message.inputs, message.outputs, after=after))
 
     def _forward(self, message: Message) -> Work:
         """Move the payload, whose length is known when `message.prepare` has been called."""

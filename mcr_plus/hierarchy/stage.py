@@ -20,9 +20,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from mcr_plus.backends import assumed_backends, backend_class
-from mcr_plus.compression.options import codec_of
-from mcr_plus.compression.policy import options_from_call
-from mcr_plus.compression.stage import CodecInstance, prepare
 from mcr_plus.config.options import plain_options
 from mcr_plus.core.group import Group
 from mcr_plus.core.message import Signature, frozen
@@ -67,7 +64,6 @@ class HierarchicalStage(Stage):
         self._parts = _pipelines(context)
         self._explains = context.runtime is None
         self._pool = Pool()
-        self._instances: dict[str, CodecInstance] = {}
 
     @property
     def buffer_bytes(self) -> int:
@@ -111,26 +107,14 @@ class HierarchicalStage(Stage):
             steps.steps[part] = step.replace(**named)
         if (reason := self._choose_codec(steps, next)) is not None:
             return reason
-        if signature.kind == "broadcast" and (kept := self._kept(steps.steps["inter"], signature, next)):
-            local, rank = self._options.local.backend, self._context.group.rank
-            steps = ForwardedBroadcast(signature, self._nodes, self._pool, kept, rank)
+        compress = steps.steps["inter"].compress
+        treatment = next.treatment(steps.steps["inter"])
+        if signature.kind == "broadcast" and treatment.forwards and treatment.compress is not False:
+            whole = signature.replace(compress=treatment.compress if compress is None else compress)
+            steps = ForwardedBroadcast(whole, self._nodes, self._pool)
             for part, step in steps.steps.items():
                 steps.steps[part] = step.replace(backend=inter if part == "inter" else local)
         return self._unsupported(steps) or steps
-
-    def _kept(self, inter: Signature, whole: Signature, next: Next) -> CodecInstance | None:
-        """Return the codec between nodes with its state if it keeps what is received, else None."""
-        treatment = next.treatment(inter)
-        if treatment.codec is None or treatment.refusal is not None or treatment.compress is False:
-            return None
-        options = options_from_call(inter.replace(compress=treatment.compress))
-        codec = codec_of(options)
-        if not codec.traits.keeps_received:
-            return None
-        if not self._explains:
-            prepare(codec, whole.dtype)
-        instance = CodecInstance(codec, options, whole.replace(parts=None), self._context.group.rank)
-        return self._instances.setdefault(instance.name, instance)
 
     def _refusal(self, signature: Signature, nodes: Nodes) -> str | None:
         """Return the reason why an operation is not decomposed, None if it is."""

@@ -1,7 +1,7 @@
 """Weights from a trainer to a receiver: bytes and seconds of `mcr.sync` and of what others send.
 
     python benchmarks/bench_sync.py --rate 100mbit --output benchmarks/results/sync_….md
-    python benchmarks/bench_sync.py --soak 10000
+    python benchmarks/bench_sync.py --only-soak --soak 10000
 
 A bfloat16 copy of the GPT example is trained for some steps, then with AdamW at learning rates as in
 reinforcement learning; every step is a version. One host trains, the other receives, over a link of the rate.
@@ -325,12 +325,20 @@ def main(
     hidden: Annotated[int, typer.Option(help="Of the transformer.")] = 512,
     kept: Annotated[Path | None, typer.Option(help="File of versions; made where it is missing.")] = None,
     soak: Annotated[int, typer.Option(help="Versions with injected damage and restarts; 0 for none.")] = 2000,
+    only_soak: Annotated[bool, typer.Option(help="Nothing but those versions, on one host.")] = False,
     rounds: Annotated[int, typer.Option(help="Of the kernels.")] = 7,
     output: Output = None,
 ) -> None:
     """Measure, print, and write a report."""
-    need_two_hosts()
     parts = []
+    if only_soak:
+        parts.append(_soak(soak))
+        print(parts[0])
+        if output is not None:
+            title, note = "Weight synchronisation with damage and restarts", "Two ranks on one host, gloo."
+            harness.write(harness.page(title, harness.command(), note, *parts), output)
+        return
+    need_two_hosts()
     with tempfile.TemporaryDirectory() as folder:
         path = kept or Path(folder, "versions.pt")
         if not path.exists():
@@ -347,13 +355,7 @@ def main(
                 rows = harness.on_ranks(harness.on_both(hosts), on_two_hosts, str(path))
             parts.append(f"## Two hosts, {each}\n\n" + harness.markdown(*_table(rows)))
         if soak:
-            done = harness.on_ranks(harness.here(2), soaked, soak)
-            parts.append(
-                "## Damage and restarts\n\n"
-                f"{done['same']:,} of {done['count']:,} versions of 100,000 values arrived bit for bit; "
-                f"{done['refused']} messages with a flipped bit were refused, the receiver was restarted "
-                f"{done['restarts']} times with other weights, and got {done['anchors']} anchors."
-            )
+            parts.append(_soak(soak))
     for part in parts:
         print(part, "\n")
     zstd = "" if zstandard is not None else "zstd is not installed, and left out. "
@@ -363,6 +365,17 @@ def main(
     )
     if output is not None:
         harness.write(harness.page("Weight synchronisation", harness.command(), note, *parts), output)
+
+
+def _soak(count: int) -> str:
+    begin = time.monotonic()
+    done = harness.on_ranks(harness.here(2), soaked, count)
+    return (
+        "## Damage and restarts\n\n"
+        f"{done['same']:,} of {done['count']:,} versions of 100,000 values arrived bit for bit, in "
+        f"{time.monotonic() - begin:,.0f} s; {done['refused']} messages with a flipped bit were refused, the "
+        f"receiver began anew {done['restarts']} times with other weights, and got {done['anchors']} anchors."
+    )
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:

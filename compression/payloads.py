@@ -71,13 +71,18 @@ class PayloadExchange:
             wire_signature = like.replace(
                 kind=_vector(kind), dtype=codec.wire_dtype, shape=(), nbytes=None, counts_agreed=False
             )
+        # A broadcast is an all_gather to which only the root contributes. Where receivers of a scatter have
+        # wishes, its lengths are an all_to_all, in which they go to the root.
+        self._asks = codec.traits.keeps_received and plain_kind(kind) == "scatter"
         if not self._fixed:
+            of_lengths = "all_to_all" if self._asks else "all_gather" if self._in_place else plain_kind(kind)
+            has_root = not (self._in_place or self._asks)
             lengths = like.replace(
-                kind="all_gather" if kind == "broadcast" else plain_kind(kind),
+                kind=of_lengths,
                 dtype=torch.int64,
-                shape=(each,),
-                nbytes=8 * (ranks if kind == "broadcast" else many),
-                root=None if kind == "broadcast" else root,
+                shape=(ranks if self._asks else each,),
+                nbytes=8 * (many if has_root else ranks),
+                root=root if has_root else None,
             )
             self._lengths = lengths, next(lengths)
             if kind == "broadcast":
@@ -180,11 +185,13 @@ class PayloadExchange:
         places = [codec.room(numel, self._dtype) for numel in self._sizes(taken, self._receives)]
         dtype = codec.wire_dtype
         sent, target = lease.tensor(sum(sizes), dtype), lease.tensor(sum(places), dtype)
-        # A broadcast is an all_gather to which only the root contributes.
-        one_of_all = self._in_place
-        lengths_sent = torch.zeros(1 if one_of_all else self._sends, dtype=torch.int64, device=sent.device)
-        lengths_received = torch.zeros(
-            self._ranks if one_of_all else self._receives, dtype=torch.int64, device=sent.device
+        one_of_all, asks = self._in_place, self._asks
+        ranks, root = self._ranks, self._root or 0
+        sizes_of_both = (ranks, ranks) if asks else (self._sends, self._receives)
+        if one_of_all:
+            sizes_of_both = (1, ranks)
+        lengths_sent, lengths_received = (
+            torch.zeros(size, dtype=torch.int64, device=sent.device) for size in sizes_of_both
         )
         received: list[torch.Tensor] = []
 
@@ -197,7 +204,7 @@ class PayloadExchange:
                 lengths_sent[index] = written
                 at += written
             if state is not None and state.is_damaged:
-                lengths_sent[0] += _WISH
+                lengths_sent[root if asks else 0] += _WISH
                 state.is_damaged = False
 
         signature, issue = lengths
@@ -206,7 +213,7 @@ class PayloadExchange:
         first = issue(
             Message(
                 signature,
-                (lengths_sent,) if self._sends or one_of_all else (),
+                (lengths_sent,) if lengths_sent.numel() else (),
                 (lengths_received,) if lengths_received.numel() else (),
                 **rest_of_lengths,
                 after=after,
@@ -217,7 +224,9 @@ class PayloadExchange:
 
         def fill() -> None:
             counts, expected = lengths_sent.tolist(), lengths_received.tolist()
-            if state is not None:
+            if state is not None and asks:
+                counts, expected = self._as_asked(state, sent, counts, expected, taken)
+            elif state is not None:
                 counts, expected = self._as_wished(state, sent, counts, expected, taken)
             if (
                 any(not 0 <= length <= target.numel() for length in expected)
@@ -228,12 +237,12 @@ class PayloadExchange:
                 )
             if self._sends or one_of_all:
                 message.inputs = (sent[: sum(counts)],)
-            if lengths_received.numel():
+            if expected:
                 message.outputs = (target[: sum(expected)],)
             message.input_counts = tuple(counts) if self._sends > 1 else None
-            message.output_counts = tuple(expected) if lengths_received.numel() > 1 else None
+            message.output_counts = tuple(expected) if len(expected) > 1 else None
             parts = _split(target, expected)
-            received.extend([parts[self._root or 0]] if one_of_all else parts)
+            received.extend([parts[root]] if one_of_all else parts)
 
         message.prepare = fill
         return Sent([first, self._issue(message)], received)
@@ -265,6 +274,35 @@ class PayloadExchange:
                 for rank in range(len(expected))
             ]
         return counts, [codec.anchor_numel(numel, dtype) for numel in numels]
+
+    def _as_asked(
+        self,
+        state: CompressorState,
+        sent: torch.Tensor,
+        given: list[int],
+        arrived: list[int],
+        taken: Sequence[int],
+    ) -> tuple[list[int], list[int]]:
+        """As `_as_wished` for a scatter, where a wish concerns the root and one rank alone.
+
+        `given`, `arrived`: what the rank has sent to and received from each rank.
+        """
+        root = self._root or 0
+        counts = [length % _WISH for length in given] if self._sends else []
+        wishes = [length >= _WISH for length in arrived]
+        if self._sends and any(wishes):
+            parts = [part.clone() for part in _split(sent, counts)]
+            at = 0
+            for index, (part, wished) in enumerate(zip(parts, wishes, strict=True)):
+                if wished:
+                    counts[index] = state.anchor_part(index, sent[at:])
+                else:
+                    sent[at : at + counts[index]] = part
+                at += counts[index]
+        if given[root] < _WISH or self._rank == root:
+            return counts, [arrived[root] % _WISH]
+        assert self._dtype is not None
+        return counts, [self._codec.anchor_numel(self._sizes(taken, 1)[0], self._dtype)]
 
     def _sizes(self, numels: Sequence[int], parts: int) -> list[int]:
         """Values in each part."""

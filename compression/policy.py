@@ -73,11 +73,12 @@ def refusal_of_any_shape(codec: Codec, options: CompressOptions, signature: Sign
         return f"codec {codec.name} has kernels for the CPU only"
     if traits.kinds is not None and kind not in traits.kinds:
         return f"codec {codec.name} is for {', '.join(sorted(traits.kinds))}"
-    if signature.is_p2p and not traits.fixed_rate:
+    if signature.is_p2p and not (traits.fixed_rate or traits.keeps_received):
         return f"payloads of codec {codec.name} differ in length, so a receiver cannot size its buffer"
     if kind in REDUCING and signature.reduce_op not in _SUMS:
         return f"codec {codec.name} allows the reduce ops {', '.join(_SUMS)}"
-    if traits.keeps_received and signature.key is None and signature.tag is None:
+    # Messages have their peer and their integer tag.
+    if traits.keeps_received and not signature.is_p2p and signature.key is None and signature.tag is None:
         return f"codec {codec.name} needs the tensor's identity from call to call; expected tag="
     feedback = options.feedback
     if feedback is not None:

@@ -23,7 +23,7 @@ import torch
 from mcr_plus.compression.codec import Codec, PayloadCodec
 from mcr_plus.compression.payloads import MOVED, PayloadExchange
 from mcr_plus.compression.state import CompressorState
-from mcr_plus.core.kinds import VECTOR, collective, dtype_name
+from mcr_plus.core.kinds import VECTOR, collective, dtype_name, plain_kind
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.core.work import JointWork, Work
 from mcr_plus.errors import BackendError
@@ -257,7 +257,13 @@ class Relay(Scheme):
         targets, taken = _parts(message.outputs, message.output_counts, self._many(message.outputs))
         state = self.state((*message.inputs, *message.outputs)[0], 0)
 
+        own, refused = self._own, list[BackendError]()
+        # The root's own part, of which nobody else needs anything.
+        stays = own if self.keeps and plain_kind(self.signature.kind) == "scatter" else None
+
         def write(index: int, wire: torch.Tensor) -> int:
+            if index == stays:
+                return 0
             return state.encode_part(index, sources[index], wire)
 
         sent = self._exchange.send(
@@ -270,10 +276,12 @@ class Relay(Scheme):
             taken=taken,
             state=state if self.keeps else None,
         )
-        own, refused = self._own, list[BackendError]()
 
         def decode() -> None:
             try:
+                if stays is not None:
+                    targets[0].copy_(sources[stays])
+                    return
                 for index, (wire, target) in enumerate(zip(sent.received, targets, strict=True)):
                     state.decode_part(index, wire, target, 0 if index == own and self.keeps else None)
             except BackendError as error:
@@ -293,10 +301,14 @@ class Relay(Scheme):
 
     @property
     def _own(self) -> int | None:
-        """The part of what this rank receives that it has sent as its only part; None if there is none."""
+        """The part of what this rank receives that it has sent itself; of a scatter, of what it sends.
+
+        None if there is none.
+        """
+        is_root = self.signature.root in (None, self.rank)
         if self.signature.kind == "broadcast":
-            return 0 if self.signature.root == self.rank else None
-        return self.rank
+            return 0 if is_root else None
+        return self.rank if is_root else None
 
     def _many(self, tensors: Sequence[torch.Tensor], *, sends: bool = False) -> int:
         """The number of equal parts of a rank's input or output."""

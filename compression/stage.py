@@ -15,6 +15,7 @@ from mcr_plus.compression.audit import audited
 from mcr_plus.compression.codec import Codec, PayloadCodec
 from mcr_plus.compression.ef21 import Ef21
 from mcr_plus.compression.error_feedback import ErrorFeedback, MomentumCorrection
+from mcr_plus.compression.messages import Messages
 from mcr_plus.compression.never_slower import never_slower
 from mcr_plus.compression.options import LOCAL, CompressOptions, codec_of
 from mcr_plus.compression.policy import (
@@ -59,6 +60,7 @@ class CompressStage(Stage):
         self._restored: MutableMapping[str, Any] = {}  # of an earlier job, until an operation asks for it
         self._pool = Pool()
         self._instances: dict[str, CodecInstance] = {}
+        self._last: dict[tuple[str, int, int], Work] = {}  # of messages, by kind, peer and tag
         if context.runtime is not None:
             context.runtime.caches.append(self._forget)
 
@@ -149,6 +151,7 @@ class CompressStage(Stage):
             codec=None if codec is None else codec.name,
             refusal=why_not,
             keeps=keeps,
+            forwards=codec is not None and codec.traits.keeps_received and why_not is None,
         )
 
     def _in_a_bucket(
@@ -167,7 +170,8 @@ class CompressStage(Stage):
         plain = full.replace(parts=None, key=None)
         full = full.replace(encoding=_label(options))
         instance = CodecInstance(codec, options, full, self._group.rank)
-        if full.key is not None or full.tag is not None:
+        keeps_messages = full.is_p2p and codec.traits.keeps_received
+        if keeps_messages or full.key is not None or full.tag is not None:
             # Synchronous and asynchronous calls of an operation share its state.
             instance = self._instances.setdefault(instance.name, instance)
             if instance.name in self._restored:
@@ -175,8 +179,8 @@ class CompressStage(Stage):
         if not self._explains:
             prepare(codec, plain.dtype)
         full = full.replace(call=full.as_call())
-        chosen = scheme_of(instance.codec, full)
-        composed = chosen(instance.codec, full, self._group.rank, instance.state, self._pool)
+        parts = (instance.codec, full, self._group.rank, instance.state, self._pool)
+        composed = Messages(*parts, self._last) if keeps_messages else scheme_of(codec, full)(*parts)
         audit_every = options.audit_every if plain.kind in SAME_RESULT else None
         notes = [f"codec {codec.name}: {composed.description}"]
         payload = payload_bytes(codec, full)

@@ -6,7 +6,8 @@ from typing import Final
 
 import torch
 
-from mcr_plus.kernels.delta import DELTA, FAR, HEADER, RAW, put_header
+from mcr_plus.kernels.delta import DELTA, HEADER, put_header
+from mcr_plus.kernels.delta_lists import RAW
 from mcr_plus.kernels.digest import BLOCK, reference_digest, to_signed
 
 _SIGNED: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -15,26 +16,15 @@ _SIGNED: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64
 def reference_encode(values: torch.Tensor, base: torch.Tensor, versions: tuple[int, int]) -> torch.Tensor:
     """The payload of changes from flat `base` to `values`, block by block in plain torch; never an anchor."""
     width = values.element_size()
-    full = (1 << 8 * width) - 1
     new, old = _wide(values), _wide(base)
     heads, bodies = [], []
     for at in range(0, new.numel(), BLOCK):
         here, there = new[at : at + BLOCK], old[at : at + BLOCK]
         (where,) = torch.nonzero(here != there, as_tuple=True)
-        gaps = torch.diff(where, prepend=torch.tensor([-1])) - 1
-        codes = (_ordered(here[where], width) - _ordered(there[where], width) + 7) & full
-        beyond = (codes < 0) | (codes > 15)
-        nibbles = torch.where(beyond, 7, codes)
-        nibbles = torch.nn.functional.pad(nibbles, (0, -nibbles.numel() % 2)).view(-1, 2)
-        body = torch.cat([
-            gaps.clamp(max=FAR).to(torch.uint8),
-            gaps[gaps >= FAR].to(torch.int16).view(torch.uint8),
-            (nibbles[:, 0] | nibbles[:, 1] << 4).to(torch.uint8),
-            here[where][beyond].to(_SIGNED[width]).view(torch.uint8),
-        ])  # fmt: skip
-        head = (where.numel(), int((gaps >= FAR).sum()), int(beyond.sum()))
+        body = _list(where, here, there, width)
+        head = (where.numel(), body.numel() // 2)
         if body.numel() >= here.numel() * width:
-            body, head = here.to(_SIGNED[width]).view(torch.uint8), (RAW, 0, 0)
+            body, head = here.to(_SIGNED[width]).view(torch.uint8), (RAW, 0)
         heads.append(head)
         bodies.append(body)
     lists = torch.tensor(heads, dtype=torch.int32).view(-1).to(torch.int16).view(torch.uint8)
@@ -43,6 +33,40 @@ def reference_encode(values: torch.Tensor, base: torch.Tensor, versions: tuple[i
     payload = torch.nn.functional.pad(payload, (0, -payload.numel() % 4))
     put_header(payload.numpy(), DELTA, width, values.numel(), *versions, *fields)
     return payload
+
+
+def _list(where: torch.Tensor, here: torch.Tensor, there: torch.Tensor, width: int) -> torch.Tensor:
+    """The list of a block, of which the elements at `where` have changed."""
+    count = where.numel()
+    if not count:
+        return torch.empty(0, dtype=torch.uint8)
+    gaps = torch.diff(where, prepend=torch.tensor([-1])) - 1
+    low = max(0, ((here.numel() - count) * 11 // (16 * count)).bit_length() - 1)
+    ones = torch.zeros(int((gaps >> low).sum()) + count, dtype=torch.int64)
+    ones[(gaps >> low).cumsum(0) + torch.arange(count)] = 1
+    steps = _ordered(here[where], width) - _ordered(there[where], width)
+    if width < 8:
+        half = 1 << (8 * width - 1)
+        steps = (steps + half) % (2 * half) - half
+    # The least int64 is its own opposite, which `abs` leaves negative.
+    near = (steps.abs() <= 9) & (steps.abs() > 0)
+    kinds = torch.where(steps.abs() == 1, (steps < 0).long(), torch.where(near, 2, 3))
+    short = steps[kinds == 2]
+    body = torch.cat([
+        _packed(gaps & (1 << low) - 1, low),
+        _packed(kinds, 2),
+        _packed(short.abs() - 2 | (short < 0).long() << 3, 4),
+        here[where][kinds == 3].to(_SIGNED[width]).view(torch.uint8),
+        _packed(ones, 1),
+    ])  # fmt: skip
+    return torch.nn.functional.pad(body, (0, body.numel() % 2))
+
+
+def _packed(numbers: torch.Tensor, width: int) -> torch.Tensor:
+    """Numbers of `width` bits each, end to end, as bytes."""
+    bits = (numbers[:, None] >> torch.arange(width) & 1).view(-1)
+    bits = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).view(-1, 8)
+    return (bits << torch.arange(8)).sum(1).to(torch.uint8)
 
 
 def _wide(values: torch.Tensor) -> torch.Tensor:

@@ -100,8 +100,14 @@ class OpenGroup:
         return communicator
 
     def forget_attached(self) -> None:
-        """Drop the attached objects of higher layers; groups among them close like dropped ones."""
+        """Drop the attached objects of higher layers; groups among them close like dropped ones.
+
+        Those with a method `end_with_group`, such as ones that have threads, end first.
+        """
         if (communicator := self._handle()) is not None:
+            for each in list(communicator.attached.values()):
+                if (end := getattr(each, "end_with_group", None)) is not None:
+                    end()
             communicator.attached.clear()
 
     def take_over(self) -> None:

@@ -1,7 +1,8 @@
 """hierarchical: decomposes an operation of several nodes into steps inside the nodes and between them.
 
     all_reduce    reduce_scatter in the node, all_reduce of each part between nodes, all_gather in the node
-    broadcast     scatter in the root's node, broadcast of each part between nodes, all_gather in the node
+    broadcast     scatter in the root's node, broadcast of each part between nodes, all_gather in the node;
+                  with a codec that keeps what is received, of its payloads (`forward`)
     all_to_all    exchange between ranks of the same local index, then exchange in the node
 
 Every value crosses the link once per node, not once per rank. The all_reduce is that of Horovod
@@ -29,6 +30,7 @@ from mcr_plus.hierarchy.decompose import (
     HierarchicalAllToAll,
     HierarchicalBroadcast,
 )
+from mcr_plus.hierarchy.forward import ForwardedBroadcast
 from mcr_plus.hierarchy.nodes import Nodes, Part, inner_groups, nodes_of
 from mcr_plus.hierarchy.options import HierarchicalOptions
 from mcr_plus.hierarchy.policy import codec_between
@@ -103,7 +105,16 @@ class HierarchicalStage(Stage):
         for part, step in steps.steps.items():
             named = {"backend": inter} if part == "inter" else {"backend": local, "compress": False}
             steps.steps[part] = step.replace(**named)
-        return self._choose_codec(steps, next) or self._unsupported(steps) or steps
+        if (reason := self._choose_codec(steps, next)) is not None:
+            return reason
+        compress = steps.steps["inter"].compress
+        treatment = next.treatment(steps.steps["inter"])
+        if signature.kind == "broadcast" and treatment.forwards and treatment.compress is not False:
+            whole = signature.replace(compress=treatment.compress if compress is None else compress)
+            steps = ForwardedBroadcast(whole, self._nodes, self._pool)
+            for part, step in steps.steps.items():
+                steps.steps[part] = step.replace(backend=inter if part == "inter" else local)
+        return self._unsupported(steps) or steps
 
     def _refusal(self, signature: Signature, nodes: Nodes) -> str | None:
         """Return the reason why an operation is not decomposed, None if it is."""

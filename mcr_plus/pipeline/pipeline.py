@@ -11,7 +11,7 @@ from mcr_plus import registry
 from mcr_plus.core.kinds import dtype_name
 from mcr_plus.core.message import Signature
 from mcr_plus.errors import ConfigError
-from mcr_plus.pipeline.stage import Context, Issue, Stage, complete
+from mcr_plus.pipeline.stage import Context, Instead, Issue, Stage, complete
 from mcr_plus.pipeline.treatment import Treatment
 
 if TYPE_CHECKING:
@@ -106,7 +106,9 @@ class Pipeline:
             for (name, _), stage in self._stages.items():
                 stage.load_state(self._context.runtime.restored.setdefault(name, {}))
 
-    def _bind_from(self, index: int, signature: Signature, notes: list[Note]) -> Issue:
+    def _bind_from(
+        self, index: int, signature: Signature, notes: list[Note], instead: Instead | None = None
+    ) -> Issue:
         if index == len(self._names):
             raise ConfigError(f"pipeline: stage '{self._names[-1]}' is last but passes operations on")
         rule = self._rule(signature)
@@ -117,8 +119,14 @@ class Pipeline:
         if name == "compress" and signature.compress is not None:
             touched = False  # the call decides, or the policy of the gradient
         place = rule.place if rule is not None and touched else None
+
+        def bind(changed: Signature, later: Instead | None = None) -> Issue:
+            changed = _in_flight(changed, signature)
+            moved = None if instead is None else instead(changed)
+            return self._bind_from(index + 1, changed, notes, later) if moved is None else moved
+
         following = _Next(
-            lambda changed: self._bind_from(index + 1, _in_flight(changed, signature), notes),
+            bind,
             lambda text, details: notes.append(Note(name, signature, text, place, details or dict)),
             partial(self._treated_from, index + 1),
             notes,
@@ -180,7 +188,7 @@ class _Next:
 
     def __init__(
         self,
-        bind: Callable[[Signature], Issue],
+        bind: Callable[[Signature, Instead | None], Issue],
         note: Callable[[str, _Details | None], None],
         treatment: Callable[[Signature], Treatment],
         notes: list[Note],
@@ -191,7 +199,10 @@ class _Next:
         self._notes = notes
 
     def __call__(self, signature: Signature) -> Issue:
-        return self._bind(signature)
+        return self._bind(signature, None)
+
+    def moving(self, signature: Signature, instead: Instead) -> Issue:
+        return self._bind(signature, instead)
 
     def through(self, pipeline: Pipeline, signature: Signature) -> Issue:
         bound = pipeline.bind(signature)

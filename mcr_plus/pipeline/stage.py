@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from mcr_plus.pipeline.treatment import Treatment
 
 
+Instead = Callable[[Signature], Issue | None]
+"""Binds an operation that a stage derives from another one; None leaves it to the next stage."""
+
+
 class Next(Protocol):
     """The rest of the pipeline, as a stage sees it while binding."""
 
@@ -31,6 +35,10 @@ class Next(Protocol):
         With another kind, dtype or shape it is bound as an asynchronous operation, so that a stage may have
         several in flight.
         """
+        ...
+
+    def moving(self, signature: Signature, instead: Instead) -> Issue:
+        """As the call, but what the next stage makes of the operation is bound by `instead` where it can."""
         ...
 
     def through(self, pipeline: Pipeline, signature: Signature) -> Issue:

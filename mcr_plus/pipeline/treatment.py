@@ -23,6 +23,7 @@ class Treatment:
         refusal: the reason why that codec cannot encode it, None if it can.
         keeps: whether the result depends on earlier calls of the same operation, as with error feedback.
             Such an operation cannot share a bucket whose members differ from call to call.
+        forwards: whether payloads hold changes to what each receiver keeps, so that they can be forwarded.
         compared: whether ranks compare the operation at every call, not only at the first.
     """
 
@@ -31,4 +32,5 @@ class Treatment:
     codec: str | None = None
     refusal: str | None = None
     keeps: bool = False
+    forwards: bool = False
     compared: bool = False

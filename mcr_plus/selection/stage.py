@@ -12,7 +12,7 @@ from mcr_plus import registry, tables
 from mcr_plus.backends import backend_class
 from mcr_plus.backends.base import Support
 from mcr_plus.config.names import names_no_algorithm
-from mcr_plus.core.kinds import VECTOR, dtype_name
+from mcr_plus.core.kinds import dtype_name
 from mcr_plus.core.message import Signature
 from mcr_plus.core.units import size_words
 from mcr_plus.errors import InvalidArgument, Unsupported
@@ -157,7 +157,7 @@ class SelectStage(Stage):
 
     def _query(self, signature: Signature) -> Query:
         """Return the operation as a query for a table."""
-        nbytes = self._options.vector_size if signature.kind in VECTOR else signature.nbytes
+        nbytes = self._options.vector_size if signature.nbytes is None else signature.nbytes
         return Query(
             signature.kind, nbytes, dtype_name(signature.dtype), signature.ranks, self._nodes,
             self._ranks_per_node, signature.device, signature.async_op,

@@ -1,8 +1,9 @@
 """Connections on which weights travel: frames of a fixed head and a body, between a receiver and the source.
 
-Each receiver opens one TCP connection to the source. It proves that it belongs to the job by a signature
-with the job's secret, and asks for what is newer than the version that it holds; the source answers when
-there is something newer. Nothing else travels, so that either end may close at any time.
+Each receiver opens one TCP connection to the source. Both prove that they belong to the job by signatures
+with the job's secret, each of numbers that the other has drawn. Then the receiver asks for what is newer than
+the version that it holds; the source answers when there is something newer. Nothing else travels, so that
+either end may close at any time.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ _MAGIC: Final = b"mcrw"
 _LOOK_S: Final = 0.25
 """How often a waiting end looks whether it is to end."""
 _GREETS_WITHIN: Final = 10.0  # seconds; others may connect, too, and say nothing
+_ANSWERS_WITHIN_MS: Final = 30_000
 _NONCE: Final = 32
+_SIGNATURE: Final = 32
 
 
 class Ended(Exception):
@@ -48,6 +51,8 @@ class Link:
         for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 5)):
             if hasattr(socket, option):  # a host that is gone answers no probes; a stopped process does
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # probes are sent only while no data waits for an answer
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _ANSWERS_WITHIN_MS)
         connection.settimeout(_LOOK_S)
 
     def send(self, kind: int, first: int = 0, second: int = 0, body: Sequence[memoryview] = ()) -> None:
@@ -128,34 +133,47 @@ def listen(address: str) -> socket.socket:
 
 
 def greet(link: Link, secret: bytes, rank: int) -> None:
-    """Prove to the source that this is rank `rank` of the job: sign the number that it sends."""
-    nonce = bytes(link.take(_NONCE))
-    link.put(struct.pack("<I", rank) + _signed(secret, nonce, rank))
+    """Prove to the source that this is rank `rank` of the job, and have it prove that it is of the job.
+
+    Raises `BackendError` if it does not.
+    """
+    theirs, mine = bytes(link.take(_NONCE, within=_GREETS_WITHIN)), secrets.token_bytes(_NONCE)
+    link.put(struct.pack("<I", rank) + mine + _signed(secret, b"receiver", theirs + mine, rank))
+    answer = bytes(link.take(_SIGNATURE, within=_GREETS_WITHIN))
+    if not hmac.compare_digest(answer, _signed(secret, b"source", theirs + mine, rank)):
+        raise BackendError("a process that is not of this job listens where the source of weights should")
 
 
 def greeted(link: Link, secret: bytes) -> int:
-    """The rank at the other end. Raises `BackendError` if it does not know the secret of the job."""
-    nonce = secrets.token_bytes(_NONCE)
-    link.put(nonce)
-    answer = bytes(link.take(4 + 32, within=_GREETS_WITHIN))
-    (rank,) = struct.unpack("<I", answer[:4])
-    if not hmac.compare_digest(answer[4:], _signed(secret, nonce, rank)):
+    """The rank at the other end, to which this one proves itself as well.
+
+    Raises `BackendError` if the other end does not know the secret of the job.
+    """
+    mine = secrets.token_bytes(_NONCE)
+    link.put(mine)
+    answer = bytes(link.take(4 + _NONCE + _SIGNATURE, within=_GREETS_WITHIN))
+    (rank,), nonces = struct.unpack("<I", answer[:4]), mine + answer[4 : 4 + _NONCE]
+    if not hmac.compare_digest(answer[4 + _NONCE :], _signed(secret, b"receiver", nonces, rank)):
         raise BackendError("a process that is not of this job asked for weights")
+    link.put(_signed(secret, b"source", nonces, rank))
     return int(rank)
 
 
 def connect(place: tuple[str, int], secret: bytes, rank: int, ends: Callable[[], bool], tries: int) -> Link:
-    """Connect to the source; raises `OSError` or `EOFError` if it does not answer, `Ended`."""
+    """Connect to the source; raises `OSError` or `EOFError` if it does not answer, `Ended`.
+
+    Raises `BackendError` if another process answers.
+    """
     for left in reversed(range(tries)):
         link = None
         try:
             link = Link(socket.create_connection(place, timeout=5.0), ends)
             greet(link, secret, rank)
             return link
-        except (OSError, EOFError):
+        except (OSError, EOFError, BackendError) as error:
             if link is not None:
                 link.close()
-            if not left:
+            if not left or isinstance(error, BackendError):
                 raise
         if ends():
             raise Ended
@@ -163,5 +181,5 @@ def connect(place: tuple[str, int], secret: bytes, rank: int, ends: Callable[[],
     raise AssertionError(tries)
 
 
-def _signed(secret: bytes, nonce: bytes, rank: int) -> bytes:
-    return hmac.digest(secret or b"\0", b"weights" + nonce + struct.pack("<I", rank), "sha256")
+def _signed(secret: bytes, role: bytes, nonces: bytes, rank: int) -> bytes:
+    return hmac.digest(secret or b"\0", b"weights " + role + nonces + struct.pack("<I", rank), "sha256")

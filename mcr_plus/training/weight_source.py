@@ -76,6 +76,7 @@ class WeightSource:
         self._stats: dict[str, Any] = {
             "density": 0.0, "bytes": 0, "seconds": 0.0, "anchors": 0, "sent_bytes": 0, "push_seconds": 0.0,
         }  # fmt: skip
+        self._serving: list[threading.Thread] = []
         self._threads = [
             threading.Thread(target=each, name=f"mcr_plus-{what}", daemon=True)
             for each in (self._encode_all, self._accept_all)
@@ -139,7 +140,7 @@ class WeightSource:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        for thread in [*self._threads]:
+        for thread in [*self._threads, *self._serving]:
             thread.join(5.0)
 
     def _ends(self) -> bool:
@@ -203,9 +204,12 @@ class WeightSource:
                     _log.warning("%s: a connection could not be accepted: %s", self._what, error)
                     time.sleep(_LOOK_S)
                     continue
-                threading.Thread(
+                thread = threading.Thread(
                     target=self._serve, args=(connection,), name=f"mcr_plus-{self._what}", daemon=True
-                ).start()
+                )
+                self._serving = [each for each in self._serving if each.is_alive()]
+                thread.start()
+                self._serving.append(thread)
 
     def _serve(self, connection: Any) -> None:
         """Answer one receiver until either end closes."""
@@ -213,8 +217,11 @@ class WeightSource:
         try:
             rank = links.greeted(link, self._secret)
             with self._changed:
+                superseded = self._links.get(rank)
                 self._links[rank] = link
                 self._lost.pop(rank, None)
+            if superseded is not None:  # or its thread would keep what it was sending
+                superseded.close()
             while self._answer(link):
                 pass
             with self._changed:

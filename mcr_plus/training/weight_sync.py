@@ -96,6 +96,11 @@ class WeightSync:
         finally:
             self._end_here()
 
+    def end_with_group(self) -> None:
+        """End it here: its group is closed."""
+        if not self._closed:
+            self._end_here()
+
     def _end_here(self) -> None:
         self._closed = True
         self._comm.attached.pop(self._name, None)

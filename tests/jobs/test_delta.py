@@ -21,10 +21,11 @@ def test_every_kind_brings_all_bits(backends: list[str], ranks: int) -> None:
         assert value["wrong"] == []
         shares = value["shares"]
         assert all(share <= 1.02 for each in shares.values() for share in each)
-        assert all(mean(shares[f"broadcast {call}"]) < 0.05 for call in (1, 2, 3))
+        for kind in ("broadcast", "send"):
+            assert all(mean(shares[f"{kind} {call}"]) < 0.05 for call in (1, 2, 3))
 
 
-@pytest.mark.parametrize("kind", ["broadcast", "all_gather"])
+@pytest.mark.parametrize("kind", ["broadcast", "all_gather", "scatter", "recv"])
 def test_damage_raises_in_its_call_and_the_next_one_repairs_it(kind: str) -> None:
     results = [each.value for each in run_ranks(jobs.damaged, 3, args=[kind])]
     for rank, (raised, wrong) in enumerate(results):
@@ -33,27 +34,39 @@ def test_damage_raises_in_its_call_and_the_next_one_repairs_it(kind: str) -> Non
     assert any("was not received as it was sent" in text or "delta payload" in text for text in results[1][0])
 
 
+def test_a_receiver_of_messages_that_holds_something_else_gets_all_values_at_once() -> None:
+    found = run_ranks(jobs.another_base, 2)[1].value
+    assert [bits for bits, _ in found] == [True] * 4
+    assert [share < 0.1 for _, share in found] == [False, True, False, True]
+    assert all(share <= 1.02 for _, share in found)
+
+
 def test_what_it_is_not_for_is_refused() -> None:
+    kinds = "codec delta is for all_gather, all_gather_v, broadcast, recv, scatter, scatter_v, send"
     for result in run_ranks(jobs.refusals, 2):
-        untagged, summed, scattered, message, dtype = result.value
+        untagged, summed, gathered, scattered, from_any, tag = result.value
         assert "codec delta needs the tensor's identity from call to call; expected tag=" in untagged
-        assert "codec delta is for all_gather, all_gather_v, broadcast" in summed
-        assert "codec delta is for all_gather, all_gather_v, broadcast" in scattered
-        assert "codec delta is for all_gather, all_gather_v, broadcast" in message
-        assert "codec delta takes float32, bfloat16" in dtype
+        assert kinds in summed
+        assert kinds in gathered
+        assert "expected tag=" in scattered
+        assert "codec delta: a receive from any rank; expected src=" in from_any
+        assert "codec delta: tag 8388608; expected less than 8388608" in tag
 
 
 @pytest.mark.parametrize("inter", [True, False], ids=["between nodes", "everywhere"])
-def test_between_nodes(inter: bool) -> None:
-    for result in run_ranks(jobs.hierarchical, 4, args=[inter]):
-        assert result.value["same"] == 4
-        for group, codec, nbytes, wire in result.value["records"]:
-            if "across" in group or not inter:
-                assert codec in ("delta", ""), result.value
-                if codec == "delta":
-                    assert wire < nbytes / 10, result.value
-            else:
-                assert codec == "", result.value
+def test_between_nodes_a_payload_is_encoded_once_and_forwarded(inter: bool) -> None:
+    values = [each.value for each in run_ranks(jobs.hierarchical, 4, args=[inter])]
+    assert [value["encoded"] for value in values] == [0, 4, 0, 0]
+    for rank, value in enumerate(values):
+        assert value["same"] == value["applied"] == 4
+        steps = {group: (codec, nbytes, wire) for group, codec, nbytes, wire in value["records"] if codec}
+        across = {group for group in steps if "across" in group}
+        assert across == ({"world/across1"} if rank % 2 else set())
+        assert set(steps) - across == {f"world/node{rank // 2}/back"}
+        for _, nbytes, wire in steps.values():
+            assert nbytes == 80_002
+            assert 0 < wire < nbytes / 20
+    assert len({wire for value in values for _, codec, _, wire in value["records"] if codec}) == 1
 
 
 def test_explain_says_what_travels() -> None:

@@ -103,3 +103,7 @@ def test_bad_input_is_refused_on_all_ranks() -> None:
     expected = "at mcr.sync it had 'b' of shape [2], float32, now it has 'b' of shape "
     assert f"{expected}[5], float32" in source[11]
     assert f"{expected}[2], bfloat16" in other[11]
+
+
+def test_finalize_ends_the_threads() -> None:
+    assert [each.value for each in run_ranks(jobs.threads_after_the_job, 2)] == [[], []]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from typing import Any
 
@@ -291,3 +292,13 @@ def refusals() -> list[str]:
             state["b"] = torch.zeros(2).bfloat16()
             refused(lambda: weights.pull(timeout=20))
         return texts
+
+
+def threads_after_the_job() -> list[str]:
+    """Threads of weight synchronisation that live on after `finalize`, without a `close` before."""
+    mcr.init(backends=["gloo"])
+    weights = mcr.sync({"w": torch.zeros(1000)})
+    weights.push()
+    weights.pull()
+    mcr.finalize()
+    return [each.name for each in threading.enumerate() if "sync" in each.name]

@@ -891,6 +891,9 @@ class Chains:
     def through(self, pipeline: object, signature: Signature) -> Any:
         return self(signature)
 
+    def moving(self, signature: Signature, instead: object) -> Any:
+        return self(signature)
+
     def treatment(self, signature: Signature) -> Treatment:
         return Treatment(signature.compress)
 

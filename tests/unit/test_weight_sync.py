@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 import threading
 import time
@@ -11,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from mcr_plus.errors import InvalidArgument
+from mcr_plus.errors import BackendError, InvalidArgument
 from mcr_plus.kernels.digest import digest
 from mcr_plus.training import weight_link as links
 from mcr_plus.training.weight_receiver import WeightReceiver
@@ -85,6 +86,43 @@ def test_a_receiver_that_is_late_and_connects_again_is_not_lost() -> None:
         while seen < 10:
             seen = pulls.pull(True, 20.0) or 0
         assert torch.equal(receiver["w"], source["w"])
+
+
+def test_threads_end_and_a_superseded_connection_is_closed() -> None:
+    before = set(threading.enumerate())
+    source, receiver = {"w": torch.zeros(1000)}, {"w": torch.zeros(1000)}
+    with joined(source, receiver) as (pushes, pulls):
+        pushes.push(1)
+        assert pulls.pull(True, 20.0) == 1
+        (first,) = pushes._links.values()
+        place = pushes._listener.getsockname()[:2]
+        second = links.connect(place, b"secret", 1, lambda: False, 1)
+        ends = time.monotonic() + 20
+        while first._socket.fileno() >= 0 and time.monotonic() < ends:
+            time.sleep(0.01)
+        assert first._socket.fileno() < 0
+        second.close()
+    assert not [each for each in threading.enumerate() if each not in before and each.is_alive()]
+
+
+@pytest.mark.parametrize("knows", ["the receiver", "the source"])
+def test_both_ends_prove_that_they_are_of_the_job(knows: str) -> None:
+    """One of them is another program, which says what the protocol asks for, without the secret."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        far = socket.create_connection(server.getsockname())
+        near, _ = server.accept()
+    here, there = links.Link(near, lambda: False), links.Link(far, lambda: False)
+    if knows == "the source":
+        there.put((1).to_bytes(4, "little") + bytes(64))
+        with pytest.raises(BackendError, match="not of this job asked for weights"):
+            links.greeted(here, b"secret")
+    else:
+        there.put(bytes(32))
+        there.put(bytes(32))
+        with pytest.raises(BackendError, match="not of this job listens"):
+            links.greet(here, b"secret", 1)
+    here.close()
+    there.close()
 
 
 @pytest.mark.parametrize(

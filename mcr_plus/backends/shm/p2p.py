@@ -152,7 +152,10 @@ class PointToPoint:
         """Return the start of sends of a signature.
 
         A send is done when all bytes are in the queue: at once for a small message and a free slot.
+        Without a size in the signature, it is that of each message.
         """
+        if signature.nbytes is None:
+            return lambda message: self.bind_send(_sized(signature, message.inputs[0]))(message)
         code, nbytes = _described(signature)
         state, sends, me = self._state, self._sends, self._group.rank
 
@@ -179,6 +182,8 @@ class PointToPoint:
         The poll raises `OrderMismatch` if the message has another dtype or size. Its `source`, a group rank,
         is set once the message has arrived.
         """
+        if signature.nbytes is None:
+            return lambda message: self.bind_receive(_sized(signature, message.outputs[0]))(message)
         code, nbytes = _described(signature)
         me, words, coming, due = self._group.rank, self._words, self._coming, self._due
 
@@ -392,6 +397,10 @@ class PointToPoint:
 def _row(peer: int, incoming: bool) -> int:
     """Return the first word of the row of a queue."""
     return HEAD + (2 * peer + incoming) * ROW
+
+
+def _sized(signature: Signature, tensor: torch.Tensor) -> Signature:
+    return signature.replace(shape=tuple(tensor.shape), nbytes=tensor.nbytes)
 
 
 def _described(signature: Signature) -> tuple[int, int]:

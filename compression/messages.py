@@ -1,0 +1,150 @@
+"""Sends and receives by a codec that keeps what is received: the receiver begins, with what it holds.
+
+    receiver → sender    version and digest of what it holds
+    sender → receiver    the length of a payload: of what changed since, or of all values if it holds another
+    sender → receiver    the payload
+
+So the two ends never disagree about a payload, whatever has happened to either, but a send is complete only
+after the receive has been posted, as MPI_Ssend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Any, Final
+
+import torch
+
+from mcr_plus.compression.codec import Codec
+from mcr_plus.compression.delta import DeltaState
+from mcr_plus.compression.schemes import MakeState, Scheme
+from mcr_plus.core.message import Message, Signature
+from mcr_plus.core.work import JointWork, Work
+from mcr_plus.errors import BackendError, InvalidArgument, Unsupported
+from mcr_plus.pipeline.buffers import Pool
+from mcr_plus.pipeline.stage import Issue, Next
+
+HELD: Final = 1 << 23
+"""Added to the tag of a message: the tag of what its receiver holds."""
+Last = MutableMapping[tuple[str, int, int], Work]
+
+
+class Messages(Scheme):
+    """Both ends of a message; `last`: of each kind, peer and tag, the message before, which comes first."""
+
+    def __init__(
+        self, codec: Codec, signature: Signature, rank: int, make_state: MakeState, pool: Pool, last: Last
+    ) -> None:
+        super().__init__(codec, signature, rank, make_state, pool)
+        self._last = last
+
+    @property
+    def description(self) -> str:  # noqa: D102
+        return "what the receiver holds, to the sender; what changed since, moved, applied"
+
+    def bind(self, next: Next) -> Issue:  # noqa: D102
+        signature = self.signature
+        sends = signature.kind == "send"
+        numbers = signature.replace(dtype=torch.int64, parts=None, key=None)
+        self._held = numbers.replace(kind="recv" if sends else "send", shape=(2,), nbytes=16)
+        self._length = numbers.replace(shape=(1,), nbytes=8)
+        self._wire = signature.replace(
+            dtype=self.payloads.wire_dtype, shape=(), nbytes=None, parts=None, key=None
+        )
+        self._issue_held, self._issue_length = next(self._held), next(self._length)
+        self._issue_wire = next(self._wire)
+        self._room = self.payloads.room(self.numel, signature.dtype)
+        return Issue(self._send if sends else self._receive)
+
+    def _begin(self, message: Message) -> tuple[dict[str, Any], dict[str, Any], Work | None]:
+        """Fields of the messages of numbers, in both directions, and what has to be complete before."""
+        peer, tag = message.peer, message.match_tag
+        if peer is None:
+            raise Unsupported(
+                f"codec {self.codec.name}: a receive from any rank; expected src=, for what was received "
+                "before is kept for each rank"
+            )
+        if tag >= HELD:
+            raise InvalidArgument(f"codec {self.codec.name}: tag {tag}; expected less than {HELD}")
+        plain = {"peer": peer, "match_tag": tag}
+        last, after = self._last.get((self.signature.kind, peer, tag)), message.after
+        if last is not None and after is not None:
+            after = JointWork([after, last], self.signature.kind, nbytes=0)
+        return plain, {"peer": peer, "match_tag": tag + HELD}, after or last
+
+    def _send(self, message: Message) -> Work:
+        plain, back, after = self._begin(message)
+        lease, rest = self.begin(message)
+        peer, tag = plain.values()
+        values, wire = message.inputs[0].view(-1), lease.tensor(self._room, self.payloads.wire_dtype)
+        state, earlier = self._kept(values), message.prepare
+        held, length = torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+
+        def encode() -> None:
+            if earlier is not None:
+                earlier()
+            version, digest = held.tolist()
+            length[0] = state.encode_for((peer, tag), values, wire, version, digest & (1 << 64) - 1)
+
+        asked = self._issue_held(Message(self._held, (), (held,), **back))
+        ready = asked if after is None else JointWork([after, asked], "send", nbytes=0)
+        told = self._issue_length(Message(self._length, (length,), (), **plain, after=ready, prepare=encode))
+        payload = Message(self._wire, (), (), **rest, after=told)
+
+        def fill() -> None:
+            payload.inputs = (wire[: int(length)],)
+
+        payload.prepare = fill
+        sent = self._issue_wire(payload)
+        self._last["send", peer, tag] = sent
+        sent.then(lease.release)
+        return self.handle([asked, told, sent], rest)
+
+    def _receive(self, message: Message) -> Work:
+        plain, back, after = self._begin(message)
+        lease, rest = self.begin(message)
+        peer, tag = plain.values()
+        out, wire = message.outputs[0].view(-1), lease.tensor(self._room, self.payloads.wire_dtype)
+        state, earlier, refused = self._kept(out), message.prepare, list[BackendError]()
+        held, length = torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+
+        def ask() -> None:
+            if earlier is not None:
+                earlier()
+            version, digest = state.holding((peer, tag))
+            held[0], held[1] = version, digest - (digest >> 63 << 64)
+
+        asks = self._issue_held(Message(self._held, (held,), (), **back, after=after, prepare=ask))
+        told = self._issue_length(Message(self._length, (), (length,), **plain, after=after))
+        payload = Message(self._wire, (), (), **rest, after=told)
+
+        def fill() -> None:
+            nbytes = int(length)
+            if not 0 <= nbytes <= self._room:
+                raise BackendError(
+                    f"codec {self.codec.name}: a payload of {nbytes} bytes from rank {peer}; expected at "
+                    f"most {self._room} for {self.signature.describe()}"
+                )
+            payload.outputs = (wire[:nbytes],)
+
+        def decode() -> None:
+            try:
+                state.decode_part((peer, tag), wire[: int(length)], out)
+            except BackendError as error:
+                refused.append(error)
+
+        def refuse() -> None:
+            if refused:
+                raise refused[0]
+
+        payload.prepare = fill
+        received = self._issue_wire(payload)
+        self._last["recv", peer, tag] = received
+        received.then(lease.release_after(decode))
+        # The error is that of the handle alone: with the next message all values are asked for.
+        return self.handle([asks, told, received], rest).then(refuse)
+
+    def _kept(self, values: torch.Tensor) -> DeltaState:
+        state = self.state(values, 0)
+        assert isinstance(state, DeltaState)
+        return state

@@ -1,0 +1,301 @@
+"""The lists of changes of `kernels/delta.py`: CPU kernels, which write and apply them block by block."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from mcr_plus.kernels import cpu
+from mcr_plus.kernels.digest import BLOCK, hash_block
+
+RAW: Final = 0xFFFF  # in place of the number of changes: the block is stored as it is
+HEAD: Final = 4
+"""Bytes of what is said of each block before all blocks."""
+_SEVEN, _EIGHT, _HALF, _LOWER = np.uint64(7), np.uint64(8), np.uint64(32), np.uint64(2**32 - 1)
+_ONE, _ZERO = np.uint64(1), np.uint64(0)
+_GATHER: Final = np.uint64(0x0102040810204080)
+_MANY: Final = 32
+"""Changes of a block from which on it is read once in order beforehand."""
+_DE_BRUIJN: Final = np.uint64(0x03F79D71B4CB0A89)
+"""Any 6 bits in a row are others, so its product with a power of two names the power."""
+_PLACES: Final = np.zeros(64, np.uint8)
+for _place in range(64):
+    _PLACES[(int(_DE_BRUIJN) << _place & (2**64 - 1)) >> 58] = _place
+
+
+@cpu.inlined
+def _order(bits, sign, top):  # type: ignore[no-untyped-def]
+    """Position in the order of floats; `sign`: the highest bit, `top`: its number."""
+    negative = _ZERO - (bits >> top)
+    return bits ^ (sign | (negative & (sign - _ONE)))
+
+
+@cpu.inlined
+def _find(here, there, flags, words, where):  # type: ignore[no-untyped-def]
+    """Write the places of changed elements to `where`; returns their number.
+
+    `flags`: one for each element of a block, `words`: the same by 8. First all are compared, which goes
+    through vectors; then the flags of 64 elements become the bits of one word.
+    """
+    size = here.size
+    for i in range(size):
+        flags[i] = np.uint8(here[i] != there[i])
+    for i in range(size, -(-size // 64) * 64):
+        flags[i] = np.uint8(0)
+    count = 0
+    for group in range(-(-size // 64)):
+        bits = _ZERO
+        for k in range(8):  # the multiplication brings the 8 flags of a word together in its highest byte
+            bits |= (words[8 * group + k] * _GATHER) >> np.uint64(56) << np.uint64(8 * k)
+        while bits != _ZERO:
+            where[count] = 64 * group + _lowest(bits)
+            count += 1
+            bits &= bits - _ONE
+    return count
+
+
+@cpu.inlined
+def _lowest(bits):  # type: ignore[no-untyped-def]
+    """The number of the lowest bit that is set (Leiserson, Prokop and Randall 1998)."""
+    return np.int64(_PLACES[np.int64(((bits & (_ZERO - bits)) * _DE_BRUIJN) >> np.uint64(58))])
+
+
+@cpu.inlined
+def _low_bits(size, count):  # type: ignore[no-untyped-def]
+    """How many bits of each gap are stored as they are; about the logarithm of 0.69 times their mean."""
+    bits = 0
+    if count:
+        mean = (size - count) * 11 // (16 * count)
+        while mean >= 2:
+            mean >>= 1
+            bits += 1
+    return bits
+
+
+@cpu.inlined
+def _put_words(words, nbytes, body, at):  # type: ignore[no-untyped-def]
+    """Write the first bytes of 32-bit words at `at`; returns the place behind them."""
+    for i in range(nbytes // 4):
+        value = words[i]
+        body[at] = np.uint8(value & np.uint32(255))
+        body[at + 1] = np.uint8(value >> np.uint32(8) & np.uint32(255))
+        body[at + 2] = np.uint8(value >> np.uint32(16) & np.uint32(255))
+        body[at + 3] = np.uint8(value >> np.uint32(24))
+        at += 4
+    for k in range(nbytes % 4):
+        body[at] = np.uint8(words[nbytes // 4] >> np.uint32(8 * k) & np.uint32(255))
+        at += 1
+    return at
+
+
+@cpu.compiled
+def list_blocks(raw, words, new, old, heads, bodies, lengths, hashes, update, lo, hi):  # type: ignore[no-untyped-def]  # noqa: C901 - one loop
+    """List the changes of blocks, each at its place in `bodies`; writes them to `old` if `update`.
+
+    `raw`: the bytes of `new`, `words`: those that are whole, by 8.
+    """
+    width = new.itemsize
+    sign, top = _ONE << np.uint64(8 * width - 1), np.uint64(8 * width - 1)
+    full = sign | (sign - _ONE)
+    minus_one, not_two = full, ~np.uint64(2)
+    flags, where = np.empty(BLOCK, np.uint8), np.empty(BLOCK + 64, np.int32)
+    flag_words = flags.view(np.uint64)
+    lows, ones = np.zeros(BLOCK // 16, np.uint32), np.zeros(BLOCK // 8, np.uint32)
+    classes = np.zeros(BLOCK // 16 + 1, np.uint32)
+    nibbles, escapes = np.empty(BLOCK + 1, np.uint8), np.empty(BLOCK, new.dtype)
+    for block in range(lo, hi):
+        first = block * BLOCK
+        last = min(first + BLOCK, new.size)
+        here, there = new[first:last], old[first:last]
+        begin, end = first * width // 8, last * width // 8
+        count = _find(here, there, flags, flag_words, where)
+        low = _low_bits(here.size, count)
+        mask = np.uint32((1 << low) - 1)
+        before, bit, low_bit, short, escaped = -1, 0, 0, 0, 0
+        part, kinds = _ZERO, np.uint32(0)
+        for i in range(count):
+            at = where[i]
+            gap = at - before - 1
+            before = at
+            bit += gap >> low
+            ones[bit >> 5] |= np.uint32(1) << np.uint32(bit & 31)
+            bit += 1
+            part |= np.uint64(np.uint32(gap) & mask) << np.uint64(low_bit & 31)
+            if (low_bit & 31) + low >= 32:
+                lows[low_bit >> 5] = np.uint32(part & _LOWER)
+                part >>= _HALF
+            low_bit += low
+            value = here[at]
+            step = _order(np.uint64(value), sign, top) - _order(np.uint64(there[at]), sign, top)
+            step &= full
+            kind = np.uint32(step == minus_one)
+            if (step + _ONE) & full & not_two != _ZERO:  # neither 1 nor -1, in one branch
+                up, down = step - np.uint64(2), (_ZERO - step) - np.uint64(2) & full
+                if up < _EIGHT:
+                    kind = np.uint32(2)
+                    nibbles[short] = np.uint8(up)
+                    short += 1
+                elif down < _EIGHT:
+                    kind = np.uint32(2)
+                    nibbles[short] = np.uint8(down | _EIGHT)
+                    short += 1
+                else:
+                    kind = np.uint32(3)
+                    escapes[escaped] = value
+                    escaped += 1
+            kinds |= kind << np.uint32(2 * (i & 15))
+            if i & 15 == 15:
+                classes[i >> 4] = kinds
+                kinds = np.uint32(0)
+            if update:
+                there[at] = value
+        lows[low_bit >> 5] = np.uint32(part & _LOWER)
+        classes[count >> 4] = kinds
+        nibbles[short] = 0
+        hashes[block] = hash_block(words[begin:end], raw[end * 8 : last * width])
+        body = bodies[first * width : last * width]
+        sizes = (low_bit + 7) // 8, (count + 3) // 4, (short + 1) // 2, (bit + 7) // 8
+        length = sizes[0] + sizes[1] + sizes[2] + escaped * width + sizes[3]
+        length += length & 1
+        if length >= body.size:
+            cpu.put(raw[first * width : last * width], body)
+            heads[block, 0], heads[block, 1] = RAW, 0
+            lengths[block] = body.size
+        else:
+            at = _put_words(lows, sizes[0], body, 0)
+            at = _put_words(classes, sizes[1], body, at)
+            for i in range(sizes[2]):
+                body[at + i] = nibbles[2 * i] | np.uint8(nibbles[2 * i + 1] << np.uint8(4))
+            at += sizes[2]
+            for i in range(escaped):
+                value = np.uint64(escapes[i])
+                for k in range(width):
+                    body[at] = np.uint8(value >> np.uint64(8 * k) & np.uint64(255))
+                    at += 1
+            at = _put_words(ones, sizes[3], body, at)
+            if at < length:
+                body[at] = np.uint8(0)
+            heads[block, 0], heads[block, 1] = count, length // 2
+            lengths[block] = length
+        ones[: (bit >> 5) + 1] = 0
+
+
+@cpu.compiled
+def compact(bodies, lengths, step):  # type: ignore[no-untyped-def]
+    """Move the lists of blocks together; returns their length."""
+    at = np.int64(0)
+    for block in range(lengths.size):
+        begin = block * step
+        if begin != at:
+            for i in range(lengths[block]):
+                bodies[at + i] = bodies[begin + i]
+        at += lengths[block]
+    return at
+
+
+@cpu.inlined
+def _take(lists, begin, nbytes, space):  # type: ignore[no-untyped-def]
+    """Copy bytes of a list to the beginning of `space`, and zeros up to a multiple of 8 and 8 more."""
+    cpu.put(lists[begin : begin + nbytes], space)
+    for i in range(nbytes, (nbytes + 7) // 8 * 8 + 8):
+        space[i] = np.uint8(0)
+
+
+@cpu.inlined
+def _find_places(lists, count, low, size, low_bytes, low_words, one_at, one_bytes, one_words, where):  # type: ignore[no-untyped-def]
+    """Write the places of `count` changes to `where`; returns whether the list contradicts itself."""
+    _take(lists, 0, (count * low + 7) // 8, low_bytes)
+    _take(lists, one_at, lists.size - one_at, one_bytes)
+    last_word = (lists.size - one_at + 7) // 8
+    mask = (_ONE << np.uint64(low)) - _ONE
+    at, word, rest, before = -1, 0, one_words[0], 0
+    for i in range(count):
+        while rest == _ZERO:
+            word += 1
+            if word >= last_word:
+                return True
+            rest = one_words[word]
+        quotients = 64 * word + _lowest(rest) - i  # of all gaps up to this one
+        rest &= rest - _ONE
+        bit = i * low
+        part = np.uint64(low_words[bit >> 5]) | np.uint64(low_words[(bit >> 5) + 1]) << _HALF
+        gap = (quotients - before) << low | np.int64(part >> np.uint64(bit & 31) & mask)
+        before = quotients
+        at += gap + 1
+        if at >= size:
+            return True
+        where[i] = at
+    while rest == _ZERO and word + 1 < last_word:
+        word += 1
+        rest = one_words[word]
+    return rest != _ZERO
+
+
+@cpu.compiled
+def apply_blocks(heads, body, starts, raw, words, out, hashes, lo, hi):  # type: ignore[no-untyped-def]  # noqa: C901
+    """Apply the lists of blocks to `out`; returns how many contradict themselves. Writes nothing outside."""
+    width = out.itemsize
+    sign, top = _ONE << np.uint64(8 * width - 1), np.uint64(8 * width - 1)
+    full = sign | (sign - _ONE)
+    where = np.empty(BLOCK, np.int32)
+    low_bytes, one_bytes = np.empty(BLOCK * 8 + 16, np.uint8), np.empty(BLOCK * 8 + 16, np.uint8)
+    low_words, one_words = low_bytes.view(np.uint32), one_bytes.view(np.uint64)
+    wrong = 0
+    for block in range(lo, hi):
+        first = block * BLOCK
+        last = min(first + BLOCK, out.size)
+        count = np.int64(heads[block, 0])
+        lists = body[starts[block] : starts[block + 1]]
+        if count == RAW:
+            cpu.put(lists, raw[first * width : last * width])
+        elif count:
+            target = out[first:last]
+            low = _low_bits(target.size, count)
+            # One pass in order, which the processor prefetches, before changes are read here and there.
+            touched = _ZERO
+            for i in range(first * width // 8, last * width // 8 if count >= _MANY else 0, 8):
+                touched |= words[i]
+            hashes[block] = touched
+            class_at = (count * low + 7) // 8
+            short_at = class_at + (count + 3) // 4
+            is_wrong = short_at > lists.size
+            short, escaped = 0, 0
+            if not is_wrong:
+                for i in range(count):
+                    kind = lists[class_at + i // 4] >> np.uint8(2 * (i % 4)) & np.uint8(3)
+                    short += kind == 2
+                    escaped += kind == 3
+            escape_at = short_at + (short + 1) // 2
+            one_at = escape_at + escaped * width
+            if not is_wrong:
+                is_wrong = one_at >= lists.size or _find_places(
+                    lists, count, low, target.size, low_bytes, low_words, one_at, one_bytes, one_words, where
+                )
+            if not is_wrong:
+                short = 0
+                for i in range(count):
+                    at = where[i]
+                    kind = lists[class_at + i // 4] >> np.uint8(2 * (i % 4)) & np.uint8(3)
+                    step = _ONE - np.uint64(2) * np.uint64(kind)
+                    if kind == 2:
+                        code = np.uint64(lists[short_at + short // 2] >> np.uint8(4 * (short % 2)))
+                        step = (code & _SEVEN) + np.uint64(2)
+                        step = _ZERO - step if code & _EIGHT else step
+                        short += 1
+                    if kind == 3:
+                        value = _ZERO
+                        for k in range(width):
+                            value |= np.uint64(lists[escape_at + k]) << np.uint64(8 * k)
+                        escape_at += width
+                    else:
+                        value = (_order(np.uint64(target[at]), sign, top) + step) & full
+                        # The inverse of the order: the highest bit is set where the sign was not.
+                        value ^= sign | ((value >> top) - _ONE) & (sign - _ONE)
+                    target[at] = value
+            wrong += is_wrong
+        else:
+            wrong += lists.size != 0
+        end = last * width // 8
+        hashes[block] = hash_block(words[first * width // 8 : end], raw[end * 8 : last * width])
+    return wrong

@@ -32,7 +32,7 @@ from two_hosts import TwoHosts, need_two_hosts
 TRAIN: Final = ROOT / "examples" / "gpt" / "train.py"
 SMALL: Final = ["--layers", "2", "--hidden", "96", "--heads", "4", "--sequence", "32", "--lr", "1e-3"]
 LARGE: Final = ["--hidden", "512", "--batch", "1", "--sequence", "16"]
-WAYS: Final = ("ddp", "wrap", "wrap int8", "local", "local int4", "local topk")
+WAYS: Final = ("ddp", "wrap", "wrap int8", "local", "local int4", "local int2", "local topk")
 DDP: Final = "ddp"
 WIRE_S: Final = 20.0  # of a job that the wire binds, about
 GRADIENTS: Final = 51e6  # bytes
@@ -139,12 +139,12 @@ def main(
     seeds: Annotated[int, typer.Option(min=0, help="Of the quality; 0 leaves it out.")] = 3,
     quality_rate: Annotated[str, typer.Option(help="Of the link while quality is measured.")] = "100mbit",
     quality_steps: Annotated[int, typer.Option(min=1)] = 1500,
-    quality_every: Annotated[int, typer.Option(min=1)] = 30,
     warmup: Annotated[int, typer.Option(min=0, help="Steps of the quality with averaged gradients.")] = 300,
     steps: Annotated[int, typer.Option(min=1, help="Of mcr.local where speed is measured.")] = 240,
-    every: Annotated[int, typer.Option(min=1, help="Where speed is measured.")] = 30,
+    every: Annotated[int, typer.Option(min=1)] = 30,
     fragments: Annotated[int, typer.Option(min=1)] = 4,
-    delay: Annotated[int, typer.Option(min=0)] = 5,
+    delay: Annotated[int, typer.Option(min=0)] = 2,
+    mix: float = 1.0,
     hardware: Hardware = HARDWARE,
     plot: Plot = None,
     output: Dated = None,
@@ -153,6 +153,8 @@ def main(
     if DDP not in names:
         names.insert(0, DDP)
     need_two_hosts()
+    settings = {"every": every, "fragments": fragments, "delay": delay, "mix": mix}
+    same = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     parts = []
     if seeds:
         found = quality(
@@ -161,20 +163,19 @@ def main(
             seeds,
             quality_steps,
             names,
-            ["--every", str(quality_every), "--warmup", str(warmup)],
+            [*same, "--warmup", str(warmup)],
             plot,
         )
         head = ["way", "held-out loss", "to DDP's", "by seed", "bytes/token", "fewer", "tokens/s to DDP's"]
         parts += [
-            f"## Quality: {quality_steps} steps of the small model, every {quality_every}, {quality_rate}",
+            f"## Quality: {quality_steps} steps of the small model, {quality_rate}",
             f"After {warmup} steps with averaged gradients in all ways, whose time and bytes do not count "
             "(DiLoCo starts from a trained model, too).",
             harness.markdown(head, quality_rows(found)),
         ]
     rows = []
     for rate in rates:
-        words = ["--every", str(every), "--fragments", str(fragments), "--delay", str(delay)]
-        rows += speed_rows(rate, speed(hosts, rate, steps, names, words))
+        rows += speed_rows(rate, speed(hosts, rate, steps, names, same))
     if rows:
         head = [
             "way",
@@ -188,12 +189,13 @@ def main(
             "fewer",
         ]
         parts += [
-            f"## Speed: 12.7 million parameters, every {every}, {fragments} fragments, delay {delay}",
+            "## Speed: 12.7 million parameters",
             harness.markdown(head, rows),
         ]
     note = (
         f"{hosts} network namespaces with a rank on each: a small model and emulated links (tbf; no latency "
-        "is added). All ways use gloo. Bytes as interfaces count them, of all ranks together."
+        "is added). All ways use gloo. Bytes as interfaces count them, of all ranks together. mcr.local with "
+        f"every={every}, fragments={fragments}, delay={delay}, mix={mix:g} in both parts."
     )
     harness.write(
         harness.page(f"Outer steps over slow links, {hosts} hosts", harness.command(), note, *parts),

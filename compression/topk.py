@@ -64,9 +64,9 @@ class TopK(PayloadCodec):
             "momentum_correction": {"momentum": 0.9},
             "exempt": {"max_ndim": 1},
         },
-        "outer": {"ratio": 1 / 64, "values": "int2", "chunk": 4096, "error_feedback": {"decay": 0.95}},
+        "outer": {"ratio": 1 / 8, "values": "int2", "chunk": 4096, "error_feedback": True},
     }
-    """For Adam without momentum of its own, 21 times fewer bytes; SparseLoCo's, for outer steps."""
+    """For Adam without momentum of its own, 21 times fewer bytes; for outer steps, see docs/slow-links.md."""
 
     def __init__(self, options: TopKOptions | None = None) -> None:
         super().__init__(options)

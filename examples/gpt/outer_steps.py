@@ -31,7 +31,6 @@ _HELD_OUT: Final = 32  # batches of a rank
 _ALONE: Final = 12  # steps that a rank makes alone, to know what computing takes
 _WARM: Final = 0.05  # of the steps, in which the learning rate rises; then it falls as a cosine to a tenth
 _NETWORK: Final = Path("/proc/net/dev")
-_SGD: Final = torch.optim.SGD
 
 
 @dataclass(frozen=True)
@@ -42,15 +41,12 @@ class Way:
         gradients: `compress` of mcr.wrap; None for mcr.local and DDP.
         outer: makes the outer optimizer of mcr.local.
         compress: of mcr.local.
-        blocking: mcr.local waits for what it sends, and parameters become the outer ones. Error feedback
-            keeps what has not been sent; parameters that keep a part of it, too, would send it twice.
     """
 
     kind: str  # ddp, wrap, local, or one with a `start` of its own
     gradients: Mapping[str, Any] | None = None
     outer: Callable[..., torch.optim.Optimizer] | None = None
     compress: Mapping[str, Any] | None = None
-    blocking: bool = False
 
     def config(self) -> dict[str, Any]:
         """Everything over gloo, whose own threads move data while the program computes."""
@@ -69,15 +65,14 @@ class Way:
 
     def start(self, task: Task, model: LanguageModel, inner: torch.optim.Optimizer) -> OuterSteps:
         """What makes the steps of a way with outer steps."""
-        delay, mix = (0, 1.0) if self.blocking else (task.delay, task.mix)
         return mcr.local(
             model,
             inner,
             self.outer,
             task.every,
             task.fragments,
-            delay,
-            mix,
+            task.delay,
+            task.mix,
             self.compress,
             warmup=task.warmup,
         )
@@ -92,14 +87,19 @@ class OuterSteps(Protocol):
     def finish(self) -> None: ...
 
 
-_TOPK: Final = {"codec": "topk", "ratio": 1 / 64, "values": "bf16", "error_feedback": {"decay": 0.95}}
 WAYS: Final[dict[str, Way]] = {
     "ddp": Way("ddp"),
     "wrap": Way("wrap"),
     "wrap int8": Way("wrap", {"codec": "int8_block"}),
     "local": Way("local"),
     "local int4": Way("local", compress={"codec": "int4_block", "error_feedback": True}),
-    "local topk": Way("local", outer=partial(_SGD, lr=1.0), compress=_TOPK, blocking=True),
+    "local int2": Way("local", compress={"codec": "int2_block", "error_feedback": True}),
+    # Error feedback delays what it keeps, as momentum does, so that the optimizer has less of it.
+    "local topk": Way(
+        "local",
+        outer=partial(torch.optim.SGD, lr=0.9, momentum=0.6, nesterov=True),
+        compress={"codec": "topk", "preset": "outer"},
+    ),
 }
 TITLES: Final = {
     "ddp": "DDP, gloo",
@@ -107,7 +107,8 @@ TITLES: Final = {
     "wrap int8": "mcr.wrap, int8_block",
     "local": "mcr.local, float32",
     "local int4": "mcr.local, int4_block",
-    "local topk": "mcr.local, topk 1/64",
+    "local int2": "mcr.local, int2_block",
+    "local topk": "mcr.local, topk 1/8",
 }
 USUAL: Final = "local int4"
 
@@ -123,8 +124,8 @@ class Task:
     seed: int
     every: int = 30
     fragments: int = 2
-    delay: int = 5
-    mix: float = 0.5
+    delay: int = 2
+    mix: float = 1.0
     warmup: int = 0  # first steps with averaged gradients, in all ways; neither their time nor bytes count
 
 

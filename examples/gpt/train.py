@@ -48,8 +48,8 @@ def main(
     ] = outer_steps.USUAL,
     every: Annotated[int, typer.Option(min=1, help="inner steps from one outer step to the next")] = 30,
     fragments: Annotated[int, typer.Option(min=1, help="of the model, sent one by one")] = 2,
-    delay: Annotated[int, typer.Option(min=0, help="steps that a fragment may be on its way")] = 5,
-    mix: Annotated[float, typer.Option(help="share of the outer parameters in what follows")] = 0.5,
+    delay: Annotated[int, typer.Option(min=0, help="steps that a fragment may be on its way")] = 2,
+    mix: Annotated[float, typer.Option(help="share of the outer parameters in what follows")] = 1.0,
     warmup: Annotated[
         int, typer.Option(min=0, help="first steps with averaged gradients, which are not counted")
     ] = 0,

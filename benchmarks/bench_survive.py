@@ -7,10 +7,10 @@ memory or gloo in turns; one rank is killed (SIGKILL) at a random moment, from o
 `PeerLost`, call `mcr.shrink`, and report which operations are done (`Communicator.done`). Their numbers must
 be equal, and every operation called done must have the right sum on both. *Churn*: four ranks train in
 `mcr.elastic`, with parameters of 100 MB; every two seconds one is killed and started again. The sum of every
-step's all_reduce is checked. *Hosts*: jobs of four ranks on two and four hosts (network namespaces) without a
-launcher's store lose a rank, rank 0, all processes of a host, or its link; the sum of those that go on is
-checked. Ranks of the first two parts are forked from a process that has imported torch, so that jobs start in
-tenths of a second. The report goes to benchmarks/results/survive_<hardware>_<yyyymm>.md.
+step's all_reduce is checked. *Hosts*: see lost_hosts.py; jobs of four ranks on two and four hosts (network
+namespaces) without a launcher's store lose a rank, a host or a link, by a kill, a stop or a cut; `--rounds`
+of each kind. What is wrong with one is printed. Ranks are forked from a process that has imported torch, so
+that jobs start in tenths of a second. The report goes to benchmarks/results/survive_<hardware>_<yyyymm>.md.
 """
 
 from __future__ import annotations
@@ -31,26 +31,19 @@ from typing import Annotated, Any, Final
 import harness
 import torch
 import typer
-from harness import HARDWARE, ROOT, Dated, Hardware
-from racks import Racks
-from two_hosts import TwoHosts, why_not
-
-sys.path.append(str(ROOT / "tests" / "support"))
-
-import surviving
+from forked import ended, forked
+from harness import HARDWARE, Dated, Hardware
+from hosts import why_not
+from lost_hosts import FAULTS, HANGS, Issued, Rounds
 
 import mcr_plus as mcr
 from mcr_plus.launch.store import loopback_store
-from mcr_plus.liveness.protocol import silence
 
 RANKS: Final = 3
 CHURNING: Final = 4
-SIZES: Final = (1, 1000, 100_000)  # elements
 LIBRARIES: Final = ("msccl", "gloo")
-FAULTS: Final = ("rank", "rank 0", "host", "cut")
 KILL_EVERY: Final = 2.0  # seconds
 STATE: Final = 100 << 20  # bytes of parameters, in the churn
-_LIMIT: Final = 60.0
 
 Program = Callable[[int, Path], None]
 
@@ -74,39 +67,21 @@ class Job:
 
     def start(self, rank: int, restarts: int) -> int:
         """Fork a rank; returns its process id."""
-        pid = os.fork()
-        if pid:
-            return pid
-        status = 1
-        try:
-            sys.stderr = open(self.folder / f"err.{rank}", "a")  # noqa: SIM115
+
+        def body() -> None:
             os.environ.update(
                 RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(self.ranks),
                 LOCAL_WORLD_SIZE=str(self.ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self.port),
                 TORCHELASTIC_USE_AGENT_STORE="True", MCR_SECRET=self.secret, MCR_MIN_RANKS="2",
                 MCR_RESTARTS=str(restarts),
             )  # fmt: skip
-            torch.set_num_threads(1)
             self.program(rank, self.folder)
-            status = 0
-        except BaseException as error:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        finally:
-            os._exit(status)
 
-    def end(self) -> dict[int, int]:
-        """Wait for the ranks; returns their statuses, minus the signal: -1 for those that hang."""
-        ends, statuses = time.monotonic() + _LIMIT, {}
-        for rank, pid in self.pids.items():
-            status = None
-            while status is None and time.monotonic() < ends:
-                done, code = os.waitpid(pid, os.WNOHANG)
-                status = os.waitstatus_to_exitcode(code) if done else None
-                time.sleep(0.0 if done else 0.002)
-            if status is None:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-            statuses[rank] = -1 if status is None else status
+        return forked(body, self.folder / f"err.{rank}")
+
+    def end(self) -> dict[int, int | None]:
+        """Wait for the ranks; returns their statuses, see `ended`."""
+        statuses = ended(self.pids, HANGS)
         os.kill(self.holder, signal.SIGKILL)
         os.waitpid(self.holder, 0)
         return statuses
@@ -121,24 +96,13 @@ def issuing(library: str) -> Program:
     def program(slot: int, folder: Path) -> None:
         config = {"version": 1, "pipeline": [{"select": {}}, {"dispatch": {"timeout": "30s"}}]}
         comm = mcr.init(config, backends=[library, *({"gloo"} - {library})])
-        pending: list[tuple[int, torch.Tensor, Any]] = []
-        issued = 0
+        issued = Issued(comm, library)
         (folder / f"up.{slot}").touch()
-        try:
-            while True:
-                x = torch.full((SIZES[issued % len(SIZES)],), float(issued % 1000 + slot))
-                pending.append((issued, x, comm.all_reduce(x, async_op=True, backend=library)))
-                issued += 1
-                if len(pending) > 6:
-                    pending.pop(0)[2].wait()
-        except mcr.PeerLost:
-            raised = time.monotonic()
+        _, raised = issued.until_lost()
         new = mcr.shrink()
         ended = time.monotonic()
-        right = True
-        for number, x, work in pending:
-            if work.info.sequence <= comm.done:
-                right &= bool((x == 3 * (number % 1000) + sum(range(RANKS))).all())
+        issued.judge()
+        right = issued.right
         y = torch.ones(3)
         new.all_reduce(y)
         right &= y.tolist() == [2.0] * 3
@@ -147,7 +111,7 @@ def issuing(library: str) -> Program:
             "right": right,
             "raised": raised,
             "shrink": ended - raised,
-            "issued": issued,
+            "issued": issued.number,
         }
         (folder / f"told.{slot}").write_text(json.dumps(told))
         mcr.finalize()
@@ -160,7 +124,7 @@ def die_once(library: str, chance: random.Random) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="mcr-survive-") as name:
         folder = Path(name)
         job = Job(issuing(library), RANKS, folder)
-        ends = time.monotonic() + _LIMIT
+        ends = time.monotonic() + HANGS
         while len(list(folder.glob("up.*"))) < RANKS and time.monotonic() < ends:
             time.sleep(0.002)
         time.sleep(chance.uniform(0.0, 0.1))
@@ -173,7 +137,7 @@ def die_once(library: str, chance: random.Random) -> dict[str, Any]:
         good = left == [0, 0] and len(told) == 2
         errors = "" if good else "".join(path.read_text() for path in sorted(folder.glob("err.*")))
         return {
-            "hung": -1 in left,
+            "hung": None in left,
             "failed": not good,
             "errors": errors,
             "same": len({each["done"] for each in told}) == 1,
@@ -186,30 +150,41 @@ def die_once(library: str, chance: random.Random) -> dict[str, Any]:
 # --- several hosts ----------------------------------------------------------------------------------------
 
 
-def on_hosts(count: int, fault: str) -> tuple[float, float]:
-    """Seconds until the last survivor raises, and of the longest shrink."""
-    made: Any = TwoHosts(None) if count == 2 else Racks(1, count)
-    per_host = CHURNING // count
-    beats = f"{silence(count):.2f}s"  # as few seconds of silence as the number of hosts allows
-    least = per_host if count == 2 and fault == "host" else None  # half of the ranks, which are no majority
-    with tempfile.TemporaryDirectory(prefix="mcr-survive-") as name, made as hosts:
-        options = {"heartbeat": beats, "min_ranks": least}
-        with surviving.job_on(hosts, Path(name), per_host, **options) as job:
-            if fault in ("host", "cut"):
-                victims = job.on(count - 1)
-                since = time.monotonic()
-                if fault == "cut":
-                    hosts.cut(count - 1)
-                else:
-                    job.lose_host(hosts, count - 1)
-            else:
-                victims = [0 if fault == "rank 0" else CHURNING - 1]
-                since = job.lose("kill", victims)
-            left = [rank for rank in range(CHURNING) if rank not in victims]
-            said = job.gone_on(left).values()
-            job.end(left)
-        raised = max(each["raised"] for each in said) - since
-        return raised, max(each["shrunk"] - each["raised"] for each in said)
+def on_hosts(rounds: int, chance: random.Random, records: Path | None) -> list[dict[str, Any]]:
+    """Lose each of `FAULTS` so often on two and on four hosts; returns what came of it.
+
+    `records`: a file that has a line for each loss, to which these are added; all that it has are returned.
+    """
+    found = []
+    for count in (2, 4):
+        with Rounds(count) as hosts:
+            for _ in range(rounds):
+                for fault in FAULTS:
+                    found.append(hosts.lose(fault, chance))
+                    for problem in found[-1]["problems"]:
+                        print(f"{count} hosts, {fault}: {problem}", file=sys.stderr, flush=True)
+                    if records is not None:
+                        with records.open("a") as file:
+                            file.write(json.dumps(found[-1]) + "\n")
+    return found if records is None else [json.loads(line) for line in records.read_text().splitlines()]
+
+
+def rows_of(losses: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """The table of losses on several hosts: head and rows."""
+    rows = []
+    for count in (2, 4):
+        for fault in FAULTS:
+            all_ = [each for each in losses if (each["hosts"], each["lost"]) == (count, fault)]
+            good = [each for each in all_ if not each["problems"]]
+            counts = [len(all_), sum(each["hung"] for each in all_), len(all_) - len(good)]
+            counts += [sum(not each["right"] for each in all_), sum(each["named"] for each in good)]
+            times = [[each[what] for each in good] or [0.0] for what in ("told", "shrink")]
+            late = sum(each["told"] > 1.0 for each in good)
+            figures = [f"{value(each):.2f}" for each in times for value in (median, max)]
+            rows.append([str(count), fault, *map(str, counts), *figures[:2], str(late), *figures[2:]])
+    head = ["hosts", "lost", "times", "hung", "failed", "wrong", "all named", "told, s", "at most"]
+    head += ["over 1 s", "shrink, s", "at most"]
+    return head, rows
 
 
 # --- churn ------------------------------------------------------------------------------------------------
@@ -298,6 +273,9 @@ def main(
     deaths: Annotated[int, typer.Option(min=0, help="Jobs that lose a rank.")] = 1000,
     churning: Annotated[float, typer.Option("--churn", min=0, help="Seconds of churn.")] = 120.0,
     rounds: Annotated[int, typer.Option(min=0, help="Losses of each kind on several hosts.")] = 5,
+    records: Annotated[
+        Path | None, typer.Option(help="Add the losses on hosts to this file, and report all in it.")
+    ] = None,
     seed: int = 0,
     hardware: Hardware = HARDWARE,
     output: Dated = None,
@@ -346,14 +324,14 @@ def main(
     if reason is not None:
         print(f"left out, several hosts: {reason}")
     elif rounds:
-        kinds = [(2, "rank"), (2, "rank 0"), (2, "host"), *((4, fault) for fault in FAULTS)]
-        rows = []
-        for count, fault in kinds:
-            losses = [on_hosts(count, fault) for _ in range(rounds)]
-            figures = [f"{value(each):.2f}" for each in zip(*losses, strict=True) for value in (median, max)]
-            rows.append([str(count), fault, str(rounds), *figures])
-        head = ["hosts", "lost", "times", "told, s", "at most", "shrink, s", "at most"]
-        parts += ["### Four ranks on several hosts, gloo", harness.markdown(head, rows)]
+        losses = on_hosts(rounds, chance, records)
+        head, rows = rows_of(losses)
+        loads = sorted(each["load"] for each in losses)
+        parts += [
+            "### Four ranks on several hosts, gloo",
+            f"Load of the machine: {loads[0]:.1f} to {loads[-1]:.1f}, {median(loads):.1f} in the median.",
+            harness.markdown(head, rows),
+        ]
         harness.show(head, rows)
     note = "a time is of the slower survivor: from the kill to `PeerLost`, and of the call of `mcr.shrink`"
     text = harness.page("Ranks that go on without lost ones", harness.command(), note, *parts)

@@ -6,10 +6,12 @@ by Open MPI, or as processes with the variables that torchrun sets. Needs root a
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +19,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,6 +31,8 @@ else:
     from typing_extensions import Self
 
 _PORT: Final = 29500  # of the ranks' store; each network namespace has ports of its own
+_NEW_NETWORK: Final = 0x40000000  # CLONE_NEWNET and CLONE_NEWUTS of Linux, which os has from Python 3.12 on
+_NEW_NAME: Final = 0x04000000
 
 
 def why_not(*, mpi: bool = True) -> str | None:
@@ -149,25 +154,52 @@ class Hosts(ABC):
         """Start `command` as `per_host` ranks on each host, with the variables that torchrun sets."""
         count = len(self.names) * per_host
         for rank in range(count):
-            host, local = divmod(rank, per_host)
-            line = entered(self.names[host], [str(self._rank()), *command])
-            variables = self._variables(rank, local, count, per_host)
+            line = entered(self.names[rank // per_host], [str(self._rank()), *command])
+            variables = self.variables(rank, per_host)
             yield subprocess.Popen(line, env={**os.environ, **variables}, **options)
 
+    def enter(self, host: int) -> None:
+        """Move this process to a host, with its part of the cores; only where it has one thread.
+
+        Sooner than `start`, for a process that was forked from one that has imported torch.
+        """
+        libc = ctypes.CDLL(None, use_errno=True)
+        with open(f"/run/netns/{self.names[host]}") as network:
+            for failed in (libc.setns(network.fileno(), _NEW_NETWORK), libc.unshare(_NEW_NAME)):
+                if failed:
+                    raise OSError(ctypes.get_errno(), f"entering {self.names[host]}")
+        socket.sethostname(self.names[host])
+        os.sched_setaffinity(0, self._cores(host))
+        os.environ.update(GLOO_SOCKET_IFNAME=self.links[host], OMP_NUM_THREADS="1")
+
+    def processes(self, host: int) -> list[int]:
+        """The processes on a host."""
+        network, found = os.stat(f"/run/netns/{self.names[host]}").st_ino, []
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            with suppress(OSError):  # it has ended
+                if os.stat(f"/proc/{name}/ns/net").st_ino == network:
+                    found.append(int(name))
+        return found
+
     def cut(self, host: int) -> None:
-        """Take a host off the network, as if its cable were pulled."""
+        """Take a host off the network: its interface is down."""
         inside(self.names[host], "ip", "link", "set", self.links[host], "down")
+
+    def mend(self, host: int) -> None:
+        """Undo `cut`."""
+        inside(self.names[host], "ip", "link", "set", self.links[host], "up")
 
     def beside(self, commands: Sequence[Sequence[str]]) -> list[list[str]]:
         """The commands as they run on one host each, without a launcher: a process without peers."""
         script = str(self._rank())
         return [entered(name, [script, *command]) for name, command in zip(self.names, commands, strict=True)]
 
-    def _variables(self, rank: int, local: int, count: int, per_host: int) -> Mapping[str, str]:
+    def variables(self, rank: int, per_host: int) -> Mapping[str, str]:
+        """What torchrun sets for one of `per_host` ranks on each host."""
         return {
             "RANK": str(rank),
-            "WORLD_SIZE": str(count),
-            "LOCAL_RANK": str(local),
+            "WORLD_SIZE": str(len(self.names) * per_host),
+            "LOCAL_RANK": str(rank % per_host),
             "LOCAL_WORLD_SIZE": str(per_host),
             "MASTER_ADDR": self.addresses[0],
             "MASTER_PORT": str(_PORT),
@@ -186,12 +218,7 @@ class Hosts(ABC):
 
     def _rank(self) -> Path:
         """What runs a command as a rank of a host: with the host's interface, and its part of the cores."""
-        usable = sorted(os.sched_getaffinity(0))
-        hosts = len(self.names)
-        each = max(1, len(usable) // hosts)
-        parts = [
-            [usable[(host * each + core) % len(usable)] for core in range(each)] for host in range(hosts)
-        ]
+        parts = [self._cores(host) for host in range(len(self.names))]
         cases = "".join(
             f"{name}) link={link}; cores={','.join(map(str, cores))};; "
             for name, link, cores in zip(self.names, self.links, parts, strict=True)
@@ -202,6 +229,12 @@ class Hosts(ABC):
             "export GLOO_SOCKET_IFNAME=$link OMP_NUM_THREADS=1\n"
             'exec taskset --cpu-list $cores "$@"\n',
         )
+
+    def _cores(self, host: int) -> list[int]:
+        """A host's part of the cores."""
+        usable = sorted(os.sched_getaffinity(0))
+        each = max(1, len(usable) // len(self.names))
+        return [usable[(host * each + core) % len(usable)] for core in range(each)]
 
     def _script(self, name: str, text: str) -> Path:
         path = Path(self._folder.name) / name

@@ -87,6 +87,14 @@ class Racks(Hosts):
             inside(name, "sysctl", "-qw", "net.ipv4.tcp_congestion_control=reno")
             inside(name, "sysctl", "-qw", "net.ipv4.tcp_slow_start_after_idle=0")
 
+    def unplug(self, host: int) -> None:
+        """Pull a host's cable at the switch: all that its interface sends is lost, without an error."""
+        inside(self._switches, "ip", "link", "set", f"port{host}", "nomaster")
+
+    def plug(self, host: int) -> None:
+        """Undo `unplug`."""
+        inside(self._switches, "ip", "link", "set", f"port{host}", "master", f"rack{host // self.hosts}")
+
     def _switch(self, name: str) -> None:
         inside(self._switches, "ip", "link", "add", name, "type", "bridge")
         inside(self._switches, "ip", "link", "set", name, "up")

@@ -14,7 +14,7 @@ from mcr_plus.backends.base import ReceivePoll
 from mcr_plus.core.deadline import Deadline
 from mcr_plus.dispatch.peer_errors import FailedPeer, described, peer_error
 from mcr_plus.errors import BackendError, CommTimeout, LaunchError, McrError
-from mcr_plus.rendezvous.processes import DIED
+from mcr_plus.rendezvous.processes import DIED, LEFT
 
 if TYPE_CHECKING:
     from mcr_plus.dispatch.work import IssuedWork
@@ -100,6 +100,10 @@ class Watchdog:
             elif not closed and (loss := self._peers.lost(process)):
                 reason = _LOST[loss.status].format(seen=loss.seen)
                 root_causes.append(FailedPeer(process, f"rank {rank} {reason}", seen=loss.seen))
+            elif not closed and self._peers.has_left(process):
+                # Its failure does not show, so the store was lost to it: this rank may have been stopped.
+                reason = f"rank {rank} has left this world, and may have gone on in another one"
+                root_causes.append(FailedPeer(process, reason, seen=LEFT))
         if not needed and len(root_causes) + len(relayed) < len(state.group.peers):
             return []
         return root_causes or relayed[:1]
@@ -128,8 +132,13 @@ class Watchdog:
 
     def _blamed(self, work: IssuedWork) -> list[FailedPeer]:
         self._suspect(work)
+        group = work.operation.state.group
+        needed = [group.ranks[rank] for rank in _needed(work) or group.peers]
         deadline, nap = Deadline(self._peers.patience), 0.002
-        while not (failed := self.failed_peers_of(work)) and not deadline.passed():
+        # No time says that a host lives, only a beat: its agent, or that of this host, may not have run.
+        while not (failed := self.failed_peers_of(work)) and (
+            not deadline.passed() or self._peers.in_doubt(needed)
+        ):
             time.sleep(nap)
             nap = min(1.5 * nap, 0.03)  # between hosts every look costs requests to the store
         self.note(failed)
@@ -208,7 +217,7 @@ def _past_grace(work: IssuedWork, failed: Sequence[FailedPeer]) -> bool:
     if work.doubted_since is None:
         work.doubted_since = now
     if any(peer.seen for peer in failed):
-        grace = _DEATH_GRACE if all(peer.seen in ("", DIED) for peer in failed) else 0.0
+        grace = _DEATH_GRACE if all(peer.seen in ("", DIED, LEFT) for peer in failed) else 0.0
     else:
         grace = max(_DEATH_GRACE, _CHECKS_OF_GRACE * work.operation.state.board.check_every)
     return now - work.doubted_since >= grace

@@ -10,6 +10,7 @@ from typing import Final
 from mcr_plus.liveness.protocol import STATES, Finding
 
 _HEADER: Final = 8  # words; the first is when the agent last looked, in ns of the monotonic clock
+_LONGEST: Final = (1 << 28) - 1  # ms
 _FRESH: Final = 2.0  # seconds after which findings of an agent that does not run any more count for nothing
 
 
@@ -33,9 +34,9 @@ class Findings:
 
     def publish(self, found: Iterable[tuple[int, Finding]]) -> None:
         """Write what is known of ranks, for the agent."""
-        for rank, (state, age) in found:
+        for rank, (state, age, most) in found:
             # One aligned store, so that a reader never sees the state without its age.
-            self._words[_HEADER + rank] = STATES.index(state) | min(int(age * 1e3), 0xFFFFFFFF) << 8
+            self._words[_HEADER + rank] = STATES.index(state) | _ms(age) << 8 | _ms(most) << 36
         self._words[0] = time.monotonic_ns()
 
     def of(self, rank: int) -> Finding:
@@ -52,7 +53,7 @@ class Findings:
     def last(self, rank: int) -> Finding:
         """What the agent has written of a rank, however long ago."""
         word = self._words[_HEADER + rank]
-        return Finding(STATES[word & 0xFF], (word >> 8) / 1e3)
+        return Finding(STATES[word & 0xFF], (word >> 8 & _LONGEST) / 1e3, (word >> 36) / 1e3)
 
     def leave(self, rank: int) -> None:
         """Note that a rank of this host ends in good order: its end is no death."""
@@ -69,3 +70,7 @@ class Findings:
         if memory is not None:
             self._words.release()
             memory.close()
+
+
+def _ms(seconds: float) -> int:
+    return min(max(0, round(seconds * 1e3)), _LONGEST)

@@ -28,7 +28,7 @@ _FEW: Final = 3  # distances above which a lost datagram may cost a whole round:
 _STALLED: Final = 3  # periods between two looks after which this agent itself was kept from running
 _MAGIC: Final = b"mcr1"
 _HEAD: Final = struct.Struct("<4sBHHI")  # magic, whether it asks for an answer, sender, hosts, turn
-_BEAT: Final = struct.Struct("<QH")  # number of the latest beat, its age in ms
+_BEAT: Final = struct.Struct("<QHH")  # number of the latest beat, its age in ms, and the most that may be
 _RANK: Final = struct.Struct("<IB")
 _TAG: Final = 16
 _GONE: Final = 1 << 63  # in the number of a host's last beat
@@ -36,15 +36,20 @@ _ASKS: Final = 2  # without an answer, after which a host is silent if another o
 _MOST_RANKS: Final = 8000  # that are not running, in one datagram
 _OLDEST: Final = 0xFFFF  # ms
 
-State = Literal["unknown", "running", "stopped", "dead", "silent"]
-STATES: Final[tuple[State, ...]] = ("unknown", "running", "stopped", "dead", "silent")
+State = Literal["unknown", "running", "stopped", "dead", "silent", "left"]
+STATES: Final[tuple[State, ...]] = ("unknown", "running", "stopped", "dead", "silent", "left")
 
 
 class Finding(NamedTuple):
-    """What an agent knows of a rank; `age`: seconds since the latest beat of its host."""
+    """What an agent knows of a rank.
+
+    `age`: seconds since the latest beat of its host, without those in which the agent did not run. `most`:
+    seconds since that beat at most: it may have waited while an agent did not run.
+    """
 
     state: State
     age: float = 0.0
+    most: float = 0.0
 
 
 class Received(NamedTuple):
@@ -75,6 +80,7 @@ class _Host:
         self.ranks = tuple(ranks)
         self.beat = 0
         self.beaten = 0.0  # when the latest beat was sent, by this agent's clock
+        self.surely = 0.0  # no later than that
         self.heard = False
         self.gone = False
         self.asked = 0  # how often it was asked for a beat since the latest
@@ -116,7 +122,8 @@ class Heartbeat:
         self._turn = 0
         self._looked = now
         for number in heard:
-            self._hosts[number].heard, self._hosts[number].beaten = True, now
+            host = self._hosts[number]
+            host.heard, host.beaten, host.surely = True, now, now
 
     # -- this host ------------------------------------------------------------------------------------
 
@@ -168,21 +175,22 @@ class Heartbeat:
         self._wake(now)
         own = self._hosts[self._me]
         # The clock goes on where an agent takes another one's place, so beats of a host always grow.
-        own.beat, own.beaten = max(own.beat + 1, int(now * 1e6)), now
+        own.beat, own.beaten, own.surely = max(own.beat + 1, int(now * 1e6)), now, now
         beats, ranks = [], []
         for host in self._hosts:
-            age = min(_OLDEST, max(0, round((now - host.beaten) * 1e3)))
-            beats.append(_BEAT.pack(host.beat | (_GONE if host.gone else 0), age))
+            ages = (min(_OLDEST, max(0, round((now - at) * 1e3))) for at in (host.beaten, host.surely))
+            beats.append(_BEAT.pack(host.beat | (_GONE if host.gone else 0), *ages))
             ranks += [_RANK.pack(rank, STATES.index(state)) for rank, state in host.states.items()]
         head = _HEAD.pack(_MAGIC, asks, self._me, len(self._hosts), self._turn & 0xFFFFFFFF)
         body = b"".join((head, *beats, *ranks[:_MOST_RANKS]))
         return body + self._sign(body)
 
-    def receive(self, data: bytes, now: float) -> Received:
-        """Take in a datagram.
+    def receive(self, data: bytes, now: float, since: float | None = None) -> Received:
+        """Take in a datagram, which has come after `since`; None for `now`.
 
         One that no agent of this job has signed, or that is malformed, is ignored.
         """
+        since = now if since is None else since
         self._wake(now)
         body, tag = data[:-_TAG], data[-_TAG:]
         if len(body) < _HEAD.size or not hmac.compare_digest(tag, self._sign(body)):
@@ -195,20 +203,22 @@ class Heartbeat:
         states = {rank: STATES[state] for rank, state in _RANK.iter_unpack(body[end:]) if state < len(STATES)}
         beats = _BEAT.iter_unpack(body[_HEAD.size : end])
         news = [
-            self._update(host, number, age, states, now)
-            for host, (number, age) in zip(self._hosts, beats, strict=True)
+            self._update(host, number, (now - age / 1e3, since - most / 1e3), states)
+            for host, (number, age, most) in zip(self._hosts, beats, strict=True)
         ]
         # Agents whose turns are alike send at the same distance, so that a beat gets everywhere in one round.
         self._turn = max(self._turn, turn - 1)
         return Received(any(news), sender if asks and sender < count else None)
 
-    def _update(self, host: _Host, number: int, age: int, states: Mapping[int, State], now: float) -> bool:
+    def _update(
+        self, host: _Host, number: int, beaten: tuple[float, float], states: Mapping[int, State]
+    ) -> bool:
         """Take in what another agent knows of a host; returns whether its ranks have changed."""
         gone, beat = bool(number & _GONE), number & (_GONE - 1)
         if host is self._hosts[self._me] or beat <= host.beat:
             return False
         host.beat, host.heard, host.asked = beat, True, 0
-        host.beaten = max(host.beaten, now - age / 1e3)
+        host.beaten, host.surely = max(host.beaten, beaten[0]), max(host.surely, beaten[1])
         found: dict[int, State] = {rank: states[rank] for rank in host.ranks if rank in states}
         changed = (found, gone) != (host.states, host.gone)
         host.states, host.gone = found, gone
@@ -226,10 +236,12 @@ class Heartbeat:
         found: dict[int, Finding] = {}
         for number, host in enumerate(self._hosts):
             state: State = "silent" if number in silent else "running" if host.heard else "unknown"
+            state = "left" if host.gone else state
             for rank in host.ranks if number != self._me else ():
                 known = host.states.get(rank, state)
                 out_of_sight = number in silent and known != "dead"
-                found[rank] = Finding("silent" if out_of_sight else known, now - host.beaten)
+                ages = now - host.beaten, now - host.surely
+                found[rank] = Finding("silent" if out_of_sight else known, *ages)
         return found
 
     def _watched(self) -> set[int]:

@@ -22,11 +22,12 @@ if TYPE_CHECKING:
     from mcr_plus.core.c10d import Store
     from mcr_plus.liveness.findings import Findings
 
-Status = Literal["running", "stopped", "dead", "silent", "unknown"]
+Status = Literal["running", "stopped", "dead", "silent", "left", "unknown"]
 DIED: Final = "process has died"
+LEFT: Final = "has left"
 _DEATH_SHOWS: Final = 0.2  # seconds after an error of a library in which the death behind it shows
 _FINDING_SHOWS: Final = 0.2  # seconds beyond that silence in which an error of a library is held back
-_ON_ITS_WAY: Final = 0.1  # seconds after a death in which a last beat may seem to have been sent
+_ON_ITS_WAY: Final = 0.1  # seconds after a death in which a last beat may still come
 _UNACKNOWLEDGED: Final = 0.6  # seconds after which a connection without an acknowledgement is silent
 _DOUBT_EVERY: Final = 0.2  # seconds between looks at connections
 _LOOKS_WITHIN: Final = 0.3  # seconds between two looks at a stopped process that count as consecutive
@@ -169,6 +170,13 @@ class Peers:
             return state_of(process.pid, process.started)
         return self._finding(rank).state
 
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank of a job on several hosts has left this world: nothing of it comes any more."""
+        findings = self._findings
+        if findings is not None and self._visible(rank):
+            return findings.has_left(rank)
+        return self.status(rank) == "left"
+
     def _finding(self, rank: int) -> Finding:
         findings = self._findings
         if self._sight is not None:
@@ -204,7 +212,18 @@ class Peers:
         agent that does not run is reason enough.
         """
         for rank in ranks:
+            self.lost(rank)  # which ends an earlier suspicion that was wrong
             self._suspected.setdefault(rank, time.monotonic())
+
+    def in_doubt(self, ranks: Iterable[int]) -> bool:
+        """Whether any of these is suspected, and neither lost nor heard of since."""
+        return any(
+            not self._visible(rank)
+            and self.lost(rank) is None
+            and rank in self._suspected
+            and self.status(rank) == "running"
+            for rank in ranks
+        )
 
     def is_cut_off(self, place: str) -> bool:
         """Whether a host is silent; `place` as in `Process`."""
@@ -227,8 +246,9 @@ class Peers:
             return Loss("dead", DIED)
         doubted = self._suspected.get(rank)  # another thread looks as well
         if status == "running" and doubted is not None and not self._visible(rank):
-            age = self._finding(rank).age
-            if self._looked() - age > doubted + _ON_ITS_WAY:  # a beat has come in the meantime
+            looked = self._looked()  # first: with a later look, an older beat would seem to be a new one
+            _, age, most = self._finding(rank)
+            if looked - most > doubted + _ON_ITS_WAY:  # a beat has come in the meantime
                 self._suspected.pop(rank, None)
             elif age >= self._enough:
                 status = "silent"

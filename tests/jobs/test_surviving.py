@@ -6,7 +6,9 @@ Hosts are network namespaces here. No launcher has a store: the first one is in 
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import sys
 import time
 from pathlib import Path
@@ -47,6 +49,11 @@ def test_a_rank_of_two_hosts(tmp_path: Path, how: str, victim: int) -> None:
         for said in job.gone_on(left).values():
             assert said["lost"] == [victim]
             assert said["at"] - since < LIMIT_S
+        if how == "stop":
+            os.kill(job.pids[victim], signal.SIGCONT)
+            alone = job.told([victim])[victim]
+            assert alone["error"] == "Revoked"
+            assert "the other ranks have gone on without this one" in alone["text"]
         job.end(left)
 
 

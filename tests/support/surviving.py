@@ -112,10 +112,8 @@ class Job:
 
     def lose_host(self, hosts: Any, number: int) -> float:
         """Kill all processes of a host at once: its ranks, and what runs beside them; returns when."""
-        inside = ["ip", "netns", "pids", hosts.names[number]]
-        pids = subprocess.run(inside, check=True, capture_output=True, text=True).stdout.split()
-        for pid in pids:
-            os.kill(int(pid), signal.SIGKILL)
+        for pid in hosts.processes(number):
+            os.kill(pid, signal.SIGKILL)
         return time.monotonic()
 
     def gone_on(

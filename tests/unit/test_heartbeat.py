@@ -184,7 +184,7 @@ def test_a_host_that_has_said_good_bye_is_not_silent() -> None:
     network.run(5.0)
     for host in (0, 2):
         assert network.states(host)[2] == "dead"
-        assert network.states(host)[3] == "running"
+        assert network.states(host)[3] == "left"
 
 
 @given(seed=st.integers(0, 1 << 16), hosts=st.sampled_from([2, 3, 8]))
@@ -198,6 +198,16 @@ def test_an_agent_that_was_kept_from_running_blames_nobody(seed: int, hosts: int
     assert not network.seen(0, "silent")
     network.run(2.0)
     assert not any(network.seen(host, "silent") for host in range(hosts))
+
+
+def test_a_beat_that_has_waited_for_an_agent_may_be_as_old_as_that_has_not_run() -> None:
+    one, other, third = (Heartbeat([[0], [1], [2]], host, KEY, 0.0) for host in range(3))
+    other.receive(one.datagram(1.0), 1.5, since=1.1)
+    assert other.findings(1.5)[0][1:] == pytest.approx((0.0, 0.4))
+    third.receive(other.datagram(1.7), 1.7)  # also for those that it is passed on to
+    assert third.findings(1.7)[0].most == pytest.approx(0.6)
+    other.receive(one.datagram(1.8), 1.8)
+    assert other.findings(1.8)[0] == Finding("running")
 
 
 @given(seed=st.integers(0, 1 << 16), hosts=st.sampled_from([2, 3, 8]), dead=st.booleans())
@@ -267,7 +277,7 @@ def test_datagrams_of_a_job_of_other_hosts_and_own_ones_are_ignored() -> None:
 
 def test_what_is_sent_is_small() -> None:
     hosts = [[8 * host + rank for rank in range(8)] for host in range(100)]
-    assert len(Heartbeat(hosts, 0, KEY, 0.0).datagram(1.0)) < 1100
+    assert len(Heartbeat(hosts, 0, KEY, 0.0).datagram(1.0)) < 1300
 
 
 # -- findings and processes -----------------------------------------------------------------------
@@ -277,8 +287,8 @@ def test_findings_are_read_by_others_until_the_agent_has_not_looked_for_long() -
     memory = mmap.mmap(-1, Findings.size(4))
     findings = Findings(memory, 4)
     assert findings.of(2) == Finding("unknown")
-    findings.publish([(2, Finding("silent", 0.75)), (3, Finding("dead"))])
-    assert findings.of(2) == Finding("silent", 0.75)
+    findings.publish([(2, Finding("silent", 0.75, 1.25)), (3, Finding("dead"))])
+    assert findings.of(2) == Finding("silent", 0.75, 1.25)
     assert findings.of(3).state == "dead"
     findings._words[0] -= 3_000_000_000
     assert findings.of(2) == Finding("unknown")

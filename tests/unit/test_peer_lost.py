@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 import os
 import pickle
 import signal
@@ -20,8 +21,11 @@ from mcr_plus.core.group import Group
 from mcr_plus.dispatch.board.base import Failure, GroupBoard
 from mcr_plus.dispatch.group_state import GroupState
 from mcr_plus.dispatch.peer_errors import FailedPeer, peer_error
+from mcr_plus.dispatch.watchdog import LONG_WAIT, Watchdog
 from mcr_plus.errors import following
+from mcr_plus.liveness.findings import Findings
 from mcr_plus.liveness.proc import read_stat
+from mcr_plus.liveness.protocol import Finding, State
 from mcr_plus.membership.rules import Process
 from mcr_plus.rendezvous.processes import Loss, Peers
 
@@ -29,8 +33,20 @@ LOST = mcr.PeerLost("rank 2 has died", [2], "all_reduce (#7)", "world", "process
 
 
 def work() -> Any:
-    operation = SimpleNamespace(name=lambda sequence: f"all_reduce (#{sequence})", state=state())
-    return SimpleNamespace(operation=operation, sequence=7)
+    operation = SimpleNamespace(
+        name=lambda sequence: f"all_reduce (#{sequence})",
+        state=state(),
+        backend="gloo",
+        signature=SimpleNamespace(is_p2p=False),
+    )
+    waits = {
+        "doubted_since": None,
+        "compiling_turns": None,
+        "compiling_seen": 0.0,
+        "is_done": False,
+        "poll": None,
+    }
+    return SimpleNamespace(operation=operation, sequence=7, message=SimpleNamespace(peer=None), **waits)
 
 
 def state() -> GroupState:
@@ -143,3 +159,87 @@ def _peers(pid: int, grace: float) -> Peers:
         assert stat is not None
         peers.processes += (Process(each, stat[1], "here", 0),)
     return peers
+
+
+# -- ranks of other hosts ---------------------------------------------------------------------------
+
+
+class Elsewhere:
+    """Rank 0 as it sees rank 1 on its host and rank 2 on another one, by what an agent publishes."""
+
+    def __init__(self) -> None:
+        own = read_stat(os.getpid())
+        assert own is not None
+        places = ("here", "here", "there")
+        self.peers = Peers(0, places, None, 1.0)
+        self.peers.processes = tuple(Process(os.getpid(), own[1], each, 0) for each in places)
+        self.peers.patience, self.peers._enough = 0.0, 1.5
+        self.findings = self.peers._findings = Findings(mmap.mmap(-1, Findings.size(3)), 3)
+        self.watchdog = Watchdog(self.peers)
+
+    def publish(self, state: State, age: float = 0.0, most: float | None = None) -> None:
+        self.findings.publish([(2, Finding(state, age, age if most is None else most))])
+
+
+@pytest.mark.parametrize("lives", [False, True])
+def test_an_error_of_a_library_waits_for_a_beat_of_every_host_or_its_silence(lives: bool) -> None:
+    """However long the agent is kept from running: its word decides, and no time."""
+    seen = Elsewhere()
+    seen.publish("running", 0.3)
+    naps = []
+
+    def nap(_: float) -> None:
+        naps.append(time.monotonic())
+        if len(naps) == 5:  # later, so that the beat is one that was sent after the doubt
+            moment = mock.patch("time.monotonic_ns", return_value=time.monotonic_ns() + 10**9)
+            with moment:
+                seen.publish("running" if lives else "silent", 0.0 if lives else 1.5)
+
+    with mock.patch("time.sleep", nap):
+        error = seen.watchdog.library_error(work(), RuntimeError("connection reset"))
+    assert len(naps) == 5
+    assert isinstance(error, mcr.PeerLost) != lives
+    assert "connection reset" in str(error)
+    if isinstance(error, mcr.PeerLost):
+        assert (error.ranks, error.seen) == ((2,), "no heartbeat for 1.5 s")
+
+
+def test_a_beat_that_may_be_older_than_the_error_does_not_speak_for_its_host() -> None:
+    seen = Elsewhere()
+    seen.peers.suspect([2])
+    later = mock.patch("time.monotonic_ns", return_value=time.monotonic_ns() + 10**9)
+    with later:
+        seen.publish("running", 0.0, most=1.0)  # its agent has not run for a second
+        assert seen.peers.in_doubt([1, 2])
+        seen.publish("running", 0.0)
+        assert not seen.peers.in_doubt([1, 2])
+
+
+def test_an_error_is_no_part_of_an_earlier_doubt() -> None:
+    """A beat has come since that; none has since this one."""
+    seen = Elsewhere()
+    with mock.patch("time.monotonic", return_value=time.monotonic() - 5.0):
+        seen.peers.suspect([2])
+    seen.publish("running", 1.0)
+    seen.peers.suspect([2])
+    assert seen.peers.in_doubt([2])
+
+
+@pytest.mark.parametrize("leaver", [1, 2])
+def test_ranks_that_have_left_without_a_word_are_lost_to_one_that_was_stopped(leaver: int) -> None:
+    """All have issued the operation, and the store in which they say why they leave was lost to them."""
+    seen, waiting = Elsewhere(), work()
+    seen.publish("running")
+    assert seen.watchdog.check(waiting, 10 * LONG_WAIT) is None
+    if leaver == 1:
+        seen.findings.leave(1)
+    else:
+        seen.publish("left")
+    assert seen.watchdog.check(waiting, 10 * LONG_WAIT) is None  # its last message may be on its way
+    waiting.doubted_since -= 0.2
+    error = seen.watchdog.check(waiting, 10 * LONG_WAIT)
+    assert isinstance(error, mcr.PeerLost)
+    assert (error.ranks, error.seen) == ((leaver,), "has left")
+    board = waiting.operation.state.board
+    with mock.patch.object(board, "is_closed", return_value=True):  # in good order: what it has sent comes
+        assert seen.watchdog.check(waiting, 10 * LONG_WAIT) is None

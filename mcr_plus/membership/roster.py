@@ -163,7 +163,7 @@ class Roster:
     def _decision(
         self, proposals: dict[int, Proposal], lost: dict[int, str], *, patient: bool, expired: bool
     ) -> Decision | None:
-        """What `decide` says; newcomers that get the state still are taken in where ranks are too few alone."""
+        """What `decide` says; newcomers that get the state still are taken in if ranks are too few."""
         waiting = self.newcomers() if patient else {}
         ready = {k: each for k, each in waiting.items() if not self.precopies or self.request(k).is_ready}
         size = len(self.members)

@@ -20,7 +20,7 @@ long = pytest.mark.long
 
 
 def test_what_a_newcomer_has_is_not_sent_while_the_others_wait(tmp_path: Path) -> None:
-    plan = {"steps": 60, "deaths": [[1, 5, 0, "forward"]], "nap": 0.15, "precopy": True}
+    plan = {"steps": 60, "deaths": [[1, 5, 0, "forward"]], "nap": 0.3, "full": 3, "precopy": True}
     status, text, ends = run(tmp_path, 3, plan)
     assert status == 0, text
     assert sorted(ends) == [0, 1, 2]
@@ -42,16 +42,17 @@ def test_what_a_newcomer_has_is_not_sent_while_the_others_wait(tmp_path: Path) -
 )
 def test_deaths_while_a_newcomer_gets_the_state(tmp_path: Path, deaths: list[list[Any]]) -> None:
     plan = {
-        "steps": 80,
+        "steps": 150,
         "deaths": [[1, 5, 0, "forward"], *deaths],
-        "nap": 0.15,
+        "nap": 0.3,
+        "full": 4,
         "holds": 1.0,
         "precopy": True,
     }
     status, text, ends = run(tmp_path, 4, plan)
     assert status == 0, text
     assert sorted(ends) == [0, 1, 2, 3]
-    check(ends, 80)
+    check(ends, 150)
     assert f"({1 + len(deaths)} of 4)" in text
 
 

@@ -3,9 +3,10 @@
     mcr-plus run -n 3 --min-ranks 2 --restart-failed 2 elastic_program.py FOLDER PLAN
 
 A plan such as {"steps": 30, "deaths": [[1, 5, 0, "backward"]]} has the steps, and deaths: of a launcher's
-rank, in a step, after so many restarts of the rank, and where in it. With "precopy", newcomers get a state of
-any size beforehand, and deaths may also be "giving" or "receiving" it, whatever the step. Each rank writes what
-it has at the end to FOLDER/end.RANK. See tests/jobs/test_elastic.py.
+rank, in a step, after so many restarts of the rank, and where in it. With "precopy", newcomers get a state
+of any size beforehand, and deaths may also be "giving" or "receiving" it, whatever the step. A step of fewer
+than "full" ranks takes "nap" seconds more. Each rank writes what it has at the end to FOLDER/end.RANK. See
+tests/jobs/test_elastic.py.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def main(folder: str, text: str) -> None:
                 mcr.all_reduce(loss.detach())
             sampler.seen = step.number + 1
             seen.append([step.number, ranks])
-            time.sleep(plan.get("nap", 0.0))
+            time.sleep(plan.get("nap", 0.0) if ranks < plan.get("full", ranks + 1) else 0.0)
     end = {
         "rank": mcr.get_rank(),
         "size": mcr.get_world_size(),

@@ -60,7 +60,6 @@ def watch_precopy(plan: dict[str, Any], places: set[str], sent: list[int]) -> No
 
     `sent`: gets the bytes of each broadcast of what newcomers lack.
     """
-    newcomers.WORTH = 0 if plan["precopy"] else 1 << 40  # type: ignore[misc]
     send, receive, broadcast = precopy.send, precopy.receive, transfer.broadcast_tensors
 
     def slow_send(link: Any, secret: bytes, name: str, message: precopy.Message) -> None:
@@ -82,8 +81,14 @@ def watch_precopy(plan: dict[str, Any], places: set[str], sent: list[int]) -> No
             sent.append(sum(each.nbytes for each in tensors))
         broadcast(tensors, *others, tag=tag)
 
-    precopy.send, precopy.receive = slow_send, counted_receive
-    transfer.broadcast_tensors = counted_broadcast
+    changed: dict[Any, dict[str, Any]] = {
+        newcomers: {"WORTH": 0 if plan["precopy"] else 1 << 40},
+        precopy: {"send": slow_send, "receive": counted_receive},
+        transfer: {"broadcast_tensors": counted_broadcast},
+    }
+    for module, names in changed.items():
+        for name, value in names.items():
+            setattr(module, name, value)
 
 
 def main(folder: str, text: str) -> None:

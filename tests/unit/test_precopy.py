@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch.distributed import HashStore
 
+from mcr_plus.core.c10d import HashStore
 from mcr_plus.membership.request import TRIES, Request
 from mcr_plus.training import precopy
 from mcr_plus.training.precopy_receiver import PrecopyReceiver

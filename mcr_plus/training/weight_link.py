@@ -12,6 +12,7 @@ import contextlib
 import hmac
 import math
 import secrets
+import select
 import socket
 import struct
 import time
@@ -121,11 +122,10 @@ class Link:
 
     def check(self) -> None:
         """Raise `EOFError` or `OSError` if the other end has closed the connection; takes nothing off it."""
-        try:
-            if not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
-                raise EOFError("the other end has closed the connection")
-        except BlockingIOError:
-            pass
+        waiting = select.poll()  # a `recv` would wait for the timeout of the socket
+        waiting.register(self._socket, select.POLLIN)
+        if waiting.poll(0) and not self._socket.recv(1, socket.MSG_PEEK):
+            raise EOFError("the other end has closed the connection")
 
     def put(self, data: bytes | memoryview) -> None:
         """Send bytes as they are."""

@@ -124,6 +124,18 @@ def test_hooks_of_the_program_do_not_run_for_repeated_steps() -> None:
     pair.close()
 
 
+def test_a_source_waits_for_steps_that_take_long() -> None:
+    pair = Pair()
+    pair.poll_until(lambda: pair.request.is_ready)
+    time.sleep(0.8)  # the source looks four times a second whether the newcomer is there
+    assert not pair.source.is_over
+    train(pair.old, 1, 2)
+    pair.source.finish()
+    pair.receiver.finish()
+    assert equal(pair.old, pair.new)
+    pair.close()
+
+
 def test_steps_that_cannot_be_repeated_are_given_up() -> None:
     pair = Pair()
 

@@ -29,12 +29,15 @@ from mcr_plus.errors import (
     Revoked,
     phrase_ranks,
 )
+from mcr_plus.membership.request import Request
 from mcr_plus.membership.rules import Proposal
 from mcr_plus.runtime.init import current
 from mcr_plus.runtime.regroup import join_job, leave_epoch
 from mcr_plus.runtime.runtime import Runtime
 from mcr_plus.training.inheritance import Inheritance, inheriting
-from mcr_plus.training.transfer import STATE, broadcast_state, broadcast_tensors
+from mcr_plus.training.newcomers import GIVE, TAKE_IN, Errand, Newcomers
+from mcr_plus.training.precopy_receiver import PrecopyReceiver
+from mcr_plus.training.transfer import Has, broadcast_state
 
 _LOOK_EVERY: Final = 0.25  # seconds between looks at the store for processes that want to join
 _TAG: Final = "elastic"
@@ -91,6 +94,7 @@ def elastic(
     steps: int | None = None,
     min_ranks: int | None = None,
     timeout: float | str | timedelta | None = None,
+    precopy: bool = True,
 ) -> Iterator[Step]:
     """Yield the steps of a training loop which goes on when ranks are lost, and takes ranks in.
 
@@ -98,8 +102,8 @@ def elastic(
     go on without it and repeat the step. Replicas are equal between steps, so nothing is saved for this: a
     rank that had not completed the last step gets the state of one that has. A process that `mcr-plus run
     --min-ranks` has started again is alone in its job until its loop begins; the others take it in between
-    two steps, and it gets model, optimizer and `state` from them. What happened is one line on stderr of
-    the first rank that has gone on.
+    two steps, and it gets model, optimizer and `state` from them, model and optimizer beforehand, while they
+    train (`precopy`). What happened is one line on stderr of the first rank that has gone on.
 
     The ranks may change between two steps: read `mcr.get_rank()` and `mcr.get_world_size()` in each, so that
     the step's data is divided among the ranks that there are. Communicators of before are revoked then, and
@@ -116,6 +120,9 @@ def elastic(
             majority. Fewer wait for newcomers until `timeout`.
         timeout: how long ranks wait for each other, and for newcomers where they are too few; None for the
             timeout of the job.
+        precopy: whether one rank sends a newcomer a copy of model and optimizer, if they have 16 MiB or more,
+            and the gradients of the steps that follow, while all train on. It has that copy in memory of the
+            CPU until it is sent. Without, all of it is sent while all wait. The same on all ranks.
 
     Raises:
         InvalidArgument: arguments of another type; parameters that are not replicated (`mcr_skip`, DTensor),
@@ -138,7 +145,7 @@ def elastic(
                 optimizer.step()
         ```
     """
-    loop = _Loop(model, optimizer, state, steps, min_ranks, timeout)
+    loop = _Loop(model, optimizer, state, steps, min_ranks, timeout, precopy)
     return loop.steps()
 
 
@@ -153,9 +160,12 @@ class _Loop:
         steps: int | None,
         min_ranks: int | None,
         timeout: float | str | timedelta | None,
+        precopy: bool,
     ) -> None:
         runtime = current()
         _check_arguments(model, optimizer, state, steps)
+        if not isinstance(precopy, bool):
+            raise InvalidArgument(f"precopy: expected True or False, got {precopy!r}")
         self._model, self._optimizer, self._state = model, optimizer, state
         self._steps = steps
         self._least = environment.min_ranks() if min_ranks is None else min_ranks
@@ -165,6 +175,9 @@ class _Loop:
         self._looked = 0.0
         self._asking: tuple[Work, torch.Tensor] | None = None
         self._applied = False  # whether the optimizer has made its step in the current one
+        self._newcomers = Newcomers(model, optimizer, precopies=precopy)
+        self._receiver: PrecopyReceiver | None = None  # until this process has the state
+        self._precopy = precopy
         several = environment.launch_environment().world_size > 1
         joins = several and environment.restarts() > 0 and runtime.roster is None
         if not joins and self._least is not None and not 1 <= self._least <= runtime.world.size:
@@ -183,6 +196,7 @@ class _Loop:
             yield from self._steps_left()
         finally:
             hook.remove()
+            self._newcomers.end()
 
     def _steps_left(self) -> Iterator[Step]:
         while not self._ended():
@@ -202,7 +216,7 @@ class _Loop:
                 self._done += 1
             if not regroups:
                 try:
-                    regroups = self._newcomers_wait()
+                    regroups = self._meet_newcomers()
                     if regroups:
                         drain(current().engine)
                 except BackendError as error:
@@ -244,39 +258,53 @@ class _Loop:
             with suppress(RuntimeError):  # of a store that does not answer
                 runtime.roster.end()
 
-    def _newcomers_wait(self) -> bool:
-        """Whether processes wait to be taken in, as rank 0 has seen one step ago; the same on all ranks."""
+    def _meet_newcomers(self) -> bool:
+        """Do what rank 0 has seen one step ago to be done for processes that wait to be taken in.
+
+        Returns whether they are to be taken in now, the same on all ranks.
+        """
         runtime = current()
         if runtime.roster is None:
             return False
-        comm, wanted = runtime.communicator, 0
+        comm, wanted = runtime.communicator, Errand()
         now = time.monotonic()
         if comm.rank == 0 and now - self._looked >= _LOOK_EVERY:
             self._looked = now
-            wanted = int(bool(runtime.roster.newcomers()))
-        if comm.size == 1:
-            return bool(wanted)
-        agreed = False
-        if self._asking is not None:
-            work, flag = self._asking
-            work.wait()
-            agreed = bool(flag.item())
-        self._asking = None
-        if not agreed:
-            flag = torch.tensor([wanted], dtype=torch.int32)
-            if (asks := comm.broadcast(flag, 0, async_op=True, compress=False, tag=_TAG)) is not None:
-                self._asking = asks, flag
-        return agreed
+            wanted = self._newcomers.look(runtime.roster)
+        agreed = wanted
+        if comm.size > 1:
+            agreed = Errand()
+            if self._asking is not None:
+                work, errand = self._asking
+                work.wait()
+                agreed = Errand(*errand.tolist())
+            self._asking = None
+            if agreed.what != TAKE_IN:
+                errand = torch.tensor(wanted)
+                asks = comm.broadcast(errand, 0, async_op=True, compress=False, tag=_TAG)
+                if asks is not None:
+                    self._asking = asks, errand
+        if agreed.what == GIVE:
+            self._newcomers.give(runtime.roster, agreed)
+        return agreed.what == TAKE_IN
 
     def _join(self) -> None:
         """Become a rank of the job."""
         self._done = -1
-        with inheriting(current()) as inheritance:
-            joined = join_job(self._passport, self._proposal(), self._timeout, "elastic")
-            if joined is None:
-                _log.warning("elastic: the job has ended before this process could join it, so it ends too")
-                raise SystemExit(0)
-            has_begun = self._begin(joined, inheritance)
+        self._receiver = PrecopyReceiver(self._model, self._optimizer)
+        poll = self._receiver.poll if self._precopy else _be_ready
+        try:
+            with inheriting(current()) as inheritance:
+                joined = join_job(self._passport, self._proposal(), self._timeout, "elastic", poll)
+                if joined is None:
+                    _log.warning(
+                        "elastic: the job has ended before this process could join it, so it ends too"
+                    )
+                    raise SystemExit(0)
+                has_begun = self._begin(joined, inheritance)
+        except BaseException:
+            self._receiver.close()
+            raise
         if not has_begun:
             self._regroup()
 
@@ -288,9 +316,13 @@ class _Loop:
         began, lost = time.monotonic(), dict[int, str]()
         while True:
             self._asking = None
+            if (roster := current().roster) is not None:
+                roster.precopies = self._newcomers.precopies()
             with inheriting(current()) as inheritance:
                 runtime, changes = leave_epoch(current(), self._proposal(), self._timeout, "elastic")
                 lost.update(changes.lost)
+                if runtime.roster is not None:
+                    self._newcomers.have_joined(runtime.roster)
                 for param in self._model.parameters():
                     param.grad = None  # of a pass that has failed, or of a bucket that is gone
                 has_begun = self._begin(runtime, inheritance)
@@ -318,24 +350,40 @@ class _Loop:
 
     def _receive(self, comm: Communicator) -> None:
         """Give all ranks the state of one that has completed the most steps."""
-        progress = comm.all_gather_object(self._done, tag=_TAG)
-        foremost = max(progress)
+        if self._receiver is not None:
+            self._receiver.finish()
+        has_parts = self._receiver is not None and self._receiver.has_parts
+        own = self._done, has_parts, self._newcomers.gives
+        answers: list[tuple[int, bool, bool]] = comm.all_gather_object(own, tag=_TAG)
+        foremost = max(done for done, _, _ in answers)
         if foremost < 0:
             raise BackendError("elastic: all ranks that had the state of the model are lost")
-        if min(progress) < foremost:
+        has: list[Has] = [
+            "all" if done == foremost else "parts" if parts else "nothing" for done, parts, _ in answers
+        ]
+        if set(has) != {"all"}:
             if self._done < foremost:
                 self._done = -1
-            self._receive_state(comm, progress.index(foremost))
-        self._done = foremost
+                self._newcomers.end()  # its steps are not those that it has given
+            # What a newcomer has is best compared with the rank that has given it.
+            src = max(range(comm.size), key=lambda rank: (has[rank] == "all", answers[rank][2], -rank))
+            self._receive_state(comm, src, has)
+        self._done, self._receiver = foremost, None
 
-    def _receive_state(self, comm: Communicator, src: int) -> None:
-        tensors = [*self._model.parameters(), *self._model.buffers()]
-        broadcast_tensors(tensors, comm, comm.ranks[src], tag=STATE)
+    def _receive_state(self, comm: Communicator, src: int, has: Sequence[Has]) -> None:
+        beside = [*self._model.parameters(), *self._model.buffers()]
         states = [self._optimizer.state_dict(), *(each.state_dict() for each in self._state)]
-        received = broadcast_state(states, comm, src)
+        received = broadcast_state(states, comm, src, beside, has)
         if self._done < 0:
             for target, state in zip([self._optimizer, *self._state], received, strict=True):
                 target.load_state_dict(state)
+
+
+def _be_ready(request: Request) -> bool:
+    """For a process that gets the state once it has been taken in."""
+    if not request.is_ready:
+        request.be_ready()
+    return False
 
 
 def _check_arguments(

@@ -12,7 +12,7 @@ the first epoch had for itself:
     members                                  of epoch 0, where newcomers may come
     ended                                    nobody is taken in any more
     newcomer/<k>                             a process that waits to be taken in; `newcomers` counts them
-    newcomer/<k>/refused                     why it is not
+    newcomer/<k>/...                         see `mcr_plus.membership.request`
 
 The store must outlive the ranks that are lost: that of `mcr-plus run` or of torchrun's agent does, and so do
 the keepers of the hosts (`mcr_plus.rendezvous.keepers`).
@@ -22,13 +22,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from mcr_plus.core.deadline import Deadline
 from mcr_plus.errors import LaunchError
 from mcr_plus.liveness.proc import state_of
+from mcr_plus.membership.request import Request
 from mcr_plus.membership.rules import Decision, Process, Proposal, decide, members_after
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ class Roster:
         kept: the keepers in which `root` is, where it is in no store of a launcher.
         attempt: number of the next attempt to leave the epoch, which has no decision that this member knows.
         is_remnant: the members are those of the epoch before, but for some whose processes have died.
+        precopies: newcomers get the state before they are taken in, unless there are too few members.
     """
 
     root: Store
@@ -95,6 +97,7 @@ class Roster:
     kept: Kept | None = None
     attempt: int = 0
     is_remnant: bool = False
+    precopies: bool = False
     _refused: set[int] = field(default_factory=set)
     _waiting: dict[int, Process] = field(default_factory=dict)
 
@@ -145,9 +148,9 @@ class Roster:
             expired = deadline.passed()
             # One member decides, so that not all read everything; the next one does if it is lost.
             if expired or all(rank in lost or rank in proposal.named for rank in range(self.rank)):
-                proposals = self._proposals(place)
-                newcomers = list(self.newcomers()) if proposal.patient else []
-                found = decide(len(self.members), proposals, lost, newcomers, expired=expired)
+                found = self._decision(
+                    self._proposals(place), lost, patient=proposal.patient, expired=expired
+                )
                 if found is not None:
                     members = members_after(self.members, found)
                     joined = [number for number, each in self._waiting.items() if each in found.join]
@@ -156,6 +159,22 @@ class Roster:
             time.sleep(nap)
             nap = min(1.5 * nap, _LONGEST_NAP)
         return self._agreed(key, self.root.get(key).decode())
+
+    def _decision(
+        self, proposals: dict[int, Proposal], lost: dict[int, str], *, patient: bool, expired: bool
+    ) -> Decision | None:
+        """What `decide` says; newcomers that get the state still are taken in if ranks are too few."""
+        waiting = self.newcomers() if patient else {}
+        ready = {k: each for k, each in waiting.items() if not self.precopies or self.request(k).is_ready}
+        size = len(self.members)
+        found = decide(size, proposals, lost, list(ready.values()), expired=expired)
+        if len(ready) < len(waiting) and (found is None or found.refusal == "few"):
+            return decide(size, proposals, lost, list(waiting.values()), expired=expired)
+        return found
+
+    def request(self, number: int) -> Request:
+        """The request of a newcomer."""
+        return Request(self.root, number)
 
     def _agreed(self, key: str, text: str) -> Settlement:
         """The decision: the one that is written already, or this one.
@@ -214,14 +233,14 @@ class Roster:
             if self.root.check([key])
         }
 
-    def newcomers(self) -> Sequence[Process]:
-        """Processes that wait to be taken in, and may be; others are told why not."""
+    def newcomers(self) -> dict[int, Process]:
+        """Processes that wait to be taken in, and may be, by request; others are told why not."""
         if self.kept is not None:  # no launcher has a store in which a new process could ask
-            return []
+            return {}
         for number in range(min(self.root.add("newcomers", 0), _MOST_NEWCOMERS)):
             if number in self.taken or number in self._refused or number in self._waiting:
                 continue
-            key = f"newcomer/{number}"
+            key = self.request(number).key
             if not self.root.check([key]):  # counted, and not written yet, or never if the process has died
                 continue
             try:
@@ -232,11 +251,11 @@ class Roster:
                 continue
             if (problem := _difference(self.passport, asked["passport"])) is not None:
                 self._refused.add(number)
-                self.root.set(f"newcomer/{number}/refused", problem)
+                self.root.set(f"{key}/refused", problem)
             else:
                 self._waiting[number] = process
         own = self.members[self.rank]
-        return [each for each in self._waiting.values() if not _has_died(each, own)]
+        return {number: each for number, each in self._waiting.items() if not _has_died(each, own)}
 
     def following(self, settled: Settlement, rank: int) -> Roster:
         """The roster of the next epoch. `rank`: of this process in it."""
@@ -250,6 +269,7 @@ class Roster:
             settled.taken,
             self.kept,
             is_remnant=set(settled.decision.lost.values()) <= {"dead"} and not settled.decision.join,
+            precopies=self.precopies,
             _refused=self._refused,
             _waiting=waiting,
         )
@@ -275,9 +295,16 @@ def _read(text: bytes) -> Settlement:
 
 
 def join(
-    root: Store, newcomer: Process, passport: Mapping[str, str], timeout: float
+    root: Store,
+    newcomer: Process,
+    passport: Mapping[str, str],
+    timeout: float,
+    meanwhile: Callable[[Request], bool] = lambda _: False,
 ) -> tuple[int, Settlement] | None:
     """Wait until the members of a job take this process in.
+
+    `meanwhile` is called again and again with the request, and returns whether it has done something, from
+    when on `timeout` counts anew.
 
     Returns the number of the first epoch in which it is a member, and how it became one; None if the job has
     ended.
@@ -287,8 +314,8 @@ def join(
     members: tuple[Process, ...] = ()
     try:
         number = root.add("newcomers", 1) - 1
-        asked = {"process": newcomer, "passport": dict(passport)}
-        root.set(f"newcomer/{number}", json.dumps(asked))
+        request = Request(root, number)
+        root.set(request.key, json.dumps({"process": newcomer, "passport": dict(passport)}))
         epoch = attempt = 0
         while True:
             key = f"epoch{epoch}/attempt{attempt}/decision"
@@ -310,9 +337,9 @@ def join(
                         "all ranks of the job have died, and what they had computed is lost with them; start "
                         "the job again, from a checkpoint if there is one"
                     )
-            refused = f"newcomer/{number}/refused"
-            if root.check([refused]):
-                raise LaunchError(f"the job has not taken this process in: {root.get(refused).decode()}")
+            _check_refusal(request)
+            if meanwhile(request):
+                deadline, nap = Deadline(timeout), _FIRST_NAP
             if deadline.passed():
                 raise LaunchError(
                     f"the job has not taken this process in within {timeout:g} s; ranks take newcomers in "
@@ -324,3 +351,10 @@ def join(
         raise
     except RuntimeError as error:
         raise LaunchError(f"the job's store does not answer: {error}") from error
+
+
+def _check_refusal(request: Request) -> None:
+    refused = f"{request.key}/refused"
+    if request.root.check([refused]):
+        text = request.root.get(refused).decode()
+        raise LaunchError(f"the job has not taken this process in: {text}")

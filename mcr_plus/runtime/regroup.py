@@ -33,6 +33,7 @@ from mcr_plus.errors import (
     Revoked,
     phrase_ranks,
 )
+from mcr_plus.membership.request import Request
 from mcr_plus.membership.roster import Roster, join
 from mcr_plus.membership.rules import Decision, Process, Proposal
 from mcr_plus.rendezvous.processes import Peers, Sight, own_process
@@ -175,11 +176,17 @@ def _go_on(
             seen, proposal = watch.lost, replace(proposal, named=(), done={})
 
 
-def join_job(passport: Mapping[str, str], proposal: Proposal, timeout: float, what: str) -> Runtime | None:
+def join_job(
+    passport: Mapping[str, str],
+    proposal: Proposal,
+    timeout: float,
+    what: str,
+    meanwhile: Callable[[Request], bool] = lambda _: False,
+) -> Runtime | None:
     """Wait until the members of the launcher's job take this process in, and make its world with them.
 
     The process has a world of its own, in which it is alone. `passport`: what has to be the same in the job.
-    `proposal`: see `leave_epoch`, if a member is lost while the new world is made.
+    `proposal`: see `leave_epoch`, if a member is lost while the new world is made. `meanwhile`: see `join`.
 
     Returns None if the job has ended.
 
@@ -189,7 +196,7 @@ def join_job(passport: Mapping[str, str], proposal: Proposal, timeout: float, wh
     environment = launch_environment()
     root = join_store(environment, alone.world.timeout)
     mine = own_process(host_name(), environment.rank)
-    joined = join(root, mine, passport, timeout)
+    joined = join(root, mine, passport, timeout, meanwhile)
     if joined is None:
         return None
     epoch, settled = joined

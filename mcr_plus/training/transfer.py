@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 
@@ -15,10 +15,14 @@ from mcr_plus.compression.policy import refusal, resolve_options
 from mcr_plus.config.options import plain_options
 from mcr_plus.core.message import Signature
 from mcr_plus.hierarchy.policy import between_nodes
+from mcr_plus.kernels.digest import digest, to_signed
 
 STATE: Final = "state"
 """The tag of what newcomers get."""
+Has = Literal["all", "parts", "nothing"]
+"""What a rank has of a state."""
 _PIECE: Final = 64 << 20  # bytes of one broadcast, which copies its tensors into a flat tensor
+_BLOCK: Final = 1 << 20  # bytes of which one digest is compared
 
 
 class _Place(NamedTuple):
@@ -77,29 +81,83 @@ def _lossless(flat: torch.Tensor, comm: Communicator, tag: str) -> Compress:
     return plain_options(options)
 
 
-def broadcast_state(state: Any, comm: Communicator, src: int) -> Any:
+def broadcast_state(
+    state: Any,
+    comm: Communicator,
+    src: int,
+    beside: Sequence[torch.Tensor] = (),
+    has: Sequence[Has] | None = None,
+) -> Any:
     """Return the state of rank `src` of the group: nested dicts, lists and tuples, with tensors in them.
 
     Collective. Tensors are sent through the pipeline, without loss, with the tag `state`; the rest is pickled
-    and signed. On other ranks `state` is ignored, and tensors are new, on the same type of device.
+    and signed. On other ranks tensors are new, on the same type of device. `beside`: tensors of every rank,
+    which are sent as well, in place. `has`: by rank, how much of it the ranks have; None if that does not
+    matter. If some have parts, which they pass, only what is lacking is sent, see `broadcast_differences`.
     """
     tensors: list[torch.Tensor] = []
     root = comm.ranks[src]
     plain = comm.broadcast_object(outline(state, tensors) if comm.rank == src else None, root)
     received = state if comm.rank == src else rebuilt(plain, tensors)
-    broadcast_tensors(tensors, comm, root, tag=STATE)
+    if has is None or "parts" not in has:
+        broadcast_tensors([*beside, *tensors], comm, root, tag=STATE)
+        return received
+    if has[comm.rank] == "parts":
+        own: list[torch.Tensor] = []
+        outline(state, own)
+        for new, old in zip(tensors, own, strict=False):
+            if new.shape == old.shape and new.dtype == old.dtype:
+                new.copy_(old)
+    broadcast_differences([*beside, *tensors], comm, root, has)
     return received
 
 
-def outline(state: Any, tensors: list[torch.Tensor]) -> Any:
-    """The state with places instead of tensors, which are appended to `tensors`."""
+def broadcast_differences(
+    tensors: Sequence[torch.Tensor], comm: Communicator, src: int, has: Sequence[Has]
+) -> int:
+    """Broadcast those parts of tensors that differ on some rank from rank `src` of the job; returns bytes.
+
+    Collective. Ranks that have parts compare digests of pieces of 1 MiB with those of `src`. Ranks that have
+    `all` are believed, and those that have `nothing` get everything. `has`: by rank of the group.
+    """
+    pieces = [piece for tensor in tensors for piece in _pieces(tensor)]
+    root, mine = comm.ranks.index(src), has[comm.rank]
+    compares = comm.rank == root or mine == "parts"
+    digests = torch.tensor([to_signed(_digest(piece)) if compares else 0 for piece in pieces])
+    theirs = digests.clone()
+    comm.broadcast(theirs, src, compress=False, tag=STATE)
+    lacks = torch.zeros(len(pieces), dtype=torch.uint8)
+    if comm.rank != root and mine != "all":
+        lacks = (digests != theirs).to(torch.uint8) if compares else torch.ones_like(lacks)
+    comm.all_reduce(lacks, "MAX", compress=False, tag=STATE)
+    wanted = [piece for piece, lack in zip(pieces, lacks.tolist(), strict=True) if lack]
+    broadcast_tensors(wanted, comm, src, tag=STATE)
+    return sum(piece.nbytes for piece in wanted)
+
+
+def _pieces(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
+    """Views of a tensor's parts, of which each has a digest; the whole where its memory has holes."""
+    whole = tensor.detach()
+    if not whole.is_contiguous():
+        return (whole,)
+    return whole.view(-1).split(max(1, _BLOCK // whole.element_size())) if whole.numel() else ()
+
+
+def _digest(piece: torch.Tensor) -> int:
+    return digest(piece.cpu().reshape(-1).view(torch.uint8))
+
+
+def outline(
+    state: Any, tensors: list[torch.Tensor], taken: Callable[[torch.Tensor], torch.Tensor] = lambda each: each
+) -> Any:
+    """The state with places instead of tensors; `taken` of each of them is appended to `tensors`."""
     if isinstance(state, torch.Tensor):
-        tensors.append(state)
-        return _Place(tuple(state.shape), state.dtype, state.device.type)
+        tensors.append(taken(state))
+        return _Place(tuple(state.shape), state.dtype, tensors[-1].device.type)
     if isinstance(state, Mapping):
-        return {key: outline(value, tensors) for key, value in state.items()}
+        return {key: outline(value, tensors, taken) for key, value in state.items()}
     if type(state) in (list, tuple):
-        return type(state)(outline(value, tensors) for value in state)
+        return type(state)(outline(value, tensors, taken) for value in state)
     return state
 
 

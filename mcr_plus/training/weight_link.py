@@ -12,6 +12,7 @@ import contextlib
 import hmac
 import math
 import secrets
+import select
 import socket
 import struct
 import time
@@ -40,12 +41,13 @@ class Ended(Exception):
 class Link:
     """One end of a connection. `ends`: whether it is to end, asked several times a second.
 
-    `is_sending`: whether a part of a frame has been sent and the rest has not.
+    `is_sending`: whether a part of a frame has been sent and the rest has not. `moved`: when bytes were sent
+    or received last, by `time.monotonic`.
     """
 
     def __init__(self, connection: socket.socket, ends: Callable[[], bool]) -> None:
         self._socket, self._ends = connection, ends
-        self.is_sending = False
+        self.is_sending, self.moved = False, time.monotonic()
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 5)):
@@ -57,11 +59,15 @@ class Link:
 
     def send(self, kind: int, first: int = 0, second: int = 0, body: Sequence[memoryview] = ()) -> None:
         """Send a frame with two numbers and a body. Raises `OSError` if the connection breaks, or `Ended`."""
-        nbytes = sum(map(len, body))
         self.is_sending = True
-        for part in (memoryview(_HEAD.pack(_MAGIC, kind, nbytes, first, second)), *body):
+        self.start(kind, sum(map(len, body)), first, second)
+        for part in body:
             self._send(part)
         self.is_sending = False
+
+    def start(self, kind: int, nbytes: int, first: int = 0, second: int = 0) -> None:
+        """Send the head of a frame, whose body of so many bytes is to be `put`."""
+        self._send(memoryview(_HEAD.pack(_MAGIC, kind, nbytes, first, second)))
 
     def _send(self, part: memoryview) -> None:
         while part:
@@ -69,27 +75,38 @@ class Link:
 
     def _sent(self, part: memoryview) -> int:
         try:
-            return self._socket.send(part)
+            sent = self._socket.send(part)
         except TimeoutError:
             self._look()
             return 0
+        self.moved = time.monotonic()
+        return sent
 
     def receive(self, most: int) -> tuple[int, int, int, bytearray]:
         """Wait for a frame with a body of at most `most` bytes; raises as `send`, `EOFError` at the end."""
+        kind, nbytes, first, second = self.head(most)
+        return kind, first, second, self.take(nbytes)
+
+    def head(self, most: int) -> tuple[int, int, int, int]:
+        """The head of a frame, whose body is to be taken next: kind, bytes of the body, its two numbers."""
         magic, kind, nbytes, first, second = _HEAD.unpack(self.take(_HEAD.size))
         if magic != _MAGIC or nbytes > most:
             raise BackendError(f"a frame of {nbytes} bytes of weights begins with {magic!r}; most: {most}")
-        return kind, first, second, self.take(nbytes)
+        return kind, nbytes, first, second
 
     def take(self, nbytes: int, within: float = math.inf) -> bytearray:
         """Wait for so many bytes; raises `EOFError` if they have not come within so many seconds."""
-        data, ends = bytearray(nbytes), time.monotonic() + within
-        rest = memoryview(data)
-        while rest:
-            rest = rest[self._some(rest) :]
-            if rest and time.monotonic() > ends:
-                raise EOFError(f"the other end has said nothing for {within:g} s")
+        data = bytearray(nbytes)
+        self.fill(memoryview(data), within)
         return data
+
+    def fill(self, space: memoryview, within: float = math.inf) -> None:
+        """Receive bytes into `space`, as `take` does."""
+        ends = time.monotonic() + within
+        while space:
+            space = space[self._some(space) :]
+            if space and time.monotonic() > ends:
+                raise EOFError(f"the other end has said nothing for {within:g} s")
 
     def _some(self, space: memoryview) -> int:
         """Receive into `space`; returns how many bytes, 0 if none have come for a while."""
@@ -100,17 +117,17 @@ class Link:
             return 0
         if not got:
             raise EOFError("the other end has closed the connection")
+        self.moved = time.monotonic()
         return got
 
     def check(self) -> None:
         """Raise `EOFError` or `OSError` if the other end has closed the connection; takes nothing off it."""
-        try:
-            if not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
-                raise EOFError("the other end has closed the connection")
-        except BlockingIOError:
-            pass
+        waiting = select.poll()  # a `recv` would wait for the timeout of the socket
+        waiting.register(self._socket, select.POLLIN)
+        if waiting.poll(0) and not self._socket.recv(1, socket.MSG_PEEK):
+            raise EOFError("the other end has closed the connection")
 
-    def put(self, data: bytes) -> None:
+    def put(self, data: bytes | memoryview) -> None:
         """Send bytes as they are."""
         self._send(memoryview(data))
 

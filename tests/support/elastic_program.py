@@ -3,8 +3,10 @@
     mcr-plus run -n 3 --min-ranks 2 --restart-failed 2 elastic_program.py FOLDER PLAN
 
 A plan such as {"steps": 30, "deaths": [[1, 5, 0, "backward"]]} has the steps, and deaths: of a launcher's
-rank, in a step, after so many restarts of the rank, and where in it. Each rank writes what it has at the
-end to FOLDER/end.RANK. See tests/jobs/test_elastic.py.
+rank, in a step, after so many restarts of the rank, and where in it. With "precopy", newcomers get a state
+of any size beforehand, and deaths may also be "giving" or "receiving" it, whatever the step. A step of fewer
+than "full" ranks takes "nap" seconds more. Each rank writes what it has at the end to FOLDER/end.RANK. See
+tests/jobs/test_elastic.py.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Any
 import torch
 
 import mcr_plus as mcr
+from mcr_plus.training import newcomers, precopy, transfer
 
 WINDOWS = 12  # in a step, on all ranks together
 
@@ -52,6 +55,42 @@ class Counter:
         self.seen = state["seen"]
 
 
+def watch_precopy(plan: dict[str, Any], places: set[str], sent: list[int]) -> None:
+    """Newcomers get this small state beforehand; die where it is `giving` or `receiving`.
+
+    `sent`: gets the bytes of each broadcast of what newcomers lack.
+    """
+    send, receive, broadcast = precopy.send, precopy.receive, transfer.broadcast_tensors
+
+    def slow_send(link: Any, secret: bytes, name: str, message: precopy.Message) -> None:
+        send(link, secret, name, message)
+        if message.kind == precopy.COPY:
+            Path(plan["folder"], "giving").touch()
+            if "giving" in places:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(plan.get("holds", 0.0))
+
+    def counted_receive(link: Any, secret: bytes, name: str) -> tuple[int, Any]:
+        kind, state = receive(link, secret, name)
+        if kind == precopy.COPY and "receiving" in places:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return kind, state
+
+    def counted_broadcast(tensors: Any, *others: Any, tag: str | None = None) -> None:
+        if tag == transfer.STATE:
+            sent.append(sum(each.nbytes for each in tensors))
+        broadcast(tensors, *others, tag=tag)
+
+    changed: dict[Any, dict[str, Any]] = {
+        newcomers: {"WORTH": 0 if plan["precopy"] else 1 << 40},
+        precopy: {"send": slow_send, "receive": counted_receive},
+        transfer: {"broadcast_tensors": counted_broadcast},
+    }
+    for module, names in changed.items():
+        for name, value in names.items():
+            setattr(module, name, value)
+
+
 def main(folder: str, text: str) -> None:
     """Train."""
     torch.set_num_threads(1)
@@ -65,9 +104,12 @@ def main(folder: str, text: str) -> None:
         optimizer = torch.optim.Adam(model.parameters())
     mcr.wrap(model, optimizer)
     sampler, seen = Counter(), []
+    places, sent = {where for _, where in deaths}, list[int]()
+    plan.setdefault("precopy", False)
+    watch_precopy({**plan, "folder": folder}, places, sent)
 
     def maybe_die(step: int, where: str) -> None:
-        if (step, where) in deaths:
+        if (step, where) in deaths or (f"{where} while giving" in places and Path(folder, "giving").exists()):
             os.kill(os.getpid(), signal.SIGKILL)
 
     for step in mcr.elastic(model, optimizer, sampler, steps=plan["steps"]):
@@ -88,7 +130,7 @@ def main(folder: str, text: str) -> None:
                 mcr.all_reduce(loss.detach())
             sampler.seen = step.number + 1
             seen.append([step.number, ranks])
-            time.sleep(plan.get("nap", 0.0))
+            time.sleep(plan.get("nap", 0.0) if ranks < plan.get("full", ranks + 1) else 0.0)
     end = {
         "rank": mcr.get_rank(),
         "size": mcr.get_world_size(),
@@ -96,6 +138,7 @@ def main(folder: str, text: str) -> None:
         "moments": [state["exp_avg_sq"].sum().item() for state in optimizer.state.values()],
         "sampler": sampler.seen,
         "seen": seen,
+        "sent": sent,
     }
     Path(folder, f"end.{slot}").write_text(json.dumps(end))
     mcr.finalize()

@@ -84,9 +84,9 @@ def test_a_newcomer_that_has_died_is_not_taken_in(dead: set[int]) -> None:
     store.add("newcomers", 1)
     ask(store, 0, NEWCOMER)
     member = roster(store, 0)
-    assert member.newcomers() == [NEWCOMER]
+    assert member.newcomers() == {0: NEWCOMER}
     dead.add(NEWCOMER.pid)
-    assert member.newcomers() == []
+    assert member.newcomers() == {}
 
 
 def test_a_process_that_died_before_its_request_was_written_holds_up_nobody() -> None:
@@ -94,9 +94,9 @@ def test_a_process_that_died_before_its_request_was_written_holds_up_nobody() ->
     store.add("newcomers", 2)
     ask(store, 1, NEWCOMER)
     member = roster(store, 0)
-    assert member.newcomers() == [NEWCOMER]
+    assert member.newcomers() == {1: NEWCOMER}
     ask(store, 0, MEMBERS[2])  # it was only slow
-    assert set(member.newcomers()) == {NEWCOMER, MEMBERS[2]}
+    assert set(member.newcomers().values()) == {NEWCOMER, MEMBERS[2]}
 
 
 def test_a_process_may_ask_again_after_it_was_lost() -> None:

@@ -161,7 +161,8 @@ class Attempt:
 
 def _is_in_place(message: Message) -> bool:
     """Whether the input is the program's result too, or shares memory with it."""
-    if message.signature.kind in IN_PLACE:
+    kind = message.signature.kind
+    if kind in IN_PLACE and kind != "all_reduce":  # buckets of gradients have results elsewhere
         return True
     used = {each.untyped_storage().data_ptr() for each in message.outputs}
     return any(each.untyped_storage().data_ptr() in used for each in message.inputs)

@@ -23,6 +23,7 @@ from mcr_plus.core.message import Message, Signature
 from mcr_plus.core.sockets import shut_down
 from mcr_plus.dispatch.failover import channel as failover
 from mcr_plus.dispatch.failover import comeback, notices
+from mcr_plus.dispatch.failover.kept import Kept
 from mcr_plus.runtime.init import current
 
 KINDS = ("all_reduce", "all_gather", "broadcast", "reduce_scatter", "all_to_all", "reduce", "all_to_all_v")
@@ -303,7 +304,7 @@ def gradient_of(param: torch.Tensor, number: int, rank: int) -> torch.Tensor:
 
 def _with_hook(way: str) -> tuple[torch.nn.Module, Any]:
     """A model and its optimizer, by one of our ways to average gradients."""
-    model = _Weighted()
+    model: torch.nn.Module = _Weighted()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     if way.startswith("wrap"):
         return mcr.wrap(model, optimizer)
@@ -333,7 +334,7 @@ def ahead_by_a_pass(backends: list[str], way: str) -> dict[str, Any]:
         channel = [each for each in current().engine.failovers if each.slot.backend.name == backends[0]][-1]
         if way.startswith("DDP"):
             channel = channel_of(backends[0])
-        is_late, bind, copy = [False], channel._own.bind, failover.Kept.copied
+        is_late, bind, copy = [False], channel._own.bind, Kept.copied
 
         def late(signature: Signature) -> Start:
             start = bind(signature)
@@ -344,12 +345,12 @@ def ahead_by_a_pass(backends: list[str], way: str) -> dict[str, Any]:
 
             return begun
 
-        def noted(kept: failover.Kept, tensor: torch.Tensor) -> torch.Tensor:
+        def noted(kept: Kept, tensor: torch.Tensor) -> torch.Tensor:
             copied.append(tensor.nbytes)
             return copy(kept, tensor)
 
         patch.setattr(channel._own, "bind", late)
-        patch.setattr(failover.Kept, "copied", noted)
+        patch.setattr(Kept, "copied", noted)
         wrong: list[tuple[int, str]] = []
         for number in range(PASSES):
             optimizer.zero_grad(set_to_none="zeroed" not in way)

@@ -211,18 +211,21 @@ class Communicator(Operations):
         op: ReduceOp,
         *,
         members: int,
+        into: torch.Tensor | None = None,
         parts: tuple[tuple[int, ...], ...] | None = None,
         key: str | None = None,
         **options: Unpack[CallOptions],
     ) -> Work:
         """Start an all_reduce of a bucket of `members` tensors, which the fuse stage does not fuse again.
 
-        For hooks; otherwise the same as `all_reduce`. `values`: the bucket, contiguous; reduced in place.
-        `parts`, `key`: see `Signature`.
+        For hooks; otherwise the same as `all_reduce`. `values`: the bucket, contiguous. `into`: contiguous
+        memory of the same shape and dtype for the result, which leaves `values` as they are; by default, they
+        are reduced in place. `parts`, `key`: see `Signature`.
         """
+        result = values if into is None else into
         extras: Extras = {"fused": members, "already_bucketed": True}
         call = Call(
-            "all_reduce", (values,), (values,), values.shape, values.numel(), reduce_op=op, extras=extras,
+            "all_reduce", (values,), (result,), values.shape, values.numel(), reduce_op=op, extras=extras,
             parts=parts, key=key,
         )  # fmt: skip
         return self.prepared(call, True, options).start()

@@ -12,6 +12,7 @@ from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.core.kinds import AVG
 from mcr_plus.core.work import Work
 from mcr_plus.runtime.init import member_of
+from mcr_plus.training.flat import keeps_inputs
 from mcr_plus.training.policy import policy_for_bucket
 from mcr_plus.training.reducer import TAG
 
@@ -24,7 +25,8 @@ class DDPState:
 
     `passes` counts the backward passes: DDP rebuilds its buckets after the first one, so a codec with state
     between calls is used from the second pass on. `number` distinguishes models, so all ranks must create
-    their states in the same order.
+    their states in the same order. `results`: with `dispatch: {failover: true}`, two tensors for the means of
+    each bucket, by its index, which take turns.
     """
 
     group: Communicator | None = None
@@ -34,6 +36,18 @@ class DDPState:
     passes: int = 0
     number: int = field(default_factory=count().__next__)
     pending: list[tuple[Work, torch.Tensor, Result]] = field(default_factory=list)
+    results: dict[int, list[torch.Tensor]] = field(default_factory=dict, repr=False)
+
+    def result_of(self, index: int, values: torch.Tensor) -> torch.Tensor:
+        """Return memory for the means of a bucket, so that DDP's `values` stay as they are.
+
+        The means of the last pass are intact until the one after the next.
+        """
+        found = self.results.get(index, [])
+        if not found or found[0].shape != values.shape or found[0].dtype != values.dtype:
+            self.results[index] = found = [torch.empty_like(values) for _ in range(2)]
+        found.reverse()
+        return found[0]
 
     def finish(self) -> None:
         """Wait for pending operations; DDP would wait for the futures without driving progress."""
@@ -86,10 +100,13 @@ def ddp_hook(state: DDPState, bucket: GradBucket) -> Result:
     encoded = policy.encoded and (state.passes > 0 or not policy.keeps)
     if comm.watcher is not None:
         comm.watcher.carries(bucket.parameters())
+    in_place = policy.encoded or not keeps_inputs(comm, values)
+    result = values if in_place else state.result_of(bucket.index(), values)
     work = comm.send_bucket(
         values,
         AVG,
         members=len(parts),
+        into=result,
         backend=state.backend,
         compress=state.compress if encoded or not policy.encoded else False,
         tag=state.tag,
@@ -100,7 +117,7 @@ def ddp_hook(state: DDPState, bucket: GradBucket) -> Result:
     devices: list[int | str | torch.device] | None = [values.device] if values.is_cuda else None
     future: Result = torch.futures.Future(devices=devices)
     first = not state.pending
-    state.pending.append((work, values, future))
+    state.pending.append((work, result, future))
     if first:
         try:
             # Queued before DDP's own callback, which waits for the futures.

@@ -1,36 +1,52 @@
-"""The memory of buckets of gradients: flat tensors; each `param.grad` is a view into one."""
+"""The memory of buckets of gradients: flat tensors; each `param.grad` is a view into one.
+
+With `dispatch: {failover: true}` a bucket has three such tensors, which take turns, so that nothing has to be
+copied: a pass reads its gradients from one and writes the means to the next one. A rank that has the means of
+a pass may be in the next pass while others lack them, but not in the one after that, which begins once all
+ranks have taken part in the next one. So the gradients of a pass are intact as long as a rank may need them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 
+from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.core.work import Work
+from mcr_plus.dispatch.options import DispatchOptions
 from mcr_plus.errors import InvalidArgument, Unsupported
 from mcr_plus.fusion.bucket import Bucket
 from mcr_plus.training.policy import Choice, GradientPolicy, key_of, with_codec
 
+_TURNS: Final = 3  # tensors of a bucket with failover
+
 
 @dataclass(eq=False)
 class Slot:
-    """A parameter and its place in a bucket."""
+    """A parameter and its place in a bucket: `views` into the bucket's tensors, and that of this pass."""
 
     index: int
     name: str
     param: torch.nn.Parameter
     policy: GradientPolicy
     flat: Flat | None = None
+    views: list[torch.Tensor] = field(default_factory=list)
     view: torch.Tensor | None = None
     ready: bool = False
 
 
 @dataclass(eq=False)
 class Flat:
-    """The memory of a bucket, and the state of its operation."""
+    """The memory of a bucket, and the state of its operation.
 
-    values: torch.Tensor
+    `memory`: one tensor that is reduced in place, or those that take turns; `turn`: the index of the one that
+    has the gradients of this pass.
+    """
+
+    memory: list[torch.Tensor]
     slots: list[Slot]
     policy: GradientPolicy
     backend: str | None
@@ -39,13 +55,42 @@ class Flat:
     nbytes: int  # as counted in the plan
     missing: int = 0
     work: Work | None = None
+    turn: int = 0
 
     def __post_init__(self) -> None:
         self.missing = len(self.slots)
         self.key = key_of([slot.name for slot in self.slots])
 
+    @property
+    def values(self) -> torch.Tensor:
+        """The gradients of this rank in this pass."""
+        return self.memory[self.turn]
 
-def flat_of(slots: list[Slot], bucket: Bucket, choice: Choice) -> Flat:
+    @property
+    def means(self) -> torch.Tensor:
+        """Where the means go; `values` if the bucket is reduced in place."""
+        return self.memory[(self.turn + 1) % len(self.memory)]
+
+    def reset(self) -> None:
+        """Begin the next pass: the means of this one are the gradients so far."""
+        if self.work is not None:
+            self.turn = (self.turn + 1) % len(self.memory)
+        self.missing, self.work = len(self.slots), None
+        for slot in self.slots:
+            slot.ready, slot.view = False, slot.views[self.turn]
+
+
+def keeps_inputs(comm: Communicator, values: torch.Tensor) -> bool:
+    """Return whether gradients in `values` should outlive their reduction, so that it can run again.
+
+    True with `dispatch: {failover: true}` for CPU tensors; those of a GPU are copied to the host in any case.
+    """
+    options = comm.stage_options("dispatch")
+    has_failover = isinstance(options, DispatchOptions) and options.failover
+    return has_failover and comm.size > 1 and values.device.type == "cpu"
+
+
+def flat_of(comm: Communicator, slots: list[Slot], bucket: Bucket, choice: Choice) -> Flat:
     """Allocate a bucket for the gradients of these parameters, and move existing ones into it."""
     first = slots[0].param
     numel = -(-bucket.nbytes // first.element_size())
@@ -57,10 +102,14 @@ def flat_of(slots: list[Slot], bucket: Bucket, choice: Choice) -> Flat:
     backend = choice.library if policy.backend is None else policy.backend
     if choice.codec is not None and policy.compress is None:  # a rule decides for its parameters
         policy = with_codec(policy, choice.codec)
-    flat = Flat(values, slots, policy, backend, _parts(slots, begins), gaps, bucket.nbytes)
+    memory = [values]
+    if keeps_inputs(comm, values) and not policy.encoded:  # encoded values are in memory of their own
+        memory += [torch.zeros_like(values) for _ in range(_TURNS - 1)]
+    flat = Flat(memory, slots, policy, backend, _parts(slots, begins), gaps, bucket.nbytes)
     for slot, begin in zip(slots, begins, strict=True):
         slot.flat = flat
-        slot.view = _view(flat.values, begin, slot.param)
+        slot.views = [_view(each, begin, slot.param) for each in memory]
+        slot.view = slot.views[0]
         if slot.param.grad is not None:
             slot.view.copy_(slot.param.grad)
             slot.param.grad = slot.view

@@ -223,7 +223,7 @@ class Reducer:
                     "(a defect of mcr_plus: it would not be averaged)"
                 )
         self._flats = [
-            flat_of([self._slots[index] for index in bucket.members], bucket, choice)
+            flat_of(self.comm, [self._slots[index] for index in bucket.members], bucket, choice)
             for bucket, choice in zip(plan, choices or [Choice()] * len(plan), strict=True)
         ]
 
@@ -334,6 +334,7 @@ class Reducer:
             members=len(flat.slots),
             parts=flat.parts if encoded else None,
             key=flat.key if encoded else None,
+            into=flat.means,
         )
 
     def _issue(
@@ -345,6 +346,7 @@ class Reducer:
         members: int = 1,
         parts: tuple[tuple[int, ...], ...] | None = None,
         key: str | None = None,
+        into: torch.Tensor | None = None,
     ) -> Work:
         """Start the all_reduce of a bucket."""
         op: ReduceOp = AVG
@@ -352,8 +354,9 @@ class Reducer:
             values.div_(self.comm.size)
             op = SUM
         return self.comm.send_bucket(
-            values, op, members=members, backend=backend, compress=compress, tag=TAG, parts=parts, key=key
-        )
+            values, op, members=members, into=into, backend=backend, compress=compress, tag=TAG, parts=parts,
+            key=key,
+        )  # fmt: skip
 
     def _end(self) -> None:
         """Callback of autograd at the end of a backward pass."""
@@ -392,9 +395,7 @@ class Reducer:
     def _reset(self) -> None:
         self._task, self._next = None, 0
         for flat in self._flats:
-            flat.missing, flat.work = len(flat.slots), None
-        for slot in self._slots:
-            slot.ready = False
+            flat.reset()
 
     def _assign(self, *, raised: bool) -> None:
         """Assign the mean to every parameter with a gradient on some rank; raises if a pass failed."""

@@ -85,10 +85,25 @@ def test_a_tensor_that_is_used_again_is_no_result(changes: str) -> None:
     assert first["last"] == second["last"] == [2.0] * 3
 
 
-def test_a_training_step_does_not_notice() -> None:
-    for each in values(jobs.through_the_pipeline, 2, ["msccl", "gloo"]):
+@pytest.mark.parametrize("codec", [None, "int8_block"])
+def test_a_training_step_does_not_notice(codec: str | None) -> None:
+    for each in values(jobs.through_the_pipeline, 2, ["msccl", "gloo"], codec):
         assert each["moves"] >= 2
         assert each["disturbed"] == each["undisturbed"]
+
+
+@pytest.mark.parametrize(
+    ("backends", "way"),
+    [
+        (["msccl", "gloo"], "wrap"),
+        (["gloo", "msccl"], "wrap, gradients zeroed"),
+        (["msccl", "gloo"], "DDP"),
+        (["gloo", "msccl"], "DDP, gradients as views"),
+    ],
+)
+def test_gradients_outlive_their_reduction_without_a_copy(backends: list[str], way: str) -> None:
+    for each in values(jobs.ahead_by_a_pass, 2, backends, way):
+        assert each == {"wrong": [], "moves": 1, "copied": 0}
 
 
 @pytest.mark.parametrize("backends", [["gloo", "msccl"], ["msccl", "gloo"]], ids="->".join)

@@ -13,15 +13,17 @@ from typing import Any, NamedTuple
 import mpi4py
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from typer.testing import CliRunner
 
 import mcr_plus as mcr
 from mcr_plus.backends.base import Poll, Start
 from mcr_plus.cli.main import app
-from mcr_plus.core.message import Message
+from mcr_plus.core.message import Message, Signature
 from mcr_plus.core.sockets import shut_down
 from mcr_plus.dispatch.failover import channel as failover
 from mcr_plus.dispatch.failover import comeback, notices
+from mcr_plus.dispatch.failover.kept import Kept
 from mcr_plus.runtime.init import current
 
 KINDS = ("all_reduce", "all_gather", "broadcast", "reduce_scatter", "all_to_all", "reduce", "all_to_all_v")
@@ -228,12 +230,12 @@ def with_one_tensor(backends: list[str], changes: str) -> dict[str, Any]:
         return {"found": tensor[:2].tolist(), "last": last.tolist()}
 
 
-def through_the_pipeline(backends: list[str]) -> dict[str, Any]:
+def through_the_pipeline(backends: list[str], codec: str | None) -> dict[str, Any]:
     """A wrapped model, whose buckets are fused and compressed; a library breaks whenever it is back."""
     try_at_once(0.05)
     stages = [
         {"fuse": {"bucket": "1KiB", "first_bucket": "1KiB"}},
-        {"compress": {"codec": "int8_block", "error_feedback": False}},
+        *([{"compress": {"codec": codec, "error_feedback": False}}] if codec else []),
         {"select": {}},
         {"dispatch": {"failover": True, "timeout": "20s"}},
     ]
@@ -275,3 +277,96 @@ def after_a_death(backends: list[str], victim: int) -> dict[str, Any]:
     except mcr.PeerLost as lost:
         return {"lost": list(lost.ranks), "seconds": time.monotonic() - began}
     return {"lost": [], "seconds": time.monotonic() - began}
+
+
+PASSES = 6
+_LATE = 3  # the pass that rank 1 does not complete before the library breaks
+
+
+class _Weighted(torch.nn.Module):
+    """A model whose gradients are its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Parameter(torch.zeros(1003))
+        self.second = torch.nn.Parameter(torch.zeros(7, 11))
+
+    def forward(self, number: int, rank: int) -> torch.Tensor:
+        return sum(
+            ((each * gradient_of(each, number, rank)).sum() for each in self.parameters()), torch.zeros(())
+        )
+
+
+def gradient_of(param: torch.Tensor, number: int, rank: int) -> torch.Tensor:
+    """The gradient of a parameter in a pass; means over up to eight ranks are exact."""
+    return 8.0 * values(rank, number, param.numel()).view(param.shape).float()
+
+
+def _with_hook(way: str) -> tuple[torch.nn.Module, Any]:
+    """A model and its optimizer, by one of our ways to average gradients."""
+    model: torch.nn.Module = _Weighted()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    if way.startswith("wrap"):
+        return mcr.wrap(model, optimizer)
+    model = DistributedDataParallel(model, gradient_as_bucket_view="views" in way, bucket_cap_mb=0.001)
+    model.register_comm_hook(mcr.DDPState(), mcr.ddp_hook)
+    return model, optimizer
+
+
+def ahead_by_a_pass(backends: list[str], way: str) -> dict[str, Any]:
+    """Rank 0 has the means of a pass, changes them and sends the next one's; then the library fails.
+
+    The rest has not completed that pass, and no copy of the gradients was made.
+    """
+    stages = [
+        {"fuse": {"bucket": "1KiB", "first_bucket": "1KiB"}},
+        {"select": {}},
+        {"dispatch": {"failover": True, "timeout": "20s"}},
+    ]
+    copied: list[int] = []
+    with (
+        mcr.init({"version": 1, "backends": backends, "pipeline": stages}) as comm,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        if way.startswith("DDP"):
+            torch.distributed.init_process_group("mcr")
+        model, optimizer = _with_hook(way)
+        channel = [each for each in current().engine.failovers if each.slot.backend.name == backends[0]][-1]
+        if way.startswith("DDP"):
+            channel = channel_of(backends[0])
+        is_late, bind, copy = [False], channel._own.bind, Kept.copied
+
+        def late(signature: Signature) -> Start:
+            start = bind(signature)
+
+            def begun(message: Message) -> Poll:
+                poll = start(message)
+                return (lambda: False) if is_late[0] else poll
+
+            return begun
+
+        def noted(kept: Kept, tensor: torch.Tensor) -> torch.Tensor:
+            copied.append(tensor.nbytes)
+            return copy(kept, tensor)
+
+        patch.setattr(channel._own, "bind", late)
+        patch.setattr(Kept, "copied", noted)
+        wrong: list[tuple[int, str]] = []
+        for number in range(PASSES):
+            optimizer.zero_grad(set_to_none="zeroed" not in way)
+            is_late[0] = number == _LATE and comm.rank > 0
+            if is_late[0]:
+                breaker = threading.Timer(0.5, break_connections, ["any", channel])
+                breaker.start()
+            model(number, comm.rank).backward()
+            for name, param in model.named_parameters():
+                expected = torch.stack([gradient_of(param, number, rank) for rank in range(comm.size)]).mean(
+                    0
+                )
+                assert param.grad is not None
+                if not torch.equal(param.grad, expected):
+                    wrong.append((number, name))
+                param.grad.mul_(3.0)
+        if way.startswith("DDP"):
+            torch.distributed.destroy_process_group()
+        return {"wrong": wrong, "moves": channel._round, "copied": sum(each > 256 for each in copied)}

@@ -35,8 +35,8 @@ class Attempt:
     """
 
     __slots__ = (
-        "_channel", "_copies", "_inputs", "_outputs", "_result", "_states", "binding", "error", "gate",
-        "is_done", "kept_bytes", "library", "message", "number", "poll", "second",
+        "_channel", "_copies", "_inputs", "_outputs", "_result", "_states", "_watched", "binding", "error",
+        "gate", "is_done", "kept_bytes", "library", "message", "number", "poll", "second",
     )  # fmt: skip
 
     def __init__(self, channel: FailoverChannel, binding: Binding, message: Message, number: int) -> None:
@@ -56,6 +56,7 @@ class Attempt:
         self._outputs: Tensors = message.outputs
         self._copies: Tensors | None = None
         self._result: torch.Tensor | None = None
+        self._watched: Tensors = ()
         self._states: list[TensorState] = []
 
     def __call__(self) -> bool:
@@ -96,13 +97,14 @@ class Attempt:
         self.kept_bytes = sum(each.nbytes for each in (*self.tensors, *(self._copies or ())))
 
     def note_state(self, writes: dict[int, int]) -> None:
-        """Note what its tensors are like, now that it is complete."""
-        self._states = [TensorState.of(each, writes) for each in self.tensors]
+        """Note what its tensors are like, now that it is complete; copied inputs do not matter."""
+        self._watched = self.tensors if self._copies is None else self._outputs
+        self._states = [TensorState.of(each, writes) for each in self._watched]
 
     def let_go(self) -> Tensors:
         """Let go of the tensors; returns the copies, which are free."""
         copies, self._copies = self._copies or (), None
-        self._inputs, self._outputs = (), ()
+        self._inputs = self._outputs = self._watched = ()
         self._result = None
         return copies
 
@@ -112,10 +114,12 @@ class Attempt:
         if not self.is_done:
             return Operation(digest, is_done=False, has_input=True, has_result=False)
         same = [
-            state.is_that_of(tensor, writes) for state, tensor in zip(self._states, self.tensors, strict=True)
+            state.is_that_of(tensor, writes)
+            for state, tensor in zip(self._states, self._watched, strict=True)
         ]
         tracked = self.message.codec is None  # codecs write to their buffers by compiled code
-        inputs, outputs = same[: len(self._inputs)], same[len(self._inputs) :]
+        first = len(same) - len(self._outputs)
+        inputs, outputs = same[:first], same[first:]
         if self.message.signature.kind in SAME_RESULT and tracked and len(outputs) == 1 and outputs[0]:
             self._result = self._outputs[0].clone()
         elif self._copies is None and tracked and all(inputs):
@@ -161,7 +165,9 @@ class Attempt:
 
 def _is_in_place(message: Message) -> bool:
     """Whether the input is the program's result too, or shares memory with it."""
-    if message.signature.kind in IN_PLACE:
+    kind = message.signature.kind
+    # An all_reduce of gradients may have its result elsewhere.
+    if kind in IN_PLACE and (kind != "all_reduce" or message.inputs[0] is message.outputs[0]):
         return True
     used = {each.untyped_storage().data_ptr() for each in message.outputs}
     return any(each.untyped_storage().data_ptr() in used for each in message.inputs)

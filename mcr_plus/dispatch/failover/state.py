@@ -38,15 +38,23 @@ class TensorState(NamedTuple):
     def of(cls, tensor: torch.Tensor, writes: dict[int, int]) -> TensorState:
         """The state now."""
         values = tensor.detach().view(-1)
-        step = max(1, values.numel() // _SAMPLED)
+        if values.numel() > _SAMPLED:
+            values = values[:: values.numel() // _SAMPLED]
         return cls(
             None if tensor.is_inference() else tensor._version,
             writes.get(tensor.untyped_storage().data_ptr(), 0),
-            values[::step].clone().view(torch.uint8),
+            values.clone(),
         )
 
     def is_that_of(self, tensor: torch.Tensor, writes: dict[int, int]) -> bool:
         """Whether the tensor has not changed since."""
         now = TensorState.of(tensor, writes)
         is_counted = self.version is not None and self.version == now.version
-        return is_counted and self.written == now.written and torch.equal(self.sample, now.sample)
+        return (
+            is_counted
+            and self.written == now.written
+            and torch.equal(
+                self.sample.view(torch.uint8),
+                now.sample.view(torch.uint8),  # a NaN is equal to itself
+            )
+        )

@@ -54,7 +54,7 @@ class OpenGroup:
         chains: the bound pipeline of each signature.
         messages: the bound pipelines of sends and receives, which each rank binds without the others.
         plans: bound operations of all kinds, by call arguments.
-        numbers: the next number of what higher layers number, by a name of theirs; the successor has them, too.
+        numbers: the next number of what higher layers number, by its name; taken over by successors.
     """
 
     group: Group

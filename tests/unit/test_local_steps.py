@@ -52,6 +52,14 @@ def course(
     return found
 
 
+def begun(comm: Any, states: Any, changed: dict[str, Any]) -> list[float]:
+    """The outer parameters of a run that is restored and goes on with the next step."""
+    model = Quadratic(comm.rank)
+    local = made(comm, model, **changed)
+    load((model, local.inner, local), copy.deepcopy(states))
+    return outer_values(local)
+
+
 def names_of(fragments: int) -> list[list[str]]:
     """By hand: the sizes are 15, 4, 6, 7, 1."""
     return {1: ["abcde"], 2: ["a", "bcde"], 3: ["a", "b", "cde"], 4: ["a", "b", "c", "de"]}[fragments]  # type: ignore[return-value]
@@ -190,7 +198,8 @@ def test_checkpoints_at_every_step_restore_the_same_run() -> None:
         assert on_simulated_ranks(train, 2, at) == undisturbed, at
 
 
-def test_a_checkpoint_fits_more_ranks() -> None:
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (3, 2), (3, 1)])
+def test_a_checkpoint_fits_other_numbers_of_ranks(before: int, after: int) -> None:
     changed = {"every": 5, "fragments": 2, "delay": 3, "mix": 0.5}
 
     def train(comm: Any, saved: Any) -> Any:
@@ -204,10 +213,15 @@ def test_a_checkpoint_fits_more_ranks() -> None:
             local.step()
         return [each.state_dict() for each in (model, local.inner, local)], outer_values(local)
 
-    first = on_simulated_ranks(train, 2, None)
-    more = on_simulated_ranks(train, 4, first[0][0])
-    assert all(outers == more[0][1] for _, outers in more)
-    assert more[0][1] != first[0][1]
+    first = on_simulated_ranks(train, before, None)
+    later = on_simulated_ranks(train, after, first[0][0])
+    assert all(outers == later[0][1] for _, outers in later)
+    assert later[0][1] != first[0][1]
+    states = first[0][0]
+    assert any(each["arrived"] is not None for each in states[2]["fragments"])
+    restored = on_simulated_ranks(lambda comm: begun(comm, states, changed), after)
+    saved = [each for fragment in states[2]["fragments"] for each in fragment["anchor"].tolist()]
+    assert all(outers == saved for outers in restored)
 
 
 def test_unlike_machines_make_steps_by_their_speed() -> None:
@@ -230,6 +244,146 @@ def test_unlike_machines_make_steps_by_their_speed() -> None:
     assert fewer == 2
     assert slow == 2 * 8 + 2 * 2  # the times of the first window arrive in the second
     assert one == other
+
+
+def test_the_steps_of_unlike_machines_are_found_anew_after_a_loss() -> None:
+    """The fastest of three ranks is lost: the faster one of the rest makes `every` steps from then on."""
+
+    def train(comm: Any) -> Any:
+        model = Quadratic(comm.rank)
+        local = made(comm, model, every=8, uneven=True, fragments=2, delay=1)
+
+        def advance(rounds: int) -> int:
+            before = local.steps
+            while local.rounds < rounds:
+                local.inner.zero_grad()
+                model.loss().backward()
+                local._left -= (0.2, 0.1, 0.4)[comm.rank]  # as if computing had taken so long
+                local.step()
+            return local.steps - before
+
+        counts = [advance(2), advance(3)]
+        windows = [local.every]
+        if comm.rank == 1:
+            return None
+        comm.lose(1)
+        local.resume()
+        windows.append(local.every)
+        counts.append(advance(4))
+        counts.append(advance(5))
+        local.finish()
+        return windows, counts[2:], model.values()
+
+    one, lost, other = on_simulated_ranks(train, 3)
+    assert lost is None
+    assert one[:2] == ([4, 8], [8, 8])
+    assert other[:2] == ([2, 4], [4, 4])
+    assert one[2] == other[2]
+
+
+def test_a_warm_up_copies_the_parameters_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = []
+    take = Fragment.take_parameters
+    monkeypatch.setattr(Fragment, "take_parameters", lambda self: (copies.append(1), take(self)))
+
+    def train(comm: Any, stop: str) -> Any:
+        model = Quadratic(comm.rank)
+        local = made(comm, model, every=3, warmup=5)
+        after = []
+        for step in range(5):
+            local.inner.zero_grad()
+            model.loss().backward()
+            local.step()
+            after.append(len(copies))
+            if step == 2 and stop == "finish":
+                values = model.values()
+                local.finish()
+                assert model.values() == values == outer_values(local)
+            elif step == 2 and stop == "save":
+                assert local.state_dict()["fragments"][0]["anchor"].tolist() == model.values()
+        assert outer_values(local) == model.values()
+        return after, model.values()
+
+    ((after, values),) = on_simulated_ranks(train, 1, "")
+    assert after == [2, 2, 2, 2, 3]  # two are of the beginning
+    for stop in ("finish", "save"):
+        assert on_simulated_ranks(train, 2, stop)[0][1] == on_simulated_ranks(train, 2, "")[0][1]
+    assert values
+
+
+# -- scalers and closures -------------------------------------------------------------------------
+
+
+def test_a_scaler_makes_the_inner_step_and_its_skipped_steps_count() -> None:
+    """Powers of two scale exactly; of a step whose gradients overflow on one rank nothing is taken there."""
+
+    def train(comm: Any, scaled: bool, warmup: int) -> Any:
+        model = Quadratic(comm.rank)
+        local = made(comm, model, every=3, warmup=warmup)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=1000)
+        for step in range(9):
+            local.inner.zero_grad()
+            overflows = step == 7 and comm.rank == 1
+            if scaled:
+                scaler.scale(model.loss()).backward()
+                if overflows:
+                    model.layers["a"].weight.grad[0] = float("inf")
+                local.step(scaler=scaler)
+                scaler.update()
+                continue
+            model.loss().backward()
+            if overflows:  # SGD leaves parameters without gradients alone
+                local.inner.zero_grad()
+            local.step()
+        return model.values(), local.steps, scaler.get_scale()
+
+    for warmup in (0, 4):
+        plain = on_simulated_ranks(train, 2, False, warmup)
+        scaled = on_simulated_ranks(train, 2, True, warmup)
+        assert [each[2] for each in scaled] == [2.0**8, 2.0**7]
+        for one, other in zip(plain, scaled, strict=True):
+            assert one[1] == other[1] == 9
+            np.testing.assert_allclose(one[0], other[0], rtol=1e-12)
+
+
+def test_closures() -> None:
+    def train(comm: Any) -> Any:
+        model = Quadratic(comm.rank)
+        inner = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=3 + comm.rank)
+        local = made(comm, model, partial(SGD, lr=1.0), inner, every=2)
+
+        def closure() -> torch.Tensor:
+            inner.zero_grad()
+            loss = model.loss()
+            loss.backward()
+            return loss
+
+        losses = [local.step(closure=closure).item() for _ in range(6)]
+        refused = []
+        calls: list[dict[str, Any]] = [
+            {},
+            {"tokens": closure},
+            {"closure": 3},
+            {"scaler": inner},
+            {"closure": closure, "scaler": torch.amp.GradScaler("cpu")},
+        ]
+        for arguments_ in calls:
+            with pytest.raises(InvalidArgument) as caught:
+                local.step(**arguments_)
+            refused.append(str(caught.value))
+        with pytest.raises(InvalidArgument, match="closure: in the warm-up ranks average gradients"):
+            made(comm, Quadratic(0), warmup=2).step(closure=closure)
+        return losses, outer_values(local), refused, local.steps
+
+    (losses, outer, refused, steps), (_, other, _, _) = on_simulated_ranks(train, 2)
+    assert losses[1] < losses[0]
+    assert (outer, steps) == (other, 6)
+    for text, wanted in zip(
+        refused,
+        ["closure: LBFGS needs one", "pass closure=", "closure: expected", "scaler: expected", "pass one of"],
+        strict=True,
+    ):
+        assert wanted in text
 
 
 def test_finish_makes_models_and_buffers_equal() -> None:
@@ -312,15 +466,38 @@ def test_ranks_with_other_settings_are_refused() -> None:
         on_simulated_ranks(lambda comm: made(comm, Quadratic(0), every=4 + 2 * comm.rank), 2)
 
 
-def test_parameters_that_are_frozen_later_are_refused() -> None:
-    def train(comm: Any) -> None:
-        model = Quadratic(0)
-        local = made(comm, model, every=1)
+def test_parameters_that_one_rank_has_changed_are_refused_by_all() -> None:
+    def freeze(model: Any) -> None:
         model.layers["b"].requires_grad_(False)
-        local.step()
 
-    with pytest.raises(InvalidArgument, match=r"'layers\.c\.weight' in place of 'layers\.b\.weight'"):
-        on_simulated_ranks(train, 1)
+    def resize(model: Any) -> None:
+        model.layers["b"].weight.data = torch.zeros(7, dtype=torch.float64)
+
+    def train(comm: Any, change: Any, delay: int) -> Any:
+        model = Quadratic(comm.rank)
+        local = made(comm, model, every=3, delay=delay)
+        if comm.rank == 1:
+            change(model)
+        before = model.values()
+        for step in range(3 + delay):
+            if step == 2 + delay:
+                with pytest.raises(InvalidArgument) as caught:
+                    local.step()
+            else:
+                local.step()
+        assert local.fragments[0].flight is None
+        assert model.values() == before
+        return str(caught.value)
+
+    for change, delay, text in (
+        (freeze, 0, "'layers.c.weight' in place of 'layers.b.weight'"),
+        (freeze, 2, "'layers.c.weight' in place of 'layers.b.weight'"),
+        (resize, 1, "'layers.b.weight' has changed its shape from [4] to [7]"),
+    ):
+        other, own, third = on_simulated_ranks(train, 3, change, delay)
+        assert text in own
+        assert "trained parameters have changed on rank 1" in other
+        assert third == other
 
 
 def test_missing_tokens_are_refused() -> None:

@@ -86,6 +86,14 @@ class CompressStage(Stage):
             if name in kept:
                 instance.restore(kept.pop(name))
 
+    def forget_state(self, is_over: Callable[[str], bool]) -> None:
+        """Let operations begin anew that nobody issues any more, and so free their residuals."""
+        for name in [name for name in self._restored if is_over(name)]:
+            del self._restored[name]
+        for name, instance in self._instances.items():
+            if is_over(name):
+                instance.begin_anew()
+
     def _forget(self) -> None:
         """Drop those without state."""
         for name in [name for name, instance in self._instances.items() if not instance.is_stateful]:
@@ -242,6 +250,10 @@ class CodecInstance:
     def known_state(self) -> CompressorState | None:
         """The state, None before the first call."""
         return self._state
+
+    def begin_anew(self) -> None:
+        """Drop the state: the next call is the first."""
+        self._state, self.restored, self.resumed, self.calls = None, {}, False, 0
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take the tensors of another job, now or with the first call.

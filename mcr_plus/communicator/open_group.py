@@ -54,6 +54,7 @@ class OpenGroup:
         chains: the bound pipeline of each signature.
         messages: the bound pipelines of sends and receives, which each rank binds without the others.
         plans: bound operations of all kinds, by call arguments.
+        numbers: the next number of what higher layers number, by its name; taken over by successors.
     """
 
     group: Group
@@ -66,6 +67,7 @@ class OpenGroup:
     chains: dict[Signature, Bound] = field(default_factory=dict)
     messages: dict[Signature, Bound] = field(default_factory=dict)
     plans: dict[Any, Any] = field(default_factory=dict)
+    numbers: dict[str, int] = field(default_factory=dict)
     _handle: Callable[[], Communicator | None] = _no_handle
 
     def __post_init__(self) -> None:

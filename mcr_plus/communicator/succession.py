@@ -28,6 +28,7 @@ class Succession:
 def succeed(old: Communicator, new: Communicator) -> None:
     """Let one communicator take the place of another, and of those whose place that one had taken."""
     line = [weakref.ref(old), *old.succession.before]
+    new.opened.numbers.update(old.opened.numbers)
     new.succession.before = [each for each in line if each() is not None]
     for each in new.succession.before:
         if (earlier := each()) is not None:

@@ -106,6 +106,11 @@ class Pipeline:
             for (name, _), stage in self._stages.items():
                 stage.load_state(self._context.runtime.restored.setdefault(name, {}))
 
+    def forget_state(self, is_over: Callable[[str], bool]) -> None:
+        """Have every stage drop the state of operations that are over, by their names."""
+        for stage in self._stages.values():
+            stage.forget_state(is_over)
+
     def _bind_from(
         self, index: int, signature: Signature, notes: list[Note], instead: Instead | None = None
     ) -> Issue:

@@ -131,6 +131,12 @@ class Stage(ABC):
         is left in it is saved again by `mcr.state_dict`; one with tensors is reported at the end of the job.
         """
 
+    def forget_state(self, is_over: Callable[[str], bool]) -> None:
+        """Drop entries of `state` and of `kept` by their names: nobody issues these operations any more.
+
+        Called at the same point on all ranks of the group. Operations in flight end with what they have.
+        """
+
     @property
     def needs_finish(self) -> bool:
         """Whether `finish` is to see this stage even if its group is closed before the job ends.

@@ -90,6 +90,24 @@ def test_checkpoints_at_every_step_restore_the_same_run() -> None:
     assert all(result.value for result in run_ranks(jobs.restored, 2))
 
 
+def test_what_becomes_of_residuals() -> None:
+    results = [each.value for each in run_ranks(jobs.feedback, 2, timeout=240)]
+    for found in results:
+        # What is not sent is sent later, once, whatever `mix`; without feedback, or where it decays, never.
+        for name, distance in found["distances"].items():
+            if name.endswith("True"):
+                assert distance < 1e-3, found["distances"]
+            else:
+                assert distance > 1e-2, found["distances"]
+        assert found["kept"] == 1
+        assert found["numbers"] == [12, 13]
+        assert found["second"], "a second instance does not do what the first has done"
+        assert found["held"] == [True] * 4  # of two fragments of the first, which one rank still has, too
+        assert found["restored"]
+        assert found["again"]
+        assert found["ends"] == results[0]["ends"]
+
+
 def survivors(target: Any, ranks: int, lost: list[int], args: list[Any]) -> list[dict[str, Any]]:
     env = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     results = run_ranks(target, ranks, via="torch", check=False, env=env, args=args)
@@ -117,6 +135,14 @@ def test_a_newcomer_begins_with_the_outer_state(tmp_path: Path) -> None:
         assert each["begun"]["outer"] == trained["begun"]["outer"]
         assert (each["begun"]["steps"], each["begun"]["position"], each["size"]) == (10, 2, 3)
         assert each["values"] == trained["values"]
+    assert [each["begun"]["tags"] for each in found] == [["outer.1.0", "outer.1.1", "outer.2.0"]] * 3
+    # Steps 11 to 17: the third window of weighted means ends with step 12, of which a newcomer has made two.
+    for at, steps in ((1, [4, 4, 2]), (5, [4, 4, 4])):
+        shares = np.array(steps) * jobs.TOKENS
+        moved = np.array([each["begun"]["moved"][at] for each in found])
+        wanted = shares @ moved / shares.sum()
+        for each in found:
+            np.testing.assert_allclose(each["begun"]["means"][at], wanted, rtol=1e-11, atol=1e-13)
     assert new["begun"]["values"] == new["begun"]["outer"]
     assert trained["begun"]["values"] != trained["begun"]["outer"]
 

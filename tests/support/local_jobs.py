@@ -167,6 +167,88 @@ def restored() -> bool:
         return all(run(at) == undisturbed for at in range(9))
 
 
+TOPK = {"codec": "topk", "ratio": 0.1, "error_feedback": True}
+
+
+def feedback() -> dict[str, Any]:
+    """What becomes of residuals: with `mix`, of a second instance, and in a checkpoint."""
+    found: dict[str, Any] = {"distances": {}}
+    comm = begin("gloo")
+    for codec in ({"codec": "int4_block"}, {"codec": "topk", "ratio": 0.1}):
+        for mix in (1.0, 0.5):
+            for own in ({}, {"error_feedback": True}, {"error_feedback": {"decay": 0.5}}):
+                name = f"{codec['codec']} {mix} {own.get('error_feedback', False)}"
+                found["distances"][name] = _distance(comm, mix, codec | own)
+    found["kept"] = len(mcr.state_dict()["codecs"].get("world", {}))  # of the last one: the others are over
+
+    def run(steps: int, states: Any = None) -> mcr.LocalSteps:
+        torch.manual_seed(3)
+        local = made(Wide(comm.rank), every=2, fragments=2, delay=1, mix=0.5, compress=TOPK)
+        if states is not None:
+            mcr.load_state_dict(states[0])
+            load((local.model, local.inner, local), copy.deepcopy(states[1]))
+        for _ in range(steps):
+            one_step(local)
+        return local
+
+    first = run(7)
+    numbers = [first.number]
+    ends = [each.anchor.tolist() for each in first.fragments]
+    if comm.rank:
+        cycle = [first]  # this rank collects it later than the others
+        cycle.append(cycle)  # type: ignore[arg-type]
+        del cycle
+    del first
+    second = run(7)
+    numbers.append(second.number)
+    found["numbers"] = numbers
+    found["second"] = [each.anchor.tolist() for each in second.fragments] == ends
+    saved = mcr.state_dict()
+    states = copy.deepcopy([each.state_dict() for each in (second.model, second.inner, second)])
+    residuals = [tensor for each in saved["codecs"]["world"].values() for tensor in each.values()]
+    found["held"] = [bool(each.any()) for each in residuals]
+    del second
+    mcr.finalize()
+
+    later = []
+    for _ in range(2):
+        comm = begin("gloo")
+        for _ in range(numbers[1]):  # the tags have the numbers, by which residuals are found
+            made(Wide(comm.rank))
+        again = run(0, (saved, states))
+        both = [saved["codecs"]["world"], mcr.state_dict()["codecs"]["world"]]
+        found["restored"] = both[0].keys() == both[1].keys() and all(
+            torch.equal(both[0][name][key], both[1][name][key]) for name in both[0] for key in both[0][name]
+        )
+        for _ in range(5):
+            one_step(again)
+        later.append([each.anchor.tolist() for each in again.fragments])
+        again.finish()
+        found["ends"] = [each.anchor.tolist() for each in again.fragments]
+        del again
+        mcr.finalize()
+    found["again"] = later[0] == later[1]
+    return found
+
+
+def _distance(comm: mcr.Communicator, mix: float, compress: dict[str, Any]) -> float:
+    """How far the outer parameters end from the mean of the ranks' parameters, if nobody learns anything."""
+    model = torch.nn.Linear(64, 33, bias=False)
+    inner = SGD(model.parameters(), lr=0.0)
+    local = mcr.local(model, inner, partial(SGD, lr=1.0), every=1, mix=mix, compress=compress)
+    torch.manual_seed(comm.rank)
+    with torch.no_grad():
+        model.weight += torch.randn_like(model.weight)
+    wanted = model.weight.detach().clone()
+    comm.all_reduce(wanted, "AVG", compress=False)
+    for _ in range(60):
+        local.step()
+    return (local.fragments[0].anchor - wanted.view(-1)).square().mean().sqrt().item()
+
+
+TOKENS = [10, 30, 5]
+
+
 def after_a_death(victim: int, at: int, delay: int) -> dict[str, Any]:
     """One of three ranks dies at a step; the others go on to the same number of steps."""
     comm = begin("gloo")
@@ -182,7 +264,10 @@ def after_a_death(victim: int, at: int, delay: int) -> dict[str, Any]:
         except mcr.PeerLost:
             losses += 1
             before = [each.rounds for each in local.fragments]
+            local.state_dict()  # of a world that is gone, with flights that will never arrive
             mcr.shrink()
+            saved = local.state_dict()
+            assert [each["rounds"] for each in saved["fragments"]] == before
             local.resume()
     local.finish()
     return {
@@ -200,21 +285,40 @@ def with_a_newcomer(folder: str) -> dict[str, Any]:
     """Two ranks train, a third one joins in the middle of a round, and begins with the outer parameters."""
     meeting = Meeting(folder)
     comm = _two_and_one(meeting.number)
-    local = made(Quadratic(comm.rank if meeting.number < 2 else 0), every=4, fragments=2, delay=1, mix=0.5)
+    is_new = meeting.number == 2
+    if not is_new:
+        made(Quadratic(comm.rank))  # so that those in the old world have other numbers
+    local = made(Quadratic(0 if is_new else comm.rank), every=4, fragments=2, delay=1, mix=0.5)
     local.model.problem = Quadratic(meeting.number).problem  # type: ignore[assignment]
-    if meeting.number < 2:
+    weighted = made(Quadratic(0 if is_new else comm.rank), 1.0, every=4, weighted=True)
+    weighted.model.problem = local.model.problem  # type: ignore[assignment]
+    moved: list[list[float]] = []  # before outer steps
+    weighted.inner.register_step_post_hook(lambda *_: moved.append(values(weighted)))
+    means: list[list[float]] = []
+
+    def step() -> None:
+        one_step(local)
+        weighted.inner.zero_grad()
+        weighted.model.loss().backward()  # type: ignore[operator]
+        weighted.step(TOKENS[meeting.number])
+        means.append(outer_values(weighted))
+
+    if not is_new:
         for _ in range(10):
-            one_step(local)
+            step()
     outer = outer_values(local)
     mcr.reconfigure("three", meeting.handles("all"))
     local.resume()
+    weighted.resume()
     begun = {
         "steps": local.steps,
         "position": local.position,
         "values": values(local),
         "outer": outer_values(local),
+        "tags": [each.tag for each in (*local.fragments, *weighted.fragments)],
     }
     for _ in range(7):
-        one_step(local)
+        step()
     local.finish()
+    begun |= {"moved": moved[-7:], "means": means[-7:]}
     return {"before": outer, "begun": begun, "values": values(local), "size": local.comm.size}

@@ -33,6 +33,13 @@ class _Exchange:
         self.size = size
         self.posted: dict[int, dict[int, tuple[str, Any]]] = {}
         self.changed = threading.Condition()
+        self.after: _Exchange | None = None
+
+    def without(self, size: int) -> _Exchange:
+        """The exchange of the world after this one."""
+        with self.changed:
+            self.after = self.after or _Exchange(size)
+            return self.after
 
     def post(self, number: int, rank: int, kind: str, value: Any) -> None:
         with self.changed:
@@ -59,7 +66,20 @@ class Simulated:
         self.state = SimpleNamespace(revoked=False)
         self.config = SimpleNamespace(options=lambda _: None)
         self.spoil: Callable[[torch.Tensor], object] | None = None
+        self.opened = SimpleNamespace(numbers={}, all=())
+        self.succession = SimpleNamespace(successor=None)
         self._number = 0
+
+    def successor(self) -> Simulated:
+        return self.succession.successor or self
+
+    def lose(self, rank: int) -> None:
+        """Go on without a rank, as `mcr.shrink` does; on all others, each of which makes the same of it."""
+        self.state.revoked = True
+        left = [each for each in self.ranks if each != rank]
+        exchange = self._exchange.without(len(left))
+        self.succession.successor = after = Simulated(exchange, left.index(self.rank))
+        after.opened.numbers.update(self.opened.numbers)
 
     def _start(self, kind: str, value: Any) -> Callable[[], list[Any]]:
         number, self._number = self._number, self._number + 1

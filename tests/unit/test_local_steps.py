@@ -1,4 +1,4 @@
-"""The arithmetic of outer steps on simulated ranks, against NumPy in float64, and what is refused."""
+"""The arithmetic of outer steps on simulated ranks, against NumPy in float64."""
 
 from __future__ import annotations
 
@@ -11,30 +11,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from local_oracle import INNER, SHAPES, Quadratic, Sgd, flat, load, simulate, start, targets
+from local_oracle import SHAPES, Quadratic, Sgd, flat, load, simulate, start, targets
+from local_simulated import DEFAULTS, made, outer_values
 from simulated_ranks import on_simulated_ranks
 
-from mcr_plus.errors import InvalidArgument, OrderMismatch, ResultMismatch
-from mcr_plus.training.local_steps import arguments
 from mcr_plus.training.local_steps.fragments import Fragment, cut, digest
-from mcr_plus.training.local_steps.local import LocalSteps
 
 SGD = torch.optim.SGD
-DEFAULTS: dict[str, Any] = {
-    "every": 4, "fragments": 1, "delay": 0, "mix": 1.0, "compress": None, "uneven": False, "weighted": False,
-    "warmup": 0, "gate": None,
-}  # fmt: skip
-
-
-def made(
-    comm: Any, model: torch.nn.Module, outer: Any = None, inner: Any = None, **changed: Any
-) -> LocalSteps:
-    optimizer = inner or SGD(model.parameters(), **INNER)
-    return LocalSteps(model, optimizer, outer, arguments.checked(**DEFAULTS | changed), comm)
-
-
-def outer_values(local: LocalSteps) -> list[float]:
-    return [each for fragment in local.fragments for each in fragment.anchor.tolist()]
 
 
 def course(
@@ -50,6 +33,14 @@ def course(
         local.step(None if tokens is None else tokens[comm.rank])
         found.append((model.values(), outer_values(local)))
     return found
+
+
+def begun(comm: Any, states: Any, changed: dict[str, Any]) -> list[float]:
+    """The outer parameters of a run that is restored and goes on with the next step."""
+    model = Quadratic(comm.rank)
+    local = made(comm, model, **changed)
+    load((model, local.inner, local), copy.deepcopy(states))
+    return outer_values(local)
 
 
 def names_of(fragments: int) -> list[list[str]]:
@@ -190,7 +181,8 @@ def test_checkpoints_at_every_step_restore_the_same_run() -> None:
         assert on_simulated_ranks(train, 2, at) == undisturbed, at
 
 
-def test_a_checkpoint_fits_more_ranks() -> None:
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (3, 2), (3, 1)])
+def test_a_checkpoint_fits_other_numbers_of_ranks(before: int, after: int) -> None:
     changed = {"every": 5, "fragments": 2, "delay": 3, "mix": 0.5}
 
     def train(comm: Any, saved: Any) -> Any:
@@ -204,10 +196,15 @@ def test_a_checkpoint_fits_more_ranks() -> None:
             local.step()
         return [each.state_dict() for each in (model, local.inner, local)], outer_values(local)
 
-    first = on_simulated_ranks(train, 2, None)
-    more = on_simulated_ranks(train, 4, first[0][0])
-    assert all(outers == more[0][1] for _, outers in more)
-    assert more[0][1] != first[0][1]
+    first = on_simulated_ranks(train, before, None)
+    later = on_simulated_ranks(train, after, first[0][0])
+    assert all(outers == later[0][1] for _, outers in later)
+    assert later[0][1] != first[0][1]
+    states = first[0][0]
+    assert any(each["arrived"] is not None for each in states[2]["fragments"])
+    restored = on_simulated_ranks(lambda comm: begun(comm, states, changed), after)
+    saved = [each for fragment in states[2]["fragments"] for each in fragment["anchor"].tolist()]
+    assert all(outers == saved for outers in restored)
 
 
 def test_unlike_machines_make_steps_by_their_speed() -> None:
@@ -232,6 +229,76 @@ def test_unlike_machines_make_steps_by_their_speed() -> None:
     assert one == other
 
 
+def test_the_steps_of_unlike_machines_are_found_anew_after_a_loss() -> None:
+    """The fastest of three ranks is lost: the faster one of the rest makes `every` steps from then on."""
+
+    def train(comm: Any) -> Any:
+        model = Quadratic(comm.rank)
+        local = made(comm, model, every=8, uneven=True, fragments=2, delay=1)
+
+        def advance(rounds: int) -> int:
+            before = local.steps
+            while local.rounds < rounds:
+                local.inner.zero_grad()
+                model.loss().backward()
+                local._left -= (0.2, 0.1, 0.4)[comm.rank]  # as if computing had taken so long
+                local.step()
+            return local.steps - before
+
+        counts = [advance(2), advance(3)]
+        windows = [local.every]
+        if comm.rank == 1:
+            return None
+        comm.lose(1)
+        local.resume()
+        windows.append(local.every)
+        counts.append(advance(4))
+        counts.append(advance(5))
+        local.finish()
+        return windows, counts[2:], model.values()
+
+    one, lost, other = on_simulated_ranks(train, 3)
+    assert lost is None
+    assert one[:2] == ([4, 8], [8, 8])
+    assert other[:2] == ([2, 4], [4, 4])
+    assert one[2] == other[2]
+
+
+def test_a_warm_up_copies_the_parameters_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[Fragment] = []
+    take = Fragment.take_parameters
+
+    def counted(fragment: Fragment) -> None:
+        copies.append(fragment)
+        take(fragment)
+
+    monkeypatch.setattr(Fragment, "take_parameters", counted)
+
+    def train(comm: Any, stop: str) -> Any:
+        model = Quadratic(comm.rank)
+        local = made(comm, model, every=3, warmup=5)
+        after = []
+        for step in range(5):
+            local.inner.zero_grad()
+            model.loss().backward()
+            local.step()
+            after.append(len(copies))
+            if step == 2 and stop == "finish":
+                values = model.values()
+                local.finish()
+                assert model.values() == values == outer_values(local)
+            elif step == 2 and stop == "save":
+                assert local.state_dict()["fragments"][0]["anchor"].tolist() == model.values()
+        assert outer_values(local) == model.values()
+        return after, model.values()
+
+    ((after, values),) = on_simulated_ranks(train, 1, "")
+    assert after == [2, 2, 2, 2, 3]  # two are of the beginning
+    for stop in ("finish", "save"):
+        assert on_simulated_ranks(train, 2, stop)[0][1] == on_simulated_ranks(train, 2, "")[0][1]
+    assert values
+
+
 def test_finish_makes_models_and_buffers_equal() -> None:
     def train(comm: Any) -> Any:
         model = Quadratic(comm.rank)
@@ -254,125 +321,6 @@ def test_finish_makes_models_and_buffers_equal() -> None:
     state, rounds = found[0]
     assert (state["mean"], state["count"], state["frozen"]) == ([7.0] * 3, 7, [1.0, 1.0])
     assert rounds == 2
-
-
-# -- refusals -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("changed", "text"),
-    [
-        ({"every": 0}, "every: expected a number of steps from 1, got 0"),
-        ({"every": True}, "every: expected a number of steps from 1, got True"),
-        ({"every": 2.5}, "every: expected a number of steps from 1, got 2.5"),
-        ({"delay": -1}, "delay: expected a number of steps from 0, got -1"),
-        ({"delay": 4}, r"delay: expected fewer steps than every \(4\)"),
-        ({"fragments": 0}, "fragments: expected a number from 1, got 0"),
-        ({"fragments": 5}, "fragments: 5 cannot be sent in 4 steps"),
-        ({"fragments": 6, "every": 9}, r"modules with trained parameters \(5\), got 6"),
-        ({"mix": 0.0}, "mix: expected a number above 0 and up to 1, got 0.0"),
-        ({"mix": 1.5}, "mix: expected a number above 0 and up to 1, got 1.5"),
-        ({"mix": float("nan")}, "mix: expected a number above 0"),
-        ({"warmup": -1}, "warmup: expected a number of steps from 0, got -1"),
-        ({"gate": "int8"}, "gate: expected one of bf16, fp16 or None, got 'int8'"),
-        ({"uneven": 1}, "uneven: expected True or False, got 1"),
-        ({"compress": 8}, "compress: expected None, False, a codec's name or a mapping, got 8"),
-        ({"compress": "int8_block"}, "has no stage compress"),
-    ],
-)
-def test_settings_that_are_refused(changed: dict[str, Any], text: str) -> None:
-    with pytest.raises(InvalidArgument, match=text):
-        on_simulated_ranks(lambda comm: made(comm, Quadratic(0), **changed), 1)
-
-
-@pytest.mark.parametrize(
-    ("outer", "text"),
-    [
-        (SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0), "outer: expected a class of optimizers"),
-        ("sgd", "outer: expected a class of optimizers"),
-        (lambda _: None, "outer: expected it to return an optimizer, got NoneType"),
-    ],
-)
-def test_outer_optimizers_that_are_refused(outer: Any, text: str) -> None:
-    with pytest.raises(InvalidArgument, match=text):
-        on_simulated_ranks(lambda comm: made(comm, Quadratic(0), outer), 1)
-
-
-def test_models_that_are_refused() -> None:
-    frozen = torch.nn.Linear(2, 2).requires_grad_(False)
-    other = SGD(torch.nn.Linear(2, 2).parameters(), lr=1.0)
-    with pytest.raises(InvalidArgument, match="no parameter is trained"):
-        on_simulated_ranks(lambda comm: made(comm, frozen), 1)
-    with pytest.raises(InvalidArgument, match="holds none of the model's parameters"):
-        on_simulated_ranks(lambda comm: made(comm, Quadratic(0), inner=other), 1)
-
-
-def test_ranks_with_other_settings_are_refused() -> None:
-    with pytest.raises(InvalidArgument, match="every: 4 on rank 0, but 6 on rank 1; ranks pass the same"):
-        on_simulated_ranks(lambda comm: made(comm, Quadratic(0), every=4 + 2 * comm.rank), 2)
-
-
-def test_parameters_that_are_frozen_later_are_refused() -> None:
-    def train(comm: Any) -> None:
-        model = Quadratic(0)
-        local = made(comm, model, every=1)
-        model.layers["b"].requires_grad_(False)
-        local.step()
-
-    with pytest.raises(InvalidArgument, match=r"'layers\.c\.weight' in place of 'layers\.b\.weight'"):
-        on_simulated_ranks(train, 1)
-
-
-def test_missing_tokens_are_refused() -> None:
-    for tokens, text in ((None, "needs the tokens of each step"), (0, "expected a number from 1, got 0")):
-        with pytest.raises(InvalidArgument, match=text):
-            on_simulated_ranks(
-                lambda comm, tokens=tokens: made(comm, Quadratic(0), weighted=True).step(tokens), 1
-            )
-
-
-def test_states_that_are_refused() -> None:
-    def load(comm: Any, before: dict[str, Any], steps: int, after: dict[str, Any]) -> None:
-        first = made(comm, Quadratic(0), **before)
-        for _ in range(steps):
-            first.step()
-        made(comm, Quadratic(0), **after).load_state_dict(first.state_dict())
-
-    cases = [
-        ({"fragments": 2}, 0, {"fragments": 3}, "it has 2 fragments, and the model is cut into 3"),
-        ({"every": 4}, 3, {"every": 5}, "3 steps into a window of 4, which has 5 now"),
-    ]
-    for before, steps, after, text in cases:
-        with pytest.raises(InvalidArgument, match=text):
-            on_simulated_ranks(load, 1, before, steps, after)
-    on_simulated_ranks(load, 1, {"every": 4}, 4, {"every": 5})
-    with pytest.raises(InvalidArgument, match="expected what state_dict"):
-        on_simulated_ranks(lambda comm: made(comm, Quadratic(0)).load_state_dict({}), 1)
-
-
-def test_ranks_that_have_made_other_numbers_of_steps() -> None:
-    def train(comm: Any) -> None:
-        model = Quadratic(0)
-        local = made(comm, model, every=3)
-        local.steps += comm.rank  # as one that was restored from another step
-        for _ in range(3):
-            local.step()
-
-    with pytest.raises(OrderMismatch, match=r"outer\.0: .* \(rank 0: 3, rank 1: 4\)"):
-        on_simulated_ranks(train, 2)
-
-
-def test_results_that_differ_between_ranks_are_found_in_the_next_round() -> None:
-    def train(comm: Any) -> None:
-        model = Quadratic(0)
-        local = made(comm, model, every=2)
-        if comm.rank == 1:
-            comm.spoil = lambda mean: mean[3:4].add_(1e-9)
-        for _ in range(4):
-            local.step()
-
-    with pytest.raises(ResultMismatch, match=r"outer\.0: other outer parameters on rank 1 than"):
-        on_simulated_ranks(train, 3)
 
 
 # -- parts ----------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -87,6 +88,29 @@ def _count(name: str, value: object, least: int) -> int:
     return value
 
 
+def check_call(inner: torch.optim.Optimizer, closure: object, scaler: object, *, warmup: bool) -> None:
+    """Raise `InvalidArgument` for arguments of `step` that do not go together."""
+    if closure is not None and not callable(closure):
+        raise InvalidArgument(f"closure: expected a function or None, got {closure!r}")
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise InvalidArgument(f"scaler: expected a torch.amp.GradScaler or None, got {scaler!r}")
+    if closure is not None and scaler is not None:
+        raise InvalidArgument("closure: torch's GradScaler makes no steps with a closure; pass one of both")
+    if closure is not None and warmup:
+        raise InvalidArgument(
+            "closure: in the warm-up ranks average gradients, and an optimizer may call its closure more "
+            "often on one of them than on another; use warmup=0, or step without a closure"
+        )
+    if closure is None and needs_closure(inner):
+        raise InvalidArgument(f"closure: {type(inner).__name__} needs one, got None")
+
+
+def needs_closure(inner: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer makes no step without a closure."""
+    found = inspect.signature(inner.step).parameters.get("closure")
+    return found is not None and found.default is inspect.Parameter.empty
+
+
 def trained(model: torch.nn.Module, inner: torch.optim.Optimizer) -> list[Named]:
     """The parameters that take part: those that are trained, each once, without `mcr_skip`."""
     named = [
@@ -116,9 +140,7 @@ def trained(model: torch.nn.Module, inner: torch.optim.Optimizer) -> list[Named]
     return named
 
 
-def fragments_of(
-    named: Sequence[Named], settings: Settings, outer: Any, prefix: str = "outer"
-) -> list[Fragment]:
+def fragments_of(named: Sequence[Named], settings: Settings, outer: Any) -> list[Fragment]:
     """Cut the parameters into fragments of about the same size, each of whole layers."""
     layers = layers_of(named)
     if settings.fragments > len(layers):
@@ -135,7 +157,7 @@ def fragments_of(
             f"in functools.partial(torch.optim.SGD, lr=0.7); got {type(outer).__name__}"
         )
     fragments = [
-        Fragment(index, [each for layer in run for each in layers[layer]], cast("Outer", make), dtype, prefix)
+        Fragment(index, [each for layer in run for each in layers[layer]], cast("Outer", make), dtype)
         for index, run in enumerate(cut(sizes, settings.fragments))
     ]
     for fragment in fragments:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any
 
 import torch
 
 from mcr_plus.core.work import Work
 from mcr_plus.kernels.digest import digest as digest_of_bits
-
-if TYPE_CHECKING:
-    from mcr_plus.communicator.communicator import Communicator
 
 Outer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 """Makes the outer optimizer of the outer parameters of one fragment."""
@@ -33,6 +28,7 @@ class Flight:
         work: None once it has arrived.
         check: what ranks compare, with its own handle; None once it has been compared.
         weight: by which this rank has multiplied its pseudo-gradient; None if ranks count alike.
+        refusal: why this rank cannot go on, which it raises together with the others.
     """
 
     due: int
@@ -41,6 +37,7 @@ class Flight:
     work: Work | None = None
     check: tuple[Work, torch.Tensor] | None = None
     weight: float | None = None
+    refusal: str | None = None
 
 
 class Fragment:
@@ -50,17 +47,17 @@ class Fragment:
     optimizer keeps (1 for momentum), and 1 while a pseudo-gradient is in flight.
 
     Attributes:
-        anchor: the outer parameters, flat, on the CPU; of the same bits on all ranks.
+        tag: of its all_reduces.
+        anchor: the outer parameters, flat, on the CPU; of the same bits on all ranks. In the warm-up, they
+            are those of the model only where they are needed.
         rounds: how many outer steps it has made.
         tokens: what this rank has learned from since the last sending; steps, if nobody counts tokens.
         residual: of `gate`; None without one.
     """
 
-    def __init__(
-        self, index: int, named: Sequence[Named], outer: Outer, dtype: torch.dtype, prefix: str = "outer"
-    ) -> None:
+    def __init__(self, index: int, named: Sequence[Named], outer: Outer, dtype: torch.dtype) -> None:
         self.index, self.named = index, list(named)
-        self.tag = f"{prefix}.{index}"
+        self.tag = f"outer.{index}"
         self.rounds, self.tokens = 0, 0.0
         self.flight: Flight | None = None
         self.residual: torch.Tensor | None = None
@@ -76,8 +73,13 @@ class Fragment:
     def take_parameters(self) -> None:
         """Set the outer parameters to the model's."""
         with torch.no_grad():
-            for leaf, (_, param) in zip(self._leaves, self.named, strict=True):
+            for leaf, (_, param) in self.pairs:
                 leaf.copy_(param)
+
+    @property
+    def pairs(self) -> Iterable[tuple[torch.nn.Parameter, Named]]:
+        """Each outer parameter, and the model's."""
+        return zip(self._leaves, self.named, strict=True)
 
     @property
     def layout(self) -> list[list[Any]]:
@@ -132,7 +134,7 @@ class Fragment:
     @torch.no_grad()
     def draw(self, mix: float) -> None:
         """Set the model's parameters to mix × outer + (1 - mix) × their own."""
-        for leaf, (_, param) in zip(self._leaves, self.named, strict=True):
+        for leaf, (_, param) in self.pairs:
             if mix == 1:
                 param.copy_(leaf)
             elif param.dtype is leaf.dtype and param.device == leaf.device:
@@ -171,14 +173,3 @@ def digest(values: torch.Tensor) -> int:
     """A number, as int64 has it, that tells apart tensors of other bits, or in another order."""
     found = digest_of_bits(values)
     return found - (1 << 64) if found >> 63 else found
-
-
-live: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
-"""Results of `mcr.local` that are in use; each has a group `comm` and a `number`."""
-
-
-def free_number(comm: Communicator) -> int:
-    """A number that no other of the group has: by their tags codecs keep what has not been sent."""
-    gc.collect()  # models that are used no more, alike on all ranks
-    used = {each.number for each in live if each.comm is comm}
-    return next(number for number in range(len(used) + 1) if number not in used)

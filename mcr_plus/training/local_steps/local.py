@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from itertools import zip_longest
 from typing import Any, Final
 
 import torch
 
 from mcr_plus.communicator.communicator import Communicator
-from mcr_plus.errors import InvalidArgument, OrderMismatch, ResultMismatch, phrase_ranks
+from mcr_plus.errors import InvalidArgument
 from mcr_plus.runtime.init import member_of
-from mcr_plus.training.local_steps import arguments
-from mcr_plus.training.local_steps.fragments import Flight, Fragment, Outer, digest, free_number, live
+from mcr_plus.training.local_steps import arguments, comparing
+from mcr_plus.training.local_steps.comparing import CHECK
+from mcr_plus.training.local_steps.fragments import Flight, Fragment, Outer, digest
 from mcr_plus.training.local_steps.resuming import resume
 from mcr_plus.training.local_steps.saving import restore, saved
 from mcr_plus.training.transfer import broadcast_tensors
-from mcr_plus.training.wrap import compare, is_wrapped
+from mcr_plus.training.wrap import compare
 
-CHECK: Final = "local.check"
 WARMUP: Final = "local.warmup"
-_DIGEST, _STEPS, _TOKENS, _NANOSECONDS = range(4)  # columns of what ranks compare
 
 
 def local(
@@ -140,14 +138,12 @@ class LocalSteps:
         comm: Communicator,
     ) -> None:
         self.model, self.inner, self.settings, self.comm = model, inner, settings, comm
-        self._refuse_wrapped()
-        self._named = arguments.trained(model, inner)
-        self.number = free_number(comm)
-        prefix = f"outer.{self.number}" if self.number else "outer"
-        self.fragments = arguments.fragments_of(self._named, settings, outer, prefix)
+        comparing.refuse_wrapped(model)
+        self.named = arguments.trained(model, inner)
+        self.fragments = arguments.fragments_of(self.named, settings, outer)
         arguments.check_compression(settings.compress, self.fragments, comm)
-        compare(comm, self._named)
-        self._compare_settings()
+        compare(comm, self.named)
+        self.take_number(comparing.agree(self))
         both = [*model.parameters(), *model.buffers()]
         broadcast_tensors([each for each in both if not getattr(each, "mcr_skip", False)], comm)
         for fragment in self.fragments:
@@ -155,15 +151,22 @@ class LocalSteps:
         self.steps = self.rounds = 0
         self.position = 0  # inner steps in the present window
         self.every = self._next_every = settings.every  # of this rank
+        self.pace = 0  # nanoseconds per inner step in the last window; 0: unknown
+        self._needs_closure = arguments.needs_closure(inner)
         self._references: dict[int, float] = {}  # fragment → tokens that count as 1
         self._computing = self._in_window = self._waiting = self._outer = 0.0
         self._bytes = self._wire_bytes = 0
         self._left = time.perf_counter()
-        live.add(self)
 
     # -- steps ------------------------------------------------------------------------------------
 
-    def step(self, tokens: int | None = None) -> None:
+    def step(
+        self,
+        tokens: int | None = None,
+        *,
+        closure: Callable[[], Any] | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> Any:
         """Make a step of the inner optimizer, and what is due of outer steps.
 
         All ranks call it as often, or with `uneven` until `rounds` is what it should be. It waits for other
@@ -171,9 +174,18 @@ class LocalSteps:
 
         Args:
             tokens: from how many this rank has learned in the step; with `weighted` ranks count by these.
+            closure: for `inner.step`, as LBFGS needs it; not in the warm-up.
+            scaler: makes the step, in place of `scaler.step(inner)`; `scaler.update()` follows as usual. A
+                step that it leaves out counts as one, so that ranks whose gradients are finite go on. In the
+                warm-up it must be the same on all ranks, and gradients not unscaled yet, as with DDP.
+
+        Returns:
+            What `inner.step` returns, such as the loss of the closure.
 
         Raises:
-            InvalidArgument: `tokens` is missing, or parameters have been frozen, unfrozen or wrapped since.
+            InvalidArgument: an argument is missing, of another type, or goes with no other; or parameters of
+                one rank have been frozen, unfrozen, resized or wrapped since: on all ranks where the next
+                fragment is due.
             PeerLost: a rank is lost. The step of the inner optimizer has been made, if `steps` has grown (in
                 the warm-up it may not have), and nothing of the model is lost; see `resume`.
             OrderMismatch: ranks have made different numbers of steps.
@@ -181,6 +193,8 @@ class LocalSteps:
                 them different results.
         """
         counted = self._counted(tokens)
+        if closure is not None or scaler is not None or self._needs_closure:
+            arguments.check_call(self.inner, closure, scaler, warmup=self.steps < self.settings.warmup)
         if self.comm.state.revoked:
             self.resume()
         if self.steps < self.settings.warmup:
@@ -188,21 +202,35 @@ class LocalSteps:
             self._average_gradients()
             self._waiting += time.perf_counter() - began
             self._left += time.perf_counter() - began
-        self.inner.step()
+        if scaler is not None:
+            returned = scaler.step(self.inner)
+        else:
+            returned = self.inner.step() if closure is None else self.inner.step(closure)
         entered = time.perf_counter()
         self._computing += entered - self._left
         self._in_window += entered - self._left
         waited = self._waiting
+        self.catch_up(last=True)
         self.steps += 1
         if self.steps <= self.settings.warmup:
             for fragment in self.fragments:
-                fragment.take_parameters()
                 fragment.rounds += 1
             self._in_window = 0.0
         else:
             self._proceed(counted)
         self._left = time.perf_counter()
         self._outer += self._left - entered - (self._waiting - waited)
+        return returned
+
+    def catch_up(self, *, last: bool = False) -> None:
+        """Set the outer parameters to the model's in the warm-up, in which they do not follow by themselves.
+
+        `last`: only after its last step, while `steps` does not count it yet.
+        """
+        left = self.settings.warmup - self.steps
+        if left == 1 or (left > 1 and not last):
+            for fragment in self.fragments:
+                fragment.take_parameters()
 
     def _proceed(self, counted: int) -> None:
         """Send the fragments that are due, and apply those that have to arrive."""
@@ -239,6 +267,7 @@ class LocalSteps:
         """
         if self.comm.state.revoked:
             self.resume()
+        self.catch_up()
         for fragment in self.fragments:
             if fragment.flight is not None:
                 self._land(fragment, self.settings.mix)
@@ -270,7 +299,7 @@ class LocalSteps:
         )
         digests = self.comm.all_gather_object([digest(each.anchor) for each in self.fragments], tag=CHECK)
         for index, fragment in enumerate(self.fragments):
-            self._compare_digests(fragment, [each[index] for each in digests])
+            comparing.compare_digests(self, fragment, [each[index] for each in digests])
         self._left = time.perf_counter()
 
     def resume(self) -> None:
@@ -288,32 +317,48 @@ class LocalSteps:
         """Let all ranks find anew by what tokens count: those that are new have no earlier ones."""
         self._references.clear()
 
+    def take_number(self, number: int) -> None:
+        """Set the tags of the fragments by the number that this one has in its group, 0 for the first."""
+        self.number = number
+        comparing.keep_number(self, number)
+        for fragment in self.fragments:
+            fragment.tag = f"outer.{number}.{fragment.index}" if number else f"outer.{fragment.index}"
+
+    def begin_window(self, every: int) -> None:
+        """Begin a window of so many steps of this rank."""
+        self.position, self._in_window = 0, 0.0
+        self.every = self._next_every = every
+
     # -- sending and applying ---------------------------------------------------------------------
 
     def _send(self, fragment: Fragment, delay: int, *, is_last: bool = False) -> None:
         """Start the average of a fragment's pseudo-gradient; of the last one, of all of it as it is."""
-        self._refuse_changes()
         comm, settings = self.comm, self.settings
-        own = [0, self.steps, int(fragment.tokens), int(1e9 * self._in_window / max(1, self.position))]
-        own[_DIGEST] = digest(fragment.anchor)
+        refusal = comparing.changes(self)
+        pace = int(1e9 * self._in_window / max(1, self.position))
+        own = [digest(fragment.anchor), self.steps, int(fragment.tokens), pace, refusal is not None]
         table = torch.empty(comm.size, len(own), dtype=torch.int64)
         check = comm.all_gather_into_tensor(
             table, torch.tensor([own]), async_op=True, compress=False, tag=CHECK
         )
         assert check is not None
-        flat, weight = fragment.pseudo_gradient(None if is_last else settings.gate), None
+        if refusal is None:
+            flat, weight = fragment.pseudo_gradient(None if is_last else settings.gate), None
+        else:  # the others wait for something, before all raise
+            flat, weight = torch.zeros_like(fragment.anchor), None
         if settings.weighted:
             if fragment.index not in self._references:
                 self._wait(check.wait)
-                self._references[fragment.index] = float(table[:, _TOKENS].double().mean())
+                self._references[fragment.index] = float(table[:, comparing.TOKENS].double().mean())
             weight = self._references[fragment.index]
             flat.mul_(fragment.tokens / weight)
         options: dict[str, Any] = {"tag": fragment.tag, "compress": False if is_last else settings.compress}
         work = comm.send_bucket(flat, "AVG", members=len(fragment.named), **options)
-        fragment.flight = Flight(self.steps + delay, flat, fragment.tokens, work, (check, table), weight)
+        due = self.steps + delay
+        fragment.flight = Flight(due, flat, fragment.tokens, work, (check, table), weight, refusal)
         fragment.tokens = 0.0
         if fragment is self.fragments[-1]:
-            self._in_window = 0.0
+            self._in_window, self.pace = 0.0, pace
 
     def arrived(self, fragment: Fragment) -> torch.Tensor:
         """Wait for a fragment in flight; returns the mean. If that fails, its steps have not been sent."""
@@ -324,8 +369,11 @@ class LocalSteps:
                 check, table = flight.check
                 self._wait(check.wait)
                 flight.check = None
-                self._compare_table(fragment, table)
-                mean = float(table[:, _TOKENS].double().mean())
+                comparing.compare_table(self, fragment, table, flight.refusal)
+                if self.settings.uneven and fragment is self.fragments[-1]:
+                    times = table[:, comparing.NANOSECONDS].clamp(min=1).tolist()
+                    self._next_every = comparing.share_of(self, times[self.comm.rank], times)
+                mean = float(table[:, comparing.TOKENS].double().mean())
                 if flight.weight is not None and flight.work is not None:
                     self._wait(flight.work.wait)
                     flight.values.mul_(flight.weight / mean)
@@ -349,34 +397,6 @@ class LocalSteps:
         began = time.perf_counter()
         wait()
         self._waiting += time.perf_counter() - began
-
-    def _compare_table(self, fragment: Fragment, table: torch.Tensor) -> None:
-        """Raise on all ranks if they differ; with `uneven`, take the number of steps of the next window."""
-        steps = table[:, _STEPS].tolist()
-        if self.settings.uneven:
-            times = table[:, _NANOSECONDS].clamp(min=1)
-            if fragment is self.fragments[-1]:
-                share = float(times.min()) / float(times[self.comm.rank])
-                self._next_every = max(len(self.fragments), round(self.settings.every * share))
-        elif len(set(steps)) > 1:
-            listed = ", ".join(
-                f"rank {rank}: {each}" for rank, each in zip(self.comm.ranks, steps, strict=True)
-            )
-            raise OrderMismatch(
-                f"{fragment.tag}: ranks have made different numbers of steps ({listed}); call local.step() "
-                "alike on all ranks, or pass uneven=True"
-            )
-        self._compare_digests(fragment, table[:, _DIGEST].tolist())
-
-    def _compare_digests(self, fragment: Fragment, digests: list[int]) -> None:
-        if len(set(digests)) > 1:
-            usual = max(digests, key=digests.count)
-            others = [rank for rank, each in zip(self.comm.ranks, digests, strict=True) if each != usual]
-            raise ResultMismatch(
-                f"{fragment.tag}: other outer parameters on {phrase_ranks(others)} than on the rest, after "
-                f"{fragment.rounds} outer steps with compress={self.settings.compress!r} and "
-                f"{type(fragment.optimizer).__name__}; all of it must give ranks the same bits"
-            )
 
     def _average_gradients(self) -> None:
         """As in data parallel training, before a step of the warm-up; None stays where all ranks have it."""
@@ -455,38 +475,8 @@ class LocalSteps:
             if self.settings.weighted and not self.settings.uneven:
                 raise InvalidArgument("tokens: weighted=True needs the tokens of each step, got None")
             return 1
+        if callable(tokens):
+            raise InvalidArgument("tokens: expected a number from 1, got a function; pass closure=…")
         if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
             raise InvalidArgument(f"tokens: expected a number from 1, got {tokens!r}")
         return tokens
-
-    def _refuse_wrapped(self) -> None:
-        averages = isinstance(self.model, torch.nn.parallel.DistributedDataParallel)
-        if averages or is_wrapped(self.model):
-            by = "in DistributedDataParallel" if averages else "wrapped by mcr.wrap"
-            raise InvalidArgument(
-                f"model: it is {by}, which averages gradients in every step; pass a model that is not"
-            )
-
-    def _refuse_changes(self) -> None:
-        self._refuse_wrapped()
-        none = ("none", None)
-        for (name, param), (then, before) in zip_longest(
-            arguments.trained(self.model, self.inner), self._named, fillvalue=none
-        ):
-            if param is not before:
-                raise InvalidArgument(
-                    f"model: since mcr.local trained parameters have changed: '{name}' in place of '{then}'; "
-                    "call mcr.local again on all ranks"
-                )
-
-    def _compare_settings(self) -> None:
-        own = {name: repr(value) for name, value in vars(self.settings).items()}
-        own["tag"] = self.fragments[0].tag
-        own["outer"] = type(self.fragments[0].optimizer).__name__
-        for rank, other in zip(self.comm.ranks, self.comm.all_gather_object(own, tag=CHECK), strict=True):
-            for name, value in own.items():
-                if other[name] != value:
-                    raise InvalidArgument(
-                        f"{name}: {value} on rank {self.comm.ranks[self.comm.rank]}, but {other[name]} on "
-                        f"rank {rank}; ranks pass the same"
-                    )

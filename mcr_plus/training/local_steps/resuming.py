@@ -6,9 +6,11 @@ import time
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from mcr_plus.errors import InvalidArgument, McrError
+from mcr_plus.training.local_steps.comparing import share_of
 from mcr_plus.training.transfer import broadcast_state
 
 if TYPE_CHECKING:
+    from mcr_plus.training.local_steps.fragments import Fragment
     from mcr_plus.training.local_steps.local import LocalSteps
 
 _TAG: Final = "local.resume"
@@ -18,8 +20,13 @@ class _Had(NamedTuple):
     """What one rank has.
 
     Attributes:
+        number: of the group's `LocalSteps`, a part of tags.
+        pace: nanoseconds per step; 0 if the rank has not measured them.
         dues: by fragment, the step after which what has arrived is applied; None if nothing has.
     """
+
+    number: int
+    pace: int
 
     steps: int
     position: int
@@ -31,19 +38,23 @@ class _Had(NamedTuple):
 
 def resume(local: LocalSteps) -> None:
     """See `LocalSteps.resume`."""
-    local.comm = comm = local.comm.successor()
+    comm = local.comm.successor()
+    local.catch_up()
     for fragment in local.fragments:
         if fragment.flight is not None:
             try:
-                local.arrived(fragment)
-            except McrError:  # of the world that is gone; the flight is over
+                local.arrived(fragment)  # the ranks of its table are those of the world that is gone
+            except McrError:  # the flight is over
                 continue
+    local.comm = comm
     own = _Had(
+        local.number,
+        local.pace,
         local.steps,
         local.position,
         local.rounds,
         tuple(fragment.rounds for fragment in local.fragments),
-        tuple(None if each.flight is None else each.flight.due for each in local.fragments),
+        tuple(_due(local, each) for each in local.fragments),
         repr([fragment.layout for fragment in local.fragments]),
     )
     answers: list[_Had] = comm.all_gather_object(own, tag=_TAG)
@@ -51,9 +62,11 @@ def resume(local: LocalSteps) -> None:
     foremost = max(range(comm.size), key=lambda rank: (answers[rank].steps, -rank))
     first = answers[foremost]
     is_new = own.steps == 0 and first.steps > 0
+    local.take_number(first.number)
     if local.settings.uneven:  # ranks are at steps of their own, so all begin a window
         local.steps = first.steps if is_new else local.steps
-        local.position, local.rounds = 0, max(each.rounds for each in answers)
+        local.rounds = max(each.rounds for each in answers)
+        local.begin_window(share_of(local, own.pace, [each.pace for each in answers]))
     else:
         local.steps, local.position, local.rounds = first.steps, first.position, first.rounds
     for index, fragment in enumerate(local.fragments):
@@ -76,6 +89,13 @@ def resume(local: LocalSteps) -> None:
             fragment.tokens = 0.0
     local.forget_weights()
     local._left = time.perf_counter()
+
+
+def _due(local: LocalSteps, fragment: Fragment) -> int | None:
+    """The step after which what has arrived is applied, alike on all ranks but with `uneven`."""
+    if fragment.flight is None:
+        return None
+    return 0 if local.settings.uneven else fragment.flight.due
 
 
 def _check(answers: list[_Had], ranks: tuple[int, ...]) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from mcr_plus.errors import InvalidArgument
+from mcr_plus.errors import InvalidArgument, PeerLost, Revoked
 from mcr_plus.training.local_steps.fragments import Flight
 
 if TYPE_CHECKING:
@@ -16,12 +17,16 @@ _VERSION: Final = 1
 
 def saved(local: LocalSteps) -> dict[str, Any]:
     """See `LocalSteps.state_dict`."""
+    local.catch_up()
     fragments = []
     for fragment in local.fragments:
         arrived = None
         if fragment.flight is not None:
-            mean = local.arrived(fragment)
-            arrived = {"due": fragment.flight.due, "mean": mean, "tokens": fragment.flight.tokens}
+            try:
+                mean = local.arrived(fragment)
+                arrived = {"due": fragment.flight.due, "mean": mean, "tokens": fragment.flight.tokens}
+            except (PeerLost, Revoked):  # of a world that is gone: its steps count as not sent
+                assert fragment.flight is None
         fragments.append(
             {
                 "layout": fragment.layout,
@@ -63,7 +68,7 @@ def restore(local: LocalSteps, state: Mapping[str, Any]) -> None:
     local.forget_weights()
     for fragment, each in zip(local.fragments, state["fragments"], strict=True):
         fragment.anchor.copy_(each["anchor"])
-        fragment.optimizer.load_state_dict(each["outer"])
+        fragment.optimizer.load_state_dict(copy.deepcopy(each["outer"]))  # torch would keep its tensors
         fragment.rounds, fragment.tokens = each["rounds"], each["tokens"]
         residual, arrived = each["residual"], each["arrived"]
         fragment.residual = None if residual is None else residual.clone()

@@ -6,6 +6,9 @@
 
 So the two ends never disagree about a payload, whatever has happened to either, but a send is complete only
 after the receive has been posted, as MPI_Ssend.
+
+All of these have tags of their own: a message without the codec, under the same tag, is issued at once, while
+these wait for each other, and would be received in the place of one of them.
 """
 
 from __future__ import annotations
@@ -24,7 +27,11 @@ from mcr_plus.errors import BackendError, InvalidArgument, Unsupported
 from mcr_plus.pipeline.buffers import Pool
 from mcr_plus.pipeline.stage import Issue, Next
 
-HELD: Final = 1 << 23
+TAGS: Final = 1 << 21
+"""Tags of messages are below. Those from 1 << 23 on are the layout's, and gloo has none from 1 << 24 on."""
+_PAYLOADS: Final = TAGS
+"""Added to the tag of a message: the tag of its length and its payload."""
+_HELD: Final = 2 * TAGS
 """Added to the tag of a message: the tag of what its receiver holds."""
 Last = MutableMapping[tuple[str, int, int], Work]
 
@@ -57,25 +64,26 @@ class Messages(Scheme):
         return Issue(self._send if sends else self._receive)
 
     def _begin(self, message: Message) -> tuple[dict[str, Any], dict[str, Any], Work | None]:
-        """Fields of the messages of numbers, in both directions, and what has to be complete before."""
+        """Fields of the messages to the receiver and to the sender, and what has to be complete before."""
         peer, tag = message.peer, message.match_tag
         if peer is None:
             raise Unsupported(
                 f"codec {self.codec.name}: a receive from any rank; expected src=, for what was received "
                 "before is kept for each rank"
             )
-        if tag >= HELD:
-            raise InvalidArgument(f"codec {self.codec.name}: tag {tag}; expected less than {HELD}")
-        plain = {"peer": peer, "match_tag": tag}
+        if tag >= TAGS:
+            raise InvalidArgument(f"codec {self.codec.name}: tag {tag}; expected less than {TAGS}")
         last, after = self._last.get((self.signature.kind, peer, tag)), message.after
         if last is not None and after is not None:
             after = JointWork([after, last], self.signature.kind, nbytes=0)
-        return plain, {"peer": peer, "match_tag": tag + HELD}, after or last
+        there, back = ({"peer": peer, "match_tag": tag + added} for added in (_PAYLOADS, _HELD))
+        return there, back, after or last
 
     def _send(self, message: Message) -> Work:
-        plain, back, after = self._begin(message)
+        there, back, after = self._begin(message)
         lease, rest = self.begin(message)
-        peer, tag = plain.values()
+        rest.update(there)
+        peer, tag = message.peer, message.match_tag
         values, wire = message.inputs[0].view(-1), lease.tensor(self._room, self.payloads.wire_dtype)
         state, earlier = self._kept(values), message.prepare
         held, length = torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
@@ -88,7 +96,7 @@ class Messages(Scheme):
 
         asked = self._issue_held(Message(self._held, (), (held,), **back))
         ready = asked if after is None else JointWork([after, asked], "send", nbytes=0)
-        told = self._issue_length(Message(self._length, (length,), (), **plain, after=ready, prepare=encode))
+        told = self._issue_length(Message(self._length, (length,), (), **there, after=ready, prepare=encode))
         payload = Message(self._wire, (), (), **rest, after=told)
 
         def fill() -> None:
@@ -101,9 +109,10 @@ class Messages(Scheme):
         return self.handle([asked, told, sent], rest)
 
     def _receive(self, message: Message) -> Work:
-        plain, back, after = self._begin(message)
+        there, back, after = self._begin(message)
         lease, rest = self.begin(message)
-        peer, tag = plain.values()
+        rest.update(there)
+        peer, tag = message.peer, message.match_tag
         out, wire = message.outputs[0].view(-1), lease.tensor(self._room, self.payloads.wire_dtype)
         state, earlier, refused = self._kept(out), message.prepare, list[BackendError]()
         held, length = torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
@@ -115,7 +124,7 @@ class Messages(Scheme):
             held[0], held[1] = version, digest - (digest >> 63 << 64)
 
         asks = self._issue_held(Message(self._held, (held,), (), **back, after=after, prepare=ask))
-        told = self._issue_length(Message(self._length, (), (length,), **plain, after=after))
+        told = self._issue_length(Message(self._length, (), (length,), **there, after=after))
         payload = Message(self._wire, (), (), **rest, after=told)
 
         def fill() -> None:

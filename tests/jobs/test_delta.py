@@ -50,7 +50,7 @@ def test_what_it_is_not_for_is_refused() -> None:
         assert kinds in gathered
         assert "expected tag=" in scattered
         assert "codec delta: a receive from any rank; expected src=" in from_any
-        assert "codec delta: tag 8388608; expected less than 8388608" in tag
+        assert "codec delta: tag 2097152; expected less than 2097152" in tag
 
 
 @pytest.mark.parametrize("inter", [True, False], ids=["between nodes", "everywhere"])

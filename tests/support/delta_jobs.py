@@ -118,6 +118,25 @@ def every_kind(backends: list[str]) -> dict[str, Any]:  # noqa: C901 - one job f
                 work.wait()
             if not all(same(*pair) for pair in zip(given, taken, strict=True)):
                 wrong.append("several messages in flight")
+            # And with messages without the codec between them; the sends of the second round wait one by one.
+            for blocks in (False, True):
+                given = [moved(part, 7 + blocks, 0.02) for part in given[:4]]
+                taken = [torch.zeros_like(part) for part in given]
+                codecs = ["delta", None, "delta", None]
+                if comm.rank == 1:
+                    works = [
+                        comm.irecv(y, 0, 3, compress=codec) for y, codec in zip(taken, codecs, strict=True)
+                    ]
+                else:
+                    works = []
+                    for y, codec in zip(given, codecs, strict=True):
+                        works.append(comm.isend(y, 1, 3, compress=codec))
+                        if blocks:
+                            works[-1].wait()
+                for work in works:
+                    work.wait()
+                if comm.rank == 1 and not all(same(*pair) for pair in zip(given, taken, strict=True)):
+                    wrong.append("messages with and without the codec in flight")
         return {"wrong": wrong, "shares": shares, "state": sorted(mcr.state_dict())}
 
 
@@ -209,7 +228,7 @@ def refusals() -> list[str]:
             lambda: comm.gather(x, parts, 0, compress="delta", tag="t"),
             lambda: comm.scatter(x, parts, 0, compress="delta"),
             lambda: comm.recv(x, compress="delta"),
-            lambda: comm.irecv(x, 1 - comm.rank, 1 << 23, compress="delta"),
+            lambda: comm.irecv(x, 1 - comm.rank, 1 << 21, compress="delta"),
         )
         return [refusal(call) for call in calls]
 

@@ -83,7 +83,7 @@ class Messages(Scheme):
         there, back, after = self._begin(message)
         lease, rest = self.begin(message)
         rest.update(there)
-        peer, tag = message.peer, message.match_tag
+        peer, tag = back["peer"], message.match_tag
         values, wire = message.inputs[0].view(-1), lease.tensor(self._room, self.payloads.wire_dtype)
         state, earlier = self._kept(values), message.prepare
         held, length = torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
@@ -112,7 +112,7 @@ class Messages(Scheme):
         there, back, after = self._begin(message)
         lease, rest = self.begin(message)
         rest.update(there)
-        peer, tag = message.peer, message.match_tag
+        peer, tag = back["peer"], message.match_tag
         out, wire = message.outputs[0].view(-1), lease.tensor(self._room, self.payloads.wire_dtype)
         state, earlier, refused = self._kept(out), message.prepare, list[BackendError]()
         held, length = torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)

@@ -22,6 +22,8 @@ bin := $(venv)/bin
 pip := $(bin)/python -m pip --disable-pip-version-check
 runs := $(venv)/.runs-$(MPI)# mcr_plus and what it needs
 stamp := $(venv)/.installed-$(MPI)# tools for tests and checks too
+warm := $(venv)/.compiled# kernels, as they are now
+kernels := $(wildcard kernels/*.py kernels/*/*.py mcr_plus/backends/shm/*.py mcr_plus/plan/*.py)
 
 # Tests start hundreds of processes; without bytecode each would compile the modules of the library again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -47,11 +49,16 @@ $(runs): pyproject.toml constraints.txt
 	@$(pip) install -qq -c constraints.txt -e ".[$(extra)]"
 	@echo "4/4 compiling kernels, once; about a minute"
 	@$(bin)/mcr-plus warmup
-	@touch $@
+	@touch $(warm) $@
 
 $(stamp): $(runs)
 	@echo "installing tools for tests and checks"
 	@$(pip) install -qq -c constraints.txt -e ".[$(extra),dev]"
+	@touch $@
+
+# After a pull or an edit: many processes of tests would compile the same kernels at once.
+$(warm): $(runs) $(kernels)
+	@$(bin)/mcr-plus warmup > /dev/null
 	@touch $@
 
 demo: $(runs)
@@ -62,7 +69,7 @@ demo: $(runs)
 test: tests := not slow and not long
 test-all: tests := not slow
 in_twos := -n 2 --dist loadfile
-test test-all: $(stamp)
+test test-all: $(stamp) $(warm)
 	@$(bin)/python -m pytest -n auto -m "$(tests) and not jobs" $(PYTEST_FLAGS); first=$$?; \
 	$(bin)/python -m pytest $(in_twos) -m "$(tests) and jobs" $(PYTEST_FLAGS); second=$$?; \
 	case "$$first $$second" in "0 0" | "0 5" | "5 0") ;; *) exit 1 ;; esac

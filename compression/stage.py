@@ -306,13 +306,14 @@ def _use(codec: Codec) -> None:
     """Call everything that has a kernel."""
     values = torch.zeros(max(600, codec.traits.alignment + 1), dtype=codec.traits.dtypes[0])
     if isinstance(codec, PayloadCodec):
-        wire = torch.empty(2, codec.wire_numel(values.numel()), dtype=codec.wire_dtype)
+        wire = torch.empty(3, codec.wire_numel(values.numel()), dtype=codec.wire_dtype)
         written = codec.encode(values, wire[0])
         codec.decode(wire[0, :written], values)
         total = torch.zeros(values.numel())
         codec.decode_accumulate(wire[0, :written], total)
         if codec.traits.fixed_rate and torch.float32 in codec.traits.dtypes:
-            codec.reduce(wire[:1], total, wire[1], skip=-1)
+            wire[1] = wire[0]
+            codec.reduce(wire[:2], total, wire[2], skip=-1)  # parts of one row would be contiguous: another type
     else:
         shapes = [(24, 25)]
         wires = [torch.zeros(each.numel, dtype=each.dtype) for each in codec.rounds(shapes, 1)]

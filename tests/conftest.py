@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import signal
+from collections import defaultdict
 from functools import cache
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -14,7 +15,7 @@ import pytest
 import torch
 from hypothesis import settings
 from ranks import nursery, share_nursery
-from tiers import STALE, is_long, stale
+from tiers import STALE, sampled, stale
 
 _HERE = str(Path(__file__).parent)
 _STARTERS = {
@@ -64,11 +65,17 @@ def pytest_configure_node(node: Any) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    variants: defaultdict[object, list[pytest.Function]] = defaultdict(list)
     for item in items:
-        if isinstance(item, pytest.Function) and _starts_processes(item):
-            item.add_marker("jobs")
-        if is_long(item.location[0], item.name):
-            item.add_marker("long")
+        if isinstance(item, pytest.Function):
+            variants[item.location[0], item.function].append(item)
+            if _starts_processes(item):
+                item.add_marker("jobs")
+    for tests in variants.values():
+        stay = set(sampled(tests))
+        for each in tests:
+            if each not in stay:
+                each.add_marker("long")
     whole_files = not any("::" in arg for arg in config.args) and not config.getoption("lf", False)
     config.stash[STALE] = stale((item.location[0], item.name) for item in items) if whole_files else []
 

@@ -1,18 +1,29 @@
-"""Which tests `make test` leaves to `make test-all`: long ones that have a shorter one of their kind.
+"""Which tests `make test` leaves to `make test-all`, so that it takes minutes.
 
-Chosen by how long they take and by what they would miss: of tests that differ in their launcher, library or
-number of ranks alone, one stays. A test is left out if its name, from the file on, begins with one of these.
+By rule, of a test with parameters (`sampled`): every value of every parameter stays in `make test`, not every
+combination of them; and of tests that start processes and differ in their launcher, library or number of
+ranks alone, one stays, another one for each test. By name (`LONG`): tests that take long and have a shorter
+one of their kind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Sequence
 from pathlib import PurePath
 from typing import Final
+from zlib import crc32
 
 import pytest
 from hypothesis import settings
 
+ALIKE: Final = ("via", "backend", "library", "ranks")
+"""Parameters of jobs: tests of one function that differ in these alone test the same feature."""
+WHOLE: Final = (
+    # One job of ranks serves them all: leaving out some would save nothing.
+    "test_clients.py::test_client_trains_as_on_gloo",
+)
+"""Tests of which every combination stays."""
 _FAILING: Final = "test_launch.py::test_failing_rank_ends_the_job_and_is_shown"
 LONG: Final = (
     # `make test` has every shape on two ranks, and every type on one.
@@ -30,6 +41,7 @@ LONG: Final = (
     "test_cosmo.py::test_ranks_together_are_one_process[4",
     "test_spatial.py::test_spread_layers_are_those_of_one_process[3]",
     "test_docs.py::test_the_figures_of_codecs_are_those_of_a_run",
+    "test_docs.py::test_python_blocks_run_on_two_ranks",
     # benchmarks and tuning from end to end
     "test_benchmarks.py::test_operations_are_measured_beside_a_busy_process",
     "test_benchmarks.py::test_the_default_is_compared_with_torch_size_by_size",
@@ -69,22 +81,6 @@ LONG: Final = (
     "test_faults.py::test_kill_9_in_the_middle_leaves_nothing[torch]",
     "test_faults.py::test_survivors_report_missing_ranks_beside_a_progress_thread[never calls]",
     "test_waiting.py::test_sleeping_ranks_detect_dead_and_stopped_peers[stops",
-    # of losses one by each library, in each way and of each kind stays
-    *(
-        f"test_losing.py::test_one_host[{each}]"
-        for each in (
-            *(f"gloo-{each}" for each in ("kill-poll", "kill-backward", "kill-blocking")),
-            *(f"gloo-stop-{each}" for each in ("wait", "poll", "backward", "blocking")),
-            *(f"msccl-{each}" for each in ("kill-wait", "kill-poll", "kill-backward", "kill-blocking")),
-            *(f"msccl-stop-{each}" for each in ("wait", "backward", "blocking")),
-            *(f"mpi-kill-{each}" for each in ("wait", "poll", "blocking")),
-            *(f"mpi-stop-{each}" for each in ("wait", "poll", "backward", "blocking")),
-        )
-    ),
-    *(
-        f"test_losing.py::test_two_hosts[{each}"
-        for each in ("kill-poll", "kill-backward", "kill-blocking", "stop", "kill-wait-0")
-    ),
     *(
         f"test_losing.py::test_two_hosts_cut_off_from_each_other[{each}"
         for each in ("poll", "backward", "blocking")
@@ -95,11 +91,9 @@ LONG: Final = (
     "test_losing.py::test_an_agent_that_is_lost_is_replaced_and_no_rank_with_it[stopped]",
     "test_losing.py::test_stopped_ranks_are_waited_for_if_the_configuration_says_so[wait]",
     # of losses that a job survives, one rank, one host and one of mpirun stay; of elastic loops, one
-    "test_surviving.py::test_a_rank_of_two_hosts[stop-3]",
     "test_surviving.py::test_a_whole_host_of_three[cut-2]",
     "test_surviving.py::test_a_host_that_tears_connections_is_not_waited_for_until_the_usual_limit",
     "test_surviving.py::test_one_host_after_another",
-    "test_surviving.py::test_half_of_the_hosts[2]",
     "test_surviving.py::test_a_training_loop_on_two_hosts_goes_on",
     "test_elastic.py::test_a_step_that_the_optimizer_has_made_is_not_repeated",
     "test_elastic.py::test_the_job_goes_on_with_fewer_ranks_when_no_restarts_are_left",
@@ -126,10 +120,6 @@ LONG: Final = (
     "test_launch.py::test_a_library_that_only_carries_an_address_ends_well",
     "test_launch.py::test_tasks_of_a_slurm_step_find_each_other",
     "test_launch.py::test_too_little_shared_memory_is_reported_under_mpiexec",
-    "test_launch_restarts.py::test_a_signal_ends_all_ranks[wait-SIGTERM]",
-    "test_launch_restarts.py::test_a_signal_ends_all_ranks[stubborn-SIGINT]",
-    "test_launch_restarts.py::test_kill_9_of_the_launcher_ends_ranks_and_leaves_nothing[wait]",
-    "test_launch_restarts.py::test_kill_9_of_the_supervisor_ends_ranks_and_leaves_nothing[stubborn]",
     "test_launch_restarts.py::test_variables_of_ranks",
     "test_launch_restarts.py::test_a_rank_that_fails_at_once_is_not_started_again_and_again_at_once",
     "test_launch_restarts.py::test_a_rank_that_ended_with_0_is_not_started_again_and_counts",
@@ -150,7 +140,6 @@ LONG: Final = (
     "test_clients.py::test_client_trains_as_on_gloo[ddp-plain-gloo]",
     "test_clients.py::test_client_trains_as_on_gloo[ddp-unused-gloo]",
     "test_clients.py::test_a_backward_pass_that_fails_raises[dynamic]",
-    "test_leaks.py::test_dropped_groups_and_models[12-mpi]",
     # more ranks than cores
     "test_hierarchical.py::test_results[2 x 3]",
     "test_hierarchical.py::test_results[3 x 2, always compared]",
@@ -183,7 +172,7 @@ LONG: Final = (
             "by_messages_between_pairs_of_ranks": "everything-mpi everything-msccl states-mpi states-gloo",
             "later_calls_do_not_wait_for_ranks_that_are_late": "gloo",
             "a_state_of_many_tensors_in_one_round_and_in_many": "2-msccl 2-gloo 3-gloo 3-mpi 4",
-            "a_codec_leaves_replicas_with_the_same_bits": "2- 4-msccl 4-mpi",
+            "a_codec_leaves_replicas_with_the_same_bits": "2-mpi 2-msccl 4",
             "bad_calls_are_refused_on_all_ranks_alike": "2-msccl 2-gloo 3-gloo 3-mpi",
         }.items()
         for each in some.split()
@@ -235,6 +224,95 @@ LONG: Final = (
     "test_tuning.py::test_inside_a_job_of_mpirun_the_command_is_a_rank",
     "test_tuning.py::test_measurements_of_another_machine_are_refused_in_one_line",
     "test_wrap.py::test_the_step_after_a_backward_pass_that_raised[ranks2]",
+    # the tables that "two ranks" has by the other launcher
+    "test_conformance.py::test_conforms[two ranks without mpi",
+    # of losses on one host those of test_faults.py stay; of those on more hosts, a cut, and a host's death
+    "test_losing.py::test_one_host",
+    "test_losing.py::test_two_hosts[",
+    "test_losing.py::test_a_cut_link_is_found_by_connections_that_acknowledge_nothing",
+    "test_surviving.py::test_half_of_the_hosts",
+    "test_surviving.py::test_a_host_that_is_cut_off_while_the_others_make_the_next_world",
+    "test_faults.py::test_kill_9_in_the_middle_leaves_nothing[mpi]",
+    "test_local.py::test_a_rank_that_is_killed_costs_at_most_a_round[2-9-3]",
+    "test_local.py::test_a_rank_that_is_killed_costs_at_most_a_round[0-6-3]",
+    "test_shrink.py::test_survivors_go_on[gloo-3]",
+    "test_shrink.py::test_survivors_go_on[shared memory-3]",
+    "test_shrink.py::test_a_second_death_meanwhile[decided]",
+    "test_surviving.py::test_a_rank_of_two_hosts",
+    "test_fsdp_state.py::test_shards_of_lost_ranks_come_from_their_replicas[victims1",
+    "test_fsdp_state.py::test_shards_of_lost_ranks_come_from_their_replicas[victims2",
+    "test_shm_p2p.py::test_polls_of_survivors_return_false_after_a_kill",
+    "test_sync.py::test_a_death_is_reported_to_those_whom_it_concerns[2-1]",
+    "test_sync.py::test_damage_is_noticed_and_concerns_nobody_else",
+    "test_faults.py::test_messages_of_ranks_that_have_left",
+    "test_fsdp_state.py::test_shards_without_replicas_are_lost_and_a_model_can_be_sharded_again",
+    "test_reconfigure.py::test_a_process_that_dies[come]",
+    "test_reconfigure.py::test_a_process_that_dies[made]",
+    "test_reconfigure.py::test_a_process_that_is_left_out_is_told_and_may_come_back[1]",
+    "test_reconfigure.py::test_a_process_that_is_left_out_is_told_and_may_come_back[2]",
+    "test_inheritance.py::test_a_loss_while_it_is_taken_over[taken]",
+    "test_mismatch.py::test_every_mismatch_is_found_and_nothing_else[mpi-2-every-1]",
+    # of the launcher's work, a start again and an end in each way stay
+    "test_launch_restarts.py::test_a_signal_ends_all_ranks",
+    "test_launch_restarts.py::test_kill_9_of_the_launcher_ends_ranks_and_leaves_nothing",
+    "test_launch_restarts.py::test_the_others_are_not_disturbed",
+    "test_launch_restarts.py::test_too_few_ranks_end_the_job",
+    "test_launch_restarts.py::test_kill_9_of_the_supervisor_ends_ranks_and_leaves_nothing",
+    "test_launch.py::test_two_jobs_at_once_do_not_touch_each_other[mpi]",
+    "test_launch.py::test_one_mistake_of_all_ranks_is_one_message[mpi]",
+    "test_launch.py::test_closed_output_and_error_pipes_end_the_job[torch]",
+    "test_cli.py::test_bad_options_about_failed_ranks[--min-ranks 1 --config",
+    "test_compiling.py::test_two_threads_that_compile_the_same_kernel",
+    "test_compiling.py::test_no_compiler_where_no_kernel_is_used",
+    "test_reconfigure.py::test_ranks_are_in_the_order_of_the_handles[store of rank 0]",
+    "test_replay.py::test_under_a_launcher_every_process_is_a_rank",
+    "test_replay.py::test_messages_go_from_one_rank_to_the_other_in_every_copy",
+    "test_torch_backend.py::test_autoload_does_not_change_programs_on_other_backends",
+    "test_torch_backend.py::test_under_the_name_of_gloo",
+    "test_torch_backend.py::test_a_wrong_masquerade_is_refused",
+    # many rounds, or trainings of which shorter ones stay
+    "test_feedback.py::test_error_feedback_recovers_the_compression_error[3-SUM]",
+    "test_leaks.py::test_dropped_groups_and_models",
+    "test_leaks.py::test_jobs_that_have_ended",
+    "test_moe.py::test_all_libraries_train_the_same_experts",
+    "test_moe.py::test_ranks_refuse_together",
+    "test_gpt.py::test_outer_steps_beside_ways_that_average_gradients",
+    "test_gpt.py::test_ways_of_outer_steps_that_are_not_known",
+    "test_gradients.py::test_feedback_and_exemptions_keep_the_loss_of_uncompressed_training",
+    "test_planning.py::test_auto_plan_keeps_the_plan_with_faster_measured_steps[searched-by size-exact]",
+    "test_redistribute.py::test_by_messages_between_pairs_of_ranks[everything-gloo]",
+    "test_failover.py::test_a_training_step_does_not_notice",
+    "test_capture.py::test_capture_records_whether_the_caller_polls_a_library",
+    "test_given_plan.py::test_a_plan_for_more_ranks_is_refused_on_one",
+    "test_horovod.py::test_ranks_that_have_not_started_an_operation_are_named",
+    "test_local.py::test_a_newcomer_begins_with_the_outer_state",
+    "test_moe.py::test_two_ranks_train_and_report",
+    "test_trials.py::test_groups_that_share_ranks_agree_on_whose_trial_runs",
+    "test_sync.py::test_every_version_arrives_bit_for_bit[mpi]",
+    "test_sync.py::test_every_version_arrives_bit_for_bit[shared memory]",
+    "test_sync.py::test_a_receiver_that_is_late_or_idle_costs_the_source_nothing",
+    "test_trials.py::test_a_model_that_is_not_trained_any_more_delays_others_only_for_a_time",
+    "test_wrap.py::test_hook_and_optimizer_train_like_wrap",
+    "test_online.py::test_ranks_that_measure_different_things_agree_at_every_call[3-",
+    "test_leaks.py::test_signatures_are_bounded",
+    "test_compiled_models.py::test_gradients_missing_from_a_capture_are_averaged[on rank 1",
+    # without jobs: the ends of a range, or one size or dtype, stay
+    "test_benchmarks.py::test_curves_are_smoothed_and_drawn",
+    "test_compiled_models.py::test_parts_are_compiled_by_themselves_and_evaluation_is_not_cut",
+    "test_dlrm.py::test_a_library_that_adds_wrongly_is_found",
+    "test_explain.py::test_built_in_tables_give_a_reason_where_their_figures_favour_another_choice[openmpi",
+    "test_kernels_delta.py::test_the_triton_kernels_are_the_reference[torch.uint8]",
+    "test_kernels_delta.py::test_the_triton_kernels_are_the_reference[torch.int64]",
+    "test_kernels_int4_block.py::test_the_triton_kernels_are_the_reference[False]",
+    "test_kernels_topk.py::test_exact_where_a_sample_decides_and_where_it_misleads[0.001]",
+    "test_kernels_topk.py::test_the_cpu_kernels_are_the_reference[0.01]",
+    "test_kernels_topk.py::test_the_cpu_kernels_are_the_reference[0.3]",
+    "test_layouts.py::test_some_meshes_to_others[2x2x2]",
+    "test_local_steps.py::test_diloco[3]",
+    "test_local_steps.py::test_diloco[4]",
+    "test_moe.py::test_the_large_shape_builds_without_memory",
+    "test_planning.py::test_the_probe_keeps_to_its_time_on_every_link[0.0005",
+    "test_planning.py::test_the_probe_keeps_to_its_time_on_every_link[0.001",
     # a smaller one, or one of another launcher, stays
     "test_local.py::test_a_rank_that_is_started_again_joins_an_elastic_loop",
     "test_local.py::test_every_codec_leaves_replicas_with_the_same_bits[3]",
@@ -247,6 +325,59 @@ LONG: Final = (
 )
 STALE: Final = pytest.StashKey[list[str]]()
 """Those of `LONG` that name no test, of the files that were collected."""
+
+
+def sampled(tests: Sequence[pytest.Function]) -> list[pytest.Function]:
+    """Of the tests of one function those that stay in `make test`: see the text of this module.
+
+    The choice depends on nothing but names and the order of parameters, so all workers make the same one.
+    """
+    name = _name(tests[0])
+    tests = [each for each in tests if not is_long(each.location[0], each.name)]
+    if name in WHOLE:
+        return list(tests)
+    if any(each.get_closest_marker("jobs") for each in tests):
+        tests = _one_of_each(tests, crc32(name.encode()))
+    return _covering(tests)
+
+
+def _name(test: pytest.Function) -> str:
+    return f"{PurePath(test.location[0]).name}::{test.originalname}"
+
+
+def _one_of_each(tests: Sequence[pytest.Function], turn: int) -> list[pytest.Function]:
+    """One of those that differ in `ALIKE` alone; those that are skipped here anyway all stay."""
+    groups: defaultdict[Hashable, list[pytest.Function]] = defaultdict(list)
+    for each in tests:
+        skipped = any(mark.args and mark.args[0] for mark in each.iter_markers("skipif"))
+        rest = {key: repr(value) for key, value in _params(each).items() if key not in ALIKE}
+        groups[each.name if skipped else tuple(rest.items())].append(each)
+    return [group[(turn + at) % len(group)] for at, group in enumerate(groups.values())]
+
+
+def _covering(tests: Sequence[pytest.Function]) -> list[pytest.Function]:
+    """Few tests that together have every value of every parameter: always the one with most new ones next."""
+    values = {each: _values(each) for each in tests}
+    missing = set().union(*values.values())
+    chosen = [each for each in tests if not values[each]]
+    while missing:
+        chosen.append(max(tests, key=lambda each: len(values[each] & missing)))
+        missing -= values[chosen[-1]]
+    return chosen
+
+
+def _values(test: pytest.Function) -> set[Hashable]:
+    """What a test takes of each `parametrize`; all combinations of one share its objects."""
+    left = dict(_params(test))
+    values: set[Hashable] = set()
+    for mark in test.iter_markers("parametrize"):
+        names = mark.args[0].replace(",", " ").split() if isinstance(mark.args[0], str) else mark.args[0]
+        values.add(tuple((name, id(left.pop(name, None))) for name in names))
+    return values.union((name, id(value)) for name, value in left.items())
+
+
+def _params(test: pytest.Function) -> dict[str, object]:
+    return test.callspec.params if hasattr(test, "callspec") else {}
 
 
 def examples(count: int) -> int:

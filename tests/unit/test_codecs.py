@@ -29,8 +29,9 @@ from tiers import examples
 
 from mcr_plus import registry
 from mcr_plus.compression.codec import FLOATS, PayloadCodec
+from mcr_plus.compression.stage import prepare
 from mcr_plus.errors import Unsupported
-from mcr_plus.kernels import cpu
+from mcr_plus.kernels import compiling, cpu
 
 PAYLOADS = [case for case in CASES if isinstance(case.make(), PayloadCodec)]
 ADDITIVE = [case for case in CASES if case.make().traits.additive]
@@ -139,6 +140,21 @@ def test_accumulating(case: Case) -> None:
     for size in SIZES:
         for _, values in samples(size):
             check_accumulate(case.make_payload(), values)
+
+
+@every_payload
+def test_codecs_that_are_prepared_compile_nothing_later(case: Case) -> None:
+    codec = case.make_payload()
+    prepare(codec)
+    begun: list[bool] = []
+    compiling.watchers.append(begun.append)
+    try:
+        values = [next(samples(1025, seed))[1] for seed in range(3)]
+        check_round_trip(case, "many", values[0])
+        check_reduce(codec, values, -1)
+    finally:
+        compiling.watchers.remove(begun.append)
+    assert begun == []
 
 
 @every_payload

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from local_oracle import SHAPES, Quadratic, Sgd, flat, load, simulate, start, targets
 from local_simulated import DEFAULTS, made, outer_values
 from simulated_ranks import on_simulated_ranks
+from tiers import examples
 
 from mcr_plus.training.local_steps.fragments import Fragment, cut, digest
 
@@ -69,6 +70,7 @@ def test_diloco(ranks: int) -> None:
     compare(ranks, 22, None, None, every=5)
 
 
+@settings(max_examples=examples(40))
 @given(
     ranks=st.integers(1, 3),
     every=st.integers(4, 9),

@@ -291,7 +291,7 @@ def with_a_newcomer(folder: str) -> dict[str, Any]:
     local = made(Quadratic(0 if is_new else comm.rank), every=4, fragments=2, delay=1, mix=0.5)
     local.model.problem = Quadratic(meeting.number).problem  # type: ignore[assignment]
     weighted = made(Quadratic(0 if is_new else comm.rank), 1.0, every=4, weighted=True)
-    weighted.model.problem = local.model.problem  # type: ignore[assignment]
+    weighted.model.problem = Quadratic(meeting.number).problem  # type: ignore[assignment]
     moved: list[list[float]] = []  # before outer steps
     weighted.inner.register_step_post_hook(lambda *_: moved.append(values(weighted)))
     means: list[list[float]] = []

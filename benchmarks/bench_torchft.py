@@ -12,11 +12,13 @@ Utilization, bytes and tokens/s are counted as in bench_local.py.
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
+from importlib.metadata import version
 from statistics import mean
 from typing import Annotated, Any, Final
 
@@ -28,6 +30,8 @@ from bench_local import LARGE, SMALL
 from harness import HARDWARE, ROOT, Dated, Hardware
 from rich.console import Console
 from two_hosts import ADDRESSES, TwoHosts, need_two_hosts
+
+from mcr_plus.core.c10d import TCPStore
 
 sys.path += [str(ROOT / "examples" / name) for name in ("gpt", "common")]
 import outer_steps
@@ -81,21 +85,22 @@ class _DiLoCo:
         rank, task = dist.get_rank(), self._task
         # torchft passes names of hosts to the others, which no server resolves for namespaces.
         socket.gethostname = lambda: ADDRESSES[rank]
-        from torchft.coordination import LighthouseServer
-        from torchft.local_sgd import DiLoCo
-        from torchft.manager import Manager
-        from torchft.process_group import ProcessGroupGloo
-
+        coordination, local_sgd, manager, process_group = (
+            importlib.import_module(f"torchft.{name}")
+            for name in ("coordination", "local_sgd", "manager", "process_group")
+        )
         port = 29600
         if rank == 0:
-            self._lighthouse = LighthouseServer(bind=f"[::]:{port}", min_replicas=dist.get_world_size())
+            self._lighthouse = coordination.LighthouseServer(
+                bind=f"[::]:{port}", min_replicas=dist.get_world_size()
+            )
         dist.barrier()
-        self._store = dist.TCPStore(ADDRESSES[rank], 0, is_master=True, wait_for_workers=False)
-        self._manager = Manager(
-            pg=ProcessGroupGloo(timeout=MINUTES),
+        self._store = TCPStore(ADDRESSES[rank], 0, is_master=True, wait_for_workers=False)
+        self._manager = manager.Manager(
+            pg=process_group.ProcessGroupGloo(timeout=MINUTES),
             load_state_dict=None,
             state_dict=None,
-            min_replica_size=dist.get_world_size(),
+            min_replica_size=ranks,
             use_async_quorum=False,
             init_sync=False,  # replicas are equal already
             timeout=MINUTES,
@@ -112,7 +117,7 @@ class _DiLoCo:
         outer = [
             torch.optim.SGD(each.parameters(), lr=0.7, momentum=0.9, nesterov=True) for each in fragments
         ]
-        self._diloco = DiLoCo(
+        self._diloco = local_sgd.DiLoCo(
             self._manager,
             list(fragments),
             self._inner,
@@ -229,8 +234,6 @@ def main(
             f"## Speed: 12.7 million parameters, every {every}, {fragments} fragments, delay {delay}",
             harness.markdown(head, rows),
         ]
-    from importlib.metadata import version
-
     note = (
         f"torchft-nightly {version('torchft-nightly')}; mix {mix:g}; a small model and emulated links (tbf)"
     )

@@ -313,7 +313,8 @@ def _use(codec: Codec) -> None:
         codec.decode_accumulate(wire[0, :written], total)
         if codec.traits.fixed_rate and torch.float32 in codec.traits.dtypes:
             wire[1] = wire[0]
-            codec.reduce(wire[:2], total, wire[2], skip=-1)  # parts of one row would be contiguous: another type
+            # Two rows: parts of one would be contiguous, which is another type.
+            codec.reduce(wire[:2], total, wire[2], skip=-1)
     else:
         shapes = [(24, 25)]
         wires = [torch.zeros(each.numel, dtype=each.dtype) for each in codec.rounds(shapes, 1)]

@@ -119,6 +119,7 @@ class OpenGroup:
 
     def shut(self, clean: bool) -> None:
         """Close the group's channels at the end of the job; no operation may be pending."""
+        self.forget_attached()
         self.runtime.forget()
         if not clean:
             give_up(each.channel for each in self.runtime.channels.values())

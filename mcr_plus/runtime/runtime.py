@@ -391,7 +391,6 @@ class Runtime:
                 state.board.mark_failed(Failure(0, "it left the job after an error"))
         clean = clean and self.wait_for_all_to_end(self.world.timeout)
         for opened in reversed(self.groups):
-            opened.forget_attached()
             opened.shut(clean)
         self.idle_channels.give_up()
         for state in self.engine.states:

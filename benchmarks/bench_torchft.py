@@ -12,6 +12,7 @@ Utilization, bytes and tokens/s are counted as in bench_local.py.
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import os
 import socket
@@ -82,7 +83,7 @@ class _DiLoCo:
         """torchft has nothing like it: ranks end with models of their own, whose losses are averaged."""
 
     def _enter(self) -> Any:
-        rank, task = dist.get_rank(), self._task
+        rank, ranks, task = dist.get_rank(), dist.get_world_size(), self._task
         # torchft passes names of hosts to the others, which no server resolves for namespaces.
         socket.gethostname = lambda: ADDRESSES[rank]
         coordination, local_sgd, manager, process_group = (
@@ -152,6 +153,8 @@ def trained(way: str, words: Sequence[str], settings: dict[str, Any]) -> dict[st
     task = Task(shape, int(given.get("batch", 8)), lr=float(given.get("lr", 5e-4)), **settings)
     corpus = read_corpus(None, shape.sequence, task.seed)
     outcome = outer_steps.train(task, corpus, way, Console(quiet=True))
+    if way == TORCHFT:  # its threads, and those of torch's gloo, may abort the end of the process
+        atexit.register(os._exit, 0)
     return outcome.document() if int(os.environ["RANK"]) == 0 else None
 
 

@@ -312,8 +312,9 @@ def _use(codec: Codec) -> None:
         total = torch.zeros(values.numel())
         codec.decode_accumulate(wire[0, :written], total)
         if codec.traits.fixed_rate and torch.float32 in codec.traits.dtypes:
+            # Several rows, as in use: parts of one row would be contiguous, which is another type.
             wire[1] = wire[0]
-            codec.reduce(wire[:2], total, wire[2], skip=-1)  # parts of one row would be contiguous: another type
+            codec.reduce(wire[:2], total, wire[2], skip=-1)
     else:
         shapes = [(24, 25)]
         wires = [torch.zeros(each.numel, dtype=each.dtype) for each in codec.rounds(shapes, 1)]

@@ -12,6 +12,7 @@ from typing import Any, Final
 import torch
 
 from mcr_plus.errors import BackendError
+from mcr_plus.kernels.digest import digest
 from mcr_plus.membership.request import TRIES, Request
 from mcr_plus.rendezvous.store import secret_of
 from mcr_plus.training import precopy
@@ -161,6 +162,7 @@ class PrecopyReceiver:
 
     def _begin(self, place: tuple[str, int], request: Request) -> None:
         secret, name = secret_of(request.root), f"{request.key}/{self._attempt}"
+        digest(torch.zeros(1))  # compiles it before the others wait for that
         self._began = time.monotonic()
         self._thread = threading.Thread(
             target=self._receive_all,

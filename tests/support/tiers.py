@@ -26,6 +26,12 @@ WHOLE: Final = (
 """Tests of which every combination stays."""
 _FAILING: Final = "test_launch.py::test_failing_rank_ends_the_job_and_is_shown"
 LONG: Final = (
+    # deaths while a newcomer gets the state; one is in `make test`
+    "test_newcomers.py::test_deaths_while_a_newcomer_gets_the_state[deaths1]",
+    "test_newcomers.py::test_deaths_while_a_newcomer_gets_the_state[deaths2]",
+    "test_newcomers.py::test_deaths_while_a_newcomer_gets_the_state[deaths3]",
+    "test_newcomers.py::test_deaths_while_a_newcomer_gets_the_state[deaths4]",
+    "test_newcomers.py::test_too_few_ranks_do_not_wait",
     # `make test` has every shape on two ranks, and every type on one.
     "test_conformance.py::test_conforms[three ranks",
     "test_conformance.py::test_conforms[two ranks, every type",

@@ -312,8 +312,8 @@ def _use(codec: Codec) -> None:
         total = torch.zeros(values.numel())
         codec.decode_accumulate(wire[0, :written], total)
         if codec.traits.fixed_rate and torch.float32 in codec.traits.dtypes:
+            # Several rows, as in use: parts of one row would be contiguous, which is another type.
             wire[1] = wire[0]
-            # Two rows: parts of one would be contiguous, which is another type.
             codec.reduce(wire[:2], total, wire[2], skip=-1)
     else:
         shapes = [(24, 25)]

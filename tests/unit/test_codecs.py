@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import numba
 import numpy as np
 import pytest
 import torch
@@ -28,10 +30,10 @@ from hypothesis import strategies as st
 from tiers import examples
 
 from mcr_plus import registry
+from mcr_plus.compression import stage
 from mcr_plus.compression.codec import FLOATS, PayloadCodec
-from mcr_plus.compression.stage import prepare
 from mcr_plus.errors import Unsupported
-from mcr_plus.kernels import compiling, cpu
+from mcr_plus.kernels import cpu
 
 PAYLOADS = [case for case in CASES if isinstance(case.make(), PayloadCodec)]
 ADDITIVE = [case for case in CASES if case.make().traits.additive]
@@ -143,18 +145,23 @@ def test_accumulating(case: Case) -> None:
 
 
 @every_payload
-def test_codecs_that_are_prepared_compile_nothing_later(case: Case) -> None:
+def test_kernels_are_prepared_for_the_types_they_get(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the first reduction of a job would compile, while peers wait."""
+    calls: set[tuple[object, ...]] = set()
+    spread = cpu.spread
+
+    def recorded(kernel: Any, blocks: int, nbytes: int, *args: Any) -> list[Any]:
+        calls.add((kernel, *map(numba.typeof, args)))
+        return spread(kernel, blocks, nbytes, *args)
+
+    monkeypatch.setattr(cpu, "spread", recorded)
+    monkeypatch.setattr(stage, "_prepared", set())
     codec = case.make_payload()
-    prepare(codec)
-    begun: list[bool] = []
-    compiling.watchers.append(begun.append)
-    try:
-        values = [next(samples(1025, seed))[1] for seed in range(3)]
-        check_round_trip(case, "many", values[0])
-        check_reduce(codec, values, -1)
-    finally:
-        compiling.watchers.remove(begun.append)
-    assert begun == []
+    stage.prepare(codec)
+    prepared = set(calls)
+    values = [next(samples(1025, seed))[1] for seed in range(3)]
+    check_reduce(codec, values, -1)
+    assert calls == prepared
 
 
 @every_payload

@@ -49,7 +49,7 @@ $(runs): pyproject.toml constraints.txt
 	@$(pip) install -qq -c constraints.txt -e ".[$(extra)]"
 	@echo "4/4 compiling kernels, once; about a minute"
 	@$(bin)/mcr-plus warmup
-	@touch $(warm) $@
+	@touch $@
 
 $(stamp): $(runs)
 	@echo "installing tools for tests and checks"

@@ -75,7 +75,7 @@ MUTATIONS = (
     Mutation("residual not kept", "compression/error_feedback.py", "self._sent(wire[:written], residual, lo, 1 / scale)", "self._sent(wire[:written], residual, lo, scale)", "test_feedback test_compressed"),
     Mutation("EF21 difference", "compression/ef21.py", "(values - mine).mul_(scale)", "(values + mine).mul_(scale)", "test_feedback"),
     Mutation("mean of compressed sums", "compression/schemes.py", '1 / signature.ranks if signature.reduce_op == "AVG" else 1.0', "1.0", "test_compressed"),
-    Mutation("messages of variable rate", "compression/policy.py", "if signature.is_p2p and not traits.fixed_rate:", "if False:", "test_compress_stage test_compressed"),
+    Mutation("messages of variable rate", "compression/policy.py", "if signature.is_p2p and not (traits.fixed_rate or traits.keeps_received):", "if False:", "test_compress_stage test_compressed"),
     Mutation("mean in int8 over gloo", "backends/gloo/channel.py", 'if op == "AVG" else None', "if False else None", "test_conformance"),
     # backends
     Mutation("root of gloo", "backends/gloo/channel.py", "BroadcastOptions(), rootRank=root", "BroadcastOptions(), rootRank=0", "test_conformance"),

@@ -44,7 +44,9 @@ class Engine:
         off: backends that are not called any more in this process, with the reason.
         writes: address of a storage → number of the last operation with failover that writes there.
         failovers: libraries that another one may replace, by group.
+        waits: thread → the operation that it waits for in the waiting loop, and since when (monotonic).
         failed: whether any operation has failed.
+        waited: seconds that the program has waited for operations in all, while they were recorded.
     """
 
     def __init__(
@@ -68,7 +70,9 @@ class Engine:
         self.off: dict[str, str] = {}
         self.writes: dict[int, int] = {}
         self.failovers: list[FailoverChannel] = []
+        self.waits: dict[int, tuple[IssuedWork, float]] = {}
         self.failed = False
+        self.waited = 0.0
         self._failing_dependents = False
         self.watchdog = Watchdog(peers)
         self.progress_thread: ProgressThread | None = None
@@ -329,13 +333,25 @@ class Engine:
         An operation on a stream is waited for only until it has been handed to the stream, and the current
         stream ordered after it, unless `until_done`.
         """
-        operation = work.operation
         if self._polled_first(work):
             return
+        began, thread = time.monotonic(), threading.get_ident()
+        patience = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        outer = self.waits.get(thread)
+        self.waits[thread] = work, began
+        try:
+            self._wait(work, began, patience, until_done)
+        finally:
+            if outer is None:
+                del self.waits[thread]
+            else:
+                self.waits[thread] = outer
+
+    def _wait(self, work: IssuedWork, began: float, patience: float | None, until_done: bool) -> None:
+        """The waiting loop, see `wait`; `patience`: its `timeout`."""
+        operation = work.operation
         waiting = self.waiting
         pause: Pause | None = None
-        began = time.monotonic()
-        patience = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         board = operation.state.board
         next_check = began + board.first_check
         next_look = began + LONG_WAIT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from copy import copy
 from threading import get_ident
 from time import perf_counter
@@ -14,6 +15,7 @@ from mcr_plus.dispatch.failover.channel import FailoverChannel
 from mcr_plus.dispatch.issue import Issue
 from mcr_plus.dispatch.waiting import FIRST_POLLS, GLANCE, SHORT_NAPS
 from mcr_plus.dispatch.work import IssuedWork
+from mcr_plus.observe.stacks import site_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 
 _BURST: Final = 16
+_WEIGHED: Final = 16  # of so many issues of an operation without a size, the bytes of one are noted
 
 
 class Operation:
@@ -42,6 +45,7 @@ class Operation:
         has_failover: another library takes over where this one fails.
         compared: whether the next issue compares signatures with the peers before it starts.
         gate: the library's requirement before it is handed the operation; None if it has none.
+        tallies: of each way to issue it, how often that was used, and the number of the last time.
     """
 
     def __init__(
@@ -62,7 +66,7 @@ class Operation:
     ) -> None:
         self.signature = signature
         self.backend = signature.choice
-        self.start = start
+        self.start = self._weighed(start) if signature.nbytes is None else start
         self.channel = channel
         self.engine = engine
         self.state = state
@@ -87,6 +91,7 @@ class Operation:
         self.text = pad(signature.describe())
         self.compare_every = compare_every
         self.gate = _gate_of(channel, signature, self.digest)
+        self.tallies: list[Callable[[], tuple[int, int]]] = []
         self.deferred = self.compared = state.group.size > 1 and not signature.is_p2p
         engine.bound.add(self)
         refuse_if_off(engine, self)
@@ -96,6 +101,33 @@ class Operation:
         gate = self.gate
         self.compared = self.compare_every or (gate is not None and gate.again)
         self.deferred = self.compared or (gate is not None and gate.every)
+
+    @property
+    def issued(self) -> tuple[int, int]:
+        """How often it was issued, and the number of the last time; 0 for a send or receive."""
+        found = [tally() for tally in self.tallies]
+        return sum(calls for calls, _ in found), max((last for _, last in found), default=0)
+
+    @property
+    def mean_bytes(self) -> float:
+        """Bytes of one issue by the convention of nccl-tests, this rank's own where sizes differ."""
+        if self.signature.nbytes is not None:
+            return self.signature.nbytes
+        return self._weight[1] / max(self._weight[0], 1)
+
+    def _weighed(self, start: Start) -> Start:
+        """Note the bytes of one issue in 16 of an operation whose messages differ in size."""
+        calls = 0
+        self._weight = 0, 0
+
+        def started(message: Message) -> Poll:
+            nonlocal calls
+            if not calls % _WEIGHED:
+                self._weight = self._weight[0] + 1, self._weight[1] + message.own_bytes()
+            calls += 1
+            return start(message)
+
+        return started
 
     def runs_on(self, backend: Backend) -> None:
         """Take note of another library, which may have to be polled more often, or less."""
@@ -139,12 +171,14 @@ class Operation:
             return request.test
 
         twin = copy(self)
+        twin.tallies = []
         twin.start = start
         twin.digest = digest
         twin.gate = _gate_of(self.channel, self.signature, digest)
         twin.text = pad(f"persistent {self.signature.describe()}")
         twin.deferred = twin.compared = self.state.group.size > 1
         handled = copy(twin)
+        handled.tallies = []
         handled.inline = False
         self.engine.bound.update((twin, handled))
         return handled.bind(), twin.bind_request(message, request)
@@ -153,15 +187,19 @@ class Operation:
         engine, state = self.engine, self.state
         lock, counter, pending = engine.lock, state.board.counter, self.backend_channel.pending
         inline = self.inline
+        calls = last = 0
+        self.tallies.append(lambda: (calls, last))
 
         def issue(message: Message) -> Work:
+            nonlocal calls, last
             if get_ident() != state.owner:
                 state.check_thread()
             with lock:
-                counter[0] = state.sequence = sequence = state.sequence + 1
+                counter[0] = state.sequence = last = sequence = state.sequence + 1
+                calls += 1
                 work = IssuedWork(self, message, None, sequence)
                 if engine.recorders:
-                    work.t_issue = perf_counter()
+                    self._note_issue(work)
                 if self.deferred or pending or message.after is not None:
                     engine.defer(work)
                 else:
@@ -177,17 +215,28 @@ class Operation:
 
         return issue
 
+    def _note_issue(self, work: IssuedWork) -> None:
+        """Note when and where an operation was issued, for recorders of this rank and of its peers."""
+        work.site = site_of(sys._getframe(2))
+        work.t_issue = now = perf_counter()
+        if work.sequence:
+            self.state.board.arrive(work.sequence, now, self.engine.waited)
+
     def _bind_run(self, issue: Callable[[Message], Work]) -> Callable[[Message], None]:
         state, start, counter = self.state, self.start, self.state.board.counter
         first, more, waiting, wanted, ring = self.first, self.more, *self._bells()
+        calls = last = 0
+        self.tallies.append(lambda: (calls, last))
 
         # No lock: `fast_path_thread` is this thread only while no other thread uses the group and nothing is
         # deferred in it.
         def run(message: Message) -> None:
+            nonlocal calls, last
             if get_ident() != state.fast_path_thread or self.deferred:
                 issue(message).wait()
                 return
-            counter[0] = state.sequence = state.sequence + 1
+            counter[0] = state.sequence = last = state.sequence + 1
+            calls += 1
             poll = None
             try:
                 poll = start(message)
@@ -221,14 +270,17 @@ class Operation:
         state, issue, counter = self.state, self.bind().start, self.state.board.counter
         first, more, waiting, wanted, ring = self.first, self.more, *self._bells()
         begin, test = request.begin, request.test
+        calls = last = 0
+        self.tallies.append(lambda: (calls, last))
 
         def run() -> None:
-            nonlocal begin, test
+            nonlocal begin, test, calls, last
             if self.deferred or get_ident() != state.fast_path_thread:
                 issue(message).wait()
                 begin, test = request.begin, request.test
                 return
-            counter[0] = state.sequence = state.sequence + 1
+            counter[0] = state.sequence = last = state.sequence + 1
+            calls += 1
             try:
                 begin()
                 for _ in first:
@@ -304,14 +356,18 @@ class Operation:
         engine, state = self.engine, self.state
         pending = self.backend_channel.pending if self.on_stream else ()
         any_thread = not self.on_stream and _allows_threads(engine, self.signature.backend)
+        calls = 0
+        self.tallies.append(lambda: (calls, 0))
 
         def issue(message: Message) -> Work:
+            nonlocal calls
             if get_ident() != state.owner:
                 state.check_thread(any_thread=any_thread)
             with engine.lock:
                 work = IssuedWork(self, message, None, 0)
+                calls += 1
                 if engine.recorders:
-                    work.t_issue = perf_counter()
+                    self._note_issue(work)
                 if pending or (self.on_stream and message.after is not None):
                     engine.defer(work)
                 elif message.after is not None:

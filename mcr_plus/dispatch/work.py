@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mcr_plus.core.message import Message
     from mcr_plus.dispatch.operation import Operation
     from mcr_plus.dispatch.streams import CallerStream
+    from mcr_plus.observe.stacks import Site
 
 
 class IssuedWork(Work):
@@ -48,6 +49,7 @@ class IssuedWork(Work):
     t_issue: float = 0.0
     t_wait: float = math.inf  # when a wait began
     t_done: float | None = None
+    site: Site | None = None  # the line of the program that issued it, if operations are recorded
     error_raised: bool = False  # by a wait
     ran_on: str = ""  # the library that has completed it, where another one may have taken over
 
@@ -151,6 +153,7 @@ class IssuedWork(Work):
             self.ran_on = self.poll.library
         if operation.engine.recorders:
             self.t_done = perf_counter()
+            operation.engine.waited += max(0.0, self.t_done - self.t_wait)
             for record in operation.engine.recorders:
                 record(self)
         if not operation.inline:  # the handle may outlive the operation by far: free the tensors

@@ -26,8 +26,6 @@ from mcr_plus.errors import (
     InvalidArgument,
     McrError,
     OrderMismatch,
-    PeerLost,
-    phrase_ranks,
 )
 from mcr_plus.kernels import compiling
 from mcr_plus.pipeline.dispatch import DispatchStage
@@ -39,7 +37,7 @@ from mcr_plus.rendezvous.store import exchange
 from mcr_plus.runtime.agreement import agree_before_opening
 from mcr_plus.runtime.groups import IdleChannels
 from mcr_plus.runtime.libraries import Libraries
-from mcr_plus.runtime.members import first_roster, observed
+from mcr_plus.runtime.members import first_roster, lost_among, observed, published
 from mcr_plus.runtime.opening import open_with_parts, warn_of_missing
 from mcr_plus.runtime.process import job
 
@@ -76,6 +74,7 @@ class Runtime:
         attached: objects of layers above that live as long as the job, by a name of theirs.
         roster: the members of the job; None in a single process that nobody has taken in.
         watcher: the receiver of the program's operations, see `watch`.
+        status: what `mcr-plus top` shows of this process.
     """
 
     def __init__(
@@ -98,7 +97,7 @@ class Runtime:
         self._goes_on = False  # in another world, of which the keepers are too
         self._peers = observed(world, options)
         bells = open_bells(world.store, world.rank, world.hosts, world.timeout)
-        self.world = world = replace(world, bells=bells, lost=self._lost_among)
+        self.world = world = replace(world, bells=bells, lost=partial(lost_among, self._peers, world.rank))
         self.roster = world.roster
         if self.roster is None and world.store is not None:
             self.roster = first_roster(world, self._peers, native=native)
@@ -137,6 +136,7 @@ class Runtime:
             self._abort_start()
             raise
         compiling.watchers.append(self.engine.compiles)
+        self.status = published(self.engine, world, self._peers)
 
     def lost_ranks(self) -> dict[int, str]:
         """The state of each rank of the job that is lost, as far as this process can see."""
@@ -161,15 +161,6 @@ class Runtime:
         peers = [rank for rank in range(self.world.size) if rank != self.world.rank]
         failures = [board.failure(rank) for rank in peers]
         return any(map(board.is_closed, peers)) or any(each and not each.sequence for each in failures)
-
-    def _lost_among(self, ranks: Sequence[int]) -> PeerLost | None:
-        """The error of a wait for one of these ranks, if any is lost."""
-        found = {rank: self._peers.lost(rank) for rank in ranks if rank != self.world.rank}
-        lost = {rank: loss.seen for rank, loss in found.items() if loss is not None}
-        if not lost:
-            return None
-        seen = "; ".join(dict.fromkeys(lost.values()))
-        return PeerLost(f"{phrase_ranks(list(lost))} of the job: {seen}", list(lost), seen=seen)
 
     def _abort_start(self) -> None:
         """Close libraries and groups of a job that cannot begin."""
@@ -390,6 +381,7 @@ class Runtime:
             else:
                 state.board.mark_failed(Failure(0, "it left the job after an error"))
         clean = clean and self.wait_for_all_to_end(self.world.timeout)
+        self.status.close()
         for opened in reversed(self.groups):
             opened.shut(clean)
         self.idle_channels.give_up()
@@ -492,6 +484,7 @@ class Runtime:
     def abandon(self) -> None:
         """In a forked child: let go of the parent's groups and libraries without closing them."""
         self.closed = True
+        self.status.abandon()
         self._stop_watching()
         abandon(self.engine)
         for state in self.engine.states:

@@ -43,7 +43,7 @@ ORDER = (
     {"backends"},
     {"launch", "msccl"},
     {"rendezvous", "config"},
-    {"membership"},
+    {"membership", "observe"},
     {"registry", "core", "kernels", "liveness"},
     {"errors"},
 )

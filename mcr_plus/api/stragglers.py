@@ -1,9 +1,9 @@
 """Ranks that keep others waiting: who arrives late at operations, by how much, and where.
 
 A rank arrives at an operation when it issues it. How late it is by its own doing is the lesser of two
-differences, both to the median of the other ranks: of its arrival, and of the time that it has spent outside
-of waits since the operation before. The second is small for a rank that arrives late because another one has
-kept it waiting, in this group or another, and it needs no common clock.
+differences, both to the median of the other ranks: of its arrival, and of its own time since the operation
+before, which is without waits for operations and for a core. The second is small for a rank that arrives late
+because another rank, or another process on its core, has kept it waiting.
 
 The arrivals are on the boards of groups on one host, whose ranks share a clock: they are exact to a
 microsecond or two. Groups across hosts, sends and receives are left out.
@@ -114,7 +114,7 @@ class _Group:
 
     ranks: tuple[int, ...]
     arrivals: Floats
-    waited: Floats
+    idle: Floats
     keys: list[_Key] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
     last: Floats | None = None  # own times at the last operation
@@ -128,7 +128,7 @@ class Arrivals:
     """Collects when ranks arrive at recorded operations. Its memory does not grow with their number."""
 
     def __init__(self) -> None:
-        self._groups: dict[str, _Group] = {}
+        self._groups: dict[tuple[str, tuple[int, ...]], _Group] = {}
         self._sites: dict[_Key, _Site] = {}
         self._events: list[tuple[float, int, float]] = []  # when, rank, seconds
         self._compared = self._left_out = 0
@@ -146,11 +146,12 @@ class Arrivals:
         if arrivals[0] != arrivals[0] or any(each != each for each in arrivals):  # NaN
             self._left_out += 1
             return None
-        group = self._groups.get(state.group.name)
+        name = state.group.name, state.group.ranks
+        group = self._groups.get(name)
         if group is None:
-            group = self._groups[state.group.name] = _Group.of(state.group.ranks)
+            group = self._groups[name] = _Group.of(state.group.ranks)
         row = len(group.keys)
-        group.arrivals[row], group.waited[row] = known
+        group.arrivals[row], group.idle[row] = known
         signature = work.operation.signature
         group.keys.append((signature.kind, signature.tag, work.site))
         group.numbers.append(work.sequence)
@@ -164,8 +165,8 @@ class Arrivals:
         if not count:
             return
         order = np.argsort(group.numbers, kind="stable")  # they are in the order of completion
-        arrivals, waited = group.arrivals[order], group.waited[order]
-        own = arrivals - waited
+        arrivals, idle = group.arrivals[order], group.idle[order]
+        own = arrivals - idle
         before = np.vstack([own[:1] if group.last is None else group.last, own[:-1]])
         late = np.minimum(_beyond_others(arrivals), _beyond_others(own - before))
         late[late < LATE] = 0.0

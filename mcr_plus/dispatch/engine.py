@@ -14,6 +14,7 @@ from weakref import WeakSet
 from mcr_plus.dispatch.board.base import Failure
 from mcr_plus.dispatch.desync import compare_signatures, explain_difference, find_mismatch
 from mcr_plus.dispatch.disabling import switch_off_after, why_off
+from mcr_plus.dispatch.idle_time import IdleTime
 from mcr_plus.dispatch.progress_thread import ProgressThread
 from mcr_plus.dispatch.streams import CallerStream
 from mcr_plus.dispatch.waiting import Pause, Waiting, WaitPolicy
@@ -46,7 +47,7 @@ class Engine:
         failovers: libraries that another one may replace, by group.
         waits: thread → the operation that it waits for in the waiting loop, and since when (monotonic).
         failed: whether any operation has failed.
-        waited: seconds that the program has waited for operations in all, while they were recorded.
+        idle: while operations are recorded, for how long the program has waited for them or for a core.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Engine:
         self.failovers: list[FailoverChannel] = []
         self.waits: dict[int, tuple[IssuedWork, float]] = {}
         self.failed = False
-        self.waited = 0.0
+        self.idle: IdleTime | None = None
         self._failing_dependents = False
         self.watchdog = Watchdog(peers)
         self.progress_thread: ProgressThread | None = None
@@ -142,6 +143,9 @@ class Engine:
     def record_to(self, recorders: tuple[Callable[[IssuedWork], None], ...]) -> None:
         """Call these with every operation that completes."""
         self.recorders = recorders
+        idle, self.idle = self.idle, self.idle or IdleTime() if recorders else None
+        if idle is not None and self.idle is None:
+            idle.close()
         for state in self.states:
             state.recorded = bool(recorders)
             state.refresh()

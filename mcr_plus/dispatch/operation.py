@@ -8,6 +8,7 @@ from threading import get_ident
 from time import perf_counter
 from typing import TYPE_CHECKING, Final, NoReturn
 
+from mcr_plus.core.stacks import site_of
 from mcr_plus.core.work import Work
 from mcr_plus.dispatch.board.base import pad
 from mcr_plus.dispatch.disabling import refuse_if_off
@@ -15,7 +16,6 @@ from mcr_plus.dispatch.failover.channel import FailoverChannel
 from mcr_plus.dispatch.issue import Issue
 from mcr_plus.dispatch.waiting import FIRST_POLLS, GLANCE, SHORT_NAPS
 from mcr_plus.dispatch.work import IssuedWork
-from mcr_plus.observe.stacks import site_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -219,8 +219,8 @@ class Operation:
         """Note when and where an operation was issued, for recorders of this rank and of its peers."""
         work.site = site_of(sys._getframe(2))
         work.t_issue = now = perf_counter()
-        if work.sequence:
-            self.state.board.arrive(work.sequence, now, self.engine.waited)
+        if work.sequence and self.engine.idle is not None:
+            self.state.board.arrive(work.sequence, now, self.engine.idle.seconds())
 
     def _bind_run(self, issue: Callable[[Message], Work]) -> Callable[[Message], None]:
         state, start, counter = self.state, self.start, self.state.board.counter

@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
+from mcr_plus.core.stacks import Stack, stack_of
 from mcr_plus.dispatch.latecomers import Blame, Latecomers
 from mcr_plus.liveness.page import Page
-from mcr_plus.observe.stacks import Stack, stack_of
 
 if TYPE_CHECKING:
     from mcr_plus.dispatch.engine import Engine
@@ -117,7 +117,7 @@ class Drawing:
             "active": max([self._active, *(traffic.changed for traffic in self._groups.values())]),
             "waits": [_wait(work, since) for _, (work, since) in waits[:_NAMED]],
             "frames": stack.frames,
-            "line": stack.line,
+            "program": stack.program,
             "call": stack.call,
             "groups": [self._group(state, flying) for state in states[:_NAMED]],
             "more_groups": max(0, len(states) - _NAMED),
@@ -189,7 +189,7 @@ def _blame(work: IssuedWork, since: float, now: float, stack: Stack) -> Blame | 
     missing = [rank for rank in group.peers if board.seen(rank) < sequence]
     if len(missing) != 1 or group.rank != (0 if missing[0] else 1) or board.compiling(missing[0]) % 2:
         return None
-    place = "" if stack.line < 0 else "{1}:{2}, in {0}".format(*stack.frames[stack.line])
+    place = "{1}:{2}, in {0}".format(*stack.frames[stack.program[0]]) if stack.frames else ""
     described = work.operation.signature.describe()
     return Blame(group.ranks[missing[0]], group.name, sequence, described, place)
 

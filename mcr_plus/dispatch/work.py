@@ -15,9 +15,9 @@ from mcr_plus.dispatch.failover.attempt import Attempt
 if TYPE_CHECKING:
     from mcr_plus.backends.base import Poll
     from mcr_plus.core.message import Message
+    from mcr_plus.core.stacks import Site
     from mcr_plus.dispatch.operation import Operation
     from mcr_plus.dispatch.streams import CallerStream
-    from mcr_plus.observe.stacks import Site
 
 
 class IssuedWork(Work):
@@ -49,6 +49,7 @@ class IssuedWork(Work):
     t_issue: float = 0.0
     t_wait: float = math.inf  # when a wait began
     t_done: float | None = None
+    lost_before: float | None = None  # `IdleTime.lost` then
     site: Site | None = None  # the line of the program that issued it, if operations are recorded
     error_raised: bool = False  # by a wait
     ran_on: str = ""  # the library that has completed it, where another one may have taken over
@@ -68,8 +69,9 @@ class IssuedWork(Work):
         if not self.is_done:
             operation = self.operation
             poll = self.poll
-            if operation.engine.recorders:
+            if operation.engine.idle is not None:
                 self.t_wait = perf_counter()
+                self.lost_before = operation.engine.idle.lost()
             if poll is not None and operation.inline and operation.engine.waiting.calm:
                 try:
                     for _ in operation.spins:
@@ -153,7 +155,8 @@ class IssuedWork(Work):
             self.ran_on = self.poll.library
         if operation.engine.recorders:
             self.t_done = perf_counter()
-            operation.engine.waited += max(0.0, self.t_done - self.t_wait)
+            if self.lost_before is not None and operation.engine.idle is not None:
+                operation.engine.idle.add(self.t_done - self.t_wait, self.lost_before)
             for record in operation.engine.recorders:
                 record(self)
         if not operation.inline:  # the handle may outlive the operation by far: free the tensors

@@ -10,6 +10,7 @@ from mcr_plus.errors import phrase_ranks
 from mcr_plus.observe.survey import LOST, Job, Line, Member, Waiting
 
 _LONG: Final = 1.0  # seconds of waiting that are worth a sentence, unless a rank is lost
+_LINES: Final = 3  # of the program that are shown
 _NAMED: Final = 8  # ranks that get a sentence of their own
 
 
@@ -70,11 +71,8 @@ def _does(member: Member, wait: Waiting | None) -> str:
     elif doing is None:
         doing = f"has been outside mcr_plus for {seconds(member.idle or 0.0)}"
     last = _last(member, wait)
-    line = (
-        ""
-        if member.line is None
-        else f", {'last seen ' if member.state in LOST else ''}at {place(member.line)}"
-    )
+    seen = "last seen " if member.state in LOST else ""
+    line = f", {seen}at {_trace(member)}" if member.lines else ""
     return f"{where} {doing}{line}{last}"
 
 
@@ -93,14 +91,19 @@ def _last(member: Member, wait: Waiting | None) -> str:
 
 
 def _called(member: Member) -> str:
-    return "" if member.line is None else f", called at {place(member.line)}"
+    return f", called at {_trace(member)}" if member.lines else ""
+
+
+def _trace(member: Member) -> str:
+    """The innermost lines of a member's program."""
+    return ", called at ".join(map(place, member.lines[:_LINES]))
 
 
 def place(line: Line) -> str:
-    """A line of the program: `train.py:71, in step`; relative to the current folder, if it is there."""
+    """A line of the program, as `train.py:71 in step`; relative to the current folder, if it is there."""
     here = os.getcwd() + os.sep
     file = line.file[len(here) :] if line.file.startswith(here) else line.file
-    return f"{file}:{line.line}, in {line.function}"
+    return f"{file}:{line.line} in {line.function}"
 
 
 def _ranks(ranks: Sequence[int], count: int) -> str:

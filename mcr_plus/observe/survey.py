@@ -11,7 +11,7 @@ import pwd
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 from mcr_plus.errors import InvalidArgument
@@ -115,7 +115,8 @@ class Member:
         seen: age of what its page shows, in seconds; None if it has no page here.
         idle: seconds since it was last seen inside mcr_plus.
         call: the function of mcr_plus that its program is in; empty if it is in none.
-        line: where its program is; `frames` has the frames outside mcr_plus, innermost first.
+        lines: where its program is, in functions of its own, innermost first.
+        frames: the same with those of libraries, but for mcr_plus.
         error: of its first group that has failed; empty if none has.
     """
 
@@ -127,11 +128,16 @@ class Member:
     idle: float | None = None
     waits: tuple[Waiting, ...] = ()
     call: str = ""
-    line: Line | None = None
+    lines: tuple[Line, ...] = ()
     frames: tuple[Line, ...] = ()
     groups: tuple[GroupTraffic, ...] = ()
     more_groups: int = 0
     error: str = ""
+
+    @property
+    def line(self) -> Line | None:
+        """The line of the program."""
+        return self.lines[0] if self.lines else None
 
 
 @dataclass(frozen=True)
@@ -325,10 +331,25 @@ def _job(here: Mapping[int, Shown], fetched: Mapping[int, Shown]) -> Job:
             states[rank] = _state(fetched[rank], now) if shown else seen
         else:
             states[rank] = "dead" if state_of(pid, started) == "dead" else "gone"
-    members = tuple(
+    drawn = [
         _member(rank, hosts[rank], process[0], states, pages, now) for rank, process in enumerate(processes)
-    )
+    ]
+    members = tuple(_corrected(member, drawn) for member in drawn)
     return Job(str(about["job"]), any_page.version, hosts, time.time() - float(about["began"]), members)
+
+
+def _corrected(member: Member, others: Sequence[Member]) -> Member:
+    """A member with the numbers that those who wait for it have seen: its last picture may be older."""
+    known: dict[str, int] = {}
+    for wait in (wait for other in others for wait in other.waits if member.rank in wait.issued):
+        known[wait.group] = max(known.get(wait.group, 0), wait.issued[member.rank])
+    groups = tuple(
+        replace(group, issued=known[group.name], last="")
+        if known.get(group.name, 0) > group.issued
+        else group
+        for group in member.groups
+    )
+    return replace(member, groups=groups)
 
 
 def _state(page: Shown, now: float) -> State:
@@ -366,7 +387,6 @@ def _member(
     picture = page.picture
     at = float(picture["at"])
     frames = tuple(Line(str(name), str(file), int(line)) for name, file, line in picture["frames"])
-    line = int(picture["line"])
     return Member(
         rank,
         host,
@@ -376,7 +396,7 @@ def _member(
         idle=max(0.0, now - float(picture["active"])),
         waits=tuple(_waiting(each, rank, picture, states, pages, now) for each in picture["waits"]),
         call=str(picture["call"]),
-        line=frames[line] if 0 <= line < len(frames) else None,
+        lines=tuple(frames[int(index)] for index in picture["program"]),
         frames=frames,
         groups=tuple(_traffic(group, now) for group in picture["groups"]),
         more_groups=int(picture["more_groups"]),

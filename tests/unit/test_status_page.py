@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 from command import mcr_plus, mcr_plus_process
 
+from mcr_plus.core.stacks import stack_of
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.liveness import page as pages
 from mcr_plus.liveness.page import LAYOUT, NAME, Page, Unreadable, read
 from mcr_plus.liveness.proc import read_stat
 from mcr_plus.observe.findings import clean, findings
-from mcr_plus.observe.stacks import stack_of
 from mcr_plus.observe.survey import Job, Line, Member, Waiting, survey
 
 
@@ -46,7 +46,7 @@ def picture(**changes: Any) -> dict[str, Any]:
         "active": time.monotonic(),
         "waits": [],
         "frames": [["step", "/somewhere/train.py", 71]],
-        "line": 0,
+        "program": [0],
         "call": "",
         "groups": [],
         "more_groups": 0,
@@ -132,7 +132,8 @@ def test_memory_of_that_name_that_is_no_page(content: bytes) -> None:
         {"groups": [{"name": "world"}]},
         {"frames": [["f", "file"]]},
         {"at": "noon"},
-        {"line": None},
+        {"program": None},
+        {"program": [5]},
         {"waits": [{"group": "w", "number": 1, "missing": [[77, 0]], "missing_count": 1}]},
     ],
 )
@@ -201,24 +202,24 @@ def waiting(*waits_for: int, seconds: float = 5.0, number: int = 42, **changes: 
 
 
 def test_sentences_on_waits() -> None:
-    line = Line("step", "/somewhere/train.py", 71)
-    waits = Member(0, "a", 10, "waiting", 0.1, 0.1, (waiting(1),), "all_reduce", line, (line,))
-    late = Member(1, "b", 11, "outside", 0.1, 7.0, (), "", Line("load", "/somewhere/data.py", 12))
+    lines = Line("step", "/somewhere/train.py", 71), Line("main", "/somewhere/train.py", 99)
+    waits = Member(0, "a", 10, "waiting", 0.1, 0.1, (waiting(1),), "all_reduce", lines, lines)
+    late = Member(1, "b", 11, "outside", 0.1, 7.0, (), "", (Line("load", "/somewhere/data.py", 12),))
 
     def said(*members: Member) -> list[str]:
         return findings(Job("j", "1", ("a", "b"), 60.0, members))
 
     assert said(waits, late) == [
         "rank 0 waits for rank 1 since 5 s in all_reduce SUM float32[4] (#42 in group 'world'), called at "
-        "/somewhere/train.py:71, in step",
-        "rank 1 (process 11 on b) has been outside mcr_plus for 7 s, at /somewhere/data.py:12, in load; its "
+        "/somewhere/train.py:71 in step, called at /somewhere/train.py:99 in main",
+        "rank 1 (process 11 on b) has been outside mcr_plus for 7 s, at /somewhere/data.py:12 in load; its "
         "last operation in group 'world' is #41",
     ]
     short = replace(waits, waits=(waiting(1, seconds=0.2),))
     assert said(short, late) == []
     assert len(said(short, replace(late, state="stopped"))) == 2
     everybody = replace(waits, waits=(waiting(),))
-    assert said(everybody, late)[0].endswith("in step; all its ranks have issued it")
+    assert said(everybody, late)[0].endswith("in main; all its ranks have issued it")
     message = replace(waits, waits=(waiting(number=0, operation="recv float32[5]"),))
     assert (
         "rank 0 waits for any rank since 5 s in recv float32[5] (in group 'world')" in said(message, late)[0]
@@ -248,14 +249,14 @@ def test_the_line_of_the_program_is_the_innermost_in_no_library() -> None:
     for frame, name in zip(found, ("key", "key"), strict=True):
         stack = stack_of(frame, 3)
         assert stack.frames[0][0] == name
-        assert stack.line == 0
+        assert stack.program[0] == 0
         assert stack.call == ""
         assert len(stack.frames) == 3
     decoder = found[1].f_back  # in the standard library, called from here
     stack = stack_of(decoder, 2)
-    assert Path(stack.frames[stack.line][1]) == Path(__file__)
-    assert stack.line == 1
-    assert stack_of(None) == ((), -1, "")
+    assert Path(stack.frames[stack.program[0]][1]) == Path(__file__)
+    assert stack.program == (1,)
+    assert stack_of(None) == ((), (), "")
 
 
 # -- the command ----------------------------------------------------------------------------------
@@ -295,7 +296,7 @@ def test_the_command_imports_no_torch_and_shows_the_page(page: Page) -> None:
         [sys.executable, "-c", "\n".join(words)], capture_output=True, text=True, check=True
     )
     jobs = {job["id"]: job for job in json.loads(shown.stdout)["jobs"]}
-    assert jobs[f"unit{os.getpid()}"]["members"][0]["line"] == {
+    assert jobs[f"unit{os.getpid()}"]["members"][0]["lines"][0] == {
         "function": "step",
         "file": "/somewhere/train.py",
         "line": 71,

@@ -93,8 +93,8 @@ class GroupBoard:
         """The row of group rank `rank`, with its record of `sequence` if there is one."""
         return PeerStatus(sequence)
 
-    def arrive(self, sequence: int, now: float, waited: float) -> None:
-        """Publish when this rank has issued `sequence`, and how long it had waited until then in all.
+    def arrive(self, sequence: int, now: float, idle: float) -> None:
+        """Publish when this rank has issued `sequence`, and its `IdleTime` until then.
 
         In seconds of `time.perf_counter`, which is one clock on a host. Only while operations are recorded.
         """

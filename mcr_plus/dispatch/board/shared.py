@@ -38,7 +38,7 @@ _MOVES: Final = 3  # the word of a row's header with its calls of `mark_moving`
 _BALLOTS: Final = 4  # the word of a row's header where they begin, and how many there are
 _TEXTS: Final = _HEADER + RING * 8
 _NOTES: Final = _TEXTS + RING * TEXT
-_ARRIVALS: Final = _NOTES + NOTE  # RING times of issue, and what had been waited for in all by then
+_ARRIVALS: Final = _NOTES + NOTE  # RING times of issue, and as many idle times until then
 # The rest of a row: RING times what is sent to and expected from each rank.
 _COUNTS: Final = _ARRIVALS + 2 * RING * 8
 _NUMBER_BITS: Final = 16  # of an operation's number beside its time in µs, which are right for nine years
@@ -135,20 +135,20 @@ class SharedBoard(GroupBoard):
         word = self._all[rank * self._row_words + _WORDS + sequence % RING]
         return peer_status(issued, word, sequence)
 
-    def arrive(self, sequence: int, now: float, waited: float) -> None:  # noqa: D102
+    def arrive(self, sequence: int, now: float, idle: float) -> None:  # noqa: D102
         slot = sequence % RING
-        self._arrivals[RING + slot] = int(waited * 1e6)
+        self._arrivals[RING + slot] = int(idle * 1e6)
         self._arrivals[slot] = int(now * 1e6) << _NUMBER_BITS | sequence & _NUMBER_MASK  # one aligned store
 
     def arrivals(self, sequence: int) -> tuple[list[float], list[float]]:  # noqa: D102
         first, number = _ARRIVALS // 8 + sequence % RING, sequence & _NUMBER_MASK
         words = self._all[first :: self._row_words].tolist()
-        waited = self._all[first + RING :: self._row_words].tolist()
+        idle = self._all[first + RING :: self._row_words].tolist()
         times = [
             (word >> _NUMBER_BITS) * 1e-6 if word & _NUMBER_MASK == number and word else math.nan
             for word in words
         ]
-        return times, [each * 1e-6 for each in waited]
+        return times, [each * 1e-6 for each in idle]
 
     def seen(self, rank: int) -> int:  # noqa: D102
         return self._all[rank * self._row_words]

@@ -23,32 +23,34 @@ class Stack(NamedTuple):
 
     Attributes:
         frames: those outside mcr_plus, innermost first.
-        line: index of the line of the program, the innermost in no installed library; -1 without frames.
+        program: indices of those in no installed library, the lines of the program; of the innermost if there
+            are none.
         call: the function of mcr_plus that the program has called and that has not returned; empty if none.
     """
 
     frames: tuple[tuple[str, str, int], ...] = ()
-    line: int = -1
+    program: tuple[int, ...] = ()
     call: str = ""
 
 
-def stack_of(frame: FrameType | None, limit: int = 16) -> Stack:
-    """The stack that ends in `frame`, with at most `limit` frames, of which one is the program's line."""
+def stack_of(frame: FrameType | None, limit: int = 24) -> Stack:
+    """The stack that ends in `frame`: at most `limit` frames, one of them the program's if it has any."""
     found: list[tuple[str, str, int]] = []
-    line, call, depth = -1, "", 0
-    while frame is not None and depth < _DEPTH and (len(found) < limit or line < 0):
+    program: list[int] = []
+    call, depth = "", 0
+    while frame is not None and depth < _DEPTH and (len(found) < limit or not program):
         code = frame.f_code
         file = code.co_filename
         if file.startswith(_PACKAGE):
             if not found:
                 call = code.co_name
-        elif len(found) < limit or _is_program(file):
-            if line < 0 and _is_program(file):
-                line = min(len(found), limit - 1)
-                del found[limit - 1 :]
+        elif len(found) < limit or not file.startswith(_OTHERS):
+            del found[limit - 1 :]
+            if not file.startswith(_OTHERS):
+                program.append(len(found))
             found.append((code.co_name, file, frame.f_lineno or 0))
         frame, depth = frame.f_back, depth + 1
-    return Stack(tuple(found), line if line >= 0 else min(0, len(found) - 1), call)
+    return Stack(tuple(found), tuple(program) or (0,) * bool(found), call)
 
 
 def site_of(frame: FrameType | None) -> Site | None:
@@ -59,7 +61,3 @@ def site_of(frame: FrameType | None) -> Site | None:
             return file, frame.f_lineno or 0, frame.f_code.co_name
         frame = frame.f_back
     return None
-
-
-def _is_program(file: str) -> bool:
-    return not file.startswith(_OTHERS)

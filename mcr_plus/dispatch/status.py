@@ -176,7 +176,7 @@ class _Traffic:
         self.calls = 0
         self.bytes = 0.0
         self.changed = 0.0  # when a picture last found a new call
-        self.last = (0, "")
+        self.last: tuple[int, str] = (0, "")
         self.history: deque[tuple[float, int, float]] = deque(maxlen=_WINDOW)
 
 

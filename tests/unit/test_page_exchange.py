@@ -106,7 +106,9 @@ def test_what_another_has_signed_or_asked_for_is_ignored(hosts: Hosts) -> None:
         answers = hosts.there.receive(other.data, now)
         assert isinstance(answers, list)
         assert hosts.here.receive(answers[0].data, now) == ()  # to another question
-        (right,) = hosts.there.receive(question.data, now) or ()
+        answers = hosts.there.receive(question.data, now)
+        assert isinstance(answers, list)
+        (right,) = answers
         for broken in (right.data[:-1], right.data[:20] + b"x" + right.data[21:], b"mcrp", b""):
             assert not hosts.here.receive(broken, now)
         hosts.here.step(now + 1)

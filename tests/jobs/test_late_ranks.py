@@ -106,4 +106,4 @@ def test_a_rank_that_is_late_all_the_time_is_logged_by_one_other() -> None:
     assert by_rank[0][0].startswith("rank 1 is late: this rank has waited for it alone in ")
     assert "tag=late" in by_rank[0][0]
     assert "called at " in by_rank[0][0]
-    assert "test_stragglers.py" in by_rank[0][0]
+    assert "test_late_ranks.py" in by_rank[0][0]

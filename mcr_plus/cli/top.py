@@ -185,6 +185,8 @@ def _cells(member: Member, group: GroupTraffic | None) -> tuple[str, ...]:
         return ("",) * 6
     wait = next((each for each in member.waits if each.group == group.name), None)
     speeds = f"{group.operations_per_s:,.1f}", f"{about(round(group.bytes_per_s))}/s"
+    if member.state in _GONE:  # these were its last
+        speeds = "", ""
     if wait is None or member.state != "waiting":
         return group.name, str(group.issued), group.last, "", *speeds
     more = f" and {wait.missing - len(wait.waits_for)} more" if wait.missing > len(wait.waits_for) else ""

@@ -32,6 +32,14 @@ LONG: Final = (
     "test_newcomers.py::test_deaths_while_a_newcomer_gets_the_state[deaths3]",
     "test_newcomers.py::test_deaths_while_a_newcomer_gets_the_state[deaths4]",
     "test_newcomers.py::test_too_few_ranks_do_not_wait",
+    # the compiler needs seconds for each; one module is in `make test`
+    "test_kernels_compile.py::test_kernels_compile[cast",
+    "test_kernels_compile.py::test_kernels_compile[delta",
+    "test_kernels_compile.py::test_kernels_compile[fp8_block",
+    "test_kernels_compile.py::test_kernels_compile[int2_block",
+    "test_kernels_compile.py::test_kernels_compile[int4_block",
+    "test_kernels_compile.py::test_kernels_compile[int_shared",
+    "test_kernels_compile.py::test_kernels_compile[sign1",
     # `make test` has every shape on two ranks, and every type on one.
     "test_conformance.py::test_conforms[three ranks",
     "test_conformance.py::test_conforms[two ranks, every type",

@@ -810,6 +810,7 @@ def _run_on_gpu(size: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, str(size), str(Path(folder) / "store")]
         environment = os.environ | {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4"}
+        environment["PYTHONPATH"] = os.pathsep.join(sys.path)
         ranks = [
             subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True, env=environment)
             for rank in range(size)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from functools import cache
-from importlib.util import find_spec
 from typing import Final
 
 import gpu_jobs
@@ -33,15 +32,14 @@ def _missing(library: str) -> str | None:
 
 
 @cache
-def launched(library: str) -> list[RankResult]:
-    """All parts in one launch."""
-    parts = [part for part in gpu_jobs.PARTS if part != "cupy" or find_spec("cupy") is not None]
+def launched(library: str, launch: str) -> list[RankResult]:
+    """All parts of a launch."""
     settings = {"MCR_TEST_DEVICE": "cuda", "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4"}
     try:
         return run_ranks(
             gpu_jobs.reports,
             2,
-            args=[library, parts],
+            args=[library, launch],
             via="mpi" if mpi_usable() else "torch",
             env=settings | {"GLOO_SOCKET_IFNAME": "lo"},
             timeout=200,
@@ -50,16 +48,14 @@ def launched(library: str) -> list[RankResult]:
         return failure.results
 
 
-@pytest.mark.parametrize("part", gpu_jobs.PARTS)
 @pytest.mark.parametrize(
-    "library", [pytest.param(each, marks=pytest.mark.xdist_group(each)) for each in LIBRARIES]
+    ("launch", "part"), [(launch, part) for launch, parts in gpu_jobs.PARTS.items() for part in parts]
 )
-def test_two_ranks(library: str, part: str) -> None:
+@pytest.mark.parametrize("library", [pytest.param(n, marks=pytest.mark.xdist_group(n)) for n in LIBRARIES])
+def test_two_ranks(library: str, launch: str, part: str) -> None:
     if reason := _missing(library):
         pytest.skip(reason)
-    if part == "cupy" and find_spec("cupy") is None:
-        pytest.skip("no CuPy")
-    for result in launched(library):
+    for result in launched(library, launch):
         lines = (line for line in result.stdout.splitlines() if line.startswith("{"))
         found = {report["part"]: report for report in map(json.loads, lines)}
         assert part in found, f"rank {result.rank} ended before: {result.stderr[-3000:]}"

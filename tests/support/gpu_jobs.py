@@ -12,6 +12,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from itertools import islice, product
 from typing import Any, Final
 
@@ -64,14 +65,14 @@ ROUNDED: Final = ("powersgd",)  # products of matrices, which a GPU sums in anot
 SPIN: Final = 2_000_000  # cycles of a GPU, about a millisecond
 
 
-def reports(library: str, parts: Sequence[str]) -> None:
-    """Some parts, each in a job of its own; what each has found is printed as soon as it is known."""
+def reports(library: str, launch: str) -> None:
+    """The parts of a launch, each in a job of its own; what each has found is printed at once."""
     if DEVICE == "cuda":
         torch.cuda.set_device(0)
-    for name in parts:
+    for name, part in PARTS[launch].items():
         failures, began = Failures(), time.perf_counter()
         try:
-            PARTS[name]((library,), failures)
+            part((library,), failures)
         except Exception:
             failures.check(name, traceback.format_exc()[-2500:])
         report = failures.report() | {"part": name, "seconds": round(time.perf_counter() - began, 2)}
@@ -334,6 +335,9 @@ def _in_torch(backends: Sequence[str], failures: Failures) -> None:
 
 def _cupy(backends: Sequence[str], failures: Failures) -> None:
     """CuPy's arrays where they lie, in the order of CuPy's current stream."""
+    if find_spec("cupy") is None:
+        failures.expect("no CuPy here", True)
+        return
     cupy: Any = __import__("cupy")
     with mcr.init(backends=_with_host(backends), timeout=TIMEOUT) as comm:
         do: Any = comm  # the annotations say tensors
@@ -356,27 +360,20 @@ def _cupy(backends: Sequence[str], failures: Failures) -> None:
             )
 
 
-PARTS: Final[dict[str, Callable[[Sequence[str], Failures], None]]] = {
-    "types": _types,
-    "shapes": _shapes,
-    **{
-        name: _section(name)
-        for name in (
-            "rough sums",
-            "compressed",
-            "messages",
-            "persistent",
-            "overlapping",
-            "handles",
-            "dropped",
-        )
+PARTS: Final[dict[str, dict[str, Callable[[Sequence[str], Failures], None]]]] = {
+    "operations": {
+        "types": _types,
+        "shapes": _shapes,
+        **{name: _section(name) for name in SECTIONS},
     },
-    "groups": _section("groups"),
-    "codecs": _codecs,
-    "streams": _streams,
-    "mixed": _mixed,
-    "fused": _fused,
-    "training": _training,
-    "in torch": _in_torch,
-    "cupy": _cupy,
+    "codecs": {"codecs": _codecs},
+    "programs": {
+        "streams": _streams,
+        "mixed": _mixed,
+        "fused": _fused,
+        "training": _training,
+        "in torch": _in_torch,
+        "cupy": _cupy,
+    },
 }
+"""What is checked, by the launch in which it is checked and its name."""

@@ -7,10 +7,11 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
-from mcr_plus.errors import BackendError, McrError, NotInitialized, Revoked
+from mcr_plus.dispatch.board.base import Failure
+from mcr_plus.errors import BackendError, McrError, NotInitialized, PeerLost, Revoked
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from mcr_plus.dispatch.engine import Engine
     from mcr_plus.dispatch.group_state import GroupState
@@ -93,6 +94,23 @@ def completed(engine: Engine, state: GroupState) -> int:
         ]
         failed = [state.failed_at] if state.failed_at else []
         return min([state.sequence, *(number - 1 for number in (*numbers, *failed))])
+
+
+def release_waiting(engine: Engine, lost: Mapping[int, str], what: str) -> None:
+    """End the waits of ranks that wait for this one: it does not come to their operations any more.
+
+    `lost`: the states of ranks that it has found lost. `what`: the call that it has come to instead.
+    """
+    text = f"this rank has called {what}"
+    if lost:
+        text = PeerLost(text, list(lost), seen=", ".join(dict.fromkeys(lost.values()))).passed_on
+    else:  # what another rank has told this one
+        failures = (state.failure for state in engine.states)
+        text = next((each.passed_on for each in failures if isinstance(each, PeerLost)), text)
+    for state in engine.states:
+        state.publish()
+        state.board.mark_failed(Failure(0, text))
+    engine.ring()
 
 
 def help_others(engine: Engine) -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from mcr_plus.core.sockets import open_sockets, unacknowledged
-from mcr_plus.liveness.proc import read_stat, state_of
+from mcr_plus.liveness.proc import state_of
 from mcr_plus.liveness.protocol import Finding, silence
 from mcr_plus.membership.rules import Process
 from mcr_plus.rendezvous.heartbeats import open_findings
+from mcr_plus.rendezvous.identity import DIED, is_visible, own_process
 from mcr_plus.rendezvous.store import exchange
 from mcr_plus.rendezvous.store_release import StoreRelease
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from mcr_plus.liveness.findings import Findings
 
 Status = Literal["running", "stopped", "dead", "silent", "left", "unknown"]
-DIED: Final = "process has died"
 LEFT: Final = "has left"
 _DEATH_SHOWS: Final = 0.2  # seconds after an error of a library in which the death behind it shows
 _FINDING_SHOWS: Final = 0.2  # seconds beyond that silence in which an error of a library is held back
@@ -262,21 +261,3 @@ class Peers:
         since = since if now - last <= _LOOKS_WITHIN else now
         self._stopped[rank] = since, now
         return Loss("stopped", "stopped") if now - since >= self._stop_grace else None
-
-
-def own_process(host: str, number: int) -> Process:
-    """This process, as other ranks are told of it. `host`: the name of its host; `number`: see `Process`."""
-    own = read_stat(os.getpid())
-    return Process(os.getpid(), own[1] if own else "", f"{host} {_namespace()}", number)
-
-
-def is_visible(own: Process, process: Process) -> bool:
-    """Whether a process is in the same /proc as `own`, that of the caller."""
-    return process.place == own.place and bool(own.started)
-
-
-def _namespace() -> str:
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""

@@ -11,6 +11,7 @@ from mcr_plus.membership.roster import Roster
 from mcr_plus.rendezvous.keepers import open_keepers
 from mcr_plus.rendezvous.processes import Peers
 from mcr_plus.rendezvous.signing import SignedStore
+from mcr_plus.rendezvous.watched_store import unwatched
 
 if TYPE_CHECKING:
     from mcr_plus.dispatch.options import DispatchOptions
@@ -46,6 +47,6 @@ def first_roster(world: World, peers: Peers, *, native: bool) -> Roster:
     if kept is None and native and ranks_keep_their_own(len({process.place for process in members})):
         kept = open_keepers(store, world.rank, members, world.timeout)
     if kept is None:
-        return Roster(store, 0, members, world.rank)
+        return Roster(unwatched(store), 0, members, world.rank)
     root = SignedStore(kept, world.secret, "members") if world.secret else kept
     return Roster(root, 0, members, world.rank, kept=kept)

@@ -134,10 +134,10 @@ def refused_during_a_build(folder: str) -> dict[str, Any]:
         _die()
     _wait_for_loss(comm)
     seen: list[str] = []
-    usual, watches = vars(regroup)["exchange"], list[regroup.Watch]()
+    usual, watches = vars(regroup)["exchange"], list[regroup.EpochWatch]()
     if rank == 1:
 
-        class Watch(regroup.Watch):
+        class Watch(regroup.EpochWatch):
             def __init__(self, *arguments: Any) -> None:
                 super().__init__(*arguments)
                 watches.append(self)
@@ -154,7 +154,7 @@ def refused_during_a_build(folder: str) -> dict[str, Any]:
             return texts
 
         setattr(regroup, "exchange", late)  # noqa: B010 - mypy takes it for a name of another module
-        regroup.Watch = Watch  # type: ignore[assignment, misc]
+        regroup.EpochWatch = Watch  # type: ignore[assignment, misc]
     world, _ = regroup.leave_epoch(init.current(), Proposal(), 10, "shrink")
     error = ""
     if rank == 0:

@@ -75,6 +75,7 @@ class Peers:
         *,
         stop_grace: float = math.inf,
         heartbeat: float | None = None,
+        shortens: bool = False,
         secret: bytes = b"",
         processes: Sequence[Process] = (),
         sight: Sight | None = None,
@@ -84,7 +85,8 @@ class Peers:
 
         `processes`: of all ranks, where they are known; otherwise the ranks exchange theirs.
         `heartbeat`: seconds after which a host without a sign of life is lost, 0 for as few as the number of
-        hosts allows, None for no heartbeats. `sight`: of an earlier world, where this one has no agents yet.
+        hosts allows, None for no heartbeats. `shortens`: whether a suspicion shortens them, see `suspect`.
+        `sight`: of an earlier world, where this one has no agents yet.
         `rank_0_serves`: whether the store is in the process of rank 0.
         """
         self.keep: list[Any] = []  # memory that a library may still write to
@@ -113,8 +115,9 @@ class Peers:
         if self._findings is not None:
             places = len({process.place for process in self.processes})
             # Twice what beats take, as agents on busy hosts miss some.
-            self._enough = min(2 * silence(places), heartbeat or math.inf)
-            self.patience = _FINDING_SHOWS + self._enough
+            beats = min(2 * silence(places), heartbeat or math.inf)
+            self._enough = beats if shortens else heartbeat or beats
+            self.patience = _FINDING_SHOWS + beats
             if rank != 0:  # which has the store, or shares the host of the agent that has it
                 self._release = StoreRelease(store, self._store_is_lost)
 
@@ -208,7 +211,7 @@ class Peers:
 
         Their host is then silent after twice the time in which beats come from all hosts, as long as none
         comes: a torn or silent connection and no beat together say more than silence alone, for which an
-        agent that does not run is reason enough.
+        agent that does not run is reason enough. A limit that the program has chosen is not shortened.
         """
         for rank in ranks:
             self.lost(rank)  # which ends an earlier suspicion that was wrong

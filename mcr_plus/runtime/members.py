@@ -31,6 +31,7 @@ def observed(world: World, options: DispatchOptions) -> Peers:
         world.timeout,
         stop_grace=math.inf if options.stopped == "wait" else options.stopped,
         heartbeat=beats[options.heartbeat] if isinstance(options.heartbeat, str) else options.heartbeat,
+        shortens=options.heartbeat == "auto",
         secret=world.secret,
         processes=roster.members if roster is not None else (),
         rank_0_serves=not agent_has_store() or (roster is not None and roster.kept is not None),

@@ -183,7 +183,8 @@ class Channel(ABC):
     def silent_failure(self) -> str:
         """Return the reason why operations in flight cannot end although the library reports no error, or ''.
 
-        Called every tenth of a second while operations are in flight, if there is failover.
+        Called every tenth of a second while operations are in flight or wait for their start, if there is
+        failover.
         """
         return ""
 

@@ -11,6 +11,7 @@ from mcr_plus.membership.roster import Roster
 from mcr_plus.rendezvous.keepers import open_keepers
 from mcr_plus.rendezvous.processes import Peers
 from mcr_plus.rendezvous.signing import SignedStore
+from mcr_plus.rendezvous.watched_store import unwatched
 
 if TYPE_CHECKING:
     from mcr_plus.dispatch.options import DispatchOptions
@@ -30,6 +31,7 @@ def observed(world: World, options: DispatchOptions) -> Peers:
         world.timeout,
         stop_grace=math.inf if options.stopped == "wait" else options.stopped,
         heartbeat=beats[options.heartbeat] if isinstance(options.heartbeat, str) else options.heartbeat,
+        shortens=options.heartbeat == "auto",
         secret=world.secret,
         processes=roster.members if roster is not None else (),
         rank_0_serves=not agent_has_store() or (roster is not None and roster.kept is not None),
@@ -46,6 +48,6 @@ def first_roster(world: World, peers: Peers, *, native: bool) -> Roster:
     if kept is None and native and ranks_keep_their_own(len({process.place for process in members})):
         kept = open_keepers(store, world.rank, members, world.timeout)
     if kept is None:
-        return Roster(store, 0, members, world.rank)
+        return Roster(unwatched(store), 0, members, world.rank)
     root = SignedStore(kept, world.secret, "members") if world.secret else kept
     return Roster(root, 0, members, world.rank, kept=kept)

@@ -27,7 +27,6 @@ from mcr_plus.errors import (
     McrError,
     OrderMismatch,
     PeerLost,
-    phrase_ranks,
 )
 from mcr_plus.kernels import compiling
 from mcr_plus.pipeline.dispatch import DispatchStage
@@ -42,6 +41,7 @@ from mcr_plus.runtime.libraries import Libraries
 from mcr_plus.runtime.members import first_roster, observed
 from mcr_plus.runtime.opening import open_with_parts, warn_of_missing
 from mcr_plus.runtime.process import job
+from mcr_plus.runtime.watch import loss_of
 
 if TYPE_CHECKING:
     from mcr_plus.backends.base import Backend
@@ -98,7 +98,7 @@ class Runtime:
         self._goes_on = False  # in another world, of which the keepers are too
         self._peers = observed(world, options)
         bells = open_bells(world.store, world.rank, world.hosts, world.timeout)
-        self.world = world = replace(world, bells=bells, lost=self._lost_among)
+        self.world = world = replace(world, bells=bells, lost=self.lost_among)
         self.roster = world.roster
         if self.roster is None and world.store is not None:
             self.roster = first_roster(world, self._peers, native=native)
@@ -162,14 +162,10 @@ class Runtime:
         failures = [board.failure(rank) for rank in peers]
         return any(map(board.is_closed, peers)) or any(each and not each.sequence for each in failures)
 
-    def _lost_among(self, ranks: Sequence[int]) -> PeerLost | None:
+    def lost_among(self, ranks: Sequence[int]) -> PeerLost | None:
         """The error of a wait for one of these ranks, if any is lost."""
         found = {rank: self._peers.lost(rank) for rank in ranks if rank != self.world.rank}
-        lost = {rank: loss.seen for rank, loss in found.items() if loss is not None}
-        if not lost:
-            return None
-        seen = "; ".join(dict.fromkeys(lost.values()))
-        return PeerLost(f"{phrase_ranks(list(lost))} of the job: {seen}", list(lost), seen=seen)
+        return loss_of({rank: loss for rank, loss in found.items() if loss is not None})
 
     def _abort_start(self) -> None:
         """Close libraries and groups of a job that cannot begin."""

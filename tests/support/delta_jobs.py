@@ -254,6 +254,7 @@ def bounded(keep: int, tags: int) -> dict[str, Any]:
             outs.append(held[tag][1].clone() if comm.rank == 1 else torch.zeros_like(held[tag][1]))
             works.append(comm.broadcast(outs[-1], 1, compress=codec, tag=f"b{tag}", async_op=True))
         for tag, work in enumerate(works):
+            assert work is not None
             work.wait()
             if not same(outs[tag], held[tag][1]):
                 wrong.append(f"in flight {tag}")

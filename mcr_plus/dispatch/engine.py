@@ -15,7 +15,7 @@ from mcr_plus.dispatch.board.base import Failure
 from mcr_plus.dispatch.desync import compare_signatures, explain_difference, find_mismatch
 from mcr_plus.dispatch.disabling import switch_off_after, why_off
 from mcr_plus.dispatch.progress_thread import ProgressThread
-from mcr_plus.dispatch.streams import CallerStream
+from mcr_plus.dispatch.streams import CallerStream, default_streams
 from mcr_plus.dispatch.waiting import Pause, Waiting, WaitPolicy
 from mcr_plus.dispatch.watchdog import LONG_WAIT, Watchdog
 from mcr_plus.errors import BackendError, McrError, OperationsDiffer, OrderMismatch, following
@@ -110,7 +110,7 @@ class Engine:
         operation = work.operation
         channel = operation.backend_channel
         if operation.on_stream:
-            work.caller = CallerStream()
+            work.caller = CallerStream(channel.channel.streams or default_streams())
         if operation.compared:
             self.post(work)
         if not channel.pending:

@@ -1,4 +1,5 @@
-"""CUDA streams around operations that start late, and around those that are staged through host memory.
+"""Streams of a device around operations that start late, and around those that are staged through host
+memory.
 
 Has not run on a GPU yet.
 """
@@ -8,12 +9,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 
+from mcr_plus.core import streams
 from mcr_plus.core.message import Message, Signature
+from mcr_plus.core.streams import Event, Streams
 from mcr_plus.core.work import Info, Work
 from mcr_plus.dispatch.issue import Issue
+
+
+def default_streams() -> Streams:
+    """Return the streams of the current CUDA device, for libraries whose channels name no others."""
+    return streams.streams_of(torch.device("cuda"))
 
 
 class CallerStream:
@@ -22,19 +31,20 @@ class CallerStream:
     As a context manager: work inside is ordered after that position, and after nothing later.
     """
 
-    __slots__ = ("_event", "_inside", "_stream")
+    __slots__ = ("_event", "_inside", "_stream", "_streams")
 
-    def __init__(self) -> None:
-        self._event = torch.cuda.Event()
-        self._event.record(torch.cuda.current_stream())
-        self._stream = torch.cuda.Stream()
+    def __init__(self, of: Streams) -> None:
+        self._streams = of
+        self._event = of.event()
+        self._event.record(of.current())
+        self._stream = of.create()
 
     def __enter__(self) -> None:
         self._stream.wait_event(self._event)
-        self._inside = torch.cuda.stream(self._stream)
+        self._inside = self._streams.under(self._stream)
         self._inside.__enter__()
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, *exception: Any) -> None:
         self._inside.__exit__(*exception)
 
 
@@ -47,12 +57,12 @@ class _Arrival(Work):
 
     __slots__ = ("_after", "_copy", "_error", "_event", "_is_begun")
 
-    def __init__(self, after: Work | None, copy: Callable[[], torch.cuda.Event]) -> None:
+    def __init__(self, after: Work | None, copy: Callable[[], Event]) -> None:
         self._after = after
         self._copy = copy
         self._error: BaseException | None = None
         self._is_begun = after is None
-        self._event: torch.cuda.Event | None = copy() if after is None else None
+        self._event: Event | None = copy() if after is None else None
 
     def probe(self) -> bool:
         if not self._is_begun:
@@ -92,19 +102,20 @@ class _StagedWork(Work):
     recorded behind the last of them. What they refer to must not be freed earlier, so `keep` takes it.
     """
 
-    __slots__ = ("_copied", "_inner", "_keep", "_stream")
+    __slots__ = ("_copied", "_inner", "_keep", "_stream", "_streams")
 
     def __init__(
-        self, inner: Work, stream: torch.cuda.Stream, copied: torch.cuda.Event, keep: Callable[[object], None]
+        self, inner: Work, of: Streams, stream: Any, copied: Event, keep: Callable[[object], None]
     ) -> None:
         self._inner = inner
+        self._streams = of
         self._stream = stream
         self._copied = copied
         self._keep = keep
 
     def wait(self, timeout: float | timedelta | None = None) -> None:
         self._inner.wait(timeout)
-        torch.cuda.current_stream(self._stream.device).wait_event(self._copied)
+        self._streams.current().wait_event(self._copied)
 
     def is_completed(self) -> bool:
         return self._inner.is_completed() and self._is_copied()
@@ -120,7 +131,7 @@ class _StagedWork(Work):
 
     def then(self, function: Callable[[], None]) -> Work:
         def follow() -> None:
-            with torch.cuda.stream(self._stream):
+            with self._streams.under(self._stream):
                 function()
                 self._copied.record(self._stream)
             self._keep(function)
@@ -141,62 +152,62 @@ def stage_through_host(signature: Signature, issue: Issue) -> Issue:
 
     The copies run on a stream of their own from and to pinned memory; nothing synchronises the device.
     """
-    return Issue(_Staging(signature, issue).start)
+    host_signature = signature.replace(device="cpu")
+    made: dict[torch.device, tuple[Streams, Any]] = {}
+    kept = deque[tuple[Event, object]]()  # what the stream may still use, in its order
 
+    def copy_stream(device: torch.device) -> tuple[Streams, Any]:
+        if device not in made:
+            of = streams.streams_of(device)
+            made[device] = of, of.create()
+        return made[device]
 
-class _Staging:
-    """What `stage_through_host` binds to a signature."""
-
-    def __init__(self, signature: Signature, issue: Issue) -> None:
-        self._signature = signature.replace(device="cpu")
-        self._issue = issue
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._kept = deque[tuple[torch.cuda.Event, object]]()  # what a stream may still use
-
-    def start(self, message: Message) -> Work:
-        inputs, outputs = message.inputs, message.outputs
-        tensors = inputs + outputs
+    def start(message: Message) -> Work:
+        tensors = message.inputs + message.outputs
         if not tensors:
-            return self._issue(message.with_tensors((), (), self._signature))
-        while self._kept and self._kept[0][0].query():
-            self._kept.popleft()
-        device = tensors[0].device
-        stream = self._streams.get(device) or self._streams.setdefault(device, torch.cuda.Stream(device))
-        produced, copied = torch.cuda.Event(), torch.cuda.Event()
-        produced.record(torch.cuda.current_stream(device))
-        pinned = {id(t): torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors}
-        after, prepare = message.after, message.prepare
+            return issue(message.with_tensors((), (), host_signature))
+        while kept and kept[0][0].query():
+            kept.popleft()
+        of, stream = copy_stream(tensors[0].device)
+        produced = of.event()
+        produced.record(of.current())
+        pinned = {id(t): of.pinned(t) for t in tensors}
+        inputs, outputs, prepare = message.inputs, message.outputs, message.prepare
 
-        def copy_out() -> torch.cuda.Event:
+        def copy_out() -> Event:
             stream.wait_event(produced)
-            if after is not None:  # functions that followed it may have launched kernels here
-                stream.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(stream):
+            if message.after is not None:  # whose functions may have launched kernels on this stream
+                stream.wait_stream(of.current())
+            with of.under(stream):
                 if prepare is not None:
                     prepare()
                 for tensor in inputs:
                     pinned[id(tensor)].copy_(tensor, non_blocking=True)
-                    tensor.record_stream(stream)
-            arrived = torch.cuda.Event()
-            arrived.record(stream)
-            self._kept.append((arrived, prepare))
+                    of.keep(tensor, stream)
+                arrived = of.event()
+                arrived.record(stream)
+            if prepare is not None:
+                kept.append((arrived, prepare))
             return arrived
 
+        copied = of.event()
+
         def copy_back() -> None:
-            with torch.cuda.stream(stream):
+            with of.under(stream):
                 for tensor in outputs:
                     tensor.copy_(pinned[id(tensor)], non_blocking=True)
-                    tensor.record_stream(stream)
-            copied.record(stream)
+                    of.keep(tensor, stream)
+                copied.record(stream)
 
         host = message.with_tensors(
             tuple(pinned[id(t)] for t in inputs),
             tuple(pinned[id(t)] for t in outputs),
-            self._signature,
-            after=_Arrival(after, copy_out),
+            host_signature,
+            after=_Arrival(message.after, copy_out),
             prepare=None,
         )
-        keep = self._kept.append
         return _StagedWork(
-            self._issue(host).then(copy_back), stream, copied, lambda used: keep((copied, used))
+            issue(host).then(copy_back), of, stream, copied, lambda used: kept.append((copied, used))
         )
+
+    return Issue(start)

@@ -6,6 +6,7 @@ device), which share names and meaning.
 
 from __future__ import annotations
 
+from collections import deque
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, Protocol
@@ -107,3 +108,43 @@ def streams_of(device: torch.device) -> Streams:
     if device.index is None:
         device = torch.device(device.type, torch.get_device_module(device).current_device())
     return _made(device)
+
+
+def recorded(device: torch.device) -> Event | None:
+    """Return an event at the end of the current stream's work; None of the host, which works in order."""
+    if device.type == "cpu":
+        return None
+    streams = streams_of(device)
+    event = streams.event()
+    event.record(streams.current())
+    return event
+
+
+def follow(event: Event | None, device: torch.device) -> None:
+    """Make the current stream wait for what `recorded` has returned."""
+    if event is not None:
+        streams_of(device).current().wait_event(event)
+
+
+class Retained:
+    """What streams may still use, such as the tensors of a function that has launched kernels.
+
+    Let go by a later `add`, once its event has been reached.
+    """
+
+    def __init__(self) -> None:
+        self._kept = deque[tuple[Event, object]]()
+
+    def add(self, event: Event, used: object) -> None:
+        """Keep `used` until `event`, recorded already, has been reached."""
+        self.release()
+        self._kept.append((event, used))
+
+    def release(self) -> None:
+        """Let go what was used before events that have been reached, in the order of `add`."""
+        kept = self._kept
+        while kept and kept[0][0].query():
+            try:
+                kept.popleft()
+            except IndexError:  # another thread has taken the last one
+                return

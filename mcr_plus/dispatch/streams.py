@@ -6,46 +6,57 @@ Has not run on a GPU yet.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
 import torch
 
-from mcr_plus.core import streams
+from mcr_plus.core import streams as core_streams
 from mcr_plus.core.message import Message, Signature
-from mcr_plus.core.streams import Event, Streams
+from mcr_plus.core.streams import Event, Retained, Streams
 from mcr_plus.core.work import Info, Work
 from mcr_plus.dispatch.issue import Issue
 
 
-def default_streams() -> Streams:
-    """Return the streams of the current CUDA device, for libraries whose channels name no others."""
-    return streams.streams_of(torch.device("cuda"))
+class StartOrder:
+    """The order of what stages do before the operations of a channel start, on the device of a stream.
 
-
-class CallerStream:
-    """The position of the caller's stream when it issued an operation that starts later.
-
-    As a context manager: work inside is ordered after that position, and after nothing later.
+    An operation that starts later than it was issued is ordered after the caller's position at its issue,
+    and after nothing later. Encoders read and write state between calls, so they run in the order of the
+    operations, whatever the streams under which these were issued.
     """
 
-    __slots__ = ("_event", "_inside", "_stream", "_streams")
+    def __init__(self, streams: Streams | None) -> None:
+        """`streams`: None for those of the current CUDA device."""
+        self.streams = streams or core_streams.streams_of(torch.device("cuda"))
+        self._stream = self.streams.create()  # for operations that start later
+        self._prepared: Event | None = None
 
-    def __init__(self, of: Streams) -> None:
-        self._streams = of
-        self._event = of.event()
-        self._event.record(of.current())
-        self._stream = of.create()
+    def position(self) -> Event:
+        """Return the caller's position."""
+        event = self.streams.event()
+        event.record(self.streams.current())
+        return event
 
-    def __enter__(self) -> None:
-        self._stream.wait_event(self._event)
-        self._inside = self._streams.under(self._stream)
-        self._inside.__enter__()
+    def after(self, position: Event) -> AbstractContextManager[object]:
+        """Make the work in a block follow a position."""
+        self._stream.wait_event(position)
+        return self.streams.under(self._stream)
 
-    def __exit__(self, *exception: Any) -> None:
-        self._inside.__exit__(*exception)
+    def prepare(self, message: Message) -> None:
+        """Call the message's `prepare`, whose kernels follow those of the operation before it."""
+        prepare = message.prepare
+        if prepare is None:
+            return
+        stream = self.streams.current()
+        if self._prepared is None:
+            self._prepared = self.streams.event()
+        else:
+            stream.wait_event(self._prepared)
+        prepare()
+        self._prepared.record(stream)
 
 
 class _Arrival(Work):
@@ -99,19 +110,21 @@ class _StagedWork(Work):
     """A host operation whose results are copied back; `wait` makes the current stream wait for the copy.
 
     Functions of `then` launch their kernels on the stream of the copies, behind the copy back. `copied` is
-    recorded behind the last of them. What they refer to must not be freed earlier, so `keep` takes it.
+    recorded behind the last of them, and what they refer to is retained until then.
     """
 
-    __slots__ = ("_copied", "_inner", "_keep", "_stream", "_streams")
+    __slots__ = ("_copied", "_inner", "_retained", "_stream", "_streams")
 
-    def __init__(
-        self, inner: Work, of: Streams, stream: Any, copied: Event, keep: Callable[[object], None]
-    ) -> None:
+    def __init__(self, inner: Work, of: Streams, stream: Any, copied: Event, retained: Retained) -> None:
         self._inner = inner
         self._streams = of
         self._stream = stream
         self._copied = copied
-        self._keep = keep
+        self._retained = retained
+
+    @property
+    def streams(self) -> Streams:
+        return self._streams
 
     def wait(self, timeout: float | timedelta | None = None) -> None:
         self._inner.wait(timeout)
@@ -134,7 +147,7 @@ class _StagedWork(Work):
             with self._streams.under(self._stream):
                 function()
                 self._copied.record(self._stream)
-            self._keep(function)
+            self._retained.add(self._copied, function)
 
         self._inner.then(follow)
         return self
@@ -154,11 +167,11 @@ def stage_through_host(signature: Signature, issue: Issue) -> Issue:
     """
     host_signature = signature.replace(device="cpu")
     made: dict[torch.device, tuple[Streams, Any]] = {}
-    kept = deque[tuple[Event, object]]()  # what the stream may still use, in its order
+    retained = Retained()
 
     def copy_stream(device: torch.device) -> tuple[Streams, Any]:
         if device not in made:
-            of = streams.streams_of(device)
+            of = core_streams.streams_of(device)
             made[device] = of, of.create()
         return made[device]
 
@@ -166,8 +179,7 @@ def stage_through_host(signature: Signature, issue: Issue) -> Issue:
         tensors = message.inputs + message.outputs
         if not tensors:
             return issue(message.with_tensors((), (), host_signature))
-        while kept and kept[0][0].query():
-            kept.popleft()
+        retained.release()
         of, stream = copy_stream(tensors[0].device)
         produced = of.event()
         produced.record(of.current())
@@ -187,7 +199,7 @@ def stage_through_host(signature: Signature, issue: Issue) -> Issue:
                 arrived = of.event()
                 arrived.record(stream)
             if prepare is not None:
-                kept.append((arrived, prepare))
+                retained.add(arrived, prepare)
             return arrived
 
         copied = of.event()
@@ -206,8 +218,6 @@ def stage_through_host(signature: Signature, issue: Issue) -> Issue:
             after=_Arrival(message.after, copy_out),
             prepare=None,
         )
-        return _StagedWork(
-            issue(host).then(copy_back), of, stream, copied, lambda used: kept.append((copied, used))
-        )
+        return _StagedWork(issue(host).then(copy_back), of, stream, copied, retained)
 
     return Issue(start)

@@ -78,11 +78,15 @@ class Detector:
     def when_idle(self, function: Callable[[], None]) -> None:
         """Call it when no launch is being judged: garbage is collected at any time."""
         self._delayed.append(function)
+        self._catch_up()
+
+    def _catch_up(self) -> None:
         while not self._busy and self._delayed:
             self._delayed.pop()()
 
     def launch(self, stream: int, name: str, reads: Iterable[Range], writes: Iterable[Range]) -> None:
         """A kernel on a stream, or an access of the host or of a library."""
+        self._catch_up()
         self._busy = True
         try:
             self._judge(stream, name, reads, writes)

@@ -13,12 +13,11 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from device_model import Entry, FakeStreams
+from device_model import FakeStreams
 from device_tensors import OnDevice, ranges, uploaded
 from fake_nccl import Simulator
 
@@ -32,7 +31,6 @@ from mcr_plus.core import streams as core_streams
 from mcr_plus.core.c10d import HashStore
 from mcr_plus.core.group import Group
 from mcr_plus.core.message import Message, Signature
-from mcr_plus.dispatch import engine as dispatch_engine
 from mcr_plus.dispatch.board.base import GroupBoard, PeerStatus
 from mcr_plus.dispatch.engine import Engine
 from mcr_plus.dispatch.group_runtime import GroupRuntime
@@ -247,7 +245,10 @@ def move(signature: Signature, messages: Sequence[Message]) -> None:
         total = total.to(stacked.dtype)
         for rank in range(size):
             if kind == "reduce_scatter":
-                put(rank, total.split(list(messages[rank].input_counts or [total.numel() // size] * size))[rank])
+                put(
+                    rank,
+                    total.split(list(messages[rank].input_counts or [total.numel() // size] * size))[rank],
+                )
             elif kind == "all_reduce" or rank == root:
                 put(rank, total)
     elif kind == "broadcast":
@@ -323,7 +324,9 @@ class Rank:
         parts = {}
         for part, inner in inner_groups(config, self.world.hosts, group).items():
             parts[part] = self._open(inner, config.below("hierarchical")).pipeline
-        return OpenGroup(group, Pipeline(Context(config, self.world, group, classes, runtime, parts)), runtime, config)
+        return OpenGroup(
+            group, Pipeline(Context(config, self.world, group, classes, runtime, parts)), runtime, config
+        )
 
     def tensor(self, values: Any) -> torch.Tensor:
         """Values on this rank's device, by its current stream."""
@@ -364,7 +367,9 @@ class Job:
         self.operations: dict[Any, HostOperation] = {}
         self.boards: dict[str, dict[tuple[int, int], int]] = {}
         self.homes = [FakeStreams(self.simulator, rank) for rank in range(size)]
-        self.worlds = [World(rank, size, ("host",) * size, 5.0, HashStore(), cores=size) for rank in range(size)]
+        self.worlds = [
+            World(rank, size, ("host",) * size, 5.0, HashStore(), cores=size) for rank in range(size)
+        ]
         store = self.worlds[0].store
         self.worlds = [World(rank, size, ("host",) * size, 5.0, store, cores=size) for rank in range(size)]
         self.nccl = [

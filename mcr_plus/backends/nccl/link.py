@@ -219,7 +219,7 @@ class StreamPoll:
     `on_host`: the host waits for the operation, not a stream (barrier).
     """
 
-    __slots__ = ("_begin", "_done", "_end", "_error", "_functions", "_link", "_on_host", "call")
+    __slots__ = ("_begin", "_done", "_end", "_error", "_functions", "_link", "_on_host", "_ran", "call")
 
     def __init__(self, link: Link, call: Call, begin: Event, on_host: bool) -> None:
         self.call = call
@@ -229,6 +229,7 @@ class StreamPoll:
         self._done = False
         self._error: Exception | None = None
         self._functions: list[tuple[Event, Callable[[], None]]] = []
+        self._ran: list[Callable[[], None]] = []  # their kernels may still use what they refer to
         self._on_host = on_host
 
     def __call__(self) -> bool:
@@ -248,6 +249,7 @@ class StreamPoll:
         if self._error is not None:
             raise self._error
         self._done = True
+        self._ran.clear()
         link.give_event(self._end)
         return True
 
@@ -313,5 +315,6 @@ class StreamPoll:
         link = self._link
         link.stream.wait_event(arrived)
         link.give_event(arrived)
+        self._ran.append(function)
         with link.streams.under(link.stream):
             function()

@@ -146,7 +146,7 @@ class _StagedWork(Work):
         def follow() -> None:
             with self._streams.under(self._stream):
                 function()
-                self._copied.record(self._stream)
+            self._copied.record(self._stream)
             self._retained.add(self._copied, function)
 
         self._inner.then(follow)
@@ -165,30 +165,40 @@ def stage_through_host(signature: Signature, issue: Issue) -> Issue:
 
     The copies run on a stream of their own from and to pinned memory; nothing synchronises the device.
     """
-    host_signature = signature.replace(device="cpu")
-    made: dict[torch.device, tuple[Streams, Any]] = {}
-    retained = Retained()
+    return Issue(_Staging(signature, issue).start)
 
-    def copy_stream(device: torch.device) -> tuple[Streams, Any]:
-        if device not in made:
+
+class _Staging:
+    """What `stage_through_host` binds to a signature."""
+
+    def __init__(self, signature: Signature, issue: Issue) -> None:
+        self._signature = signature.replace(device="cpu")
+        self._issue = issue
+        self._made: dict[torch.device, tuple[Streams, Any]] = {}
+        self._retained = Retained()
+
+    def _stream(self, device: torch.device) -> tuple[Streams, Any]:
+        if device not in self._made:
             of = core_streams.streams_of(device)
-            made[device] = of, of.create()
-        return made[device]
+            self._made[device] = of, of.create()
+        return self._made[device]
 
-    def start(message: Message) -> Work:
-        tensors = message.inputs + message.outputs
+    def start(self, message: Message) -> Work:
+        inputs, outputs = message.inputs, message.outputs
+        tensors = inputs + outputs
         if not tensors:
-            return issue(message.with_tensors((), (), host_signature))
+            return self._issue(message.with_tensors((), (), self._signature))
+        retained = self._retained
         retained.release()
-        of, stream = copy_stream(tensors[0].device)
-        produced = of.event()
+        of, stream = self._stream(tensors[0].device)
+        produced, copied = of.event(), of.event()
         produced.record(of.current())
         pinned = {id(t): of.pinned(t) for t in tensors}
-        inputs, outputs, prepare = message.inputs, message.outputs, message.prepare
+        after, prepare = message.after, message.prepare
 
         def copy_out() -> Event:
             stream.wait_event(produced)
-            if message.after is not None:  # whose functions may have launched kernels on this stream
+            if after is not None:  # functions that followed it may have launched kernels here
                 stream.wait_stream(of.current())
             with of.under(stream):
                 if prepare is not None:
@@ -196,28 +206,23 @@ def stage_through_host(signature: Signature, issue: Issue) -> Issue:
                 for tensor in inputs:
                     pinned[id(tensor)].copy_(tensor, non_blocking=True)
                     of.keep(tensor, stream)
-                arrived = of.event()
-                arrived.record(stream)
-            if prepare is not None:
-                retained.add(arrived, prepare)
+            arrived = of.event()
+            arrived.record(stream)
+            retained.add(arrived, prepare)
             return arrived
-
-        copied = of.event()
 
         def copy_back() -> None:
             with of.under(stream):
                 for tensor in outputs:
                     tensor.copy_(pinned[id(tensor)], non_blocking=True)
                     of.keep(tensor, stream)
-                copied.record(stream)
+            copied.record(stream)
 
         host = message.with_tensors(
             tuple(pinned[id(t)] for t in inputs),
             tuple(pinned[id(t)] for t in outputs),
-            host_signature,
-            after=_Arrival(message.after, copy_out),
+            self._signature,
+            after=_Arrival(after, copy_out),
             prepare=None,
         )
-        return _StagedWork(issue(host).then(copy_back), of, stream, copied, retained)
-
-    return Issue(start)
+        return _StagedWork(self._issue(host).then(copy_back), of, stream, copied, retained)

@@ -6,7 +6,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, cast
 from weakref import WeakSet
@@ -15,7 +14,6 @@ from mcr_plus.dispatch.board.base import Failure
 from mcr_plus.dispatch.desync import compare_signatures, explain_difference, find_mismatch
 from mcr_plus.dispatch.disabling import switch_off_after, why_off
 from mcr_plus.dispatch.progress_thread import ProgressThread
-from mcr_plus.dispatch.streams import CallerStream
 from mcr_plus.dispatch.waiting import Pause, Waiting, WaitPolicy
 from mcr_plus.dispatch.watchdog import LONG_WAIT, Watchdog
 from mcr_plus.errors import BackendError, McrError, OperationsDiffer, OrderMismatch, following
@@ -110,7 +108,7 @@ class Engine:
         operation = work.operation
         channel = operation.backend_channel
         if operation.on_stream:
-            work.caller = CallerStream()
+            work.position = channel.start_order.position()
         if operation.compared:
             self.post(work)
         if not channel.pending:
@@ -206,16 +204,19 @@ class Engine:
         return True
 
     def _start(self, work: IssuedWork) -> None:
-        message = work.message
+        message, operation = work.message, work.operation
         try:
-            with work.caller or nullcontext():
-                if message.prepare is not None:
-                    message.prepare()
-                work.poll = work.operation.start(message)
+            if work.position is None:
+                operation.prepare(message)
+                work.poll = operation.start(message)
+            else:
+                with operation.backend_channel.start_order.after(work.position):
+                    operation.prepare(message)
+                    work.poll = operation.start(message)
         except Exception as error:
             self.fail(work, error)
             return
-        if work.finish and work.operation.on_stream:
+        if work.finish and operation.on_stream:
             finish, work.finish = work.finish, None
             for function in finish:
                 _stream(work).chain(function)

@@ -6,8 +6,10 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
+from mcr_plus.dispatch.streams import StartOrder
 from mcr_plus.errors import NotInitialized, OrderMismatch, Revoked, following
 
 if TYPE_CHECKING:
@@ -30,6 +32,11 @@ class BackendChannel:
     backend: Backend
     channel: Channel
     pending: deque[IssuedWork] = field(default_factory=deque)
+
+    @cached_property
+    def start_order(self) -> StartOrder:
+        """Of a library whose operations run on a stream."""
+        return StartOrder(self.channel.streams)
 
 
 _NOBODY: Final = -1

@@ -109,6 +109,13 @@ class Operation:
         for polls in (self.spins, self.first, self.more):
             polls.clear()
 
+    def prepare(self, message: Message) -> None:
+        """Do what stages do before the operation starts."""
+        if self.on_stream:
+            self.backend_channel.start_order.prepare(message)
+        elif message.prepare is not None:
+            message.prepare()
+
     def name(self, sequence: int) -> str:
         """For error messages: `all_reduce SUM float32[4] (#7 in group 'world')`."""
         number = "point-to-point" if self.signature.is_p2p else f"#{sequence}"
@@ -167,7 +174,7 @@ class Operation:
                 else:
                     try:
                         if message.prepare is not None:
-                            message.prepare()
+                            self.prepare(message)
                         work.poll = self.start(message)
                     except Exception as error:
                         engine.fail(work, error)
@@ -319,7 +326,7 @@ class Operation:
                 else:
                     try:
                         if message.prepare is not None:
-                            message.prepare()
+                            self.prepare(message)
                         work.poll = self.start(message)
                     except Exception as error:
                         engine.fail(work, error)

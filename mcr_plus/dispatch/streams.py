@@ -1,41 +1,62 @@
-"""CUDA streams around operations that start late, and around those that are staged through host memory.
+"""Streams of a device around operations that start late, and around those that are staged through host
+memory.
 
 Has not run on a GPU yet.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
+from typing import Any
 
 import torch
 
+from mcr_plus.core import streams as core_streams
 from mcr_plus.core.message import Message, Signature
+from mcr_plus.core.streams import Event, Retained, Streams
 from mcr_plus.core.work import Info, Work
 from mcr_plus.dispatch.issue import Issue
 
 
-class CallerStream:
-    """The position of the caller's stream when it issued an operation that starts later.
+class StartOrder:
+    """The order of what stages do before the operations of a channel start, on the device of a stream.
 
-    As a context manager: work inside is ordered after that position, and after nothing later.
+    An operation that starts later than it was issued is ordered after the caller's position at its issue,
+    and after nothing later. Encoders read and write state between calls, so they run in the order of the
+    operations, whatever the streams under which these were issued.
     """
 
-    __slots__ = ("_event", "_inside", "_stream")
+    def __init__(self, streams: Streams | None) -> None:
+        """`streams`: None for those of the current CUDA device."""
+        self.streams = streams or core_streams.streams_of(torch.device("cuda"))
+        self._stream = self.streams.create()  # for operations that start later
+        self._prepared: Event | None = None
 
-    def __init__(self) -> None:
-        self._event = torch.cuda.Event()
-        self._event.record(torch.cuda.current_stream())
-        self._stream = torch.cuda.Stream()
+    def position(self) -> Event:
+        """Return the caller's position."""
+        event = self.streams.event()
+        event.record(self.streams.current())
+        return event
 
-    def __enter__(self) -> None:
-        self._stream.wait_event(self._event)
-        self._inside = torch.cuda.stream(self._stream)
-        self._inside.__enter__()
+    def after(self, position: Event) -> AbstractContextManager[object]:
+        """Make the work in a block follow a position."""
+        self._stream.wait_event(position)
+        return self.streams.under(self._stream)
 
-    def __exit__(self, *exception: object) -> None:
-        self._inside.__exit__(*exception)
+    def prepare(self, message: Message) -> None:
+        """Call the message's `prepare`, whose kernels follow those of the operation before it."""
+        prepare = message.prepare
+        if prepare is None:
+            return
+        stream = self.streams.current()
+        if self._prepared is None:
+            self._prepared = self.streams.event()
+        else:
+            stream.wait_event(self._prepared)
+        prepare()
+        self._prepared.record(stream)
 
 
 class _Arrival(Work):
@@ -47,12 +68,12 @@ class _Arrival(Work):
 
     __slots__ = ("_after", "_copy", "_error", "_event", "_is_begun")
 
-    def __init__(self, after: Work | None, copy: Callable[[], torch.cuda.Event]) -> None:
+    def __init__(self, after: Work | None, copy: Callable[[], Event]) -> None:
         self._after = after
         self._copy = copy
         self._error: BaseException | None = None
         self._is_begun = after is None
-        self._event: torch.cuda.Event | None = copy() if after is None else None
+        self._event: Event | None = copy() if after is None else None
 
     def probe(self) -> bool:
         if not self._is_begun:
@@ -89,22 +110,25 @@ class _StagedWork(Work):
     """A host operation whose results are copied back; `wait` makes the current stream wait for the copy.
 
     Functions of `then` launch their kernels on the stream of the copies, behind the copy back. `copied` is
-    recorded behind the last of them. What they refer to must not be freed earlier, so `keep` takes it.
+    recorded behind the last of them, and what they refer to is retained until then.
     """
 
-    __slots__ = ("_copied", "_inner", "_keep", "_stream")
+    __slots__ = ("_copied", "_inner", "_retained", "_stream", "_streams")
 
-    def __init__(
-        self, inner: Work, stream: torch.cuda.Stream, copied: torch.cuda.Event, keep: Callable[[object], None]
-    ) -> None:
+    def __init__(self, inner: Work, of: Streams, stream: Any, copied: Event, retained: Retained) -> None:
         self._inner = inner
+        self._streams = of
         self._stream = stream
         self._copied = copied
-        self._keep = keep
+        self._retained = retained
+
+    @property
+    def streams(self) -> Streams:
+        return self._streams
 
     def wait(self, timeout: float | timedelta | None = None) -> None:
         self._inner.wait(timeout)
-        torch.cuda.current_stream(self._stream.device).wait_event(self._copied)
+        self._streams.current().wait_event(self._copied)
 
     def is_completed(self) -> bool:
         return self._inner.is_completed() and self._is_copied()
@@ -120,10 +144,10 @@ class _StagedWork(Work):
 
     def then(self, function: Callable[[], None]) -> Work:
         def follow() -> None:
-            with torch.cuda.stream(self._stream):
+            with self._streams.under(self._stream):
                 function()
-                self._copied.record(self._stream)
-            self._keep(function)
+            self._copied.record(self._stream)
+            self._retained.add(self._copied, function)
 
         self._inner.then(follow)
         return self
@@ -150,43 +174,48 @@ class _Staging:
     def __init__(self, signature: Signature, issue: Issue) -> None:
         self._signature = signature.replace(device="cpu")
         self._issue = issue
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._kept = deque[tuple[torch.cuda.Event, object]]()  # what a stream may still use
+        self._made: dict[torch.device, tuple[Streams, Any]] = {}
+        self._retained = Retained()
+
+    def _stream(self, device: torch.device) -> tuple[Streams, Any]:
+        if device not in self._made:
+            of = core_streams.streams_of(device)
+            self._made[device] = of, of.create()
+        return self._made[device]
 
     def start(self, message: Message) -> Work:
         inputs, outputs = message.inputs, message.outputs
         tensors = inputs + outputs
         if not tensors:
             return self._issue(message.with_tensors((), (), self._signature))
-        while self._kept and self._kept[0][0].query():
-            self._kept.popleft()
-        device = tensors[0].device
-        stream = self._streams.get(device) or self._streams.setdefault(device, torch.cuda.Stream(device))
-        produced, copied = torch.cuda.Event(), torch.cuda.Event()
-        produced.record(torch.cuda.current_stream(device))
-        pinned = {id(t): torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors}
+        retained = self._retained
+        retained.release()
+        of, stream = self._stream(tensors[0].device)
+        produced, copied = of.event(), of.event()
+        produced.record(of.current())
+        pinned = {id(t): of.pinned(t) for t in tensors}
         after, prepare = message.after, message.prepare
 
-        def copy_out() -> torch.cuda.Event:
+        def copy_out() -> Event:
             stream.wait_event(produced)
             if after is not None:  # functions that followed it may have launched kernels here
-                stream.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(stream):
+                stream.wait_stream(of.current())
+            with of.under(stream):
                 if prepare is not None:
                     prepare()
                 for tensor in inputs:
                     pinned[id(tensor)].copy_(tensor, non_blocking=True)
-                    tensor.record_stream(stream)
-            arrived = torch.cuda.Event()
+                    of.keep(tensor, stream)
+            arrived = of.event()
             arrived.record(stream)
-            self._kept.append((arrived, prepare))
+            retained.add(arrived, prepare)
             return arrived
 
         def copy_back() -> None:
-            with torch.cuda.stream(stream):
+            with of.under(stream):
                 for tensor in outputs:
                     tensor.copy_(pinned[id(tensor)], non_blocking=True)
-                    tensor.record_stream(stream)
+                    of.keep(tensor, stream)
             copied.record(stream)
 
         host = message.with_tensors(
@@ -196,7 +225,4 @@ class _Staging:
             after=_Arrival(after, copy_out),
             prepare=None,
         )
-        keep = self._kept.append
-        return _StagedWork(
-            self._issue(host).then(copy_back), stream, copied, lambda used: keep((copied, used))
-        )
+        return _StagedWork(self._issue(host).then(copy_back), of, stream, copied, retained)

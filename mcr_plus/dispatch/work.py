@@ -15,8 +15,8 @@ from mcr_plus.dispatch.failover.attempt import Attempt
 if TYPE_CHECKING:
     from mcr_plus.backends.base import Poll
     from mcr_plus.core.message import Message
+    from mcr_plus.core.streams import Event, Streams
     from mcr_plus.dispatch.operation import Operation
-    from mcr_plus.dispatch.streams import CallerStream
 
 
 class IssuedWork(Work):
@@ -37,7 +37,7 @@ class IssuedWork(Work):
 
     # Defaults of what few operations need. They are no slots, which the constructor would have to
     # set: it is on every operation's path.
-    caller: CallerStream | None = None  # the caller's stream and position, for a deferred stream operation
+    position: Event | None = None  # of the caller's stream, for a deferred stream operation
     next_comparison: float | None = None  # when to read peers' rows one by one, while signatures are compared
     undescribed_since: float | None = None  # since when a peer has issued another one, not posted
     polled_since: float | None = None  # since when the caller has polled instead of waiting
@@ -92,6 +92,11 @@ class IssuedWork(Work):
 
     def exception(self) -> BaseException | None:  # noqa: D102
         return self.error
+
+    @property
+    def streams(self) -> Streams | None:  # noqa: D102
+        operation = self.operation
+        return operation.backend_channel.start_order.streams if operation.on_stream else None
 
     def source_rank(self) -> int | None:  # noqa: D102
         return self.source

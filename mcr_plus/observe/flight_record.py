@@ -131,13 +131,16 @@ def _messages(group: GroupSnapshot, number: int) -> Iterator[tuple[tuple[int, in
         pair = f"{group.name}:{low}-{high}"
         counted[pair, upwards] += 1
         shape = [list(entry.signature.shape)]
-        yield (low, high), _record(
-            entry,
-            number,
-            group=(pair, f"mcr:{group.name}"),
-            name=name,
-            sequence=2 * counted[pair, upwards] - upwards,
-            sizes=(shape, []) if sends else ([], shape),
+        yield (
+            (low, high),
+            _record(
+                entry,
+                number,
+                group=(pair, f"mcr:{group.name}"),
+                name=name,
+                sequence=2 * counted[pair, upwards] - upwards,
+                sizes=(shape, []) if sends else ([], shape),
+            ),
         )
 
 

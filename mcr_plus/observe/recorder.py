@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from mcr_plus.rendezvous.world import World
 
 _log = logging.getLogger("mcr_plus")
-_ASKED_FOR: Final = 5.0  # seconds in which a failure that follows a request does not ask the others again
 _TEXT: Final = 500  # characters of an error that the others are told
 
 
@@ -45,7 +44,7 @@ class Recorder:
         self._engine, self._world = engine, world
         self.folder = observed(config).dump or dump_folder()
         self._lock = threading.Lock()
-        self._asked = -_ASKED_FOR
+        self._asked: set[str] = set()  # groups of whose failure another rank has told
         self._problems: set[str] = set()
         self._watcher = Watcher(partial(self._write_for, "SIGUSR2"), self._on_request)
         engine.observer = self
@@ -72,10 +71,11 @@ class Recorder:
         if self.folder is None or work.operation.state.failure is not None:
             return None
         text = f"{type(error).__name__}: {error}"
-        if time.monotonic() - self._asked > _ASKED_FOR:
-            ask(self._engine.peers.beside(), f"rank {self._world.rank}: {text[:_TEXT]}")
+        name = work.operation.state.group.name
+        if name not in self._asked:  # then another rank has asked all
+            ask(self._engine.peers.beside(), f"{name}\0rank {self._world.rank}: {text[:_TEXT]}")
         snapshot = take_snapshot(self._engine, text, error)
-        return lambda: self._hand_over(snapshot)
+        return partial(self._hand_over, snapshot, self.folder)
 
     def _note(self, work: IssuedWork) -> Noted:
         if work.noted is None:
@@ -95,28 +95,30 @@ class Recorder:
             with self._lock:
                 write_dump(files, record)
         except OSError as error:
-            raise McrError(f"dump: {str(files.record)!r} cannot be written: {error.strerror or error}") from error
+            raise McrError(
+                f"dump: {str(files.record)!r} cannot be written: {error.strerror or error}"
+            ) from error
         return str(files.record)
 
     def _on_request(self, text: str) -> None:
-        self._asked = time.monotonic()
+        name, _, reason = text.partition("\0")
+        self._asked.add(name)
         if self.folder is not None:
-            self._write_for(text)
+            self._write_for(reason)
 
     def _write_for(self, reason: str) -> None:
         """Write a dump of now, in the watcher's thread."""
         try:
-            self._write(take_snapshot(self._engine, reason))
+            self._write(take_snapshot(self._engine, reason), self.folder)
         except Exception as error:  # of a job that is ending
             self._complain(f"no dump for {reason}: {type(error).__name__}: {error}")
 
-    def _hand_over(self, snapshot: Snapshot) -> None:
-        if not self._watcher.do(partial(self._write, snapshot)):
-            self._complain(f"{self.folder!r} takes long: the dump may be missing")
+    def _hand_over(self, snapshot: Snapshot, folder: str) -> None:
+        if not self._watcher.do(partial(self._write, snapshot, folder)):
+            self._complain(f"{folder!r} takes long: the dump may be missing")
 
-    def _write(self, snapshot: Snapshot) -> None:
+    def _write(self, snapshot: Snapshot, folder: str | None) -> None:
         """Write a dump, and those of ranks that cannot. An error is logged once, and hides no other."""
-        folder = self.folder
         try:
             if folder is None:
                 folder = default_folder()
@@ -131,7 +133,7 @@ class Recorder:
             what = error.strerror if isinstance(error, OSError) and error.strerror else f"{error}"
             self._complain(f"no dump in {folder!r}: {what}")
             return
-        if self.folder is None or snapshot.reason == "SIGUSR2":
+        if snapshot.reason == "SIGUSR2":
             _log.warning("rank %d: dump for %s in %s", self._world.rank, snapshot.reason, files.record)
 
     def _complain(self, problem: str) -> None:

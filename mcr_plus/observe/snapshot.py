@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
 from mcr_plus.dispatch.board.shared import SharedBoard
-from mcr_plus.observe.frames import Frame, frames_of
+from mcr_plus.observe.frames import Frame, frames_of, waiting_frames
 
 if TYPE_CHECKING:
     from mcr_plus.core.message import Signature
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mcr_plus.dispatch.work import IssuedWork
 
 State = Literal["scheduled", "started", "completed"]
+_OWN_THREADS: Final = "mcr_plus"  # how the names of all threads of mcr_plus begin
 _PARTS: Final = 8  # into which the ring is divided, see `_first`
 
 
@@ -100,11 +101,15 @@ def take_snapshot(engine: Engine, reason: str, error: BaseException | None = Non
 
 
 def frames_for(engine: Engine, work: IssuedWork) -> list[Frame]:
-    """The frames of the thread that waits for an operation; of the calling one if none does."""
+    """The frames of the thread that waits for an operation; else of the calling one, or of the group's.
+
+    A thread of mcr_plus itself may have found that the operation has failed.
+    """
     for wait in list(engine.waits):
         if wait.work is work:
             return frames_of(wait.thread)
-    return frames_of(threading.get_ident())
+    caller, owner = threading.current_thread(), work.operation.state.owner
+    return frames_of(owner) if caller.name.startswith(_OWN_THREADS) and owner > 0 else waiting_frames()
 
 
 def _alive(engine: Engine) -> list[IssuedWork]:
@@ -185,6 +190,7 @@ def _first(state: GroupState, most: int) -> int:
 
 def _threads() -> list[tuple[str, list[Frame]]]:
     main = threading.main_thread()
-    threads = [main, *(thread for thread in threading.enumerate() if thread is not main)]
+    others = (each for each in threading.enumerate() if each is not main and not each.name.startswith(_OWN_THREADS))
+    threads = [main, *others]
     found = [(thread.name, frames_of(thread.ident)) for thread in threads if thread.ident is not None]
     return [(name, frames) for name, frames in found if frames]

@@ -61,15 +61,16 @@ def _issued(record: Mapping[str, Any], engine: Engine, rank: int) -> dict[str, i
 def _has_written(path: Path, record: Mapping[str, Any], rank: int, issued: Mapping[str, int]) -> bool:
     try:
         theirs = json.loads(path.read_bytes())["mcr"]
-        return (
-            (theirs["job"], theirs["written_by"]) == (record["mcr"]["job"], rank)
-            and {name: group["issued"] for name, group in theirs["groups"].items() if name in issued} == issued
-        )
+        return (theirs["job"], theirs["written_by"]) == (record["mcr"]["job"], rank) and {
+            name: group["issued"] for name, group in theirs["groups"].items() if name in issued
+        } == issued
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
 
-def _substitute(record: Mapping[str, Any], rank: int, status: str, issued: Mapping[str, int]) -> dict[str, Any]:
+def _substitute(
+    record: Mapping[str, Any], rank: int, status: str, issued: Mapping[str, int]
+) -> dict[str, Any]:
     own = record["mcr"]
     entries = [
         _entry(entry)

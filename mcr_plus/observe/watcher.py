@@ -115,7 +115,7 @@ class Watcher:
                 data, control, _, _ = self._socket.recvmsg(_REQUEST, socket.CMSG_SPACE(_CREDENTIALS.size))
                 for _, kind, value in control:
                     if kind == socket.SCM_CREDENTIALS and _CREDENTIALS.unpack(value)[1] == os.getuid():
-                        text = data.decode(errors="replace") or "another rank"
+                        text = data.decode(errors="replace")
         return text
 
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from mcr_plus.rendezvous.world import World
 
 _log = logging.getLogger("mcr_plus")
+_CONSISTENT: Final = 0.05  # seconds of waiting for a moment between two steps
 _TEXT: Final = 500  # characters of an error that the others are told
 
 
@@ -46,7 +47,7 @@ class Recorder:
         self._lock = threading.Lock()
         self._asked: set[str] = set()  # groups of whose failure another rank has told
         self._problems: set[str] = set()
-        self._watcher = Watcher(partial(self._write_for, "SIGUSR2"), self._on_request)
+        self._watcher = Watcher(partial(self._try_to_write_for, "SIGUSR2"), self._on_request)
         engine.observer = self
 
     def stop(self) -> None:
@@ -66,14 +67,13 @@ class Recorder:
         self._note(work)
 
     def fails(self, work: IssuedWork, error: BaseException) -> Callable[[], None] | None:
-        """See `Observer`. Of the errors of a group, the first one is dumped."""
-        self._note(work).error = f"{type(error).__name__}: {error}"
-        if self.folder is None or work.operation.state.failure is not None:
-            return None
-        text = f"{type(error).__name__}: {error}"
+        """See `Observer`. Of the errors of a group, the first one is dumped, on all ranks."""
+        text = self._note(work).error = f"{type(error).__name__}: {error}"
         name = work.operation.state.group.name
-        if name not in self._asked:  # then another rank has asked all
-            ask(self._engine.peers.beside(), f"{name}\0rank {self._world.rank}: {text[:_TEXT]}")
+        # Where another rank has failed first, the dump of that moment says more.
+        if self.folder is None or work.operation.state.failure is not None or name in self._asked:
+            return None
+        ask(self._engine.peers.beside(), f"{name}\0rank {self._world.rank}: {text[:_TEXT]}")
         snapshot = take_snapshot(self._engine, text, error)
         return partial(self._hand_over, snapshot, self.folder)
 
@@ -102,14 +102,24 @@ class Recorder:
 
     def _on_request(self, text: str) -> None:
         name, _, reason = text.partition("\0")
-        self._asked.add(name)
         if self.folder is not None:
-            self._write_for(reason)
+            self._asked.add(name)
+            self._try_to_write_for(reason)
 
     def _write_for(self, reason: str) -> None:
         """Write a dump of now, in the watcher's thread."""
+        # In between two steps of the program where that is possible; it may hang with the lock.
+        locked = self._engine.lock.acquire(timeout=_CONSISTENT)
         try:
-            self._write(take_snapshot(self._engine, reason), self.folder)
+            snapshot = take_snapshot(self._engine, reason)
+        finally:
+            if locked:
+                self._engine.lock.release()
+        self._write(snapshot, self.folder)
+
+    def _try_to_write_for(self, reason: str) -> None:
+        try:
+            self._write_for(reason)
         except Exception as error:  # of a job that is ending
             self._complain(f"no dump for {reason}: {type(error).__name__}: {error}")
 

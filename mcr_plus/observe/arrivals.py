@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import Final
 
@@ -26,22 +26,21 @@ class Late:
 
     Attributes:
         operation: the one for which it was latest; `others`: the same on the other ranks.
-        delays: seconds, of the `times` that it was late; `of`: how many operations were compared.
-        is_slow: whether it was so as a rule.
+        delays: seconds, each time that it was late; `of`: how many operations were compared.
+        is_slow: whether it was late as a rule.
     """
 
     rank: int
-    ranks: int
+    group: str
     operation: Operation
     others: dict[int, Operation]
-    times: int
+    delays: list[float]
     of: int
     is_slow: bool
-    delays: list[float] = field(default_factory=list)
 
 
 def late_ranks(dumps: Mapping[int, Dump], name: str, away: Collection[int]) -> list[Late]:
-    """The ranks of a group that others have waited for, of those that are not `away`."""
+    """The ranks of group `name` that others have waited for, of those that are not `away`."""
     there = {
         rank: dump
         for rank, dump in dumps.items()
@@ -53,28 +52,17 @@ def late_ranks(dumps: Mapping[int, Dump], name: str, away: Collection[int]) -> l
     numbers = sorted(set.intersection(*(set(each) for each in operations.values())))
     delays: dict[int, list[tuple[float, int]]] = defaultdict(list)
     for number in numbers:
-        arrivals = {rank: each[number].issued for rank, each in operations.items()}
-        last = max(arrivals, key=lambda rank: arrivals[rank])
+        arrivals: dict[int, int] = {rank: each[number].issued for rank, each in operations.items()}
+        last = max(arrivals, key=arrivals.__getitem__)
         others = median(arrival for rank, arrival in arrivals.items() if rank != last)
-        delay = (arrivals[last] - others) * 1e-9
-        if delay >= _SLOW:
+        if (delay := (arrivals[last] - others) * 1e-9) >= _SLOW:
             delays[last].append((delay, number))
     found = []
     for rank, times in delays.items():
-        slow = len(numbers) >= _ENOUGH and len(times) >= _OFTEN * len(numbers)
+        is_slow = len(numbers) >= _ENOUGH and len(times) >= _OFTEN * len(numbers)
         longest, number = max(times)
-        if slow or longest >= _LATE:
-            others_then = {other: each[number] for other, each in operations.items() if other != rank}
-            found.append(
-                Late(
-                    rank,
-                    len(there),
-                    operations[rank][number],
-                    others_then,
-                    len(times),
-                    len(numbers),
-                    slow,
-                    [delay for delay, _ in times],
-                )  # fmt: skip
-            )
+        if is_slow or longest >= _LATE:
+            then = {other: each[number] for other, each in operations.items() if other != rank}
+            seconds = [delay for delay, _ in times]
+            found.append(Late(rank, name, operations[rank][number], then, seconds, len(numbers), is_slow))
     return found

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any, Final
 
 from mcr_plus.errors import phrase_ranks
-from mcr_plus.observe.arrivals import late_ranks
+from mcr_plus.observe.arrivals import Late, late_ranks
 from mcr_plus.observe.dumps import Dump, Folder, Operation
 from mcr_plus.observe.frames import Frame, call_site
 from mcr_plus.observe.messages import lonely_messages
@@ -81,9 +81,18 @@ class Finding:
 
 
 FAULTS: Final = (
-    *AWAY, "order", *(name for name, _ in _DIFFERING), "group", "missing", "slow", "message", "stuck", "error",
+    *AWAY,
+    "order",
+    *(name for name, _ in _DIFFERING),
+    "group",
+    "missing",
+    "slow",
+    "message",
+    "stuck",
+    "error",
     "late",
-)  # fmt: skip
+)
+"""Causes before what may follow from them."""
 
 
 def diagnose(folder: Folder) -> list[Finding]:
@@ -102,6 +111,7 @@ class _Diagnosis:
             for rank, status in dump.processes.items()
             if status in AWAY
         }
+        self.late = [late for name in self.groups for late in late_ranks(self.dumps, name, statuses)]
         # One that has failed itself has ended because of that.
         self.away = {
             rank: status
@@ -113,18 +123,19 @@ class _Diagnosis:
         found = list(self._lost())
         for name in self.groups:
             found += self._differing(name)
-        found += self._missing()
+        missing = self._missing()
         found += (
             Finding("message", ranks, group, 0, each.text, text, self._at(ranks), [self._waiting(rank, each)])
             for rank, group, ranks, each, text in lonely_messages(self.dumps)
             if not set(ranks) & self.away.keys()
         )
+        found += _causes(missing, found)
         if not found:
             found += self._stuck()
         if not found:
             found += self._errors()
         blamed = {rank for finding in found if finding.fault == "slow" for rank in finding.ranks}
-        found += (finding for finding in self._late() if not blamed.issuperset(finding.ranks))
+        found += (self._lateness(late) for late in self.late if not (late.is_slow and late.rank in blamed))
         return sorted(found, key=lambda finding: FAULTS.index(finding.fault))
 
     # -- ranks that are away ----------------------------------------------------------------------
@@ -210,43 +221,40 @@ class _Diagnosis:
             if each.number:
                 waits[name, each.number].append((rank, each))
                 first[name] = min(first.get(name, each.number), each.number)
-        slow = {rank for finding in self._late() if finding.fault == "slow" for rank in finding.ranks}
+        slow = {late.rank for late in self.late if late.is_slow}
         found: list[Finding] = []
-        grouped: set[frozenset[int]] = set()
+        crossed: set[frozenset[int]] = set()
         for name, number in first.items():
             holding = waits[name, number]
-            members = self.dumps[holding[0][0]].groups[name].ranks
+            others = [rank for rank, _ in holding]
             absent = tuple(
                 rank
-                for rank in members
+                for rank in self.dumps[others[0]].groups[name].ranks
                 if (last := self._issued(rank, name)) is not None and last < number and rank not in self.away
             )
-            if not absent:
+            if not absent or frozenset((*absent, *others)) in crossed:
                 continue
             each, waiting = holding[0][1], [self._waiting(rank, each) for rank, each in holding]
-            text = f"{phrase_ranks(absent)} has not issued {each.text} (#{number} in group '{name}')"
-            text = text.replace(" has ", " have ", 1) if len(absent) > 1 else text
-            if (elsewhere := self._elsewhere(absent, name, [rank for rank, _ in holding])) is not None:
-                involved = frozenset((*absent, *(rank for rank, _ in holding)))
-                if involved in grouped:
-                    continue
-                grouped.add(involved)
+            verb = "has" if len(absent) == 1 else "have"
+            text = f"{phrase_ranks(absent)} {verb} not issued {each.text} (#{number} in group '{name}'); "
+            at, fault = self._at(absent), "slow" if set(absent) <= slow else "missing"
+            if (elsewhere := self._elsewhere(absent[0], name, others)) is not None:
+                crossed.add(frozenset((*absent, *others)))
                 there, other = elsewhere
-                text += f": it waits in group '{there}' for {other.text} (#{other.number}), which the others have not issued"
-                at = [self._waiting(absent[0], other), *self._at(absent[1:])]
-                found.append(Finding("group", absent, name, number, each.text, text, at, waiting))
-                continue
-            text += f"; last issued: #{self._issued(absent[0], name)}"
-            fault = "slow" if set(absent) <= slow else "missing"
-            found.append(Finding(fault, absent, name, number, each.text, text, self._at(absent), waiting))
+                text += (
+                    f"rank {absent[0]} waits in group '{there}' for {other.text} (#{other.number}), "
+                    f"which {phrase_ranks(others)} {'has' if len(others) == 1 else 'have'} not issued"
+                )
+                at[0], fault = self._waiting(absent[0], other), "group"
+            else:
+                text += f"the last one issued there is #{self._issued(absent[0], name)}"
+            found.append(Finding(fault, absent, name, number, each.text, text, at, waiting))
         return found
 
-    def _elsewhere(
-        self, absent: Sequence[int], name: str, holding: Sequence[int]
-    ) -> tuple[str, Operation] | None:
-        """The operation of another group in which the first absent rank waits for those that wait for it."""
+    def _elsewhere(self, absent: int, name: str, holding: Sequence[int]) -> tuple[str, Operation] | None:
+        """The operation of another group in which an absent rank waits for one of those that wait for it."""
         for rank, there, each in self._held_up():
-            if rank == absent[0] and there != name and each.number:
+            if rank == absent and there != name and each.number:
                 ranks = self.dumps[rank].groups[there].ranks
                 if any(
                     other in ranks and (self._issued(other, there) or 0) < each.number for other in holding
@@ -278,31 +286,23 @@ class _Diagnosis:
                 text = f"rank {rank}: {dump.error.get('kind')}: {dump.error.get('text')}"
                 yield Finding("error", (rank,), "", 0, "", text, self._at((rank,)))
 
-    def _late(self) -> list[Finding]:
-        """Ranks that others have waited for, although all is complete now."""
-        found = []
-        for name in self.groups:
-            for late in late_ranks(self.dumps, name, self.away):
-                each = late.operation
-                often = f"the last of {late.ranks} ranks in {late.times} of {late.of} operations of group '{name}'"
-                if late.is_slow:
-                    text = f"rank {late.rank} is {often}, {1e3 * median(late.delays):.0f} ms after the others as a rule"
-                else:
-                    text = (
-                        f"rank {late.rank} has issued {each.text} (#{each.number} in group '{name}') "
-                        f"{max(late.delays):.1f} s after the others"
-                    )
-                at, waiting = (
-                    self._at((late.rank,)),
-                    [
-                        Place(rank, call_site(operation.frames), operation.waited)
-                        for rank, operation in late.others.items()
-                        if operation.waited > 0
-                    ],
-                )
-                fault = "slow" if late.is_slow else "late"
-                found.append(Finding(fault, (late.rank,), name, each.number, each.text, text, at, waiting))
-        return found
+    def _lateness(self, late: Late) -> Finding:
+        """A rank that others have waited for, although all is complete now."""
+        each, group = late.operation, late.group
+        if late.is_slow:
+            text = (
+                f"rank {late.rank} is the last one in {len(late.delays)} of {late.of} operations of group "
+                f"'{group}', {1e3 * median(late.delays):.0f} ms after the others as a rule"
+            )
+        else:
+            text = (
+                f"rank {late.rank} has issued {each.text} (#{each.number} in group '{group}') "
+                f"{max(late.delays):.1f} s after the others"
+            )
+        waiting = [self._waiting(rank, other) for rank, other in late.others.items() if other.waited > 0]
+        fault = "slow" if late.is_slow else "late"
+        at = self._at((late.rank,))
+        return Finding(fault, (late.rank,), group, each.number, each.text, text, at, waiting)
 
     # -- ranks ------------------------------------------------------------------------------------
 
@@ -342,6 +342,15 @@ class _Diagnosis:
 
     def _waiting(self, rank: int, each: Operation) -> Place:
         return Place(rank, call_site(each.frames) or self._place(rank), each.waited)
+
+
+def _causes(missing: list[Finding], others: list[Finding]) -> list[Finding]:
+    """Those of `missing` that follow from no other fault: a rank that waits itself may hold up more ranks."""
+    held_up = {place.rank for finding in (*missing, *others) for place in finding.waiting}
+    causes = [
+        finding for finding in missing if finding.fault == "group" or not held_up.issuperset(finding.ranks)
+    ]
+    return causes if causes or others else missing
 
 
 def _swapped(number: int, one: dict[int, Operation], other: dict[int, Operation]) -> bool:

@@ -54,7 +54,7 @@ class Operation:
 
 @dataclass
 class DumpedGroup:
-    """A group in a dump. `ranks`: of its members in the job. `peers`: group rank → collectives it has issued."""
+    """A group in a dump. `ranks`: of its members in the job. `peers`: collectives issued, by group rank."""
 
     name: str
     ranks: tuple[int, ...]
@@ -125,7 +125,7 @@ def read_folder(path: Path) -> Folder:
             continue
         if (other := dumps.get(dump.rank)) is not None:
             raise InvalidArgument(
-                f"{file}: a dump of rank {dump.rank}, of which {other.path.name} is another; expected one each"
+                f"{file}: a dump of rank {dump.rank}, as {other.path.name} is; expected one of each rank"
             )
         dumps[dump.rank] = dump
     dumps = _of_one_job(dumps, problems)
@@ -140,9 +140,8 @@ def _of_one_job(dumps: dict[int, Dump], problems: list[str]) -> dict[int, Dump]:
     if not dumps:
         return dumps
     last = max(dumps.values(), key=lambda dump: dump.time)
-    for dump in dumps.values():
-        if dump.job != last.job:
-            problems.append(f"{dump.path}: of another job than {last.path.name}, which is newer")
+    others = (dump for dump in dumps.values() if dump.job != last.job)
+    problems += (f"{dump.path}: of another job than {last.path.name}, which is newer" for dump in others)
     return {rank: dump for rank, dump in sorted(dumps.items()) if dump.job == last.job}
 
 

@@ -8,9 +8,13 @@ import os
 import pickle
 import tempfile
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from mcr_plus.errors import InvalidArgument, McrError
+from mcr_plus.errors import ConfigError, InvalidArgument, McrError
+from mcr_plus.observe.options import dump_folder_of
+
+if TYPE_CHECKING:
+    from mcr_plus.config.schema import Config
 
 PREFIX: Final = "rank_"
 """Of the names of files where only a folder is given."""
@@ -78,11 +82,16 @@ def _write(path: Path, content: bytes) -> None:
         raise
 
 
-def problem_of(folder: str) -> str:
-    """Why no dump can be written to a folder, which is made if it is missing; empty if one can."""
+def check_folder(config: Config) -> None:
+    """Raise `ConfigError` if dumps cannot be written to their folder, which is made if it is missing."""
+    folder, place = dump_folder_of(config)
+    if folder is None:
+        return
     try:
         os.makedirs(folder, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
-            return ""
-    except OSError as error:
-        return error.strerror or str(error)
+            pass
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        text = f"{place}: expected a folder that can be written, got {folder!r}: {reason}"
+        raise ConfigError(text) from None

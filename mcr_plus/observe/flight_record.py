@@ -204,7 +204,7 @@ def _own(entry: Entry) -> dict[str, Any]:
 
 
 def _sizes(signature: Signature) -> tuple[list[list[int]], list[list[int]]]:
-    """The sizes of input and output as they are on the root: the same on all ranks, as torch's analysis wants.
+    """The sizes of input and output on the root, which torch's analysis wants to be the same on all ranks.
 
     Of vector collectives, the size of one row, because that of a rank's own part differs.
     """

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from mcr_plus.config.options import StageOptions
+from mcr_plus.core.environment import dump_folder
 
 if TYPE_CHECKING:
     from mcr_plus.config.schema import Config
@@ -26,6 +27,14 @@ class ObserveOptions(StageOptions):
 
     dump: Annotated[str, Field(min_length=1)] | None = None
     ring: Annotated[int, Field(ge=0, le=MOST)] = 2000
+
+
+def dump_folder_of(config: Config) -> tuple[str | None, str]:
+    """The folder for dumps, None if there is none, and what names it, for messages."""
+    named = observed(config).dump
+    if named is not None:
+        return named, f"{config.name}: observe.dump"
+    return dump_folder(), "MCR_DUMP"
 
 
 def observed(config: Config) -> ObserveOptions:

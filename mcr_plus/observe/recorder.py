@@ -12,12 +12,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from mcr_plus.core.environment import dump_folder
 from mcr_plus.dispatch.observer import Noted
 from mcr_plus.errors import McrError
 from mcr_plus.observe.files import default_folder, files_of, make_private, write_dump
 from mcr_plus.observe.flight_record import flight_record
-from mcr_plus.observe.options import observed
+from mcr_plus.observe.options import dump_folder_of
 from mcr_plus.observe.snapshot import frames_for, take_snapshot
 from mcr_plus.observe.substitutes import substitutes
 from mcr_plus.observe.watcher import Watcher, ask
@@ -43,7 +42,8 @@ class Recorder:
 
     def __init__(self, engine: Engine, world: World, config: Config) -> None:
         self._engine, self._world = engine, world
-        self.folder = observed(config).dump or dump_folder()
+        folder, _ = dump_folder_of(config)
+        self.folder = None if folder is None else os.path.abspath(folder)
         self._lock = threading.Lock()
         self._asked: set[str] = set()  # groups of whose failure another rank has told
         self._problems: set[str] = set()
@@ -64,10 +64,20 @@ class Recorder:
 
     def waits_long(self, work: IssuedWork) -> None:
         """See `Observer`."""
-        self._note(work)
+        try:
+            self._note(work)
+        except Exception as error:
+            self._complain(f"no frames of a long wait: {type(error).__name__}: {error}")
 
     def fails(self, work: IssuedWork, error: BaseException) -> Callable[[], None] | None:
         """See `Observer`. Of the errors of a group, the first one is dumped, on all ranks."""
+        try:
+            return self._report(work, error)
+        except Exception as problem:
+            self._complain(f"no dump: {type(problem).__name__}: {problem}")
+            return None
+
+    def _report(self, work: IssuedWork, error: BaseException) -> Callable[[], None] | None:
         text = self._note(work).error = f"{type(error).__name__}: {error}"
         name = work.operation.state.group.name
         # Where another rank has failed first, the dump of that moment says more.

@@ -1,7 +1,7 @@
 """The operations of a process at one moment, as plain data: what dumps are written from.
 
-Nothing here takes a lock or talks to another process, so that a snapshot can be taken of a process that hangs,
-by any thread of it.
+Nothing here takes a lock or talks to another process, so that a snapshot can be taken of a process that
+hangs, by any thread of it.
 """
 
 from __future__ import annotations
@@ -190,7 +190,9 @@ def _first(state: GroupState, most: int) -> int:
 
 def _threads() -> list[tuple[str, list[Frame]]]:
     main = threading.main_thread()
-    others = (each for each in threading.enumerate() if each is not main and not each.name.startswith(_OWN_THREADS))
+    others = (
+        each for each in threading.enumerate() if each is not main and not each.name.startswith(_OWN_THREADS)
+    )
     threads = [main, *others]
     found = [(thread.name, frames_of(thread.ident)) for thread in threads if thread.ident is not None]
     return [(name, frames) for name, frames in found if frames]

@@ -1,4 +1,4 @@
-"""Dumps on behalf of ranks that cannot write their own, because their process is stopped, dead or out of reach.
+"""Dumps on behalf of ranks that cannot write their own: their process is stopped, dead or out of reach.
 
 Torch's analysis needs a dump of every rank. What such a rank has issued shows on the boards of its groups; so
 its dump has those operations of the writer's up to that number, without frames. One that the writer still

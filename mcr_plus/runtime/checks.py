@@ -17,6 +17,7 @@ from mcr_plus.core.collector import collector_paused
 from mcr_plus.core.environment import msccl_library
 from mcr_plus.core.file_limit import descriptors_left, lacking_descriptors
 from mcr_plus.errors import BackendError, BackendUnavailable, ConfigError, InvalidArgument
+from mcr_plus.observe.files import check_folder
 from mcr_plus.rendezvous.store import exchange
 from mcr_plus.rendezvous.world import World
 from mcr_plus.runtime.process import job
@@ -39,6 +40,7 @@ def compare_configs(loaded: Config | ConfigError, world: World, timeout: float |
     try:
         if isinstance(loaded, ConfigError):
             raise loaded
+        check_folder(loaded)
         if world.store is None:
             return loaded
         fingerprint = configuration.fingerprint(loaded if timeout is None else loaded.with_timeout(timeout))

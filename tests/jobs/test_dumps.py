@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import json
-import subprocess
-import sys
+import re
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +81,9 @@ def _torch_says(folder: Path, caplog: pytest.LogCaptureFixture) -> str:
 @libraries
 def test_faults_are_explained(library: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     via: Any = "mpi" if library == "mpi" else "torch"
-    raised, _ = (result.value for result in run_ranks(dump_jobs.faults, 2, args=[library, str(tmp_path)], via=via))
+    raised, _ = (
+        result.value for result in run_ranks(dump_jobs.faults, 2, args=[library, str(tmp_path)], via=via)
+    )
     for fault in dump_jobs.FAULTS:
         assert raised[fault] == RAISED.get(fault, "OrderMismatch"), fault
         away, waits = _lines(fault)
@@ -98,8 +98,8 @@ def test_faults_are_explained(library: str, tmp_path: Path, caplog: pytest.LogCa
         finding, *others = diagnose(read)
         assert (finding.fault, finding.ranks) == (fault, (VICTIM,)), fault
         assert not others, (fault, others)
-        assert _at(finding.waiting).startswith("0 ") and waits in _at(finding.waiting), (fault, finding)
-        assert _at(finding.at).startswith(f"{VICTIM} ") and away in _at(finding.at), (fault, finding)
+        assert re.match(f"0 .*{waits}", _at(finding.waiting)), (fault, finding)
+        assert re.match(f"{VICTIM} .*{away}", _at(finding.at)), (fault, finding)
 
 
 @libraries

@@ -1,4 +1,4 @@
-"""Twelve faults, one at a time, in jobs that dump: the lines at which ranks are then are marked `# at: NAME`."""
+"""Twelve faults, one at a time, in jobs that dump. Lines at which ranks then are end with `# at: NAME`."""
 
 from __future__ import annotations
 

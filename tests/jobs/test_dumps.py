@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +121,19 @@ def test_lost_ranks_are_explained(
     (finding,) = diagnose(read_folder(tmp_path / fault))
     assert (finding.fault, finding.ranks) == (fault, (VICTIM,))
     assert _at(finding.waiting).endswith(f"dump_jobs.py:{waits}")
+
+
+def test_signals_and_full_disks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    results = [result.value for result in run_ranks(dump_jobs.signals, 2, args=[str(tmp_path)], via="torch")]
+    (finding,) = diagnose(read_folder(tmp_path / "hang"))
+    assert (finding.fault, finding.ranks) == ("missing", (VICTIM,))
+    assert _at(finding.waiting).endswith(f"dump_jobs.py:{line_of('signal waits')}")
+    assert f"missing ranks: {{{VICTIM}}}" in _torch_says(tmp_path / "hang", caplog)
+    for rank, result in enumerate(results):
+        assert result["error"] == "OrderMismatch"  # the original error
+        assert result["left"] == []
+        assert [text for text in result["complaints"] if "dump" in text] == [
+            f"rank {rank}: no dump in '{tmp_path}/full': File too large"
+        ]
+        assert result["own"] == [signal.SIGUSR2]
+        assert result["after"] is False

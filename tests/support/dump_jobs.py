@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import resource
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +18,7 @@ import torch
 from ranks import wait_for_files
 
 import mcr_plus as mcr
+from mcr_plus.observe.watcher import _is_handled
 from mcr_plus.runtime.init import current
 
 Group = mcr.Communicator
@@ -192,3 +196,63 @@ def line_of(mark: str) -> int:
     lines = Path(__file__).read_text().splitlines()
     (number,) = [number for number, line in enumerate(lines, 1) if line.endswith(f"# at: {mark}")]
     return number
+
+
+def signals(folder: str) -> dict[str, Any]:
+    """Runs on two ranks: SIGUSR2 in a hang and many at once, dumps that cannot be written, own handlers."""
+    found: dict[str, Any] = {}
+    complaints: list[str] = []
+    logging.getLogger("mcr_plus").addHandler(_Listener(complaints))
+    with _begun("msccl") as comm:
+        comm.barrier()
+        current().recorder.folder = f"{folder}/hang"
+        own = Path(folder, "hang", f"rank_{comm.rank}")
+        if comm.rank == VICTIM:
+            time.sleep(0.3)  # the other one waits by now
+            for _ in range(50):
+                os.kill(os.getpid(), signal.SIGUSR2)
+            wait_for_files(own)
+            wait_for_files(Path(folder, "hang", "rank_0"))
+        else:
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR2)).start()
+        comm.all_reduce(torch.ones(4))  # at: signal waits
+        comm.barrier()
+        found["signals"] = len(complaints)
+
+        # A failure whose dump fails: a limit of the process stands for a full disk.
+        current().recorder.folder = f"{folder}/full"
+        groups = mcr.new_group([0, 1]), mcr.new_group([0, 1])
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        for _ in range(300):  # of which dumps are larger than the limit
+            comm.all_reduce(torch.ones(4))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+        for each in groups:
+            try:
+                each.all_reduce(torch.ones(4 + comm.rank))
+            except mcr.McrError as error:
+                found["error"] = type(error).__name__
+            comm.barrier()
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        found["left"] = sorted(os.listdir(f"{folder}/full"))
+        found["complaints"] = complaints[found["signals"] :]
+        current().recorder.folder = None
+        comm.barrier()
+
+    # Handlers of the program stay, and there is none of ours after the end.
+    found["after"] = _is_handled(signal.SIGUSR2)
+    seen: list[int] = []
+    signal.signal(signal.SIGUSR2, lambda number, _: seen.append(number))
+    with _begun("msccl") as comm:
+        os.kill(os.getpid(), signal.SIGUSR2)
+        comm.barrier()
+    found["own"] = seen
+    return found
+
+
+class _Listener(logging.Handler):
+    def __init__(self, texts: list[str]) -> None:
+        super().__init__()
+        self._texts = texts
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._texts.append(record.getMessage())

@@ -19,6 +19,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Final
 
+from mcr_plus.liveness.proc import handles
+
 _SIGNAL: Final = signal.SIGUSR2
 _PATIENCE: Final = 5.0  # seconds that a failing operation waits for its dump: a file system may hang
 _REQUEST: Final = 1024  # bytes
@@ -37,7 +39,7 @@ class Watcher:
         self._socket = _listen(os.getpid())
         self._stopping = False
         self._pid = os.getpid()
-        if not _is_handled(_SIGNAL):
+        if not handles(self._pid, _SIGNAL):
             self._signals, self._pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
             faulthandler.register(_SIGNAL, file=self._pipe, all_threads=False)
         self._thread = threading.Thread(target=self._run, name="mcr_plus dumps", daemon=True)
@@ -141,13 +143,3 @@ def _listen(process: int) -> socket.socket | None:
         made.close()
         return None
     return made
-
-
-def _is_handled(number: int) -> bool:
-    """Whether this process catches or ignores a signal already, in Python or below it."""
-    try:
-        with open("/proc/self/status") as file:
-            masks = [int(line.split()[1], 16) for line in file if line.startswith(("SigCgt:", "SigIgn:"))]
-    except OSError:
-        return signal.getsignal(number) is not signal.SIG_DFL
-    return any(mask >> (number - 1) & 1 for mask in masks)

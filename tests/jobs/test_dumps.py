@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 import signal
 from pathlib import Path
@@ -137,3 +138,8 @@ def test_signals_and_full_disks(tmp_path: Path, caplog: pytest.LogCaptureFixture
         ]
         assert result["own"] == [signal.SIGUSR2]
         assert result["after"] is False
+
+
+def test_the_launcher_passes_the_signal_on(tmp_path: Path) -> None:
+    run_ranks(dump_jobs.asked_through_the_launcher, 2, args=[os.getpid(), str(tmp_path)])
+    assert [dump.reason for dump in read_folder(tmp_path).dumps.values()] == ["SIGUSR2", "SIGUSR2"]

@@ -18,7 +18,7 @@ import torch
 from ranks import wait_for_files
 
 import mcr_plus as mcr
-from mcr_plus.observe.watcher import _is_handled
+from mcr_plus.liveness.proc import handles
 from mcr_plus.runtime.init import current
 
 Group = mcr.Communicator
@@ -239,7 +239,7 @@ def signals(folder: str) -> dict[str, Any]:
         comm.barrier()
 
     # Handlers of the program stay, and there is none of ours after the end.
-    found["after"] = _is_handled(signal.SIGUSR2)
+    found["after"] = handles(os.getpid(), signal.SIGUSR2)
     seen: list[int] = []
     signal.signal(signal.SIGUSR2, lambda number, _: seen.append(number))
     with _begun("msccl") as comm:
@@ -247,6 +247,16 @@ def signals(folder: str) -> dict[str, Any]:
         comm.barrier()
     found["own"] = seen
     return found
+
+
+def asked_through_the_launcher(launcher: int, folder: str) -> None:
+    """Runs on two ranks: SIGUSR2 to the process that has started them."""
+    with _begun("msccl") as comm:
+        current().recorder.folder = folder
+        comm.barrier()
+        if comm.rank == VICTIM:
+            os.kill(launcher, signal.SIGUSR2)
+        wait_for_files(*(Path(folder, f"rank_{rank}") for rank in range(comm.size)))
 
 
 class _Listener(logging.Handler):

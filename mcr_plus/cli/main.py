@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from mcr_plus.cli.bench import bench
+from mcr_plus.cli.diagnose import diagnose
 from mcr_plus.cli.doctor import doctor
 from mcr_plus.cli.explain import explain
 from mcr_plus.cli.layout import layout
@@ -41,6 +42,7 @@ app.command()(tune)
 app.command()(bench)
 app.command()(plan)
 app.command()(replay)
+app.command()(diagnose)
 app.command()(warmup)
 app.add_typer(table, name="table")
 app.add_typer(msccl, name="msccl")

@@ -5,6 +5,7 @@
     agent_has_store()       whether torchrun's agent has the job's store
     config_file()           the configuration that MCR_CONFIG names
     on_one_host()           whether the launcher's variables place all ranks on this host
+    dump_folder()           the folder for dumps that MCR_DUMP names
     job_secret()            the ranks' signing key from MCR_SECRET
     msccl_library()         the GPU library that MCR_MSCCL_LIBRARY names
     error_channel()         the pipe on which `mcr-plus run` reads uncaught exceptions (MCR_JOB_ERRORS)
@@ -163,6 +164,11 @@ def started_by_mpi(environ: Mapping[str, str] | None = None) -> bool:
 def config_file() -> str | None:
     """Return the path of the configuration file that MCR_CONFIG names; None if it is unset or empty."""
     return os.environ.get("MCR_CONFIG") or None
+
+
+def dump_folder() -> str | None:
+    """Return the folder for Flight Recorder dumps that MCR_DUMP names; None if it is unset or empty."""
+    return os.environ.get("MCR_DUMP") or None
 
 
 def job_secret() -> bytes:

@@ -13,6 +13,7 @@ from weakref import WeakSet
 from mcr_plus.dispatch.board.base import Failure
 from mcr_plus.dispatch.desync import compare_signatures, explain_difference, find_mismatch
 from mcr_plus.dispatch.disabling import switch_off_after, why_off
+from mcr_plus.dispatch.observer import Wait
 from mcr_plus.dispatch.progress_thread import ProgressThread
 from mcr_plus.dispatch.waiting import Pause, Waiting, WaitPolicy
 from mcr_plus.dispatch.watchdog import LONG_WAIT, Watchdog
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from mcr_plus.backends.base import Backend, StreamPoll
     from mcr_plus.dispatch.failover.channel import FailoverChannel
     from mcr_plus.dispatch.group_state import BackendChannel, GroupState
+    from mcr_plus.dispatch.observer import Observer
     from mcr_plus.dispatch.operation import Operation
     from mcr_plus.dispatch.work import IssuedWork
     from mcr_plus.rendezvous.bells import Bells
@@ -43,6 +45,8 @@ class Engine:
         writes: address of a storage → number of the last operation with failover that writes there.
         failovers: libraries that another one may replace, by group.
         failed: whether any operation has failed.
+        waits: the waits that the program is in, beyond the first polls.
+        observer: is told of long waits and of failures.
     """
 
     def __init__(
@@ -77,6 +81,8 @@ class Engine:
         self.in_flight: deque[IssuedWork] = deque()
         self.blocked: list[BackendChannel] = []
         self.unordered: list[IssuedWork] = []
+        self.waits: list[Wait] = []
+        self.observer: Observer | None = None
 
     # -- starting ---------------------------------------------------------------------------------
 
@@ -330,10 +336,19 @@ class Engine:
         An operation on a stream is waited for only until it has been handed to the stream, and the current
         stream ordered after it, unless `until_done`.
         """
-        operation = work.operation
         if self._polled_first(work):
             return
-        waiting = self.waiting
+        wait = Wait(work, threading.get_ident(), time.time_ns())
+        self.waits.append(wait)
+        try:
+            self._wait(work, timeout, until_done)
+        finally:
+            self.waits.remove(wait)
+            if work.noted is not None:
+                work.noted.ended = time.time_ns()
+
+    def _wait(self, work: IssuedWork, timeout: float | timedelta | None, until_done: bool) -> None:
+        operation, waiting = work.operation, self.waiting
         pause: Pause | None = None
         began = time.monotonic()
         patience = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
@@ -394,6 +409,8 @@ class Engine:
 
         `flushes`: also flush pending buckets.
         """
+        if waited > _VERY_LONG_WAIT and work.noted is None and self.observer is not None:
+            self.observer.waits_long(work)
         for state in self.states if flushes else ():
             for flush in state.when_stuck:
                 flush()
@@ -408,6 +425,7 @@ class Engine:
 
     def fail(self, work: IssuedWork, error: BaseException) -> None:
         """Complete an operation with an error, and fail its group."""
+        report: Callable[[], None] | None = None
         if not work.is_done:
             # The library may still write to these tensors: they are never freed.
             self.peers.keep.append((work.message, work.message.inputs, work.message.outputs, work.poll))
@@ -418,6 +436,8 @@ class Engine:
             switch_off_after(self, work, error)
             if isinstance(error, Exception) and not isinstance(error, McrError):
                 error = self.watchdog.library_error(work, error)
+            if self.observer is not None and not self._failing_dependents:
+                report = self.observer.fails(work, error)
             work.fail(error)
         error = work.error or error
         self.failed = True
@@ -435,6 +455,8 @@ class Engine:
         for other in unstarted:
             other.fail(OrderMismatch(text) if isinstance(error, OrderMismatch) else following(error, text))
         self._fail_dependents()
+        if report is not None:
+            report()
 
     def _fail_dependents(self) -> None:
         """Fail deferred operations that follow a failed one, now: this rank may never wait for them."""

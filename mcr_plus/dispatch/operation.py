@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from copy import copy
 from threading import get_ident
-from time import perf_counter
+from time import perf_counter, time_ns
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from mcr_plus.core.work import Work
@@ -159,13 +159,14 @@ class Operation:
     def _bind_collective(self) -> Callable[[Message], Work]:
         engine, state = self.engine, self.state
         lock, counter, pending = engine.lock, state.board.counter, self.backend_channel.pending
-        inline = self.inline
+        inline, remember, signature, clock = self.inline, state.ring.append, self.signature, time_ns
 
         def issue(message: Message) -> Work:
             if get_ident() != state.owner:
                 state.check_thread()
             with lock:
                 counter[0] = state.sequence = sequence = state.sequence + 1
+                remember((sequence, signature, clock()))
                 work = IssuedWork(self, message, None, sequence)
                 if engine.recorders:
                     work.t_issue = perf_counter()
@@ -187,6 +188,7 @@ class Operation:
     def _bind_run(self, issue: Callable[[Message], Work]) -> Callable[[Message], None]:
         state, start, counter = self.state, self.start, self.state.board.counter
         first, more, waiting, wanted, ring = self.first, self.more, *self._bells()
+        remember, signature, clock = state.ring.append, self.signature, time_ns
 
         # No lock: `fast_path_thread` is this thread only while no other thread uses the group and nothing is
         # deferred in it.
@@ -194,7 +196,8 @@ class Operation:
             if get_ident() != state.fast_path_thread or self.deferred:
                 issue(message).wait()
                 return
-            counter[0] = state.sequence = state.sequence + 1
+            counter[0] = state.sequence = sequence = state.sequence + 1
+            remember((sequence, signature, clock()))
             poll = None
             try:
                 poll = start(message)
@@ -228,6 +231,7 @@ class Operation:
         state, issue, counter = self.state, self.bind().start, self.state.board.counter
         first, more, waiting, wanted, ring = self.first, self.more, *self._bells()
         begin, test = request.begin, request.test
+        remember, signature, clock = state.ring.append, self.signature, time_ns
 
         def run() -> None:
             nonlocal begin, test
@@ -235,7 +239,8 @@ class Operation:
                 issue(message).wait()
                 begin, test = request.begin, request.test
                 return
-            counter[0] = state.sequence = state.sequence + 1
+            counter[0] = state.sequence = sequence = state.sequence + 1
+            remember((sequence, signature, clock()))
             try:
                 begin()
                 for _ in first:
@@ -311,12 +316,15 @@ class Operation:
         engine, state = self.engine, self.state
         pending = self.backend_channel.pending if self.on_stream else ()
         any_thread = not self.on_stream and _allows_threads(engine, self.signature.backend)
+        remember, signature = state.messages.append, self.signature
 
         def issue(message: Message) -> Work:
             if get_ident() != state.owner:
                 state.check_thread(any_thread=any_thread)
             with engine.lock:
                 work = IssuedWork(self, message, None, 0)
+                work.issued = issued = time_ns()
+                remember((message.peer, message.match_tag, signature, issued))
                 if engine.recorders:
                     work.t_issue = perf_counter()
                 if pending or (self.on_stream and message.after is not None):

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mcr_plus.backends.base import Poll
     from mcr_plus.core.message import Message
     from mcr_plus.core.streams import Event, Streams
+    from mcr_plus.dispatch.observer import Noted
     from mcr_plus.dispatch.operation import Operation
 
 
@@ -49,6 +50,8 @@ class IssuedWork(Work):
     t_wait: float = math.inf  # when a wait began
     t_done: float | None = None
     error_raised: bool = False  # by a wait
+    issued: int = 0  # of a send or receive, in `time.time_ns()`
+    noted: Noted | None = None  # what is remembered of it, once it is waited for for long or has failed
     ran_on: str = ""  # the library that has completed it, where another one may have taken over
 
     def __init__(self, operation: Operation, message: Message, poll: Poll | None, sequence: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,12 +22,12 @@ from mcr_plus.dispatch.progress_thread import ProgressThread
 from mcr_plus.errors import (
     BackendError,
     BackendUnavailable,
-    InvalidArgument,
     McrError,
     OrderMismatch,
     PeerLost,
 )
 from mcr_plus.kernels import compiling
+from mcr_plus.observe.recorder import Recorder
 from mcr_plus.pipeline.dispatch import DispatchStage
 from mcr_plus.pipeline.pipeline import finish
 from mcr_plus.pipeline.state import holds_tensors
@@ -36,6 +35,7 @@ from mcr_plus.rendezvous.bells import open_bells
 from mcr_plus.rendezvous.exit_barrier import SHORT, abort_barrier, linger_for, shutdown_barrier
 from mcr_plus.rendezvous.store import exchange
 from mcr_plus.runtime.agreement import agree_before_opening
+from mcr_plus.runtime.checks import distinct_ranks
 from mcr_plus.runtime.groups import IdleChannels
 from mcr_plus.runtime.libraries import Libraries
 from mcr_plus.runtime.members import first_roster, observed
@@ -75,7 +75,7 @@ class Runtime:
         tagged: models by the tags of their operations. Two models that share one would share codec state.
         attached: objects of layers above that live as long as the job, by a name of theirs.
         roster: the members of the job; None in a single process that nobody has taken in.
-        watcher: the receiver of the program's operations, see `watch`.
+        watcher: the receiver of the program's operations, see `watch`. recorder: of dumps.
     """
 
     def __init__(
@@ -136,6 +136,7 @@ class Runtime:
         except BaseException:
             self._abort_start()
             raise
+        self.recorder = Recorder(self.engine, world, config)
         compiling.watchers.append(self.engine.compiles)
 
     def lost_ranks(self) -> dict[int, str]:
@@ -258,17 +259,8 @@ class Runtime:
 
     def new_group(self, ranks: Sequence[int]) -> Communicator:
         """See `mcr_plus.new_group`."""
-        size = self.world.size
-        try:
-            chosen = tuple(operator.index(rank) for rank in ranks)
-        except TypeError:
-            raise InvalidArgument(f"ranks: expected a list of ranks, got {ranks!r}") from None
-        wrong = [rank for rank in chosen if not 0 <= rank < size]
-        if wrong or len(set(chosen)) != len(chosen) or not chosen:
-            raise InvalidArgument(
-                f"ranks: expected distinct ranks from 0 to {size - 1}, at least one, got {list(ranks)}"
-            )
-        sizes = [len(chosen) if rank in chosen else 0 for rank in range(size)]
+        chosen = distinct_ranks(ranks, self.world.size)
+        sizes = [len(chosen) if rank in chosen else 0 for rank in range(self.world.size)]
         for rank, passed in enumerate(self.agree(self.communicator, chosen, "new_group", lambda _: sizes)):
             if passed != chosen:
                 raise OrderMismatch(
@@ -386,6 +378,7 @@ class Runtime:
             else:
                 state.board.mark_failed(Failure(0, "it left the job after an error"))
         clean = clean and self.wait_for_all_to_end(self.world.timeout)
+        self.recorder.stop()
         for opened in reversed(self.groups):
             opened.shut(clean)
         self.idle_channels.give_up()
@@ -489,6 +482,7 @@ class Runtime:
         """In a forked child: let go of the parent's groups and libraries without closing them."""
         self.closed = True
         self._stop_watching()
+        self.recorder.abandon()
         abandon(self.engine)
         for state in self.engine.states:
             state.abandon()

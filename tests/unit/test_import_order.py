@@ -34,6 +34,7 @@ ORDER = (
     {"torch_backend"},
     {"layout"},
     {"runtime"},
+    {"observe"},
     {"communicator"},
     {"selection", "fusion", "hierarchy"},
     {"compression"},

@@ -14,6 +14,7 @@
     meeting_interface()     the one that MCR_SOCKET_IFNAME names, for the job's store and heartbeats
     min_ranks()             the least ranks with which `mcr-plus run` lets a job go on (MCR_MIN_RANKS)
     restarts()              how often it has started this rank again (MCR_RESTARTS)
+    slurm_job()             the number of Slurm's job (SLURM_JOB_ID)
     default_variable(...)   a default for a library's variable that is unset
 
 A variable that is malformed, or contradicts another, is a `LaunchError` that begins with its name.
@@ -190,6 +191,11 @@ def min_ranks(environ: Mapping[str, str] | None = None) -> int | None:
 def restarts(environ: Mapping[str, str] | None = None) -> int:
     """Return how often this rank has been started again after a failure, while the other ranks went on."""
     return _integer(_present(environ), "MCR_RESTARTS") or 0
+
+
+def slurm_job() -> str:
+    """Return the number of Slurm's job, `unknown` outside of one."""
+    return os.environ.get("SLURM_JOB_ID") or "unknown"
 
 
 def masquerade_name() -> str | None:

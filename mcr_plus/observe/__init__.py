@@ -1,1 +1,1 @@
-"""What a job shows of itself: the options under `observe:`, Flight Recorder dumps, and their diagnosis."""
+"""What a job shows of itself: the options under `observe:`, Flight Recorder dumps, their diagnosis, and metrics."""

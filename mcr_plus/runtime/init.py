@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial, reduce
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,6 +33,8 @@ from mcr_plus.core.environment import (
 from mcr_plus.dispatch.closing import release_waiting
 from mcr_plus.errors import ConfigError, InvalidArgument, LaunchError, McrError, NotInitialized, PeerLost
 from mcr_plus.hierarchy.nodes import check_nodes
+from mcr_plus.observe.options import observed
+from mcr_plus.observe.publisher import open_publisher
 from mcr_plus.rendezvous.exit_barrier import shutdown_barrier
 from mcr_plus.rendezvous.store import (
     exchange,
@@ -171,6 +174,7 @@ def begin(
 ) -> Runtime:
     """Make the runtime of a world; collective over its ranks. Raises as `init` does."""
     job.install_hooks()
+    loaded = _ready_to_publish(loaded, world)
     try:
         loaded = compare_configs(loaded, world, timeout)
         config = loaded if timeout is None else loaded.with_timeout(timeout)
@@ -182,12 +186,25 @@ def begin(
         check_nodes(config, world.size)
         runtime = Runtime(config, world, chosen, loaded, timeout, native=native)
     except PeerLost:  # nobody is waited for
+        job.stop_publishing()
         raise
     except McrError:
+        job.stop_publishing()
         job.all_ended = shutdown_barrier(world, "refused")  # so that every rank can read the reason
         raise
     job.begin(runtime)
     return runtime
+
+
+def _ready_to_publish(loaded: Config | ConfigError, world: World) -> Config | ConfigError:
+    """Open the places where the configuration wants metrics; an error of that is one of the configuration."""
+    if isinstance(loaded, ConfigError):
+        return loaded
+    try:
+        job.publish(open_publisher(observed(loaded), world, version("mcr_plus")))
+    except ConfigError as error:
+        return ConfigError(f"{loaded.name}: {error}")
+    return loaded
 
 
 def _find_ranks(environment: LaunchEnvironment, timeout: float) -> World:

@@ -371,6 +371,7 @@ class Runtime:
                 error, clean = failure, False
         if clean:
             error = self._finish_stages()
+        job.stop_publishing()
         for state in self.engine.states:
             state.publish()
             if clean:

@@ -897,5 +897,5 @@ def record() -> Iterator[Log]:
         ```
     """
     current = runtime.current()
-    with recording(current.engine, current.world.rank) as log:
+    with recording(current.engine, current.world.rank, current.world.size) as log:
         yield log

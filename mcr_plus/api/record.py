@@ -110,9 +110,11 @@ class Log:
     `print(log)` shows times and waits by kind, tag and backend.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, size: int | None = None) -> None:
+        """`size`: the number of ranks of the job, if it is known."""
         self.records: list[Record] = []
         self._rank = rank
+        self._size = size
         self._began = time.perf_counter()
         self._ended: float | None = None
 
@@ -208,7 +210,13 @@ class Log:
         for record in self.records:
             events.extend(_events(record, self._rank, lanes.index((record.group, record.backend))))
         epoch = time.time() - time.perf_counter()
-        about = {"rank": self._rank, "host": host_name(), "epoch_us": epoch * 1e6}
+        about = {
+            "format": 1,
+            "rank": self._rank,
+            "size": self._size,
+            "host": host_name(),
+            "epoch_us": epoch * 1e6,
+        }
         document = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
         Path(path).write_text(json.dumps(document))
 
@@ -248,9 +256,9 @@ def _row(key: _Key, records: Sequence[Record]) -> Row:
 
 
 @contextmanager
-def recording(engine: Engine, rank: int) -> Iterator[Log]:
+def recording(engine: Engine, rank: int, size: int) -> Iterator[Log]:
     """Record every operation that is issued and noticed as complete inside the block. Blocks may nest."""
-    log = Log(rank)
+    log = Log(rank, size)
     engine.record_to((*engine.recorders, log.add))
     try:
         yield log

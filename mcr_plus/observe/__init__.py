@@ -1,1 +1,1 @@
-"""What a job shows of itself: the options under `observe:`, Flight Recorder dumps, their diagnosis, and metrics."""
+"""What a job shows of itself: options under `observe:`, Flight Recorder dumps, their diagnosis, metrics."""

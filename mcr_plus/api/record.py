@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mcr_plus.core.environment import host_name
-from mcr_plus.core.kinds import bus_factor
+from mcr_plus.core.kinds import bus_factor, dtype_name
 
 if TYPE_CHECKING:
     from mcr_plus.dispatch.engine import Engine
@@ -28,7 +28,8 @@ class Record:
     `t_done` is when completion was noticed: at the wait, or earlier if another call drove progress. For
     operations on a CUDA stream that is the host's next poll. `bytes` and `wire_bytes` are this rank's own if
     sizes differ between ranks. `waited` is the part of the time, in seconds, that a thread spent in a wait:
-    the exposed cost of the operation; the rest was overlapped with other work.
+    the exposed cost of the operation; the rest was overlapped with other work. `dtype` is that of the data
+    that the library was handed, `none` without data.
     """
 
     sequence: int
@@ -45,6 +46,8 @@ class Record:
     waited: float
     ranks: int
     error: str | None
+    dtype: str = "none"
+    is_async: bool = False
 
 
 @dataclass(frozen=True)
@@ -152,7 +155,7 @@ class Log:
 
     def add(self, work: IssuedWork) -> None:
         """Append a finished operation. Called by the engine."""
-        info = work.info
+        info, signature = work.info, work.operation.signature
         issued = info.t_issue
         if not issued:
             return  # issued before recording began
@@ -170,8 +173,10 @@ class Log:
                 t_issue=issued,
                 t_done=info.t_done or issued,
                 waited=max(0.0, (info.t_done or issued) - work.t_wait),
-                ranks=work.operation.signature.ranks,
+                ranks=signature.ranks,
                 error=None if work.error is None else str(work.error),
+                dtype=dtype_name(signature.dtype),
+                is_async=signature.async_op,
             )
         )
 

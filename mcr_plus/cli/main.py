@@ -21,6 +21,7 @@ from mcr_plus.cli.msccl import app as msccl
 from mcr_plus.cli.output import print_error
 from mcr_plus.cli.plan import plan
 from mcr_plus.cli.replay import replay
+from mcr_plus.cli.report import report
 from mcr_plus.cli.run import run
 from mcr_plus.cli.table import app as table
 from mcr_plus.cli.trace import app as trace
@@ -43,6 +44,7 @@ app.command()(bench)
 app.command()(plan)
 app.command()(replay)
 app.command()(diagnose)
+app.command()(report)
 app.command()(warmup)
 app.add_typer(table, name="table")
 app.add_typer(msccl, name="msccl")

@@ -25,7 +25,7 @@ AT_THE_ROOT = {
 # From the top to the bottom. Folders of one row do not import each other.
 ORDER = (
     {"cli"},
-    {"tuning"},
+    {"tuning", "report"},
     {"__init__", "autograd", "dtensor", "interfaces", "spatial", "torchft"},
     {"horovod"},
     {"api"},

@@ -272,6 +272,7 @@ class _Bucket:
         "limit",
         "nbytes",
         "numels",
+        "on_device",
         "outputs",
         "reserved",
         "then",
@@ -295,10 +296,12 @@ class _Bucket:
         self.then: list[Callable[[], None]] = []
         self._buffer: BucketBuffer | None = None
         self._streams: list[Any] = []  # of a device, on which members were issued
+        self.on_device = False
 
     def note_stream(self, device: torch.device) -> None:
         """Note the stream on which a member has been issued: the bucket may be sent on another one."""
         stream = streams.streams_of(device).current()
+        self.on_device = True
         if stream not in self._streams:
             self._streams.append(stream)
 
@@ -375,8 +378,11 @@ class FusedWork(Work):
         self._bucket, self._nbytes = bucket, nbytes
 
     def wait(self, timeout: float | timedelta | None = None) -> None:  # noqa: D102
-        if not self._bucket.is_done:
-            self._bucket.wait(timeout)
+        bucket = self._bucket
+        if not bucket.is_done:
+            bucket.wait(timeout)
+        elif bucket.on_device and bucket.work is not None:
+            bucket.work.wait(timeout)  # another stream may wait now
 
     def is_completed(self) -> bool:
         """Whether the operation is complete; sends its bucket, because the program may only ever poll."""

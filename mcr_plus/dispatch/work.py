@@ -6,14 +6,14 @@ import math
 from collections.abc import Callable
 from datetime import timedelta
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from mcr_plus.backends.base import ReceivePoll
 from mcr_plus.core.work import Info, Work
 from mcr_plus.dispatch.failover.attempt import Attempt
 
 if TYPE_CHECKING:
-    from mcr_plus.backends.base import Poll
+    from mcr_plus.backends.base import Poll, StreamPoll
     from mcr_plus.core.message import Message
     from mcr_plus.core.streams import Event, Streams
     from mcr_plus.dispatch.observer import Noted
@@ -52,6 +52,8 @@ class IssuedWork(Work):
     error_raised: bool = False  # by a wait
     issued: int = 0  # of a send or receive, in `time.time_ns()`
     noted: Noted | None = None  # what is remembered of it, once it is waited for for long or has failed
+    _on_stream: StreamPoll | None = None  # the poll of an operation that is done on a stream
+    late: StreamPoll | None = None  # what orders streams after functions that followed when it was done
     ran_on: str = ""  # the library that has completed it, where another one may have taken over
 
     def __init__(self, operation: Operation, message: Message, poll: Poll | None, sequence: int) -> None:
@@ -84,14 +86,25 @@ class IssuedWork(Work):
         if self.error is not None:
             self.error_raised = self.operation.state.failure_raised = True
             raise self.error
+        if self.late is not None:
+            self.late.order_current_stream()
 
     def is_completed(self) -> bool:  # noqa: D102
         if not self.is_done:
             self.operation.engine.advance(self)
-        return self.is_done
+        return self.is_done and (self.late is None or self._is_late_done(self.late))
 
     def probe(self) -> bool:  # noqa: D102
-        return self.is_done or self.operation.engine.try_poll(self)
+        if not (self.is_done or self.operation.engine.try_poll(self)):
+            return False
+        return self.late is None or self._is_late_done(self.late)
+
+    def _is_late_done(self, late: StreamPoll) -> bool:
+        try:
+            return late()
+        except Exception as error:
+            self.error = self.error or error
+            return True
 
     def exception(self) -> BaseException | None:  # noqa: D102
         return self.error
@@ -128,7 +141,10 @@ class IssuedWork(Work):
     def then(self, function: Callable[[], None]) -> Work:  # noqa: D102
         with self.operation.engine.lock:  # a progress thread may be about to complete it
             if self.is_done:
-                if self.error is None:
+                if self.error is None and self._on_stream is not None:
+                    self.late = self._on_stream
+                    self.late.chain(function)
+                elif self.error is None:
                     function()
             elif self.operation.on_stream and self.poll is not None:
                 self.poll.chain(function)  # type: ignore[attr-defined]  # stream polls have it
@@ -172,5 +188,7 @@ class IssuedWork(Work):
                 message.released_bytes = message.own_bytes()
             message.inputs = message.outputs = ()
             message.after = message.prepare = None
+            if operation.on_stream and self.error is None:
+                self._on_stream = cast("StreamPoll", self.poll)
         self.poll = self.finish = None
         self.is_done = True  # last: other threads read it without the lock

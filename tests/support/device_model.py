@@ -248,6 +248,7 @@ class FakeStreams:
         self.device = device
         self.caller = FakeStream(machine, "caller")
         self.kept: list[torch.Tensor] = []
+        self.hosts: list[int] = []  # the threads of the rank
         self._thread = threading.local()
 
     def create(self) -> FakeStream:

@@ -12,13 +12,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from device_model import FakeStreams
-from device_tensors import OnDevice, ranges, uploaded
+from device_tensors import OnDevice, kernels_on_devices, ranges, uploaded
 from fake_nccl import Simulator
 
 from mcr_plus.backends.base import NATIVE, Backend, Channel, Poll, Preference, Start, Support
@@ -43,7 +44,10 @@ from mcr_plus.rendezvous.world import World
 
 
 class Decisions:
-    """What is decided in a run: the first decisions are `given`, later ones are 0; `made` has (choice, of)."""
+    """What is decided in a run: the first decisions are `given`, later ones `pick` chooses.
+
+    `made`: the choices, each with the number of alternatives.
+    """
 
     def __init__(self, given: Sequence[int] = (), pick: Callable[[int], int] = lambda _: 0) -> None:
         self.given = given
@@ -224,53 +228,30 @@ class HostChannel(Channel):
 
 def move(signature: Signature, messages: Sequence[Message]) -> None:
     """One operation of the host library, given all ranks' messages in the order of ranks."""
-    kind, size = signature.kind.removesuffix("_v"), len(messages)
+    kind, size, root = signature.kind.removesuffix("_v"), len(messages), signature.root or 0
     given = [message.inputs[0].reshape(-1).clone() for message in messages if message.inputs]
-    outs = [message.outputs[0].view(-1) if message.outputs else None for message in messages]
-    root = signature.root or 0
 
-    def put(rank: int, values: torch.Tensor) -> None:
-        out = outs[rank]
-        if out is not None:
-            out.copy_(values)
+    def parts(rank: int, values: torch.Tensor) -> Sequence[torch.Tensor]:
+        return values.split(list(messages[rank].input_counts or [values.numel() // size] * size))
 
-    if kind in ("send", "recv"):
-        for rank in range(size):
-            put(rank, given[0])
-    elif kind in ("all_reduce", "reduce", "reduce_scatter"):
-        stacked = torch.stack(given)
-        reduce: Mapping[str, Any] = {"SUM": torch.sum, "MAX": torch.amax}
-        op = signature.reduce_op or "SUM"
-        total = stacked.sum(0) / size if op == "AVG" else reduce[op](stacked, 0)
-        total = total.to(stacked.dtype)
-        for rank in range(size):
-            if kind == "reduce_scatter":
-                put(
-                    rank,
-                    total.split(list(messages[rank].input_counts or [total.numel() // size] * size))[rank],
-                )
-            elif kind == "all_reduce" or rank == root:
-                put(rank, total)
-    elif kind == "broadcast":
-        source = messages[root].inputs or messages[root].outputs
-        values = source[0].reshape(-1).clone()
-        for rank in range(size):
-            put(rank, values)
-    elif kind in ("all_gather", "gather"):
-        for rank in range(size):
-            put(rank, torch.cat(given))
-    elif kind == "all_to_all":
-        parts = [
-            values.split(list(message.input_counts or [values.numel() // size] * size))
-            for values, message in zip(given, messages, strict=True)
-        ]
-        for rank in range(size):
-            put(rank, torch.cat([row[rank] for row in parts]))
-    elif kind == "scatter":
-        for rank in range(size):
-            put(rank, given[0].view(size, -1)[rank])
-    else:
-        assert kind == "barrier", kind
+    def result(rank: int) -> torch.Tensor:
+        if kind in ("all_reduce", "reduce", "reduce_scatter"):
+            stacked = torch.stack(given)
+            total = stacked.amax(0) if signature.reduce_op == "MAX" else stacked.sum(0)
+            total = (total / size if signature.reduce_op == "AVG" else total).to(stacked.dtype)
+            return parts(rank, total)[rank] if kind == "reduce_scatter" else total
+        if kind in ("all_gather", "gather"):
+            return torch.cat(given)
+        if kind == "all_to_all":
+            return torch.cat([parts(sender, values)[rank] for sender, values in enumerate(given)])
+        if kind == "scatter":
+            return given[0].view(size, -1)[rank]
+        assert kind in ("broadcast", "send", "recv"), kind
+        return given[root if kind == "broadcast" and len(given) == size else 0]
+
+    for rank, message in enumerate(messages):
+        if message.outputs and (kind != "reduce" or rank == root):
+            message.outputs[0].view(-1).copy_(result(rank))
 
 
 class ModelBoard(GroupBoard):
@@ -298,6 +279,7 @@ class Rank:
     def __init__(self, job: Job, rank: int) -> None:
         self.job, self.rank, self.size = job, rank, job.size
         self.home = job.homes[rank]
+        self.home.hosts.append(job.simulator.host())
         peers = Peers(0, ("host",), None, 1.0)
         self.engine = Engine(peers, wait="auto", oversubscribed=False)
         self.engine.backends = [job.nccl[rank], HostLibrary(job, rank)]  # type: ignore[list-item]
@@ -421,11 +403,14 @@ class Job:
         def starting(rank: int) -> Callable[[], None]:
             return lambda: run_rank(rank)
 
-        with _patched(self):
+        with ExitStack() as inside:
+            inside.enter_context(_patched(self))
+            if self.config.options("compress") is not None:
+                inside.enter_context(kernels_on_devices())
             for rank in range(self.size):
                 Actor(turns, starting(rank), f"rank {rank}")
             turns.run()
-            machine.run()
+            machine.run(turns.decide)
         if machine.stuck:
             raise Stuck("streams wait for what has not come")
         return results

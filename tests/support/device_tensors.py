@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -31,7 +33,8 @@ class Block:
         owner = detector.new("the next owner of freed memory")
         for stream in (self.stream, *self.users):
             detector.order(owner, stream.number)
-        detector.order(owner, machine.host())
+        for host in (machine.host(), *self.home.hosts):  # a thread frees it when all have let it go
+            detector.order(owner, host)
         detector.launch(owner, "free", (), (self.range,))
         detector.forget(*self.range)
 
@@ -134,53 +137,66 @@ def _kernel(func: Any, args: Any, kwargs: Any) -> Any:
     """One of torch's operations, as a kernel on the current stream."""
     home = next(each.block.home for each in tree_leaves((args, kwargs)) if isinstance(each, DeviceTensor))
     plain_args, plain_kwargs = tree_map(unwrapped, args), tree_map(unwrapped, kwargs)
-    schema = func._schema
+    name, schema = func._schema.name, func._schema
 
     def run() -> Any:
         return func(*plain_args, **plain_kwargs)
 
-    reads, writes, given = [], [], []
+    given, reads, writes = _accesses(home, schema, args, kwargs)
+    if name in _SCALARS:
+        return _synchronised(home, name, run, reads, ())
+    if not schema.is_mutable:
+        return _made(home, name, run, given, reads)
+    with_host = any(not isinstance(tensor, DeviceTensor) and tensor.dim() for tensor in given)
+    if name == "aten::copy_" and with_host and not (args[2:] or [kwargs.get("non_blocking")])[0]:
+        _synchronised(home, name, run, reads, writes)
+    else:
+        home.current().launch(name, run, reads, writes)
+    if not schema.returns:
+        return None
+    return kwargs.get("out", args[0])
+
+
+def _accesses(
+    home: FakeStreams, schema: Any, args: Any, kwargs: Any
+) -> tuple[list[torch.Tensor], list[Range], list[Range]]:
+    """The tensors among the arguments of an operation, and the memory that it reads and writes."""
+    given, reads, writes = list[torch.Tensor](), list[Range](), list[Range]()
     named = [*zip(schema.arguments, args, strict=False)]
     named += [(each, kwargs[each.name]) for each in schema.arguments[len(args) :] if each.name in kwargs]
     for argument, value in named:
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
         for tensor in tree_leaves(value):
             if isinstance(tensor, torch.Tensor):
                 given.append(tensor)
-                is_written = argument.alias_info is not None and argument.alias_info.is_write
                 (writes if is_written else reads).extend(ranges(tensor))
                 if not isinstance(tensor, DeviceTensor):
                     home.machine.held(tensor)
-    if schema.is_mutable:
-        on_host = any(not isinstance(t, DeviceTensor) and t.dim() for t in given)
-        if schema.name == "aten::copy_" and on_host and not (args[2:] or [kwargs.get("non_blocking")])[0]:
-            _synchronised(home, schema.name, run, reads, writes)
-        else:
-            home.current().launch(schema.name, run, reads, writes)
-        if not schema.returns:
-            return None
-        return args[0] if "out" not in kwargs else kwargs["out"]
-    if schema.name in _SCALARS:
-        return _synchronised(home, schema.name, run, reads, ())
+    return given, reads, writes
+
+
+def _made(
+    home: FakeStreams, name: str, run: Callable[[], Any], given: Sequence[torch.Tensor], reads: list[Range]
+) -> Any:
+    """What an operation returns that writes to none of its arguments: views of them, or new tensors."""
     made = run()  # for the shapes, and the memory; the values come later
-    storages = {t.untyped_storage().data_ptr(): t for t in given if isinstance(t, DeviceTensor)}
-
-    def wrap(out: Any) -> Any:
-        if not isinstance(out, torch.Tensor):
-            return out
-        source = storages.get(out.untyped_storage().data_ptr())
-        return _wrapped(out, source.block if source is not None else Block(home, home.machine.held(out)))
-
-    fresh = [o for o in tree_leaves(made) if isinstance(o, torch.Tensor)]
-    fresh = [o for o in fresh if o.untyped_storage().data_ptr() not in storages]
-    if fresh and schema.name not in _EMPTY:
-        for out in fresh:
-            home.machine.held(out)
+    sources = {t.untyped_storage().data_ptr(): t for t in given if isinstance(t, DeviceTensor)}
+    outs = [out for out in tree_leaves(made) if isinstance(out, torch.Tensor)]
+    fresh = [home.machine.held(out) for out in outs if out.untyped_storage().data_ptr() not in sources]
+    if fresh and name not in _EMPTY:
 
         def again() -> None:
             for out, value in zip(fresh, tree_leaves(run()), strict=True):
                 out.copy_(value)
 
-        home.current().launch(schema.name, again, reads, [each for out in fresh for each in ranges(out)])
+        home.current().launch(name, again, reads, [each for out in fresh for each in ranges(out)])
+
+    def wrap(out: Any) -> Any:
+        if not isinstance(out, torch.Tensor):
+            return out
+        source = sources.get(out.untyped_storage().data_ptr())
+        return _wrapped(out, Block(home, out) if source is None else source.block)
+
     return tree_map(wrap, made)
 
 
@@ -192,10 +208,14 @@ class OnDevice(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if func is torch.Tensor.to and len(args) > 1 and not isinstance(args[1], torch.dtype):
+            kwargs["device"], args = args[1], args[:1] + args[2:]
         device = kwargs.get("device")
         if device is None or torch.device(device).type == "cpu" or func is torch.device:
             return func(*args, **kwargs)
         kwargs["device"] = "cpu"
+        if isinstance(args[0] if args else None, DeviceTensor):
+            return func(*args, **kwargs)  # a conversion on the device
         made = func(*tree_map(unwrapped, args), **kwargs)
         plain = self.home.machine.held(made)
         if func is torch.empty:
@@ -204,21 +224,51 @@ class OnDevice(TorchFunctionMode):
         return uploaded(self.home, plain)
 
 
-def launched(function: Callable[..., Any], written: Sequence[str]) -> Callable[..., Any]:
-    """A kernel's launcher that also takes tensors of a device; `written` are the arguments it writes to."""
+_BLOCKS: Final = {
+    "encode": ("wire",), "decode": ("out",), "accumulate": ("total",), "reduce": ("total", "wire"),
+    "clear": ("values",),
+}  # fmt: skip
+_LAUNCHERS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
+    **dict.fromkeys(("int8_block", "int4_block", "sign1", "topk", "topk_chunks"), _BLOCKS),
+    "int_shared": _BLOCKS | {"amax": ("out",), "encode": ("words",)},
+    "powersgd": {
+        "find_left": ("left",), "find_right": ("right",), "orthonormalise": ("factors",),
+        "expand": ("values",),
+    },
+}  # fmt: skip
+"""The launchers of kernels by their module, with the arguments that they write to."""
+
+
+@contextlib.contextmanager
+def kernels_on_devices() -> Iterator[None]:
+    """Let the launchers of codecs' kernels take tensors of a device: their CPU kernels run as its work."""
+    before: list[tuple[Any, str, Any]] = []
+    for name, launchers in _LAUNCHERS.items():
+        module = importlib.import_module(f"mcr_plus.kernels.{name}")
+        for launcher, written in launchers.items():
+            if (function := getattr(module, launcher, None)) is not None:
+                before.append((module, launcher, function))
+                setattr(module, launcher, _launched(function, written))
+    try:
+        yield
+    finally:
+        for module, launcher, function in before:
+            setattr(module, launcher, function)
+
+
+def _launched(function: Callable[..., Any], written: Sequence[str]) -> Callable[..., Any]:
     names = list(inspect.signature(function).parameters)
 
-    def launch(*args: Any) -> Any:
-        homes = [each.block.home for each in tree_leaves(args) if isinstance(each, DeviceTensor)]
+    def launch(*args: Any, **options: Any) -> Any:
+        homes = [each.block.home for each in args if isinstance(each, DeviceTensor)]
         if not homes:
-            return function(*args)
-        plain = tree_map(unwrapped, args)
-        reads, writes = [], []
+            return function(*args, **options)
+        plain = tuple(map(unwrapped, args))
+        reads, writes = list[Range](), list[Range]()
         for name, value in zip(names, args, strict=False):
-            for tensor in tree_leaves(value):
-                if isinstance(tensor, torch.Tensor):
-                    (writes if name in written else reads).extend(ranges(tensor))
-        homes[0].current().launch(function.__name__, lambda: function(*plain), reads, writes)
+            if isinstance(value, torch.Tensor):
+                (writes if name in written else reads).extend(ranges(value))
+        homes[0].current().launch(function.__name__, lambda: function(*plain, **options), reads, writes)
         return None
 
     return launch

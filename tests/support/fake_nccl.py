@@ -125,7 +125,7 @@ class Comm:
 
 
 class Simulator(Machine):
-    """All ranks' communicators, and what a machine has. `fails` maps a function's name to the result code it shall return."""
+    """All ranks' communicators. `fails` maps a function's name to the result code it shall return."""
 
     def __init__(self, version: int = 23203) -> None:
         super().__init__()
@@ -214,6 +214,7 @@ class Simulator(Machine):
             state[0] = IN_PROGRESS
         elif comm.state == 0 and comm.slow:
             comm.slow -= 1
+            self.version += 1
             state[0] = IN_PROGRESS
         if state[0] == 0:
             backlog, comm.backlog = comm.backlog, []

@@ -29,11 +29,11 @@ kernels := $(wildcard kernels/*.py kernels/*/*.py mcr_plus/backends/shm/*.py mcr
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all check docs gpu-check torch-suite clients bench-overhead clean
+.PHONY: help venv demo test test-all check docs gpu-check gpu-bundle torch-suite clients bench-overhead clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -5
-	@echo "targets: venv demo test test-all check docs gpu-check torch-suite clients bench-overhead clean"
+	@echo "targets: venv demo test test-all check docs gpu-check gpu-bundle torch-suite clients bench-overhead clean"
 
 venv: $(stamp)
 
@@ -88,11 +88,12 @@ docs: $(runs)
 	@ln -sfn ../../../benchmarks/results build/pages/benchmarks
 	@NO_MKDOCS_2_WARNING=1 $(bin)/mkdocs build --quiet && echo build/site/index.html
 
-gpu-check: $(stamp)
-	@if ! $(bin)/python -c "import torch; raise SystemExit(not torch.cuda.is_available())"; then \
-	  echo "gpu-check skipped: torch sees no CUDA device"; exit 0; fi; \
-	$(bin)/python -m pytest -m gpu && \
-	for benchmark in $(wildcard benchmarks/bench_kernel*.py); do $(bin)/python $$benchmark || exit 1; done
+# With bundle=FOLDER, what gpu-bundle has made: python3 as it is, and no network.
+gpu-check: $(if $(bundle),,$(stamp))
+	@$(if $(bundle),python3,$(bin)/python) tests/support/gpu_check.py $(if $(bundle),--bundle $(bundle))
+
+gpu-bundle: $(stamp)
+	@$(bin)/python tests/support/gpu_bundle.py
 
 torch-suite: $(stamp)
 	@$(bin)/python tests/torch_suite

@@ -153,7 +153,7 @@ def trained(way: str, words: Sequence[str], settings: dict[str, Any]) -> dict[st
     task = Task(shape, int(given.get("batch", 8)), lr=float(given.get("lr", 5e-4)), **settings)
     corpus = read_corpus(None, shape.sequence, task.seed)
     outcome = outer_steps.train(task, corpus, way, Console(quiet=True))
-    if way == TORCHFT:  # its threads, and those of torch's gloo, may abort the end of the process
+    if way in (TORCHFT, "ddp"):  # threads of torchft and of torch's gloo may abort the end of the process
         atexit.register(os._exit, 0)
     return outcome.document() if int(os.environ["RANK"]) == 0 else None
 

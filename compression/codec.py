@@ -18,6 +18,7 @@ from mcr_plus.core.kinds import ReduceOp, dtype_name
 from mcr_plus.errors import Unsupported
 
 if TYPE_CHECKING:
+    from mcr_plus.compression.copies import Copies
     from mcr_plus.compression.state import CompressorState
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -103,8 +104,11 @@ class Codec(ABC):
         `key` is equal on all ranks. Codecs that draw random numbers draw them by it.
         """
 
-    def kept_state(self) -> CompressorState | None:
-        """A new state that encodes and decodes instead of the codec, with `keeps_received`; else None."""
+    def kept_state(self, copies: Copies) -> CompressorState | None:  # noqa: ARG002
+        """A new state that encodes and decodes instead of the codec, with `keeps_received`; else None.
+
+        `copies`: those of the group, in which the state counts what it holds.
+        """
         return None
 
     def prepare(self, dtype: torch.dtype | None) -> None:  # noqa: B027

@@ -8,14 +8,16 @@ send positions with values; most values move by one unit in the last place, for 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
-from typing import ClassVar, Final
+from functools import partial
+from typing import ClassVar, Final, TypeGuard
 
 import torch
 
-from mcr_plus.compression.codec import PayloadCodec, Traits
+from mcr_plus.compression.codec import CodecOptions, PayloadCodec, Traits
+from mcr_plus.compression.copies import Copies, Copy, Held
 from mcr_plus.compression.state import CompressorState
-from mcr_plus.errors import BackendError, Unsupported
+from mcr_plus.config.options import BytesOrNone
+from mcr_plus.errors import BackendError
 from mcr_plus.kernels import delta
 
 _FLOAT8: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -25,16 +27,30 @@ DTYPES: Final = (
 )  # fmt: skip
 
 
+class DeltaOptions(CodecOptions):
+    """Options of delta.
+
+    Attributes:
+        keep: bytes that the tensors of all tags of a group may take in this process; what was used least
+            recently goes first, and is sent whole when it is used again. None: half of the host's memory,
+            divided among the job's ranks there.
+    """
+
+    keep: BytesOrNone = None
+
+
 class Delta(PayloadCodec):
     """Payloads of one call, which need nothing from earlier ones; `DeltaState` makes those of changes.
 
-    Any dtype, by its bits: of up to 8 bytes, and complex ones as pairs of real numbers. On the CPU only.
+    Any dtype, by its bits: of up to 8 bytes, and complex ones as pairs of real numbers. Tensors on a GPU are
+    encoded there, by kernels that have not run on one yet.
     """
 
+    Options = DeltaOptions
+    options: DeltaOptions
     name: ClassVar[str] = "delta"
     traits = Traits(
         lossless=True,
-        cpu_only=True,
         fixed_rate=False,
         keeps_received=True,
         dtypes=DTYPES,
@@ -57,9 +73,9 @@ class Delta(PayloadCodec):
         for width in delta.WIDTHS if dtype is None else (_real(1, dtype)[1],):
             delta.prepare(width)
 
-    def kept_state(self) -> DeltaState:
+    def kept_state(self, copies: Copies) -> DeltaState:
         """See `Codec.kept_state`."""
-        return DeltaState(self)
+        return DeltaState(self, copies)
 
     def wire_numel(self, numel: int) -> int:
         """At most, for elements of 4 bytes; see `room`."""
@@ -92,64 +108,62 @@ class Delta(PayloadCodec):
         total.add_(values, alpha=scale)
 
 
-@dataclass
-class _Held:
-    """What both ends of a part hold; `values` are real."""
-
-    values: torch.Tensor
-    version: int
-    digest: int
-    is_whole: bool = True
-
-
 class DeltaState(CompressorState):
     """The parts of one operation as they were last sent and received, by their numbers.
 
     The first call, and one with another number of values, sends anchors. After a payload that does not fit
-    what is held, the next call asks for anchors, with the lengths of payloads that it exchanges.
+    what is held, or if what is held has been dropped, the next call asks for anchors, with the lengths of
+    payloads that it exchanges. Messages of each peer and tag, their `key`, have parts of their own.
     """
 
     one_at_a_time = True
 
-    def __init__(self, codec: Delta) -> None:
+    def __init__(self, codec: Delta, copies: Copies) -> None:
         super().__init__(codec)
-        self._delta = codec
-        self._sent: dict[Hashable, _Held] = {}
-        self._received: dict[Hashable, _Held] = {}
+        self._delta, self._copies = codec, copies
+        self._parts: dict[Hashable, Copy] = {}  # None: those of a collective
         self.is_damaged = False
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are kept between calls."""
-        return sum(held.values.nbytes for each in (self._sent, self._received) for held in each.values())
+    def begin_call(self) -> bool:
+        """See `CompressorState.begin_call`."""
+        copy = self._copy(None)
+        was_dropped = self._copies.begin(copy) and bool(copy.received)
+        asks, self.is_damaged = was_dropped or self.is_damaged, False
+        return asks
+
+    def end_call(self) -> None:
+        """See `CompressorState.end_call`."""
+        self._end(self._copy(None))
 
     def encode_part(self, index: int, values: torch.Tensor, wire: torch.Tensor) -> int:
         """See `CompressorState.encode_part`."""
-        return self._encode_part(index, values, wire)
+        return self._encode_part(self._copy(None), index, values, wire)
 
     def encode_for(
-        self, index: Hashable, values: torch.Tensor, wire: torch.Tensor, version: int, digest: int
+        self, key: Hashable, values: torch.Tensor, wire: torch.Tensor, version: int, digest: int
     ) -> int:
-        """As `encode_part`, for a receiver that holds this version with this digest, see `holding`."""
-        held = self._sent.get(index)
+        """As `encode_part`, for the receiver of a message that holds this version with this digest."""
+        copy = self._copy(key)
+        self._copies.begin(copy)
+        held = copy.sent.get(0)
         fits = held is not None and (held.version, held.digest) == (version, digest)
-        return self._encode_part(index, values, wire, None if fits else version)
+        written = self._encode_part(copy, 0, values, wire, None if fits else version)
+        self._end(copy)
+        return written
 
     def _encode_part(
-        self, index: Hashable, values: torch.Tensor, wire: torch.Tensor, other: int | None = None
+        self, copy: Copy, index: int, values: torch.Tensor, wire: torch.Tensor, other: int | None = None
     ) -> int:
         """Write a payload; if the receiver holds an `other` version, all values under a higher number."""
-        _check(values)
         if not values.numel():
-            self._sent.pop(index, None)
+            copy.sent.pop(index, None)
             return 0
-        values, held = _real_values(values), self._sent.get(index)
-        changes = held is not None and other is None and _alike(held.values, values)
-        if held is None or not changes:
+        values, held = _real_values(values), copy.sent.get(index)
+        if held is None or other is not None or not _alike(held.values, values):
             version = 1 + max(0 if held is None else held.version, other or 0)
             written = delta.encode_anchor(values, wire, version)
             digest = delta.header_of(wire).digest
-            self._sent[index] = _Held(values.clone(), version, digest)
+            copy.sent[index] = Held(values.clone(), version, digest)
             return written
         versions = (held.version, held.version + 1)
         written = delta.encode(values, held.values, wire, versions, held.digest, update=True)
@@ -158,32 +172,51 @@ class DeltaState(CompressorState):
 
     def anchor_part(self, index: int, wire: torch.Tensor) -> int:
         """Write all values of a part as they are, after `encode_part`; returns `Delta.anchor_numel`."""
-        held = self._sent.get(index)
+        held = self._copy(None).sent.get(index)
         if held is None:
             return 0
+        assert held.values is not None
         return delta.encode_anchor(held.values, wire, held.version, windowed=False)
 
-    def holding(self, index: Hashable) -> tuple[int, int]:
-        """The version of a received part and its digest, which is 0 if what is held is not usable."""
-        held = self._received.get(index)
+    def expect(self, key: Hashable) -> tuple[int, int]:
+        """The version and the digest that are held of a message's tensor, which it may be based on.
+
+        They are kept until `decode_message`. The digest is 0 if what is held is not usable.
+        """
+        copy = self._copy(key)
+        self._copies.begin(copy)
+        held = copy.received.get(0)
         return (0, 0) if held is None else (held.version, held.digest if held.is_whole else 0)
 
-    def decode_part(
-        self, index: Hashable, wire: torch.Tensor, out: torch.Tensor, own: int | None = None
-    ) -> None:
+    def decode_message(self, key: Hashable, wire: torch.Tensor, out: torch.Tensor) -> None:
+        """Write what the message has brought to `out`; raises as `decode_part`."""
+        copy = self._copy(key)
+        try:
+            self._decode_part(copy, 0, wire, out)
+        finally:
+            self._end(copy)
+
+    def decode_part(self, index: int, wire: torch.Tensor, out: torch.Tensor, own: int | None = None) -> None:
         """See `CompressorState.decode_part`; raises `BackendError` for a payload that does not fit."""
-        _check(out)
+        self._decode_part(self._copy(None), index, wire, out, own)
+
+    def _decode_part(
+        self, copy: Copy, index: int, wire: torch.Tensor, out: torch.Tensor, own: int | None = None
+    ) -> None:
         if not out.numel():
-            self._received.pop(index, None)
+            copy.received.pop(index, None)
             return
         out = _real_view(out)
         if own is not None:
-            out.copy_(self._sent[own].values)
+            values = copy.sent[own].values
+            assert values is not None
+            out.copy_(values)
             return
-        held = self._received.get(index)
+        held = copy.received.get(index)
         if held is None or not _alike(held.values, out):
             version = 0 if held is None else held.version
-            held = self._received[index] = _Held(torch.empty_like(out), version, 0, is_whole=False)
+            held = copy.received[index] = Held(torch.empty_like(out), version, 0, is_whole=False)
+        assert held.values is not None
         try:
             head = delta.header_of(wire)
             delta.follow(head, held.version, held.digest if held.is_whole else None)
@@ -195,14 +228,20 @@ class DeltaState(CompressorState):
         held.version, held.digest, held.is_whole = head.target, head.digest, True
         out.copy_(held.values)
 
+    def _copy(self, key: Hashable) -> Copy:
+        copy = self._parts.get(key)
+        if copy is None:
+            # Of messages nothing has to be known: both ends say what they hold.
+            forget = None if key is None else partial(self._parts.pop, key, None)
+            copy = self._parts[key] = Copy(forget=forget)
+        return copy
 
-def _check(values: torch.Tensor) -> None:
-    if values.is_cuda:
-        raise Unsupported("codec delta: tensors on CUDA; it has kernels for the CPU only")
+    def _end(self, copy: Copy) -> None:
+        self._copies.end(copy, self._delta.options.keep)
 
 
-def _alike(held: torch.Tensor, values: torch.Tensor) -> bool:
-    return held.numel() == values.numel() and held.dtype is values.dtype
+def _alike(held: torch.Tensor | None, values: torch.Tensor) -> TypeGuard[torch.Tensor]:
+    return held is not None and held.numel() == values.numel() and held.dtype is values.dtype
 
 
 def _real(numel: int, dtype: torch.dtype) -> tuple[int, int]:

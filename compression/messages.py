@@ -88,7 +88,7 @@ class Messages(Scheme):
         peer, tag = back["peer"], message.match_tag
         values, wire = message.inputs[0].view(-1), lease.tensor(self._room, self.payloads.wire_dtype)
         state, earlier = self._kept(values), message.prepare
-        held, length = torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+        held, length = _numbers(2, values.device), _numbers(1, values.device)
 
         def encode() -> None:
             if earlier is not None:
@@ -117,12 +117,12 @@ class Messages(Scheme):
         peer, tag = back["peer"], message.match_tag
         out, wire = message.outputs[0].view(-1), lease.tensor(self._room, self.payloads.wire_dtype)
         state, earlier, refused = self._kept(out), message.prepare, list[BackendError]()
-        held, length = torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+        held, length = _numbers(2, out.device), _numbers(1, out.device)
 
         def ask() -> None:
             if earlier is not None:
                 earlier()
-            version, digest = state.holding((peer, tag))
+            version, digest = state.expect((peer, tag))
             held[0], held[1] = version, digest - (digest >> 63 << 64)
 
         asks = self._issue_held(Message(self._held, (held,), (), **back, after=after, prepare=ask))
@@ -140,7 +140,7 @@ class Messages(Scheme):
 
         def decode() -> None:
             try:
-                state.decode_part((peer, tag), wire[: int(length)], out)
+                state.decode_message((peer, tag), wire[: int(length)], out)
             except BackendError as error:
                 refused.append(error)
 
@@ -158,3 +158,8 @@ class Messages(Scheme):
     def _kept(self, values: torch.Tensor) -> DeltaState:
         # A cast, as an import would bring kernels to jobs without a codec.
         return cast("DeltaState", self.state(values, 0))
+
+
+def _numbers(count: int, device: torch.device) -> torch.Tensor:
+    """Numbers that travel beside values on a device, by the same library."""
+    return torch.zeros(count, dtype=torch.int64, device=device)

@@ -198,14 +198,14 @@ class PayloadExchange:
         def encode() -> None:
             if before is not None:
                 before()
+            wishes = state is not None and state.begin_call()
             at = 0
             for index in range(self._sends):
                 written = write(index, sent[at:])
                 lengths_sent[index] = written
                 at += written
-            if state is not None and state.is_damaged:
+            if wishes:
                 lengths_sent[root if asks else 0] += _WISH
-                state.is_damaged = False
 
         signature, issue = lengths
         of_values = ("codec", "uncompressed_bytes")

@@ -288,6 +288,8 @@ class Relay(Scheme):
                 if not self.keeps:
                     raise
                 refused.append(error)
+            finally:
+                state.end_call()
 
         def refuse() -> None:
             if refused:

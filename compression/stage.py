@@ -13,6 +13,7 @@ import torch
 
 from mcr_plus.compression.audit import audited
 from mcr_plus.compression.codec import Codec, PayloadCodec
+from mcr_plus.compression.copies import Copies
 from mcr_plus.compression.ef21 import Ef21
 from mcr_plus.compression.error_feedback import ErrorFeedback, MomentumCorrection
 from mcr_plus.compression.messages import Messages
@@ -59,6 +60,9 @@ class CompressStage(Stage):
         self._warns_of = None if self._explains or context.group.rank else context.place
         self._restored: MutableMapping[str, Any] = {}  # of an earlier job, until an operation asks for it
         self._pool = Pool()
+        hosts = context.world.hosts
+        here = hosts[context.world.rank]
+        self._copies = Copies(f"group '{context.group.name}'", hosts.count(here))
         self._instances: dict[str, CodecInstance] = {}
         self._last: dict[tuple[str, int, int], Work] = {}  # of messages, by kind, peer and tag
         if context.runtime is not None:
@@ -177,7 +181,7 @@ class CompressStage(Stage):
     def _compressed(self, codec: Codec, options: CompressOptions, full: Signature, next: Next) -> Issue:
         plain = full.replace(parts=None, key=None)
         full = full.replace(encoding=_label(options))
-        instance = CodecInstance(codec, options, full, self._group.rank)
+        instance = CodecInstance(codec, options, full, self._group.rank, self._copies)
         keeps_messages = full.is_p2p and codec.traits.keeps_received
         if keeps_messages or full.key is not None or full.tag is not None:
             # Synchronous and asynchronous calls of an operation share its state.
@@ -218,8 +222,11 @@ class CompressStage(Stage):
 class CodecInstance:
     """The codec object of one operation or bucket, with the state that it keeps between calls."""
 
-    def __init__(self, codec: Codec, options: CompressOptions, signature: Signature, rank: int) -> None:
+    def __init__(
+        self, codec: Codec, options: CompressOptions, signature: Signature, rank: int, copies: Copies
+    ) -> None:
         self.codec = codec
+        self._copies = copies
         self.restored: dict[str, torch.Tensor] = {}  # until the first call
         self.resumed = False
         self.calls = 0
@@ -282,7 +289,7 @@ class CodecInstance:
             return MomentumCorrection(self.codec, numel, device, momentum, self._unit)
         if options.ef21:
             return Ef21(self.codec, numel, device, self._unit)
-        return self.codec.kept_state() or CompressorState(self.codec)
+        return self.codec.kept_state(self._copies) or CompressorState(self.codec)
 
 
 _prepared: set[str] = set()

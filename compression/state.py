@@ -42,8 +42,15 @@ class CompressorState:
         """Write the payload of `scale` times a part to `wire`; returns its length in elements."""
         return self.codec.encode(values if scale == 1.0 else values * scale, wire)
 
-    is_damaged = False
-    """Whether a payload did not fit what is held, so that the next call is to bring all values."""
+    def begin_call(self) -> bool:
+        """Before the parts of a call are encoded, for codecs with `keeps_received`.
+
+        Returns whether this rank needs all values of what it receives.
+        """
+        return False
+
+    def end_call(self) -> None:
+        """After the parts of a call have been decoded; its state may then be dropped."""
 
     def encode_part(self, index: int, values: torch.Tensor, wire: torch.Tensor) -> int:  # noqa: ARG002
         """Write the payload of part `index` of what this rank sends; returns its length in elements."""

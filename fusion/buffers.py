@@ -9,6 +9,7 @@ from types import ModuleType
 
 import torch
 
+from mcr_plus.core import streams
 from mcr_plus.core.kinds import collective
 
 
@@ -65,6 +66,7 @@ class Layout:
         """Return a buffer for `numel` elements in each part: a large enough one of the pool, or a new one."""
         for index, buffer in enumerate(self._buffers):
             if buffer.numel >= numel:
+                streams.follow(buffer.used, device)
                 return self._buffers.pop(index)
         for buffer in self._buffers:  # too small: freed
             self._budget.nbytes -= buffer.nbytes
@@ -79,7 +81,11 @@ class Layout:
         return source, source if self.in_place else buffer.target[: self.output_parts * numel]
 
     def give_back(self, buffer: BucketBuffer) -> None:
-        """Return a buffer to the pool, or free it if the budget is exceeded."""
+        """Return a buffer to the pool, or free it if the budget is exceeded.
+
+        On a device the current stream must be ordered after its last use.
+        """
+        buffer.used = streams.recorded(buffer.source.device)
         if self._budget.nbytes <= self._budget.limit:
             self._buffers.append(buffer)
         else:
@@ -87,12 +93,16 @@ class Layout:
 
 
 class BucketBuffer:
-    """Flat input and output of one bucket; the same tensor if the operation works in place."""
+    """Flat input and output of one bucket; the same tensor if the operation works in place.
 
-    __slots__ = ("nbytes", "numel", "source", "target")
+    `used`: behind the last use on a device, which may be followed by one on another stream.
+    """
+
+    __slots__ = ("nbytes", "numel", "source", "target", "used")
 
     def __init__(self, layout: Layout, numel: int, device: torch.device) -> None:
         self.numel = numel
+        self.used: streams.Event | None = None
         self.source = torch.empty(layout.input_parts * numel, dtype=layout.dtype, device=device)
         self.target = self.source
         self.nbytes = self.source.nbytes

@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 
+from mcr_plus.core import streams
 from mcr_plus.core.message import Message, Signature, bucket_text
+from mcr_plus.core.streams import Streams
 from mcr_plus.core.units import format_size
 from mcr_plus.core.work import Info, Work
 from mcr_plus.dispatch.group_runtime import GroupRuntime
@@ -148,7 +150,7 @@ class _FusionGroup:
         nbytes = signature.nbytes or 0
         numel = nbytes // layout.numel(layout.dtype.itemsize)
         needed = layout.numel(layout.steps([numel])[0]) * layout.dtype.itemsize
-        in_place = layout.in_place
+        in_place, on_device = layout.in_place, signature.device != "cpu"
 
         def add_to_bucket(source: torch.Tensor, target: torch.Tensor | None = None) -> Work:
             if get_ident() != state.owner:
@@ -166,6 +168,8 @@ class _FusionGroup:
                 bucket.inputs.append(source)
                 if not in_place:
                     bucket.outputs.append(target)
+                if on_device:
+                    bucket.note_stream(source.device)
                 work = bucket.handles.get(nbytes)
                 if work is None:
                     work = bucket.handles[nbytes] = FusedWork(bucket, nbytes)
@@ -258,6 +262,7 @@ class _Bucket:
 
     __slots__ = (
         "_buffer",
+        "_streams",
         "error",
         "first",
         "group",
@@ -267,6 +272,7 @@ class _Bucket:
         "limit",
         "nbytes",
         "numels",
+        "on_device",
         "outputs",
         "reserved",
         "then",
@@ -289,11 +295,22 @@ class _Bucket:
         self.error: Exception | None = None
         self.then: list[Callable[[], None]] = []
         self._buffer: BucketBuffer | None = None
+        self._streams: list[Any] = []  # of a device, on which members were issued
+        self.on_device = False
+
+    def note_stream(self, device: torch.device) -> None:
+        """Note the stream on which a member has been issued: the bucket may be sent on another one."""
+        stream = streams.streams_of(device).current()
+        self.on_device = True
+        if stream not in self._streams:
+            self._streams.append(stream)
 
     def send(self) -> Exception | None:
         """See `PendingBucket`."""
         self.group.open = None
         try:
+            if self._streams:
+                self._follow_members(self.inputs[0].device)
             self.work = self._send_unfused() if len(self.numels) == 1 else self._send_fused()
             for function in self.then:
                 self.work.then(function)
@@ -301,6 +318,13 @@ class _Bucket:
             self.error = error
         self.then, self.inputs, self.outputs = [], [], []
         return self.error
+
+    def _follow_members(self, device: torch.device) -> None:
+        """Order the current stream after the members, whose values other streams may have yet to write."""
+        here = streams.streams_of(device).current()
+        for stream in self._streams:
+            if stream != here:
+                here.wait_stream(stream)
 
     def digests(self) -> frozenset[int]:
         """See `PendingBucket`."""
@@ -354,8 +378,11 @@ class FusedWork(Work):
         self._bucket, self._nbytes = bucket, nbytes
 
     def wait(self, timeout: float | timedelta | None = None) -> None:  # noqa: D102
-        if not self._bucket.is_done:
-            self._bucket.wait(timeout)
+        bucket = self._bucket
+        if not bucket.is_done:
+            bucket.wait(timeout)
+        elif bucket.on_device and bucket.work is not None:
+            bucket.work.wait(timeout)  # another stream may wait now
 
     def is_completed(self) -> bool:
         """Whether the operation is complete; sends its bucket, because the program may only ever poll."""
@@ -379,6 +406,10 @@ class FusedWork(Work):
         else:
             bucket.work.then(function)
         return self
+
+    @property
+    def streams(self) -> Streams | None:  # noqa: D102
+        return None if self._bucket.work is None else self._bucket.work.streams
 
     @property
     def info(self) -> Info:

@@ -26,15 +26,16 @@ of `exp_window`. `encode` chooses it where it is shorter.
 
 The header holds a digest of the new version, of all its bits in their order, and digests of the old version
 and of itself. Up to 3 zero bytes follow, so that payloads end at a multiple of 4. `kernels/delta_lists.py`
-has the kernels of lists, `kernels/gpu/delta.py` those for GPUs, which the codec does not use yet, because the
-digest and anchors have none. Arrays begin at multiples of 8 bytes, as those that torch allocates do.
+has the kernels of lists, `kernels/gpu/delta.py` and `kernels/gpu/digest.py` those for GPUs. Arrays on a GPU
+have payloads there, of the same bytes but for anchors, which are elements as they are: `exp_window` has no
+kernel for GPUs. Arrays begin at multiples of 8 bytes, as those that torch allocates do.
 """
 
 from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -43,7 +44,7 @@ from mcr_plus.errors import BackendError
 from mcr_plus.kernels import cpu, exp_window
 from mcr_plus.kernels.compiling import preparing
 from mcr_plus.kernels.delta_lists import HEAD, RAW, apply_blocks, compact, list_blocks
-from mcr_plus.kernels.digest import BLOCK, FACTOR, UNSIGNED, Array, blocks_of, digest, folded, views
+from mcr_plus.kernels.digest import BLOCK, FACTOR, UNSIGNED, Array, blocks_of, digest, folded, on_gpu, views
 
 HEADER: Final = 64
 _FORMAT: Final = struct.Struct("<4sBBBBQQQQQQ")
@@ -87,7 +88,7 @@ def header_of(wire: torch.Tensor) -> Header:
 
     Raises `BackendError` if it is not one, or is damaged.
     """
-    raw = wire[:HEADER].numpy().tobytes()
+    raw = wire[:HEADER].cpu().numpy().tobytes()
     if len(raw) < HEADER:
         raise BackendError(f"a delta payload ends after {len(raw)} bytes, inside its header")
     magic, mode, width, _, _, numel, base, target, base_digest, digest, nbytes = _FORMAT.unpack(
@@ -107,13 +108,14 @@ def _header_digest(raw: bytes) -> int:
     return value
 
 
-def put_header(target: Array, *fields: int) -> int:
+def put_header(wire: torch.Tensor, *fields: int) -> int:
     """Write a header, and the zeros at the end; returns the length of the payload with them."""
     raw = _FORMAT.pack(_MAGIC, fields[0], fields[1], 0, 0, *fields[2:])
     raw = raw.ljust(HEADER - 8, b"\0")
-    target[:HEADER] = np.frombuffer(raw + struct.pack("<Q", _header_digest(raw)), np.uint8)
+    raw += struct.pack("<Q", _header_digest(raw))
+    wire[:HEADER].copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
     nbytes, end = fields[-1], _padded(fields[-1])
-    target[nbytes:end] = 0
+    wire[nbytes:end].zero_()
     return end
 
 
@@ -135,6 +137,7 @@ def prepare(width: int) -> None:
 
 
 _prepared: set[int] = set()
+_INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _DTYPES: Final = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32, 8: torch.int64}
 
 # --- launchers ----------------------------------------------------------------------------------------------
@@ -159,6 +162,8 @@ def encode(
         base_digest: of `base`.
         update: whether `base` is to hold `values` afterwards.
     """
+    if on_gpu(values):
+        return _encode_there(values, base, wire, versions, base_digest, update)
     raw, words, new = views(values)
     _, _, old = views(base)
     width, blocks, target = new.itemsize, blocks_of(new.size), wire.numpy()
@@ -171,12 +176,12 @@ def encode(
         parts = (raw, words, new, old, heads, body, lengths, hashes, update)
         cpu.spread(list_blocks, blocks, raw.nbytes, *parts)
         found = int(compact(body, lengths, BLOCK * width))
-    result = folded(hashes, new)
+    result = folded(hashes, new.size, width)
     if found >= raw.size // 2:
         shorter = _anchor(values, wire, begin + found, versions[1], result)
         if shorter is not None:
             return shorter
-    return put_header(target, DELTA, width, new.size, *versions, base_digest, result, begin + found)
+    return put_header(wire, DELTA, width, new.size, *versions, base_digest, result, begin + found)
 
 
 def encode_anchor(values: torch.Tensor, wire: torch.Tensor, version: int, *, windowed: bool = True) -> int:
@@ -198,19 +203,62 @@ def _anchor(
     windowed: bool = True,
 ) -> int | None:
     """Write an anchor if it is shorter than `most`; returns its length, else None."""
-    raw, _, bits = views(values)
-    target, mode, body = wire.numpy(), _DENSE, raw
-    if windowed and values.dtype in _WINDOWED and bits.size >= 2 * exp_window.BLOCK:
+    numel, mode, body = values.numel(), _DENSE, _bytes_of(values)
+    if windowed and values.dtype in _WINDOWED and numel >= 2 * exp_window.BLOCK and not on_gpu(values):
         # Zeros: bytes between its sections are left as they are.
-        window = torch.zeros(exp_window.most_nbytes(bits.size, values.dtype), dtype=torch.uint8)
-        packed = window[: exp_window.encode(values, window)].numpy()
-        if packed.size < raw.size:
+        window = torch.zeros(exp_window.most_nbytes(numel, values.dtype), dtype=torch.uint8)
+        packed = window[: exp_window.encode(values, window)]
+        if packed.numel() < body.numel():
             mode, body = _WINDOW, packed
-    nbytes = HEADER + body.size
+    nbytes = HEADER + body.numel()
     if most is not None and nbytes >= most:
         return None
-    target[HEADER:nbytes] = body
-    return put_header(target, mode, bits.itemsize, bits.size, 0, version, 0, result, nbytes)
+    wire[HEADER:nbytes].copy_(body)
+    return put_header(wire, mode, values.element_size(), numel, 0, version, 0, result, nbytes)
+
+
+def _encode_there(
+    values: torch.Tensor,
+    base: torch.Tensor,
+    wire: torch.Tensor,
+    versions: tuple[int, int],
+    base_digest: int,
+    update: bool,
+) -> int:
+    """`encode` on a GPU, which it waits for, as the length of the payload has to be known."""
+    numel, width, blocks = values.numel(), values.element_size(), blocks_of(values.numel())
+    begin = nbytes = HEADER + HEAD * blocks
+    if numel:
+        heads, lists = _gpu().encode(_integers(values), _integers(base))
+        nbytes += lists.numel()
+        result = digest(values)
+        if update:
+            base.copy_(values)
+        shorter = _anchor(values, wire, nbytes, versions[1], result)
+        if shorter is not None:
+            return shorter
+        wire[HEADER:begin].view(torch.int16).copy_(heads.view(-1))  # modulo 2**16
+        wire[begin:nbytes].copy_(lists)
+    else:
+        result = digest(values)
+    return put_header(wire, DELTA, width, numel, *versions, base_digest, result, nbytes)
+
+
+def _bytes_of(values: torch.Tensor) -> torch.Tensor:
+    if not values.numel():
+        return torch.empty(0, dtype=torch.uint8, device=values.device)
+    return values.detach().view(torch.uint8)
+
+
+def _integers(values: torch.Tensor) -> torch.Tensor:
+    """The bits of flat values as integers of the same width."""
+    return values.detach().view(_INTEGERS[values.element_size()])
+
+
+def _gpu() -> Any:
+    from mcr_plus.kernels.gpu import delta
+
+    return delta
 
 
 def apply(wire: torch.Tensor, out: torch.Tensor) -> Header:
@@ -221,17 +269,17 @@ def apply(wire: torch.Tensor, out: torch.Tensor) -> Header:
     the one that it names; `out` is then in an unknown state.
     """
     head = header_of(wire)
-    raw, words, bits = views(out)
+    numel, width = out.numel(), out.element_size()
     is_short = not HEADER <= head.nbytes <= wire.numel()
-    if is_short or (head.width, head.numel) != (bits.itemsize, bits.size):
+    if is_short or (head.width, head.numel) != (width, numel):
         raise BackendError(
             f"a delta payload of {wire.numel()} bytes says that it has {head.nbytes}, for {head.numel} "
-            f"elements of {head.width} bytes; expected {bits.size} of {bits.itemsize}"
+            f"elements of {head.width} bytes; expected {numel} of {width}"
         )
-    found = _apply_body(head, wire[HEADER : head.nbytes], out, raw, words, bits)
+    found = _apply_body(head, wire[HEADER : head.nbytes], out)
     if found != head.digest:
         raise BackendError(
-            f"version {head.target} of {bits.size} elements was not received as it was sent: its digest is "
+            f"version {head.target} of {numel} elements was not received as it was sent: its digest is "
             f"{found:016x}, expected {head.digest:016x}"
         )
     return head
@@ -259,7 +307,7 @@ def changed(wire: torch.Tensor) -> int:
     if head.is_anchor:
         return head.numel
     blocks = blocks_of(head.numel)
-    counts = np.frombuffer(wire[HEADER : HEADER + HEAD * blocks].numpy().tobytes(), np.uint16)[::2]
+    counts = np.frombuffer(wire[HEADER : HEADER + HEAD * blocks].cpu().numpy().tobytes(), np.uint16)[::2]
     counts = counts.astype(np.int64)
     if counts.size:
         last = head.numel - BLOCK * (blocks - 1)
@@ -267,44 +315,59 @@ def changed(wire: torch.Tensor) -> int:
     return int(counts.sum())
 
 
-def _apply_body(
-    head: Header, body: torch.Tensor, out: torch.Tensor, raw: Array, words: Array, bits: Array
-) -> int:
+def _apply_body(head: Header, body: torch.Tensor, out: torch.Tensor) -> int:
+    """Apply what follows the header; returns the digest of the result."""
     if head.mode == _WINDOW:
         if out.dtype not in _WINDOWED:
             raise BackendError(f"a delta payload holds float32 or bfloat16 values, not {out.dtype}")
-        if body.data_ptr() % 4:
-            body = body.clone()
-        exp_window.decode(body, out)
+        there = on_gpu(out)
+        if body.data_ptr() % 4 or there:
+            body = body.cpu().clone()
+        target = torch.empty_like(out, device="cpu") if there else out
+        exp_window.decode(body, target)
+        if there:
+            out.copy_(target)
         return digest(out)
-    source = body.numpy()
     if head.mode == _DENSE:
-        if source.size != raw.size:
-            raise BackendError(f"a delta payload has {source.size} bytes of values, expected {raw.size}")
-        raw[:] = source
+        if body.numel() != out.nbytes:
+            raise BackendError(f"a delta payload has {body.numel()} bytes of values, expected {out.nbytes}")
+        _bytes_of(out).copy_(body)
         return digest(out)
-    blocks = blocks_of(bits.size)
-    lists = source[HEAD * blocks :]
-    if source.size < HEAD * blocks:
-        raise BackendError(f"a delta payload ends after {source.size} bytes, before its {blocks} blocks")
-    heads = np.frombuffer(source[: HEAD * blocks].tobytes(), np.uint16).reshape(blocks, 2)
+    numel, width = out.numel(), out.element_size()
+    heads, lists, starts = _lists_of(body, numel, width)
+    if on_gpu(out):  # what contradicts itself shows in the digest
+        if numel:
+            numbers = torch.from_numpy(heads.astype(np.int32)).to(out.device)
+            _gpu().apply(numbers, lists, _integers(out))
+        return digest(out)
+    raw, words, bits = views(out)
+    hashes = np.empty(len(heads), np.uint64)
+    if numel:
+        parts = (heads, lists.numpy(), starts, raw, words, bits, hashes)
+        wrong = sum(cpu.spread(apply_blocks, len(heads), raw.nbytes, *parts))
+        if wrong:
+            raise BackendError(f"a delta payload contradicts itself in {wrong} of {len(heads)} blocks")
+    return folded(hashes, numel, width)
+
+
+def _lists_of(body: torch.Tensor, numel: int, width: int) -> tuple[Array, torch.Tensor, Array]:
+    """What is said of each block (blocks × 2), the lists, and where each of them begins."""
+    blocks = blocks_of(numel)
+    if body.numel() < HEAD * blocks:
+        raise BackendError(f"a delta payload ends after {body.numel()} bytes, before its {blocks} blocks")
+    written, lists = body[: HEAD * blocks].cpu().numpy().tobytes(), body[HEAD * blocks :]
+    heads = np.frombuffer(written, np.uint16).reshape(blocks, 2)
     counts, halves = heads.astype(np.int64).T
     sizes = np.full(blocks, BLOCK, np.int64)
     if blocks:
-        sizes[-1] = bits.size - BLOCK * (blocks - 1)
+        sizes[-1] = numel - BLOCK * (blocks - 1)
     raws = counts == RAW
     if (counts > sizes)[~raws].any():
         raise BackendError("a delta payload lists more changes than a block has elements")
-    lengths = np.where(raws, sizes * bits.itemsize, 2 * halves)
+    lengths = np.where(raws, sizes * width, 2 * halves)
     starts = np.concatenate(([0], np.cumsum(lengths)))
-    if starts[-1] != lists.size:
+    if starts[-1] != lists.numel():
         raise BackendError(
-            f"a delta payload has {lists.size} bytes of changes, its blocks say {int(starts[-1])}"
+            f"a delta payload has {lists.numel()} bytes of changes, its blocks say {int(starts[-1])}"
         )
-    hashes = np.empty(blocks, np.uint64)
-    if blocks:
-        parts = (heads, lists, starts, raw, words, bits, hashes)
-        wrong = sum(cpu.spread(apply_blocks, blocks, raw.nbytes, *parts))
-        if wrong:
-            raise BackendError(f"a delta payload contradicts itself in {wrong} of {blocks} blocks")
-    return folded(hashes, bits)
+    return heads, lists, starts

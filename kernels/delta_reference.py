@@ -31,7 +31,7 @@ def reference_encode(values: torch.Tensor, base: torch.Tensor, versions: tuple[i
     payload = torch.cat([torch.zeros(HEADER, dtype=torch.uint8), lists, *bodies])
     fields = (reference_digest(base), reference_digest(values), payload.numel())
     payload = torch.nn.functional.pad(payload, (0, -payload.numel() % 4))
-    put_header(payload.numpy(), DELTA, width, values.numel(), *versions, *fields)
+    put_header(payload, DELTA, width, values.numel(), *versions, *fields)
     return payload
 
 

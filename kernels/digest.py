@@ -22,7 +22,8 @@ BLOCK: Final = 16384
 UNSIGNED: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _FOLD: Final = np.uint64(32)
 FACTOR: Final = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio, odd
-_SEEDS: Final = tuple(np.uint64(0x243F6A8885A308D3 * (2 * lane + 1) & (2**64 - 1)) for lane in range(8))
+SEED: Final = 0x243F6A8885A308D3
+_SEEDS: Final = tuple(np.uint64(SEED * (2 * lane + 1) & (2**64 - 1)) for lane in range(8))
 _S0, _S1, _S2, _S3, _S4, _S5, _S6, _S7 = _SEEDS
 _ZERO: Final = np.uint64(0)
 
@@ -108,18 +109,32 @@ def _fold(hashes, shape):  # type: ignore[no-untyped-def]
 
 
 def digest(values: torch.Tensor) -> int:
-    """The 64-bit digest of all bits of flat `values`, in their order."""
-    raw, words, bits = views(values)
-    hashes = np.empty(blocks_of(bits.size), np.uint64)
+    """The 64-bit digest of all bits of flat `values`, in their order; on a GPU it waits for the device."""
+    numel, width = values.numel(), values.element_size()
+    if on_gpu(values):
+        hashes = _gpu().hashes_of(values).cpu().numpy().view(np.uint64) if numel else np.empty(0, np.uint64)
+        return folded(hashes, numel, width)
+    raw, words, _ = views(values)
+    hashes = np.empty(blocks_of(numel), np.uint64)
     if hashes.size:
-        cpu.spread(_digests, hashes.size, raw.nbytes, raw, words, hashes, bits.itemsize)
-    return folded(hashes, bits)
+        cpu.spread(_digests, hashes.size, raw.nbytes, raw, words, hashes, width)
+    return folded(hashes, numel, width)
 
 
-def folded(hashes: Array, bits: Array) -> int:
-    """The digest of elements `bits` by the hashes of its blocks."""
-    shape = np.uint64((bits.size << 4 | bits.itemsize) & (2**64 - 1))
-    return int(_fold(hashes, shape))
+def on_gpu(values: torch.Tensor) -> bool:
+    """Whether the kernels for GPUs are to be used, also by `kernels/delta.py`."""
+    return values.is_cuda
+
+
+def folded(hashes: Array, numel: int, width: int) -> int:
+    """The digest of `numel` elements of `width` bytes by the hashes of their blocks."""
+    return int(_fold(hashes, np.uint64((numel << 4 | width) & (2**64 - 1))))
+
+
+def _gpu() -> Any:
+    from mcr_plus.kernels.gpu import digest
+
+    return digest
 
 
 def views(values: torch.Tensor) -> tuple[Array, Array, Array]:

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         send,
     )
     from mcr_plus.api.compiling import compile  # noqa: A004 - the name is the same as torch's
+    from mcr_plus.api.dump import dump
     from mcr_plus.api.elastic import elastic
     from mcr_plus.api.explain import explain
     from mcr_plus.api.other_ranks import reconfigure, reconfigure_handle, shrink
@@ -146,6 +147,7 @@ __all__ = [
     "capture",
     "compile",
     "ddp_hook",
+    "dump",
     "elastic",
     "explain",
     "finalize",
@@ -194,7 +196,7 @@ _HOMES = (
     "errors", "core.kinds", "core.work", "api.collectives", "communicator.communicator", "runtime.init",
     "api.explain", "api.planning", "api.compiling", "training.wrap", "training.ddp", "training.fsdp",
     "training.fsdp_state", "training.weight_sync", "training.local_steps.local", "api.state", "api.elastic",
-    "api.other_ranks",
+    "api.other_ranks", "api.dump",
     "layout.layout", "layout.redistribute", "layout.state", "torch_backend.shrinking",
 )  # fmt: skip
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 from collections.abc import Iterable
+from typing import Any
 
 from mcr_plus.errors import Unsupported, unknown
 
@@ -52,6 +53,8 @@ BACKEND_ORDER: tuple[str, ...] = tuple(BACKENDS)
 """Our backends in the order of a configuration that names none; those of others follow."""
 OTHER_NAMES: dict[str, dict[str, str]] = {"backends": {"shm": "msccl"}}
 """Further names that users may write, and the names that are stored and shown for them."""
+OBSERVE: str = "mcr_plus.observe.options:ObserveOptions"
+"""The options under `observe:` of a configuration, which stand above it in the order of imports."""
 REGISTRIES: dict[str, dict[str, object]] = {"stages": STAGES, "codecs": CODECS, "backends": BACKENDS}
 
 _found: dict[str, dict[str, importlib.metadata.EntryPoint]] = {}  # read once per kind; see refresh()
@@ -81,6 +84,11 @@ def get(kind: str, name: str) -> object:
     if name not in points:
         raise Unsupported(unknown(kind[:-1], name, names(kind)))
     return _load(points[name])
+
+
+def observe_options() -> Any:
+    """Return the pydantic model of the options under `observe:`."""
+    return _import("observer", "observe", OBSERVE)
 
 
 def register(kind: str, name: str, obj: object) -> None:
@@ -143,7 +151,7 @@ def _import(kind: str, name: str, reference: str) -> object:
     try:
         loaded: object = getattr(importlib.import_module(module), attribute)
     except Exception as error:
-        what = f"{kind[:-1]} {name!r} ({reference}) cannot be loaded"
+        what = f"{kind.removesuffix('s')} {name!r} ({reference}) cannot be loaded"
         raise Unsupported(f"{what}: {type(error).__name__}: {error}") from error
     return loaded
 

@@ -132,6 +132,21 @@ def open_as(
     return over_mcr(config=config) if name == "mix" else over_mcr(backends=[name])
 
 
+def device_of(name: str) -> torch.device:
+    """The device to train on; `cuda` is one for each rank of a host, as far as there are so many.
+
+    Call it before a library is opened, which takes the current device. Raises `JobError` without one.
+    """
+    if name == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise JobError("--device cuda: torch sees no CUDA device")
+    of_launchers = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+    rank = next((int(os.environ[each]) for each in of_launchers if each in os.environ), 0)
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def share_the_cores(ranks: int) -> None:
     """Ranks of one machine that each start a thread per core get in each other's way."""
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, cast
+from typing import Annotated, Literal, cast
 
 import torch
 import typer
@@ -48,6 +48,7 @@ Rounds = Annotated[int, typer.Option(min=1, help="of --compare: every library ru
 Json = Annotated[Path | None, typer.Option("--json", help="write the results; - is stdout")]
 Plot = Annotated[Path | None, typer.Option(help="draw the losses; needs matplotlib")]
 Trace = Annotated[Path | None, typer.Option(help="write rank 0's Chrome/Perfetto trace")]
+Device = Annotated[Literal["cpu", "cuda"], typer.Option(help="train on CPUs or on CUDA devices")]
 Describe = Annotated[
     int | None,
     typer.Option(min=1, metavar="RANKS", help="only say how large the model is, on so many ranks"),
@@ -64,6 +65,7 @@ class Task:
     lr: float
     seed: int
     double: bool
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,7 @@ def _do(
         steps=task.steps,
         lr=task.lr,
         dtype=torch.float64 if task.double else torch.float32,
+        device=task.device,
     )
     if plan.compare:
         rows, losses = compare(job, plan.rounds, plan.config, console)

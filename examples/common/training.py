@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from comparing import Columns, Comparison, comparisons, take_turns
 from corpus import Corpus
-from libraries import TITLES, JobError, TransportName, share_the_cores
+from libraries import TITLES, JobError, TransportName, device_of, share_the_cores
 from numpy.typing import NDArray
 from parallel import Transport, open_transport
 from reporting import RECORDED, Monitor, Observer, Outcome, ends, report_outcome
@@ -42,6 +42,7 @@ class Job:
     steps: int
     lr: float
     dtype: torch.dtype
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ class Step(NamedTuple):
 
 def train(job: Job, comms: Transport, observe: Observer) -> Result:
     """One run of the job, the same on every rank."""
-    model = job.build(comms).to(job.dtype)
+    device = device_of(job.device)
+    model = job.build(comms).to(device, job.dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=job.lr, fused=True)
     called = model if job.shared else comms.data_parallel(model, optimizer)
     stream, streams = (0, 1) if job.shared else (comms.rank, comms.world_size)
@@ -73,7 +75,7 @@ def train(job: Job, comms: Transport, observe: Observer) -> Result:
         log: Log | None = until.enter_context(comms.record())
         for number in range(job.steps):
             start = time.perf_counter()
-            windows = job.corpus.windows(number, stream, job.batch)
+            windows = job.corpus.windows(number, stream, job.batch).to(device)
             loss, shares = _step(called, optimizer, windows)
             steps.append(Step(loss, shares, time.perf_counter() - start))
             observe(len(steps) / job.steps, len(steps), loss, tokens / steps[-1].seconds)
@@ -108,12 +110,14 @@ def _step(
 @torch.no_grad()
 def _held_out(job: Job, model: LanguageModel, comms: Transport, stream: int, streams: int) -> float:
     batches = job.corpus.held_out(stream, streams, job.batch, HELD_OUT_BATCHES)
-    own = mean(model(windows).text.item() for windows in batches)
+    device = next(model.parameters()).device
+    own = mean(model(windows.to(device)).text.item() for windows in batches)
     return float(mean(comms.gather(own)))
 
 
 def run(name: TransportName, config: Path, job: Job, console: Console) -> Result:
     """The job over a library, which is left at the end."""
+    device_of(job.device)  # before the library takes the current one
     comms = open_transport(name, config)
     share_the_cores(comms.world_size)
     console.quiet = comms.rank != 0

@@ -61,6 +61,7 @@ class ModelConfig:
     bottom: tuple[int, ...] = (512, 256, 64)
     top: tuple[int, ...] = (512, 256)
     dtype: torch.dtype = torch.float32
+    device: torch.device | str = "cpu"
     seed: int = 0
 
 
@@ -115,7 +116,7 @@ class ShardedEmbedding(nn.Module):
 
     def _offsets(self, sizes: Sequence[int]) -> Tensor:
         """Where in the stacked weight the table of each question begins."""
-        starts = torch.arange(self.tables[self.comms.rank]) * self.table_rows
+        starts = torch.arange(self.tables[self.comms.rank], device=self.weight.device) * self.table_rows
         return torch.cat([starts.repeat_interleave(size) for size in sizes])
 
 
@@ -150,7 +151,8 @@ class GradientBuffer:
         self.comms = comms
         self.tag = tag
         self.parameters = list(module.parameters())
-        self.buffer = torch.zeros(sum(p.numel() for p in self.parameters), dtype=self.parameters[0].dtype)
+        like = self.parameters[0]
+        self.buffer = like.new_zeros(sum(p.numel() for p in self.parameters))
         self.handle: Handle | None = None
         self.missing = len(self.parameters)
         pieces = torch.split(self.buffer, [p.numel() for p in self.parameters])
@@ -195,7 +197,7 @@ class DLRM(nn.Module):
         self.bottom = mlp((DENSE, *config.bottom, config.embedding_dim), random)
         self.top = mlp((config.embedding_dim + pairs, *config.top, 1), random)
         self.embedding = ShardedEmbedding(config, comms)
-        self.to(config.dtype)
+        self.to(config.device, config.dtype)
         self.buffers_of_gradients = (
             GradientBuffer(self.top, comms, "dlrm.dense.top"),
             GradientBuffer(self.bottom, comms, "dlrm.dense.bottom"),

@@ -21,7 +21,7 @@ from io import StringIO
 from itertools import chain, count, islice
 from pathlib import Path
 from statistics import median
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "common"))  # what the examples share
 
@@ -30,7 +30,7 @@ import torch
 import typer
 from comparing import ROUNDS, Comparison, comparisons, report_comparison, speedup, take_turns
 from criteo import Batch, DataError, Reader
-from libraries import TITLES, JobError, TransportName, share_the_cores
+from libraries import TITLES, JobError, TransportName, device_of, share_the_cores
 from model import DLRM, ModelConfig, loss
 from numpy.typing import NDArray
 from report import COLUMNS, Result, auc, document, report
@@ -132,11 +132,16 @@ class Trainer:
 
     def _step(self, batch: Batch) -> float:
         self.model.zero_gradients()
-        part = loss(self.model(batch.dense, batch.sparse, batch.sizes), batch.labels, batch.sizes)
+        part = loss(self._logits(batch), batch.labels.to(self.job.model.device), batch.sizes)
         part.backward()
         self.model.wait_for_gradients()
         self.optimizer.step()
         return part.item()
+
+    def _logits(self, batch: Batch) -> torch.Tensor:
+        device = self.job.model.device
+        logits: torch.Tensor = self.model(batch.dense.to(device), batch.sparse.to(device), batch.sizes)
+        return logits
 
     def _show(self, steps: Sequence[Step], own_rows: int) -> None:
         """The loss shown is that of this rank's rows: it costs no communication."""
@@ -152,7 +157,7 @@ class Trainer:
         labels, scores = [torch.empty(0)], [torch.empty(0)]
         for batch in self.reader.held_out(self.job.eval_rows) if self.job.holdout else ():
             labels.append(batch.labels)
-            scores.append(self.model(batch.dense, batch.sparse, batch.sizes))
+            scores.append(self._logits(batch).cpu())
         gathered = self.comms.gather((torch.cat(labels).numpy(), torch.cat(scores).numpy()))
         return np.concatenate([own for own, _ in gathered]), np.concatenate([own for _, own in gathered])
 
@@ -210,6 +215,7 @@ def main(
     embedding_dim: Annotated[int, typer.Option(min=1)] = 16,
     table_rows: Annotated[int, typer.Option(min=2, help="rows of each embedding table")] = 10_000,
     double: Annotated[bool, typer.Option("--double", help="compute in float64")] = False,
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="train on CPUs or on CUDA devices")] = "cpu",
     holdout: Annotated[float, typer.Option(min=0.0, max=0.5, help="fraction of rows to test on")] = 0.1,
     eval_rows: Annotated[int, typer.Option(min=1, help="test on at most so many rows")] = 100_000,
     json_path: Annotated[Path | None, typer.Option("--json", help="write the results; - is stdout")] = None,
@@ -220,9 +226,9 @@ def main(
         raise typer.BadParameter("goes with neither --compare nor --comms torch", param_hint="--trace")
     console = Console(stderr=json_path == Path("-"), highlight=False)
     dtype = torch.float64 if double else torch.float32
-    model = ModelConfig(embedding_dim, table_rows, dtype=dtype, seed=seed)
-    job = Job(data, model, batch_size, lr, epochs, steps, holdout, eval_rows)
     try:
+        model = ModelConfig(embedding_dim, table_rows, dtype=dtype, device=device_of(device), seed=seed)
+        job = Job(data, model, batch_size, lr, epochs, steps, holdout, eval_rows)
         if compare_all:
             rows = compare(job, rounds, config, console)
             raise typer.Exit(report_comparison(rows, "samples", COLUMNS, console, json_path))

@@ -43,6 +43,7 @@ def main(
     lr: options.LearningRate = 1e-3,
     seed: options.Seed = 0,
     double: options.Double = False,
+    device: options.Device = "cpu",
     comms: options.Comms = "mix",
     config: options.Config = HERE / "pipeline.yaml",
     compare: options.Compare = False,
@@ -67,7 +68,7 @@ def main(
     options.start(
         lambda: read_shape(ExpertShape, model, given),
         build,
-        options.Task(data, batch, steps, lr, seed, double),
+        options.Task(data, batch, steps, lr, seed, double, device),
         options.Plan(comms, config, compare, rounds, json, plot, trace, describe),
     )
 

@@ -7,7 +7,7 @@ bytes. Not run on a GPU yet: only through Triton's interpreter.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import torch
 import triton
@@ -32,19 +32,23 @@ def _wide(bits, width: tl.constexpr):  # type: ignore[no-untyped-def]
 def _order(bits, width: tl.constexpr):  # type: ignore[no-untyped-def]
     """Positions in the order of floats."""
     if width == 8:
-        return tl.where(bits < 0, ~bits, bits ^ (-9223372036854775807 - 1))
-    sign: tl.constexpr = 1 << (8 * width - 1)
-    return tl.where((bits & sign) != 0, bits ^ (2 * sign - 1), bits ^ sign)
+        order = tl.where(bits < 0, ~bits, bits ^ (-9223372036854775807 - 1))
+    else:
+        sign: tl.constexpr = 1 << (8 * width - 1)
+        order = tl.where((bits & sign) != 0, bits ^ (2 * sign - 1), bits ^ sign)
+    return order
 
 
 @triton.jit
 def _bits_of(order, width: tl.constexpr):  # type: ignore[no-untyped-def]
     """The inverse of `_order`, of positions modulo their number."""
     if width == 8:
-        return tl.where(order < 0, order ^ (-9223372036854775807 - 1), ~order)
-    sign: tl.constexpr = 1 << (8 * width - 1)
-    place = order & (2 * sign - 1)
-    return tl.where((place & sign) != 0, place ^ sign, place ^ (2 * sign - 1))
+        bits = tl.where(order < 0, order ^ (-9223372036854775807 - 1), ~order)
+    else:
+        sign: tl.constexpr = 1 << (8 * width - 1)
+        place = order & (2 * sign - 1)
+        bits = tl.where((place & sign) != 0, place ^ sign, place ^ (2 * sign - 1))
+    return bits
 
 
 @triton.jit
@@ -112,7 +116,7 @@ def _pack(numbers, counts, begins, nbytes, widths, out, row):  # type: ignore[no
     """Numbers of each block, of `widths` bits, end to end, as bytes of `out` from `begins` on."""
     block = tl.program_id(0).to(tl.int64)
     count, begin = tl.load(counts + block), tl.load(begins + block)
-    size, width = tl.load(nbytes + block), tl.load(widths + block)
+    size, width = tl.load(nbytes + block).to(tl.int32), tl.load(widths + block).to(tl.int32)
     for piece in range(0, size, _PIECE):
         byte = piece + tl.arange(0, _PIECE)
         value = tl.zeros([_PIECE], tl.int32)
@@ -128,7 +132,8 @@ def _pack(numbers, counts, begins, nbytes, widths, out, row):  # type: ignore[no
 def _unpack(lists, begins, counts, widths, numbers, row):  # type: ignore[no-untyped-def]
     """The opposite of `_pack`."""
     block = tl.program_id(0).to(tl.int64)
-    count, begin, width = tl.load(counts + block), tl.load(begins + block), tl.load(widths + block)
+    count, begin = tl.load(counts + block).to(tl.int32), tl.load(begins + block)
+    width = tl.load(widths + block).to(tl.int32)
     for piece in range(0, count, _PIECE):
         index = piece + tl.arange(0, _PIECE)
         value = tl.zeros([_PIECE], tl.int32)
@@ -193,7 +198,6 @@ def encode(new: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     Both are integers of 1, 2, 4 or 8 bytes on one device, and not empty.
     """
     numel, width, blocks, device = new.numel(), new.element_size(), blocks_of(new.numel()), new.device
-    grid = (blocks,)
 
     def numbers(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -201,9 +205,9 @@ def encode(new: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     places, counts, sizes = numbers(blocks, BLOCK), numbers(blocks), numbers(blocks, 5)
     lows, kinds, nibbles = (numbers(blocks, BLOCK) for _ in range(3))
     escapes, ones = numbers(blocks, BLOCK, dtype=new.dtype), numbers(blocks, _SPACE, dtype=torch.uint8)
-    _find[grid](new, old, places, counts, numel)
+    _launch(_find, blocks, new, old, places, counts, numel)
     parts = (lows, kinds, nibbles, escapes, ones, sizes, numel, _SPACE)
-    _classify[grid](new, old, places, counts, *parts, width=width)
+    _launch(_classify, blocks, new, old, places, counts, *parts, width=width)
     elements = torch.full((blocks,), BLOCK, dtype=torch.int64, device=device)
     elements[-1] = numel - BLOCK * (blocks - 1)
     ends = sizes.to(torch.int64).cumsum(1)
@@ -223,13 +227,12 @@ def encode(new: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor, torch.Te
         (2, nibbles, nbytes[:, 2] * 2, torch.full_like(low, 4), BLOCK),
         (4, ones, bits, torch.ones_like(low), _SPACE),
     ):
-        _pack[grid](
-            values, many, begins[:, part].contiguous(), nbytes[:, part].contiguous(), each, lists, row
-        )
+        begin, size = begins[:, part].contiguous(), nbytes[:, part].contiguous()
+        _launch(_pack, blocks, values, many, begin, size, each, lists, row)
     own = torch.arange(blocks, device=device) * (BLOCK * width)
     of_escapes = nbytes[:, 3].contiguous()
-    _copy[grid](escapes.view(torch.uint8), own, lists, begins[:, 3].contiguous(), of_escapes)
-    _copy[grid](new.view(torch.uint8), own, lists, starts, lengths.where(raw, 0))
+    _launch(_copy, blocks, escapes.view(torch.uint8), own, lists, begins[:, 3].contiguous(), of_escapes)
+    _launch(_copy, blocks, new.view(torch.uint8), own, lists, starts, lengths.where(raw, 0))
     heads = torch.stack([counts.where(~raw, RAW), (lengths // 2).where(~raw, 0).to(torch.int32)], 1)
     return heads, lists
 
@@ -240,7 +243,6 @@ def apply(heads: torch.Tensor, lists: torch.Tensor, out: torch.Tensor) -> None:
     What contradicts itself writes nothing outside `out`; whether it does, only a digest of the result shows.
     """
     numel, width, blocks, device = out.numel(), out.element_size(), blocks_of(out.numel()), out.device
-    grid = (blocks,)
     elements = torch.full((blocks,), BLOCK, dtype=torch.int64, device=device)
     elements[-1] = numel - BLOCK * (blocks - 1)
     counts, halves = heads.to(torch.int64).unbind(1)
@@ -257,22 +259,27 @@ def apply(heads: torch.Tensor, lists: torch.Tensor, out: torch.Tensor) -> None:
     # Zeros behind the lists, for parts of damaged ones that would end behind them.
     lists = torch.nn.functional.pad(lists, (0, BLOCK * (width + 1)))
     two, four, one = (torch.full_like(low, each) for each in (2, 4, 1))
-    _unpack[grid](lists, starts, counts.where(low > 0, 0), low, lows, BLOCK)
+    _launch(_unpack, blocks, lists, starts, counts.where(low > 0, 0), low, lows, BLOCK)
     begins = starts + (counts * low + 7) // 8
-    _unpack[grid](lists, begins, counts, two, kinds, BLOCK)
+    _launch(_unpack, blocks, lists, begins, counts, two, kinds, BLOCK)
     listed = torch.arange(BLOCK, device=device) < counts[:, None]
     short, far = ((listed & (kinds == kind)).sum(1) for kind in (2, 3))
     begins += (counts + 3) // 4
-    _unpack[grid](lists, begins, short, four, nibbles, BLOCK)
+    _launch(_unpack, blocks, lists, begins, short, four, nibbles, BLOCK)
     begins += (short + 1) // 2
     own = torch.arange(blocks, device=device) * (BLOCK * width)
-    _copy[grid](lists, begins, escapes.view(torch.uint8), own, far * width)
+    _launch(_copy, blocks, lists, begins, escapes.view(torch.uint8), own, far * width)
     begins += far * width
     bits = ((starts + lengths - begins) * 8).clamp(min=0, max=BLOCK).where(counts > 0, 0)
-    _unpack[grid](lists, begins.clamp(max=lists.numel() - BLOCK), bits, one, flags, _SPACE)
-    _rank[grid](flags, counts, quotients, bits, _SPACE)
-    _apply[grid](counts, quotients, lows, kinds, nibbles, escapes, out, numel, width=width)
-    _copy[grid](lists, starts, out.view(torch.uint8), own, lengths.where(raw, 0))
+    _launch(_unpack, blocks, lists, begins.clamp(max=lists.numel() - BLOCK), bits, one, flags, _SPACE)
+    _launch(_rank, blocks, flags, counts, quotients, bits, _SPACE)
+    _launch(_apply, blocks, counts, quotients, lows, kinds, nibbles, escapes, out, numel, width=width)
+    _launch(_copy, blocks, lists, starts, out.view(torch.uint8), own, lengths.where(raw, 0))
+
+
+def _launch(kernel: Any, blocks: int, *args: object, **constants: object) -> None:
+    # All warps that a program can have: one has a whole block, and so fewer elements for each thread.
+    kernel[(blocks,)](*args, num_warps=32, **constants)
 
 
 def _lows(elements: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

@@ -40,12 +40,14 @@ Errors that every operation can raise, in the call or from the `wait()` of its `
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from mcr_plus.api.record import Log, recording
+from mcr_plus.api.record_folder import collecting
 from mcr_plus.communicator.calls import CallOptions, Compress, MessageOptions, Unpack
 from mcr_plus.communicator.communicator import Communicator, P2POp
 from mcr_plus.communicator.persistent import PersistentOp
@@ -875,17 +877,24 @@ def flush(group: Communicator | None = None) -> None:
 
 
 @contextmanager
-def record() -> Iterator[Log]:
+def record(path: str | Path | None = None) -> Iterator[Log]:
     """Record the operations of this process that are issued and end inside the block.
 
     Nothing is synchronised for it, so the program runs as it does without. Records hold sizes in bytes and
     times in seconds, no tensors, whatever their shapes and dtypes.
+
+    Args:
+        path: a folder for a file of each rank, `rank0.npz` and so on, from which `mcr-plus report` makes a
+        page. It
+            is created if it is missing. The files are written when the block ends; an error of that is
+            logged.
 
     Returns:
         A context manager that yields a `Log`: `records`, `summary()`, `save()`, `plot()`, and `print(log)`.
 
     Raises:
         NotInitialized: there is no job.
+        InvalidArgument: nothing can be written into `path`.
 
     Example:
         ```python
@@ -897,5 +906,7 @@ def record() -> Iterator[Log]:
         ```
     """
     current = runtime.current()
-    with recording(current.engine, current.world.rank) as log:
+    with recording(current.engine, current.world.rank, current.world.size) as log, ExitStack() as stack:
+        if path is not None:
+            stack.enter_context(collecting(log, current, Path(path)))
         yield log

@@ -105,7 +105,7 @@ def explained(
     *,
     dtype: str = "float32",
     ranks: int = 2,
-    config: str | Path | Mapping[str, Any] | None = None,
+    config: str | Path | Mapping[str, Any] | Config | None = None,
     tag: str | None = None,
     device: str = "cpu",
     nodes: int = 1,
@@ -113,8 +113,8 @@ def explained(
     param: str | None = None,
     shape: Sequence[int] | None = None,
 ) -> Explanation:
-    """As `explain`, with a readable form of the operations."""
-    checked = load(config)
+    """As `explain`, with a readable form of the operations; `config` may have been read already."""
+    checked = config if isinstance(config, Config) else load(config)
     use_algorithms(checked)
     if isinstance(nbytes, str):
         try:

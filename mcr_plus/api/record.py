@@ -15,7 +15,8 @@ import numpy as np
 
 from mcr_plus.api.stragglers import Arrivals, Stragglers, site_text
 from mcr_plus.core.environment import host_name
-from mcr_plus.core.kinds import bus_factor
+from mcr_plus.core.kinds import bus_factor, dtype_name
+from mcr_plus.dispatch.idle_time import IdleTime
 
 if TYPE_CHECKING:
     from mcr_plus.dispatch.engine import Engine
@@ -32,6 +33,7 @@ class Record:
     the exposed cost of the operation; the rest was overlapped with other work. `site` is the line of the
     program that issued it, `file:line, in function`. `skew` is the time, in seconds, from the median of the
     ranks' arrivals to the last one; None where they are not known, see `Log.stragglers`.
+    `dtype` is that of the data that the library was handed, `none` without data.
     """
 
     sequence: int
@@ -48,6 +50,8 @@ class Record:
     waited: float
     ranks: int
     error: str | None
+    dtype: str = "none"
+    is_async: bool = False
     site: str = ""
     skew: float | None = None
 
@@ -115,9 +119,11 @@ class Log:
     `print(log)` shows times and waits by kind, tag and backend.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, size: int | None = None) -> None:
+        """`size`: the number of ranks of the job, if it is known."""
         self.records: list[Record] = []
         self._rank = rank
+        self._size = size
         self._began = time.perf_counter()
         self._ended: float | None = None
         self._arrivals = Arrivals()
@@ -156,7 +162,7 @@ class Log:
 
     def add(self, work: IssuedWork) -> None:
         """Append a finished operation. Called by the engine."""
-        info = work.info
+        info, signature = work.info, work.operation.signature
         issued = info.t_issue
         if not issued:
             return  # issued before recording began
@@ -174,8 +180,10 @@ class Log:
                 t_issue=issued,
                 t_done=info.t_done or issued,
                 waited=max(0.0, (info.t_done or issued) - work.t_wait),
-                ranks=work.operation.signature.ranks,
+                ranks=signature.ranks,
                 error=None if work.error is None else str(work.error),
+                dtype=dtype_name(signature.dtype),
+                is_async=signature.async_op,
                 site=site_text(work.site),
                 skew=self._arrivals.add(work),
             )
@@ -237,7 +245,13 @@ class Log:
         for record in self.records:
             events.extend(_events(record, self._rank, lanes.index((record.group, record.backend))))
         epoch = time.time() - time.perf_counter()
-        about = {"rank": self._rank, "host": host_name(), "epoch_us": epoch * 1e6}
+        about = {
+            "format": 1,
+            "rank": self._rank,
+            "size": self._size,
+            "host": host_name(),
+            "epoch_us": epoch * 1e6,
+        }
         document = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
         Path(path).write_text(json.dumps(document))
 
@@ -277,12 +291,16 @@ def _row(key: _Key, records: Sequence[Record]) -> Row:
 
 
 @contextmanager
-def recording(engine: Engine, rank: int) -> Iterator[Log]:
+def recording(engine: Engine, rank: int, size: int) -> Iterator[Log]:
     """Record every operation that is issued and noticed as complete inside the block. Blocks may nest."""
-    log = Log(rank)
+    log, outer = Log(rank, size), engine.idle
+    engine.idle = idle = outer or IdleTime()
     engine.record_to((*engine.recorders, log.add))
     try:
         yield log
     finally:
         log.stop()
         engine.record_to(tuple(recorder for recorder in engine.recorders if recorder != log.add))
+        if outer is None:
+            engine.idle = None
+            idle.close()

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Final, Literal, NamedTuple, Protocol, cast
 from mcr_plus.core.group import Group
 from mcr_plus.core.kinds import Kind
 from mcr_plus.core.message import Message, Signature
+from mcr_plus.core.streams import Streams
 from mcr_plus.core.units import Range
 from mcr_plus.rendezvous.world import World
 
@@ -154,12 +155,14 @@ class Channel(ABC):
         ballots: a vote of the ranks of one host on a number before an operation, see `SharedBoard.cast`. Set
             before the first `bind` for one channel of a group that has `takes_ballots`; else None.
         takes_ballots: the channel uses `ballots`.
+        streams: of the device, if operations run on a stream; None for the current CUDA device.
     """
 
     closes_alone: bool = False
     outlives_library: bool = False
     takes_ballots: bool = False
     ballots: Callable[[int], Poll] | None = None
+    streams: Streams | None = None
 
     def __init_subclass__(cls) -> None:
         """Set `closes_alone` and `outlives_library` by the methods of the class."""
@@ -183,7 +186,8 @@ class Channel(ABC):
     def silent_failure(self) -> str:
         """Return the reason why operations in flight cannot end although the library reports no error, or ''.
 
-        Called every tenth of a second while operations are in flight, if there is failover.
+        Called every tenth of a second while operations are in flight or wait for their start, if there is
+        failover.
         """
         return ""
 
@@ -367,6 +371,11 @@ def complete_channel(channel: Any) -> Channel:
     return channel if isinstance(channel, Channel) else _Completed(channel)
 
 
+_OPTIONAL: Final = (
+    "release", "give_up", "gate", "bind_persistent", "silent_failure", "stop_operations", "streams",
+)  # fmt: skip
+
+
 class _Completed(Channel):
     """Wraps a channel of a class that is no `Channel`."""
 
@@ -374,7 +383,7 @@ class _Completed(Channel):
         self._channel = channel
         self.closes_alone = hasattr(channel, "release")
         self.outlives_library = hasattr(channel, "give_up")
-        for name in ("release", "give_up", "gate", "bind_persistent", "silent_failure", "stop_operations"):
+        for name in _OPTIONAL:
             if hasattr(channel, name):
                 setattr(self, name, getattr(channel, name))
 

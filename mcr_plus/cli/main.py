@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from mcr_plus.cli.bench import bench
+from mcr_plus.cli.diagnose import diagnose
 from mcr_plus.cli.doctor import doctor
 from mcr_plus.cli.explain import explain
 from mcr_plus.cli.layout import layout
@@ -20,6 +21,7 @@ from mcr_plus.cli.msccl import app as msccl
 from mcr_plus.cli.output import print_error
 from mcr_plus.cli.plan import plan
 from mcr_plus.cli.replay import replay
+from mcr_plus.cli.report import report
 from mcr_plus.cli.run import run
 from mcr_plus.cli.table import app as table
 from mcr_plus.cli.top import top
@@ -42,6 +44,8 @@ app.command()(tune)
 app.command()(bench)
 app.command()(plan)
 app.command()(replay)
+app.command()(diagnose)
+app.command()(report)
 app.command()(warmup)
 app.command()(top)
 app.add_typer(table, name="table")

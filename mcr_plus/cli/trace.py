@@ -9,7 +9,7 @@ import typer
 
 from mcr_plus.cli.output import print_written
 
-app = typer.Typer(no_args_is_help=True, help="Merge traces that `log.save()` wrote.")
+app = typer.Typer(no_args_is_help=True, help="Merge traces of ranks.")
 
 
 @app.callback()
@@ -19,11 +19,20 @@ def _commands() -> None:
 
 @app.command()
 def merge(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="One trace per rank.")],
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE|FOLDER...", help="Of log.save() or of torch's profiler.")
+    ],
     output: Annotated[Path, typer.Option("-o", "--output", help="The trace to write.")] = ...,  # type: ignore[assignment]  # required
+    hta: Annotated[
+        Path | None,
+        typer.Option(help="Also write a file of each rank for HolisticTraceAnalysis into FOLDER."),
+    ] = None,
 ) -> None:
-    """Merge the traces of several ranks, for Perfetto or chrome://tracing."""
-    from mcr_plus.api.traces import merge_traces
+    """Merge the traces of several ranks, with one clock, for Perfetto or chrome://tracing."""
+    from mcr_plus.api.traces import described, merge_traces
 
-    events = merge_traces(files, output)
-    print_written(output, f"{events} events of {len(files)} rank{'' if len(files) == 1 else 's'}")
+    merged = merge_traces(files, output, hta=hta)
+    count = len(merged.ranks)
+    print_written(output, f"{merged.events} events of {count} rank{'' if count == 1 else 's'}")
+    for line in described(merged):
+        typer.echo(line, err=True)

@@ -245,8 +245,9 @@ class Communicator(Operations):
         """After `mcr.shrink`: which operations of this group are done, by the ranks that have gone on.
 
         All up to this number (`Work.info.sequence`) are complete on all of them, with results that may be
-        used; those above it count as not done. All of them get the same number. None before. Sends, receives
-        and operations that the stage `hierarchical` decomposes have no verdict.
+        used; those above it count as not done. All of them get the same number. None before. Operations that
+        the stage `hierarchical` decomposes have no verdict. A receive is done if its `wait` returns; a send
+        that is done may not have been received.
         """
         return self.state.agreed
 

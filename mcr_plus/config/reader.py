@@ -61,6 +61,7 @@ from mcr_plus.config.schema import (
     Override,
     Rule,
     StageSpec,
+    default_observe,
     default_pipeline,
 )
 from mcr_plus.core import environment
@@ -91,13 +92,17 @@ def dump(config: Config, *, units: bool = False) -> dict[str, Any]:
 
     `units`: write sizes and durations with units.
     """
-    return _dump(config, partial(plain_options, units=units))
+    data = _dump(config, partial(plain_options, units=units))
+    if config.observe != default_observe():
+        data["observe"] = plain_options(config.observe, units=units)
+    return data
 
 
 def fingerprint(config: Config) -> str:
     """Return a SHA-256 in hex, equal for configurations that decide alike.
 
-    Tables and algorithm files are hashed by content, not by path. Raises `ConfigError` if one cannot be read.
+    Tables and algorithm files are hashed by content, not by path, and `observe` not at all. Raises
+    `ConfigError` if a file cannot be read.
     """
     data = _dump(config, options_by_content)
     data["algorithms"] = [files.digests() for files in config.algorithms]
@@ -133,7 +138,7 @@ def _config(document: Document) -> Config:
         what = "this is a tuning table; expected a configuration, which names it by `select: {table: FILE}`"
         raise document.error((), what)
     mistakes = Mistakes()
-    known = ("version", "backends", "algorithms", "pipeline", "rules")
+    known = ("version", "backends", "algorithms", "pipeline", "rules", "observe")
     mistakes.collect(lambda: check_keys(document, (), known), None)
     mistakes.collect(lambda: _check_version(document), None)
     backends = mistakes.collect(lambda: read_backends(document), None)
@@ -143,7 +148,8 @@ def _config(document: Document) -> Config:
         mistakes.collect(partial(_check_beside, spec.options, document, keys, pipeline, backends), None)
     rules = _rules(document, pipeline, sound, backends, mistakes)
     algorithms = mistakes.collect(lambda: _algorithms(document), ())
-    config = Config(1, backends, pipeline, rules, algorithms, document.name)
+    observe = mistakes.collect(partial(_observe, document), None) or default_observe()
+    config = Config(1, backends, pipeline, rules, algorithms, document.name, observe)
     if len(mistakes):  # the files are normally read later, which this error prevents: report theirs now
         for ref in config.tables:
             mistakes.collect(ref.digest, None)
@@ -160,6 +166,15 @@ def is_table(document: Document) -> bool:
         isinstance(rule, dict) and "kind" in rule and "match" not in rule for rule in rules
     )
     return "pipeline" not in document.data and ("fingerprint" in document.data or of_table)
+
+
+def _observe(document: Document) -> BaseModel | None:
+    if "observe" not in document.data:
+        return None
+    keys: Keys = ("observe",)
+    options: BaseModel = validate(registry.observe_options(), mapping_at(document, keys), document, keys)
+    _check_beside(options, document, keys, (), None)
+    return options
 
 
 def _algorithms(document: Document) -> tuple[AlgorithmsRef, ...]:

@@ -231,11 +231,17 @@ def default_pipeline() -> tuple[StageSpec, ...]:
     )
 
 
+def default_observe() -> BaseModel:
+    """Return the options under `observe:` of a configuration without them."""
+    return registry.observe_options()()  # type: ignore[no-any-return]
+
+
 @dataclass(frozen=True)
 class Config:
     """A checked configuration. Equal configurations decide alike, wherever they were read from.
 
-    `backends` is the fallback order; None means every backend that is available.
+    `backends` is the fallback order; None means every backend that is available. `observe` changes what is
+    written about a job, and never what it does; it may differ between ranks.
     """
 
     version: int = 1
@@ -244,6 +250,7 @@ class Config:
     rules: tuple[Rule, ...] = ()
     algorithms: tuple[AlgorithmsRef, ...] = ()
     name: str = field(default="<dict>", compare=False)
+    observe: BaseModel = field(default_factory=default_observe)
 
     def rule_for(
         self,

@@ -5,6 +5,7 @@
     agent_has_store()       whether torchrun's agent has the job's store
     config_file()           the configuration that MCR_CONFIG names
     on_one_host()           whether the launcher's variables place all ranks on this host
+    dump_folder()           the folder for dumps that MCR_DUMP names
     job_secret()            the ranks' signing key from MCR_SECRET
     msccl_library()         the GPU library that MCR_MSCCL_LIBRARY names
     error_channel()         the pipe on which `mcr-plus run` reads uncaught exceptions (MCR_JOB_ERRORS)
@@ -13,6 +14,7 @@
     meeting_interface()     the one that MCR_SOCKET_IFNAME names, for the job's store and heartbeats
     min_ranks()             the least ranks with which `mcr-plus run` lets a job go on (MCR_MIN_RANKS)
     restarts()              how often it has started this rank again (MCR_RESTARTS)
+    slurm_job()             the number of Slurm's job (SLURM_JOB_ID)
     default_variable(...)   a default for a library's variable that is unset
 
 A variable that is malformed, or contradicts another, is a `LaunchError` that begins with its name.
@@ -165,6 +167,11 @@ def config_file() -> str | None:
     return os.environ.get("MCR_CONFIG") or None
 
 
+def dump_folder() -> str | None:
+    """Return the folder for Flight Recorder dumps that MCR_DUMP names; None if it is unset or empty."""
+    return os.environ.get("MCR_DUMP") or None
+
+
 def job_secret() -> bytes:
     """Return the text of MCR_SECRET, the key with which ranks sign their entries in the store."""
     return os.environ.get("MCR_SECRET", "").encode()
@@ -184,6 +191,11 @@ def min_ranks(environ: Mapping[str, str] | None = None) -> int | None:
 def restarts(environ: Mapping[str, str] | None = None) -> int:
     """Return how often this rank has been started again after a failure, while the other ranks went on."""
     return _integer(_present(environ), "MCR_RESTARTS") or 0
+
+
+def slurm_job() -> str:
+    """Return the number of Slurm's job, `unknown` outside of one."""
+    return os.environ.get("SLURM_JOB_ID") or "unknown"
 
 
 def masquerade_name() -> str | None:

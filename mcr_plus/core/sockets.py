@@ -19,6 +19,7 @@ from typing import Final, NamedTuple
 # window or of an idle connection), tcpi_backoff, tcpi_unacked, and tcpi_last_ack_recv (milliseconds since the
 # last acknowledgement). The kernel of a process that is slow or stopped acknowledges, and answers probes.
 _INFO: Final = struct.Struct("=3xBB3x16xI28xI")
+_ESTABLISHED: Final = 1  # tcpi_state, the first byte
 _PROBES: Final = 2  # without an answer; that of one may be on its way
 _NAME_SIZE: Final = 128  # of struct sockaddr_storage
 _IDLE_S: Final = 1  # after which a connection is probed, and then again
@@ -77,6 +78,18 @@ def shut_down(sockets: Sockets) -> None:
 def shut(descriptor: int) -> bool:
     """End a connection; returns whether there was one."""
     return bool(_libc.shutdown(descriptor, socket.SHUT_RDWR) == 0)
+
+
+def torn(sockets: Sockets) -> bool:
+    """Whether one of these connections has ended, at either end, or its owner has closed it."""
+    try:
+        return any(
+            os.readlink(f"/proc/self/fd/{descriptor}") != name
+            or _option(descriptor, socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] != _ESTABLISHED
+            for descriptor, name in sockets.items()
+        )
+    except OSError:  # closed
+        return True
 
 
 def unacknowledged(sockets: Sockets, seconds: float, hosts: Collection[str] | None = None) -> str:

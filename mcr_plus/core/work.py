@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Final
 
 from mcr_plus.core.deadline import Deadline
+from mcr_plus.core.streams import Event, Retained, Streams
 
 
 @dataclass(frozen=True)
@@ -87,12 +88,18 @@ class Work(ABC):
         """As `is_completed`, without driving anything else; the engine calls it while it makes progress."""
         return self.is_completed()
 
+    @property
+    def streams(self) -> Streams | None:
+        """The streams of the device that the results are ordered on; None if the host waits for them."""
+        return None
+
     def source_rank(self) -> int | None:
         """After a finished receive: the rank (of the whole job) it came from. None for anything else."""
         return None
 
 
 _NAP_S: Final = 20e-6  # between looks at another thread that copies the results out
+_retained: Final = Retained()
 
 
 class JointWork(Work):
@@ -101,10 +108,13 @@ class JointWork(Work):
     Done when all members are done. `kind`, `tag` and `nbytes` describe the operation that the program issued.
     With `legs` the members move the same payload one after another, so that `wire_bytes` is that of the
     largest, as for one operation of the library that does the same; otherwise the sum.
+
+    Functions of `then` launch their kernels on the current stream of the thread that waits first or finds the
+    members done; other waits are ordered after them.
     """
 
     __slots__ = (
-        "_error", "_finish", "_finisher", "_is_done", "_turn",
+        "_end", "_error", "_finish", "_finisher", "_is_done", "_turn",
         "codec", "kind", "legs", "members", "nbytes", "tag",
     )  # fmt: skip
 
@@ -129,6 +139,7 @@ class JointWork(Work):
         self._finisher = 0
         self._is_done = False
         self._error: BaseException | None = None
+        self._end: Event | None = None  # behind the kernels of functions
 
     def wait(self, timeout: float | timedelta | None = None) -> None:  # noqa: D102
         deadline = Deadline(timeout)
@@ -140,6 +151,8 @@ class JointWork(Work):
             time.sleep(_NAP_S)
         if self._error is not None:
             raise self._error
+        if self._end is not None and (of := self.streams) is not None:
+            of.current().wait_event(self._end)
 
     def is_completed(self) -> bool:  # noqa: D102
         return self._ended([member.is_completed() for member in self.members])
@@ -150,7 +163,7 @@ class JointWork(Work):
     def _ended(self, members: list[bool]) -> bool:
         if all(members):
             self._finish_once()
-        return self._is_done
+        return self._is_done and (self._end is None or self._end.query())
 
     def exception(self) -> BaseException | None:  # noqa: D102
         errors = (member.exception() for member in self.members)
@@ -181,10 +194,22 @@ class JointWork(Work):
                 function = self._finish.popleft()
             except IndexError:  # another thread has taken the last one
                 return
+            of = self.streams
+            if of is not None and self._end is not None:
+                of.current().wait_event(self._end)
             try:
                 function()
             except Exception as error:
                 self._error = error
+            if of is not None:
+                end = of.event()
+                end.record(of.current())
+                self._end = end
+                _retained.add(end, function)
+
+    @property
+    def streams(self) -> Streams | None:  # noqa: D102
+        return next((of for member in self.members if (of := member.streams) is not None), None)
 
     @property
     def info(self) -> Info:  # noqa: D102

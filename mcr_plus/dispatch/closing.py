@@ -7,13 +7,16 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
-from mcr_plus.errors import BackendError, McrError, NotInitialized, Revoked
+from mcr_plus.dispatch.board.base import Failure
+from mcr_plus.dispatch.disabling import why_off
+from mcr_plus.errors import BackendError, McrError, NotInitialized, PeerLost, Revoked
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from mcr_plus.dispatch.engine import Engine
     from mcr_plus.dispatch.group_state import GroupState
+    from mcr_plus.dispatch.work import IssuedWork
 
 
 def drain(engine: Engine, only: Sequence[GroupState] | None = None) -> None:
@@ -51,7 +54,8 @@ def has_messages(engine: Engine, state: GroupState) -> bool:
 def forget(engine: Engine, state: GroupState) -> bool:
     """Fail the operations in flight in a group that is left; whether there were any.
 
-    Libraries may still write to their tensors, so they are kept until the end of the process.
+    Sends and receives are polled a last time: a message that has arrived is received. Libraries may still
+    write to the tensors of others, so they are kept until the end of the process.
     """
     name = state.group.name
     error = (
@@ -63,6 +67,9 @@ def forget(engine: Engine, state: GroupState) -> bool:
         blocked = [channel for channel in engine.blocked if channel.pending[0].operation.state is state]
         deferred = [work for channel in blocked for work in channel.pending]
         own = [work for work in (*engine.in_flight, *engine.unordered) if work.operation.state is state]
+        for work in own:
+            if work.operation.signature.is_p2p and why_off(engine, work.operation) is None:
+                _look_again(work)
         left = [work for work in (*deferred, *own) if not work.is_done]
         for work in left:
             engine.peers.keep.append((work.message.inputs, work.message.outputs, work.poll))
@@ -74,6 +81,13 @@ def forget(engine: Engine, state: GroupState) -> bool:
         engine.in_flight = deque(work for work in engine.in_flight if work.operation.state is not state)
         engine.unordered = [work for work in engine.unordered if work.operation.state is not state]
     return bool(left)
+
+
+def _look_again(work: IssuedWork) -> None:
+    """Complete an operation if it is; it is not failed here, whatever its library says."""
+    with contextlib.suppress(Exception):
+        if not work.is_done and work.poll is not None and work.poll():
+            work.complete()
 
 
 def completed(engine: Engine, state: GroupState) -> int:
@@ -93,6 +107,23 @@ def completed(engine: Engine, state: GroupState) -> int:
         ]
         failed = [state.failed_at] if state.failed_at else []
         return min([state.sequence, *(number - 1 for number in (*numbers, *failed))])
+
+
+def release_waiting(engine: Engine, lost: Mapping[int, str], what: str) -> None:
+    """End the waits of ranks that wait for this one: it does not come to their operations any more.
+
+    `lost`: the states of ranks that it has found lost. `what`: the call that it has come to instead.
+    """
+    text = f"this rank has called {what}"
+    if lost:
+        text = PeerLost(text, list(lost), seen=", ".join(dict.fromkeys(lost.values()))).passed_on
+    else:  # what another rank has told this one
+        failures = (state.failure for state in engine.states)
+        text = next((each.passed_on for each in failures if isinstance(each, PeerLost)), text)
+    for state in engine.states:
+        state.publish()
+        state.board.mark_failed(Failure(0, text))
+    engine.ring()
 
 
 def help_others(engine: Engine) -> None:

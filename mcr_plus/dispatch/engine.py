@@ -6,7 +6,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, cast
 from weakref import WeakSet
@@ -15,8 +14,8 @@ from mcr_plus.dispatch.board.base import Failure
 from mcr_plus.dispatch.desync import compare_signatures, explain_difference, find_mismatch
 from mcr_plus.dispatch.disabling import switch_off_after, why_off
 from mcr_plus.dispatch.idle_time import IdleTime
+from mcr_plus.dispatch.observer import Wait
 from mcr_plus.dispatch.progress_thread import ProgressThread
-from mcr_plus.dispatch.streams import CallerStream
 from mcr_plus.dispatch.waiting import Pause, Waiting, WaitPolicy
 from mcr_plus.dispatch.watchdog import LONG_WAIT, Watchdog
 from mcr_plus.errors import BackendError, McrError, OperationsDiffer, OrderMismatch, following
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from mcr_plus.backends.base import Backend, StreamPoll
     from mcr_plus.dispatch.failover.channel import FailoverChannel
     from mcr_plus.dispatch.group_state import BackendChannel, GroupState
+    from mcr_plus.dispatch.observer import Observer
     from mcr_plus.dispatch.operation import Operation
     from mcr_plus.dispatch.work import IssuedWork
     from mcr_plus.rendezvous.bells import Bells
@@ -45,9 +45,10 @@ class Engine:
         off: backends that are not called any more in this process, with the reason.
         writes: address of a storage → number of the last operation with failover that writes there.
         failovers: libraries that another one may replace, by group.
-        waits: thread → the operation that it waits for in the waiting loop, and since when (monotonic).
         failed: whether any operation has failed.
-        idle: while operations are recorded, for how long the program has waited for them or for a core.
+        idle: while arrivals are noted, for how long the program has waited for operations or for a core.
+        waits: the waits that the program is in, beyond the first polls.
+        observer: is told of long waits and of failures.
     """
 
     def __init__(
@@ -71,7 +72,6 @@ class Engine:
         self.off: dict[str, str] = {}
         self.writes: dict[int, int] = {}
         self.failovers: list[FailoverChannel] = []
-        self.waits: dict[int, tuple[IssuedWork, float]] = {}
         self.failed = False
         self.idle: IdleTime | None = None
         self._failing_dependents = False
@@ -84,6 +84,8 @@ class Engine:
         self.in_flight: deque[IssuedWork] = deque()
         self.blocked: list[BackendChannel] = []
         self.unordered: list[IssuedWork] = []
+        self.waits: list[Wait] = []
+        self.observer: Observer | None = None
 
     # -- starting ---------------------------------------------------------------------------------
 
@@ -115,7 +117,7 @@ class Engine:
         operation = work.operation
         channel = operation.backend_channel
         if operation.on_stream:
-            work.caller = CallerStream()
+            work.position = channel.start_order.position()
         if operation.compared:
             self.post(work)
         if not channel.pending:
@@ -143,9 +145,6 @@ class Engine:
     def record_to(self, recorders: tuple[Callable[[IssuedWork], None], ...]) -> None:
         """Call these with every operation that completes."""
         self.recorders = recorders
-        idle, self.idle = self.idle, self.idle or IdleTime() if recorders else None
-        if idle is not None and self.idle is None:
-            idle.close()
         for state in self.states:
             state.recorded = bool(recorders)
             state.refresh()
@@ -214,16 +213,19 @@ class Engine:
         return True
 
     def _start(self, work: IssuedWork) -> None:
-        message = work.message
+        message, operation = work.message, work.operation
         try:
-            with work.caller or nullcontext():
-                if message.prepare is not None:
-                    message.prepare()
-                work.poll = work.operation.start(message)
+            if work.position is None:
+                operation.prepare(message)
+                work.poll = operation.start(message)
+            else:
+                with operation.backend_channel.start_order.after(work.position):
+                    operation.prepare(message)
+                    work.poll = operation.start(message)
         except Exception as error:
             self.fail(work, error)
             return
-        if work.finish and work.operation.on_stream:
+        if work.finish and operation.on_stream:
             finish, work.finish = work.finish, None
             for function in finish:
                 _stream(work).chain(function)
@@ -339,23 +341,20 @@ class Engine:
         """
         if self._polled_first(work):
             return
-        began, thread = time.monotonic(), threading.get_ident()
-        patience = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        outer = self.waits.get(thread)
-        self.waits[thread] = work, began
+        wait = Wait(work, threading.get_ident(), time.time_ns())
+        self.waits.append(wait)
         try:
-            self._wait(work, began, patience, until_done)
+            self._wait(work, timeout, until_done)
         finally:
-            if outer is None:
-                del self.waits[thread]
-            else:
-                self.waits[thread] = outer
+            self.waits.remove(wait)
+            if work.noted is not None:
+                work.noted.ended = time.time_ns()
 
-    def _wait(self, work: IssuedWork, began: float, patience: float | None, until_done: bool) -> None:
-        """The waiting loop, see `wait`; `patience`: its `timeout`."""
-        operation = work.operation
-        waiting = self.waiting
+    def _wait(self, work: IssuedWork, timeout: float | timedelta | None, until_done: bool) -> None:
+        operation, waiting = work.operation, self.waiting
         pause: Pause | None = None
+        began = time.monotonic()
+        patience = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         board = operation.state.board
         next_check = began + board.first_check
         next_look = began + LONG_WAIT
@@ -413,6 +412,8 @@ class Engine:
 
         `flushes`: also flush pending buckets.
         """
+        if waited > _VERY_LONG_WAIT and work.noted is None and self.observer is not None:
+            self.observer.waits_long(work)
         for state in self.states if flushes else ():
             for flush in state.when_stuck:
                 flush()
@@ -427,6 +428,7 @@ class Engine:
 
     def fail(self, work: IssuedWork, error: BaseException) -> None:
         """Complete an operation with an error, and fail its group."""
+        report: Callable[[], None] | None = None
         if not work.is_done:
             # The library may still write to these tensors: they are never freed.
             self.peers.keep.append((work.message, work.message.inputs, work.message.outputs, work.poll))
@@ -437,6 +439,8 @@ class Engine:
             switch_off_after(self, work, error)
             if isinstance(error, Exception) and not isinstance(error, McrError):
                 error = self.watchdog.library_error(work, error)
+            if self.observer is not None and not self._failing_dependents:
+                report = self.observer.fails(work, error)
             work.fail(error)
         error = work.error or error
         self.failed = True
@@ -454,6 +458,8 @@ class Engine:
         for other in unstarted:
             other.fail(OrderMismatch(text) if isinstance(error, OrderMismatch) else following(error, text))
         self._fail_dependents()
+        if report is not None:
+            report()
 
     def _fail_dependents(self) -> None:
         """Fail deferred operations that follow a failed one, now: this rank may never wait for them."""

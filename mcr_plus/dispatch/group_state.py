@@ -6,14 +6,18 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
+from mcr_plus.dispatch.streams import StartOrder
 from mcr_plus.errors import NotInitialized, OrderMismatch, Revoked, following
 
 if TYPE_CHECKING:
     from mcr_plus.backends.base import Backend, Channel
     from mcr_plus.core.group import Group
+    from mcr_plus.core.message import Signature
     from mcr_plus.dispatch.board.base import GroupBoard
+    from mcr_plus.dispatch.observer import Noted
     from mcr_plus.dispatch.work import IssuedWork
 
 
@@ -31,8 +35,14 @@ class BackendChannel:
     channel: Channel
     pending: deque[IssuedWork] = field(default_factory=deque)
 
+    @cached_property
+    def start_order(self) -> StartOrder:
+        """Of a library whose operations run on a stream."""
+        return StartOrder(self.channel.streams)
+
 
 _NOBODY: Final = -1
+_NOTES: Final = 256  # long waits and failures that a group remembers
 
 
 class GroupState:
@@ -48,6 +58,9 @@ class GroupState:
         failed_at: the lowest number of an operation that has failed here, 0 if none has.
         failure_raised: whether the program has been given `failure`.
         revoked: why the world of the group has been replaced; empty unless it has.
+        ring: the last collectives: number, signature, and when they were issued, in `time.time_ns()`.
+        messages: the last sends and receives: peer and tag, signature, and when they were issued.
+        notes: of operations that were waited for for long, or have failed.
         unfinished: libraries that may still work on operations that failed here.
         blocked_channels: number of channels with deferred operations.
         when_stuck: called during a long wait, which may depend on a bucket that is held back here.
@@ -65,16 +78,23 @@ class GroupState:
         "failure_raised",
         "fast_path_thread",
         "group",
+        "messages",
+        "notes",
         "owner",
         "recorded",
         "remedy",
         "revoked",
+        "ring",
         "sequence",
         "unfinished",
         "when_stuck",
     )
 
-    def __init__(self, group: Group, board: GroupBoard, remedy: str = "") -> None:
+    def __init__(self, group: Group, board: GroupBoard, remedy: str = "", *, ring: int = 0) -> None:
+        """`ring`: how many of the last operations are remembered."""
+        self.ring: deque[tuple[int, Signature, int]] = deque(maxlen=ring)
+        self.messages: deque[tuple[int | None, int, Signature, int]] = deque(maxlen=ring)
+        self.notes: deque[Noted] = deque(maxlen=_NOTES)
         self.group = group
         self.board = board
         self.remedy = remedy

@@ -1,4 +1,4 @@
-"""The part of a program's time that is not its own, measured while operations are recorded."""
+"""The part of a program's time that is not its own, measured while arrivals at operations are noted."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from copy import copy
 from threading import get_ident
-from time import perf_counter
+from time import perf_counter, time_ns
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from mcr_plus.core.stacks import site_of
@@ -45,7 +45,6 @@ class Operation:
         has_failover: another library takes over where this one fails.
         compared: whether the next issue compares signatures with the peers before it starts.
         gate: the library's requirement before it is handed the operation; None if it has none.
-        tallies: of each way to issue it, how often that was used, and the number of the last time.
     """
 
     def __init__(
@@ -91,7 +90,6 @@ class Operation:
         self.text = pad(signature.describe())
         self.compare_every = compare_every
         self.gate = _gate_of(channel, signature, self.digest)
-        self.tallies: list[Callable[[], tuple[int, int]]] = []
         self.deferred = self.compared = state.group.size > 1 and not signature.is_p2p
         engine.bound.add(self)
         refuse_if_off(engine, self)
@@ -101,12 +99,6 @@ class Operation:
         gate = self.gate
         self.compared = self.compare_every or (gate is not None and gate.again)
         self.deferred = self.compared or (gate is not None and gate.every)
-
-    @property
-    def issued(self) -> tuple[int, int]:
-        """How often it was issued, and the number of the last time; 0 for a send or receive."""
-        found = [tally() for tally in self.tallies]
-        return sum(calls for calls, _ in found), max((last for _, last in found), default=0)
 
     @property
     def mean_bytes(self) -> float:
@@ -141,6 +133,13 @@ class Operation:
         for polls in (self.spins, self.first, self.more):
             polls.clear()
 
+    def prepare(self, message: Message) -> None:
+        """Do what stages do before the operation starts."""
+        if self.on_stream:
+            self.backend_channel.start_order.prepare(message)
+        elif message.prepare is not None:
+            message.prepare()
+
     def name(self, sequence: int) -> str:
         """For error messages: `all_reduce SUM float32[4] (#7 in group 'world')`."""
         number = "point-to-point" if self.signature.is_p2p else f"#{sequence}"
@@ -171,14 +170,12 @@ class Operation:
             return request.test
 
         twin = copy(self)
-        twin.tallies = []
         twin.start = start
         twin.digest = digest
         twin.gate = _gate_of(self.channel, self.signature, digest)
         twin.text = pad(f"persistent {self.signature.describe()}")
         twin.deferred = twin.compared = self.state.group.size > 1
         handled = copy(twin)
-        handled.tallies = []
         handled.inline = False
         self.engine.bound.update((twin, handled))
         return handled.bind(), twin.bind_request(message, request)
@@ -186,17 +183,14 @@ class Operation:
     def _bind_collective(self) -> Callable[[Message], Work]:
         engine, state = self.engine, self.state
         lock, counter, pending = engine.lock, state.board.counter, self.backend_channel.pending
-        inline = self.inline
-        calls = last = 0
-        self.tallies.append(lambda: (calls, last))
+        inline, remember, signature, clock = self.inline, state.ring.append, self.signature, time_ns
 
         def issue(message: Message) -> Work:
-            nonlocal calls, last
             if get_ident() != state.owner:
                 state.check_thread()
             with lock:
-                counter[0] = state.sequence = last = sequence = state.sequence + 1
-                calls += 1
+                counter[0] = state.sequence = sequence = state.sequence + 1
+                remember((sequence, signature, clock()))
                 work = IssuedWork(self, message, None, sequence)
                 if engine.recorders:
                     self._note_issue(work)
@@ -205,7 +199,7 @@ class Operation:
                 else:
                     try:
                         if message.prepare is not None:
-                            message.prepare()
+                            self.prepare(message)
                         work.poll = self.start(message)
                     except Exception as error:
                         engine.fail(work, error)
@@ -216,27 +210,26 @@ class Operation:
         return issue
 
     def _note_issue(self, work: IssuedWork) -> None:
-        """Note when and where an operation was issued, for recorders of this rank and of its peers."""
-        work.site = site_of(sys._getframe(2))
+        """Note when an operation was issued, and for logs of this rank and of its peers, where."""
         work.t_issue = now = perf_counter()
-        if work.sequence and self.engine.idle is not None:
-            self.state.board.arrive(work.sequence, now, self.engine.idle.seconds())
+        if (idle := self.engine.idle) is not None:
+            work.site = site_of(sys._getframe(2))
+            if work.sequence:
+                self.state.board.arrive(work.sequence, now, idle.seconds())
 
     def _bind_run(self, issue: Callable[[Message], Work]) -> Callable[[Message], None]:
         state, start, counter = self.state, self.start, self.state.board.counter
         first, more, waiting, wanted, ring = self.first, self.more, *self._bells()
-        calls = last = 0
-        self.tallies.append(lambda: (calls, last))
+        remember, signature, clock = state.ring.append, self.signature, time_ns
 
         # No lock: `fast_path_thread` is this thread only while no other thread uses the group and nothing is
         # deferred in it.
         def run(message: Message) -> None:
-            nonlocal calls, last
             if get_ident() != state.fast_path_thread or self.deferred:
                 issue(message).wait()
                 return
-            counter[0] = state.sequence = last = state.sequence + 1
-            calls += 1
+            counter[0] = state.sequence = sequence = state.sequence + 1
+            remember((sequence, signature, clock()))
             poll = None
             try:
                 poll = start(message)
@@ -270,17 +263,16 @@ class Operation:
         state, issue, counter = self.state, self.bind().start, self.state.board.counter
         first, more, waiting, wanted, ring = self.first, self.more, *self._bells()
         begin, test = request.begin, request.test
-        calls = last = 0
-        self.tallies.append(lambda: (calls, last))
+        remember, signature, clock = state.ring.append, self.signature, time_ns
 
         def run() -> None:
-            nonlocal begin, test, calls, last
+            nonlocal begin, test
             if self.deferred or get_ident() != state.fast_path_thread:
                 issue(message).wait()
                 begin, test = request.begin, request.test
                 return
-            counter[0] = state.sequence = last = state.sequence + 1
-            calls += 1
+            counter[0] = state.sequence = sequence = state.sequence + 1
+            remember((sequence, signature, clock()))
             try:
                 begin()
                 for _ in first:
@@ -356,16 +348,15 @@ class Operation:
         engine, state = self.engine, self.state
         pending = self.backend_channel.pending if self.on_stream else ()
         any_thread = not self.on_stream and _allows_threads(engine, self.signature.backend)
-        calls = 0
-        self.tallies.append(lambda: (calls, 0))
+        remember, signature = state.messages.append, self.signature
 
         def issue(message: Message) -> Work:
-            nonlocal calls
             if get_ident() != state.owner:
                 state.check_thread(any_thread=any_thread)
             with engine.lock:
                 work = IssuedWork(self, message, None, 0)
-                calls += 1
+                work.issued = issued = time_ns()
+                remember((message.peer, message.match_tag, signature, issued))
                 if engine.recorders:
                     self._note_issue(work)
                 if pending or (self.on_stream and message.after is not None):
@@ -375,7 +366,7 @@ class Operation:
                 else:
                     try:
                         if message.prepare is not None:
-                            message.prepare()
+                            self.prepare(message)
                         work.poll = self.start(message)
                     except Exception as error:
                         engine.fail(work, error)

@@ -51,8 +51,9 @@ class DispatchOptions(StageOptions):
     `progress`: the thread that advances operations in flight on libraries that need the host (MPI): the
     `caller`, whenever it issues or waits, or a `thread` of its own, also while the program computes.
 
-    `heartbeat`: seconds without a sign of life after which a host is lost, in jobs on several hosts; `auto`
-    for 30, `off` for no heartbeats.
+    `heartbeat`: seconds without a sign of life after which a host is lost, and no sooner, in jobs on several
+    hosts; `auto` for 30, or fewer where a library, the store or a connection fails too; `off` for no
+    heartbeats.
 
     `stopped`: seconds after which a rank whose process is stopped (SIGSTOP, a debugger) is lost to those that
     wait for it; with `wait` it is waited for until the deadline.

@@ -1,4 +1,5 @@
-"""CUDA streams around operations that start late, and around those that are staged through host memory.
+"""Streams of a device around operations that start late, and around those that are staged through host
+memory.
 
 Has not run on a GPU yet.
 """
@@ -6,64 +7,93 @@ Has not run on a GPU yet.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
+from typing import Any
 
 import torch
 
+from mcr_plus.core import streams as core_streams
 from mcr_plus.core.message import Message, Signature
+from mcr_plus.core.streams import Event, Retained, Streams
 from mcr_plus.core.work import Info, Work
 from mcr_plus.dispatch.issue import Issue
 
 
-class CallerStream:
-    """The position of the caller's stream when it issued an operation that starts later.
+class StartOrder:
+    """The order of what stages do before the operations of a channel start, on the device of a stream.
 
-    As a context manager: work inside is ordered after that position, and after nothing later.
+    An operation that starts later than it was issued is ordered after the caller's position at its issue,
+    and after nothing later. Encoders read and write state between calls, so they run in the order of the
+    operations, whatever the streams under which these were issued.
     """
 
-    __slots__ = ("_event", "_inside", "_stream")
+    def __init__(self, streams: Streams | None) -> None:
+        """`streams`: None for those of the current CUDA device."""
+        self.streams = streams or core_streams.streams_of(torch.device("cuda"))
+        self._stream = self.streams.create()  # for operations that start later
+        self._prepared: Event | None = None
 
-    def __init__(self) -> None:
-        self._event = torch.cuda.Event()
-        self._event.record(torch.cuda.current_stream())
-        self._stream = torch.cuda.Stream()
+    def position(self) -> Event:
+        """Return the caller's position."""
+        event = self.streams.event()
+        event.record(self.streams.current())
+        return event
 
-    def __enter__(self) -> None:
-        self._stream.wait_event(self._event)
-        self._inside = torch.cuda.stream(self._stream)
-        self._inside.__enter__()
+    def after(self, position: Event) -> AbstractContextManager[object]:
+        """Make the work in a block follow a position."""
+        self._stream.wait_event(position)
+        return self.streams.under(self._stream)
 
-    def __exit__(self, *exception: object) -> None:
-        self._inside.__exit__(*exception)
+    def prepare(self, message: Message) -> None:
+        """Call the message's `prepare`, whose kernels follow those of the operation before it."""
+        prepare = message.prepare
+        if prepare is None:
+            return
+        stream = self.streams.current()
+        if self._prepared is None:
+            self._prepared = self.streams.event()
+        else:
+            stream.wait_event(self._prepared)
+        prepare()
+        self._prepared.record(stream)
 
 
 class _Arrival(Work):
     """The inputs' copies to host memory, as a handle that an operation can start after.
 
-    The copies begin once `after`, the operation's own dependency, is done.
+    The copies begin once `after`, the operation's own dependency, is done. An error in what precedes them
+    (an encoder's, say) becomes the operation's.
     """
 
-    __slots__ = ("_after", "_copy", "_event")
+    __slots__ = ("_after", "_copy", "_error", "_event", "_is_begun")
 
-    def __init__(self, after: Work | None, copy: Callable[[], torch.cuda.Event]) -> None:
+    def __init__(self, after: Work | None, copy: Callable[[], Event]) -> None:
         self._after = after
         self._copy = copy
-        self._event: torch.cuda.Event | None = copy() if after is None else None
+        self._error: BaseException | None = None
+        self._is_begun = after is None
+        self._event: Event | None = copy() if after is None else None
 
     def probe(self) -> bool:
-        if self._event is None:
-            if self._after is not None and not self._after.probe():
+        if not self._is_begun:
+            assert self._after is not None
+            if not self._after.probe():
                 return False
-            if self.exception() is not None:
-                return True
-            self._event = self._copy()
-        return bool(self._event.query())
+            # The probe may have led here a second time: functions of `then` may issue operations.
+            if not self._is_begun and self.exception() is None:
+                self._is_begun = True
+                try:
+                    self._event = self._copy()
+                except Exception as error:
+                    self._error = error
+        return self.exception() is not None or (self._event is not None and bool(self._event.query()))
 
     def is_completed(self) -> bool:
         return self.probe()
 
     def exception(self) -> BaseException | None:
-        return None if self._after is None else self._after.exception()
+        return self._error or (None if self._after is None else self._after.exception())
 
     def wait(self, timeout: float | timedelta | None = None) -> None:  # noqa: ARG002
         raise TypeError("a copy is waited for by its operation")
@@ -77,28 +107,49 @@ class _Arrival(Work):
 
 
 class _StagedWork(Work):
-    """A host operation whose results are copied back; `wait` makes the current stream wait for the copy."""
+    """A host operation whose results are copied back; `wait` makes the current stream wait for the copy.
 
-    __slots__ = ("_copied", "_inner")
+    Functions of `then` launch their kernels on the stream of the copies, behind the copy back. `copied` is
+    recorded behind the last of them, and what they refer to is retained until then.
+    """
 
-    def __init__(self, inner: Work, copied: torch.cuda.Event) -> None:
+    __slots__ = ("_copied", "_inner", "_retained", "_stream", "_streams")
+
+    def __init__(self, inner: Work, of: Streams, stream: Any, copied: Event, retained: Retained) -> None:
         self._inner = inner
+        self._streams = of
+        self._stream = stream
         self._copied = copied
+        self._retained = retained
+
+    @property
+    def streams(self) -> Streams:
+        return self._streams
 
     def wait(self, timeout: float | timedelta | None = None) -> None:
         self._inner.wait(timeout)
-        torch.cuda.current_stream().wait_event(self._copied)
+        self._streams.current().wait_event(self._copied)
 
     def is_completed(self) -> bool:
-        if not self._inner.is_completed():
-            return False
+        return self._inner.is_completed() and self._is_copied()
+
+    def probe(self) -> bool:
+        return self._inner.probe() and self._is_copied()
+
+    def _is_copied(self) -> bool:
         return self._inner.exception() is not None or bool(self._copied.query())
 
     def exception(self) -> BaseException | None:
         return self._inner.exception()
 
     def then(self, function: Callable[[], None]) -> Work:
-        self._inner.then(function)
+        def follow() -> None:
+            with self._streams.under(self._stream):
+                function()
+            self._copied.record(self._stream)
+            self._retained.add(self._copied, function)
+
+        self._inner.then(follow)
         return self
 
     @property
@@ -114,52 +165,64 @@ def stage_through_host(signature: Signature, issue: Issue) -> Issue:
 
     The copies run on a stream of their own from and to pinned memory; nothing synchronises the device.
     """
-    host_signature = signature.replace(device="cpu")
-    streams: dict[torch.device, torch.cuda.Stream] = {}
+    return Issue(_Staging(signature, issue).start)
 
-    def copy_stream(device: torch.device) -> torch.cuda.Stream:
-        if device not in streams:
-            streams[device] = torch.cuda.Stream(device)
-        return streams[device]
 
-    def start(message: Message) -> Work:
-        tensors = message.inputs + message.outputs
+class _Staging:
+    """What `stage_through_host` binds to a signature."""
+
+    def __init__(self, signature: Signature, issue: Issue) -> None:
+        self._signature = signature.replace(device="cpu")
+        self._issue = issue
+        self._made: dict[torch.device, tuple[Streams, Any]] = {}
+        self._retained = Retained()
+
+    def _stream(self, device: torch.device) -> tuple[Streams, Any]:
+        if device not in self._made:
+            of = core_streams.streams_of(device)
+            self._made[device] = of, of.create()
+        return self._made[device]
+
+    def start(self, message: Message) -> Work:
+        inputs, outputs = message.inputs, message.outputs
+        tensors = inputs + outputs
         if not tensors:
-            return issue(message.with_tensors((), (), host_signature))
-        stream = copy_stream(tensors[0].device)
-        produced = torch.cuda.Event()
-        produced.record(torch.cuda.current_stream(tensors[0].device))
-        pinned = {id(t): torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors}
-        prepare = message.prepare
+            return self._issue(message.with_tensors((), (), self._signature))
+        retained = self._retained
+        retained.release()
+        of, stream = self._stream(tensors[0].device)
+        produced, copied = of.event(), of.event()
+        produced.record(of.current())
+        pinned = {id(t): of.pinned(t) for t in tensors}
+        after, prepare = message.after, message.prepare
 
-        def copy_out() -> torch.cuda.Event:
-            with torch.cuda.stream(stream):
-                stream.wait_event(produced)
+        def copy_out() -> Event:
+            stream.wait_event(produced)
+            if after is not None:  # functions that followed it may have launched kernels here
+                stream.wait_stream(of.current())
+            with of.under(stream):
                 if prepare is not None:
                     prepare()
-                for tensor in message.inputs:
+                for tensor in inputs:
                     pinned[id(tensor)].copy_(tensor, non_blocking=True)
-                    tensor.record_stream(stream)
-                arrived = torch.cuda.Event()
-                arrived.record(stream)
+                    of.keep(tensor, stream)
+            arrived = of.event()
+            arrived.record(stream)
+            retained.add(arrived, prepare)
             return arrived
 
-        copied = torch.cuda.Event()
-
         def copy_back() -> None:
-            with torch.cuda.stream(stream):
-                for tensor in message.outputs:
+            with of.under(stream):
+                for tensor in outputs:
                     tensor.copy_(pinned[id(tensor)], non_blocking=True)
-                    tensor.record_stream(stream)
-                copied.record(stream)
+                    of.keep(tensor, stream)
+            copied.record(stream)
 
         host = message.with_tensors(
-            tuple(pinned[id(t)] for t in message.inputs),
-            tuple(pinned[id(t)] for t in message.outputs),
-            host_signature,
-            after=_Arrival(message.after, copy_out),
+            tuple(pinned[id(t)] for t in inputs),
+            tuple(pinned[id(t)] for t in outputs),
+            self._signature,
+            after=_Arrival(after, copy_out),
             prepare=None,
         )
-        return _StagedWork(issue(host).then(copy_back), copied)
-
-    return Issue(start)
+        return _StagedWork(self._issue(host).then(copy_back), of, stream, copied, retained)

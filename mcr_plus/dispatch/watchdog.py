@@ -14,7 +14,8 @@ from mcr_plus.backends.base import ReceivePoll
 from mcr_plus.core.deadline import Deadline
 from mcr_plus.dispatch.peer_errors import FailedPeer, described, peer_error
 from mcr_plus.errors import BackendError, CommTimeout, LaunchError, McrError
-from mcr_plus.rendezvous.processes import DIED, LEFT
+from mcr_plus.rendezvous.identity import DIED
+from mcr_plus.rendezvous.processes import LEFT
 
 if TYPE_CHECKING:
     from mcr_plus.dispatch.work import IssuedWork

@@ -6,18 +6,19 @@ import math
 from collections.abc import Callable
 from datetime import timedelta
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from mcr_plus.backends.base import ReceivePoll
 from mcr_plus.core.work import Info, Work
 from mcr_plus.dispatch.failover.attempt import Attempt
 
 if TYPE_CHECKING:
-    from mcr_plus.backends.base import Poll
+    from mcr_plus.backends.base import Poll, StreamPoll
     from mcr_plus.core.message import Message
     from mcr_plus.core.stacks import Site
+    from mcr_plus.core.streams import Event, Streams
+    from mcr_plus.dispatch.observer import Noted
     from mcr_plus.dispatch.operation import Operation
-    from mcr_plus.dispatch.streams import CallerStream
 
 
 class IssuedWork(Work):
@@ -38,7 +39,7 @@ class IssuedWork(Work):
 
     # Defaults of what few operations need. They are no slots, which the constructor would have to
     # set: it is on every operation's path.
-    caller: CallerStream | None = None  # the caller's stream and position, for a deferred stream operation
+    position: Event | None = None  # of the caller's stream, for a deferred stream operation
     next_comparison: float | None = None  # when to read peers' rows one by one, while signatures are compared
     undescribed_since: float | None = None  # since when a peer has issued another one, not posted
     polled_since: float | None = None  # since when the caller has polled instead of waiting
@@ -50,8 +51,12 @@ class IssuedWork(Work):
     t_wait: float = math.inf  # when a wait began
     t_done: float | None = None
     lost_before: float | None = None  # `IdleTime.lost` then
-    site: Site | None = None  # the line of the program that issued it, if operations are recorded
+    site: Site | None = None  # the line of the program that issued it, if arrivals are noted
     error_raised: bool = False  # by a wait
+    issued: int = 0  # of a send or receive, in `time.time_ns()`
+    noted: Noted | None = None  # what is remembered of it, once it is waited for for long or has failed
+    _on_stream: StreamPoll | None = None  # the poll of an operation that is done on a stream
+    late: StreamPoll | None = None  # what orders streams after functions that followed when it was done
     ran_on: str = ""  # the library that has completed it, where another one may have taken over
 
     def __init__(self, operation: Operation, message: Message, poll: Poll | None, sequence: int) -> None:
@@ -69,9 +74,10 @@ class IssuedWork(Work):
         if not self.is_done:
             operation = self.operation
             poll = self.poll
-            if operation.engine.idle is not None:
+            if operation.engine.recorders:
                 self.t_wait = perf_counter()
-                self.lost_before = operation.engine.idle.lost()
+                if (idle := operation.engine.idle) is not None:
+                    self.lost_before = idle.lost()
             if poll is not None and operation.inline and operation.engine.waiting.calm:
                 try:
                     for _ in operation.spins:
@@ -85,17 +91,33 @@ class IssuedWork(Work):
         if self.error is not None:
             self.error_raised = self.operation.state.failure_raised = True
             raise self.error
+        if self.late is not None:
+            self.late.order_current_stream()
 
     def is_completed(self) -> bool:  # noqa: D102
         if not self.is_done:
             self.operation.engine.advance(self)
-        return self.is_done
+        return self.is_done and (self.late is None or self._is_late_done(self.late))
 
     def probe(self) -> bool:  # noqa: D102
-        return self.is_done or self.operation.engine.try_poll(self)
+        if not (self.is_done or self.operation.engine.try_poll(self)):
+            return False
+        return self.late is None or self._is_late_done(self.late)
+
+    def _is_late_done(self, late: StreamPoll) -> bool:
+        try:
+            return late()
+        except Exception as error:
+            self.error = self.error or error
+            return True
 
     def exception(self) -> BaseException | None:  # noqa: D102
         return self.error
+
+    @property
+    def streams(self) -> Streams | None:  # noqa: D102
+        operation = self.operation
+        return operation.backend_channel.start_order.streams if operation.on_stream else None
 
     def source_rank(self) -> int | None:  # noqa: D102
         return self.source
@@ -124,7 +146,10 @@ class IssuedWork(Work):
     def then(self, function: Callable[[], None]) -> Work:  # noqa: D102
         with self.operation.engine.lock:  # a progress thread may be about to complete it
             if self.is_done:
-                if self.error is None:
+                if self.error is None and self._on_stream is not None:
+                    self.late = self._on_stream
+                    self.late.chain(function)
+                elif self.error is None:
                     function()
             elif self.operation.on_stream and self.poll is not None:
                 self.poll.chain(function)  # type: ignore[attr-defined]  # stream polls have it
@@ -155,8 +180,8 @@ class IssuedWork(Work):
             self.ran_on = self.poll.library
         if operation.engine.recorders:
             self.t_done = perf_counter()
-            if self.lost_before is not None and operation.engine.idle is not None:
-                operation.engine.idle.add(self.t_done - self.t_wait, self.lost_before)
+            if self.lost_before is not None and (idle := operation.engine.idle) is not None:
+                idle.add(self.t_done - self.t_wait, self.lost_before)
             for record in operation.engine.recorders:
                 record(self)
         if not operation.inline:  # the handle may outlive the operation by far: free the tensors
@@ -170,5 +195,7 @@ class IssuedWork(Work):
                 message.released_bytes = message.own_bytes()
             message.inputs = message.outputs = ()
             message.after = message.prepare = None
+            if operation.on_stream and self.error is None:
+                self._on_stream = cast("StreamPoll", self.poll)
         self.poll = self.finish = None
         self.is_done = True  # last: other threads read it without the lock

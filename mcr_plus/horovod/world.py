@@ -318,7 +318,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:  # noqa: 
     world = current()
     stop_timeline()
     stack = contextlib.ExitStack()
-    log = stack.enter_context(recording(runtime.current().engine, world.comm.rank))
+    log = stack.enter_context(recording(runtime.current().engine, world.comm.rank, world.comm.size))
     world.timeline = (file_path, stack, log)
 
 

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -21,6 +21,7 @@ from mcr_plus.launch import commands, loopback, scratch
 from mcr_plus.launch.channels import Channels, RankState, Sink
 from mcr_plus.launch.commands import Supervised
 from mcr_plus.launch.flavour import mpi_flavour
+from mcr_plus.liveness.proc import handles
 from mcr_plus.rendezvous.shared_memory import MPICH_RANK, lacking_shared_memory
 
 Via = Literal["mpi", "torch"] | Supervised
@@ -240,10 +241,19 @@ class _Job:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Record SIGINT, SIGTERM and SIGHUP instead of dying of them, so that the job is ended first."""
+        """Record SIGINT, SIGTERM and SIGHUP instead of dying of them, so that the job is ended first.
+
+        SIGUSR2 is passed on to the ranks that do not die of it: they write dumps.
+        """
 
         def note(number: int, _frame: FrameType | None) -> None:
             self._interrupted = number
+
+        def pass_on(number: int, _frame: FrameType | None) -> None:
+            for state in self._channels.states:
+                if state.pid is not None and state.end is None and handles(state.pid, number):
+                    with suppress(ProcessLookupError):
+                        os.kill(state.pid, number)
 
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -251,6 +261,7 @@ class _Job:
         # Under nohup, SIGHUP stays ignored.
         handled = [number for number in _HANDLED if signal.getsignal(number) is not signal.SIG_IGN]
         before = {number: signal.signal(number, note) for number in handled}
+        before[signal.SIGUSR2] = signal.signal(signal.SIGUSR2, pass_on)
         try:
             yield
         finally:

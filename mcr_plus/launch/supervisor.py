@@ -12,6 +12,7 @@ MIN_RANKS were left, 128 + the signal number after SIGTERM or SIGINT.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -25,7 +26,9 @@ from types import FrameType
 from mcr_plus.core.deadline import Deadline
 from mcr_plus.core.environment import LOOPBACK
 from mcr_plus.launch import scratch
+from mcr_plus.launch.channels import signal_name
 from mcr_plus.launch.store import loopback_store
+from mcr_plus.rendezvous.arrivals import note_end
 
 _POLL_S = 0.02
 _SHORTEST_LIFE_S = 1.0  # a rank that fails sooner waits for the rest of it before its next start
@@ -87,6 +90,7 @@ class Supervisor:
                 self._start(rank)
         elif (code := rank.process.poll()) == 0:
             rank.code = 0
+            self._note_end(rank, 0)
         elif code is not None:
             self._judge(rank, code)
 
@@ -104,6 +108,7 @@ class Supervisor:
             verdict = f"started again ({self._used} of {self._limit})"
         else:
             rank.code = code
+            self._note_end(rank, code)
             left = self._left()
             ranks = f"{left} rank{'' if left == 1 else 's'}"
             if left >= self._min_ranks:
@@ -115,6 +120,12 @@ class Supervisor:
             os.write(self._status, json.dumps(report | {"again": again}).encode() + b"\n")
         except OSError:
             pass  # `mcr-plus run` has been killed, and SIGTERM follows
+
+    def _note_end(self, rank: _Rank, code: int) -> None:
+        """Tell ranks that wait for this one in `mcr.init`: it does not come any more."""
+        how = f"exited with status {code}" if code >= 0 else f"was killed by {signal_name(-code)}"
+        with contextlib.suppress(RuntimeError):  # of the store, which is in this process
+            note_end(self._store, rank.number, how)
 
     def _left(self) -> int:
         """Number of ranks that run, are going to, or have ended with 0."""

@@ -9,6 +9,7 @@ from weakref import ref
 
 import torch
 
+from mcr_plus.core import streams
 from mcr_plus.core.message import Message
 from mcr_plus.layout.rounds import Locals, Round, Strided, copy_all
 
@@ -19,14 +20,20 @@ if TYPE_CHECKING:
 
 
 class Space:
-    """Memory for the buffers of one run. `buffers`: those of each mover that has used it, by its key."""
+    """Memory for the buffers of one run.
 
-    __slots__ = ("buffers", "data", "device")
+    Attributes:
+        buffers: those of each mover that has used it, by its key.
+        used: behind the last use on a device, which may be followed by one on another stream.
+    """
+
+    __slots__ = ("buffers", "data", "device", "used")
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         with torch.inference_mode(False):  # inference tensors cannot be written outside of inference mode
             self.data = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.device = device
+        self.used: streams.Event | None = None
         self.buffers: dict[object, Buffers] = {}
 
 
@@ -46,6 +53,7 @@ class Pool:
         """Return an idle space of at least `nbytes` on the device, or a new one."""
         for space in tuple(self.idle):
             if space.data.numel() >= nbytes and space.device == device and self.claim(space):
+                streams.follow(space.used, device)
                 return space
         if self._is_single:
             self.idle.clear()
@@ -60,7 +68,11 @@ class Pool:
         return True
 
     def give_back(self, space: Space) -> None:
-        """Return a space to the pool for the next run. A single-space pool keeps the larger one."""
+        """Return a space to the pool for the next run. A single-space pool keeps the larger one.
+
+        On a device the current stream must be ordered after its last use.
+        """
+        space.used = streams.recorded(space.device)
         if self._is_single and self.idle:
             if any(each.data.numel() >= space.data.numel() for each in self.idle):
                 return

@@ -19,6 +19,7 @@ import torch
 
 from mcr_plus.communicator.calls import CallOptions
 from mcr_plus.compression.options import CompressOptions
+from mcr_plus.core import streams
 from mcr_plus.core.work import JointWork, Work
 from mcr_plus.layout.buffers import Chain, Pool
 from mcr_plus.layout.layout import Layout
@@ -296,6 +297,7 @@ class Mover:
             repeated = None if buffers is None else buffers.repeated
             fits = repeated is not None and repeated.is_of(sources, outputs)
             if space is not None and repeated is not None and fits and self.pool.claim(space):
+                streams.follow(space.used, space.device)
                 repeated.run()
                 self.pool.give_back(space)
                 return

@@ -24,3 +24,13 @@ def state_of(pid: int, started: str) -> State:
     if now is None or now[1] != started or now[0] in "ZX":
         return "dead"
     return "stopped" if now[0] in "Tt" else "running"
+
+
+def handles(pid: int, number: int) -> bool:
+    """Whether a process catches or ignores a signal, in Python or below it; false if that cannot be read."""
+    try:
+        with open(f"/proc/{pid}/status") as file:
+            masks = [int(line.split()[1], 16) for line in file if line.startswith(("SigCgt:", "SigIgn:"))]
+    except (OSError, ValueError):
+        return False
+    return any(mask >> (number - 1) & 1 for mask in masks)

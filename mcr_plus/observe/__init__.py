@@ -1,1 +1,1 @@
-"""What a running job shows to its user from outside. Nothing here imports torch or numpy."""
+"""What a job shows of itself: options under `observe:`, dumps and their diagnosis, metrics, status pages."""

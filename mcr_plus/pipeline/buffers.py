@@ -47,17 +47,24 @@ class Pool:
 
 
 class Lease:
-    """The tensors of one call of an operation; `release` once nothing uses them any more."""
+    """The tensors of one call of an operation; `release` once nothing uses them any more.
+
+    On a device they are freed with the lease: functions that follow an operation keep theirs until their
+    kernels are done.
+    """
 
     def __init__(self, pool: Pool, device: torch.device) -> None:
         self._pool = pool
         self._device = device
         self._spaces: list[torch.Tensor] = []
+        self._held: list[torch.Tensor] = []  # on a device
 
     def tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat uninitialised tensor; begins at a multiple of 64 bytes."""
         if self._device.type != "cpu":
-            return torch.empty(numel, dtype=dtype, device=self._device)
+            space = torch.empty(numel, dtype=dtype, device=self._device)
+            self._held.append(space)
+            return space
         space = self._pool.take(numel * dtype.itemsize)
         self._spaces.append(space)
         return space[: numel * dtype.itemsize].view(dtype)

@@ -20,6 +20,7 @@ from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.core.group import Group
 from mcr_plus.core.kinds import dtype_name
 from mcr_plus.core.message import Message
+from mcr_plus.core.streams import Streams
 from mcr_plus.core.work import Info, Work
 from mcr_plus.dispatch.board.base import Failure
 from mcr_plus.errors import InvalidArgument
@@ -375,6 +376,10 @@ class _Watched(Work):
         if done:
             self._note(self._capture.clock())
         return done
+
+    @property
+    def streams(self) -> Streams | None:
+        return self._work.streams
 
     def exception(self) -> BaseException | None:
         return self._work.exception()

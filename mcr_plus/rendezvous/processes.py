@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from mcr_plus.core.sockets import open_sockets, unacknowledged
-from mcr_plus.liveness.proc import read_stat, state_of
+from mcr_plus.liveness.proc import state_of
 from mcr_plus.liveness.protocol import Finding, silence
 from mcr_plus.membership.rules import Process
 from mcr_plus.rendezvous.heartbeats import open_findings
+from mcr_plus.rendezvous.identity import DIED, is_visible, own_process
 from mcr_plus.rendezvous.store import exchange
 from mcr_plus.rendezvous.store_release import StoreRelease
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from mcr_plus.liveness.findings import Findings
 
 Status = Literal["running", "stopped", "dead", "silent", "left", "unknown"]
-DIED: Final = "process has died"
 LEFT: Final = "has left"
 _DEATH_SHOWS: Final = 0.2  # seconds after an error of a library in which the death behind it shows
 _FINDING_SHOWS: Final = 0.2  # seconds beyond that silence in which an error of a library is held back
@@ -76,6 +75,7 @@ class Peers:
         *,
         stop_grace: float = math.inf,
         heartbeat: float | None = None,
+        shortens: bool = False,
         secret: bytes = b"",
         processes: Sequence[Process] = (),
         sight: Sight | None = None,
@@ -85,7 +85,8 @@ class Peers:
 
         `processes`: of all ranks, where they are known; otherwise the ranks exchange theirs.
         `heartbeat`: seconds after which a host without a sign of life is lost, 0 for as few as the number of
-        hosts allows, None for no heartbeats. `sight`: of an earlier world, where this one has no agents yet.
+        hosts allows, None for no heartbeats. `shortens`: whether a suspicion shortens them, see `suspect`.
+        `sight`: of an earlier world, where this one has no agents yet.
         `rank_0_serves`: whether the store is in the process of rank 0.
         """
         self.keep: list[Any] = []  # memory that a library may still write to
@@ -114,8 +115,9 @@ class Peers:
         if self._findings is not None:
             places = len({process.place for process in self.processes})
             # Twice what beats take, as agents on busy hosts miss some.
-            self._enough = min(2 * silence(places), heartbeat or math.inf)
-            self.patience = _FINDING_SHOWS + self._enough
+            beats = min(2 * silence(places), heartbeat or math.inf)
+            self._enough = beats if shortens else heartbeat or beats
+            self.patience = _FINDING_SHOWS + beats
             if rank != 0:  # which has the store, or shares the host of the agent that has it
                 self._release = StoreRelease(store, self._store_is_lost)
 
@@ -209,7 +211,7 @@ class Peers:
 
         Their host is then silent after twice the time in which beats come from all hosts, as long as none
         comes: a torn or silent connection and no beat together say more than silence alone, for which an
-        agent that does not run is reason enough.
+        agent that does not run is reason enough. A limit that the program has chosen is not shortened.
         """
         for rank in ranks:
             self.lost(rank)  # which ends an earlier suspicion that was wrong
@@ -262,21 +264,3 @@ class Peers:
         since = since if now - last <= _LOOKS_WITHIN else now
         self._stopped[rank] = since, now
         return Loss("stopped", "stopped") if now - since >= self._stop_grace else None
-
-
-def own_process(host: str, number: int) -> Process:
-    """This process, as other ranks are told of it. `host`: the name of its host; `number`: see `Process`."""
-    own = read_stat(os.getpid())
-    return Process(os.getpid(), own[1] if own else "", f"{host} {_namespace()}", number)
-
-
-def is_visible(own: Process, process: Process) -> bool:
-    """Whether a process is in the same /proc as `own`, that of the caller."""
-    return process.place == own.place and bool(own.started)
-
-
-def _namespace() -> str:
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""

@@ -6,14 +6,12 @@ import json
 import logging
 import secrets
 import socket
-import time
 from datetime import timedelta
 from typing import Any, Final
 
 from torch.distributed import DistError
 
 from mcr_plus.core.c10d import PrefixStore, Store, TCPStore, on_socket
-from mcr_plus.core.deadline import Deadline
 from mcr_plus.core.environment import (
     LOOPBACK,
     LaunchEnvironment,
@@ -23,15 +21,15 @@ from mcr_plus.core.environment import (
     on_one_host,
 )
 from mcr_plus.errors import BackendUnavailable, LaunchError, PeerLost
+from mcr_plus.rendezvous.arrivals import PREFIX, SLACK, Arrivals, loss_as_text, raise_loss
 from mcr_plus.rendezvous.mpi_library import load_mpi
 from mcr_plus.rendezvous.network import meeting_address
+from mcr_plus.rendezvous.parts import unused_name, unused_part
 from mcr_plus.rendezvous.signing import Offer, SignedStore, address_of, read_offer, unsigned
-from mcr_plus.rendezvous.watched_store import WatchedStore
+from mcr_plus.rendezvous.watched_store import WatchedStore, unwatched
 
 _NAME_OF_JOB: Final = "job"  # the key with the name of the part of a job that takes newcomers in
-_SLACK: Final = 10.0  # seconds that rank 0's verdict may take to arrive
 _CONNECTS_WITHIN: Final = 30.0  # seconds
-_LONGEST_NAP: Final = 0.02
 _REASONS: Final = 3  # at most, in a message
 _LONGEST_REASON: Final = 300  # characters: any process may have written it
 _HAS_ITS_OWN: Final = "MCR_SECRET is set there, and not on all ranks"
@@ -50,10 +48,12 @@ def open_store(environment: LaunchEnvironment, timeout: float) -> Store:
 
     Raises:
         LaunchError: the ranks could not connect within `timeout` seconds.
+        PeerLost: a rank is seen to have died.
     """
     store, secret = _connect(environment, timeout)
-    part, name = _signed_part(store, environment.rank, environment.world_size, timeout, secret)
-    if environment.rank == 0 and min_ranks() is not None:
+    rank, size = environment.rank, environment.world_size
+    part, name = _signed_part(store, rank, size, timeout, Arrivals(rank, size, store), secret)
+    if rank == 0 and min_ranks() is not None:
         store.set(_NAME_OF_JOB, name)
     return part
 
@@ -77,20 +77,21 @@ def join_store(environment: LaunchEnvironment, timeout: float) -> Store:
 
 def part_of(store: Store, name: str) -> Store:
     """A part of a job's store, signed as it is, and not watched."""
-    store = store.unwatched if isinstance(store, WatchedStore) else store
+    store = unwatched(store)
     return store.part(name) if isinstance(store, SignedStore) else PrefixStore(name, store)
 
 
 def secret_of(store: Store) -> bytes:
     """The secret of the ranks that share a store; empty if its values are not signed."""
-    store = store.unwatched if isinstance(store, WatchedStore) else store
+    store = unwatched(store)
     return store.secret if isinstance(store, SignedStore) else b""
 
 
 def open_plain_store(environment: LaunchEnvironment, timeout: float) -> Store:
     """The same without signatures, for torch: its C++ does not keep a Python store alive."""
     store, _ = _connect(environment, timeout)
-    return unused_part(store, environment.rank, environment.world_size, timeout)
+    arrivals = Arrivals(environment.rank, environment.world_size, store)
+    return PrefixStore(unused_name(store, environment.rank, environment.world_size, timeout, arrivals), store)
 
 
 def _connect(environment: LaunchEnvironment, timeout: float) -> tuple[Store, bytes]:
@@ -103,35 +104,37 @@ def _connect(environment: LaunchEnvironment, timeout: float) -> tuple[Store, byt
             store = _through_address(environment, limit)
     except (DistError, OSError, ValueError, RuntimeError) as error:
         raise LaunchError(f"rank {environment.rank} found no store within {timeout:g} s: {error}") from error
-    return PrefixStore("mcr_plus", store), secret
+    return PrefixStore(PREFIX, store), secret
 
 
 def signed_part(store: Store, rank: int, size: int, timeout: float, secret: bytes = b"") -> Store:
     """An `unused_part` whose values are signed, so that those of other programs are refused; collective.
 
     The secret is `secret`, that of MCR_SECRET, or one that rank 0 offers to processes of the same user on its
-    host. Without one, values are not signed and rank 0 logs a warning, once.
+    host. Without one, values are not signed and rank 0 logs a warning, once. Waits end when a rank has died.
 
     Raises `LaunchError` as `unused_part` does, if ranks do not have the same secret, and if ranks that
-    share a host cannot read that of rank 0.
+    share a host cannot read that of rank 0; `PeerLost` if a rank is seen to have died.
     """
-    return _signed_part(store, rank, size, timeout, secret)[0]
+    return _signed_part(store, rank, size, timeout, Arrivals(rank, size), secret)[0]
 
 
 def _signed_part(
-    store: Store, rank: int, size: int, timeout: float, secret: bytes = b""
+    store: Store, rank: int, size: int, timeout: float, arrivals: Arrivals, secret: bytes = b""
 ) -> tuple[Store, str]:
     """See `signed_part`; with the name of the part."""
-    name = _unused_name(store, rank, size, timeout)
+    name = unused_name(store, rank, size, timeout, arrivals)
     part = PrefixStore(name, store)
     problem, own = "", secret or job_secret()
     if not own:
-        own, problem = _offered_secret(part, name, rank, size, timeout)
+        watched = WatchedStore(part, timeout + SLACK, arrivals.error)
+        own, problem = _offered_secret(watched, name, rank, size, timeout)
         if not problem:
-            return (SignedStore(part, own, name) if own else part), name
+            usual = SignedStore(part, own, name) if own else part
+            return WatchedStore(usual, timeout, arrivals.error), name
     elif not secret:  # so that ranks without it do not wait
         part.set(f"reads/{rank}" if rank else "offer", _HAS_ITS_OWN if rank else "")
-    signed = SignedStore(part, own or b"unknown", name)
+    signed = WatchedStore(SignedStore(part, own or b"unknown", name), timeout, arrivals.error)
     try:
         exchange(signed, rank, size, "signed", "", timeout)
     except LaunchError:
@@ -170,7 +173,7 @@ def _offered_secret(part: Store, name: str, rank: int, size: int, timeout: float
     reasons = reasons if reasons.isprintable() else repr(reasons)
     if secret and str(rank) in without:
         raise LaunchError(f"another program has answered for rank {rank} in the job's store: {reasons}")
-    shared = on_one_host() or address_of(part) in (LOOPBACK, "localhost")
+    shared = on_one_host() or address_of(unwatched(part)) in (LOOPBACK, "localhost")
     if shared or not without or _HAS_ITS_OWN in without.values():
         return b"", reasons or "rank 0 has not written the answer in the job's store"
     global _warned
@@ -193,6 +196,8 @@ def _offer_secret(part: Store, signed: Store, place: str, size: int, timeout: fl
             part.wait(list(keys.values()), timedelta(seconds=timeout))
         without = {peer: reason for peer, key in keys.items() if (reason := _reason(part, signed, key))}
     except RuntimeError as error:
+        if isinstance(error, PeerLost):
+            raise
         missing = [int(peer) for peer, key in keys.items() if not part.check([key])]
         raise LaunchError(f"ranks {missing} did not call init within {timeout:g} s: {error}") from error
     signed.set("without", json.dumps(without))
@@ -210,7 +215,7 @@ def _reason(part: Store, signed: Store, key: str) -> str:
 
 def _read_secret(part: Store, name: str, rank: int, timeout: float) -> tuple[bytes, dict[str, str]]:
     """On other ranks: the secret, empty if it cannot be read; and, by rank, why ranks have not read it."""
-    secret, patience = b"", timedelta(seconds=timeout + _SLACK)
+    secret, patience = b"", timedelta(seconds=timeout + SLACK)
     try:
         part.wait(["offer"], patience)
         place = part.get("offer").decode(errors="replace")
@@ -225,64 +230,10 @@ def _read_secret(part: Store, name: str, rank: int, timeout: float) -> tuple[byt
         if secret:
             return secret, json.loads(SignedStore(part, secret, name).get("without"))
         return secret, dict(json.loads(unsigned(part.get("without"))))
-    except LaunchError:
+    except (LaunchError, PeerLost):
         raise
     except (RuntimeError, ValueError, TypeError) as error:
         raise LaunchError(f"rank 0 did not answer within {timeout:g} s: {error}") from error
-
-
-def unused_part(store: Store, rank: int, size: int, timeout: float) -> Store:
-    """A part of the store without any keys, the same for all ranks; collective.
-
-    A store may outlive the processes that use it: torchrun's agent keeps it when it restarts the ranks, and
-    the replacement of a rank has not taken part in earlier calls. So a counter of the process cannot name the
-    part. Rank 0 draws a random name, and sends it to ranks that request it under random names of their own;
-    no key that was left behind can be taken for an answer.
-
-    Raises `LaunchError` naming the ranks that have not called this within `timeout` seconds.
-    """
-    return PrefixStore(_unused_name(store, rank, size, timeout), store)
-
-
-def _unused_name(store: Store, rank: int, size: int, timeout: float) -> str:
-    """The name of an `unused_part`."""
-    name = mine = secrets.token_hex(8)
-    if rank == 0:
-        part = PrefixStore(mine, store)
-        missing = _answer(store, mine, size, timeout)
-        part.set("missing", json.dumps(missing))
-    else:
-        patience = timedelta(seconds=timeout + _SLACK)
-        try:
-            store.set(f"asks/{rank}", mine)
-            store.wait([f"answer/{mine}"], patience)
-            name = store.get(f"answer/{mine}").decode()
-            part = PrefixStore(name, store)
-            part.set(f"here/{rank}", "")
-            part.wait(["missing"], patience)
-            missing = json.loads(part.get("missing"))
-        except RuntimeError as error:
-            raise LaunchError(f"rank 0 did not answer within {timeout:g} s: {error}") from error
-    if missing:
-        raise LaunchError(f"ranks {missing} did not call init within {timeout:g} s")
-    return name
-
-
-def _answer(store: Store, name: str, size: int, timeout: float) -> list[int]:
-    """On rank 0: send the part's `name` to every rank that requests it; returns the missing ranks."""
-    answered: dict[int, bytes] = {}
-    missing, deadline, nap = list(range(1, size)), Deadline(timeout), 0.0005
-    while True:
-        for peer in missing:
-            # The first request may be that of a process that has exited; another one follows.
-            if store.check([f"asks/{peer}"]) and answered.get(peer) != (asked := store.get(f"asks/{peer}")):
-                store.set(f"answer/{asked.decode()}", name)
-                answered[peer] = asked
-        missing = [peer for peer in missing if not store.check([f"{name}/here/{peer}"])]
-        if not missing or deadline.passed():
-            return missing
-        time.sleep(nap)
-        nap = min(2 * nap, _LONGEST_NAP)
 
 
 def exchange(store: Store, rank: int, size: int, what: str, value: str, timeout: float) -> list[str]:
@@ -292,7 +243,7 @@ def exchange(store: Store, rank: int, size: int, what: str, value: str, timeout:
     pair. Raises `LaunchError` naming the ranks that have not called this within `timeout` seconds, or the key
     that another program has written.
     """
-    call = what if what == "reset" else "init"
+    call = "reset" if what.startswith("reset") else "init"
     try:
         store.set(f"{what}/{rank}", value)
     except RuntimeError as error:
@@ -302,7 +253,7 @@ def exchange(store: Store, rank: int, size: int, what: str, value: str, timeout:
         try:
             store.wait(keys, timedelta(seconds=timeout))
         except PeerLost as error:
-            store.set(f"{what}/all", json.dumps({"lost": [str(error), error.ranks, error.seen]}))
+            store.set(f"{what}/all", loss_as_text(error))
             raise
         except RuntimeError:
             missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
@@ -315,7 +266,7 @@ def exchange(store: Store, rank: int, size: int, what: str, value: str, timeout:
                 raise
             store.set(f"{what}/all", json.dumps({"values": values}))
     try:
-        store.wait([f"{what}/all"], timedelta(seconds=timeout + _SLACK))
+        store.wait([f"{what}/all"], timedelta(seconds=timeout + SLACK))
         result = json.loads(store.get(f"{what}/all"))
     except (LaunchError, PeerLost):
         raise
@@ -323,9 +274,7 @@ def exchange(store: Store, rank: int, size: int, what: str, value: str, timeout:
         raise LaunchError(f"rank 0 did not answer within {timeout:g} s ({what}): {error}") from error
     if "missing" in result:
         raise LaunchError(f"ranks {result['missing']} did not call {call} within {timeout:g} s")
-    if "lost" in result:
-        text, ranks, seen = result["lost"]
-        raise PeerLost(text, ranks, seen=seen)
+    raise_loss(result)
     if "problem" in result:
         raise LaunchError(result["problem"])
     values = result["values"]

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 _FIRST_NAP: Final = 0.0002
 _LONGEST_NAP: Final = 0.01
+_NAP_SHARE: Final = 0.1  # of the wait so far: a value is found that much late
+_LOSS_SHOWS: Final = 0.3  # seconds after an error of the store in which the death behind it shows
 _LOOKS_AFTER: Final = 0.1  # seconds; most values are there sooner
 
 
@@ -49,8 +51,8 @@ class WatchedStore(WrappedStore):
         Raises `PeerLost` once a rank is lost, and `DistError`, as torch's stores do, after `timeout`.
         """
         deadline, looks = Deadline(self._timeout if timeout is None else timeout), Deadline(_LOOKS_AFTER)
-        nap = _FIRST_NAP
-        while not self._store.check(keys):
+        began = time.monotonic()
+        while not self._has(keys):
             if looks.passed():
                 looks = Deadline(_LOOKS_AFTER)
                 error = self._lost()
@@ -59,10 +61,27 @@ class WatchedStore(WrappedStore):
                     raise error
             if deadline.passed():
                 raise DistError(f"wait timeout, keys: {', '.join(keys[:3])}")
-            time.sleep(nap)
-            nap = min(1.5 * nap, _LONGEST_NAP)
+            waited = time.monotonic() - began
+            time.sleep(min(max(_FIRST_NAP, _NAP_SHARE * waited), _LONGEST_NAP))
+
+    def _has(self, keys: list[str]) -> bool:
+        """Whether the keys are there; raises `PeerLost` if the store was lost with the rank that had it."""
+        try:
+            return self._store.check(keys)
+        except RuntimeError:
+            shows = Deadline(_LOSS_SHOWS)
+            while (error := self._lost()) is None:
+                if shows.passed():
+                    raise
+                time.sleep(_LONGEST_NAP)
+            raise error from None
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long `get` and `wait` wait."""
         self._timeout = timeout.total_seconds()
         self._store.set_timeout(timeout)
+
+
+def unwatched(store: Store) -> Store:
+    """The store itself, whether its waits are watched or not."""
+    return store.unwatched if isinstance(store, WatchedStore) else store

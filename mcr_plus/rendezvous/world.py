@@ -10,7 +10,7 @@ from mcr_plus.core.environment import usable_cores
 from mcr_plus.core.group import Group
 from mcr_plus.errors import PeerLost
 from mcr_plus.rendezvous.group_store import GroupStore
-from mcr_plus.rendezvous.watched_store import WatchedStore
+from mcr_plus.rendezvous.watched_store import WatchedStore, unwatched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -72,8 +72,7 @@ class World:
             return None if lost is None else lost(group.ranks)
 
         if lost is not None:
-            store = store.unwatched if isinstance(store, WatchedStore) else store
-            store = WatchedStore(store, self.timeout, error)
+            store = WatchedStore(unwatched(store), self.timeout, error)
         self.stores[group.name] = GroupStore(store, group)
 
     def leave_store(self, name: str) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import operator
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from mcr_plus.backends import backend_class, preferred_backends
@@ -15,7 +16,8 @@ from mcr_plus.config.schema import Config
 from mcr_plus.core.collector import collector_paused
 from mcr_plus.core.environment import msccl_library
 from mcr_plus.core.file_limit import descriptors_left, lacking_descriptors
-from mcr_plus.errors import BackendError, BackendUnavailable, ConfigError
+from mcr_plus.errors import BackendError, BackendUnavailable, ConfigError, InvalidArgument
+from mcr_plus.observe.files import check_folder
 from mcr_plus.rendezvous.store import exchange
 from mcr_plus.rendezvous.world import World
 from mcr_plus.runtime.process import job
@@ -38,6 +40,7 @@ def compare_configs(loaded: Config | ConfigError, world: World, timeout: float |
     try:
         if isinstance(loaded, ConfigError):
             raise loaded
+        check_folder(loaded)
         if world.store is None:
             return loaded
         fingerprint = configuration.fingerprint(loaded if timeout is None else loaded.with_timeout(timeout))
@@ -67,6 +70,20 @@ def compare_configs(loaded: Config | ConfigError, world: World, timeout: float |
             "msccl must be the same on all ranks"
         )
     return loaded
+
+
+def distinct_ranks(ranks: Sequence[int], size: int) -> tuple[int, ...]:
+    """The ranks of a new group in a job of `size`; raises `InvalidArgument` if they cannot form one."""
+    try:
+        chosen = tuple(operator.index(rank) for rank in ranks)
+    except TypeError:
+        raise InvalidArgument(f"ranks: expected a list of ranks, got {ranks!r}") from None
+    wrong = [rank for rank in chosen if not 0 <= rank < size]
+    if wrong or len(set(chosen)) != len(chosen) or not chosen:
+        raise InvalidArgument(
+            f"ranks: expected distinct ranks from 0 to {size - 1}, at least one, got {list(ranks)}"
+        )
+    return chosen
 
 
 def check_descriptors(world: World) -> None:

@@ -7,18 +7,21 @@ import logging
 import operator
 import secrets
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial, reduce
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from mcr_plus.backends import preferred_backends
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.config import reader as configuration
 from mcr_plus.config.schema import Config
 from mcr_plus.core.c10d import HashStore, Store
+from mcr_plus.core.deadline import Deadline
 from mcr_plus.core.environment import (
     LaunchEnvironment,
     host_name,
@@ -27,8 +30,11 @@ from mcr_plus.core.environment import (
     restarts,
     usable_cores,
 )
-from mcr_plus.errors import ConfigError, InvalidArgument, McrError, NotInitialized, PeerLost
+from mcr_plus.dispatch.closing import release_waiting
+from mcr_plus.errors import ConfigError, InvalidArgument, LaunchError, McrError, NotInitialized, PeerLost
 from mcr_plus.hierarchy.nodes import check_nodes
+from mcr_plus.observe.options import observed
+from mcr_plus.observe.publisher import open_publisher
 from mcr_plus.rendezvous.exit_barrier import shutdown_barrier
 from mcr_plus.rendezvous.store import (
     exchange,
@@ -38,6 +44,7 @@ from mcr_plus.rendezvous.store import (
     part_of,
     secret_of,
 )
+from mcr_plus.rendezvous.watched_store import WatchedStore, unwatched
 from mcr_plus.rendezvous.world import World
 from mcr_plus.runtime.checks import (
     check_descriptors,
@@ -48,10 +55,13 @@ from mcr_plus.runtime.checks import (
 )
 from mcr_plus.runtime.process import job
 from mcr_plus.runtime.runtime import Runtime
+from mcr_plus.runtime.watch import Watch
 from mcr_plus.selection.checks import use_algorithms
 
 Source = str | Path | Mapping[str, Any] | None
 """The forms in which a configuration may be given, see `config.load`."""
+_LOSS_SHOWS: Final = 0.3  # seconds after an error of the store in which the death behind it shows
+_NAP: Final = 0.01
 _lock = threading.Lock()
 _log = logging.getLogger("mcr_plus")
 
@@ -80,6 +90,8 @@ def init(
         BackendUnavailable: a backend that was asked for is missing on some rank.
         BackendError: a rank has too few file descriptors left.
         LaunchError: the ranks cannot find each other.
+        PeerLost: a rank has died in it, on this host, or has ended before it, for good, under `mcr-plus run
+            --min-ranks`.
 
     Example:
         ```python
@@ -162,6 +174,7 @@ def begin(
 ) -> Runtime:
     """Make the runtime of a world; collective over its ranks. Raises as `init` does."""
     job.install_hooks()
+    loaded = _ready_to_publish(loaded, world)
     try:
         loaded = compare_configs(loaded, world, timeout)
         config = loaded if timeout is None else loaded.with_timeout(timeout)
@@ -173,12 +186,25 @@ def begin(
         check_nodes(config, world.size)
         runtime = Runtime(config, world, chosen, loaded, timeout, native=native)
     except PeerLost:  # nobody is waited for
+        job.stop_publishing()
         raise
     except McrError:
+        job.stop_publishing()
         job.all_ended = shutdown_barrier(world, "refused")  # so that every rank can read the reason
         raise
     job.begin(runtime)
     return runtime
+
+
+def _ready_to_publish(loaded: Config | ConfigError, world: World) -> Config | ConfigError:
+    """Open the places where the configuration wants metrics; an error of that is one of the configuration."""
+    if isinstance(loaded, ConfigError):
+        return loaded
+    try:
+        job.publish(open_publisher(observed(loaded), world, version("mcr_plus")))
+    except ConfigError as error:
+        return ConfigError(f"{loaded.name}: {error}")
+    return loaded
 
 
 def _find_ranks(environment: LaunchEnvironment, timeout: float) -> World:
@@ -225,6 +251,8 @@ def reset() -> Communicator:
 
     Raises:
         NotInitialized: there is no world, or torch.distributed has made it: destroy its process group then.
+        PeerLost: a rank is lost, which the others see within about a second. Before all ranks have called
+            this, the old world stays as it is, so that those that are left may call `shrink`.
         LaunchError: a rank has not called it within the time that `init` gave ranks to find each other.
         BackendUnavailable: the configuration names a library that has become unusable, as MPI does after an
             error inside it.
@@ -247,22 +275,61 @@ def reset() -> Communicator:
         raise NotInitialized(
             "reset: this world belongs to torch.distributed; destroy its process group and make a new one"
         )
+    failure = _await_callers_of_reset(runtime)
     runtime.prepare_reset()
+    sight, roster = runtime.hand_over(), runtime.roster
+    watch = None if roster is None else Watch(roster.members, roster.rank, runtime.config, sight)
     runtime.close(clean=False)
     try:
+        if failure is not None:
+            raise failure
         with _lock:
-            return begin(runtime.loaded, _fresh_world(runtime), runtime.timeout).communicator
+            return begin(runtime.loaded, _fresh_world(runtime, watch), runtime.timeout).communicator
     except McrError as error:
         runtime.closed_because = f"reset has failed ({error})"
-        raise type(error)(
-            f"reset: {error}. The world that there was is closed; to go on, let all ranks call mcr.init"
-        ) from error
+        cause = error if watch is None or isinstance(error, PeerLost) else watch.error() or error
+        text = f"reset: {cause}. The world that there was is closed"
+        if isinstance(cause, PeerLost):
+            raise cause.again(text) from error
+        raise type(cause)(f"{text}; to go on, let all ranks call mcr.init") from error
+    finally:
+        if sight is not None:
+            sight.close()
 
 
-def _fresh_world(runtime: Runtime) -> World:
+def _await_callers_of_reset(runtime: Runtime) -> LaunchError | None:
+    """Wait until all ranks have called `reset`, so that no world is closed if one is lost before.
+
+    Returns the error if one does not come. Raises `PeerLost` if one is lost.
+    """
+    world = runtime.world
+    if world.store is None:
+        return None
+    release_waiting(runtime.engine, runtime.lost_ranks(), "reset")
+    lost = partial(runtime.lost_among, range(world.size))
+    store = WatchedStore(unwatched(world.store), world.timeout, lost)
+    try:
+        exchange(store, world.rank, world.size, "reset/called", "", world.timeout)
+    except PeerLost as error:
+        loss = error
+    except LaunchError as error:
+        shows = Deadline(_LOSS_SHOWS)  # of the rank that had the store
+        while (found := lost()) is None:
+            if shows.passed():
+                return error
+            time.sleep(_NAP)
+        loss = found
+    else:
+        return None
+    raise loss.again(f"reset: {loss}; the ranks that are left go on with mcr.shrink()")
+
+
+def _fresh_world(runtime: Runtime, watch: Watch | None) -> World:
     world = runtime.world
     if world.store is not None:
-        store, idle = world.store, runtime.idle_channels
+        assert watch is not None
+        plain, idle = unwatched(world.store), runtime.idle_channels
+        store = WatchedStore(plain, world.timeout, watch.error)
         mine = json.dumps([secrets.token_hex(8), idle.closable(runtime.engine.off)])
         texts = exchange(store, world.rank, world.size, "reset", mine, world.timeout)
         (name, _), *_ = answers = [json.loads(text) for text in texts]
@@ -273,7 +340,8 @@ def _fresh_world(runtime: Runtime) -> World:
         for group in list(world.stores):
             runtime.leave_store(group)
         kept = runtime.roster.kept if runtime.roster is not None else None
-        world = world_of(part_of(store, name), world.rank, world.size, world.timeout)
+        part = WatchedStore(part_of(plain, name), world.timeout, watch.error)
+        world = world_of(part, world.rank, world.size, world.timeout)
         world = replace(world, kept=None if kept is None else kept.part(f"members/{name}"))
     for state in runtime.engine.states:  # all ranks have left
         state.board.close()

@@ -8,18 +8,16 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Final
 
 from mcr_plus.core.environment import agent_has_store, ranks_keep_their_own
-from mcr_plus.dispatch.status import StatusThread
-from mcr_plus.errors import PeerLost, phrase_ranks
 from mcr_plus.liveness.protocol import silence
 from mcr_plus.membership.roster import Roster
+from mcr_plus.observe.status import StatusThread
 from mcr_plus.rendezvous.heartbeats import job_id
 from mcr_plus.rendezvous.keepers import open_keepers
 from mcr_plus.rendezvous.processes import Peers
 from mcr_plus.rendezvous.signing import SignedStore
+from mcr_plus.rendezvous.watched_store import unwatched
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from mcr_plus.dispatch.engine import Engine
     from mcr_plus.dispatch.options import DispatchOptions
     from mcr_plus.rendezvous.world import World
@@ -38,6 +36,7 @@ def observed(world: World, options: DispatchOptions) -> Peers:
         world.timeout,
         stop_grace=math.inf if options.stopped == "wait" else options.stopped,
         heartbeat=beats[options.heartbeat] if isinstance(options.heartbeat, str) else options.heartbeat,
+        shortens=options.heartbeat == "auto",
         secret=world.secret,
         processes=roster.members if roster is not None else (),
         rank_0_serves=not agent_has_store() or (roster is not None and roster.kept is not None),
@@ -54,19 +53,9 @@ def first_roster(world: World, peers: Peers, *, native: bool) -> Roster:
     if kept is None and native and ranks_keep_their_own(len({process.place for process in members})):
         kept = open_keepers(store, world.rank, members, world.timeout)
     if kept is None:
-        return Roster(store, 0, members, world.rank)
+        return Roster(unwatched(store), 0, members, world.rank)
     root = SignedStore(kept, world.secret, "members") if world.secret else kept
     return Roster(root, 0, members, world.rank, kept=kept)
-
-
-def lost_among(peers: Peers, own: int, ranks: Sequence[int]) -> PeerLost | None:
-    """The error of a wait of rank `own` for one of these ranks, if any of them is lost."""
-    found = {rank: peers.lost(rank) for rank in ranks if rank != own}
-    lost = {rank: loss.seen for rank, loss in found.items() if loss is not None}
-    if not lost:
-        return None
-    seen = "; ".join(dict.fromkeys(lost.values()))
-    return PeerLost(f"{phrase_ranks(list(lost))} of the job: {seen}", list(lost), seen=seen)
 
 
 def published(engine: Engine, world: World, peers: Peers) -> StatusThread:

@@ -16,6 +16,7 @@ from mcr_plus.errors import McrError
 if TYPE_CHECKING:
     from mcr_plus.backends.base import Backend
     from mcr_plus.communicator.communicator import Communicator
+    from mcr_plus.observe.publisher import Publisher
     from mcr_plus.runtime.runtime import Runtime
 
 
@@ -30,6 +31,7 @@ class Job:
             that waits for the other ranks.
         backends: those that have a part in the end of the process, by their ids.
         disabled: the names of those that some rank no longer calls.
+        publisher: publishes metrics of the runtime's operations; None if the configuration asks for none.
         leave_dropped: leaves the groups of torch.distributed that the program has dropped; set by the
             torch backend.
     """
@@ -41,6 +43,7 @@ class Job:
         self.all_ended = True
         self.backends: dict[int, Backend] = {}
         self.disabled: set[str] = set()
+        self.publisher: Publisher | None = None
         self.leave_dropped: Callable[[], None] = lambda: None
         self._has_hooks = False
 
@@ -48,6 +51,19 @@ class Job:
         """Make this the process's runtime."""
         self.runtime, self.communicator, self.all_ended = runtime, runtime.communicator, False
         self.backends.update({id(backend): backend for backend in runtime.engine.backends})
+        if self.publisher is not None:
+            self.publisher.start(runtime.engine)
+
+    def publish(self, publisher: Publisher | None) -> None:
+        """Take the publisher of the runtime that is about to begin, in place of another one's."""
+        self.stop_publishing()
+        self.publisher = publisher
+
+    def stop_publishing(self) -> None:
+        """Publish metrics a last time, if they are published."""
+        publisher, self.publisher = self.publisher, None
+        if publisher is not None:
+            publisher.close()
 
     def install_hooks(self) -> None:
         """Install the handlers of the end of the process, of uncaught exceptions and of forks, once."""
@@ -90,6 +106,9 @@ class Job:
     def _after_fork(self) -> None:
         """Take the forked child out of the job."""
         atexit.unregister(self._at_exit)
+        if self.publisher is not None:
+            self.publisher.abandon()
+            self.publisher = None
         if self.runtime is not None:
             self.runtime.abandon()
             self.runtime = None

@@ -26,6 +26,7 @@ from mcr_plus.config.reader import fingerprint
 from mcr_plus.core.c10d import PrefixStore, Store, TCPStore
 from mcr_plus.core.deadline import Deadline
 from mcr_plus.core.environment import agent_has_store, host_name, job_secret, launch_environment
+from mcr_plus.dispatch.closing import release_waiting
 from mcr_plus.errors import (
     BackendError,
     CommTimeout,
@@ -39,12 +40,12 @@ from mcr_plus.errors import (
 )
 from mcr_plus.membership.roster import Roster
 from mcr_plus.membership.rules import Decision, Process
-from mcr_plus.rendezvous.processes import own_process
+from mcr_plus.rendezvous.identity import own_process
 from mcr_plus.rendezvous.signing import Offer, SignedStore, read_offer
 from mcr_plus.rendezvous.store import own_server
 from mcr_plus.runtime import init
 from mcr_plus.runtime.process import job
-from mcr_plus.runtime.regroup import Watch, begin_epoch, close_world, release_waiting
+from mcr_plus.runtime.regroup import EpochWatch, begin_epoch, close_world
 from mcr_plus.runtime.runtime import Runtime
 
 _log = logging.getLogger("mcr_plus")
@@ -146,17 +147,18 @@ def reconfigure(runtime: Runtime, uuid: str, texts: Sequence[str], timeout: floa
     with contextlib.ExitStack() as ending:
         if offer is not None:
             ending.callback(offer.close)
-        place = _gather(store, coming, Watch(Roster(store, 0, members, rank), runtime.loaded), timeout)
+        place = _gather(store, coming, EpochWatch(Roster(store, 0, members, rank), runtime.loaded), timeout)
         if place:
             store = _signed(part, place, name)
         elif rank == 0 and not secret:
             _log.warning("reconfigure: values in the job's store are not signed; set MCR_SECRET on all ranks")
-        release_waiting(runtime, {}, "reconfigure")
+        if not runtime.closed:
+            release_waiting(runtime.engine, {}, "reconfigure")
         if (sight := runtime.hand_over()) is not None:
             ending.callback(sight.close)
         close_world(runtime, f"the program has made another one of {len(handles)} processes", Decision())
         runtime.leave_keepers()
-        return _begin(runtime, Watch(Roster(store, 0, members, rank), runtime.loaded, sight))
+        return _begin(runtime, EpochWatch(Roster(store, 0, members, rank), runtime.loaded, sight))
 
 
 def _signed(part: Store, place: str, name: str) -> Store:
@@ -168,7 +170,7 @@ def _signed(part: Store, place: str, name: str) -> Store:
         raise
 
 
-def _begin(runtime: Runtime, watch: Watch) -> Runtime:
+def _begin(runtime: Runtime, watch: EpochWatch) -> Runtime:
     """Make the world; raises `PeerLost` if a process is lost meanwhile."""
     try:
         return begin_epoch(runtime, watch)
@@ -182,7 +184,7 @@ def _begin(runtime: Runtime, watch: Watch) -> Runtime:
         raise loss from error
 
 
-def _soon(watch: Watch) -> PeerLost | None:
+def _soon(watch: EpochWatch) -> PeerLost | None:
     """The loss that shows within a short time."""
     deadline = Deadline(_LOSS_SHOWS)
     while (loss := watch.error()) is None and not deadline.passed():
@@ -226,7 +228,7 @@ def _passport(runtime: Runtime) -> dict[str, str]:
     }
 
 
-def _gather(store: Store, mine: _Coming, watch: Watch, timeout: float) -> str:
+def _gather(store: Store, mine: _Coming, watch: EpochWatch, timeout: float) -> str:
     """Wait until all processes have come; raises on all that have if one does not, or cannot.
 
     Returns what rank 0 offers.
@@ -249,7 +251,7 @@ def _gather(store: Store, mine: _Coming, watch: Watch, timeout: float) -> str:
     return _Coming(*json.loads(store.get(keys[0]))).offer
 
 
-def _verdict(store: Store, keys: list[str], watch: Watch, timeout: float) -> list[str]:
+def _verdict(store: Store, keys: list[str], watch: EpochWatch, timeout: float) -> list[str]:
     """What becomes of an attempt, as this process sees it: a kind, and a text."""
     deadline, looks, nap = Deadline(timeout), Deadline(_LOOKS_AFTER), _FIRST_NAP
     while not store.check(keys):

@@ -9,7 +9,6 @@ See docs/failures.md for the protocol, and `mcr_plus.membership` for its rules.
 from __future__ import annotations
 
 import json
-import math
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -19,9 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 from mcr_plus.core.c10d import PrefixStore, Store
 from mcr_plus.core.environment import host_name, launch_environment
-from mcr_plus.dispatch.board.base import Failure
-from mcr_plus.dispatch.closing import completed
-from mcr_plus.dispatch.options import DispatchOptions
+from mcr_plus.dispatch.closing import completed, release_waiting
 from mcr_plus.errors import (
     BackendError,
     CommTimeout,
@@ -36,13 +33,15 @@ from mcr_plus.errors import (
 from mcr_plus.membership.request import Request
 from mcr_plus.membership.roster import Roster, join
 from mcr_plus.membership.rules import Decision, Process, Proposal
-from mcr_plus.rendezvous.processes import Peers, Sight, own_process
+from mcr_plus.rendezvous.identity import own_process
+from mcr_plus.rendezvous.processes import Sight
 from mcr_plus.rendezvous.signing import SignedStore
 from mcr_plus.rendezvous.store import exchange, join_store, met_in, own_server, part_of, secret_of
 from mcr_plus.rendezvous.store_release import StoreRelease
 from mcr_plus.rendezvous.watched_store import WatchedStore
 from mcr_plus.runtime import init
 from mcr_plus.runtime.process import job
+from mcr_plus.runtime.watch import Watch
 
 if TYPE_CHECKING:
     from mcr_plus.config.schema import Config
@@ -146,8 +145,8 @@ def _go_on(
     with ExitStack() as ending:
         while True:
             lost = dict(seen())
-            if lost or runtime.engine.failed or proposal.named:
-                release_waiting(runtime, lost, what)
+            if not runtime.closed and (lost or runtime.engine.failed or proposal.named):
+                release_waiting(runtime.engine, lost, what)
             settled = roster.settle(replace(proposal, lost=lost), seen, timeout)
             decision, members = settled.decision, settled.members
             if decision.refusal is not None:
@@ -165,7 +164,7 @@ def _go_on(
                 raise Revoked(f"{what}: {text}")
             close_world(runtime, f"epoch {changes.epoch} has begun, with {len(members)} ranks", decision)
             roster = roster.following(settled, members.index(roster.members[roster.rank]))
-            watch = Watch(roster, runtime.loaded, sight)
+            watch = EpochWatch(roster, runtime.loaded, sight)
             try:
                 return begin_epoch(runtime, watch)
             except McrError as error:
@@ -203,7 +202,7 @@ def join_job(
     members = settled.members
     roster = Roster(root, epoch, members, members.index(mine), passport, settled.taken)
     close_world(alone, "this process has joined a job", Decision())
-    watch = Watch(roster, alone.loaded)
+    watch = EpochWatch(roster, alone.loaded)
     try:
         return begin_epoch(alone, watch)
     except McrError as error:
@@ -213,26 +212,13 @@ def join_job(
     return _go_on(alone, roster, watch.lost, proposal, timeout, what, changes)
 
 
-class Watch:
-    """Looks at the processes of an epoch's members while its world is made: nothing else does so then.
-
-    `sight`: what the agents of the world before see, of members on other hosts.
-    """
+class EpochWatch(Watch):
+    """Looks at the processes of an epoch's members while its world is made, and at what they do."""
 
     def __init__(self, roster: Roster, config: Config, sight: Sight | None = None) -> None:
-        options = config.options("dispatch")
-        assert isinstance(options, DispatchOptions)
-        grace = math.inf if options.stopped == "wait" else options.stopped
-        places = tuple(process.place for process in roster.members)
+        """`sight`: what the agents of the world before see, of members on other hosts."""
+        super().__init__(roster.members, roster.rank, config, sight)
         self.roster = roster
-        self._peers = Peers(
-            roster.rank, places, None, 0.0, stop_grace=grace, processes=roster.members, sight=sight
-        )
-
-    def lost(self) -> dict[int, str]:
-        """The states of members that are lost, of those that this process sees."""
-        found = {rank: self._peers.lost(rank) for rank in range(len(self.roster.members))}
-        return {rank: loss.status for rank, loss in found.items() if loss is not None}
 
     def error(self) -> PeerLost | None:
         """The error of a wait for a value of the members."""
@@ -244,21 +230,13 @@ class Watch:
             return PeerLost(self.given_up, seen="reported by another rank")
         return None
 
-    def is_cut_off(self, place: str) -> bool:
-        """Whether a host is silent; `place` as in `Process`."""
-        return self._peers.is_cut_off(place)
-
-    def is_away(self, rank: int) -> bool:
-        """Whether the process of a member answers nothing now, and its connections are open."""
-        return (loss := self._peers.lost(rank)) is not None and loss.status != "dead"
-
     @property
     def given_up(self) -> str:
         """What another member has done."""
         return f"a rank of epoch {self.roster.epoch} has seen the loss of another one"
 
 
-def begin_epoch(before: Runtime, watch: Watch) -> Runtime:
+def begin_epoch(before: Runtime, watch: EpochWatch) -> Runtime:
     """Make the world of an epoch, by the configuration of the one before; collective over its members.
 
     Either all members that live return it, also where one of them is lost by then, or none does: a rank that
@@ -294,7 +272,7 @@ def begin_epoch(before: Runtime, watch: Watch) -> Runtime:
     raise failure
 
 
-def _meeting_place(roster: Roster, watch: Watch, timeout: float) -> Store:
+def _meeting_place(roster: Roster, watch: EpochWatch, timeout: float) -> Store:
     """The store of an epoch's world, in which its ranks exchange what they need to reach each other.
 
     It is a part of that in which they agree, where a launcher has one; otherwise it is in the epoch's rank 0,
@@ -312,22 +290,6 @@ def _meeting_place(roster: Roster, watch: Watch, timeout: float) -> Store:
     host, port, name = json.loads(found)
     part, secret = PrefixStore(name, met_in(host, port, timeout)), secret_of(roster.root)
     return SignedStore(part, secret, name) if secret else part
-
-
-def release_waiting(runtime: Runtime, lost: Mapping[int, str], what: str) -> None:
-    """End the waits of ranks that wait for this one: it does not come to their operations any more."""
-    if runtime.closed:
-        return
-    text = f"this rank has called {what}"
-    if lost:
-        text = PeerLost(text, list(lost), seen=", ".join(dict.fromkeys(lost.values()))).passed_on
-    else:  # what another rank has told this one
-        failures = (state.failure for state in runtime.engine.states)
-        text = next((each.passed_on for each in failures if isinstance(each, PeerLost)), text)
-    for state in runtime.engine.states:
-        state.publish()
-        state.board.mark_failed(Failure(0, text))
-    runtime.engine.ring()
 
 
 def close_world(runtime: Runtime, why: str, decision: Decision) -> None:

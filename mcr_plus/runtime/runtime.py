@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,11 +22,12 @@ from mcr_plus.dispatch.progress_thread import ProgressThread
 from mcr_plus.errors import (
     BackendError,
     BackendUnavailable,
-    InvalidArgument,
     McrError,
     OrderMismatch,
+    PeerLost,
 )
 from mcr_plus.kernels import compiling
+from mcr_plus.observe.recorder import Recorder
 from mcr_plus.pipeline.dispatch import DispatchStage
 from mcr_plus.pipeline.pipeline import finish
 from mcr_plus.pipeline.state import holds_tensors
@@ -35,11 +35,13 @@ from mcr_plus.rendezvous.bells import open_bells
 from mcr_plus.rendezvous.exit_barrier import SHORT, abort_barrier, linger_for, shutdown_barrier
 from mcr_plus.rendezvous.store import exchange
 from mcr_plus.runtime.agreement import agree_before_opening
+from mcr_plus.runtime.checks import distinct_ranks
 from mcr_plus.runtime.groups import IdleChannels
 from mcr_plus.runtime.libraries import Libraries
-from mcr_plus.runtime.members import first_roster, lost_among, observed, published
+from mcr_plus.runtime.members import first_roster, observed, published
 from mcr_plus.runtime.opening import open_with_parts, warn_of_missing
 from mcr_plus.runtime.process import job
+from mcr_plus.runtime.watch import loss_of
 
 if TYPE_CHECKING:
     from mcr_plus.backends.base import Backend
@@ -73,7 +75,7 @@ class Runtime:
         tagged: models by the tags of their operations. Two models that share one would share codec state.
         attached: objects of layers above that live as long as the job, by a name of theirs.
         roster: the members of the job; None in a single process that nobody has taken in.
-        watcher: the receiver of the program's operations, see `watch`.
+        watcher: the receiver of the program's operations, see `watch`. recorder: of dumps.
         status: what `mcr-plus top` shows of this process.
     """
 
@@ -97,7 +99,7 @@ class Runtime:
         self._goes_on = False  # in another world, of which the keepers are too
         self._peers = observed(world, options)
         bells = open_bells(world.store, world.rank, world.hosts, world.timeout)
-        self.world = world = replace(world, bells=bells, lost=partial(lost_among, self._peers, world.rank))
+        self.world = world = replace(world, bells=bells, lost=self.lost_among)
         self.roster = world.roster
         if self.roster is None and world.store is not None:
             self.roster = first_roster(world, self._peers, native=native)
@@ -135,6 +137,7 @@ class Runtime:
         except BaseException:
             self._abort_start()
             raise
+        self.recorder = Recorder(self.engine, world, config)
         compiling.watchers.append(self.engine.compiles)
         self.status = published(self.engine, world, self._peers)
 
@@ -161,6 +164,11 @@ class Runtime:
         peers = [rank for rank in range(self.world.size) if rank != self.world.rank]
         failures = [board.failure(rank) for rank in peers]
         return any(map(board.is_closed, peers)) or any(each and not each.sequence for each in failures)
+
+    def lost_among(self, ranks: Sequence[int]) -> PeerLost | None:
+        """The error of a wait for one of these ranks, if any is lost."""
+        found = {rank: self._peers.lost(rank) for rank in ranks if rank != self.world.rank}
+        return loss_of({rank: loss for rank, loss in found.items() if loss is not None})
 
     def _abort_start(self) -> None:
         """Close libraries and groups of a job that cannot begin."""
@@ -253,17 +261,8 @@ class Runtime:
 
     def new_group(self, ranks: Sequence[int]) -> Communicator:
         """See `mcr_plus.new_group`."""
-        size = self.world.size
-        try:
-            chosen = tuple(operator.index(rank) for rank in ranks)
-        except TypeError:
-            raise InvalidArgument(f"ranks: expected a list of ranks, got {ranks!r}") from None
-        wrong = [rank for rank in chosen if not 0 <= rank < size]
-        if wrong or len(set(chosen)) != len(chosen) or not chosen:
-            raise InvalidArgument(
-                f"ranks: expected distinct ranks from 0 to {size - 1}, at least one, got {list(ranks)}"
-            )
-        sizes = [len(chosen) if rank in chosen else 0 for rank in range(size)]
+        chosen = distinct_ranks(ranks, self.world.size)
+        sizes = [len(chosen) if rank in chosen else 0 for rank in range(self.world.size)]
         for rank, passed in enumerate(self.agree(self.communicator, chosen, "new_group", lambda _: sizes)):
             if passed != chosen:
                 raise OrderMismatch(
@@ -374,6 +373,7 @@ class Runtime:
                 error, clean = failure, False
         if clean:
             error = self._finish_stages()
+        job.stop_publishing()
         for state in self.engine.states:
             state.publish()
             if clean:
@@ -382,6 +382,7 @@ class Runtime:
                 state.board.mark_failed(Failure(0, "it left the job after an error"))
         clean = clean and self.wait_for_all_to_end(self.world.timeout)
         self.status.close()
+        self.recorder.stop()
         for opened in reversed(self.groups):
             opened.shut(clean)
         self.idle_channels.give_up()
@@ -486,6 +487,7 @@ class Runtime:
         self.closed = True
         self.status.abandon()
         self._stop_watching()
+        self.recorder.abandon()
         abandon(self.engine)
         for state in self.engine.states:
             state.abandon()

@@ -35,7 +35,6 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch._C._autograd import _profiler_enabled
-from torch._C._profiler import _RecordFunctionFast
 from torch.distributed import distributed_c10d
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -60,6 +59,7 @@ from mcr_plus.torch_backend.arguments import (
 )
 from mcr_plus.torch_backend.jobs import alone, begin, communicator_of, torch_job
 from mcr_plus.torch_backend.living_group import LivingGroup
+from mcr_plus.torch_backend.profiling import Profiled
 from mcr_plus.torch_backend.shrinking import let_torch_shrink
 from mcr_plus.torch_backend.work import DONE, TorchWork, joint, untraced
 
@@ -181,7 +181,7 @@ class McrProcessGroup(LivingGroup):
         truncated = name == "AVG" and is_integral(tensor)
         is_scalar = tensor.numel() == 1 and not truncated
         # Not `_call`: another function or context manager would dominate the overhead of this method.
-        with _Profiled(self._lock, "all_reduce", [tensor]) if _profiler_enabled() else self._lock:
+        with Profiled(self._lock, "all_reduce", [tensor], self) if _profiler_enabled() else self._lock:
             group: Any = self._communicator if get_ident() == self._owner else self._group()
             if factor is not None:
                 scale(tensor, factor)
@@ -489,9 +489,9 @@ class McrProcessGroup(LivingGroup):
     # -- inside -----------------------------------------------------------------------------------
 
     def _call(self, operation: str, *tensors: torch.Tensor) -> AbstractContextManager[object]:
-        """The lock for one call; with torch's profiler on, also a range with the shapes of the inputs."""
+        """The lock for one call; with torch's profiler on, also a range with its arguments."""
         lock = self._messages_lock if operation in MESSAGES else self._lock
-        return _Profiled(lock, operation, tensors) if _profiler_enabled() else lock
+        return Profiled(lock, operation, tensors, self) if _profiler_enabled() else lock
 
     def _group(self) -> Communicator:
         """The communicator, with the calling thread as its owner."""
@@ -534,22 +534,6 @@ def _names_of(method: str) -> frozenset[str]:
     """All names of a method, which may have some of other versions of torch."""
     methods = vars(McrProcessGroup).items()
     return frozenset(name for name, value in methods if getattr(value, "__name__", "") == method)
-
-
-class _Profiled:
-    """A lock with a range for torch's profiler."""
-
-    def __init__(self, lock: threading.RLock, operation: str, tensors: Sequence[torch.Tensor]) -> None:
-        self._lock = lock
-        self._range = _RecordFunctionFast(f"{NAME}:{operation}", list(tensors))
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        self._range.__enter__()
-
-    def __exit__(self, *exception: object) -> None:
-        self._range.__exit__(*exception)
-        self._lock.release()
 
 
 @untraced

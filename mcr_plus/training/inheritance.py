@@ -20,7 +20,7 @@ from mcr_plus.communicator.persistent import Persistent
 from mcr_plus.communicator.succession import succeed
 from mcr_plus.core.environment import host_name
 from mcr_plus.errors import phrase_ranks
-from mcr_plus.rendezvous.processes import own_process
+from mcr_plus.rendezvous.identity import own_process
 from mcr_plus.runtime.runtime import Runtime
 from mcr_plus.training.carried import Carried, Key, put_into, taken_from
 from mcr_plus.training.wrap import Follower, followers_of

@@ -3,12 +3,21 @@
 Each receiver opens one TCP connection to the source. Both prove that they belong to the job by signatures
 with the job's secret, each of numbers that the other has drawn. Then the receiver asks for what is newer than
 the version that it holds; the source answers when there is something newer. Nothing else travels, so that
-either end may close at any time.
+either end may close at any time. A frame:
+
+    head, 32 bytes | SHA-256 of the body | HMAC-SHA-256 of both and the frame's number | the body
+    body: the lengths of payloads, uint64 each | the payloads
+
+The key of the HMAC is of the connection and the direction, by the numbers drawn for it, so that no frame can
+be changed, left out, repeated or taken from another connection. The hash of a body is that of the lengths and
+of the hashes of payloads, so that the source hashes a payload once, however many receivers it has; that of a
+payload is made of those of its pieces, of which the receiver hashes one while the next is on its way.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import hmac
 import math
 import secrets
@@ -17,9 +26,14 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from mcr_plus.errors import BackendError
+
+if TYPE_CHECKING:
+    import torch
 
 WAIT, POLL, PAYLOADS, END = range(4)
 """Kinds of frames: a request that waits for something newer, one that does not; answers; no more answers."""
@@ -32,10 +46,44 @@ _GREETS_WITHIN: Final = 10.0  # seconds; others may connect, too, and say nothin
 _ANSWERS_WITHIN_MS: Final = 30_000
 _NONCE: Final = 32
 _SIGNATURE: Final = 32
+_HASH: Final = 32
+_PIECE: Final = 4 << 20
+_HASHERS: Final = 4  # threads: each hashes 1 to 2 GB/s, and a connection brings at most several GB/s
 
 
 class Ended(Exception):
     """This end is to end."""
+
+
+class Untrusted(ConnectionError):
+    """What has come is not what the other end has sent, so that nothing on this connection can be trusted."""
+
+
+class Payload(NamedTuple):
+    """Bytes of a body, and the SHA-256 of the hashes of their pieces."""
+
+    data: memoryview
+    hash: bytes
+
+    @classmethod
+    def of(cls, wire: torch.Tensor) -> Payload:
+        """That of flat uint8 `wire`, whose memory it shares."""
+        view: Any = wire.numpy()  # which type checkers do not take for a buffer
+        data = memoryview(view)
+        return cls(data, _joined([_begun(piece) for piece in _pieces(data)]))
+
+
+class _Signatures:
+    """Those of the frames of one direction of a connection, one after another."""
+
+    def __init__(self, secret: bytes, role: bytes, nonces: bytes, rank: int) -> None:
+        self._key = _signed(secret, b"frames of the " + role, nonces, rank)
+        self._number = 0
+
+    def next(self, signed: bytes) -> bytes:
+        """The signature of the next frame."""
+        self._number += 1
+        return hmac.digest(self._key, struct.pack("<Q", self._number) + signed, "sha256")
 
 
 class Link:
@@ -48,6 +96,8 @@ class Link:
     def __init__(self, connection: socket.socket, ends: Callable[[], bool]) -> None:
         self._socket, self._ends = connection, ends
         self.is_sending, self.moved = False, time.monotonic()
+        self._own: _Signatures | None = None
+        self._theirs: _Signatures | None = None
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 5)):
@@ -57,16 +107,29 @@ class Link:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _ANSWERS_WITHIN_MS)
         connection.settimeout(_LOOK_S)
 
-    def send(self, kind: int, first: int = 0, second: int = 0, body: Sequence[memoryview] = ()) -> None:
-        """Send a frame with two numbers and a body. Raises `OSError` if the connection breaks, or `Ended`."""
+    def sign(self, secret: bytes, nonces: bytes, rank: int, *, is_source: bool) -> None:
+        """Sign what is sent from now on, and expect signatures of what is received."""
+        source, receiver = (_Signatures(secret, role, nonces, rank) for role in (b"source", b"receiver"))
+        self._own, self._theirs = (source, receiver) if is_source else (receiver, source)
+
+    def send(self, kind: int, first: int = 0, second: int = 0, payloads: Sequence[Payload] = ()) -> None:
+        """Send a signed frame with two numbers; of one with payloads, `second` is how many.
+
+        Raises `OSError` if the connection breaks, or `Ended`.
+        """
+        assert self._own is not None
+        sizes = struct.pack(f"<{len(payloads)}Q", *(len(each.data) for each in payloads))
+        nbytes = len(sizes) + sum(len(each.data) for each in payloads)
+        signed = _HEAD.pack(_MAGIC, kind, nbytes, first, second)
+        signed += _hash_of_body(sizes, [each.hash for each in payloads])
         self.is_sending = True
-        self.start(kind, sum(map(len, body)), first, second)
-        for part in body:
-            self._send(part)
+        self._send(memoryview(signed + self._own.next(signed) + sizes))
+        for each in payloads:
+            self._send(each.data)
         self.is_sending = False
 
     def start(self, kind: int, nbytes: int, first: int = 0, second: int = 0) -> None:
-        """Send the head of a frame, whose body of so many bytes is to be `put`."""
+        """Send the head of a frame without signature, whose body of so many bytes is to be `put`."""
         self._send(memoryview(_HEAD.pack(_MAGIC, kind, nbytes, first, second)))
 
     def _send(self, part: memoryview) -> None:
@@ -83,16 +146,39 @@ class Link:
         return sent
 
     def receive(self, most: int) -> tuple[int, int, int, bytearray]:
-        """Wait for a frame with a body of at most `most` bytes; raises as `send`, `EOFError` at the end."""
-        kind, nbytes, first, second = self.head(most)
-        return kind, first, second, self.take(nbytes)
+        """Wait for a frame of `send` with a body of at most `most` bytes: kind, its numbers, the body.
+
+        Raises as `send`, `EOFError` at the end, and `Untrusted` for what the other end has not sent.
+        """
+        assert self._theirs is not None
+        signed, signature = self.take(_HEAD.size + _HASH), self.take(_SIGNATURE)
+        if not hmac.compare_digest(signature, self._theirs.next(bytes(signed))):
+            raise Untrusted("the head of a frame of weights does not have the signature of the other end")
+        kind, nbytes, first, second = _unpacked(signed[: _HEAD.size], most)
+        if not nbytes:
+            return kind, first, second, bytearray()
+        body = bytearray(nbytes)
+        begin = 8 * second
+        self.fill(memoryview(body)[:begin])
+        sizes, hashes = struct.unpack_from(f"<{second}Q", body), []
+        if begin + sum(sizes) != nbytes:
+            raise Untrusted(f"payloads of {sum(sizes)} bytes came in a frame of {nbytes - begin}")
+        for size in sizes:
+            begun = []
+            for piece in _pieces(memoryview(body)[begin : begin + size]):
+                self.fill(piece)
+                begun.append(_begun(piece))
+            hashes.append(_joined(begun))
+            begin += size
+        if _hash_of_body(bytes(body[: 8 * second]), hashes) != signed[_HEAD.size :]:
+            raise Untrusted(
+                f"{nbytes} bytes of weights came that are not those that the other end has signed"
+            )
+        return kind, first, second, body
 
     def head(self, most: int) -> tuple[int, int, int, int]:
-        """The head of a frame, whose body is to be taken next: kind, bytes of the body, its two numbers."""
-        magic, kind, nbytes, first, second = _HEAD.unpack(self.take(_HEAD.size))
-        if magic != _MAGIC or nbytes > most:
-            raise BackendError(f"a frame of {nbytes} bytes of weights begins with {magic!r}; most: {most}")
-        return kind, nbytes, first, second
+        """The head of a frame of `start`, whose body is to be taken next: kind, bytes, its two numbers."""
+        return _unpacked(self.take(_HEAD.size), most)
 
     def take(self, nbytes: int, within: float = math.inf) -> bytearray:
         """Wait for so many bytes; raises `EOFError` if they have not come within so many seconds."""
@@ -159,6 +245,7 @@ def greet(link: Link, secret: bytes, rank: int) -> None:
     answer = bytes(link.take(_SIGNATURE, within=_GREETS_WITHIN))
     if not hmac.compare_digest(answer, _signed(secret, b"source", theirs + mine, rank)):
         raise BackendError("a process that is not of this job listens where the source of weights should")
+    link.sign(secret, theirs + mine, rank, is_source=False)
 
 
 def greeted(link: Link, secret: bytes) -> int:
@@ -173,6 +260,7 @@ def greeted(link: Link, secret: bytes) -> int:
     if not hmac.compare_digest(answer[4 + _NONCE :], _signed(secret, b"receiver", nonces, rank)):
         raise BackendError("a process that is not of this job asked for weights")
     link.put(_signed(secret, b"source", nonces, rank))
+    link.sign(secret, nonces, rank, is_source=True)
     return int(rank)
 
 
@@ -200,3 +288,39 @@ def connect(place: tuple[str, int], secret: bytes, rank: int, ends: Callable[[],
 
 def _signed(secret: bytes, role: bytes, nonces: bytes, rank: int) -> bytes:
     return hmac.digest(secret or b"\0", b"weights " + role + nonces + struct.pack("<I", rank), "sha256")
+
+
+def _unpacked(head: bytes | bytearray, most: int) -> tuple[int, int, int, int]:
+    """Kind, bytes of the body, and the two numbers of a head."""
+    magic, kind, nbytes, first, second = _HEAD.unpack(head)
+    if magic != _MAGIC or nbytes > most:
+        raise BackendError(f"a frame of {nbytes} bytes of weights begins with {magic!r}; most: {most}")
+    return kind, nbytes, first, second
+
+
+def _pieces(data: memoryview) -> list[memoryview]:
+    return [data[at : at + _PIECE] for at in range(0, len(data), _PIECE)]
+
+
+def _begun(piece: memoryview) -> Callable[[], bytes]:
+    """Begin to hash a piece, on another thread if it is long; the result returns its hash."""
+    if len(piece) == _PIECE:
+        return _hashers().submit(_sha256, piece).result
+    return partial(bytes, _sha256(piece))
+
+
+def _joined(begun: Sequence[Callable[[], bytes]]) -> bytes:
+    return _sha256(b"".join(each() for each in begun))
+
+
+def _sha256(data: bytes | memoryview) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+@cache
+def _hashers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_HASHERS, thread_name_prefix="mcr_plus-hash")
+
+
+def _hash_of_body(sizes: bytes, hashes: Sequence[bytes]) -> bytes:
+    return _sha256(sizes + b"".join(hashes))

@@ -15,7 +15,7 @@ import torch
 from mcr_plus.errors import BackendError, CommTimeout, McrError, PeerLost
 from mcr_plus.kernels import delta
 from mcr_plus.training import weight_link as links
-from mcr_plus.training.weight_link import Ended, Link
+from mcr_plus.training.weight_link import Ended, Link, Untrusted
 from mcr_plus.training.weights import Weights, combined, digest_of
 
 _log = logging.getLogger("mcr_plus")
@@ -143,7 +143,11 @@ class WeightReceiver:
                 before = self._fetched
                 try:
                     self._fetch_from(link)
-                except (OSError, EOFError):  # the connection may have been the trouble
+                except (OSError, EOFError) as error:  # the connection may have been the trouble
+                    if isinstance(error, Untrusted):
+                        with self._changed:
+                            self._stats["refused"] += 1
+                        _log.warning("%s: %s; rank %d connects again", self._what, error, self._rank)
                     fruitless = fruitless + 1 if self._fetched == before else 0
                     if fruitless == _TRIES:
                         raise

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import struct
 import threading
 import time
 from collections import deque
@@ -16,7 +15,7 @@ import torch
 from mcr_plus.errors import BackendError, InvalidArgument, McrError, PeerLost, phrase_ranks
 from mcr_plus.kernels import delta
 from mcr_plus.training import weight_link as links
-from mcr_plus.training.weight_link import Ended, Link
+from mcr_plus.training.weight_link import Ended, Link, Payload
 from mcr_plus.training.weights import Weights, combined, digest_of
 
 _log = logging.getLogger("mcr_plus")
@@ -30,11 +29,11 @@ class _Step(NamedTuple):
     base: int
     base_digest: int
     target: int
-    payloads: list[torch.Tensor]
+    payloads: list[Payload]
 
     @property
     def nbytes(self) -> int:
-        return sum(payload.numel() for payload in self.payloads)
+        return sum(len(payload.data) for payload in self.payloads)
 
 
 class WeightSource:
@@ -66,7 +65,7 @@ class WeightSource:
         self._changed = threading.Condition()
         self._encoding = threading.Lock()  # of `_held`
         self._steps: deque[_Step] = deque()
-        self._anchor: tuple[int, list[torch.Tensor]] | None = None
+        self._anchor: tuple[int, list[Payload]] | None = None
         self._version = self._pushed = 0
         self._pending: int | None = None
         self._error: McrError | None = None
@@ -176,8 +175,8 @@ class WeightSource:
                 nbytes = delta.encode(new, old, wire, versions, self._digests[number], update=True)
                 payloads.append(wire[:nbytes].clone())
                 self._digests[number] = delta.header_of(wire).digest
+            step = _Step(self._version, before, version, [Payload.of(each) for each in payloads])
             with self._changed:
-                step = _Step(self._version, before, version, payloads)
                 self._steps.append(step)
                 # The last one is always kept: it is no longer than what an anchor would be.
                 while len(self._steps) > 1 and sum(each.nbytes for each in self._steps) > self._history:
@@ -272,14 +271,12 @@ class WeightSource:
             newest = self._version
         if payloads is None:
             newest, payloads = self._anchored()
-        sizes = struct.pack(f"<{len(payloads)}Q", *(payload.numel() for payload in payloads))
-        body = [memoryview(sizes), *(_bytes(payload) for payload in payloads)]
         with self._changed:
-            self._stats["sent_bytes"] += sum(map(len, body))
-        link.send(links.PAYLOADS, newest, len(payloads), body)
+            self._stats["sent_bytes"] += sum(8 + len(payload.data) for payload in payloads)
+        link.send(links.PAYLOADS, newest, len(payloads), payloads)
         return True
 
-    def _chain(self, version: int, digest: int) -> list[torch.Tensor] | None:
+    def _chain(self, version: int, digest: int) -> list[Payload] | None:
         """The payloads from a version to the newest; None if an anchor is shorter, or some are gone."""
         steps = list(self._steps)
         while steps and (steps[0].base, steps[0].base_digest) != (version, digest):
@@ -288,21 +285,17 @@ class WeightSource:
             return None
         return [payload for step in steps for payload in step.payloads]
 
-    def _anchored(self) -> tuple[int, list[torch.Tensor]]:
+    def _anchored(self) -> tuple[int, list[Payload]]:
         with self._encoding:  # the next version waits for it, not the program
             if self._anchor is None or self._anchor[0] != self._version:
                 payloads = []
                 for held in self._held:
                     room = delta.most_nbytes(held.numel(), held.element_size())
                     wire = torch.empty(room, dtype=torch.uint8)
-                    payloads.append(wire[: delta.encode_anchor(held, wire, self._version)])
+                    nbytes = delta.encode_anchor(held, wire, self._version)
+                    payloads.append(Payload.of(wire[:nbytes]))
                 self._anchor = self._version, payloads
             anchor = self._anchor
         with self._changed:
             self._stats["anchors"] += 1
         return anchor
-
-
-def _bytes(payload: torch.Tensor) -> memoryview:
-    view: Any = payload.numpy()  # which type checkers do not take for a buffer
-    return memoryview(view)

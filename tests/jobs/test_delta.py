@@ -41,6 +41,34 @@ def test_a_receiver_of_messages_that_holds_something_else_gets_all_values_at_onc
     assert all(share <= 1.02 for _, share in found)
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_is_kept_is_bounded_and_what_is_dropped_comes_whole(ranks: int) -> None:
+    results = run_ranks(jobs.bounded, ranks, args=[100_000, 7], timeout=120)
+    for result in results:
+        value = result.value
+        assert value["wrong"] == []
+        # Of a call all that it needs stays: at most what a rank sends and the parts of all ranks.
+        assert 0 < value["most"] <= 100_000 + (1 + ranks) * value["bytes"]
+        assert result.stderr.count("so what was used least recently is dropped") == 1
+    for result in run_ranks(jobs.bounded, 2, args=[10_000_000, 3]):
+        assert result.value["wrong"] == []
+        assert "used least recently" not in result.stderr
+
+
+@pytest.mark.parametrize("kind", ["broadcast", "all_gather", "scatter", "recv"])
+def test_a_rank_may_drop_what_it_holds_by_itself(kind: str) -> None:
+    shares = []
+    for result in run_ranks(jobs.dropped_by_one, 3, args=[kind]):
+        assert result.value["wrong"] == []
+        shares.append(result.value["shares"])
+    most = [max(each) for each in zip(*shares, strict=True)]
+    parts = 3 if kind in ("all_gather", "scatter") else 1
+    for call, share in enumerate(most):
+        whole = call in (0, 2, 4)
+        assert (share > 0.5) == whole, (call, most)
+        assert share < 1.02 * parts if whole else share < 0.06 * parts, (call, most)
+
+
 def test_what_it_is_not_for_is_refused() -> None:
     kinds = "codec delta is for all_gather, all_gather_v, broadcast, recv, scatter, scatter_v, send"
     for result in run_ranks(jobs.refusals, 2):

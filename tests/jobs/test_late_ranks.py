@@ -78,7 +78,7 @@ def test_the_rank_that_sleeps_in_its_backward_pass_is_named_by_all() -> None:
 
 def logs() -> list[str]:
     """Runs on ranks: rank 1 is late without being recorded; what each rank logs."""
-    from mcr_plus.dispatch import latecomers, status
+    from mcr_plus.observe import latecomers, status
 
     status.PERIOD = 0.02  # type: ignore[misc]
     status._LEAST_SHARE = 10  # type: ignore[misc]

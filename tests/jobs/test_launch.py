@@ -29,7 +29,8 @@ from mcr_plus.launch.flavour import MpiLauncher, parse_version
 from mcr_plus.launch.job import Outcome, run_job
 from mcr_plus.launch.run import explanation
 from mcr_plus.launch.uncaught import description
-from mcr_plus.rendezvous.store import exchange, unused_part
+from mcr_plus.rendezvous.parts import unused_part
+from mcr_plus.rendezvous.store import exchange
 
 PROGRAMS = str(Path(__file__).parents[1] / "support" / "programs.py")
 SHARED_MEMORY = Path("/dev/shm")

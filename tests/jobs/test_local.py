@@ -68,6 +68,39 @@ def test_every_codec_leaves_replicas_with_the_same_bits(ranks: int) -> None:
     assert carried >= 15
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_last_of_training_is_sent_by_the_codec_or_exactly(ranks: int) -> None:
+    results = [each.value for each in run_ranks(jobs.endings, ranks, timeout=240)]
+    for name in results[0]:
+        found = [result[name] for result in results]
+        assert all(each["later"] == found[0]["later"] for each in found), name
+    assert results[0]["uneven"]["steps"] > results[1]["uneven"]["steps"]
+    dense = results[0]["float32"]["bytes"]
+    for name in (f"{way}{exact}" for way in jobs.ENDINGS for exact in ("", " exact")):
+        found = [result[name] for result in results]
+        first = found[0]
+        assert all(each["ends"] == first["ends"] and each["equal"] for each in found), name
+        assert first["rounds"] == 1
+        mean = np.mean([each["own"] for each in found], axis=0)
+        if name.endswith("exact") or name == "float32":
+            assert first["codecs"] == ["None"], name
+            assert first["bytes"] == dense
+            np.testing.assert_allclose(first["ends"], mean, rtol=1e-6, atol=1e-7)
+            assert first["after"] == first["before"]
+            continue
+        assert first["codecs"] == [jobs.ENDINGS[name]["codec"] if "int8" not in name else "int8_block"]
+        assert first["bytes"] < 0.7 * dense, name
+        left = np.abs(np.subtract(first["ends"], mean)).max()
+        assert 0 < left < np.abs(np.subtract(first["anchor"], mean)).max() + np.abs(first["before"]).max(), (
+            name
+        )
+        if "feedback" in name and "int2" not in name:
+            # Nothing is lost: what is missing in the end, and was not before, waits to be sent.
+            wanted = mean - first["before"] + np.array(first["after"])
+            np.testing.assert_allclose(first["ends"], wanted, rtol=1e-5, atol=1e-6)
+            assert any(first["after"])
+
+
 def test_rules_choose_codecs_by_tag() -> None:
     for result in run_ranks(jobs.by_rule, 2):
         assert result.value["outer.0"] == ["None"]
@@ -117,9 +150,17 @@ def survivors(target: Any, ranks: int, lost: list[int], args: list[Any]) -> list
     return found
 
 
-@pytest.mark.parametrize(("victim", "at", "delay"), [(1, 7, 0), (2, 9, 3), (0, 6, 3)])
-def test_a_rank_that_is_killed_costs_at_most_a_round(victim: int, at: int, delay: int) -> None:
-    first, second = survivors(jobs.after_a_death, 3, [victim], [victim, at, delay])
+INT4 = {"codec": "int4_block", "error_feedback": True}
+
+
+@pytest.mark.parametrize(
+    ("victim", "at", "delay", "compress"),
+    [(1, 7, 0, None), (2, 9, 3, None), (0, 6, 3, None), (1, 9, 3, INT4)],
+)
+def test_a_rank_that_is_killed_costs_at_most_a_round(
+    victim: int, at: int, delay: int, compress: dict[str, Any] | None
+) -> None:
+    first, second = survivors(jobs.after_a_death, 3, [victim], [victim, at, delay, compress])
     for name in ("values", "outer", "steps", "rounds"):
         assert first[name] == second[name], name
     assert (first["losses"], first["size"], first["steps"]) == (1, 2, 20)

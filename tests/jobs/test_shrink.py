@@ -49,6 +49,16 @@ def test_survivors_of_a_group_keep_its_order() -> None:
     assert [value["world"] for value in values] == [3, 3, 3]
 
 
+@pytest.mark.parametrize("backend", ["gloo", "msccl"])
+def test_a_message_that_has_arrived_is_received_whether_anybody_has_looked_or_not(backend: str) -> None:
+    sender, receiver, _ = run_ranks(jobs.messages_in_flight, 3, via="torch", args=[backend], check=False)
+    assert receiver.value is not None, receiver.stderr
+    assert receiver.value == {"told": [""], "received": 2, "values": [10.0, 11.0, 12.0]}
+    assert sender.value is not None, sender.stderr
+    assert sender.value["told"][0] == ""
+    assert set(sender.value["told"]) <= {"", "Revoked"}  # a send says nothing about the receiver
+
+
 def test_ranks_that_do_not_call_it_are_named_and_all_may_try_again(tmp_path: Path) -> None:
     values = survivors(jobs.on_some_ranks_only, 4, [2], args=[str(tmp_path)])
     assert len({value["first"] for value in values}) == 1

@@ -90,6 +90,26 @@ def test_a_host_that_tears_connections_is_not_waited_for_until_the_usual_limit(t
 
 
 @several_hosts
+@pytest.mark.parametrize(
+    ("how", "host"),
+    [("kill", 0), ("cut", 0), pytest.param("kill", 2, marks=long), pytest.param("cut", 2, marks=long)],
+)
+def test_a_reset_beside_a_host_that_is_lost_names_it(tmp_path: Path, how: str, host: int) -> None:
+    """The first host has the store of the world. Nothing is closed, so that a shrink follows."""
+    with Racks(1, 3) as hosts, job_on(hosts, tmp_path, resets=True) as job:
+        if how == "cut":
+            hosts.cut(host)
+        else:
+            job.lose("kill", [host])
+        left = [rank for rank in range(3) if rank != host]
+        for said in job.gone_on(left).values():
+            assert said["reset"]["ranks"] == said["lost"] == [host]
+            assert "the ranks that are left go on with mcr.shrink()" in said["reset"]["text"]
+            assert said["reset"]["seconds"] < LIMIT_S
+        job.end(left)
+
+
+@several_hosts
 def test_one_host_after_another(tmp_path: Path) -> None:
     """Each time the one that has the store of the world, and the first of the keepers."""
     with Racks(1, 4) as hosts, job_on(hosts, tmp_path, min_ranks=1) as job:

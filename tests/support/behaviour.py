@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import conformance
 import numpy as np
+import reference
 import torch
 import torch.distributed as dist
 from reference import Array, Failures, difference, inputs, reduced, rough, sum_bound, unit_roundoff, wide
@@ -37,7 +38,7 @@ def mine(
     comm: mcr.Communicator, count: int = COUNT, salt: int = 0, dtype: torch.dtype = FLOAT
 ) -> torch.Tensor:
     """This rank's input."""
-    return torch.tensor(inputs(dtype, comm.rank, (count,), salt), dtype=dtype)
+    return reference.tensor(inputs(dtype, comm.rank, (count,), salt), dtype=dtype)
 
 
 def everyones(
@@ -100,7 +101,7 @@ def _rough_sum(
 def same_bits(comm: mcr.Communicator, name: str, tensor: torch.Tensor, failures: Failures) -> None:
     """All ranks of the group hold the same bits."""
     prints = comm.all_gather_object(
-        zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
     )
     failures.expect(f"{name}: equal bits on all ranks", len(set(prints)) == 1, prints)
 
@@ -137,7 +138,7 @@ def _compressed(
     comm.broadcast(tensor, comm.ranks[root], **how)
     moved("broadcast", tensor, seen[root])
 
-    gathered = torch.zeros(size * size * count, dtype=dtype)
+    gathered = reference.zeros(size * size * count, dtype=dtype)
     comm.all_gather_into_tensor(gathered, own, **how)
     moved("all_gather_into_tensor", gathered, torch.cat(seen))
 
@@ -151,7 +152,7 @@ def _compressed(
     moved("all_to_all_single", exchanged, torch.cat([chunk[comm.rank] for chunk in chunks]))
 
     rows = [own[: 3 * rank + 1] for rank in range(size)]
-    parts = [torch.zeros(3 * comm.rank + 1, dtype=dtype) for _ in range(size)]
+    parts = [reference.zeros(3 * comm.rank + 1, dtype=dtype) for _ in range(size)]
     comm.all_to_all(parts, rows, **how)
     moved("all_to_all", torch.cat(parts), torch.cat([part[: 3 * comm.rank + 1] for part in seen]))
 
@@ -205,7 +206,7 @@ def _compressed_sums(
         wanted, allowed = (expected, bound) if comm.rank == 0 else (terms[comm.rank], 0.0)
         failures.check(f"reduce {name}", difference(tensor, wanted, allowed))
 
-        part, here = torch.zeros(count, dtype=dtype), slice(comm.rank * count, (comm.rank + 1) * count)
+        part, here = reference.zeros(count, dtype=dtype), slice(comm.rank * count, (comm.rank + 1) * count)
         comm.reduce_scatter_tensor(part, sent[comm.rank], op, **how)
         failures.check(f"reduce_scatter {name}", difference(part, expected[here], bound[here]))
 
@@ -244,7 +245,7 @@ def _neighbours(comm: mcr.Communicator) -> tuple[int, int]:
 def _tags_out_of_order(comm: mcr.Communicator, backend: str | None, name: str, failures: Failures) -> None:
     left, right = _neighbours(comm)
     tags = (5, 1, 2**24 - 1, 0)
-    targets = {tag: torch.zeros(COUNT) for tag in tags}
+    targets = {tag: reference.zeros(COUNT) for tag in tags}
     works = [
         comm.isend(mine(comm, salt=tag % 1000), comm.ranks[right], tag, backend=backend, label="moe")
         for tag in tags
@@ -266,7 +267,7 @@ def _any_source(comm: mcr.Communicator, backend: str | None, name: str, failures
     if comm.rank == 0:
         sources = []
         for _ in range(max(1, comm.size - 1)):
-            target = torch.zeros(COUNT)
+            target = reference.zeros(COUNT)
             work = comm.irecv(target, tag=3, backend=backend)
             work.wait()
             rank = work.source_rank()
@@ -287,7 +288,7 @@ def _many_messages(comm: mcr.Communicator, backend: str | None, name: str, failu
     """Messages of one tag keep their order; some are empty, some large."""
     left, right = _neighbours(comm)
     sizes = (1, 0, 50_000, 3)
-    targets = [torch.zeros(size) for size in sizes]
+    targets = [reference.zeros(size) for size in sizes]
     works = [comm.irecv(target, comm.ranks[left], backend=backend) for target in targets]
     works += [comm.isend(mine(comm, size, 9), comm.ranks[right], backend=backend) for size in sizes]
     for work in works:
@@ -298,7 +299,7 @@ def _many_messages(comm: mcr.Communicator, backend: str | None, name: str, failu
 
 def _batch(comm: mcr.Communicator, failures: Failures) -> None:
     left, right = _neighbours(comm)
-    targets = [torch.zeros(COUNT), torch.zeros(COUNT)]
+    targets = [reference.zeros(COUNT), reference.zeros(COUNT)]
     batch = [
         mcr.P2POp(mcr.irecv, targets[1], comm.ranks[left], comm, 1),
         mcr.P2POp(mcr.isend, mine(comm, salt=1), comm.ranks[right], comm, tag=1),
@@ -372,9 +373,9 @@ def _persistent(
     how: dict[str, Any] = {"group": comm, "backend": backend}
     sizes = dict.fromkeys(("all_reduce", "broadcast", "reduce", "gather"), small)
     sizes |= dict.fromkeys(("scatter", "exchange"), large)
-    ins = {name: torch.zeros(count, dtype=dtype) for name, count in sizes.items()}
-    gathered, scattered = torch.zeros(large, dtype=dtype), torch.zeros(small, dtype=dtype)
-    exchanged = torch.zeros(large, dtype=dtype)
+    ins = {name: reference.zeros(count, dtype=dtype) for name, count in sizes.items()}
+    gathered, scattered = reference.zeros(large, dtype=dtype), reference.zeros(small, dtype=dtype)
+    exchanged = reference.zeros(large, dtype=dtype)
     runs = {
         "all_reduce": mcr.persistent("all_reduce", ins["all_reduce"], op=op, **how),
         "broadcast": mcr.persistent("broadcast", ins["broadcast"], comm.ranks[root], **how),
@@ -387,7 +388,7 @@ def _persistent(
     for turn in range(4):
         parts = {n: everyones(comm, t.numel(), turn, dtype) for n, t in ins.items()}
         for name, tensor in ins.items():
-            tensor.copy_(torch.tensor(parts[name][me], dtype=dtype))
+            tensor.copy_(reference.tensor(parts[name][me], dtype=dtype))
         _run_all(list(runs.values()), turn)
         total, chunk = reduced(parts["scatter"], op), slice(me * small, (me + 1) * small)
         expected = {
@@ -501,7 +502,7 @@ def special_tensors(comm: mcr.Communicator, backends: Backends, failures: Failur
         comm.all_reduce(leaf, "MAX", backend=backend)
         failures.check(f"leaf on {backend}", difference(leaf, summed(comm)))
         failures.expect("a leaf stays one", leaf.is_leaf and leaf.requires_grad and leaf.grad_fn is None)
-        parts = [torch.zeros(COUNT, requires_grad=True) for _ in range(comm.size)]
+        parts = [reference.zeros(COUNT, requires_grad=True) for _ in range(comm.size)]
         comm.all_gather(parts, mine(comm).requires_grad_(), backend=backend)
         wanted = np.concatenate(everyones(comm))
         failures.check(f"leaves in a list on {backend}", difference(torch.cat(parts), wanted))
@@ -546,13 +547,13 @@ def overlapping(comm: mcr.Communicator, backends: Backends, failures: Failures) 
     size, me = comm.size, comm.rank
     for backend in backends:
         parts = everyones(comm)
-        gathered = torch.zeros(size * COUNT)
+        gathered = reference.zeros(size * COUNT)
         own = gathered[me * COUNT : (me + 1) * COUNT]
         own.copy_(mine(comm))
         comm.all_gather_into_tensor(gathered, own, backend=backend)
         failures.check(f"gather in place on {backend}", difference(gathered, np.concatenate(parts)))
 
-        shifted = torch.zeros(size * COUNT + 1)
+        shifted = reference.zeros(size * COUNT + 1)
         shifted[1 : COUNT + 1] = mine(comm)
         comm.all_gather_into_tensor(shifted[: size * COUNT], shifted[1 : COUNT + 1], backend=backend)
         failures.check(f"gather shifted on {backend}", difference(shifted[:-1], np.concatenate(parts)))
@@ -577,7 +578,7 @@ def overlapping(comm: mcr.Communicator, backends: Backends, failures: Failures) 
         comm.all_to_all(pieces, pieces, backend=backend)
         failures.check(f"exchange of lists in place on {backend}", difference(torch.cat(pieces), wanted))
 
-        pieces = [torch.zeros(COUNT) for _ in range(size)]
+        pieces = [reference.zeros(COUNT) for _ in range(size)]
         pieces[me].copy_(mine(comm))
         comm.gather(pieces[me], pieces if me == 0 else None, backend=backend)
         if me == 0:
@@ -608,7 +609,7 @@ def handles(comm: mcr.Communicator, backends: Backends, failures: Failures) -> N
 
 
 def _completes(comm: mcr.Communicator, backend: str | None, failures: Failures) -> None:
-    strided = torch.zeros(COUNT, 2)
+    strided = reference.zeros(COUNT, 2)
     strided[:, 0] = mine(comm)
     for tensor in (mine(comm), strided[:, 0]):
         work = started(comm.all_reduce(tensor, async_op=True, backend=backend))
@@ -622,7 +623,7 @@ def _completes(comm: mcr.Communicator, backend: str | None, failures: Failures) 
 def _infos(comm: mcr.Communicator, backend: str | None, failures: Failures) -> None:
     size, possible = comm.size, possible_backends(comm, backend)
     how: dict[str, Any] = {"async_op": True, "backend": backend, "tag": "test.info"}
-    own, large = mine(comm), torch.zeros(size * COUNT)
+    own, large = mine(comm), reference.zeros(size * COUNT)
     begin = started(comm.barrier(async_op=True, backend=backend))
     codec = None if size == 1 else "bf16"
     works: list[tuple[str, Any, int | None, int | None, str | None]] = [
@@ -631,14 +632,14 @@ def _infos(comm: mcr.Communicator, backend: str | None, failures: Failures) -> N
         ("all_gather", comm.all_gather_into_tensor(large, own, **how), 40 * size, 40 * size, None),
         (
             "reduce_scatter",
-            comm.reduce_scatter_tensor(torch.zeros(COUNT), own.repeat(size), **how),
+            comm.reduce_scatter_tensor(reference.zeros(COUNT), own.repeat(size), **how),
             40 * size,
             40 * size,
             None,
         ),
         (
             "all_to_all_v",
-            comm.all_to_all(list(torch.split(torch.zeros(size * COUNT), COUNT)), [own] * size, **how),
+            comm.all_to_all(list(torch.split(reference.zeros(size * COUNT), COUNT)), [own] * size, **how),
             40 * size,
             40 * size,
             None,
@@ -687,13 +688,13 @@ def dropped(comm: mcr.Communicator, backends: Backends, failures: Failures) -> N
             tensor = mine(comm, count, turn)
             work = started(comm.all_reduce(tensor, async_op=True, backend=backend))
             left, right = _neighbours(comm)
-            target = torch.zeros(count)
+            target = reference.zeros(count)
             receipt = comm.irecv(target, comm.ranks[left], turn, backend=backend)
             comm.isend(mine(comm, count, turn + 50), comm.ranks[right], turn, backend=backend)
             if comm.rank == turn % comm.size:
                 del tensor, work
                 gc.collect()
-                junk = [torch.full((count,), float("nan")) for _ in range(12)]
+                junk = [reference.full((count,), float("nan")) for _ in range(12)]
                 del junk
             else:
                 work.wait()
@@ -721,10 +722,10 @@ def groups(comm: mcr.Communicator, backends: Backends, failures: Failures) -> No
     failures.expect("the world", (mcr.get_rank(), mcr.get_world_size(), mcr.world()) == (me, size, comm))
 
     for root in range(size):  # global ranks, in groups of any order
-        tensor = torch.full((3,), float(me))
+        tensor = reference.full((3,), float(me))
         mcr.broadcast(tensor, root, backwards)
         failures.check("src is a global rank", difference(tensor, np.full(3, float(root))))
-        tensor = torch.tensor([2.0**me])
+        tensor = reference.tensor([2.0**me])
         mcr.reduce(tensor, root, group=backwards)
         wanted = 2.0**size - 1 if me == root else 2.0**me
         failures.check("dst is a global rank", difference(tensor, np.array([wanted])))

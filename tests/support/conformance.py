@@ -12,6 +12,7 @@ from itertools import cycle, product
 from typing import Any, Final
 
 import numpy as np
+import reference
 import torch
 from reference import Array, Failures, Shape, difference, inputs, reduced, unit_roundoff
 
@@ -48,21 +49,21 @@ class Laid:
     def __init__(self, values: Array, dtype: torch.dtype, layout: str) -> None:
         self._base: torch.Tensor | None = None
         self.tensor = (
-            torch.tensor(values, dtype=dtype) if layout == "plain" else self._view(values, dtype, layout)
+            reference.tensor(values, dtype=dtype) if layout == "plain" else self._view(values, dtype, layout)
         )
 
     def _view(self, values: Array, dtype: torch.dtype, layout: str) -> torch.Tensor:
         shape = values.shape
         if layout == "transposed" or not shape:
-            view = base = torch.full(shape[::-1], FILL, dtype=torch.float64).to(dtype)
+            view = base = reference.full(shape[::-1], FILL, dtype=torch.float64).to(dtype)
             view = view.permute(tuple(reversed(range(len(shape)))))
         elif layout == "strided":
-            base = torch.full((*shape[:-1], 2 * shape[-1] + 1), FILL, dtype=torch.float64).to(dtype)
+            base = reference.full((*shape[:-1], 2 * shape[-1] + 1), FILL, dtype=torch.float64).to(dtype)
             view = base[..., 1 : 1 + 2 * shape[-1] : 2]
         else:
-            base = torch.full((values.size + 5,), FILL, dtype=torch.float64).to(dtype)
+            base = reference.full((values.size + 5,), FILL, dtype=torch.float64).to(dtype)
             view = base[3 : 3 + values.size].view(shape)
-        view.copy_(torch.tensor(values, dtype=dtype))
+        view.copy_(reference.tensor(values, dtype=dtype))
         self._base = base
         return view
 
@@ -71,20 +72,20 @@ class Laid:
         if self._base is None or self._base.dim() == 0:
             return None
         base = self._base
-        inside = torch.zeros(base.shape, dtype=torch.uint8)
+        inside = reference.zeros(base.shape, dtype=torch.uint8)
         inside.as_strided(self.tensor.shape, self.tensor.stride(), self.tensor.storage_offset()).fill_(1)
         around = base[inside == 0]
-        fill = torch.full(around.shape, FILL, dtype=torch.float64).to(base.dtype)
+        fill = reference.full(around.shape, FILL, dtype=torch.float64).to(base.dtype)
         return None if torch.equal(around, fill) else "memory beside the tensor was changed"
 
 
 def neighbours(values: Sequence[Array], dtype: torch.dtype) -> list[torch.Tensor]:
     """Tensors that lie next to each other in memory, not at its beginning."""
-    base = torch.zeros(4 + sum(value.size for value in values), dtype=dtype)
+    base = reference.zeros(4 + sum(value.size for value in values), dtype=dtype)
     parts = torch.split(base[4:], [value.size for value in values])
     tensors = [part.view(value.shape) for part, value in zip(parts, values, strict=True)]
     for tensor, value in zip(tensors, values, strict=True):
-        tensor.copy_(torch.tensor(value, dtype=dtype))
+        tensor.copy_(reference.tensor(value, dtype=dtype))
     return tensors
 
 

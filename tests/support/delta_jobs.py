@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 import mcr_plus as mcr
+from mcr_plus.compression.copies import Copies
+from mcr_plus.compression.delta import DeltaState
 from mcr_plus.kernels import delta as kernel
 
 DTYPES = (
@@ -189,8 +191,6 @@ def damaged(kind: str) -> list[list[str]]:
 
 def another_base() -> list[Any]:
     """The receiver of messages holds other bits, and a higher version, than the sender has sent to it."""
-    from mcr_plus.compression.delta import DeltaState
-
     with mcr.init(backends=["gloo"]) as comm:
         x, found = first(torch.float32, 20_000, 0), []
         for call in range(4):
@@ -201,12 +201,97 @@ def another_base() -> list[Any]:
                 continue
             if call == 2:
                 (state,) = [each for each in gc.get_objects() if isinstance(each, DeltaState)]
-                ((_, held),) = state._received.items()
+                ((_, copy),) = state._parts.items()
+                held = copy.received[0]
                 held.version, held.digest = 90, 123
             with mcr.record() as log:
                 comm.recv(out, 0, compress="delta")
             found.append((same(out, x), max(each.wire_bytes for each in log.records) / x.nbytes))
         return found
+
+
+def bounded(keep: int, tags: int) -> dict[str, Any]:
+    """More tags than `keep` bytes have room for, in turns; what differed, and the bytes of copies."""
+    wrong: list[str] = []
+    most = 0
+    codec = {"codec": "delta", "keep": keep}
+    with mcr.init(backends=["gloo"]) as comm:
+        ranks, other = comm.size, 1 - comm.rank
+        held = [
+            [first(torch.bfloat16, 5003, 10 * tag + rank) for rank in range(ranks)] for tag in range(tags)
+        ]
+
+        def every(tag: int, what: str) -> None:
+            nonlocal most
+            parts, mine = held[tag], held[tag][comm.rank]
+            x = parts[1].clone() if comm.rank == 1 else torch.zeros_like(mine)
+            comm.broadcast(x, 1, compress=codec, tag=f"b{tag}")
+            out, gathered = torch.empty_like(mine), torch.empty(ranks * mine.numel(), dtype=mine.dtype)
+            comm.all_gather_into_tensor(gathered, mine, compress=codec, tag=f"g{tag}")
+            comm.scatter(out, parts if comm.rank == 1 else None, 1, compress=codec, tag=f"s{tag}")
+            taken = torch.empty_like(mine)
+            works = []
+            if comm.rank < 2:
+                works = [
+                    comm.isend(mine, other, tag, compress=codec),
+                    comm.irecv(taken, other, tag, compress=codec),
+                ]
+            for work in works:
+                work.wait()
+            pairs = [(x, parts[1]), (gathered, torch.cat(parts)), (out, mine)]
+            if works:
+                pairs.append((taken, parts[other]))
+            wrong.extend(f"{what} {tag} {number}" for number, each in enumerate(pairs) if not same(*each))
+            most = max([most, *(each.nbytes for each in gc.get_objects() if isinstance(each, Copies))])
+
+        for call in range(3):
+            for tag in range(tags):
+                held[tag] = [moved(each, call, 0.01) for each in held[tag]]
+                every(tag, f"call {call}")
+        works, outs = [], []
+        for tag in range(tags):  # all in flight at once
+            held[tag] = [moved(each, 77, 0.01) for each in held[tag]]
+            outs.append(held[tag][1].clone() if comm.rank == 1 else torch.zeros_like(held[tag][1]))
+            works.append(comm.broadcast(outs[-1], 1, compress=codec, tag=f"b{tag}", async_op=True))
+        for tag, work in enumerate(works):
+            assert work is not None
+            work.wait()
+            if not same(outs[tag], held[tag][1]):
+                wrong.append(f"in flight {tag}")
+        return {"wrong": wrong, "most": most, "bytes": held[0][0].nbytes}
+
+
+def dropped_by_one(kind: str) -> dict[str, Any]:
+    """One rank alone drops what it holds: a receiver before call 2, the sender before call 4."""
+    wrong, shares = [], []
+    with mcr.init(backends=["gloo"]) as comm:
+        x = first(torch.bfloat16, 20_000, 0)
+        for call in range(6):
+            x = moved(x, call, 0.01)
+            if (comm.rank, call) in ((0, 2), (1, 4)):
+                (state,) = [each for each in gc.get_objects() if isinstance(each, DeltaState)]
+                for copy in list(state._parts.values()):
+                    copy.drop()
+            out = x.clone() if comm.rank == 1 else torch.zeros_like(x)
+            parts = [moved(x, rank, 0.01) for rank in range(comm.size)]
+            with mcr.record() as log:
+                if kind == "broadcast":
+                    comm.broadcast(out, 1, compress="delta", tag="t")
+                elif kind == "scatter":
+                    comm.scatter(out, parts if comm.rank == 1 else None, 1, compress="delta", tag="t")
+                elif kind == "all_gather":
+                    outs = [torch.empty_like(x) for _ in parts]
+                    comm.all_gather(outs, parts[comm.rank], compress="delta", tag="t")
+                    out = torch.cat(outs)
+                elif comm.rank == 1:
+                    comm.send(x, 0, compress="delta")
+                elif comm.rank == 0:
+                    comm.recv(out, 1, compress="delta")
+            expected = {"scatter": parts[comm.rank], "all_gather": torch.cat(parts)}.get(kind, x)
+            if comm.rank < 2 or kind != "recv":
+                wrong += [] if same(out, expected) else [call]
+            shares.append(max([each.wire_bytes for each in log.records], default=0) / x.nbytes)
+        return {"wrong": wrong, "shares": shares}
 
 
 def refusal(call: Callable[[], object]) -> str:
@@ -235,8 +320,6 @@ def refusals() -> list[str]:
 
 def hierarchical(inter: bool) -> dict[str, Any]:
     """Broadcasts between two nodes of two ranks: the steps of the last, and how often a rank encoded."""
-    from mcr_plus.compression.delta import DeltaState
-
     encoded, applied = [0], [0]
 
     def count(name: str, counter: list[int]) -> None:

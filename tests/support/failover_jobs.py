@@ -23,6 +23,7 @@ from mcr_plus.core.message import Message, Signature
 from mcr_plus.core.sockets import shut_down
 from mcr_plus.dispatch.failover import channel as failover
 from mcr_plus.dispatch.failover import comeback, notices
+from mcr_plus.dispatch.failover import kept as kept_operations
 from mcr_plus.dispatch.failover.kept import Kept
 from mcr_plus.runtime.init import current
 
@@ -316,7 +317,8 @@ def _with_hook(way: str) -> tuple[torch.nn.Module, Any]:
 def ahead_by_a_pass(backends: list[str], way: str) -> dict[str, Any]:
     """Rank 0 has the means of a pass, changes them and sends the next one's; then the library fails.
 
-    The rest has not completed that pass, and no copy of the gradients was made.
+    The rest has not completed that pass, and no copy of the gradients was made. There are more gradients than
+    may be kept in memory of failover's own.
     """
     stages = [
         {"fuse": {"bucket": "1KiB", "first_bucket": "1KiB"}},
@@ -350,6 +352,7 @@ def ahead_by_a_pass(backends: list[str], way: str) -> dict[str, Any]:
             return copy(kept, tensor)
 
         patch.setattr(channel._own, "bind", late)
+        patch.setattr(kept_operations, "_MOST_BYTES", 1024)
         patch.setattr(Kept, "copied", noted)
         wrong: list[tuple[int, str]] = []
         for number in range(PASSES):

@@ -7,17 +7,18 @@ as for the real library. Streams run in order, an operation runs once all its ra
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Sequence
 from ctypes import CFUNCTYPE, POINTER, c_int, c_size_t, c_void_p
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from device_model import Entry, FakeStream, FakeStreams, Machine, Range
 
+__all__ = ("FakeStreams", "Simulator")
 IN_PROGRESS = 7
 DTYPES = {
     0: torch.int8,
@@ -69,25 +70,37 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass(eq=False)
-class Entry:
-    """Something in a stream."""
-
-    done: bool = False
-
-
-@dataclass(eq=False)
-class Wait(Entry):
-    other: Entry | None = None
-
-
-@dataclass(eq=False)
 class Task:
-    """One NCCL call: its name and arguments without communicator and stream."""
+    """One NCCL call: its name and arguments without communicator and stream.
+
+    `turn` pairs it with those of the other ranks: the n-th collective of a communicator, or the n-th message
+    of a direction.
+    """
 
     comm: Comm
     name: str
     args: tuple[Any, ...]
-    done: bool = False
+    turn: tuple[Any, ...]
+    unit: Unit | None = None
+
+    def ranges(self) -> tuple[list[Range], list[Range]]:
+        """The memory that it reads and writes on its rank."""
+        size = self.comm.size
+
+        def at(address: int | None, count: int, dtype: int) -> list[Range]:
+            return [(address, address + count * DTYPES[dtype].itemsize)] if address else []
+
+        if self.name in ("Send", "Recv"):
+            place = at(*self.args[:3])
+            return (place, []) if self.name == "Send" else ([], place)
+        source, target, count, dtype = self.args[:4]
+        read = at(source, count * (size if self.name == "ReduceScatter" else 1), dtype)
+        written = at(target, count * (size if self.name == "AllGather" else 1), dtype)
+        if self.name in ("Reduce", "Broadcast"):
+            is_root = self.args[-1] == self.comm.rank
+            reads, writes = (True, is_root) if self.name == "Reduce" else (is_root, True)
+            return read if reads else [], written if writes else []
+        return read, written
 
 
 @dataclass(eq=False)
@@ -111,73 +124,13 @@ class Comm:
     backlog: list[tuple[FakeStream, Unit]] = field(default_factory=list)
 
 
-class FakeStream:
-    def __init__(self, simulator: Simulator, name: str) -> None:
-        self.simulator = simulator
-        self.name = name
-        self.entries: list[Entry] = []
-        self.cuda_stream = simulator.add_stream(self)
-
-    def wait_event(self, event: FakeEvent) -> None:
-        self.simulator.trace.append(f"{self.name} waits")
-        self.entries.append(Wait(other=event.entry))
-        self.simulator.run()
-
-
-class FakeEvent:
-    entry: Entry | None = None
-
-    def record(self, stream: FakeStream) -> None:
-        stream.simulator.trace.append(f"{stream.name} records")
-        self.entry = stream.entries[-1] if stream.entries else None
-
-    def query(self) -> bool:
-        return self.entry is None or self.entry.done
-
-
-class FakeStreams:
-    """`Streams` for CPU tensors, whose device number is -1."""
-
-    device = -1
-
-    def __init__(self, simulator: Simulator) -> None:
-        self.simulator = simulator
-        self.caller = FakeStream(simulator, "caller")
-        self.now = self.caller
-        self.kept: list[torch.Tensor] = []
-
-    def create(self) -> FakeStream:
-        return FakeStream(self.simulator, "comm")
-
-    def current(self) -> FakeStream:
-        return self.now
-
-    def event(self) -> FakeEvent:
-        return FakeEvent()
-
-    @contextlib.contextmanager
-    def under(self, stream: FakeStream) -> Iterator[None]:
-        before, self.now = self.now, stream
-        yield
-        self.now = before
-
-    def selected(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def keep(self, tensor: torch.Tensor, stream: FakeStream) -> None:
-        self.kept.append(tensor)
-
-    def scratch(self) -> torch.Tensor:
-        return torch.zeros(1, dtype=torch.int32)
-
-
-class Simulator:
+class Simulator(Machine):
     """All ranks' communicators. `fails` maps a function's name to the result code it shall return."""
 
     def __init__(self, version: int = 23203) -> None:
+        super().__init__()
         self.version = version
         self.calls: list[tuple[Any, ...]] = []  # name, communicator's rank, arguments
-        self.trace: list[str] = []
         self.fails: dict[str, int] = {}
         self.last_error = b"the last error"
         self.slow = 0
@@ -185,9 +138,9 @@ class Simulator:
         self.members: dict[bytes, dict[int, Comm]] = defaultdict(dict)
         self.closed: list[tuple[str, int]] = []
         self.configs: list[CConfig] = []
-        self._streams: list[FakeStream] = []
         self._thread = threading.local()
-        self._lock = threading.RLock()
+        self._turns: dict[tuple[Any, ...], int] = defaultdict(int)
+        self._posted: dict[tuple[Any, ...], Task] = {}
         self._texts: list[Any] = []
 
     def library(self, *without: str) -> Any:
@@ -206,7 +159,7 @@ class Simulator:
         method = getattr(self, f"_{name}", None)
 
         def call(*args: Any) -> int:
-            with self._lock:
+            with self.lock:
                 if name in self.fails:
                     return self.fails[name]
                 result: int = method(*args) if method is not None else self._post(name, *args)
@@ -261,6 +214,7 @@ class Simulator:
             state[0] = IN_PROGRESS
         elif comm.state == 0 and comm.slow:
             comm.slow -= 1
+            self.version += 1
             state[0] = IN_PROGRESS
         if state[0] == 0:
             backlog, comm.backlog = comm.backlog, []
@@ -283,10 +237,6 @@ class Simulator:
 
     # -- calls ------------------------------------------------------------------------------------
 
-    def add_stream(self, stream: FakeStream) -> int:
-        self._streams.append(stream)
-        return len(self._streams)
-
     @property
     def _grouped(self) -> list[tuple[FakeStream, Task]]:
         if not hasattr(self._thread, "grouped"):
@@ -306,8 +256,15 @@ class Simulator:
         return self._flush() if self._thread.depth == 0 else 0
 
     def _post(self, name: str, *args: Any) -> int:
-        comm, stream = self.comms[args[-2]], self._streams[args[-1] - 1]
-        task = Task(comm, name.removeprefix("nccl"), args[:-2])
+        comm, stream = self.comms[args[-2]], self.streams[args[-1] - 1]
+        kind, place = name.removeprefix("nccl"), args[:-2]
+        if kind in ("Send", "Recv"):
+            ends = (comm.rank, place[3]) if kind == "Send" else (place[3], comm.rank)
+            key: tuple[Any, ...] = (comm.identity, *ends, kind)
+        else:
+            key = (comm.identity, comm.rank)
+        self._turns[key] += 1
+        task = Task(comm, kind, place, (*key, self._turns[key]))
         self.calls.append((task.name, comm.rank, *task.args))
         self.trace.append(task.name)
         self._grouped.append((stream, task))
@@ -317,7 +274,7 @@ class Simulator:
         grouped, self._thread.grouped = self._grouped, []
         result = 0
         for stream in dict.fromkeys(stream for stream, _ in grouped):
-            unit = Unit(tasks=[task for other, task in grouped if other is stream])
+            unit = Unit(stream, tasks=[task for other, task in grouped if other is stream])
             comm = unit.tasks[0].comm
             if comm.slow:
                 comm.backlog.append((stream, unit))
@@ -327,67 +284,61 @@ class Simulator:
         return result
 
     def _enqueue(self, stream: FakeStream, unit: Unit) -> None:
-        stream.entries.append(unit)
-        self.run()
+        reads, writes = [], []
+        for task in unit.tasks:
+            task.unit = unit
+            self._posted[task.turn] = task
+            for found, all_of_them in zip(task.ranges(), (reads, writes), strict=True):
+                all_of_them.extend(found)
+        self.detector.order(stream.number, self.host())
+        self.detector.launch(stream.number, unit.tasks[0].name, reads, writes)
+        stream.add(unit)
 
     # -- running ----------------------------------------------------------------------------------
 
-    def run(self) -> None:
-        """Run what can run."""
-        with self._lock:
-            while any(self._step(stream) for stream in self._streams) or self._match():
-                pass
+    def _partners(self, task: Task) -> list[Task | None]:
+        """The calls that run together with one, in the order of their ranks; None for those not there."""
+        identity, *ends, number = task.turn
+        if task.name not in ("Send", "Recv"):
+            return [self._posted.get((identity, rank, number)) for rank in range(task.comm.size)]
+        return [self._posted.get((identity, *ends[:2], kind, number)) for kind in ("Send", "Recv")]
 
-    @property
-    def stuck(self) -> bool:
-        """Whether something waits for what has not come."""
-        return any(not entry.done for stream in self._streams for entry in stream.entries)
+    def matched(self, entry: Entry) -> Sequence[Entry] | None:
+        if not isinstance(entry, Unit):
+            return (entry,)
+        found: dict[Unit, None] = {entry: None}
+        todo = [entry]
+        while todo:
+            for task in todo.pop().tasks:
+                for partner in self._partners(task):
+                    if partner is None or partner.unit is None:
+                        return None
+                    if partner.unit not in found:
+                        found[partner.unit] = None
+                        todo.append(partner.unit)
+        if len({unit.stream for unit in found}) < len(found):
+            return None  # a call that waits for a later one of its own stream
+        return sorted(found, key=lambda unit: unit.stream.cuda_stream)
 
-    def _head(self, stream: FakeStream) -> Entry | None:
-        return next((entry for entry in stream.entries if not entry.done), None)
+    def execute(self, entries: Sequence[Entry]) -> None:
+        ran = set[int]()
+        for task in (task for entry in entries if isinstance(entry, Unit) for task in entry.tasks):
+            if id(task) in ran:
+                continue
+            partners = [each for each in self._partners(task) if each is not None]
+            ran.update(map(id, partners))
+            if task.name in ("Send", "Recv"):
+                _deliver(*partners)
+            else:
+                _execute(partners)
+        super().execute(entries)
 
-    def _step(self, stream: FakeStream) -> bool:
-        head = self._head(stream)
-        if isinstance(head, Wait):
-            head.done = head.other is None or head.other.done
-        elif isinstance(head, Unit):
-            head.done = all(task.done for task in head.tasks)
-        return head is not None and head.done
 
-    def _match(self) -> bool:
-        """Execute calls whose peers are there too; whether there were any."""
-        running: dict[bytes, dict[int, list[Task]]] = defaultdict(lambda: defaultdict(list))
-        for stream in self._streams:
-            head = self._head(stream)
-            for task in head.tasks if isinstance(head, Unit) else ():
-                if not task.done:
-                    running[task.comm.identity][task.comm.rank].append(task)
-        return any(self._match_comm(by_rank) for by_rank in running.values())
-
-    def _match_comm(self, by_rank: dict[int, list[Task]]) -> bool:
-        messages = [task for tasks in by_rank.values() for task in tasks if task.name in ("Send", "Recv")]
-        found = False
-        for send in messages:
-            if send.name == "Send" and not send.done:
-                found |= self._deliver(send, messages)
-        size = next(iter(by_rank.values()))[0].comm.size
-        queues = [[t for t in by_rank.get(r, []) if t.name not in ("Send", "Recv")] for r in range(size)]
-        for tasks in zip(*queues, strict=False):
-            _execute(list(tasks))
-            found = True
-        return found
-
-    def _deliver(self, send: Task, messages: list[Task]) -> bool:
-        address, count, dtype, peer = send.args
-        for recv in messages:
-            if recv.name == "Recv" and not recv.done and recv.comm.rank == peer:
-                target, expected, kind, source = recv.args
-                if source == send.comm.rank:
-                    assert (expected, kind) == (count, dtype), "a message of another size than expected"
-                    ctypes.memmove(target, address, count * DTYPES[dtype].itemsize)
-                    send.done = recv.done = True
-                    return True
-        return False
+def _deliver(send: Task, recv: Task) -> None:
+    address, count, dtype, _ = send.args
+    target, expected, kind, _ = recv.args
+    assert (expected, kind) == (count, dtype), "a message of another size than expected"
+    ctypes.memmove(target, address, count * DTYPES[dtype].itemsize)
 
 
 def memory(address: int, count: int, dtype: int) -> torch.Tensor:
@@ -417,7 +368,6 @@ def _execute(tasks: list[Task]) -> None:
         scale = size if first.name == "ReduceScatter" else 1
         parts = [memory(task.args[0], count * scale, dtype).clone() for task in tasks]
     for rank, task in enumerate(tasks):
-        task.done = True
         target = task.args[1]
         if first.name == "AllReduce" or (first.name == "Reduce" and rank == rest[1]):
             memory(target, count, dtype).copy_(_reduced(parts, rest[0]))

@@ -53,6 +53,10 @@ def values(local: mcr.LocalSteps) -> list[float]:
     return local.model.values()  # type: ignore[operator, no-any-return]
 
 
+def parameters(model: torch.nn.Module) -> list[float]:
+    return [each for param in model.parameters() for each in param.view(-1).tolist()]
+
+
 def courses(backend: str, dispatch: dict[str, Any]) -> list[list[list[list[float]]]]:
     """Of each course and step, the parameters and the outer ones."""
     found = []
@@ -96,6 +100,7 @@ def codecs() -> dict[str, dict[str, Any]]:
                         for _ in range(13):
                             one_step(local)
                     local.finish()
+                    assert parameters(local.model) == outer_values(local)
                 except mcr.InvalidArgument as error:
                     found[f"{name} {feedback}"] = {"refused": str(error)}
                     continue
@@ -160,7 +165,9 @@ def restored() -> bool:
                 local = made(Quadratic(comm.rank), **settings)
                 load((local.model, local.inner, local), saved)
             one_step(local)
-        return values(local) + outer_values(local)
+        before = values(local) + outer_values(local)
+        local.finish()
+        return before + values(local) + outer_values(local)
 
     with begin("gloo") as comm:
         undisturbed = run(-1)
@@ -168,6 +175,69 @@ def restored() -> bool:
 
 
 TOPK = {"codec": "topk", "ratio": 0.1, "error_feedback": True}
+ENDINGS: dict[str, Any] = {
+    "float32": None,
+    "int8": "int8_block",
+    "int4 feedback": {"codec": "int4_block", "error_feedback": True},
+    "int2 feedback": {"codec": "int2_block", "error_feedback": {"decay": 0.5}},
+    "topk feedback": TOPK,
+    "topk": {"codec": "topk", "ratio": 0.1},
+    "sign ef21": {"codec": "sign1", "ef21": True},
+}
+
+
+def endings() -> dict[str, Any]:
+    """By codec: what ranks had before `finish`, exact or not, and what became of it.
+
+    With every codec one fragment has been sent a step before, the other one three, and none is in flight.
+    """
+    found: dict[str, Any] = {}
+
+    def residuals(local: mcr.LocalSteps) -> list[float]:
+        """What has not been sent, the mean over ranks, of the fragments end to end."""
+        kept: list[float] = []
+        states = mcr.state_dict()["codecs"].get("world", {})
+        for fragment in local.fragments:
+            total = torch.zeros_like(fragment.anchor)
+            for name, tensors in states.items():
+                if f"tag={fragment.tag} " in f"{name} ":
+                    for key in ("residual", "shard"):
+                        total += tensors.get(key, torch.zeros(())).view(-1)
+            kept += total.tolist()
+        return kept
+
+    with begin("gloo") as comm:
+        for name, compress in ENDINGS.items():
+            for exact in (False, True):
+                torch.manual_seed(comm.rank)
+                local = made(Wide(comm.rank), every=4, fragments=2, delay=1, compress=compress)
+                for _ in range(11):
+                    one_step(local)
+                assert [each.tokens for each in local.fragments] == [1, 3]
+                assert all(each.flight is None for each in local.fragments)
+                own = parameters(local.model)
+                anchor, before, rounds = outer_values(local), residuals(local), local.rounds
+                with mcr.record() as log:
+                    local.finish(exact=exact)
+                sent = [each for each in log.records if (each.tag or "").startswith("outer.")]
+                ends = parameters(local.model)
+                found[f"{name}{' exact' * exact}"] = {
+                    "own": own, "anchor": anchor, "before": before, "after": residuals(local), "ends": ends,
+                    "equal": ends == outer_values(local),
+                    "codecs": sorted({str(each.codec) for each in sent}),
+                    "bytes": sum(each.wire_bytes for each in sent), "rounds": local.rounds - rounds,
+                }  # fmt: skip
+                for _ in range(9):  # training goes on
+                    one_step(local)
+                local.finish()
+                found[f"{name}{' exact' * exact}"]["later"] = outer_values(local)
+        uneven = made(Wide(comm.rank), every=6, fragments=2, delay=1, uneven=True, compress=TOPK)
+        while uneven.rounds < 3:
+            uneven._left -= 0.4 if comm.rank else 0.1  # as if computing had taken so long
+            one_step(uneven)
+        uneven.finish()
+        found["uneven"] = {"steps": uneven.steps, "later": outer_values(uneven)}
+    return found
 
 
 def feedback() -> dict[str, Any]:
@@ -247,11 +317,11 @@ def _distance(comm: mcr.Communicator, mix: float, compress: dict[str, Any]) -> f
 TOKENS = [10, 30, 5]
 
 
-def after_a_death(victim: int, at: int, delay: int) -> dict[str, Any]:
+def after_a_death(victim: int, at: int, delay: int, compress: Any = None) -> dict[str, Any]:
     """One of three ranks dies at a step; the others go on to the same number of steps."""
     comm = begin("gloo")
     rank = comm.rank
-    local = made(Quadratic(rank), every=4, fragments=2, delay=delay, mix=0.5)
+    local = made(Quadratic(rank), every=4, fragments=2, delay=delay, mix=0.5, compress=compress)
     before: list[int] = []
     losses = 0
     while local.steps < 20:

@@ -1,13 +1,15 @@
 """What operations must give, computed from the inputs of all ranks with numpy alone.
 
 Every rank can compute the inputs of every other, so an oracle needs no communication. Floats are float64,
-complex numbers complex128; integers keep their own type and wrap around, as they do in C.
+complex numbers complex128; integers keep their own type and wrap around, as they do in C. `zeros`, `full` and
+`tensor` are torch's, on the device of the tests.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from typing import Any, Final
 
@@ -17,6 +19,11 @@ import torch
 
 Array = npt.NDArray[Any]
 Shape = tuple[int, ...]
+
+DEVICE: Final = os.environ.get("MCR_TEST_DEVICE", "cpu")
+zeros: Final = partial(torch.zeros, device=DEVICE)
+full: Final = partial(torch.full, device=DEVICE)
+tensor: Final = partial(torch.tensor, device=DEVICE)
 
 _INTEGERS: Final[dict[torch.dtype, type[np.generic]]] = {
     torch.int8: np.int8,
@@ -93,12 +100,12 @@ def rough(dtype: torch.dtype, rank: int, count: int, salt: int = 0) -> torch.Ten
     values = random.standard_normal(count) * np.exp2(random.integers(-6, 7, count))
     if dtype.is_complex:
         values = values + 1j * random.standard_normal(count)
-    return torch.tensor(values).to(dtype)
+    return torch.tensor(values).to(DEVICE, dtype)
 
 
 def wide(tensor: torch.Tensor) -> Array:
     """A tensor's values in the type the oracles compute in."""
-    tensor = tensor.detach().resolve_conj().resolve_neg()
+    tensor = tensor.detach().resolve_conj().resolve_neg().cpu()
     if tensor.dtype.is_complex:
         tensor = tensor.to(torch.complex128)
     elif tensor.dtype.is_floating_point:

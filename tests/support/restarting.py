@@ -109,9 +109,48 @@ def environment(folder: str, *names: str) -> None:
     sys.exit(RANK == 1 and not STARTED_AGAIN)
 
 
+def init_without(number: str) -> None:
+    """Rank 1 exits with a number before `init`; the others print what that raises, and end with 0."""
+    import mcr_plus as mcr
+
+    if RANK == 1:
+        time.sleep(0.5)
+        sys.exit(int(number))
+    try:
+        mcr.init(backends=["gloo"], timeout=_PATIENCE_S)
+    except mcr.PeerLost as error:
+        print(f"{RANK} told PeerLost {list(error.ranks)} {error}\n", end="", flush=True)
+
+
+def init_after_all() -> None:
+    """Rank 1 dies in `init`, after the others have seen that it has come, and before all have."""
+    import torch
+
+    import mcr_plus as mcr
+    from mcr_plus.rendezvous import watched_store
+
+    if RANK == 1 and not STARTED_AGAIN:
+        usual = watched_store.WatchedStore.get
+
+        def killed(store: watched_store.WatchedStore, key: str) -> bytes:
+            if key == "here":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return usual(store, key)
+
+        watched_store.WatchedStore.get = killed  # type: ignore[method-assign, assignment]
+    elif RANK == 2:
+        time.sleep(3.0)
+    comm = mcr.init(backends=["gloo"], timeout=_PATIENCE_S)
+    x = torch.full((1,), 1.0 + RANK)
+    comm.all_reduce(x)
+    print(f"{RANK} sum {x.item()}\n", end="", flush=True)
+    mcr.finalize()
+
+
 _PROGRAMS: dict[str, Callable[..., None]] = {
     "wait": wait, "store": store, "fail": fail, "fail_and_wait": fail_and_wait, "leave": leave,
     "stubborn": stubborn, "raises": raises, "raises_always": raises_always, "environment": environment,
+    "init_without": init_without, "init_after_all": init_after_all,
 }  # fmt: skip
 
 if __name__ == "__main__":

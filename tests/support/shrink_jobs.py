@@ -46,6 +46,43 @@ def _error(call: Callable[[], Any]) -> str:
     return ""
 
 
+def messages_in_flight(backend: str) -> dict[str, Any]:
+    """Rank 0 has sent three messages to rank 1, of which one is received, and one is on its way; rank 2 dies.
+
+    The ranks that are left find out which have come, and send the others again.
+    """
+    old = _begin([backend])
+    messages = [torch.full((5,), 10.0 + number) for number in range(3)]
+    buffers = [torch.zeros(5) for _ in messages]
+    old.barrier()
+    works = []
+    if old.rank == 0:
+        works = [old.isend(each, 1) for each in messages]
+        works[0].wait()
+    elif old.rank == 1:
+        old.recv(buffers[0], 0)
+        works = [old.irecv(buffers[1], 0)]
+    else:
+        time.sleep(0.5)
+        _die()
+    time.sleep(1.0)  # the second message has arrived, and nobody has looked
+    _wait_for_loss(old)
+    comm = mcr.shrink()
+    told = [_error(work.wait).partition(":")[0] for work in works]
+    received = {0: 1 + (told == [""])} if old.rank == 1 else {}
+    known = dict(comm.all_gather_object((old.rank, received)))
+    begin, rank_1 = known[1][0], sorted(known).index(1)
+    if old.rank == 0:
+        for each in messages[begin:]:
+            comm.send(each, rank_1)
+    else:
+        for each in buffers[begin:]:
+            comm.recv(each, 0)
+    comm.barrier()
+    mcr.finalize()
+    return {"told": told, "received": begin, "values": [each[0].item() for each in buffers]}
+
+
 def after_a_death(backends: list[str] | None, victim: int) -> dict[str, Any]:
     """What survivors have after one of four ranks has died: ranks, sums, errors of old handles, gradients."""
     comm = _begin(backends)
@@ -134,10 +171,10 @@ def refused_during_a_build(folder: str) -> dict[str, Any]:
         _die()
     _wait_for_loss(comm)
     seen: list[str] = []
-    usual, watches = vars(regroup)["exchange"], list[regroup.Watch]()
+    usual, watches = vars(regroup)["exchange"], list[regroup.EpochWatch]()
     if rank == 1:
 
-        class Watch(regroup.Watch):
+        class Watch(regroup.EpochWatch):
             def __init__(self, *arguments: Any) -> None:
                 super().__init__(*arguments)
                 watches.append(self)
@@ -154,7 +191,7 @@ def refused_during_a_build(folder: str) -> dict[str, Any]:
             return texts
 
         setattr(regroup, "exchange", late)  # noqa: B010 - mypy takes it for a name of another module
-        regroup.Watch = Watch  # type: ignore[assignment, misc]
+        regroup.EpochWatch = Watch  # type: ignore[assignment, misc]
     world, _ = regroup.leave_epoch(init.current(), Proposal(), 10, "shrink")
     error = ""
     if rank == 0:

@@ -3,8 +3,9 @@
     python surviving.py FOLDER OPTIONS    as a rank; with the variables of a launcher
 
 `OPTIONS`, in JSON: `heartbeat` of `dispatch`, `library`, `min_ranks` and `timeout` of `mcr.shrink`, and
-`waits`: the ranks that stand still, for good, where they would make the next world. A rank issues
-all_reduces; at a loss it calls `mcr.shrink` and writes what it has then, until a file says that it is enough.
+`waits`: the ranks that stand still, for good, where they would make the next world; `resets`: whether ranks
+call `mcr.reset` first, in vain. A rank issues all_reduces; at a loss it calls `mcr.shrink` and writes what it
+has then, until a file says that it is enough.
 Times are those of the monotonic clock, which all processes of a machine share. Used by tests and by
 `benchmarks/bench_survive.py`.
 """
@@ -59,6 +60,7 @@ def rank(folder: str, text: str) -> None:
                 comm.all_reduce(x)
             except mcr.PeerLost as error:
                 raised, lost = time.monotonic(), [*lost, *error.ranks]
+                reset = _reset() if options["resets"] else {}
                 comm = mcr.shrink(min_ranks=options["min_ranks"], timeout=options["timeout"])
                 shrunk, epoch = time.monotonic(), epoch + 1
                 x = torch.full((1000,), 1.0 + slot)
@@ -75,7 +77,7 @@ def rank(folder: str, text: str) -> None:
                     "seen": error.seen,
                     "lost": lost,
                 }
-                said |= {"rank": comm.rank, "sum": x.unique().tolist(), "size": comm.size}
+                said |= {"reset": reset, "rank": comm.rank, "sum": x.unique().tolist(), "size": comm.size}
                 written(Path(folder, f"epoch{epoch}.{slot}"), said)
                 continue
             if stop.item():
@@ -85,6 +87,16 @@ def rank(folder: str, text: str) -> None:
     except Exception as error:
         told = {"error": type(error).__name__, "text": str(error)}
     written(Path(folder, f"told.{slot}"), {"at": time.monotonic(), **told})
+
+
+def _reset() -> dict[str, Any]:
+    """What `mcr.reset` raises beside lost ranks, and how long it takes to."""
+    began = time.monotonic()
+    try:
+        mcr.reset()
+    except mcr.PeerLost as error:
+        return {"ranks": list(error.ranks), "text": str(error), "seconds": time.monotonic() - began}
+    return {}
 
 
 def _stand_still(note: Path) -> None:
@@ -144,6 +156,7 @@ def _words(folder: Path, options: Mapping[str, Any]) -> list[str]:
         "min_ranks": None,
         "timeout": 10,
         "waits": [],
+        "resets": False,
     }
     return [sys.executable, __file__, str(folder), json.dumps({**defaults, **options})]
 

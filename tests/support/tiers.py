@@ -32,6 +32,14 @@ LONG: Final = (
     "test_newcomers.py::test_deaths_while_a_newcomer_gets_the_state[deaths3]",
     "test_newcomers.py::test_deaths_while_a_newcomer_gets_the_state[deaths4]",
     "test_newcomers.py::test_too_few_ranks_do_not_wait",
+    # the compiler needs seconds for each; one module is in `make test`
+    "test_kernels_compile.py::test_kernels_compile[cast",
+    "test_kernels_compile.py::test_kernels_compile[delta",
+    "test_kernels_compile.py::test_kernels_compile[fp8_block",
+    "test_kernels_compile.py::test_kernels_compile[int2_block",
+    "test_kernels_compile.py::test_kernels_compile[int4_block",
+    "test_kernels_compile.py::test_kernels_compile[int_shared",
+    "test_kernels_compile.py::test_kernels_compile[sign1",
     # `make test` has every shape on two ranks, and every type on one.
     "test_conformance.py::test_conforms[three ranks",
     "test_conformance.py::test_conforms[two ranks, every type",
@@ -245,6 +253,9 @@ LONG: Final = (
     "test_shrink.py::test_survivors_go_on[shared memory-3]",
     "test_shrink.py::test_a_second_death_meanwhile[decided]",
     "test_surviving.py::test_a_rank_of_two_hosts",
+    # resets beside lost ranks on one host are in test_arrivals.py
+    "test_surviving.py::test_a_reset_beside_a_host_that_is_lost_names_it",
+    "test_arrivals.py::test_a_rank_that_is_started_again_before_init_is_waited_for",
     "test_fsdp_state.py::test_shards_of_lost_ranks_come_from_their_replicas[victims1",
     "test_fsdp_state.py::test_shards_of_lost_ranks_come_from_their_replicas[victims2",
     "test_shm_p2p.py::test_polls_of_survivors_return_false_after_a_kill",

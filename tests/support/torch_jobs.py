@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import os
+import tempfile
 import threading
 import time
 import traceback
@@ -739,9 +741,28 @@ def a_rank_that_is_late() -> None:
 def profiled() -> None:
     with job(), torch.profiler.profile(record_shapes=True) as profile:
         dist.all_reduce(torch.ones(3))
+        dist.all_gather_into_tensor(torch.empty(2 * 5, dtype=torch.int64), torch.ones(5, dtype=torch.int64))
+        dist.reduce_scatter_tensor(torch.empty(4), torch.ones(2 * 4))
+        dist.all_to_all_single(torch.empty(6), torch.ones(6))
+        dist.barrier()
+        rank = dist.get_rank()
     events: Any = profile.events()
     (event,) = [event for event in events if event.name == "mcr:all_reduce"]
     assert event.input_shapes == [[3]]
+    with tempfile.TemporaryDirectory() as folder:
+        profile.export_chrome_trace(f"{folder}/trace.json")
+        traced = json.loads((Path(folder) / "trace.json").read_text())["traceEvents"]
+    args = [event["args"] for event in traced if event["name"].startswith("mcr:")]
+    names = ("Collective name", "In msg nelems", "Out msg nelems", "dtype")
+    assert [tuple(each[name] for name in names) for each in args] == [
+        ("allreduce", 3, 3, "Float"),
+        ("_allgather_base", 5, 10, "Long"),
+        ("_reduce_scatter_base", 8, 4, "Float"),
+        ("all_to_all", 6, 6, "Float"),
+        ("barrier", 0, 0, "Byte"),
+    ]
+    common = {"Group size": 2, "Process Group Ranks": "[0, 1]", "Rank": rank}
+    assert all(each.items() >= common.items() and "Process Group Name" in each for each in args)
 
 
 OF_FSDP: Final = [

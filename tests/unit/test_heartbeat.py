@@ -13,8 +13,10 @@ import sys
 import time
 from collections.abc import Callable
 from itertools import count
+from pathlib import Path
 from typing import Final
 
+import losing
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,6 +24,8 @@ from hypothesis import strategies as st
 from mcr_plus.liveness.findings import Findings
 from mcr_plus.liveness.proc import read_stat, state_of
 from mcr_plus.liveness.protocol import PERIOD, Finding, Heartbeat, Received, State, distances, silence
+from mcr_plus.rendezvous import heartbeats
+from mcr_plus.rendezvous.memory import made
 from mcr_plus.rendezvous.store_release import release
 
 KEY: Final = b"secret"
@@ -312,6 +316,40 @@ def test_states_of_processes() -> None:
         assert state_of(child.pid, "1") == "dead"  # another process has its number
         child.kill()
         _wait_for(lambda: state_of(child.pid, stat[1]) == "dead")
+
+
+_IN_REAL_TIME: Final = "import os; os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))"
+
+
+def test_the_processes_of_an_agent_run_before_other_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = subprocess.run([sys.executable, "-c", _IN_REAL_TIME], capture_output=True, text=True, check=False)
+    if tried.returncode:
+        pytest.skip(f"no processes in real time here: {tried.stderr.strip().splitlines()[-1]}")
+    monkeypatch.setenv(losing._MARK, str(tmp_path))  # by which they are found
+    memory, descriptor, _ = made(Findings.size(2), "findings")
+    own = read_stat(os.getpid())
+    assert memory is not None
+    assert descriptor is not None
+    assert own is not None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as link:
+        link.bind(("127.0.0.1", 0))
+        order = {"key": KEY.hex(), "hosts": [[0], [1]], "addresses": [link.getsockname(), None], "me": 0}
+        order |= {"processes": {0: (os.getpid(), own[1])}, "limit": 1.0}
+        heartbeats._start(order | {"memory": descriptor, "socket": link.fileno()})
+    findings = Findings(memory, 2)
+    try:
+        _wait_for(lambda: findings.looked > 0.0 and len(losing.agents(tmp_path)) == 2)
+        for pid in losing.agents(tmp_path):
+            assert os.sched_getscheduler(pid) == os.SCHED_RR
+            assert os.sched_getparam(pid).sched_priority == 1
+        assert os.sched_getscheduler(0) == os.SCHED_OTHER, "the ranks do not"
+    finally:
+        findings.leave(0)  # which ends the agent
+        _wait_for(lambda: not losing.agents(tmp_path))
+        findings.close()
+        os.close(descriptor)
 
 
 def _wait_for(condition: Callable[[], bool]) -> None:

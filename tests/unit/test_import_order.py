@@ -25,7 +25,7 @@ AT_THE_ROOT = {
 # From the top to the bottom. Folders of one row do not import each other.
 ORDER = (
     {"cli"},
-    {"tuning"},
+    {"tuning", "report"},
     {"__init__", "autograd", "dtensor", "interfaces", "spatial", "torchft"},
     {"horovod"},
     {"api"},
@@ -34,6 +34,7 @@ ORDER = (
     {"torch_backend"},
     {"layout"},
     {"runtime"},
+    {"observe"},
     {"communicator"},
     {"selection", "fusion", "hierarchy"},
     {"compression"},
@@ -43,7 +44,7 @@ ORDER = (
     {"backends"},
     {"launch", "msccl"},
     {"rendezvous", "config"},
-    {"membership", "observe"},
+    {"membership"},
     {"registry", "core", "kernels", "liveness"},
     {"errors"},
 )

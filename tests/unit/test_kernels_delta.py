@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernel_exam import triton_device
 
+from mcr_plus.compression.copies import Copies
+from mcr_plus.compression.delta import Delta, DeltaState
 from mcr_plus.errors import BackendError
 from mcr_plus.kernels import delta as kernel
 from mcr_plus.kernels import digest as digests
@@ -119,6 +122,86 @@ def test_the_triton_kernels_are_the_reference(dtype: torch.dtype) -> None:
         assert torch.equal(space[16:-16], bits[0])
         assert not space[:16].any()
         assert not space[-16:].any()
+
+
+@pytest.fixture
+def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], None]]:
+    """Choose whether tensors on the CPU are taken for tensors on a GPU, where there is none."""
+    triton_device()
+
+    def choose(there: bool) -> None:
+        for module in (kernel, digests):
+            monkeypatch.setattr(module, "on_gpu", lambda values: there or values.is_cuda)
+
+    yield choose
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64], ids=str)
+def test_payloads_made_on_a_gpu_are_those_of_the_cpu(
+    dtype: torch.dtype, as_on_gpu: Callable[[bool], None]
+) -> None:
+    device = triton_device()
+    cases = [(0, 0.0), (5, 0.5), (9, 0.5), (4003 // dtype.itemsize, 0.01), (777, 1.0)]
+    if dtype is torch.uint8:  # wider ones take many times as long in the interpreter
+        cases += [(digests.BLOCK + 4, 0.2)]
+        many, _ = pair(16 * digests.BLOCK + 9, dtype, 0.0)  # more blocks than a program has
+        as_on_gpu(False)
+        digest = digests.digest(many)
+        as_on_gpu(True)
+        assert digests.digest(many.to(device)) == digest
+    for numel, density in cases:
+        old, new = pair(numel, dtype, density, seed=numel)
+        as_on_gpu(False)
+        expected, digest = encoded(new, old), digests.digest(new)
+        as_on_gpu(True)
+        here, there = old.clone().to(device), new.to(device)
+        assert digests.digest(there) == digest
+        space = torch.full(
+            (kernel.most_nbytes(numel, dtype.itemsize),), GUARD, dtype=torch.uint8, device=device
+        )
+        length = kernel.encode(there, here, space, (3, 5), digests.digest(here), update=True)
+        assert same(here.cpu(), new)
+        wire = space[:length]
+        head = kernel.header_of(wire)
+        if kernel.header_of(expected).mode == head.mode:
+            assert torch.equal(wire.cpu(), expected), (numel, density)
+        for payload, on_gpu in ((wire, False), (expected.to(device), True)):
+            as_on_gpu(on_gpu)
+            out = old.clone().to(device if on_gpu else "cpu")
+            kernel.apply(payload if on_gpu else payload.cpu(), out)
+            assert same(out.cpu(), new)
+        damaged = expected.to(device).clone()
+        if numel > 100:
+            damaged[kernel.HEADER + 4 * digests.blocks_of(numel) + 20] ^= 4
+            with pytest.raises(BackendError):
+                kernel.apply(damaged, old.clone().to(device))
+
+
+def test_the_codec_uses_the_kernels_for_gpus(as_on_gpu: Callable[[bool], None]) -> None:
+    """The states of two ranks, one of which has its tensors on a GPU; through anchors and changes."""
+    device, codec = triton_device(), Delta()
+    one, other = (DeltaState(codec, Copies()) for _ in range(2))
+    _, values = pair(10_001, torch.uint8, 1.0)
+    for call in range(6):
+        gpu_sends = call < 3
+        sender, receiver = (one, other) if gpu_sends else (other, one)
+        values = bumped(values, call)
+        as_on_gpu(gpu_sends)
+        given = values.to(device) if gpu_sends else values
+        wire = torch.zeros(codec.room(values.numel(), values.dtype), dtype=torch.uint8, device=given.device)
+        written = sender.encode_part(0, given, wire)
+        assert (written < values.nbytes / 20) == (call not in (0, 3)), call
+        as_on_gpu(not gpu_sends)
+        out = torch.empty_like(values, device="cpu" if gpu_sends else device)
+        receiver.decode_part(0, wire[:written].to(out.device), out)
+        assert same(out.cpu(), values), call
+
+
+def bumped(values: torch.Tensor, seed: int) -> torch.Tensor:
+    """A hundredth of the elements moved by one step of their bits."""
+    draw = torch.Generator().manual_seed(seed)
+    return values + (torch.rand(values.shape, generator=draw) < 0.01).to(values.dtype)
 
 
 def test_the_old_version_becomes_the_new_one() -> None:

@@ -229,3 +229,12 @@ def test_results_that_differ_between_ranks_are_found_in_the_next_round() -> None
 
     with pytest.raises(ResultMismatch, match=r"outer\.0: other outer parameters on rank 1 than"):
         on_simulated_ranks(train, 3)
+
+
+def test_an_end_that_is_neither_exact_nor_not_is_refused() -> None:
+    def train(comm: Any) -> None:
+        local = made(comm, Quadratic(comm.rank))
+        with pytest.raises(InvalidArgument, match="exact: expected True or False, got 1"):
+            local.finish(exact=1)  # type: ignore[arg-type]
+
+    on_simulated_ranks(train, 1)

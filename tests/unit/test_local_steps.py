@@ -325,6 +325,32 @@ def test_finish_makes_models_and_buffers_equal() -> None:
     assert rounds == 2
 
 
+def test_finish_sends_what_a_gate_holds_back_but_for_an_exact_end() -> None:
+    small = 2.0**-10  # less than half of the last place of 1 in bfloat16
+
+    def train(comm: Any, exact: bool) -> list[float]:
+        model = torch.nn.Linear(1, 2, bias=False)
+        with torch.no_grad():
+            model.weight.fill_(1.0)
+        inner = SGD(model.parameters(), lr=0.0)
+        local = made(comm, model, partial(SGD, lr=1.0), inner, every=1, gate="bf16")
+        for step in range(3):
+            with torch.no_grad():
+                model.weight[0] -= small if step == 0 else 0.0
+                model.weight[1] -= 0.5 * (comm.rank + 1)
+            local.step()
+        with torch.no_grad():
+            model.weight[1] -= 1.0 * comm.rank
+        local.fragments[0].tokens = 1.0  # as if a step had been made that is not due to be sent
+        local.finish(exact=exact)
+        assert outer_values(local) == model.weight.view(-1).tolist()
+        assert (local.fragments[0].residual is None) == (not exact)
+        return outer_values(local)
+
+    for exact, first in ((False, 1.0 - small), (True, 1.0)):
+        assert on_simulated_ranks(train, 2, exact) == [[first, 1.0 - 3 * 0.75 - 0.5]] * 2
+
+
 # -- parts ----------------------------------------------------------------------------------------
 
 

@@ -11,15 +11,17 @@ import subprocess
 import sys
 import time
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
 
 import mcr_plus as mcr
+from mcr_plus.core.c10d import HashStore
 from mcr_plus.core.group import Group
 from mcr_plus.dispatch.board.base import Failure, GroupBoard
 from mcr_plus.dispatch.group_state import GroupState
+from mcr_plus.dispatch.options import DispatchOptions
 from mcr_plus.dispatch.peer_errors import FailedPeer, peer_error
 from mcr_plus.dispatch.watchdog import LONG_WAIT, Watchdog
 from mcr_plus.errors import following
@@ -27,7 +29,11 @@ from mcr_plus.liveness.findings import Findings
 from mcr_plus.liveness.proc import read_stat
 from mcr_plus.liveness.protocol import Finding, State
 from mcr_plus.membership.rules import Process
+from mcr_plus.rendezvous import processes
+from mcr_plus.rendezvous.identity import own_process
 from mcr_plus.rendezvous.processes import Loss, Peers
+from mcr_plus.rendezvous.world import World
+from mcr_plus.runtime.members import observed
 
 LOST = mcr.PeerLost("rank 2 has died", [2], "all_reduce (#7)", "world", "process has died")
 
@@ -223,6 +229,25 @@ def test_an_error_is_no_part_of_an_earlier_doubt() -> None:
     seen.publish("running", 1.0)
     seen.peers.suspect([2])
     assert seen.peers.in_doubt([2])
+
+
+@pytest.mark.parametrize(("heartbeat", "after"), [("auto", 1.4), (0.5, 0.5), (1.0, 1.0), (120.0, 120.0)])
+def test_a_suspicion_shortens_no_limit_that_the_program_has_chosen(
+    heartbeat: float | str, after: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "open_findings", lambda *_: Findings(mmap.mmap(-1, Findings.size(2)), 2))
+    members = (own_process("here", 0), Process(1, "1", "there", 1))
+    roster = SimpleNamespace(members=members, kept=None)
+    world = World(0, 2, ("here", "there"), 1.0, HashStore(), roster=cast("Any", roster))
+    peers = observed(world, DispatchOptions(heartbeat=cast("Any", heartbeat)))
+    findings = peers._findings
+    assert findings is not None
+    findings.publish([(1, Finding("running", 0.0, 0.0))])
+    peers.suspect([1])
+    for age, is_lost in ((after - 0.01, False), (after + 0.01, True)):
+        findings.publish([(1, Finding("running", age, age))])
+        assert (peers.lost(1) is not None) == is_lost, age
+    assert peers.patience == pytest.approx(0.2 + min(1.4, after))  # of an error of a library
 
 
 @pytest.mark.parametrize("leaver", [1, 2])

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from mcr_plus.core.sockets import End, of_peers, open_sockets, peer_of, shut_down, unacknowledged
+from mcr_plus.core.sockets import End, of_peers, open_sockets, peer_of, shut_down, torn, unacknowledged
 
 HERE = {"127.0.0.1"}
 
@@ -63,6 +63,23 @@ def test_a_look_changes_nothing_of_a_socket() -> None:
             socket.setdefaulttimeout(None)
         assert os.get_blocking(one.fileno())
         assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_connections_that_have_ended_are_torn() -> None:
+    for end in ("here", "there", "owner", "replaced"):
+        with connected() as (one, other), socket.socket() as unused:
+            sockets = {one.fileno(): os.readlink(f"/proc/self/fd/{one.fileno()}")}
+            assert not torn(sockets)
+            if end == "here":
+                shut_down(sockets)
+            elif end == "there":
+                other.close()
+                time.sleep(0.01)  # over loopback
+            elif end == "owner":
+                one.close()
+            else:
+                os.dup2(unused.fileno(), one.fileno())
+            assert torn(sockets), end
 
 
 def test_ends_of_both_families() -> None:

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 import torch
@@ -103,6 +103,140 @@ def test_threads_end_and_a_superseded_connection_is_closed() -> None:
         assert first._socket.fileno() < 0
         second.close()
     assert not [each for each in threading.enumerate() if each not in before and each.is_alive()]
+
+
+def greeted_pair() -> tuple[links.Link, links.Link]:
+    """The source's end and the receiver's of a connection whose greetings are over."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        far = socket.create_connection(server.getsockname())
+        near, _ = server.accept()
+    source, receiver = links.Link(near, lambda: False), links.Link(far, lambda: False)
+    greeting = threading.Thread(target=links.greet, args=(receiver, b"secret", 1))
+    greeting.start()
+    assert links.greeted(source, b"secret") == 1
+    greeting.join()
+    return source, receiver
+
+
+def frame_of(link: links.Link, other: links.Link, version: int, *wires: torch.Tensor) -> bytes:
+    """The bytes of a frame that `link` sends, taken off the wire before `other` reads them."""
+    payloads = [links.Payload.of(wire) for wire in wires]
+    link.send(links.PAYLOADS, version, len(payloads), payloads)
+    nbytes = 96 + sum(8 + wire.numel() for wire in wires)
+    taken = b""
+    while len(taken) < nbytes:
+        taken += other._socket.recv(nbytes - len(taken))
+    return taken
+
+
+WIRES = (torch.arange(100, dtype=torch.uint8), torch.arange(7, dtype=torch.uint8))
+
+
+def received(link: links.Link, other: links.Link, frame: bytes) -> tuple[int, int, int, bytearray]:
+    """What `link` takes the bytes for that come in place of those of `other`."""
+    other.put(frame)
+    return link.receive(1000)
+
+
+@pytest.mark.parametrize("piece", [16, 100, 1 << 20])
+def test_frames_come_as_they_were_signed(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "_PIECE", piece)
+    source, receiver = greeted_pair()
+    for version in range(3):
+        frame = frame_of(source, receiver, version, *WIRES)
+        kind, first, second, body = received(receiver, source, frame)
+        assert (kind, first, second) == (links.PAYLOADS, version, 2)
+        assert bytes(body) == frame[96:]
+        assert torch.equal(torch.frombuffer(body[16:], dtype=torch.uint8), torch.cat(WIRES))
+    receiver.send(links.WAIT, 3, 2**64 - 1)
+    assert source.receive(0) == (links.WAIT, 3, 2**64 - 1, bytearray())
+    for each in (source, receiver):
+        each.close()
+
+
+@pytest.mark.parametrize("at", [0, 4, 8, 9, 16, 31, 32, 63, 64, 95, 96, 104, 111, 112, 200, 218])
+def test_a_flipped_byte_ends_the_connection(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each field of the head, the hash, the signature, the lengths, and pieces of both payloads."""
+    monkeypatch.setattr(links, "_PIECE", 32)
+    source, receiver = greeted_pair()
+    frame = bytearray(frame_of(source, receiver, 5, *WIRES))
+    assert len(frame) == 219
+    frame[at] ^= 0x10
+    with pytest.raises(links.Untrusted):
+        received(receiver, source, bytes(frame))
+    for each in (source, receiver):
+        each.close()
+
+
+@pytest.mark.parametrize("what", ["repeated", "left out", "of another connection", "sent back"])
+def test_frames_that_were_signed_for_another_place_are_refused(what: str) -> None:
+    source, receiver = greeted_pair()
+    others = greeted_pair()
+    first = frame_of(source, receiver, 1, *WIRES)
+    second = frame_of(source, receiver, 2, *WIRES)
+    if what == "repeated":
+        received(receiver, source, first)
+        second = first
+    elif what == "of another connection":
+        second = frame_of(*others, 1, *WIRES)
+    elif what == "sent back":
+        receiver.send(links.WAIT, 1, 0)
+        second = source._socket.recv(96)
+        assert len(second) == 96
+    with pytest.raises(links.Untrusted, match="signature of the other end"):
+        received(receiver, source, second)
+    for each in (source, receiver, *others):
+        each.close()
+
+
+def test_a_receiver_connects_again_after_an_answer_that_was_not_signed() -> None:
+    """A relay between the ends changes one byte of the first answer's payload."""
+    flips = [64 + 96 + 8 + 70]  # nonce and signature of the greeting, head of the frame, a length, the header
+    threads: list[threading.Thread] = []
+    sockets: list[socket.socket] = []
+
+    def pump(source: socket.socket, target: socket.socket, *, flips_in: list[int]) -> None:
+        at = 0
+        with suppress(OSError):  # either end may be closed already
+            while data := bytearray(source.recv(1 << 16)):
+                if flips_in and at <= flips_in[0] < at + len(data):
+                    data[flips_in.pop() - at] ^= 1
+                at += len(data)
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    def relay(server: socket.socket, place: tuple[str, int]) -> None:
+        for _ in range(2):
+            near, far = server.accept()[0], socket.create_connection(place)
+            sockets.extend((near, far))
+            for ends, where in (((near, far), []), ((far, near), flips)):
+                threads.append(threading.Thread(target=pump, args=ends, kwargs={"flips_in": where}))
+                threads[-1].start()
+
+    ends, listener = threading.Event(), links.listen("127.0.0.1")
+    source, receiver = ({"w": torch.zeros(5000)} for _ in range(2))
+    here, there = Weights(source), Weights(receiver)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threads.append(threading.Thread(target=relay, args=(server, listener.getsockname()[:2])))
+        threads[0].start()
+        pushes = WeightSource(here, "sync", b"secret", listener, 1, here.nbytes, ends.is_set)
+        pulls = WeightReceiver(there, "sync", b"secret", server.getsockname()[:2], 0, 1, ends.is_set)
+        for version in (1, 2):
+            source["w"][version] = version
+            pushes.push(version)
+            while (pulls.pull(True, 20.0) or 0) < version:
+                pass
+            assert torch.equal(receiver["w"], source["w"])
+        assert not flips
+        assert (pulls.stats()["refused"], pulls.stats()["anchors"]) == (1, 0)
+        ends.set()
+        pulls.close()
+        pushes.close()
+        for thread in threads:
+            thread.join(10)
+            assert not thread.is_alive()
+        for each in sockets:
+            each.close()
 
 
 @pytest.mark.parametrize("knows", ["the receiver", "the source"])

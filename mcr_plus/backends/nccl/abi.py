@@ -7,6 +7,8 @@ It declares the functions of NCCL 2.10, and optionally error texts (2.13) and no
 from __future__ import annotations
 
 import ctypes
+import os
+import re
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint, c_void_p
 from functools import cache
@@ -202,12 +204,18 @@ def _declare(library: Any, name: str, types: tuple[Any, ...]) -> Any:
 
 
 def library_path() -> str | None:
-    """Return the library that torch has loaded, else the wheel beside torch; None if neither exists.
+    """Return the library of LD_PRELOAD, else that which torch has loaded, else the wheel beside torch.
 
-    Two NCCL libraries in one process would each keep their own state and GPU memory.
+    None if there is none of them. Two NCCL libraries in one process would each keep their own state and GPU
+    memory: torch calls that of LD_PRELOAD too.
     """
     wheel = Path(torch.__file__).parents[1] / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
-    return _loaded_library() or (str(wheel) if wheel.exists() else None)
+    return _preloaded_library() or _loaded_library() or (str(wheel) if wheel.exists() else None)
+
+
+def _preloaded_library() -> str | None:
+    names = re.split("[ :]+", os.environ.get("LD_PRELOAD", ""))
+    return next((name for name in names if Path(name).name.startswith("libnccl.so")), None)
 
 
 def _loaded_library() -> str | None:

@@ -11,10 +11,10 @@ import torch
 from mcr_plus.backends.base import Availability, Backend, Channel, Preference, Support
 from mcr_plus.backends.nccl.abi import INVALID_USAGE, REMEDY, Nccl, NcclError, load
 from mcr_plus.backends.nccl.channel import NcclChannel, support
-from mcr_plus.backends.nccl.link import CudaStreams, Streams
 from mcr_plus.core.environment import default_variable
 from mcr_plus.core.group import Group
 from mcr_plus.core.message import Signature
+from mcr_plus.core.streams import Streams, streams_of
 from mcr_plus.errors import BackendError, BackendUnavailable, Unsupported
 from mcr_plus.rendezvous.world import World
 
@@ -36,7 +36,11 @@ class NcclBackend(Backend):
     library: ClassVar[str | None] = None
 
     def __init__(
-        self, world: World, *, nccl: Nccl | None = None, streams: Callable[[], Streams] = CudaStreams
+        self,
+        world: World,
+        *,
+        nccl: Nccl | None = None,
+        streams: Callable[[], Streams] = lambda: streams_of(torch.device("cuda")),
     ) -> None:
         self._world = world
         if world.single_host:

@@ -15,10 +15,11 @@ import torch
 
 from mcr_plus.backends.base import NATIVE, Channel, Poll, Start, Support
 from mcr_plus.backends.nccl.abi import DATATYPES, OPS, SUCCESS, UINT8, Call, Nccl
-from mcr_plus.backends.nccl.link import Link, Streams
+from mcr_plus.backends.nccl.link import Link
 from mcr_plus.core.group import Group
 from mcr_plus.core.kinds import REDUCING, dtype_name
 from mcr_plus.core.message import Message, Signature
+from mcr_plus.core.streams import Streams
 from mcr_plus.errors import Unsupported
 from mcr_plus.rendezvous.world import World
 
@@ -123,7 +124,7 @@ class NcclChannel(Channel):
         `library`: the name of the backend; another backend may open the same groups over the same store.
         """
         self._nccl = nccl
-        self._streams = streams
+        self.streams = streams
         self._group = group
         self._drive = drive
         self._closing = closing
@@ -142,7 +143,7 @@ class NcclChannel(Channel):
         among = "" if key == "all" else f" for messages {key}"
         return Link(
             self._nccl,
-            self._streams,
+            self.streams,
             len(ranks),
             own,
             name=f"communicator of group '{self._group.name}'{among}",

@@ -11,92 +11,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 
 from mcr_plus.backends.nccl.abi import IN_PROGRESS, Call, Nccl, NcclError
 from mcr_plus.core.deadline import Deadline
+from mcr_plus.core.streams import Event, Streams
 from mcr_plus.errors import CommTimeout, Unsupported
 
 _CHECK_EVERY: Final = 0.01  # seconds between checks for background errors of NCCL
 _POLL_STORE_EVERY: Final = 0.005  # seconds between polls of the store
 _NAP: Final = 100e-6
-
-
-class Event(Protocol):
-    """An event of a stream (`torch.cuda.Event`)."""
-
-    def record(self, stream: Any) -> None:
-        """Record the event at the end of the work enqueued on `stream`."""
-        ...
-
-    def query(self) -> bool:
-        """Whether the stream has reached the event."""
-        ...
-
-
-class Streams(Protocol):
-    """The CUDA functions that links use, on one device."""
-
-    device: int
-
-    def create(self) -> Any:
-        """Return a new stream."""
-        ...
-
-    def current(self) -> Any:
-        """Return the current stream of the calling thread."""
-        ...
-
-    def event(self) -> Event:
-        """Return a new event."""
-        ...
-
-    def under(self, stream: Any) -> AbstractContextManager[object]:
-        """Make `stream` the current one of the calling thread in a block."""
-        ...
-
-    def selected(self) -> AbstractContextManager[object]:
-        """Make the device the current one of the calling thread in a block."""
-        ...
-
-    def keep(self, tensor: torch.Tensor, stream: Any) -> None:
-        """Keep the memory of `tensor` until `stream` has finished the work enqueued so far."""
-        ...
-
-    def scratch(self) -> torch.Tensor:
-        """Return a tensor with one zero on the device."""
-        ...
-
-
-class CudaStreams:
-    """`Streams` of the device that is current at construction."""
-
-    def __init__(self) -> None:
-        self.device: int = torch.cuda.current_device()
-
-    def create(self) -> Any:  # noqa: D102
-        return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call, unused-ignore]
-
-    def current(self) -> Any:  # noqa: D102
-        return torch.cuda.current_stream(self.device)
-
-    def event(self) -> Event:  # noqa: D102
-        return torch.cuda.Event()  # type: ignore[no-any-return, no-untyped-call, unused-ignore]
-
-    def under(self, stream: Any) -> AbstractContextManager[object]:  # noqa: D102
-        return torch.cuda.stream(stream)
-
-    def selected(self) -> AbstractContextManager[object]:  # noqa: D102
-        return torch.cuda.device(self.device)
-
-    def keep(self, tensor: torch.Tensor, stream: Any) -> None:  # noqa: D102
-        tensor.record_stream(stream)
-
-    def scratch(self) -> torch.Tensor:  # noqa: D102
-        return torch.zeros(1, dtype=torch.int32, device=f"cuda:{self.device}")
 
 
 class Link:
@@ -293,7 +219,7 @@ class StreamPoll:
     `on_host`: the host waits for the operation, not a stream (barrier).
     """
 
-    __slots__ = ("_begin", "_done", "_end", "_error", "_functions", "_link", "_on_host", "call")
+    __slots__ = ("_begin", "_done", "_end", "_error", "_functions", "_link", "_on_host", "_ran", "call")
 
     def __init__(self, link: Link, call: Call, begin: Event, on_host: bool) -> None:
         self.call = call
@@ -303,6 +229,7 @@ class StreamPoll:
         self._done = False
         self._error: Exception | None = None
         self._functions: list[tuple[Event, Callable[[], None]]] = []
+        self._ran: list[Callable[[], None]] = []  # their kernels may still use what they refer to
         self._on_host = on_host
 
     def __call__(self) -> bool:
@@ -322,6 +249,7 @@ class StreamPoll:
         if self._error is not None:
             raise self._error
         self._done = True
+        self._ran.clear()
         link.give_event(self._end)
         return True
 
@@ -387,5 +315,6 @@ class StreamPoll:
         link = self._link
         link.stream.wait_event(arrived)
         link.give_event(arrived)
+        self._ran.append(function)
         with link.streams.under(link.stream):
             function()

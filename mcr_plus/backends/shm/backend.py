@@ -81,8 +81,11 @@ class MscclBackend(Backend):
 
     @classmethod
     def library_version(cls) -> str:
-        """The version of this package."""
-        return f"mcr_plus {metadata.version('mcr_plus')}"
+        """The version of this package; without a number where it is run without being installed."""
+        try:
+            return f"mcr_plus {metadata.version('mcr_plus')}"
+        except metadata.PackageNotFoundError:
+            return "mcr_plus"
 
     @classmethod
     def unavailable_in(cls, world: World) -> str:

@@ -9,7 +9,7 @@ import torch
 from mcr_plus.core.kinds import IN_PLACE, SAME_RESULT
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.dispatch.failover.rules import Operation
-from mcr_plus.dispatch.failover.state import TensorState
+from mcr_plus.dispatch.failover.state import TensorState, WeakTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,12 +31,13 @@ class Attempt:
         gate: of that library, which it has to pass.
         error: why it has failed for good.
         is_done: it is complete here, and its result is the program's.
-        kept_bytes: of the tensors that it keeps alive.
+        kept_bytes: of the tensors that it keeps alive, once it is complete, and of its copies.
     """
 
     __slots__ = (
-        "_channel", "_copies", "_inputs", "_outputs", "_result", "_states", "_watched", "binding", "error",
-        "gate", "is_done", "kept_bytes", "library", "message", "number", "poll", "second",
+        "_channel", "_copies", "_inputs", "_is_overwritten", "_outputs", "_result", "_states", "_watched",
+        "_weak", "binding", "error", "gate", "is_done", "kept_bytes", "library", "message", "number", "poll",
+        "second",
     )  # fmt: skip
 
     def __init__(self, channel: FailoverChannel, binding: Binding, message: Message, number: int) -> None:
@@ -55,7 +56,9 @@ class Attempt:
         self._inputs: Tensors = message.inputs
         self._outputs: Tensors = message.outputs
         self._copies: Tensors | None = None
+        self._is_overwritten = False  # the inputs, and the copies of them are gone
         self._result: torch.Tensor | None = None
+        self._weak: tuple[tuple[WeakTensor, ...], ...] = ()  # inputs and outputs that are not kept alive
         self._watched: Tensors = ()
         self._states: list[TensorState] = []
 
@@ -101,11 +104,42 @@ class Attempt:
         self._watched = self.tensors if self._copies is None else self._outputs
         self._states = [TensorState.of(each, writes) for each in self._watched]
 
+    def weaken(self) -> None:
+        """Keep the tensors alive no longer: most live on, as the program has them anyway."""
+        if self._weak:
+            return
+        weak = {id(each): WeakTensor(each) for each in self.tensors}
+        self._weak = tuple(tuple(weak[id(each)] for each in part) for part in (self._inputs, self._outputs))
+        self.kept_bytes -= sum(each.nbytes for each in self.tensors)
+        self._inputs = self._outputs = self._watched = ()
+
+    def _strengthen(self) -> None:
+        """Undo `weaken`, but for tensors whose memory is gone: those have changed."""
+        if not self._weak:
+            return
+        found = {id(each): each.found() for part in self._weak for each in part}
+        self._inputs, self._outputs = (tuple(found[id(each)][0] for each in part) for part in self._weak)
+        both = [found[id(each)] for part in self._weak for each in part]
+        watched = both[len(both) - len(self._states) :]  # of copied inputs no state is known
+        self._watched = tuple(tensor for tensor, _ in watched)
+        self._states = [
+            state if is_there else state._replace(version=None)
+            for state, (_, is_there) in zip(self._states, watched, strict=True)
+        ]
+        self._weak = ()
+
     def let_go(self) -> Tensors:
         """Let go of the tensors; returns the copies, which are free."""
-        copies, self._copies = self._copies or (), None
-        self._inputs = self._outputs = self._watched = ()
+        copies = self.give_copies()
+        self._inputs = self._outputs = self._watched = self._weak = ()
         self._result = None
+        return copies
+
+    def give_copies(self) -> Tensors:
+        """Let go of the copies, and return them: the operation can run again no more."""
+        copies, self._copies = self._copies or (), None
+        self.kept_bytes -= sum(each.nbytes for each in copies)
+        self._is_overwritten |= bool(copies)
         return copies
 
     def record(self, writes: dict[int, int]) -> Operation:
@@ -113,6 +147,7 @@ class Attempt:
         digest = self.binding.digest
         if not self.is_done:
             return Operation(digest, is_done=False, has_input=True, has_result=False)
+        self._strengthen()
         same = [
             state.is_that_of(tensor, writes)
             for state, tensor in zip(self._states, self._watched, strict=True)
@@ -122,7 +157,7 @@ class Attempt:
         inputs, outputs = same[:first], same[first:]
         if self.message.signature.kind in SAME_RESULT and tracked and len(outputs) == 1 and outputs[0]:
             self._result = self._outputs[0].clone()
-        elif self._copies is None and tracked and all(inputs):
+        elif self._copies is None and not self._is_overwritten and tracked and all(inputs):
             self._copies = tuple(each.clone() for each in self._inputs)
         return Operation(
             digest, is_done=True, has_input=self._copies is not None, has_result=self._result is not None

@@ -266,7 +266,7 @@ class FailoverChannel(Channel):
         if now < self._next_look or not self.stands:
             return
         self._next_look = now + max(self._board.check_every, _LOOK_EVERY)
-        if self._open and now >= self._next_doubt:
+        if (self._open or self.slot.pending) and now >= self._next_doubt:
             self._next_doubt = now + _DOUBT_EVERY
             if problem := self._own.silent_failure():
                 self.fail(problem)

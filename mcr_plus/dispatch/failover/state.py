@@ -1,4 +1,4 @@
-"""Whether tensors are as they were, as far as that can be seen without a copy."""
+"""Whether tensors are as they were, as far as that can be seen without a copy; tensors held weakly."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from itertools import count
 from typing import Final, NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 _SAMPLED: Final = 64  # elements of a tensor
 _MOST: Final = 4096  # storages whose last write is known
@@ -58,3 +59,26 @@ class TensorState(NamedTuple):
                 now.sample.view(torch.uint8),  # a NaN is equal to itself
             )
         )
+
+
+class WeakTensor:
+    """A tensor whose memory lives as long as something else refers to it."""
+
+    __slots__ = ("_layout", "_memory", "_shell")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._memory = StorageWeakRef(tensor.untyped_storage())
+        self._layout = tensor.storage_offset(), tensor.shape, tensor.stride()
+        # A detached tensor counts its changes together with its source; `data` replaces the memory alone.
+        self._shell = tensor.detach()
+        self._shell.data = torch.empty(0, dtype=tensor.dtype)
+
+    def found(self) -> tuple[torch.Tensor, bool]:
+        """The tensor, with its count of changes, and true; another one of its form if its memory is gone."""
+        dtype = self._shell.dtype
+        memory = torch.UntypedStorage._new_with_weak_ptr(self._memory.cdata)
+        if memory is None:
+            _, shape, stride = self._layout
+            return torch.empty_strided(shape, stride, dtype=dtype), False
+        self._shell.data = torch.empty(0, dtype=dtype).set_(memory, *self._layout)
+        return self._shell, True

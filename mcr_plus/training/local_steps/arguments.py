@@ -13,6 +13,7 @@ import torch
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.compression.options import CompressOptions, codec_of
 from mcr_plus.compression.policy import options_from_call, refusal
+from mcr_plus.compression.stage import prepare
 from mcr_plus.core.message import Signature, frozen
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.training.local_steps.fragments import Fragment, Named, Outer, cut, layers_of
@@ -199,6 +200,8 @@ def check_compression(compress: Any, fragments: Sequence[Fragment], comm: Commun
         options: CompressOptions = options_from_call(signature)
         if options.codec == "none":
             return
-        reason = refusal(codec_of(options), options, signature)
+        codec = codec_of(options)
+        reason = refusal(codec, options, signature)
         if reason is not None:
             raise InvalidArgument(f"compress: {compress!r} for {fragment.tag}: {reason}")
+        prepare(codec, anchor.dtype)  # its kernels are loaded here, not in the first window

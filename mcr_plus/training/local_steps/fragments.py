@@ -105,6 +105,14 @@ class Fragment:
             flat.masked_fill_(hidden, 0)
         return flat
 
+    def all_of_it(self) -> torch.Tensor:
+        """The pseudo-gradient with what a gate holds back, which is then sent and waits no longer."""
+        flat = self.pseudo_gradient(None)
+        if self.residual is not None:
+            flat += self.residual
+            self.residual = None
+        return flat
+
     @torch.no_grad()
     def apply(self, mean: torch.Tensor, mix: float) -> None:
         """Make the outer step, and draw the model's parameters to the outer ones by `mix`."""
@@ -119,7 +127,7 @@ class Fragment:
 
     @torch.no_grad()
     def settle(self, mean: torch.Tensor) -> None:
-        """End with the mean of the ranks' parameters: an outer step without momentum, of the rate 1."""
+        """End with what the ranks have learned on average: an outer step without momentum, of the rate 1."""
         for leaf, (view, _) in zip(self._leaves, self._pairs(mean), strict=True):
             leaf.sub_(view.view(leaf.shape))
         self.rounds += 1

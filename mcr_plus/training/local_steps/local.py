@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 
@@ -256,15 +256,23 @@ class LocalSteps:
         if flying:
             self.comm.progress()  # of codecs and libraries that advance only when they are called
 
-    def finish(self) -> None:
+    def finish(self, *, exact: bool = False) -> None:
         """End with equal models: what has not been sent yet is averaged, and no outer optimizer moves it.
 
-        Without compression, as a part of a window would be moved as far by momentum as a whole one.
+        A part of a window would be moved as far by momentum as a whole one. Pseudo-gradients are sent as
+        always, with codec and error feedback, so models end with the outer parameters, which lack what one
+        round of the codec leaves for the next. What `gate` holds back is sent, too.
 
         Collective, at the same step on all ranks, or with `uneven` after the same `rounds`. Buffers of
         floating point become their means over ranks, others those of the first rank. Training may go on
         afterwards, with a new window.
+
+        Args:
+            exact: end with the mean of the ranks' parameters as they are, which are sent in float32 without
+                codec: as many bytes as the parts of the model that have not just been sent.
         """
+        if not isinstance(exact, bool):
+            raise InvalidArgument(f"exact: expected True or False, got {exact!r}")
         if self.comm.state.revoked:
             self.resume()
         self.catch_up()
@@ -275,7 +283,7 @@ class LocalSteps:
         moved = self.comm.all_gather_object([bool(each.tokens) for each in self.fragments], tag=CHECK)
         for index, fragment in enumerate(self.fragments):
             if any(each[index] for each in moved):
-                self._send(fragment, 0, is_last=True)
+                self._send(fragment, 0, last="exact" if exact else "coded")
         for fragment in self.fragments:
             if fragment.flight is not None:
                 mean = self.arrived(fragment)
@@ -286,17 +294,7 @@ class LocalSteps:
         if self.position:
             self.position, self.every = 0, self._next_every
             self.rounds += 1
-        for buffer in self.model.buffers():
-            if not getattr(buffer, "mcr_skip", False) and buffer.is_floating_point() and buffer.numel():
-                self.comm.all_reduce(buffer, "AVG", compress=False, tag=CHECK)
-        broadcast_tensors(
-            [
-                buffer
-                for buffer in self.model.buffers()
-                if not getattr(buffer, "mcr_skip", False) and not buffer.is_floating_point()
-            ],
-            self.comm,
-        )
+        self._average_buffers()
         digests = self.comm.all_gather_object([digest(each.anchor) for each in self.fragments], tag=CHECK)
         for index, fragment in enumerate(self.fragments):
             comparing.compare_digests(self, fragment, [each[index] for each in digests])
@@ -331,8 +329,8 @@ class LocalSteps:
 
     # -- sending and applying ---------------------------------------------------------------------
 
-    def _send(self, fragment: Fragment, delay: int, *, is_last: bool = False) -> None:
-        """Start the average of a fragment's pseudo-gradient; of the last one, of all of it as it is."""
+    def _send(self, fragment: Fragment, delay: int, last: Literal["coded", "exact"] | None = None) -> None:
+        """Start the average of a fragment's pseudo-gradient; `last`: see `finish`."""
         comm, settings = self.comm, self.settings
         refusal = comparing.changes(self)
         pace = int(1e9 * self._in_window / max(1, self.position))
@@ -342,17 +340,21 @@ class LocalSteps:
             table, torch.tensor([own]), async_op=True, compress=False, tag=CHECK
         )
         assert check is not None
-        if refusal is None:
-            flat, weight = fragment.pseudo_gradient(None if is_last else settings.gate), None
-        else:  # the others wait for something, before all raise
-            flat, weight = torch.zeros_like(fragment.anchor), None
+        weight = None
+        if refusal is not None:  # the others wait for something, before all raise
+            flat = torch.zeros_like(fragment.anchor)
+        elif last == "coded":
+            flat = fragment.all_of_it()
+        else:
+            flat = fragment.pseudo_gradient(None if last else settings.gate)
         if settings.weighted:
             if fragment.index not in self._references:
                 self._wait(check.wait)
                 self._references[fragment.index] = float(table[:, comparing.TOKENS].double().mean())
             weight = self._references[fragment.index]
             flat.mul_(fragment.tokens / weight)
-        options: dict[str, Any] = {"tag": fragment.tag, "compress": False if is_last else settings.compress}
+        compress = False if last == "exact" else settings.compress
+        options: dict[str, Any] = {"tag": fragment.tag, "compress": compress}
         work = comm.send_bucket(flat, "AVG", members=len(fragment.named), **options)
         due = self.steps + delay
         fragment.flight = Flight(due, flat, fragment.tokens, work, (check, table), weight, refusal)
@@ -397,6 +399,14 @@ class LocalSteps:
         began = time.perf_counter()
         wait()
         self._waiting += time.perf_counter() - began
+
+    def _average_buffers(self) -> None:
+        """At the end of training."""
+        buffers = [each for each in self.model.buffers() if not getattr(each, "mcr_skip", False)]
+        for buffer in buffers:
+            if buffer.is_floating_point() and buffer.numel():
+                self.comm.all_reduce(buffer, "AVG", compress=False, tag=CHECK)
+        broadcast_tensors([each for each in buffers if not each.is_floating_point()], self.comm)
 
     def _average_gradients(self) -> None:
         """As in data parallel training, before a step of the warm-up; None stays where all ranks have it."""

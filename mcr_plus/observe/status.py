@@ -1,8 +1,8 @@
 """What the operations of this process do, published on its status page for `mcr-plus top`.
 
-A thread draws a picture twice a second from what the engine has anyway. Operations pay for it with two
-counters, and a long wait with a note of what it waits for; nothing is drawn on their path. A rank that
-computes or hangs is drawn like any other, and of one that is stopped the last picture stays.
+A thread draws a picture twice a second from what the engine has anyway: its waits, and the rings of the last
+operations of each group. Nothing is drawn on the path of operations. A rank that computes or hangs is drawn
+like any other, and of one that is stopped the last picture stays.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import logging
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
-from weakref import WeakKeyDictionary
 
 from mcr_plus.core.stacks import Stack, stack_of
-from mcr_plus.dispatch.latecomers import Blame, Latecomers
 from mcr_plus.liveness.page import Page
+from mcr_plus.observe.latecomers import Blame, Latecomers
 
 if TYPE_CHECKING:
+    from mcr_plus.core.message import Signature
     from mcr_plus.dispatch.engine import Engine
     from mcr_plus.dispatch.group_state import GroupState
-    from mcr_plus.dispatch.operation import Operation
     from mcr_plus.dispatch.work import IssuedWork
 
 PERIOD: Final = 0.5
@@ -95,7 +95,6 @@ class Drawing:
     def __init__(self, engine: Engine, elsewhere: Callable[[], Mapping[int, str]]) -> None:
         self._engine = engine
         self._elsewhere = elsewhere
-        self._counted: WeakKeyDictionary[Operation, int] = WeakKeyDictionary()
         self._groups: dict[GroupState, _Traffic] = {}
         self._latecomers = Latecomers(PERIOD)
         self._active = time.monotonic()  # when the program was last seen inside mcr_plus
@@ -105,17 +104,20 @@ class Drawing:
         engine = self._engine
         states = engine.states[:]
         self._groups = {state: self._groups.get(state) or _Traffic() for state in states}
-        self._count(now)
-        waits = sorted(engine.waits.items(), key=lambda each: each[1][1])
-        stack = self._stack(waits[0][0] if waits else None)
+        for state, traffic in self._groups.items():
+            traffic.count(state, now, self._mean_bytes)
+        to_monotonic = now - time.time_ns() * 1e-9
+        waits = sorted(engine.waits[:], key=lambda wait: wait.began)
+        since = [wait.began * 1e-9 + to_monotonic for wait in waits]
+        stack = self._stack(waits[0].thread if waits else None)
         if stack.call:
             self._active = now
-        self._latecomers.sample(now, _blame(waits[0][1][0], waits[0][1][1], now, stack) if waits else None)
+        self._latecomers.sample(now, _blame(waits[0].work, now - since[0], stack) if waits else None)
         flying = [work for work in list(engine.in_flight) if not work.is_done]
         return {
             "at": now,
             "active": max([self._active, *(traffic.changed for traffic in self._groups.values())]),
-            "waits": [_wait(work, since) for _, (work, since) in waits[:_NAMED]],
+            "waits": [_wait(wait.work, began) for wait, began in zip(waits, since, strict=True)][:_NAMED],
             "frames": stack.frames,
             "program": stack.program,
             "call": stack.call,
@@ -125,24 +127,15 @@ class Drawing:
             "elsewhere": {str(rank): state for rank, state in self._elsewhere().items()},
         }
 
-    def _count(self, now: float) -> None:
-        """Add what has been issued since the last picture to the traffic of its group."""
-        for operation in _snapshot(self._engine.bound):
-            calls, last = operation.issued
-            before = self._counted.get(operation, 0)
-            if calls == before:
-                continue
-            self._counted[operation] = calls
-            traffic = self._groups.get(operation.state)
-            if traffic is None:  # its group is closed
-                continue
-            traffic.calls += calls - before
-            traffic.bytes += (calls - before) * operation.mean_bytes
-            traffic.changed = now
-            if last >= traffic.last[0]:
-                traffic.last = last, operation.signature.describe()
-        for traffic in self._groups.values():
-            traffic.history.append((now, traffic.calls, traffic.bytes))
+    def _mean_bytes(self, signature: Signature) -> float:
+        """Bytes of an operation by the convention of nccl-tests, this rank's own where sizes differ."""
+        if signature.nbytes is not None:
+            return signature.nbytes
+        with contextlib.suppress(RuntimeError):  # another thread has bound an operation meanwhile
+            for operation in self._engine.bound:
+                if operation.signature == signature:
+                    return operation.mean_bytes
+        return 0.0
 
     def _group(self, state: GroupState, flying: list[IssuedWork]) -> dict[str, Any]:
         traffic, group = self._groups[state], state.group
@@ -151,7 +144,7 @@ class Drawing:
             "size": group.size,
             "ranks": group.ranks[:_NAMED],
             "issued": state.sequence,
-            "last": traffic.last[1],
+            "last": traffic.last,
             "changed": traffic.changed,
             "in_flight": sum(work.operation.state is state for work in flying),
         }
@@ -176,15 +169,43 @@ class _Traffic:
         self.calls = 0
         self.bytes = 0.0
         self.changed = 0.0  # when a picture last found a new call
-        self.last: tuple[int, str] = (0, "")
+        self.last = ""
         self.history: deque[tuple[float, int, float]] = deque(maxlen=_WINDOW)
+        self._number = 0  # of the last operation that was counted
+        self._message = 0  # when the last message that was counted was issued
+
+    def count(self, state: GroupState, now: float, mean_bytes: Callable[[Signature], float]) -> None:
+        """Add what the group has issued since the last picture, from its rings of the last operations.
+
+        What the ring of operations has lost since then counts as large as what is left; messages that are
+        lost are not counted.
+        """
+        issued = state.sequence
+        # At once, without the interpreter's lock in between: the program adds to it.
+        ring = list(islice(reversed(state.ring), max(0, issued - self._number)))
+        new = Counter(signature for number, signature, _ in ring if number > self._number)
+        known = new.total()
+        lost = max(0, issued - self._number - known)
+        sent = sum(count * mean_bytes(each) for each, count in new.items())
+        sent += lost * sent / known if known else 0.0
+        messages = [(each, at) for _, _, each, at in tuple(state.messages) if at > self._message]
+        calls = known + lost + len(messages)
+        if calls:
+            self.calls += calls
+            self.bytes += sent + sum(mean_bytes(each) for each, _ in messages)
+            self.changed = now
+            last = ring[0][1] if ring else messages[-1][0] if messages else None
+            self.last = "" if last is None else last.describe()
+        self._number = max(self._number, issued)
+        self._message = messages[-1][1] if messages else self._message
+        self.history.append((now, self.calls, self.bytes))
 
 
-def _blame(work: IssuedWork, since: float, now: float, stack: Stack) -> Blame | None:
+def _blame(work: IssuedWork, waited: float, stack: Stack) -> Blame | None:
     """The one rank that a wait is for; None if there are several, or another rank would say the same."""
     state, sequence = work.operation.state, work.sequence
     group, board = state.group, state.board
-    if now - since < _NO_WAIT or not sequence or not board.is_live:
+    if waited < _NO_WAIT or not sequence or not board.is_live:
         return None
     missing = [rank for rank in group.peers if board.seen(rank) < sequence]
     if len(missing) != 1 or group.rank != (0 if missing[0] else 1) or board.compiling(missing[0]) % 2:
@@ -214,10 +235,3 @@ def _wait(work: IssuedWork, since: float) -> dict[str, Any]:
         "missing_count": len(missing),
         "timeout": operation.timeout,
     }
-
-
-def _snapshot(bound: Any) -> list[Operation]:
-    """The operations of a set to which another thread may be adding."""
-    with contextlib.suppress(RuntimeError):  # its size has changed meanwhile
-        return list(bound)
-    return []

@@ -1,0 +1,95 @@
+"""Differences between the clocks of hosts, from operations that all of their ranks completed together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+TOGETHER: Final = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"})
+"""Kinds that complete nowhere before all ranks have issued them. Sizes that differ between ranks may be zero,
+so vector forms are not among them."""
+
+Key = tuple[str, int, str, int]
+"""Of one operation on all its ranks: group, sequence, kind, bytes."""
+
+
+@dataclass(frozen=True)
+class Clock:
+    """The clock of a host: `shift_us` is added to its times; `error_us` is the most that these are then off.
+
+    `error_us` is None where nothing bounds it. `by`: what the shift follows from.
+    """
+
+    shift_us: float
+    error_us: float | None
+    by: str
+
+
+@dataclass(frozen=True)
+class Span:
+    """An operation on the ranks of one host: the last issue and the first completion, in microseconds."""
+
+    issued: float
+    done: float
+
+    def joined(self, other: Span) -> Span:
+        """Both together."""
+        return Span(max(self.issued, other.issued), min(self.done, other.done))
+
+
+def spans(operations: Iterable[tuple[Key, Span]]) -> dict[Key, Span]:
+    """The operations of one host, those of several ranks joined."""
+    found: dict[Key, Span] = {}
+    for key, span in operations:
+        other = found.get(key)
+        found[key] = span if other is None else span.joined(other)
+    return found
+
+
+def align(hosts: Mapping[str, Mapping[Key, Span]], times_of_day: Mapping[str, float]) -> dict[str, Clock]:
+    """The clocks of all hosts as seen from the first one.
+
+    No rank completes an operation of `TOGETHER` before all have issued it. So each one gives a lowest and a
+    highest difference of two clocks; what is left between all of these is the error. A host without common
+    operations is placed by its time of day. Clocks are taken to run at one speed.
+
+    Args:
+        hosts: of each host its operations, in microseconds of its clock.
+        times_of_day: of each host the time of day, in microseconds, at 0 of its clock.
+    """
+    first, *others = hosts
+    placed = {first: Clock(0.0, 0.0, "the clock of the first host")}
+    while others:
+        found = [
+            (clock, host)
+            for host in others
+            for via in placed
+            if (clock := _against(placed[via], hosts[via], hosts[host])) is not None
+        ]
+        if not found:
+            break
+        clock, host = min(found, key=lambda each: each[0].error_us or 0.0)
+        placed[host] = clock
+        others.remove(host)
+    for host in others:
+        placed[host] = Clock(times_of_day[host] - times_of_day[first], None, "time of day")
+    return placed
+
+
+def _against(known: Clock, there: Mapping[Key, Span], here: Mapping[Key, Span]) -> Clock | None:
+    """The clock of a host by its operations in common with another one; None without any."""
+    common = there.keys() & here.keys()
+    if not common or known.error_us is None:
+        return None
+    least = max(there[key].issued - here[key].done for key in common)
+    most = min(there[key].done - here[key].issued for key in common)
+    by = f"{len(common)} operations"
+    if least > most:
+        by += ", which contradict each other: clocks of unlike speed"
+    return Clock(known.shift_us + (least + most) / 2, known.error_us + abs(most - least) / 2, by)
+
+
+def unplaced(clocks: Mapping[str, Clock]) -> Sequence[str]:
+    """The hosts whose clocks nothing bounds."""
+    return [host for host, clock in clocks.items() if clock.error_us is None]

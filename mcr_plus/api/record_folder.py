@@ -1,0 +1,74 @@
+"""What `mcr.record(path)` collects besides records, and writes at the end of its block."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mcr_plus.api.expectations import expectations
+from mcr_plus.api.record_file import file_of, prepare_folder, save_recording
+from mcr_plus.config.reader import dump
+
+if TYPE_CHECKING:
+    import torch
+
+    from mcr_plus.api.record import Log
+    from mcr_plus.runtime.runtime import Runtime
+
+_log = logging.getLogger("mcr_plus")
+
+
+@contextmanager
+def collecting(log: Log, runtime: Runtime, folder: Path) -> Iterator[None]:
+    """Write the file of this rank when the block ends, however it ends; an error of that is logged.
+
+    Ends of steps are those of `step` of the first optimizer of torch that is seen. Raises `InvalidArgument`,
+    at the beginning, if nothing can be written into `folder`.
+    """
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    prepare_folder(folder)
+    steps: list[float] = []
+    first: list[int] = []
+
+    def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not first:
+            first.append(id(optimizer))
+        if id(optimizer) == first[0]:
+            steps.append(time.perf_counter())
+
+    began = time.perf_counter()
+    hook = register_optimizer_step_post_hook(note)
+    try:
+        yield
+    finally:
+        ended = time.perf_counter()
+        hook.remove()
+        world = runtime.world
+        about = {
+            "rank": world.rank,
+            "size": world.size,
+            "host": world.hosts[world.rank],
+            "hosts": list(world.hosts),
+            "epoch_us": (time.time() - time.perf_counter()) * 1e6,
+            "began": began,
+            "ended": ended,
+            # Tables are equal on all ranks, so one of them looks.
+            "choices": expectations(log.records, runtime.config, len(set(world.hosts)))
+            if not world.rank
+            else [],
+            "config": dump(runtime.config),
+            "versions": {name: version(name) for name in ("mcr_plus", "torch")},
+        }
+        path = file_of(folder, world.rank)
+        try:
+            save_recording(path, log.records, steps, about)
+        except OSError as error:
+            _log.error(
+                "record: cannot write %s: %s; the log itself is complete", path, error.strerror or error
+            )

@@ -1,0 +1,64 @@
+"""`mcr-plus diagnose`: what is wrong with a job, by the dumps of its ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mcr_plus.cli.output import print_error, print_json, print_result, print_table
+
+if TYPE_CHECKING:
+    from mcr_plus.observe.diagnosis import Finding, Place
+    from mcr_plus.observe.dumps import Folder
+
+
+def diagnose(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of the dumps.")],
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Say what is wrong with a job by the Flight Recorder dumps of its ranks: who, where, and why."""
+    from mcr_plus.observe.diagnosis import diagnose as find
+    from mcr_plus.observe.dumps import read_folder
+
+    read = read_folder(folder)
+    findings = find(read)
+    if json:
+        print_json(_document(read, findings))
+        return
+    for problem in read.problems:
+        print_error(problem)
+    if read.absent:
+        print_error(f"no dump of rank {', '.join(map(str, read.absent))} of {read.size}")
+    for finding in findings:
+        print_result(f"{finding.fault}: {finding.text}")
+        rows = [_row("is", place) for place in finding.at] + [
+            _row("waits", place) for place in finding.waiting
+        ]
+        if rows:
+            print_table("", ("rank", "", "at", "seconds"), rows)
+    if not findings:
+        print_result(
+            "no fault: all ranks have issued and completed the same operations, as far as dumps show"
+        )
+
+
+def _document(read: Folder, findings: list[Finding]) -> dict[str, Any]:
+    return {
+        "folder": str(read.path),
+        "ranks": read.size,
+        "absent": read.absent,
+        "problems": read.problems,
+        "dumps": [
+            {"rank": dump.rank, "host": dump.host, "written_by": dump.written_by, "reason": dump.reason}
+            for dump in read.dumps.values()
+        ],
+        "findings": [finding.plain() for finding in findings],
+    }
+
+
+def _row(verb: str, place: Place) -> tuple[str, str, str, str]:
+    frame = place.frame
+    where = "unknown" if frame is None else f"{frame.filename}:{frame.line} in {frame.name}"
+    return str(place.rank), verb, where, "" if not place.seconds else f"{place.seconds:.1f}"

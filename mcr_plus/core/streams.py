@@ -1,0 +1,150 @@
+"""Streams and events of one device: the functions that operations on it are ordered with.
+
+Those of the device's module in torch (`torch.cuda` for CUDA and ROCm, `torch.xpu`, or that of an out-of-tree
+device), which share names and meaning.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+
+
+class Event(Protocol):
+    """An event of a stream, such as `torch.cuda.Event`."""
+
+    def record(self, stream: Any) -> None:
+        """Record the event at the end of the work enqueued on `stream`."""
+        ...
+
+    def query(self) -> bool:
+        """Whether the stream has reached the event; true of an event that was never recorded."""
+        ...
+
+
+class Streams(Protocol):
+    """The streams of one device, with this index among those of its type."""
+
+    device: int
+
+    def create(self) -> Any:
+        """Return a new stream."""
+        ...
+
+    def current(self) -> Any:
+        """Return the current stream of the calling thread."""
+        ...
+
+    def event(self) -> Event:
+        """Return a new event."""
+        ...
+
+    def under(self, stream: Any) -> AbstractContextManager[object]:
+        """Make `stream` the current one of the calling thread in a block."""
+        ...
+
+    def selected(self) -> AbstractContextManager[object]:
+        """Make the device the current one of the calling thread in a block."""
+        ...
+
+    def keep(self, tensor: torch.Tensor, stream: Any) -> None:
+        """Keep the memory of `tensor` until `stream` has finished the work enqueued so far."""
+        ...
+
+    def pinned(self, like: torch.Tensor) -> torch.Tensor:
+        """Return an uninitialised contiguous tensor in page-locked host memory, of the shape of another."""
+        ...
+
+    def scratch(self) -> torch.Tensor:
+        """Return a tensor with one zero on the device."""
+        ...
+
+
+class DeviceStreams:
+    """`Streams` by the module that torch has for a type of device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._torch: Any = torch.get_device_module(device)
+        self.device: int = self._torch.current_device() if device.index is None else device.index
+        self._place = torch.device(device.type, self.device)
+
+    def create(self) -> Any:  # noqa: D102
+        return self._torch.Stream(self._place)
+
+    def current(self) -> Any:  # noqa: D102
+        return self._torch.current_stream(self._place)
+
+    def event(self) -> Event:  # noqa: D102
+        event: Event = self._torch.Event()
+        return event
+
+    def under(self, stream: Any) -> AbstractContextManager[object]:  # noqa: D102
+        context: AbstractContextManager[object] = self._torch.stream(stream)
+        return context
+
+    def selected(self) -> AbstractContextManager[object]:  # noqa: D102
+        context: AbstractContextManager[object] = self._torch.device(self.device)
+        return context
+
+    def keep(self, tensor: torch.Tensor, stream: Any) -> None:  # noqa: D102
+        tensor.record_stream(stream)
+
+    def pinned(self, like: torch.Tensor) -> torch.Tensor:  # noqa: D102
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+
+    def scratch(self) -> torch.Tensor:  # noqa: D102
+        return torch.zeros(1, dtype=torch.int32, device=self._place)
+
+
+_made = cache(DeviceStreams)
+
+
+def streams_of(device: torch.device) -> Streams:
+    """Return the streams of a device; without an index, of the one of its type that is current."""
+    if device.index is None:
+        device = torch.device(device.type, torch.get_device_module(device).current_device())
+    return _made(device)
+
+
+def recorded(device: torch.device) -> Event | None:
+    """Return an event at the end of the current stream's work; None of the host, which works in order."""
+    if device.type == "cpu":
+        return None
+    streams = streams_of(device)
+    event = streams.event()
+    event.record(streams.current())
+    return event
+
+
+def follow(event: Event | None, device: torch.device) -> None:
+    """Make the current stream wait for what `recorded` has returned."""
+    if event is not None:
+        streams_of(device).current().wait_event(event)
+
+
+class Retained:
+    """What streams may still use, such as the tensors of a function that has launched kernels.
+
+    Let go by a later `add`, once its event has been reached.
+    """
+
+    def __init__(self) -> None:
+        self._kept = deque[tuple[Event, object]]()
+
+    def add(self, event: Event, used: object) -> None:
+        """Keep `used` until `event`, recorded already, has been reached."""
+        self.release()
+        self._kept.append((event, used))
+
+    def release(self) -> None:
+        """Let go what was used before events that have been reached, in the order of `add`."""
+        kept = self._kept
+        while kept and kept[0][0].query():
+            try:
+                kept.popleft()
+            except IndexError:  # another thread has taken the last one
+                return

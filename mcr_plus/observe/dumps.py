@@ -1,0 +1,230 @@
+"""Reading the dumps of a job's ranks: the JSON files only, since pickles of others must not be loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from mcr_plus.errors import InvalidArgument
+from mcr_plus.observe.flight_record import OURS
+from mcr_plus.observe.frames import Frame, call_site
+
+_MOST_BYTES: Final = 1 << 30
+
+
+@dataclass
+class Operation:
+    """An operation in a dump. `number` is 0 for sends and receives; `peer` is a group rank.
+
+    `issued`: in `time.time_ns()` of the rank's host. `waited`: seconds. `waits`: whether its rank waited for
+    it when the dump was written.
+    """
+
+    number: int
+    kind: str
+    text: str
+    reduce_op: str | None
+    root: int | None
+    tag: str | None
+    backend: str
+    shape: tuple[int, ...]
+    dtype: str
+    state: str
+    issued: int
+    waited: float
+    waits: bool
+    error: str
+    peer: int | None
+    match_tag: int
+    frames: list[Frame]
+
+    @property
+    def done(self) -> bool:
+        """Whether it is complete."""
+        return self.state == "completed"
+
+    @property
+    def holds_up(self) -> bool:
+        """Whether its rank cannot go on because of it: it waits for it, or has given up."""
+        return not self.done and (self.waits or bool(self.error))
+
+
+@dataclass
+class DumpedGroup:
+    """A group in a dump. `ranks`: of its members in the job. `peers`: collectives issued, by group rank."""
+
+    name: str
+    ranks: tuple[int, ...]
+    issued: int
+    peers: dict[int, int]
+    failed: str
+    operations: dict[int, Operation] = field(default_factory=dict)
+    messages: list[Operation] = field(default_factory=list)
+
+
+@dataclass
+class Dump:
+    """What one rank has dumped, or another one for it (`written_by`)."""
+
+    path: Path
+    job: str
+    rank: int
+    world_size: int
+    host: str
+    written_by: int
+    time: int
+    reason: str
+    error: dict[str, Any] | None
+    processes: dict[int, str]
+    threads: list[tuple[str, list[Frame]]]
+    groups: dict[str, DumpedGroup]
+
+    @property
+    def place(self) -> Frame | None:
+        """Where the main thread of the program was."""
+        return call_site(self.threads[0][1]) if self.threads else None
+
+
+@dataclass
+class Folder:
+    """The dumps of a folder, and what is wrong with other files there."""
+
+    path: Path
+    dumps: dict[int, Dump]
+    problems: list[str]
+
+    @property
+    def size(self) -> int:
+        """Number of ranks of the job."""
+        return next(iter(self.dumps.values())).world_size
+
+    @property
+    def absent(self) -> list[int]:
+        """Ranks without a dump."""
+        return [rank for rank in range(self.size) if rank not in self.dumps]
+
+
+def read_folder(path: Path) -> Folder:
+    """Read the dumps in a folder.
+
+    A file that is cut off, of another version or of another job is left out and listed in `problems`.
+    Raises `InvalidArgument` if there is no folder or no dump, or if a rank is in two files.
+    """
+    if not path.is_dir():
+        raise InvalidArgument(f"{str(path)!r}: no such folder; expected one with dumps of `mcr.dump`")
+    dumps: dict[int, Dump] = {}
+    problems: list[str] = []
+    for file in sorted(path.glob("*.json")):
+        try:
+            dump = read_dump(file)
+        except InvalidArgument as error:
+            problems.append(str(error))
+            continue
+        if (other := dumps.get(dump.rank)) is not None:
+            raise InvalidArgument(
+                f"{file}: a dump of rank {dump.rank}, as {other.path.name} is; expected one of each rank"
+            )
+        dumps[dump.rank] = dump
+    dumps = _of_one_job(dumps, problems)
+    if not dumps:
+        found = "; ".join(problems) or "it has no JSON files"
+        raise InvalidArgument(f"{str(path)!r}: no dumps, such as rank.0.json of `mcr.dump`: {found}")
+    return Folder(path, dumps, problems)
+
+
+def _of_one_job(dumps: dict[int, Dump], problems: list[str]) -> dict[int, Dump]:
+    """The dumps of the job that was dumped last."""
+    if not dumps:
+        return dumps
+    last = max(dumps.values(), key=lambda dump: dump.time)
+    others = (dump for dump in dumps.values() if dump.job != last.job)
+    problems += (f"{dump.path}: of another job than {last.path.name}, which is newer" for dump in others)
+    return {rank: dump for rank, dump in sorted(dumps.items()) if dump.job == last.job}
+
+
+def read_dump(path: Path) -> Dump:
+    """Read one JSON file; raises `InvalidArgument` unless it is a complete dump of this version."""
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise InvalidArgument(f"{path}: larger than {_MOST_BYTES >> 30} GiB; expected a dump of one rank")
+        data = json.loads(path.read_bytes())
+    except OSError as error:
+        raise InvalidArgument(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"{path}: cut off or damaged: {error}") from None
+    own = data.get("mcr") if isinstance(data, dict) else None
+    if not isinstance(own, dict):
+        raise InvalidArgument(f"{path}: no dump of mcr_plus, which has an entry 'mcr'")
+    if own.get("format") != OURS:
+        raise InvalidArgument(f"{path}: format {own.get('format')!r} of another version; expected {OURS}")
+    try:
+        return _dump(path, data, own)
+    except KeyError as error:
+        raise InvalidArgument(f"{path}: not a complete dump: no {error}") from None
+    except (TypeError, ValueError, AttributeError, IndexError) as error:
+        raise InvalidArgument(f"{path}: not a dump: {error}") from None
+
+
+def _dump(path: Path, data: dict[str, Any], own: dict[str, Any]) -> Dump:
+    groups = {
+        str(name): DumpedGroup(
+            str(name),
+            tuple(int(rank) for rank in group["ranks"]),
+            int(group["issued"]),
+            {int(rank): int(issued) for rank, issued in group["peers"].items()},
+            str(group["failed"]),
+            messages=[_operation(0, each, each["frames"]) for each in group["messages"]],
+        )
+        for name, group in own["groups"].items()
+    }
+    for entry in data["entries"]:
+        if not entry["is_p2p"]:
+            number = int(entry["collective_seq_id"])
+            operation = _operation(number, entry["mcr"], entry["frames"])
+            groups[entry["process_group"][0]].operations[number] = operation
+    rank, size = int(own["rank"]), int(own["world_size"])
+    if not 0 <= rank < size:
+        raise ValueError(f"rank {rank} of {size}")
+    return Dump(
+        path,
+        str(own["job"]),
+        rank,
+        size,
+        str(own["host"]),
+        int(own["written_by"]),
+        int(own["time_ns"]),
+        str(own["reason"]),
+        own["error"],
+        {int(rank): str(status) for rank, status in own["processes"].items()},
+        [(str(thread["name"]), _frames(thread["frames"])) for thread in own["threads"]],
+        groups,
+    )
+
+
+def _operation(number: int, own: dict[str, Any], frames: Sequence[dict[str, Any]]) -> Operation:
+    return Operation(
+        number,
+        str(own["kind"]),
+        str(own["operation"]),
+        own["reduce_op"],
+        own["root"],
+        own["tag"],
+        str(own["backend"]),
+        tuple(own["shape"]),
+        str(own["dtype"]),
+        str(own["state"]),
+        int(own["issued_ns"]),
+        float(own["waited"]),
+        bool(own["waits"]),
+        str(own["error"]),
+        own["peer"],
+        int(own["match_tag"]),
+        _frames(frames),
+    )
+
+
+def _frames(frames: Sequence[dict[str, Any]]) -> list[Frame]:
+    return [Frame(str(frame["name"]), str(frame["filename"]), int(frame["line"])) for frame in frames]

@@ -1,0 +1,97 @@
+"""The files of dumps: where they are, and how they are written."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from mcr_plus.errors import ConfigError, InvalidArgument, McrError
+from mcr_plus.observe.options import dump_folder_of
+
+if TYPE_CHECKING:
+    from mcr_plus.config.schema import Config
+
+PREFIX: Final = "rank_"
+"""Of the names of files where only a folder is given."""
+
+
+class DumpFiles(NamedTuple):
+    """The files of one rank: `record` for torch's tools, `text` the same as JSON."""
+
+    record: Path
+    text: Path
+
+
+def files_of(path: str | os.PathLike[str], rank: int) -> DumpFiles:
+    """The files of a rank for `mcr.dump(path)`: `<path><rank>`, and a JSON file beside it.
+
+    The name of the JSON file must not contain the prefix: torch's tools read every file of a folder whose
+    name does. `dumps/rank_` gives `dumps/rank_0` and `dumps/rank.0.json`; a folder gives the same.
+    """
+    text = os.fspath(path)
+    if "\0" in text:
+        raise InvalidArgument(f"path: expected the path of a file, got {text!r}")
+    if not text or text.endswith(os.sep) or os.path.isdir(text):
+        text = os.path.join(text, PREFIX)
+    folder, prefix = os.path.split(text)
+    stem = prefix.rstrip("_-.")
+    name = f"{rank}.json" if stem in ("", prefix) else f"{stem}.{rank}.json"
+    return DumpFiles(Path(folder, f"{prefix}{rank}"), Path(folder, name))
+
+
+def default_folder() -> str:
+    """The folder for dumps where none is named: in the system's for temporary files, for its owner only."""
+    return os.path.join(tempfile.gettempdir(), f"mcr_plus-dumps-{os.getuid()}")
+
+
+def make_private(folder: str) -> None:
+    """Make the folder of `default_folder`, in a place where others may write.
+
+    Raises `McrError` if it belongs to another user, who could read or replace what is in it.
+    """
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(folder, 0o700)
+    status = os.lstat(folder)
+    if status.st_uid != os.getuid() or not os.path.isdir(folder) or os.path.islink(folder):
+        raise McrError(f"{folder!r} is not a folder of this user; set MCR_DUMP to another one")
+
+
+def write_dump(files: DumpFiles, record: dict[str, Any]) -> None:
+    """Write a dump; raises `OSError`. The files are complete whenever they are there."""
+    files.record.parent.mkdir(parents=True, exist_ok=True)
+    _write(files.text, json.dumps(record, separators=(",", ":")).encode())
+    _write(files.record, pickle.dumps(record))
+
+
+def _write(path: Path, content: bytes) -> None:
+    # Torch's tools read every file with the prefix in its name, so this one has none of it.
+    descriptor, partial = tempfile.mkstemp(prefix=".", suffix=".part", dir=path.parent)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(content)
+        os.chmod(partial, 0o644)
+        os.replace(partial, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(partial)
+        raise
+
+
+def check_folder(config: Config) -> None:
+    """Raise `ConfigError` if dumps cannot be written to their folder, which is made if it is missing."""
+    folder, place = dump_folder_of(config)
+    if folder is None:
+        return
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        text = f"{place}: expected a folder that can be written, got {folder!r}: {reason}"
+        raise ConfigError(text) from None

@@ -1,0 +1,184 @@
+"""The Flight Recorder of a job in one process: dumps on failures, on SIGUSR2, and when they are asked for."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from mcr_plus.dispatch.observer import Noted
+from mcr_plus.errors import McrError
+from mcr_plus.observe.files import default_folder, files_of, make_private, write_dump
+from mcr_plus.observe.flight_record import flight_record
+from mcr_plus.observe.options import dump_folder_of
+from mcr_plus.observe.snapshot import frames_for, take_snapshot
+from mcr_plus.observe.substitutes import substitutes
+from mcr_plus.observe.watcher import Watcher, ask
+
+if TYPE_CHECKING:
+    from mcr_plus.config.schema import Config
+    from mcr_plus.dispatch.engine import Engine
+    from mcr_plus.dispatch.work import IssuedWork
+    from mcr_plus.observe.snapshot import Snapshot
+    from mcr_plus.rendezvous.world import World
+
+_log = logging.getLogger("mcr_plus")
+_CONSISTENT: Final = 0.05  # seconds of waiting for a moment between two steps
+_TEXT: Final = 500  # characters of an error that the others are told
+
+
+class Recorder:
+    """Writes dumps of what this process was doing. It is the `Observer` of its engine.
+
+    Attributes:
+        folder: for dumps; None if none is named, and failures write none.
+    """
+
+    def __init__(self, engine: Engine, world: World, config: Config) -> None:
+        self._engine, self._world = engine, world
+        folder, _ = dump_folder_of(config)
+        self.folder = None if folder is None else os.path.abspath(folder)
+        self._lock = threading.Lock()
+        self._asked: set[str] = set()  # groups of whose failure another rank has told
+        self._problems: set[str] = set()
+        self._watcher = Watcher(partial(self._try_to_write_for, "SIGUSR2"), self._on_request)
+        engine.observer = self
+
+    def stop(self) -> None:
+        """At the end of the job."""
+        self._engine.observer = None
+        self._watcher.stop()
+
+    def abandon(self) -> None:
+        """In a forked child."""
+        self._engine.observer = None
+        self._watcher.abandon()
+
+    # -- the engine's reports ---------------------------------------------------------------------
+
+    def waits_long(self, work: IssuedWork) -> None:
+        """See `Observer`."""
+        try:
+            self._note(work)
+        except Exception as error:
+            self._complain(f"no frames of a long wait: {type(error).__name__}: {error}")
+
+    def fails(self, work: IssuedWork, error: BaseException) -> Callable[[], None] | None:
+        """See `Observer`. Of the errors of a group, the first one is dumped, on all ranks."""
+        try:
+            return self._report(work, error)
+        except Exception as problem:
+            self._complain(f"no dump: {type(problem).__name__}: {problem}")
+            return None
+
+    def _report(self, work: IssuedWork, error: BaseException) -> Callable[[], None] | None:
+        text = self._note(work).error = f"{type(error).__name__}: {error}"
+        name = work.operation.state.group.name
+        # Where another rank has failed first, the dump of that moment says more.
+        if self.folder is None or work.operation.state.failure is not None or name in self._asked:
+            return None
+        ask(self._engine.peers.beside(), f"{name}\0rank {self._world.rank}: {text[:_TEXT]}")
+        snapshot = take_snapshot(self._engine, text, error)
+        return partial(self._hand_over, snapshot, self.folder)
+
+    def _note(self, work: IssuedWork) -> Noted:
+        if work.noted is None:
+            now = time.time_ns()
+            began = next((wait.began for wait in list(self._engine.waits) if wait.work is work), now)
+            work.noted = Noted(work.sequence, frames_for(self._engine, work), began)
+            work.operation.state.notes.append(work.noted)
+        return work.noted
+
+    # -- dumps ------------------------------------------------------------------------------------
+
+    def dump(self, path: str | os.PathLike[str]) -> str:
+        """See `mcr.dump`."""
+        files = files_of(path, self._world.rank)
+        record = self._record(take_snapshot(self._engine, "mcr.dump"))
+        try:
+            with self._lock:
+                write_dump(files, record)
+        except OSError as error:
+            raise McrError(
+                f"dump: {str(files.record)!r} cannot be written: {error.strerror or error}"
+            ) from error
+        return str(files.record)
+
+    def _on_request(self, text: str) -> None:
+        name, _, reason = text.partition("\0")
+        if self.folder is not None:
+            self._asked.add(name)
+            self._try_to_write_for(reason)
+
+    def _write_for(self, reason: str) -> None:
+        """Write a dump of now, in the watcher's thread."""
+        # In between two steps of the program where that is possible; it may hang with the lock.
+        locked = self._engine.lock.acquire(timeout=_CONSISTENT)
+        try:
+            snapshot = take_snapshot(self._engine, reason)
+        finally:
+            if locked:
+                self._engine.lock.release()
+        self._write(snapshot, self.folder)
+
+    def _try_to_write_for(self, reason: str) -> None:
+        try:
+            self._write_for(reason)
+        except Exception as error:  # of a job that is ending
+            self._complain(f"no dump for {reason}: {type(error).__name__}: {error}")
+
+    def _hand_over(self, snapshot: Snapshot, folder: str) -> None:
+        if not self._watcher.do(partial(self._write, snapshot, folder)):
+            self._complain(f"{folder!r} takes long: the dump may be missing")
+
+    def _write(self, snapshot: Snapshot, folder: str | None) -> None:
+        """Write a dump, and those of ranks that cannot. An error is logged once, and hides no other."""
+        try:
+            if folder is None:
+                folder = default_folder()
+                make_private(folder)
+            with self._lock:
+                files = files_of(os.path.join(folder, ""), self._world.rank)
+                record = self._record(snapshot)
+                write_dump(files, record)
+                for rank, other in substitutes(record, self._engine, self._world, folder).items():
+                    write_dump(files_of(os.path.join(folder, ""), rank), other)
+        except Exception as error:
+            what = error.strerror if isinstance(error, OSError) and error.strerror else f"{error}"
+            self._complain(f"no dump in {folder!r}: {what}")
+            return
+        if snapshot.reason == "SIGUSR2":
+            _log.warning("rank %d: dump for %s in %s", self._world.rank, snapshot.reason, files.record)
+
+    def _complain(self, problem: str) -> None:
+        if problem not in self._problems:
+            self._problems.add(problem)
+            _log.warning("rank %d: %s", self._world.rank, problem)
+
+    def _record(self, snapshot: Snapshot) -> dict[str, Any]:
+        world, peers = self._world, self._engine.peers
+        lost = {rank: peers.status(rank) for rank in range(world.size) if rank != world.rank}
+        return flight_record(
+            snapshot,
+            {
+                "job": self._job(),
+                "rank": world.rank,
+                "world_size": world.size,
+                "host": world.hosts[world.rank],
+                "hosts": list(world.hosts),
+                "pid": os.getpid(),
+                "written_by": world.rank,
+                "processes": {str(rank): status for rank, status in lost.items()},
+            },
+        )
+
+    def _job(self) -> str:
+        """A name of this world that no other one has, the same on all ranks."""
+        text = json.dumps([list(process) for process in self._engine.peers.processes] or [os.getpid()])
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

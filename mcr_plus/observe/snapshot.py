@@ -1,0 +1,198 @@
+"""The operations of a process at one moment, as plain data: what dumps are written from.
+
+Nothing here takes a lock or talks to another process, so that a snapshot can be taken of a process that
+hangs, by any thread of it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Literal
+
+from mcr_plus.dispatch.board.shared import SharedBoard
+from mcr_plus.observe.frames import Frame, frames_of, waiting_frames
+
+if TYPE_CHECKING:
+    from mcr_plus.core.message import Signature
+    from mcr_plus.dispatch.engine import Engine
+    from mcr_plus.dispatch.group_state import GroupState
+    from mcr_plus.dispatch.observer import Noted
+    from mcr_plus.dispatch.work import IssuedWork
+
+State = Literal["scheduled", "started", "completed"]
+_OWN_THREADS: Final = "mcr_plus"  # how the names of all threads of mcr_plus begin
+_PARTS: Final = 8  # into which the ring is divided, see `_first`
+
+
+@dataclass
+class Entry:
+    """An operation, as a rank knows it.
+
+    Attributes:
+        number: in the group; 0 for sends and receives.
+        issued: when, in `time.time_ns()`.
+        peer, match_tag: of a send or receive; `peer` is a group rank, None for a receive from any rank.
+        frames: of the thread that waits for it, or did so for more than a second, or in which it failed.
+        waited: seconds of that wait, up to now if it goes on.
+        waits: whether the program waits for it now.
+        error: text of its error; empty unless it has failed.
+    """
+
+    number: int
+    signature: Signature
+    issued: int
+    state: State = "completed"
+    peer: int | None = None
+    match_tag: int = 0
+    frames: Sequence[tuple[str, str, int]] = ()
+    waited: float = 0.0
+    waits: bool = False
+    error: str = ""
+
+
+@dataclass
+class GroupSnapshot:
+    """A group's last operations.
+
+    Attributes:
+        rank: of this process in the group; `ranks`: of its members in the job.
+        issued: number of collectives that this rank has issued. `peers`: the same of each group rank, where
+            that can be read without asking anybody.
+        entries: collectives, in order. `messages`: sends and receives.
+        failed: why the group cannot be used; empty unless it has failed.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    rank: int
+    issued: int
+    peers: dict[int, int] = field(default_factory=dict)
+    entries: list[Entry] = field(default_factory=list)
+    messages: list[Entry] = field(default_factory=list)
+    failed: str = ""
+
+
+@dataclass
+class Snapshot:
+    """What a rank was doing when.
+
+    Attributes:
+        time: `time.time_ns()`.
+        reason: why it was taken. error: of the operation that failed, if that is why.
+        threads: name → frames, the main thread first; without threads that are in mcr_plus alone.
+    """
+
+    time: int
+    reason: str
+    groups: list[GroupSnapshot]
+    threads: list[tuple[str, list[Frame]]]
+    error: BaseException | None = None
+
+
+def take_snapshot(engine: Engine, reason: str, error: BaseException | None = None) -> Snapshot:
+    """The last operations of all open groups, and where the threads of the program are."""
+    now = time.time_ns()
+    alive = _alive(engine)
+    groups = [_group(engine, state, alive, now) for state in list(engine.states) if not state.closed]
+    return Snapshot(now, reason, groups, _threads(), error)
+
+
+def frames_for(engine: Engine, work: IssuedWork) -> list[Frame]:
+    """The frames of the thread that waits for an operation; else of the calling one, or of the group's.
+
+    A thread of mcr_plus itself may have found that the operation has failed.
+    """
+    for wait in list(engine.waits):
+        if wait.work is work:
+            return frames_of(wait.thread)
+    caller, owner = threading.current_thread(), work.operation.state.owner
+    return frames_of(owner) if caller.name.startswith(_OWN_THREADS) and owner > 0 else waiting_frames()
+
+
+def _alive(engine: Engine) -> list[IssuedWork]:
+    """All operations that are issued and not done, as far as they have a handle."""
+    deferred = [work for channel in list(engine.blocked) for work in list(channel.pending)]
+    waited = [wait.work for wait in list(engine.waits)]
+    known = (*list(engine.in_flight), *deferred, *list(engine.unordered), *waited)
+    return [work for work in {id(work): work for work in known}.values() if not work.is_done]
+
+
+def _group(engine: Engine, state: GroupState, alive: list[IssuedWork], now: int) -> GroupSnapshot:
+    own = [work for work in alive if work.operation.state is state]
+    works = {work.sequence: work for work in own if work.sequence}
+    notes = {noted.sequence: noted for noted in list(state.notes) if noted.sequence}
+    found = GroupSnapshot(state.group.name, state.group.ranks, state.group.rank, state.sequence)
+    found.peers = _peers(state)
+    first = _first(state, max(found.peers.values(), default=0))
+    for number, signature, issued in list(state.ring):
+        if number >= first:
+            entry = Entry(number, signature, issued)
+            _describe(entry, engine, works.get(number), notes.get(number), now)
+            if 0 < state.failed_at <= number and entry.state == "completed":
+                entry.state = "scheduled"  # as far as is known: nothing is after a failure
+            found.entries.append(entry)
+    found.messages = list(_messages(engine, state, own, now))
+    found.failed = "" if state.failure is None else f"{type(state.failure).__name__}: {state.failure}"
+    return found
+
+
+def _messages(engine: Engine, state: GroupState, own: list[IssuedWork], now: int) -> Iterator[Entry]:
+    """The last sends and receives; which of them are in flight, their handles show."""
+    flying = {
+        (work.message.peer, work.message.match_tag, work.operation.signature.kind, work.issued): work
+        for work in own
+        if not work.sequence
+    }
+    for peer, tag, signature, issued in list(state.messages):
+        entry = Entry(0, signature, issued, peer=peer, match_tag=tag)
+        work = flying.get((peer, tag, signature.kind, issued))
+        _describe(entry, engine, work, None if work is None else work.noted, now)
+        yield entry
+
+
+def _describe(entry: Entry, engine: Engine, work: IssuedWork | None, noted: Noted | None, now: int) -> None:
+    """Add what is known of an operation besides that it was issued."""
+    if noted is not None:
+        entry.frames, entry.error = noted.frames, noted.error
+        entry.waited = ((noted.ended or now) - noted.began) * 1e-9
+    if work is not None:
+        entry.state = "scheduled" if work.poll is None else "started"
+        for wait in list(engine.waits):
+            if wait.work is work:
+                entry.waits = True
+                entry.frames = frames_of(wait.thread) or entry.frames
+                entry.waited = (now - wait.began) * 1e-9
+    elif noted is not None and noted.error:
+        entry.state = "started"
+
+
+def _peers(state: GroupState) -> dict[int, int]:
+    board = state.board
+    if not isinstance(board, SharedBoard) or state.group.rank < 0:
+        return {}
+    return {rank: board.read(rank, 0).issued for rank in state.group.peers}
+
+
+def _first(state: GroupState, most: int) -> int:
+    """The number of the first operation to show.
+
+    Tools compare the ranks' operations from the first one on, so all ranks show the same first one, although
+    some have issued more than others and have forgotten more: one of a few numbers.
+    """
+    room = state.ring.maxlen or 0
+    first = max(most, state.sequence) - room + 1
+    step = max(room // _PARTS, 1)
+    return 1 if first <= 1 else -(-first // step) * step
+
+
+def _threads() -> list[tuple[str, list[Frame]]]:
+    main = threading.main_thread()
+    others = (
+        each for each in threading.enumerate() if each is not main and not each.name.startswith(_OWN_THREADS)
+    )
+    threads = [main, *others]
+    found = [(thread.name, frames_of(thread.ident)) for thread in threads if thread.ident is not None]
+    return [(name, frames) for name, frames in found if frames]

@@ -1,0 +1,145 @@
+"""The thread that writes dumps, and what it writes them for: SIGUSR2, requests of other ranks, failures.
+
+A thread of its own, because the program's may be in a call that does not return: Python's own signal handlers
+run in the main thread, between two of its instructions. So SIGUSR2 is handled in C, by faulthandler, which
+writes to a pipe on which this thread sleeps. It needs no core and no lock while nothing happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import select
+import signal
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from mcr_plus.liveness.proc import handles
+
+_SIGNAL: Final = signal.SIGUSR2
+_PATIENCE: Final = 5.0  # seconds that a failing operation waits for its dump: a file system may hang
+_REQUEST: Final = 1024  # bytes
+_CREDENTIALS: Final = struct.Struct("iII")  # of the sender: process, user, group; filled in by the kernel
+
+
+class Watcher:
+    """Runs jobs in its thread: `on_signal()` for SIGUSR2, `on_request(text)` for another rank, and others."""
+
+    def __init__(self, on_signal: Callable[[], None], on_request: Callable[[str], None]) -> None:
+        self._on_signal, self._on_request = on_signal, on_request
+        self._jobs: deque[tuple[Callable[[], None], threading.Event]] = deque()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._signals: int | None = None
+        self._pipe: int | None = None
+        self._socket = _listen(os.getpid())
+        self._stopping = False
+        self._pid = os.getpid()
+        if not handles(self._pid, _SIGNAL):
+            self._signals, self._pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+            faulthandler.register(_SIGNAL, file=self._pipe, all_threads=False)
+        self._thread = threading.Thread(target=self._run, name="mcr_plus dumps", daemon=True)
+        self._thread.start()
+
+    def do(self, job: Callable[[], None]) -> bool:
+        """Run `job` in the thread; returns once it has, or after some seconds. Whether it has."""
+        if self._pid != os.getpid() or not self._thread.is_alive():  # a forked child has no such thread
+            job()
+            return True
+        if threading.current_thread() is self._thread:
+            job()
+            return True
+        done = threading.Event()
+        self._jobs.append((job, done))
+        os.eventfd_write(self._wake, 1)
+        return done.wait(_PATIENCE)
+
+    def stop(self) -> None:
+        """End the thread; SIGUSR2 has its default effect again."""
+        if self._pid != os.getpid():
+            return
+        if self._pipe is not None:
+            faulthandler.unregister(_SIGNAL)
+        self._stopping = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join(_PATIENCE)
+        if not self._thread.is_alive():  # otherwise it hangs in a file system
+            self._close()
+
+    def abandon(self) -> None:
+        """In a forked child, where there is no such thread: let go of what belongs to the parent."""
+        if self._pipe is not None:
+            faulthandler.unregister(_SIGNAL)
+        self._close()
+
+    def _close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+        for descriptor in (self._wake, self._signals, self._pipe):
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def _run(self) -> None:
+        poller = select.poll()
+        listening = None if self._socket is None else self._socket.fileno()
+        for descriptor in (self._wake, self._signals, listening):
+            if descriptor is not None:
+                poller.register(descriptor, select.POLLIN)
+        while not self._stopping:
+            ready = {descriptor for descriptor, _ in poller.poll()}
+            if self._wake in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._wake)
+            while self._jobs:
+                job, done = self._jobs.popleft()
+                try:
+                    job()
+                finally:
+                    done.set()
+            if self._signals in ready and self._signals is not None:
+                with contextlib.suppress(BlockingIOError):
+                    while os.read(self._signals, 1 << 16):
+                        pass
+                self._on_signal()
+            if listening in ready and (text := self._request()):
+                self._on_request(text)
+
+    def _request(self) -> str:
+        """The text of a request of a process of this user; empty for others."""
+        assert self._socket is not None
+        text = ""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                data, control, _, _ = self._socket.recvmsg(_REQUEST, socket.CMSG_SPACE(_CREDENTIALS.size))
+                for _, kind, value in control:
+                    if kind == socket.SCM_CREDENTIALS and _CREDENTIALS.unpack(value)[1] == os.getuid():
+                        text = data.decode(errors="replace")
+        return text
+
+
+def ask(processes: Iterable[int], text: str) -> None:
+    """Ask the ranks in these processes of this host for their dumps; returns at once."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sender:
+        for process in processes:
+            with contextlib.suppress(OSError):  # it has ended, or has no such thread
+                sender.sendto(text.encode()[:_REQUEST], _address(process))
+
+
+def _address(process: int) -> str:
+    """An abstract address, which nothing is left of. Who sends is checked, since anybody may."""
+    return f"\0mcr_plus-dump-{process}"
+
+
+def _listen(process: int) -> socket.socket | None:
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        made.bind(_address(process))
+    except OSError:  # an earlier job of this process has not ended
+        made.close()
+        return None
+    return made

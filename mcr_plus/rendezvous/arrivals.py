@@ -1,0 +1,104 @@
+"""The ranks that come to `init`: what shows that one of them will not, before they know each other.
+
+A rank that has come says which process it is, so that ranks which share its /proc see its death. Of one that
+has not, the supervisor of `mcr-plus run --min-ranks` says in the job's store that it has ended for good.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Final
+
+from mcr_plus.core.c10d import PrefixStore, Store
+from mcr_plus.core.environment import agent_has_store, host_name, job_secret, min_ranks
+from mcr_plus.errors import PeerLost, phrase_ranks
+from mcr_plus.liveness.proc import state_of
+from mcr_plus.rendezvous.identity import DIED, is_visible, own_process
+from mcr_plus.rendezvous.signing import SignedStore
+
+if TYPE_CHECKING:
+    from mcr_plus.membership.rules import Process
+
+PREFIX: Final = "mcr_plus"
+"""The part of the launcher's store that ranks use."""
+_SUPERVISOR: Final = "supervisor"  # whose values are signed under this name
+SLACK: Final = 10.0
+"""Seconds that rank 0's verdict on an exchange may take to arrive."""
+
+
+class Arrivals:
+    """The ranks of a job that is about to begin, as one of them sees the others.
+
+    Attributes:
+        own: this process.
+        processes: those of the ranks that have come, by rank, as far as they are known here.
+    """
+
+    def __init__(self, rank: int, size: int, launchers: Store | None = None) -> None:
+        """`launchers`: the store in which a supervisor notes the ends of ranks, if the job has one."""
+        self.own = own_process(host_name(), rank)
+        self.processes: dict[int, Process] = {}
+        self._others = [each for each in range(size) if each != rank]
+        secret = job_secret()
+        has_supervisor = bool(secret) and agent_has_store() and min_ranks() is not None
+        self._records = (
+            SignedStore(launchers, secret, _SUPERVISOR) if launchers is not None and has_supervisor else None
+        )
+
+    def is_dead(self, rank: int) -> bool:
+        """Whether a rank that has come has died, as far as it is visible here."""
+        process = self.processes.get(rank)
+        return (
+            process is not None
+            and is_visible(self.own, process)
+            and state_of(process.pid, process.started) == "dead"
+        )
+
+    def forget_restarted(self) -> list[int]:
+        """The ranks that have come and died, and that a supervisor starts again: others are to come."""
+        if self._records is None:
+            return []
+        ended = self._ended()
+        found = [rank for rank in self.processes if rank not in ended and self.is_dead(rank)]
+        for rank in found:
+            del self.processes[rank]
+        return found
+
+    def error(self) -> PeerLost | None:
+        """The error of a wait for the others, if one of them is lost."""
+        lost = {rank: DIED for rank in self._others if self.is_dead(rank)} | self._ended()
+        if not lost:
+            return None
+        ranks = sorted(lost)
+        seen = "; ".join(dict.fromkeys(lost[rank] for rank in ranks))
+        return PeerLost(f"{phrase_ranks(ranks)} of the job: {seen}", ranks, seen=seen)
+
+    def _ended(self) -> dict[int, str]:
+        records = self._records
+        if records is None:
+            return {}
+        return {
+            rank: records.get(_key(rank)).decode() for rank in self._others if records.check([_key(rank)])
+        }
+
+
+def note_end(store: Store, rank: int, how: str) -> None:
+    """Note in a launcher's store, for ranks in `init`, that a rank has ended and is not started again."""
+    if secret := job_secret():
+        SignedStore(PrefixStore(PREFIX, store), secret, _SUPERVISOR).set(_key(rank), how)
+
+
+def loss_as_text(loss: PeerLost) -> str:
+    """A loss that rank 0 has seen, as it tells the other ranks."""
+    return json.dumps({"lost": [str(loss), loss.ranks, loss.seen]})
+
+
+def raise_loss(result: dict[str, Any]) -> None:
+    """Raise the loss that rank 0 has written with `loss_as_text`, if any."""
+    if "lost" in result:
+        text, ranks, seen = result["lost"]
+        raise PeerLost(text, ranks, seen=seen)
+
+
+def _key(rank: int) -> str:
+    return f"ended/{rank}"

@@ -1,0 +1,94 @@
+"""Parts of a store without any keys, in which the ranks of a job begin."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from typing import Final
+
+from mcr_plus.core.c10d import PrefixStore, Store
+from mcr_plus.core.deadline import Deadline
+from mcr_plus.errors import LaunchError, PeerLost
+from mcr_plus.membership.rules import Process
+from mcr_plus.rendezvous.arrivals import SLACK, Arrivals, loss_as_text, raise_loss
+from mcr_plus.rendezvous.watched_store import WatchedStore
+
+_LONGEST_NAP: Final = 0.02
+_LOOKS_AFTER: Final = 0.1  # seconds, and as many between two looks at the processes of ranks that have come
+
+
+def unused_part(store: Store, rank: int, size: int, timeout: float) -> Store:
+    """A part of the store without any keys, the same for all ranks; collective.
+
+    A store may outlive the processes that use it: torchrun's agent keeps it when it restarts the ranks, and
+    the replacement of a rank has not taken part in earlier calls. So a counter of the process cannot name the
+    part. Rank 0 draws a random name, and sends it to ranks that request it under random names of their own;
+    no key that was left behind can be taken for an answer.
+
+    Raises `LaunchError` naming the ranks that have not called this within `timeout` seconds, and `PeerLost`
+    if a rank is seen to have died.
+    """
+    return PrefixStore(unused_name(store, rank, size, timeout, Arrivals(rank, size)), store)
+
+
+def unused_name(store: Store, rank: int, size: int, timeout: float, arrivals: Arrivals) -> str:
+    """The name of an `unused_part`; all `arrivals` are known then."""
+    name = mine = secrets.token_hex(8)
+    if rank == 0:
+        part = PrefixStore(mine, store)
+        part.set("here/0", json.dumps(arrivals.own))
+        try:
+            missing = _answer(store, mine, size, timeout, arrivals)
+        except PeerLost as error:
+            part.set("here", loss_as_text(error))
+            raise
+        part.set("here", json.dumps({"missing": missing, "processes": arrivals.processes}))
+    else:
+        watched = WatchedStore(store, timeout + SLACK, arrivals.error)
+        try:
+            store.set(f"asks/{rank}", mine)
+            name = watched.get(f"answer/{mine}").decode()
+            part = PrefixStore(name, store)
+            part.set(f"here/{rank}", json.dumps(arrivals.own))
+            arrivals.processes[0] = Process(*json.loads(part.get("here/0")))
+            result = json.loads(WatchedStore(part, timeout + SLACK, arrivals.error).get("here"))
+        except RuntimeError as error:
+            if isinstance(error, PeerLost):
+                raise
+            raise LaunchError(f"rank 0 did not answer within {timeout:g} s: {error}") from error
+        raise_loss(result)
+        missing = result["missing"]
+        arrivals.processes |= {int(peer): Process(*each) for peer, each in result["processes"].items()}
+    if missing:
+        raise LaunchError(f"ranks {missing} did not call init within {timeout:g} s")
+    return name
+
+
+def _answer(store: Store, name: str, size: int, timeout: float, arrivals: Arrivals) -> list[int]:
+    """On rank 0: send the part's `name` to every rank that requests it; returns the missing ranks.
+
+    Raises `PeerLost` if a rank is seen to have died, unless a supervisor starts it again.
+    """
+    answered: dict[int, bytes] = {}
+    missing, deadline, nap, looks = list(range(1, size)), Deadline(timeout), 0.0005, Deadline(_LOOKS_AFTER)
+    while True:
+        for peer in missing:
+            # The first request may be that of a process that has exited; another one follows.
+            if store.check([f"asks/{peer}"]) and answered.get(peer) != (asked := store.get(f"asks/{peer}")):
+                store.set(f"answer/{asked.decode()}", name)
+                answered[peer] = asked
+        for peer in [peer for peer in missing if store.check([f"{name}/here/{peer}"])]:
+            arrivals.processes[peer] = Process(*json.loads(store.get(f"{name}/here/{peer}")))
+            missing.remove(peer)
+        if not missing or deadline.passed():
+            return missing
+        if looks.passed():
+            looks = Deadline(_LOOKS_AFTER)
+            for peer in arrivals.forget_restarted():
+                store.delete_key(f"{name}/here/{peer}")
+                missing.append(peer)
+            if (lost := arrivals.error()) is not None:
+                raise lost
+        time.sleep(nap)
+        nap = min(2 * nap, _LONGEST_NAP)

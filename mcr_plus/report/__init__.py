@@ -1,0 +1,1 @@
+"""The page about a recorded job: `mcr-plus report`."""

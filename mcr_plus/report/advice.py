@@ -1,0 +1,247 @@
+"""What is worth changing in a job, by what its operations cost, with the change where it is a rule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from mcr_plus.core.kinds import MESSAGES
+from mcr_plus.core.units import about, format_size
+from mcr_plus.errors import phrase_ranks
+from mcr_plus.report.analysis import SMALL, Group, Late, Skew, Steps
+from mcr_plus.report.job import Job
+
+_MUCH: Final = 0.10  # share of the time that is worth a word
+_FASTER: Final = 0.8  # an alternative that takes at most so much of the time
+_SLOWER: Final = 2.0  # operations that take so much more than the table expects
+_OFTEN: Final = 0.7  # share of operations at which one rank is last
+_MANY: Final = 20  # small operations in a step, or in a second
+_LITTLE_SAVED: Final = 0.9  # bytes after a codec, of those before
+_HIDDEN: Final = 0.5  # a group that is waited for so long of its flight hides little
+
+Severity = Literal["problem", "gain", "note"]
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One finding: a title, an explanation with what to do, and a piece of a configuration, empty for none.
+
+    `share`: of the time, by which findings are ordered.
+    """
+
+    severity: Severity
+    title: str
+    text: str
+    snippet: str = ""
+    share: float = 0.0
+
+
+def advice(job: Job, groups: Sequence[Group], steps: Steps, skew: Skew) -> list[Advice]:
+    """All findings: problems first, then by share of the time."""
+    found = [
+        *_of_files(job),
+        *_of_failures(groups),
+        *_of_waits(job, groups, skew),
+        *_of_late_ranks(job, skew),
+        *_of_small_operations(job, groups, steps),
+        *_of_codecs(groups),
+    ]
+    order = {"problem": 0, "gain": 1, "note": 2}
+    return sorted(found, key=lambda each: (order[each.severity], -each.share))
+
+
+def _of_files(job: Job) -> Iterator[Advice]:
+    if job.missing:
+        yield Advice(
+            "problem",
+            f"No file of {phrase_ranks(job.missing)}",
+            "The page is about the other ranks. Collect the files of all hosts in one folder; a rank that "
+            "was killed has written none.",
+        )
+    for host, clock in job.clocks.items():
+        if clock.error_us is None:
+            yield Advice(
+                "note",
+                f"The clock of {host} is placed by its time of day",
+                "It has no operations in common with the other hosts, so times between hosts may be off by "
+                "milliseconds.",
+            )
+
+
+def _of_failures(groups: Sequence[Group]) -> Iterator[Advice]:
+    failed = [group for group in groups if group.failed]
+    if failed:
+        names = ", ".join(f"{group.failed} of {group.name} on {group.backend}" for group in failed)
+        yield Advice(
+            "problem", "Operations have failed", f"{names}. They are left out of times and bandwidths."
+        )
+
+
+def _of_waits(job: Job, groups: Sequence[Group], skew: Skew) -> Iterator[Advice]:
+    late = {each.name: each.late for each in skew.operations}
+    for group in groups:
+        if group.waited >= _MUCH and not group.codec:
+            yield _of_wait(job, group, late.get(group.name))
+
+
+def _of_wait(job: Job, group: Group, late: Late | None) -> Advice:
+    """A kind of operation that much of the time goes to, and what would take less of it."""
+    title = f"{group.waited:.0%} of the time waits for {group.name} on {group.backend}"
+    row = _choice(job, group)
+    if row is not None and (better := _better(row)) is not None:
+        choice, us, own = better
+        gain = min(group.waited, (own - us) * group.count / len(job.ranks) / 1e6 / job.seconds)
+        return Advice(
+            "gain",
+            title,
+            f"{choice} would take {_ms(us)} instead of {_ms(own)} for {about(row['bytes'])}, by the table: "
+            f"at least {gain:.1%} of the time. Add this rule, and the library to `backends` if it is not "
+            "there.",
+            _rule(group, f"backend: {choice}"),
+            group.waited,
+        )
+    expected = None if row is None else row["job"].get("expected_us")
+    if expected and group.p50_us > _SLOWER * expected:
+        return _of_a_slow_one(job, group, expected, late, title)
+    if not group.is_async and group.kind not in MESSAGES:
+        return Advice(
+            "gain",
+            title,
+            "It is synchronous, so nothing is computed meanwhile. Issue it with `async_op=True` as soon as "
+            "its data are there, and wait for it when they are needed; `mcr.wrap` does that for gradients.",
+            share=group.waited,
+        )
+    if group.kind in ("all_reduce", "all_gather", "reduce_scatter") and group.bytes / group.count > 1 << 20:
+        return Advice(
+            "gain",
+            title,
+            f"It moves {about(group.bytes // group.count)} each time. A codec sends less: bf16 halves the "
+            "bytes of float32, and docs/compression.md has what others cost.",
+            _rule(group, "compress: {codec: bf16}"),
+            group.waited,
+        )
+    return Advice("note", title, "No library in the table is faster.", share=group.waited)
+
+
+def _of_a_slow_one(job: Job, group: Group, expected: float, late: Late | None, title: str) -> Advice:
+    """An operation that takes longer than a table expects, because of a late rank or of its place."""
+    text = f"The median takes {_ms(group.p50_us)}, and the table expects {_ms(expected)}"
+    if late is not None and late.last * late.median * 1e6 > (group.p50_us - expected) / 4:
+        return Advice(
+            "note",
+            title,
+            f"{text}: most of it is a wait for rank {late.rank}, which is last at {late.last:.0%} of them, "
+            f"by {_ms(late.median * 1e6)} at the median. A faster library would not help.",
+            share=group.waited,
+        )
+    return Advice(
+        "problem",
+        title,
+        f"{text}. Other processes use the cores or the link, or the table was measured on faster ones. "
+        f"Measure here with `mcr-plus tune -n {len(job.hosts)} -o table.yaml`, and name the table in "
+        "`select`.",
+        "pipeline:\n  - select: {table: table.yaml}\n  - dispatch: {}",
+        group.waited,
+    )
+
+
+def _choice(job: Job, group: Group) -> dict[str, Any] | None:
+    """What tables expect of the operations of a group that took longest."""
+    wanted = group.kind, group.tag, group.backend
+    return next(
+        (row for row in job.choices if (row["kind"], row["tag"] or "", row["backend"]) == wanted), None
+    )
+
+
+def alternatives(row: dict[str, Any]) -> tuple[float, dict[str, float]] | None:
+    """Of a row of `expectations` the time of the library in use and those of others, in microseconds.
+
+    By the table of the job, or by the usual one if that has no others; None if neither has.
+    """
+    own_name = row["backend"].partition(":")[0]
+    for table in (row["job"], row["usual"]):
+        times = table.get("alternatives", {})
+        own = times.get(row["backend"], times.get(own_name))
+        others = {choice: us for choice, us in times.items() if choice.partition(":")[0] != own_name}
+        if own and others:
+            return own, others
+    return None
+
+
+def _better(row: dict[str, Any]) -> tuple[str, float, float] | None:
+    """A library that takes clearly less by a table, its time, and that of the one in use, in microseconds."""
+    compared = alternatives(row)
+    if compared is None:
+        return None
+    own, others = compared
+    choice = min(others, key=lambda each: others[each])
+    return (choice, others[choice], own) if others[choice] <= _FASTER * own else None
+
+
+def _rule(group: Group, what: str) -> str:
+    """A rule for the operations of a group."""
+    tag = f', tag: "{group.tag}"' if group.tag else ""
+    size = ""
+    if not group.tag:
+        size = f', bytes: ">={format_size(max(1, group.bytes // group.count // 2))}"'
+    return f"rules:\n  - match: {{kind: {group.kind}{tag}{size}}}\n    {what}"
+
+
+def _of_late_ranks(job: Job, skew: Skew) -> Iterator[Advice]:
+    if len(job.ranks) < 2 or not skew.count:
+        return
+    worst = max(skew.ranks, key=lambda each: each.total)
+    share = worst.total / max(job.ranks[worst.rank].seconds, 1e-12)
+    error = (skew.error_us or 0.0) / 1e6
+    if worst.last >= _OFTEN and share >= _MUCH / 2 and worst.median > 2 * error:
+        at = max(skew.operations, key=lambda each: each.late.total)
+        yield Advice(
+            "problem",
+            f"Rank {worst.rank} is late: it is last at {worst.last:.0%} of the operations",
+            f"The others wait {_ms(worst.median * 1e6)} for it at the median, {share:.0%} of the time in "
+            f"all, most of it at {at.name}. No library helps: look at what this rank does before it, its "
+            "data loader, its share of the work, other processes on its cores, the clock of its processor.",
+            share=share,
+        )
+
+
+def _of_small_operations(job: Job, groups: Sequence[Group], steps: Steps) -> Iterator[Advice]:
+    for group in groups:
+        each = group.count / len(job.ranks)
+        rate = each / steps.count if steps.count else each / job.seconds
+        fusible = group.kind in ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
+        if (
+            fusible
+            and group.small > 0.9
+            and rate >= _MANY
+            and group.fused < 2
+            and group.in_flight >= _MUCH / 2
+        ):
+            per = "step" if steps.count else "second"
+            advised = "" if group.is_async else " Issue them with `async_op=True`; only these can be fused."
+            yield Advice(
+                "gain",
+                f"{rate:,.0f} small operations per {per}: {group.name}",
+                f"Nearly all are of at most {about(SMALL)}, where latency counts and not bandwidth. Fused, "
+                f"they travel as few.{advised}",
+                f"pipeline:\n  - fuse: {{bucket: 25MiB, kinds: [{group.kind}]}}\n  - select: {{}}\n  - "
+                f"dispatch: {{}}",
+                group.waited,
+            )
+
+
+def _of_codecs(groups: Sequence[Group]) -> Iterator[Advice]:
+    for group in groups:
+        if group.codec and group.bytes and group.wire >= _LITTLE_SAVED * group.bytes:
+            yield Advice(
+                "gain",
+                f"Codec {group.codec} saves {1 - group.wire / group.bytes:.0%} of {group.name}",
+                "Encoding and decoding take longer than what it saves, unless the link is slow.",
+                _rule(group, "compress: {codec: none}"),
+                group.waited,
+            )
+
+
+def _ms(us: float) -> str:
+    return f"{us / 1e3:.3g} ms" if us >= 100 else f"{us:.3g} µs"

@@ -1,0 +1,133 @@
+"""Ranks that die before or in `mcr.init` and `mcr.reset`: the others are told, long before any deadline."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from ranks import own_rank, run_ranks
+from test_launch import Start, folder, start
+
+import mcr_plus as mcr
+from mcr_plus.rendezvous import store as stores
+from mcr_plus.runtime import init
+from mcr_plus.runtime.runtime import Runtime
+
+PROGRAMS = str(Path(__file__).parents[1] / "support" / "restarting.py")
+RUN = {"version": 1, "backends": ["gloo"], "pipeline": [{"select": {}}, {"dispatch": {}}]}
+WITHIN = 20.0
+"""Seconds in which ranks are told on a busy machine: `init` and `reset` wait for 300."""
+
+__all__ = ["folder", "start"]  # fixtures
+
+
+def _die(*_: Any, **__: Any) -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+def _told(call: Any) -> dict[str, Any]:
+    """What a call raises."""
+    began = time.monotonic()
+    try:
+        call()
+    except mcr.McrError as error:
+        return {
+            "error": type(error).__name__,
+            "ranks": list(getattr(error, "ranks", ())),
+            "text": str(error),
+            "soon": time.monotonic() - began < WITHIN,
+        }
+    return {"error": ""}
+
+
+STEPS = {
+    "before the secret": (stores, "_offered_secret"),
+    "before the hosts": (init, "world_of"),
+    "before the checks": (init, "choose_backends"),
+    "in the world": (init, "Runtime"),
+}
+"""Where in `init` a rank dies: a module, and the function that it does not return from."""
+
+
+def dying_in_init(step: str, victim: int) -> dict[str, Any]:
+    """Runs on ranks: one dies on its way through `init`."""
+    if own_rank() == victim:
+        module, name = STEPS[step]
+        setattr(module, name, _die)
+    return _told(lambda: mcr.init(RUN))
+
+
+@pytest.mark.parametrize(
+    ("step", "victim"),
+    [("before the secret", 1), ("before the secret", 0), ("before the hosts", 0), ("before the hosts", 2),
+     ("before the checks", 1), ("in the world", 1)],
+)  # fmt: skip
+def test_a_rank_that_dies_in_init_is_named(step: str, victim: int) -> None:
+    for result in run_ranks(dying_in_init, 3, args=[step, victim], via="torch", check=False, timeout=90):
+        if result.rank != victim:
+            assert result.value is not None, result.stderr
+            assert (result.value["error"], result.value["ranks"]) == ("PeerLost", [victim]), result.value
+            assert "process has died" in result.value["text"]
+            assert result.value["soon"]
+
+
+def dying_in_reset(step: str, victim: int) -> dict[str, Any]:
+    """Runs on ranks: one dies before it calls `reset`, or in it; the others go on if they can."""
+    comm = mcr.init(RUN)
+    comm.all_reduce(torch.ones(3))
+    if comm.rank == victim:
+        if step == "before":
+            _die()
+        if step == "before the old world is closed":
+            setattr(Runtime, "prepare_reset", _die)  # noqa: B010 - a method
+        else:
+            setattr(init, "begin", _die)  # noqa: B010 - a function
+    told = _told(mcr.reset)
+    if step == "before":
+        comm = mcr.shrink()
+        x = torch.full((3,), 1.0 + comm.rank)
+        comm.all_reduce(x)
+        told["after"] = x.tolist()
+        told["again"] = _told(mcr.reset)["error"]
+        mcr.finalize()
+    return told
+
+
+@pytest.mark.parametrize(
+    ("step", "victim"),
+    [("before", 1), ("before", 0), ("before the old world is closed", 2), ("before the new one", 0)],
+)
+def test_a_rank_that_dies_before_or_in_reset_is_named(step: str, victim: int) -> None:
+    for result in run_ranks(dying_in_reset, 3, args=[step, victim], via="torch", check=False, timeout=90):
+        if result.rank != victim:
+            told = result.value
+            assert told is not None, result.stderr
+            assert (told["error"], told["ranks"]) == ("PeerLost", [victim]), told
+            assert "reset: " in told["text"]
+            assert told["soon"]
+            if step == "before":  # nothing has been closed
+                assert told["text"].endswith("the ranks that are left go on with mcr.shrink()")
+                assert (told["after"], told["again"]) == ([3.0] * 3, "")
+            else:
+                assert told["text"].endswith("The world that there was is closed")
+
+
+def test_the_supervisor_says_that_a_rank_does_not_come(start: Start) -> None:
+    run = start("-n", "3", "--min-ranks", "2", PROGRAMS, "init_without", "3")
+    assert run.wait() == 0, run.text()
+    found = re.findall(r"(\d) told (\w+) (\[.*\]) (.*)\n", run.text())
+    told = ("PeerLost", "[1]", "rank 1 of the job: exited with status 3")
+    assert sorted(found) == [("0", *told), ("2", *told)]
+
+
+def test_a_rank_that_is_started_again_before_init_is_waited_for(start: Start) -> None:
+    run = start("-n", "3", "--min-ranks", "2", "--restart-failed", "1", PROGRAMS, "init_after_all")
+    assert run.wait() == 0, run.text()
+    assert sorted(re.findall(r"(\d) sum (.*)\n", run.text())) == [(str(rank), "6.0") for rank in range(3)]

@@ -1,0 +1,210 @@
+"""Metrics that jobs publish, against what their ranks have recorded; and places that cannot be reached."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import logging
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+
+import mcr_plus as mcr
+from mcr_plus.api.record import Log
+
+pytestmark = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("prometheus_client", "opentelemetry")),
+    reason="needs the extra `metrics`",
+)
+CODEC = {"codec": "bf16"}
+
+
+def operations(comm: mcr.Communicator) -> Log:
+    with mcr.record() as log:
+        for numel in (1000, 1000, 77):
+            mcr.all_reduce(torch.full((numel,), 1.0 + comm.rank))
+        mcr.all_reduce(torch.ones(5000), compress=CODEC)
+        received = [[1, 1], [2, 2]][comm.rank]
+        mcr.all_to_all_single(torch.empty(sum(received)), torch.ones(3), received, [1, 2])
+        if comm.rank == 0:
+            mcr.send(torch.ones(10), 1)
+        else:
+            mcr.recv(torch.empty(10), 0)
+        mcr.barrier()
+    return log
+
+
+def totals(text: str) -> dict[str, float]:
+    """Of a page for Prometheus, the sum of each metric over its labels."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found[sample.name] = found.get(sample.name, 0) + sample.value
+    return found
+
+
+def page(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
+        return str(answer.read().decode())
+
+
+def publish(folder: str, port: int, otlp: str) -> dict[str, Any]:
+    """Runs on ranks: one job writes files and sends to `otlp`, and another one listens on ports."""
+    torch.set_num_threads(1)
+    observe: dict[str, Any] = {"prometheus": f"{folder}/job.prom", "otlp": otlp, "every": 0.1}
+    comm = mcr.init({"version": 1, "backends": ["gloo"], "observe": observe})
+    rank = comm.rank
+    log = operations(comm)
+    mcr.finalize()
+    recorded = {
+        "count": len(log.records),
+        "wire": sum(record.wire_bytes for record in log.records),
+        "payload": sum(record.bytes for record in log.records),
+        "waited": sum(record.waited for record in log.records),
+    }
+    names = [f"{record.kind}" for record in log.records]
+
+    mcr.init({"version": 1, "backends": ["gloo"], "observe": {"prometheus": port, "every": 0.1}})
+    operations(comm=mcr.world())
+    while totals(text := page(port + rank)).get("mcr_operations_total", 0) < len(names):
+        time.sleep(0.05)
+    mcr.finalize()
+    with pytest.raises(urllib.error.URLError):
+        page(port + rank)
+    written = (Path(folder) / f"job_rank{rank}.prom").read_text()
+    return {"recorded": recorded, "written": written, "page": totals(text)}
+
+
+def fails(port: int, folder: str) -> dict[str, Any]:
+    """Runs on ranks: the port of rank 1 is in use, a folder is missing, and nobody listens at the URL."""
+    torch.set_num_threads(1)
+    errors = []
+    for observe in ({"prometheus": port}, {"prometheus": f"{folder}/none/job.prom"}):
+        with pytest.raises(mcr.ConfigError) as caught:
+            mcr.init({"version": 1, "backends": ["gloo"], "observe": observe})
+        errors.append(str(caught.value))
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger().addHandler(handler)
+    logging.getLogger("mcr_plus").addHandler(handler)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))  # not listening: connections are refused
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        comm = mcr.init({"version": 1, "backends": ["gloo"], "observe": {"otlp": url, "every": 0.1}})
+        operations(comm)
+        while not any(url in line for line in lines):
+            time.sleep(0.05)
+        for _ in range(5):
+            operations(comm)
+            time.sleep(0.1)
+        mcr.finalize()
+    return {
+        "errors": errors,
+        "lines": [line for line in dict.fromkeys(lines) if "otlp" in line],
+        "all": lines,
+    }
+
+
+@contextmanager
+def collector() -> Iterator[tuple[str, list[Any]]]:
+    """A collector of OpenTelemetry on a port of its own, and what it has been sent."""
+    from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
+
+    sent: list[Any] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            if self.headers.get("Content-Encoding") == "gzip":
+                body = gzip.decompress(body)
+            request = ExportMetricsServiceRequest()
+            request.ParseFromString(body)
+            sent.append((self.path, request))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", sent
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@contextmanager
+def two_ports() -> Iterator[tuple[int, socket.socket]]:
+    """Two neighbouring ports: the first is free, the second bound to the socket."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port = first.getsockname()[1]
+            try:
+                second.bind(("127.0.0.1", port + 1))
+            except OSError:
+                continue
+            first.close()
+            yield port, second
+            return
+
+
+def test_published_numbers_are_those_of_the_records(tmp_path: Path) -> None:
+    with collector() as (url, sent), two_ports() as (port, second):
+        second.close()
+        results = [each.value for each in run_ranks(publish, 2, args=[str(tmp_path), port, url])]
+    for rank, value in enumerate(results):
+        recorded, found = value["recorded"], totals(value["written"])
+        assert found["mcr_operations_total"] == recorded["count"] == 7
+        assert found["mcr_wire_bytes_total"] == recorded["wire"]
+        assert found["mcr_payload_bytes_total"] == recorded["payload"]
+        assert found["mcr_waited_seconds_total"] == pytest.approx(recorded["waited"])
+        assert found["mcr_codec"] == 0.5
+        assert f'gpu="CPU{rank}"' in value["written"]
+        assert 'collective="AllReduce"' in value["written"]
+        assert f'p2p_operation="{["Send", "Recv"][rank]}"' in value["written"]
+        assert value["page"]["mcr_operations_total"] == 7
+    assert {path for path, _ in sent} == {"/v1/metrics"}
+    points: dict[tuple[str, str], float] = {}
+    for _, request in sent:
+        for metric in request.resource_metrics[0].scope_metrics[0].metrics:
+            if metric.name == "mcr_wire_bytes":
+                assert metric.sum.is_monotonic
+                for point in metric.sum.data_points:
+                    labels = {each.key: each.value.string_value for each in point.attributes}
+                    gpu, rest = labels.pop("gpu"), repr(sorted(labels.items()))
+                    points[gpu, rest] = max(points.get((gpu, rest), 0), point.as_double or point.as_int)
+    for rank, value in enumerate(results):
+        total = sum(number for (gpu, _), number in points.items() if gpu == f"CPU{rank}")
+        assert total == value["recorded"]["wire"]
+    assert {each.name for each in tmp_path.iterdir()} == {"job_rank0.prom", "job_rank1.prom"}
+
+
+def test_what_cannot_be_opened_is_refused_and_what_is_down_is_logged_once(tmp_path: Path) -> None:
+    with two_ports() as (port, second):
+        second.listen()
+        results = [each.value for each in run_ranks(fails, 2, args=[port, str(tmp_path)])]
+    for value in results:  # on all ranks, although only one has it
+        assert f"observe.prometheus: cannot listen on port {port + 1} of 127.0.0.1" in value["errors"][0]
+        assert "none/job_rank" in value["errors"][1]
+        assert "No such file or directory" in value["errors"][1]
+        assert len(value["lines"]) == 1, value["all"]
+        assert "not published" in value["lines"][0]

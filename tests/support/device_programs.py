@@ -1,0 +1,447 @@
+"""Programs on simulated devices, with what they must give: each uses streams in a way that users may.
+
+A program returns the values it has read. Inputs are small integers that differ from rank to rank, so that
+sums are exact, in bfloat16 as well. A rank may let go of a tensor that another stream uses only after
+`record_stream`, as in torch; whatever else needs the memory is the library's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, Final
+
+from device_ranks import Decisions, Job, Rank, Stuck
+
+COUNT: Final = 5
+ROWS: Final = 16  # of a matrix that powersgd takes
+Values = list[float]
+Options = dict[str, Any]
+
+
+def given(rank: int, salt: int = 0, count: int = COUNT) -> Values:
+    """A rank's input."""
+    return [float((rank + 1) * (index + 1) + salt) for index in range(count)]
+
+
+def total(size: int, salt: int = 0, count: int = COUNT) -> Values:
+    """The sum over ranks."""
+    return [sum(column) for column in zip(*(given(rank, salt, count) for rank in range(size)), strict=True)]
+
+
+# -- programs: what a rank does, and what it must read -----------------------------------------------
+
+
+def in_turn(rank: Rank, **how: Any) -> Values:
+    read = []
+    for salt in range(3):
+        x = rank.tensor(given(rank.rank, salt))
+        rank.comm.all_reduce(x, **how)
+        rank.step()
+        read += rank.read(x)
+    return read
+
+
+def in_flight(rank: Rank, **how: Any) -> Values:
+    """Several operations at a time, waited for in their order."""
+    tensors = [rank.tensor(given(rank.rank, salt)) for salt in range(3)]
+    works = []
+    for x in tensors:
+        works.append(rank.comm.all_reduce(x, async_op=True, **how))
+        rank.step()
+    for work in works:
+        work.wait()
+        rank.step()
+    return [value for x in tensors for value in rank.read(x)]
+
+
+def other_streams(rank: Rank, **how: Any) -> Values:
+    """Issued on one stream, waited for and read on another, which issues the next one."""
+    one, other = rank.stream(), rank.stream()
+    read = []
+    for salt in range(3):
+        with rank.under(one):
+            x = rank.tensor(given(rank.rank, salt))
+            work = rank.comm.all_reduce(x, async_op=True, **how)
+        rank.step()
+        with rank.under(other):
+            work.wait()
+            read += rank.read(x)
+            x.record_stream(other)
+        rank.step()
+        one, other = other, one
+    return read
+
+
+def in_flight_on_streams(rank: Rank, **how: Any) -> Values:
+    """Several at a time, each on a stream of its own, on which it is waited for."""
+    streams = [rank.stream() for _ in range(3)]
+    tensors, works = [], []
+    for salt, stream in enumerate(streams):
+        with rank.under(stream):
+            tensors.append(rank.tensor(given(rank.rank, salt)))
+            works.append(rank.comm.all_reduce(tensors[-1], async_op=True, **how))
+        rank.step()
+    read = []
+    for x, work, stream in zip(tensors, works, streams, strict=True):
+        with rank.under(stream):
+            work.wait()
+            read += rank.read(x)
+        rank.step()
+    return read
+
+
+def polled(rank: Rank, **how: Any) -> Values:
+    """Polled under a stream, then waited for under another."""
+    one = rank.stream()
+    x, y = rank.tensor(given(rank.rank)), rank.tensor(given(rank.rank, 1))
+    works = [rank.comm.all_reduce(each, async_op=True, **how) for each in (x, y)]
+    rank.step()
+    with rank.under(one):
+        for work in works:
+            rank.poll(work)
+    for work in works:
+        work.wait()
+    return rank.read(x) + rank.read(y)
+
+
+def dropped(rank: Rank, **how: Any) -> Values:
+    """Tensors and handles that the program lets go while operations are in flight."""
+    x = rank.tensor(given(rank.rank))
+    work = rank.comm.all_reduce(x, async_op=True, **how)
+    del x
+    rank.step()
+    y = rank.tensor(given(rank.rank, 1))
+    other = rank.comm.all_reduce(y, async_op=True, **how)
+    rank.step()
+    work.wait()
+    del work
+    other.wait()
+    return rank.read(y)
+
+
+def strided(rank: Rank, **how: Any) -> Values:
+    """Tensors that are packed first, and whose results are copied out, on other streams than they came from."""
+    one, other = rank.stream(), rank.stream()
+    read = []
+    for salt in range(2):
+        with rank.under(one):
+            x = rank.tensor(given(rank.rank, salt) * 2).view(2, COUNT).t()
+            work = rank.comm.all_reduce(x, async_op=True, **how)
+        rank.step()
+        with rank.under(other):
+            work.wait()
+        rank.step()
+        with rank.under(one):
+            work.wait()
+            read += rank.read(x.t().reshape(-1))
+        del x, work
+        one, other = other, one
+    return read
+
+
+def kinds(rank: Rank, **how: Any) -> Values:
+    size, me, comm, read = rank.size, rank.rank, rank.comm, Values()
+
+    def ends(work: Any, *outputs: Any) -> None:
+        rank.step()
+        work.wait()
+        for output in outputs:
+            read.extend(rank.read(output))
+
+    def zeros(count: int) -> Any:
+        return rank.tensor([0.0] * count)
+
+    x = rank.tensor(given(me))
+    ends(comm.broadcast(x, 1, async_op=True, **how), x)
+    out = zeros(COUNT * size)
+    ends(comm.all_gather_into_tensor(out, rank.tensor(given(me)), async_op=True, **how), out)
+    out = zeros(COUNT)
+    ends(
+        comm.reduce_scatter_tensor(out, rank.tensor(given(me, count=COUNT * size)), async_op=True, **how), out
+    )
+    out = zeros(COUNT * size)
+    ends(comm.all_to_all_single(out, rank.tensor(given(me, count=COUNT * size)), async_op=True, **how), out)
+    rows = [rank.tensor(given(me, peer, peer + 1)) for peer in range(size)]
+    outs = [zeros(me + 1) for _ in range(size)]
+    ends(comm.all_to_all(outs, rows, async_op=True, **how), *outs)
+    comm.barrier()
+    return read
+
+
+def kinds_give(rank: int, size: int) -> Values:
+    everyone = [given(sender, count=COUNT * size) for sender in range(size)]
+    mine = slice(rank * COUNT, (rank + 1) * COUNT)
+    return [
+        *given(1),
+        *(value for sender in range(size) for value in given(sender)),
+        *total(size, count=COUNT * size)[mine],
+        *(value for values in everyone for value in values[mine]),
+        *(value for sender in range(size) for value in given(sender, rank, rank + 1)),
+    ]
+
+
+def messages(rank: Rank, **how: Any) -> Values:
+    """A ring of sends and receives; every rank sends before it receives."""
+    right, left = (rank.rank + 1) % rank.size, (rank.rank - 1) % rank.size
+    x, out = rank.tensor(given(rank.rank)), rank.tensor([0.0] * COUNT)
+    sent = rank.comm.isend(x, right, **how)
+    rank.step()
+    received = rank.comm.irecv(out, left, **how)
+    rank.step()
+    received.wait()
+    sent.wait()
+    return rank.read(out)
+
+
+def coalesced(rank: Rank, **how: Any) -> Values:
+    one, other = rank.stream(), rank.stream()
+    read = []
+    for salt in range(3):
+        with rank.under(one):
+            tensors = [rank.tensor(given(rank.rank, salt, count)) for count in (3, 5, 1)]
+            work = rank.comm.all_reduce_coalesced(tensors, async_op=True, **how)
+        rank.step()
+        with rank.under(other):
+            if salt:
+                rank.poll(work)
+            work.wait()
+        with rank.under(one):
+            work.wait()
+            for x in tensors:
+                read += rank.read(x)
+        rank.step()
+        one, other = other, one
+    return read
+
+
+def buckets(rank: Rank, **how: Any) -> Values:
+    """Members of a bucket from two streams; one of them polls it, the other waits; its memory comes again."""
+    one, other = rank.stream(), rank.stream()
+    read = []
+    for salt in range(3):
+        with rank.under(one):
+            x = rank.tensor(given(rank.rank, salt))
+            first = rank.comm.all_reduce(x, async_op=True, **how)
+        rank.step()
+        with rank.under(other):
+            y = rank.tensor(given(rank.rank, salt, 3))
+            second = rank.comm.all_reduce(y, async_op=True, **how)
+        rank.step()
+        with rank.under(one):
+            if salt:
+                rank.poll(first)
+            first.wait()
+            read += rank.read(x)
+        rank.step()
+        with rank.under(other):
+            second.wait()
+            read += rank.read(y)
+        one, other = other, one
+    return read
+
+
+def persistent(rank: Rank, **how: Any) -> Values:
+    x = rank.tensor(given(rank.rank))
+    run = rank.comm.persistent("all_reduce", x, **how)
+    read = []
+    for _ in range(3):
+        x.copy_(rank.tensor(given(rank.rank)))
+        work = run.start()
+        rank.step()
+        work.wait()
+        read += rank.read(x)
+    return read
+
+
+def hook(rank: Rank, **how: Any) -> Values:
+    """What the hooks of gradients do: buckets with state between calls, all in flight before the waits."""
+    read = []
+    keyed = bool(how.get("compress"))
+    for salt in range(3):
+        tensors = [rank.tensor(given(rank.rank, salt + each)) for each in range(2)]
+        works = [
+            rank.comm.send_bucket(
+                x,
+                "SUM",
+                members=1,
+                parts=((COUNT,),) if keyed else None,
+                key=f"{each}" if keyed else None,
+                **how,
+            )
+            for each, x in enumerate(tensors)
+        ]
+        rank.step()
+        for work in works:
+            work.wait()
+        for x in tensors:
+            read += rank.read(x)
+    return read
+
+
+def matrices(rank: Rank, **how: Any) -> Values:
+    """Two calls in flight on the state of one: what powersgd does."""
+    tensors = [rank.tensor([given(rank.rank, salt, ROWS)] * ROWS) for salt in range(2)]
+    works = []
+    for x in tensors:
+        works.append(rank.comm.all_reduce(x, async_op=True, **how))
+        rank.step()
+    for work in works:
+        work.wait()
+    return [value for x in tensors for value in rank.read(x.view(-1))]
+
+
+def following(rank: Rank, **how: Any) -> Values:
+    """Functions that follow an operation, one of them added when it may be done already."""
+    one = rank.stream()
+    x, double, square = (rank.tensor(values) for values in (given(rank.rank), [0.0] * COUNT, [0.0] * COUNT))
+    work = rank.comm.all_reduce(x, async_op=True, **how)
+    work.then(lambda: double.copy_(x * 2))
+    rank.step()
+    with rank.under(one):
+        rank.poll(work)
+        work.then(lambda: square.copy_(x * x))
+    work.wait()
+    return rank.read(double) + rank.read(square)
+
+
+def _sums(*salts: int) -> Callable[[int, int], Values]:
+    return lambda _, size: [value for salt in salts for value in total(size, salt)]
+
+
+Program = Callable[..., Values]
+PROGRAMS: Final[dict[Program, Callable[[int, int], Values]]] = {
+    in_turn: _sums(0, 1, 2),
+    in_flight: _sums(0, 1, 2),
+    other_streams: _sums(0, 1, 2),
+    in_flight_on_streams: _sums(0, 1, 2),
+    polled: _sums(0, 1),
+    dropped: _sums(1),
+    strided: lambda _, size: [v for salt in range(2) for _ in range(2) for v in total(size, salt)],
+    kinds: kinds_give,
+    messages: lambda rank, size: given((rank - 1) % size),
+    coalesced: lambda _, size: [v for salt in range(3) for n in (3, 5, 1) for v in total(size, salt, n)],
+    buckets: lambda _, size: [v for salt in range(3) for n in (5, 3) for v in total(size, salt, n)],
+    persistent: _sums(0, 0, 0),
+    hook: _sums(0, 1, 1, 2, 2, 3),
+    matrices: lambda _, size: [v for salt in range(2) for v in total(size, salt, ROWS) * ROWS],
+    following: lambda _, size: [2 * v for v in total(size)] + [v * v for v in total(size)],
+}
+"""Each with what a rank must read, by rank and number of ranks."""
+
+
+# -- cases --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Libraries, stages and options of calls. `error`: of a value, relative to the largest; None: any."""
+
+    name: str
+    library: str
+    stages: Sequence[str] = ()
+    options: Options = field(default_factory=dict)
+    error: float | None = 0.0
+    nodes: Sequence[Sequence[int]] = ()
+
+    @property
+    def config(self) -> dict[str, Any]:
+        other = "gloo" if self.library == "nccl" else "nccl"
+        options: dict[str, Any] = {"hierarchical": {"nodes": [list(node) for node in self.nodes], "min": 0}}
+        stages = [{stage: options.get(stage, {})} for stage in (*self.stages, "select", "dispatch")]
+        return {"backends": [self.library, other], "pipeline": stages}
+
+
+def _feedback(codec: str) -> Options:
+    return {"compress": {"codec": codec, "error_feedback": True}, "tag": "t"}
+
+
+def _settings() -> list[Setting]:
+    found = []
+    for library in ("nccl", "gloo"):
+        for name, stages, options, error in (
+            ("plain", (), {}, 0.0),
+            ("fused", ("fuse",), {}, 0.0),
+            ("bf16", ("compress",), {"compress": "bf16"}, 0.0),
+            ("int8_block", ("compress",), {"compress": "int8_block"}, 0.02),
+            ("fused, int8_block", ("fuse", "compress"), {"compress": "int8_block"}, 0.02),
+            ("sign1, error feedback", ("compress",), _feedback("sign1"), None),
+            ("topk, error feedback", ("compress",), _feedback("topk"), None),
+            ("powersgd, error feedback", ("compress",), _feedback("powersgd"), None),
+            ("int_shared", ("compress",), {"compress": "int_shared"}, None),
+        ):
+            found.append(Setting(f"{library}, {name}", library, stages, options, error))
+        for codec in (None, "int8_block"):
+            stages = ("hierarchical", "compress") if codec else ("fuse", "hierarchical")
+            options = {"compress": codec} if codec else {}
+            error = 0.05 if codec else 0.0
+            name = f"{library}, hierarchical, {codec or 'fused'}"
+            found.append(Setting(name, library, stages, options, error, ((0, 1), (2, 3))))
+    return found
+
+
+SETTINGS: Final = {setting.name: setting for setting in _settings()}
+
+
+def programs_of(setting: Setting) -> list[Program]:
+    """The programs that a setting is for: codecs do not take every operation, nor state every shape."""
+    codec = setting.name.partition(", ")[2]
+    if codec.startswith("powersgd"):
+        return [matrices]
+    stateful = {in_turn, in_flight, other_streams, in_flight_on_streams, polled, dropped, hook, persistent}
+    if codec.endswith("error feedback") or codec == "int_shared":
+        return [each for each in PROGRAMS if each in stateful]
+    if setting.nodes:
+        return [in_turn, in_flight_on_streams, polled, other_streams, buckets]
+    return [each for each in PROGRAMS if each is not matrices]
+
+
+@dataclass
+class Found:
+    """The outcome of one run: what was wrong, and what was done."""
+
+    problems: list[str]
+    results: list[Values]
+    job: Job
+    decisions: Decisions
+
+
+def run(
+    setting: Setting, program: Program, size: int, decide: Decisions | None = None, *, slow: int = 0
+) -> Found:
+    """Run a program and compare what it has read; `slow`: polls for which NCCL takes no calls at first."""
+    job = Job(size, setting.config, slow=slow)
+    decisions = decide or Decisions()
+    problems, results = list[str](), list[Values]()
+    try:
+        results = job.run(lambda rank: program(rank, **setting.options), decisions)
+    except (Stuck, RuntimeError, AssertionError, TypeError) as error:
+        problems.append(f"{type(error).__name__}: {error}")
+    for rank, values in enumerate(results):
+        wanted = PROGRAMS[program](rank, size)
+        largest = max(map(abs, wanted))
+        error = setting.error
+        if error is not None and len(wanted) == len(values):
+            worst = max(abs(a - b) for a, b in zip(values, wanted, strict=True))
+            if worst > error * largest:
+                problems.append(f"rank {rank} has read {values}, not {wanted}")
+        elif error is not None:
+            problems.append(f"rank {rank} has read {len(values)} values, not {len(wanted)}")
+    return Found([*problems, *job.simulator.detector.races], results, job, decisions)
+
+
+def randomly(seed: int) -> Decisions:
+    """Decisions at random; those of seed 0 let every rank go on as far as it can, and devices be late."""
+    return Decisions(pick=Random(seed).randrange) if seed else Decisions()
+
+
+def runs(
+    setting: Setting, program: Program, size: int, seeds: Sequence[int] = (0, 1)
+) -> tuple[list[str], list[Found]]:
+    """Several runs of one program. Returns what was wrong, and the runs; results must be the same in all."""
+    found = [run(setting, program, size, randomly(seed), slow=3 * (seed % 2)) for seed in seeds]
+    problems = [problem for each in found for problem in each.problems]
+    if not problems and any(each.results != found[0].results for each in found):
+        problems.append(f"results differ from run to run: {[each.results for each in found]}")
+    return problems, found

@@ -122,7 +122,7 @@ def dropped(rank: Rank, **how: Any) -> Values:
 
 
 def strided(rank: Rank, **how: Any) -> Values:
-    """Tensors that are packed first, and whose results are copied out, on other streams than they came from."""
+    """Tensors that are packed first, and whose results are copied out, waited for on two streams."""
     one, other = rank.stream(), rank.stream()
     read = []
     for salt in range(2):
@@ -196,6 +196,7 @@ def messages(rank: Rank, **how: Any) -> Values:
 
 
 def coalesced(rank: Rank, **how: Any) -> Values:
+    """Packed on one stream, waited for on another; the buffer comes again on the first."""
     one, other = rank.stream(), rank.stream()
     read = []
     for salt in range(3):
@@ -204,16 +205,37 @@ def coalesced(rank: Rank, **how: Any) -> Values:
             work = rank.comm.all_reduce_coalesced(tensors, async_op=True, **how)
         rank.step()
         with rank.under(other):
-            if salt:
+            if salt == 2:
                 rank.poll(work)
             work.wait()
-        with rank.under(one):
-            work.wait()
             for x in tensors:
-                read += rank.read(x)
+                x.mul_(1)
+                x.record_stream(other)
+            read.append(tensors)
         rank.step()
-        one, other = other, one
-    return read
+    with rank.under(other):
+        return [value for tensors in read for x in tensors for value in rank.read(x)]
+
+
+def reused(rank: Rank, **how: Any) -> Values:
+    """Buckets that are sent under one stream and waited for under another: their memory comes again."""
+    one, other = rank.stream(), rank.stream()
+    read = []
+    for salt in range(3):
+        with rank.under(one):
+            tensors = [rank.tensor(given(rank.rank, salt, count)) for count in (5, 3)]
+            works = [rank.comm.all_reduce(x, async_op=True, **how) for x in tensors]
+            rank.comm.flush()
+        rank.step()
+        with rank.under(other):
+            for x, work in zip(tensors, works, strict=True):
+                work.wait()
+                x.mul_(1)
+                x.record_stream(other)
+            read.append(tensors)
+        rank.step()
+    with rank.under(other):
+        return [value for tensors in read for x in tensors for value in rank.read(x)]
 
 
 def buckets(rank: Rank, **how: Any) -> Values:
@@ -258,7 +280,7 @@ def persistent(rank: Rank, **how: Any) -> Values:
 def hook(rank: Rank, **how: Any) -> Values:
     """What the hooks of gradients do: buckets with state between calls, all in flight before the waits."""
     read = []
-    keyed = bool(how.get("compress"))
+    keyed: Options = {"parts": ((COUNT,),)} if how.get("compress") else {}
     for salt in range(3):
         tensors = [rank.tensor(given(rank.rank, salt + each)) for each in range(2)]
         works = [
@@ -297,7 +319,8 @@ def following(rank: Rank, **how: Any) -> Values:
     one = rank.stream()
     x, double, square = (rank.tensor(values) for values in (given(rank.rank), [0.0] * COUNT, [0.0] * COUNT))
     work = rank.comm.all_reduce(x, async_op=True, **how)
-    work.then(lambda: double.copy_(x * 2))
+    two = rank.tensor([2.0] * COUNT)
+    work.then(lambda: double.copy_(x * two))
     rank.step()
     with rank.under(one):
         rank.poll(work)
@@ -323,6 +346,7 @@ PROGRAMS: Final[dict[Program, Callable[[int, int], Values]]] = {
     messages: lambda rank, size: given((rank - 1) % size),
     coalesced: lambda _, size: [v for salt in range(3) for n in (3, 5, 1) for v in total(size, salt, n)],
     buckets: lambda _, size: [v for salt in range(3) for n in (5, 3) for v in total(size, salt, n)],
+    reused: lambda _, size: [v for salt in range(3) for n in (5, 3) for v in total(size, salt, n)],
     persistent: _sums(0, 0, 0),
     hook: _sums(0, 1, 1, 2, 2, 3),
     matrices: lambda _, size: [v for salt in range(2) for v in total(size, salt, ROWS) * ROWS],
@@ -393,7 +417,7 @@ def programs_of(setting: Setting) -> list[Program]:
     if codec.endswith("error feedback") or codec == "int_shared":
         return [each for each in PROGRAMS if each in stateful]
     if setting.nodes:
-        return [in_turn, in_flight_on_streams, polled, other_streams, buckets]
+        return [in_turn, in_flight_on_streams, polled, other_streams, buckets, reused]
     return [each for each in PROGRAMS if each is not matrices]
 
 

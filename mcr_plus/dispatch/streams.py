@@ -202,8 +202,6 @@ class _Staging:
 
         def copy_out() -> Event:
             stream.wait_event(produced)
-            if after is not None:  # functions that followed it may have launched kernels here
-                stream.wait_stream(of.current())
             with of.under(stream):
                 if prepare is not None:
                     prepare()

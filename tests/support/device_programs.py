@@ -7,12 +7,16 @@ sums are exact, in bfloat16 as well. A rank may let go of a tensor that another 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Final
 
 from device_ranks import Decisions, Job, Rank, Stuck
+
+from mcr_plus.core.message import Message, Signature
+from mcr_plus.errors import BackendError, McrError
 
 COUNT: Final = 5
 ROWS: Final = 16  # of a matrix that powersgd takes
@@ -115,9 +119,16 @@ def dropped(rank: Rank, **how: Any) -> Values:
     y = rank.tensor(given(rank.rank, 1))
     other = rank.comm.all_reduce(y, async_op=True, **how)
     rank.step()
+    z = rank.tensor(given(rank.rank))
+    out = rank.tensor([0.0] * COUNT * rank.size)
+    gathered = rank.comm.all_gather_into_tensor(out, z, async_op=True)
+    del out, z
+    rank.step()
     work.wait()
     del work
     other.wait()
+    gathered.wait()
+    del gathered
     return rank.read(y)
 
 
@@ -324,9 +335,37 @@ def following(rank: Rank, **how: Any) -> Values:
     rank.step()
     with rank.under(one):
         rank.poll(work)
-        work.then(lambda: square.copy_(x * x))
+    work.then(lambda: square.copy_(x * x))
     work.wait()
     return rank.read(double) + rank.read(square)
+
+
+def failing(rank: Rank, **how: Any) -> Values:
+    """The host library fails; operations behind have begun with tensors that the program lets go."""
+    rank.job.fails = 1
+    works = []
+    with contextlib.suppress(BackendError):
+        for salt in range(2):
+            x = rank.tensor(given(rank.rank, salt))
+            works.append(rank.comm.all_reduce(x, async_op=True, **how))
+            del x
+        for work in works:
+            work.wait()
+    works.clear()
+    return given(rank.rank)
+
+
+def bare(rank: Rank) -> Values:
+    """A channel of NCCL alone: it may outlive its tensors, as when an operation has failed."""
+    x = rank.tensor(given(rank.rank))
+    signature = Signature("all_reduce", x.dtype, (COUNT,), x.nbytes, "world", rank.size, "cuda", "SUM")
+    start = rank.comm.opened.runtime.channels["nccl"].channel.bind(signature)
+    poll = start(Message(signature, (x,), (x,)))
+    del x
+    rank.step()
+    while not poll():
+        rank.job.yields(paused=True)
+    return given(rank.rank)
 
 
 def _sums(*salts: int) -> Callable[[int, int], Values]:
@@ -351,6 +390,8 @@ PROGRAMS: Final[dict[Program, Callable[[int, int], Values]]] = {
     hook: _sums(0, 1, 1, 2, 2, 3),
     matrices: lambda _, size: [v for salt in range(2) for v in total(size, salt, ROWS) * ROWS],
     following: lambda _, size: [2 * v for v in total(size)] + [v * v for v in total(size)],
+    failing: lambda rank, _: given(rank),
+    bare: lambda rank, _: given(rank),
 }
 """Each with what a rank must read, by rank and number of ranks."""
 
@@ -418,7 +459,9 @@ def programs_of(setting: Setting) -> list[Program]:
         return [each for each in PROGRAMS if each in stateful]
     if setting.nodes:
         return [in_turn, in_flight_on_streams, polled, other_streams, buckets, reused]
-    return [each for each in PROGRAMS if each is not matrices]
+    rare = {matrices, bare, failing}
+    special = {"nccl, plain": [bare], "gloo, plain": [failing], "gloo, int8_block": [failing]}
+    return [each for each in PROGRAMS if each not in rare] + special.get(setting.name, [])
 
 
 @dataclass
@@ -440,7 +483,7 @@ def run(
     problems, results = list[str](), list[Values]()
     try:
         results = job.run(lambda rank: program(rank, **setting.options), decisions)
-    except (Stuck, RuntimeError, AssertionError, TypeError) as error:
+    except (Stuck, McrError, RuntimeError, AssertionError, TypeError) as error:
         problems.append(f"{type(error).__name__}: {error}")
     for rank, values in enumerate(results):
         wanted = PROGRAMS[program](rank, size)

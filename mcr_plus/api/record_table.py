@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from mcr_plus.api.record import Record, Row
+from mcr_plus.api.stragglers import Stragglers
 from mcr_plus.core.kinds import bus_factor
 from mcr_plus.core.units import about
 
@@ -43,6 +44,7 @@ def communication(records: Sequence[Record], seconds: float) -> list[Communicati
 
 
 _HEADINGS = ("op", "tag", "backend", "count", "bytes", "p50 µs", "in flight", "waited")
+_LATE_ROWS = 20
 _NAMES = 3  # leading columns that hold names; the others hold numbers
 _MEANINGS = (
     "size: operations of at most so many bytes, and more than half; data: bytes of all; wire: as encoded",
@@ -83,6 +85,25 @@ def summary_text(rows: Sequence[Row]) -> str:
         table.append([*cells, *map(_speed, (row.algbw_GBps, row.busbw_GBps))])
     title = "Operations" if groups else f"Operations of {rows[0].ranks} ranks"
     return "\n".join([title, "", *_aligned(table, 3 if coded else 2), "", *_MEANINGS])
+
+
+def lateness_text(found: Stragglers) -> str:
+    """The rows of those that are late, as text in columns, and who is so all the time."""
+    rows = [row for row in found.rows if row.late]
+    title = f"Arrivals of ranks at {found.compared:,} operations"
+    if found.left_out:
+        title += f", without {found.left_out:,} of which not all are known"
+    named = [*map(str, found)] or ["no rank is late all the time"]
+    if not rows:
+        return "\n".join([title, "", *named])
+    table = [("rank", "op", "tag", "line", "late", "of", "mean ms", "longest ms", "seconds")]
+    for row in rows[:_LATE_ROWS]:
+        times = f"{1e3 * row.mean:.3g}", f"{1e3 * row.longest:.3g}", f"{row.seconds:.3g}"
+        table.append(
+            (f"{row.rank}", row.kind, row.tag or "", row.site, f"{row.late:,}", f"{row.count:,}", *times)
+        )
+    left = [f"and {len(rows) - _LATE_ROWS} lines more"] if len(rows) > _LATE_ROWS else []
+    return "\n".join([title, "", *_aligned(table, 4), *left, "", *named])
 
 
 def _speed(found: float) -> str:

@@ -23,6 +23,7 @@ from mcr_plus.cli.replay import replay
 from mcr_plus.cli.report import report
 from mcr_plus.cli.run import run
 from mcr_plus.cli.table import app as table
+from mcr_plus.cli.top import top
 from mcr_plus.cli.trace import app as trace
 from mcr_plus.cli.tune import tune
 from mcr_plus.cli.validate import validate
@@ -46,6 +47,7 @@ app.command()(replay)
 app.command()(diagnose)
 app.command()(report)
 app.command()(warmup)
+app.command()(top)
 app.add_typer(table, name="table")
 app.add_typer(msccl, name="msccl")
 app.add_typer(trace, name="trace")

@@ -13,6 +13,7 @@ from weakref import WeakSet
 from mcr_plus.dispatch.board.base import Failure
 from mcr_plus.dispatch.desync import compare_signatures, explain_difference, find_mismatch
 from mcr_plus.dispatch.disabling import switch_off_after, why_off
+from mcr_plus.dispatch.idle_time import IdleTime
 from mcr_plus.dispatch.observer import Wait
 from mcr_plus.dispatch.progress_thread import ProgressThread
 from mcr_plus.dispatch.waiting import Pause, Waiting, WaitPolicy
@@ -45,6 +46,7 @@ class Engine:
         writes: address of a storage → number of the last operation with failover that writes there.
         failovers: libraries that another one may replace, by group.
         failed: whether any operation has failed.
+        idle: while arrivals are noted, for how long the program has waited for operations or for a core.
         waits: the waits that the program is in, beyond the first polls.
         observer: is told of long waits and of failures.
     """
@@ -71,6 +73,7 @@ class Engine:
         self.writes: dict[int, int] = {}
         self.failovers: list[FailoverChannel] = []
         self.failed = False
+        self.idle: IdleTime | None = None
         self._failing_dependents = False
         self.watchdog = Watchdog(peers)
         self.progress_thread: ProgressThread | None = None

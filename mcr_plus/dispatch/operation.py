@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from copy import copy
 from threading import get_ident
 from time import perf_counter, time_ns
 from typing import TYPE_CHECKING, Final, NoReturn
 
+from mcr_plus.core.stacks import site_of
 from mcr_plus.core.work import Work
 from mcr_plus.dispatch.board.base import pad
 from mcr_plus.dispatch.disabling import refuse_if_off
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 
 _BURST: Final = 16
+_WEIGHED: Final = 16  # of so many issues of an operation without a size, the bytes of one are noted
 
 
 class Operation:
@@ -62,7 +65,7 @@ class Operation:
     ) -> None:
         self.signature = signature
         self.backend = signature.choice
-        self.start = start
+        self.start = self._weighed(start) if signature.nbytes is None else start
         self.channel = channel
         self.engine = engine
         self.state = state
@@ -96,6 +99,27 @@ class Operation:
         gate = self.gate
         self.compared = self.compare_every or (gate is not None and gate.again)
         self.deferred = self.compared or (gate is not None and gate.every)
+
+    @property
+    def mean_bytes(self) -> float:
+        """Bytes of one issue by the convention of nccl-tests, this rank's own where sizes differ."""
+        if self.signature.nbytes is not None:
+            return self.signature.nbytes
+        return self._weight[1] / max(self._weight[0], 1)
+
+    def _weighed(self, start: Start) -> Start:
+        """Note the bytes of one issue in 16 of an operation whose messages differ in size."""
+        calls = 0
+        self._weight = 0, 0
+
+        def started(message: Message) -> Poll:
+            nonlocal calls
+            if not calls % _WEIGHED:
+                self._weight = self._weight[0] + 1, self._weight[1] + message.own_bytes()
+            calls += 1
+            return start(message)
+
+        return started
 
     def runs_on(self, backend: Backend) -> None:
         """Take note of another library, which may have to be polled more often, or less."""
@@ -169,7 +193,7 @@ class Operation:
                 remember((sequence, signature, clock()))
                 work = IssuedWork(self, message, None, sequence)
                 if engine.recorders:
-                    work.t_issue = perf_counter()
+                    self._note_issue(work)
                 if self.deferred or pending or message.after is not None:
                     engine.defer(work)
                 else:
@@ -184,6 +208,14 @@ class Operation:
             return work
 
         return issue
+
+    def _note_issue(self, work: IssuedWork) -> None:
+        """Note when an operation was issued, and for logs of this rank and of its peers, where."""
+        work.t_issue = now = perf_counter()
+        if (idle := self.engine.idle) is not None:
+            work.site = site_of(sys._getframe(2))
+            if work.sequence:
+                self.state.board.arrive(work.sequence, now, idle.seconds())
 
     def _bind_run(self, issue: Callable[[Message], Work]) -> Callable[[Message], None]:
         state, start, counter = self.state, self.start, self.state.board.counter
@@ -326,7 +358,7 @@ class Operation:
                 work.issued = issued = time_ns()
                 remember((message.peer, message.match_tag, signature, issued))
                 if engine.recorders:
-                    work.t_issue = perf_counter()
+                    self._note_issue(work)
                 if pending or (self.on_stream and message.after is not None):
                     engine.defer(work)
                 elif message.after is not None:

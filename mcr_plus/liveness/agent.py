@@ -17,10 +17,12 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
+from mcr_plus.liveness.exchange import HOSTS, ROOM, Datagram, Exchange
 from mcr_plus.liveness.findings import Findings
+from mcr_plus.liveness.page import Page
 from mcr_plus.liveness.proc import state_of
 from mcr_plus.liveness.protocol import PERIOD, Heartbeat, State
 
@@ -37,11 +39,13 @@ class Agent:
 
     `order` is what `mcr_plus.rendezvous.heartbeats` writes: the `key` of the signatures (hexadecimal), the
     ranks of all `hosts` and the `addresses` of their agents (null without one), the number of this host
-    (`me`), process and start time of each of its ranks (`processes`), and the `limit` of silence in seconds,
-    0 for the usual one.
+    (`me`), process and start time of each of its ranks (`processes`), the `limit` of silence in seconds,
+    0 for the usual one, and the `job` and `version` on status pages. `page`: of this agent, None for none.
     """
 
-    def __init__(self, order: Mapping[str, Any], findings: Findings, link: socket.socket) -> None:
+    def __init__(
+        self, order: Mapping[str, Any], findings: Findings, link: socket.socket, page: Page | None = None
+    ) -> None:
         hosts: list[list[int]] = order["hosts"]
         self._findings, self._link = findings, link
         self._addresses = [None if each is None else tuple(each) for each in order["addresses"]]
@@ -56,6 +60,10 @@ class Agent:
         key, now = bytes.fromhex(order["key"]), time.monotonic()
         self._heartbeat = Heartbeat(hosts, order["me"], key, now, limit=order["limit"], heard=heard)
         self._emptied = now  # all that had come by then has been taken in
+        self._exchange: Exchange | None = None
+        if page is not None:
+            own = {rank: pid for rank, (pid, _) in self._own.items()}
+            self._exchange = Exchange(len(hosts), order["me"], key, order["job"], own, page)
         self._poll = select.poll()
         self._poll.register(link, select.POLLIN)
         self._watched: dict[int, int] = {}  # descriptor → rank: each tells of the end of a process
@@ -79,6 +87,8 @@ class Agent:
                 next_beat = max(next_beat + PERIOD, now)
             self._send(self._heartbeat.to_ask(now), now, asks=True)
             self._findings.publish(self._heartbeat.findings(now).items())
+            if self._exchange is not None:
+                self._send_each(self._exchange.step(now))
             until = min(next_beat, now + _LOOK_EVERY, self._heartbeat.next_silence(now))
             self._sleep(until - now)
             self._receive()
@@ -121,6 +131,9 @@ class Agent:
             except OSError:
                 self._emptied = now
                 break
+            if self._exchange is not None and (answers := self._exchange.receive(data, now)) is not None:
+                self._send_each(answers)
+                continue
             received = self._heartbeat.receive(data, time.monotonic(), self._emptied)
             news |= received.news
             if received.asked_by is not None:
@@ -131,6 +144,13 @@ class Agent:
     def _tell_all(self) -> None:
         now = time.monotonic()
         self._send(self._heartbeat.all_targets(now), now)
+
+    def _send_each(self, datagrams: Iterable[Datagram]) -> None:
+        for host, data in datagrams:
+            address = self._addresses[host]
+            if address is not None:
+                with contextlib.suppress(OSError):
+                    self._link.sendto(data, address)
 
     def _send(self, hosts: list[int], now: float, *, asks: bool = False) -> None:
         data = self._heartbeat.datagram(now, asks=asks) if hosts else b""
@@ -200,4 +220,7 @@ def main() -> None:
     link.setblocking(False)
     with contextlib.suppress(OSError):
         link.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, 6)  # not behind the job's own data
-    supervise(lambda supervisor: Agent(order, findings, link).run(supervisor))
+    page: Page | None = None
+    with contextlib.suppress(OSError, AttributeError):  # then top does not show other hosts
+        page = Page({"job": order["job"]}, order["version"], name=HOSTS, room=ROOM)
+    supervise(lambda supervisor: Agent(order, findings, link, page).run(supervisor))

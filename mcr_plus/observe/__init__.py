@@ -1,1 +1,1 @@
-"""What a job shows of itself: options under `observe:`, Flight Recorder dumps, their diagnosis, metrics."""
+"""What a job shows of itself: options under `observe:`, dumps and their diagnosis, metrics, status pages."""

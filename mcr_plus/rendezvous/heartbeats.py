@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -74,6 +75,8 @@ def open_findings(
                 "me": me,
                 "processes": {peer: processes[peer][:2] for peer in hosts[me]},
                 "limit": limit,
+                "job": job_id(processes),
+                "version": version("mcr_plus"),
                 "memory": descriptor,
                 "socket": link.fileno(),
             }
@@ -85,6 +88,11 @@ def open_findings(
             link.close()
         if descriptor is not None:
             os.close(descriptor)
+
+
+def job_id(processes: Sequence[Process]) -> str:
+    """A name of the job of these processes, for people and for status pages."""
+    return hashlib.sha256(json.dumps(processes).encode()).hexdigest()[:8]
 
 
 def hosts_of(processes: Sequence[Process]) -> list[list[int]]:

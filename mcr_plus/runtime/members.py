@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
+import time
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Final
 
 from mcr_plus.core.environment import agent_has_store, ranks_keep_their_own
 from mcr_plus.liveness.protocol import silence
 from mcr_plus.membership.roster import Roster
+from mcr_plus.observe.status import StatusThread
+from mcr_plus.rendezvous.heartbeats import job_id
 from mcr_plus.rendezvous.keepers import open_keepers
 from mcr_plus.rendezvous.processes import Peers
 from mcr_plus.rendezvous.signing import SignedStore
 from mcr_plus.rendezvous.watched_store import unwatched
 
 if TYPE_CHECKING:
+    from mcr_plus.dispatch.engine import Engine
     from mcr_plus.dispatch.options import DispatchOptions
     from mcr_plus.rendezvous.world import World
 
@@ -51,3 +56,23 @@ def first_roster(world: World, peers: Peers, *, native: bool) -> Roster:
         return Roster(unwatched(store), 0, members, world.rank)
     root = SignedStore(kept, world.secret, "members") if world.secret else kept
     return Roster(root, 0, members, world.rank, kept=kept)
+
+
+def published(engine: Engine, world: World, peers: Peers) -> StatusThread:
+    """The status of this process for `mcr-plus top`; without a page in a job of one rank."""
+    if not peers.processes:
+        return StatusThread(engine, None)
+    own = peers.processes[world.rank]
+    others = [rank for rank, process in enumerate(peers.processes) if process.place != own.place]
+    processes = [[process.pid, process.started] for process in peers.processes]
+    about = {
+        "job": job_id(peers.processes),
+        "rank": world.rank,
+        "hosts": world.hosts,
+        "processes": processes,
+        "elsewhere": others,
+        "began": time.time(),
+    }
+    return StatusThread(
+        engine, about, version("mcr_plus"), lambda: {rank: peers.status(rank) for rank in others}
+    )

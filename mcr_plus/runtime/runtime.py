@@ -38,7 +38,7 @@ from mcr_plus.runtime.agreement import agree_before_opening
 from mcr_plus.runtime.checks import distinct_ranks
 from mcr_plus.runtime.groups import IdleChannels
 from mcr_plus.runtime.libraries import Libraries
-from mcr_plus.runtime.members import first_roster, observed
+from mcr_plus.runtime.members import first_roster, observed, published
 from mcr_plus.runtime.opening import open_with_parts, warn_of_missing
 from mcr_plus.runtime.process import job
 from mcr_plus.runtime.watch import loss_of
@@ -76,6 +76,7 @@ class Runtime:
         attached: objects of layers above that live as long as the job, by a name of theirs.
         roster: the members of the job; None in a single process that nobody has taken in.
         watcher: the receiver of the program's operations, see `watch`. recorder: of dumps.
+        status: what `mcr-plus top` shows of this process.
     """
 
     def __init__(
@@ -138,6 +139,7 @@ class Runtime:
             self._abort_start()
             raise
         compiling.watchers.append(self.engine.compiles)
+        self.status = published(self.engine, world, self._peers)
 
     def lost_ranks(self) -> dict[int, str]:
         """The state of each rank of the job that is lost, as far as this process can see."""
@@ -379,6 +381,7 @@ class Runtime:
             else:
                 state.board.mark_failed(Failure(0, "it left the job after an error"))
         clean = clean and self.wait_for_all_to_end(self.world.timeout)
+        self.status.close()
         self.recorder.stop()
         for opened in reversed(self.groups):
             opened.shut(clean)
@@ -482,6 +485,7 @@ class Runtime:
     def abandon(self) -> None:
         """In a forked child: let go of the parent's groups and libraries without closing them."""
         self.closed = True
+        self.status.abandon()
         self._stop_watching()
         self.recorder.abandon()
         abandon(self.engine)

@@ -61,12 +61,14 @@ class GroupBoard:
     Attributes:
         counter: `counter[0]` is the number of operations this rank has issued.
         ballots: see `SharedBoard.cast`; None unless the rows lie in memory.
+        is_live: whether `seen` is what ranks have issued by now.
         first_check: seconds of waiting after which reading all peers' rows is worth its cost; `check_every`
             seconds later again.
         problem: why the peers' rows cannot be read, or cannot be trusted (`LaunchError`).
     """
 
     ballots: Callable[[int], Poll] | None = None
+    is_live: bool = False
     first_check: float = 1.0
     check_every: float = 1.0
     problem: McrError | None = None
@@ -90,6 +92,23 @@ class GroupBoard:
     def read(self, rank: int, sequence: int) -> PeerStatus:  # noqa: ARG002
         """The row of group rank `rank`, with its record of `sequence` if there is one."""
         return PeerStatus(sequence)
+
+    def arrive(self, sequence: int, now: float, idle: float) -> None:
+        """Publish when this rank has issued `sequence`, and its `IdleTime` until then.
+
+        In seconds of `time.perf_counter`, which is one clock on a host. Only while operations are recorded.
+        """
+
+    def arrivals(self, sequence: int) -> tuple[list[float], list[float]] | None:  # noqa: ARG002
+        """What `arrive` has published for `sequence`, by group rank; NaN for a rank that has not.
+
+        None where ranks do not see each other's.
+        """
+        return None
+
+    def seen(self, rank: int) -> int:  # noqa: ARG002
+        """How many operations `rank` has issued as far as this process has read; from any thread."""
+        return 0
 
     def text(self, rank: int, sequence: int, digest: int) -> str:  # noqa: ARG002
         """The description that `rank` has posted with this digest; empty if it is not there any more."""

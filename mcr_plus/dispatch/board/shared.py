@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 from array import array
@@ -37,7 +38,11 @@ _MOVES: Final = 3  # the word of a row's header with its calls of `mark_moving`
 _BALLOTS: Final = 4  # the word of a row's header where they begin, and how many there are
 _TEXTS: Final = _HEADER + RING * 8
 _NOTES: Final = _TEXTS + RING * TEXT
-_COUNTS: Final = _NOTES + NOTE  # the rest of a row: RING times what is sent to and expected from each rank
+_ARRIVALS: Final = _NOTES + NOTE  # RING times of issue, and as many idle times until then
+# The rest of a row: RING times what is sent to and expected from each rank.
+_COUNTS: Final = _ARRIVALS + 2 * RING * 8
+_NUMBER_BITS: Final = 16  # of an operation's number beside its time in µs, which are right for nine years
+_NUMBER_MASK: Final = (1 << _NUMBER_BITS) - 1
 _CLOSED: Final = 1
 _FAILED: Final = 2
 
@@ -45,6 +50,7 @@ _FAILED: Final = 2
 class SharedBoard(GroupBoard):
     """The rows of a group on one host, in memory that its ranks have mapped."""
 
+    is_live = True
     first_check = 50e-6
     check_every = 0.002
 
@@ -62,7 +68,8 @@ class SharedBoard(GroupBoard):
         self._ballots = self._view[base + 8 * _BALLOTS : base + _HEADER].cast("Q")
         self._words = self._view[base + _HEADER : base + _HEADER + RING * 8].cast("Q")
         self._texts = self._view[base + _TEXTS : base + _NOTES]
-        self._note = self._view[base + _NOTES : base + _COUNTS]
+        self._note = self._view[base + _NOTES : base + _ARRIVALS]
+        self._arrivals = self._view[base + _ARRIVALS : base + _COUNTS].cast("Q")
         self._counts = self._view[base + _COUNTS : base + row].cast("Q")
         self._all = self._view[: group.size * row].cast("B").cast("Q")
         peers = [rank for rank in range(group.size) if rank != group.rank]
@@ -128,6 +135,24 @@ class SharedBoard(GroupBoard):
         word = self._all[rank * self._row_words + _WORDS + sequence % RING]
         return peer_status(issued, word, sequence)
 
+    def arrive(self, sequence: int, now: float, idle: float) -> None:  # noqa: D102
+        slot = sequence % RING
+        self._arrivals[RING + slot] = int(idle * 1e6)
+        self._arrivals[slot] = int(now * 1e6) << _NUMBER_BITS | sequence & _NUMBER_MASK  # one aligned store
+
+    def arrivals(self, sequence: int) -> tuple[list[float], list[float]]:  # noqa: D102
+        first, number = _ARRIVALS // 8 + sequence % RING, sequence & _NUMBER_MASK
+        words = self._all[first :: self._row_words].tolist()
+        idle = self._all[first + RING :: self._row_words].tolist()
+        times = [
+            (word >> _NUMBER_BITS) * 1e-6 if word & _NUMBER_MASK == number and word else math.nan
+            for word in words
+        ]
+        return times, [each * 1e-6 for each in idle]
+
+    def seen(self, rank: int) -> int:  # noqa: D102
+        return self._all[rank * self._row_words]
+
     def text(self, rank: int, sequence: int, digest: int) -> str:  # noqa: D102
         start = rank * self._row + _TEXTS + sequence % RING * TEXT
         text = unpad(bytes(self._view[start : start + TEXT]))
@@ -142,6 +167,7 @@ class SharedBoard(GroupBoard):
             self._words,
             self._texts,
             self._note,
+            self._arrivals,
             self._counts,
         )
         for view in (self.counter, *fields, self._all, self._view):

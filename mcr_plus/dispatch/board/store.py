@@ -63,6 +63,7 @@ class StoreBoard(GroupBoard):
         # Rows of peers as they were last read. What they hold of an operation stays true, so that one request
         # answers for all operations that the peer had posted by then.
         self._read_rows: dict[int, memoryview] = {}
+        self._seen: dict[int, int] = {}  # how many operations peers had issued when their rows were last read
         self._next_question = 0.0
         self._asked, self._asked_since = -1, 0.0  # the last operation that was asked for, and since when
         # Reading the rows is a request per peer to a server that all ranks share.
@@ -109,7 +110,11 @@ class StoreBoard(GroupBoard):
         """The row of `rank`, in words; every rank writes its own before the board is open."""
         key = self._key(rank, "row")
         row = self._ask(lambda store: store.get(key), None)
-        return None if row is None else memoryview(row).cast("Q")
+        if row is None:
+            return None
+        words = memoryview(row).cast("Q")
+        self._seen[rank] = words[0]
+        return words
 
     def post(self, sequence: int, digest: int, text: bytes) -> None:  # noqa: D102
         word, slot = slot_word(sequence, digest), sequence % _STORED
@@ -196,6 +201,9 @@ class StoreBoard(GroupBoard):
     def read(self, rank: int, sequence: int) -> PeerStatus:  # noqa: D102
         row = self._row_of(rank)
         return PeerStatus(0) if row is None else peer_status(row[0], row[1 + sequence % _STORED], sequence)
+
+    def seen(self, rank: int) -> int:  # noqa: D102
+        return self._seen.get(rank, 0)
 
     def text(self, rank: int, sequence: int, digest: int) -> str:  # noqa: ARG002, D102 - one for all numbers
         for place in range(_TEXT_PLACES):

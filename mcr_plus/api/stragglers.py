@@ -1,0 +1,262 @@
+"""Ranks that keep others waiting: who arrives late at operations, by how much, and where.
+
+A rank arrives at an operation when it issues it. How late it is by its own doing is the lesser of two
+differences, both to the median of the other ranks: of its arrival, and of its own time since the operation
+before, which is without waits for operations and for a core. The second is small for a rank that arrives late
+because another rank, or another process on its core, has kept it waiting.
+
+The arrivals are on the boards of groups on one host, whose ranks share a clock: they are exact to a
+microsecond or two. Groups across hosts, sends and receives are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from mcr_plus.dispatch.work import IssuedWork
+
+Floats = npt.NDArray[np.float64]
+LATE: Final = 0.005
+"""Seconds; a smaller delay is the operating system's."""
+LEAST_SHARE: Final = 0.05
+"""Share of the time by which a straggler keeps the others waiting."""
+_LEAST_EVENTS: Final = 4
+_WINDOWS: Final = 5  # equal parts of the time
+_LATE_WINDOWS: Final = 4  # of them with at least half that share
+_TIMES_OTHERS: Final = 3.0  # so many times as late as the other ranks are
+_CHUNK: Final = 512  # operations that are evaluated together
+
+
+@dataclass(frozen=True)
+class Lateness:
+    """How late one rank is at the operations of one kind and tag that one line of the program issues.
+
+    Attributes:
+        rank: of the job.
+        site: the line, `file:line, in function`.
+        count: operations; `late` of them it issued `LATE` seconds or more after the others, by its own doing.
+        seconds: of that in all; `mean` and `longest` of those operations.
+    """
+
+    rank: int
+    kind: str
+    tag: str | None
+    site: str
+    count: int
+    late: int
+    seconds: float
+    longest: float
+
+    @property
+    def mean(self) -> float:
+        """Seconds by which it was late when it was late."""
+        return self.seconds / self.late if self.late else 0.0
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that keeps others waiting all the time.
+
+    Attributes:
+        rank: of the job.
+        seconds, share: by which it was late in all, and as a part of the time of the recording.
+        events: how often it was late.
+        sites: where, most seconds first.
+    """
+
+    rank: int
+    seconds: float
+    share: float
+    events: int
+    sites: tuple[Lateness, ...]
+
+    def __str__(self) -> str:
+        site = self.sites[0]
+        tag = f" {site.tag}" if site.tag else ""
+        return (
+            f"rank {self.rank} keeps the others waiting for {self.share:.0%} of the time: "
+            f"{self.seconds:.3g} s, {self.events} times, mostly {1e3 * site.mean:.3g} ms "
+            f"before {site.kind}{tag} at {site.site}"
+        )
+
+
+class Stragglers(list[Straggler]):
+    """The ranks that are persistently late, the latest first; empty if none is. Prints as a table.
+
+    Attributes:
+        rows: how late each rank is, by kind, tag and line of the program, most seconds first.
+        compared: operations of which all arrivals are known.
+        left_out: those of which they are not: on several hosts, or not recorded by all ranks.
+    """
+
+    def __init__(
+        self, found: Sequence[Straggler], rows: Sequence[Lateness], compared: int, left_out: int
+    ) -> None:
+        super().__init__(found)
+        self.rows = list(rows)
+        self.compared, self.left_out = compared, left_out
+
+    def __str__(self) -> str:
+        from mcr_plus.api.record_table import lateness_text  # it imports this module
+
+        return lateness_text(self)
+
+
+@dataclass
+class _Group:
+    """The operations of a group that have not been evaluated yet, and the last one that has been."""
+
+    ranks: tuple[int, ...]
+    arrivals: Floats
+    idle: Floats
+    keys: list[_Key] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+    last: Floats | None = None  # own times at the last operation
+
+    @classmethod
+    def of(cls, ranks: tuple[int, ...]) -> _Group:
+        return cls(ranks, np.empty((_CHUNK, len(ranks))), np.empty((_CHUNK, len(ranks))))
+
+
+class Arrivals:
+    """Collects when ranks arrive at recorded operations. Its memory does not grow with their number."""
+
+    def __init__(self) -> None:
+        self._groups: dict[tuple[str, tuple[int, ...]], _Group] = {}
+        self._sites: dict[_Key, _Site] = {}
+        self._events: list[tuple[float, int, float]] = []  # when, rank, seconds
+        self._compared = self._left_out = 0
+
+    def add(self, work: IssuedWork) -> float | None:
+        """Take in an operation that is complete; returns its skew, the last arrival less the median one."""
+        state = work.operation.state
+        if not work.sequence or state.group.size < 2 or work.error is not None:
+            return None
+        known = state.board.arrivals(work.sequence)
+        if known is None:
+            self._left_out += 1
+            return None
+        arrivals = sorted(known[0])
+        if arrivals[0] != arrivals[0] or any(each != each for each in arrivals):  # NaN
+            self._left_out += 1
+            return None
+        name = state.group.name, state.group.ranks
+        group = self._groups.get(name)
+        if group is None:
+            group = self._groups[name] = _Group.of(state.group.ranks)
+        row = len(group.keys)
+        group.arrivals[row], group.idle[row] = known
+        signature = work.operation.signature
+        group.keys.append((signature.kind, signature.tag, work.site))
+        group.numbers.append(work.sequence)
+        self._compared += 1
+        if row + 1 == _CHUNK:
+            self._evaluate(group)
+        return arrivals[-1] - arrivals[len(arrivals) // 2 - (len(arrivals) % 2 == 0)]
+
+    def _evaluate(self, group: _Group) -> None:
+        count = len(group.keys)
+        if not count:
+            return
+        order = np.argsort(group.numbers, kind="stable")  # they are in the order of completion
+        arrivals, idle = group.arrivals[order], group.idle[order]
+        own = arrivals - idle
+        before = np.vstack([own[:1] if group.last is None else group.last, own[:-1]])
+        late = np.minimum(_beyond_others(arrivals), _beyond_others(own - before))
+        late[late < LATE] = 0.0
+        for row, place in enumerate(order):
+            key = group.keys[place]
+            site = self._sites.get(key)
+            if site is None:
+                site = self._sites[key] = _Site()
+            site.count(group.ranks, late[row])
+        for row, column in zip(*np.nonzero(late), strict=True):
+            event = float(arrivals[row, column]), group.ranks[column], float(late[row, column])
+            self._events.append(event)
+        group.last = own[-1:]
+        group.keys.clear()
+        group.numbers.clear()
+
+    def stragglers(self, began: float, seconds: float) -> Stragglers:
+        """Those of a recording that began at `began`, in seconds of `perf_counter`, and took `seconds`."""
+        for group in self._groups.values():
+            self._evaluate(group)
+        rows = [row for key, site in self._sites.items() for row in site.rows(key)]
+        rows.sort(key=lambda row: (-row.seconds, row.rank))
+        ranks = sorted({rank for group in self._groups.values() for rank in group.ranks})
+        totals = {rank: sum(late for _, who, late in self._events if who == rank) for rank in ranks}
+        found = [
+            self._straggler(rank, rows, seconds)
+            for rank in ranks
+            if self._is_persistent(rank, totals, began, seconds)
+        ]
+        found.sort(key=lambda each: -each.seconds)
+        return Stragglers(found, rows, self._compared, self._left_out)
+
+    def _is_persistent(self, rank: int, totals: dict[int, float], began: float, seconds: float) -> bool:
+        events = [(when, late) for when, who, late in self._events if who == rank]
+        others = [total for other, total in totals.items() if other != rank]
+        if len(events) < _LEAST_EVENTS or totals[rank] < LEAST_SHARE * seconds:
+            return False
+        if totals[rank] < _TIMES_OTHERS * float(np.median(others)):
+            return False
+        length = seconds / _WINDOWS
+        windows = np.zeros(_WINDOWS)
+        for when, late in events:
+            windows[min(max(int((when - began) / length), 0), _WINDOWS - 1)] += late
+        return bool(np.sum(windows >= LEAST_SHARE / 2 * length) >= _LATE_WINDOWS)
+
+    def _straggler(self, rank: int, rows: Sequence[Lateness], seconds: float) -> Straggler:
+        sites = tuple(row for row in rows if row.rank == rank and row.late)
+        total = sum(row.seconds for row in sites)
+        return Straggler(rank, total, total / seconds, sum(row.late for row in sites), sites)
+
+
+_Key = tuple[str, "str | None", "tuple[str, int, str] | None"]
+"""Kind, tag, line of the program."""
+
+
+class _Site:
+    """Sums over the operations of one kind, tag and line, by rank: count, late ones, seconds, longest."""
+
+    def __init__(self) -> None:
+        self._sums: dict[int, list[float]] = {}
+
+    def count(self, ranks: Sequence[int], late: Floats) -> None:
+        for rank, seconds in zip(ranks, late.tolist(), strict=True):
+            sums = self._sums.setdefault(rank, [0, 0, 0.0, 0.0])
+            sums[0] += 1
+            if seconds:
+                sums[1] += 1
+                sums[2] += seconds
+                sums[3] = max(sums[3], seconds)
+
+    def rows(self, key: _Key) -> list[Lateness]:
+        kind, tag, site = key
+        line = site_text(site)
+        return [
+            Lateness(rank, kind, tag, line, int(count), int(late), seconds, longest)
+            for rank, (count, late, seconds, longest) in self._sums.items()
+        ]
+
+
+def site_text(site: tuple[str, int, str] | None) -> str:
+    """A line of the program for people; empty if it is not known."""
+    return "" if site is None else f"{site[0]}:{site[1]}, in {site[2]}"
+
+
+def _beyond_others(times: Floats) -> Floats:
+    """Of each row and column, the time less the median of the other columns."""
+    ranks = times.shape[1]
+    if ranks == 2:
+        return times - times[:, ::-1]
+    beyond = np.empty_like(times)
+    for rank in range(ranks):
+        beyond[:, rank] = times[:, rank] - np.median(np.delete(times, rank, axis=1), axis=1)
+    return beyond

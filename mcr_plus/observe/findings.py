@@ -1,0 +1,125 @@
+"""Why a job does not go on, in sentences: which ranks wait, for whom, and what those do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Final
+
+from mcr_plus.errors import phrase_ranks
+from mcr_plus.observe.survey import LOST, Job, Line, Member, Waiting
+
+_LONG: Final = 1.0  # seconds of waiting that are worth a sentence, unless a rank is lost
+_LINES: Final = 3  # of the program that are shown
+_NAMED: Final = 8  # ranks that get a sentence of their own
+
+
+def findings(job: Job) -> list[str]:
+    """Sentences on the waits of a job that last, each naming ranks and lines of the program.
+
+    Empty where nothing waits for long and no rank is lost.
+    """
+    found: list[str] = []
+    waits: dict[tuple[str, int, str, tuple[int, ...]], list[tuple[Member, Waiting]]] = {}
+    for member in job.members:
+        for wait in member.waits if member.state == "waiting" else ():
+            lost = any(job.member(rank).state in LOST for rank in wait.waits_for)
+            if wait.seconds >= _LONG or lost:
+                key = wait.group, wait.number, wait.operation, wait.waits_for
+                waits.setdefault(key, []).append((member, wait))
+    blamed: dict[int, Waiting] = {}
+    for (group, number, operation, waits_for), waiting in waits.items():
+        member, wait = max(waiting, key=lambda each: each[1].seconds)
+        name = f"#{number} in group '{group}'" if number else f"in group '{group}'"
+        verb = "waits" if len(waiting) == 1 else "wait"
+        whom = f"for {_ranks(waits_for, wait.missing)} " if waits_for else "" if number else "for any rank "
+        found.append(
+            f"{phrase_ranks([member.rank for member, _ in waiting])} {verb} {whom}since "
+            f"{seconds(wait.seconds)} in {operation} ({name}){_called(member)}"
+            + ("; all its ranks have issued it" if number and not waits_for else "")
+        )
+        for rank in waits_for:
+            blamed.setdefault(rank, wait)
+    gone = [member.rank for member in job.members if member.state in LOST and member.state != "gone"]
+    ranks = list(dict.fromkeys([*blamed, *gone]))
+    found += [_does(job.member(rank), blamed.get(rank)) for rank in ranks[:_NAMED]]
+    if len(ranks) > _NAMED:
+        found.append(f"and {len(ranks) - _NAMED} ranks more")
+    return found
+
+
+def _does(member: Member, wait: Waiting | None) -> str:
+    """What a rank does that others wait for."""
+    where = f"rank {member.rank}"
+    if member.host:
+        where += f" (process {member.pid} on {member.host})"
+    doing = {
+        "stopped": "is stopped, by a signal or a debugger",
+        "dead": "has died",
+        "gone": "has left the job",
+        "silent": "is out of reach: nothing is heard of its host",
+        "running": "runs; mcr-plus top on its host shows where",
+        "unknown": "has shown nothing yet",
+        "busy": f"has shown nothing for {seconds(member.seen or 0.0)}: its interpreter's lock is held",
+    }.get(member.state)
+    if doing is None and member.state == "waiting":
+        other = member.waits[0]
+        number = f" (#{other.number} in group '{other.group}')" if other.number else ""
+        doing = f"waits itself, in {other.operation}{number}"
+    elif doing is None and member.state == "inside":
+        doing = f"is in {member.call}"
+    elif doing is None:
+        doing = f"has been outside mcr_plus for {seconds(member.idle or 0.0)}"
+    last = _last(member, wait)
+    seen = "last seen " if member.state in LOST else ""
+    line = f", {seen}at {_trace(member)}" if member.lines else ""
+    return f"{where} {doing}{line}{last}"
+
+
+def _last(member: Member, wait: Waiting | None) -> str:
+    """What a rank issued last in the group in which it is waited for."""
+    if wait is None or not wait.number:
+        return ""
+    number = wait.issued.get(member.rank)
+    group = next((each for each in member.groups if each.name == wait.group), None)
+    if number is None:
+        return ""
+    if number == 0:
+        return f"; it has issued nothing in group '{wait.group}'"
+    known = f", {group.last}" if group is not None and group.issued == number and group.last else ""
+    return f"; its last operation in group '{wait.group}' is #{number}{known}"
+
+
+def _called(member: Member) -> str:
+    return f", called at {_trace(member)}" if member.lines else ""
+
+
+def _trace(member: Member) -> str:
+    """The innermost lines of a member's program."""
+    return ", called at ".join(map(place, member.lines[:_LINES]))
+
+
+def place(line: Line) -> str:
+    """A line of the program, as `train.py:71 in step`; relative to the current folder, if it is there."""
+    here = os.getcwd() + os.sep
+    file = line.file[len(here) :] if line.file.startswith(here) else line.file
+    return f"{file}:{line.line} in {line.function}"
+
+
+def _ranks(ranks: Sequence[int], count: int) -> str:
+    named = phrase_ranks(list(ranks))
+    return named if count <= len(ranks) else f"{named} and {count - len(ranks)} more"
+
+
+def seconds(number: float) -> str:
+    """A duration for people: `0.31 s`, `12 s`, `3 min`, `2.1 h`."""
+    if number < 10:
+        return f"{number:.2g} s"
+    if number < 600:
+        return f"{number:.0f} s"
+    return f"{number / 60:.0f} min" if number < 6000 else f"{number / 3600:.3g} h"
+
+
+def clean(text: str) -> str:
+    """Text from a page without control characters, which a terminal might obey."""
+    return "".join(each if each.isprintable() else "?" for each in text)

@@ -5,7 +5,7 @@
 A job of one rank, in which nothing waits for others, calls a synchronous all_reduce of 8 bytes, in turns
 without anything, recorded by `mcr.record`, and with metrics for Prometheus in a file. A time of a call is the
 median of the rounds, of the processor and not of a clock. Then `mcr-plus report` makes its page of recordings
-of two ranks with so many operations together, which are written for it; its time is that of the whole command.
+of two ranks with so many operations together, written for it; its time is that of the whole command.
 The report goes to benchmarks/results/observe_<hardware>_<yyyymm>.md.
 """
 
@@ -152,8 +152,8 @@ def main(
     text = harness.page(
         "What it costs to observe a job",
         harness.command(),
-        "a call is a synchronous all_reduce of 8 bytes in a job of one rank: time of the processor, the median "
-        f"of {rounds} turns of {CALLS:,} calls",
+        "a call is a synchronous all_reduce of 8 bytes in a job of one rank: time of the processor, the "
+        f"median of {rounds} turns of {CALLS:,} calls",
         "### A call",
         harness.markdown(["way", "µs of the processor", "more"], rows),
         f"### The report of {operations:,} operations",

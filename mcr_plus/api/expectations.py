@@ -22,8 +22,8 @@ def expectations(records: Sequence[Record], config: Config, nodes: int) -> list[
     A row has `kind`, `size_class`, `tag`, `backend`, `ranks`, `is_async`, `bytes` (the median), `count`, and
     two mappings: `job`, by the configuration of the job, and `usual`, by one that names no library and no
     table. Each has `expected_us` of the library that is chosen, and `alternatives` (choice → microseconds;
-    only what may be compared), and is empty if the operation cannot be explained. Operations of codecs have no
-    row: tables are of plain ones.
+    only what may be compared), and is empty if the operation cannot be explained. Operations of codecs have
+    no row: tables are of plain ones.
     """
     groups: dict[tuple[Any, ...], list[Record]] = {}
     for record in records:

@@ -39,7 +39,7 @@ Last = MutableMapping[tuple[str, int, int], Work]
 
 
 class Messages(Scheme):
-    """Both ends of a message; `last`: of each kind, peer and tag, the message before, which comes first."""
+    """Both ends of a message; `last`: of a kind, peer and tag, the message in flight, which comes first."""
 
     def __init__(
         self, codec: Codec, signature: Signature, rank: int, make_state: MakeState, pool: Pool, last: Last
@@ -106,8 +106,8 @@ class Messages(Scheme):
 
         payload.prepare = fill
         sent = self._issue_wire(payload)
-        self._last["send", peer, tag] = sent
         sent.then(lease.release)
+        self._comes_before(("send", peer, tag), sent)
         return self.handle([asked, told, sent], rest)
 
     def _receive(self, message: Message) -> Work:
@@ -150,10 +150,20 @@ class Messages(Scheme):
 
         payload.prepare = fill
         received = self._issue_wire(payload)
-        self._last["recv", peer, tag] = received
         received.then(lease.release_after(decode))
+        self._comes_before(("recv", peer, tag), received)
         # The error is that of the handle alone: with the next message all values are asked for.
         return self.handle([asks, told, received], rest).then(refuse)
+
+    def _comes_before(self, place: tuple[str, int, int], work: Work) -> None:
+        """Let the next message of this kind, peer and tag wait for `work`, until it is complete."""
+        self._last[place] = work
+
+        def forget() -> None:
+            if self._last.get(place) is work:
+                del self._last[place]
+
+        work.then(forget)
 
     def _kept(self, values: torch.Tensor) -> DeltaState:
         # A cast, as an import would bring kernels to jobs without a codec.

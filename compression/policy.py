@@ -70,7 +70,7 @@ def refusal_of_any_shape(codec: Codec, options: CompressOptions, signature: Sign
         known = ", ".join(map(dtype_name, traits.dtypes))
         return f"codec {codec.name} takes {known}, not {dtype_name(signature.dtype)}"
     if traits.cpu_only and signature.device != "cpu":
-        return f"codec {codec.name} has kernels for the CPU only"
+        return f"codec {codec.name} is for tensors on the CPU"
     if traits.kinds is not None and kind not in traits.kinds:
         return f"codec {codec.name} is for {', '.join(sorted(traits.kinds))}"
     if signature.is_p2p and not (traits.fixed_rate or traits.keeps_received):

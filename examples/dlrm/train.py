@@ -38,6 +38,7 @@ from reporting import RECORDED, Monitor, Observer, known, write_json
 from rich.console import Console
 from transports import Transport, open_transport
 
+import mcr_plus as mcr
 from mcr_plus.api.record import Log
 from mcr_plus.api.record_table import communication
 from mcr_plus.core.units import format_size
@@ -62,6 +63,7 @@ class Job:
     steps: int | None
     holdout: float
     eval_rows: int
+    record: Path | None = None
 
 
 class Step(NamedTuple):
@@ -108,7 +110,8 @@ class Trainer:
     def _train(self) -> tuple[list[Step], Log | None]:
         steps: list[Step] = []
         with ExitStack() as until:
-            log = until.enter_context(self.comms.record())
+            folder = self.job.record
+            log = until.enter_context(self.comms.record() if folder is None else mcr.record(folder))
             start = time.perf_counter()
             for batch in islice(self._passes(), self.job.steps):
                 part = self._step(batch)
@@ -220,15 +223,17 @@ def main(
     eval_rows: Annotated[int, typer.Option(min=1, help="test on at most so many rows")] = 100_000,
     json_path: Annotated[Path | None, typer.Option("--json", help="write the results; - is stdout")] = None,
     trace: Annotated[Path | None, typer.Option(help="write rank 0's Chrome/Perfetto trace")] = None,
+    record: Annotated[Path | None, typer.Option(help="write a folder for mcr-plus report")] = None,
 ) -> None:
     """Train a DLRM over several ranks; say how well it learned and where the time went."""
-    if trace and (compare_all or comms == "torch"):
-        raise typer.BadParameter("goes with neither --compare nor --comms torch", param_hint="--trace")
+    for option, path in (("--trace", trace), ("--record", record)):
+        if path and (compare_all or comms == "torch"):
+            raise typer.BadParameter("goes with neither --compare nor --comms torch", param_hint=option)
     console = Console(stderr=json_path == Path("-"), highlight=False)
     dtype = torch.float64 if double else torch.float32
     try:
         model = ModelConfig(embedding_dim, table_rows, dtype=dtype, device=device_of(device), seed=seed)
-        job = Job(data, model, batch_size, lr, epochs, steps, holdout, eval_rows)
+        job = Job(data, model, batch_size, lr, epochs, steps, holdout, eval_rows, record)
         if compare_all:
             rows = compare(job, rounds, config, console)
             raise typer.Exit(report_comparison(rows, "samples", COLUMNS, console, json_path))

@@ -885,9 +885,8 @@ def record(path: str | Path | None = None) -> Iterator[Log]:
 
     Args:
         path: a folder for a file of each rank, `rank0.npz` and so on, from which `mcr-plus report` makes a
-        page. It
-            is created if it is missing. The files are written when the block ends; an error of that is
-            logged.
+            page. It is created if it is missing. The files are written when the block ends; an error of that
+            is logged.
 
     Returns:
         A context manager that yields a `Log`: `records`, `summary()`, `save()`, `plot()`, and `print(log)`.

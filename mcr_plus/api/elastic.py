@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib.metadata import version
 from types import TracebackType
 from typing import Any, Final, Protocol
 
@@ -19,6 +18,7 @@ from mcr_plus.api.other_ranks import seconds_of
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.config import reader as configuration
 from mcr_plus.core import environment
+from mcr_plus.core.environment import package_version
 from mcr_plus.core.work import Work
 from mcr_plus.dispatch.closing import drain
 from mcr_plus.errors import (
@@ -414,7 +414,7 @@ def _passport(runtime: Runtime, model: torch.nn.Module, optimizer: torch.optim.O
     digest = hashlib.sha256(shapes.encode()).hexdigest()[:12]
     count = sum(1 for _ in model.parameters())
     return {
-        "mcr_plus": version("mcr_plus"),
+        "mcr_plus": package_version(),
         "torch": torch.__version__,
         "the configuration": configuration.fingerprint(runtime.config),
         "the model": f"{type(model).__name__} with {count} parameters (digest of their shapes: {digest})",

@@ -13,18 +13,17 @@ from mcr_plus.core.kinds import plain_kind
 from mcr_plus.errors import McrError
 
 _MOST: Final = 24  # rows: explaining one takes some milliseconds
-_ITEMSIZE: Final = 8  # a whole number of any dtype
+_ITEMSIZE: Final = 16  # a whole number of any dtype
 
 
 def expectations(records: Sequence[Record], config: Config, nodes: int) -> list[dict[str, Any]]:
     """Rows for the operations that took longest together, one per kind, size class, tag, library and ranks.
 
     A row has `kind`, `size_class`, `tag`, `backend`, `ranks`, `is_async`, `bytes` (the median), `count`, and
-    two
-    mappings: `job`, by the configuration of the job, and `usual`, by one that names no library and no table.
-    Each has `expected_us` of the library that is chosen, and `alternatives` (choice → microseconds; only what
-    may be compared), and is empty if the operation cannot be explained. Operations of codecs have no row:
-    tables are of plain ones.
+    two mappings: `job`, by the configuration of the job, and `usual`, by one that names no library and no
+    table. Each has `expected_us` of the library that is chosen, and `alternatives` (choice → microseconds;
+    only what may be compared), and is empty if the operation cannot be explained. Operations of codecs have
+    no row: tables are of plain ones.
     """
     groups: dict[tuple[Any, ...], list[Record]] = {}
     for record in records:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,13 +110,14 @@ def load_recording(path: Path) -> Recording:
     try:
         if path.stat().st_size > _MOST_BYTES:
             raise ConfigError(f"{path}: larger than {_MOST_BYTES >> 30} GiB; {_EXPECTED}")
-        with np.load(path, allow_pickle=False) as stored:
-            arrays = {name: stored[name] for name in stored.files}
+        with path.open("rb") as file:
+            stored = np.load(file, allow_pickle=False)
+            arrays = {name: stored[name] for name in stored.files} if hasattr(stored, "files") else {}
     except OSError as error:
         raise ConfigError(f"{path}: cannot read: {error.strerror or error}") from None
-    except (ValueError, EOFError, KeyError, zipfile.BadZipFile):
+    except (ValueError, EOFError, KeyError, zlib.error, zipfile.BadZipFile):
         raise ConfigError(f"{path}: truncated, or of another kind; {_EXPECTED}") from None
-    if not isinstance(arrays, dict) or "about" not in arrays:
+    if "about" not in arrays:
         raise ConfigError(f"{path}: {_EXPECTED}")
     try:
         about = json.loads(arrays.pop("about").tobytes())

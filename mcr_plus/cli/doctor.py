@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mcr_plus.cli.output import print_json, print_table
+from mcr_plus.core.environment import package_version
 from mcr_plus.launch import MpiLauncher, mpi_flavour
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def _document(
 
 def _versions() -> dict[str, str]:
     return {
-        "mcr_plus": version("mcr_plus"),
+        "mcr_plus": package_version(),
         "torch": version("torch"),
         "python": platform.python_version(),
     }

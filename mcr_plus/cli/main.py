@@ -7,7 +7,6 @@ stdout; errors go to stderr, one line each.
 from __future__ import annotations
 
 import sys
-from importlib.metadata import version
 from typing import Annotated
 
 import typer
@@ -29,6 +28,7 @@ from mcr_plus.cli.trace import app as trace
 from mcr_plus.cli.tune import tune
 from mcr_plus.cli.validate import validate
 from mcr_plus.cli.warmup import warmup
+from mcr_plus.core.environment import package_version
 from mcr_plus.errors import ConfigError, McrError
 
 _FAILED = 1
@@ -55,7 +55,7 @@ app.add_typer(trace, name="trace")
 
 def _print_version(requested: bool) -> None:
     if requested:
-        print(f"mcr-plus {version('mcr_plus')}")
+        print(f"mcr-plus {package_version()}")
         raise typer.Exit
 
 

@@ -28,6 +28,8 @@ import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
@@ -428,3 +430,12 @@ def _integer(env: Mapping[str, str], name: str, lowest: int = 0, highest: int = 
     if not re.fullmatch(r"\d{1,10}", text, re.ASCII) or not lowest <= int(text) <= highest:
         raise LaunchError(f"{name}={text!r}: expected a whole number from {lowest} to {highest}")
     return int(text)
+
+
+@cache
+def package_version() -> str:
+    """The version of mcr_plus; `unknown` where it runs from its sources without being installed."""
+    try:
+        return version("mcr_plus")
+    except PackageNotFoundError:
+        return "unknown"

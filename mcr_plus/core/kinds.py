@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Final, Literal, get_args
 
 import torch
@@ -202,6 +203,7 @@ MESSAGES: Final = ("send", "recv")
 """Kinds of point-to-point operations."""
 
 
+@cache  # recording asks for every operation
 def dtype_name(dtype: torch.dtype | None) -> str:
     """`float32` for `torch.float32`; `none` for operations without data."""
     return "none" if dtype is None else str(dtype).removeprefix("torch.")

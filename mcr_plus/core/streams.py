@@ -7,7 +7,7 @@ device), which share names and meaning.
 from __future__ import annotations
 
 from collections import deque
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import cache
 from typing import Any, Protocol
 
@@ -143,8 +143,6 @@ class Retained:
     def release(self) -> None:
         """Let go what was used before events that have been reached, in the order of `add`."""
         kept = self._kept
-        while kept and kept[0][0].query():
-            try:
+        with suppress(IndexError):  # another thread may take the last one
+            while kept and kept[0][0].query():
                 kept.popleft()
-            except IndexError:  # another thread has taken the last one
-                return

@@ -134,7 +134,7 @@ class JointWork(Work):
         self.nbytes = nbytes
         self.tag = tag
         self.codec = codec
-        self._finish = deque[Callable[[], None]]()
+        self._finish = deque[tuple[Callable[[], None], Event | None]]()  # each with where it was added
         self._turn = [True]  # the thread that pops it runs the functions of `then`
         self._finisher = 0
         self._is_done = False
@@ -170,7 +170,11 @@ class JointWork(Work):
         return self._error or next((error for error in errors if error is not None), None)
 
     def then(self, function: Callable[[], None]) -> Work:  # noqa: D102
-        self._finish.append(function)
+        of, position = self.streams, None
+        if of is not None:
+            position = of.event()
+            position.record(of.current())
+        self._finish.append((function, position))
         if self._is_done:
             self._run_finish()
         return self
@@ -191,12 +195,14 @@ class JointWork(Work):
     def _run_finish(self) -> None:
         while self._finish and self.exception() is None:
             try:
-                function = self._finish.popleft()
+                function, position = self._finish.popleft()
             except IndexError:  # another thread has taken the last one
                 return
             of = self.streams
-            if of is not None and self._end is not None:
-                of.current().wait_event(self._end)
+            if of is not None and position is not None:
+                of.current().wait_event(position)
+                if self._end is not None:
+                    of.current().wait_event(self._end)
             try:
                 function()
             except Exception as error:
@@ -209,7 +215,10 @@ class JointWork(Work):
 
     @property
     def streams(self) -> Streams | None:  # noqa: D102
-        return next((of for member in self.members if (of := member.streams) is not None), None)
+        for member in self.members:
+            if (of := member.streams) is not None:
+                return of
+        return None
 
     @property
     def info(self) -> Info:  # noqa: D102

@@ -143,7 +143,11 @@ class _StagedWork(Work):
         return self._inner.exception()
 
     def then(self, function: Callable[[], None]) -> Work:
+        position = self._streams.event()
+        position.record(self._streams.current())
+
         def follow() -> None:
+            self._stream.wait_event(position)
             with self._streams.under(self._stream):
                 function()
             self._copied.record(self._stream)
@@ -198,8 +202,6 @@ class _Staging:
 
         def copy_out() -> Event:
             stream.wait_event(produced)
-            if after is not None:  # functions that followed it may have launched kernels here
-                stream.wait_stream(of.current())
             with of.under(stream):
                 if prepare is not None:
                     prepare()

@@ -153,11 +153,25 @@ class IssuedWork(Work):
                     function()
             elif self.operation.on_stream and self.poll is not None:
                 self.poll.chain(function)  # type: ignore[attr-defined]  # stream polls have it
-            elif self.finish is None:
-                self.finish = [function]
             else:
-                self.finish.append(function)
+                if self.operation.on_stream:
+                    function = self._ordered(function)
+                if self.finish is None:
+                    self.finish = [function]
+                else:
+                    self.finish.append(function)
         return self
+
+    def _ordered(self, function: Callable[[], None]) -> Callable[[], None]:
+        """The function, with its kernels ordered after the present position of the current stream."""
+        order = self.operation.backend_channel.start_order
+        position = order.position()
+
+        def run() -> None:
+            order.streams.current().wait_event(position)
+            function()
+
+        return run
 
     def complete(self) -> None:
         """Run `finish` and mark as done. For the engine."""

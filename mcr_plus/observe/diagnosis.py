@@ -180,7 +180,7 @@ class _Diagnosis:
         for number in sorted({number for operations in of_ranks.values() for number in operations}):
             there = {rank: each[number] for rank, each in of_ranks.items() if number in each}
             for fault, value in _DIFFERING:
-                values = {rank: value(each) for rank, each in there.items()}
+                values: dict[int, object] = {rank: value(each) for rank, each in there.items()}
                 if len(set(values.values())) > 1:
                     yield self._difference(name, number, fault, there, values, of_ranks)
                     return

@@ -81,7 +81,7 @@ def _of_failures(groups: Sequence[Group]) -> Iterator[Advice]:
 def _of_waits(job: Job, groups: Sequence[Group], skew: Skew) -> Iterator[Advice]:
     late = {each.name: each.late for each in skew.operations}
     for group in groups:
-        if group.waited >= _MUCH and not group.codec:
+        if group.waited >= _MUCH and not group.codec and group.failed < group.count:
             yield _of_wait(job, group, late.get(group.name))
 
 
@@ -131,8 +131,8 @@ def _of_a_slow_one(job: Job, group: Group, expected: float, late: Late | None, t
         return Advice(
             "note",
             title,
-            f"{text}: most of it is a wait for rank {late.rank}, which is last at {late.last:.0%} of them, "
-            f"by {_ms(late.median * 1e6)} at the median. A faster library would not help.",
+            f"{text}: most of it is a wait for the last rank, which is rank {late.rank} at {late.last:.0%} "
+            f"of them, by {_ms(late.median * 1e6)} at the median. A faster library would not help.",
             share=group.waited,
         )
     return Advice(

@@ -28,6 +28,7 @@ from mcr_plus.report.timeline import legend, timeline
 
 _MOST_ROWS: Final = 100
 _MOST_RANKS: Final = 64
+_ALIKE: Final = 0.05  # times that differ by less
 _LABELS: Final = {"problem": "problem", "gain": "gain", "note": "note"}
 
 
@@ -162,6 +163,7 @@ def _choices(job: Job, of_steps: Steps) -> str:
         other = min(others, key=lambda each: others[each])
         ratio = others[other] / own
         word = f"{ratio:.2g}× slower" if ratio >= 1 else f"{1 / ratio:.2g}× faster"
+        word = "as fast" if abs(ratio - 1) < _ALIKE else word
         saved = (others[other] - own) * row["count"] / max(of_steps.count, 1) / 1e6
         rows.append(
             [

@@ -38,8 +38,8 @@ h2 { margin: 0 0 .6rem; font-size: 1.1rem; }
 .quiet { color: var(--quiet); font-size: .86rem; margin: 0 0 .7rem; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(160px, 1fr)); gap: 14px; }
 .tile {
-  background: var(--card); border: 1px solid var(--line); border-radius: 12px; padding: 12px 16px; display:
-  grid;
+  background: var(--card); border: 1px solid var(--line); border-radius: 12px; padding: 12px 16px;
+  display: grid; align-content: start;
 }
 .tile span { color: var(--quiet); font-size: .82rem; }
 .tile b { font-size: 1.55rem; line-height: 1.3; letter-spacing: -.01em; }
@@ -100,6 +100,7 @@ td small { display: block; color: var(--quiet); font-size: .78rem; line-height: 
 .share {
   display: grid; grid-template-columns: 64px 1fr 96px; gap: 10px; align-items: center; font-size: .86rem;
 }
+.share span { white-space: nowrap; }
 .share span:last-child { text-align: right; font-variant-numeric: tabular-nums; }
 .computing { background: var(--computing); }
 .waiting { background: var(--waiting); }
@@ -114,9 +115,9 @@ ul { margin: 0; padding-left: 1.2rem; font-size: .88rem; color: var(--quiet); }
   .tiles { grid-template-columns: 1fr 1fr; gap: 10px; }
   .tile { padding: 10px 12px; }
   .tile b { font-size: 1.25rem; }
-  .share { grid-template-columns: 52px 1fr 84px; gap: 8px; }
+  .share { grid-template-columns: 48px 1fr 88px; gap: 6px; }
   .row { grid-template-columns: 42px 1fr; }
   .row em { font-size: 10px; }
-  .axis span:nth-child(even) { display: none; }
+  .axis span:nth-child(2), .axis span:nth-child(4), .axis span:nth-child(5) { display: none; }
 }
 """

@@ -99,7 +99,7 @@ def _what(job: Job, rows: Ints, kind: str, seconds: float) -> str:
     columns = job.columns
     if len(rows) > 1:
         return f"{len(rows)} × {kind}, {about(int(columns['bytes'][rows].sum()))}, {_time(seconds)}"
-    (row,) = rows
+    row = int(rows[0])
     tag, codec = job.name("tag", columns["tag"][row]), job.name("codec", columns["codec"][row])
     parts = [f"{kind} {tag}".strip(), about(int(columns["bytes"][row])), _time(seconds)]
     parts += [codec] * bool(codec) + [f"waited {_time(float(columns['waited'][row]))}"]

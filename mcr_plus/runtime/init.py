@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial, reduce
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,6 +26,7 @@ from mcr_plus.core.environment import (
     host_name,
     launch_environment,
     min_ranks,
+    package_version,
     restarts,
     usable_cores,
 )
@@ -201,7 +201,7 @@ def _ready_to_publish(loaded: Config | ConfigError, world: World) -> Config | Co
     if isinstance(loaded, ConfigError):
         return loaded
     try:
-        job.publish(open_publisher(observed(loaded), world, version("mcr_plus")))
+        job.publish(open_publisher(observed(loaded), world, package_version()))
     except ConfigError as error:
         return ConfigError(f"{loaded.name}: {error}")
     return loaded

@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib.metadata import version
 from typing import Final, NamedTuple
 
 import torch
@@ -25,7 +24,13 @@ import torch
 from mcr_plus.config.reader import fingerprint
 from mcr_plus.core.c10d import PrefixStore, Store, TCPStore
 from mcr_plus.core.deadline import Deadline
-from mcr_plus.core.environment import agent_has_store, host_name, job_secret, launch_environment
+from mcr_plus.core.environment import (
+    agent_has_store,
+    host_name,
+    job_secret,
+    launch_environment,
+    package_version,
+)
 from mcr_plus.dispatch.closing import release_waiting
 from mcr_plus.errors import (
     BackendError,
@@ -222,7 +227,7 @@ class _Coming(NamedTuple):
 
 def _passport(runtime: Runtime) -> dict[str, str]:
     return {
-        "mcr_plus": version("mcr_plus"),
+        "mcr_plus": package_version(),
         "torch": torch.__version__,
         "the configuration's digest": fingerprint(runtime.config)[:16],
     }

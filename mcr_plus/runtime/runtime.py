@@ -134,10 +134,10 @@ class Runtime:
             if options.progress == "thread":
                 self._start_progress_thread()
             self.communicator = self.open_group("world", tuple(range(world.size)))
+            self.recorder = Recorder(self.engine, world, config)
         except BaseException:
             self._abort_start()
             raise
-        self.recorder = Recorder(self.engine, world, config)
         compiling.watchers.append(self.engine.compiles)
         self.status = published(self.engine, world, self._peers)
 

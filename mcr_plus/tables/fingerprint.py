@@ -19,6 +19,7 @@ from typing import Final
 import torch
 
 from mcr_plus.backends import backend_class
+from mcr_plus.core.environment import package_version
 
 FACTS: Final = ("mcr_plus", "torch", "ranks", "nodes", "ranks_per_node", "cpu", "cores", "gpu")
 
@@ -31,7 +32,7 @@ def fingerprint_here(
 ) -> dict[str, tuple[str, ...]]:
     """Return the facts of this job; `libraries`: those of its backends (see `library_versions`)."""
     facts = {
-        "mcr_plus": version("mcr_plus"),
+        "mcr_plus": package_version(),
         "torch": version("torch"),
         **libraries,
         "ranks": str(ranks),

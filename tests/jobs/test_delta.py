@@ -46,7 +46,7 @@ def test_what_is_kept_is_bounded_and_what_is_dropped_comes_whole(ranks: int) -> 
     results = run_ranks(jobs.bounded, ranks, args=[100_000, 7], timeout=120)
     for result in results:
         value = result.value
-        assert value["wrong"] == []
+        assert (value["wrong"], value["in flight"]) == ([], 0)
         # Of a call all that it needs stays: at most what a rank sends and the parts of all ranks.
         assert 0 < value["most"] <= 100_000 + (1 + ranks) * value["bytes"]
         assert result.stderr.count("so what was used least recently is dropped") == 1

@@ -76,6 +76,12 @@ def _delta(gpu: Any, values: torch.Tensor) -> None:
         gpu.apply(torch.zeros(blocks_of(NUMEL), 2, dtype=torch.int32), CODES, new)
 
 
+def _digest(gpu: Any, values: torch.Tensor) -> None:
+    for dtype in (torch.uint8, torch.int16, torch.int32, torch.int64):
+        for numel in (1, NUMEL):  # of one element, numbers become constants
+            gpu.hashes_of(values[:numel].to(dtype))
+
+
 def _fp8_block(gpu: Any, values: torch.Tensor) -> None:
     for fmt, scale in product(FORMATS.values(), get_args(Scale)):
         scales = CODES if scale == "e8m0" else SCALES
@@ -121,6 +127,7 @@ def _sign1(gpu: Any, values: torch.Tensor) -> None:
 MODULES: Final[dict[str, Callable[[Any, torch.Tensor], None]]] = {
     "cast": _cast,
     "delta": _delta,
+    "digest": _digest,
     "fp8_block": _fp8_block,
     "int2_block": _int2_block,
     "int4_block": _int4_block,

@@ -11,6 +11,7 @@ import torch
 import mcr_plus as mcr
 from mcr_plus.compression.copies import Copies
 from mcr_plus.compression.delta import DeltaState
+from mcr_plus.compression.stage import CompressStage
 from mcr_plus.kernels import delta as kernel
 
 DTYPES = (
@@ -258,7 +259,8 @@ def bounded(keep: int, tags: int) -> dict[str, Any]:
             work.wait()
             if not same(outs[tag], held[tag][1]):
                 wrong.append(f"in flight {tag}")
-        return {"wrong": wrong, "most": most, "bytes": held[0][0].nbytes}
+        in_flight = [len(each._last) for each in gc.get_objects() if isinstance(each, CompressStage)]
+        return {"wrong": wrong, "most": most, "bytes": held[0][0].nbytes, "in flight": sum(in_flight)}
 
 
 def dropped_by_one(kind: str) -> dict[str, Any]:

@@ -7,12 +7,16 @@ sums are exact, in bfloat16 as well. A rank may let go of a tensor that another 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Final
 
 from device_ranks import Decisions, Job, Rank, Stuck
+
+from mcr_plus.core.message import Message, Signature
+from mcr_plus.errors import BackendError, McrError
 
 COUNT: Final = 5
 ROWS: Final = 16  # of a matrix that powersgd takes
@@ -115,14 +119,21 @@ def dropped(rank: Rank, **how: Any) -> Values:
     y = rank.tensor(given(rank.rank, 1))
     other = rank.comm.all_reduce(y, async_op=True, **how)
     rank.step()
+    z = rank.tensor(given(rank.rank))
+    out = rank.tensor([0.0] * COUNT * rank.size)
+    gathered = rank.comm.all_gather_into_tensor(out, z, async_op=True)
+    del out, z
+    rank.step()
     work.wait()
     del work
     other.wait()
+    gathered.wait()
+    del gathered
     return rank.read(y)
 
 
 def strided(rank: Rank, **how: Any) -> Values:
-    """Tensors that are packed first, and whose results are copied out, on other streams than they came from."""
+    """Tensors that are packed first, and whose results are copied out, waited for on two streams."""
     one, other = rank.stream(), rank.stream()
     read = []
     for salt in range(2):
@@ -196,6 +207,7 @@ def messages(rank: Rank, **how: Any) -> Values:
 
 
 def coalesced(rank: Rank, **how: Any) -> Values:
+    """Packed on one stream, waited for on another; the buffer comes again on the first."""
     one, other = rank.stream(), rank.stream()
     read = []
     for salt in range(3):
@@ -204,16 +216,37 @@ def coalesced(rank: Rank, **how: Any) -> Values:
             work = rank.comm.all_reduce_coalesced(tensors, async_op=True, **how)
         rank.step()
         with rank.under(other):
-            if salt:
+            if salt == 2:
                 rank.poll(work)
             work.wait()
-        with rank.under(one):
-            work.wait()
             for x in tensors:
-                read += rank.read(x)
+                x.mul_(1)
+                x.record_stream(other)
+            read.append(tensors)
         rank.step()
-        one, other = other, one
-    return read
+    with rank.under(other):
+        return [value for tensors in read for x in tensors for value in rank.read(x)]
+
+
+def reused(rank: Rank, **how: Any) -> Values:
+    """Buckets that are sent under one stream and waited for under another: their memory comes again."""
+    one, other = rank.stream(), rank.stream()
+    read = []
+    for salt in range(3):
+        with rank.under(one):
+            tensors = [rank.tensor(given(rank.rank, salt, count)) for count in (5, 3)]
+            works = [rank.comm.all_reduce(x, async_op=True, **how) for x in tensors]
+            rank.comm.flush()
+        rank.step()
+        with rank.under(other):
+            for x, work in zip(tensors, works, strict=True):
+                work.wait()
+                x.mul_(1)
+                x.record_stream(other)
+            read.append(tensors)
+        rank.step()
+    with rank.under(other):
+        return [value for tensors in read for x in tensors for value in rank.read(x)]
 
 
 def buckets(rank: Rank, **how: Any) -> Values:
@@ -258,7 +291,7 @@ def persistent(rank: Rank, **how: Any) -> Values:
 def hook(rank: Rank, **how: Any) -> Values:
     """What the hooks of gradients do: buckets with state between calls, all in flight before the waits."""
     read = []
-    keyed = bool(how.get("compress"))
+    keyed: Options = {"parts": ((COUNT,),)} if how.get("compress") else {}
     for salt in range(3):
         tensors = [rank.tensor(given(rank.rank, salt + each)) for each in range(2)]
         works = [
@@ -297,13 +330,42 @@ def following(rank: Rank, **how: Any) -> Values:
     one = rank.stream()
     x, double, square = (rank.tensor(values) for values in (given(rank.rank), [0.0] * COUNT, [0.0] * COUNT))
     work = rank.comm.all_reduce(x, async_op=True, **how)
-    work.then(lambda: double.copy_(x * 2))
+    two = rank.tensor([2.0] * COUNT)
+    work.then(lambda: double.copy_(x * two))
     rank.step()
     with rank.under(one):
         rank.poll(work)
-        work.then(lambda: square.copy_(x * x))
+    work.then(lambda: square.copy_(x * x))
     work.wait()
     return rank.read(double) + rank.read(square)
+
+
+def failing(rank: Rank, **how: Any) -> Values:
+    """The host library fails; operations behind have begun with tensors that the program lets go."""
+    rank.job.fails = 1
+    works = []
+    with contextlib.suppress(BackendError):
+        for salt in range(2):
+            x = rank.tensor(given(rank.rank, salt))
+            works.append(rank.comm.all_reduce(x, async_op=True, **how))
+            del x
+        for work in works:
+            work.wait()
+    works.clear()
+    return given(rank.rank)
+
+
+def bare(rank: Rank) -> Values:
+    """A channel of NCCL alone: it may outlive its tensors, as when an operation has failed."""
+    x = rank.tensor(given(rank.rank))
+    signature = Signature("all_reduce", x.dtype, (COUNT,), x.nbytes, "world", rank.size, "cuda", "SUM")
+    start = rank.comm.opened.runtime.channels["nccl"].channel.bind(signature)
+    poll = start(Message(signature, (x,), (x,)))
+    del x
+    rank.step()
+    while not poll():
+        rank.job.yields(paused=True)
+    return given(rank.rank)
 
 
 def _sums(*salts: int) -> Callable[[int, int], Values]:
@@ -323,10 +385,13 @@ PROGRAMS: Final[dict[Program, Callable[[int, int], Values]]] = {
     messages: lambda rank, size: given((rank - 1) % size),
     coalesced: lambda _, size: [v for salt in range(3) for n in (3, 5, 1) for v in total(size, salt, n)],
     buckets: lambda _, size: [v for salt in range(3) for n in (5, 3) for v in total(size, salt, n)],
+    reused: lambda _, size: [v for salt in range(3) for n in (5, 3) for v in total(size, salt, n)],
     persistent: _sums(0, 0, 0),
     hook: _sums(0, 1, 1, 2, 2, 3),
     matrices: lambda _, size: [v for salt in range(2) for v in total(size, salt, ROWS) * ROWS],
     following: lambda _, size: [2 * v for v in total(size)] + [v * v for v in total(size)],
+    failing: lambda rank, _: given(rank),
+    bare: lambda rank, _: given(rank),
 }
 """Each with what a rank must read, by rank and number of ranks."""
 
@@ -393,8 +458,10 @@ def programs_of(setting: Setting) -> list[Program]:
     if codec.endswith("error feedback") or codec == "int_shared":
         return [each for each in PROGRAMS if each in stateful]
     if setting.nodes:
-        return [in_turn, in_flight_on_streams, polled, other_streams, buckets]
-    return [each for each in PROGRAMS if each is not matrices]
+        return [in_turn, in_flight_on_streams, polled, other_streams, buckets, reused]
+    rare = {matrices, bare, failing}
+    special = {"nccl, plain": [bare], "gloo, plain": [failing], "gloo, int8_block": [failing]}
+    return [each for each in PROGRAMS if each not in rare] + special.get(setting.name, [])
 
 
 @dataclass
@@ -416,7 +483,7 @@ def run(
     problems, results = list[str](), list[Values]()
     try:
         results = job.run(lambda rank: program(rank, **setting.options), decisions)
-    except (Stuck, RuntimeError, AssertionError, TypeError) as error:
+    except (Stuck, McrError, RuntimeError, AssertionError, TypeError) as error:
         problems.append(f"{type(error).__name__}: {error}")
     for rank, values in enumerate(results):
         wanted = PROGRAMS[program](rank, size)

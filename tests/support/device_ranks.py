@@ -36,6 +36,7 @@ from mcr_plus.dispatch.board.base import GroupBoard, PeerStatus
 from mcr_plus.dispatch.engine import Engine
 from mcr_plus.dispatch.group_runtime import GroupRuntime
 from mcr_plus.dispatch.group_state import BackendChannel, GroupState
+from mcr_plus.errors import BackendError
 from mcr_plus.hierarchy.nodes import inner_groups
 from mcr_plus.pipeline.pipeline import Pipeline
 from mcr_plus.pipeline.stage import Context
@@ -189,6 +190,8 @@ class HostChannel(Channel):
     def bind(self, signature: Signature) -> Start:
         def start(message: Message) -> Poll:
             job, me, group = self._job, self._group.rank, self._group
+            if self._count == job.fails - 1:
+                raise BackendError("the host library has failed")
             machine = job.simulator
             if signature.is_p2p:
                 ends = (me, message.peer) if signature.kind == "send" else (message.peer, me)
@@ -353,7 +356,7 @@ class Job:
             World(rank, size, ("host",) * size, 5.0, HashStore(), cores=size) for rank in range(size)
         ]
         store = self.worlds[0].store
-        self.worlds = [World(rank, size, ("host",) * size, 5.0, store, cores=size) for rank in range(size)]
+        self.worlds = [World(rank, size, ("host",) * size, 60.0, store, cores=size) for rank in range(size)]
         self.nccl = [
             NcclBackend(
                 self.worlds[rank],
@@ -363,6 +366,7 @@ class Job:
             for rank in range(size)
         ]
         self.slow = slow
+        self.fails = 0  # which of the host library's operations fails, from 1; 0 for none
         self._turns: Turns | None = None
 
     def channel(self, rank: int, group: Group) -> Channel:

@@ -18,6 +18,7 @@ PROGRAM: Final = Path(__file__).parents[1] / "support" / "compile_kernels.py"
 KERNELS: Final = {
     "cast": ("_encode",),
     "delta": ("_apply", "_classify", "_copy", "_find", "_pack", "_rank", "_unpack"),
+    "digest": ("_hash",),
     "fp8_block": ("_decode", "_encode"),
     "int2_block": ("_decode", "_encode"),
     "int4_block": ("_decode", "_encode"),

@@ -118,3 +118,27 @@ def test_both_parsers_refuse_the_same(text: str) -> None:
 
     with pytest.raises(ConfigError, match=r"^file:\d+: document: not valid YAML: "):
         parse_document(text, "file", Path(), versioned=False)
+
+
+def test_the_sources_work_without_being_installed() -> None:
+    """As on a machine to which the repository alone was carried: no metadata of the package."""
+    program = """
+import importlib.metadata
+known = importlib.metadata.version
+
+def version(name):
+    if name == "mcr_plus":
+        raise importlib.metadata.PackageNotFoundError(name)
+    return known(name)
+
+importlib.metadata.version = version
+import sys, torch, mcr_plus as mcr
+from mcr_plus.cli.main import main
+with mcr.init():
+    mcr.all_reduce(torch.ones(3))
+sys.argv[1:] = ["doctor"]
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "unknown" in done.stdout

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from importlib import metadata
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
@@ -16,6 +15,7 @@ from mcr_plus.backends.shm.p2p import PointToPoint
 from mcr_plus.backends.shm.queue import Run, WorkQueue, done_at_once
 from mcr_plus.backends.shm.reduce_kernels import ReduceKernels, kernels_for
 from mcr_plus.backends.shm.segment import Segment, Shape, open_segment
+from mcr_plus.core.environment import package_version
 from mcr_plus.core.kinds import IN_PLACE, KINDS, MESSAGES, REDUCING, VECTOR, Kind, collective
 from mcr_plus.errors import AlgorithmError, OperationsDiffer, OrderMismatch
 from mcr_plus.kernels.compiling import preparing
@@ -81,11 +81,8 @@ class MscclBackend(Backend):
 
     @classmethod
     def library_version(cls) -> str:
-        """The version of this package; without a number where it is run without being installed."""
-        try:
-            return f"mcr_plus {metadata.version('mcr_plus')}"
-        except metadata.PackageNotFoundError:
-            return "mcr_plus"
+        """The version of this package."""
+        return f"mcr_plus {package_version()}"
 
     @classmethod
     def unavailable_in(cls, world: World) -> str:

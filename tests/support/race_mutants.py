@@ -1,0 +1,151 @@
+"""The library with one of its orderings of streams left out: every wait, record and retention, one at a time.
+
+A mutant is made in the running process: the module's source is compiled anew, with one statement replaced by
+its arguments alone, and the function that has it gets the new code.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, Final
+
+_HIERARCHICAL: Final = ("nccl, hierarchical, int8_block", "gloo, hierarchical, int8_block")
+MODULES: Final[dict[str, tuple[str, ...]]] = {
+    "backends.nccl.link": ("nccl, plain", "nccl, fused", "nccl, int8_block"),
+    "core.streams": ("nccl, fused", "gloo, fused"),
+    "core.work": ("nccl, int8_block", "gloo, int8_block", "nccl, fused, int8_block", *_HIERARCHICAL),
+    "dispatch.streams": (
+        "nccl, plain", "gloo, plain", "gloo, fused", "nccl, sign1, error feedback", "gloo, int8_block",
+        "gloo, sign1, error feedback", "gloo, int_shared", *_HIERARCHICAL,
+    ),
+    "dispatch.work": ("nccl, plain", "nccl, int8_block"),
+    "fusion.buffers": ("nccl, fused", "gloo, fused"),
+    "fusion.stage": ("nccl, fused", "gloo, fused", "nccl, fused, int8_block"),
+    "pipeline.buffers": ("gloo, int_shared", "nccl, int_shared", "nccl, int8_block"),
+}  # fmt: skip
+"""The modules with orderings, each with the settings whose programs must find what is left out there."""
+ORDERINGS: Final = {
+    "record": "a record",
+    "recorded": "a record",
+    "wait_event": "a wait",
+    "wait_stream": "a wait",
+    "follow": "a wait",
+    "order_current_stream": "a wait",
+    "note_stream": "a wait",
+    "keep": "a note for the allocator",
+    "add": "a retention",
+}
+_RETENTIONS: Final = ("self._ran.append(function)", "self._held.append(space)")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A statement of the library that is left out. `what`: the kind of ordering."""
+
+    module: str
+    line: int
+    text: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.line}: {self.text}"
+
+
+def _ordering(node: ast.stmt) -> str | None:
+    """The kind of ordering that a statement is, None for another statement."""
+    value = node.value if isinstance(node, (ast.Expr, ast.Assign)) else None
+    if not isinstance(value, ast.Call):
+        return None
+    function = value.func
+    if ast.unparse(node) in _RETENTIONS:
+        return "a retention"
+    if not isinstance(function, ast.Attribute):
+        return None
+    name = function.attr
+    if name == "add" and "retained" not in ast.unparse(function):
+        return None
+    if isinstance(node, ast.Assign) and name != "recorded":
+        return None
+    return ORDERINGS.get(name)
+
+
+def mutants() -> list[Mutant]:
+    """All of them, in the order of the source."""
+    found = list[Mutant]()
+    for name in MODULES:
+        source = inspect.getsource(importlib.import_module(f"mcr_plus.{name}"))
+        found += [
+            Mutant(name, node.lineno, ast.unparse(node), what)
+            for node in ast.walk(ast.parse(source))
+            if isinstance(node, ast.stmt) and (what := _ordering(node)) is not None
+        ]
+    return sorted(found, key=lambda each: (list(MODULES).index(each.module), each.line))
+
+
+class _Without(ast.NodeTransformer):
+    """Replaces the statement of a line by its operands, so that functions keep their variables."""
+
+    def __init__(self, line: int) -> None:
+        self.line = line
+
+    def _replaced(self, node: Any) -> ast.AST:
+        if node.lineno != self.line or _ordering(node) is None:
+            return node
+        operands = [node.value.func, *node.value.args]
+        new: ast.stmt = ast.Expr(ast.Tuple(operands, ast.Load()))
+        if isinstance(node, ast.Assign):
+            new = ast.Assign(node.targets, ast.Constant(None))
+        return ast.fix_missing_locations(ast.copy_location(new, node))
+
+    visit_Expr = visit_Assign = _replaced  # noqa: N815 - the names of the visitor
+
+
+def _functions(module: ModuleType) -> Iterator[FunctionType]:
+    """The functions of a module and the methods of its classes."""
+    for each in list(vars(module).values()):
+        if isinstance(each, FunctionType) and each.__module__ == module.__name__:
+            yield each
+        elif isinstance(each, type) and each.__module__ == module.__name__:
+            for member in vars(each).values():
+                function = member.fget if isinstance(member, property) else member
+                if isinstance(function, FunctionType):
+                    yield function
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _codes(each)
+
+
+@contextlib.contextmanager
+def applied(mutant: Mutant) -> Iterator[None]:
+    """The library with the mutant. Raises `LookupError` where no function has its line."""
+    module = importlib.import_module(f"mcr_plus.{mutant.module}")
+    tree = _Without(mutant.line).visit(ast.parse(inspect.getsource(module)))
+    compiled = compile(tree, module.__file__ or "", "exec", dont_inherit=True, flags=_FUTURE)
+    new = {(code.co_qualname, code.co_firstlineno): code for code in _codes(compiled)}
+    changed: list[tuple[FunctionType, CodeType]] = []
+    for function in _functions(module):
+        old = function.__code__
+        last = max(line for code in _codes(old) for *_, line in code.co_lines() if line is not None)
+        if old.co_firstlineno <= mutant.line <= last:
+            changed.append((function, old))
+            function.__code__ = new[old.co_qualname, old.co_firstlineno]
+    if not changed:
+        raise LookupError(str(mutant))
+    try:
+        yield
+    finally:
+        for function, old in changed:
+            function.__code__ = old
+
+
+_FUTURE: Final = __import__("__future__").annotations.compiler_flag

@@ -12,7 +12,7 @@ microsecond or two. Groups across hosts, sends and receives are left out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -108,20 +108,17 @@ class Stragglers(list[Straggler]):
         return lateness_text(self)
 
 
-@dataclass
 class _Group:
     """The operations of a group that have not been evaluated yet, and the last one that has been."""
 
-    ranks: tuple[int, ...]
-    arrivals: Floats
-    idle: Floats
-    keys: list[_Key] = field(default_factory=list)
-    numbers: list[int] = field(default_factory=list)
-    last: Floats | None = None  # own times at the last operation
-
-    @classmethod
-    def of(cls, ranks: tuple[int, ...]) -> _Group:
-        return cls(ranks, np.empty((_CHUNK, len(ranks))), np.empty((_CHUNK, len(ranks))))
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        self.keys: list[int] = []
+        self.numbers: list[int] = []
+        self.arrivals: list[list[float]] = []
+        self.idle: list[list[float]] = []
+        self.last: Floats | None = None  # own times at the last operation
+        self.sites: dict[int, _Site] = {}
 
 
 class Arrivals:
@@ -129,7 +126,7 @@ class Arrivals:
 
     def __init__(self) -> None:
         self._groups: dict[tuple[str, tuple[int, ...]], _Group] = {}
-        self._sites: dict[_Key, _Site] = {}
+        self._keys: dict[_Key, int] = {}
         self._events: list[tuple[float, int, float]] = []  # when, rank, seconds
         self._compared = self._left_out = 0
 
@@ -143,51 +140,50 @@ class Arrivals:
             self._left_out += 1
             return None
         arrivals = sorted(known[0])
-        if arrivals[0] != arrivals[0] or any(each != each for each in arrivals):  # NaN
+        if not sum(arrivals) > 0:  # NaN
             self._left_out += 1
             return None
         name = state.group.name, state.group.ranks
         group = self._groups.get(name)
         if group is None:
-            group = self._groups[name] = _Group.of(state.group.ranks)
-        row = len(group.keys)
-        group.arrivals[row], group.idle[row] = known
+            group = self._groups[name] = _Group(state.group.ranks)
         signature = work.operation.signature
-        group.keys.append((signature.kind, signature.tag, work.site))
+        key = signature.kind, signature.tag, work.site
+        group.keys.append(self._keys.setdefault(key, len(self._keys)))
         group.numbers.append(work.sequence)
+        group.arrivals.append(known[0])
+        group.idle.append(known[1])
         self._compared += 1
-        if row + 1 == _CHUNK:
+        if len(group.keys) == _CHUNK:
             self._evaluate(group)
-        return arrivals[-1] - arrivals[len(arrivals) // 2 - (len(arrivals) % 2 == 0)]
+        return arrivals[-1] - arrivals[(len(arrivals) - 1) // 2]
 
     def _evaluate(self, group: _Group) -> None:
-        count = len(group.keys)
-        if not count:
+        if not group.keys:
             return
         order = np.argsort(group.numbers, kind="stable")  # they are in the order of completion
-        arrivals, idle = group.arrivals[order], group.idle[order]
+        arrivals, idle = np.array(group.arrivals)[order], np.array(group.idle)[order]
         own = arrivals - idle
         before = np.vstack([own[:1] if group.last is None else group.last, own[:-1]])
         late = np.minimum(_beyond_others(arrivals), _beyond_others(own - before))
         late[late < LATE] = 0.0
-        for row, place in enumerate(order):
-            key = group.keys[place]
-            site = self._sites.get(key)
-            if site is None:
-                site = self._sites[key] = _Site()
-            site.count(group.ranks, late[row])
+        keys = np.array(group.keys)[order]
+        for key in np.unique(keys).tolist():
+            if key not in group.sites:
+                group.sites[key] = _Site(len(group.ranks))
+            group.sites[key].count(late[keys == key])
         for row, column in zip(*np.nonzero(late), strict=True):
             event = float(arrivals[row, column]), group.ranks[column], float(late[row, column])
             self._events.append(event)
         group.last = own[-1:]
-        group.keys.clear()
-        group.numbers.clear()
+        for each in (group.keys, group.numbers, group.arrivals, group.idle):
+            each.clear()
 
     def stragglers(self, began: float, seconds: float) -> Stragglers:
         """Those of a recording that began at `began`, in seconds of `perf_counter`, and took `seconds`."""
         for group in self._groups.values():
             self._evaluate(group)
-        rows = [row for key, site in self._sites.items() for row in site.rows(key)]
+        rows = self._rows()
         rows.sort(key=lambda row: (-row.seconds, row.rank))
         ranks = sorted({rank for group in self._groups.values() for rank in group.ranks})
         totals = {rank: sum(late for _, who, late in self._events if who == rank) for rank in ranks}
@@ -198,6 +194,25 @@ class Arrivals:
         ]
         found.sort(key=lambda each: -each.seconds)
         return Stragglers(found, rows, self._compared, self._left_out)
+
+    def _rows(self) -> list[Lateness]:
+        """Of each rank, kind, tag and line, summed over the groups."""
+        names = list(self._keys)
+        sums: dict[tuple[int, int], Floats] = {}
+        for group in self._groups.values():
+            for key, site in group.sites.items():
+                for rank, figures in zip(group.ranks, site.figures, strict=True):
+                    known = sums.setdefault((key, rank), np.zeros(4))
+                    known[:3] += figures[:3]
+                    known[3] = max(known[3], figures[3])
+        rows = []
+        for (key, rank), (count, late, seconds, longest) in sums.items():
+            kind, tag, site = names[key]
+            line = site_text(site)
+            rows.append(
+                Lateness(rank, kind, tag, line, int(count), int(late), float(seconds), float(longest))
+            )
+        return rows
 
     def _is_persistent(self, rank: int, totals: dict[int, float], began: float, seconds: float) -> bool:
         events = [(when, late) for when, who, late in self._events if who == rank]
@@ -223,27 +238,17 @@ _Key = tuple[str, "str | None", "tuple[str, int, str] | None"]
 
 
 class _Site:
-    """Sums over the operations of one kind, tag and line, by rank: count, late ones, seconds, longest."""
+    """Sums over the operations of one kind, tag and line: of each rank count, late ones, seconds, longest."""
 
-    def __init__(self) -> None:
-        self._sums: dict[int, list[float]] = {}
+    def __init__(self, ranks: int) -> None:
+        self.figures = np.zeros((ranks, 4))
 
-    def count(self, ranks: Sequence[int], late: Floats) -> None:
-        for rank, seconds in zip(ranks, late.tolist(), strict=True):
-            sums = self._sums.setdefault(rank, [0, 0, 0.0, 0.0])
-            sums[0] += 1
-            if seconds:
-                sums[1] += 1
-                sums[2] += seconds
-                sums[3] = max(sums[3], seconds)
-
-    def rows(self, key: _Key) -> list[Lateness]:
-        kind, tag, site = key
-        line = site_text(site)
-        return [
-            Lateness(rank, kind, tag, line, int(count), int(late), seconds, longest)
-            for rank, (count, late, seconds, longest) in self._sums.items()
-        ]
+    def count(self, late: Floats) -> None:
+        """Add operations, of each of which a row has the seconds of lateness of all ranks."""
+        self.figures[:, 0] += len(late)
+        self.figures[:, 1] += (late > 0).sum(axis=0)
+        self.figures[:, 2] += late.sum(axis=0)
+        self.figures[:, 3] = np.maximum(self.figures[:, 3], late.max(axis=0))
 
 
 def site_text(site: tuple[str, int, str] | None) -> str:

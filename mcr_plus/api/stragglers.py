@@ -207,8 +207,8 @@ class Arrivals:
                     known[3] = max(known[3], figures[3])
         rows = []
         for (key, rank), (count, late, seconds, longest) in sums.items():
-            kind, tag, site = names[key]
-            line = site_text(site)
+            kind, tag, at = names[key]
+            line = site_text(at)
             rows.append(
                 Lateness(rank, kind, tag, line, int(count), int(late), float(seconds), float(longest))
             )

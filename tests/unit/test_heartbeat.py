@@ -336,7 +336,7 @@ def test_the_processes_of_an_agent_run_before_other_work(
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as link:
         link.bind(("127.0.0.1", 0))
         order = {"key": KEY.hex(), "hosts": [[0], [1]], "addresses": [link.getsockname(), None], "me": 0}
-        order |= {"processes": {0: (os.getpid(), own[1])}, "limit": 1.0}
+        order |= {"processes": {0: (os.getpid(), own[1])}, "limit": 1.0, "job": "unit", "version": "1"}
         heartbeats._start(order | {"memory": descriptor, "socket": link.fileno()})
     findings = Findings(memory, 2)
     try:

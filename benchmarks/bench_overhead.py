@@ -6,12 +6,14 @@ All candidates take turns within one run, so that noise meets them alike; ratios
 turns. Candidates: raw mpi4py with prepared buffers, `mcr.persistent`, `mcr.all_reduce`, and
 torch.distributed's gloo; then other operations on 8 bytes per rank, each beside the same call of mpi4py; the
 plain all_reduce beside four thousand known signatures and beside ten thousand operations in flight, while
-recording and afterwards; the cost of a signature seen for the first time, and `check: every`.
+recording and afterwards; what remembering operations for dumps costs; the cost of a signature seen for the
+first time, and `check: every`.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping
 from statistics import median
 
@@ -106,6 +108,19 @@ def beside_recording(comm: mcr.Communicator, rounds: int) -> dict[str, list[floa
     return turns
 
 
+def remembering(count: int) -> float:
+    """Microseconds of what each operation does for dumps: the statement of `dispatch/operation.py`, alone."""
+    remember, signature, clock = deque[object](maxlen=2000).append, ("all_reduce",), time.time_ns
+    began = time.perf_counter()
+    for sequence in range(count):
+        remember((sequence, signature, clock()))
+    spent = time.perf_counter() - began
+    began = time.perf_counter()
+    for _ in range(count):
+        pass
+    return (spent - (time.perf_counter() - began)) / count * 1e6
+
+
 def measure(rounds: int) -> dict[str, float]:
     comm = mcr.init(
         {"version": 1, "backends": ["mpi", "gloo"], "pipeline": [{"select": {}}, {"dispatch": {}}]}
@@ -114,6 +129,7 @@ def measure(rounds: int) -> dict[str, float]:
     turns = take_turns(candidates(comm), rounds)
     results = {name: median(values) for name, values in turns.items()}
     results |= {name: median(values) for name, values in take_turns(kinds(comm), rounds).items()}
+    results["remembering an operation"] = median(remembering(MANY) for _ in range(rounds))
     for when, values in beside_recording(comm, rounds).items():
         results[f"{when} recording"] = median(values)
     before = median(take_turns({"plain": (candidates(comm)["comm.all_reduce"])}, rounds)["plain"])
@@ -147,6 +163,7 @@ def goals(results: Mapping[str, float]) -> list[tuple[str, str, str]]:
         ("plain − raw", "≤ 1.5 µs", f"{results['mcr.all_reduce'] - raw:.2f} µs"),
         *((f"{name} − raw", "≤ 4 µs", f"{value:.2f} µs") for name, value in added.items()),
         ("torch gloo / plain", "≥ 50", f"{gloo / results['mcr.all_reduce']:.0f}"),
+        ("remembering an operation", "≤ 1 µs", f"{results['remembering an operation']:.2f} µs"),
         ("check: every − plain", "≤ 30 µs", f"{every - results['mcr.all_reduce']:.1f} µs"),
     ]
 

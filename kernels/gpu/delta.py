@@ -2,7 +2,7 @@
 
 A program has one block. Changes are first brought together in rows of scratch memory, one for each block, so
 that what follows sees changes and not elements. Values are the bits of elements, integers of 1, 2, 4 or 8
-bytes. Not run on a GPU yet: only through Triton's interpreter.
+bytes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The kernels of `mcr_plus.kernels.fp8_block` in Triton; the same payload, bit for bit.
 
-Rounds on the bits as the CPU does, so it needs no hardware with 8-bit floats. Not run on a GPU yet: only
-through Triton's interpreter.
+Rounds on the bits as the CPU does, so it needs no hardware with 8-bit floats.
 """
 
 from __future__ import annotations

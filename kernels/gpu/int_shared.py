@@ -1,6 +1,4 @@
 """The kernels of `mcr_plus.kernels.int_shared` in Triton; the same words, bit for bit.
-
-Not run on a GPU yet: only through Triton's interpreter.
 """
 
 from __future__ import annotations

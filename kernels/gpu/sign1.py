@@ -1,6 +1,4 @@
 """The kernels of `mcr_plus.kernels.sign1` in Triton; the same payload, bit for bit.
-
-Not run on a GPU yet: only through Triton's interpreter.
 """
 
 from __future__ import annotations

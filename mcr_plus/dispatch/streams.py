@@ -1,7 +1,5 @@
 """Streams of a device around operations that start late, and around those that are staged through host
 memory.
-
-Has not run on a GPU yet.
 """
 
 from __future__ import annotations

@@ -22,6 +22,8 @@ _PORTS: Final = range(1, 65536)
 
 
 def _file_or_port(value: object) -> object:
+    if value is None:
+        return None
     if isinstance(value, int) and not isinstance(value, bool) and value in _PORTS:
         return value
     if isinstance(value, str) and value.endswith(".prom") and "\0" not in value:
@@ -33,6 +35,8 @@ def _file_or_port(value: object) -> object:
 
 
 def _url(value: object) -> object:
+    if value is None:
+        return None
     try:
         parts = urlsplit(value) if isinstance(value, str) else None
         is_url = (

@@ -18,8 +18,9 @@ RANK, STARTED_AGAIN = int(os.environ["RANK"]), int(os.environ["MCR_RESTARTS"])
 
 
 def _up() -> None:
-    print(f"up rank={RANK} pid={os.getpid()}\n", end="", flush=True)  # one write: lines stay whole
     print(f"start {RANK}.{STARTED_AGAIN} at={time.monotonic()}\n", end="", flush=True)
+    # Last, as tests kill ranks once all are up. One write: lines stay whole.
+    print(f"up rank={RANK} pid={os.getpid()}\n", end="", flush=True)
 
 
 def _wait_for(path: Path) -> None:

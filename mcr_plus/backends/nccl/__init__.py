@@ -1,4 +1,4 @@
-"""NCCL, through its C ABI: any library that has it can be loaded. Has not run on a GPU yet."""
+"""NCCL, through its C ABI: any library that has it can be loaded."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The NCCL C ABI by ctypes: types, constants, and one loaded library.
 
 It declares the functions of NCCL 2.10, and optionally error texts (2.13) and non-blocking communicators
-(2.14), so that forks of older versions load too. Has not run on a GPU yet.
+(2.14), so that forks of older versions load too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""NCCL as a backend: the library, and the channels of its groups. Has not run on a GPU yet."""
+"""NCCL as a backend: the library, and the channels of its groups."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 An operation waits for the work enqueued so far on the caller's stream, runs on the communicator's own stream,
 and ends in an event. NCCL may first have to connect to peers; it does so in the background, and the
-communicator accepts no calls meanwhile, so operations are queued here. Has not run on a GPU yet.
+communicator accepts no calls meanwhile, so operations are queued here. What has run on a GPU: docs/gpu.md.
 """
 
 from __future__ import annotations

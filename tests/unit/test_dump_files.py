@@ -250,7 +250,7 @@ def test_what_is_written_halfway_is_never_seen(tmp_path: Path, monkeypatch: pyte
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files.os, "replace", full)
+    monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError, match="No space left"):
         _write(tmp_path, {0: [_world(0, [_entry(1), _entry(2)])]})
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

@@ -37,6 +37,53 @@ def total(size: int, salt: int = 0, count: int = COUNT) -> Values:
 # -- programs: what a rank does, and what it must read -----------------------------------------------
 
 
+def one(rank: Rank, **how: Any) -> Values:
+    x = rank.tensor(given(rank.rank))
+    work = rank.comm.all_reduce(x, async_op=True, **how)
+    rank.step()
+    work.wait()
+    return rank.read(x)
+
+
+def two(rank: Rank, **how: Any) -> Values:
+    """Two operations in flight, one of them polled."""
+    x, y = rank.tensor(given(rank.rank)), rank.tensor(given(rank.rank, 1))
+    first = rank.comm.all_reduce(x, async_op=True, **how)
+    rank.step()
+    second = rank.comm.all_reduce(y, async_op=True, **how)
+    rank.step()
+    rank.poll(first)
+    second.wait()
+    first.wait()
+    return rank.read(x) + rank.read(y)
+
+
+def libraries(rank: Rank, **how: Any) -> Values:
+    """Two libraries at a time, waited for in the other order."""
+    x, y = rank.tensor(given(rank.rank)), rank.tensor(given(rank.rank, 1))
+    first = rank.comm.all_reduce(x, async_op=True, backend="nccl", **how)
+    rank.step()
+    second = rank.comm.all_reduce(y, async_op=True, backend="gloo", **how)
+    rank.step()
+    second.wait()
+    rank.step()
+    first.wait()
+    return rank.read(x) + rank.read(y)
+
+
+def four(rank: Rank, **how: Any) -> Values:
+    """Two operations in flight on each of two libraries."""
+    tensors = [rank.tensor(given(rank.rank, salt)) for salt in range(4)]
+    works = [
+        rank.comm.all_reduce(x, async_op=True, backend="nccl" if salt % 2 else "gloo", **how)
+        for salt, x in enumerate(tensors)
+    ]
+    rank.step()
+    for work in works:
+        work.wait()
+    return [value for x in tensors for value in rank.read(x)]
+
+
 def in_turn(rank: Rank, **how: Any) -> Values:
     read = []
     for salt in range(3):
@@ -340,6 +387,20 @@ def following(rank: Rank, **how: Any) -> Values:
     return rank.read(double) + rank.read(square)
 
 
+def following_a_wait(rank: Rank, **how: Any) -> Values:
+    """A second function, on another stream than that whose wait has run the first."""
+    one = rank.stream()
+    x, double, square = (rank.tensor(values) for values in (given(rank.rank), [0.0] * COUNT, [0.0] * COUNT))
+    work = rank.comm.all_reduce(x, async_op=True, **how)
+    work.then(lambda: double.copy_(x * 2))
+    rank.step()
+    with rank.under(one):
+        work.wait()
+    work.then(lambda: square.copy_(x * x))
+    work.wait()
+    return rank.read(double) + rank.read(square)
+
+
 def failing(rank: Rank, **how: Any) -> Values:
     """The host library fails; operations behind have begun with tensors that the program lets go."""
     rank.job.fails = 1
@@ -374,6 +435,10 @@ def _sums(*salts: int) -> Callable[[int, int], Values]:
 
 Program = Callable[..., Values]
 PROGRAMS: Final[dict[Program, Callable[[int, int], Values]]] = {
+    one: _sums(0),
+    two: _sums(0, 1),
+    libraries: _sums(0, 1),
+    four: _sums(0, 1, 2, 3),
     in_turn: _sums(0, 1, 2),
     in_flight: _sums(0, 1, 2),
     other_streams: _sums(0, 1, 2),
@@ -390,6 +455,7 @@ PROGRAMS: Final[dict[Program, Callable[[int, int], Values]]] = {
     hook: _sums(0, 1, 1, 2, 2, 3),
     matrices: lambda _, size: [v for salt in range(2) for v in total(size, salt, ROWS) * ROWS],
     following: lambda _, size: [2 * v for v in total(size)] + [v * v for v in total(size)],
+    following_a_wait: lambda _, size: [2 * v for v in total(size)] + [v * v for v in total(size)],
     failing: lambda rank, _: given(rank),
     bare: lambda rank, _: given(rank),
 }
@@ -459,7 +525,7 @@ def programs_of(setting: Setting) -> list[Program]:
         return [each for each in PROGRAMS if each in stateful]
     if setting.nodes:
         return [in_turn, in_flight_on_streams, polled, other_streams, buckets, reused]
-    rare = {matrices, bare, failing}
+    rare = {matrices, bare, failing, one, two}
     special = {"nccl, plain": [bare], "gloo, plain": [failing], "gloo, int8_block": [failing]}
     return [each for each in PROGRAMS if each not in rare] + special.get(setting.name, [])
 
@@ -474,6 +540,21 @@ class Found:
     decisions: Decisions
 
 
+def problems_of(
+    setting: Setting, wanted_of: Callable[[int, int], Values], results: Sequence[Values]
+) -> list[str]:
+    """What ranks have read that is not what they must read."""
+    found, error = list[str](), setting.error
+    for rank, values in enumerate(results):
+        wanted = wanted_of(rank, len(results))
+        if error is None:
+            continue
+        near = [abs(a - b) <= error * max(map(abs, wanted)) for a, b in zip(values, wanted, strict=False)]
+        if len(values) != len(wanted) or not all(near):
+            found.append(f"rank {rank} has read {values}, not {wanted}")
+    return found
+
+
 def run(
     setting: Setting, program: Program, size: int, decide: Decisions | None = None, *, slow: int = 0
 ) -> Found:
@@ -485,16 +566,7 @@ def run(
         results = job.run(lambda rank: program(rank, **setting.options), decisions)
     except (Stuck, McrError, RuntimeError, AssertionError, TypeError) as error:
         problems.append(f"{type(error).__name__}: {error}")
-    for rank, values in enumerate(results):
-        wanted = PROGRAMS[program](rank, size)
-        largest = max(map(abs, wanted))
-        error = setting.error
-        if error is not None and len(wanted) == len(values):
-            worst = max(abs(a - b) for a, b in zip(values, wanted, strict=True))
-            if worst > error * largest:
-                problems.append(f"rank {rank} has read {values}, not {wanted}")
-        elif error is not None:
-            problems.append(f"rank {rank} has read {len(values)} values, not {len(wanted)}")
+    problems += problems_of(setting, PROGRAMS[program], results)
     return Found([*problems, *job.simulator.detector.races], results, job, decisions)
 
 

@@ -37,7 +37,7 @@ def _short_stack(frame: Any) -> Iterator[Any]:
         yield each
 
 
-_sanitizer.traceback = SimpleNamespace(  # type: ignore[attr-defined]
+_sanitizer.traceback = SimpleNamespace(  # type: ignore[attr-defined, assignment]
     StackSummary=traceback.StackSummary, walk_stack=_short_stack
 )
 

@@ -14,9 +14,11 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from time import monotonic
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from device_model import FakeStreams
 from device_tensors import OnDevice, kernels_on_devices, ranges, uploaded
@@ -259,7 +261,8 @@ def move(signature: Signature, messages: Sequence[Message]) -> None:
     given = [message.inputs[0].reshape(-1).clone() for message in messages if message.inputs]
 
     def parts(rank: int, values: torch.Tensor) -> Sequence[torch.Tensor]:
-        return values.split(list(messages[rank].input_counts or [values.numel() // size] * size))
+        counts = list(messages[rank].input_counts or [values.numel() // size] * size)
+        return torch.split(values, counts)
 
     def result(rank: int) -> torch.Tensor:
         if kind in ("all_reduce", "reduce", "reduce_scatter"):
@@ -311,9 +314,9 @@ class Rank:
         self.home.hosts.append(job.simulator.host())
         peers = Peers(0, ("host",), None, 1.0)
         self.engine = Engine(peers, wait="auto", oversubscribed=False)
-        self.engine.backends = [job.nccl[rank], HostLibrary(job, rank)]  # type: ignore[list-item]
+        self.engine.backends = [job.nccl[rank], HostLibrary(job, rank)]
         self.world = job.worlds[rank]
-        self.comm = self._opened(Group("world", tuple(range(job.size)), rank), job.config)
+        self.comm: Any = self._opened(Group("world", tuple(range(job.size)), rank), job.config)
 
     def _opened(self, group: Group, config: Any) -> Communicator:
         opened = self._open(group, config)
@@ -332,7 +335,7 @@ class Rank:
         self.engine.states.append(state)
         known: Any = {"nccl": NcclBackend, "gloo": HostLibrary}
         classes = {name: known[name] for name in config.backends or known}
-        parts = {}
+        parts: dict[str, Pipeline] = {}
         for part, inner in inner_groups(config, self.world.hosts, group).items():
             parts[part] = self._open(inner, config.below("hierarchical")).pipeline
         return OpenGroup(
@@ -467,12 +470,9 @@ def _patched(job: Job) -> Iterator[None]:
     def streams_of(device: torch.device) -> FakeStreams:
         return job.homes[device.index or 0]
 
-    before = link.time, Engine._pause, core_streams.streams_of, link._POLL_STORE_EVERY
-    link.time = SimpleNamespace(sleep=pause, monotonic=before[0].monotonic)  # type: ignore[assignment]
-    Engine._pause = pause  # type: ignore[method-assign, assignment]
-    core_streams.streams_of = streams_of  # type: ignore[assignment]
-    link._POLL_STORE_EVERY = 0.0  # type: ignore[misc]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(link, "time", SimpleNamespace(sleep=pause, monotonic=monotonic))
+        patch.setattr(link, "_POLL_STORE_EVERY", 0.0)
+        patch.setattr(Engine, "_pause", pause)
+        patch.setattr(core_streams, "streams_of", streams_of)
         yield
-    finally:
-        link.time, Engine._pause, core_streams.streams_of, link._POLL_STORE_EVERY = before  # type: ignore

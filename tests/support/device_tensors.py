@@ -42,7 +42,7 @@ class Block:
 class DeviceTensor(torch.Tensor):
     """A tensor of a device. `plain` is its memory, `block` what it is part of."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     plain: torch.Tensor
     block: Block
 
@@ -78,7 +78,9 @@ class DeviceTensor(torch.Tensor):
         return self.cpu().tolist()
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return _kernel(func, args, kwargs or {})
 
 

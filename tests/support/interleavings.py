@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from device_programs import PROGRAMS, Program, Setting, problems_of
+from device_programs import PROGRAMS, Program
 from device_ranks import Decisions, Job, Known, Stuck
+from device_settings import Setting, problems_of
 
 
 @dataclass

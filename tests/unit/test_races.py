@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from device_programs import SETTINGS, programs_of, randomly, run, runs
+from device_settings import SETTINGS, programs_of, randomly, run, runs
 from race_mutants import MODULES, Mutant, applied, mutants
 
 SEEDS = (0, 1)

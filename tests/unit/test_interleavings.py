@@ -21,9 +21,9 @@ SMALL = [
 LARGE = [
     (two, "gloo, fused", 2),
     (two, "nccl, int8_block", 2),
-    (two, "gloo, plain", 2),
     (libraries, "nccl, plain", 2),
     (one, "nccl, plain", 3),
+    (one, "nccl, fused", 3),
 ]
 
 

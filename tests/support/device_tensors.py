@@ -61,8 +61,8 @@ class DeviceTensor(torch.Tensor):
     def get_device(self) -> int:
         return self.block.home.device
 
-    def record_stream(self, stream: Any) -> None:
-        self.block.users.append(stream)
+    def record_stream(self, s: Any) -> None:
+        self.block.users.append(s)
 
     def cpu(self, *_: Any, **__: Any) -> torch.Tensor:
         """A copy on the host, which waits for the current stream."""

@@ -37,7 +37,7 @@ def _short_stack(frame: Any) -> Iterator[Any]:
         yield each
 
 
-_sanitizer.traceback = SimpleNamespace(  # type: ignore[attr-defined]
+_sanitizer.traceback = SimpleNamespace(  # type: ignore[attr-defined, assignment]
     StackSummary=traceback.StackSummary, walk_stack=_short_stack
 )
 
@@ -231,7 +231,7 @@ class FakeEvent:
         self.entry = stream.entries[-1] if stream.entries else None
 
     def query(self) -> bool:
-        done = self.entry is None or self.machine.observe(self.entry)
+        done = self.machine.tell(self.entry is None or self.machine.observe(self.entry))
         if done and self.number:
             self.machine.detector.wait(self.number, self.machine.host())
         return done
@@ -299,6 +299,7 @@ class Machine:
         self.trace: list[str] = []
         self.lazy = False
         self.decide: Callable[[Entry], bool] = lambda _: True  # whether a query finds an entry done
+        self.tell: Callable[[bool], bool] = lambda answer: answer  # notes what a host is told
         self.sleep: Callable[[], None] = lambda: None  # of a host, until something changes
         self._hosts = threading.local()
         self._held: list[torch.Tensor] = []

@@ -8,15 +8,13 @@ sums are exact, in bfloat16 as well. A rank may let go of a tensor that another 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from random import Random
+from collections.abc import Callable
 from typing import Any, Final
 
-from device_ranks import Decisions, Job, Rank, Stuck
+from device_ranks import Rank
 
 from mcr_plus.core.message import Message, Signature
-from mcr_plus.errors import BackendError, McrError
+from mcr_plus.errors import BackendError
 
 COUNT: Final = 5
 ROWS: Final = 16  # of a matrix that powersgd takes
@@ -35,6 +33,53 @@ def total(size: int, salt: int = 0, count: int = COUNT) -> Values:
 
 
 # -- programs: what a rank does, and what it must read -----------------------------------------------
+
+
+def one(rank: Rank, **how: Any) -> Values:
+    x = rank.tensor(given(rank.rank))
+    work = rank.comm.all_reduce(x, async_op=True, **how)
+    rank.step()
+    work.wait()
+    return rank.read(x)
+
+
+def two(rank: Rank, **how: Any) -> Values:
+    """Two operations in flight, one of them polled."""
+    x, y = rank.tensor(given(rank.rank)), rank.tensor(given(rank.rank, 1))
+    first = rank.comm.all_reduce(x, async_op=True, **how)
+    rank.step()
+    second = rank.comm.all_reduce(y, async_op=True, **how)
+    rank.step()
+    rank.poll(first)
+    second.wait()
+    first.wait()
+    return rank.read(x) + rank.read(y)
+
+
+def libraries(rank: Rank, **how: Any) -> Values:
+    """Two libraries at a time, waited for in the other order."""
+    x, y = rank.tensor(given(rank.rank)), rank.tensor(given(rank.rank, 1))
+    first = rank.comm.all_reduce(x, async_op=True, backend="nccl", **how)
+    rank.step()
+    second = rank.comm.all_reduce(y, async_op=True, backend="gloo", **how)
+    rank.step()
+    second.wait()
+    rank.step()
+    first.wait()
+    return rank.read(x) + rank.read(y)
+
+
+def four(rank: Rank, **how: Any) -> Values:
+    """Two operations in flight on each of two libraries."""
+    tensors = [rank.tensor(given(rank.rank, salt)) for salt in range(4)]
+    works = [
+        rank.comm.all_reduce(x, async_op=True, backend="nccl" if salt % 2 else "gloo", **how)
+        for salt, x in enumerate(tensors)
+    ]
+    rank.step()
+    for work in works:
+        work.wait()
+    return [value for x in tensors for value in rank.read(x)]
 
 
 def in_turn(rank: Rank, **how: Any) -> Values:
@@ -340,6 +385,20 @@ def following(rank: Rank, **how: Any) -> Values:
     return rank.read(double) + rank.read(square)
 
 
+def following_a_wait(rank: Rank, **how: Any) -> Values:
+    """A second function, on another stream than that whose wait has run the first."""
+    one = rank.stream()
+    x, double, square = (rank.tensor(values) for values in (given(rank.rank), [0.0] * COUNT, [0.0] * COUNT))
+    work = rank.comm.all_reduce(x, async_op=True, **how)
+    work.then(lambda: double.copy_(x * 2))
+    rank.step()
+    with rank.under(one):
+        work.wait()
+    work.then(lambda: square.copy_(x * x))
+    work.wait()
+    return rank.read(double) + rank.read(square)
+
+
 def failing(rank: Rank, **how: Any) -> Values:
     """The host library fails; operations behind have begun with tensors that the program lets go."""
     rank.job.fails = 1
@@ -374,6 +433,10 @@ def _sums(*salts: int) -> Callable[[int, int], Values]:
 
 Program = Callable[..., Values]
 PROGRAMS: Final[dict[Program, Callable[[int, int], Values]]] = {
+    one: _sums(0),
+    two: _sums(0, 1),
+    libraries: _sums(0, 1),
+    four: _sums(0, 1, 2, 3),
     in_turn: _sums(0, 1, 2),
     in_flight: _sums(0, 1, 2),
     other_streams: _sums(0, 1, 2),
@@ -390,125 +453,8 @@ PROGRAMS: Final[dict[Program, Callable[[int, int], Values]]] = {
     hook: _sums(0, 1, 1, 2, 2, 3),
     matrices: lambda _, size: [v for salt in range(2) for v in total(size, salt, ROWS) * ROWS],
     following: lambda _, size: [2 * v for v in total(size)] + [v * v for v in total(size)],
+    following_a_wait: lambda _, size: [2 * v for v in total(size)] + [v * v for v in total(size)],
     failing: lambda rank, _: given(rank),
     bare: lambda rank, _: given(rank),
 }
 """Each with what a rank must read, by rank and number of ranks."""
-
-
-# -- cases --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Libraries, stages and options of calls. `error`: of a value, relative to the largest; None: any."""
-
-    name: str
-    library: str
-    stages: Sequence[str] = ()
-    options: Options = field(default_factory=dict)
-    error: float | None = 0.0
-    nodes: Sequence[Sequence[int]] = ()
-
-    @property
-    def config(self) -> dict[str, Any]:
-        other = "gloo" if self.library == "nccl" else "nccl"
-        options: dict[str, Any] = {"hierarchical": {"nodes": [list(node) for node in self.nodes], "min": 0}}
-        stages = [{stage: options.get(stage, {})} for stage in (*self.stages, "select", "dispatch")]
-        return {"backends": [self.library, other], "pipeline": stages}
-
-
-def _feedback(codec: str) -> Options:
-    return {"compress": {"codec": codec, "error_feedback": True}, "tag": "t"}
-
-
-def _settings() -> list[Setting]:
-    found = []
-    for library in ("nccl", "gloo"):
-        for name, stages, options, error in (
-            ("plain", (), {}, 0.0),
-            ("fused", ("fuse",), {}, 0.0),
-            ("bf16", ("compress",), {"compress": "bf16"}, 0.0),
-            ("int8_block", ("compress",), {"compress": "int8_block"}, 0.02),
-            ("fused, int8_block", ("fuse", "compress"), {"compress": "int8_block"}, 0.02),
-            ("sign1, error feedback", ("compress",), _feedback("sign1"), None),
-            ("topk, error feedback", ("compress",), _feedback("topk"), None),
-            ("powersgd, error feedback", ("compress",), _feedback("powersgd"), None),
-            ("int_shared", ("compress",), {"compress": "int_shared"}, None),
-        ):
-            found.append(Setting(f"{library}, {name}", library, stages, options, error))
-        for codec in (None, "int8_block"):
-            stages = ("hierarchical", "compress") if codec else ("fuse", "hierarchical")
-            options = {"compress": codec} if codec else {}
-            error = 0.05 if codec else 0.0
-            name = f"{library}, hierarchical, {codec or 'fused'}"
-            found.append(Setting(name, library, stages, options, error, ((0, 1), (2, 3))))
-    return found
-
-
-SETTINGS: Final = {setting.name: setting for setting in _settings()}
-
-
-def programs_of(setting: Setting) -> list[Program]:
-    """The programs that a setting is for: codecs do not take every operation, nor state every shape."""
-    codec = setting.name.partition(", ")[2]
-    if codec.startswith("powersgd"):
-        return [matrices]
-    stateful = {in_turn, in_flight, other_streams, in_flight_on_streams, polled, dropped, hook, persistent}
-    if codec.endswith("error feedback") or codec == "int_shared":
-        return [each for each in PROGRAMS if each in stateful]
-    if setting.nodes:
-        return [in_turn, in_flight_on_streams, polled, other_streams, buckets, reused]
-    rare = {matrices, bare, failing}
-    special = {"nccl, plain": [bare], "gloo, plain": [failing], "gloo, int8_block": [failing]}
-    return [each for each in PROGRAMS if each not in rare] + special.get(setting.name, [])
-
-
-@dataclass
-class Found:
-    """The outcome of one run: what was wrong, and what was done."""
-
-    problems: list[str]
-    results: list[Values]
-    job: Job
-    decisions: Decisions
-
-
-def run(
-    setting: Setting, program: Program, size: int, decide: Decisions | None = None, *, slow: int = 0
-) -> Found:
-    """Run a program and compare what it has read; `slow`: polls for which NCCL takes no calls at first."""
-    job = Job(size, setting.config, slow=slow)
-    decisions = decide or Decisions()
-    problems, results = list[str](), list[Values]()
-    try:
-        results = job.run(lambda rank: program(rank, **setting.options), decisions)
-    except (Stuck, McrError, RuntimeError, AssertionError, TypeError) as error:
-        problems.append(f"{type(error).__name__}: {error}")
-    for rank, values in enumerate(results):
-        wanted = PROGRAMS[program](rank, size)
-        largest = max(map(abs, wanted))
-        error = setting.error
-        if error is not None and len(wanted) == len(values):
-            worst = max(abs(a - b) for a, b in zip(values, wanted, strict=True))
-            if worst > error * largest:
-                problems.append(f"rank {rank} has read {values}, not {wanted}")
-        elif error is not None:
-            problems.append(f"rank {rank} has read {len(values)} values, not {len(wanted)}")
-    return Found([*problems, *job.simulator.detector.races], results, job, decisions)
-
-
-def randomly(seed: int) -> Decisions:
-    """Decisions at random; those of seed 0 let every rank go on as far as it can, and devices be late."""
-    return Decisions(pick=Random(seed).randrange) if seed else Decisions()
-
-
-def runs(
-    setting: Setting, program: Program, size: int, seeds: Sequence[int] = (0, 1)
-) -> tuple[list[str], list[Found]]:
-    """Several runs of one program. Returns what was wrong, and the runs; results must be the same in all."""
-    found = [run(setting, program, size, randomly(seed), slow=3 * (seed % 2)) for seed in seeds]
-    problems = [problem for each in found for problem in each.problems]
-    if not problems and any(each.results != found[0].results for each in found):
-        problems.append(f"results differ from run to run: {[each.results for each in found]}")
-    return problems, found

@@ -14,9 +14,11 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from time import monotonic
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from device_model import FakeStreams
 from device_tensors import OnDevice, kernels_on_devices, ranges, uploaded
@@ -68,6 +70,10 @@ class Stuck(Exception):
     """No rank can go on."""
 
 
+class Known(Exception):
+    """The run has come to a state from which another run has gone on."""
+
+
 class Turns:
     """Whose turn it is. `machine.version` says whether anything has changed since a rank paused."""
 
@@ -78,6 +84,7 @@ class Turns:
         self.actors: list[Actor] = []
         self.ended: Exception | None = None
         self.now: Actor | None = None
+        self.states: set[Any] | None = None  # in which runs had a choice; a run that comes to one again ends
 
     def run(self) -> None:
         """Until all ranks have ended. Raises `Stuck`, or what a rank raised."""
@@ -90,13 +97,28 @@ class Turns:
                 if machine.version == before:
                     self.end(Stuck(f"{len(alive)} ranks wait, and nothing can run"))
                 continue
-            self.now = able[self.decide(len(able))]
+            if self.ended is None and self._is_known(alive, able):
+                self.end(Known())
+            self.now = able[self.decide(len(able)) if self.ended is None else 0]
             self.now.go.release()
             self.back.acquire()
             if self.now.error is not None and self.ended is None:
                 self.end(self.now.error)
         if self.ended is not None:
             raise self.ended
+
+    def _is_known(self, alive: Sequence[Actor], able: Sequence[Actor]) -> bool:
+        """Whether another run has been in this state, after the decisions that were given for this run.
+
+        What a rank has done follows from what it has been told; what devices have done, from what all have.
+        """
+        if self.states is None or len(self.decide.made) < len(self.decide.given):
+            return False
+        state = tuple((each.told, each in alive, each in able) for each in self.actors)
+        if state in self.states:
+            return True
+        self.states.add(state)
+        return False
 
     def end(self, error: Exception) -> None:
         """Make all ranks raise where they are."""
@@ -115,6 +137,7 @@ class Actor:
         self.ended = False
         self.error: Exception | None = None
         self.denied = set[int]()  # entries that a query of its has once found unfinished
+        self.told = 0  # a digest of the answers to its queries
         self._function = function
         turns.actors.append(self)
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -124,6 +147,7 @@ class Actor:
         self.go.acquire()
         try:
             if self.turns.ended is None:
+                self.told = 1
                 self._function()
         except Exception as error:
             self.error = error
@@ -133,6 +157,8 @@ class Actor:
     def yields(self, *, paused: bool) -> None:
         """Give up the turn; `paused`: until something changes."""
         self.seen = self.turns.job.simulator.version if paused else -1
+        if not paused:
+            self.told = hash((self.told, "a statement"))
         self.turns.back.release()
         self.go.acquire()
         if self.turns.ended is not None:
@@ -213,7 +239,7 @@ class HostChannel(Channel):
             def poll() -> bool:
                 if not operation.done:
                     if operation.messages.keys() < needed or not job.finds(operation):
-                        return False
+                        return job.answers(False)
                     for rank, each in operation.messages.items():
                         inside = [r for t in each.inputs for r in ranges(t)]
                         outside = [r for t in each.outputs for r in ranges(t)]
@@ -222,7 +248,7 @@ class HostChannel(Channel):
                     operation.done = True
                     machine.version += 1
                 machine.detector.order(machine.host(), operation.users[me])
-                return True
+                return job.answers(True)
 
             return poll
 
@@ -235,7 +261,8 @@ def move(signature: Signature, messages: Sequence[Message]) -> None:
     given = [message.inputs[0].reshape(-1).clone() for message in messages if message.inputs]
 
     def parts(rank: int, values: torch.Tensor) -> Sequence[torch.Tensor]:
-        return values.split(list(messages[rank].input_counts or [values.numel() // size] * size))
+        counts = list(messages[rank].input_counts or [values.numel() // size] * size)
+        return torch.split(values, counts)
 
     def result(rank: int) -> torch.Tensor:
         if kind in ("all_reduce", "reduce", "reduce_scatter"):
@@ -273,7 +300,9 @@ class ModelBoard(GroupBoard):
         return PeerStatus(sequence, self._posted.get((rank, sequence)))
 
     def all_match(self, sequence: int, digest: int) -> bool:
-        return all(self._posted.get((rank, sequence)) == digest for rank in range(self._size))
+        return self._job.answers(
+            all(self._posted.get((rank, sequence)) == digest for rank in range(self._size))
+        )
 
 
 class Rank:
@@ -285,9 +314,9 @@ class Rank:
         self.home.hosts.append(job.simulator.host())
         peers = Peers(0, ("host",), None, 1.0)
         self.engine = Engine(peers, wait="auto", oversubscribed=False)
-        self.engine.backends = [job.nccl[rank], HostLibrary(job, rank)]  # type: ignore[list-item]
+        self.engine.backends = [job.nccl[rank], HostLibrary(job, rank)]
         self.world = job.worlds[rank]
-        self.comm = self._opened(Group("world", tuple(range(job.size)), rank), job.config)
+        self.comm: Any = self._opened(Group("world", tuple(range(job.size)), rank), job.config)
 
     def _opened(self, group: Group, config: Any) -> Communicator:
         opened = self._open(group, config)
@@ -306,7 +335,7 @@ class Rank:
         self.engine.states.append(state)
         known: Any = {"nccl": NcclBackend, "gloo": HostLibrary}
         classes = {name: known[name] for name in config.backends or known}
-        parts = {}
+        parts: dict[str, Pipeline] = {}
         for part, inner in inner_groups(config, self.world.hosts, group).items():
             parts[part] = self._open(inner, config.below("hierarchical")).pipeline
         return OpenGroup(
@@ -391,12 +420,23 @@ class Job:
         self.simulator.version += 1
         return False
 
-    def run(self, program: Program, decide: Decisions | None = None) -> list[Any]:
-        """What the program returns on each rank."""
+    def answers(self, answer: bool) -> bool:
+        """Note what the rank that has its turn is told."""
+        turns = self._turns
+        if turns is not None and turns.now is not None:
+            turns.now.told = hash((turns.now.told, answer))
+        return answer
+
+    def run(
+        self, program: Program, decide: Decisions | None = None, states: set[Any] | None = None
+    ) -> list[Any]:
+        """What the program returns on each rank. `states`: see `Turns`; raises `Known`."""
         turns = self._turns = Turns(self, decide or Decisions())
         machine = self.simulator
         machine.lazy = True
         machine.decide = self.finds
+        machine.tell = self.answers
+        turns.states = states
         machine.sleep = lambda: self.yields(paused=True)
         results: list[Any] = [None] * self.size
 
@@ -430,12 +470,9 @@ def _patched(job: Job) -> Iterator[None]:
     def streams_of(device: torch.device) -> FakeStreams:
         return job.homes[device.index or 0]
 
-    before = link.time, Engine._pause, core_streams.streams_of, link._POLL_STORE_EVERY
-    link.time = SimpleNamespace(sleep=pause, monotonic=before[0].monotonic)  # type: ignore[assignment]
-    Engine._pause = pause  # type: ignore[method-assign, assignment]
-    core_streams.streams_of = streams_of  # type: ignore[assignment]
-    link._POLL_STORE_EVERY = 0.0  # type: ignore[misc]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(link, "time", SimpleNamespace(sleep=pause, monotonic=monotonic))
+        patch.setattr(link, "_POLL_STORE_EVERY", 0.0)
+        patch.setattr(Engine, "_pause", pause)
+        patch.setattr(core_streams, "streams_of", streams_of)
         yield
-    finally:
-        link.time, Engine._pause, core_streams.streams_of, link._POLL_STORE_EVERY = before  # type: ignore

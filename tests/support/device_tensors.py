@@ -42,7 +42,7 @@ class Block:
 class DeviceTensor(torch.Tensor):
     """A tensor of a device. `plain` is its memory, `block` what it is part of."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     plain: torch.Tensor
     block: Block
 
@@ -61,8 +61,8 @@ class DeviceTensor(torch.Tensor):
     def get_device(self) -> int:
         return self.block.home.device
 
-    def record_stream(self, stream: Any) -> None:
-        self.block.users.append(stream)
+    def record_stream(self, s: Any) -> None:
+        self.block.users.append(s)
 
     def cpu(self, *_: Any, **__: Any) -> torch.Tensor:
         """A copy on the host, which waits for the current stream."""
@@ -78,7 +78,9 @@ class DeviceTensor(torch.Tensor):
         return self.cpu().tolist()
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return _kernel(func, args, kwargs or {})
 
 

@@ -284,7 +284,7 @@ class Simulator(Machine):
         return result
 
     def _enqueue(self, stream: FakeStream, unit: Unit) -> None:
-        reads, writes = [], []
+        reads, writes = list[Range](), list[Range]()
         for task in unit.tasks:
             task.unit = unit
             self._posted[task.turn] = task

@@ -94,7 +94,7 @@ class _Without(ast.NodeTransformer):
     def __init__(self, line: int) -> None:
         self.line = line
 
-    def _replaced(self, node: Any) -> ast.AST:
+    def _replaced(self, node: Any) -> Any:
         if node.lineno != self.line or _ordering(node) is None:
             return node
         operands = [node.value.func, *node.value.args]
@@ -131,14 +131,14 @@ def applied(mutant: Mutant) -> Iterator[None]:
     module = importlib.import_module(f"mcr_plus.{mutant.module}")
     tree = _Without(mutant.line).visit(ast.parse(inspect.getsource(module)))
     compiled = compile(tree, module.__file__ or "", "exec", dont_inherit=True, flags=_FUTURE)
-    new = {(code.co_qualname, code.co_firstlineno): code for code in _codes(compiled)}
+    new = {(code.co_name, code.co_firstlineno): code for code in _codes(compiled)}
     changed: list[tuple[FunctionType, CodeType]] = []
     for function in _functions(module):
         old = function.__code__
         last = max(line for code in _codes(old) for *_, line in code.co_lines() if line is not None)
         if old.co_firstlineno <= mutant.line <= last:
             changed.append((function, old))
-            function.__code__ = new[old.co_qualname, old.co_firstlineno]
+            function.__code__ = new[old.co_name, old.co_firstlineno]
     if not changed:
         raise LookupError(str(mutant))
     try:

@@ -26,6 +26,14 @@ WHOLE: Final = (
 """Tests of which every combination stays."""
 _FAILING: Final = "test_launch.py::test_failing_rank_ends_the_job_and_is_shown"
 LONG: Final = (
+    # every ordering of streams; one of each module is in `make test`
+    "test_races.py::test_every_ordering_that_is_left_out_is_found",
+    "test_races.py::test_no_race_and_the_right_results[nccl, topk",
+    "test_races.py::test_no_race_and_the_right_results[gloo, bf16",
+    "test_races.py::test_no_race_and_the_right_results[gloo, fused, int8",
+    "test_races.py::test_no_race_and_the_right_results[nccl, hierarchical, fused",
+    "test_races.py::test_no_race_and_the_right_results[gloo, hierarchical, int8",
+    "test_interleavings.py::test_every_order_of_larger_programs",
     # deaths while a newcomer gets the state; one is in `make test`
     "test_newcomers.py::test_deaths_while_a_newcomer_gets_the_state[deaths1]",
     "test_newcomers.py::test_deaths_while_a_newcomer_gets_the_state[deaths2]",

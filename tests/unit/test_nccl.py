@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,21 @@ SIZE = 3
 @pytest.fixture(autouse=True)
 def _same_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", os.environ.get("NCCL_SOCKET_IFNAME", "lo"))
+
+
+@pytest.fixture(autouse=True)
+def _no_race(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """All streams of a test are under torch's race detector."""
+    made: list[Simulator] = []
+    begin = Simulator.__init__
+
+    def note(simulator: Simulator, version: int = 23203) -> None:
+        begin(simulator, version)
+        made.append(simulator)
+
+    monkeypatch.setattr(Simulator, "__init__", note)
+    yield
+    assert [race for simulator in made for race in simulator.detector.races] == []
 
 
 class Job:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from device_programs import SETTINGS, programs_of, runs
+from device_settings import SETTINGS, programs_of, randomly, run, runs
+from race_mutants import MODULES, Mutant, applied, mutants
 
 SEEDS = (0, 1)
 
@@ -11,7 +12,7 @@ SEEDS = (0, 1)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_no_race_and_the_right_results(name: str) -> None:
     setting = SETTINGS[name]
-    launches = records = waits = 0
+    launches = records = waits = count = 0
     for number, program in enumerate(programs_of(setting)):
         size = 4 if setting.nodes else 2 + number % 2
         problems, found = runs(setting, program, size, SEEDS)
@@ -20,5 +21,30 @@ def test_no_race_and_the_right_results(name: str) -> None:
         launches += sum(each.launches for each in detectors)
         records += sum(each.records for each in detectors)
         waits += sum(each.waits for each in detectors)
-    print(f"{name}: {launches} launches, {records} records, {waits} waits, no race")
+        count += len(found)
+    print(f"{name}: {count} runs, {launches} launches, {records} records, {waits} waits, no race")
     assert min(launches, records, waits) > 0
+
+
+def caught_by(mutant: Mutant) -> str:
+    """The program that finds what is left out, empty if none does."""
+    with applied(mutant):
+        for seed in SEEDS:
+            for setting in map(SETTINGS.__getitem__, MODULES[mutant.module]):
+                for number, program in enumerate(programs_of(setting)):
+                    size = 4 if setting.nodes else 2 + (number + seed) % 2
+                    if run(setting, program, size, randomly(seed), slow=3 * seed).problems:
+                        return f"{setting.name}, {program.__name__}"
+    return ""
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_an_ordering_that_is_left_out_is_found(module: str) -> None:
+    assert caught_by(next(each for each in mutants() if each.module == module))
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_ordering_that_is_left_out_is_found(module: str) -> None:
+    found = {str(each): caught_by(each) for each in mutants() if each.module == module}
+    print("\n".join(f"{mutant}: {program}" for mutant, program in found.items()))
+    assert all(found.values()), [mutant for mutant, program in found.items() if not program]

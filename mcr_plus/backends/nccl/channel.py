@@ -109,6 +109,8 @@ def _parts(tensor: torch.Tensor, size: int, counts: Sequence[int] | None) -> lis
 class NcclChannel(Channel):
     """One group's communicators."""
 
+    streams: Streams
+
     def __init__(
         self,
         nccl: Nccl,

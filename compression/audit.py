@@ -35,7 +35,10 @@ def audited(issue: Issue, every: int, codec: str, signature: Signature, next: Ne
             return issue(message)
         outputs, call = message.outputs, calls
         work = issue(message)
-        mine, all_of_them = torch.zeros(1, dtype=torch.int64), torch.zeros(ranks, dtype=torch.int64)
+        mine, all_of_them = (
+            torch.zeros(1, dtype=torch.int64, device="cpu"),
+            torch.zeros(ranks, dtype=torch.int64, device="cpu"),
+        )
 
         def digest() -> None:
             mine[0] = _digest(outputs)

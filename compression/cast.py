@@ -57,7 +57,7 @@ class Cast(PayloadCodec):
 
     def state(self) -> dict[str, torch.Tensor]:
         """How many payloads were written, where it matters."""
-        return {"step": torch.tensor(self._step)} if self._stochastic else {}
+        return {"step": torch.tensor(self._step, device="cpu")} if self._stochastic else {}
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:  # noqa: D102
         if self._stochastic:

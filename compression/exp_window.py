@@ -50,7 +50,7 @@ class ExpWindow(PayloadCodec):
         if dtype is out.dtype:
             exp_window.decode(wire, out)
         else:
-            values = torch.empty(out.numel(), dtype=dtype)
+            values = torch.empty(out.numel(), dtype=dtype, device="cpu")
             exp_window.decode(wire, values)
             out.copy_(values)
 

@@ -63,7 +63,7 @@ class RandK(Codec):
         self._key = key
 
     def state(self) -> dict[str, torch.Tensor]:  # noqa: D102
-        return {"step": torch.tensor(self._step)}
+        return {"step": torch.tensor(self._step, device="cpu")}
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:  # noqa: D102
         self._step = int(state["step"])

@@ -311,12 +311,12 @@ def prepare(codec: Codec, dtype: torch.dtype | None = None) -> None:
 
 def _use(codec: Codec) -> None:
     """Call everything that has a kernel."""
-    values = torch.zeros(max(600, codec.traits.alignment + 1), dtype=codec.traits.dtypes[0])
+    values = torch.zeros(max(600, codec.traits.alignment + 1), dtype=codec.traits.dtypes[0], device="cpu")
     if isinstance(codec, PayloadCodec):
-        wire = torch.empty(3, codec.wire_numel(values.numel()), dtype=codec.wire_dtype)
+        wire = torch.empty(3, codec.wire_numel(values.numel()), dtype=codec.wire_dtype, device="cpu")
         written = codec.encode(values, wire[0])
         codec.decode(wire[0, :written], values)
-        total = torch.zeros(values.numel())
+        total = torch.zeros(values.numel(), device="cpu")
         codec.decode_accumulate(wire[0, :written], total)
         if codec.traits.fixed_rate and torch.float32 in codec.traits.dtypes:
             # Several rows, as in use: parts of one row would be contiguous, which is another type.
@@ -324,7 +324,7 @@ def _use(codec: Codec) -> None:
             codec.reduce(wire[:2], total, wire[2], skip=-1)
     else:
         shapes = [(24, 25)]
-        wires = [torch.zeros(each.numel, dtype=each.dtype) for each in codec.rounds(shapes, 1)]
+        wires = [torch.zeros(each.numel, dtype=each.dtype, device="cpu") for each in codec.rounds(shapes, 1)]
         for _ in codec.exchange(values[:600], shapes, wires, 1, values[:600].clone()):
             pass
 

@@ -128,8 +128,8 @@ def prepare(width: int) -> None:
     if width in _prepared:
         return
     with preparing(f"delta of {width} byte{'s' * (width > 1)}"):
-        old = torch.zeros(600, dtype=_DTYPES[width])
-        new, wire = old.clone(), torch.empty(most_nbytes(600, width), dtype=torch.uint8)
+        old = torch.zeros(600, dtype=_DTYPES[width], device="cpu")
+        new, wire = old.clone(), torch.empty(most_nbytes(600, width), dtype=torch.uint8, device="cpu")
         new[::100] = 1
         apply(wire[: encode(new, old, wire, (0, 1), digest(old))], old)
         apply(wire[: encode_anchor(new, wire, 1)], old)
@@ -206,7 +206,7 @@ def _anchor(
     numel, mode, body = values.numel(), _DENSE, _bytes_of(values)
     if windowed and values.dtype in _WINDOWED and numel >= 2 * exp_window.BLOCK and not on_gpu(values):
         # Zeros: bytes between its sections are left as they are.
-        window = torch.zeros(exp_window.most_nbytes(numel, values.dtype), dtype=torch.uint8)
+        window = torch.zeros(exp_window.most_nbytes(numel, values.dtype), dtype=torch.uint8, device="cpu")
         packed = window[: exp_window.encode(values, window)]
         if packed.numel() < body.numel():
             mode, body = _WINDOW, packed

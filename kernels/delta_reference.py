@@ -27,8 +27,8 @@ def reference_encode(values: torch.Tensor, base: torch.Tensor, versions: tuple[i
             body, head = here.to(_SIGNED[width]).view(torch.uint8), (RAW, 0)
         heads.append(head)
         bodies.append(body)
-    lists = torch.tensor(heads, dtype=torch.int32).view(-1).to(torch.int16).view(torch.uint8)
-    payload = torch.cat([torch.zeros(HEADER, dtype=torch.uint8), lists, *bodies])
+    lists = torch.tensor(heads, dtype=torch.int32, device="cpu").view(-1).to(torch.int16).view(torch.uint8)
+    payload = torch.cat([torch.zeros(HEADER, dtype=torch.uint8, device="cpu"), lists, *bodies])
     fields = (reference_digest(base), reference_digest(values), payload.numel())
     payload = torch.nn.functional.pad(payload, (0, -payload.numel() % 4))
     put_header(payload, DELTA, width, values.numel(), *versions, *fields)
@@ -39,11 +39,11 @@ def _list(where: torch.Tensor, here: torch.Tensor, there: torch.Tensor, width: i
     """The list of a block, of which the elements at `where` have changed."""
     count = where.numel()
     if not count:
-        return torch.empty(0, dtype=torch.uint8)
-    gaps = torch.diff(where, prepend=torch.tensor([-1])) - 1
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    gaps = torch.diff(where, prepend=torch.tensor([-1], device="cpu")) - 1
     low = max(0, ((here.numel() - count) * 11 // (16 * count)).bit_length() - 1)
-    ones = torch.zeros(int((gaps >> low).sum()) + count, dtype=torch.int64)
-    ones[(gaps >> low).cumsum(0) + torch.arange(count)] = 1
+    ones = torch.zeros(int((gaps >> low).sum()) + count, dtype=torch.int64, device="cpu")
+    ones[(gaps >> low).cumsum(0) + torch.arange(count, device="cpu")] = 1
     steps = _ordered(here[where], width) - _ordered(there[where], width)
     if width < 8:
         half = 1 << (8 * width - 1)
@@ -64,9 +64,9 @@ def _list(where: torch.Tensor, here: torch.Tensor, there: torch.Tensor, width: i
 
 def _packed(numbers: torch.Tensor, width: int) -> torch.Tensor:
     """Numbers of `width` bits each, end to end, as bytes."""
-    bits = (numbers[:, None] >> torch.arange(width) & 1).view(-1)
+    bits = (numbers[:, None] >> torch.arange(width, device="cpu") & 1).view(-1)
     bits = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).view(-1, 8)
-    return (bits << torch.arange(8)).sum(1).to(torch.uint8)
+    return (bits << torch.arange(8, device="cpu")).sum(1).to(torch.uint8)
 
 
 def _wide(values: torch.Tensor) -> torch.Tensor:

@@ -38,20 +38,20 @@ def blocks_of(numel: int) -> int:
 def reference_digest(values: torch.Tensor) -> int:
     """The digest of flat `values`, in plain torch and Python integers."""
     width, numel = values.element_size(), values.numel()
-    raw = values.contiguous().view(torch.uint8) if numel else torch.empty(0, dtype=torch.uint8)
+    raw = values.contiguous().view(torch.uint8) if numel else torch.empty(0, dtype=torch.uint8, device="cpu")
     total, step = 0, BLOCK * width
     for at in range(0, raw.numel(), step):
         part = raw[at : at + step]
         words = torch.nn.functional.pad(part, (0, -part.numel() % 64)).view(torch.int64).view(-1, 8)
-        lanes = torch.tensor([to_signed(int(seed)) for seed in _SEEDS])
+        lanes = torch.tensor([to_signed(int(seed)) for seed in _SEEDS], device="cpu")
         for row in words:
             lanes = _mixed(lanes, row)
-        block = torch.tensor(0)
+        block = torch.tensor(0, device="cpu")
         for lane in lanes:
             block = _mixed(block, lane)
-        total = int(_mixed(torch.tensor(total), block))
-    shape = torch.tensor(to_signed((numel << 4 | width) & (2**64 - 1)))
-    return int(_mixed(torch.tensor(total), shape)) & (2**64 - 1)
+        total = int(_mixed(torch.tensor(total, device="cpu"), block))
+    shape = torch.tensor(to_signed((numel << 4 | width) & (2**64 - 1)), device="cpu")
+    return int(_mixed(torch.tensor(total, device="cpu"), shape)) & (2**64 - 1)
 
 
 def to_signed(value: int) -> int:

@@ -91,14 +91,14 @@ def encode_reference(values: torch.Tensor) -> torch.Tensor:
     numel, width = values.numel(), _WIDTHS[values.dtype]
     words = values.view(torch.int16 if width == 1 else torch.int32).to(torch.int64)
     halves = words if width == 1 else words >> 16
-    fields = torch.zeros(blocks_of(numel) * BLOCK, dtype=torch.int64)
+    fields = torch.zeros(blocks_of(numel) * BLOCK, dtype=torch.int64, device="cpu")
     fields[:numel] = halves >> 7 & 255
     rows = fields.view(-1, BLOCK)
     largest = rows.amax(1, keepdim=True)
     fields[numel:] = largest[-1]
     codes = (largest - rows).clamp(max=_ESCAPE)
     inside = codes.view(-1, 8, _PLANE)
-    planes = [((inside >> bit & 1) << torch.arange(8)[:, None]).sum(1) for bit in range(3)]
+    planes = [((inside >> bit & 1) << torch.arange(8, device="cpu")[:, None]).sum(1) for bit in range(3)]
     stored, rest, counts = torch.cat(planes, 1), [], []
     for block, (row, code) in enumerate(zip(rows, codes, strict=True)):
         beyond = row.view(8, _PLANE).T[(code == _ESCAPE).view(8, _PLANE).T]
@@ -109,8 +109,8 @@ def encode_reference(values: torch.Tensor) -> torch.Tensor:
             counts.append(beyond.numel())
         rest.append(beyond)
     parts = [
-        torch.tensor([width], dtype=torch.int32),
-        (largest.view(-1) | torch.tensor(counts) << 8).to(torch.int16),
+        torch.tensor([width], dtype=torch.int32, device="cpu"),
+        (largest.view(-1) | torch.tensor(counts, device="cpu") << 8).to(torch.int16),
         stored.to(torch.uint8),
         ((halves & 127) | (halves >> 8 & 128)).to(torch.uint8),
         *([words.to(torch.int16)] if width == 2 else []),

@@ -106,7 +106,7 @@ def _scale_nbytes(numel: int, scale: Scale) -> int:
 def encode_reference(values: torch.Tensor, wire: torch.Tensor, fmt: Format, scale: Scale) -> None:
     """`encode` in plain torch."""
     scales, codes = split(wire, values.numel(), scale)
-    padded = torch.zeros(scales.numel(), block_of(scale))
+    padded = torch.zeros(scales.numel(), block_of(scale), device="cpu")
     padded.view(-1)[: values.numel()] = values
     amax = padded.abs().amax(1)
     finite = amax.isfinite()

@@ -63,7 +63,7 @@ def factor_of(count: int) -> float:
 
 def _folded(rows: torch.Tensor) -> torch.Tensor:
     """Sums of blocks × 4 × 32 in the order of the docstring."""
-    sums = torch.zeros(rows.shape[0], LANES)
+    sums = torch.zeros(rows.shape[0], LANES, device="cpu")
     for row in range(ROWS):
         sums = sums + rows[:, row]
     while sums.shape[1] > 1:
@@ -76,11 +76,11 @@ def encode_reference(values: torch.Tensor, wire: torch.Tensor) -> None:
     """`encode` in plain torch."""
     levels, codes = split(wire, values.numel())
     blocks = levels.shape[0]
-    rows = torch.zeros(blocks, ROWS, LANES)
+    rows = torch.zeros(blocks, ROWS, LANES, device="cpu")
     rows.view(-1)[: values.numel()] = values
-    counts = torch.full((blocks,), BLOCK)
+    counts = torch.full((blocks,), BLOCK, device="cpu")
     counts[-1] = values.numel() - (blocks - 1) * BLOCK
-    factors = torch.tensor([factor_of(count) for count in range(BLOCK + 1)])
+    factors = torch.tensor([factor_of(count) for count in range(BLOCK + 1)], device="cpu")
     parts = rows.abs() / BLOCK
     sums = _folded(parts)
     above = rows.abs() > (sums * factors[counts] * THRESHOLD)[:, None, None]
@@ -91,15 +91,15 @@ def encode_reference(values: torch.Tensor, wire: torch.Tensor) -> None:
     ]
     finite = sums.isfinite()
     rounded = torch.stack(means, 1).to(torch.bfloat16).view(torch.int16).clamp(max=LARGEST_LEVEL)
-    levels.copy_(torch.where(finite[:, None], rounded, torch.tensor(0x7FC0, dtype=torch.int16)))
+    levels.copy_(torch.where(finite[:, None], rounded, torch.tensor(0x7FC0, dtype=torch.int16, device="cpu")))
     both = torch.where(finite[:, None, None], rows.signbit().to(torch.int32) | above.to(torch.int32) << 1, 0)
-    codes.copy_((both << torch.tensor([0, 2, 4, 6])[:, None]).sum(1).view(-1))
+    codes.copy_((both << torch.tensor([0, 2, 4, 6], device="cpu")[:, None]).sum(1).view(-1))
 
 
 def decode_reference(wire: torch.Tensor, out: torch.Tensor) -> None:
     """`decode` in plain torch."""
     levels, codes = split(wire, out.numel())
-    both = codes.view(-1, 1, LANES).to(torch.int32) >> torch.tensor([0, 2, 4, 6])[:, None]
+    both = codes.view(-1, 1, LANES).to(torch.int32) >> torch.tensor([0, 2, 4, 6], device="cpu")[:, None]
     lower, higher = levels.view(torch.bfloat16).to(torch.float32)[:, :, None, None].unbind(1)
     magnitudes = torch.where((both & 2).bool(), higher, lower)
     out.copy_(torch.where((both & 1).bool(), -magnitudes, magnitudes).view(-1)[: out.numel()])

@@ -68,7 +68,7 @@ def transform(rows: torch.Tensor) -> torch.Tensor:
 def encode_reference(values: torch.Tensor, wire: torch.Tensor, hadamard: bool) -> None:
     """`encode` in plain torch."""
     scales, codes = split(wire, values.numel())
-    rows = torch.zeros(scales.numel(), BLOCK)
+    rows = torch.zeros(scales.numel(), BLOCK, device="cpu")
     rows.view(-1)[: values.numel()] = values
     if hadamard:
         rows = transform(rows / 32)
@@ -76,9 +76,9 @@ def encode_reference(values: torch.Tensor, wire: torch.Tensor, hadamard: bool) -
     finite = amax.isfinite()
     exact = (amax * STEP).clamp(min=TINIEST)
     nearest = exact.to(torch.bfloat16)
-    above = nearest.nextafter(torch.tensor(torch.inf, dtype=torch.bfloat16))
+    above = nearest.nextafter(torch.tensor(torch.inf, dtype=torch.bfloat16, device="cpu"))
     up = torch.where(nearest.to(torch.float32) < exact, above, nearest)
-    up = up.minimum(torch.tensor(LARGEST_SCALE, dtype=torch.int16).view(torch.bfloat16))
+    up = up.minimum(torch.tensor(LARGEST_SCALE, dtype=torch.int16, device="cpu").view(torch.bfloat16))
     scales.copy_(torch.where(finite, up, torch.nan).view(torch.int16))
     units = torch.where(finite[:, None], rows * (1 / up.to(torch.float32))[:, None], 0.0)
     whole = units.round().to(torch.int32) & 15

@@ -48,7 +48,7 @@ def split(wire: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
 def encode_reference(values: torch.Tensor, wire: torch.Tensor) -> None:
     """`encode` in plain torch."""
     scales, codes = split(wire, values.numel())
-    padded = torch.zeros(scales.numel() * BLOCK)
+    padded = torch.zeros(scales.numel() * BLOCK, device="cpu")
     padded[: values.numel()] = values
     rows = padded.view(-1, BLOCK)
     amax = rows.abs().amax(1)

@@ -51,7 +51,7 @@ def _step(levels: int) -> Any:
 
 def amax_reference(values: torch.Tensor, amax: torch.Tensor) -> None:
     """`amax` in plain torch."""
-    padded = torch.zeros(amax.numel() * BLOCK)
+    padded = torch.zeros(amax.numel() * BLOCK, device="cpu")
     padded[: values.numel()] = values
     amax.copy_(padded.view(-1, BLOCK).abs().nan_to_num(nan=torch.inf, posinf=torch.inf).amax(1))
 
@@ -66,9 +66,9 @@ def encode_reference(
 ) -> None:
     """`encode` in plain torch."""
     per_unit = (1 / scales_reference(amax, levels)).repeat_interleave(BLOCK)[: values.numel()]
-    codes = torch.zeros(words.numel() * lanes, dtype=torch.int64)
+    codes = torch.zeros(words.numel() * lanes, dtype=torch.int64, device="cpu")
     codes[: values.numel()] = (values * per_unit).nan_to_num(nan=0.0).round().to(torch.int64)
-    places = 2 ** (torch.arange(lanes) * (32 // lanes))
+    places = 2 ** (torch.arange(lanes, device="cpu") * (32 // lanes))
     words.copy_((codes.view(-1, lanes) * places).sum(1))
 
 

@@ -39,7 +39,7 @@ def positions(numel: int, count: int, key: counter.Key, device: torch.device) ->
     """`count` different int64 positions below `numel`; `count` < 2³², numel / count < 2³¹."""
     if device.type == "cuda":
         return positions_reference(numel, count, key, device)
-    out = torch.empty(count, dtype=torch.int64)
+    out = torch.empty(count, dtype=torch.int64, device="cpu")
     cpu.spread(_positions, count, out.nbytes, numel, _beginning(numel, key), *key, out.numpy())
     return out
 

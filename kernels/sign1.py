@@ -55,9 +55,9 @@ def mean_factor(count: int) -> float:
 def encode_reference(values: torch.Tensor, wire: torch.Tensor) -> None:
     """`encode` in plain torch."""
     scales, words = split(wire, values.numel())
-    blocks = torch.zeros(scales.numel(), LANES, LANES)
+    blocks = torch.zeros(scales.numel(), LANES, LANES, device="cpu")
     blocks.view(-1)[: values.numel()] = values
-    sums = torch.zeros(scales.numel(), LANES)
+    sums = torch.zeros(scales.numel(), LANES, device="cpu")
     for k in range(LANES):
         sums = sums + blocks[:, k].abs() / 2048
     while sums.shape[1] > 1:
@@ -67,14 +67,14 @@ def encode_reference(values: torch.Tensor, wire: torch.Tensor) -> None:
     factors[-1] = mean_factor(values.numel() - (scales.numel() - 1) * BLOCK)
     means = (sums[:, 0] * factors).clamp(max=LARGEST)
     scales.copy_(torch.where(sums[:, 0].isfinite(), means, torch.nan))
-    bits = blocks.signbit().to(torch.int64) << torch.arange(LANES)[:, None]
+    bits = blocks.signbit().to(torch.int64) << torch.arange(LANES, device="cpu")[:, None]
     words.copy_(bits.sum(1).view(-1))
 
 
 def decode_reference(wire: torch.Tensor, out: torch.Tensor) -> None:
     """`decode` in plain torch."""
     scales, words = split(wire, out.numel())
-    bits = words.view(-1, 1, LANES) >> torch.arange(LANES)[:, None] & 1
+    bits = words.view(-1, 1, LANES) >> torch.arange(LANES, device="cpu")[:, None] & 1
     signs = 1 - 2 * bits.to(torch.float32)
     out.copy_((signs * scales[:, None, None]).view(-1)[: out.numel()])
 

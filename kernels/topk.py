@@ -259,7 +259,7 @@ def encode(values: torch.Tensor, wire: torch.Tensor, sent: int, dtype: torch.dty
         encode_reference(values, wire, sent, dtype)
         return
     counts, places, target = split(wire, values.numel(), sent, dtype)
-    chosen = target if dtype is torch.float32 else torch.empty(sent)
+    chosen = target if dtype is torch.float32 else torch.empty(sent, device="cpu")
     bits = values.numpy().view(np.uint32)
     counts.numpy()[:] = _encode(bits, places.numpy(), chosen.numpy().view(np.uint32))
     if chosen is not target:

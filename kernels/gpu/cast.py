@@ -1,5 +1,4 @@
-"""The kernels of `mcr_plus.kernels.cast` in Triton; the same result, bit for bit.
-"""
+"""The kernels of `mcr_plus.kernels.cast` in Triton; the same result, bit for bit."""
 
 from __future__ import annotations
 
@@ -49,7 +48,9 @@ def _encode(values, out, numel, key, half: tl.constexpr, block: tl.constexpr):  
 def encode(values: torch.Tensor, wire: torch.Tensor, key: Key) -> None:
     """See `mcr_plus.kernels.cast.encode`, of one key."""
     # From memory, lest the compiler make another kernel for every key that it finds special.
-    words = torch.tensor([int(part) - (int(part) >> 31 << 32) for part in key], dtype=torch.int32)
+    words = torch.tensor(
+        [int(part) - (int(part) >> 31 << 32) for part in key], dtype=torch.int32, device="cpu"
+    )
     kernel: Any = _encode[(triton.cdiv(values.numel(), _BLOCK),)]
     half = wire.dtype is torch.float16
     kernel(values, wire.view(torch.int16), values.numel(), words.to(values.device), half=half, block=_BLOCK)

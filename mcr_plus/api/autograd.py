@@ -259,7 +259,9 @@ def redistribute(
     has_part = comm.ranks[comm.rank] in source.locals
     given = x is not None and (has_part or x.shape != (0,))
     if x is None:
-        x = torch.empty(0, requires_grad=torch.is_grad_enabled())  # so that this rank has a backward pass
+        x = torch.empty(
+            0, requires_grad=torch.is_grad_enabled(), device="cpu"
+        )  # so that this rank has a backward pass
     return _applied(_Redistribute, x, passes, 0, given)
 
 

@@ -280,7 +280,7 @@ class _Loop:
                 agreed = Errand(*errand.tolist())
             self._asking = None
             if agreed.what != TAKE_IN:
-                errand = torch.tensor(wanted)
+                errand = torch.tensor(wanted, device="cpu")
                 asks = comm.broadcast(errand, 0, async_op=True, compress=False, tag=_TAG)
                 if asks is not None:
                     self._asking = asks, errand

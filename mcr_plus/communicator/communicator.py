@@ -257,11 +257,11 @@ class Communicator(Operations):
         """Return the object of rank `src` on every rank. Ranks unpickle only objects signed by this job."""
         root = calls.group_rank(self._group, src, "src")
         is_source = root == self.rank
-        payload = self.objects.pickled(obj) if is_source else torch.empty(0, dtype=torch.uint8)
-        length = torch.tensor([payload.numel()])
+        payload = self.objects.pickled(obj) if is_source else torch.empty(0, dtype=torch.uint8, device="cpu")
+        length = torch.tensor([payload.numel()], device="cpu")
         self.broadcast(length, src, compress=False)
         # Sizes are powers of two: each new size is a new signature, which ranks must bind and compare.
-        room = torch.empty(1 << (int(length) - 1).bit_length(), dtype=torch.uint8)
+        room = torch.empty(1 << (int(length) - 1).bit_length(), dtype=torch.uint8, device="cpu")
         room[: payload.numel()] = payload
         self.broadcast(room, src, compress=False)
         return obj if is_source else self.objects.unpickled(room[: int(length)], root)
@@ -269,9 +269,11 @@ class Communicator(Operations):
     def all_gather_object(self, obj: Any, *, tag: str | None = None) -> list[Any]:
         """Return every rank's object, in rank order. Ranks unpickle only objects signed by this job."""
         payload = self.objects.pickled(obj)
-        lengths = torch.empty(self.size, dtype=torch.int64)
-        self.all_gather_into_tensor(lengths, torch.tensor([payload.numel()]), compress=False, tag=tag)
-        parts = [torch.empty(int(length), dtype=torch.uint8) for length in lengths]
+        lengths = torch.empty(self.size, dtype=torch.int64, device="cpu")
+        self.all_gather_into_tensor(
+            lengths, torch.tensor([payload.numel()], device="cpu"), compress=False, tag=tag
+        )
+        parts = [torch.empty(int(length), dtype=torch.uint8, device="cpu") for length in lengths]
         self.all_gather_v(parts, payload, compress=False, tag=tag)
         return [self.objects.unpickled(part, rank) for rank, part in enumerate(parts)]
 

@@ -94,7 +94,7 @@ class DeviceStreams:
         tensor.record_stream(stream)
 
     def pinned(self, like: torch.Tensor) -> torch.Tensor:  # noqa: D102
-        return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=True, device="cpu")
 
     def scratch(self) -> torch.Tensor:  # noqa: D102
         return torch.zeros(1, dtype=torch.int32, device=self._place)

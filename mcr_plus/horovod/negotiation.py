@@ -380,7 +380,9 @@ class Negotiations:
 
 def _buffers(width: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a row, and a buffer for the rows of all ranks."""
-    return torch.zeros(width, dtype=torch.uint8), torch.zeros(ranks * width, dtype=torch.uint8)
+    return torch.zeros(width, dtype=torch.uint8, device="cpu"), torch.zeros(
+        ranks * width, dtype=torch.uint8, device="cpu"
+    )
 
 
 def _nothing() -> None:

@@ -206,7 +206,7 @@ def alltoall_async(
         output, received = outputs
         if splits is None:
             return output
-        like = splits if isinstance(splits, torch.Tensor) else torch.empty(0, dtype=torch.int32)
+        like = splits if isinstance(splits, torch.Tensor) else torch.empty(0, dtype=torch.int32, device="cpu")
         return output, torch.tensor(received, dtype=like.dtype, device=like.device)
 
     return _start(process_set, "alltoall", name, [tensor], fill, many=True, result=result)

@@ -38,7 +38,7 @@ def agree_on_specs(
     for word in words:
         digest = (digest * 1_000_003 + word) & ((1 << 62) - 1)
     facts = [digest, -digest, len(specs), -len(specs), int(wrong is not None)]
-    most = torch.tensor(facts)
+    most = torch.tensor(facts, device="cpu")
     comm.all_reduce(most, "MAX", compress=False, tag=TAG)
     if most.tolist() == [digest, -digest, len(specs), -len(specs), 0]:
         return digest

@@ -176,7 +176,7 @@ class Mover:
         may_encode = compress not in (None, False) or (compress is None and _names_a_codec(comm.config))
         if comm.size == 1 or self.device.type != "cpu" or may_encode:
             return
-        most = torch.tensor([self._most_messages(stage) for stage in self.stages])
+        most = torch.tensor([self._most_messages(stage) for stage in self.stages], device="cpu")
         comm.all_reduce(most, "MAX", compress=False, tag=TAG)
         costs = costs_of(comm, self.plan.nodes)
         for stage, number in zip(self.stages, most.tolist(), strict=True):

@@ -395,7 +395,7 @@ def _prove(comm: Communicator, specs: Sequence[Spec], chosen: Sequence[Chosen]) 
         if len(differ) and wrong is None:
             peer, mine = comm.ranks[int(differ[0][0])], comm.ranks[comm.rank]
             wrong = f"rank {peer} would send other boxes, or in other groups, than rank {mine} expects"
-        failed = torch.tensor([int(wrong is not None)])
+        failed = torch.tensor([int(wrong is not None)], device="cpu")
         comm.all_reduce(failed, "MAX", compress=False, tag=_TAG)
         if failed.item():
             said = [text for text in comm.all_gather_object(wrong, tag=_TAG) if text is not None]

@@ -84,7 +84,7 @@ def dtensor_volume(
         )
     size = math.prod(mesh_shape)
     try:
-        mesh = _mesh_without_a_job(torch.arange(size).view(*mesh_shape))
+        mesh = _mesh_without_a_job(torch.arange(size, device="cpu").view(*mesh_shape))
         meta = TensorMeta(torch.Size(shape), torch.empty(*shape, device="meta").stride(), torch.float32)
         current_spec, target_spec = (DTensorSpec(mesh, tuple(side), meta) for side in (before, after))
         return _volume_of_plan(current_spec, target_spec, np.arange(size).reshape(*mesh_shape))

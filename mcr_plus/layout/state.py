@@ -305,7 +305,7 @@ class Redistribution:
         words = [self._said, *(f"{name}/{a.digest!r}/{b.digest!r}" for name, (a, b) in self._specs.items())]
         number = int.from_bytes(hashlib.blake2b("\n".join(words).encode(), digest_size=7).digest(), "big")
         on_gpu = device is not None and device.type == "cuda"
-        facts = torch.tensor([number, -number, int(wrong is not None), int(on_gpu)])
+        facts = torch.tensor([number, -number, int(wrong is not None), int(on_gpu)], device="cpu")
         self._comm.all_reduce(facts, "MAX", compress=False, tag=TAG)
         *compared, some_on_gpu = facts.tolist()
         if device is None and some_on_gpu:
@@ -325,7 +325,7 @@ class Redistribution:
             if any(each is not None for each in pair)
         }
         codes = [DTYPES.index(held[name]) if name in held else -1 for name in self._specs]
-        most = torch.tensor([*codes, *(-code if code >= 0 else -len(DTYPES) for code in codes)])
+        most = torch.tensor([*codes, *(-code if code >= 0 else -len(DTYPES) for code in codes)], device="cpu")
         self._comm.all_reduce(most, "MAX", compress=False, tag=TAG)
         found = most.tolist()
         largest, smallest = found[: len(codes)], [-code for code in found[len(codes) :]]

@@ -267,7 +267,9 @@ def _parts(
         for axis, placement in enumerate(placements)
         if isinstance(placement, Shard | _StridedShard) and placement.dim == dim
     ]
-    held: dict[tuple[int, ...], torch.Tensor] = {(): torch.arange(size).view([1] * dim + [size])}
+    held: dict[tuple[int, ...], torch.Tensor] = {
+        (): torch.arange(size, device="cpu").view([1] * dim + [size])
+    }
     for axis in axes:
         held = {
             (*place, index): part
@@ -339,7 +341,7 @@ def check_ranks(comm: Communicator) -> None:
     if alike is None:
         rank, known = comm.ranks[comm.rank], _numbering()
         expected = rank if known is None else known[rank]
-        differs = torch.tensor([int(dist.is_initialized() and dist.get_rank() != expected)])
+        differs = torch.tensor([int(dist.is_initialized() and dist.get_rank() != expected)], device="cpu")
         comm.all_reduce(differs, "MAX", compress=False, tag="redistribute")
         alike = comm.attached["torch has the same ranks"] = not differs.item()
     if not alike:

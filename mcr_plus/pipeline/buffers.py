@@ -35,7 +35,7 @@ class Pool:
             if free:
                 self.nbytes -= size
                 return free.pop()
-        return torch.empty(size, dtype=torch.uint8)
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
 
     def put(self, space: torch.Tensor) -> None:
         """Take back a tensor of `take`."""

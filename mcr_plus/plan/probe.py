@@ -119,7 +119,7 @@ def _time_of(train: Sequence[Callable[[], Work]], meanwhile: Callable[[], object
 def _measured(comm: Communicator, train: Sequence[Callable[[], Work]], repeats: int) -> tuple[float, float]:
     """Return the seconds of an operation in a train, and its share of the core."""
     whole = _slowest(comm, [median(_time_of(train) for _ in range(repeats))])[0]
-    left, right = torch.ones(_EDGE, _EDGE), torch.ones(_EDGE, _EDGE)
+    left, right = torch.ones(_EDGE, _EDGE, device="cpu"), torch.ones(_EDGE, _EDGE, device="cpu")
 
     def compute(pieces: int) -> float:
         began = perf_counter()
@@ -139,6 +139,6 @@ def _measured(comm: Communicator, train: Sequence[Callable[[], Work]], repeats: 
 
 
 def _slowest(comm: Communicator, values: Sequence[float]) -> list[float]:
-    found = torch.tensor(values, dtype=torch.float64)
+    found = torch.tensor(values, dtype=torch.float64, device="cpu")
     comm.all_reduce(found, MAX, compress=False, tag="plan")
     return list(found.tolist())

@@ -24,8 +24,8 @@ def relative_error(codec: str) -> float | None:
         return None
     if not isinstance(found, PayloadCodec) or found.traits.keeps_received:
         return 0.0 if found.traits.lossless else None
-    values = torch.randn(_VALUES, generator=torch.Generator().manual_seed(0))
-    wire = torch.zeros(found.wire_numel(_VALUES), dtype=found.wire_dtype)
+    values = torch.randn(_VALUES, generator=torch.Generator().manual_seed(0), device="cpu")
+    wire = torch.zeros(found.wire_numel(_VALUES), dtype=found.wire_dtype, device="cpu")
     decoded = torch.empty_like(values)
     found.decode(wire[: found.encode(values, wire)], decoded)
     return float((decoded - values).norm() / values.norm())

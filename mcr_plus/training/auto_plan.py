@@ -302,7 +302,7 @@ class AutoPlan:
 
     def _end(self) -> Sent:
         """Compare the plans by the slowest rank's times, and keep the faster one."""
-        steps = torch.tensor(self._steps, dtype=torch.float64)
+        steps = torch.tensor(self._steps, dtype=torch.float64, device="cpu")
         self.comm.all_reduce(steps, MAX, compress=False, tag="plan")
         before, after = (median(each) for each in steps.tolist())
         chosen = int(after < before * (1 - MARGIN))

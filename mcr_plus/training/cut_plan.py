@@ -132,7 +132,7 @@ class CutPlan(AutoPlan):
     def _least_time(self) -> float:
         """Return the minimal computation time over captured passes (noise only adds), maximal over ranks."""
         least = torch.tensor(
-            [min(each.computed - each.began for each in self._captured)], dtype=torch.float64
+            [min(each.computed - each.began for each in self._captured)], dtype=torch.float64, device="cpu"
         )
         self.comm.all_reduce(least, MAX, compress=False, tag="plan")
         return float(least)
@@ -280,7 +280,7 @@ class CutPlan(AutoPlan):
 
     def _end(self) -> Sent:
         """Compare the candidates by the slowest rank's times, and keep the best one."""
-        steps = torch.tensor(self._steps, dtype=torch.float64)
+        steps = torch.tensor(self._steps, dtype=torch.float64, device="cpu")
         self.comm.all_reduce(steps, MAX, compress=False, tag="plan")
         middle = [median(each) for each in steps.tolist()]
         best = min(range(len(middle)), key=middle.__getitem__)

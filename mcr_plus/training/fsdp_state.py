@@ -202,16 +202,18 @@ def _received(
     for src in dict.fromkeys(sources.values()):
         pieces = [piece for piece, rank in sources.items() if rank == src and 0 not in piece.shape]
         sent = [
-            own[piece].cpu() if src == comm.rank else torch.empty(piece.shape, dtype=piece.dtype)
+            own[piece].cpu()
+            if src == comm.rank
+            else torch.empty(piece.shape, dtype=piece.dtype, device="cpu")
             for piece in pieces
         ]
         broadcast_tensors(sent, comm, comm.ranks[src], tag=STATE)
         for piece, values in zip(pieces, sent, strict=True):
-            whole = full.setdefault(piece.name, torch.empty(piece.whole, dtype=piece.dtype))
+            whole = full.setdefault(piece.name, torch.empty(piece.whole, dtype=piece.dtype, device="cpu"))
             whole[piece.box] = values
     first = next(had for had in answers if had.step == step)
     for piece in sources:  # tensors without elements
-        full.setdefault(piece.name, torch.empty(piece.whole, dtype=piece.dtype))
+        full.setdefault(piece.name, torch.empty(piece.whole, dtype=piece.dtype, device="cpu"))
     full.update(first.plain)
     state: dict[str, Any] = {"model": {}, "optimizer": None, "step": step}
     if first.groups is not None:

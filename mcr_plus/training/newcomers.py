@@ -88,7 +88,7 @@ class Newcomers:
             address = _OURS if newcomer.place == roster.members[roster.rank].place else host_address()
             name = f"{request.key}/{errand.attempt}"
             source = PrecopySource(self._model, self._optimizer, secret_of(roster.root), name, address)
-            digest(torch.zeros(1))  # compiles it before the others wait for that
+            digest(torch.zeros(1, device="cpu"))  # compiles it before the others wait for that
             self.end(errand.number)
             self._sources[errand.number], place = source, source.place
         except (OSError, MemoryError, RuntimeError) as error:

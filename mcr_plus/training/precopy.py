@@ -58,7 +58,7 @@ def referring(kind: int, state: Any) -> Message:
     """A message with the state's tensors as they are; those of other devices are copied as they are sent."""
     tensors: list[torch.Tensor] = []
     outline(state, tensors)
-    plain = outline(state, [], lambda each: torch.empty(0, dtype=each.dtype))
+    plain = outline(state, [], lambda each: torch.empty(0, dtype=each.dtype, device="cpu"))
     return Message(kind, plain, tuple(tensors))
 
 

@@ -162,7 +162,7 @@ class PrecopyReceiver:
 
     def _begin(self, place: tuple[str, int], request: Request) -> None:
         secret, name = secret_of(request.root), f"{request.key}/{self._attempt}"
-        digest(torch.zeros(1))  # compiles it before the others wait for that
+        digest(torch.zeros(1, device="cpu"))  # compiles it before the others wait for that
         self._began = time.monotonic()
         self._thread = threading.Thread(
             target=self._receive_all,

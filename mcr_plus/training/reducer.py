@@ -374,7 +374,7 @@ class Reducer:
         if self.comm.rank == 0:
             kind = _WHOLE * (len(self._order) == sum(used)) + _CAPTURED * captured
         waits = self._auto is not None and trials().must_wait(self._auto)
-        self._outcome.copy_(torch.tensor([1 + self.comm.rank if failed else 0, kind, waits, *used]))
+        self._outcome.copy_(self._outcome.new_tensor([(1 + self.comm.rank) * failed, kind, waits, *used]))
         for flat in self._flats[self._next :]:
             self._send(flat)
             if captured and flat.work is not None:

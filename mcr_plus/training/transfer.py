@@ -123,10 +123,10 @@ def broadcast_differences(
     pieces = [piece for tensor in tensors for piece in _pieces(tensor)]
     root, mine = comm.ranks.index(src), has[comm.rank]
     compares = comm.rank == root or mine == "parts"
-    digests = torch.tensor([to_signed(_digest(piece)) if compares else 0 for piece in pieces])
+    digests = torch.tensor([to_signed(_digest(piece)) if compares else 0 for piece in pieces], device="cpu")
     theirs = digests.clone()
     comm.broadcast(theirs, src, compress=False, tag=STATE)
-    lacks = torch.zeros(len(pieces), dtype=torch.uint8)
+    lacks = torch.zeros(len(pieces), dtype=torch.uint8, device="cpu")
     if comm.rank != root and mine != "all":
         lacks = (digests != theirs).to(torch.uint8) if compares else torch.ones_like(lacks)
     comm.all_reduce(lacks, "MAX", compress=False, tag=STATE)

@@ -59,7 +59,9 @@ class WeightSource:
         weights.read(self._held)
         self._digests = digest_of(self._held)
         self._wires = [
-            torch.empty(delta.most_nbytes(buffer.numel(), buffer.element_size()), dtype=torch.uint8)
+            torch.empty(
+                delta.most_nbytes(buffer.numel(), buffer.element_size()), dtype=torch.uint8, device="cpu"
+            )
             for buffer in self._held
         ]
         self._changed = threading.Condition()
@@ -291,7 +293,7 @@ class WeightSource:
                 payloads = []
                 for held in self._held:
                     room = delta.most_nbytes(held.numel(), held.element_size())
-                    wire = torch.empty(room, dtype=torch.uint8)
+                    wire = torch.empty(room, dtype=torch.uint8, device="cpu")
                     nbytes = delta.encode_anchor(held, wire, self._version)
                     payloads.append(Payload.of(wire[:nbytes]))
                 self._anchor = self._version, payloads

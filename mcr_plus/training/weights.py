@@ -106,7 +106,10 @@ class Weights:
 
     def buffers(self) -> list[torch.Tensor]:
         """New buffers of zeros."""
-        return [torch.zeros(n, dtype=dtype) for n, dtype in zip(self.sizes, self.dtypes, strict=True)]
+        return [
+            torch.zeros(n, dtype=dtype, device="cpu")
+            for n, dtype in zip(self.sizes, self.dtypes, strict=True)
+        ]
 
     def read(self, buffers: Sequence[torch.Tensor]) -> None:
         """Copy the tensors to buffers. Raises `InvalidArgument` if they have changed but for their values."""
@@ -149,4 +152,4 @@ def digest_of(buffers: Sequence[torch.Tensor]) -> list[int]:
 
 def combined(digests: Sequence[int]) -> int:
     """One digest for those of all buffers."""
-    return digest(torch.tensor([each - (1 << 64) if each >> 63 else each for each in digests]))
+    return digest(torch.tensor([each - (1 << 64) if each >> 63 else each for each in digests], device="cpu"))

@@ -94,7 +94,7 @@ class Router:
     def _step(self) -> None:
         """Share times, or use the shared ones; all ranks do so before the same call."""
         if self._shared is None:
-            values = torch.tensor(self.trial.contribution(), dtype=torch.float64)
+            values = torch.tensor(self.trial.contribution(), dtype=torch.float64, device="cpu")
             self._shared = self._share(values), values
             self._next = self.trial.apply_at
         else:

@@ -163,13 +163,13 @@ class Meter:
         return (time.perf_counter() - began) / repeats * 1e6
 
     def _slowest(self, mine: Sequence[float]) -> list[float]:
-        values = torch.tensor(mine, dtype=torch.float64)
+        values = torch.tensor(mine, dtype=torch.float64, device="cpu")
         self._control.all_reduce(values, "MAX")
         return [float(value) for value in values]
 
     def _computation(self, us: float) -> tuple[Call, float]:
         """Return a computation of about `us` microseconds, the same on all ranks, and its microseconds."""
-        values, factor = torch.zeros(2048), torch.ones(2048)
+        values, factor = torch.zeros(2048, device="cpu"), torch.ones(2048, device="cpu")
 
         def step() -> None:
             torch.mul(values, factor, out=values)

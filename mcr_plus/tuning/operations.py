@@ -65,8 +65,8 @@ class OpUnderTest:
         part = self._count // comm.size if case.kind in SHARED else self._count
         row = self._row = collective(case.kind)
         given, gotten = (max(1, parts) * part for parts in row.parts(comm.size))
-        self.source = torch.zeros(given, dtype=self._dtype)
-        self.target = self.source if row.in_place else torch.zeros(gotten, dtype=self._dtype)
+        self.source = torch.zeros(given, dtype=self._dtype, device="cpu")
+        self.target = self.source if row.in_place else torch.zeros(gotten, dtype=self._dtype, device="cpu")
 
     # -- calls ------------------------------------------------------------------------------------
 

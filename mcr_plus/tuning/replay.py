@@ -41,7 +41,7 @@ _WARM: Final = 2
 _TRIAL: Final = 40  # passes after which a trial of `plan: auto` has ended
 _LEAST: Final = 4  # the least bytes of an operation
 _LATE: Final = 2e-3  # seconds after the end of a rest; longer gaps are not computation
-_NOTHING: Final = torch.zeros(())
+_NOTHING: Final = torch.zeros((), device="cpu")
 
 Action = Callable[[], object]
 
@@ -174,7 +174,7 @@ class Replay:
                 module.add_module(folder, nn.Module())
             module = module._modules[folder]
         dtype = DTYPE_BY_NAME.get(ready.like.split()[0], torch.float32)
-        values = torch.zeros(max(1, ready.nbytes // dtype.itemsize), dtype=dtype)
+        values = torch.zeros(max(1, ready.nbytes // dtype.itemsize), dtype=dtype, device="cpu")
         self._params[ready.param] = nn.Parameter(values)
         module.register_parameter(name, self._params[ready.param])
 
@@ -217,7 +217,7 @@ class Replay:
         if event.kind in MESSAGES:
             place = comm.ranks.index(self._comm.rank)
             peer = comm.ranks[1 - place]
-            values = torch.zeros(max(1, event.nbytes), dtype=torch.uint8)
+            values = torch.zeros(max(1, event.nbytes), dtype=torch.uint8, device="cpu")
             call = comm.isend if event.kind == "send" else comm.irecv
             return lambda: call(values, peer, label=event.tag)
         kind = event.kind.removesuffix("_v") if event.kind in KINDS else "barrier"
@@ -232,7 +232,7 @@ class Replay:
         """Run the step once."""
         self._clock.restart()
         if self._backward:
-            x = torch.zeros(1, requires_grad=True)
+            x = torch.zeros(1, requires_grad=True, device="cpu")
             for name, runs in reversed(self._backward):  # the backward pass runs in reverse order
                 x = cast("torch.Tensor", _Gradient.apply(x, self._params[name], _all(runs)))  # type: ignore[no-untyped-call]
             x.backward()
@@ -339,7 +339,7 @@ def _measured(step: Step, comm: Communicator, request: Request) -> dict[str, Any
         replay.step()
         times.append(time.perf_counter() - before)
     share = (time.process_time() - cpu) / (time.perf_counter() - began)
-    slowest = torch.tensor([*times, share], dtype=torch.float64)
+    slowest = torch.tensor([*times, share], dtype=torch.float64, device="cpu")
     comm.all_reduce(slowest, MAX, compress=False)
     *times, share = slowest.tolist()
     computed = max(

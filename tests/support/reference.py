@@ -100,7 +100,7 @@ def rough(dtype: torch.dtype, rank: int, count: int, salt: int = 0) -> torch.Ten
     values = random.standard_normal(count) * np.exp2(random.integers(-6, 7, count))
     if dtype.is_complex:
         values = values + 1j * random.standard_normal(count)
-    return torch.tensor(values).to(DEVICE, dtype)
+    return torch.from_numpy(np.asarray(values)).to(DEVICE, dtype)
 
 
 def wide(tensor: torch.Tensor) -> Array:

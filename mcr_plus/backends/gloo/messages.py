@@ -110,7 +110,7 @@ class WatchedReceive(_Watched, ReceivePoll):
         self._signature = signature
         self._target = message.outputs[0]
         self._tag = message.match_tag
-        self._header = torch.empty(_HEADER.size, dtype=torch.uint8)
+        self._header = torch.empty(_HEADER.size, dtype=torch.uint8, device="cpu")
         header, slot = [self._header], self._tag * SLOTS
         if message.peer is None:
             self._work = pg.recv_anysource(header, slot)

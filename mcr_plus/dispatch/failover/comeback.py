@@ -59,7 +59,7 @@ class Comeback:
     def ballot(self, group: Group, library: str) -> Message:
         """The operation of the vote: the least of what all ranks say, 1 for yes, -1 for never."""
         if self._message is None:
-            values = torch.tensor([self._own_vote()], dtype=torch.int32)
+            values = torch.tensor([self._own_vote()], dtype=torch.int32, device="cpu")
             signature = Signature(
                 "all_reduce", values.dtype, (1,), values.nbytes, group.name, group.size, reduce_op="MIN",
                 tag="failover", backend=library, async_op=True,

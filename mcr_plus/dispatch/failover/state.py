@@ -71,7 +71,7 @@ class WeakTensor:
         self._layout = tensor.storage_offset(), tensor.shape, tensor.stride()
         # A detached tensor counts its changes together with its source; `data` replaces the memory alone.
         self._shell = tensor.detach()
-        self._shell.data = torch.empty(0, dtype=tensor.dtype)
+        self._shell.data = torch.empty(0, dtype=tensor.dtype, device="cpu")
 
     def found(self) -> tuple[torch.Tensor, bool]:
         """The tensor, with its count of changes, and true; another one of its form if its memory is gone."""
@@ -79,6 +79,6 @@ class WeakTensor:
         memory = torch.UntypedStorage._new_with_weak_ptr(self._memory.cdata)
         if memory is None:
             _, shape, stride = self._layout
-            return torch.empty_strided(shape, stride, dtype=dtype), False
-        self._shell.data = torch.empty(0, dtype=dtype).set_(memory, *self._layout)
+            return torch.empty_strided(shape, stride, dtype=dtype, device="cpu"), False
+        self._shell.data = torch.empty(0, dtype=dtype, device="cpu").set_(memory, *self._layout)
         return self._shell, True

@@ -63,7 +63,7 @@ class Fragment:
         self.residual: torch.Tensor | None = None
         sizes = [param.numel() for _, param in named]
         self._ends = list(accumulate(sizes))
-        self.anchor = torch.empty(sum(sizes), dtype=dtype)
+        self.anchor = torch.empty(sum(sizes), dtype=dtype, device="cpu")
         self._leaves = [
             torch.nn.Parameter(view.view(param.shape)) for view, (_, param) in self._pairs(self.anchor)
         ]

@@ -335,9 +335,9 @@ class LocalSteps:
         refusal = comparing.changes(self)
         pace = int(1e9 * self._in_window / max(1, self.position))
         own = [digest(fragment.anchor), self.steps, int(fragment.tokens), pace, refusal is not None]
-        table = torch.empty(comm.size, len(own), dtype=torch.int64)
+        table = torch.empty(comm.size, len(own), dtype=torch.int64, device="cpu")
         check = comm.all_gather_into_tensor(
-            table, torch.tensor([own]), async_op=True, compress=False, tag=CHECK
+            table, torch.tensor([own], device="cpu"), async_op=True, compress=False, tag=CHECK
         )
         assert check is not None
         weight = None
@@ -413,7 +413,7 @@ class LocalSteps:
         for fragment in self.fragments:
             params = [param for _, param in fragment.named]
             numel = fragment.anchor.numel()
-            flat = torch.zeros(numel + len(params), dtype=fragment.anchor.dtype)
+            flat = torch.zeros(numel + len(params), dtype=fragment.anchor.dtype, device="cpu")
             begin = 0
             for index, param in enumerate(params):
                 if param.grad is not None:

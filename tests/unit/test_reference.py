@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import pydoc
 import re
 from collections.abc import Iterator
@@ -84,7 +85,7 @@ def test_docstrings_have_shapes_errors_and_an_example(name: str) -> None:
         assert re.search(r"shape|elements|pickle|`all_reduce`|`send`|`recv`", text)
 
 
-def test_the_examples_of_docstrings_run() -> None:
+def test_the_examples_of_docstrings_run(tmp_path: Path) -> None:
     programs = {name: examples(function) for name, function in (OF_API | OF_JOBS).items()}
     assert len(programs) >= 38
     assert all(programs.values())
@@ -93,7 +94,7 @@ def test_the_examples_of_docstrings_run() -> None:
     programs["with_halo"] = examples(mcr.Layout.with_halo)
     assert {"mcr_plus.spatial.Conv3d", "with_halo"} <= {name for name, text in programs.items() if text}
     programs = {name: text for name, text in programs.items() if runs(text)}
-    run_ranks(run_examples, 2, args=[programs], via="torch")
+    run_ranks(run_examples, 2, args=[programs, str(tmp_path)], via="torch")
 
 
 def examples(function: Any) -> str:
@@ -103,7 +104,9 @@ def examples(function: Any) -> str:
     )
 
 
-def run_examples(programs: dict[str, str]) -> None:
+def run_examples(programs: dict[str, str], folder: str) -> None:
+    os.chdir(folder)  # for what they write
+
     def run(name: str) -> None:
         code = compile(inspect.cleandoc("\n" + programs[name]), name, "exec")
         exec(code, {"torch": torch, "mcr": mcr, "autograd": autograd, "spatial": spatial})

@@ -6,7 +6,7 @@ A message is bytes in which a row of `width` values begins at an address of its 
     bf16       rounded to bfloat16, to nearest even
     fp8_block  a payload of `fp8_block` per row: a float32 scale for each 256 values, then their codes (e4m3)
 
-Sums are made in float32 (of float64: in float64) and rounded once. The CPU kernels are for float32 and
+Sums of rows are made in float32 (of float64: in float64), products of two rows in float64; both are rounded once. The CPU kernels are for float32 and
 bfloat16; other dtypes and devices take the reference, with the same results but for the order of additions.
 """
 
@@ -85,11 +85,11 @@ def _encoded(rows: torch.Tensor, form: Format) -> torch.Tensor:
 
 
 def _decoded(raw: torch.Tensor, width: int, dtype: torch.dtype, form: Format) -> torch.Tensor:
-    """[rows, width] from [rows, bytes]."""
-    count = len(raw)
+    """[rows, width], in the dtype in which sums are made, from [rows, bytes] of rows of `dtype`."""
+    count, exact = len(raw), _summing(dtype)
     if form != "fp8_block":
         stored = dtype if form == "plain" else torch.bfloat16
-        return raw[:, : width * stored.itemsize].contiguous().view(stored).view(count, width).to(dtype)
+        return raw[:, : width * stored.itemsize].contiguous().view(stored).view(count, width).to(exact)
     blocks = -(-width // fp8_block.CHUNK)
     codes = torch.zeros(count, blocks * fp8_block.CHUNK, dtype=torch.uint8, device=raw.device)
     codes[:, :width] = raw[:, 4 * blocks : 4 * blocks + width]
@@ -97,7 +97,7 @@ def _decoded(raw: torch.Tensor, width: int, dtype: torch.dtype, form: Format) ->
     values = torch.empty(codes.numel(), device=raw.device)
     if codes.numel():
         fp8_block.decode(wire, values, _E4M3, "float32")
-    return values.view_as(codes)[:, :width].to(dtype)
+    return values.view_as(codes)[:, :width].to(exact)
 
 
 def _bytes_of(wire: Wire, size: int) -> torch.Tensor:
@@ -142,9 +142,13 @@ def pack_reference(values: torch.Tensor, rows: Ints, wire: Wire) -> None:
 
 def unpack_reference(own: torch.Tensor, wire: Wire, sources: Ints, out: torch.Tensor) -> None:
     """`unpack` in plain torch."""
-    come = torch.cat([_taken(wire, own.shape[1], own.dtype), own])
-    where = np.where(sources < 0, len(wire.at) - 1 - sources, sources)
-    torch.index_select(come, 0, _index(where, own), out=out)
+    out.copy_(_come(own, wire, sources))
+
+
+def _come(own: torch.Tensor, wire: Wire, sources: Ints) -> torch.Tensor:
+    """What `unpack` brings, in the dtype in which sums are made."""
+    rows = torch.cat([_taken(wire, own.shape[1], own.dtype), own.to(_summing(own.dtype))])
+    return rows[_index(np.where(sources < 0, len(wire.at) - 1 - sources, sources), own)]
 
 
 def unpack_gradient_reference(
@@ -157,10 +161,8 @@ def unpack_gradient_reference(
     weight_gradient: torch.Tensor,
 ) -> None:
     """`unpack_gradient` in plain torch."""
-    come = torch.empty_like(out)
-    unpack_reference(own, wire, sources, come)
-    exact = come.to(_summing(own.dtype))
-    weight_gradient.copy_((exact * answers).sum(1))
+    exact = _come(own, wire, sources)
+    weight_gradient.copy_((exact.double() * answers.double()).sum(1))
     out.copy_(exact * weights[:, None])
 
 
@@ -292,9 +294,9 @@ _store = _by_dtype(1, plain=_store_plain, bf16=_store_bf16, fp8=_store_fp8)
 
 @_numba.njit(fastmath={"reassoc"}, **_OPTIONS)  # for vector instructions; NaN and infinity stay what they are
 def _dot(a, b):  # type: ignore[no-untyped-def]
-    total = np.float32(0)
+    total = np.float64(0)
     for i in range(a.size):
-        total += a[i] * b[i]
+        total += np.float64(a[i]) * np.float64(b[i])
     return total
 
 

@@ -149,7 +149,7 @@ def test_rows_come_as_they_went(dtype: torch.dtype, width: int, form: Format) ->
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [1, 7, 256, 300])
 def test_kernels_are_as_the_reference(dtype: torch.dtype, width: int, form: Format) -> None:
-    """Bit for bit, but for the order in which products are summed."""
+    """Bit for bit, but for the order of additions."""
     given = setting(dtype, width, form)
     own, values, weights, wire, lists = (given[each] for each in ("own", "values", "weights", "wire", "lists"))
     other = Wire(wire.bytes.clone(), wire.at, form)

@@ -1,12 +1,14 @@
-"""Expert parallelism: `mcr.expert` beside an exchange written by hand, forward and backward, experts left out.
+"""Expert parallelism: `mcr.expert` beside an exchange written by hand, forward and backward, experts left
+out.
 
     python benchmarks/bench_expert.py --rounds 15
 
-By hand is what `examples/moe` did before it: an exchange of counts, one of rows in the order of experts, answers back
-in the same way, and an index_add of answers times weights, by differentiable all_to_alls. Both get the same tokens,
-experts and weights; a call is a forward and a backward pass. `gating` adds the choice of experts with capacity and the
-counts for the balance loss. Candidates take turns in one job; a time is that of the slowest rank, and of the
-rounds the median. The report goes to benchmarks/results/expert_<hardware>_<yyyymm>.md.
+By hand is what `examples/moe` did before it: an exchange of counts, one of rows in the order of experts,
+answers back in the same way, and an index_add of answers times weights, by differentiable all_to_alls. Both
+get the same tokens, experts and weights; a call is a forward and a backward pass. `gating` adds the choice of
+experts with capacity and the counts for the balance loss. Candidates take turns in one job; a time is that of
+the slowest rank, and of the rounds the median. The report goes to
+benchmarks/results/expert_<hardware>_<yyyymm>.md.
 """
 
 from __future__ import annotations
@@ -40,7 +42,13 @@ GATED: Final = "gating, by hand"
 
 
 def exchanged(
-    comm: mcr.Communicator, backend: str, tokens: Tensor, token: Tensor, weight: Tensor, kept: Tensor, first: Tensor
+    comm: mcr.Communicator,
+    backend: str,
+    tokens: Tensor,
+    token: Tensor,
+    weight: Tensor,
+    kept: Tensor,
+    first: Tensor,
 ) -> Tensor:
     """`token`, `weight`: of the choices in the order of experts; `kept`, `first`: choices of each expert."""
     ranks = comm.size
@@ -76,7 +84,9 @@ def gated_by_hand(comm: mcr.Communicator, backend: str, x: Tensor, logits: Tenso
     fits = place <= room
     order = torch.where(fits, choice, EXPERTS).argsort(stable=True)[: int(fits.sum())]
     weight = weights.t().reshape(-1)[order]
-    return exchanged(comm, backend, x, order % tokens, weight, mine[fits].sum(dim=0), mine[:tokens].sum(dim=0))
+    return exchanged(
+        comm, backend, x, order % tokens, weight, mine[fits].sum(dim=0), mine[:tokens].sum(dim=0)
+    )
 
 
 # --- ours -----------------------------------------------------------------------------------------------
@@ -171,14 +181,19 @@ def main(
                 for way, value in middle.items()
             })  # fmt: skip
         rows = [
-            [way, *(text for column in columns for text in (f"{column[way][0]:,.0f}", f"{column[way][1]:.2f}"))]
+            [
+                way,
+                *(text for column in columns for text in (f"{column[way][0]:,.0f}", f"{column[way][1]:.2f}")),
+            ]
             for way in columns[0]
         ]
         title = f"{tokens} tokens a rank, hidden {hidden}, top {k} of {EXPERTS} experts"
         harness.show(head, rows, title)
         parts.append(f"## {title}\n\n{harness.markdown(head, rows)}")
-    note = f"{ranks} ranks, medians of {rounds} rounds in turns; ×: times as fast as by hand, of `gating` as that by hand."
-    text = harness.page("Expert parallelism: dispatch, combine and their backward passes", harness.command(), note, *parts)
+    note = f"{ranks} ranks, medians of {rounds} rounds in turns. ×: times as fast as by hand"
+    text = harness.page(
+        "Expert parallelism: dispatch, combine and their backward passes", harness.command(), note, *parts
+    )
     harness.write(text, output, f"expert_{hardware}")
 
 

@@ -1,8 +1,8 @@
 """Index lists of expert parallelism on the CPU: which token travels where, and in which order rows lie there.
 
-A *choice* is a pair of a token and one of its k experts. A *row* of a message is a token, which travels once to
-each rank that has one of its experts. An *entry* is a choice that is kept. Entries are in the order of experts, and of
-tokens at each expert, so those for one rank lie together.
+A *choice* is a pair of a token and one of its k experts. A *row* of a message is a token, which travels once
+to each rank that has one of its experts. An *entry* is a choice that is kept. Entries are in the order of
+experts, and of tokens at each expert, so those for one rank lie together.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ class Sent(NamedTuple):
     """What a rank sends. Its own rank counts no rows: they stay where they are.
 
     Attributes:
-        bad: the flat index of the first expert id that is out of range, -1 if all are in it; the rest is then valid.
-        load: [k, experts] how many tokens chose each expert as their first, second, … choice; dropped ones, too.
+        bad: the flat index of the first expert id that is out of range, -1 if all are in it; the rest is then
+            valid.
+        load: [k, experts] how many tokens chose each expert as their first, second, … choice; dropped ones,
+            too.
         counts: [experts] entries of each.
         firsts: [ranks + 1] where the rows for each rank begin.
         tokens: [rows] the token of each.
@@ -65,46 +67,62 @@ class Received(NamedTuple):
 
 
 @compiled
-def _sent(ids, owners, ranks, rank, capacity):  # type: ignore[no-untyped-def]
+def _keep(ids, capacity, load, counts, kept):  # type: ignore[no-untyped-def]
+    """Mark the choices that find room, count them, and return the first id that is out of range."""
     tokens, k = ids.shape
-    experts = owners.size
-    load, counts = np.zeros((k, experts), np.int64), np.zeros(experts, np.int64)
-    kept = np.zeros((tokens, k), np.uint8)
     bad = -1
     for c in range(k):  # first choices have precedence over second ones
         for t in range(tokens):
             expert = ids[t, c]
-            if expert >= 0 and expert < experts:
+            if expert >= 0 and expert < counts.size:
                 load[c, expert] += 1
                 if capacity < 0 or counts[expert] < capacity:
                     counts[expert] += 1
                     kept[t, c] = 1
             elif expert != -1 and (bad < 0 or t * k + c < bad):
                 bad = t * k + c
-    ends = np.zeros(experts, np.int64)
-    entries = 0
-    for expert in range(experts):
-        ends[expert] = entries  # moves to the end of the expert's entries as they are found
-        entries += counts[expert]
-    firsts, seen = np.zeros(ranks + 1, np.int64), np.full(ranks, -1, np.int64)
-    for t in range(tokens):
-        for c in range(k):
+    return bad
+
+
+@compiled
+def _sum_up(counts, firsts):  # type: ignore[no-untyped-def]
+    total = 0
+    for i in range(counts.size):
+        firsts[i] = total
+        total += counts[i]
+    if firsts.size > counts.size:
+        firsts[counts.size] = total
+    return total
+
+
+@compiled
+def _count_rows(ids, kept, owners, rank, rows, seen):  # type: ignore[no-untyped-def]
+    for t in range(ids.shape[0]):
+        for c in range(ids.shape[1]):
             if kept[t, c]:
                 to = owners[ids[t, c]]
                 if to != rank and seen[to] != t:
                     seen[to] = t
-                    firsts[to + 1] += 1
-    for to in range(ranks):
-        firsts[to + 1] += firsts[to]
-    rows = firsts[ranks]
-    token_of, token_rows, token_firsts = (
-        np.empty(rows, np.int64),
-        np.empty(rows, np.int64),
-        np.empty(tokens + 1, np.int64),
-    )
+                    rows[to] += 1
+
+
+@compiled
+def _sent(ids, owners, ranks, rank, capacity):  # type: ignore[no-untyped-def]
+    tokens, k = ids.shape
+    load, counts = np.zeros((k, owners.size), np.int64), np.zeros(owners.size, np.int64)
+    kept, seen = np.zeros((tokens, k), np.uint8), np.full(ranks, -1, np.int64)
+    bad = _keep(ids, capacity, load, counts, kept)
+    ends = np.empty(owners.size, np.int64)  # they move to the end of an expert's entries as these are found
+    entries = _sum_up(counts, ends)
+    of_ranks, firsts = np.zeros(ranks, np.int64), np.empty(ranks + 1, np.int64)
+    _count_rows(ids, kept, owners, rank, of_ranks, seen)
+    rows = _sum_up(of_ranks, firsts)
+    token_of, token_rows = np.empty(rows, np.int64), np.empty(rows, np.int64)
+    token_firsts = np.empty(tokens + 1, np.int64)
     entry_rows, entry_choices = np.empty(entries, np.int32), np.empty(entries, np.int64)
     following = firsts.copy()
-    seen[:] = -1
+    for i in range(ranks):
+        seen[i] = -1
     found = 0
     for t in range(tokens):
         token_firsts[t] = found
@@ -127,7 +145,8 @@ def _sent(ids, owners, ranks, rank, capacity):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _received(counts, firsts, rows, rank, tokens):  # type: ignore[no-untyped-def]
+def _place(counts, firsts, rows, rank, tokens, sources, places):  # type: ignore[no-untyped-def]
+    """Give every entry its position; returns whether one names a row that is not there."""
     ranks, experts = counts.shape
     starts = np.empty((ranks, experts), np.int64)
     at = 0
@@ -135,8 +154,6 @@ def _received(counts, firsts, rows, rank, tokens):  # type: ignore[no-untyped-de
         for source in range(ranks):
             starts[source, expert] = at
             at += counts[source, expert]
-    sources, places = np.empty(rows.size, np.int64), np.empty(rows.size, np.int64)
-    row_firsts, own_firsts = np.zeros(firsts[ranks] + 1, np.int64), np.zeros(tokens + 1, np.int64)
     bad = False
     entry = 0
     for source in range(ranks):
@@ -145,39 +162,41 @@ def _received(counts, firsts, rows, rank, tokens):  # type: ignore[no-untyped-de
             at = starts[source, expert]
             for _ in range(counts[source, expert]):
                 row = np.int64(rows[entry])
-                if row < 0 or row >= known:
-                    bad = True
-                    row = np.int64(0)
-                if source == rank:
-                    sources[at] = -1 - row
-                else:
-                    sources[at] = firsts[source] + row
+                bad |= row < 0 or row >= known
+                sources[at] = -1 - row if source == rank else firsts[source] + row
                 places[entry] = at
                 entry += 1
                 at += 1
+    return bad
+
+
+@compiled
+def _group(sources, sign, first, firsts):  # type: ignore[no-untyped-def]
+    """The positions of each number i = sign × source - first, from 0."""
+    counts = np.zeros(firsts.size - 1, np.int64)
+    for at in range(sources.size):
+        i = sign * sources[at] - first
+        if i >= 0:
+            counts[i] += 1
+    positions = np.empty(_sum_up(counts, firsts), np.int64)
+    ends = firsts.copy()
+    for at in range(sources.size):
+        i = sign * sources[at] - first
+        if i >= 0:
+            positions[ends[i]] = at
+            ends[i] += 1
+    return positions
+
+
+@compiled
+def _received(counts, firsts, rows, rank, tokens):  # type: ignore[no-untyped-def]
+    sources, places = np.empty(rows.size, np.int64), np.empty(rows.size, np.int64)
+    row_firsts, own_firsts = np.zeros(firsts[-1] + 1, np.int64), np.zeros(tokens + 1, np.int64)
+    bad = _place(counts, firsts, rows, rank, tokens, sources, places)
     if bad:
         return bad, sources, places, row_firsts, places, own_firsts, places
-    for at in range(rows.size):
-        if sources[at] < 0:
-            own_firsts[-sources[at]] += 1  # of the token after
-        else:
-            row_firsts[sources[at] + 1] += 1
-    for t in range(tokens):
-        own_firsts[t + 1] += own_firsts[t]
-    for row in range(row_firsts.size - 1):
-        row_firsts[row + 1] += row_firsts[row]
-    own_ends, row_ends = own_firsts.copy(), row_firsts.copy()
-    own_positions = np.empty(own_firsts[tokens], np.int64)
-    row_positions = np.empty(rows.size - own_positions.size, np.int64)
-    for at in range(rows.size):
-        if sources[at] < 0:
-            t = -1 - sources[at]
-            own_positions[own_ends[t]] = at
-            own_ends[t] += 1
-        else:
-            row = sources[at]
-            row_positions[row_ends[row]] = at
-            row_ends[row] += 1
+    row_positions = _group(sources, 1, 0, row_firsts)
+    own_positions = _group(sources, -1, 1, own_firsts)
     return bad, sources, places, row_firsts, row_positions, own_firsts, own_positions
 
 
@@ -197,7 +216,8 @@ def sent(ids: Ints, owners: Ints, ranks: int, rank: int, capacity: int | None) -
         ids: [tokens, k] the experts of each token; -1 for none.
         owners: [experts] the rank of each.
         ranks, rank: how many there are, and this one.
-        capacity: entries of an expert at most, those of first choices first, then by token; None for no limit.
+        capacity: entries of an expert at most, those of first choices first, then by token; None for no
+            limit.
     """
     return Sent(*_sent(ids, owners, ranks, rank, -1 if capacity is None else capacity))
 

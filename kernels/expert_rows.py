@@ -6,8 +6,9 @@ A message is bytes in which a row of `width` values begins at an address of its 
     bf16       rounded to bfloat16, to nearest even
     fp8_block  a payload of `fp8_block` per row: a float32 scale for each 256 values, then their codes (e4m3)
 
-Sums of rows are made in float32 (of float64: in float64), products of two rows in float64; both are rounded once. The CPU kernels are for float32 and
-bfloat16; other dtypes and devices take the reference, with the same results but for the order of additions.
+Sums of rows are made in float32 (of float64: in float64), products of two rows in float64; both are rounded
+once. The CPU kernels are for float32 and bfloat16; other dtypes and devices take the reference, with the same
+results but for the order of additions.
 """
 
 from __future__ import annotations
@@ -166,9 +167,7 @@ def unpack_gradient_reference(
     out.copy_(exact * weights[:, None])
 
 
-def pack_sums_reference(
-    values: torch.Tensor, weights: torch.Tensor | None, lists: Lists, wire: Wire
-) -> None:
+def pack_sums_reference(values: torch.Tensor, weights: torch.Tensor | None, lists: Lists, wire: Wire) -> None:
     """`pack_sums` in plain torch."""
     sums = _sums(values, weights, lists)
     _put(sums.to(values.dtype) if wire.format == "plain" else sums, wire)
@@ -224,17 +223,17 @@ def _by_dtype(position: int, **implementations: Any) -> Any:
     return stub
 
 
-def _load_plain(a, b, c):  # type: ignore[no-untyped-def]
+def _load_plain(a, b, c):  # type: ignore[no-untyped-def]  # noqa: ARG001
     for i in range(b.size):
         b[i] = a[i]
 
 
-def _load_bf16(a, b, c):  # type: ignore[no-untyped-def]
+def _load_bf16(a, b, c):  # type: ignore[no-untyped-def]  # noqa: ARG001
     for i in range(b.size):
         b[i] = np.uint32(np.uint32(a[i]) << _16).view(np.float32)
 
 
-def _load_fp8(a, b, c):  # type: ignore[no-untyped-def]
+def _load_fp8(a, b, c):  # type: ignore[no-untyped-def]  # noqa: ARG001
     blocks = (b.size + _BLOCK - 1) // _BLOCK
     scales, codes = a[: 4 * blocks].view(np.float32), a[4 * blocks :]
     for block in range(blocks):
@@ -262,12 +261,12 @@ def _add_blocks(a, b, c):  # type: ignore[no-untyped-def]
         _add_fp8(codes[at:end], scales[block] * c, b[at:end], _DECODING)
 
 
-def _store_plain(a, b, c):  # type: ignore[no-untyped-def]
+def _store_plain(a, b, c):  # type: ignore[no-untyped-def]  # noqa: ARG001
     for i in range(a.size):
         b[i] = a[i]
 
 
-def _store_bf16(a, b, c):  # type: ignore[no-untyped-def]
+def _store_bf16(a, b, c):  # type: ignore[no-untyped-def]  # noqa: ARG001
     for i in range(a.size):
         bits = np.float32(a[i]).view(np.uint32)
         odd = np.uint32(np.uint32(bits >> _16) & _1)
@@ -275,7 +274,7 @@ def _store_bf16(a, b, c):  # type: ignore[no-untyped-def]
         b[i] = _NAN if np.uint32(bits & _MAGNITUDE) > _INFINITE else np.uint16(rounded)
 
 
-def _store_fp8(a, b, c):  # type: ignore[no-untyped-def]
+def _store_fp8(a, b, c):  # type: ignore[no-untyped-def]  # noqa: ARG001
     blocks = (a.size + _BLOCK - 1) // _BLOCK
     scales, codes = b[: 4 * blocks].view(np.float32), b[4 * blocks : 4 * blocks + a.size]
     for block in range(blocks):
@@ -418,7 +417,7 @@ def unpack_gradient(
 
 
 def pack_sums(values: torch.Tensor, weights: torch.Tensor | None, lists: Lists, wire: Wire) -> None:
-    """Write to place i of `wire` the sum of the rows of list i of `values` [m, width], times `weights` [m]."""
+    """Write to place i of `wire` the sum of rows of `values` [m, width], list i, times `weights` [m]."""
     if not _by_kernel(values) or not _usual(weights):
         pack_sums_reference(values, weights, lists, wire)
         return
@@ -439,8 +438,8 @@ def unpack_sums(
 ) -> None:
     """Overwrite row i of `out` [n, width] with two sums in one pass.
 
-    These are the rows of list i of `own` in `values` [m, width], times `weights` [m], and the rows of list i of
-    `rows` in `wire`. `out` has the dtype of `values`.
+    These are the rows of list i of `own` in `values` [m, width], times `weights` [m], and the rows of list i
+    of `rows` in `wire`. `out` has the dtype of `values`.
     """
     if not _by_kernel(values) or not _usual(weights):
         unpack_sums_reference(values, weights, own, wire, rows, out)

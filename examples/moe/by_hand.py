@@ -50,9 +50,15 @@ def choices(chosen: Tensor, weights: Tensor, experts: int, capacity: int) -> Cho
 
 
 def exchange(
-    comms: Transport, tokens: Tensor, chosen: Tensor, weights: Tensor, experts: int, capacity: int, answer: Answer
+    comms: Transport,
+    tokens: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    experts: int,
+    capacity: int,
+    answer: Answer,
 ) -> tuple[Tensor, Tensor, int]:
-    """Weighted sums of the experts' answers to each token, first choices of all ranks' tokens, dropped choices."""
+    """Weighted sums of answers to each token, first choices of all ranks' tokens, and dropped choices."""
     ranks, own = comms.world_size, experts // comms.world_size
     routing = choices(chosen, weights, experts, capacity)
     # With the global counts the mean of the ranks' balance losses is that of the global batch.
@@ -67,6 +73,7 @@ def exchange(
     order = of_experts.repeat_interleave(counts.flatten()).argsort(stable=True)
     answers = answer(asked[order], counts.sum(dim=0).tolist())
     back = comms.all_to_all(answers[order.argsort()], sent, received, tag="moe.combine")
-    # In float64, in which `mcr.expert` sums the gradients of weights, so that both train the same to the last bit.
+    # In float64, in which `mcr.expert` sums the gradients of weights, so that both train the same to the last
+    # bit.
     weighted = (back.double() * routing.weight.double()[:, None]).to(back.dtype)
     return torch.zeros_like(tokens).index_add(0, routing.token, weighted), first, routing.dropped

@@ -54,8 +54,8 @@ class Gate(NamedTuple):
 def gate(logits: Tensor, top_k: int) -> Gate:
     """The `top_k` experts of each token of `logits` [tokens, experts].
 
-    Top 1 weighs the answer by its probability; top 2 by the two probabilities scaled to sum to 1, also when one
-    is dropped.
+    Top 1 weighs the answer by its probability; top 2 by the two probabilities scaled to sum to 1, also when
+    one is dropped.
     """
     probabilities = logits.softmax(dim=1)
     weights, chosen = probabilities.topk(top_k)

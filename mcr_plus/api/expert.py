@@ -7,9 +7,10 @@
     answers = torch.cat([one(part) for one, part in zip(local_experts, parts)])
     y = expert.combine(answers, routed)  # weighted sums, [n, hidden]
 
-A token travels once to each rank that has one of its experts, and one weighted sum of their answers comes back. Both
-functions are differentiable: the backward pass of `dispatch` sends as `combine` does, and the reverse. The interface
-has the shape of DeepEP's (https://github.com/deepseek-ai/DeepEP); the exchange runs over any library.
+A token travels once to each rank that has one of its experts, and one weighted sum of their answers comes
+back. Both functions are differentiable: the backward pass of `dispatch` sends as `combine` does, and the
+reverse. The interface has the shape of DeepEP's (https://github.com/deepseek-ai/DeepEP); the exchange runs
+over any library.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ class Dispatched:
     """The tokens that have come to this rank's experts.
 
     Attributes:
-        rows: [m, hidden], in the order of local experts, for each in the order of ranks, of each in that of tokens;
-            of the dtype of the tokens. A token is there once for each of its experts on this rank.
+        rows: [m, hidden], in the order of local experts, for each in the order of ranks, of each in that of
+            tokens; of the dtype of the tokens. A token is there once for each of its experts on this rank.
         counts: rows of each local expert; they sum to m.
         weights: [m] the weight of each row, by which `combine` multiplies its answer; None for 1.
         routing: for another dispatch with the same experts.
@@ -113,27 +114,29 @@ def dispatch(
 ) -> Dispatched | Pending[Dispatched]:
     """Send every token to the ranks of its experts; all ranks of the group call it, each with its own tokens.
 
-    Experts lie on the ranks in consecutive runs of equal length; where they do not divide, the first ranks have one
-    more. Numbers of tokens may differ between ranks, and be 0. The exchange is two operations, the first of which
-    carries counts; one with `max_rows` or `routing`.
+    Experts lie on the ranks in consecutive runs of equal length; where they do not divide, the first ranks
+    have one more. Numbers of tokens may differ between ranks, and be 0. The exchange is two operations, the
+    first of which carries counts; one with `max_rows` or `routing`.
 
     Args:
-        x: [n, hidden], float32, bfloat16, float16 or float64. Its gradient is the sum over the token's experts.
-        expert_ids: integers [n, k], from 0 to `experts` - 1 or -1 for none. A token that names an expert twice has
-            two rows there.
-        weights: [n, k] the weights of the experts' answers, floating-point; they travel as float32 (float64 as
-            that), and get gradients from `combine`. None: all are 1.
+        x: [n, hidden], float32, bfloat16, float16 or float64. Its gradient is the sum over the token's
+            experts.
+        expert_ids: integers [n, k], from 0 to `experts` - 1 or -1 for none. A token that names an expert
+            twice has two rows there.
+        weights: [n, k] the weights of the experts' answers, floating-point; they travel as float32 (float64
+            as that), and get gradients from `combine`. None: all are 1.
         experts: how many there are on all ranks. Ranks may have none.
         routing: of an earlier dispatch, in place of `expert_ids`, `experts`, `capacity`, `max_rows`, `load`,
             `compress`, `compress_back`, `group`, `backend` and `tag`; `x` has as many tokens and any width.
-        capacity: how many of this rank's choices an expert takes at most: first choices before second ones, each
-            in the order of tokens. The others are dropped. None: all.
-        max_rows: how many tokens any rank sends to any other at most, the same on all ranks. Messages then have
-            room for so many, and counts travel with them. It pays for few tokens.
-        load: also return how many tokens of all ranks chose each expert, for losses and biases that balance them.
-        compress: None, `bf16` or `fp8_block` (e4m3 with a float32 scale for each 256 values of a token): how tokens
-            travel to the experts, and in the backward pass gradients of answers. Rows that stay on their rank are
-            exact.
+        capacity: how many of this rank's choices an expert takes at most: first choices before second ones,
+            each in the order of tokens. The others are dropped. None: all.
+        max_rows: how many tokens any rank sends to any other at most, the same on all ranks. Messages then
+            have room for so many, and counts travel with them. It pays for few tokens.
+        load: also return how many tokens of all ranks chose each expert, for losses and biases that balance
+            them.
+        compress: None, `bf16` or `fp8_block` (e4m3 with a float32 scale for each 256 values of a token): how
+            tokens travel to the experts, and in the backward pass gradients of answers. Rows that stay on
+            their rank are exact.
         compress_back: likewise of answers on the way back, and of gradients of tokens.
         group: None: all ranks.
         backend, tag: as of `mcr.all_to_all_single`; operations are named `<tag>.counts`, `<tag>.dispatch` and
@@ -141,9 +144,9 @@ def dispatch(
         async_op: return a `Pending` at once (without `max_rows` and `routing`: after the counts).
 
     Raises:
-        InvalidArgument: an argument is wrong. For ids out of range, shapes of ids and weights that do not fit, and
-            more rows than `max_rows` on one rank, and for ranks that differ in `experts`, k, hidden, dtype or
-            `compress`, all ranks raise.
+        InvalidArgument: an argument is wrong. For ids out of range, shapes of ids and weights that do not
+            fit, and more rows than `max_rows` on one rank, and for ranks that differ in `experts`, k, hidden,
+            dtype or `compress`, all ranks raise.
 
     Example:
         ```python
@@ -159,7 +162,9 @@ def dispatch(
     if routing is not None:
         given = (expert_ids, experts, capacity, max_rows, compress, compress_back, group, backend)
         if any(each is not None for each in given) or load or tag != "expert":
-            raise InvalidArgument("dispatch: with routing= expected x and weights alone, as the rest is part of it")
+            raise InvalidArgument(
+                "dispatch: with routing= expected x and weights alone, as the rest is part of it"
+            )
         return _again(routing, x, weights, async_op)
     comm = member_of(group)
     _check_tokens(x)
@@ -217,7 +222,9 @@ def _again(
     if len(x) != routing.tokens:
         raise InvalidArgument(f"x: expected the {routing.tokens} tokens of its routing, got {len(x)}")
     if weights is not None and weights.shape != shape:
-        raise InvalidArgument(f"weights: expected shape {list(shape)} of its routing, got {list(weights.shape)}")
+        raise InvalidArgument(
+            f"weights: expected shape {list(shape)} of its routing, got {list(weights.shape)}"
+        )
     detached = x.detach().contiguous()
     plain = None if weights is None else weights.detach().contiguous()
     exchange = routing.start_there(routing.way_there(detached, plain), detached, plain, None, async_op)
@@ -239,14 +246,16 @@ def _dispatched(
 @overload
 def combine(answers: torch.Tensor, routed: Dispatched, *, async_op: Literal[False] = ...) -> torch.Tensor: ...
 @overload
-def combine(answers: torch.Tensor, routed: Dispatched, *, async_op: Literal[True]) -> Pending[torch.Tensor]: ...
+def combine(
+    answers: torch.Tensor, routed: Dispatched, *, async_op: Literal[True]
+) -> Pending[torch.Tensor]: ...
 def combine(
     answers: torch.Tensor, routed: Dispatched, *, async_op: bool = False
 ) -> torch.Tensor | Pending[torch.Tensor]:
     """Return to every token the weighted sum of its experts' answers; all ranks of the group call it.
 
-    Sums are made in float32 (of float64: in float64): first over the experts of a rank, whose sum travels, then over
-    the ranks. A token without experts gets 0.
+    Sums are made in float32 (of float64: in float64): first over the experts of a rank, whose sum travels,
+    then over the ranks. A token without experts gets 0.
 
     Args:
         answers: [m, any width], the answer to each of `routed.rows`, of a dtype that tokens may have.
@@ -264,7 +273,9 @@ def combine(
     _check_tokens(answers, "answers")
     routing, weights = routed.routing, routed.weights
     if len(answers) != routing.rows:
-        raise InvalidArgument(f"answers: expected {routing.rows} rows, as many as were dispatched, got {len(answers)}")
+        raise InvalidArgument(
+            f"answers: expected {routing.rows} rows, as many as were dispatched, got {len(answers)}"
+        )
     detached = answers.detach().contiguous()
     plain = None if weights is None else weights.detach()
     exchange = routing.start_back(detached, plain, None, async_op)
@@ -396,7 +407,8 @@ def _refusal(
     """What is wrong with the values, of which the other ranks hear in the exchange."""
     if len(ids) != len(x):
         return InvalidArgument(
-            f"expert_ids: shape {list(ids.shape)} does not fit x of shape {list(x.shape)}; expected a row per token"
+            f"expert_ids: shape {list(ids.shape)} does not fit x of shape {list(x.shape)}; "
+            "expected a row per token"
         )
     if weights is not None and weights.shape != ids.shape:
         return InvalidArgument(
@@ -412,7 +424,7 @@ def _refusal(
     if max_rows is not None and max(rows) > max_rows:
         to = rows.index(max(rows))
         return InvalidArgument(
-            f"max_rows: {max(rows)} tokens of rank {comm.ranks[comm.rank]} go to rank {comm.ranks[to]}, expected "
-            f"{max_rows} at most"
+            f"max_rows: {max(rows)} tokens of rank {comm.ranks[comm.rank]} go to rank {comm.ranks[to]}, "
+            f"expected {max_rows} at most"
         )
     return None

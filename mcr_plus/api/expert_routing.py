@@ -1,12 +1,13 @@
 """The exchanges of expert parallelism: what travels between the ranks of one routing, there and back.
 
-A dispatch is two operations. The first carries facts to compare, and counts, from which every rank has the sizes of
-the second. The second carries, for each rank, rows, and for each entry a weight and the number of its row:
+A dispatch is two operations. The first carries facts to compare, and counts, from which every rank has the
+sizes of the second. The second carries, for each rank, rows, and for each entry a weight and the number of
+its row:
 
     header, if any | rows | up to 7 bytes | weights of entries | rows of entries | up to 15 bytes
 
-With a bound on the rows (`max_rows`), both are one operation, with the counts in front, of messages of fixed length.
-A rank sends nothing to itself: its own rows are read where they are.
+With a bound on the rows (`max_rows`), both are one operation, with the counts in front, of messages of fixed
+length. A rank sends nothing to itself: its own rows are read where they are.
 """
 
 from __future__ import annotations
@@ -33,7 +34,15 @@ DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 WEIGHTS: Final = (None, torch.float32, torch.float64)
 """Of weights as they travel; None for none."""
 
-_FACTS: Final = ("experts", "experts per token", "hidden", "dtype", "dtype of weights", "compress", "compress_back")
+_FACTS: Final = (
+    "experts",
+    "experts per token",
+    "hidden",
+    "dtype",
+    "dtype of weights",
+    "compress",
+    "compress_back",
+)
 _ROWS: Final = 1 + len(_FACTS)  # before it: whether the rank refuses its arguments, and its facts
 _COUNTS: Final = _ROWS + 1
 
@@ -201,7 +210,8 @@ class Routing:
         counts: rows of each local expert, which lie one behind another in this order.
         load: int64 [k, experts], how many tokens of all ranks chose each expert as their first, second, …
             choice, dropped choices included; None if it was not asked for.
-        dropped: choices of this rank's tokens that were dropped, because their experts had reached `capacity`.
+        dropped: choices of this rank's tokens that were dropped, because their experts had reached
+            `capacity`.
     """
 
     def __init__(
@@ -273,14 +283,16 @@ class Routing:
         ranks = self._comm.ranks
         refusing = np.flatnonzero(numbers[:, 0])
         if len(refusing):
-            raise InvalidArgument(f"dispatch: rank {ranks[refusing[0]]} refuses its arguments; its error has the reason")
+            raise InvalidArgument(
+                f"dispatch: rank {ranks[refusing[0]]} refuses its arguments; its error has the reason"
+            )
         facts = numbers[:, 1:_ROWS]
         different = np.argwhere(facts != facts[0])
         if len(different):
             rank, fact = different[0].tolist()
             raise InvalidArgument(
-                f"dispatch: expected the same {_FACTS[fact]} on all ranks, got {_shown(fact, facts[0, fact])} on rank "
-                f"{ranks[0]} and {_shown(fact, facts[rank, fact])} on rank {ranks[rank]}"
+                f"dispatch: expected the same {_FACTS[fact]} on all ranks, "
+                f"got {_shown(fact, facts[0, fact])} on rank {ranks[0]} and {_shown(fact, facts[rank, fact])} on rank {ranks[rank]}"
             )
 
     # -- to the experts -----------------------------------------------------------------------------
@@ -323,7 +335,9 @@ class Routing:
         sizes = layout.sizes if way.slot is not None else way.layout(self._in, self._comm.rank).sizes
         return self._all_to_all(way, buffer, layout.sizes, sizes, "dispatch", async_op)
 
-    def _put_entries(self, way: Way, layout: Layout, buffer: torch.Tensor, weights: torch.Tensor | None) -> None:
+    def _put_entries(
+        self, way: Way, layout: Layout, buffer: torch.Tensor, weights: torch.Tensor | None
+    ) -> None:
         if weights is None and not way.lists:
             return
         values = None if weights is None else self._of_entries(weights)
@@ -333,7 +347,7 @@ class Routing:
                 if each is not None:
                     raw = each[first : first + count].view(torch.uint8)
                     buffer[at : at + len(raw)] = raw.to(buffer.device)
-                    at += len(raw)  # noqa: PLW2901 - the second kind lies behind the first
+                    at += len(raw)
 
     def _of_entries(self, weights: torch.Tensor) -> torch.Tensor:
         choices = torch.from_numpy(self._sent.entry_choices).to(weights.device)
@@ -368,7 +382,9 @@ class Routing:
             parts.append(self._sent.entry_rows[mine] if rank == own else raw.cpu().view(torch.int32).numpy())
         self._found = lists_of.received(self._counts, self._in.rows, np.concatenate(parts), own, self.tokens)
         if self._found.bad:
-            raise BackendError(f"{self._tag}.dispatch: an entry names a row that has not come; the data was damaged")
+            raise BackendError(
+                f"{self._tag}.dispatch: an entry names a row that has not come; the data was damaged"
+            )
 
     def weights_there(self, exchange: Exchange, weights: torch.Tensor) -> torch.Tensor:
         """[rows]: the weight of each, of which `weights` [tokens, k] are this rank's."""
@@ -423,15 +439,17 @@ class Routing:
             way, buffer, layout.sizes, way.layout(self._out, own).sizes, "combine", async_op
         )
 
-    def sums_back(self, exchange: Exchange, values: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    def sums_back(
+        self, exchange: Exchange, values: torch.Tensor, weights: torch.Tensor | None
+    ) -> torch.Tensor:
         """[tokens, width]: the sums that have come, and those of this rank's experts, of `start_back`."""
         way, found = exchange.way, self._found
         layout = way.layout(self._out, self._comm.rank)
         at = lists_of.addresses(self._out.rows, layout.rows, way.row_bytes)
         out = values.new_empty(self.tokens, way.width)
         expert_rows.unpack_sums(
-            values, weights, Lists(found.own_firsts, found.own_positions), Wire(exchange.received, at, way.form),
-            Lists(self._sent.token_firsts, self._sent.token_rows), out,
+            values, weights, Lists(found.own_firsts, found.own_positions),
+            Wire(exchange.received, at, way.form), Lists(self._sent.token_firsts, self._sent.token_rows), out,
         )  # fmt: skip
         return out
 

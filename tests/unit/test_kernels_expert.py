@@ -1,4 +1,4 @@
-"""Kernels of expert parallelism: lists against loops over tokens, rows against plain torch and the formats."""
+"""Kernels of expert parallelism: lists against loops over tokens, rows against plain torch, formats."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcr_plus.kernels import expert_rows as rows_of
 from mcr_plus.kernels import expert_routing as lists_of
+from mcr_plus.kernels import expert_rows as rows_of
 from mcr_plus.kernels.expert_rows import Format, Lists, Wire
 
 Lines = list[list[int]]
@@ -24,7 +24,8 @@ def routings(draw: st.DrawFn) -> tuple[list[np.ndarray[Any, Any]], np.ndarray[An
     owners = np.sort(np.array(draw(st.lists(st.integers(0, ranks - 1), min_size=experts, max_size=experts))))
     ids = [
         np.array(
-            draw(st.lists(st.lists(st.integers(-1, experts - 1), min_size=k, max_size=k), max_size=6)), np.int64
+            draw(st.lists(st.lists(st.integers(-1, experts - 1), min_size=k, max_size=k), max_size=6)),
+            np.int64,
         ).reshape(-1, k)
         for _ in range(ranks)
     ]
@@ -80,7 +81,8 @@ def test_lists_are_those_of_one_token_at_a_time(routing: Any) -> None:
         order = sorted((e, s, c // k, c % k) for e, s, c in places)
         ordered = [(e, s, t) for e, s, t, _ in order]
         whence = [
-            (rank, -1 - at) if at < 0 else _token(int(at), starts, sent, rank) for at in found.sources.tolist()
+            (rank, -1 - at) if at < 0 else _token(int(at), starts, sent, rank)
+            for at in found.sources.tolist()
         ]
         assert [(s, t) for _, s, t in ordered] == whence
         for at, (e, s, c) in zip(found.places, places, strict=True):
@@ -141,7 +143,9 @@ def test_rows_come_as_they_went(dtype: torch.dtype, width: int, form: Format) ->
     expected = own[[4, 0, 1, 4, 1, 4]].double()
     assert torch.equal(out[[1, 3]], own[[0, 4]])  # its own are exact
     error = (out.double() - expected).abs()
-    limit = ERRORS[form] * expected.abs() + (expected.abs().amax(1, keepdim=True) / 448 if form == "fp8_block" else 0)
+    limit = ERRORS[form] * expected.abs() + (
+        expected.abs().amax(1, keepdim=True) / 448 if form == "fp8_block" else 0
+    )
     assert (error <= limit + 2.0**-8 * expected.abs() * (form != "plain")).all()
 
 
@@ -151,7 +155,9 @@ def test_rows_come_as_they_went(dtype: torch.dtype, width: int, form: Format) ->
 def test_kernels_are_as_the_reference(dtype: torch.dtype, width: int, form: Format) -> None:
     """Bit for bit, but for the order of additions."""
     given = setting(dtype, width, form)
-    own, values, weights, wire, lists = (given[each] for each in ("own", "values", "weights", "wire", "lists"))
+    own, values, weights, wire, lists = (
+        given[each] for each in ("own", "values", "weights", "wire", "lists")
+    )
     other = Wire(wire.bytes.clone(), wire.at, form)
 
     def same() -> None:
@@ -175,9 +181,10 @@ def test_kernels_are_as_the_reference(dtype: torch.dtype, width: int, form: Form
         rows_of.pack_sums(values, factor, lists, wire)
         rows_of.pack_sums_reference(values, factor, lists, other)
         same()
-        back, sums = Lists(np.array([0, 1, 1, 3], np.int64), np.array([2, 0, 1], np.int64)), [
-            torch.empty(3, width, dtype=dtype) for _ in range(2)
-        ]
+        back, sums = (
+            Lists(np.array([0, 1, 1, 3], np.int64), np.array([2, 0, 1], np.int64)),
+            [torch.empty(3, width, dtype=dtype) for _ in range(2)],
+        )
         rows_of.unpack_sums(values, factor, lists, wire, back, sums[0])
         rows_of.unpack_sums_reference(values, factor, lists, wire, back, sums[1])
         torch.testing.assert_close(*sums, rtol=2e-6 if dtype == torch.float32 else 2.0**-8, atol=1e-6)

@@ -123,42 +123,54 @@ def _chosen(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 # --- on ranks -------------------------------------------------------------------------------------------
 
 
-def measure(library: str, tokens: int, hidden: int, k: int, rounds: int) -> dict[str, list[float]] | None:
-    """Microseconds of a forward and a backward pass, by candidate and round."""
+def measure(libraries: list[str], rounds: int) -> list[dict[str, list[float]]] | None:
+    """Microseconds of a forward and a backward pass by size, by library and way, and by round."""
     torch.set_num_threads(1)
     with mcr.init() as comm:
-        random = torch.Generator().manual_seed(comm.rank)
-        x = torch.randn(tokens, hidden, generator=random).requires_grad_()
-        logits = torch.randn(tokens, EXPERTS, generator=random).requires_grad_()
-        weights, ids = (each.detach() for each in _chosen(logits, k))
-        weights.requires_grad_()
-        gradient = torch.randn(tokens, hidden, generator=random)
-        first = expert.dispatch(x, ids, weights, experts=EXPERTS, backend=library).routing
-        coded = {"compress": "fp8_block", "compress_back": "bf16"}
-        forwards: dict[str, Callable[[], Tensor]] = {
-            HAND: partial(by_hand, comm, library, x, ids, weights),
-            "mcr.expert": partial(ours, library, x, ids, weights),
-            "fp8 there, bf16 back": partial(ours, library, x, ids, weights, **coded),
-            "max_rows": partial(ours, library, x, ids, weights, max_rows=tokens),
-            "routing again": partial(again, first, x, weights),
-            GATED: partial(gated_by_hand, comm, library, x, logits, k),
-            "gating": partial(gated, library, x, logits, k),
-        }
-        torch.testing.assert_close(forwards["mcr.expert"](), forwards[HAND]())
-        torch.testing.assert_close(forwards["gating"](), forwards[GATED]())
-
-        def step(forward: Callable[[], Tensor]) -> None:
-            x.grad = weights.grad = logits.grad = None
-            forward().backward(gradient)
 
         def largest(number: float) -> float:
             found = torch.tensor(number)
             comm.all_reduce(found, mcr.MAX)
             return float(found)
 
-        calls = {name: partial(step, forward) for name, forward in forwards.items()}
-        times = harness.slowest(calls, rounds, comm.barrier, largest)
-        return times if comm.rank == 0 else None
+        found = []
+        for tokens, hidden, k in SIZES:
+            calls: dict[str, Callable[[], None]] = {}
+            for library in libraries:
+                steps = _steps(comm, library, tokens, hidden, k)
+                calls |= {f"{library} {way}": step for way, step in steps.items()}
+            found.append(harness.slowest(calls, rounds, comm.barrier, largest))
+        return found if comm.rank == 0 else None
+
+
+def _steps(
+    comm: mcr.Communicator, library: str, tokens: int, hidden: int, k: int
+) -> dict[str, Callable[[], None]]:
+    random = torch.Generator().manual_seed(comm.rank)
+    x = torch.randn(tokens, hidden, generator=random).requires_grad_()
+    logits = torch.randn(tokens, EXPERTS, generator=random).requires_grad_()
+    weights, ids = (each.detach() for each in _chosen(logits, k))
+    weights.requires_grad_()
+    gradient = torch.randn(tokens, hidden, generator=random)
+    first = expert.dispatch(x, ids, weights, experts=EXPERTS, backend=library).routing
+    coded = {"compress": "fp8_block", "compress_back": "bf16"}
+    forwards: dict[str, Callable[[], Tensor]] = {
+        HAND: partial(by_hand, comm, library, x, ids, weights),
+        "mcr.expert": partial(ours, library, x, ids, weights),
+        "fp8 there, bf16 back": partial(ours, library, x, ids, weights, **coded),
+        "max_rows": partial(ours, library, x, ids, weights, max_rows=tokens),
+        "routing again": partial(again, first, x, weights),
+        GATED: partial(gated_by_hand, comm, library, x, logits, k),
+        "gating, mcr.expert": partial(gated, library, x, logits, k),
+    }
+    torch.testing.assert_close(forwards["mcr.expert"](), forwards[HAND]())
+    torch.testing.assert_close(forwards["gating, mcr.expert"](), forwards[GATED]())
+
+    def step(forward: Callable[[], Tensor]) -> None:
+        x.grad = weights.grad = logits.grad = None
+        forward().backward(gradient)
+
+    return {way: partial(step, forward) for way, forward in forwards.items()}
 
 
 def main(
@@ -169,24 +181,20 @@ def main(
     hardware: Hardware = HARDWARE,
 ) -> None:
     """Measure all sizes on each library, and write the report."""
-    head = ["way", *(f"{name} {what}" for name in library or LIBRARIES for what in ("µs", "×"))]
+    libraries = harness.chosen(library or LIBRARIES, LIBRARIES, "library")
+    head = ["way", *(f"{name} {what}" for name in libraries for what in ("µs", "×"))]
     parts: list[str] = []
-    for tokens, hidden, k in SIZES:
-        columns: list[dict[str, tuple[float, float]]] = []
-        for name in harness.chosen(library or LIBRARIES, LIBRARIES, "library"):
-            times = harness.on_ranks(harness.here(ranks), measure, name, tokens, hidden, k, rounds)
-            middle = {way: median(each) for way, each in times.items()}
-            columns.append({
-                way: (value, middle[GATED if way.startswith("gating") else HAND] / value)
-                for way, value in middle.items()
-            })  # fmt: skip
-        rows = [
-            [
-                way,
-                *(text for column in columns for text in (f"{column[way][0]:,.0f}", f"{column[way][1]:.2f}")),
-            ]
-            for way in columns[0]
-        ]
+    found = harness.on_ranks(harness.here(ranks), measure, libraries, rounds)
+    for (tokens, hidden, k), times in zip(SIZES, found, strict=True):
+        middle = {way: median(each) for way, each in times.items()}
+        ways = [name.removeprefix(f"{libraries[0]} ") for name in times if name.startswith(libraries[0])]
+
+        def cells(way: str, middle: dict[str, float] = middle) -> list[str]:
+            base = GATED if way.startswith("gating") else HAND
+            pairs = [(middle[f"{name} {way}"], middle[f"{name} {base}"]) for name in libraries]
+            return [text for time, hand in pairs for text in (f"{time:,.0f}", f"{hand / time:.2f}")]
+
+        rows = [[way, *cells(way)] for way in ways]
         title = f"{tokens} tokens a rank, hidden {hidden}, top {k} of {EXPERTS} experts"
         harness.show(head, rows, title)
         parts.append(f"## {title}\n\n{harness.markdown(head, rows)}")

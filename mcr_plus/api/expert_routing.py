@@ -290,9 +290,10 @@ class Routing:
         different = np.argwhere(facts != facts[0])
         if len(different):
             rank, fact = different[0].tolist()
+            one, other = _shown(fact, facts[0, fact]), _shown(fact, facts[rank, fact])
             raise InvalidArgument(
-                f"dispatch: expected the same {_FACTS[fact]} on all ranks, "
-                f"got {_shown(fact, facts[0, fact])} on rank {ranks[0]} and {_shown(fact, facts[rank, fact])} on rank {ranks[rank]}"
+                f"dispatch: expected the same {_FACTS[fact]} on all ranks, got {one} on rank {ranks[0]} "
+                f"and {other} on rank {ranks[rank]}"
             )
 
     # -- to the experts -----------------------------------------------------------------------------

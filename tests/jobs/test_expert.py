@@ -360,7 +360,7 @@ BAD: dict[str, dict[str, Any]] = {
     r"expert_ids: expected a torch.Tensor, got NoneType": {"expert_ids": None},
     r"expert_ids: expected integers, got float32": {"expert_ids": torch.ones(2, 1)},
     r"expert_ids: expected shape \[tokens, k\], k from 1, got \[2\]": {"expert_ids": torch.ones(2).int()},
-    r"weights: expected a floating-point torch.Tensor or None, got int32": {"weights": torch.ones(2, 1).int()},
+    r"weights: expected a floating-point torch.Tensor or None, got int": {"weights": torch.ones(2, 1).int()},
     r"experts: expected an integer from 1, got 0": {"experts": 0},
     r"experts: expected an integer from 1, got None": {"experts": None},
     r"capacity: expected an integer from 0 or None, got -1": {"capacity": -1},

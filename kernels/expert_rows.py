@@ -490,7 +490,7 @@ def _weights(weights: torch.Tensor | None) -> tuple[Any, bool]:
 def _places(values: Any, wire: Wire) -> tuple[Any, Ints, int]:
     """The bytes as an array whose dtype is the format of its rows, and in its units their places and size."""
     units: dict[Format, type] = {"plain": values.dtype, "bf16": np.uint16, "fp8_block": np.uint8}
-    array = wire.bytes.numpy().view(units[wire.format])
+    array: Any = wire.bytes.numpy().view(units[wire.format])
     width = values.shape[1]
     size = fp8_block.nbytes(width, "float32") if wire.format == "fp8_block" else width
     at = wire.at if array.itemsize == 1 else wire.at // array.itemsize

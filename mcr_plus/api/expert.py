@@ -291,7 +291,7 @@ def combine(
 
 
 def _applied(function: type[Function], *arguments: object) -> Any:
-    apply = cast("Callable[..., Any]", function.apply)
+    apply: Any = function.apply
     return apply(*arguments)
 
 

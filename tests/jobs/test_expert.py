@@ -166,7 +166,8 @@ def check_places(comm: mcr.Communicator, case: Case) -> None:
     routed = expert.dispatch(x, ids, weights, experts=case.experts, load=True)
     runs = np.array_split(np.arange(case.experts), comm.size)
     assert list(routed.routing.local_experts) == runs[comm.rank].tolist()
-    rows, counts, factors = [], [], []
+    rows: list[Array] = []
+    counts, factors = [], []
     for e in runs[comm.rank]:
         before = len(rows)
         for each in all_of_them:
@@ -267,12 +268,13 @@ def count_operations() -> list[dict[str, Any]]:
         x = torch.ones(6, 256, requires_grad=True)
         ids = torch.tensor([[0, 1]] * 3 + [[2, 3]] * 3)  # two experts of one rank
         routed = expert.dispatch(x, ids, torch.ones(6, 2), experts=4)
-        for options in (
+        ways: tuple[dict[str, Any], ...] = (
             {},
             {"max_rows": 6},
             {"routing": routed.routing},
             {"compress": "fp8_block", "compress_back": "bf16"},
-        ):
+        )
+        for options in ways:
             with mcr.record() as log:
                 if "routing" in options:
                     again = expert.dispatch(x, routing=options["routing"])
@@ -305,7 +307,7 @@ def test_a_token_travels_once_to_a_rank() -> None:
 # --- bad input ------------------------------------------------------------------------------------------
 
 
-def refused_by_one() -> list[list[str]]:
+def refused_by_one() -> list[str]:
     """What each rank raises where rank 1 passes something else; the group goes on after each."""
     torch.set_num_threads(1)
     found = []
@@ -376,7 +378,7 @@ BAD: dict[str, dict[str, Any]] = {
 
 
 def test_bad_arguments_have_clear_errors() -> None:
-    good = {
+    good: dict[str, Any] = {
         "x": torch.ones(2, 3),
         "expert_ids": torch.zeros(2, 1).int(),
         "weights": torch.ones(2, 1),
@@ -386,7 +388,7 @@ def test_bad_arguments_have_clear_errors() -> None:
         for text, changes in BAD.items():
             with pytest.raises(mcr.InvalidArgument, match=text):
                 expert.dispatch(**{**good, **changes})
-        routed = expert.dispatch(**good)  # type: ignore[arg-type]
+        routed = expert.dispatch(**good)
         with pytest.raises(
             mcr.InvalidArgument, match="answers: expected 2 rows, as many as were dispatched, got 3"
         ):
@@ -394,7 +396,7 @@ def test_bad_arguments_have_clear_errors() -> None:
         with pytest.raises(
             mcr.InvalidArgument, match="routed: expected what dispatch has returned, got Tensor"
         ):
-            expert.combine(torch.ones(2, 3), torch.ones(1))  # type: ignore[arg-type]
+            expert.combine(torch.ones(2, 3), torch.ones(1))  # type: ignore[call-overload]
         with pytest.raises(mcr.InvalidArgument, match="x: expected the 2 tokens of its routing, got 3"):
             expert.dispatch(torch.ones(3, 3), routing=routed.routing)
         with pytest.raises(

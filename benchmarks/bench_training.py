@@ -47,7 +47,7 @@ class Example:
 
 EXAMPLES: Final = {
     "gpt": Example(1000, SMALL, "nats per byte"),
-    "moe": Example(1000, [*SMALL, "--experts", "4"], "nats per byte", exchanges=True),
+    "moe": Example(1000, [*SMALL, "--experts", "4", "--by-hand"], "nats per byte", exchanges=True),
     "dlrm": Example(
         1000,
         ["--holdout", "0", "--batch-size", str(DLRM_BATCH)],

@@ -185,13 +185,15 @@ def _value(code, decoding):  # type: ignore[no-untyped-def]
 
 
 @cpu.inlined
-def _set(codes, scale, out, decoding):  # type: ignore[no-untyped-def]
+def set_values(codes, scale, out, decoding):  # type: ignore[no-untyped-def]
+    """Overwrite `out` with the values of `codes` × `scale`."""
     for i in range(out.size):
         out[i] = _value(codes[i], decoding) * scale
 
 
 @cpu.inlined
-def _add(codes, scale, total, decoding):  # type: ignore[no-untyped-def]
+def add_values(codes, scale, total, decoding):  # type: ignore[no-untyped-def]
+    """Add the values of `codes` × `scale` to `total`."""
     for i in range(total.size):
         total[i] += _value(codes[i], decoding) * scale
 
@@ -215,7 +217,8 @@ def _encode_block(values, bits, scales, marks, codes, block, step, top, encoding
 
 
 @cpu.inlined
-def _encode_block_at(block, values, bits, scales, marks, codes, step, top, encoding):  # type: ignore[no-untyped-def]
+def encode_block_at(block, values, bits, scales, marks, codes, step, top, encoding):  # type: ignore[no-untyped-def]
+    """Write the codes of a block of `values` and its float32 scale, which are part of a payload."""
     at = block * CHUNK
     if at + CHUNK <= values.size:  # slices of a constant length, or no vector instructions
         part = slice(at, at + CHUNK)
@@ -228,7 +231,7 @@ def _encode_block_at(block, values, bits, scales, marks, codes, step, top, encod
 @cpu.compiled
 def _encode_float32(values, bits, scales, marks, codes, step, top, encoding, lo, hi):  # type: ignore[no-untyped-def]
     for block in range(lo, hi):
-        _encode_block_at(block, values, bits, scales, marks, codes, step, top, encoding)
+        encode_block_at(block, values, bits, scales, marks, codes, step, top, encoding)
 
 
 @cpu.compiled
@@ -237,9 +240,9 @@ def _decode_float32(scales, codes, out, factor, add, decoding, lo, hi):  # type:
         at = block * CHUNK
         end = min(at + CHUNK, out.size)
         if add:
-            _add(codes[at:end], scales[block] * factor, out[at:end], decoding)
+            add_values(codes[at:end], scales[block] * factor, out[at:end], decoding)
         else:
-            _set(codes[at:end], scales[block], out[at:end], decoding)
+            set_values(codes[at:end], scales[block], out[at:end], decoding)
 
 
 @cpu.compiled
@@ -267,8 +270,8 @@ def _reduce_float32(  # type: ignore[no-untyped-def]
         for row in range(wires.shape[0]):
             if row != skip:
                 source = wires[row, room + at : room + end]
-                _add(source, all_scales[row, block] * factor, total[at:end], decoding)
-        _encode_block_at(block, total, bits, scales, marks, codes, step, top, encoding)
+                add_values(source, all_scales[row, block] * factor, total[at:end], decoding)
+        encode_block_at(block, total, bits, scales, marks, codes, step, top, encoding)
 
 
 # e8m0 scales
@@ -328,9 +331,9 @@ def _decode_e8m0(exponents, codes, out, factor, add, decoding, lo, hi):  # type:
         at = block * _SMALL
         end = min(at + _SMALL, out.size)
         if add:
-            _add(codes[at:end], _power(exponents[block]) * factor, out[at:end], decoding)
+            add_values(codes[at:end], _power(exponents[block]) * factor, out[at:end], decoding)
         else:
-            _set(codes[at:end], _power(exponents[block]), out[at:end], decoding)
+            set_values(codes[at:end], _power(exponents[block]), out[at:end], decoding)
 
 
 @cpu.compiled
@@ -359,7 +362,7 @@ def _reduce_e8m0(  # type: ignore[no-untyped-def]
                     at = block * _SMALL
                     end = min(at + _SMALL, total.size)
                     scale = _power(all_exponents[row, block]) * factor
-                    _add(wires[row, room + at : room + end], scale, total[at:end], decoding)
+                    add_values(wires[row, room + at : room + end], scale, total[at:end], decoding)
         _encode_chunk_at(chunk, total, bits, exponents, codes, emax, top, encoding, scratch, largest)
 
 
@@ -417,7 +420,7 @@ def reduce(
     room = _scale_nbytes(total.numel(), scale)
     many = wires.numpy()
     all_scales = many[:, : scales.nbytes].view(scales.numpy().dtype)
-    arrays = (many, room, all_scales, skip, np.float32(factor), _decoding(fmt))
+    arrays = (many, room, all_scales, skip, np.float32(factor), decoding_of(fmt))
     rest = _encoder(total, scales, codes, fmt, scale)
     cpu.spread(kernel, chunks_of(total), total.nbytes, *arrays, *rest)
 
@@ -430,7 +433,7 @@ def _decode(
         _gpu().decode(scales, codes, out, factor, add, fmt, scale)
         return
     kernel = _decode_float32 if scale == "float32" else _decode_e8m0
-    arrays = (scales.numpy(), codes.numpy(), out.numpy(), np.float32(factor), add, _decoding(fmt))
+    arrays = (scales.numpy(), codes.numpy(), out.numpy(), np.float32(factor), add, decoding_of(fmt))
     cpu.spread(kernel, chunks_of(out), out.nbytes, *arrays)
 
 
@@ -445,7 +448,8 @@ def _encoder(
     return x, x.view(np.uint32), s, s.view(np.uint32), codes.numpy(), np.float32(fmt.step), *numbers
 
 
-def _decoding(fmt: Format) -> tuple[Any, ...]:
+def decoding_of(fmt: Format) -> tuple[Any, ...]:
+    """What kernels need to decode a format."""
     normal = np.uint32(1 << (23 - fmt.shift))
     return np.uint32(fmt.shift), np.uint32(fmt.bias << 23), normal, np.float32(fmt.least)
 

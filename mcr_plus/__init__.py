@@ -201,7 +201,12 @@ _HOMES = (
 )  # fmt: skip
 
 
+_MODULES = ("autograd", "expert", "spatial")  # `mcr.expert.dispatch` without an import of its own
+
+
 def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        return import_module(f"mcr_plus.{name}")
     # Importing torch takes seconds; `mcr-plus run` and `--help` can do without.
     if name in __all__:
         for home in _HOMES:

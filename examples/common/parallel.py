@@ -15,11 +15,16 @@ from torch.autograd import Function
 from torch.nn.parallel import DistributedDataParallel
 
 import mcr_plus as mcr
-from mcr_plus.api import autograd
+from mcr_plus.api import autograd, expert
 
 
 class Transport(libraries.Transport, Protocol):
     """What a transformer's layers need. All ranks call the same methods in one order."""
+
+    @property
+    def expert(self) -> Any:
+        """`mcr.expert`, None where there is no such thing."""
+        ...
 
     def all_to_all(self, x: Tensor, received: list[int], sent: list[int], tag: str) -> Tensor:
         """Send `sent[r]` rows of `x` to rank r; the rows that come, `received[r]` from rank r."""
@@ -39,6 +44,8 @@ class Transport(libraries.Transport, Protocol):
 
 
 class McrTransport(libraries.McrTransport):
+    expert = expert
+
     def all_to_all(self, x: Tensor, received: list[int], sent: list[int], tag: str) -> Tensor:
         return autograd.all_to_all_single(x, received, sent, tag=tag)
 
@@ -53,6 +60,8 @@ class McrTransport(libraries.McrTransport):
 
 
 class TorchTransport(libraries.TorchTransport):
+    expert = None
+
     def all_to_all(self, x: Tensor, received: list[int], sent: list[int], tag: str) -> Tensor:  # noqa: ARG002
         return _applied(_AllToAll, x, received, sent)
 

@@ -3,8 +3,11 @@
 Gating is that of Switch (top 1; Fedus et al. 2021, arXiv 2101.03961) or GShard (top 2; Lepikhin et al. 2020,
 arXiv 2006.16668, without its random choice of whether the second expert is used).
 
-    tokens [t, h] ── gate ── route ── all_to_all ── experts ── all_to_all ── weighted sum [t, h]
-                                      moe.dispatch             moe.combine
+    tokens [t, h] ── gate ── dispatch ── experts ── combine: weighted sum [t, h]
+                             moe.counts             moe.combine
+                             moe.dispatch
+
+`mcr.expert` has both; over torch.distributed, and with `by_hand`, `by_hand.py` has them.
 """
 
 from __future__ import annotations
@@ -12,12 +15,12 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import by_hand
 import torch
 from libraries import JobError
 from parallel import Transport
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor, nn
-from torch.nn import functional
 from transformer import STD, Fed, FeedForward, LanguageModel, Linears, Shape
 
 
@@ -29,6 +32,7 @@ class ExpertShape(Shape):
     capacity: PositiveFloat = 1.25  # room of an expert, as a multiple of what it gets when all get the same
     moe_every: PositiveInt = 2  # every second layer has experts
     balance: NonNegativeFloat = 0.01  # weight of the loss that spreads tokens over experts
+    by_hand: bool = False  # tokens travel by all_to_alls, to which rules with codecs apply
 
     def check(self) -> None:
         super().check()
@@ -39,42 +43,25 @@ class ExpertShape(Shape):
 # --- gating -----------------------------------------------------------------------------------------
 
 
-class Routing(NamedTuple):
-    """Which token goes to which expert: choices in the order of experts, and of arrival at each."""
+class Gate(NamedTuple):
+    """What the tokens choose."""
 
-    token: Tensor  # [kept] index of the token
-    weight: Tensor  # [kept] what the expert's answer counts
-    kept: Tensor  # [experts] choices each has room for
-    first: Tensor  # [experts] tokens whose first choice it is, with room or without
+    chosen: Tensor  # [tokens, top_k] experts, the most probable one first
+    weights: Tensor  # [tokens, top_k] what their answers count
     importance: Tensor  # [experts] mean probability
-    dropped: float  # share of all choices
 
 
-def route(logits: Tensor, top_k: int, capacity: int) -> Routing:
-    """Give each token of `logits` [tokens, experts] its `top_k` experts while they have room.
+def gate(logits: Tensor, top_k: int) -> Gate:
+    """The `top_k` experts of each token of `logits` [tokens, experts].
 
-    All first choices come before all second ones, each in the order of tokens. Top 1 weighs the answer by
-    its probability; top 2 by the two probabilities scaled to sum to 1, also when one is dropped.
+    Top 1 weighs the answer by its probability; top 2 by the two probabilities scaled to sum to 1, also when
+    one is dropped.
     """
-    tokens, experts = logits.shape
     probabilities = logits.softmax(dim=1)
     weights, chosen = probabilities.topk(top_k)
     if top_k > 1:
         weights = weights / weights.sum(dim=1, keepdim=True)
-    choice = chosen.t().reshape(-1)
-    mine = functional.one_hot(choice, experts)
-    place = (mine.cumsum(dim=0) * mine).sum(dim=1)  # from 1, in the expert's queue
-    fits = place <= capacity
-    # Those that do not fit sort behind all experts.
-    order = torch.where(fits, choice, experts).argsort(stable=True)[: int(fits.sum())]
-    return Routing(
-        token=order % tokens,
-        weight=weights.t().reshape(-1)[order],
-        kept=mine[fits].sum(dim=0),
-        first=mine[:tokens].sum(dim=0),
-        importance=probabilities.mean(dim=0),
-        dropped=1 - len(order) / len(choice),
-    )
+    return Gate(chosen, weights, probabilities.mean(dim=0))
 
 
 def balance_loss(first: Tensor, importance: Tensor) -> Tensor:
@@ -109,35 +96,26 @@ class Experts(nn.Module):
         tokens = x.flatten(0, -2)
         shape = self.shape
         room = math.ceil(shape.capacity * shape.top_k * len(tokens) / shape.experts)
-        routing = route(self.gate(tokens), shape.top_k, room)
-        counts, first = self._tell(routing)
-        answers = self._ask(tokens[routing.token], routing.kept, counts)
-        output = torch.zeros_like(tokens).index_add(0, routing.token, answers * routing.weight[:, None])
-        penalty = shape.balance * balance_loss(first, routing.importance)
-        return Fed(output.view_as(x), penalty, routing.dropped)
+        chosen, weights, importance = gate(self.gate(tokens), shape.top_k)
+        expert = self.comms.expert
+        if expert is None or shape.by_hand:
+            output, first, dropped = by_hand.exchange(
+                self.comms, tokens, chosen, weights, shape.experts, room, self._answers
+            )
+        else:
+            routed = expert.dispatch(
+                tokens, chosen, weights, experts=shape.experts, capacity=room, load=True, tag="moe"
+            )
+            output = expert.combine(self._answers(routed.rows, routed.counts), routed)
+            # With the global counts the mean of the ranks' balance losses is that of the global batch.
+            first, dropped = routed.load[0].to(x.device), routed.dropped
+        penalty = shape.balance * balance_loss(first, importance)
+        return Fed(output.view_as(x), penalty, dropped / chosen.numel())
 
-    def _tell(self, routing: Routing) -> tuple[Tensor, Tensor]:
-        """How many rows come from each rank [ranks, own], and the first choices of all ranks' tokens.
-
-        With the global counts the mean of the ranks' balance losses is that of the global batch.
-        """
-        ranks = self.comms.world_size
-        told = torch.cat([routing.kept.view(ranks, -1), routing.first.expand(ranks, -1)], dim=1)
-        heard = self.comms.all_to_all(told, [1] * ranks, [1] * ranks, tag="moe.counts")
-        own = len(self.own)
-        return heard[:, :own], heard[:, own:].sum(dim=0)
-
-    def _ask(self, rows: Tensor, kept: Tensor, counts: Tensor) -> Tensor:
-        """The experts' answers to `rows`, which are in the order of experts; `counts` come from each rank."""
-        sent = kept.view(self.comms.world_size, -1).sum(dim=1).tolist()
-        received = counts.sum(dim=1).tolist()
-        asked = self.comms.all_to_all(rows, received, sent, tag="moe.dispatch")
-        # They come rank by rank, from each in the order of experts; an expert takes all its rows at once.
-        own = torch.arange(len(self.own), device=counts.device).repeat(len(counts))
-        order = own.repeat_interleave(counts.flatten()).argsort(stable=True)
-        parts = asked[order].split(counts.sum(dim=0).tolist())
-        answers = torch.cat([one(part).output for one, part in zip(self.own, parts, strict=True)])
-        return self.comms.all_to_all(answers[order.argsort()], sent, received, tag="moe.combine")
+    def _answers(self, rows: Tensor, counts: list[int]) -> Tensor:
+        """The own experts' answers to rows in their order; each takes all its rows at once."""
+        parts = rows.split(counts)
+        return torch.cat([one(part).output for one, part in zip(self.own, parts, strict=True)])
 
 
 def _expert(shape: ExpertShape, layer: int, number: int, seed: int, std: float) -> FeedForward:

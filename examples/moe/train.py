@@ -4,7 +4,7 @@
     mcr-plus run -n 2 examples/moe/train.py --data book.txt --top-k 2
     mcr-plus run -n 2 examples/moe/train.py --compare        the same job on each library
 
-`experts.py` has the gating and the exchange, `../common` what the examples share.
+`experts.py` has the gating and the layer, `../common` what the examples share.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ def main(
     ] = None,
     moe_every: Annotated[int | None, typer.Option(min=1, help="every so many layers have experts")] = None,
     balance: Annotated[float | None, typer.Option(min=0.0, help="weight of the load-balancing loss")] = None,
+    by_hand: Annotated[
+        bool, typer.Option("--by-hand", help="send tokens by all_to_alls, not by mcr.expert")
+    ] = False,
     batch: options.Batch = 8,
     steps: options.Steps = 200,
     lr: options.LearningRate = 1e-3,
@@ -64,6 +67,7 @@ def main(
         "capacity": capacity,
         "moe_every": moe_every,
         "balance": balance,
+        "by_hand": by_hand or None,
     }
     options.start(
         lambda: read_shape(ExpertShape, model, given),

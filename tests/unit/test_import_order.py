@@ -16,17 +16,18 @@ AT_THE_ROOT = {
     "autograd",
     "dtensor",
     "errors",
+    "expert",
     "interfaces",
     "registry",
     "spatial",
     "torchft",
-}  # autograd, dtensor, interfaces, spatial and torchft only forward
+}  # autograd, dtensor, expert, interfaces, spatial and torchft only forward
 
 # From the top to the bottom. Folders of one row do not import each other.
 ORDER = (
     {"cli"},
     {"tuning", "report"},
-    {"__init__", "autograd", "dtensor", "interfaces", "spatial", "torchft"},
+    {"__init__", "autograd", "dtensor", "expert", "interfaces", "spatial", "torchft"},
     {"horovod"},
     {"api"},
     {"training"},

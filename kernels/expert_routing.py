@@ -1,0 +1,248 @@
+"""Index lists of expert parallelism on the CPU: which token travels where, and in which order rows lie there.
+
+A *choice* is a pair of a token and one of its k experts. A *row* of a message is a token, which travels once
+to each rank that has one of its experts. An *entry* is a choice that is kept. Entries are in the order of
+experts, and of tokens at each expert, so those for one rank lie together.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mcr_plus.kernels.compiling import preparing
+from mcr_plus.kernels.cpu import compiled
+
+Ints = npt.NDArray[np.int64]
+
+
+class Sent(NamedTuple):
+    """What a rank sends. Its own rank counts no rows: they stay where they are.
+
+    Attributes:
+        bad: the flat index of the first expert id that is out of range, -1 if all are in it; the rest is then
+            valid.
+        load: [k, experts] how many tokens chose each expert as their first, second, … choice; dropped ones,
+            too.
+        counts: [experts] entries of each.
+        firsts: [ranks + 1] where the rows for each rank begin.
+        tokens: [rows] the token of each.
+        token_firsts, token_rows: the rows of token t are `token_rows[token_firsts[t] : token_firsts[t + 1]]`.
+        entry_rows: [entries] the row, counted from the first for its rank; at this rank the token itself.
+        entry_choices: [entries] token × k + number of the choice.
+    """
+
+    bad: int
+    load: Ints
+    counts: Ints
+    firsts: Ints
+    tokens: Ints
+    token_firsts: Ints
+    token_rows: Ints
+    entry_rows: npt.NDArray[np.int32]
+    entry_choices: Ints
+
+
+class Received(NamedTuple):
+    """Where rows go. *Positions* are in the order of this rank's experts, then of ranks, then of tokens.
+
+    Attributes:
+        bad: True if an entry names a row that has not come; the rest is then not valid.
+        sources: [positions] the received row that belongs there, or -1 - t for this rank's own token t.
+        places: [entries] the position of each, entries being in the order of ranks, then of experts.
+        row_firsts, row_positions: the positions of received row j are
+            `row_positions[row_firsts[j] : row_firsts[j + 1]]`.
+        own_firsts, own_positions: likewise of this rank's own tokens.
+    """
+
+    bad: bool
+    sources: Ints
+    places: Ints
+    row_firsts: Ints
+    row_positions: Ints
+    own_firsts: Ints
+    own_positions: Ints
+
+
+@compiled
+def _keep(ids, capacity, load, counts, kept):  # type: ignore[no-untyped-def]
+    """Mark the choices that find room, count them, and return the first id that is out of range."""
+    tokens, k = ids.shape
+    bad = -1
+    for c in range(k):  # first choices have precedence over second ones
+        for t in range(tokens):
+            expert = ids[t, c]
+            if expert >= 0 and expert < counts.size:
+                load[c, expert] += 1
+                if capacity < 0 or counts[expert] < capacity:
+                    counts[expert] += 1
+                    kept[t, c] = 1
+            elif expert != -1 and (bad < 0 or t * k + c < bad):
+                bad = t * k + c
+    return bad
+
+
+@compiled
+def _sum_up(counts, firsts):  # type: ignore[no-untyped-def]
+    total = 0
+    for i in range(counts.size):
+        firsts[i] = total
+        total += counts[i]
+    if firsts.size > counts.size:
+        firsts[counts.size] = total
+    return total
+
+
+@compiled
+def _count_rows(ids, kept, owners, rank, rows, seen):  # type: ignore[no-untyped-def]
+    for t in range(ids.shape[0]):
+        for c in range(ids.shape[1]):
+            if kept[t, c]:
+                to = owners[ids[t, c]]
+                if to != rank and seen[to] != t:
+                    seen[to] = t
+                    rows[to] += 1
+
+
+@compiled
+def _sent(ids, owners, ranks, rank, capacity):  # type: ignore[no-untyped-def]
+    tokens, k = ids.shape
+    load, counts = np.zeros((k, owners.size), np.int64), np.zeros(owners.size, np.int64)
+    kept, seen = np.zeros((tokens, k), np.uint8), np.full(ranks, -1, np.int64)
+    bad = _keep(ids, capacity, load, counts, kept)
+    ends = np.empty(owners.size, np.int64)  # they move to the end of an expert's entries as these are found
+    entries = _sum_up(counts, ends)
+    of_ranks, firsts = np.zeros(ranks, np.int64), np.empty(ranks + 1, np.int64)
+    _count_rows(ids, kept, owners, rank, of_ranks, seen)
+    rows = _sum_up(of_ranks, firsts)
+    token_of, token_rows = np.empty(rows, np.int64), np.empty(rows, np.int64)
+    token_firsts = np.empty(tokens + 1, np.int64)
+    entry_rows, entry_choices = np.empty(entries, np.int32), np.empty(entries, np.int64)
+    following = firsts.copy()
+    for i in range(ranks):
+        seen[i] = -1
+    found = 0
+    for t in range(tokens):
+        token_firsts[t] = found
+        for c in range(k):
+            if kept[t, c]:
+                expert = ids[t, c]
+                to = owners[expert]
+                if to != rank and seen[to] != t:
+                    seen[to] = t
+                    token_of[following[to]] = t
+                    token_rows[found] = following[to]
+                    following[to] += 1
+                    found += 1
+                at = ends[expert]
+                ends[expert] += 1
+                entry_rows[at] = t if to == rank else following[to] - 1 - firsts[to]
+                entry_choices[at] = t * k + c
+    token_firsts[tokens] = found
+    return bad, load, counts, firsts, token_of, token_firsts, token_rows, entry_rows, entry_choices
+
+
+@compiled
+def _place(counts, firsts, rows, rank, tokens, sources, places):  # type: ignore[no-untyped-def]
+    """Give every entry its position; returns whether one names a row that is not there."""
+    ranks, experts = counts.shape
+    starts = np.empty((ranks, experts), np.int64)
+    at = 0
+    for expert in range(experts):
+        for source in range(ranks):
+            starts[source, expert] = at
+            at += counts[source, expert]
+    bad = False
+    entry = 0
+    for source in range(ranks):
+        known = tokens if source == rank else firsts[source + 1] - firsts[source]
+        for expert in range(experts):
+            at = starts[source, expert]
+            for _ in range(counts[source, expert]):
+                row = np.int64(rows[entry])
+                bad |= row < 0 or row >= known
+                sources[at] = -1 - row if source == rank else firsts[source] + row
+                places[entry] = at
+                entry += 1
+                at += 1
+    return bad
+
+
+@compiled
+def _group(sources, sign, first, firsts):  # type: ignore[no-untyped-def]
+    """The positions of each number i = sign × source - first, from 0."""
+    counts = np.zeros(firsts.size - 1, np.int64)
+    for at in range(sources.size):
+        i = sign * sources[at] - first
+        if i >= 0:
+            counts[i] += 1
+    positions = np.empty(_sum_up(counts, firsts), np.int64)
+    ends = firsts.copy()
+    for at in range(sources.size):
+        i = sign * sources[at] - first
+        if i >= 0:
+            positions[ends[i]] = at
+            ends[i] += 1
+    return positions
+
+
+@compiled
+def _received(counts, firsts, rows, rank, tokens):  # type: ignore[no-untyped-def]
+    sources, places = np.empty(rows.size, np.int64), np.empty(rows.size, np.int64)
+    row_firsts, own_firsts = np.zeros(firsts[-1] + 1, np.int64), np.zeros(tokens + 1, np.int64)
+    bad = _place(counts, firsts, rows, rank, tokens, sources, places)
+    if bad:
+        return bad, sources, places, row_firsts, places, own_firsts, places
+    row_positions = _group(sources, 1, 0, row_firsts)
+    own_positions = _group(sources, -1, 1, own_firsts)
+    return bad, sources, places, row_firsts, row_positions, own_firsts, own_positions
+
+
+@compiled
+def _addresses(firsts, bases, nbytes):  # type: ignore[no-untyped-def]
+    found = np.empty(firsts[bases.size], np.int64)
+    for rank in range(bases.size):
+        for row in range(firsts[rank], firsts[rank + 1]):
+            found[row] = bases[rank] + (row - firsts[rank]) * nbytes
+    return found
+
+
+def sent(ids: Ints, owners: Ints, ranks: int, rank: int, capacity: int | None) -> Sent:
+    """The lists of a rank that sends.
+
+    Args:
+        ids: [tokens, k] the experts of each token; -1 for none.
+        owners: [experts] the rank of each.
+        ranks, rank: how many there are, and this one.
+        capacity: entries of an expert at most, those of first choices first, then by token; None for no
+            limit.
+    """
+    return Sent(*_sent(ids, owners, ranks, rank, -1 if capacity is None else capacity))
+
+
+def received(counts: Ints, firsts: Ints, rows: npt.NDArray[np.int32], rank: int, tokens: int) -> Received:
+    """The lists of a rank that receives.
+
+    Args:
+        counts: [ranks, own experts] entries that come from each rank for each expert.
+        firsts: [ranks + 1] where the rows of each rank begin; none are this rank's.
+        rows: `entry_rows` of all ranks for this one, one behind another.
+        rank, tokens: this one, and how many tokens it has.
+    """
+    return Received(*_received(counts, firsts, rows, rank, tokens))
+
+
+def addresses(firsts: Ints, bases: Ints, nbytes: int) -> Ints:
+    """Where each row begins in a buffer: those of rank r from `bases[r]` on, `nbytes` apart."""
+    return _addresses(firsts, bases, nbytes)  # type: ignore[no-any-return]
+
+
+def prepare() -> None:
+    """Compile, or load from disk, the kernels of this file."""
+    with preparing("expert routing"):
+        one: Any = np.zeros(1, np.int64)
+        found = sent(np.zeros((1, 1), np.int64), one, 1, 0, None)
+        received(np.ones((1, 1), np.int64), np.zeros(2, np.int64), found.entry_rows, 0, 1)
+        addresses(np.zeros(2, np.int64), one, 4)

@@ -145,7 +145,10 @@ def block_hashes(values: torch.Tensor) -> Array:
 
     A changed word always changes the hash of its block.
     """
-    raw: Array = values.detach().view(-1).view(torch.uint8).numpy() if values.numel() else _NO_BYTES
+    numel = values.numel()
+    raw: Array = _NO_BYTES
+    if numel:  # a contiguous tensor of one element may have any stride
+        raw = values.detach().as_strided((numel,), (1,)).view(torch.uint8).numpy()
     hashes = np.empty(-(-raw.size // HASHED), np.uint64)
     if hashes.size:
         words = raw[: raw.size // 8 * 8].view(np.uint64)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from mcr_plus.backends.base import Poll
-from mcr_plus.backends.emulation import local_reduce
+from mcr_plus.backends.emulation import LocalReduce, local_reduce
 from mcr_plus.core.kinds import REDUCING, plain_kind
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.dispatch.verify.flows import Flows
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from mcr_plus.core.group import Group
+    from mcr_plus.core.message import Extras
     from mcr_plus.dispatch.failover.second import SecondLibrary
     from mcr_plus.dispatch.verify.flows import Hashes
 
@@ -31,7 +32,10 @@ Course = Iterator[Poll]
 Compare = Callable[[Signature, "Sequence[Flows]"], Course]
 """Compares what ranks have sent and got; raises `DataCorrupted`."""
 Begin = Callable[[Message], Course]
+"""Begins an operation, whose tensors may be damaged from then on."""
 
+_LINE: Final = 64  # bytes
+_PIECE: Final = 1 << 15  # elements
 _WHOLE: Final = 8192  # bytes of an all_reduce up to which every rank gets all values, and reduces them itself
 
 
@@ -41,6 +45,7 @@ class Courses:
     def __init__(self, library: SecondLibrary, group: Group, compare: Compare) -> None:
         self._library, self._compare = library, compare
         self._rank, self._size = group.rank, group.size
+        self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def bind(self, signature: Signature) -> Begin:
         """How operations of a signature begin: digests of what is sent are taken at once."""
@@ -95,6 +100,17 @@ class Courses:
 
     # -- reductions -------------------------------------------------------------------------------------
 
+    def _memory(self, like: torch.Tensor, *numels: int) -> tuple[torch.Tensor, ...]:
+        """Tensors of these sizes for one operation, of which there is one at a time."""
+        sizes = [-(-numel * like.element_size() // _LINE) * _LINE for numel in numels]
+        if self._scratch.numel() < sum(sizes):  # fresh pages cost more than the values in them
+            self._scratch = torch.empty(sum(sizes), dtype=torch.uint8)
+        tensors, at = [], 0
+        for numel, nbytes in zip(numels, sizes, strict=True):
+            tensors.append(self._scratch[at : at + numel * like.element_size()].view(like.dtype))
+            at += nbytes
+        return tuple(tensors)
+
     def _all_reduce_whole(self, signature: Signature) -> Begin:
         reduce_parts, size = _reduction(signature), self._size
         gathering = _derived(signature, "all_gather", nbytes=size * (signature.nbytes or 0))
@@ -104,10 +120,10 @@ class Courses:
             return run(value, out, dict.fromkeys(range(size), block_hashes(value)))
 
         def run(value: torch.Tensor, out: torch.Tensor, sent: Hashes) -> Course:
-            parts = value.new_empty((size, value.numel()))
+            (parts,) = self._memory(value, size * value.numel())
             yield from self._through(Message(gathering, (value,), (parts,)))
             got = self._of_parts(parts, None)
-            reduce_parts(parts, out)
+            reduce_parts(parts.view(size, -1), out)
             result = dict.fromkeys(range(size), block_hashes(out))  # equal on all ranks
             yield from self._compare(signature, [Flows(sent, got), Flows(result, result)])
 
@@ -115,26 +131,31 @@ class Courses:
 
     def _all_reduce(self, signature: Signature) -> Begin:
         reduce_parts, size, rank = _reduction(signature), self._size, self._rank
-        exchange, gathering = _derived(signature, "all_to_all_v"), _derived(signature, "all_gather_v")
         assert signature.dtype is not None
         numel = (signature.nbytes or 0) // signature.dtype.itemsize
         counts = tuple(numel * (each + 1) // size - numel * each // size for each in range(size))
         own = (counts[rank],) * size
+        exchange_extras: Extras = {"input_counts": counts, "output_counts": own}
+        gathering_extras: Extras = {"output_counts": counts}
+        if numel % size:
+            exchange, gathering = (_derived(signature, kind) for kind in ("all_to_all_v", "all_gather_v"))
+        else:  # libraries copy less
+            exchange, gathering = (
+                _derived(signature, kind, nbytes=signature.nbytes) for kind in ("all_to_all", "all_gather")
+            )
+            exchange_extras = gathering_extras = {}
 
         def begin(message: Message) -> Course:
             value, out = message.inputs[0].view(-1), message.outputs[0].view(-1)
             return run(value, out, self._of_parts(value, counts))
 
         def run(value: torch.Tensor, out: torch.Tensor, sent: Hashes) -> Course:
-            parts = value.new_empty(size * counts[rank])
-            yield from self._through(
-                Message(exchange, (value,), (parts,), input_counts=counts, output_counts=own)
-            )
+            parts, mine = self._memory(value, size * counts[rank], counts[rank])
+            yield from self._through(Message(exchange, (value,), (parts,), **exchange_extras))
             first = Flows(sent, self._of_parts(parts, own))
-            mine = value.new_empty(counts[rank])
             reduce_parts(parts.view(size, counts[rank]), mine)
             sums = dict.fromkeys(range(size), block_hashes(mine))
-            yield from self._through(Message(gathering, (mine,), (out,), output_counts=counts))
+            yield from self._through(Message(gathering, (mine,), (out,), **gathering_extras))
             yield from self._compare(signature, [first, Flows(sums, self._of_parts(out, counts))])
 
         return begin
@@ -154,7 +175,7 @@ class Courses:
 
         def run(value: torch.Tensor, out: torch.Tensor, counts: tuple[int, ...] | None, sent: Hashes) -> Course:
             own = None if counts is None else (counts[rank],) * size
-            parts = value.new_empty(size * out.numel())
+            (parts,) = self._memory(value, size * out.numel())
             yield from self._through(
                 Message(exchange, (value,), (parts,), input_counts=counts, output_counts=own)
             )
@@ -175,21 +196,27 @@ class Courses:
             return run(value, message.outputs[0].view(-1) if is_root else None, {root: block_hashes(value)})
 
         def run(value: torch.Tensor, out: torch.Tensor | None, sent: Hashes) -> Course:
-            parts = value.new_empty((size, value.numel())) if is_root else None
-            targets = () if parts is None else (parts,)
-            yield from self._through(Message(gathering, (value,), targets))
-            got = {} if parts is None else self._of_parts(parts, None)
-            if parts is not None and out is not None:
-                reduce_parts(parts, out)
+            parts = () if out is None else self._memory(value, size * value.numel())
+            yield from self._through(Message(gathering, (value,), parts))
+            got = {} if out is None else self._of_parts(parts[0], None)
+            if out is not None:
+                reduce_parts(parts[0].view(size, -1), out)
             yield from self._compare(signature, [Flows(sent, got)])
 
         return begin
 
 
-def _reduction(signature: Signature) -> Callable[[torch.Tensor, torch.Tensor], None]:
+def _reduction(signature: Signature) -> LocalReduce:
+    """The reduction of `[ranks, n]` values, in pieces that stay in the caches."""
     assert signature.reduce_op is not None
     assert signature.dtype is not None
-    return local_reduce(signature.reduce_op, signature.dtype)
+    reduce_parts = local_reduce(signature.reduce_op, signature.dtype)
+
+    def in_pieces(parts: torch.Tensor, out: torch.Tensor) -> None:
+        for piece, target in zip(parts.split(_PIECE, dim=1), out.split(_PIECE), strict=True):
+            reduce_parts(piece, target)
+
+    return in_pieces
 
 
 def _derived(signature: Signature, kind: str, **changes: object) -> Signature:

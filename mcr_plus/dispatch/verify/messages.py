@@ -52,7 +52,7 @@ class Messages:
     def advance(self) -> None:
         """Let the digests that have been sent move on."""
         if self._digests:
-            self._digests = [each for each in self._digests if not each[0]()]
+            self._digests = [each for each in self._digests if not _ended(each[0])]
 
     def is_due(self, counts: dict[_Key, int], key: _Key) -> bool:
         """Count a message; whether it is verified: both its ends count alike."""
@@ -161,3 +161,11 @@ class VerifiedReceive(ReceivePoll):
             f"changed, first in block {block} (from byte {(block or 0) * HASHED})",
             operation, rank, source, library, block, group.name,
         )  # fmt: skip
+
+
+def _ended(poll: Poll) -> bool:
+    """Whether the digests of a message have been sent, or cannot be: the receiver is who misses them."""
+    try:
+        return poll()
+    except Exception:
+        return True

@@ -141,9 +141,9 @@ def _gpu() -> Any:
 
 
 def block_hashes(values: torch.Tensor) -> Array:
-    """The 64-bit hash of every `HASHED` bytes of contiguous `values`, in their order; the last may be shorter.
+    """The 64-bit hash of every `HASHED` bytes of contiguous `values`, in their order.
 
-    A changed word always changes the hash of its block.
+    The last block may be shorter. A changed word always changes the hash of its block.
     """
     numel = values.numel()
     raw: Array = _NO_BYTES

@@ -137,7 +137,9 @@ def _bound(now: Prepared, later: Prepared) -> tuple[Any, Any]:
     issue, signature = later.issue, later.message.signature
     run: Any = partial(now.issue.run, now.message)
     if operation is not None and not operation.inline:  # its handle lets go of the message's tensors
-        run = partial(_run_again, now.issue.run, now.message.with_tensors(now.message.inputs, now.message.outputs))
+        run = partial(
+            _run_again, now.issue.run, now.message.with_tensors(now.message.inputs, now.message.outputs)
+        )
     if native is not None:
         issue, bare = native
         run, signature = partial(bare), now.message.signature

@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 
 
 def open_further(
-    world: World, backend: Backend, group: Group, purpose: str, is_given_up: Callable[[], bool] = lambda: False
+    world: World,
+    backend: Backend,
+    group: Group,
+    purpose: str,
+    is_given_up: Callable[[], bool] = lambda: False,
 ) -> Channel:
     """Open one more channel of a library; collective over the group's ranks.
 

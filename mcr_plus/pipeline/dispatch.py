@@ -16,7 +16,7 @@ from mcr_plus.dispatch.issue import refusing
 from mcr_plus.dispatch.operation import Operation, burst_of
 from mcr_plus.dispatch.options import DispatchOptions
 from mcr_plus.dispatch.streams import stage_through_host
-from mcr_plus.dispatch.verify.channel import VerifiedChannel, bound_every
+from mcr_plus.dispatch.verify.stepped import SteppedChannel, bound_every
 from mcr_plus.errors import Unsupported
 from mcr_plus.pipeline.stage import Context, Issue, Next, Stage
 from mcr_plus.pipeline.treatment import Treatment
@@ -125,11 +125,11 @@ class DispatchStage(Stage):
         else:
             if self._options.verify and backend.on_stream and backend.name != "local":
                 raise Unsupported(
-                    f"{signature.describe()}: `dispatch: {{verify}}` cannot verify {backend.name}, whose operations "
-                    "run on a stream; name another backend, which is staged through the host, or `verify: off`"
+                    f"{signature.describe()}: `verify` has no digests for {backend.name}, which runs on a "
+                    "stream; name another backend, which is staged through the host, or `verify: off`"
                 )
             start = bound_every(channel.channel, self._options.verify)(signature)
-        in_steps = isinstance(channel.channel, VerifiedChannel) and not empty
+        in_steps = isinstance(channel.channel, SteppedChannel) and not empty
         return Operation(
             signature,
             start,

@@ -13,7 +13,6 @@ from mcr_plus.config.schema import Config
 from mcr_plus.core.group import Group
 from mcr_plus.dispatch.board.opening import open_board
 from mcr_plus.dispatch.failover.opening import open_failover
-from mcr_plus.dispatch.verify.opening import open_verification
 from mcr_plus.dispatch.group_runtime import GroupRuntime
 from mcr_plus.dispatch.group_state import BackendChannel, GroupState
 from mcr_plus.dispatch.options import DispatchOptions
@@ -55,6 +54,8 @@ def open_with_parts(
         if options.failover:
             open_failover(world, runtime.engine, state, channels)
         if any(isinstance(each, DispatchOptions) and each.verify for each in config.all_options):
+            from mcr_plus.dispatch.verify.opening import open_verification
+
             open_verification(world, runtime.engine, group, channels, options.verify)
         restored = runtime.restored.setdefault(name, {})
         of_group = GroupRuntime(runtime.engine, state, channels, {}, restored=restored)

@@ -23,7 +23,9 @@ SUPPORT = Path(__file__).parents[1] / "support"
 
 
 def values(target: Any, ranks: int, backend: str, *args: Any, **options: Any) -> list[Any]:
-    results = run_ranks(target, ranks, via="mpi" if backend == "mpi" else "torch", args=[backend, *args], **options)
+    results = run_ranks(
+        target, ranks, via="mpi" if backend == "mpi" else "torch", args=[backend, *args], **options
+    )
     return [each.value for each in results]
 
 
@@ -95,7 +97,9 @@ def test_bits_that_flip_on_the_wire_are_found(tmp_path: Path) -> None:
     }  # fmt: skip
     words = [sys.executable, str(SUPPORT / "verify_on_wire.py"), "78", str(log)]
     ranks = [
-        subprocess.Popen(words, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=subprocess.PIPE)
+        subprocess.Popen(
+            words, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=subprocess.PIPE
+        )
         for rank in range(2)
     ]
     outputs = [json.loads(rank.communicate(timeout=120)[0]) for rank in ranks]
@@ -130,7 +134,9 @@ def test_explain_names_it() -> None:
     assert "as exchange, local reduction and gathering" in told
     told = str(mcr.explain("broadcast", "1MiB", config=jobs.config("gloo", verify=20))["steps"])
     assert "1 in 20 verified by digests of what was sent and what has arrived" in told
-    assert "verified" not in str(mcr.explain("broadcast", "1MiB", config=jobs.config("gloo", verify="off"))["steps"])
+    assert "verified" not in str(
+        mcr.explain("broadcast", "1MiB", config=jobs.config("gloo", verify="off"))["steps"]
+    )
 
 
 def test_nothing_is_bound_while_it_is_off() -> None:

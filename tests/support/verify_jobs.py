@@ -25,7 +25,9 @@ def config(*backends: str, verify: Any = "every", **options: Any) -> dict[str, A
     return {"version": 1, "backends": list(backends), "pipeline": [{"select": {}}, {"dispatch": dispatch}]}
 
 
-KINDS: Final[tuple[Kind, ...]] = tuple(kind for kind in KINDS_OF_ALL if kind not in ("send", "recv", "barrier"))
+KINDS: Final[tuple[Kind, ...]] = tuple(
+    kind for kind in KINDS_OF_ALL if kind not in ("send", "recv", "barrier")
+)
 # Not bool: torch copies a byte of 3 as 1, so a flipped bit may be gone before it is sent.
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.complex64)
 SIZES: Final = (1, 5, 300, 9_000, 70_000)
@@ -87,7 +89,9 @@ class Flipper:
         return flipped
 
 
-def case(kind: Kind, rank: int, ranks: int, size: int, dtype: torch.dtype, root: int, backend: str) -> Message:
+def case(
+    kind: Kind, rank: int, ranks: int, size: int, dtype: torch.dtype, root: int, backend: str
+) -> Message:
     """An operation of a library, as the pipeline would hand it over."""
     row = collective(kind)
     is_root = rank == root
@@ -106,10 +110,10 @@ def case(kind: Kind, rank: int, ranks: int, size: int, dtype: torch.dtype, root:
         out = value if value is not None else out
         if kind == "reduce" and not is_root:
             out = None
+    nbytes = None if uneven else max(taken, given, size) * dtype.itemsize
     signature = Signature(
-        kind, dtype, () if uneven else (size,), None if uneven else max(taken, given, size) * dtype.itemsize, "world",
-        ranks, backend=backend, reduce_op="SUM" if row.reduces else None, root=root if row.rooted else None,
-        async_op=True,
+        kind, dtype, () if uneven else (size,), nbytes, "world", ranks, backend=backend,
+        reduce_op="SUM" if row.reduces else None, root=root if row.rooted else None, async_op=True,
     )  # fmt: skip
     if not uneven and row.is_shared:
         signature = signature.replace(nbytes=total * dtype.itemsize)
@@ -243,7 +247,12 @@ def signature_of(kind: Kind, size: int, backend: str, ranks: int) -> Signature:
 def through_the_api(backend: str) -> list[Any]:
     """Calls of a program, each in a world of its own, in which a bit flips on the last rank."""
     torch.set_num_threads(1)
-    pipeline = [{"fuse": {}}, {"compress": {"codec": "none"}}, {"select": {}}, {"dispatch": {"verify": "every"}}]
+    pipeline = [
+        {"fuse": {}},
+        {"compress": {"codec": "none"}},
+        {"select": {}},
+        {"dispatch": {"verify": "every"}},
+    ]
     found = []
     with mcr.init({"version": 1, "backends": [backend], "pipeline": pipeline}):
         for name, call in CALLS.items():
@@ -261,8 +270,8 @@ def through_the_api(backend: str) -> list[Any]:
             except mcr.McrError as raised:
                 error = raised
             facts = vars(error) if isinstance(error, mcr.DataCorrupted) else {}
-            found.append([name, type(error).__name__, facts.get("rank"), facts.get("source"), facts.get("library"),
-                facts.get("block"), facts.get("group"), str(error)])  # fmt: skip
+            known = [facts.get(key) for key in ("rank", "source", "library", "block", "group")]
+            found.append([name, type(error).__name__, *known, str(error)])
             mcr.reset()
     return found
 
@@ -336,7 +345,7 @@ def one_in_three(backend: str) -> dict[str, Any]:
             asked += 1
             return begin(*args)
 
-        channel._messages._digest_message = counted  # type: ignore[method-assign]
+        vars(channel._messages)["_digest_message"] = counted
 
         def messages() -> None:
             value = torch.ones(3)
@@ -351,10 +360,10 @@ def one_in_three(backend: str) -> dict[str, Any]:
 
 
 def on_two_hosts(backend: str) -> dict[str, Any]:
-    """A group whose ranks exchange digests as those of several hosts do; then the digests themselves change."""
+    """Ranks that exchange digests as those of several hosts do; then the digests themselves change."""
     torch.set_num_threads(1)
     raised = []
-    opening.made = lambda size, name: (None, None, "")  # type: ignore[assignment]  # no shared memory
+    vars(opening)["made"] = lambda size, name: (None, None, "")  # no shared memory
     with mcr.init(config(backend)) as comm:
         channel = verified(backend)
         for size in (5, 70_000):
@@ -372,7 +381,10 @@ def on_two_hosts(backend: str) -> dict[str, Any]:
         try:
             comm.broadcast(torch.ones(3), 0)
         except mcr.McrError as error:
-            raised += [type(error).__name__, "digests" if "the digests themselves" in str(error) else str(error)]
+            raised += [
+                type(error).__name__,
+                "digests" if "the digests themselves" in str(error) else str(error),
+            ]
         return {"rows": [type(channel._rows).__name__], "raised": raised}
 
 
@@ -387,7 +399,7 @@ def configured_unlike() -> list[str]:
 
 
 def channels_without(backend: str) -> list[Any]:
-    """The class of a library's channel, whether synchronous operations are inline, and what the engine has."""
+    """The class of a channel, whether synchronous operations are inline, and what the engine has."""
     with mcr.init(config(backend, verify="off")) as comm:
         comm.all_reduce(torch.ones(2))
         runtime = current().communicator.opened.runtime

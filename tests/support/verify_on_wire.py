@@ -1,4 +1,4 @@
-"""A rank whose gloo sends flipped bits: `python verify_on_wire.py OPERATIONS LOG`, with flip_on_wire.c preloaded.
+"""A rank whose gloo sends flipped bits, by flip_on_wire.c: `python verify_on_wire.py OPERATIONS LOG`.
 
 Prints as JSON for each operation how many flips there were, and what it raised.
 """
@@ -32,7 +32,9 @@ def main(operations: int, log: Path) -> list[list[object]]:
                     while not poll():
                         current().engine.progress()
             except mcr.DataCorrupted as error:
-                raised = f"{error.operation.split()[0]} {error.source}->{error.rank} {error.library} {error.block}"
+                raised = (
+                    f"{error.operation.split()[0]} {error.source}->{error.rank} {error.library} {error.block}"
+                )
             comm.barrier()  # no rank is in the next operation
             total = log.read_text().count("flip") if log.exists() else 0
             comm.barrier()

@@ -7,18 +7,17 @@ steps keep the same order on all ranks, and operations between them that are not
 from __future__ import annotations
 
 import contextlib
+import json
 from collections import deque
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Final
-
-import numpy as np
 
 from mcr_plus.backends.base import Channel, Gate, Persistent, Poll, Start
 from mcr_plus.dispatch.failover.second import SecondLibrary
 from mcr_plus.dispatch.verify.course import Course, Courses
 from mcr_plus.dispatch.verify.flows import Difference, damaged_rows, first_block, first_difference, row_of
 from mcr_plus.dispatch.verify.messages import Messages
+from mcr_plus.dispatch.verify.stepped import SteppedChannel
 from mcr_plus.errors import DataCorrupted
 from mcr_plus.kernels.digest import HASHED
 
@@ -69,7 +68,7 @@ class Attempt:
         return self._is_done
 
 
-class VerifiedChannel(Channel):
+class VerifiedChannel(SteppedChannel):
     """See the module."""
 
     def __init__(
@@ -104,10 +103,7 @@ class VerifiedChannel(Channel):
         return self.bind_every(signature, self._every)
 
     def bind_every(self, signature: Signature, every: int) -> Start:
-        """`bind`, where every so many operations of the signature are verified; none for 0.
-
-        Sends and receives follow the group's option: the two ends of a message may match different rules.
-        """
+        """See `SteppedChannel`."""
         if signature.is_p2p:
             return self._messages.bind(signature)
         if signature.kind == "barrier" or not every:
@@ -141,8 +137,8 @@ class VerifiedChannel(Channel):
 
     def stop_operations(self) -> bool:
         """See `Channel`."""
-        channels = self._own, self._library.channel
-        return all([channel.stop_operations() for channel in channels])
+        own, other = self._own.stop_operations(), self._library.channel.stop_operations()
+        return own and other
 
     def close(self) -> None:
         """See `Channel`."""
@@ -209,25 +205,28 @@ class VerifiedChannel(Channel):
         name, operation = self._group.name, signature.describe()
         library = self._library.backend.name
         return DataCorrupted(
-            f"{operation} on {library} in group '{name}': {text}", operation, rank, source, library, block, name
+            f"{operation} on {library} in group '{name}': {text}",
+            operation,
+            rank,
+            source,
+            library,
+            block,
+            name,
         )
 
     def _block(self, stages: Sequence[Flows], found: Difference) -> int | None:
         """The first block that differs; collective. None if the two ranks do not publish theirs in time."""
-        me, prefix = self._group.rank, f"verify/{self._group.name}/{self._library.backend.name}/{self._number}"
+        me, prefix = (
+            self._group.rank,
+            f"verify/{self._group.name}/{self._library.backend.name}/{self._number}",
+        )
         keys = [f"{prefix}/sent", f"{prefix}/got"]
         flows = stages[found.stage]
         if me == found.source:
-            self._store.set(keys[0], flows.sent[found.target].tobytes())
+            self._store.set(keys[0], json.dumps(flows.sent[found.target].tolist()))
         if me == found.target:
-            self._store.set(keys[1], flows.got[found.source].tobytes())
+            self._store.set(keys[1], json.dumps(flows.got[found.source].tolist()))
         with contextlib.suppress(RuntimeError):
             self._store.wait(keys, _BLOCKS_WITHIN)
-            sent, got = (np.frombuffer(self._store.get(key), np.uint64) for key in keys)
-            return first_block(sent.tolist(), got.tolist())
+            return first_block(*(json.loads(self._store.get(key)) for key in keys))
         return None
-
-
-def bound_every(channel: Channel, every: int) -> Callable[[Signature], Start]:
-    """The `bind` of a channel for a stage whose option `verify` is `every`."""
-    return partial(channel.bind_every, every=every) if isinstance(channel, VerifiedChannel) else channel.bind

@@ -1,8 +1,8 @@
 """The course of a verified operation: its steps, and the digests that are taken between them.
 
-Operations that move data run as they are. Reductions are made of such: values are exchanged, each rank reduces
-its part in the order of ranks, and sums are gathered. So everything that travels has a digest of all its bits,
-which sums of floating-point values do not have (see docs/decisions/0032-verify.md).
+Operations that move data run as they are. Reductions are made of such: values are exchanged, each rank
+reduces its part in the order of ranks, and sums are gathered. So everything that travels has a digest of all
+its bits, while no digest of floating-point values leads to that of their sum.
 """
 
 from __future__ import annotations
@@ -173,7 +173,9 @@ class Courses:
             value, out, counts = message.inputs[0].view(-1), message.outputs[0].view(-1), message.input_counts
             return run(value, out, counts, self._of_parts(value, counts))
 
-        def run(value: torch.Tensor, out: torch.Tensor, counts: tuple[int, ...] | None, sent: Hashes) -> Course:
+        def run(
+            value: torch.Tensor, out: torch.Tensor, counts: tuple[int, ...] | None, sent: Hashes
+        ) -> Course:
             own = None if counts is None else (counts[rank],) * size
             (parts,) = self._memory(value, size * out.numel())
             yield from self._through(

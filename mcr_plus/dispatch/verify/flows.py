@@ -82,4 +82,6 @@ def first_difference(rows: Sequence[Sequence[int]]) -> Difference | None:
 
 def first_block(sent: Sequence[int], got: Sequence[int]) -> int | None:
     """The first block whose hashes differ."""
-    return next((number for number, pair in enumerate(zip(sent, got, strict=False)) if pair[0] != pair[1]), None)
+    return next(
+        (number for number, pair in enumerate(zip(sent, got, strict=False)) if pair[0] != pair[1]), None
+    )

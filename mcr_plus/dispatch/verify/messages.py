@@ -1,7 +1,7 @@
 """Sends and receives that are verified: the digests of a message follow it, and the receiver compares them.
 
-They are a message of their own, with the same tag on the channel of verified operations, so the payload is not
-copied. Messages between two ranks with one tag keep their order, on either channel.
+They are a message of their own, with the same tag on the channel of verified operations, so the payload is
+not copied. Messages between two ranks with one tag keep their order, on either channel.
 """
 
 from __future__ import annotations
@@ -157,8 +157,8 @@ class VerifiedReceive(ReceivePoll):
         source, rank = (group.ranks[each] for each in (self.source or 0, group.rank))
         operation = self._signature.describe()
         return DataCorrupted(
-            f"{operation} on {library} in group '{group.name}': what rank {source} has sent to rank {rank} has "
-            f"changed, first in block {block} (from byte {(block or 0) * HASHED})",
+            f"{operation} on {library} in group '{group.name}': what rank {source} has sent to rank {rank} "
+            f"has changed, first in block {block} (from byte {(block or 0) * HASHED})",
             operation, rank, source, library, block, group.name,
         )  # fmt: skip
 

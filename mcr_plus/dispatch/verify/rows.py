@@ -39,7 +39,9 @@ class SharedRows:
     enough: the one before is not read any more when it is overwritten.
     """
 
-    def __init__(self, memory: memoryview, rank: int, ranks: int, words: int, ring: Callable[[], None]) -> None:
+    def __init__(
+        self, memory: memoryview, rank: int, ranks: int, words: int, ring: Callable[[], None]
+    ) -> None:
         """`memory`: of `shared_bytes`, zeros at first. `ring`: wakes ranks that wait."""
         self._stride, self._words = _stride(words), words
         self._all = memory.cast("Q")
@@ -106,7 +108,7 @@ class LibraryRows:
     def read(self) -> list[list[int]]:
         """See `Rows`."""
         unsigned = self._all.numpy().view(np.uint64)
-        return unsigned.reshape(self._signature.ranks, -1).tolist()  # type: ignore[no-any-return]
+        return unsigned.reshape(self._signature.ranks, -1).tolist()
 
 
 def _stride(words: int) -> int:

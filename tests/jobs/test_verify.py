@@ -117,6 +117,12 @@ def test_ranks_that_verify_meet_none_that_do_not() -> None:
         assert "configuration" in each.value[1]
 
 
+@pytest.mark.parametrize("backend", ["gloo", "msccl"])
+def test_a_dead_rank_is_told_as_ever(backend: str) -> None:
+    results = run_ranks(jobs.after_a_death, 3, via="torch", args=[backend], check=False)
+    assert [each.value for each in results] == [[[2]], [[2]], None]
+
+
 @pytest.mark.parametrize("value", ["always", -1, 1.5, True])
 def test_other_values_are_refused(value: Any) -> None:
     with pytest.raises(mcr.ConfigError, match="expected every, off or a number"):

@@ -373,3 +373,14 @@ def ahead_by_a_pass(backends: list[str], way: str) -> dict[str, Any]:
         if way.startswith("DDP"):
             torch.distributed.destroy_process_group()
         return {"wrong": wrong, "moves": channel._round, "copied": sum(each > 256 for each in copied)}
+
+
+def persistent(backends: list[str]) -> list[float]:
+    """The sums of a persistent operation that runs three times, by both of its ways."""
+    with mcr.init(config(*backends)) as comm:
+        value = torch.ones(1)
+        operation, sums = comm.persistent("all_reduce", value), []
+        for way in (operation, operation, lambda: operation.start().wait()):
+            way()
+            sums.append(float(value))
+    return sums

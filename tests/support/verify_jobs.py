@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -363,7 +364,7 @@ def on_two_hosts(backend: str) -> dict[str, Any]:
     """Ranks that exchange digests as those of several hosts do; then the digests themselves change."""
     torch.set_num_threads(1)
     raised = []
-    vars(opening)["made"] = lambda size, name: (None, None, "")  # no shared memory
+    opening.__dict__["made"] = lambda size, name: (None, None, "")  # no shared memory
     with mcr.init(config(backend)) as comm:
         channel = verified(backend)
         for size in (5, 70_000):
@@ -407,3 +408,17 @@ def channels_without(backend: str) -> list[Any]:
         assert issue.operation is not None
         slot = runtime.channels[backend]
         return [type(slot.channel).__name__, issue.operation.inline, len(current().engine.verified)]
+
+
+def after_a_death(backend: str) -> list[Any]:
+    """The last rank dies; what the others raise."""
+    with mcr.init(config(backend)) as comm:
+        value = torch.ones(70_000)
+        comm.all_reduce(value)
+        if comm.rank == comm.size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            comm.all_reduce(value)
+        except mcr.PeerLost as error:
+            return [list(error.ranks)]
+        return []

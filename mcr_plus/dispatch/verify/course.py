@@ -198,7 +198,9 @@ class Courses:
             return run(value, message.outputs[0].view(-1) if is_root else None, {root: block_hashes(value)})
 
         def run(value: torch.Tensor, out: torch.Tensor | None, sent: Hashes) -> Course:
-            parts = () if out is None else self._memory(value, size * value.numel())
+            parts: tuple[torch.Tensor, ...] = ()
+            if out is not None:
+                parts = self._memory(value, size * value.numel())
             yield from self._through(Message(gathering, (value,), parts))
             got = {} if out is None else self._of_parts(parts[0], None)
             if out is not None:

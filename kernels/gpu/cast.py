@@ -1,5 +1,4 @@
-"""The kernels of `mcr_plus.kernels.cast` in Triton; the same result, bit for bit.
-"""
+"""The kernels of `mcr_plus.kernels.cast` in Triton; the same result, bit for bit."""
 
 from __future__ import annotations
 

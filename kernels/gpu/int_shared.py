@@ -1,5 +1,4 @@
-"""The kernels of `mcr_plus.kernels.int_shared` in Triton; the same words, bit for bit.
-"""
+"""The kernels of `mcr_plus.kernels.int_shared` in Triton; the same words, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The kernels of `mcr_plus.kernels.sign1` in Triton; the same payload, bit for bit.
-"""
+"""The kernels of `mcr_plus.kernels.sign1` in Triton; the same payload, bit for bit."""
 
 from __future__ import annotations
 

@@ -45,8 +45,7 @@ class Engine:
         unordered: deferred sends and receives, which no other operation waits behind.
         off: backends that are not called any more in this process, with the reason.
         writes: address of a storage → number of the last operation with failover that writes there.
-        failovers: libraries that another one may replace, by group.
-        verified: libraries whose operations are verified, by group.
+        failovers, verified: libraries that another one may replace, or whose operations are verified.
         failed: whether any operation has failed.
         idle: while arrivals are noted, for how long the program has waited for operations or for a core.
         waits: the waits that the program is in, beyond the first polls.
@@ -280,13 +279,11 @@ class Engine:
         """Advance everything that needs the host: deferred operations and the libraries themselves."""
         for backend in self.backends:
             backend.progress()
-        for failover in self.failovers:
-            failover.tick()
-        for channel in self.verified:
-            channel.advance()
+        for each in (*self.failovers, *self.verified):
+            each.tick()
         if self.blocked:
-            for blocked in list(self.blocked):
-                self._start_ready(blocked)
+            for channel in list(self.blocked):
+                self._start_ready(channel)
         if self.unordered:
             self.unordered = [work for work in self.unordered if not self._start_unordered(work)]
 

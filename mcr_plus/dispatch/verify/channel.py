@@ -49,7 +49,7 @@ class Attempt:
     def __call__(self) -> bool:
         """See `Poll`; under the engine's lock."""
         if not self._is_done:
-            self._channel.advance()
+            self._channel.tick()
         if self._error is not None:
             raise self._error
         return self._is_done
@@ -118,7 +118,7 @@ class VerifiedChannel(SteppedChannel):
                 return start(message)
             attempt = Attempt(self, begin(message), message)
             self._queue.append(attempt)
-            self.advance()
+            self.tick()
             return attempt
 
         return start_every
@@ -165,7 +165,7 @@ class VerifiedChannel(SteppedChannel):
 
     # -- progress ---------------------------------------------------------------------------------------
 
-    def advance(self) -> None:
+    def tick(self) -> None:
         """Go on with the verified operations, in their order; often, and under the engine's lock."""
         queue = self._queue
         if self._library.backend.name in self._engine.off:

@@ -142,7 +142,7 @@ class DispatchStage(Stage):
             burst=burst_of(backend, in_steps=in_steps),
             timeout=self._options.timeout,
             compare_every=self._compares_every(signature),
-            rings=backend.rings and not in_steps,
+            rings=backend.rings,
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from mcr_plus.backends.base import Poll
 from mcr_plus.core.group import Group
 from mcr_plus.core.message import Signature
+from mcr_plus.dispatch.options import DispatchOptions
 from mcr_plus.dispatch.verify import course
 from mcr_plus.dispatch.verify.flows import (
     Difference,
@@ -24,7 +26,9 @@ from mcr_plus.dispatch.verify.flows import (
     row_words,
 )
 from mcr_plus.dispatch.verify.rows import SharedRows, shared_bytes
+from mcr_plus.errors import Unsupported
 from mcr_plus.kernels.digest import HASHED, block_hashes, joined
+from mcr_plus.pipeline.dispatch import DispatchStage
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64, torch.complex128])
@@ -120,3 +124,17 @@ def test_steps_are_kept_apart_by_the_operation_that_they_belong_to() -> None:
     other = one.replace(tag="b")
     steps = [course._derived(each, "all_gather", nbytes=72) for each in (one, other)]
     assert steps[0].digest() != steps[1].digest()
+
+
+def test_libraries_on_streams_are_refused() -> None:
+    backend = SimpleNamespace(name="nccl", on_stream=True, keeps_apart=False)
+    slot = SimpleNamespace(backend=backend, channel=None)
+    runtime: Any = SimpleNamespace(operations={}, channels={"nccl": slot}, engine=SimpleNamespace(off={}))
+    context: Any = SimpleNamespace(runtime=runtime, backends={"nccl": backend})
+    following: Any = SimpleNamespace(note=lambda text: notes.append(text))
+    notes: list[str] = []
+    stage = DispatchStage(DispatchOptions.model_validate({"verify": "every"}), context)
+    signature = Signature("broadcast", torch.float32, (9,), 36, "world", 2, "cuda", root=0, backend="nccl")
+    with pytest.raises(Unsupported, match="`verify` has no digests for nccl"):
+        stage.bind(signature, following)
+    assert "nccl is refused" in notes[0]

@@ -19,6 +19,8 @@ from mcr_plus.errors import BackendError
 from mcr_plus.kernels import cpu
 
 BLOCK: Final = 16384
+HASHED: Final = 4 * BLOCK
+"""Bytes of a block of `block_hashes`, in any dtype."""
 UNSIGNED: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _FOLD: Final = np.uint64(32)
 FACTOR: Final = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio, odd
@@ -26,6 +28,7 @@ SEED: Final = 0x243F6A8885A308D3
 _SEEDS: Final = tuple(np.uint64(SEED * (2 * lane + 1) & (2**64 - 1)) for lane in range(8))
 _S0, _S1, _S2, _S3, _S4, _S5, _S6, _S7 = _SEEDS
 _ZERO: Final = np.uint64(0)
+_NO_BYTES: Final = np.empty(0, np.uint8)
 
 Array = NDArray[Any]
 
@@ -135,6 +138,27 @@ def _gpu() -> Any:
     from mcr_plus.kernels.gpu import digest
 
     return digest
+
+
+def block_hashes(values: torch.Tensor) -> Array:
+    """The 64-bit hash of every `HASHED` bytes of contiguous `values`, in their order.
+
+    The last block may be shorter. A changed word always changes the hash of its block.
+    """
+    numel = values.numel()
+    raw: Array = _NO_BYTES
+    if numel:  # a contiguous tensor of one element may have any stride
+        raw = values.detach().as_strided((numel,), (1,)).view(torch.uint8).numpy()
+    hashes = np.empty(-(-raw.size // HASHED), np.uint64)
+    if hashes.size:
+        words = raw[: raw.size // 8 * 8].view(np.uint64)
+        cpu.spread(_digests, hashes.size, raw.nbytes, raw, words, hashes, HASHED // BLOCK)
+    return hashes
+
+
+def joined(hashes: Array) -> int:
+    """One 64-bit word of the hashes of blocks, in their order."""
+    return int(hashes[0]) if hashes.size == 1 else int(_fold(hashes, np.uint64(hashes.size)))
 
 
 def views(values: torch.Tensor) -> tuple[Array, Array, Array]:

@@ -13,12 +13,14 @@ McrError
 ├── CommTimeout        names op, sequence, group, backend, missing ranks
 ├── OrderMismatch      ranks issued different ops: names both
 ├── ResultMismatch     ranks hold different results of an operation
+├── DataCorrupted      what arrived is not what was sent: names the ranks, the library and the block
 └── LaunchError
 """
 
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Sequence
 from typing import Final
 
@@ -120,6 +122,51 @@ class OperationsDiffer(OrderMismatch):
 
 class ResultMismatch(McrError):
     """An audit found that ranks hold different results of an operation."""
+
+
+class DataCorrupted(McrError):
+    """The payload of an operation has changed on its way or in memory, see `dispatch: {verify: every}`.
+
+    Attributes:
+        operation: as messages describe it.
+        rank: that holds the damaged payload, as a rank of the job.
+        source: the rank of the job that the payload is from; `rank` itself where its own copy has changed.
+        library: that ran the operation.
+        block: number of the first 64 KiB that differ, in what `source` has sent to `rank`; None if unknown.
+        group: the name of the group.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        operation: str = "",
+        rank: int | None = None,
+        source: int | None = None,
+        library: str = "",
+        block: int | None = None,
+        group: str = "",
+    ) -> None:
+        super().__init__(text)
+        self.operation = operation
+        self.rank, self.source = rank, source
+        self.library = library
+        self.block = block
+        self.group = group
+        # The ranks first: a record on the board may be cut.
+        facts = json.dumps([rank, source, library, block, group, operation])
+        self.passed_on = f"{type(self).__name__} {facts}: {text}"
+
+    @classmethod
+    def relayed(cls, passed_on: str, text: str) -> DataCorrupted | None:
+        """The same finding as the error of another rank, with this text; None for any other record."""
+        name, _, rest = passed_on.partition(" ")
+        if name != cls.__name__:
+            return None
+        try:
+            (rank, source, library, block, group, operation), _ = json.JSONDecoder().raw_decode(rest)
+        except ValueError:  # the record was cut
+            return cls(text)
+        return cls(text, operation, rank, source, library, block, group)
 
 
 class LaunchError(McrError):

@@ -28,7 +28,7 @@ def local_reduce(op: ReduceOp, dtype: torch.dtype) -> LocalReduce:
         return _bitwise(_BITWISE[op])
     if op in ("MIN", "MAX"):
         return _extreme(torch.amin if op == "MIN" else torch.amax)
-    return _arithmetic(op, torch.float32 if dtype in _HALVES else dtype)
+    return _arithmetic(op, torch.float32) if dtype in _HALVES else _in_place(op)
 
 
 def _bitwise(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> LocalReduce:
@@ -41,6 +41,22 @@ def _bitwise(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> 
 def _extreme(function: Callable[..., torch.Tensor]) -> LocalReduce:
     def run(parts: torch.Tensor, out: torch.Tensor) -> None:
         out.copy_(function(parts, dim=0))
+
+    return run
+
+
+def _in_place(op: ReduceOp) -> LocalReduce:
+    combine = torch.mul if op == "PRODUCT" else torch.add
+
+    def run(parts: torch.Tensor, out: torch.Tensor) -> None:
+        if len(parts) == 1:
+            out.copy_(parts[0])
+            return
+        combine(parts[0], parts[1], out=out)
+        for part in parts[2:]:
+            combine(out, part, out=out)
+        if op == "AVG":
+            out /= len(parts)
 
     return run
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -136,6 +136,10 @@ def _bound(now: Prepared, later: Prepared) -> tuple[Any, Any]:
     native = None if operation is None else operation.persistent(now.message)
     issue, signature = later.issue, later.message.signature
     run: Any = partial(now.issue.run, now.message)
+    if operation is not None and not operation.inline:  # its handle lets go of the message's tensors
+        run = partial(
+            _run_again, now.issue.run, now.message.with_tensors(now.message.inputs, now.message.outputs)
+        )
     if native is not None:
         issue, bare = native
         run, signature = partial(bare), now.message.signature
@@ -150,3 +154,7 @@ def _bound(now: Prepared, later: Prepared) -> tuple[Any, Any]:
         return latest[0]
 
     return run, start
+
+
+def _run_again(run: Callable[[Message], None], message: Message) -> None:
+    run(message.with_tensors(message.inputs, message.outputs))

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mcr_plus.dispatch.group_state import BackendChannel, GroupState
     from mcr_plus.dispatch.observer import Observer
     from mcr_plus.dispatch.operation import Operation
+    from mcr_plus.dispatch.verify.channel import VerifiedChannel
     from mcr_plus.dispatch.work import IssuedWork
     from mcr_plus.rendezvous.bells import Bells
     from mcr_plus.rendezvous.processes import Peers
@@ -44,7 +45,7 @@ class Engine:
         unordered: deferred sends and receives, which no other operation waits behind.
         off: backends that are not called any more in this process, with the reason.
         writes: address of a storage → number of the last operation with failover that writes there.
-        failovers: libraries that another one may replace, by group.
+        failovers, verified: libraries that another one may replace, or whose operations are verified.
         failed: whether any operation has failed.
         idle: while arrivals are noted, for how long the program has waited for operations or for a core.
         waits: the waits that the program is in, beyond the first polls.
@@ -72,6 +73,7 @@ class Engine:
         self.off: dict[str, str] = {}
         self.writes: dict[int, int] = {}
         self.failovers: list[FailoverChannel] = []
+        self.verified: list[VerifiedChannel] = []
         self.failed = False
         self.idle: IdleTime | None = None
         self._failing_dependents = False
@@ -277,8 +279,8 @@ class Engine:
         """Advance everything that needs the host: deferred operations and the libraries themselves."""
         for backend in self.backends:
             backend.progress()
-        for failover in self.failovers:
-            failover.tick()
+        for each in (*self.failovers, *self.verified):
+            each.tick()
         if self.blocked:
             for channel in list(self.blocked):
                 self._start_ready(channel)

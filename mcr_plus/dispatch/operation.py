@@ -14,6 +14,7 @@ from mcr_plus.dispatch.board.base import pad
 from mcr_plus.dispatch.disabling import refuse_if_off
 from mcr_plus.dispatch.failover.channel import FailoverChannel
 from mcr_plus.dispatch.issue import Issue
+from mcr_plus.dispatch.verify.stepped import SteppedChannel
 from mcr_plus.dispatch.waiting import FIRST_POLLS, GLANCE, SHORT_NAPS
 from mcr_plus.dispatch.work import IssuedWork
 
@@ -76,7 +77,9 @@ class Operation:
             self.has_failover = True
             self.backend = channel.library if channel.moved else signature.choice
         # With failover, whoever makes progress may find that the library has failed.
-        self.inline = not (signature.async_op or on_stream or signature.is_p2p or self.has_failover)
+        # The steps of a verified one are those of any wait.
+        in_steps = self.has_failover or isinstance(channel, SteppedChannel)
+        self.inline = not (signature.async_op or on_stream or signature.is_p2p or in_steps)
         # Lists, which `stop_polling` empties under a loop of another thread.
         self.spins = [None] * spins
         self.first = [None] * min(spins, GLANCE if rings else FIRST_POLLS)
@@ -376,9 +379,12 @@ class Operation:
         return issue
 
 
-def burst_of(backend: Backend) -> range:
-    """Polls in a row in a longer wait, of libraries that need them: large operations take many."""
-    return range(_BURST if backend.host_driven else 1)
+def burst_of(backend: Backend, *, in_steps: bool = False) -> range:
+    """Polls in a row in a longer wait, of libraries that need them: large operations take many.
+
+    `in_steps`: its operations consist of several, and the next one starts in a poll.
+    """
+    return range(_BURST if backend.host_driven or in_steps else 1)
 
 
 def _gate_of(channel: Channel | None, signature: Signature, digest: int) -> Gate | None:

@@ -37,6 +37,22 @@ def _seconds(value: object, words: str) -> float:
         raise ValueError(f"{error}; or {words}") from None
 
 
+def _every(value: object) -> int:
+    """0 for `off`, 1 for `every`."""
+    if value is False or value == "off":  # YAML 1.1 reads off as false
+        return 0
+    if value == "every":
+        return 1
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    raise ValueError(f"expected every, off or a number N for every Nth operation, got {short(value)}")
+
+
+def _every_text(value: int) -> int | str:
+    return {0: "off", 1: "every"}.get(value, value)
+
+
+Every = Annotated[int, BeforeValidator(_every), PlainSerializer(_every_text)]
 Heartbeat = Annotated[
     float | Literal["auto", "off"], BeforeValidator(_word_or_seconds), PlainSerializer(duration_text)
 ]
@@ -61,6 +77,9 @@ class DispatchOptions(StageOptions):
     `failover`: when a library fails, the next one of `backends` takes over its collective operations, and
     runs again what is not complete on all ranks.
 
+    `verify`: which operations of each signature compare digests of what was sent and what has arrived:
+    `every` one, every Nth, or `off`.
+
     Each option is marked with `Scope.JOB` or `Scope.GROUP`: groups of a job cannot differ in the former.
     """
 
@@ -71,6 +90,7 @@ class DispatchOptions(StageOptions):
     heartbeat: Annotated[Heartbeat, Scope.JOB] = "auto"
     stopped: Annotated[WaitOrSeconds, Scope.JOB] = 0.5
     failover: Annotated[bool, Scope.GROUP] = False
+    verify: Annotated[Every, Scope.GROUP] = 0
 
     def problem(
         self, stages: Collection[str] | None, backends: Sequence[str] | None
@@ -79,4 +99,6 @@ class DispatchOptions(StageOptions):
         if self.failover and backends is not None and len(backends) < 2:
             text = f"true, but `backends` names {backends[0]} alone; expected a second one that can take over"
             return ("failover",), text
+        if self.failover and self.verify:
+            return ("verify",), "cannot be used with `failover: true`, whose second libraries do not verify"
         return super().problem(stages, backends)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from mcr_plus.errors import BackendError, CommTimeout, McrError, OrderMismatch, PeerLost
+from mcr_plus.errors import BackendError, CommTimeout, DataCorrupted, McrError, OrderMismatch, PeerLost
 
 if TYPE_CHECKING:
     from mcr_plus.dispatch.work import IssuedWork
@@ -47,6 +47,8 @@ def peer_error(
         operation = work.operation
         ranks, seen = lost
         error = PeerLost(text, ranks, operation.name(work.sequence), operation.state.group.name, seen)
+    elif (corrupted := DataCorrupted.relayed(failure, text)) is not None:
+        error = corrupted
     else:
         error = (kind or _RAISED_BY_PEER.get(failure.partition(":")[0], BackendError))(text)
     error.passed_on = failure or error.passed_on

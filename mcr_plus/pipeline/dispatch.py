@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NoReturn
 
 from mcr_plus.backends.base import Poll, Start, done
-from mcr_plus.core.kinds import VECTOR
+from mcr_plus.core.kinds import REDUCING, VECTOR
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.dispatch.failover.channel import FailoverChannel
 from mcr_plus.dispatch.failover.rules import second_of
@@ -16,6 +16,7 @@ from mcr_plus.dispatch.issue import refusing
 from mcr_plus.dispatch.operation import Operation, burst_of
 from mcr_plus.dispatch.options import DispatchOptions
 from mcr_plus.dispatch.streams import stage_through_host
+from mcr_plus.dispatch.verify.stepped import SteppedChannel, bound_every
 from mcr_plus.errors import Unsupported
 from mcr_plus.pipeline.stage import Context, Issue, Next, Stage
 from mcr_plus.pipeline.treatment import Treatment
@@ -45,6 +46,8 @@ class DispatchStage(Stage):
         notes = [f"deadline {self._options.timeout:g} s", self._when_compared(signature)]
         if self._options.failover:
             notes.append(self._taken_over(signature.backend, is_p2p=signature.is_p2p))
+        if self._options.verify:
+            notes.append(self._verified(signature))
         next.note("; ".join(notes))
         if runtime is None:
             return Issue(_refuse)
@@ -75,6 +78,15 @@ class DispatchStage(Stage):
         if second is None or is_p2p:
             return "no failover"
         return f"{second} takes over if {name} fails"
+
+    def _verified(self, signature: Signature) -> str:
+        every, what = self._options.verify, "digests of what was sent and what has arrived"
+        if signature.kind == "barrier" or signature.ranks == 1:
+            return "nothing to verify"
+        if (backend := self._backends.get(signature.backend or "")) is not None and backend.on_stream:
+            return f"{signature.backend} is refused: verify has no digests of what is on a stream"
+        how = ", as exchange, local reduction and gathering" if signature.kind in REDUCING else ""
+        return f"{'every' if every == 1 else f'1 in {every}'} verified by {what}{how}"
 
     def _compares_every(self, signature: Signature) -> bool:
         """Whether every operation is compared: also where the library would pair operations that differ.
@@ -111,7 +123,13 @@ class DispatchStage(Stage):
         ):
             start = refusing(reason)
         else:
-            start = channel.channel.bind(signature)
+            if self._options.verify and backend.on_stream and backend.name != "local":
+                raise Unsupported(
+                    f"{signature.describe()}: `verify` has no digests for {backend.name}, which runs on a "
+                    "stream; name another backend, which is staged through the host, or `verify: off`"
+                )
+            start = bound_every(channel.channel, self._options.verify)(signature)
+        in_steps = isinstance(channel.channel, SteppedChannel) and not empty
         return Operation(
             signature,
             start,
@@ -121,7 +139,7 @@ class DispatchStage(Stage):
             channel=None if empty else channel.channel,
             on_stream=backend.on_stream and not empty,
             spins=runtime.engine.waiting.spins_for(backend.spins),
-            burst=burst_of(backend),
+            burst=burst_of(backend, in_steps=in_steps),
             timeout=self._options.timeout,
             compare_every=self._compares_every(signature),
             rings=backend.rings,

@@ -65,6 +65,8 @@ class Libraries:
         groups = 1 + 3 * (self._config.options("hierarchical") is not None)
         if self._has_failover:
             groups *= 2  # each library takes over for another one, by a channel of its own
+        if any(isinstance(each, DispatchOptions) and each.verify for each in self._config.all_options):
+            groups *= 2  # verified operations have a channel of their own
         return groups * descriptors_for(self.classes, size) if size > 1 else 0
 
     @property

@@ -53,6 +53,10 @@ def open_with_parts(
         assert isinstance(options, DispatchOptions)
         if options.failover:
             open_failover(world, runtime.engine, state, channels)
+        if any(isinstance(each, DispatchOptions) and each.verify for each in config.all_options):
+            from mcr_plus.dispatch.verify.opening import open_verification
+
+            open_verification(world, runtime.engine, group, channels, options.verify)
         restored = runtime.restored.setdefault(name, {})
         of_group = GroupRuntime(runtime.engine, state, channels, {}, restored=restored)
         classes = runtime.libraries.classes

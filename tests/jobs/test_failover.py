@@ -45,6 +45,10 @@ def test_what_has_happened_is_told() -> None:
         assert each["left"] == 0
 
 
+def test_a_persistent_operation_runs_again_and_again() -> None:
+    assert values(jobs.persistent, 2, ["msccl", "gloo"]) == [{"sums": [2.0, 4.0, 8.0]}] * 2
+
+
 def test_notices_of_processes_that_are_gone_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

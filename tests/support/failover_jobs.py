@@ -373,3 +373,18 @@ def ahead_by_a_pass(backends: list[str], way: str) -> dict[str, Any]:
         if way.startswith("DDP"):
             torch.distributed.destroy_process_group()
         return {"wrong": wrong, "moves": channel._round, "copied": sum(each > 256 for each in copied)}
+
+
+def persistent(backends: list[str]) -> dict[str, Any]:
+    """The sums of a persistent operation that runs three times, by both of its ways."""
+    sums = []
+    with mcr.init(config(*backends)) as comm:
+        value = torch.ones(1)
+        operation = comm.persistent("all_reduce", value)
+        for is_started in (False, False, True):
+            if is_started:
+                operation.start().wait()
+            else:
+                operation()
+            sums.append(float(value))
+    return {"sums": sums}

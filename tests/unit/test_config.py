@@ -326,7 +326,7 @@ def test_near_misses_get_a_hint(text: str, hint: str) -> None:
         (
             {"dispatch": {"colour": 1}},
             "dispatch.colour: unknown key 'colour'; known: check, failover, heartbeat, progress, stopped, "
-            "timeout, wait",
+            "timeout, verify, wait",
         ),
     ],
 )
@@ -898,6 +898,7 @@ def test_dump_has_the_contents_of_the_file() -> None:
                     "heartbeat": "auto",
                     "stopped": 0.5,
                     "failover": False,
+                    "verify": "off",
                 }
             },
         ],

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from mcr_plus.backends.base import Channel, complete_channel
 from mcr_plus.dispatch.failover.channel import FailoverChannel
 from mcr_plus.dispatch.failover.rules import second_of
+from mcr_plus.dispatch.further import open_further
 
 if TYPE_CHECKING:
-    from mcr_plus.backends.base import Backend
+    from mcr_plus.backends.base import Backend, Channel
     from mcr_plus.dispatch.engine import Engine
     from mcr_plus.dispatch.group_state import BackendChannel, GroupState
     from mcr_plus.rendezvous.world import World
@@ -30,24 +29,14 @@ def open_failover(
     if len(names) < 2 or group.size < 2:
         return
 
-    def opened(backend: Backend, purpose: str, is_given_up: Callable[[], bool] = lambda: False) -> Channel:
-        of_purpose = replace(group, name=f"{group.name}/{purpose}")
-        world.watch_store(of_purpose, is_given_up)
-        world.opening.add(of_purpose.name)
-        try:
-            return complete_channel(backend.open(of_purpose))
-        finally:
-            world.leave_store(of_purpose.name)
-            world.opening.discard(of_purpose.name)
-
     store = world.store_of(group)
     for name, slot in slots.items():
         second = slots[second_of(names, name) or name].backend
-        spare = opened(second, f"for-{name}")
+        spare = open_further(world, second, group, f"for-{name}")
         own = slot.backend
 
         def reopen(number: int, is_given_up: Callable[[], bool], own: Backend = own) -> Channel:
-            return opened(own, f"{own.name}-again{number}", is_given_up)
+            return open_further(world, own, group, f"{own.name}-again{number}", is_given_up)
 
         slot.channel = FailoverChannel(slot, second, spare, state, store, engine, reopen)
         engine.failovers.append(slot.channel)

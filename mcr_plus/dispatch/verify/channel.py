@@ -1,0 +1,232 @@
+"""A library in a group whose operations are verified.
+
+Verified operations run one after another, in the order of their numbers, on a channel of their own. So their
+steps keep the same order on all ranks, and operations between them that are not verified are not disturbed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import deque
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final
+
+from mcr_plus.backends.base import Channel, Gate, Persistent, Poll, Start
+from mcr_plus.dispatch.failover.second import SecondLibrary
+from mcr_plus.dispatch.verify.course import Course, Courses
+from mcr_plus.dispatch.verify.flows import Difference, damaged_rows, first_block, first_difference, row_of
+from mcr_plus.dispatch.verify.messages import Messages
+from mcr_plus.dispatch.verify.stepped import SteppedChannel
+from mcr_plus.errors import DataCorrupted
+from mcr_plus.kernels.digest import HASHED
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from mcr_plus.core.c10d import Store
+    from mcr_plus.core.group import Group
+    from mcr_plus.core.message import Message, Signature
+    from mcr_plus.dispatch.engine import Engine
+    from mcr_plus.dispatch.verify.flows import Flows
+    from mcr_plus.dispatch.verify.rows import Rows
+
+_BLOCKS_WITHIN: Final = timedelta(seconds=5)  # for the two ranks of a difference to say which blocks differ
+
+
+class Attempt:
+    """The poll of a verified operation."""
+
+    __slots__ = ("_channel", "_course", "_error", "_held", "_is_done", "_poll")
+
+    def __init__(self, channel: VerifiedChannel, course: Course, message: Message) -> None:
+        self._channel, self._course = channel, course
+        self._held = message.inputs, message.outputs
+        self._poll: Poll | None = None
+        self._error: Exception | None = None
+        self._is_done = False
+
+    def __call__(self) -> bool:
+        """See `Poll`; under the engine's lock."""
+        if not self._is_done:
+            self._channel.tick()
+        if self._error is not None:
+            raise self._error
+        return self._is_done
+
+    def ends(self) -> bool:
+        """Go on; returns whether it has ended, well or with an error."""
+        try:
+            if self._poll is None:
+                self._poll = next(self._course)
+            while self._poll():
+                self._poll = next(self._course)
+        except StopIteration:
+            self._is_done = True
+        except Exception as error:
+            self._error, self._is_done = error, True
+        return self._is_done
+
+
+class VerifiedChannel(SteppedChannel):
+    """See the module."""
+
+    def __init__(
+        self,
+        own: Channel,
+        library: SecondLibrary,
+        group: Group,
+        store: Store,
+        engine: Engine,
+        rows: Rows,
+        every: int,
+        close_rows: Callable[[], None],
+    ) -> None:
+        """`library`: with the channel of verified operations. `every`: see `DispatchOptions.verify`."""
+        self._own, self._library, self._rows, self._every = own, library, rows, every
+        self._group, self._store, self._engine = group, store, engine
+        self._close_rows = close_rows
+        self.closes_alone = own.closes_alone and library.channel.closes_alone
+        self.outlives_library = own.outlives_library or library.channel.outlives_library
+        self.takes_ballots = own.takes_ballots
+        self.ballots = own.ballots
+        self._courses = Courses(library, group, self._compare)
+        self._messages = Messages(own, library, group, every)
+        self._queue = deque[Attempt]()
+        self._number = 0  # comparisons so far
+        self._found: Difference | None = None
+
+    # -- as a Channel -----------------------------------------------------------------------------------
+
+    def bind(self, signature: Signature) -> Start:
+        """See `Channel`."""
+        return self.bind_every(signature, self._every)
+
+    def bind_every(self, signature: Signature, every: int) -> Start:
+        """See `SteppedChannel`."""
+        if signature.is_p2p:
+            return self._messages.bind(signature)
+        if signature.kind == "barrier" or not every:
+            return self._own.bind(signature)
+        begin, start = self._courses.bind(signature), None if every == 1 else self._own.bind(signature)
+        calls = 0
+
+        def start_every(message: Message) -> Poll:
+            nonlocal calls
+            calls += 1
+            if start is not None and calls % every:
+                return start(message)
+            attempt = Attempt(self, begin(message), message)
+            self._queue.append(attempt)
+            self.tick()
+            return attempt
+
+        return start_every
+
+    def gate(self, signature: Signature, digest: int) -> Gate | None:
+        """See `Channel`: verified operations pass the gates of their steps."""
+        return self._own.gate(signature, digest)
+
+    def bind_persistent(self, signature: Signature, message: Message, digest: int) -> Persistent | None:  # noqa: ARG002
+        """None: a request of the library has no steps."""
+        return None
+
+    def silent_failure(self) -> str:
+        """See `Channel`."""
+        return self._own.silent_failure() or self._library.channel.silent_failure()
+
+    def stop_operations(self) -> bool:
+        """See `Channel`."""
+        own, other = self._own.stop_operations(), self._library.channel.stop_operations()
+        return own and other
+
+    def close(self) -> None:
+        """See `Channel`."""
+        self._end()
+        for channel in (self._library.channel, self._own):
+            channel.close()
+
+    def release(self) -> None:
+        """See `Channel`."""
+        self._end()
+        for channel in (self._library.channel, self._own):
+            channel.release()
+
+    def give_up(self) -> None:
+        """See `Channel`."""
+        for channel in (self._library.channel, self._own):
+            channel.give_up()
+
+    def _end(self) -> None:
+        if self in self._engine.verified:
+            self._engine.verified.remove(self)
+            self._close_rows()
+        self._queue.clear()
+
+    # -- progress ---------------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Go on with the verified operations, in their order; often, and under the engine's lock."""
+        queue = self._queue
+        if self._library.backend.name in self._engine.off:
+            return
+        while queue and queue[0].ends():
+            queue.popleft()
+        self._messages.advance()
+
+    # -- comparison -------------------------------------------------------------------------------------
+
+    def _compare(self, signature: Signature, stages: Sequence[Flows]) -> Course:
+        self._number += 1
+        yield self._rows.post(row_of(stages, self._group.size))
+        rows = self._rows.read()
+        if damaged := damaged_rows(rows):
+            rank = self._group.ranks[damaged[0]]
+            raise self._error(signature, "the digests themselves have changed on their way", rank, rank, None)
+        found = first_difference(rows)
+        if found is not None:
+            raise self._corrupted(signature, stages, found)
+
+    def _corrupted(self, signature: Signature, stages: Sequence[Flows], found: Difference) -> DataCorrupted:
+        ranks = self._group.ranks
+        source, target = ranks[found.source], ranks[found.target]
+        block = self._block(stages, found)
+        place = "" if block is None else f", first in block {block} (from byte {block * HASHED})"
+        what = "sums" if found.stage else "values"
+        if source == target:
+            text = f"{what} of rank {source} itself have changed{place}"
+        else:
+            text = f"{what} that rank {source} has sent to rank {target} have changed{place}"
+        return self._error(signature, text, target, source, block)
+
+    def _error(
+        self, signature: Signature, text: str, rank: int, source: int, block: int | None
+    ) -> DataCorrupted:
+        name, operation = self._group.name, signature.describe()
+        library = self._library.backend.name
+        return DataCorrupted(
+            f"{operation} on {library} in group '{name}': {text}",
+            operation,
+            rank,
+            source,
+            library,
+            block,
+            name,
+        )
+
+    def _block(self, stages: Sequence[Flows], found: Difference) -> int | None:
+        """The first block that differs; collective. None if the two ranks do not publish theirs in time."""
+        me, prefix = (
+            self._group.rank,
+            f"verify/{self._group.name}/{self._library.backend.name}/{self._number}",
+        )
+        keys = [f"{prefix}/sent", f"{prefix}/got"]
+        flows = stages[found.stage]
+        if me == found.source:
+            self._store.set(keys[0], json.dumps(flows.sent[found.target].tolist()))
+        if me == found.target:
+            self._store.set(keys[1], json.dumps(flows.got[found.source].tolist()))
+        with contextlib.suppress(RuntimeError):
+            self._store.wait(keys, _BLOCKS_WITHIN)
+            return first_block(*(json.loads(self._store.get(key)) for key in keys))
+        return None

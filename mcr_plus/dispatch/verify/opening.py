@@ -1,0 +1,76 @@
+"""Opening what verified operations of a group need."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from mcr_plus.dispatch.failover.second import SecondLibrary
+from mcr_plus.dispatch.further import open_further
+from mcr_plus.dispatch.verify.channel import VerifiedChannel
+from mcr_plus.dispatch.verify.flows import row_words
+from mcr_plus.dispatch.verify.rows import LibraryRows, Rows, SharedRows, shared_bytes
+from mcr_plus.rendezvous.memory import made, mapped
+from mcr_plus.rendezvous.store import exchange
+
+if TYPE_CHECKING:
+    from mcr_plus.core.group import Group
+    from mcr_plus.dispatch.engine import Engine
+    from mcr_plus.dispatch.group_state import BackendChannel
+    from mcr_plus.rendezvous.world import World
+
+
+def open_verification(
+    world: World, engine: Engine, group: Group, channels: Mapping[str, BackendChannel], every: int
+) -> None:
+    """Verify the operations of every library of a group; collective over its ranks.
+
+    Those on a stream are not: dispatch refuses to bind them. `every`: see `DispatchOptions.verify`.
+    """
+    slots = {name: slot for name, slot in channels.items() if not slot.backend.on_stream and name != "local"}
+    if group.rank < 0 or group.size < 2:
+        return
+    for name, slot in slots.items():
+        library = SecondLibrary(
+            slot.backend, open_further(world, slot.backend, group, f"verify-{name}"), group.rank
+        )
+        rows, close = _open_rows(world, engine, group, library)
+        slot.channel = VerifiedChannel(
+            slot.channel, library, group, world.store_of(group), engine, rows, every, close
+        )
+        engine.verified.append(slot.channel)
+
+
+def _open_rows(
+    world: World, engine: Engine, group: Group, library: SecondLibrary
+) -> tuple[Rows, Callable[[], None]]:
+    """The exchange of digests, and how it is closed: by shared memory where all ranks can map it."""
+    words = row_words(group.size)
+    name = library.backend.name
+    by_library = LibraryRows(library, group.name, group.size, words), lambda: None
+    if len({world.hosts[rank] for rank in group.ranks}) > 1:
+        return by_library
+    size = shared_bytes(group.size, words)
+    store, what = world.store_of(group), f"verify/{group.name}/{name}"
+    memory, descriptor, place = made(size, "mcr_plus") if group.rank == 0 else (None, None, "")
+    try:
+        place = exchange(store, group.rank, group.size, f"{what}/memory", place, world.timeout)[0]
+        if memory is None and place:
+            memory = mapped(place, size)
+        has = exchange(store, group.rank, group.size, f"{what}/mapped", "y" * bool(memory), world.timeout)
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+    if memory is None or not all(has):
+        return by_library
+    view = memoryview(memory)
+    rows = SharedRows(view, group.rank, group.size, words, engine.ring)
+    kept = memory
+
+    def close() -> None:
+        rows.close()
+        view.release()
+        kept.close()
+
+    return rows, close

@@ -1,0 +1,159 @@
+"""Payloads that change on their way or in memory: real libraries on real ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import verify_jobs as jobs
+from ranks import run_ranks
+
+import mcr_plus as mcr
+
+LIBRARIES = ["gloo", "msccl", "mpi"]
+SUPPORT = Path(__file__).parents[1] / "support"
+
+
+def values(target: Any, ranks: int, backend: str, *args: Any, **options: Any) -> list[Any]:
+    results = run_ranks(
+        target, ranks, via="mpi" if backend == "mpi" else "torch", args=[backend, *args], **options
+    )
+    return [each.value for each in results]
+
+
+@pytest.mark.parametrize("backend", LIBRARIES)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_flipped_bit_is_found_on_all_ranks_alike(backend: str, ranks: int) -> None:
+    every = list(zip(*values(jobs.many_flips, ranks, backend, 17 + ranks, 150), strict=True))
+    flips = 0
+    for each in every:
+        kind, raised = each[0][0], [one[5] for one in each]
+        if any(one[4] for one in each):
+            flips += 1
+            (operation, source, rank, library, block) = raised[0]
+            assert all(one == raised[0] for one in raised), each
+            assert (operation, library) == (kind, backend)
+            assert 0 <= source < ranks
+            assert 0 <= rank < ranks
+            assert block is not None
+        else:
+            assert not any(raised), each
+    assert flips > 50
+
+
+@pytest.mark.parametrize("backend", LIBRARIES)
+def test_damaged_messages_are_found_by_their_receivers(backend: str) -> None:
+    found = values(jobs.many_messages, 2, backend, 5, 60)
+    assert sum(flips for _, flips in found) > 20
+    for received, _ in found:
+        for place, source, rank, raised in received:
+            assert raised == ([source, rank, backend] if place in ("sent", "arrived") else []), place
+
+
+@pytest.mark.parametrize("backend", LIBRARIES)
+def test_calls_of_a_program_raise_the_same_error(backend: str) -> None:
+    first, second = values(jobs.through_the_api, 2, backend)
+    for mine, theirs in zip(first, second, strict=True):
+        name, error, rank, source, library, block, group, text = theirs
+        assert mine[:7] == theirs[:7]
+        assert (error, rank, library, group) == ("DataCorrupted", 1, backend, "world"), name
+        assert source in (0, 1)
+        assert f"block {block} " in text
+
+
+@pytest.mark.parametrize("backend", ["gloo", "msccl"])
+def test_every_third_operation_of_a_signature_is_verified(backend: str) -> None:
+    for found in values(jobs.one_in_three, 2, backend):
+        assert found == {"collectives": [3, 6, 9], "messages": [3, 6, 9], "off by rule": [], "sums": True}
+
+
+def test_ranks_of_several_hosts_exchange_digests_by_the_library() -> None:
+    for found in values(jobs.on_two_hosts, 2, "gloo"):
+        assert found["rows"] == ["LibraryRows"]
+        assert found["raised"] == ["", "", "DataCorrupted", "digests"]
+
+
+def test_bits_that_flip_on_the_wire_are_found(tmp_path: Path) -> None:
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None or sys.platform != "linux":
+        pytest.skip("needs a C compiler, for a library that changes what gloo sends")
+    library, log = tmp_path / "flip.so", tmp_path / "flips"
+    source = SUPPORT / "flip_on_wire.c"
+    subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    env = {
+        **os.environ, "LD_PRELOAD": str(library), "FLIP_AFTER": "5", "FLIP_LOG": str(log), "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo",
+    }  # fmt: skip
+    words = [sys.executable, str(SUPPORT / "verify_on_wire.py"), "78", str(log)]
+    ranks = [
+        subprocess.Popen(
+            words, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=subprocess.PIPE
+        )
+        for rank in range(2)
+    ]
+    outputs = [json.loads(rank.communicate(timeout=120)[0]) for rank in ranks]
+    assert outputs[0] == outputs[1]
+    assert sum(flips for _, flips, _ in outputs[0]) >= 10
+    for kind, flips, raised in outputs[0]:
+        assert bool(raised) == bool(flips), (kind, flips, raised)
+
+
+def test_ranks_that_verify_meet_none_that_do_not() -> None:
+    results = run_ranks(jobs.configured_unlike, 2, via="torch", check=False)
+    for each in results:
+        assert each.value is not None, each.stderr[-2000:]
+        assert each.value[0] == "ConfigError", each.value
+        assert "configuration" in each.value[1]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "msccl"])
+def test_a_dead_rank_is_told_as_ever(backend: str) -> None:
+    results = run_ranks(jobs.after_a_death, 3, via="torch", args=[backend], check=False)
+    assert [each.value for each in results] == [[[2]], [[2]], None]
+
+
+@pytest.mark.parametrize("value", ["always", -1, 1.5, True])
+def test_other_values_are_refused(value: Any) -> None:
+    with pytest.raises(mcr.ConfigError, match="expected every, off or a number"):
+        mcr.explain("all_reduce", "1MiB", config=jobs.config("gloo", verify=value))
+
+
+def test_failover_is_refused_beside_it() -> None:
+    with pytest.raises(mcr.ConfigError, match="cannot be used with `failover: true`"):
+        mcr.explain("all_reduce", "1MiB", config=jobs.config("gloo", "msccl", failover=True))
+
+
+def test_explain_names_it() -> None:
+    told = str(mcr.explain("all_reduce", "1MiB", config=jobs.config("gloo"))["steps"])
+    assert "every verified by digests" in told
+    assert "as exchange, local reduction and gathering" in told
+    told = str(mcr.explain("broadcast", "1MiB", config=jobs.config("gloo", verify=20))["steps"])
+    assert "1 in 20 verified by digests of what was sent and what has arrived" in told
+    assert "verified" not in str(
+        mcr.explain("broadcast", "1MiB", config=jobs.config("gloo", verify="off"))["steps"]
+    )
+
+
+def test_nothing_is_bound_while_it_is_off() -> None:
+    assert values(jobs.channels_without, 2, "gloo") == [["GlooChannel", True, 0]] * 2
+
+
+def test_errors_of_other_ranks_keep_their_facts() -> None:
+    error = mcr.DataCorrupted("text: with a colon", "all_reduce SUM", 2, 1, "gloo", 7, "world")
+    again = mcr.DataCorrupted.relayed(error.passed_on, "relayed")
+    assert again is not None
+    assert vars(again) | {"passed_on": ""} == vars(error) | {"passed_on": ""}
+    assert mcr.DataCorrupted.relayed(error.passed_on[:20], "cut") is not None
+    assert mcr.DataCorrupted.relayed("OrderMismatch: something", "") is None
+    assert torch.equal(torch.tensor(again.rank), torch.tensor(2))

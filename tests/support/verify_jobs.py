@@ -1,0 +1,424 @@
+"""Jobs whose payloads change on the way: what ranks run, for tests/jobs/test_verify.py."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+
+import mcr_plus as mcr
+from mcr_plus.backends.base import Poll, ReceivePoll, Start
+from mcr_plus.core.kinds import KINDS as KINDS_OF_ALL
+from mcr_plus.core.kinds import VECTOR, Kind, collective, plain_kind
+from mcr_plus.core.message import Message, Signature
+from mcr_plus.dispatch.verify import opening
+from mcr_plus.dispatch.verify.channel import VerifiedChannel
+from mcr_plus.runtime.init import current
+
+
+def config(*backends: str, verify: Any = "every", **options: Any) -> dict[str, Any]:
+    """A pipeline with verification."""
+    dispatch = {"verify": verify, "timeout": "20s", **options}
+    return {"version": 1, "backends": list(backends), "pipeline": [{"select": {}}, {"dispatch": dispatch}]}
+
+
+KINDS: Final[tuple[Kind, ...]] = tuple(
+    kind for kind in KINDS_OF_ALL if kind not in ("send", "recv", "barrier")
+)
+# Not bool: torch copies a byte of 3 as 1, so a flipped bit may be gone before it is sent.
+DTYPES: Final = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.complex64)
+SIZES: Final = (1, 5, 300, 9_000, 70_000)
+
+
+def verified(name: str) -> VerifiedChannel:
+    """The library of the group of all ranks."""
+    channel = current().communicator.opened.runtime.channels[name].channel
+    assert isinstance(channel, VerifiedChannel)
+    return channel
+
+
+def flip(tensor: torch.Tensor, draw: random.Random) -> int:
+    """Flip one bit in memory; returns the number of its byte."""
+    raw = tensor.view(-1).view(torch.uint8)
+    at = draw.randrange(raw.numel())
+    raw[at] ^= 1 << draw.randrange(8)
+    return at
+
+
+class Flipper:
+    """Flips a bit in what the steps of a verified operation hand to the library, or get from it.
+
+    The next one after `arm`, in step number `step` of this rank: `sent` before the library has the tensor and
+    after its digest was taken, `arrived` when the library has ended.
+    """
+
+    def __init__(self, channel: VerifiedChannel) -> None:
+        self._poll = channel._library.poll
+        self.draw = random.Random(0)
+        self.place, self.step, self.done = "", 0, False
+        channel._library.poll = self.poll  # type: ignore[method-assign]
+
+    def arm(self, place: str, step: int, draw: random.Random) -> None:
+        self.place, self.step, self.draw, self.done = place, step, draw, False
+
+    def _flip(self, tensors: Sequence[torch.Tensor]) -> None:
+        if tensors and tensors[0].numel():
+            flip(tensors[0], self.draw)
+            self.done = True
+
+    def poll(self, message: Message) -> Poll:
+        mine = self.place if self.step == 0 else ""
+        self.step -= 1
+        if mine == "sent":
+            self._flip(message.inputs)
+        poll, outputs = self._poll(message), message.outputs
+        if mine != "arrived":
+            return poll
+        ended = False
+
+        def flipped() -> bool:
+            nonlocal ended
+            if not ended and poll():
+                ended = True
+                self._flip(outputs)
+            return ended
+
+        return flipped
+
+
+def case(
+    kind: Kind, rank: int, ranks: int, size: int, dtype: torch.dtype, root: int, backend: str
+) -> Message:
+    """An operation of a library, as the pipeline would hand it over."""
+    row = collective(kind)
+    is_root = rank == root
+    uneven = kind in VECTOR
+    counts = tuple(size + 3 * each for each in range(ranks)) if uneven else (size,) * ranks
+    # all_to_all_v: what goes to a rank depends on that rank alone, so each gets equal parts.
+    own, total = counts[rank], sum(counts)
+    parts = {"none": 0, "one": own, "each": total}
+    sends, receives = row.buffers(root=is_root)
+    taken, given = parts[sends], parts[receives]
+    if plain_kind(kind) == "all_to_all":
+        given = own * ranks
+    value = torch.randint(0, 2, (taken,)).to(dtype) if taken else None
+    out = torch.zeros(given, dtype=dtype) if given else None
+    if row.in_place:
+        out = value if value is not None else out
+        if kind == "reduce" and not is_root:
+            out = None
+    nbytes = None if uneven else max(taken, given, size) * dtype.itemsize
+    signature = Signature(
+        kind, dtype, () if uneven else (size,), nbytes, "world", ranks, backend=backend,
+        reduce_op="SUM" if row.reduces else None, root=root if row.rooted else None, async_op=True,
+    )  # fmt: skip
+    if not uneven and row.is_shared:
+        signature = signature.replace(nbytes=total * dtype.itemsize)
+    extras: dict[str, Any] = {}
+    if uneven and sends == "each":
+        extras["input_counts"] = counts
+    if uneven and receives == "each":
+        extras["output_counts"] = (own,) * ranks if plain_kind(kind) == "all_to_all" else counts
+    inputs, outputs = ((each,) if each is not None else () for each in (value, out))
+    return Message(signature, inputs, outputs, **extras)
+
+
+def many_flips(backend: str, seed: int, operations: int, kinds: Sequence[Kind] = KINDS) -> list[Any]:
+    """Random operations, most of them with a flipped bit on a random rank.
+
+    They are handed to the library below the engine, whose group would be failed after the first.
+    Returns for each: its kind, whether this rank has flipped a bit, and what was raised here.
+    """
+    torch.set_num_threads(1)
+    shared, found = random.Random(seed), []
+    with mcr.init(config(backend)) as comm:
+        channel, ranks = verified(backend), comm.size
+        flipper = Flipper(channel)
+        for number in range(operations):
+            kind, dtype, size = shared.choice(kinds), shared.choice(DTYPES), shared.choice(SIZES)
+            root, victim, step = shared.randrange(ranks), shared.randrange(ranks), shared.choice((0, 0, 1))
+            place, is_wanted = shared.choice(("sent", "arrived")), shared.random() < 0.8
+            message = case(kind, comm.rank, ranks, size, dtype, root, backend)
+            armed = is_wanted and victim == comm.rank
+            flipper.arm(place if armed else "", step, random.Random(f"{seed} {number}"))
+            raised: list[Any] = []
+            poll = channel.bind(message.signature)(message)
+            try:
+                with current().engine.lock:
+                    while not poll():
+                        current().engine.progress()
+            except mcr.DataCorrupted as error:
+                raised = [error.operation.split()[0], error.source, error.rank, error.library, error.block]
+            found.append([kind, str(dtype), size, place, flipper.done, raised])
+    return found
+
+
+def flipped_messages(channel: VerifiedChannel, place: Callable[[], str], draw: random.Random) -> list[int]:
+    """Make the library's own sends and receives flip a bit where `place` names theirs; returns the bytes."""
+    bind, places = channel._own.bind, list[int]()
+
+    def bind_flipping(signature: Signature) -> Start:
+        start = bind(signature)
+
+        def begin(message: Message) -> Poll:
+            mine = place()
+            if mine == "sent" and signature.kind == "send":
+                places.append(flip(message.inputs[0], draw))
+            poll, outputs = start(message), message.outputs
+            if mine != "arrived" or signature.kind != "recv":
+                return poll
+            return FlippingPoll(poll, lambda: places.append(flip(outputs[0], draw)))
+
+        return begin
+
+    channel._own.bind = bind_flipping  # type: ignore[method-assign]
+    return places
+
+
+class FlippingPoll(ReceivePoll):
+    """The poll of a receive that changes what has arrived."""
+
+    def __init__(self, poll: Poll, change: Callable[[], object]) -> None:
+        self._poll, self._change, self._ended = poll, change, False
+
+    def __call__(self) -> bool:
+        if not self._ended and self._poll():
+            self._ended = True
+            self.source = getattr(self._poll, "source", None)
+            self._change()
+        return self._ended
+
+
+def many_messages(backend: str, seed: int, messages: int) -> list[Any]:
+    """Messages from each rank to the next, in batches with a few tags, received from it or from any source.
+
+    As `many_flips`; of a message its receiver knows.
+    """
+    torch.set_num_threads(1)
+    shared, found = random.Random(seed), []
+    with mcr.init(config(backend)) as comm:
+        channel, ranks = verified(backend), comm.size
+        place = ""
+        draw = random.Random(f"{seed} {comm.rank}")
+        flips = flipped_messages(channel, lambda: place, draw)
+        source, target = (comm.rank - 1) % ranks, (comm.rank + 1) % ranks
+        for _ in range(messages // 3):
+            polls, kept = list[tuple[Poll, str]](), list[Message]()
+            from_any = shared.random() < 0.3
+            batch = [(shared.choice(SIZES), shared.randrange(2)) for _ in range(3)]
+            for size, tag in batch:
+                where, victim = shared.choice(("sent", "arrived", "")), shared.randrange(ranks)
+                is_sender = victim == comm.rank
+                place = where if where == "sent" and is_sender else ""
+                sends = signature_of("send", size, backend, ranks)
+                kept.append(Message(sends, (torch.rand(size),), peer=target, match_tag=tag))
+                polls.append((channel.bind(sends)(kept[-1]), "send"))
+                place = where if where == "arrived" and victim == source else ""
+                of_me = where if victim == source else ""
+                receives = signature_of("recv", size, backend, ranks)
+                out = torch.empty(size)
+                peer = None if from_any else source
+                message = Message(receives, (), (out,), peer=peer, match_tag=tag)
+                polls.append((channel.bind(receives)(message), of_me or "none"))
+            if shared.random() < 0.5:
+                polls.reverse()
+            for poll, what in polls:
+                raised: list[Any] = []
+                try:
+                    with current().engine.lock:
+                        while not poll():
+                            current().engine.progress()
+                except mcr.DataCorrupted as error:
+                    raised = [error.source, error.rank, error.library]
+                if what != "send":
+                    found.append([what, source, comm.rank, raised])
+        comm.barrier()
+    return [found, len(flips)]
+
+
+def signature_of(kind: Kind, size: int, backend: str, ranks: int) -> Signature:
+    """Of a message of float32."""
+    return Signature(kind, torch.float32, (size,), 4 * size, "world", ranks, backend=backend, async_op=True)
+
+
+def through_the_api(backend: str) -> list[Any]:
+    """Calls of a program, each in a world of its own, in which a bit flips on the last rank."""
+    torch.set_num_threads(1)
+    pipeline = [
+        {"fuse": {}},
+        {"compress": {"codec": "none"}},
+        {"select": {}},
+        {"dispatch": {"verify": "every"}},
+    ]
+    found = []
+    with mcr.init({"version": 1, "backends": [backend], "pipeline": pipeline}):
+        for name, call in CALLS.items():
+            comm = current().communicator
+            channel, is_victim = verified(backend), comm.rank == comm.size - 1
+            error: Any = None
+            place: list[str] = []  # of a message that is damaged
+            flipped_messages(channel, lambda: place[0] if place else "", random.Random(7))  # noqa: B023
+            call(comm)  # what is not damaged passes
+            place += ["arrived"] * is_victim
+            Flipper(channel).arm("arrived" if is_victim and name != "recv" else "", 0, random.Random(name))
+            try:
+                call(comm)
+                comm.barrier()  # where a sender is told
+            except mcr.McrError as raised:
+                error = raised
+            facts = vars(error) if isinstance(error, mcr.DataCorrupted) else {}
+            known = [facts.get(key) for key in ("rank", "source", "library", "block", "group")]
+            found.append([name, type(error).__name__, *known, str(error)])
+            mcr.reset()
+    return found
+
+
+def _message(comm: mcr.Communicator) -> None:
+    value = torch.ones(40_000)
+    if comm.rank == 0:
+        comm.send(value, comm.size - 1)
+    elif comm.rank == comm.size - 1:
+        comm.recv(value, 0)
+
+
+def _persistent(comm: mcr.Communicator) -> None:
+    if "op" not in comm.attached:
+        comm.attached["op"] = comm.persistent("all_reduce", torch.ones(5000))
+    comm.attached["op"]()
+
+
+def _fused(comm: mcr.Communicator) -> None:
+    works = [comm.all_reduce(torch.ones(4000), async_op=True) for _ in range(3)]
+    for work in works:
+        assert work is not None
+        work.wait()
+
+
+def _async(comm: mcr.Communicator) -> None:
+    work = comm.all_reduce(torch.ones(300_000), async_op=True, tag="async")
+    assert work is not None
+    work.wait()
+
+
+CALLS: Final[dict[str, Callable[[mcr.Communicator], Any]]] = {
+    "all_reduce": lambda comm: comm.all_reduce(torch.ones(3)),
+    "all_reduce async": _async,
+    "all_reduce fused": _fused,
+    "all_reduce persistent": _persistent,
+    "all_reduce int8_block": lambda comm: comm.all_reduce(torch.rand(100_000), compress="int8_block"),
+    "all_reduce_coalesced": lambda comm: comm.all_reduce_coalesced([torch.ones(9), torch.ones(5000)]),
+    "broadcast": lambda comm: comm.broadcast(torch.ones(50_000), 0),
+    "recv": _message,
+}
+
+
+def one_in_three(backend: str) -> dict[str, Any]:
+    """The numbers of the calls that were verified, of which one in three should be."""
+    torch.set_num_threads(1)
+    own = config(backend, verify=3)
+    own["rules"] = [{"match": {"tag": "trusted"}, "dispatch": {"verify": "off"}}]
+    with mcr.init(own) as comm:
+        channel, is_right = verified(backend), True
+
+        def verified_calls(call: Callable[[], None], count: Callable[[], int]) -> list[int]:
+            numbers = []
+            for number in range(1, 10):
+                before = count()
+                call()
+                numbers += [number] * (count() > before)
+            return numbers
+
+        def reduced(**options: Any) -> None:
+            nonlocal is_right
+            value = torch.full((7,), comm.rank + 1.0)
+            comm.all_reduce(value, **options)
+            is_right &= bool((value == sum(range(1, comm.size + 1))).all())
+
+        asked = 0
+        begin = channel._messages._digest_message
+
+        def counted(*args: Any) -> Poll:
+            nonlocal asked
+            asked += 1
+            return begin(*args)
+
+        vars(channel._messages)["_digest_message"] = counted
+
+        def messages() -> None:
+            value = torch.ones(3)
+            comm.send(value, 1) if comm.rank == 0 else comm.recv(value, 0)
+
+        return {
+            "collectives": verified_calls(reduced, lambda: channel._number),
+            "messages": verified_calls(messages, lambda: asked),
+            "off by rule": verified_calls(lambda: reduced(tag="trusted"), lambda: channel._number),
+            "sums": is_right,
+        }
+
+
+def on_two_hosts(backend: str) -> dict[str, Any]:
+    """Ranks that exchange digests as those of several hosts do; then the digests themselves change."""
+    torch.set_num_threads(1)
+    raised = []
+    opening.__dict__["made"] = lambda size, name: (None, None, "")  # no shared memory
+    with mcr.init(config(backend)) as comm:
+        channel = verified(backend)
+        for size in (5, 70_000):
+            value = torch.full((size,), comm.rank + 1.0)
+            comm.all_reduce(value)
+            raised.append("" if bool((value == 3).all()) else "wrong")
+        read = channel._rows.read
+
+        def damaged() -> list[list[int]]:
+            rows = read()
+            rows[1][0] ^= 1 << 40
+            return rows
+
+        channel._rows.read = damaged  # type: ignore[method-assign]
+        try:
+            comm.broadcast(torch.ones(3), 0)
+        except mcr.McrError as error:
+            raised += [
+                type(error).__name__,
+                "digests" if "the digests themselves" in str(error) else str(error),
+            ]
+        return {"rows": [type(channel._rows).__name__], "raised": raised}
+
+
+def configured_unlike() -> list[str]:
+    """Only the first rank verifies."""
+    verify = "every" if os.environ["RANK"] == "0" else "off"
+    try:
+        mcr.init(config("gloo", verify=verify))
+    except mcr.McrError as error:
+        return [type(error).__name__, str(error)]
+    return ["", ""]
+
+
+def channels_without(backend: str) -> list[Any]:
+    """The class of a channel, whether synchronous operations are inline, and what the engine has."""
+    with mcr.init(config(backend, verify="off")) as comm:
+        comm.all_reduce(torch.ones(2))
+        runtime = current().communicator.opened.runtime
+        (issue,) = runtime.operations.values()
+        assert issue.operation is not None
+        slot = runtime.channels[backend]
+        return [type(slot.channel).__name__, issue.operation.inline, len(current().engine.verified)]
+
+
+def after_a_death(backend: str) -> list[Any]:
+    """The last rank dies; what the others raise."""
+    with mcr.init(config(backend)) as comm:
+        value = torch.ones(70_000)
+        comm.all_reduce(value)
+        if comm.rank == comm.size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            comm.all_reduce(value)
+        except mcr.PeerLost as error:
+            return [list(error.ranks)]
+        return []

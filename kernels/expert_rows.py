@@ -456,12 +456,12 @@ def prepare(dtype: torch.dtype, form: Format) -> None:
     if dtype not in (torch.float32, torch.bfloat16):
         return
     with preparing(f"expert rows of {dtype} as {form}"):
-        one, none = torch.zeros(1, 1, dtype=dtype), np.zeros(1, np.int64)
-        wire = Wire(torch.zeros(16, dtype=torch.uint8), none, form)
-        lists, weights = Lists(np.array([0, 1]), none), torch.ones(1)
+        one, none = torch.zeros(1, 1, dtype=dtype, device="cpu"), np.zeros(1, np.int64)
+        wire = Wire(torch.zeros(16, dtype=torch.uint8, device="cpu"), none, form)
+        lists, weights = Lists(np.array([0, 1]), none), torch.ones(1, device="cpu")
         pack(one, none, wire)
         unpack(one, wire, none, torch.empty_like(one))
-        unpack_gradient(one, wire, none, weights, one, torch.empty_like(one), torch.empty(1))
+        unpack_gradient(one, wire, none, weights, one, torch.empty_like(one), torch.empty(1, device="cpu"))
         pack_sums(one, weights, lists, wire)
         unpack_sums(one, weights, lists, wire, lists, torch.empty_like(one))
 

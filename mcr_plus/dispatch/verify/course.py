@@ -45,7 +45,7 @@ class Courses:
     def __init__(self, library: SecondLibrary, group: Group, compare: Compare) -> None:
         self._library, self._compare = library, compare
         self._rank, self._size = group.rank, group.size
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def bind(self, signature: Signature) -> Begin:
         """How operations of a signature begin: digests of what is sent are taken at once."""
@@ -104,7 +104,7 @@ class Courses:
         """Tensors of these sizes for one operation, of which there is one at a time."""
         sizes = [-(-numel * like.element_size() // _LINE) * _LINE for numel in numels]
         if self._scratch.numel() < sum(sizes):  # fresh pages cost more than the values in them
-            self._scratch = torch.empty(sum(sizes), dtype=torch.uint8)
+            self._scratch = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
         tensors, at = [], 0
         for numel, nbytes in zip(numels, sizes, strict=True):
             tensors.append(self._scratch[at : at + numel * like.element_size()].view(like.dtype))

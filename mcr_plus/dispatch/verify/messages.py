@@ -93,7 +93,7 @@ class Messages:
         blocks = -(-numel // HASHED)
         if not self.is_due(self._got, (source, receive.tag)) or not blocks:
             return None
-        words = torch.empty(blocks, dtype=torch.int64)
+        words = torch.empty(blocks, dtype=torch.int64, device="cpu")
         return self._digest_message("recv", words, source, receive.tag), words
 
 

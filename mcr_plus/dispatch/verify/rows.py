@@ -85,12 +85,12 @@ class LibraryRows:
             "all_gather", torch.int64, (words,), 8 * words * ranks, group, ranks, tag="verify",
             backend=library.backend.name, async_op=True,
         )  # fmt: skip
-        self._all = torch.empty(0, dtype=torch.int64)
+        self._all = torch.empty(0, dtype=torch.int64, device="cpu")
 
     def post(self, row: Sequence[int]) -> Poll:
         """See `Rows`."""
         mine = torch.from_numpy(np.array(row, np.uint64).view(np.int64))
-        self._all = torch.empty(len(row) * self._signature.ranks, dtype=torch.int64)
+        self._all = torch.empty(len(row) * self._signature.ranks, dtype=torch.int64, device="cpu")
         message = Message(self._signature, (mine,), (self._all,))
         gate: Poll | None = self._library.gate(message)
         poll: Poll | None = None

@@ -14,7 +14,7 @@ from mcr_plus.dispatch.board.base import Failure
 from mcr_plus.dispatch.desync import compare_signatures, explain_difference, find_mismatch
 from mcr_plus.dispatch.disabling import switch_off_after, why_off
 from mcr_plus.dispatch.idle_time import IdleTime
-from mcr_plus.dispatch.observer import Wait
+from mcr_plus.dispatch.observer import Observer, Wait
 from mcr_plus.dispatch.progress_thread import ProgressThread
 from mcr_plus.dispatch.waiting import Pause, Waiting, WaitPolicy
 from mcr_plus.dispatch.watchdog import LONG_WAIT, Watchdog
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from mcr_plus.backends.base import Backend, StreamPoll
     from mcr_plus.dispatch.failover.channel import FailoverChannel
     from mcr_plus.dispatch.group_state import BackendChannel, GroupState
-    from mcr_plus.dispatch.observer import Observer
     from mcr_plus.dispatch.operation import Operation
     from mcr_plus.dispatch.verify.channel import VerifiedChannel
     from mcr_plus.dispatch.work import IssuedWork
@@ -279,11 +278,12 @@ class Engine:
         """Advance everything that needs the host: deferred operations and the libraries themselves."""
         for backend in self.backends:
             backend.progress()
-        for each in (*self.failovers, *self.verified):
-            each.tick()
-        if self.blocked:
-            for channel in list(self.blocked):
-                self._start_ready(channel)
+        for failover in self.failovers:
+            failover.tick()
+        for verified in self.verified:
+            verified.tick()
+        for channel in list(self.blocked):
+            self._start_ready(channel)
         if self.unordered:
             self.unordered = [work for work in self.unordered if not self._start_unordered(work)]
 

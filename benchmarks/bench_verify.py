@@ -112,7 +112,8 @@ def main(
     if rows:
         head = ["library", "call (bytes)", "off, µs", "every, µs", "every - off", "every / off"]
         parts += ["### Cost, two ranks, the least of all turns", harness.markdown(head, rows)]
-    text = harness.page("Verified payloads", harness.command(), f"{rounds} turns", *parts)
+    note = f"{rounds} turns; load average {os.getloadavg()[1]:.0f}"
+    text = harness.page("Verified payloads", harness.command(), note, *parts)
     harness.write(text, output, f"verify_{hardware}")
 
 

@@ -198,13 +198,14 @@ class Courses:
             return run(value, message.outputs[0].view(-1) if is_root else None, {root: block_hashes(value)})
 
         def run(value: torch.Tensor, out: torch.Tensor | None, sent: Hashes) -> Course:
-            parts: tuple[torch.Tensor, ...] = ()
-            if out is not None:
-                parts = self._memory(value, size * value.numel())
-            yield from self._through(Message(gathering, (value,), parts))
-            got = {} if out is None else self._of_parts(parts[0], None)
-            if out is not None:
-                reduce_parts(parts[0].view(size, -1), out)
+            got: Hashes = {}
+            if out is None:
+                yield from self._through(Message(gathering, (value,)))
+            else:
+                (parts,) = self._memory(value, size * value.numel())
+                yield from self._through(Message(gathering, (value,), (parts,)))
+                got = self._of_parts(parts, None)
+                reduce_parts(parts.view(size, -1), out)
             yield from self._compare(signature, [Flows(sent, got)])
 
         return begin

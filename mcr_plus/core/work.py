@@ -199,8 +199,9 @@ class JointWork(Work):
             except IndexError:  # another thread has taken the last one
                 return
             of = self.streams
-            if of is not None and position is not None:
-                of.current().wait_event(position)
+            if of is not None:
+                if position is not None:
+                    of.current().wait_event(position)
                 if self._end is not None:
                     of.current().wait_event(self._end)
             try:

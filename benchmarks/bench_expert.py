@@ -14,6 +14,7 @@ benchmarks/results/expert_<hardware>_<yyyymm>.md.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from functools import partial
 from statistics import median
@@ -184,6 +185,7 @@ def main(
     libraries = harness.chosen(library or LIBRARIES, LIBRARIES, "library")
     head = ["way", *(f"{name} {what}" for name in libraries for what in ("µs", "×"))]
     parts: list[str] = []
+    load = os.getloadavg()[0]  # of other work, beside which figures of small sizes mean little
     found = harness.on_ranks(harness.here(ranks), measure, libraries, rounds)
     for (tokens, hidden, k), times in zip(SIZES, found, strict=True):
         middle = {way: median(each) for way, each in times.items()}
@@ -198,7 +200,7 @@ def main(
         title = f"{tokens} tokens a rank, hidden {hidden}, top {k} of {EXPERTS} experts"
         harness.show(head, rows, title)
         parts.append(f"## {title}\n\n{harness.markdown(head, rows)}")
-    note = f"{ranks} ranks, medians of {rounds} rounds in turns. ×: times as fast as by hand"
+    note = f"{ranks} ranks, medians of {rounds} rounds in turns; load average {load:.0f}. ×: times as fast as by hand"
     text = harness.page(
         "Expert parallelism: dispatch, combine and their backward passes", harness.command(), note, *parts
     )

@@ -231,6 +231,15 @@ class Routing:
         self._counts: Ints  # [ranks, local experts]
         self._in: Flow
         self._found: Received
+        self._layouts: dict[tuple[Way, bool], Layout] = {}  # by way, and the side
+
+    def _layout(self, way: Way, of_tokens: bool) -> Layout:
+        """Of the messages on the side of this rank's tokens, or of its experts."""
+        found = self._layouts.get((way, of_tokens))
+        if found is None:
+            found = way.layout(self._out if of_tokens else self._in, self._comm.rank)
+            self._layouts[way, of_tokens] = found
+        return found
 
     def _of_others(self, numbers: Ints) -> Ints:
         numbers[self._comm.rank] = 0
@@ -322,7 +331,7 @@ class Routing:
         ready(way.dtype, way.form)
         refuses = header is not None and bool(header[0, 0])
         out = Flow(np.zeros_like(self._out.rows), np.zeros_like(self._out.entries)) if refuses else self._out
-        layout = way.layout(out, self._comm.rank)
+        layout = way.layout(out, self._comm.rank) if refuses else self._layout(way, True)
         buffer = torch.empty(layout.total, dtype=torch.uint8, device=x.device)
         if header is not None:
             for base, size, numbers in zip(layout.rows.tolist(), layout.sizes, header, strict=True):
@@ -333,7 +342,7 @@ class Routing:
             at = lists_of.addresses(out.rows, layout.rows, way.row_bytes)
             expert_rows.pack(x, self._sent.tokens, Wire(buffer, at, way.form))
             self._put_entries(way, layout, buffer, weights)
-        sizes = layout.sizes if way.slot is not None else way.layout(self._in, self._comm.rank).sizes
+        sizes = layout.sizes if way.slot is not None else self._layout(way, False).sizes
         return self._all_to_all(way, buffer, layout.sizes, sizes, "dispatch", async_op)
 
     def _put_entries(
@@ -367,7 +376,7 @@ class Routing:
     def rows_there(self, exchange: Exchange) -> Wire:
         """The rows that have come."""
         way = exchange.way
-        layout = way.layout(self._in, self._comm.rank)
+        layout = self._layout(way, False)
         at = lists_of.addresses(self._in.rows, layout.rows, way.row_bytes)
         return Wire(exchange.received, at, way.form)
 
@@ -376,7 +385,7 @@ class Routing:
         own, way = self._comm.rank, exchange.way
         skipped = 0 if way.weights is None else way.weights.itemsize
         parts = []
-        for rank, (at, count) in enumerate(way.layout(self._in, own).entries):
+        for rank, (at, count) in enumerate(self._layout(way, False).entries):
             begin = at + skipped * count
             raw = exchange.received[begin : begin + 4 * count]
             mine = slice(self._entries[own], self._entries[own + 1])
@@ -392,7 +401,7 @@ class Routing:
         own, way = self._comm.rank, exchange.way
         first, after = self._entries[own : own + 2].tolist()
         parts = []
-        for rank, (at, count) in enumerate(way.layout(self._in, own).entries):
+        for rank, (at, count) in enumerate(self._layout(way, False).entries):
             raw = exchange.received[at : at + count * weights.itemsize]
             parts.append(self._of_entries(weights)[first:after] if rank == own else raw.view(weights.dtype))
         entries = torch.cat(parts)
@@ -423,9 +432,9 @@ class Routing:
             async_op: do not wait.
         """
         ready(values.dtype, self._facts.back)
-        own, found = self._comm.rank, self._found
+        found = self._found
         way = Way(values.shape[1], values.dtype, self._facts.back, None if numbers is None else numbers.dtype)
-        layout = way.layout(self._in, own)
+        layout = self._layout(way, False)
         buffer = torch.empty(layout.total, dtype=torch.uint8, device=values.device)
         at = lists_of.addresses(self._in.rows, layout.rows, way.row_bytes)
         lists = Lists(found.row_firsts, found.row_positions)
@@ -436,16 +445,14 @@ class Routing:
             for (begin, count), first in zip(layout.entries, firsts, strict=False):
                 raw = entries[first : first + count].view(torch.uint8)
                 buffer[begin : begin + len(raw)] = raw
-        return self._all_to_all(
-            way, buffer, layout.sizes, way.layout(self._out, own).sizes, "combine", async_op
-        )
+        return self._all_to_all(way, buffer, layout.sizes, self._layout(way, True).sizes, "combine", async_op)
 
     def sums_back(
         self, exchange: Exchange, values: torch.Tensor, weights: torch.Tensor | None
     ) -> torch.Tensor:
         """[tokens, width]: the sums that have come, and those of this rank's experts, of `start_back`."""
         way, found = exchange.way, self._found
-        layout = way.layout(self._out, self._comm.rank)
+        layout = self._layout(way, True)
         at = lists_of.addresses(self._out.rows, layout.rows, way.row_bytes)
         out = values.new_empty(self.tokens, way.width)
         expert_rows.unpack_sums(
@@ -460,7 +467,7 @@ class Routing:
         first, after = _ends(self._counts.sum(1))[own : own + 2].tolist()
         mine = torch.from_numpy(self._found.places[first:after]).to(numbers.device)
         parts = []
-        for rank, (at, count) in enumerate(exchange.way.layout(self._out, own).entries):
+        for rank, (at, count) in enumerate(self._layout(exchange.way, True).entries):
             raw = exchange.received[at : at + count * numbers.itemsize]
             parts.append(numbers[mine] if rank == own else raw.view(numbers.dtype))
         out = numbers.new_zeros(self.tokens * self.choices)

@@ -200,7 +200,8 @@ def main(
         title = f"{tokens} tokens a rank, hidden {hidden}, top {k} of {EXPERTS} experts"
         harness.show(head, rows, title)
         parts.append(f"## {title}\n\n{harness.markdown(head, rows)}")
-    note = f"{ranks} ranks, medians of {rounds} rounds in turns; load average {load:.0f}. ×: times as fast as by hand"
+    beside = f"{ranks} ranks, medians of {rounds} rounds in turns; load average {load:.0f}."
+    note = f"{beside} ×: times as fast as by hand"
     text = harness.page(
         "Expert parallelism: dispatch, combine and their backward passes", harness.command(), note, *parts
     )

@@ -299,7 +299,7 @@ class Routing:
         different = np.argwhere(facts != facts[0])
         if len(different):
             rank, fact = different[0].tolist()
-            one, other = _shown(fact, facts[0, fact]), _shown(fact, facts[rank, fact])
+            one, other = (_shown(fact, int(facts[at, fact])) for at in (0, rank))
             raise InvalidArgument(
                 f"dispatch: expected the same {_FACTS[fact]} on all ranks, got {one} on rank {ranks[0]} "
                 f"and {other} on rank {ranks[rank]}"

@@ -308,7 +308,9 @@ class _Dispatch(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator has no annotations
+        ctx: Any, *grads: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
         routing: Routing = ctx.routing
         of_rows = grads[0].contiguous()
         of_weights = grads[1].contiguous() if ctx.weighted else None
@@ -329,7 +331,9 @@ class _Combine(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator has no annotations
+        ctx: Any, *grads: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
         routing: Routing = ctx.routing
         answers, weights = ctx.saved_tensors
         gradient = grads[0].contiguous()

@@ -298,7 +298,7 @@ class Routing:
         facts = numbers[:, 1:_ROWS]
         different = np.argwhere(facts != facts[0])
         if len(different):
-            rank, fact = different[0].tolist()
+            rank, fact = map(int, different[0])
             one, other = (_shown(fact, int(facts[at, fact])) for at in (0, rank))
             raise InvalidArgument(
                 f"dispatch: expected the same {_FACTS[fact]} on all ranks, got {one} on rank {ranks[0]} "

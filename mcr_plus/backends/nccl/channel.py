@@ -109,8 +109,6 @@ def _parts(tensor: torch.Tensor, size: int, counts: Sequence[int] | None) -> lis
 class NcclChannel(Channel):
     """One group's communicators."""
 
-    streams: Streams
-
     def __init__(
         self,
         nccl: Nccl,
@@ -126,7 +124,7 @@ class NcclChannel(Channel):
         `library`: the name of the backend; another backend may open the same groups over the same store.
         """
         self._nccl = nccl
-        self.streams = streams
+        self.streams = self._streams = streams
         self._group = group
         self._drive = drive
         self._closing = closing
@@ -145,7 +143,7 @@ class NcclChannel(Channel):
         among = "" if key == "all" else f" for messages {key}"
         return Link(
             self._nccl,
-            self.streams,
+            self._streams,
             len(ranks),
             own,
             name=f"communicator of group '{self._group.name}'{among}",

@@ -101,7 +101,7 @@ def test_an_mpi_for_one_thread_is_refused() -> None:
 class Stub:
     """Stands for an operation: done or not, and what happens while somebody looks at it."""
 
-    error = poll = None
+    error = poll = noted = None
     inline = True
 
     def __init__(self, is_done: bool = True, look: Callable[[], object] = lambda: None) -> None:

@@ -122,7 +122,7 @@ class _Group:
 
 
 class Arrivals:
-    """Collects when ranks arrive at recorded operations. Its memory does not grow with their number."""
+    """Collects when ranks arrive at recorded operations. Its memory grows with late arrivals alone."""
 
     def __init__(self) -> None:
         self._groups: dict[tuple[str, tuple[int, ...]], _Group] = {}

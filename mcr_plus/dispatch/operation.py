@@ -173,7 +173,7 @@ class Operation:
             return request.test
 
         twin = copy(self)
-        twin.start = start
+        twin.start = twin._weighed(start) if self.signature.nbytes is None else start
         twin.digest = digest
         twin.gate = _gate_of(self.channel, self.signature, digest)
         twin.text = pad(f"persistent {self.signature.describe()}")

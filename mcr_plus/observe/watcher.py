@@ -37,8 +37,9 @@ class Watcher:
         self._signals: int | None = None
         self._pipe: int | None = None
         self._socket = _listen(os.getpid())
-        self._stopping = False
+        self._stopping = self._is_closed = False
         self._pid = os.getpid()
+        self._before = signal.getsignal(_SIGNAL)
         if not handles(self._pid, _SIGNAL):
             self._signals, self._pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
             faulthandler.register(_SIGNAL, file=self._pipe, all_threads=False)
@@ -62,8 +63,8 @@ class Watcher:
         """End the thread; SIGUSR2 has its default effect again."""
         if self._pid != os.getpid():
             return
-        if self._pipe is not None:
-            faulthandler.unregister(_SIGNAL)
+        if self._pipe is not None and signal.getsignal(_SIGNAL) is self._before:
+            faulthandler.unregister(_SIGNAL)  # unless the program has a handler of its own by now
         self._stopping = True
         os.eventfd_write(self._wake, 1)
         self._thread.join(_PATIENCE)
@@ -72,8 +73,10 @@ class Watcher:
 
     def abandon(self) -> None:
         """In a forked child, where there is no such thread: let go of what belongs to the parent."""
-        if self._pipe is not None:
-            faulthandler.unregister(_SIGNAL)
+        if self._is_closed:
+            return
+        if self._pipe is not None and signal.getsignal(_SIGNAL) is self._before:
+            faulthandler.unregister(_SIGNAL)  # unless the program has a handler of its own by now
         self._close()
 
     def _close(self) -> None:
@@ -82,6 +85,7 @@ class Watcher:
         for descriptor in (self._wake, self._signals, self._pipe):
             if descriptor is not None:
                 os.close(descriptor)
+        self._is_closed = True
 
     def _run(self) -> None:
         poller = select.poll()
@@ -105,20 +109,24 @@ class Watcher:
                     while os.read(self._signals, 1 << 16):
                         pass
                 self._on_signal()
-            if listening in ready and (text := self._request()):
-                self._on_request(text)
+            if listening in ready:
+                for text in self._requests():
+                    self._on_request(text)
 
-    def _request(self) -> str:
-        """The text of a request of a process of this user; empty for others."""
+    def _requests(self) -> list[str]:
+        """The texts of the requests of processes of this user; others are dropped."""
         assert self._socket is not None
-        text = ""
+        texts = []
         with contextlib.suppress(BlockingIOError):
             while True:
                 data, control, _, _ = self._socket.recvmsg(_REQUEST, socket.CMSG_SPACE(_CREDENTIALS.size))
                 for _, kind, value in control:
-                    if kind == socket.SCM_CREDENTIALS and _CREDENTIALS.unpack(value)[1] == os.getuid():
-                        text = data.decode(errors="replace")
-        return text
+                    if kind != socket.SCM_CREDENTIALS:
+                        continue
+                    process, user, _ = _CREDENTIALS.unpack(value)
+                    if process and user == os.getuid():  # 0: a process of another namespace
+                        texts.append(data.decode(errors="replace"))
+        return texts
 
 
 def ask(processes: Iterable[int], text: str) -> None:
@@ -130,8 +138,11 @@ def ask(processes: Iterable[int], text: str) -> None:
 
 
 def _address(process: int) -> str:
-    """An abstract address, which nothing is left of. Who sends is checked, since anybody may."""
-    return f"\0mcr_plus-dump-{process}"
+    """An abstract address, which nothing is left of. Who sends is checked, since anybody may.
+
+    Containers may share a network but not the numbers of processes.
+    """
+    return f"\0mcr_plus-dump-{os.stat('/proc/self/ns/pid').st_ino}-{process}"
 
 
 def _listen(process: int) -> socket.socket | None:

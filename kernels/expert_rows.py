@@ -401,10 +401,10 @@ def unpack_gradient(
     out: torch.Tensor,
     weight_gradient: torch.Tensor,
 ) -> None:
-    """`unpack`, where the row that comes is a gradient g: writes its dot product with row i of `answers`, and
+    """`unpack` of gradients: row i of `out` becomes `weights[i]` × the row g that comes.
 
-    overwrites row i of `out` with `weights[i]` × g. `weights`, `weight_gradient`: [m], float32, or float64
-    where a dtype is that.
+    `weight_gradient[i]` becomes the dot product of g and row i of `answers`. `weights`, `weight_gradient`: [m],
+    float32, or float64 where a dtype is that.
     """
     if not _by_kernel(own, answers) or weights.dtype != torch.float32:
         unpack_gradient_reference(own, wire, sources, weights, answers, out, weight_gradient)

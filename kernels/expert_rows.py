@@ -403,8 +403,8 @@ def unpack_gradient(
 ) -> None:
     """`unpack` of gradients: row i of `out` becomes `weights[i]` × the row g that comes.
 
-    `weight_gradient[i]` becomes the dot product of g and row i of `answers`. `weights`, `weight_gradient`: [m],
-    float32, or float64 where a dtype is that.
+    `weight_gradient[i]` becomes the dot product of g and row i of `answers`. `weights`, `weight_gradient`:
+    [m], float32, or float64 where a dtype is that.
     """
     if not _by_kernel(own, answers) or weights.dtype != torch.float32:
         unpack_gradient_reference(own, wire, sources, weights, answers, out, weight_gradient)

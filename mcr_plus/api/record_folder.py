@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mcr_plus.api.expectations import expectations
 from mcr_plus.api.record_file import file_of, prepare_folder, save_recording
 from mcr_plus.config.reader import dump
+from mcr_plus.core.environment import package_version
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +64,7 @@ def collecting(log: Log, runtime: Runtime, folder: Path) -> Iterator[None]:
             if not world.rank
             else [],
             "config": dump(runtime.config),
-            "versions": {name: version(name) for name in ("mcr_plus", "torch")},
+            "versions": {"mcr_plus": package_version(), "torch": version("torch")},
         }
         path = file_of(folder, world.rank)
         try:

@@ -15,10 +15,10 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from mcr_plus.core.environment import package_version
 from mcr_plus.errors import LaunchError
 from mcr_plus.liveness.findings import Findings
 from mcr_plus.membership.rules import Process
@@ -76,7 +76,7 @@ def open_findings(
                 "processes": {peer: processes[peer][:2] for peer in hosts[me]},
                 "limit": limit,
                 "job": job_id(processes),
-                "version": version("mcr_plus"),
+                "version": package_version(),
                 "memory": descriptor,
                 "socket": link.fileno(),
             }

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Final
 
-from mcr_plus.core.environment import agent_has_store, ranks_keep_their_own
+from mcr_plus.core.environment import agent_has_store, package_version, ranks_keep_their_own
 from mcr_plus.liveness.protocol import silence
 from mcr_plus.membership.roster import Roster
 from mcr_plus.observe.status import StatusThread
@@ -74,5 +73,5 @@ def published(engine: Engine, world: World, peers: Peers) -> StatusThread:
         "began": time.time(),
     }
     return StatusThread(
-        engine, about, version("mcr_plus"), lambda: {rank: peers.status(rank) for rank in others}
+        engine, about, package_version(), lambda: {rank: peers.status(rank) for rank in others}
     )

@@ -1,10 +1,15 @@
-"""Threads of this process that C++ libraries have started."""
+"""Threads of this process: those that C++ libraries have started, and blocking calls on their own ones."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
 
 _TASKS = Path("/proc/self/task")
 
@@ -28,3 +33,49 @@ def _waits(number: str) -> bool:
     except OSError:
         return True
     return text.rpartition(") ")[2][0] == "S"
+
+
+class Background(Generic[T]):
+    """A call that may block, on a thread of its own."""
+
+    def __init__(self, call: Callable[[], T], inside: AbstractContextManager[object]) -> None:
+        """`inside`: entered by the thread around the call."""
+        self._call = call
+        self._inside = inside
+        self._lock = threading.Lock()
+        self._results: list[T] = []
+        self._error: BaseException | None = None
+        self._discard: Callable[[T], object] | None = None
+        threading.Thread(target=self._run, name="mcr background", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            with self._inside:
+                result = self._call()
+        except BaseException as error:  # raised by `result`
+            self._error = error
+            return
+        with self._lock:
+            self._results.append(result)
+            discard = self._discard
+        if discard is not None:
+            discard(result)
+
+    @property
+    def done(self) -> bool:
+        """Whether the call has returned or raised."""
+        return bool(self._results) or self._error is not None
+
+    def result(self) -> T:
+        """Return what the call has returned, or raise what it has raised; only once `done`."""
+        if self._error is not None:
+            raise self._error
+        return self._results[0]
+
+    def abandon(self, discard: Callable[[T], object]) -> None:
+        """Pass the result to `discard`, now or, by the thread, once the call returns one."""
+        with self._lock:
+            self._discard = discard
+            results = self._results
+        for result in results:
+            discard(result)

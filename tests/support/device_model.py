@@ -237,6 +237,53 @@ class FakeEvent:
         return done
 
 
+class Later:
+    """A call in the background: it is made when it has been asked for often enough."""
+
+    def __init__(self, machine: Machine, call: Callable[[], Any]) -> None:
+        self._machine = machine
+        self._call = call
+        self._polls = machine.slow
+        self._result: Any = None
+        self._is_made = False
+        machine.waiting.append(self)
+
+    def pass_time(self) -> None:
+        """What a poll does, when nobody polls."""
+        if self._polls:
+            self._polls -= 1
+        else:
+            self._machine.waiting.remove(self)
+        self._machine.version += 1
+
+    @property
+    def done(self) -> bool:
+        machine = self._machine
+        if not self._is_made:
+            machine.version += 1
+            if self._polls:
+                self._polls -= 1
+                return machine.tell(False)
+            self._is_made = True
+            if self in machine.waiting:
+                machine.waiting.remove(self)
+            with machine.background():
+                try:
+                    self._result = self._call()
+                except Exception as error:
+                    self._result = error
+        return machine.tell(True)
+
+    def result(self) -> Any:
+        if isinstance(self._result, Exception):
+            raise self._result
+        return self._result
+
+    def abandon(self, discard: Callable[[Any], object]) -> None:
+        if self._is_made and not isinstance(self._result, Exception):
+            discard(self._result)
+
+
 class FakeStreams:
     """`mcr_plus.core.streams.Streams` of one rank.
 
@@ -272,6 +319,9 @@ class FakeStreams:
     def selected(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
+    def background(self, call: Callable[[], Any]) -> Any:
+        return Later(self.machine, call)
+
     def keep(self, tensor: torch.Tensor, stream: FakeStream) -> None:
         if (block := getattr(tensor, "block", None)) is not None:
             block.users.append(stream)
@@ -305,6 +355,18 @@ class Machine:
         self._held: list[torch.Tensor] = []
         self.lock = threading.RLock()
         self.version = 0  # changes when anything does
+        self.slow = 0  # polls until calls in the background are made
+        self.in_background = False
+        self.waiting: list[Later] = []
+
+    @contextlib.contextmanager
+    def background(self) -> Iterator[None]:
+        with self.lock:
+            before, self.in_background = self.in_background, True
+            try:
+                yield
+            finally:
+                self.in_background = before
 
     def host(self) -> int:
         """The calling thread, as a stream of the detector."""
@@ -366,6 +428,12 @@ class Machine:
         with self.lock:
             while steps := self.steps():
                 self.execute(steps[pick(len(steps))])
+
+    def pass_time(self) -> None:
+        """Go on without the hosts."""
+        self.run()
+        for each in list(self.waiting):
+            each.pass_time()
 
     def _needed(self, entry: Entry, seen: set[int], order: list[Sequence[Entry]]) -> bool:
         """Collect all that must run before an entry and itself, in an order; False if that is not there."""

@@ -31,7 +31,7 @@ from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.communicator.open_group import OpenGroup
 from mcr_plus.config.reader import load
 from mcr_plus.core import streams as core_streams
-from mcr_plus.core.c10d import HashStore
+from mcr_plus.core.c10d import HashStore, WrappedStore
 from mcr_plus.core.group import Group
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.dispatch.board.base import GroupBoard, PeerStatus
@@ -93,7 +93,7 @@ class Turns:
             able = [actor for actor in alive if actor.seen != machine.version]
             if not able:
                 before = machine.version
-                machine.run()
+                machine.pass_time()
                 if machine.version == before:
                     self.end(Stuck(f"{len(alive)} ranks wait, and nothing can run"))
                 continue
@@ -305,6 +305,18 @@ class ModelBoard(GroupBoard):
         )
 
 
+class ModelStore(WrappedStore):
+    """A store whose changes let ranks go on that have paused."""
+
+    def __init__(self, machine: Simulator) -> None:
+        super().__init__(HashStore())
+        self._machine = machine
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+        self._machine.version += 1
+
+
 class Rank:
     """One rank, as its program sees it."""
 
@@ -381,10 +393,7 @@ class Job:
         self.operations: dict[Any, HostOperation] = {}
         self.boards: dict[str, dict[tuple[int, int], int]] = {}
         self.homes = [FakeStreams(self.simulator, rank) for rank in range(size)]
-        self.worlds = [
-            World(rank, size, ("host",) * size, 5.0, HashStore(), cores=size) for rank in range(size)
-        ]
-        store = self.worlds[0].store
+        store = ModelStore(self.simulator)
         self.worlds = [World(rank, size, ("host",) * size, 60.0, store, cores=size) for rank in range(size)]
         self.nccl = [
             NcclBackend(
@@ -400,7 +409,7 @@ class Job:
 
     def channel(self, rank: int, group: Group) -> Channel:
         channel = self.nccl[rank].open(group)
-        self.simulator.comms[channel._link.comm].slow = self.slow  # type: ignore[attr-defined]
+        self.simulator.slow = self.slow
         return channel
 
     def yields(self, *, paused: bool) -> None:

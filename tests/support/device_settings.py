@@ -139,7 +139,8 @@ def run(
     except (Stuck, McrError, RuntimeError, AssertionError, TypeError) as error:
         problems.append(f"{type(error).__name__}: {error}")
     problems += problems_of(setting, PROGRAMS[program], results)
-    return Found([*problems, *job.simulator.detector.races], results, job, decisions)
+    waits = [f"{each} may wait for peers" for each in job.simulator.blocked]
+    return Found([*problems, *job.simulator.detector.races, *waits], results, job, decisions)
 
 
 def randomly(seed: int) -> Decisions:

@@ -19,7 +19,7 @@ import torch
 from device_model import Entry, FakeStream, FakeStreams, Machine, Range
 
 __all__ = ("FakeStreams", "Simulator")
-IN_PROGRESS = 7
+MOST_ENTRIES = 1024  # in a stream; CUDA's launches wait then
 DTYPES = {
     0: torch.int8,
     1: torch.uint8,
@@ -36,15 +36,6 @@ class CUniqueId(ctypes.Structure):
     _fields_ = (("internal", ctypes.c_char * 128),)
 
 
-class CConfig(ctypes.Structure):
-    _fields_ = (
-        ("size", c_size_t),
-        ("magic", ctypes.c_uint),
-        ("version", ctypes.c_uint),
-        ("blocking", c_int),
-    )
-
-
 # nccl.h, version 2.14: results and arguments
 PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "ncclGetVersion": (c_int, POINTER(c_int)),
@@ -52,7 +43,6 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "ncclGetLastError": (c_void_p, c_void_p),
     "ncclGetUniqueId": (c_int, POINTER(CUniqueId)),
     "ncclCommInitRank": (c_int, POINTER(c_void_p), c_int, CUniqueId, c_int),
-    "ncclCommInitRankConfig": (c_int, POINTER(c_void_p), c_int, CUniqueId, c_int, POINTER(CConfig)),
     "ncclCommFinalize": (c_int, c_void_p),
     "ncclCommDestroy": (c_int, c_void_p),
     "ncclCommAbort": (c_int, c_void_p),
@@ -112,20 +102,21 @@ class Unit(Entry):
 
 @dataclass(eq=False)
 class Comm:
-    """One rank's communicator. `state` and `slow` are for tests to set: an error, and polls in progress."""
+    """One rank's communicator. `state` is for tests to set: an error."""
 
     handle: int
     identity: bytes
     size: int
     rank: int
-    blocking: bool
     state: int = 0
-    slow: int = 0
-    backlog: list[tuple[FakeStream, Unit]] = field(default_factory=list)
+    connected: set[tuple[Any, ...]] = field(default_factory=set)
 
 
 class Simulator(Machine):
-    """All ranks' communicators. `fails` maps a function's name to the result code it shall return."""
+    """All ranks' communicators. `fails` maps a function's name to the result code it shall return.
+
+    `blocked`: calls on the program's thread that may have waited for peers.
+    """
 
     def __init__(self, version: int = 23203) -> None:
         super().__init__()
@@ -133,11 +124,10 @@ class Simulator(Machine):
         self.calls: list[tuple[Any, ...]] = []  # name, communicator's rank, arguments
         self.fails: dict[str, int] = {}
         self.last_error = b"the last error"
-        self.slow = 0
+        self.blocked: list[str] = []
         self.comms: dict[int, Comm] = {}
         self.members: dict[bytes, dict[int, Comm]] = defaultdict(dict)
         self.closed: list[tuple[str, int]] = []
-        self.configs: list[CConfig] = []
         self._thread = threading.local()
         self._turns: dict[tuple[Any, ...], int] = defaultdict(int)
         self._posted: dict[tuple[Any, ...], Task] = {}
@@ -192,35 +182,20 @@ class Simulator(Machine):
     def _ncclCommInitRank(self, comm: Any, size: int, identity: CUniqueId, rank: int) -> int:  # noqa: N802
         key = bytes(identity)
         handle = 1000 + len(self.comms)
-        new = Comm(handle, key, size, rank, blocking=True, slow=self.slow)
+        if size > 1:
+            self._may_wait("ncclCommInitRank")
+        new = Comm(handle, key, size, rank)
         self.comms[handle] = self.members[key][rank] = new
         comm[0] = handle
         return 0
 
-    def _ncclCommInitRankConfig(  # noqa: N802
-        self, comm: Any, size: int, identity: CUniqueId, rank: int, config: Any
-    ) -> int:
-        copy = CConfig()
-        ctypes.memmove(ctypes.byref(copy), config, ctypes.sizeof(CConfig))
-        self.configs.append(copy)
-        self._ncclCommInitRank(comm, size, identity, rank)
-        self.comms[comm[0]].blocking = False
-        return IN_PROGRESS
-
     def _ncclCommGetAsyncError(self, handle: int, state: Any) -> int:  # noqa: N802
-        comm = self.comms[handle]
-        state[0] = comm.state
-        if comm.state == 0 and len(self.members[comm.identity]) < comm.size:
-            state[0] = IN_PROGRESS
-        elif comm.state == 0 and comm.slow:
-            comm.slow -= 1
-            self.version += 1
-            state[0] = IN_PROGRESS
-        if state[0] == 0:
-            backlog, comm.backlog = comm.backlog, []
-            for stream, unit in backlog:
-                self._enqueue(stream, unit)
+        state[0] = self.comms[handle].state
         return 0
+
+    def _may_wait(self, what: str) -> None:
+        if not self.in_background:
+            self.blocked.append(what)
 
     def _close(self, how: str, handle: int) -> int:
         self.closed.append((how, handle))
@@ -272,16 +247,22 @@ class Simulator(Machine):
 
     def _flush(self) -> int:
         grouped, self._thread.grouped = self._grouped, []
-        result = 0
         for stream in dict.fromkeys(stream for stream, _ in grouped):
             unit = Unit(stream, tasks=[task for other, task in grouped if other is stream])
-            comm = unit.tasks[0].comm
-            if comm.slow:
-                comm.backlog.append((stream, unit))
-                result = IN_PROGRESS
-            else:
-                self._enqueue(stream, unit)
-        return result
+            for task in unit.tasks:
+                self._connect(task)
+            if sum(not entry.done for entry in stream.entries[stream.at :]) > MOST_ENTRIES:
+                self._may_wait("a full stream")
+            self._enqueue(stream, unit)
+        return 0
+
+    def _connect(self, task: Task) -> None:
+        """Ranks connect for an algorithm, which follows from the size, and with a peer, at the first use."""
+        is_message = task.name in ("Send", "Recv")
+        key = (task.name, task.args[3]) if is_message else (task.name, *task.args[2:])
+        if key not in task.comm.connected and task.comm.size > 1:
+            self._may_wait(f"{task.name} on rank {task.comm.rank}")
+        task.comm.connected.add(key)
 
     def _enqueue(self, stream: FakeStream, unit: Unit) -> None:
         reads, writes = list[Range](), list[Range]()

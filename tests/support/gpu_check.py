@@ -45,7 +45,7 @@ class Part:
 
     def run(self, env: dict[str, str], limit: float, folder: Path) -> None:
         """Run it; what it prints goes to a file of its name."""
-        began, log = time.monotonic(), folder / f"{self.name.replace(' ', '-')}.txt"
+        began, log = time.monotonic(), folder / f"{re.sub('[^a-zA-Z]+', '-', self.name)}.txt"
         with log.open("wb") as out:
             try:
                 words = [sys.executable, *self.words]

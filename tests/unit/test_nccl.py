@@ -5,6 +5,7 @@ The tests marked `gpu` run the real library; they have not run yet.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -23,7 +24,7 @@ import torch
 from fake_nccl import PROTOTYPES, FakeStreams, Simulator
 
 from mcr_plus import registry
-from mcr_plus.backends.nccl import NcclBackend, abi
+from mcr_plus.backends.nccl import NcclBackend, abi, link
 from mcr_plus.backends.nccl.abi import Nccl, NcclError
 from mcr_plus.backends.nccl.channel import NcclChannel
 from mcr_plus.backends.nccl.link import StreamPoll
@@ -31,6 +32,7 @@ from mcr_plus.core.c10d import FileStore, HashStore
 from mcr_plus.core.group import Group
 from mcr_plus.core.kinds import DTYPES, KINDS, REDUCIBLE, REDUCING, ROOTED, VECTOR, Kind
 from mcr_plus.core.message import Message, Signature
+from mcr_plus.core.threads import Background
 from mcr_plus.dispatch.board.base import GroupBoard
 from mcr_plus.dispatch.engine import Engine
 from mcr_plus.dispatch.group_state import BackendChannel, GroupState
@@ -58,8 +60,10 @@ def _no_race(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         made.append(simulator)
 
     monkeypatch.setattr(Simulator, "__init__", note)
+    monkeypatch.setattr(link, "_POLL_STORE_EVERY", 0.0)
     yield
     assert [race for simulator in made for race in simulator.detector.races] == []
+    assert [call for simulator in made for call in simulator.blocked] == []
 
 
 class Job:
@@ -129,12 +133,6 @@ def test_declared_types_have_the_sizes_of_the_header() -> None:
         assert [ctypes.sizeof(t) for t in types] == [ctypes.sizeof(t) for t in PROTOTYPES[name][1:]], name
 
 
-def test_config_requests_a_nonblocking_communicator(job: Job) -> None:
-    job.open()
-    config = job.simulator.configs[0]
-    assert (config.size, config.magic, config.version, config.blocking) == (24, 0xCAFEBEEF, 21400, 0)
-
-
 @pytest.mark.parametrize(
     ("code", "text"), [(23203, "2.32.3"), (21212, "2.12.12"), (2804, "2.8.4"), (20902, "2.9.2")]
 )
@@ -160,11 +158,10 @@ def test_the_library_of_ld_preload_comes_first(monkeypatch: pytest.MonkeyPatch) 
     assert abi.library_path() != "/a/libother.so"
 
 
-def test_an_old_library_blocks_and_has_shorter_errors() -> None:
+def test_an_old_library_does_not_finalize_and_has_shorter_errors() -> None:
     simulator = Simulator(21212)
-    job = Job(simulator, 1, without=["ncclCommInitRankConfig", "ncclCommFinalize", "ncclGetLastError"])
+    job = Job(simulator, 1, without=["ncclCommFinalize", "ncclGetLastError"])
     channel = job.open()[0]
-    assert [comm.blocking for comm in simulator.comms.values()] == [True]
     channel.close()
     assert simulator.closed == [("destroy", 1000)]
     assert str(job.backends[0]._nccl.error(3, "trying")) == "NCCL 2.12.12, trying: error 3"
@@ -422,8 +419,7 @@ def test_producer_operation_consumer(alone: tuple[Job, NcclChannel]) -> None:
 
 def test_an_operation_that_nccl_launches_later(alone: tuple[Job, NcclChannel]) -> None:
     job, channel = alone
-    comm = job.simulator.comms[1000]
-    comm.slow = 3
+    job.simulator.slow = 3
     polls = [all_reduce(channel), all_reduce(channel)]
     ran: list[str] = []
     for poll in polls:
@@ -431,7 +427,7 @@ def test_an_operation_that_nccl_launches_later(alone: tuple[Job, NcclChannel]) -
     assert not polls[0].ready
     assert not polls[1].ready
     assert "comm records" not in job.simulator.trace, "an event recorded too early would let the consumer go"
-    assert [call[0] for call in job.simulator.calls] == ["AllReduce"], "the second waits for the first"
+    assert job.simulator.calls == []
     polls[1].order_current_stream()
     assert polls[1].ready
     assert ran == ["comm", "comm"]
@@ -440,7 +436,7 @@ def test_an_operation_that_nccl_launches_later(alone: tuple[Job, NcclChannel]) -
 
 def test_waiting_for_a_launch_ends(alone: tuple[Job, NcclChannel]) -> None:
     job, channel = alone
-    job.simulator.comms[1000].slow = 10**9
+    job.simulator.slow = 10**9
     poll = all_reduce(channel)
     with pytest.raises(CommTimeout, match=r"group 'world' has waited 0\.3 s"):
         poll.order_current_stream()
@@ -448,7 +444,7 @@ def test_waiting_for_a_launch_ends(alone: tuple[Job, NcclChannel]) -> None:
 
 def test_progress_launches(alone: tuple[Job, NcclChannel]) -> None:
     job, channel = alone
-    job.simulator.comms[1000].slow = 2
+    job.simulator.slow = 2
     poll = all_reduce(channel)
     for _ in range(3):
         job.backends[0].progress()
@@ -457,7 +453,7 @@ def test_progress_launches(alone: tuple[Job, NcclChannel]) -> None:
 
 def test_an_error_in_a_chained_function_fails_its_operation(alone: tuple[Job, NcclChannel]) -> None:
     job, channel = alone
-    job.simulator.comms[1000].slow = 3
+    job.simulator.slow = 3
     poll, other = all_reduce(channel), all_reduce(channel)
 
     def fail() -> None:
@@ -628,7 +624,7 @@ def test_an_error_code_raises_with_the_text_of_nccl(alone: tuple[Job, NcclChanne
 
 def test_through_the_engine(alone: tuple[Job, NcclChannel]) -> None:
     job, channel = alone
-    job.simulator.comms[1000].slow = 2
+    job.simulator.slow = 2
     signed = signature("all_reduce", backend="nccl")
     bound = operation(channel, signed)
     bound.engine.backends.append(job.backends[0])
@@ -667,7 +663,7 @@ def test_checks_for_background_errors_are_rare(job: Job) -> None:
 
 def test_opening_fails_with_group_and_rank() -> None:
     job = Job(Simulator(22605), 1)
-    job.simulator.fails["ncclCommInitRankConfig"] = 5
+    job.simulator.fails["ncclCommInitRank"] = 5
     job.simulator.last_error = b"Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 1b000"
     with pytest.raises(BackendError) as caught:
         job.open()
@@ -685,7 +681,58 @@ def test_opening_waits_no_longer_than_the_deadline() -> None:
     job = Job(Simulator(), 2, timeout=0.1)
     with pytest.raises(CommTimeout, match=r"group 'world' was not ready after 0\.1 s on rank 0 of 2"):
         job.backends[0].open(Group("world", (0, 1), 0))
+    assert job.simulator.calls == []
+    assert job.simulator.comms == {}, "NCCL would wait for the other rank"
+
+
+def test_a_communicator_that_is_made_too_late_is_aborted() -> None:
+    class Slow(FakeStreams):
+        def background(self, call: Callable[[], Any]) -> Any:
+            def later() -> Any:
+                go.wait(20)
+                with self.machine.background():
+                    return call()
+
+            return Background(later, contextlib.nullcontext())
+
+    go = threading.Event()
+    job = Job(Simulator(), 1, timeout=0.1)
+    job.streams[0] = Slow(job.simulator)
+    with pytest.raises(CommTimeout, match="was not ready"):
+        job.open()
+    assert job.simulator.closed == []
+    go.set()
+    while not job.simulator.closed:
+        pass
     assert job.simulator.closed == [("abort", 1000)]
+
+
+def test_calls_that_may_wait_for_peers_run_in_the_background(job: Job) -> None:
+    channels = job.open()
+    job.simulator.slow = 1
+    signed = signature("all_reduce")
+    small, large = ([torch.ones(count) for _ in range(SIZE)] for count in (4, 5000))
+
+    def turn(tensors: Sequence[torch.Tensor]) -> list[bool]:
+        """Whether each rank had launched when the call returned."""
+        bound = [channel.bind(signed) for channel in channels]
+        polls = [start(Message(signed, (t,), (t,))) for start, t in zip(bound, tensors, strict=True)]
+        launched = [poll.ready for poll in polls if isinstance(poll, StreamPoll)]
+        settle(job, polls)
+        return launched
+
+    assert [turn(small), turn(small)] == [[False] * SIZE, [True] * SIZE]
+    assert [turn(large), turn(small), turn(large)] == [[False] * SIZE, [True] * SIZE, [True] * SIZE]
+
+
+def test_a_full_stream_does_not_block_the_program(job: Job) -> None:
+    channels = job.open()
+    for channel in channels:
+        all_reduce(channel)
+        job.backends[channels.index(channel)].progress()
+    polls = [all_reduce(channels[0]) for _ in range(1500)]  # the others have not come; see _no_race
+    polls += [all_reduce(channel) for channel in channels[1:] for _ in range(1500)]
+    settle(job, polls)
 
 
 def test_a_clean_end_finalizes_then_destroys(job: Job) -> None:
@@ -693,7 +740,7 @@ def test_a_clean_end_finalizes_then_destroys(job: Job) -> None:
     settle(job, [isend(channels[0], 1, values(0, 4)), irecv(channels[1], 0, torch.zeros(4))])
     job.backends[0].close(clean=True)
     own = [channels[0]._link, *channels[0]._directions.values()]
-    assert [how for how, _ in job.simulator.closed] == ["finalize", "finalize", "destroy", "destroy"]
+    assert [how for how, _ in job.simulator.closed] == ["finalize", "destroy"] * 2
     assert all(link.comm == 0 for link in own)
 
 

@@ -1,7 +1,7 @@
 """The NCCL C ABI by ctypes: types, constants, and one loaded library.
 
-It declares the functions of NCCL 2.10, and optionally error texts (2.13) and non-blocking communicators
-(2.14), so that forks of older versions load too.
+It declares the functions of NCCL 2.10, and optionally error texts (2.13) and `ncclCommFinalize` (2.14), so
+that forks of older versions load too.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import ctypes
 import os
 import re
 from collections.abc import Callable, Sequence
-from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint, c_void_p
+from ctypes import POINTER, c_char_p, c_int, c_size_t, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -46,15 +46,6 @@ class UniqueId(ctypes.Structure):
     _fields_ = (("internal", ctypes.c_ubyte * 128),)
 
 
-class Config(ctypes.Structure):
-    """`ncclConfig_t` as of 2.14. Later versions read only as much of it as `size` and `version` state."""
-
-    _fields_ = (("size", c_size_t), ("magic", c_uint), ("version", c_uint), ("blocking", c_int))
-
-
-_MAGIC: Final = 0xCAFEBEEF
-_CONFIG_VERSION: Final = 21400
-
 _BUFFERS: Final = (c_void_p, c_void_p, c_size_t, c_int)  # send, receive, count, datatype
 _ON: Final = (c_void_p, c_void_p)  # communicator, stream
 _FUNCTIONS: Final[dict[str, tuple[Any, ...]]] = {
@@ -77,7 +68,6 @@ _FUNCTIONS: Final[dict[str, tuple[Any, ...]]] = {
 }
 _LATER: Final[dict[str, tuple[Any, ...]]] = {
     "ncclGetLastError": (c_void_p,),
-    "ncclCommInitRankConfig": (POINTER(c_void_p), c_int, UniqueId, c_int, POINTER(Config)),
     "ncclCommFinalize": (c_void_p,),
 }
 _TEXTS: Final = ("ncclGetErrorString", "ncclGetLastError")
@@ -110,9 +100,6 @@ class Nccl:
         self.send = found["ncclSend"]
         self.recv = found["ncclRecv"]
         self.version = self._version()
-        self.nonblocking = (
-            found["ncclCommInitRankConfig"] is not None and found["ncclCommFinalize"] is not None
-        )
 
     def _version(self) -> tuple[int, int, int]:
         code = c_int()
@@ -147,17 +134,10 @@ class Nccl:
         return bytes(identity)
 
     def init_rank(self, size: int, identity: bytes, rank: int) -> int:
-        """Begin to join a communicator on the current device and return its handle.
-
-        Non-blocking if the library supports it; `async_error` then returns success when it is ready.
-        """
+        """Join a communicator on the current device and return its handle; blocks until all ranks have."""
         comm = c_void_p()
         arguments = (ctypes.byref(comm), size, UniqueId.from_buffer_copy(identity), rank)
-        if self.nonblocking:
-            config = Config(ctypes.sizeof(Config), _MAGIC, _CONFIG_VERSION, 0)
-            code = self._functions["ncclCommInitRankConfig"](*arguments, ctypes.byref(config))
-        else:
-            code = self._functions["ncclCommInitRank"](*arguments)
+        code = self._functions["ncclCommInitRank"](*arguments)
         self.check(code, "creating a communicator", comm.value or 0)
         return comm.value or 0
 
@@ -167,13 +147,11 @@ class Nccl:
         code: int = self._functions["ncclCommGetAsyncError"](comm, ctypes.byref(state))
         return code or state.value
 
-    def finalize(self, comm: int) -> None:
-        """Begin to finalize a communicator; `destroy` it once `async_error` returns success."""
-        if self.nonblocking:
-            self.check(self._functions["ncclCommFinalize"](comm), "finalizing a communicator", comm)
-
-    def destroy(self, comm: int) -> None:
-        """Free a communicator that has nothing in flight."""
+    def close(self, comm: int) -> None:
+        """Finalize and free a communicator that has nothing in flight."""
+        finalize = self._functions["ncclCommFinalize"]
+        if finalize is not None:
+            self.check(finalize(comm), "finalizing a communicator", comm)
         self.check(self._functions["ncclCommDestroy"](comm), "destroying a communicator")
 
     def abort(self, comm: int) -> None:

@@ -16,6 +16,7 @@ import torch
 from mcr_plus.backends.base import NATIVE, Channel, Poll, Start, Support
 from mcr_plus.backends.nccl.abi import DATATYPES, OPS, SUCCESS, UINT8, Call, Nccl
 from mcr_plus.backends.nccl.link import Link
+from mcr_plus.backends.nccl.meeting import Meeting
 from mcr_plus.core.group import Group
 from mcr_plus.core.kinds import REDUCING, dtype_name
 from mcr_plus.core.message import Message, Signature
@@ -138,8 +139,9 @@ class NcclChannel(Channel):
     # -- communicators ----------------------------------------------------------------------------
 
     def _join(self, key: str, ranks: tuple[int, ...]) -> Link:
-        """Return a link between the group ranks `ranks`; the first of them creates the unique id."""
+        """Return a link between the group ranks `ranks`."""
         own = ranks.index(self._group.rank)
+        meeting = f"{self._library}/{self._group.name}/{key}"
         among = "" if key == "all" else f" for messages {key}"
         return Link(
             self._nccl,
@@ -147,22 +149,10 @@ class NcclChannel(Channel):
             len(ranks),
             own,
             name=f"communicator of group '{self._group.name}'{among}",
-            identity=partial(self._publish if own == 0 else self._ask, key),
+            identity=Meeting(self._store, meeting, len(ranks), own, self._nccl.unique_id),
             drive=self._drive,
             timeout=self._timeout,
         )
-
-    def _publish(self, key: str) -> bytes:
-        identity = self._nccl.unique_id()
-        if self._store is not None:
-            self._store.set(f"{self._library}/{self._group.name}/{key}", identity.hex())
-        return identity
-
-    def _ask(self, key: str) -> bytes | None:
-        name = f"{self._library}/{self._group.name}/{key}"
-        if self._store is None or not self._store.check([name]):
-            return None
-        return bytes.fromhex(self._store.get(name).decode())
 
     def _direction(self, source: int, target: int) -> Link:
         pair = (source, target)
@@ -216,15 +206,16 @@ class NcclChannel(Channel):
     # -- native -----------------------------------------------------------------------------------
 
     def _all_reduce(self, signature: Signature, how: _Reduction) -> Start:  # noqa: ARG002 - binders share a shape
-        return self._reducing(self._nccl.all_reduce, how)
+        return self._reducing(self._nccl.all_reduce, "all_reduce", how)
 
-    def _reducing(self, call: Callable[..., int], how: _Reduction) -> Start:
+    def _reducing(self, call: Callable[..., int], name: str, how: _Reduction) -> Start:
         submit = self._link.submit
 
         def start(message: Message) -> Poll:
             value, out = message.inputs[0], message.outputs[0]
-            arguments = value.data_ptr(), out.data_ptr(), out.numel() * how.width, how.datatype, how.op
-            return submit(partial(call, *arguments), value, out)
+            what = out.numel() * how.width, how.datatype, how.op
+            key = name, *what
+            return submit(partial(call, value.data_ptr(), out.data_ptr(), *what), key, value, out)
 
         return start
 
@@ -236,13 +227,13 @@ class NcclChannel(Channel):
             value = message.inputs[0]
             tensors = (value, message.outputs[0]) if is_root else (value,)
             target = tensors[-1].data_ptr() if is_root else 0
-            arguments = value.data_ptr(), target, value.numel() * how.width, how.datatype, how.op, root
-            return submit(partial(call, *arguments), *tensors)
+            what = value.numel() * how.width, how.datatype, how.op, root
+            return submit(partial(call, value.data_ptr(), target, *what), ("reduce", *what), *tensors)
 
         return start
 
     def _reduce_scatter(self, signature: Signature, how: _Reduction) -> Start:  # noqa: ARG002
-        return self._reducing(self._nccl.reduce_scatter, how)
+        return self._reducing(self._nccl.reduce_scatter, "reduce_scatter", how)
 
     def _broadcast(self, signature: Signature) -> Start:
         call, submit, root = self._nccl.broadcast, self._link.submit, signature.root or 0
@@ -250,7 +241,8 @@ class NcclChannel(Channel):
         def start(message: Message) -> Poll:
             out = message.outputs[0]
             _, address, nbytes = _whole(out, root)
-            return submit(partial(call, address, address, nbytes, UINT8, root), out)
+            key = "broadcast", nbytes, root
+            return submit(partial(call, address, address, nbytes, UINT8, root), key, out)
 
         return start
 
@@ -260,7 +252,8 @@ class NcclChannel(Channel):
         def start(message: Message) -> Poll:
             value, out = message.inputs[0], message.outputs[0]
             _, address, nbytes = _whole(value, rank)
-            return submit(partial(call, address, out.data_ptr(), nbytes, UINT8), value, out)
+            key = "all_gather", nbytes
+            return submit(partial(call, address, out.data_ptr(), nbytes, UINT8), key, value, out)
 
         return start
 
@@ -270,7 +263,7 @@ class NcclChannel(Channel):
         def start(message: Message) -> Poll:
             peer = self._peer(message)
             value = message.inputs[0]
-            return self._direction(rank, peer).submit(self._moved([_whole(value, 1)], []), value)
+            return self._moved(self._direction(rank, peer), [_whole(value, 1)], [], value)
 
         return start
 
@@ -280,7 +273,7 @@ class NcclChannel(Channel):
         def start(message: Message) -> Poll:
             peer = self._peer(message)
             out = message.outputs[0]
-            return self._direction(peer, rank).submit(self._moved([], [_whole(out, 0)]), out)
+            return self._moved(self._direction(peer, rank), [], [_whole(out, 0)], out)
 
         return start
 
@@ -296,14 +289,17 @@ class NcclChannel(Channel):
 
     # -- emulated ---------------------------------------------------------------------------------
 
-    def _moved(self, sends: Sequence[_Part], receives: Sequence[_Part]) -> Call:
-        """Return sends and receives of bytes as one operation; both sides leave out empty parts."""
+    def _moved(
+        self, link: Link, sends: Sequence[_Part], receives: Sequence[_Part], *tensors: torch.Tensor
+    ) -> Poll:
+        """Submit sends and receives of bytes as one operation; both sides leave out empty parts."""
         nccl = self._nccl
-        calls: list[Call] = [
-            partial(nccl.send, p.address, p.nbytes, UINT8, p.peer) for p in sends if p.nbytes
-        ]
-        calls += [partial(nccl.recv, p.address, p.nbytes, UINT8, p.peer) for p in receives if p.nbytes]
-        return self._together(calls)
+        sends, receives = [p for p in sends if p.nbytes], [p for p in receives if p.nbytes]
+        calls: list[Call] = [partial(nccl.send, p.address, p.nbytes, UINT8, p.peer) for p in sends]
+        calls += [partial(nccl.recv, p.address, p.nbytes, UINT8, p.peer) for p in receives]
+        # Ranks connect when two of them first exchange something, whatever its size.
+        key = "messages", tuple(p.peer for p in sends), tuple(p.peer for p in receives)
+        return link.submit(self._together(calls), key, *tensors, parts=len(calls))
 
     def _together(self, calls: Sequence[Call]) -> Call:
         if not calls:
@@ -311,54 +307,54 @@ class NcclChannel(Channel):
         return calls[0] if len(calls) == 1 else partial(self._nccl.grouped, calls)
 
     def _all_to_all(self, signature: Signature) -> Start:  # noqa: ARG002
-        size, submit = self._group.size, self._link.submit
+        size, link = self._group.size, self._link
 
         def start(message: Message) -> Poll:
             value, out = message.inputs[0], message.outputs[0]
             sends = _parts(value, size, message.input_counts)
-            return submit(self._moved(sends, _parts(out, size, message.output_counts)), value, out)
+            return self._moved(link, sends, _parts(out, size, message.output_counts), value, out)
 
         return start
 
     _all_to_all_v = _all_to_all
 
     def _all_gather_v(self, signature: Signature) -> Start:  # noqa: ARG002
-        size, submit = self._group.size, self._link.submit
+        size, link = self._group.size, self._link
 
         def start(message: Message) -> Poll:
             value, out = message.inputs[0], message.outputs[0]
             sends = [_whole(value, peer) for peer in range(size)]
-            return submit(self._moved(sends, _parts(out, size, message.output_counts)), value, out)
+            return self._moved(link, sends, _parts(out, size, message.output_counts), value, out)
 
         return start
 
     def _gather(self, signature: Signature) -> Start:
-        size, submit, root = self._group.size, self._link.submit, signature.root or 0
+        size, link, root = self._group.size, self._link, signature.root or 0
         is_root = self._group.rank == root
 
         def start(message: Message) -> Poll:
             value = message.inputs[0]
             sends = [_whole(value, root)]
             if not is_root:
-                return submit(self._moved(sends, []), value)
+                return self._moved(link, sends, [], value)
             out = message.outputs[0]
-            return submit(self._moved(sends, _parts(out, size, message.output_counts)), value, out)
+            return self._moved(link, sends, _parts(out, size, message.output_counts), value, out)
 
         return start
 
     _gather_v = _gather
 
     def _scatter(self, signature: Signature) -> Start:
-        size, submit, root = self._group.size, self._link.submit, signature.root or 0
+        size, link, root = self._group.size, self._link, signature.root or 0
         is_root = self._group.rank == root
 
         def start(message: Message) -> Poll:
             out = message.outputs[0]
             receives = [_whole(out, root)]
             if not is_root:
-                return submit(self._moved([], receives), out)
+                return self._moved(link, [], receives, out)
             value = message.inputs[0]
-            return submit(self._moved(_parts(value, size, message.input_counts), receives), value, out)
+            return self._moved(link, _parts(value, size, message.input_counts), receives, value, out)
 
         return start
 
@@ -383,7 +379,8 @@ class NcclChannel(Channel):
                 for root, address, nbytes in _parts(value, size, counts)
                 if nbytes
             ]
-            return submit(self._together(calls), value, out)
+            key = "reduce_scatter_v", counts, how.datatype, how.op
+            return submit(self._together(calls), key, value, out, parts=len(calls))
 
         return start
 
@@ -394,7 +391,7 @@ class NcclChannel(Channel):
         )
 
         def start(message: Message) -> Poll:  # noqa: ARG001
-            return submit(call, on_host=True)
+            return submit(call, "barrier", on_host=True)
 
         return start
 

@@ -1,8 +1,11 @@
 """One NCCL communicator with its stream, and its queue of operations.
 
 An operation waits for the work enqueued so far on the caller's stream, runs on the communicator's own stream,
-and ends in an event. NCCL may first have to connect to peers; it does so in the background, and the
-communicator accepts no calls meanwhile, so operations are queued here. What has run on a GPU: docs/gpu.md.
+and ends in an event. A call of NCCL may wait for peers: while the communicator is made, while ranks connect
+for an operation of a kind, size or peer that is new to it, and while queues of the device are full. These
+calls run on a thread of their own, one at a time, and other operations are queued here meanwhile. All others
+are launched where they are issued: NCCL's non-blocking communicators start a thread for every launch, which
+takes it ten times as long. What has run on a GPU: docs/gpu.md.
 """
 
 from __future__ import annotations
@@ -10,25 +13,31 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from functools import partial
 from typing import Any, Final
 
 import torch
 
-from mcr_plus.backends.nccl.abi import IN_PROGRESS, Call, Nccl, NcclError
+from mcr_plus.backends.nccl.abi import Call, Nccl, NcclError
 from mcr_plus.core.deadline import Deadline
 from mcr_plus.core.streams import Event, Streams
+from mcr_plus.core.threads import Background
 from mcr_plus.errors import CommTimeout, Unsupported
 
 _CHECK_EVERY: Final = 0.01  # seconds between checks for background errors of NCCL
 _POLL_STORE_EVERY: Final = 0.005  # seconds between polls of the store
 _NAP: Final = 100e-6
+_MOST_LAUNCHES: Final = 256  # in flight; a stream of CUDA takes 1,024 kernels
+_MOST_PARTS: Final = 2048  # calls of theirs in flight; NCCL has 1 MiB for the descriptions, below 100 B each
+_MOST_KNOWN: Final = 4096
 
 
 class Link:
     """A communicator of `size` ranks, in which this process is `rank`.
 
-    `identity` returns the communicator's unique id, or None while it is unknown; it is called until it
+    `identity` returns the communicator's unique id, or None until all ranks have come; it is called until it
     returns one. `drive` progresses all links of the process: a wait calls it, because a peer may wait on
     another link. `name` is part of error texts. After an error all operations on the link fail with it.
     """
@@ -59,15 +68,26 @@ class Link:
         self._identity = identity
         self._next_poll = 0.0
         self._next_check = 0.0
-        self._busy = True  # NCCL accepts no calls: it connects, or launches in the background
         self._queue: deque[StreamPoll] = deque()
-        self._launching: StreamPoll | None = None
+        self._background: Background[int] | None = None  # NCCL accepts no calls until it is done
+        self._then: Callable[[int], None] = self._joined  # is passed what it returns
+        self._known: set[Hashable] = set()  # operations for which the ranks have connected
+        self._flying: deque[tuple[Event, int]] = deque()  # ends of launches, and their numbers of calls
+        self._parts = 0  # calls of those
+        self._last: StreamPoll | None = None
+        self._closing: Background[None] | None = None
         self._events: list[Event] = []
 
     # -- issuing ----------------------------------------------------------------------------------
 
-    def submit(self, call: Call, *tensors: torch.Tensor, on_host: bool = False) -> StreamPoll:
-        """Queue an operation that follows the work enqueued so far on the current stream."""
+    def submit(
+        self, call: Call, key: Hashable, *tensors: torch.Tensor, parts: int = 1, on_host: bool = False
+    ) -> StreamPoll:
+        """Queue an operation that follows the work enqueued so far on the current stream.
+
+        `key`: equal for operations that need the same connections between ranks. `parts`: how many calls of
+        NCCL it is.
+        """
         for tensor in tensors:
             if tensor.get_device() != self.streams.device:
                 raise Unsupported(
@@ -75,7 +95,7 @@ class Link:
                     "which was current when the group was made (torch.cuda.set_device)"
                 )
             self.streams.keep(tensor, self.stream)
-        poll = StreamPoll(self, call, self.mark(), on_host)
+        poll = StreamPoll(self, call, key, parts, self.mark(), on_host)
         self._queue.append(poll)
         self.advance()
         return poll
@@ -99,60 +119,75 @@ class Link:
     @property
     def is_idle(self) -> bool:
         """Whether all submitted operations are enqueued on the stream."""
-        return not self._busy and not self._queue
+        return bool(self.comm) and self._background is None and not self._queue
 
     def advance(self) -> None:
         """Launch queued operations as far as NCCL accepts them; never blocks, and leaves errors to polls."""
         if self.error is not None or not self.lock.acquire(blocking=False):
             return
         try:
-            while self._ready() and self._queue:
+            while self._accepts() and self._queue:
                 self._launch(self._queue.popleft())
         except NcclError as error:
             self.error = error
         finally:
             self.lock.release()
 
-    def _ready(self) -> bool:
+    def _accepts(self) -> bool:
         """Whether NCCL accepts calls now."""
-        if not self._busy:
-            return True
-        if not self.comm and not self._join():
+        background = self._background
+        if background is None:
+            if self.comm or self._closing is not None:
+                return self._closing is None
+            background = self._join()
+        if background is None or not background.done:
             return False
-        state = self.nccl.async_error(self.comm)
-        if state == IN_PROGRESS:
-            return False
-        self.nccl.check(state, f"connecting the {self.name}", self.comm)
-        self._busy = False
-        self._launched()
+        self._background = None
+        self._then(background.result())
         return True
 
-    def _join(self) -> bool:
+    def _join(self) -> Background[int] | None:
+        """Begin to make the communicator, once all ranks have come."""
         now = time.monotonic()
         if now < self._next_poll:
-            return False
+            return None
         self._next_poll = now + _POLL_STORE_EVERY
         identity = self._identity()
         if identity is None:
-            return False
-        with self.streams.selected():
-            self.comm = self.nccl.init_rank(self._size, identity, self._rank)
-        return True
+            return None
+        call = partial(self.nccl.init_rank, self._size, identity, self._rank)
+        self._background = self.streams.background(call)
+        return self._background
+
+    def _joined(self, comm: int) -> None:
+        self.comm = comm
 
     def _launch(self, poll: StreamPoll) -> None:
         poll.arrange(self.stream)
-        code = poll.call(self.comm, self.stream.cuda_stream)
-        self.nccl.check(code, f"launching on the {self.name}", self.comm)
-        self._launching = poll
-        if code == IN_PROGRESS:
-            self._busy = True
-        else:
-            self._launched()
+        self._last = poll
+        if poll.key in self._known and self._has_room(poll.parts):
+            self._launched(poll, poll.call(self.comm, self.stream.cuda_stream))
+            return
+        self._then = partial(self._launched, poll)
+        self._background = self.streams.background(partial(poll.call, self.comm, self.stream.cuda_stream))
 
-    def _launched(self) -> None:
-        poll, self._launching = self._launching, None
-        if poll is not None:
-            poll.launched()
+    def _launched(self, poll: StreamPoll, code: int) -> None:
+        self.nccl.check(code, f"launching on the {self.name}", self.comm)
+        if len(self._known) >= _MOST_KNOWN:
+            self._known.clear()
+        self._known.add(poll.key)
+        self._flying.append((poll.launched(), poll.parts))
+        self._parts += poll.parts
+
+    def _has_room(self, parts: int) -> bool:
+        """Whether the queues of the device have room for so many calls more."""
+        flying = self._flying
+        while len(flying) >= _MOST_LAUNCHES or self._parts + parts > _MOST_PARTS:
+            # An event that has been taken for another operation since may be reached later than its launch.
+            if not flying or not flying[0][0].query():
+                return False
+            self._parts -= flying.popleft()[1]
+        return True
 
     def watch(self) -> None:
         """Check for a background error of NCCL while an operation runs."""
@@ -173,10 +208,12 @@ class Link:
             CommTimeout: not all ranks have joined in time.
         """
         deadline = Deadline(self.timeout)
-        while not self.is_idle:
+        while True:
             self.drive()
             if self.error is not None:
                 raise self.error
+            if self.is_idle:
+                return
             if deadline.passed():
                 raise CommTimeout(
                     f"backend nccl: the {self.name} was not ready after {self.timeout:g} s on rank "
@@ -188,22 +225,38 @@ class Link:
     # -- closing ----------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Begin to finalize the communicator."""
-        if self.comm and self.error is None and self.is_idle:
-            self.nccl.finalize(self.comm)
+        """Begin to close the communicator if nothing is in flight on it."""
+        if self._closing is None and self.is_idle and self._is_quiet():
+            self._next_check = 0.0
+            self.watch()
+            if self.error is None:
+                self._closing = self.streams.background(partial(self.nccl.close, self.comm))
+
+    def _is_quiet(self) -> bool:
+        with suppress(Exception):  # of a function that was chained to it, or of NCCL, which `error` has
+            return self._last is None or self._last()
+        return True
 
     def destroy(self) -> None:
-        """Destroy the communicator after `finish`; it is aborted if it has failed or is not done in time."""
+        """Close the communicator; it is aborted if it has failed or something is in flight for too long."""
         deadline = Deadline(self.timeout)
         if not self.comm:
-            return
-        while self.nccl.async_error(self.comm) == IN_PROGRESS and not deadline.passed():
-            time.sleep(_NAP)
-        if self.error is not None or self.nccl.async_error(self.comm) != 0:
             self.abort()
             return
-        comm, self.comm = self.comm, 0
-        self.nccl.destroy(comm)
+        while self._closing is None and self.error is None and not deadline.passed():
+            self.advance()
+            self.finish()
+            if self._closing is None:
+                time.sleep(_NAP)
+        closing = self._closing
+        if closing is None:
+            self.abort()
+            return
+        while not closing.done and not deadline.passed():
+            time.sleep(_NAP)
+        self.comm = 0
+        if closing.done:
+            closing.result()
 
     def abort(self) -> None:
         """Abort the communicator, whatever is in flight."""
@@ -211,6 +264,8 @@ class Link:
         self.error = self.error or NcclError(f"the {self.name} was aborted", 0)
         if comm:
             self.nccl.abort(comm)
+        elif self._background is not None:
+            self._background.abandon(self.nccl.abort)
 
 
 class StreamPoll:
@@ -219,10 +274,26 @@ class StreamPoll:
     `on_host`: the host waits for the operation, not a stream (barrier).
     """
 
-    __slots__ = ("_begin", "_done", "_end", "_error", "_functions", "_link", "_on_host", "_ran", "call")
+    __slots__ = (
+        "_begin",
+        "_done",
+        "_end",
+        "_error",
+        "_functions",
+        "_link",
+        "_on_host",
+        "_ran",
+        "call",
+        "key",
+        "parts",
+    )
 
-    def __init__(self, link: Link, call: Call, begin: Event, on_host: bool) -> None:
+    def __init__(
+        self, link: Link, call: Call, key: Hashable, parts: int, begin: Event, on_host: bool
+    ) -> None:
         self.call = call
+        self.key = key
+        self.parts = parts
         self._link = link
         self._begin = begin
         self._end: Event | None = None
@@ -268,8 +339,10 @@ class StreamPoll:
     def _wait_until_ready(self) -> None:
         link = self._link
         deadline = Deadline(link.timeout)
-        while not self() and not self.ready:
+        while True:
             link.drive()
+            if self() or self.ready:
+                return
             if deadline.passed():
                 raise CommTimeout(
                     f"backend nccl: an operation on the {link.name} has waited {link.timeout:g} s for a peer"
@@ -298,8 +371,8 @@ class StreamPoll:
         stream.wait_event(self._begin)
         self._link.give_event(self._begin)
 
-    def launched(self) -> None:
-        """Run the chained functions and record the end. Called by the link."""
+    def launched(self) -> Event:
+        """Run the chained functions and record the end, which is returned. Called by the link."""
         link = self._link
         try:
             for arrived, function in self._functions:
@@ -310,6 +383,7 @@ class StreamPoll:
         end = link.take_event()
         end.record(link.stream)
         self._end = end
+        return end
 
     def _run(self, arrived: Event, function: Callable[[], None]) -> None:
         link = self._link

@@ -1,0 +1,47 @@
+"""How the ranks of a communicator find each other before they call NCCL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mcr_plus.core.c10d import Store
+
+
+class Meeting:
+    """Returns the unique id of a communicator once all its ranks have come, None before.
+
+    Ranks call NCCL only then: it would wait for those that have not come, and cannot be stopped while it
+    makes a communicator.
+    """
+
+    def __init__(
+        self, store: Store | None, name: str, size: int, rank: int, make: Callable[[], bytes]
+    ) -> None:
+        """`name`: a new one, under which the store has nothing. `make`: makes the id, on rank 0."""
+        self._store = store
+        self._name = name
+        self._size = size
+        self._rank = rank
+        self._make = make
+        self._has_come = False
+
+    def __call__(self) -> bytes | None:
+        """See the class."""
+        store, name = self._store, self._name
+        if store is None or self._size == 1:
+            return self._make()
+        if not self._has_come:
+            self._has_come = True
+            self._come(store)
+        if not store.check([name, f"{name}/come"]):
+            return None
+        return bytes.fromhex(store.get(name).decode())
+
+    def _come(self, store: Store) -> None:
+        if self._rank == 0:
+            store.set(self._name, self._make().hex())
+        last = self._rank == 1 if self._size == 2 else store.add(f"{self._name}/ranks", 1) == self._size
+        if last:
+            store.set(f"{self._name}/come", "")

@@ -735,6 +735,19 @@ def test_a_full_stream_does_not_block_the_program(job: Job) -> None:
     settle(job, polls)
 
 
+def test_many_operations_in_turn_stay_off_the_background(alone: tuple[Job, NcclChannel]) -> None:
+    job, channel = alone
+    assert all_reduce(channel)()
+    job.simulator.slow = 10**9  # nothing more gets through there
+    for _ in range(600):  # nobody asks whether they are done
+        assert all_reduce(channel).ready
+    for _ in range(600):
+        assert all_reduce(channel)()
+    job.simulator.lazy, job.simulator.decide = True, lambda _: False  # the device is busy
+    assert all([all_reduce(channel).ready for _ in range(250)])  # noqa: C419
+    assert not all([all_reduce(channel).ready for _ in range(10)])  # noqa: C419
+
+
 def test_a_clean_end_finalizes_then_destroys(job: Job) -> None:
     channels = job.open()
     settle(job, [isend(channels[0], 1, values(0, 4)), irecv(channels[1], 0, torch.zeros(4))])

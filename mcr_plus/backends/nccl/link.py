@@ -72,7 +72,7 @@ class Link:
         self._background: Background[int] | None = None  # NCCL accepts no calls until it is done
         self._then: Callable[[int], None] = self._joined  # is passed what it returns
         self._known: set[Hashable] = set()  # operations for which the ranks have connected
-        self._flying: deque[tuple[Event, int]] = deque()  # ends of launches, and their numbers of calls
+        self._flying: deque[StreamPoll] = deque()  # launched, not yet known to be done
         self._parts = 0  # calls of those
         self._last: StreamPoll | None = None
         self._closing: Background[None] | None = None
@@ -176,17 +176,17 @@ class Link:
         if len(self._known) >= _MOST_KNOWN:
             self._known.clear()
         self._known.add(poll.key)
-        self._flying.append((poll.launched(), poll.parts))
+        poll.launched()
+        self._flying.append(poll)
         self._parts += poll.parts
 
     def _has_room(self, parts: int) -> bool:
         """Whether the queues of the device have room for so many calls more."""
         flying = self._flying
         while len(flying) >= _MOST_LAUNCHES or self._parts + parts > _MOST_PARTS:
-            # An event that has been taken for another operation since may be reached later than its launch.
-            if not flying or not flying[0][0].query():
+            if not flying or not flying[0].reached:
                 return False
-            self._parts -= flying.popleft()[1]
+            self._parts -= flying.popleft().parts
         return True
 
     def watch(self) -> None:
@@ -371,8 +371,13 @@ class StreamPoll:
         stream.wait_event(self._begin)
         self._link.give_event(self._begin)
 
-    def launched(self) -> Event:
-        """Run the chained functions and record the end, which is returned. Called by the link."""
+    @property
+    def reached(self) -> bool:
+        """Whether the device has done the operation, and what was chained to it so far."""
+        return self._done or (self._end is not None and self._end.query())
+
+    def launched(self) -> None:
+        """Run the chained functions and record the end. Called by the link."""
         link = self._link
         try:
             for arrived, function in self._functions:
@@ -383,7 +388,6 @@ class StreamPoll:
         end = link.take_event()
         end.record(link.stream)
         self._end = end
-        return end
 
     def _run(self, arrived: Event, function: Callable[[], None]) -> None:
         link = self._link

@@ -68,6 +68,8 @@ def reports(library: str, launch: str) -> None:
     if DEVICE == "cuda":
         torch.cuda.set_device(0)
     for name, part in PARTS[launch].items():
+        if name in LACKING.get(library, ()):
+            continue
         failures, began = Failures(), time.perf_counter()
         try:
             part((library,), failures)
@@ -428,3 +430,6 @@ PARTS: Final[dict[str, dict[str, Callable[[Sequence[str], Failures], None]]]] = 
     },
 }
 """What is checked, by the launch in which it is checked and its name."""
+
+LACKING: Final = {"nccl": ("messages", "dropped")}
+"""Parts that need what a library lacks: match tags."""

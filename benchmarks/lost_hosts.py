@@ -109,7 +109,8 @@ class Rounds:
         `told`: seconds until the last rank that runs has raised `PeerLost`. `shrink`: of the longest
         `mcr.shrink`; 0 where nobody may go on. `problems`: all that should not be. `hung`: whether a rank
         had to be killed. `right`: whether all sums were. `named`: whether each rank has named all that it
-        has lost, and not only some of them.
+        has lost, and not only some of them. `raised`: what each has named, and what it has seen. `ended
+        with`: the error with which each has ended, if any.
         """
         with tempfile.TemporaryDirectory(prefix="mcr-hosts-") as name:
             job = _Job(self._hosts, Path(name), self._per_host, fault)
@@ -216,11 +217,12 @@ class _Job:
         self._pids = {}
         if problems or None in statuses.values():
             problems.append(f"statuses {statuses}")
-        ends = self._said("end", [rank for rank in range(RANKS) if (self._folder / f"end.{rank}").exists()])
+        ends = self._said("end", range(RANKS))
         for rank, each in ends.items():
-            lost = rank in self._victims or (self._fault in _PARTED and self._count == 2)
             ends_with: tuple[str | None, ...] = (None,)
-            if lost:
+            if self._fault in _PARTED and self._count == 2:
+                ends_with = ("BackendError",)  # Revoked would mean that the others have gone on
+            elif rank in self._victims:
                 ends_with = ("BackendError", "Revoked") if self._fault in _PARTED else ("Revoked",)
             if each["error"] not in ends_with:
                 problems.append(f"rank {rank} has ended with {each['error']}: {each['text']}")
@@ -236,7 +238,10 @@ class _Job:
             ]
         hung = None in statuses.values()
         rest = {"told": 0.0, "shrink": 0.0, "right": True, "named": False}
-        return {**rest, **found, "hung": hung, "problems": problems}
+        raised = self._said("raised", range(RANKS))
+        said = {rank: [each["ranks"], each["seen"]] for rank, each in raised.items()}
+        fates = {rank: each["error"] for rank, each in ends.items()}
+        return {**rest, **found, "hung": hung, "problems": problems, "raised": said, "ended with": fates}
 
     def close(self) -> None:
         """End what there is left of it, and mend the links."""
@@ -250,14 +255,15 @@ class _Job:
                 self._hosts.plug(host)
 
     def _missing(self, what: str, ranks: Sequence[int]) -> list[int]:
-        """The ranks that have not written this within the time after which they are taken to hang."""
+        """The ranks that have not written this, once one of them has ended or is taken to hang."""
         ends = time.monotonic() + HANGS
-        while missing := [rank for rank in ranks if not (self._folder / f"{what}.{rank}").exists()]:
-            over = [rank for rank in missing if (self._folder / f"end.{rank}").exists()]
-            if over or time.monotonic() > ends:
+        while True:
+            # First: a rank that ends now has written it by the second look.
+            over = {rank for rank in ranks if (self._folder / f"end.{rank}").exists()}
+            missing = [rank for rank in ranks if not (self._folder / f"{what}.{rank}").exists()]
+            if not missing or over.intersection(missing) or time.monotonic() > ends:
                 return missing
             time.sleep(0.005)
-        return []
 
     def _said(self, what: str, ranks: Sequence[int]) -> dict[int, Any]:
         """What ranks have written."""

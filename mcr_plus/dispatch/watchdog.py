@@ -31,6 +31,7 @@ LONG_WAIT: Final = 0.05
 
 _DEATH_GRACE: Final = 0.2  # seconds; the last message of a rank that has just exited may still be in flight
 _CHECKS_OF_GRACE: Final = 40  # the same in checks of the board, which are rarer between hosts
+_TOGETHER: Final = 0.02  # seconds; ranks that end together do so within it
 _UNSEEN: Final = 10.0  # seconds that an operation may take while its peers' rows cannot be read
 _COMPILES_FOR: Final = 300.0  # seconds for which a peer that compiles kernels extends deadlines, at most
 
@@ -142,6 +143,9 @@ class Watchdog:
         ):
             time.sleep(nap)
             nap = min(1.5 * nap, 0.03)  # between hosts every look costs requests to the store
+        if any(peer.seen == DIED for peer in failed):
+            time.sleep(_TOGETHER)
+            failed = self.failed_peers_of(work) or failed
         self.note(failed)
         return failed
 

@@ -27,6 +27,9 @@ from mcr_plus.liveness.proc import state_of
 from mcr_plus.liveness.protocol import PERIOD, Heartbeat, State
 
 _LOOK_EVERY: Final = PERIOD / 2  # seconds between looks at processes, whose stop nothing announces
+_TOGETHER: Final = 0.02
+"""Seconds for which a change is held back: where a whole host ends, its ranks end one after another, and the
+agent with them. What it said of the first ones would be all that others hear before the host is silent."""
 _GOOD_BYES: Final = (0.0, 0.02, 0.04)  # seconds before each of the last datagrams, of which some may be lost
 _LARGEST: Final = 1 << 16  # bytes of a datagram
 _BURST: Final = 1000  # datagrams that are taken in between two looks
@@ -60,6 +63,8 @@ class Agent:
         key, now = bytes.fromhex(order["key"]), time.monotonic()
         self._heartbeat = Heartbeat(hosts, order["me"], key, now, limit=order["limit"], heard=heard)
         self._emptied = now  # all that had come by then has been taken in
+        self._told: dict[int, State] | None = None  # of this host's ranks that are not running
+        self._changed: float | None = None  # since when that is not so any more
         self._exchange: Exchange | None = None
         if page is not None:
             own = {rank: pid for rank, (pid, _) in self._own.items()}
@@ -90,12 +95,17 @@ class Agent:
             if self._exchange is not None:
                 self._send_each(self._exchange.step(now))
             until = min(next_beat, now + _LOOK_EVERY, self._heartbeat.next_silence(now))
+            if self._changed is not None:
+                until = min(until, self._changed + _TOGETHER)
             self._sleep(until - now)
             self._receive()
         return False
 
     def _look(self) -> bool:
-        """Look at the ranks of this host, and tell other hosts of changes; returns whether all have ended."""
+        """Look at the ranks of this host, and tell other hosts of changes; returns whether all have ended.
+
+        The first look is told at once: the agent may take the place of one that has told of it.
+        """
         states: dict[int, State] = {}
         ended = True
         for rank, (pid, started) in self._own.items():
@@ -103,8 +113,15 @@ class Agent:
             if state != "running" and not self._findings.has_left(rank):
                 states[rank] = state
             ended &= state == "dead" or self._findings.has_left(rank)
-        if self._heartbeat.observe(states):
-            self._tell_all()
+        now = time.monotonic()
+        if states == self._told:
+            self._changed = None
+        elif self._told is None or ended or now - (self._changed or now) >= _TOGETHER:
+            self._told, self._changed = states, None
+            if self._heartbeat.observe(states):
+                self._tell_all()
+        else:
+            self._changed = self._changed or now
         return ended
 
     def _say_good_bye(self) -> None:

@@ -1,7 +1,8 @@
 """The ranks that come to `init`: what shows that one of them will not, before they know each other.
 
-A rank that has come says which process it is, so that ranks which share its /proc see its death. Of one that
-has not, the supervisor of `mcr-plus run --min-ranks` says in the job's store that it has ended for good.
+A rank that has come says which process it is, so that ranks which share its /proc see its death; those of
+other hosts have connections for that (`mcr_plus.rendezvous.presence`). Of one that has not come, the
+supervisor of `mcr-plus run --min-ranks` says in the job's store that it has ended for good.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from mcr_plus.core.environment import agent_has_store, host_name, job_secret, mi
 from mcr_plus.errors import PeerLost, phrase_ranks
 from mcr_plus.liveness.proc import state_of
 from mcr_plus.rendezvous.identity import DIED, is_visible, own_process
+from mcr_plus.rendezvous.presence import Presence
 from mcr_plus.rendezvous.signing import SignedStore
 
 if TYPE_CHECKING:
@@ -32,12 +34,14 @@ class Arrivals:
     Attributes:
         own: this process.
         processes: those of the ranks that have come, by rank, as far as they are known here.
+        presence: the connections with ranks of other hosts.
     """
 
     def __init__(self, rank: int, size: int, launchers: Store | None = None) -> None:
         """`launchers`: the store in which a supervisor notes the ends of ranks, if the job has one."""
         self.own = own_process(host_name(), rank)
         self.processes: dict[int, Process] = {}
+        self.presence = Presence()
         self._others = [each for each in range(size) if each != rank]
         secret = job_secret()
         has_supervisor = bool(secret) and agent_has_store() and min_ranks() is not None
@@ -45,33 +49,31 @@ class Arrivals:
             SignedStore(launchers, secret, _SUPERVISOR) if launchers is not None and has_supervisor else None
         )
 
-    def is_dead(self, rank: int) -> bool:
-        """Whether a rank that has come has died, as far as it is visible here."""
-        process = self.processes.get(rank)
-        return (
-            process is not None
-            and is_visible(self.own, process)
-            and state_of(process.pid, process.started) == "dead"
-        )
-
     def forget_restarted(self) -> list[int]:
-        """The ranks that have come and died, and that a supervisor starts again: others are to come."""
+        """Forget the ranks that have died and that a supervisor starts again; returns those that had come."""
         if self._records is None:
             return []
         ended = self._ended()
-        found = [rank for rank in self.processes if rank not in ended and self.is_dead(rank)]
+        found = [rank for rank in self._lost() if rank not in ended]
         for rank in found:
-            del self.processes[rank]
-        return found
+            self.presence.forget(rank)
+        return [rank for rank in found if self.processes.pop(rank, None) is not None]
 
     def error(self) -> PeerLost | None:
         """The error of a wait for the others, if one of them is lost."""
-        lost = {rank: DIED for rank in self._others if self.is_dead(rank)} | self._ended()
+        lost = self._lost() | self._ended()
         if not lost:
             return None
         ranks = sorted(lost)
         seen = "; ".join(dict.fromkeys(lost[rank] for rank in ranks))
         return PeerLost(f"{phrase_ranks(ranks)} of the job: {seen}", ranks, seen=seen)
+
+    def _lost(self) -> dict[int, str]:
+        """The ranks that are seen to be lost, and what is seen of them."""
+        here = {rank: each for rank, each in self.processes.items() if is_visible(self.own, each)}
+        dead = (rank for rank, each in here.items() if state_of(each.pid, each.started) == "dead")
+        elsewhere = {rank: seen for rank, seen in self.presence.lost().items() if rank not in here}
+        return elsewhere | dict.fromkeys(dead, DIED)
 
     def _ended(self) -> dict[int, str]:
         records = self._records

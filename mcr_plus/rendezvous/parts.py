@@ -12,24 +12,28 @@ from mcr_plus.core.deadline import Deadline
 from mcr_plus.errors import LaunchError, PeerLost
 from mcr_plus.membership.rules import Process
 from mcr_plus.rendezvous.arrivals import SLACK, Arrivals, loss_as_text, raise_loss
+from mcr_plus.rendezvous.identity import is_visible
 from mcr_plus.rendezvous.watched_store import WatchedStore
 
 _LONGEST_NAP: Final = 0.02
 _LOOKS_AFTER: Final = 0.1  # seconds, and as many between two looks at the processes of ranks that have come
 
 
-def unused_part(store: Store, rank: int, size: int, timeout: float) -> Store:
+def unused_part(store: Store, rank: int, size: int, timeout: float, launchers: Store | None = None) -> Store:
     """A part of the store without any keys, the same for all ranks; collective.
 
     A store may outlive the processes that use it: torchrun's agent keeps it when it restarts the ranks, and
     the replacement of a rank has not taken part in earlier calls. So a counter of the process cannot name the
     part. Rank 0 draws a random name, and sends it to ranks that request it under random names of their own;
-    no key that was left behind can be taken for an answer.
+    no key that was left behind can be taken for an answer. `launchers`: see `Arrivals`.
 
     Raises `LaunchError` naming the ranks that have not called this within `timeout` seconds, and `PeerLost`
     if a rank is seen to have died.
     """
-    return PrefixStore(unused_name(store, rank, size, timeout, Arrivals(rank, size)), store)
+    arrivals = Arrivals(rank, size, launchers)
+    name = unused_name(store, rank, size, timeout, arrivals)
+    arrivals.presence.close()  # who waits for a value in the part does not ask for it
+    return PrefixStore(name, store)
 
 
 def unused_name(store: Store, rank: int, size: int, timeout: float, arrivals: Arrivals) -> str:
@@ -37,7 +41,7 @@ def unused_name(store: Store, rank: int, size: int, timeout: float, arrivals: Ar
     name = mine = secrets.token_hex(8)
     if rank == 0:
         part = PrefixStore(mine, store)
-        part.set("here/0", json.dumps(arrivals.own))
+        part.set("here/0", json.dumps([arrivals.own, arrivals.presence.listen(name, store)]))
         try:
             missing = _answer(store, mine, size, timeout, arrivals)
         except PeerLost as error:
@@ -50,8 +54,11 @@ def unused_name(store: Store, rank: int, size: int, timeout: float, arrivals: Ar
             store.set(f"asks/{rank}", mine)
             name = watched.get(f"answer/{mine}").decode()
             part = PrefixStore(name, store)
+            process, address = json.loads(part.get("here/0"))
+            arrivals.processes[0] = Process(*process)
+            if address is not None and not is_visible(arrivals.own, arrivals.processes[0]):
+                arrivals.presence.connect(address, name, rank, store)
             part.set(f"here/{rank}", json.dumps(arrivals.own))
-            arrivals.processes[0] = Process(*json.loads(part.get("here/0")))
             result = json.loads(WatchedStore(part, timeout + SLACK, arrivals.error).get("here"))
         except RuntimeError as error:
             if isinstance(error, PeerLost):
@@ -85,7 +92,7 @@ def _answer(store: Store, name: str, size: int, timeout: float, arrivals: Arriva
             return missing
         if looks.passed():
             looks = Deadline(_LOOKS_AFTER)
-            for peer in arrivals.forget_restarted():
+            for peer in arrivals.forget_restarted():  # which have come
                 store.delete_key(f"{name}/here/{peer}")
                 missing.append(peer)
             if (lost := arrivals.error()) is not None:

@@ -22,6 +22,7 @@ from mcr_plus.core.environment import (
 )
 from mcr_plus.errors import BackendUnavailable, LaunchError, PeerLost
 from mcr_plus.rendezvous.arrivals import PREFIX, SLACK, Arrivals, loss_as_text, raise_loss
+from mcr_plus.rendezvous.known_stores import known_stores
 from mcr_plus.rendezvous.mpi_library import load_mpi
 from mcr_plus.rendezvous.network import meeting_address
 from mcr_plus.rendezvous.parts import unused_name, unused_part
@@ -35,7 +36,6 @@ _LONGEST_REASON: Final = 300  # characters: any process may have written it
 _HAS_ITS_OWN: Final = "MCR_SECRET is set there, and not on all ranks"
 _log = logging.getLogger("mcr_plus")
 _warned = False  # the warning about unsigned values is logged once in a process
-_stores: dict[tuple[str, int], Store] = {}  # stores of this process that listen or are connected
 _own_servers: dict[str, TCPStore] = {}  # by address; see `own_server`
 _by_mpi: list[tuple[Store, bytes]] = []  # the store whose address was sent through MPI, with its secret
 
@@ -90,8 +90,7 @@ def secret_of(store: Store) -> bytes:
 def open_plain_store(environment: LaunchEnvironment, timeout: float) -> Store:
     """The same without signatures, for torch: its C++ does not keep a Python store alive."""
     store, _ = _connect(environment, timeout)
-    arrivals = Arrivals(environment.rank, environment.world_size, store)
-    return PrefixStore(unused_name(store, environment.rank, environment.world_size, timeout, arrivals), store)
+    return unused_part(store, environment.rank, environment.world_size, timeout, store)
 
 
 def _connect(environment: LaunchEnvironment, timeout: float) -> tuple[Store, bytes]:
@@ -197,6 +196,7 @@ def _offer_secret(part: Store, signed: Store, place: str, size: int, timeout: fl
         without = {peer: reason for peer, key in keys.items() if (reason := _reason(part, signed, key))}
     except RuntimeError as error:
         if isinstance(error, PeerLost):
+            signed.set("without", loss_as_text(error))
             raise
         missing = [int(peer) for peer, key in keys.items() if not part.check([key])]
         raise LaunchError(f"ranks {missing} did not call init within {timeout:g} s: {error}") from error
@@ -227,9 +227,10 @@ def _read_secret(part: Store, name: str, rank: int, timeout: float) -> tuple[byt
         except LaunchError as error:
             part.set(f"reads/{rank}", str(error))
         part.wait(["without"], patience)
-        if secret:
-            return secret, json.loads(SignedStore(part, secret, name).get("without"))
-        return secret, dict(json.loads(unsigned(part.get("without"))))
+        said = SignedStore(part, secret, name).get("without") if secret else unsigned(part.get("without"))
+        without = dict(json.loads(said))
+        raise_loss(without)
+        return secret, without
     except (LaunchError, PeerLost):
         raise
     except (RuntimeError, ValueError, TypeError) as error:
@@ -309,7 +310,7 @@ def _through_address(environment: LaunchEnvironment, limit: timedelta) -> Store:
             "MASTER_ADDR and MASTER_PORT are not set; set them, or start it with mcr-plus run, torchrun or "
             "mpirun"
         )
-    known = _stores.get((address, port))
+    known = known_stores.get((address, port))
     if known is not None:  # init after finalize: this process has the address already
         return known
     is_server = environment.rank == 0 and not environment.agent_store
@@ -317,7 +318,7 @@ def _through_address(environment: LaunchEnvironment, limit: timedelta) -> Store:
     if is_server and address in (LOOPBACK, "localhost"):
         options = on_socket(_listen(LOOPBACK, port))
     # multi_tenant: the user's own init_process_group may use the same port in this process.
-    store = _stores[address, port] = TCPStore(
+    store = known_stores[address, port] = TCPStore(
         address,
         port,
         environment.world_size,
@@ -342,7 +343,7 @@ def own_server(timeout: float, *, everywhere: bool = False) -> tuple[str, int]:
         port = listener.getsockname()[1]
         limit = timedelta(seconds=timeout)
         server = TCPStore(address, port, None, True, limit, wait_for_workers=False, **on_socket(listener))
-        _own_servers[address] = _stores[server.host, server.port] = server
+        _own_servers[address] = known_stores[server.host, server.port] = server
     return _own_servers[address].host, _own_servers[address].port
 
 
@@ -351,21 +352,16 @@ def met_in(host: str, port: int, timeout: float) -> Store:
 
     Raises `LaunchError` if it does not answer.
     """
-    known = _stores.get((host, port))
+    known = known_stores.get((host, port))
     try:
         if known is None:
             limit = timedelta(seconds=min(timeout, _CONNECTS_WITHIN))
             known = TCPStore(host, port, None, False, limit, wait_for_workers=False, multi_tenant=True)
-            _stores[host, port] = known
+            known_stores[host, port] = known
         known.set_timeout(timedelta(seconds=timeout))
     except RuntimeError as error:
         raise LaunchError(f"no store at {host}:{port}, where ranks meet: {error}") from error
     return known
-
-
-def forget_store(host: str, port: int) -> None:
-    """Connect anew at the next use: this process has shut its connections down."""
-    _stores.pop((host, port), None)
 
 
 def _listen(address: str, port: int) -> socket.socket:

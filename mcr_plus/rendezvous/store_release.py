@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from mcr_plus.core.sockets import open_sockets, peer_of, shut
-from mcr_plus.rendezvous.store import forget_store
+from mcr_plus.rendezvous.known_stores import forget_store
 
 if TYPE_CHECKING:
     from mcr_plus.core.c10d import Store

@@ -36,6 +36,7 @@ from mcr_plus.hierarchy.nodes import check_nodes
 from mcr_plus.observe.options import observed
 from mcr_plus.observe.publisher import open_publisher
 from mcr_plus.rendezvous.exit_barrier import shutdown_barrier
+from mcr_plus.rendezvous.presence import settle
 from mcr_plus.rendezvous.store import (
     exchange,
     job_announced,
@@ -90,8 +91,8 @@ def init(
         BackendUnavailable: a backend that was asked for is missing on some rank.
         BackendError: a rank has too few file descriptors left.
         LaunchError: the ranks cannot find each other.
-        PeerLost: a rank has died in it, on this host, or has ended before it, for good, under `mcr-plus run
-            --min-ranks`.
+        PeerLost: a rank has died in it, or its host is cut off; or a rank has ended before it, for good,
+            under `mcr-plus run --min-ranks`.
 
     Example:
         ```python
@@ -193,6 +194,7 @@ def begin(
         job.all_ended = shutdown_barrier(world, "refused")  # so that every rank can read the reason
         raise
     job.begin(runtime)
+    settle()
     return runtime
 
 

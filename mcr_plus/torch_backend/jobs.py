@@ -25,6 +25,7 @@ from mcr_plus.dispatch.options import DispatchOptions
 from mcr_plus.errors import ConfigError, Unsupported
 from mcr_plus.hierarchy.nodes import check_nodes
 from mcr_plus.msccl.catalog import kept
+from mcr_plus.rendezvous.presence import settle
 from mcr_plus.rendezvous.store import exchange, signed_part
 from mcr_plus.rendezvous.world import World
 from mcr_plus.runtime.checks import check_tables, compare_configs
@@ -143,7 +144,9 @@ def communicator_of(
             hosts = tuple(running.world.hosts[job_rank] for job_rank in job_ranks)
             world = World(rank, size, hosts, seconds, group_store, running.world.libraries)
             config = _checked(options, running, world).with_timeout(seconds)
-        return torch_job.open(running, job_ranks, name, config)
+        communicator = torch_job.open(running, job_ranks, name, config)
+        settle()
+        return communicator
     torch_job.groups.add(communicator)
     return communicator
 

@@ -2,66 +2,30 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import time
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 import torch
+from arriving import RUN, STEPS, die, told_by
 from ranks import own_rank, run_ranks
 from test_launch import Start, folder, start
 
 import mcr_plus as mcr
-from mcr_plus.rendezvous import store as stores
 from mcr_plus.runtime import init
 from mcr_plus.runtime.runtime import Runtime
 
 PROGRAMS = str(Path(__file__).parents[1] / "support" / "restarting.py")
-RUN = {"version": 1, "backends": ["gloo"], "pipeline": [{"select": {}}, {"dispatch": {}}]}
-WITHIN = 20.0
-"""Seconds in which ranks are told on a busy machine: `init` and `reset` wait for 300."""
-
 __all__ = ["folder", "start"]  # fixtures
-
-
-def _die(*_: Any, **__: Any) -> NoReturn:
-    os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError
-
-
-def _told(call: Any) -> dict[str, Any]:
-    """What a call raises."""
-    began = time.monotonic()
-    try:
-        call()
-    except mcr.McrError as error:
-        return {
-            "error": type(error).__name__,
-            "ranks": list(getattr(error, "ranks", ())),
-            "text": str(error),
-            "soon": time.monotonic() - began < WITHIN,
-        }
-    return {"error": ""}
-
-
-STEPS = {
-    "before the secret": (stores, "_offered_secret"),
-    "before the hosts": (init, "world_of"),
-    "before the checks": (init, "choose_backends"),
-    "in the world": (init, "Runtime"),
-}
-"""Where in `init` a rank dies: a module, and the function that it does not return from."""
 
 
 def dying_in_init(step: str, victim: int) -> dict[str, Any]:
     """Runs on ranks: one dies on its way through `init`."""
     if own_rank() == victim:
         module, name = STEPS[step]
-        setattr(module, name, _die)
-    return _told(lambda: mcr.init(RUN))
+        setattr(module, name, die)
+    return told_by(lambda: mcr.init(RUN))
 
 
 @pytest.mark.parametrize(
@@ -84,18 +48,18 @@ def dying_in_reset(step: str, victim: int) -> dict[str, Any]:
     comm.all_reduce(torch.ones(3))
     if comm.rank == victim:
         if step == "before":
-            _die()
+            die()
         if step == "before the old world is closed":
-            setattr(Runtime, "prepare_reset", _die)  # noqa: B010 - a method
+            setattr(Runtime, "prepare_reset", die)  # noqa: B010 - a method
         else:
-            setattr(init, "begin", _die)  # noqa: B010 - a function
-    told = _told(mcr.reset)
+            setattr(init, "begin", die)  # noqa: B010 - a function
+    told = told_by(mcr.reset)
     if step == "before":
         comm = mcr.shrink()
         x = torch.full((3,), 1.0 + comm.rank)
         comm.all_reduce(x)
         told["after"] = x.tolist()
-        told["again"] = _told(mcr.reset)["error"]
+        told["again"] = told_by(mcr.reset)["error"]
         mcr.finalize()
     return told
 

@@ -136,6 +136,17 @@ def test_half_of_the_hosts(tmp_path: Path, least: int | None) -> None:
             job.end([2, 3])
 
 
+@several_hosts
+def test_of_two_hosts_that_are_cut_off_from_each_other_neither_goes_on(tmp_path: Path) -> None:
+    """Not for a moment: there is no majority."""
+    with TwoHosts(None) as hosts, job_on(hosts, tmp_path, per_host=2, timeout=1) as job:
+        hosts.cut(1)
+        for said in job.told(range(4)).values():
+            assert said["error"] == "BackendError"
+            assert "2 of 4 ranks that may be running are within reach, no majority" in said["text"]
+        assert not list(tmp_path.glob("epoch*"))
+
+
 @needs_ulfm
 @long
 def test_mpi_is_left_out_where_a_rank_is_lost_that_lives(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Final
 
 import losing
@@ -21,6 +22,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mcr_plus.liveness import agent as agents
 from mcr_plus.liveness.findings import Findings
 from mcr_plus.liveness.proc import read_stat, state_of
 from mcr_plus.liveness.protocol import PERIOD, Finding, Heartbeat, Received, State, distances, silence
@@ -316,6 +318,46 @@ def test_states_of_processes() -> None:
         assert state_of(child.pid, "1") == "dead"  # another process has its number
         child.kill()
         _wait_for(lambda: state_of(child.pid, stat[1]) == "dead")
+
+
+def test_ranks_that_die_together_are_told_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent that dies with them, before it has told of all, has told of none."""
+    states, clock = {"a": "running", "b": "running", "c": "running"}, SimpleNamespace(now=1.0)
+    monkeypatch.setattr(agents, "state_of", lambda _, started: states[started])
+    monkeypatch.setattr(agents, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    link, other = (socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(2))
+    with link, other:
+        for each in (link, other):
+            each.bind(("127.0.0.1", 0))
+            each.setblocking(False)
+        order = {
+            "key": KEY.hex(),
+            "hosts": [[0, 1, 2], [3]],
+            "addresses": [each.getsockname() for each in (link, other)],
+            "me": 0,
+            "processes": {rank: [os.getpid(), started] for rank, started in enumerate(states)},
+            "limit": 0.0,
+        }
+        working = agents.Agent(order, Findings(mmap.mmap(-1, Findings.size(4)), 4), link)
+        assert not working._look()
+        for now, dead in ((2.0, "a"), (2.005, "b")):
+            clock.now, states[dead] = now, "dead"
+            assert not working._look()
+            with pytest.raises(BlockingIOError):
+                other.recv(1 << 16)
+        clock.now = 2.0 + agents._TOGETHER
+        assert not working._look()
+        beyond = Heartbeat([[0, 1, 2], [3]], 1, KEY, clock.now)
+        assert beyond.receive(other.recv(1 << 16), clock.now).news
+        assert {rank: each.state for rank, each in beyond.findings(clock.now).items()} == {
+            0: "dead",
+            1: "dead",
+            2: "running",
+        }
+        clock.now, states["c"] = 3.0, "dead"
+        assert working._look()  # of all: at once, as nothing more can follow
+        beyond.receive(other.recv(1 << 16), clock.now)
+        assert beyond.findings(clock.now)[2].state == "dead"
 
 
 _IN_REAL_TIME: Final = "import os; os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))"

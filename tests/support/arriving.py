@@ -1,0 +1,77 @@
+"""Jobs in which a rank dies in `mcr.init`, or its host is cut off; what the others raise.
+
+    python arriving.py FOLDER HOW STEP VICTIM    as a rank; with the variables of a launcher
+
+`HOW`: `dies`, or `stands still` until there is a file `go` in FOLDER. `STEP`: where, see `STEPS`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from losing import _MARK, written
+
+import mcr_plus as mcr
+from mcr_plus.rendezvous import presence
+from mcr_plus.rendezvous import store as stores
+from mcr_plus.runtime import init
+
+RUN: Final = {"version": 1, "backends": ["gloo"], "pipeline": [{"select": {}}, {"dispatch": {}}]}
+WITHIN: Final = 20.0
+"""Seconds in which ranks are told on a busy machine: `init` and `reset` wait for 300."""
+STEPS: Final = {
+    "before the secret": (stores, "_offered_secret"),
+    "before the hosts": (init, "world_of"),
+    "before the checks": (init, "choose_backends"),
+    "in the world": (init, "Runtime"),
+}
+"""Where in `init` a rank dies: a module, and the function that it does not return from."""
+
+
+def die(*_: Any, **__: Any) -> NoReturn:
+    """End this process as a crash does."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+def told_by(call: Callable[[], Any]) -> dict[str, Any]:
+    """What a call raises."""
+    began = time.monotonic()
+    try:
+        call()
+    except mcr.McrError as error:
+        return {
+            "error": type(error).__name__,
+            "ranks": list(getattr(error, "ranks", ())),
+            "text": str(error),
+            "soon": time.monotonic() - began < WITHIN,
+        }
+    return {"error": ""}
+
+
+def rank(folder: str, how: str, step: str, victim: str) -> None:
+    """Runs on ranks."""
+    own, os.environ[_MARK] = os.environ["RANK"], folder  # by which agents are found
+    presence._PROBE_EVERY = 1  # type: ignore[misc]
+    if own == victim:
+        module, name = STEPS[step]
+        usual = getattr(module, name)
+
+        def stand_still(*arguments: Any, **options: Any) -> Any:
+            written(Path(folder, f"still.{own}"), {})
+            while not Path(folder, "go").exists():
+                time.sleep(0.01)
+            return usual(*arguments, **options)
+
+        setattr(module, name, die if how == "dies" else stand_still)
+    written(Path(folder, f"told.{own}"), told_by(lambda: mcr.init(RUN)))
+
+
+if __name__ == "__main__":
+    rank(*sys.argv[1:])

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections import deque
 from contextlib import AbstractContextManager, suppress
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
+
+_LEGACY: Final = 1  # CUDA's handle of the default stream, which torch calls 0
 
 
 class Event(Protocol):
@@ -37,6 +39,10 @@ class Streams(Protocol):
 
     def current(self) -> Any:
         """Return the current stream of the calling thread."""
+        ...
+
+    def external(self, handle: int | None) -> Any:
+        """Return a stream of another library by its handle in CUDA; None: the default stream."""
         ...
 
     def event(self) -> Event:
@@ -77,6 +83,11 @@ class DeviceStreams:
 
     def current(self) -> Any:  # noqa: D102
         return self._torch.current_stream(self._place)
+
+    def external(self, handle: int | None) -> Any:  # noqa: D102
+        if handle is None or handle == _LEGACY:
+            return self._torch.default_stream(self._place)
+        return self._torch.ExternalStream(handle, device=self._place)
 
     def event(self) -> Event:  # noqa: D102
         event: Event = self._torch.Event()

@@ -48,7 +48,7 @@ class Cast(PayloadCodec):
         super().__init__(options)
         self._stochastic = self.options.rounding == "stochastic"
         traits = Traits(additive=True, elementwise=True, dtypes=(torch.float32, torch.float64))
-        self.traits = dataclasses.replace(traits, unbiased=self._stochastic)
+        self.traits = dataclasses.replace(traits, unbiased=self._stochastic, needs_triton=self._stochastic)
         self._rank, self._key = 0, ""
         self._step = 0
 

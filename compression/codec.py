@@ -46,6 +46,7 @@ class Traits:
         kinds: the kinds of operations it can be used with, None for all.
         cpu_only: it takes tensors on the CPU only.
         keeps_received: payloads hold changes, for which both ends keep what the receiver has.
+        needs_triton: on a GPU, where its kernels are Triton's.
     """
 
     additive: bool = False
@@ -61,6 +62,7 @@ class Traits:
     kinds: frozenset[str] | None = None
     cpu_only: bool = False
     keeps_received: bool = False
+    needs_triton: bool = False
 
 
 @dataclass(frozen=True)

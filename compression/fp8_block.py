@@ -33,7 +33,7 @@ class Fp8Block(BlockCodec):
         chosen = options or self.Options()
         self._scale: fp8_block.Scale = chosen.scale
         self.arguments = (fp8_block.FORMATS[chosen.format], chosen.scale)
-        self.traits = Traits(alignment=fp8_block.block_of(chosen.scale))
+        self.traits = Traits(alignment=fp8_block.block_of(chosen.scale), needs_triton=True)
 
     def wire_numel(self, numel: int) -> int:  # noqa: D102
         return fp8_block.nbytes(numel, self._scale)

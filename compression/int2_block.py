@@ -20,4 +20,4 @@ class Int2Block(BlockCodec):
 
     name: ClassVar[str] = "int2_block"
     kernel = int2_block
-    traits = Traits(alignment=int2_block.BLOCK, needs_error_feedback=True)
+    traits = Traits(alignment=int2_block.BLOCK, needs_error_feedback=True, needs_triton=True)

@@ -25,7 +25,7 @@ class Int4Block(BlockCodec):
 
     name: ClassVar[str] = "int4_block"
     kernel = int4_block
-    traits = Traits(alignment=int4_block.BLOCK, needs_error_feedback=True)
+    traits = Traits(alignment=int4_block.BLOCK, needs_error_feedback=True, needs_triton=True)
 
     def __init__(self, options: Options | None = None) -> None:
         super().__init__(options)

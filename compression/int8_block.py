@@ -19,4 +19,4 @@ class Int8Block(BlockCodec):
 
     name: ClassVar[str] = "int8_block"
     kernel = int8_block
-    traits = Traits(alignment=int8_block.BLOCK)
+    traits = Traits(alignment=int8_block.BLOCK, needs_triton=True)

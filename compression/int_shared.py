@@ -43,7 +43,11 @@ class IntShared(Codec):
     Options = IntSharedOptions
     options: IntSharedOptions
     traits = Traits(
-        additive=True, alignment=int_shared.BLOCK, min_numel=1024, kinds=frozenset({"all_reduce"})
+        additive=True,
+        alignment=int_shared.BLOCK,
+        min_numel=1024,
+        kinds=frozenset({"all_reduce"}),
+        needs_triton=True,
     )
 
     def grid(self, ranks: int) -> tuple[int, int]:

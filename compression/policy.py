@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
+from importlib.util import find_spec
 from typing import Any, cast
 
 from mcr_plus.compression.codec import Codec
@@ -71,6 +73,8 @@ def refusal_of_any_shape(codec: Codec, options: CompressOptions, signature: Sign
         return f"codec {codec.name} takes {known}, not {dtype_name(signature.dtype)}"
     if traits.cpu_only and signature.device != "cpu":
         return f"codec {codec.name} is for tensors on the CPU"
+    if traits.needs_triton and signature.device != "cpu" and not _has_triton():
+        return f"kernels of codec {codec.name} for GPUs need Triton; pip install 'mcr_plus[gpu]' installs it"
     if traits.kinds is not None and kind not in traits.kinds:
         return f"codec {codec.name} is for {', '.join(sorted(traits.kinds))}"
     if signature.is_p2p and not (traits.fixed_rate or traits.keeps_received):
@@ -87,6 +91,11 @@ def refusal_of_any_shape(codec: Codec, options: CompressOptions, signature: Sign
         if signature.key is None and signature.tag is None:
             return f"{feedback} needs the tensor's identity from call to call; expected tag="
     return None
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def is_stateful(codec: Codec, options: CompressOptions) -> bool:

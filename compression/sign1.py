@@ -19,7 +19,7 @@ class Sign1(BlockCodec):
 
     name: ClassVar[str] = "sign1"
     kernel = sign1
-    traits = Traits(alignment=sign1.BLOCK, needs_error_feedback=True)
+    traits = Traits(alignment=sign1.BLOCK, needs_error_feedback=True, needs_triton=True)
 
     reduce = PayloadCodec.reduce  # the kernel module has none of its own
 

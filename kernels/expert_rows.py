@@ -26,6 +26,8 @@ from mcr_plus.kernels.expert_routing import Ints
 
 Format = Literal["plain", "bf16", "fp8_block"]
 FORMATS: Final[tuple[Format, ...]] = ("plain", "bf16", "fp8_block")
+DTYPES: Final = (torch.float32, torch.bfloat16)
+"""Of tensors that CPU kernels take."""
 
 _numba: Any = numba  # annotated in part, which type checkers take for a mistake of ours
 _E4M3: Final = fp8_block.FORMATS["e4m3"]
@@ -453,7 +455,7 @@ def unpack_sums(
 
 def prepare(dtype: torch.dtype, form: Format) -> None:
     """Compile, or load from disk, the kernels for rows of a dtype in a format."""
-    if dtype not in (torch.float32, torch.bfloat16):
+    if dtype not in DTYPES:
         return
     with preparing(f"expert rows of {dtype} as {form}"):
         one, none = torch.zeros(1, 1, dtype=dtype, device="cpu"), np.zeros(1, np.int64)
@@ -468,7 +470,7 @@ def prepare(dtype: torch.dtype, form: Format) -> None:
 
 def _by_kernel(*tensors: torch.Tensor) -> bool:
     first = tensors[0]
-    return first.dtype in (torch.float32, torch.bfloat16) and all(
+    return first.dtype in DTYPES and all(
         each.device.type == "cpu" and each.dtype == first.dtype for each in tensors
     )
 

@@ -5,19 +5,25 @@ from __future__ import annotations
 import platform
 import time
 from dataclasses import asdict
-from importlib.metadata import version
-from typing import TYPE_CHECKING, Annotated, Any
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from mcr_plus.cli.output import print_json, print_table
 from mcr_plus.core.environment import package_version
+from mcr_plus.errors import BackendUnavailable
 from mcr_plus.launch import MpiLauncher, mpi_flavour
 
 if TYPE_CHECKING:
     from mcr_plus.backends import OperationRow
     from mcr_plus.backends.base import Availability
     from mcr_plus.dispatch.failover.notices import Notice
+
+_CUDAS: Final = ("12", "13")
+"""For which there are extras."""
+_CUPY: Final = ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy")
+"""The names that CuPy has as a package."""
 
 
 def doctor(
@@ -35,6 +41,7 @@ def doctor(
         print_json(_document(launcher, backends, off, operations if ops else None))
         return
     print_table("versions", ("component", "version"), [(name, text) for name, text in _versions().items()])
+    print_table("for GPUs", ("package", "version", "note"), _gpu_rows(_gpu_packages()))
     print_table("launchers", ("mcr-plus run --via", "started by"), _launchers(launcher))
     rows = [_backend_row(name, found) for name, found in backends.items()]
     print_table("backends", ("name", "available", "version", "note"), rows)
@@ -53,6 +60,7 @@ def _document(
 ) -> dict[str, Any]:
     document: dict[str, Any] = {
         "versions": _versions(),
+        "gpu_packages": _gpu_packages(),
         "mpi_launcher": None if launcher is None else asdict(launcher),
         "backends": [{"name": name, **asdict(found)} for name, found in backends.items()],
         "off": [asdict(each) for each in off],
@@ -68,6 +76,43 @@ def _versions() -> dict[str, str]:
         "torch": version("torch"),
         "python": platform.python_version(),
     }
+
+
+def _gpu_packages() -> dict[str, dict[str, str | None]]:
+    """The packages for GPUs: version, place where that matters, and how to install one that is not there."""
+    from mcr_plus.backends.nccl import abi
+
+    try:
+        nccl = abi.load()
+        found: dict[str, dict[str, str | None]] = {
+            "nccl": {"version": nccl.version_text, "place": nccl.place}
+        }
+    except BackendUnavailable:
+        found = {"nccl": {"version": None, "remedy": abi.REMEDY}}
+    import torch
+
+    cuda = (torch.version.cuda or "").partition(".")[0]
+    own = f"cuda{cuda}" if cuda in _CUDAS else " or ".join(f"cuda{each}" for each in _CUDAS)
+    for name, extra, distributions in (("cupy", own, _CUPY), ("triton", "gpu", ("triton",))):
+        installed = next(filter(None, map(_installed, distributions)), None)
+        found[name] = {"version": installed}
+        if installed is None:
+            found[name]["remedy"] = f"pip install 'mcr_plus[{extra}]'"
+    return found
+
+
+def _installed(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def _gpu_rows(packages: dict[str, dict[str, str | None]]) -> list[tuple[str, str, str]]:
+    return [
+        (name, facts["version"] or "not found", facts.get("place") or facts.get("remedy") or "")
+        for name, facts in packages.items()
+    ]
 
 
 def _launchers(launcher: MpiLauncher | None) -> list[tuple[str, str]]:

@@ -29,18 +29,18 @@ def warmup(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Compile the kernels of shared memory and of the codecs once; jobs then load them from disk."""
+    """Compile the kernels of shared memory, codecs and mcr.expert once; jobs then load them from disk."""
     from mcr_plus.kernels import compiling
 
-    tasks = _codecs(codec) if codec else {**_LIBRARIES, **_codecs(None)}
+    todo = tasks(codec)
     console = Console(stderr=True)
     begins: list[bool] = []
     rows: list[dict[str, Any]] = []
     compiling.watchers.append(begins.append)
     compiling.say_nothing()
     with Progress(console=console, transient=True, disable=as_json or not console.is_terminal) as bar:
-        task = bar.add_task("", total=len(tasks))
-        for name, prepare in tasks.items():
+        task = bar.add_task("", total=len(todo))
+        for name, prepare in todo.items():
             bar.update(task, description=name)
             begins.clear()
             began = time.perf_counter()
@@ -100,16 +100,33 @@ def _plans() -> None:
         events.prepare()
 
 
+def _experts() -> None:
+    from mcr_plus.kernels import expert_routing, expert_rows
+
+    expert_routing.prepare()
+    for dtype in expert_rows.DTYPES:
+        for form in expert_rows.FORMATS:
+            expert_rows.prepare(dtype, form)
+
+
 _LIBRARIES: Final = {
     "msccl": _shared_memory,
     "reductions": _reductions,
     "fused buffers": _buffers,
     "plans": _plans,
+    "experts": _experts,
 }
 
 
+def tasks(codecs: list[str] | None) -> dict[str, Callable[[], None]]:
+    """What compiles the kernels of these codecs, by name; None: all kernels of the package.
+
+    Those of MPI's reductions of 16-bit floats are left out: they are made anew in every process.
+    """
+    return _codecs(codecs) if codecs else {**_LIBRARIES, **_codecs(None)}
+
+
 def _codecs(names: list[str] | None) -> dict[str, Callable[[], None]]:
-    """Return the tasks of the named codecs, or of all."""
     from mcr_plus import registry
     from mcr_plus.errors import unknown
 

@@ -242,7 +242,10 @@ def irecv(group: Group, tensor: torch.Tensor, src: int | None = None, tag: int =
     return Call("recv", (), (value,), value.shape, value.numel(), extras=extras)
 
 
-BUILDERS: Final[Mapping[str, Callable[..., Call]]] = {
+Builder = Callable[..., Call]
+"""A function of this module, for the arguments of an operation."""
+
+BUILDERS: Final[Mapping[str, Builder]] = {
     build.__name__: build
     for build in (
         all_reduce, broadcast, reduce, all_gather_into_tensor, all_gather, all_gather_v,

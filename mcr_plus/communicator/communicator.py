@@ -69,6 +69,7 @@ class Communicator(Operations):
         self.coalescer = Coalescer(self.size)
         self.blocks = BlockSizes(self._group, self.pipeline, self.config.options("compress") is not None)
         self.objects = SignedObjects(self._group, job)
+        self.arrays = opened.arrays
         self.attached: dict[str, Any] = {}  # objects of higher layers with the lifetime of the group, by name
         self.persistents = WeakSet[PersistentOp]()  # those that the program has
         self.succession = Succession()

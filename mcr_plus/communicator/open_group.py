@@ -6,6 +6,7 @@ import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from mcr_plus.communicator.arrays import ArrayStreams
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.dispatch.board.base import Failure
 from mcr_plus.dispatch.closing import forget
@@ -55,6 +56,7 @@ class OpenGroup:
         messages: the bound pipelines of sends and receives, which each rank binds without the others.
         plans: bound operations of all kinds, by call arguments.
         numbers: the next number of what higher layers number, by its name; taken over by successors.
+        arrays: the streams of operations on arrays of other libraries.
     """
 
     group: Group
@@ -68,6 +70,7 @@ class OpenGroup:
     messages: dict[Signature, Bound] = field(default_factory=dict)
     plans: dict[Any, Any] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
+    arrays: ArrayStreams = field(default_factory=ArrayStreams)
     _handle: Callable[[], Communicator | None] = _no_handle
 
     def __post_init__(self) -> None:

@@ -4,20 +4,30 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mcr_plus.communicator import calls
-from mcr_plus.communicator.calls import BUILDERS, Call, CallOptions, Compress, MessageOptions, Unpack
+from mcr_plus.communicator.calls import (
+    BUILDERS,
+    Builder,
+    Call,
+    CallOptions,
+    Compress,
+    MessageOptions,
+    Unpack,
+)  # fmt: skip
 from mcr_plus.communicator.coalesced import coalesced
 from mcr_plus.communicator.prepared import Prepared, repeated
-from mcr_plus.communicator.tensors import as_tensor
+from mcr_plus.communicator.tensors import ArrayOnDevice, as_tensor
 from mcr_plus.core.kinds import ReduceOp
 from mcr_plus.core.work import Work
 from mcr_plus.errors import InvalidArgument
 
 if TYPE_CHECKING:
+    from mcr_plus.communicator.arrays import ArrayStreams, PreparedArrays
     from mcr_plus.communicator.coalesced import BlockSizes
     from mcr_plus.communicator.communicator import Communicator
     from mcr_plus.core.group import Group
@@ -45,6 +55,7 @@ class P2POp:
 class Operations(ABC):
     """Collectives, sends and receives of a group: checks of arguments, and a fast path for repeated calls."""
 
+    arrays: ArrayStreams
     blocks: BlockSizes
     coalescer: Coalescer
     _group: Group
@@ -126,7 +137,7 @@ class Operations(ABC):
         **options: Unpack[CallOptions],
     ) -> Work | None:
         """Gather every rank's `tensor` into `tensor_list`, all of the same size. See `mcr.all_gather`."""
-        return self._issue(calls.all_gather(self._group, tensor_list, tensor), async_op, options)
+        return self._issue(calls.all_gather, (tensor_list, tensor), async_op, options)
 
     def all_gather_v(
         self,
@@ -139,7 +150,7 @@ class Operations(ABC):
 
         See `mcr.all_gather_v`.
         """
-        return self._issue(calls.all_gather_v(self._group, tensor_list, tensor), async_op, options)
+        return self._issue(calls.all_gather_v, (tensor_list, tensor), async_op, options)
 
     def reduce_scatter_tensor(
         self,
@@ -167,7 +178,7 @@ class Operations(ABC):
 
         See `mcr.reduce_scatter`.
         """
-        return self._issue(calls.reduce_scatter(self._group, output, input_list, op), async_op, options)
+        return self._issue(calls.reduce_scatter, (output, input_list, op), async_op, options)
 
     def reduce_scatter_v(
         self,
@@ -181,7 +192,7 @@ class Operations(ABC):
 
         See `mcr.reduce_scatter_v`.
         """
-        return self._issue(calls.reduce_scatter_v(self._group, output, input_list, op), async_op, options)
+        return self._issue(calls.reduce_scatter_v, (output, input_list, op), async_op, options)
 
     def all_to_all_single(
         self,
@@ -201,8 +212,8 @@ class Operations(ABC):
         """
         if output_split_sizes is None and input_split_sizes is None:
             return self._call("all_to_all_single", (output, input), (), async_op, options)
-        call = calls.all_to_all_single(self._group, output, input, output_split_sizes, input_split_sizes)
-        return self._issue(call, async_op, options)
+        arguments = (output, input, output_split_sizes, input_split_sizes)
+        return self._issue(calls.all_to_all_single, arguments, async_op, options)
 
     def all_to_all(
         self,
@@ -215,7 +226,7 @@ class Operations(ABC):
 
         See `mcr.all_to_all`.
         """
-        return self._issue(calls.all_to_all(self._group, output_list, input_list), async_op, options)
+        return self._issue(calls.all_to_all, (output_list, input_list), async_op, options)
 
     def gather(
         self,
@@ -229,7 +240,7 @@ class Operations(ABC):
 
         See `mcr.gather`.
         """
-        return self._issue(calls.gather(self._group, tensor, gather_list, dst), async_op, options)
+        return self._issue(calls.gather, (tensor, gather_list, dst), async_op, options)
 
     def gather_v(
         self,
@@ -240,7 +251,7 @@ class Operations(ABC):
         **options: Unpack[CallOptions],
     ) -> Work | None:
         """Gather tensors that differ along dim 0, as `gather`. See `mcr.gather_v`."""
-        return self._issue(calls.gather_v(self._group, tensor, gather_list, dst), async_op, options)
+        return self._issue(calls.gather_v, (tensor, gather_list, dst), async_op, options)
 
     def scatter(
         self,
@@ -254,7 +265,7 @@ class Operations(ABC):
 
         See `mcr.scatter`.
         """
-        return self._issue(calls.scatter(self._group, tensor, scatter_list, src), async_op, options)
+        return self._issue(calls.scatter, (tensor, scatter_list, src), async_op, options)
 
     def scatter_v(
         self,
@@ -265,7 +276,7 @@ class Operations(ABC):
         **options: Unpack[CallOptions],
     ) -> Work | None:
         """Scatter tensors that differ along dim 0, as `scatter`. See `mcr.scatter_v`."""
-        return self._issue(calls.scatter_v(self._group, tensor, scatter_list, src), async_op, options)
+        return self._issue(calls.scatter_v, (tensor, scatter_list, src), async_op, options)
 
     def barrier(
         self, async_op: bool = False, *, backend: str | None = None, tag: str | None = None
@@ -288,7 +299,11 @@ class Operations(ABC):
 
         See `mcr.all_reduce_coalesced`.
         """
-        values = [as_tensor(tensor, "tensor") for tensor in calls.sequence_of(tensors, "tensors")]
+        try:
+            values = [as_tensor(tensor, "tensor") for tensor in calls.sequence_of(tensors, "tensors")]
+        except ArrayOnDevice:
+            again = partial(self.all_reduce_coalesced, op=op, async_op=True, **options)
+            return self._on_arrays(again, (tensors,), async_op)
         return coalesced(self, "all_reduce", values, values, async_op, options, op)
 
     def all_gather_coalesced(
@@ -302,8 +317,13 @@ class Operations(ABC):
 
         See `mcr.all_gather_coalesced`.
         """
-        pairs = [calls.all_gather_into_tensor(self._group, *pair) for pair in calls.pairs(outputs, inputs)]
-        sources, targets = [call.inputs[0] for call in pairs], [call.outputs[0] for call in pairs]
+        pairs = calls.pairs(outputs, inputs)
+        try:
+            built = [calls.all_gather_into_tensor(self._group, *pair) for pair in pairs]
+        except ArrayOnDevice:
+            again = partial(self.all_gather_coalesced, async_op=True, **options)
+            return self._on_arrays(again, (outputs, inputs), async_op)
+        sources, targets = [call.inputs[0] for call in built], [call.outputs[0] for call in built]
         return coalesced(self, "all_gather", sources, targets, async_op, options)
 
     def reduce_scatter_coalesced(
@@ -318,8 +338,13 @@ class Operations(ABC):
 
         See `mcr.reduce_scatter_coalesced`.
         """
-        pairs = [calls.reduce_scatter_tensor(self._group, *pair) for pair in calls.pairs(outputs, inputs)]
-        sources, targets = [call.inputs[0] for call in pairs], [call.outputs[0] for call in pairs]
+        pairs = calls.pairs(outputs, inputs)
+        try:
+            built = [calls.reduce_scatter_tensor(self._group, *pair) for pair in pairs]
+        except ArrayOnDevice:
+            again = partial(self.reduce_scatter_coalesced, op=op, async_op=True, **options)
+            return self._on_arrays(again, (outputs, inputs), async_op)
+        sources, targets = [call.inputs[0] for call in built], [call.outputs[0] for call in built]
         return coalesced(self, "reduce_scatter", sources, targets, async_op, options, op)
 
     # -- point to point ---------------------------------------------------------------------------
@@ -377,8 +402,8 @@ class Operations(ABC):
                     f"p2p_ops[{index}].group: expected a Communicator or None, got {operation.group!r}"
                 )
             comm = operation.group or self
-            call = BUILDERS[name](comm._group, operation.tensor, operation.peer, operation.tag)
-            ready.append(comm.prepared(call, True, {}))
+            arguments = (operation.tensor, operation.peer, operation.tag)
+            ready.append(comm._ready(BUILDERS[name], arguments, True, {}))
         return [prepared.start() for prepared in ready]
 
     # -- issuing ----------------------------------------------------------------------------------
@@ -416,17 +441,39 @@ class Operations(ABC):
         key: tuple[Any, ...] | None,
     ) -> Work | None:
         """Check, bind and issue an operation. If calls can repeat it, its bound form is cached by `key`."""
-        call = BUILDERS[name](self._group, *tensors, *own)
-        ready = self.prepared(call, async_op, options)
-        if key is not None:
+        ready = self._ready(BUILDERS[name], (*tensors, *own), async_op, options)
+        if key is not None and isinstance(ready, Prepared):
             run = repeated(ready, tensors, async_op)
             if run is not None:
                 self._plans[key] = run
         return ready.start() if async_op else ready.run()
 
-    def _issue(self, call: Call, async_op: bool, options: CallOptions) -> Work | None:
-        ready = self.prepared(call, async_op, options)
+    def _issue(
+        self, build: Builder, arguments: tuple[Any, ...], async_op: bool, options: CallOptions
+    ) -> Work | None:
+        ready = self._ready(build, arguments, async_op, options)
         return ready.start() if async_op else ready.run()
+
+    def _ready(
+        self, build: Builder, arguments: tuple[Any, ...], async_op: bool, options: CallOptions
+    ) -> Prepared | PreparedArrays:
+        """Check and bind an operation; on arrays of another library on a device, under a stream for them."""
+        try:
+            call = build(self._group, *arguments)
+        except ArrayOnDevice:
+            return self.arrays.prepared(
+                arguments, lambda *lent: self.prepared(build(self._group, *lent), async_op, options)
+            )
+        return self.prepared(call, async_op, options)
+
+    def _on_arrays(self, call: Callable[..., Any], arguments: tuple[Any, ...], async_op: bool) -> Work | None:
+        """Issue coalesced operations, which `call` starts."""
+        loan = self.arrays.loan(arguments)
+        work = self.arrays.started(loan, partial(call, *loan.arguments))
+        if async_op:
+            return work
+        work.wait()
+        return None
 
 
 def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:

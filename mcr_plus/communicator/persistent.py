@@ -9,12 +9,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from mcr_plus.communicator.calls import BUILDERS, CallOptions
-from mcr_plus.communicator.tensors import as_tensor, is_plain
+from mcr_plus.communicator.tensors import as_tensor, is_on_device, is_plain
 from mcr_plus.core.message import Message
 from mcr_plus.core.work import Work
 from mcr_plus.errors import InvalidArgument, unknown
 
 if TYPE_CHECKING:
+    from mcr_plus.communicator.arrays import Loan
     from mcr_plus.communicator.calls import Call
     from mcr_plus.communicator.communicator import Communicator
     from mcr_plus.communicator.prepared import Prepared
@@ -67,15 +68,20 @@ class Persistent:
         self._root: str | None = None  # the name of the argument
         self._lost: int | None = None  # the root, if it has been lost
         self._stub: Any = None
+        self._loan: Loan | None = None  # of arrays of another library on a device
 
     @classmethod
     def of(
         cls, group: Communicator, kind: str, tensors: tuple[Any, ...], options: dict[str, Any]
     ) -> PersistentOp:
         """See `Communicator.persistent`."""
+        loan = group.arrays.loan(tensors) if any(map(is_on_device, tensors)) else None
+        if loan is not None:
+            tensors = loan.arguments
         check_persistent(kind, tensors, options)
         own = {name: options.pop(name) for name in options.keys() - CallOptions.__annotations__.keys()}
         self, builder = cls(kind, options, group.size), BUILDERS[kind]
+        self._loan = loan
         operation, start = self._bound(group, builder(group.opened.group, *tensors, **own))
         arguments = inspect.signature(builder).bind(group, *tensors, **own).arguments
         self._arguments = {name: value for name, value in arguments.items() if name != "group"}
@@ -87,7 +93,11 @@ class Persistent:
     def _bound(self, group: Communicator, call: Call) -> tuple[Any, Any]:
         options = cast("CallOptions", self._options)
         now, later = (group.prepared(call, async_op, options) for async_op in (False, True))
-        return _bound(now, later)
+        run, start = _bound(now, later)
+        if self._loan is None:
+            return run, start
+        again = partial(group.arrays.again, self._loan)
+        return partial(_start_and_wait, again, partial(_start_again, now)), partial(again, start)
 
     def _become(self, operation: Any, run: Any, start: Any, group: object) -> None:
         """Change a `partial` in place, by the protocol with which it is unpickled."""
@@ -154,6 +164,15 @@ def _bound(now: Prepared, later: Prepared) -> tuple[Any, Any]:
         return latest[0]
 
     return run, start
+
+
+def _start_and_wait(again: Callable[[Callable[[], Work]], Work], start: Callable[[], Work]) -> None:
+    again(start).wait()
+
+
+def _start_again(ready: Prepared) -> Work:
+    message = ready.message
+    return ready.issue.start(message.with_tensors(message.inputs, message.outputs))
 
 
 def _run_again(run: Callable[[Message], None], message: Message) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -11,12 +11,16 @@ from torch.utils.dlpack import from_dlpack
 from mcr_plus.core.kinds import DTYPES, dtype_name
 from mcr_plus.errors import InvalidArgument, Unsupported
 
+_NOT_SHARED: Final = (BufferError, RuntimeError, TypeError, ValueError)
+_GPUS: Final = (2, 10, 13)
+"""Types of devices in DLPack: CUDA, ROCm, and CUDA's managed memory."""
+
 
 def as_tensor(value: Any, name: str) -> torch.Tensor:
     """Return a torch tensor on the memory of `value`, a tensor or an object with DLPack; never a copy.
 
-    Raises `InvalidArgument` for other objects, `Unsupported` for layouts, devices and dtypes that libraries
-    cannot send.
+    Raises `InvalidArgument` for other objects, `ArrayOnDevice` for those on a device, `Unsupported` for
+    layouts, devices and dtypes that libraries cannot send.
     """
     tensor = value if isinstance(value, torch.Tensor) else _from_dlpack(value, name)
     if tensor.layout is not torch.strided:
@@ -29,7 +33,53 @@ def as_tensor(value: Any, name: str) -> torch.Tensor:
     return tensor.detach() if tensor.requires_grad else tensor
 
 
+class ArrayOnDevice(InvalidArgument):
+    """An array of another library lies on a device, so streams have to be ordered: see `arrays`."""
+
+
+def is_on_device(value: Any) -> bool:
+    """Whether an object is an array of another library, in the memory of a GPU."""
+    if isinstance(value, torch.Tensor):
+        return False
+    if hasattr(value, "__cuda_array_interface__"):
+        return True
+    device = getattr(value, "__dlpack_device__", None)
+    return device is not None and int(device()[0]) in _GPUS
+
+
+def tensor_on(array: Any) -> torch.Tensor:
+    """A tensor on the memory of an array on a device; orders nothing.
+
+    Raises `InvalidArgument` where that needs a copy, or torch cannot use the memory.
+    """
+    name = type(array).__name__
+    interface = getattr(array, "__cuda_array_interface__", {})
+    address, is_read_only = interface.get("data", (None, False))
+    if is_read_only or interface.get("mask") is not None:
+        raise InvalidArgument(f"{name}: the array is read-only or has a mask; pass a writeable one without")
+    error: Exception | None = None
+    if hasattr(array, "__dlpack__"):
+        try:
+            return from_dlpack(array.__dlpack__(stream=-1))
+        except _NOT_SHARED as reason:  # CuPy's managed memory, for one, which the other interface has
+            error = reason
+    try:
+        tensor = torch.as_tensor(array, device="cuda") if interface else None
+    except _NOT_SHARED as reason:
+        tensor, error = None, reason
+    if tensor is not None and (not tensor.numel() or tensor.data_ptr() == address):
+        return tensor
+    raise InvalidArgument(
+        f"{name}: the array cannot be shared with torch"
+        + (", as it lies on another device than the current one" if tensor is not None else f": {error}")
+    ) from error
+
+
 def _from_dlpack(value: Any, name: str) -> torch.Tensor:
+    if is_on_device(value):
+        raise ArrayOnDevice(
+            f"{name}: {type(value).__name__} on a device; this call takes tensors there (torch.from_dlpack)"
+        )
     if not hasattr(value, "__dlpack__"):
         raise InvalidArgument(
             f"{name}: expected a tensor or an array with DLPack, got {type(value).__name__}"
@@ -39,7 +89,7 @@ def _from_dlpack(value: Any, name: str) -> torch.Tensor:
         raise InvalidArgument(f"{name}: the array is read-only; pass a writeable one")
     try:
         return from_dlpack(value)
-    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+    except _NOT_SHARED as error:
         raise InvalidArgument(
             f"{name}: {type(value).__name__} cannot be shared through DLPack: {error}"
         ) from error

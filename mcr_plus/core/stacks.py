@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 import os
+import re
+import sys
 import sysconfig
+from collections.abc import Sequence
 from types import FrameType
 from typing import Final, NamedTuple
 
+FRAMES: Final = 32
+"""How many frames of a thread a dump has at most."""
 _PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _DEPTH: Final = 400  # frames that are looked at
 _LIBRARIES: Final = tuple(
     {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
 _OTHERS: Final = (*_LIBRARIES, _PACKAGE, "<")
+_INSTALLED: Final = re.compile(r"^<|/(site|dist)-packages/|/lib/python3\.\d+/")  # on whatever machine
 
 Site = tuple[str, int, str]
 """File, line and function."""
 
 
+class Frame(NamedTuple):
+    """A function that has not returned: its name, its file, and the line that it is at."""
+
+    name: str
+    filename: str
+    line: int
+
+
 class Stack(NamedTuple):
-    """The frames of a thread, as (function, file, line).
+    """The frames of a thread.
 
     Attributes:
         frames: those outside mcr_plus, innermost first.
@@ -28,14 +42,14 @@ class Stack(NamedTuple):
         call: the function of mcr_plus that the program has called and that has not returned; empty if none.
     """
 
-    frames: tuple[tuple[str, str, int], ...] = ()
+    frames: tuple[Frame, ...] = ()
     program: tuple[int, ...] = ()
     call: str = ""
 
 
 def stack_of(frame: FrameType | None, limit: int = 24) -> Stack:
     """The stack that ends in `frame`: at most `limit` frames, one of them the program's if it has any."""
-    found: list[tuple[str, str, int]] = []
+    found: list[Frame] = []
     program: list[int] = []
     call, depth = "", 0
     while frame is not None and depth < _DEPTH and (len(found) < limit or not program):
@@ -48,9 +62,32 @@ def stack_of(frame: FrameType | None, limit: int = 24) -> Stack:
             del found[limit - 1 :]
             if not file.startswith(_OTHERS):
                 program.append(len(found))
-            found.append((code.co_name, file, frame.f_lineno or 0))
+            found.append(Frame(code.co_name, file, frame.f_lineno or 0))
         frame, depth = frame.f_back, depth + 1
     return Stack(tuple(found), tuple(program) or (0,) * bool(found), call)
+
+
+def waiting_frames(limit: int = FRAMES) -> list[Frame]:
+    """The frames of the calling thread, the innermost first, without those of mcr_plus.
+
+    For code of mcr_plus that waits: the first frame is then the line of the program, or of torch, that called
+    the operation. Takes some microseconds.
+    """
+    return list(stack_of(sys._getframe(1), limit).frames)
+
+
+def frames_of(thread: int, limit: int = FRAMES) -> list[Frame]:
+    """The same of any thread, by its `threading.get_ident()`; empty if it has ended."""
+    return list(stack_of(sys._current_frames().get(thread), limit).frames)
+
+
+def call_site(frames: Sequence[Frame]) -> Frame | None:
+    """The frame to show where there is room for one: the innermost that is of no installed package.
+
+    The frames may come from another machine, so packages are recognised by the names of folders.
+    """
+    own = (frame for frame in frames if not _INSTALLED.search(frame.filename))
+    return next(own, frames[0] if frames else None)
 
 
 def site_of(frame: FrameType | None) -> Site | None:

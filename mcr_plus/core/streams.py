@@ -18,6 +18,7 @@ from mcr_plus.core.threads import Background
 
 T = TypeVar("T")
 _MOST_KNOWN: Final = 256
+_LEGACY: Final = 1  # CUDA's handle of the default stream, which torch calls 0
 
 
 class Event(Protocol):
@@ -43,6 +44,10 @@ class Streams(Protocol):
 
     def current(self) -> Any:
         """Return the current stream of the calling thread."""
+        ...
+
+    def external(self, handle: int | None) -> Any:
+        """Return a stream of another library by its handle in CUDA; None: the default stream."""
         ...
 
     def event(self) -> Event:
@@ -99,6 +104,11 @@ class DeviceStreams:
                 self._known.clear()
             stream = self._known[number] = self._torch.current_stream(self._place)
         return stream
+
+    def external(self, handle: int | None) -> Any:  # noqa: D102
+        if handle is None or handle == _LEGACY:
+            return self._torch.default_stream(self._place)
+        return self._torch.ExternalStream(handle, device=self._place)
 
     def event(self) -> Event:  # noqa: D102
         event: Event = self._torch.Event()

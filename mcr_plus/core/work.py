@@ -161,8 +161,9 @@ class JointWork(Work):
         return self._ended([member.probe() for member in self.members])
 
     def _ended(self, members: list[bool]) -> bool:
-        if all(members):
-            self._finish_once()
+        if not all(members):  # a wait may have finished before members on a stream are done
+            return False
+        self._finish_once()
         return self._is_done and (self._end is None or self._end.query())
 
     def exception(self) -> BaseException | None:  # noqa: D102

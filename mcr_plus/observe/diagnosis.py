@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any, Final
 
+from mcr_plus.core.stacks import Frame, call_site
 from mcr_plus.errors import phrase_ranks
 from mcr_plus.observe.arrivals import Late, late_ranks
 from mcr_plus.observe.dumps import Dump, Folder, Operation
-from mcr_plus.observe.frames import Frame, call_site
 from mcr_plus.observe.messages import lonely_messages
 
 AWAY: Final = {

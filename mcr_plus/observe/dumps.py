@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from mcr_plus.core.stacks import Frame, call_site
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.observe.flight_record import OURS
-from mcr_plus.observe.frames import Frame, call_site
 
 _MOST_BYTES: Final = 1 << 30
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from mcr_plus.core.kinds import VECTOR, collective, dtype_name
-from mcr_plus.observe.frames import Frame
+from mcr_plus.core.stacks import Frame
 
 if TYPE_CHECKING:
     from mcr_plus.core.message import Signature

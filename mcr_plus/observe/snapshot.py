@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
+from mcr_plus.core.stacks import Frame, frames_of, waiting_frames
 from mcr_plus.dispatch.board.shared import SharedBoard
-from mcr_plus.observe.frames import Frame, frames_of, waiting_frames
 
 if TYPE_CHECKING:
     from mcr_plus.core.message import Signature

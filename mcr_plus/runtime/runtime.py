@@ -11,6 +11,7 @@ from itertools import chain, count
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
 
+from mcr_plus.communicator.arrays import finish_all
 from mcr_plus.communicator.open_group import OpenGroup, release_unused
 from mcr_plus.core.environment import min_ranks, quota_cores
 from mcr_plus.core.group import Group
@@ -295,6 +296,7 @@ class Runtime:
         if opened.state.failure is None:
             opened.pipeline.flush()
             drain(self.engine, [open_group.state for open_group in opened.all])
+            opened.arrays.finish()
 
     def leave(self, communicator: Communicator, clean: bool = True) -> None:
         """Close a group here, or the job if it is the group of all its ranks, unless that is closed already.
@@ -369,6 +371,7 @@ class Runtime:
                 for opened in self.groups:
                     opened.pipeline.flush()
                 drain(self.engine)
+                finish_all(opened.arrays for opened in self.groups)
             except McrError as failure:
                 error, clean = failure, False
         if clean:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
@@ -9,17 +10,21 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from command import mcr_plus
+from numba.core.dispatcher import Dispatcher
 from ranks import run_ranks
 
 import mcr_plus as mcr
+from mcr_plus.cli import warmup
 from mcr_plus.kernels import compiling
 from mcr_plus.launch import mpi_usable
 
@@ -296,6 +301,40 @@ def test_warmup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = mcr_plus("warmup", "--codec", "bf61")
     assert wrong.returncode == 2
     assert "did you mean 'bf16'" in wrong.stderr
+
+
+def _kernels() -> list[Any]:
+    """The functions of the package that numba compiles where they are called."""
+    found: dict[int, Any] = {}
+    root = os.path.dirname(mcr.__file__)
+    for folder, _, names in os.walk(root, followlinks=True):
+        for path in (Path(folder, name) for name in names if name.endswith(".py")):
+            if "compiled\n" in path.read_text() and path.parent.name != "gpu":
+                module = ".".join(("mcr_plus", *path.relative_to(root).with_suffix("").parts))
+                values = vars(importlib.import_module(module)).values()
+                found |= {id(each): each for each in values if isinstance(each, Dispatcher)}
+    return [each for each in found.values() if "inline" not in each.targetoptions]
+
+
+def _called(kernel: Any) -> Iterator[Any]:
+    """The compiled functions that the code of one names."""
+    known = kernel.py_func.__globals__
+    for name in kernel.py_func.__code__.co_names:
+        places = (known, *(vars(each) for each in known.values() if isinstance(each, ModuleType)))
+        yield from (place[name] for place in places if isinstance(place.get(name), Dispatcher))
+
+
+def test_warmup_leaves_no_kernel_out() -> None:
+    for prepare in warmup.tasks(None).values():
+        prepare()
+    kernels = _kernels()
+    assert len(kernels) > 50
+    ready = {kernel for kernel in kernels if kernel.overloads}
+    found = list(ready)
+    while found:
+        found = [each for kernel in found for each in _called(kernel) if each not in ready]
+        ready.update(found)  # what is compiled into a kernel comes from disk with it
+    assert [kernel.py_func.__qualname__ for kernel in kernels if kernel not in ready] == []
 
 
 def test_functions_without_a_module_can_be_compiled() -> None:

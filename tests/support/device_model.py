@@ -305,6 +305,9 @@ class FakeStreams:
         stream: FakeStream = getattr(self._thread, "now", self.caller)
         return stream
 
+    def external(self, handle: int | None) -> FakeStream:
+        return self.caller if handle is None else self.machine.streams[handle - 1]
+
     def event(self) -> FakeEvent:
         return FakeEvent(self.machine)
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from device_arrays import shared
 from device_model import FakeStreams
 from device_tensors import OnDevice, kernels_on_devices, ranges, uploaded
 from fake_nccl import Simulator
@@ -27,6 +28,7 @@ from fake_nccl import Simulator
 from mcr_plus.backends.base import NATIVE, Backend, Channel, Poll, Preference, Start, Support
 from mcr_plus.backends.nccl import NcclBackend, link
 from mcr_plus.backends.nccl.abi import Nccl
+from mcr_plus.communicator import arrays, tensors
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.communicator.open_group import OpenGroup
 from mcr_plus.config.reader import load
@@ -275,7 +277,7 @@ def move(signature: Signature, messages: Sequence[Message]) -> None:
         if kind == "all_to_all":
             return torch.cat([parts(sender, values)[rank] for sender, values in enumerate(given)])
         if kind == "scatter":
-            return given[0].view(size, -1)[rank]
+            return parts(root, given[0])[rank]
         assert kind in ("broadcast", "send", "recv"), kind
         return given[root if kind == "broadcast" and len(given) == size else 0]
 
@@ -484,4 +486,6 @@ def _patched(job: Job) -> Iterator[None]:
         patch.setattr(link, "_POLL_STORE_EVERY", 0.0)
         patch.setattr(Engine, "_pause", pause)
         patch.setattr(core_streams, "streams_of", streams_of)
+        patch.setattr(arrays, "time", SimpleNamespace(sleep=pause))
+        patch.setattr(tensors, "from_dlpack", shared)
         yield

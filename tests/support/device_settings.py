@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Final
 
+from array_programs import ARRAY_PROGRAMS
 from device_programs import (
     PROGRAMS,
     Options,
@@ -71,6 +72,9 @@ def _settings() -> list[Setting]:
             ("int_shared", ("compress",), {"compress": "int_shared"}, None),
         ):
             found.append(Setting(f"{library}, {name}", library, stages, options, error))
+        found.append(Setting(f"{library}, arrays", library))
+        how: Options = {"compress": "int8_block"}
+        found.append(Setting(f"{library}, arrays, int8_block", library, ("fuse", "compress"), how, 0.02))
         for codec in (None, "int8_block"):
             stages = ("hierarchical", "compress") if codec else ("fuse", "hierarchical")
             options = {"compress": codec} if codec else {}
@@ -80,12 +84,15 @@ def _settings() -> list[Setting]:
     return found
 
 
+_GIVE: Final = {**PROGRAMS, **ARRAY_PROGRAMS}
 SETTINGS: Final = {setting.name: setting for setting in _settings()}
 
 
 def programs_of(setting: Setting) -> list[Program]:
     """The programs that a setting is for: codecs do not take every operation, nor state every shape."""
     codec = setting.name.partition(", ")[2]
+    if codec.startswith("arrays"):
+        return list(ARRAY_PROGRAMS)
     if codec.startswith("powersgd"):
         return [matrices]
     stateful = {in_turn, in_flight, other_streams, in_flight_on_streams, polled, dropped, hook, persistent}
@@ -138,7 +145,7 @@ def run(
         results = job.run(lambda rank: program(rank, **setting.options), decisions)
     except (Stuck, McrError, RuntimeError, AssertionError, TypeError) as error:
         problems.append(f"{type(error).__name__}: {error}")
-    problems += problems_of(setting, PROGRAMS[program], results)
+    problems += problems_of(setting, _GIVE[program], results)
     waits = [f"{each} may wait for peers" for each in job.simulator.blocked]
     return Found([*problems, *job.simulator.detector.races, *waits], results, job, decisions)
 

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 _HIERARCHICAL: Final = ("nccl, hierarchical, int8_block", "gloo, hierarchical, int8_block")
 MODULES: Final[dict[str, tuple[str, ...]]] = {
+    "communicator.arrays": ("nccl, arrays", "gloo, arrays"),
     "backends.nccl.link": ("nccl, plain", "nccl, fused", "nccl, int8_block"),
     "core.streams": ("nccl, fused", "gloo, fused"),
     "core.work": ("nccl, int8_block", "gloo, int8_block", "nccl, fused, int8_block", *_HIERARCHICAL),
@@ -38,10 +39,12 @@ ORDERINGS: Final = {
     "follow": "a wait",
     "order_current_stream": "a wait",
     "note_stream": "a wait",
+    "__dlpack__": "a wait",
+    "wait_for_end": "a wait",
     "keep": "a note for the allocator",
     "add": "a retention",
 }
-_RETENTIONS: Final = ("self._ran.append(function)", "self._held.append(space)")
+_RETENTIONS: Final = ("self._ran.append(function)", "self._held.append(space)", "self._pending.append(work)")
 
 
 @dataclass(frozen=True)

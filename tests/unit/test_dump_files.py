@@ -17,6 +17,7 @@ import mcr_plus as mcr
 from mcr_plus.config.reader import dump, fingerprint, load
 from mcr_plus.core.group import Group
 from mcr_plus.core.message import Signature
+from mcr_plus.core.stacks import Frame, call_site, frames_of, waiting_frames
 from mcr_plus.dispatch.board.base import GroupBoard
 from mcr_plus.dispatch.group_state import GroupState
 from mcr_plus.errors import ConfigError, InvalidArgument, McrError
@@ -25,7 +26,6 @@ from mcr_plus.observe.diagnosis import Finding, diagnose
 from mcr_plus.observe.dumps import read_folder
 from mcr_plus.observe.files import files_of, write_dump
 from mcr_plus.observe.flight_record import flight_record
-from mcr_plus.observe.frames import Frame, call_site, frames_of, waiting_frames
 from mcr_plus.observe.options import ObserveOptions, observed
 from mcr_plus.observe.snapshot import Entry, GroupSnapshot, Snapshot
 

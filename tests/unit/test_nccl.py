@@ -150,14 +150,6 @@ def test_a_path_that_does_not_load_is_refused(tmp_path: Path) -> None:
         abi.load(str(tmp_path / "libnccl.so.2"))
 
 
-def test_the_library_of_ld_preload_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's symbols are those of this library too."""
-    monkeypatch.setenv("LD_PRELOAD", "/a/libother.so:/b/libnccl.so.2.32 /c/libnccl.so.2")
-    assert abi.library_path() == "/b/libnccl.so.2.32"
-    monkeypatch.setenv("LD_PRELOAD", "/a/libother.so")
-    assert abi.library_path() != "/a/libother.so"
-
-
 def test_an_old_library_does_not_finalize_and_has_shorter_errors() -> None:
     simulator = Simulator(21212)
     job = Job(simulator, 1, without=["ncclCommFinalize", "ncclGetLastError"])

@@ -7,16 +7,14 @@ that forks of older versions load too.
 from __future__ import annotations
 
 import ctypes
-import os
-import re
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, c_char_p, c_int, c_size_t, c_void_p
 from functools import cache
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 
+from mcr_plus.backends.nccl import finding
 from mcr_plus.errors import BackendUnavailable
 
 SUCCESS: Final = 0
@@ -91,6 +89,7 @@ class Nccl:
             raise BackendUnavailable(
                 f"backend nccl: {library!r} is no NCCL library: it lacks {', '.join(missing)}"
             )
+        self.place = ""  # of the library, in words
         self._functions: dict[str, Any] = found
         self.all_reduce = found["ncclAllReduce"]
         self.reduce = found["ncclReduce"]
@@ -181,44 +180,23 @@ def _declare(library: Any, name: str, types: tuple[Any, ...]) -> Any:
     return function
 
 
-def library_path() -> str | None:
-    """Return the library of LD_PRELOAD, else that which torch has loaded, else the wheel beside torch.
-
-    None if there is none of them. Two NCCL libraries in one process would each keep their own state and GPU
-    memory: torch calls that of LD_PRELOAD too.
-    """
-    wheel = Path(torch.__file__).parents[1] / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
-    return _preloaded_library() or _loaded_library() or (str(wheel) if wheel.exists() else None)
-
-
-def _preloaded_library() -> str | None:
-    names = re.split("[ :]+", os.environ.get("LD_PRELOAD", ""))
-    return next((name for name in names if Path(name).name.startswith("libnccl.so")), None)
-
-
-def _loaded_library() -> str | None:
-    try:
-        with open("/proc/self/maps") as maps:
-            fields = [line.split(maxsplit=5) for line in maps if "libnccl" in line]
-    except OSError:
-        return None
-    paths = {row[5].strip() for row in fields if len(row) > 5}
-    return next((path for path in sorted(paths) if Path(path).name.startswith("libnccl.so")), None)
-
-
 @cache
 def load(path: str | None = None) -> Nccl:
-    """Load `path`, else the result of `library_path`, else the library of the system's loader.
+    """Load `path`, else the result of `finding.library`, else what the system's loader has.
 
     Raises `BackendUnavailable`, which names the error.
     """
-    chosen = path or library_path() or "libnccl.so.2"
+    found = None if path else finding.library()
+    chosen = path or (found.path if found else finding.LOADER)
     try:
-        return Nccl(ctypes.CDLL(chosen))
+        nccl = Nccl(ctypes.CDLL(chosen))
     except OSError as error:
         raise BackendUnavailable(
             f"backend nccl: no NCCL library could be loaded ({error}); {REMEDY}"
         ) from error
+    found = found or (None if path else finding.loaded())
+    nccl.place = chosen if found is None else f"{found.path} ({found.how})"
+    return nccl
 
 
 REMEDY: Final = "pip install nvidia-nccl-cu12 (or -cu13, see torch.version.cuda) installs one"

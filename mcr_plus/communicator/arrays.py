@@ -1,0 +1,241 @@
+"""Arrays of other libraries on a device, such as CuPy's: their memory, and the order of their streams.
+
+A library that has `__cuda_array_interface__` states in its entry `stream` (version 3) the stream on which its
+arrays are worked at, for CuPy its current one. An operation follows what is enqueued there when it is issued;
+the stream that is stated when the operation is waited for follows the operation, as torch's current stream
+does where tensors are concerned. Of an array that states no stream, its producer may still order one of ours
+(`__dlpack__(stream=)`), but none can be ordered after us: the host waits for the operation.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from mcr_plus.communicator.tensors import is_on_device, tensor_on
+from mcr_plus.core import streams as core_streams
+from mcr_plus.core.deadline import Deadline
+from mcr_plus.core.work import Info, Work
+from mcr_plus.errors import CommTimeout, InvalidArgument
+
+if TYPE_CHECKING:
+    from mcr_plus.communicator.prepared import Prepared
+    from mcr_plus.core.streams import Streams
+
+_NAP_S: Final = 50e-6
+
+
+class ArrayStreams:
+    """The streams that operations of one group on arrays are issued under, one for each device.
+
+    Arrays of operations that the program has not waited for are kept until these are complete: memory of
+    another library is none that torch's allocator could keep.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[torch.device, tuple[Streams, Any]] = {}
+        self._pending: list[ArrayWork] = []
+
+    def loan(self, arguments: Iterable[Any]) -> Loan:
+        """The arguments of a call with tensors in place of arrays; work enqueued from now on follows them.
+
+        Raises `InvalidArgument` for arrays that cannot be shared.
+        """
+        self._forget()
+        loan = Loan(arguments, self._of)
+        loan.follow()
+        return loan
+
+    def prepared(self, arguments: Iterable[Any], prepare: Callable[..., Any]) -> PreparedArrays:
+        """Make an operation on arrays ready to be issued.
+
+        `prepare` gets the arguments with tensors in place of arrays, and returns the operation as `Prepared`.
+        """
+        loan = self.loan(arguments)
+        with loan.under():
+            return PreparedArrays(prepare(*loan.arguments), loan, self)
+
+    def started(self, loan: Loan, start: Callable[[], Work]) -> ArrayWork:
+        """The handle of an operation on the arrays of a loan, which `start` issues."""
+        with loan.under():
+            work = ArrayWork(start(), loan)
+        self._pending.append(work)
+        return work
+
+    def again(self, loan: Loan, start: Callable[[], Work]) -> ArrayWork:
+        """The handle of another operation on the same arrays, which follows what is enqueued by now."""
+        self._forget()
+        loan.follow()
+        return self.started(loan, start)
+
+    def finish(self) -> None:
+        """Wait until no array is needed any more, after the last operation has ended on the host."""
+        for work in self._pending:
+            while not work.is_over():
+                time.sleep(_NAP_S)
+        self._pending.clear()
+
+    def _forget(self) -> None:
+        self._pending = [work for work in self._pending if not work.is_over()]
+
+    def _of(self, device: torch.device) -> tuple[Streams, Any]:
+        if device not in self._made:
+            of = core_streams.streams_of(device)
+            self._made[device] = of, of.create()
+        return self._made[device]
+
+
+def finish_all(streams: Iterable[ArrayStreams]) -> None:
+    """`finish` of several groups, of which none issues operations any more."""
+    for each in streams:
+        each.finish()
+
+
+class Loan:
+    """Arrays that are lent to an operation, and the stream that the operation is issued under."""
+
+    def __init__(self, arguments: Iterable[Any], of: Callable[[torch.device], tuple[Streams, Any]]) -> None:
+        """`arguments`: of a call; arrays, one at least, are arguments themselves or members of lists."""
+        self._arrays: list[Any] = []
+        self._has_tensors = False
+        self._device = torch.device("cuda")
+        self.arguments = tuple(self._lent(argument) for argument in arguments)
+        self._streams, self._stream = of(self._device)
+
+    def _lent(self, argument: Any) -> Any:
+        if isinstance(argument, torch.Tensor):
+            self._has_tensors = True
+        elif isinstance(argument, Sequence) and not isinstance(argument, str):
+            return [self._lent(member) for member in argument]
+        elif is_on_device(argument):
+            self._arrays.append(argument)
+            tensor = tensor_on(argument)
+            self._device = tensor.device
+            return tensor
+        return argument
+
+    def under(self) -> AbstractContextManager[object]:
+        """Make the stream the current one of the calling thread in a block."""
+        return self._streams.under(self._stream)
+
+    def follow(self) -> None:
+        """Order the stream behind what the arrays' libraries have enqueued; torch, too, if it has a part."""
+        of, stream = self._streams, self._stream
+        for other in self._others():
+            event = of.event()
+            event.record(other)
+            stream.wait_event(event)
+        for array in self._arrays:
+            if stated_stream(array) is None and hasattr(array, "__dlpack__"):
+                array.__dlpack__(stream=stream.cuda_stream)  # which orders our stream, not the array
+
+    def lead(self, work: ArrayWork, timeout: float | None) -> None:
+        """Order those streams behind ours; without one that could be, wait for the operation's end."""
+        of = self._streams
+        event = of.event()
+        event.record(self._stream)
+        for other in self._others():
+            other.wait_event(event)
+        if any(stated_stream(array) is None for array in self._arrays):
+            work.wait_for_end(timeout)
+
+    def _others(self) -> Iterator[Any]:
+        of = self._streams
+        pointers = {stated_stream(array) for array in self._arrays}
+        yield from map(of.external, pointers)
+        if self._has_tensors:
+            yield of.current()
+
+
+class ArrayWork(Work):
+    """The handle of an operation on arrays: `wait` orders the streams of their libraries behind it."""
+
+    __slots__ = ("_inner", "_is_over", "_loan")
+
+    def __init__(self, inner: Work, loan: Loan) -> None:
+        self._inner = inner
+        self._loan = loan
+        self._is_over = False
+
+    def wait(self, timeout: float | timedelta | None = None) -> None:  # noqa: D102
+        deadline = Deadline(timeout)
+        with self._loan.under():
+            self._inner.wait(deadline.left())
+        self._loan.lead(self, deadline.left())
+        self._is_over = True
+
+    def is_completed(self) -> bool:  # noqa: D102
+        with self._loan.under():
+            return self._inner.is_completed()
+
+    def wait_for_end(self, timeout: float | None) -> None:
+        """Wait on the host until the operation has ended; raises its error."""
+        deadline = Deadline(timeout)
+        while not self.is_completed():
+            if deadline.passed():
+                raise CommTimeout(f"{self.info.kind}: not done in the time of this wait; it goes on")
+            time.sleep(_NAP_S)
+        if (error := self.exception()) is not None:
+            raise error
+
+    def is_over(self) -> bool:
+        """Whether the arrays need not be kept: the program's own streams follow, or nothing is left to do."""
+        return self._is_over or self.is_completed()
+
+    def probe(self) -> bool:  # noqa: D102
+        with self._loan.under():
+            return self._inner.probe()
+
+    def exception(self) -> BaseException | None:  # noqa: D102
+        return self._inner.exception()
+
+    def then(self, function: Callable[[], None]) -> Work:  # noqa: D102
+        with self._loan.under():
+            self._inner.then(function)
+        return self
+
+    @property
+    def info(self) -> Info:  # noqa: D102
+        return self._inner.info
+
+    @property
+    def streams(self) -> Streams | None:  # noqa: D102
+        return self._inner.streams
+
+    def source_rank(self) -> int | None:  # noqa: D102
+        return self._inner.source_rank()
+
+
+class PreparedArrays:
+    """An operation on arrays that is ready to be issued; as `Prepared`."""
+
+    def __init__(self, ready: Prepared, loan: Loan, streams: ArrayStreams) -> None:
+        self._ready, self._loan, self._streams = ready, loan, streams
+
+    def start(self) -> Work:
+        """Issue the operation; returns a handle, whose `wait` orders the arrays' streams."""
+        return self._streams.started(self._loan, self._ready.start)
+
+    def run(self) -> None:
+        """Issue the operation; what the arrays' libraries enqueue from then on follows it."""
+        self.start().wait()
+
+
+def stated_stream(array: Any) -> int | None:
+    """The stream, as CUDA's handle, that an array states; None if it states none.
+
+    Raises `InvalidArgument` for 0, which the interface excludes: it may be either of CUDA's default streams.
+    """
+    interface = getattr(array, "__cuda_array_interface__", None)
+    stream = None if interface is None else interface.get("stream")
+    if stream is not None and (type(stream) is not int or stream <= 0):
+        raise InvalidArgument(
+            f"__cuda_array_interface__ of {type(array).__name__}: stream {stream!r}; expected None, or the "
+            "handle of a CUDA stream: 1 for the legacy default stream, 2 for that of the thread"
+        )
+    return stream

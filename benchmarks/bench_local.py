@@ -8,7 +8,9 @@ relative to DDP of the same seed. *Speed*: a GPT of 12.7 million parameters with
 that computing takes some 60 ms and the gradients 51 MB, at each rate; ways that are bound by the wire make
 few steps, `mcr.local` several windows, with the last outer step in the time. Bytes are those that interfaces
 have counted, of all ranks together. Utilization is the time of a step that a rank computes alone, while the
-others do so too, over the mean time of a step; the shortest that any way of the same rate has measured.
+others do so too, over the mean time of a step; the shortest that any way of the same rate has measured. "By
+processor time": the same of rank 0's threads, those of gloo included, so that neither waiting nor other work on
+the machine counts; waiting for other ranks, and the rest of outer steps, are shares of the time.
 """
 
 from __future__ import annotations
@@ -122,6 +124,9 @@ def speed_rows(rate: str, runs: Mapping[str, Run]) -> list[list[str]]:
             str(len(run["losses"])),
             f"{1e3 * run['seconds'][-1] / len(run['losses']):.1f}",
             f"{min(1.0, compute * len(run['losses']) / run['seconds'][-1]):.1%}",
+            f"{run['processor_alone'] / run['processor']:.1%}",
+            f"{run['waiting'] / run['seconds'][-1]:.1%}",
+            f"{run['outer'] / run['seconds'][-1]:.1%}",
             f"{run['tokens_per_second']:.1f}",
             f"{run['tokens_per_second'] / plain['tokens_per_second']:.1f}",
             f"{run['bytes_per_token']:,.0f}",
@@ -183,6 +188,9 @@ def main(
             "steps",
             "ms a step",
             "utilization",
+            "by processor time",
+            "waiting",
+            "outer steps",
             "tokens/s",
             "to DDP's",
             "bytes/token",

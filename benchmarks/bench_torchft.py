@@ -82,6 +82,10 @@ class _DiLoCo:
     def finish(self) -> None:
         """torchft has nothing like it: ranks end with models of their own, whose losses are averaged."""
 
+    def stats(self) -> dict[str, float]:
+        """torchft counts nothing of what the example reports."""
+        return {}
+
     def _enter(self) -> Any:
         rank, ranks, task = dist.get_rank(), dist.get_world_size(), self._task
         # torchft passes names of hosts to the others, which no server resolves for namespaces.

@@ -242,6 +242,38 @@ class PayloadCodec(Codec):
         if total.numel():
             self._accumulate(self._exact(wire, total.numel()), total, scale)
 
+    def encode_rest(
+        self, values: torch.Tensor, decay: float, rest: torch.Tensor, wire: torch.Tensor
+    ) -> int:
+        """Write the payload of `decay` × `rest` + `values` as `encode` does, and leave in `rest` what it lacks.
+
+        What is not finite in the end becomes zero in `rest`. Overridden where one pass over memory can do it.
+
+        Args:
+            values: flat, a dtype of `traits.dtypes`.
+            decay: the factor of `rest`.
+            rest: flat float32, of the size of `values`; overwritten.
+            wire: as for `encode`, whose result is returned.
+        """
+        if decay != 1.0:
+            rest.mul_(decay)
+        written = self.encode(rest.add_(values), wire)
+        self.decode_accumulate(wire[:written], rest, -1.0)
+        drop_unless_finite(rest)
+        return written
+
+    def sum_payloads(
+        self, wires: torch.Tensor | Sequence[torch.Tensor], total: torch.Tensor, scale: float
+    ) -> None:
+        """Write `scale` times the sum of the payloads, in their order, to `total`: float32, flat, contiguous."""
+        if scale == 1.0:  # one pass less than adding to zeros
+            self.decode(wires[0], total)
+            wires = wires[1:]
+        else:
+            total.zero_()
+        for wire in wires:
+            self.decode_accumulate(wire, total, scale)
+
     def reduce(
         self,
         wires: torch.Tensor | Sequence[torch.Tensor],
@@ -313,6 +345,13 @@ class PayloadCodec(Codec):
                 f"codec {self.name}: a payload of {values.numel()} values is {room} × "
                 f"{dtype_name(self.wire_dtype)}, got {wire.numel()} × {dtype_name(wire.dtype)}"
             )
+
+
+def drop_unless_finite(residual: torch.Tensor) -> None:
+    """Set what is not finite to zero."""
+    # On the host a sum is one read; on a GPU looking at it would wait for the device.
+    if residual.is_cuda or not torch.isfinite(residual.sum()):
+        torch.nan_to_num_(residual, 0.0, 0.0, 0.0)
 
 
 def make(config: Mapping[str, Any]) -> Codec:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
-from mcr_plus.compression.codec import Codec
+from mcr_plus.compression.codec import Codec, drop_unless_finite
 from mcr_plus.compression.state import CompressorState, Wires
 from mcr_plus.pipeline.state import StateTensor
 
@@ -34,11 +34,14 @@ class ErrorFeedback(CompressorState):
         self._shard: torch.Tensor | None = None
 
     def encode(self, values: torch.Tensor, lo: int, wire: torch.Tensor, scale: float = 1.0) -> int:  # noqa: D102
-        residual = self._completed(values, lo)
         self.has_residual = True
-        written = self.codec.encode(residual if scale == 1.0 else residual * scale, wire)
-        self._sent(wire[:written], residual, lo, 1 / scale)
-        _drop_unless_finite(residual)
+        if scale == 1.0:
+            residual = self._residual[lo : lo + values.numel()]
+            return self.codec.encode_rest(self._fed(values, lo), self._decay, residual, wire)
+        residual = self._completed(values, lo)
+        written = self.codec.encode(residual * scale, wire)
+        self.codec.decode_accumulate(wire[:written], residual, -1 / scale)
+        drop_unless_finite(residual)
         return written
 
     def begin_sum(self, values: torch.Tensor, lo: int, total: torch.Tensor, scale: float) -> None:  # noqa: D102
@@ -58,11 +61,11 @@ class ErrorFeedback(CompressorState):
         written = self.codec.reduce(wires, total, wire, skip=skip, scale=scale)
         shard.copy_(total)
         self.codec.decode_accumulate(wire[:written], shard, -1.0)
-        _drop_unless_finite(shard)
+        drop_unless_finite(shard)
         return written
 
     def begin_exchange(self, values: torch.Tensor) -> torch.Tensor | None:  # noqa: D102
-        _drop_unless_finite(self._residual)  # left by the last exchange
+        drop_unless_finite(self._residual)  # left by the last exchange
         self.has_residual = True
         residual = self._completed(values, 0)
         values.copy_(residual)
@@ -72,7 +75,7 @@ class ErrorFeedback(CompressorState):
         residual = self._completed(values, 0)
         values.copy_(residual)
         residual.sub_(values)  # the rounding error of the dtype
-        _drop_unless_finite(residual)
+        drop_unless_finite(residual)
         self.has_residual = values.dtype not in (torch.float32, torch.float64)
 
     @property
@@ -94,10 +97,11 @@ class ErrorFeedback(CompressorState):
         residual = self._residual[lo : lo + values.numel()]
         if self._decay != 1.0:
             residual.mul_(self._decay)
-        return residual.add_(values)
+        return residual.add_(self._fed(values, lo))
 
-    def _sent(self, wire: torch.Tensor, residual: torch.Tensor, lo: int, scale: float) -> None:  # noqa: ARG002
-        self.codec.decode_accumulate(wire, residual, -scale)
+    def _fed(self, values: torch.Tensor, lo: int) -> torch.Tensor:  # noqa: ARG002
+        """What is added to the residual of a part for these values."""
+        return values
 
 
 class MomentumCorrection(ErrorFeedback):
@@ -115,15 +119,15 @@ class MomentumCorrection(ErrorFeedback):
         self._momentum = momentum
         self._velocity = torch.zeros_like(self._residual)
 
-    def _completed(self, values: torch.Tensor, lo: int) -> torch.Tensor:
-        part = slice(lo, lo + values.numel())
-        velocity = self._velocity[part].mul_(self._momentum).add_(values)
-        _drop_unless_finite(velocity)
-        return self._residual[part].add_(velocity)
+    def encode(self, values: torch.Tensor, lo: int, wire: torch.Tensor, scale: float = 1.0) -> int:  # noqa: D102
+        written = super().encode(values, lo, wire, scale)
+        self.codec.clear(wire[:written], self._velocity[lo : lo + values.numel()])
+        return written
 
-    def _sent(self, wire: torch.Tensor, residual: torch.Tensor, lo: int, scale: float) -> None:
-        super()._sent(wire, residual, lo, scale)
-        self.codec.clear(wire, self._velocity[lo : lo + residual.numel()])
+    def _fed(self, values: torch.Tensor, lo: int) -> torch.Tensor:
+        velocity = self._velocity[lo : lo + values.numel()].mul_(self._momentum).add_(values)
+        drop_unless_finite(velocity)
+        return velocity
 
     @property
     def tensors(self) -> list[StateTensor]:  # noqa: D102
@@ -134,8 +138,3 @@ class MomentumCorrection(ErrorFeedback):
         self._velocity.copy_(rest.pop("velocity"))
         super().restore(rest)
 
-
-def _drop_unless_finite(residual: torch.Tensor) -> None:
-    # On the host a sum is one read; on a GPU looking at it would wait for the device.
-    if residual.is_cuda or not torch.isfinite(residual.sum()):
-        torch.nan_to_num_(residual, 0.0, 0.0, 0.0)

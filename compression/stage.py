@@ -322,6 +322,8 @@ def _use(codec: Codec) -> None:
             # Several rows, as in use: parts of one row would be contiguous, which is another type.
             wire[1] = wire[0]
             codec.reduce(wire[:2], total, wire[2], skip=-1)
+            codec.sum_payloads(wire[:2], total, 0.5)
+            codec.encode_rest(total.clone(), 1.0, total, wire[2])
     else:
         shapes = [(24, 25)]
         wires = [torch.zeros(each.numel, dtype=each.dtype, device="cpu") for each in codec.rounds(shapes, 1)]

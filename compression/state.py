@@ -83,13 +83,7 @@ class CompressorState:
 
         `total`: float32, of the size of `out`, or `out` itself.
         """
-        if scale == 1.0:  # one pass less than adding to zeros
-            self.codec.decode(wires[0], total)
-            wires = wires[1:]
-        else:
-            total.zero_()
-        for wire in wires:
-            self.codec.decode_accumulate(wire, total, scale)
+        self.codec.sum_payloads(wires, total, scale)
         if total is not out:
             out.copy_(total)
 

@@ -12,7 +12,7 @@ Pre-training with SparseLoCo", 2025: 64 of 4096, in 2 bits), and places take few
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final, Literal
 
 import torch
@@ -97,6 +97,27 @@ class TopK(PayloadCodec):
         """
         if values.numel():
             self._kernel.clear(wire, values, *self._arguments(values.numel()))
+
+    def encode_rest(  # noqa: D102
+        self, values: torch.Tensor, decay: float, rest: torch.Tensor, wire: torch.Tensor
+    ) -> int:
+        fits = values.dtype is torch.float32 and values.is_contiguous() and not values.is_cuda
+        if self._chunking is None or not fits or not values.numel():
+            return super().encode_rest(values, decay, rest, wire)
+        room = self.wire_numel(values.numel())
+        self._check(values, wire, room)
+        topk_chunks.encode_rest(values, decay, rest, wire[:room], self._chunking)
+        return room
+
+    def sum_payloads(  # noqa: D102
+        self, wires: torch.Tensor | Sequence[torch.Tensor], total: torch.Tensor, scale: float
+    ) -> None:
+        one_block = isinstance(wires, torch.Tensor) and wires.is_contiguous() and not wires.is_cuda
+        if self._chunking is None or not one_block or not total.numel():
+            super().sum_payloads(wires, total, scale)
+        else:
+            assert isinstance(wires, torch.Tensor)
+            topk_chunks.sum_payloads(wires, total, scale, self._chunking)
 
     def wire_numel(self, numel: int) -> int:  # noqa: D102
         if self._chunking is not None:

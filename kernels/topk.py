@@ -27,7 +27,7 @@ from mcr_plus.errors import BackendError
 from mcr_plus.kernels import cpu
 
 BLOCK: Final = 1 << 16
-FLAGS: Final = 512  # values whose flags are computed before any is looked at
+_FLAGS: Final = 512  # values whose flags are computed before any is looked at
 _WORD: Final = 8  # flags that are looked at together
 _LINE: Final = 16  # values of a cache line, which are sampled together
 _MOST_LINES: Final = 4096
@@ -127,14 +127,14 @@ def _flag(bits, floor, flags):  # type: ignore[no-untyped-def]
 
 
 @cpu.inlined
-def gather_block(bits, floor, dense, flags, words, places, kept, found, room):  # type: ignore[no-untyped-def]
+def _gather_block(bits, floor, dense, flags, words, places, kept, found, room):  # type: ignore[no-untyped-def]
     """Append the values of a block whose magnitudes reach `floor`, and their places; stops beyond `room`."""
-    whole = bits.size // FLAGS * FLAGS
-    for at in range(0, whole, FLAGS):
+    whole = bits.size // _FLAGS * _FLAGS
+    for at in range(0, whole, _FLAGS):
         if found > room:
             return found
-        _flag(bits[at : at + FLAGS], floor, flags)
-        for word in range(FLAGS // _WORD):
+        _flag(bits[at : at + _FLAGS], floor, flags)
+        for word in range(_FLAGS // _WORD):
             if dense or words[word]:
                 # Each is written, and overwritten by the next unless it counts: no branch to mispredict.
                 for i in range(_WORD):
@@ -153,14 +153,14 @@ def gather_block(bits, floor, dense, flags, words, places, kept, found, room):  
 @cpu.compiled
 def _gather(bits, floor, dense, room, counts, lo, hi):  # type: ignore[no-untyped-def]
     """The candidates of blocks `lo` to `hi`: places, bits, and whether that is all; stops beyond `room`."""
-    places, kept = np.empty(room + FLAGS + 1, np.uint16), np.empty(room + FLAGS + 1, np.uint32)
-    flags = np.empty(FLAGS, np.uint8)
+    places, kept = np.empty(room + _FLAGS + 1, np.uint16), np.empty(room + _FLAGS + 1, np.uint32)
+    flags = np.empty(_FLAGS, np.uint8)
     words = flags.view(np.uint64)
     found = 0
     for block in range(lo, hi):
         part = bits[block * BLOCK : min((block + 1) * BLOCK, bits.size)]
         before = found
-        found = gather_block(part, floor, dense, flags, words, places, kept, found, room)
+        found = _gather_block(part, floor, dense, flags, words, places, kept, found, room)
         counts[block] = found - before
         if found > room:
             break
@@ -208,7 +208,7 @@ def _choose(places, bits, starts, threshold, ties, edges, sent_places, sent_bits
 def _gather_and_choose(bits, threshold, ties, edges, sent_places, sent_bits, lo, hi):  # type: ignore[no-untyped-def]
     places, kept = np.empty(BLOCK + 1, np.uint16), np.empty(BLOCK + 1, np.uint32)
     room = np.empty(BLOCK + 1, np.uint16), np.empty(BLOCK + 1, np.uint32)
-    flags = np.empty(FLAGS, np.uint8)
+    flags = np.empty(_FLAGS, np.uint8)
     words = flags.view(np.uint64)
     for block in range(lo, hi):
         part, sent = (
@@ -216,7 +216,7 @@ def _gather_and_choose(bits, threshold, ties, edges, sent_places, sent_bits, lo,
             slice(edges[block], edges[block + 1]),
         )
         floor = threshold if ties[block] else threshold + _ONE
-        found = gather_block(part, floor, False, flags, words, places, kept, 0, BLOCK)
+        found = _gather_block(part, floor, False, flags, words, places, kept, 0, BLOCK)
         _choose_block(
             places[:found], kept[:found], threshold, ties[block], room, sent_places[sent], sent_bits[sent]
         )

@@ -1,4 +1,4 @@
-"""The k values of largest magnitude of every chunk of N values: torch reference, CPU kernels, launchers.
+"""The k values of largest magnitude of every chunk of N values: CPU kernels, launchers.
 
 Payloads are those of `kernels.topk_records`, with places in few bits.
 
@@ -28,130 +28,16 @@ import numpy as np
 import torch
 
 from mcr_plus.errors import BackendError
-from mcr_plus.kernels import cpu
-from mcr_plus.kernels.topk import FLAGS, gather_block
+from mcr_plus.kernels import cpu, few_bits
+from mcr_plus.kernels.few_bits import SLACK
+from mcr_plus.kernels.topk_chunks_reference import (
+    LARGEST_LEVEL,
+    TAIL,
+    UNITS,
+    contents_reference,
+    encode_reference,
+)
 from mcr_plus.kernels.topk_records import Chunking, Form, split
-
-TAIL: Final = 1.594
-UNITS: Final = 36
-LARGEST_LEVEL: Final = 0x7F7F
-"""The largest finite bfloat16, as bits."""
-
-# --- torch: what the CPU kernels are tested against, and what runs on a GPU ---------------------------------
-
-
-def _pack(numbers: torch.Tensor, width: int) -> torch.Tensor:
-    """Numbers of `width` bits, chunks × numbers, as words of 32 bits, chunks × words."""
-    bits = numbers[:, :, None] >> torch.arange(width, device=numbers.device) & 1
-    flat = torch.nn.functional.pad(bits.flatten(1), (0, -numbers.shape[1] * width % 32))
-    words = flat.view(flat.shape[0], -1, 32) << torch.arange(32, device=numbers.device)
-    return words.sum(2).to(torch.int32)  # modulo 2^32
-
-
-def _unpack(words: torch.Tensor, count: int, width: int) -> torch.Tensor:
-    """The opposite of `_pack`: `count` numbers of each chunk, int64."""
-    if not width:
-        return torch.zeros(words.shape[0], count, dtype=torch.int64, device=words.device)
-    bits = words.to(torch.int64)[:, :, None] >> torch.arange(32, device=words.device) & 1
-    rows = bits.flatten(1)[:, : count * width].view(-1, count, width)
-    return (rows << torch.arange(width, device=words.device)).sum(2)
-
-
-def _ranks_found(flags: torch.Tensor, sent: int) -> torch.Tensor:
-    """Where the first, second, … `sent`-th flag of each row is; `nonzero` would wait for the device."""
-    ranks = torch.arange(1, sent + 1, device=flags.device).expand(flags.shape[0], sent)
-    return torch.searchsorted(flags.cumsum(1), ranks.contiguous())
-
-
-def _bfloat16_bits(values: torch.Tensor) -> torch.Tensor:
-    """float32 → bits of the nearest bfloat16, int32; one bit pattern for all NaN."""
-    bits = values.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
-    rounded = bits + 0x7FFF + (bits >> 16 & 1) >> 16
-    return torch.where(values.isnan(), 0x7FC0, rounded).to(torch.int32)
-
-
-def _levels_reference(magnitudes: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bits of the levels, chunks × 2, and the number of each magnitude's level, for finite ones."""
-    most, least = magnitudes.amax(1, keepdim=True), magnitudes.amin(1, keepdim=True)
-    if bits == 4:
-        levels = _bfloat16_bits(torch.cat([least, most], 1)).clamp(max=LARGEST_LEVEL)
-        lower, higher = (levels << 16).view(torch.float32).split(1, 1)
-        step = (higher - lower) / 7
-        numbers = ((magnitudes - lower) / step.where(step > 0, 1.0)).round().clamp(0, 7)
-        return levels, numbers.where(step > 0, 0.0).to(torch.int64)
-    wide = magnitudes.to(torch.float64)
-    _, exponent = torch.frexp(most.to(torch.float64))
-    unit = torch.ldexp(torch.ones_like(wide[:, :1]), exponent - UNITS)
-    units = (wide / unit).to(torch.int64)
-    mean = units.sum(1, keepdim=True).to(torch.float64) / magnitudes.shape[1] * unit
-    above = wide > least.to(torch.float64) + (mean - least.to(torch.float64)) * TAIL
-    means = []
-    for part in (~above, above):
-        many = part.sum(1, keepdim=True).clamp(min=1)
-        means.append((units * part).sum(1, keepdim=True).to(torch.float64) / many * unit)
-    levels = _bfloat16_bits(torch.cat(means, 1).to(torch.float32)).clamp(max=LARGEST_LEVEL)
-    return levels, above.to(torch.int64)
-
-
-def _codes_reference(chosen: torch.Tensor, bits: int) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """The word of the levels, and the codes of values, chunks × sent."""
-    raw = chosen.view(torch.int32)
-    if bits == 32:
-        return None, raw
-    if bits == 16:
-        return None, _pack(_bfloat16_bits(chosen), 16)
-    magnitudes = chosen.abs()
-    finite = magnitudes.isfinite().all(1, keepdim=True)
-    levels, numbers = _levels_reference(magnitudes.where(finite, 0.0), bits)
-    levels = levels.where(finite, 0x7FC0)
-    codes = torch.where(finite, (raw < 0).to(torch.int64) | numbers << 1, 0)
-    return (levels[:, :1] | levels[:, 1:] << 16), _pack(codes, bits)
-
-
-def encode_reference(values: torch.Tensor, wire: torch.Tensor, how: Chunking) -> None:
-    """`encode` in plain torch."""
-    for form, records, rows in split(wire, values, how):
-        magnitudes = rows.view(torch.int32) & 0x7FFFFFFF
-        threshold = magnitudes.topk(form.sent, 1, sorted=False).values.amin(1, keepdim=True)
-        above, equal = magnitudes > threshold, magnitudes == threshold
-        taken = above | (equal & (equal.cumsum(1) <= form.sent - above.sum(1, keepdim=True)))
-        places = _ranks_found(taken, form.sent)
-        levels, codes = _codes_reference(rows.gather(1, places), form.bits)
-        if levels is not None:
-            records[:, :1] = levels
-        upper = torch.zeros(len(rows), 32 * (form.lower - form.upper), dtype=torch.int64, device=rows.device)
-        spread = form.spread * torch.arange(form.sent, device=rows.device)
-        upper.scatter_(1, (places >> form.low) + spread, 1)
-        records[:, form.upper : form.lower] = _pack(upper, 1)
-        if form.low:
-            records[:, form.lower : form.codes] = _pack(places & (1 << form.low) - 1, form.low)
-        records[:, form.codes :] = codes
-
-
-def contents_reference(records: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Tensor]:
-    """The places (int64) and the values (float32) of records, chunks × sent."""
-    flags = _unpack(records[:, form.upper : form.lower], 32 * (form.lower - form.upper), 1)
-    spread = form.spread * torch.arange(form.sent, device=records.device)
-    lower = _unpack(records[:, form.lower : form.codes], form.sent, form.low)
-    places = (_ranks_found(flags, form.sent) - spread << form.low) | lower
-    places = places.clamp(max=form.length - 1)  # of a payload that is none; on a GPU nobody looks
-    codes = records[:, form.codes :].contiguous()
-    if form.bits == 32:
-        return places, codes.view(torch.float32)
-    if form.bits == 16:
-        return places, (_unpack(codes, form.sent, 16) << 16).to(torch.int32).view(torch.float32)
-    numbers = _unpack(codes, form.sent, form.bits)
-    head = records[:, :1].contiguous()
-    lowest, highest = (head << 16).view(torch.float32), (head & -65536).view(torch.float32)
-    if form.bits == 4:
-        step = (highest - lowest) / 7
-        levels = lowest + (numbers >> 1).to(torch.float32) * step
-    else:
-        levels = torch.where((numbers >> 1).bool(), highest, lowest)
-    return places, torch.where((numbers & 1).bool(), -levels, levels)
-
-
-# --- CPU ----------------------------------------------------------------------------------------------------
 
 _MAGNITUDE: Final = np.uint32(0x7FFFFFFF)
 _INFINITE: Final = np.uint32(0x7F800000)
@@ -163,10 +49,9 @@ _CAP: Final = np.uint32(LARGEST_LEVEL)
 _NONE: Final = np.uint32(0)
 _ONE: Final = np.uint32(1)
 _SIGN: Final = np.uint32(31)
-_EXPONENT: Final = np.uint32(23)
-_BIAS: Final = np.int64(127)
-_BELOW: Final = np.uint32(1 << 20)
-"""A sixteenth to an eighth: about twice as many of a Gaussian's tail reach a threshold so far below."""
+_UPPER: Final = np.uint32(0xFFFF0000)
+_INFINITY: Final = np.int64(1 << 31)  # above all magnitudes
+_STEP: Final = np.int64(1 << 18)  # of an octave a 32nd, by which edges of Gaussian chunks differ
 _TOP: Final = np.float32(7)
 
 
@@ -188,46 +73,62 @@ def _float(level):  # type: ignore[no-untyped-def]
 
 
 @cpu.compiled
-def _kth_largest(magnitudes, rank, floor):  # type: ignore[no-untyped-def]
-    """The magnitude that exactly `rank` reach, or more if there are equal ones, and how many are above it.
-
-    `floor`: `rank` of them are no less. Bisection: counting goes through vectors, which sorting does not.
-    """
-    low, high = np.int64(floor), np.int64(1) << 31  # `rank` reach `low`, fewer `high`
-    while high - low > 1:
-        middle = (low + high) >> 1
-        edge, count = np.uint32(middle), np.uint32(0)
-        for i in range(magnitudes.size):
-            count += np.uint32(magnitudes[i] >= edge)
-        if count == rank:
-            least = np.uint32(_MAGNITUDE)
-            for i in range(magnitudes.size):
-                reaches = magnitudes[i] >= edge
-                least = min(least, magnitudes[i] if reaches else _MAGNITUDE)
-            low = np.int64(least)
-            break
-        if count > rank:
-            low = middle
-        else:
-            high = middle
-    edge, above = np.uint32(low), np.uint32(0)
-    for i in range(magnitudes.size):
-        above += np.uint32(magnitudes[i] > edge)
-    return edge, np.int64(above)
+def _reaching(bits, edge):  # type: ignore[no-untyped-def]
+    count = _NONE
+    for i in range(bits.size):
+        count += np.uint32(np.uint32(bits[i] & _MAGNITUDE) >= edge)
+    return np.int64(count)
 
 
 @cpu.compiled
-def _choose(places, kept, found, sent, kth, ties):  # type: ignore[no-untyped-def]
-    """Move the candidates above the k-th magnitude, and the first `ties` equal to it, to the front."""
-    taken = 0
-    for i in range(found):
-        magnitude = kept[i] & _MAGNITUDE
-        places[taken], kept[taken] = places[i], kept[i]
-        tie = np.int64(magnitude == kth) & np.int64(ties > 0)
-        ties -= tie
-        taken += tie + np.int64(magnitude > kth)
-        if taken == sent:
-            break
+def _edge(bits, rank, guess):  # type: ignore[no-untyped-def]
+    """A magnitude that `rank` values reach, or more if there are equal ones, and how many more.
+
+    Counting goes through vectors, which sorting does not. From `guess` in growing steps to a magnitude on the
+    other side; then by interpolation and bisection in turns.
+    """
+    low, at_low, high, at_high = np.int64(0), np.int64(bits.size), _INFINITY, np.int64(0)
+    edge, step, turn = min(max(guess, np.int64(1)), _INFINITY - 1), _STEP, 0
+    while high - low > 1:
+        count = _reaching(bits, np.uint32(edge))
+        if count == rank:
+            return edge, np.int64(0)
+        if count > rank:
+            low, at_low = edge, count
+        else:
+            high, at_high = edge, count
+        if high == _INFINITY:
+            edge, step = min(low + step, high - 1), step * 4
+        elif low == 0:
+            edge, step = max(high - step, np.int64(1)), step * 4
+        else:
+            turn += 1
+            share = (2 * (at_low - rank) + 1) * (high - low) // (2 * (at_low - at_high))
+            edge = low + share if turn & 1 else (low + high) >> 1
+            edge = min(max(edge, low + 1), high - 1)
+    return low, at_low - rank
+
+
+@cpu.compiled
+def _choose(bits, sent, guess, flags, places, kept):  # type: ignore[no-untyped-def]
+    """The places and bits of the largest of a chunk, ascending by place; returns the smallest magnitude."""
+    edge, surplus = _edge(bits, sent, guess)
+    least = np.uint32(edge)
+    for i in range(bits.size):
+        flags[i] = np.uint32(bits[i] & _MAGNITUDE) >= least
+    room = (bits.size + 7) // 8 * 8
+    for i in range(bits.size, room):
+        flags[i] = 0
+    at = bits.size
+    while surplus > 0:  # of equal ones, the first are sent
+        at -= 1
+        if np.uint32(bits[at] & _MAGNITUDE) == least:
+            flags[at] = 0
+            surplus -= 1
+    few_bits.places_of_flags(flags[:room].view(np.uint64), places)
+    for i in range(sent):
+        kept[i] = bits[places[i]]
+    return edge
 
 
 @cpu.compiled
@@ -280,134 +181,148 @@ def _write_codes(kept, form, numbers, record):  # type: ignore[no-untyped-def]
     if bits == 32:
         for i in range(sent):
             record[codes + i] = kept[i]
-    elif bits == 16:
+        return
+    if bits == 16:
         for i in range(sent):
             nan = np.uint32(kept[i] & _MAGNITUDE) > _INFINITE
-            half = _NAN if nan else _nearest(kept[i])
-            record[codes + (i >> 1)] |= np.uint32(half << np.uint32((i & 1) << 4))
+            numbers[i] = _NAN if nan else _nearest(kept[i])
     else:
         finite = True
         for i in range(sent):
             finite &= np.uint32(kept[i] & _MAGNITUDE) < _INFINITE
-        if not finite:
-            record[0] = _NAN_LEVELS
-        else:
+        if finite:
             record[0] = _two_levels(kept, sent, numbers) if bits == 2 else _eight_levels(kept, sent, numbers)
             for i in range(sent):
-                code = np.uint32(np.uint32(kept[i] >> _SIGN) | np.uint32(numbers[i] << _ONE))
-                at = i * bits
-                record[codes + (at >> 5)] |= np.uint32(code << np.uint32(at & 31))
+                numbers[i] = np.uint32(np.uint32(kept[i] >> _SIGN) | np.uint32(numbers[i] << _ONE))
+        else:
+            record[0] = _NAN_LEVELS
+            for i in range(sent):
+                numbers[i] = _NONE
+    few_bits.pack(numbers, bits, sent, record[codes:])
 
 
 @cpu.compiled
-def _write_places(places, form, record):  # type: ignore[no-untyped-def]
-    sent, low, spread, upper, lower = form[1], form[3], form[4], form[5], form[6]
-    mask = np.uint32((1 << low) - 1)
+def _write_places(places, form, flags, numbers, record):  # type: ignore[no-untyped-def]
+    sent, low, spread, upper, lower, codes = form[1], form[3], form[4], form[5], form[6], form[7]
+    room = 32 * (lower - upper)
+    for i in range(room):
+        flags[i] = 0
     for i in range(sent):
-        at = (np.int64(places[i]) >> low) + spread * i
-        record[upper + (at >> 5)] |= np.uint32(_ONE << np.uint32(at & 31))
+        flags[np.uint32(np.uint32(places[i] >> np.uint32(low)) + np.uint32(spread * i))] = 1
+    few_bits.pack_flags(flags[:room].view(np.uint64), record[upper:lower])
     if low:
+        mask = np.uint32((1 << low) - 1)
         for i in range(sent):
-            at = i * low
-            part, word, shift = np.uint32(places[i] & mask), lower + (at >> 5), at & 31
-            record[word] |= np.uint32(part << np.uint32(shift))
-            if shift + low > 32:
-                record[word + 1] |= np.uint32(part >> np.uint32(32 - shift))
+            numbers[i] = places[i] & mask
+        few_bits.pack(numbers, low, sent, record[lower:codes])
 
 
 @cpu.compiled
 def _encode(bits, form, records, lo, hi):  # type: ignore[no-untyped-def]
     length, sent = form[0], form[1]
-    places, kept = np.empty(length + FLAGS, np.uint16), np.empty(length + FLAGS, np.uint32)
-    magnitudes, numbers = np.empty(length, np.uint32), np.empty(sent, np.uint32)
-    flags = np.empty(FLAGS, np.uint8)
-    words = flags.view(np.uint64)
-    floor = _NONE
+    flags = np.empty(max(length + 7, 32 * (form[6] - form[5])), np.uint8)
+    room = length + SLACK
+    places, kept, numbers = np.empty(room, np.uint32), np.empty(room, np.uint32), np.empty(room, np.uint32)
+    guess = np.int64(0)  # what a chunk has sent tells nearly always how small what is sent of the next one is
     for chunk in range(lo, hi):
-        part, record = bits[chunk], records[chunk]
-        for word in range(record.size):
-            record[word] = _NONE
-        # What the chunk before has sent tells nearly always how small the values sent of this one are.
-        found = gather_block(part, floor, sent * 40 > length, flags, words, places, kept, 0, length)
-        if found < sent:
-            floor = _NONE
-            found = gather_block(part, _NONE, True, flags, words, places, kept, 0, length)
-        for i in range(found):
-            magnitudes[i] = kept[i] & _MAGNITUDE
-        kth, above = _kth_largest(magnitudes[:found], sent, floor)
-        _choose(places, kept, found, sent, kth, sent - above)
-        floor = np.uint32(max(np.int64(kth) - np.int64(_BELOW), 0))
-        _write_places(places, form, record)
-        _write_codes(kept, form, numbers, record)
+        guess = _choose(bits[chunk], sent, guess, flags, places, kept)
+        _write_places(places, form, flags, numbers, records[chunk])
+        _write_codes(kept, form, numbers, records[chunk])
 
 
 @cpu.compiled
-def _read_places(record, form, places):  # type: ignore[no-untyped-def]
+def _encode_rest(values, decay, rest, bits, form, records, lo, hi):  # type: ignore[no-untyped-def]
+    """Of decay × rest + values, with what is left in `rest`; `bits` are those of `rest`."""
+    length, sent = form[0], form[1]
+    flags = np.empty(max(length + 7, 32 * (form[6] - form[5])), np.uint8)
+    room = length + SLACK
+    places, kept, numbers = np.empty(room, np.uint32), np.empty(room, np.uint32), np.empty(room, np.uint32)
+    decoded = np.empty(sent, np.float32)
+    guess = np.int64(0)
+    for chunk in range(lo, hi):  # all of it while the chunk is in the first cache
+        part, given = rest[chunk], values[chunk]
+        for i in range(part.size):
+            part[i] = np.float32(decay * part[i]) + given[i]
+        guess = _choose(bits[chunk], sent, guess, flags, places, kept)
+        _write_places(places, form, flags, numbers, records[chunk])
+        _write_codes(kept, form, numbers, records[chunk])
+        _read_values(records[chunk], form, numbers, decoded)
+        for i in range(sent):
+            part[places[i]] -= decoded[i]
+        most = _NONE
+        for i in range(part.size):
+            most = max(most, np.uint32(bits[chunk, i] & _MAGNITUDE))
+        if most >= _INFINITE:
+            for i in range(part.size):
+                part[i] = part[i] if np.uint32(bits[chunk, i] & _MAGNITUDE) < _INFINITE else np.float32(0)
+
+
+@cpu.compiled
+def _read_places(record, form, numbers, places):  # type: ignore[no-untyped-def]
     """Fill in the places; whether they are as many as they should be, and inside the chunk."""
-    length, sent, low, spread, upper, lower = form[0], form[1], form[3], form[4], form[5], form[6]
-    found, sound = 0, True
-    for word in range(upper, lower):
-        left = record[word]
-        while left:
-            if found == sent:
-                return False
-            lowest = np.uint32(left & np.uint32(_NONE - left))
-            bit = np.int64(np.float32(lowest).view(np.uint32) >> _EXPONENT) - _BIAS
-            place = ((word - upper) * 32 + bit - spread * found) << low
-            if low:
-                at = found * low
-                first, shift = lower + (at >> 5), at & 31
-                part = np.uint64(record[first]) >> np.uint64(shift)
-                if shift + low > 32:
-                    part |= np.uint64(record[first + 1]) << np.uint64(32 - shift)
-                place += np.int64(part & np.uint64((1 << low) - 1))
-            sound &= place < length
-            places[found] = place
-            found += 1
-            left ^= lowest
-    return sound & (found == sent)
+    length, sent, low, spread = form[0], form[1], np.uint32(form[3]), np.uint32(form[4])
+    upper, lower, codes = form[5], form[6], form[7]
+    if few_bits.places_of_bits(record[upper:lower], places) != sent:
+        return False
+    if low:
+        few_bits.unpack(record[lower:codes], form[3], sent, numbers)
+    else:
+        for i in range(sent):
+            numbers[i] = _NONE
+    most = _NONE
+    for i in range(sent):
+        place = np.uint32(np.uint32(places[i] - np.uint32(spread * np.uint32(i))) << low) | numbers[i]
+        places[i] = place
+        most = max(most, np.uint32(place))
+    return most < length
 
 
 @cpu.compiled
-def _read_values(record, form, values):  # type: ignore[no-untyped-def]
+def _read_values(record, form, numbers, values):  # type: ignore[no-untyped-def]
     sent, bits, codes = form[1], form[2], form[7]
+    out = values.view(np.uint32)
     if bits == 32:
         for i in range(sent):
-            values[i] = np.uint32(record[codes + i]).view(np.float32)
-    elif bits == 16:
+            out[i] = record[codes + i]
+        return
+    few_bits.unpack(record[codes:], bits, sent, numbers)
+    if bits == 16:
         for i in range(sent):
-            half = np.uint32(record[codes + (i >> 1)] >> np.uint32((i & 1) << 4))
-            values[i] = np.uint32(half << _HALF).view(np.float32)
+            out[i] = np.uint32(numbers[i] << _HALF)
+    elif bits == 2:
+        lowest, highest = np.uint32(record[0] << _HALF), np.uint32(record[0] & _UPPER)
+        for i in range(sent):
+            level = highest if numbers[i] > _ONE else lowest
+            out[i] = np.uint32(level ^ np.uint32(numbers[i] << _SIGN))
     else:
-        levels = np.empty(8, np.float32)
-        lowest, highest = _float(record[0]), _float(np.uint32(record[0] >> _HALF))
-        if bits == 2:
-            levels[0], levels[1] = lowest, highest
-        else:
-            step = np.float32((highest - lowest) / _TOP)
-            for number in range(8):
-                levels[number] = lowest + np.float32(np.float32(number) * step)
-        mask = np.uint32((1 << bits) - 1)
+        lowest = _float(record[0])
+        step = np.float32((_float(np.uint32(record[0] >> _HALF)) - lowest) / _TOP)
         for i in range(sent):
-            at = i * bits
-            code = np.uint32(np.uint32(record[codes + (at >> 5)] >> np.uint32(at & 31)) & mask)
-            level = levels[code >> _ONE]
-            values[i] = np.uint32(np.float32(level).view(np.uint32) ^ np.uint32(code << _SIGN)).view(
-                np.float32
-            )
+            level = lowest + np.float32(np.float32(numbers[i] >> _ONE) * step)
+            out[i] = np.uint32(np.float32(level).view(np.uint32) ^ np.uint32(numbers[i] << _SIGN))
+
+
+@cpu.inlined
+def _room(form):  # type: ignore[no-untyped-def]
+    """For places, numbers and values of a record."""
+    return (
+        np.empty(32 * (form[6] - form[5]) + SLACK, np.uint32),
+        np.empty(form[1] + SLACK, np.uint32),
+        np.empty(form[1], np.float32),
+    )
 
 
 @cpu.compiled
 def _decode(records, form, out, lo, hi):  # type: ignore[no-untyped-def]
-    places, values = np.empty(form[1], np.int64), np.empty(form[1], np.float32)
+    places, numbers, values = _room(form)
     wrong = 0
     for chunk in range(lo, hi):
         part = out[chunk]
         for i in range(part.size):
             part[i] = 0
-        if _read_places(records[chunk], form, places):
-            _read_values(records[chunk], form, values)
-            for i in range(places.size):
+        if _read_places(records[chunk], form, numbers, places):
+            _read_values(records[chunk], form, numbers, values)
+            for i in range(values.size):
                 part[places[i]] = values[i]
         else:
             wrong += 1
@@ -416,26 +331,48 @@ def _decode(records, form, out, lo, hi):  # type: ignore[no-untyped-def]
 
 @cpu.compiled
 def _accumulate(records, form, factor, total, lo, hi):  # type: ignore[no-untyped-def]
-    places, values = np.empty(form[1], np.int64), np.empty(form[1], np.float32)
+    places, numbers, values = _room(form)
     wrong = 0
     for chunk in range(lo, hi):
-        if _read_places(records[chunk], form, places):
-            _read_values(records[chunk], form, values)
-            for i in range(places.size):
-                total[chunk, places[i]] += np.float32(factor * values[i])
+        if _read_places(records[chunk], form, numbers, places):
+            _read_values(records[chunk], form, numbers, values)
+            part = total[chunk]
+            for i in range(values.size):
+                part[places[i]] += np.float32(factor * values[i])
         else:
             wrong += 1
     return wrong
 
 
 @cpu.compiled
-def _clear(records, form, out, lo, hi):  # type: ignore[no-untyped-def]
-    places = np.empty(form[1], np.int64)
+def _sum(words, begin, form, factor, out, lo, hi):  # type: ignore[no-untyped-def]
+    """The sum of the payloads that are the rows of `words`, whose records begin at the word `begin`."""
+    places, numbers, values = _room(form)
     wrong = 0
     for chunk in range(lo, hi):
-        if _read_places(records[chunk], form, places):
-            for i in range(places.size):
-                out[chunk, places[i]] = 0
+        part, at = out[chunk], begin + chunk * form[8]
+        for i in range(part.size):
+            part[i] = 0
+        for rank in range(words.shape[0]):
+            record = words[rank, at : at + form[8]]
+            if _read_places(record, form, numbers, places):
+                _read_values(record, form, numbers, values)
+                for i in range(values.size):
+                    part[places[i]] += np.float32(factor * values[i])
+            else:
+                wrong += 1
+    return wrong
+
+
+@cpu.compiled
+def _clear(records, form, out, lo, hi):  # type: ignore[no-untyped-def]
+    places, numbers, _ = _room(form)
+    wrong = 0
+    for chunk in range(lo, hi):
+        if _read_places(records[chunk], form, numbers, places):
+            part = out[chunk]
+            for i in range(form[1]):
+                part[places[i]] = 0
         else:
             wrong += 1
     return wrong
@@ -452,6 +389,20 @@ def encode(values: torch.Tensor, wire: torch.Tensor, how: Chunking) -> None:
     for form, records, rows in split(wire, values, how):
         arrays = (rows.numpy().view(np.uint32), form.numbers, records.numpy().view(np.uint32))
         cpu.spread(_encode, len(rows), rows.nbytes, *arrays)
+
+
+def encode_rest(
+    values: torch.Tensor, decay: float, rest: torch.Tensor, wire: torch.Tensor, how: Chunking
+) -> None:
+    """`encode` of decay × `rest` + `values`, of which `rest` keeps what the payload lacks; on the CPU.
+
+    All float32 and flat; what is not finite in the end becomes zero in `rest`. The same bits as one after the
+    other, in one pass over memory.
+    """
+    kept = split(wire, rest, how)
+    for (form, records, rows), (_, _, given) in zip(kept, split(wire, values, how), strict=True):
+        arrays = (rows.numpy(), rows.numpy().view(np.uint32), form.numbers, records.numpy().view(np.uint32))
+        cpu.spread(_encode_rest, len(rows), rows.nbytes, given.numpy(), np.float32(decay), *arrays)
 
 
 def decode(wire: torch.Tensor, out: torch.Tensor, how: Chunking) -> None:
@@ -473,6 +424,18 @@ def accumulate(wire: torch.Tensor, total: torch.Tensor, factor: float, how: Chun
             continue
         arrays = (records.numpy().view(np.uint32), form.numbers, np.float32(factor), rows.numpy())
         _check(cpu.spread(_accumulate, len(rows), records.nbytes * 8, *arrays), form)
+
+
+def sum_payloads(wires: torch.Tensor, total: torch.Tensor, factor: float, how: Chunking) -> None:
+    """Overwrite flat float32 `total` by `factor` times the sum of the payloads in the rows of `wires`.
+
+    In the order of the rows; on the CPU.
+    """
+    words, begin = wires.view(torch.int32).numpy().view(np.uint32), 0
+    for form, records, rows in split(wires[0], total, how):
+        arrays = (words, begin, form.numbers, np.float32(factor), rows.numpy())
+        _check(cpu.spread(_sum, len(rows), rows.nbytes, *arrays), form)
+        begin += records.numel()
 
 
 def clear(wire: torch.Tensor, values: torch.Tensor, how: Chunking) -> None:

@@ -85,6 +85,7 @@ class OuterSteps(Protocol):
     def rounds(self) -> int: ...
     def step(self) -> None: ...
     def finish(self) -> None: ...
+    def stats(self) -> dict[str, float]: ...
 
 
 WAYS: Final[dict[str, Way]] = {
@@ -142,6 +143,10 @@ class Outcome:
     compute: float  # seconds of a step without communication, the slowest rank's
     held_out: float
     rounds: int  # of outer steps
+    waiting: float = 0.0  # seconds for other ranks in outer steps, of rank 0
+    outer: float = 0.0  # seconds in the rest of outer steps, of rank 0
+    processor: float = 0.0  # seconds of a step, of all threads of rank 0
+    processor_alone: float = 0.0  # the same of a step without communication
 
     @property
     def speed(self) -> float:
@@ -192,7 +197,8 @@ class _Mcr(McrTransport):
 
 def _train(task: Task, corpus: Corpus, name: str, comms: Any, observe: Any) -> Outcome:
     way = WAYS[name]
-    compute = max(comms.gather(_alone(task, corpus, comms)))
+    own, alone = _alone(task, corpus, comms)
+    compute = max(comms.gather(own))
     model = LanguageModel(task.shape, task.seed)
     inner = torch.optim.AdamW(model.parameters(), lr=task.lr, fused=True)
     called: torch.nn.Module = model
@@ -210,13 +216,13 @@ def _train(task: Task, corpus: Corpus, name: str, comms: Any, observe: Any) -> O
     seconds: list[float] = []
     sent: list[float] = []
     comms.gather(None)
-    before, began = _sent(), time.perf_counter()
+    before, began, processor = _sent(), time.perf_counter(), time.process_time()
     for number in range(task.warmup + task.steps):
         if number == task.warmup:
             comms.gather(None)
             for series in (losses, seconds, sent):
                 series.clear()
-            before, began = _sent(), time.perf_counter()
+            before, began, processor = _sent(), time.perf_counter(), time.process_time()
         windows = corpus.windows(number, comms.rank, task.batch)
         inner.zero_grad()
         loss = called(windows).text
@@ -230,6 +236,8 @@ def _train(task: Task, corpus: Corpus, name: str, comms: Any, observe: Any) -> O
         sent.append(float(_sent() - before))
         fraction = (number + 1) / (task.warmup + task.steps)
         observe(fraction, number + 1, losses[-1], tokens * len(losses) / seconds[-1])
+    processor = (time.process_time() - processor) / task.steps
+    parts = {} if outer is None else outer.stats()
     share = _sharers(comms)
     everything = comms.gather(
         (losses, [each / share for each in sent], _held_out(task, corpus, model, comms))
@@ -244,6 +252,10 @@ def _train(task: Task, corpus: Corpus, name: str, comms: Any, observe: Any) -> O
         compute,
         mean(each[2] for each in everything),
         0 if outer is None else outer.rounds,
+        parts.get("waiting", 0.0),
+        parts.get("outer", 0.0),
+        processor,
+        alone,
     )
 
 
@@ -255,21 +267,22 @@ def _rate(steps: int, step: int) -> float:
     return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - rising) / max(1, steps - rising)))
 
 
-def _alone(task: Task, corpus: Corpus, comms: Any) -> float:
-    """Seconds of a step of this rank without communication, while the others do the same."""
+def _alone(task: Task, corpus: Corpus, comms: Any) -> tuple[float, float]:
+    """Seconds of a step of this rank without communication, while the others do the same; of its threads."""
     model = LanguageModel(task.shape, task.seed)
     inner = torch.optim.AdamW(model.parameters(), lr=task.lr, fused=True)
     comms.gather(None)
-    times = []
+    times, processor = [], []
     for number in range(_ALONE):
-        start = time.perf_counter()
+        start, began = time.perf_counter(), time.process_time()
         inner.zero_grad()
         loss = model(corpus.windows(number, comms.rank, task.batch)).text
         loss.backward()
         inner.step()
         loss.item()
         times.append(time.perf_counter() - start)
-    return median(times[2:])
+        processor.append(time.process_time() - began)
+    return median(times[2:]), median(processor[2:])
 
 
 def _sent() -> int:

@@ -80,6 +80,39 @@ def test_the_cpu_kernels_are_the_reference(bits: int) -> None:
         check(what, values, hows[values.numel() % 2])
 
 
+@pytest.mark.parametrize("bits", BITS)
+def test_what_is_left_is_what_was_not_sent(bits: int) -> None:
+    """In one pass the same bits as one step after another in torch; what is not finite is not kept."""
+    random = torch.Generator().manual_seed(bits)
+    for what, values in hard_tensors(SIZES):
+        how = Chunking(100, 0.2, bits) if values.numel() % 2 else Chunking(4096, 0.125, bits)
+        before, decay = torch.randn(values.numel(), generator=random), 0.95
+        rest = before.clone()
+        wire = torch.full((topk_records.nbytes(values.numel(), how),), 0xA5, dtype=torch.uint8)
+        kernel.encode_rest(values, decay, rest, wire, how)
+        total = before * decay + values
+        expected = torch.zeros_like(wire)
+        kernel.encode_reference(total, expected, how)
+        same_bits(what, wire, expected)
+        left = total - by_reference(expected, values.numel(), how)
+        same_bits(what, rest, left.nan_to_num(0.0, 0.0, 0.0))
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_payloads_are_summed_in_the_order_of_ranks(bits: int) -> None:
+    how = Chunking(100, 0.2, bits)
+    random = torch.Generator().manual_seed(bits)
+    for numel in SIZES:
+        ranks = torch.randn(3, numel, generator=random) * torch.tensor([[1.0], [1e4], [1e-4]])
+        wires = torch.stack([encoded(each, how) for each in ranks])
+        total = torch.full((numel,), torch.nan)
+        kernel.sum_payloads(wires, total, 0.3, how)
+        expected = torch.zeros(numel)
+        for wire in wires:
+            expected += by_reference(wire, numel, how) * 0.3
+        same_bits("sum", total, expected)
+
+
 @settings(max_examples=examples(60), deadline=None)
 @given(
     st.lists(st.floats(width=32, allow_nan=True), min_size=1, max_size=300),

@@ -69,6 +69,7 @@ class Fragment:
         ]
         self.take_parameters()
         self.optimizer = outer(self._leaves)
+        self._fuse()
 
     def take_parameters(self) -> None:
         """Set the outer parameters to the model's."""
@@ -95,8 +96,11 @@ class Fragment:
         flat = torch.empty_like(self.anchor)
         for (view, (_, param)), leaf in zip(self._pairs(flat), self._leaves, strict=True):
             # What the parameters were set to: rounding to a shorter dtype is nothing that was learned.
-            begin = leaf.detach().view(-1).to(param.dtype)
-            view.copy_(begin).sub_(param.reshape(-1).to(view.device))
+            begin, own = leaf.view(-1).to(param.dtype), param.reshape(-1)
+            if begin.dtype is view.dtype and own.device == view.device:
+                torch.sub(begin, own, out=view)
+            else:
+                view.copy_(begin).sub_(own.to(view.device))
         if gate is not None:
             if self.residual is not None:
                 flat += self.residual
@@ -132,6 +136,18 @@ class Fragment:
             leaf.sub_(view.view(leaf.shape))
         self.rounds += 1
         self.draw(1.0)
+
+    def load_outer(self, state: dict[str, Any]) -> None:
+        """Load a state of the outer optimizer."""
+        self.optimizer.load_state_dict(state)
+        self._fuse()
+
+    def _fuse(self) -> None:
+        """Have torch's SGD make its steps in one pass over memory, where its program has not chosen how."""
+        if type(self.optimizer) is torch.optim.SGD:
+            for group in self.optimizer.param_groups:
+                if not (group["foreach"] or group["differentiable"] or group["fused"] is False):
+                    group["fused"] = True
 
     def drop(self) -> None:
         """Forget what is in flight: the next pseudo-gradient has its steps, too."""

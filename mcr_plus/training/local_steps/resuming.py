@@ -77,7 +77,7 @@ def resume(local: LocalSteps) -> None:
             anchor, outer = broadcast_state(state if comm.rank == src else None, comm, src)
             if fragment.rounds < max(done) or is_new:
                 fragment.anchor.copy_(anchor)
-                fragment.optimizer.load_state_dict(outer)
+                fragment.load_outer(outer)
                 fragment.draw(1.0 if is_new or first.steps <= local.settings.warmup else local.settings.mix)
                 fragment.rounds = max(done)
         # One verdict: what is in flight counts if it has arrived on all of them.

@@ -68,7 +68,7 @@ def restore(local: LocalSteps, state: Mapping[str, Any]) -> None:
     local.forget_weights()
     for fragment, each in zip(local.fragments, state["fragments"], strict=True):
         fragment.anchor.copy_(each["anchor"])
-        fragment.optimizer.load_state_dict(copy.deepcopy(each["outer"]))  # torch would keep its tensors
+        fragment.load_outer(copy.deepcopy(each["outer"]))  # torch would keep its tensors
         fragment.rounds, fragment.tokens = each["rounds"], each["tokens"]
         residual, arrived = each["residual"], each["arrived"]
         fragment.residual = None if residual is None else residual.clone()

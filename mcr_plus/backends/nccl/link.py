@@ -27,7 +27,8 @@ from mcr_plus.core.threads import Background
 from mcr_plus.errors import CommTimeout, Unsupported
 
 _CHECK_EVERY: Final = 0.01  # seconds between checks for background errors of NCCL
-_POLL_STORE_EVERY: Final = 0.005  # seconds between polls of the store
+_POLL_STORE_EVERY: Final = 0.001  # seconds between the first polls of the store, doubled at each
+_POLL_STORE_RARELY: Final = 0.1  # at most: thousands of ranks may ask
 _NAP: Final = 100e-6
 _MOST_LAUNCHES: Final = 256  # in flight; a stream of CUDA takes 1,024 kernels
 _MOST_PARTS: Final = 2048  # calls of theirs in flight; NCCL has 1 MiB for the descriptions, below 100 B each
@@ -67,6 +68,7 @@ class Link:
         self._rank = rank
         self._identity = identity
         self._next_poll = 0.0
+        self._pause = _POLL_STORE_EVERY
         self._next_check = 0.0
         self._queue: deque[StreamPoll] = deque()
         self._background: Background[int] | None = None  # NCCL accepts no calls until it is done
@@ -151,7 +153,8 @@ class Link:
         now = time.monotonic()
         if now < self._next_poll:
             return None
-        self._next_poll = now + _POLL_STORE_EVERY
+        self._next_poll = now + self._pause
+        self._pause = min(2 * self._pause, _POLL_STORE_RARELY)
         identity = self._identity()
         if identity is None:
             return None

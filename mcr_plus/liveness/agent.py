@@ -170,6 +170,9 @@ class Agent:
                     self._link.sendto(data, address)
 
     def _send(self, hosts: list[int], now: float, *, asks: bool = False) -> None:
+        """Send what is known; nothing while a change is held back, as a beat would say that there is none."""
+        if self._changed is not None:
+            return
         data = self._heartbeat.datagram(now, asks=asks) if hosts else b""
         for host in hosts:
             address = self._addresses[host]

@@ -343,6 +343,7 @@ def test_ranks_that_die_together_are_told_together(monkeypatch: pytest.MonkeyPat
         for now, dead in ((2.0, "a"), (2.005, "b")):
             clock.now, states[dead] = now, "dead"
             assert not working._look()
+            working._send([1], now)  # a beat would say that both run
             with pytest.raises(BlockingIOError):
                 other.recv(1 << 16)
         clock.now = 2.0 + agents._TOGETHER

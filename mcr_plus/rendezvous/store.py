@@ -136,7 +136,7 @@ def _signed_part(
     signed = WatchedStore(SignedStore(part, own or b"unknown", name), timeout, arrivals.error)
     try:
         exchange(signed, rank, size, "signed", "", timeout)
-    except LaunchError:
+    except (LaunchError, PeerLost):  # the others may have ended because of it
         if not problem:
             raise
     if problem:

@@ -97,6 +97,7 @@ class Peers:
         self._next_doubt = 0.0  # when to look at connections again
         self._is_silent = False  # whether one was silent then
         self._enough = 0.0  # seconds of silence with which a suspicion is right
+        self._late = math.inf  # seconds in which a beat of every host comes, unless agents miss some
         self._stopped: dict[int, tuple[float, float]] = {}  # rank → first and last look that found it so
         self.processes = tuple(processes)
         self._findings: Findings | None = None
@@ -116,6 +117,7 @@ class Peers:
             places = len({process.place for process in self.processes})
             # Twice what beats take, as agents on busy hosts miss some.
             beats = min(2 * silence(places), heartbeat or math.inf)
+            self._late = silence(places) / 2
             self._enough = beats if shortens else heartbeat or beats
             self.patience = _FINDING_SHOWS + beats
             if rank != 0:  # which has the store, or shares the host of the agent that has it
@@ -218,14 +220,19 @@ class Peers:
             self._suspected.setdefault(rank, time.monotonic())
 
     def in_doubt(self, ranks: Iterable[int]) -> bool:
-        """Whether any of these is suspected, and neither lost nor heard of since."""
-        return any(
-            not self._visible(rank)
-            and self.lost(rank) is None
-            and rank in self._suspected
-            and self.status(rank) == "running"
-            for rank in ranks
-        )
+        """Whether any of these is suspected, and neither lost nor heard of since.
+
+        If its beats have stopped since one that spoke for it, it is suspected again: where a host ends under
+        load, connections may be torn before its agent has ended.
+        """
+        found = False
+        for rank in ranks:
+            if self._visible(rank) or self.lost(rank) is not None or self.status(rank) != "running":
+                continue
+            if rank not in self._suspected and self._finding(rank).age > self._late:
+                self.suspect([rank])
+            found |= rank in self._suspected
+        return found
 
     def is_cut_off(self, place: str) -> bool:
         """Whether a host is silent; `place` as in `Process`."""

@@ -179,7 +179,7 @@ class Elsewhere:
         places = ("here", "here", "there")
         self.peers = Peers(0, places, None, 1.0)
         self.peers.processes = tuple(Process(os.getpid(), own[1], each, 0) for each in places)
-        self.peers.patience, self.peers._enough = 0.0, 1.5
+        self.peers.patience, self.peers._enough, self.peers._late = 0.0, 1.5, 0.4
         self.findings = self.peers._findings = Findings(mmap.mmap(-1, Findings.size(3)), 3)
         self.watchdog = Watchdog(self.peers)
 
@@ -219,6 +219,25 @@ def test_a_beat_that_may_be_older_than_the_error_does_not_speak_for_its_host() -
         assert seen.peers.in_doubt([1, 2])
         seen.publish("running", 0.0)
         assert not seen.peers.in_doubt([1, 2])
+
+
+@pytest.mark.parametrize("lives", [False, True])
+def test_a_host_whose_beats_stop_after_one_that_spoke_for_it_is_in_doubt_again(lives: bool) -> None:
+    """The agent of a host that ends may outlive the rank whose connection has torn by more than a beat."""
+    seen = Elsewhere()
+    seen.peers.suspect([2])
+    with mock.patch("time.monotonic_ns", return_value=time.monotonic_ns() + 10**9):
+        seen.publish("running", 0.0)
+    assert not seen.peers.in_doubt([1, 2])
+    seen.publish("running", 0.5)
+    assert seen.peers.in_doubt([1, 2])
+    if lives:
+        with mock.patch("time.monotonic_ns", return_value=time.monotonic_ns() + 2 * 10**9):
+            seen.publish("running", 0.0)
+    else:
+        seen.publish("running", 1.6)
+    assert not seen.peers.in_doubt([1, 2])
+    assert (seen.peers.lost(2) is None) == lives
 
 
 def test_an_error_is_no_part_of_an_earlier_doubt() -> None:

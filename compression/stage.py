@@ -293,6 +293,7 @@ class CodecInstance:
 
 
 _prepared: set[str] = set()
+_MANY = 1 << 14  # values of which `topk` takes a sample first
 
 
 def prepare(codec: Codec, dtype: torch.dtype | None = None) -> None:
@@ -318,6 +319,10 @@ def _use(codec: Codec) -> None:
         codec.decode(wire[0, :written], values)
         total = torch.zeros(values.numel(), device="cpu")
         codec.decode_accumulate(wire[0, :written], total)
+        if codec.traits.sparse:
+            codec.clear(wire[0, :written], total)
+            many = torch.zeros(_MANY, device="cpu")
+            codec.encode(many, torch.empty(codec.wire_numel(_MANY), dtype=codec.wire_dtype, device="cpu"))
         if codec.traits.fixed_rate and torch.float32 in codec.traits.dtypes:
             # Several rows, as in use: parts of one row would be contiguous, which is another type.
             wire[1] = wire[0]

@@ -15,6 +15,8 @@ from mcr_plus.cli.output import print_json
 
 _REDUCED: Final = ("float32", "float16", "bfloat16", "float64", "int32", "int64")
 _OPTIONS: Final[dict[str, list[dict[str, Any]]]] = {
+    "bf16": [{}, {"rounding": "stochastic"}],
+    "fp16": [{}, {"rounding": "stochastic"}],
     "fp8_block": [{}, {"scale": "e8m0"}],
     "int4_block": [{}, {"hadamard": True}],
     "topk": [{}, {"chunk": 4096}],

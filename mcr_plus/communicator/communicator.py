@@ -51,7 +51,7 @@ class Communicator(Operations):
     `wait`; `backend` names a library; `compress` is None (the pipeline decides), False (off), a codec's
     name or a mapping with `codec` and its options; `tag` is a free name, matched by rules and shown in logs.
 
-    Tensors may be torch tensors or anything with DLPack (NumPy, CuPy), strided in any way, of any size.
+    Tensors may be torch tensors or arrays of other libraries (NumPy, CuPy), strided in any way, of any size.
     An operation that no library supports raises `Unsupported` on every rank, before any data is sent.
     """
 

@@ -20,7 +20,6 @@ from unittest import mock
 import pytest
 import torch
 from command import mcr_plus
-from numba.core.dispatcher import Dispatcher
 from ranks import run_ranks
 
 import mcr_plus as mcr
@@ -305,6 +304,8 @@ def test_warmup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _kernels() -> list[Any]:
     """The functions of the package that numba compiles where they are called."""
+    from numba.core.dispatcher import Dispatcher  # ranks import this module, some of which must not have it
+
     found: dict[int, Any] = {}
     root = os.path.dirname(mcr.__file__)
     for folder, _, names in os.walk(root, followlinks=True):
@@ -318,6 +319,8 @@ def _kernels() -> list[Any]:
 
 def _called(kernel: Any) -> Iterator[Any]:
     """The compiled functions that the code of one names."""
+    from numba.core.dispatcher import Dispatcher
+
     known = kernel.py_func.__globals__
     for name in kernel.py_func.__code__.co_names:
         places = (known, *(vars(each) for each in known.values() if isinstance(each, ModuleType)))

@@ -1,6 +1,7 @@
-"""Programs with arrays of another library on simulated devices, with what they must give.
+"""Programs with arrays of another library on a device, with what they must give.
 
-As in `device_programs`; the library's arrays may be let go of at any time, and its streams are its own.
+As in `device_programs`; the library's arrays may be let go of at any time, and its streams are its own. They
+run on simulated devices (`device_ranks`) and, with CuPy, on a GPU (`gpu_arrays`).
 """
 
 from __future__ import annotations
@@ -9,16 +10,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
-from device_arrays import Array, ArrayLibrary
 from device_programs import COUNT, Program, Values, given, total
-from device_ranks import Rank
 
 import mcr_plus as mcr
 
 
-def in_turn(rank: Rank, *, states: bool = True, **how: Any) -> Values:
+def in_turn(rank: Any, *, states: bool = True, **how: Any) -> Values:
     """Synchronous calls under two of the library's streams in turn; torch's streams have no part."""
-    cupy, read = ArrayLibrary(rank.home, states=states), Values()
+    cupy, read = rank.library(states=states), Values()
     streams = [rank.stream(), rank.stream()]
     for salt in range(3):
         with cupy.under(streams[salt % 2]):
@@ -32,9 +31,9 @@ def in_turn(rank: Rank, *, states: bool = True, **how: Any) -> Values:
     return read
 
 
-def in_flight(rank: Rank, *, states: bool = True, **how: Any) -> Values:
+def in_flight(rank: Any, *, states: bool = True, **how: Any) -> Values:
     """Issued under one of the library's streams, waited for and read under another."""
-    cupy, read = ArrayLibrary(rank.home, states=states), Values()
+    cupy, read = rank.library(states=states), Values()
     one, other = rank.stream(), rank.stream()
     for salt in range(2):
         with cupy.under(one):
@@ -56,8 +55,8 @@ def in_flight(rank: Rank, *, states: bool = True, **how: Any) -> Values:
     return read
 
 
-def polled(rank: Rank, **how: Any) -> Values:
-    cupy = ArrayLibrary(rank.home)
+def polled(rank: Any, **how: Any) -> Values:
+    cupy = rank.library()
     x = cupy.array(given(rank.rank))
     work = rank.comm.all_reduce(x, async_op=True, **how)
     rank.step()
@@ -66,9 +65,9 @@ def polled(rank: Rank, **how: Any) -> Values:
         return x.read()
 
 
-def dropped(rank: Rank, **how: Any) -> Values:
+def dropped(rank: Any, **how: Any) -> Values:
     """Arrays and handles that the program lets go of while operations are in flight."""
-    cupy = ArrayLibrary(rank.home)
+    cupy = rank.library()
     works = [rank.comm.all_reduce(cupy.array(given(rank.rank)), async_op=True, **how) for _ in range(2)]
     rank.step()
     del works
@@ -88,9 +87,9 @@ def dropped(rank: Rank, **how: Any) -> Values:
     return read
 
 
-def with_tensors(rank: Rank, **how: Any) -> Values:
+def with_tensors(rank: Any, **how: Any) -> Values:
     """From an array to a tensor and back, where torch's current stream has a part."""
-    cupy, one, read = ArrayLibrary(rank.home), rank.stream(), Values()
+    cupy, one, read = rank.library(), rank.stream(), Values()
     with rank.under(one):
         out = rank.tensor([0.0] * COUNT * rank.size)
         work = rank.comm.all_gather_into_tensor(out, cupy.array(given(rank.rank)), async_op=True, **how)
@@ -103,17 +102,13 @@ def with_tensors(rank: Rank, **how: Any) -> Values:
     return read + back.read()
 
 
-def persistent(rank: Rank, *, states: bool = True, **how: Any) -> Values:
+def persistent(rank: Any, *, states: bool = True, **how: Any) -> Values:
     """Bound once, started and called under other streams of the library."""
-    cupy, read = ArrayLibrary(rank.home, states=states), Values()
+    cupy, read = rank.library(states=states), Values()
     x = cupy.array(given(rank.rank))
     run = rank.comm.persistent("all_reduce", x, **how)
-    read = []
     for turn in range(4):
-        event = rank.home.event()
-        event.record(cupy.current)
-        cupy.current = rank.stream()
-        cupy.current.wait_event(event)
+        cupy.go_on_with(rank.stream())
         x.write(given(rank.rank, turn))
         if turn % 2:
             run()
@@ -128,18 +123,18 @@ def persistent(rank: Rank, *, states: bool = True, **how: Any) -> Values:
 class Kinds:
     """Every operation once, synchronous or not."""
 
-    def __init__(self, rank: Rank, async_op: bool, how: dict[str, Any]) -> None:
-        self.rank, self.comm, self.cupy = rank, rank.comm, ArrayLibrary(rank.home)
+    def __init__(self, rank: Any, async_op: bool, how: dict[str, Any]) -> None:
+        self.rank, self.comm, self.cupy = rank, rank.comm, rank.library()
         self.how = how | {"async_op": async_op}
         self.read = Values()
 
-    def zeros(self, count: int) -> Array:
+    def zeros(self, count: int) -> Any:
         return self.cupy.array([0.0] * count)
 
-    def mine(self, count: int = COUNT, salt: int = 0) -> Array:
+    def mine(self, count: int = COUNT, salt: int = 0) -> Any:
         return self.cupy.array(given(self.rank.rank, salt, count))
 
-    def ends(self, call: Callable[..., Any], *arguments: Any, outputs: list[Array] | None = None) -> None:
+    def ends(self, call: Callable[..., Any], *arguments: Any, outputs: list[Any] | None = None) -> None:
         """Run a call; its outputs are the first argument unless they are given."""
         work = call(*arguments, **self.how)
         self.rank.step()
@@ -195,11 +190,11 @@ class Kinds:
             self.read += each.read()
 
 
-def kinds(rank: Rank, **how: Any) -> Values:
+def kinds(rank: Any, **how: Any) -> Values:
     return Kinds(rank, True, how).run()
 
 
-def kinds_in_turn(rank: Rank, **how: Any) -> Values:
+def kinds_in_turn(rank: Any, **how: Any) -> Values:
     return Kinds(rank, False, how).run()
 
 

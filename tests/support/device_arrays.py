@@ -59,6 +59,11 @@ class ArrayLibrary:
         finally:
             self.current = before
 
+    def go_on_with(self, stream: FakeStream) -> None:
+        """Make a stream the current one from here on, behind the one that is current now."""
+        stream.wait_stream(self.current)
+        self.current = stream
+
     def array(self, values: Any) -> Array:
         """Values on the device, written there by the library's current stream."""
         with self.home.under(self.current):

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from device_arrays import shared
+from device_arrays import ArrayLibrary, shared
 from device_model import FakeStreams
 from device_tensors import OnDevice, kernels_on_devices, ranges, uploaded
 from fake_nccl import Simulator
@@ -366,6 +366,10 @@ class Rank:
 
     def under(self, stream: Any) -> contextlib.AbstractContextManager[None]:
         return self.home.under(stream)
+
+    def library(self, *, states: bool = True) -> ArrayLibrary:
+        """An array library beside torch; see `ArrayLibrary`."""
+        return ArrayLibrary(self.home, states=states)
 
     def step(self) -> None:
         """The end of a statement: another rank may have its turn."""

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from conformance import Case
+from gpu_arrays import arrays_in_order
 from reference import DEVICE, Failures, difference, full, inputs, reduced, rough, wide, zeros
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -411,6 +412,7 @@ def _cupy(backends: Sequence[str], failures: Failures) -> None:
             failures.expect(
                 f"CuPy's stream on {backend}", bool((cupy.asnumpy(result) == wanted).all()), result[:3]
             )
+            arrays_in_order(comm, backend, failures)
 
 
 PARTS: Final[dict[str, dict[str, Callable[[Sequence[str], Failures], None]]]] = {

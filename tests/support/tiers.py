@@ -48,6 +48,8 @@ LONG: Final = (
     "test_kernels_compile.py::test_kernels_compile[int4_block",
     "test_kernels_compile.py::test_kernels_compile[int_shared",
     "test_kernels_compile.py::test_kernels_compile[sign1",
+    # compiles all kernels, where they have not been compiled yet
+    "test_compiling.py::test_warmup_leaves_no_kernel_out",
     # `make test` has every shape on two ranks, and every type on one.
     "test_conformance.py::test_conforms[three ranks",
     "test_conformance.py::test_conforms[two ranks, every type",

@@ -83,7 +83,7 @@ def _folded(builder: Any, chains: list[Any]) -> Any:
             else:
                 mask = ir.Constant(ir.VectorType(ir.IntType(32), width), list(range(first, first + width)))
                 halves.append(builder.shuffle_vector(chain, chain, mask))
-        chain = _mix_vectors(builder, *halves, width)
+        chain = _mix_vectors(builder, halves[0], halves[1], width)
     return chain
 
 

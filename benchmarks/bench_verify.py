@@ -5,9 +5,9 @@
 *Flips*: three ranks run random operations of all kinds, dtypes and sizes, handed to the library below the
 engine; in most of them a bit flips on a random rank, in what is sent or in what has arrived. One is found if
 all ranks raise `DataCorrupted` with the same operation, ranks, library and block.
-*Cost*: calls without verification and with every one verified, in turns, two ranks; the least time of each,
-as other processes only ever add to it (up to 1 MiB, a mean of 20 calls). The report goes to
-benchmarks/results/verify_<hardware>_<yyyymm>.md.
+*Cost*: calls without verification, with every one and with one in ten verified, in turns, two ranks; the
+least time of each, as other processes only ever add to it (up to 1 MiB a mean of 20 calls; of one in ten,
+above, of 10). The report goes to benchmarks/results/verify_<hardware>_<yyyymm>.md.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import verify_jobs
 
 LIBRARIES: Final = ("msccl", "gloo", "mpi")
 COSTS: Final = (8, 1 << 20, 64 << 20)  # bytes
-OPTIONS: Final = {"off": "off", "every": "every"}
+OPTIONS: Final[dict[str, str | int]] = {"off": "off", "every": "every", "one in 10": 10}
 
 
 def flipped(backend: str, seed: int, operations: int) -> dict[str, Any] | None:
@@ -54,7 +54,7 @@ def costs(backend: str, rounds: int) -> dict[str, Any] | None:
     """Microseconds of calls, by round."""
     torch.set_num_threads(1)
 
-    def calls(verify: str) -> dict[str, float]:
+    def calls(verify: str | int) -> dict[str, float]:
         found = {}
         with mcr.init(verify_jobs.config(backend, verify=verify)) as comm:
             peer = 1 - comm.rank
@@ -71,7 +71,9 @@ def costs(backend: str, rounds: int) -> dict[str, Any] | None:
                     ("all_gather", partial(comm.all_gather_into_tensor, gathered, part)),
                     ("send", message),
                 ):
-                    samples, repeats = (6, 1) if nbytes > 1 << 20 else (30, 20)
+                    samples, repeats = (30, 20)
+                    if nbytes > 1 << 20:
+                        samples, repeats = (6, 1) if isinstance(verify, str) else (2, verify)
                     harness.seconds(call, 2)
                     times = []
                     for _ in range(samples):
@@ -106,11 +108,11 @@ def main(
     for library in LIBRARIES if rounds else ():
         turns = harness.on_ranks(harness.here(2), costs, library, rounds)
         for name in turns["off"][0]:
-            off, every = (min(turn[name] for turn in turns[key]) for key in ("off", "every"))
-            more = f"{every - off:+.1f}"
-            rows.append([library, name, f"{off:.1f}", f"{every:.1f}", more, f"{every / off:.2f}"])
+            off, every, tenth = (min(turn[name] for turn in turns[key]) for key in OPTIONS)
+            more, times = f"{every - off:+.1f}", f"{every / off:.2f}"
+            rows.append([library, name, *(f"{each:.1f}" for each in (off, every, tenth)), more, times])
     if rows:
-        head = ["library", "call (bytes)", "off, µs", "every, µs", "every - off", "every / off"]
+        head = ["library", "call (bytes)", *(f"{key}, µs" for key in OPTIONS), "every - off", "every / off"]
         parts += ["### Cost, two ranks, the least of all turns", harness.markdown(head, rows)]
     note = f"{rounds} turns; load average {os.getloadavg()[1]:.0f}"
     text = harness.page("Verified payloads", harness.command(), note, *parts)

@@ -19,8 +19,6 @@ from mcr_plus.errors import BackendError
 from mcr_plus.kernels import cpu
 
 BLOCK: Final = 16384
-HASHED: Final = 4 * BLOCK
-"""Bytes of a block of `block_hashes`, in any dtype."""
 UNSIGNED: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _FOLD: Final = np.uint64(32)
 FACTOR: Final = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio, odd
@@ -28,7 +26,6 @@ SEED: Final = 0x243F6A8885A308D3
 _SEEDS: Final = tuple(np.uint64(SEED * (2 * lane + 1) & (2**64 - 1)) for lane in range(8))
 _S0, _S1, _S2, _S3, _S4, _S5, _S6, _S7 = _SEEDS
 _ZERO: Final = np.uint64(0)
-_NO_BYTES: Final = np.empty(0, np.uint8)
 
 Array = NDArray[Any]
 
@@ -48,13 +45,13 @@ def reference_digest(values: torch.Tensor) -> int:
         words = torch.nn.functional.pad(part, (0, -part.numel() % 64)).view(torch.int64).view(-1, 8)
         lanes = torch.tensor([to_signed(int(seed)) for seed in _SEEDS], device="cpu")
         for row in words:
-            lanes = _mixed(lanes, row)
+            lanes = mixed(lanes, row)
         block = torch.tensor(0, device="cpu")
         for lane in lanes:
-            block = _mixed(block, lane)
-        total = int(_mixed(torch.tensor(total, device="cpu"), block))
+            block = mixed(block, lane)
+        total = int(mixed(torch.tensor(total, device="cpu"), block))
     shape = torch.tensor(to_signed((numel << 4 | width) & (2**64 - 1)), device="cpu")
-    return int(_mixed(torch.tensor(total, device="cpu"), shape)) & (2**64 - 1)
+    return int(mixed(torch.tensor(total, device="cpu"), shape)) & (2**64 - 1)
 
 
 def to_signed(value: int) -> int:
@@ -62,13 +59,14 @@ def to_signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
-def _mixed(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def mixed(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """`mix`, of int64 in plain torch."""
     product = (left ^ right) * to_signed(int(FACTOR))
     return product ^ (product >> 32 & 0xFFFFFFFF)
 
 
 @cpu.inlined
-def _mix(left, right):  # type: ignore[no-untyped-def]
+def mix(left, right):  # type: ignore[no-untyped-def]
     """A bijection of either argument, so that one changed word is never missed."""
     product = (left ^ right) * FACTOR
     return product ^ (product >> _FOLD)
@@ -81,17 +79,17 @@ def hash_block(words, rest):  # type: ignore[no-untyped-def]
     whole = words.size // 8
     for i in range(whole):
         row = words[8 * i : 8 * i + 8]
-        a, b, c, d = _mix(a, row[0]), _mix(b, row[1]), _mix(c, row[2]), _mix(d, row[3])
-        e, f, g, h = _mix(e, row[4]), _mix(f, row[5]), _mix(g, row[6]), _mix(h, row[7])
+        a, b, c, d = mix(a, row[0]), mix(b, row[1]), mix(c, row[2]), mix(d, row[3])
+        e, f, g, h = mix(e, row[4]), mix(f, row[5]), mix(g, row[6]), mix(h, row[7])
     if words.size % 8 or rest.size:
         last = np.zeros(8, np.uint64)
         for i in range(8 * whole, words.size):
             last[i - 8 * whole] = words[i]
         for i in range(rest.size):
             last[words.size - 8 * whole] |= np.uint64(rest[i]) << np.uint64(8 * i)
-        a, b, c, d = _mix(a, last[0]), _mix(b, last[1]), _mix(c, last[2]), _mix(d, last[3])
-        e, f, g, h = _mix(e, last[4]), _mix(f, last[5]), _mix(g, last[6]), _mix(h, last[7])
-    return _mix(_mix(_mix(_mix(_mix(_mix(_mix(_mix(_ZERO, a), b), c), d), e), f), g), h)
+        a, b, c, d = mix(a, last[0]), mix(b, last[1]), mix(c, last[2]), mix(d, last[3])
+        e, f, g, h = mix(e, last[4]), mix(f, last[5]), mix(g, last[6]), mix(h, last[7])
+    return mix(mix(mix(mix(mix(mix(mix(mix(_ZERO, a), b), c), d), e), f), g), h)
 
 
 @cpu.compiled
@@ -107,8 +105,8 @@ def _digests(raw, words, hashes, width, lo, hi):  # type: ignore[no-untyped-def]
 def _fold(hashes, shape):  # type: ignore[no-untyped-def]
     total = _ZERO
     for i in range(hashes.size):
-        total = _mix(total, hashes[i])
-    return _mix(total, shape)
+        total = mix(total, hashes[i])
+    return mix(total, shape)
 
 
 def digest(values: torch.Tensor) -> int:
@@ -138,27 +136,6 @@ def _gpu() -> Any:
     from mcr_plus.kernels.gpu import digest
 
     return digest
-
-
-def block_hashes(values: torch.Tensor) -> Array:
-    """The 64-bit hash of every `HASHED` bytes of contiguous `values`, in their order.
-
-    The last block may be shorter. A changed word always changes the hash of its block.
-    """
-    numel = values.numel()
-    raw: Array = _NO_BYTES
-    if numel:  # a contiguous tensor of one element may have any stride
-        raw = values.detach().as_strided((numel,), (1,)).view(torch.uint8).numpy()
-    hashes = np.empty(-(-raw.size // HASHED), np.uint64)
-    if hashes.size:
-        words = raw[: raw.size // 8 * 8].view(np.uint64)
-        cpu.spread(_digests, hashes.size, raw.nbytes, raw, words, hashes, HASHED // BLOCK)
-    return hashes
-
-
-def joined(hashes: Array) -> int:
-    """One 64-bit word of the hashes of blocks, in their order."""
-    return int(hashes[0]) if hashes.size == 1 else int(_fold(hashes, np.uint64(hashes.size)))
 
 
 def views(values: torch.Tensor) -> tuple[Array, Array, Array]:

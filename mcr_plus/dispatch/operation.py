@@ -14,7 +14,6 @@ from mcr_plus.dispatch.board.base import pad
 from mcr_plus.dispatch.disabling import refuse_if_off
 from mcr_plus.dispatch.failover.channel import FailoverChannel
 from mcr_plus.dispatch.issue import Issue
-from mcr_plus.dispatch.verify.stepped import SteppedChannel
 from mcr_plus.dispatch.waiting import FIRST_POLLS, GLANCE, SHORT_NAPS
 from mcr_plus.dispatch.work import IssuedWork
 
@@ -77,9 +76,7 @@ class Operation:
             self.has_failover = True
             self.backend = channel.library if channel.moved else signature.choice
         # With failover, whoever makes progress may find that the library has failed.
-        # The steps of a verified one are those of any wait.
-        in_steps = self.has_failover or isinstance(channel, SteppedChannel)
-        self.inline = not (signature.async_op or on_stream or signature.is_p2p or in_steps)
+        self.inline = not (signature.async_op or on_stream or signature.is_p2p or self.has_failover)
         # Lists, which `stop_polling` empties under a loop of another thread.
         self.spins = [None] * spins
         self.first = [None] * min(spins, GLANCE if rings else FIRST_POLLS)

@@ -50,6 +50,27 @@ def test_every_flipped_bit_is_found_on_all_ranks_alike(backend: str, ranks: int)
 
 
 @pytest.mark.parametrize("backend", LIBRARIES)
+def test_bits_that_flip_in_any_piece_of_a_large_operation_are_found(backend: str) -> None:
+    every = list(zip(*values(jobs.flips_in_pieces, 3, backend, 23, 60), strict=True))
+    flips, blocks = 0, set()
+    for each in every:
+        raised = [one[5] for one in each]
+        assert all(one == raised[0] for one in raised), each
+        assert bool(raised[0]) == any(one[4] for one in each), each
+        if raised[0]:
+            flips += 1
+            blocks.add(raised[0][4])
+    assert flips > 15
+    assert len(blocks) > 2
+
+
+@pytest.mark.parametrize("backend", LIBRARIES)
+def test_operations_in_pieces_have_the_right_results(backend: str) -> None:
+    for right in values(jobs.in_pieces, 3, backend):
+        assert right == [True] * 60
+
+
+@pytest.mark.parametrize("backend", LIBRARIES)
 def test_damaged_messages_are_found_by_their_receivers(backend: str) -> None:
     found = values(jobs.many_messages, 2, backend, 5, 60)
     assert sum(flips for _, flips in found) > 20
@@ -78,7 +99,7 @@ def test_every_third_operation_of_a_signature_is_verified(backend: str) -> None:
 def test_ranks_of_several_hosts_exchange_digests_by_the_library() -> None:
     for found in values(jobs.on_two_hosts, 2, "gloo"):
         assert found["rows"] == ["LibraryRows"]
-        assert found["raised"] == ["", "", "DataCorrupted", "digests"]
+        assert found["raised"] == ["", "", "DataCorrupted", "checksums"]
 
 
 def test_bits_that_flip_on_the_wire_are_found(tmp_path: Path) -> None:

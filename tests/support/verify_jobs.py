@@ -6,8 +6,10 @@ import os
 import random
 import signal
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
+import numpy as np
 import torch
 
 import mcr_plus as mcr
@@ -15,8 +17,11 @@ from mcr_plus.backends.base import Poll, ReceivePoll, Start
 from mcr_plus.core.kinds import KINDS as KINDS_OF_ALL
 from mcr_plus.core.kinds import VECTOR, Kind, collective, plain_kind
 from mcr_plus.core.message import Message, Signature
-from mcr_plus.dispatch.verify import opening
+from mcr_plus.dispatch.verify import course, opening
 from mcr_plus.dispatch.verify.channel import VerifiedChannel
+from mcr_plus.dispatch.verify.rows import LibraryRows
+from mcr_plus.dispatch.verify.steps import Step
+from mcr_plus.kernels.checksum import BLOCK
 from mcr_plus.runtime.init import current
 
 
@@ -31,6 +36,7 @@ KINDS: Final[tuple[Kind, ...]] = tuple(
 )
 # Not bool: torch copies a byte of 3 as 1, so a flipped bit may be gone before it is sent.
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.complex64)
+PIECE: Final = 2 * BLOCK
 SIZES: Final = (1, 5, 300, 9_000, 70_000)
 
 
@@ -53,14 +59,15 @@ class Flipper:
     """Flips a bit in what the steps of a verified operation hand to the library, or get from it.
 
     The next one after `arm`, in step number `step` of this rank: `sent` before the library has the tensor and
-    after its digest was taken, `arrived` when the library has ended.
+    after its checksum was taken, `arrived` when the library has ended. Steps that were bound before are not
+    disturbed.
     """
 
     def __init__(self, channel: VerifiedChannel) -> None:
-        self._poll = channel._library.poll
+        self._bind = channel._steps.bind
         self.draw = random.Random(0)
         self.place, self.step, self.done = "", 0, False
-        channel._library.poll = self.poll  # type: ignore[method-assign]
+        channel._steps.bind = self.bind  # type: ignore[method-assign]
 
     def arm(self, place: str, step: int, draw: random.Random) -> None:
         self.place, self.step, self.draw, self.done = place, step, draw, False
@@ -70,12 +77,17 @@ class Flipper:
             flip(tensors[0], self.draw)
             self.done = True
 
-    def poll(self, message: Message) -> Poll:
+    def bind(self, signature: Signature) -> Step:
+        step = self._bind(signature)
+        step.start = partial(self._start, step.start)
+        return step
+
+    def _start(self, start: Start, message: Message) -> Poll:
         mine = self.place if self.step == 0 else ""
         self.step -= 1
         if mine == "sent":
             self._flip(message.inputs)
-        poll, outputs = self._poll(message), message.outputs
+        poll, outputs = start(message), message.outputs
         if mine != "arrived":
             return poll
         ended = False
@@ -127,11 +139,49 @@ def case(
     return Message(signature, inputs, outputs, **extras)
 
 
-def many_flips(backend: str, seed: int, operations: int, kinds: Sequence[Kind] = KINDS) -> list[Any]:
+def flips_in_pieces(backend: str, seed: int, operations: int) -> list[Any]:
+    """`many_flips` in operations that run in up to five pieces."""
+    course.PIECE = PIECE  # type: ignore[misc]
+    kinds: tuple[Kind, ...] = ("all_reduce", "broadcast")
+    return many_flips(backend, seed, operations, kinds, (70_001, 150_000), range(6))
+
+
+def in_pieces(backend: str) -> list[bool]:
+    """Whether results of operations in pieces, and beside them, are those of numpy."""
+    torch.set_num_threads(1)
+    course.PIECE = PIECE  # type: ignore[misc]
+    right = []
+    with mcr.init(config(backend)) as comm:
+        for number, numel in enumerate((3, 40_000, 70_001, 98_304, 200_003)):
+            inputs = [(np.arange(numel) * (rank + 2) + number) % 31 for rank in range(comm.size)]
+            root = number % comm.size
+            for dtype in (torch.float32, torch.int64, torch.bfloat16):
+                for async_op in (False, True):
+                    total, sent = (torch.tensor(inputs[comm.rank], dtype=dtype) for _ in range(2))
+                    works = [
+                        comm.all_reduce(total, async_op=async_op),
+                        comm.broadcast(sent, root, async_op=async_op),
+                    ]
+                    for work in works:
+                        if work is not None:
+                            work.wait()
+                    right.append(bool((total.double().numpy() == sum(inputs)).all()))
+                    right.append(bool((sent.double().numpy() == inputs[root]).all()))
+    return right
+
+
+def many_flips(
+    backend: str,
+    seed: int,
+    operations: int,
+    kinds: Sequence[Kind] = KINDS,
+    sizes: Sequence[int] = SIZES,
+    steps: Sequence[int] = (0, 0, 1),
+) -> list[Any]:
     """Random operations, most of them with a flipped bit on a random rank.
 
-    They are handed to the library below the engine, whose group would be failed after the first.
-    Returns for each: its kind, whether this rank has flipped a bit, and what was raised here.
+    They are handed to the library below the engine, whose group would be failed after the first. Returns for
+    each: its kind, whether this rank has flipped a bit, and what was raised here.
     """
     torch.set_num_threads(1)
     shared, found = random.Random(seed), []
@@ -139,8 +189,8 @@ def many_flips(backend: str, seed: int, operations: int, kinds: Sequence[Kind] =
         channel, ranks = verified(backend), comm.size
         flipper = Flipper(channel)
         for number in range(operations):
-            kind, dtype, size = shared.choice(kinds), shared.choice(DTYPES), shared.choice(SIZES)
-            root, victim, step = shared.randrange(ranks), shared.randrange(ranks), shared.choice((0, 0, 1))
+            kind, dtype, size = shared.choice(kinds), shared.choice(DTYPES), shared.choice(sizes)
+            root, victim, step = shared.randrange(ranks), shared.randrange(ranks), shared.choice(steps)
             place, is_wanted = shared.choice(("sent", "arrived")), shared.random() < 0.8
             message = case(kind, comm.rank, ranks, size, dtype, root, backend)
             armed = is_wanted and victim == comm.rank
@@ -262,9 +312,10 @@ def through_the_api(backend: str) -> list[Any]:
             error: Any = None
             place: list[str] = []  # of a message that is damaged
             flipped_messages(channel, lambda: place[0] if place else "", random.Random(7))  # noqa: B023
+            flipper = Flipper(channel)
             call(comm)  # what is not damaged passes
             place += ["arrived"] * is_victim
-            Flipper(channel).arm("arrived" if is_victim and name != "recv" else "", 0, random.Random(name))
+            flipper.arm("arrived" if is_victim and name != "recv" else "", 0, random.Random(name))
             try:
                 call(comm)
                 comm.barrier()  # where a sender is told
@@ -339,14 +390,14 @@ def one_in_three(backend: str) -> dict[str, Any]:
             is_right &= bool((value == sum(range(1, comm.size + 1))).all())
 
         asked = 0
-        begin = channel._messages._digest_message
+        begin = channel._messages._message
 
         def counted(*args: Any) -> Poll:
             nonlocal asked
             asked += 1
             return begin(*args)
 
-        vars(channel._messages)["_digest_message"] = counted
+        vars(channel._messages)["_message"] = counted
 
         def messages() -> None:
             value = torch.ones(3)
@@ -371,22 +422,23 @@ def on_two_hosts(backend: str) -> dict[str, Any]:
             value = torch.full((size,), comm.rank + 1.0)
             comm.all_reduce(value)
             raised.append("" if bool((value == 3).all()) else "wrong")
-        read = channel._rows.read
+        rows = channel._rows
+        assert isinstance(rows, LibraryRows)
+        agree = rows.agree
 
-        def damaged() -> list[list[int]]:
-            rows = read()
-            rows[1][0] ^= 1 << 40
-            return rows
+        def damaged() -> bool:
+            rows._all[1, 0] ^= 1 << 40
+            return agree()
 
-        channel._rows.read = damaged  # type: ignore[method-assign]
+        rows.agree = damaged  # type: ignore[method-assign]
         try:
             comm.broadcast(torch.ones(3), 0)
         except mcr.McrError as error:
             raised += [
                 type(error).__name__,
-                "digests" if "the digests themselves" in str(error) else str(error),
+                "checksums" if "the checksums themselves" in str(error) else str(error),
             ]
-        return {"rows": [type(channel._rows).__name__], "raised": raised}
+        return {"rows": [type(rows).__name__], "raised": raised}
 
 
 def configured_unlike() -> list[str]:

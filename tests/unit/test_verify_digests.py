@@ -15,69 +15,116 @@ from mcr_plus.backends.base import Poll
 from mcr_plus.core.group import Group
 from mcr_plus.core.message import Signature
 from mcr_plus.dispatch.options import DispatchOptions
-from mcr_plus.dispatch.verify import course
+from mcr_plus.dispatch.verify import course, reducing
 from mcr_plus.dispatch.verify.flows import (
+    GOT,
+    GOT_SUMS,
+    SENT,
+    SENT_SUMS,
+    Blocks,
     Difference,
     Flows,
+    Ledger,
+    Plan,
     damaged_rows,
     first_block,
     first_difference,
-    row_of,
     row_words,
 )
 from mcr_plus.dispatch.verify.rows import SharedRows, shared_bytes
 from mcr_plus.errors import Unsupported
-from mcr_plus.kernels.digest import HASHED, block_hashes, joined
+from mcr_plus.kernels import checksum
+from mcr_plus.kernels.checksum import BLOCK
 from mcr_plus.pipeline.dispatch import DispatchStage
+
+
+def taken(values: torch.Tensor) -> list[int]:
+    return Blocks(values.nbytes).of(values).tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64, torch.complex128])
 @pytest.mark.parametrize("numel", [1, 3, 16_384, 70_001])
-def test_a_flipped_bit_changes_the_hash_of_its_block_alone(dtype: torch.dtype, numel: int) -> None:
+def test_a_flipped_bit_changes_the_checksum_of_its_block_alone(dtype: torch.dtype, numel: int) -> None:
     draw = random.Random(numel)
     values = torch.arange(numel).to(dtype)
-    before = block_hashes(values)
-    assert len(before) == -(-values.nbytes // HASHED)
+    before = taken(values)
+    assert len(before) == -(-values.nbytes // BLOCK)
     raw = values.view(torch.uint8)
     for at in {0, raw.numel() - 1, *(draw.randrange(raw.numel()) for _ in range(40))}:
         raw[at] ^= (bit := 1 << draw.randrange(8))
-        after = block_hashes(values)
+        after = taken(values)
         raw[at] ^= bit
-        assert np.flatnonzero(before != after).tolist() == [at // HASHED]
-        assert first_block(before.tolist(), after.tolist()) == at // HASHED
-        assert joined(before) != joined(after)
-    assert (block_hashes(values) == before).all()
+        assert np.flatnonzero(np.array(before) != np.array(after)).tolist() == [at // BLOCK]
+        assert first_block(before, after) == at // BLOCK
+    assert taken(values) == before
 
 
-def test_a_tensor_of_one_element_may_have_any_stride() -> None:
-    value = torch.arange(4.0)[1::2][:1]
-    assert value.is_contiguous()
-    assert value.stride() == (2,)
-    assert block_hashes(value) == block_hashes(torch.tensor([1.0]))
+@pytest.mark.parametrize("nbytes", [0, 1, 7, 8, 511, 512, 513, 4104, BLOCK, BLOCK + 1, 3 * BLOCK - 5])
+def test_checksums_are_those_of_their_definition(nbytes: int) -> None:
+    memory = torch.from_numpy(np.random.default_rng(nbytes).integers(0, 256, nbytes + 3, np.uint8))
+    values = memory[3:]  # no address of words
+    assert taken(values) == [checksum.reference(block) for block in values.split(BLOCK) if block.numel()]
+
+
+def test_checksums_see_pairs_of_flips_and_exchanged_rows() -> None:
+    """Sums would not: two flips of a sign bit cancel each other, and the order of words does not matter."""
+    values = torch.from_numpy(np.random.default_rng(5).integers(0, 1 << 62, BLOCK // 8))
+    found, flipped = taken(values), values.clone()
+    for at, other in ((0, 1), (0, 64), (0, 8), (64, 4096), (5, 8000)):
+        for bit in (1 << 62, 1, -(1 << 63)):
+            flipped[[at, other]] ^= bit
+            assert taken(flipped) != found
+            flipped[[at, other]] ^= bit
+        flipped[[at, other]] = flipped[[other, at]]
+        assert taken(flipped) != found
+        flipped[[at, other]] = flipped[[other, at]]
+    assert taken(flipped) == found
 
 
 @pytest.mark.parametrize("ranks", [2, 5])
 def test_the_first_difference_is_that_of_a_search(ranks: int) -> None:
-    draw = random.Random(ranks)
-    for _ in range(60):
-        sent = [[draw.randrange(1, 1 << 64) for _ in range(ranks)] for _ in range(ranks)]
-        got = [list(row) for row in sent]
+    draw, words = random.Random(ranks), row_words(ranks)
+    parts = Flows.of_parts([32] * ranks)
+    plan = Plan(ranks, {SENT_SUMS: parts, GOT_SUMS: parts})
+    for number in range(40):
+        sent = torch.randint(0, 1 << 62, (ranks, ranks, 4), generator=torch.Generator().manual_seed(number))
+        got = sent.transpose(0, 1).contiguous()
         damaged = sorted({(draw.randrange(ranks), draw.randrange(ranks)) for _ in range(draw.randrange(3))})
         for source, target in damaged:
-            got[source][target] ^= 1 << draw.randrange(64)
-        rows = []
-        for rank in range(ranks):
-            flows = Flows(
-                {to: np.array([sent[rank][to]], np.uint64) for to in range(ranks)},
-                {of: np.array([got[of][rank]], np.uint64) for of in range(ranks)},
-            )
-            quiet = Flows({}, {})
-            rows.append(row_of([quiet, flows], ranks))
+            got[target, source, draw.randrange(4)] ^= 1 << draw.randrange(62)
+        memory = memoryview(bytearray(shared_bytes(ranks, words)))
+        ends = [SharedRows(memory, rank, ranks, words, lambda: None) for rank in range(ranks)]
+        polls = []
+        for rank, end in enumerate(ends):
+            ledger = Ledger(plan)
+            ledger.take(SENT_SUMS, sent[rank].data_ptr())
+            ledger.take(GOT_SUMS, got[rank].data_ptr())
+            ledger.join()
+            polls.append(end.post(ledger.row))
+        assert all(poll() for poll in polls)
+        assert [end.agree() for end in ends] == [not damaged] * ranks
+        rows = ends[0].read()
         assert damaged_rows(rows) == []
         assert first_difference(rows) == (Difference(1, *damaged[0]) if damaged else None)
-        victim, word = draw.randrange(ranks), draw.randrange(row_words(ranks))
-        rows[victim][word] ^= 1 << draw.randrange(64)
-        assert damaged_rows(rows) == [victim]
+        victim, word = draw.randrange(ranks), draw.randrange(words)
+        stride = len(memory) // 16 // ranks
+        memory.cast("q")[(2 * victim + 1) * stride + 1 + word] ^= 1 << draw.randrange(62)
+        assert damaged_rows(ends[0].read()) == [victim]
+        assert polls[0]()
+        assert not ends[0].agree()
+
+
+def test_the_blocks_of_pieces_are_numbered_through() -> None:
+    part, repeats, rest = 2 * BLOCK, 3, [5, BLOCK + 9]
+    plan = Plan(2, {SENT: Flows.of_parts(rest)}, repeats, part)
+    flows = [torch.randint(0, 256, (repeats * part + each,), dtype=torch.uint8) for each in rest]
+    ledger = Ledger(plan)
+    for piece in range(repeats + 1):
+        ends = [piece * part, (piece + 1) * part]
+        value = torch.cat([flow[slice(*ends)] for flow in flows])
+        ledger.take_piece(SENT, value.data_ptr(), piece)
+    assert [ledger.of(SENT, rank) for rank in range(2)] == [taken(flow) for flow in flows]
+    assert ledger.of(GOT, 0) == []
 
 
 def test_rows_in_shared_memory_are_those_of_one_exchange() -> None:
@@ -85,36 +132,40 @@ def test_rows_in_shared_memory_are_those_of_one_exchange() -> None:
     memory = memoryview(bytearray(shared_bytes(ranks, words)))
     ends = [SharedRows(memory, rank, ranks, words, lambda: rings.append(1)) for rank in range(ranks)]
     for number in range(7):
-        rows = [
-            [(1 << 63) + 100 * number + 10 * rank + word for word in range(words)] for rank in range(ranks)
-        ]
+        rows = np.random.default_rng(number).integers(-(1 << 63), (1 << 63) - 1, (ranks, words))
         order = [(number + step) % ranks for step in range(ranks)]
         polls: dict[int, Poll] = {}
         for rank in order:
             assert not any(poll() for poll in polls.values())
             polls[rank] = ends[rank].post(rows[rank])
+        rows[:, -1] = rows[:, :-1].sum(1)
         # A rank that has read may post its next row before the others have read this one.
         assert all(poll() for poll in polls.values())
         first = ends[order[0]]
-        assert first.read() == rows
+        assert first.read() == rows.tolist()
         if number == 6:
-            early = first.post([0] * words)
+            early = first.post(np.zeros(words, np.int64))
             assert not early()
-        assert [end.read() for end in ends if end is not first] == [rows] * 2
+        assert [end.read() for end in ends if end is not first] == [rows.tolist()] * 2
     assert len(rings) == 7 * ranks + 1
+    late = ends[0].post(np.zeros(words, np.int64))
+    ends[0].close()
+    assert not late()
 
 
 @pytest.mark.parametrize("op", ["SUM", "AVG", "PRODUCT", "MIN", "MAX"])
-def test_reductions_in_pieces_are_those_of_numpy(op: str) -> None:
+@pytest.mark.parametrize("numel", [3, 2 * reducing._PIECE + 17])
+def test_reductions_in_pieces_are_those_of_numpy(op: str, numel: int) -> None:
     generator = np.random.default_rng(7)
-    parts = generator.integers(1, 5, (3, 2 * course._PIECE + 17)).astype(np.float64)
-    signature = Signature("all_reduce", torch.float64, (), 0, "world", 3, reduce_op=op)  # type: ignore[arg-type]
+    parts = generator.integers(1, 5, (3, numel)).astype(np.float64)
+    parts[1, 0] = np.nan
+    signature = Signature("all_reduce", torch.float64, (), 8 * numel, "world", 3, reduce_op=op)  # type: ignore[arg-type]
     out = torch.empty(parts.shape[1], dtype=torch.float64)
-    course._reduction(signature)(torch.from_numpy(parts), out)
+    reducing.reduction(signature)(torch.from_numpy(parts), out)
     functions: dict[str, Callable[..., Any]]
     functions = {"SUM": np.sum, "AVG": np.mean, "PRODUCT": np.prod, "MIN": np.min, "MAX": np.max}
     expected = functions[op](parts, axis=0)
-    assert np.allclose(out.numpy(), expected, rtol=1e-15)
+    assert np.allclose(out.numpy(), expected, rtol=1e-15, equal_nan=True)
 
 
 def test_steps_are_kept_apart_by_the_operation_that_they_belong_to() -> None:

@@ -13,43 +13,45 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 from mcr_plus.backends.base import Channel, Gate, Persistent, Poll, Start
-from mcr_plus.dispatch.failover.second import SecondLibrary
 from mcr_plus.dispatch.verify.course import Course, Courses
-from mcr_plus.dispatch.verify.flows import Difference, damaged_rows, first_block, first_difference, row_of
+from mcr_plus.dispatch.verify.flows import GOT, SENT, Difference, damaged_rows, first_block, first_difference
 from mcr_plus.dispatch.verify.messages import Messages
 from mcr_plus.dispatch.verify.stepped import SteppedChannel
 from mcr_plus.errors import DataCorrupted
-from mcr_plus.kernels.digest import HASHED
+from mcr_plus.kernels.checksum import BLOCK
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
+    from threading import RLock
 
     from mcr_plus.core.c10d import Store
     from mcr_plus.core.group import Group
     from mcr_plus.core.message import Message, Signature
     from mcr_plus.dispatch.engine import Engine
-    from mcr_plus.dispatch.verify.flows import Flows
+    from mcr_plus.dispatch.verify.flows import Ledger
     from mcr_plus.dispatch.verify.rows import Rows
+    from mcr_plus.dispatch.verify.steps import Steps
 
 _BLOCKS_WITHIN: Final = timedelta(seconds=5)  # for the two ranks of a difference to say which blocks differ
 
 
 class Attempt:
-    """The poll of a verified operation."""
+    """The poll of a verified operation; it may be called with the engine's lock or without."""
 
-    __slots__ = ("_channel", "_course", "_error", "_held", "_is_done", "_poll")
+    __slots__ = ("_channel", "_course", "_error", "_held", "_is_done", "_lock", "_poll")
 
-    def __init__(self, channel: VerifiedChannel, course: Course, message: Message) -> None:
-        self._channel, self._course = channel, course
+    def __init__(self, channel: VerifiedChannel, course: Course, message: Message, lock: RLock) -> None:
+        self._channel, self._course, self._lock = channel, course, lock
         self._held = message.inputs, message.outputs
         self._poll: Poll | None = None
         self._error: Exception | None = None
         self._is_done = False
 
     def __call__(self) -> bool:
-        """See `Poll`; under the engine's lock."""
+        """See `Poll`."""
         if not self._is_done:
-            self._channel.tick()
+            with self._lock:  # a thread may drive the queue
+                self._channel.tick()
         if self._error is not None:
             raise self._error
         return self._is_done
@@ -74,7 +76,7 @@ class VerifiedChannel(SteppedChannel):
     def __init__(
         self,
         own: Channel,
-        library: SecondLibrary,
+        steps: Steps,
         group: Group,
         store: Store,
         engine: Engine,
@@ -82,19 +84,18 @@ class VerifiedChannel(SteppedChannel):
         every: int,
         close_rows: Callable[[], None],
     ) -> None:
-        """`library`: with the channel of verified operations. `every`: see `DispatchOptions.verify`."""
-        self._own, self._library, self._rows, self._every = own, library, rows, every
+        """`steps`: on the channel of verified operations. `every`: see `DispatchOptions.verify`."""
+        self._own, self._steps, self._rows, self._every = own, steps, rows, every
         self._group, self._store, self._engine = group, store, engine
         self._close_rows = close_rows
-        self.closes_alone = own.closes_alone and library.channel.closes_alone
-        self.outlives_library = own.outlives_library or library.channel.outlives_library
+        self.closes_alone = own.closes_alone and steps.channel.closes_alone
+        self.outlives_library = own.outlives_library or steps.channel.outlives_library
         self.takes_ballots = own.takes_ballots
         self.ballots = own.ballots
-        self._courses = Courses(library, group, self._compare)
-        self._messages = Messages(own, library, group, every)
+        self._courses = Courses(steps, group, self._compare)
+        self._messages = Messages(own, steps, group, every)
         self._queue = deque[Attempt]()
         self._number = 0  # comparisons so far
-        self._found: Difference | None = None
 
     # -- as a Channel -----------------------------------------------------------------------------------
 
@@ -109,16 +110,17 @@ class VerifiedChannel(SteppedChannel):
         if signature.kind == "barrier" or not every:
             return self._own.bind(signature)
         begin, start = self._courses.bind(signature), None if every == 1 else self._own.bind(signature)
-        calls = 0
+        queue, lock, calls = self._queue, self._engine.lock, 0
 
         def start_every(message: Message) -> Poll:
             nonlocal calls
             calls += 1
             if start is not None and calls % every:
                 return start(message)
-            attempt = Attempt(self, begin(message), message)
-            self._queue.append(attempt)
-            self.tick()
+            with lock:
+                attempt = Attempt(self, begin(message), message, lock)
+                queue.append(attempt)
+                self.tick()
             return attempt
 
         return start_every
@@ -133,28 +135,28 @@ class VerifiedChannel(SteppedChannel):
 
     def silent_failure(self) -> str:
         """See `Channel`."""
-        return self._own.silent_failure() or self._library.channel.silent_failure()
+        return self._own.silent_failure() or self._steps.channel.silent_failure()
 
     def stop_operations(self) -> bool:
         """See `Channel`."""
-        own, other = self._own.stop_operations(), self._library.channel.stop_operations()
+        own, other = self._own.stop_operations(), self._steps.channel.stop_operations()
         return own and other
 
     def close(self) -> None:
         """See `Channel`."""
         self._end()
-        for channel in (self._library.channel, self._own):
+        for channel in (self._steps.channel, self._own):
             channel.close()
 
     def release(self) -> None:
         """See `Channel`."""
         self._end()
-        for channel in (self._library.channel, self._own):
+        for channel in (self._steps.channel, self._own):
             channel.release()
 
     def give_up(self) -> None:
         """See `Channel`."""
-        for channel in (self._library.channel, self._own):
+        for channel in (self._steps.channel, self._own):
             channel.give_up()
 
     def _end(self) -> None:
@@ -168,7 +170,7 @@ class VerifiedChannel(SteppedChannel):
     def tick(self) -> None:
         """Go on with the verified operations, in their order; often, and under the engine's lock."""
         queue = self._queue
-        if self._library.backend.name in self._engine.off:
+        if self._steps.backend.name in self._engine.off:
             return
         while queue and queue[0].ends():
             queue.popleft()
@@ -176,22 +178,27 @@ class VerifiedChannel(SteppedChannel):
 
     # -- comparison -------------------------------------------------------------------------------------
 
-    def _compare(self, signature: Signature, stages: Sequence[Flows]) -> Course:
+    def _compare(self, signature: Signature, ledger: Ledger) -> Course:
         self._number += 1
-        yield self._rows.post(row_of(stages, self._group.size))
+        ledger.join()
+        yield self._rows.post(ledger.row)
+        if self._rows.agree():
+            return
         rows = self._rows.read()
         if damaged := damaged_rows(rows):
             rank = self._group.ranks[damaged[0]]
-            raise self._error(signature, "the digests themselves have changed on their way", rank, rank, None)
+            raise self._error(
+                signature, "the checksums themselves have changed on their way", rank, rank, None
+            )
         found = first_difference(rows)
-        if found is not None:
-            raise self._corrupted(signature, stages, found)
+        assert found is not None
+        raise self._corrupted(signature, ledger, found)
 
-    def _corrupted(self, signature: Signature, stages: Sequence[Flows], found: Difference) -> DataCorrupted:
+    def _corrupted(self, signature: Signature, ledger: Ledger, found: Difference) -> DataCorrupted:
         ranks = self._group.ranks
         source, target = ranks[found.source], ranks[found.target]
-        block = self._block(stages, found)
-        place = "" if block is None else f", first in block {block} (from byte {block * HASHED})"
+        block = self._block(ledger, found)
+        place = "" if block is None else f", first in block {block} (from byte {block * BLOCK})"
         what = "sums" if found.stage else "values"
         if source == target:
             text = f"{what} of rank {source} itself have changed{place}"
@@ -203,7 +210,7 @@ class VerifiedChannel(SteppedChannel):
         self, signature: Signature, text: str, rank: int, source: int, block: int | None
     ) -> DataCorrupted:
         name, operation = self._group.name, signature.describe()
-        library = self._library.backend.name
+        library = self._steps.backend.name
         return DataCorrupted(
             f"{operation} on {library} in group '{name}': {text}",
             operation,
@@ -214,18 +221,18 @@ class VerifiedChannel(SteppedChannel):
             name,
         )
 
-    def _block(self, stages: Sequence[Flows], found: Difference) -> int | None:
+    def _block(self, ledger: Ledger, found: Difference) -> int | None:
         """The first block that differs; collective. None if the two ranks do not publish theirs in time."""
         me, prefix = (
             self._group.rank,
-            f"verify/{self._group.name}/{self._library.backend.name}/{self._number}",
+            f"verify/{self._group.name}/{self._steps.backend.name}/{self._number}",
         )
         keys = [f"{prefix}/sent", f"{prefix}/got"]
-        flows = stages[found.stage]
+        end = 2 * found.stage
         if me == found.source:
-            self._store.set(keys[0], json.dumps(flows.sent[found.target].tolist()))
+            self._store.set(keys[0], json.dumps(ledger.of(end + SENT, found.target)))
         if me == found.target:
-            self._store.set(keys[1], json.dumps(flows.got[found.source].tolist()))
+            self._store.set(keys[1], json.dumps(ledger.of(end + GOT, found.source)))
         with contextlib.suppress(RuntimeError):
             self._store.wait(keys, _BLOCKS_WITHIN)
             return first_block(*(json.loads(self._store.get(key)) for key in keys))

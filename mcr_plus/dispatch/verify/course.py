@@ -1,8 +1,11 @@
-"""The course of a verified operation: its steps, and the digests that are taken between them.
+"""The course of a verified operation: its steps, and the checksums that are taken between them.
 
 Operations that move data run as they are. Reductions are made of such: values are exchanged, each rank
-reduces its part in the order of ranks, and sums are gathered. So everything that travels has a digest of all
-its bits, while no digest of floating-point values leads to that of their sum.
+reduces its part in the order of ranks, and sums are gathered. So everything that travels has a checksum of
+all its bits, while no checksum of floating-point values leads to that of their sum.
+
+A large broadcast or all_reduce runs in pieces, so that the checksum of a piece is taken while it is in the
+core's cache, and while the library moves another one.
 """
 
 from __future__ import annotations
@@ -13,90 +16,141 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from mcr_plus.backends.base import Poll
-from mcr_plus.backends.emulation import LocalReduce, local_reduce
-from mcr_plus.core.kinds import REDUCING, plain_kind
+from mcr_plus.core.kinds import REDUCING, VECTOR, plain_kind
 from mcr_plus.core.message import Message, Signature
-from mcr_plus.dispatch.verify.flows import Flows
-from mcr_plus.kernels.digest import block_hashes
+from mcr_plus.dispatch.verify.flows import GOT, GOT_SUMS, SENT, SENT_SUMS, Flows, Ledger, Plan
+from mcr_plus.dispatch.verify.reducing import reduction
+from mcr_plus.kernels.checksum import BLOCK
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from mcr_plus.core.group import Group
     from mcr_plus.core.message import Extras
-    from mcr_plus.dispatch.failover.second import SecondLibrary
-    from mcr_plus.dispatch.verify.flows import Hashes
+    from mcr_plus.dispatch.verify.steps import Step, Steps
 
 Course = Iterator[Poll]
 """An operation under way: each poll has to be true before the next one is taken."""
-Compare = Callable[[Signature, "Sequence[Flows]"], Course]
+Compare = Callable[[Signature, Ledger], Course]
 """Compares what ranks have sent and got; raises `DataCorrupted`."""
 Begin = Callable[[Message], Course]
 """Begins an operation, whose tensors may be damaged from then on."""
 
+PIECE: Final = 1 << 20
+"""Bytes of a piece, about: so that what one core has read or written is still in its cache."""
 _LINE: Final = 64  # bytes
-_PIECE: Final = 1 << 15  # elements
 _WHOLE: Final = 8192  # bytes of an all_reduce up to which every rank gets all values, and reduces them itself
 
 
 class Courses:
     """How operations run on a library of a group."""
 
-    def __init__(self, library: SecondLibrary, group: Group, compare: Compare) -> None:
-        self._library, self._compare = library, compare
+    def __init__(self, steps: Steps, group: Group, compare: Compare) -> None:
+        self._steps, self._compare = steps, compare
         self._rank, self._size = group.rank, group.size
         self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def bind(self, signature: Signature) -> Begin:
-        """How operations of a signature begin: digests of what is sent are taken at once."""
-        if signature.kind not in REDUCING:
-            return lambda message: self._moved(message, self._sent(message))
-        if signature.kind == "all_reduce":
-            whole = (signature.nbytes or 0) <= _WHOLE
+        """How operations of a signature begin: the checksums of what is sent first are taken at once."""
+        kind, nbytes = signature.kind, signature.nbytes or 0
+        if kind not in REDUCING:
+            in_pieces = kind == "broadcast" and nbytes >= 2 * PIECE  # so that there are two
+            return self._broadcast(signature) if in_pieces else self._moved(signature)
+        if kind == "all_reduce":
+            whole = nbytes <= _WHOLE
             return self._all_reduce_whole(signature) if whole else self._all_reduce(signature)
-        return self._reduce(signature) if signature.kind == "reduce" else self._reduce_scatter(signature)
-
-    def _through(self, message: Message) -> Course:
-        """One operation of the library."""
-        yield self._library.gate(message)
-        yield self._library.poll(message)
+        return self._reduce(signature) if kind == "reduce" else self._reduce_scatter(signature)
 
     # -- data movement ----------------------------------------------------------------------------------
 
-    def _moved(self, message: Message, sent: Hashes) -> Course:
-        signature = message.signature
-        inner = message.with_tensors(message.inputs, message.outputs, signature, after=None, prepare=None)
-        outputs = message.outputs  # the message lets go of its tensors
-        yield from self._through(inner)
-        yield from self._compare(signature, [Flows(sent, self._got(inner, outputs))])
+    def _moved(self, signature: Signature) -> Begin:
+        step, kept = self._steps.bind(signature), _Kept(signature, self._movement)
 
-    def _sent(self, message: Message) -> Hashes:
-        """Hashes of what this rank sends, by receiver."""
-        signature, everybody = message.signature, range(self._size)
-        kind, is_root = plain_kind(signature.kind), signature.root == self._rank
-        if kind in ("broadcast", "scatter") and not is_root:
-            return {}
-        value = message.inputs[0] if message.inputs else message.outputs[0]
-        if kind in ("broadcast", "all_gather"):
-            return dict.fromkeys(everybody, block_hashes(value))
-        if kind == "gather":
-            return {signature.root or 0: block_hashes(value)}
-        return self._of_parts(value, message.input_counts)
+        def begin(message: Message) -> Course:
+            ledger = kept.ledger(message)
+            if SENT in ledger.plan.cuts:
+                ledger.take(SENT, (message.inputs or message.outputs)[0].data_ptr())
+            return run(message, message.inputs, message.outputs, ledger)
 
-    def _got(self, message: Message, outputs: Sequence[torch.Tensor]) -> Hashes:
-        """Hashes of what has arrived here, by sender."""
-        signature = message.signature
-        kind = plain_kind(signature.kind)
+        def run(
+            message: Message, inputs: _Tensors, outputs: _Tensors, ledger: Ledger
+        ) -> Course:  # the message lets go of its tensors
+            inner = message.with_tensors(inputs, outputs, signature, after=None, prepare=None)
+            yield from _through(step, inner)
+            if GOT in ledger.plan.cuts:
+                ledger.take(GOT, outputs[0].data_ptr())
+            yield from self._compare(signature, ledger)
+            kept.give_back(ledger)
+
+        return begin
+
+    def _movement(self, message: Message) -> Plan:
+        """What an operation that moves data sends and gets here."""
+        signature, size = message.signature, self._size
+        kind, root = plain_kind(signature.kind), signature.root or 0
+        is_root, ends = root == self._rank, dict[int, Flows]()
+        sent, got = (message.inputs or message.outputs), message.outputs
+        if is_root or kind not in ("broadcast", "scatter"):
+            if kind in ("broadcast", "all_gather"):
+                ends[SENT] = Flows.one(0, sent[0].nbytes, size)
+            elif kind == "gather":
+                ends[SENT] = Flows.one(root, sent[0].nbytes)
+            else:
+                ends[SENT] = self._parts(sent[0], message.input_counts)
         if kind in ("broadcast", "scatter"):
-            return {signature.root or 0: block_hashes(outputs[0])}
-        if kind == "gather" and signature.root != self._rank:
-            return {}
-        return self._of_parts(outputs[0], message.output_counts)
+            ends[GOT] = Flows.one(root, got[0].nbytes)
+        elif is_root or kind != "gather":
+            ends[GOT] = self._parts(got[0], message.output_counts)
+        return Plan(size, ends)
 
-    def _of_parts(self, value: torch.Tensor, counts: Sequence[int] | None) -> Hashes:
-        flat = value.view(-1)
-        parts = flat.split(list(counts) if counts is not None else max(1, flat.numel() // self._size))
-        return {rank: block_hashes(part) for rank, part in enumerate(parts)}
+    def _parts(self, value: torch.Tensor, counts: tuple[int, ...] | None) -> Flows:
+        width, size = value.element_size(), self._size
+        return Flows.of_parts(
+            [value.nbytes // size] * size if counts is None else [width * each for each in counts]
+        )
+
+    def _broadcast(self, signature: Signature) -> Begin:
+        """In pieces."""
+        assert signature.dtype is not None
+        nbytes, root = signature.nbytes or 0, signature.root or 0
+        is_root, size = root == self._rank, self._size
+        repeats, rest = _pieces(nbytes, PIECE)
+        ends = {GOT: Flows.one(root, rest)}
+        if is_root:
+            ends[SENT] = Flows.one(0, rest, size)
+        kept = _Kept(signature, lambda _: Plan(size, ends, repeats, PIECE))
+        steps = [
+            self._steps.bind(_derived(signature, "broadcast", nbytes=each, root=root))
+            for each in (PIECE, rest)
+        ]
+        step_of = [steps[0]] * repeats + [steps[1]]
+        numel = PIECE // signature.dtype.itemsize
+
+        def begin(message: Message) -> Course:
+            ledger, pieces = kept.ledger(message), _cut(message.outputs[0], repeats, numel)
+            if is_root:
+                ledger.take_piece(SENT, pieces[0].data_ptr(), 0)
+            return run(pieces, bool(message.inputs), ledger)
+
+        def run(pieces: list[torch.Tensor], has_inputs: bool, ledger: Ledger) -> Course:
+            before: Poll | None = None
+            for number, piece in enumerate(pieces):
+                if is_root and number:
+                    ledger.take_piece(SENT, piece.data_ptr(), number)
+                step = step_of[number]
+                inner = Message(step.signature, (piece,) if has_inputs else (), (piece,))
+                if (gate := step.gate(inner)) is not None:
+                    yield gate
+                poll = step.start(inner)
+                if before is not None:
+                    yield before
+                    ledger.take_piece(GOT, pieces[number - 1].data_ptr(), number - 1)
+                before = poll
+            assert before is not None
+            yield before
+            ledger.take_piece(GOT, pieces[-1].data_ptr(), repeats)
+            yield from self._compare(signature, ledger)
+            kept.give_back(ledger)
+
+        return begin
 
     # -- reductions -------------------------------------------------------------------------------------
 
@@ -112,116 +166,246 @@ class Courses:
         return tuple(tensors)
 
     def _all_reduce_whole(self, signature: Signature) -> Begin:
-        reduce_parts, size = _reduction(signature), self._size
-        gathering = _derived(signature, "all_gather", nbytes=size * (signature.nbytes or 0))
+        reduce_parts, size, nbytes = reduction(signature), self._size, signature.nbytes or 0
+        step = self._steps.bind(_derived(signature, "all_gather", nbytes=size * nbytes))
+        # The sums of all ranks are equal: each has sent its own to all, and got it from all.
+        ends = {
+            SENT: Flows.one(0, nbytes, size),
+            GOT: Flows.of_parts([nbytes] * size),
+            SENT_SUMS: Flows.one(0, nbytes, 2 * size),
+        }
+        kept = _Kept(signature, lambda _: Plan(size, ends))
+        assert signature.dtype is not None
+        parts = torch.empty(size, nbytes // signature.dtype.itemsize, dtype=signature.dtype, device="cpu")
+        gathered, place = (parts.view(-1),), parts.data_ptr()
 
         def begin(message: Message) -> Course:
-            value, out = message.inputs[0].view(-1), message.outputs[0].view(-1)
-            return run(value, out, dict.fromkeys(range(size), block_hashes(value)))
+            ledger, (value,) = kept.ledger(message), message.inputs
+            ledger.take(SENT, value.data_ptr())
+            return run(value if value.dim() == 1 else value.view(-1), message.outputs[0], ledger)
 
-        def run(value: torch.Tensor, out: torch.Tensor, sent: Hashes) -> Course:
-            (parts,) = self._memory(value, size * value.numel())
-            yield from self._through(Message(gathering, (value,), (parts,)))
-            got = self._of_parts(parts, None)
-            reduce_parts(parts.view(size, -1), out)
-            result = dict.fromkeys(range(size), block_hashes(out))  # equal on all ranks
-            yield from self._compare(signature, [Flows(sent, got), Flows(result, result)])
+        def run(value: torch.Tensor, out: torch.Tensor, ledger: Ledger) -> Course:
+            inner = Message(step.signature, (value,), gathered)
+            if (gate := step.gate(inner)) is not None:
+                yield gate
+            yield step.start(inner)
+            ledger.take(GOT, place)
+            reduce_parts(parts, out)
+            ledger.take(SENT_SUMS, out.data_ptr())
+            yield from self._compare(signature, ledger)
+            kept.give_back(ledger)
 
         return begin
 
     def _all_reduce(self, signature: Signature) -> Begin:
-        reduce_parts, size, rank = _reduction(signature), self._size, self._rank
+        """In pieces, the last of which holds what the others leave."""
+        reduce_parts, size, rank = reduction(signature), self._size, self._rank
         assert signature.dtype is not None
-        numel = (signature.nbytes or 0) // signature.dtype.itemsize
+        nbytes, width = signature.nbytes or 0, signature.dtype.itemsize
+        part = max(1, PIECE // size // BLOCK) * BLOCK  # of a piece, on each rank
+        repeats, rest = _pieces(nbytes, size * part)
+        numel = rest // width
         counts = tuple(numel * (each + 1) // size - numel * each // size for each in range(size))
-        own = (counts[rank],) * size
-        exchange_extras: Extras = {"input_counts": counts, "output_counts": own}
-        gathering_extras: Extras = {"output_counts": counts}
-        if numel % size:
-            exchange, gathering = (_derived(signature, kind) for kind in ("all_to_all_v", "all_gather_v"))
-        else:  # libraries copy less
-            exchange, gathering = (
-                _derived(signature, kind, nbytes=signature.nbytes) for kind in ("all_to_all", "all_gather")
-            )
-            exchange_extras = gathering_extras = {}
+        last = _Piece(self._steps, signature, counts, rank)
+        piece_of = [last]
+        if repeats:
+            piece_of = [_Piece(self._steps, signature, (part // width,) * size, rank)] * repeats + piece_of
+        of_parts = Flows.of_parts([width * each for each in counts])
+        mine = width * counts[rank]
+        ends = {
+            SENT: of_parts,
+            GOT: Flows.of_parts([mine] * size),
+            SENT_SUMS: Flows.one(0, mine, size),
+            GOT_SUMS: of_parts,
+        }
+        kept = _Kept(signature, lambda _: Plan(size, ends, repeats, part))
+        numel_piece = size * part // width
+        parts_numel = max(size * each.own for each in piece_of)
+        own_numel = max(each.own for each in piece_of)
 
         def begin(message: Message) -> Course:
-            value, out = message.inputs[0].view(-1), message.outputs[0].view(-1)
-            return run(value, out, self._of_parts(value, counts))
+            value, out = (_cut(each[0], repeats, numel_piece) for each in (message.inputs, message.outputs))
+            ledger = kept.ledger(message)
+            ledger.take_piece(SENT, value[0].data_ptr(), 0)
+            return run(value, out, ledger)
 
-        def run(value: torch.Tensor, out: torch.Tensor, sent: Hashes) -> Course:
-            parts, mine = self._memory(value, size * counts[rank], counts[rank])
-            yield from self._through(Message(exchange, (value,), (parts,), **exchange_extras))
-            first = Flows(sent, self._of_parts(parts, own))
-            reduce_parts(parts.view(size, counts[rank]), mine)
-            sums = dict.fromkeys(range(size), block_hashes(mine))
-            yield from self._through(Message(gathering, (mine,), (out,), **gathering_extras))
-            yield from self._compare(signature, [first, Flows(sums, self._of_parts(out, counts))])
+        def run(value: list[torch.Tensor], out: list[torch.Tensor], ledger: Ledger) -> Course:
+            # Two of each: while the sums of a piece are gathered, the values of the next one are exchanged.
+            memory = self._memory(value[0], *(parts_numel,) * 2, *(own_numel,) * 2)
+            exchanged: Poll | None = None
+            summed: Poll | None = None
+            for number in range(repeats + 2):
+                arriving: Poll | None = None
+                if number <= repeats:
+                    piece, target = piece_of[number], memory[number % 2]
+                    if number:
+                        ledger.take_piece(SENT, value[number].data_ptr(), number)
+                    inner = piece.exchange(value[number], target[: size * piece.own])
+                    if (gate := piece.exchanging.gate(inner)) is not None:
+                        yield gate
+                    arriving = piece.exchanging.start(inner)
+                if exchanged is not None:
+                    done, piece = number - 1, piece_of[number - 1]
+                    yield exchanged
+                    parts, sums = memory[done % 2][: size * piece.own], memory[2 + done % 2][: piece.own]
+                    ledger.take_piece(GOT, parts.data_ptr(), done)
+                    reduce_parts(parts.view(size, piece.own), sums)
+                    ledger.take_piece(SENT_SUMS, sums.data_ptr(), done)
+                    inner = piece.gather(sums, out[done])
+                    if (gate := piece.gathering.gate(inner)) is not None:
+                        yield gate
+                    gathered = piece.gathering.start(inner)
+                    if summed is not None:
+                        yield summed
+                        ledger.take_piece(GOT_SUMS, out[done - 1].data_ptr(), done - 1)
+                    summed = gathered
+                exchanged = arriving
+            assert summed is not None
+            yield summed
+            ledger.take_piece(GOT_SUMS, out[repeats].data_ptr(), repeats)
+            yield from self._compare(signature, ledger)
+            kept.give_back(ledger)
 
         return begin
 
     def _reduce_scatter(self, signature: Signature) -> Begin:
-        reduce_parts, size, rank = _reduction(signature), self._size, self._rank
+        reduce_parts, size, rank = reduction(signature), self._size, self._rank
         uneven = signature.kind == "reduce_scatter_v"
-        exchange = (
+        step = self._steps.bind(
             _derived(signature, "all_to_all_v", counts_agreed=signature.counts_agreed)
             if uneven
             else _derived(signature, "all_to_all", nbytes=signature.nbytes)
         )
+        kept = _Kept(
+            signature,
+            lambda message: Plan(
+                size,
+                {
+                    SENT: self._parts(message.inputs[0], message.input_counts),
+                    GOT: Flows.of_parts([message.outputs[0].nbytes] * size),
+                },
+            ),
+        )
 
         def begin(message: Message) -> Course:
-            value, out, counts = message.inputs[0].view(-1), message.outputs[0].view(-1), message.input_counts
-            return run(value, out, counts, self._of_parts(value, counts))
+            ledger, (value,), (out,) = kept.ledger(message), message.inputs, message.outputs
+            ledger.take(SENT, value.data_ptr())
+            return run(value.view(-1), out.view(-1), message.input_counts, ledger)
 
         def run(
-            value: torch.Tensor, out: torch.Tensor, counts: tuple[int, ...] | None, sent: Hashes
+            value: torch.Tensor, out: torch.Tensor, counts: tuple[int, ...] | None, ledger: Ledger
         ) -> Course:
             own = None if counts is None else (counts[rank],) * size
             (parts,) = self._memory(value, size * out.numel())
-            yield from self._through(
-                Message(exchange, (value,), (parts,), input_counts=counts, output_counts=own)
-            )
-            got = self._of_parts(parts, own)
+            inner = Message(step.signature, (value,), (parts,), input_counts=counts, output_counts=own)
+            yield from _through(step, inner)
+            ledger.take(GOT, parts.data_ptr())
             reduce_parts(parts.view(size, out.numel()), out)
-            yield from self._compare(signature, [Flows(sent, got)])
+            yield from self._compare(signature, ledger)
+            kept.give_back(ledger)
 
         return begin
 
     def _reduce(self, signature: Signature) -> Begin:
-        reduce_parts, size = _reduction(signature), self._size
+        reduce_parts, size, nbytes = reduction(signature), self._size, signature.nbytes or 0
         root = signature.root or 0
         is_root = root == self._rank
-        gathering = _derived(signature, "gather", nbytes=size * (signature.nbytes or 0), root=root)
+        step = self._steps.bind(_derived(signature, "gather", nbytes=size * nbytes, root=root))
+        ends = {SENT: Flows.one(root, nbytes)}
+        if is_root:
+            ends[GOT] = Flows.of_parts([nbytes] * size)
+        kept = _Kept(signature, lambda _: Plan(size, ends))
 
         def begin(message: Message) -> Course:
-            value = message.inputs[0].view(-1)
-            return run(value, message.outputs[0].view(-1) if is_root else None, {root: block_hashes(value)})
+            ledger, (value,) = kept.ledger(message), message.inputs
+            ledger.take(SENT, value.data_ptr())
+            return run(value.view(-1), message.outputs[0].view(-1) if is_root else None, ledger)
 
-        def run(value: torch.Tensor, out: torch.Tensor | None, sent: Hashes) -> Course:
-            got: Hashes = {}
+        def run(value: torch.Tensor, out: torch.Tensor | None, ledger: Ledger) -> Course:
             if out is None:
-                yield from self._through(Message(gathering, (value,)))
+                yield from _through(step, Message(step.signature, (value,)))
             else:
                 (parts,) = self._memory(value, size * value.numel())
-                yield from self._through(Message(gathering, (value,), (parts,)))
-                got = self._of_parts(parts, None)
+                yield from _through(step, Message(step.signature, (value,), (parts,)))
+                ledger.take(GOT, parts.data_ptr())
                 reduce_parts(parts.view(size, -1), out)
-            yield from self._compare(signature, [Flows(sent, got)])
+            yield from self._compare(signature, ledger)
+            kept.give_back(ledger)
 
         return begin
 
 
-def _reduction(signature: Signature) -> LocalReduce:
-    """The reduction of `[ranks, n]` values, in pieces that stay in the caches."""
-    assert signature.reduce_op is not None
-    assert signature.dtype is not None
-    reduce_parts = local_reduce(signature.reduce_op, signature.dtype)
+_Tensors = tuple[torch.Tensor, ...]
 
-    def in_pieces(parts: torch.Tensor, out: torch.Tensor) -> None:
-        for piece, target in zip(parts.split(_PIECE, dim=1), out.split(_PIECE), strict=True):
-            reduce_parts(piece, target)
 
-    return in_pieces
+class _Kept:
+    """The ledgers of a signature: as many as have been under way at once."""
+
+    def __init__(self, signature: Signature, plan: Callable[[Message], Plan]) -> None:
+        self._plan = plan
+        self._differs = signature.kind in VECTOR  # from call to call
+        self._known: Plan | None = None
+        self._free: list[Ledger] = []
+
+    def ledger(self, message: Message) -> Ledger:
+        """A ledger for an operation."""
+        if self._free:
+            return self._free.pop()
+        if self._known is None or self._differs:
+            self._known = self._plan(message)
+        return Ledger(self._known)
+
+    def give_back(self, ledger: Ledger) -> None:
+        """Take it back: all is well."""
+        if not self._differs:
+            self._free.append(ledger)
+
+
+class _Piece:
+    """The two steps of a piece of an all_reduce; `own`: elements that this rank adds up."""
+
+    def __init__(self, steps: Steps, signature: Signature, counts: tuple[int, ...], rank: int) -> None:
+        assert signature.dtype is not None
+        self.own = counts[rank]
+        self._exchange: Extras = {}
+        self._gather: Extras = {}
+        nbytes = sum(counts) * signature.dtype.itemsize
+        if len(set(counts)) > 1:
+            exchange, gather = (_derived(signature, kind) for kind in ("all_to_all_v", "all_gather_v"))
+            self._exchange = {"input_counts": counts, "output_counts": (self.own,) * len(counts)}
+            self._gather = {"output_counts": counts}
+        else:  # libraries copy less
+            exchange, gather = (
+                _derived(signature, kind, nbytes=nbytes) for kind in ("all_to_all", "all_gather")
+            )
+        self.exchanging, self.gathering = steps.bind(exchange), steps.bind(gather)
+
+    def exchange(self, value: torch.Tensor, parts: torch.Tensor) -> Message:
+        """Each rank gets its part of the values of all."""
+        return Message(self.exchanging.signature, (value,), (parts,), **self._exchange)
+
+    def gather(self, sums: torch.Tensor, out: torch.Tensor) -> Message:
+        """All ranks get all sums."""
+        return Message(self.gathering.signature, (sums,), (out,), **self._gather)
+
+
+def _pieces(nbytes: int, piece: int) -> tuple[int, int]:
+    """How many pieces of this size there are, and the bytes of a last one, of up to twice the size."""
+    repeats = max(0, nbytes // piece - 1)
+    return repeats, nbytes - repeats * piece
+
+
+def _cut(tensor: torch.Tensor, repeats: int, numel: int) -> list[torch.Tensor]:
+    """The pieces of a tensor."""
+    flat, end = tensor.view(-1), repeats * numel
+    return [*(flat[at : at + numel] for at in range(0, end, numel)), flat[end:]]
+
+
+def _through(step: Step, message: Message) -> Course:
+    """One operation of the library."""
+    if (gate := step.gate(message)) is not None:
+        yield gate
+    yield step.start(message)
 
 
 def _derived(signature: Signature, kind: str, **changes: object) -> Signature:

@@ -1,29 +1,155 @@
-"""What ranks have sent and what has arrived, as hashes of blocks, and the first difference between them."""
+"""What ranks send each other in an operation, as checksums of blocks, and the first difference."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from mcr_plus.dispatch.verify.rows import WORD
-from mcr_plus.kernels.digest import joined
+import numpy as np
+import torch
+
+from mcr_plus.kernels import cpu
+from mcr_plus.kernels.checksum import BLOCK, checksums, join
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from mcr_plus.kernels.digest import Array
+    from collections.abc import Mapping, Sequence
 
 STAGES: Final = 2
 """Stages of a verified operation at most: a reduction sends values, and then sums."""
+WORD: Final = 1 << 64
+SENT, GOT, SENT_SUMS, GOT_SUMS = range(2 * STAGES)
+"""What a rank sends and gets in each stage: a row has a word for each rank, for each of these in turn."""
+_LARGE: Final = 512 << 10  # bytes from which several threads take checksums, where torch has them
 
-Hashes = dict[int, "Array"]
-"""Hashes of blocks by the rank that they go to, or come from; without those that there are none of."""
+
+def row_words(ranks: int) -> int:
+    """Words of a row: for each stage one for each receiver and each sender, and their sum."""
+    return STAGES * 2 * ranks + 1
 
 
 class Flows(NamedTuple):
-    """What a rank has `sent` in a stage, by receiver, and what it has `got`, by sender."""
+    """What a rank sends to others, or gets from them, in a tensor.
 
-    sent: Hashes
-    got: Hashes
+    Attributes:
+        peers: for each flow the first of the ranks that it goes to or comes from, and how many there are.
+        offsets, nbytes: where it lies, in bytes, and its size; of an operation in pieces, in the last piece.
+    """
+
+    peers: Sequence[tuple[int, int]]
+    offsets: Sequence[int]
+    nbytes: Sequence[int]
+
+    @classmethod
+    def one(cls, peer: int, nbytes: int, peers: int = 1) -> Flows:
+        """A whole tensor, which goes to one rank, or to so many of them."""
+        return cls([(peer, peers)], [0], [nbytes])
+
+    @classmethod
+    def of_parts(cls, nbytes: Sequence[int]) -> Flows:
+        """A part of the tensor for each rank, in their order."""
+        return cls([(rank, 1) for rank in range(len(nbytes))], [0, *accumulate(nbytes[:-1])], nbytes)
+
+
+class Plan:
+    """The flows of an operation, and where the checksums of their blocks are kept.
+
+    An operation may run in pieces: `repeats` of them, in which each flow has `part` bytes (whole blocks) that
+    follow each other, and a last one. Blocks are numbered through all pieces of a flow.
+    """
+
+    def __init__(self, ranks: int, ends: Mapping[int, Flows], repeats: int = 0, part: int = 0) -> None:
+        """`ends`: by `SENT` and so on; those of which this rank has nothing are left out."""
+        self.ranks = ranks
+        before = repeats * (part // BLOCK)  # blocks of a flow before the last piece
+        self.step = 8 * (part // BLOCK)
+        flows, first = [], 0
+        self.cuts: dict[int, tuple[_Cut, _Cut]] = {}
+        for end, (peers, offsets, nbytes) in ends.items():
+            whole, last = [], []
+            for number, ((peer, count), offset, size) in enumerate(zip(peers, offsets, nbytes, strict=True)):
+                whole.append((number * part, part, first))
+                last.append((offset, size, first + before))
+                blocks = before + -(-size // BLOCK)
+                flows.append((first, blocks, end * ranks + peer, count))
+                first += blocks
+            self.cuts[end] = _Cut(whole), _Cut(last)
+        self.blocks, self.repeats = first, repeats
+        self.flows = np.array(flows or np.empty((0, 4)), np.int64)
+
+
+class _Cut:
+    """Parts of a tensor for `checksums`."""
+
+    __slots__ = ("address", "blocks", "nbytes", "parts", "table")
+
+    def __init__(self, parts: Sequence[tuple[int, int, int]]) -> None:
+        self.table = np.array(parts or np.empty((0, 3)), np.int64)
+        self.address, self.parts = self.table.ctypes.data, len(parts)
+        self.nbytes = sum(nbytes for _, nbytes, _ in parts)
+        self.blocks = sum(-(-nbytes // BLOCK) for _, nbytes, _ in parts)
+
+    def take(self, base: int, out: int) -> None:
+        """Write the checksums of the blocks at `base` to `out`."""
+        if self.nbytes < _LARGE:
+            checksums(base, self.address, self.parts, out, 0, self.blocks)
+        else:
+            cpu.spread(checksums, self.blocks, self.nbytes, base, self.address, self.parts, out)
+
+
+class Ledger:
+    """The checksums of one operation.
+
+    Attributes:
+        row: `row_words` of int64, with a sum that is still missing: one word for each flow.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._checksums: Any = np.zeros(max(1, plan.blocks), np.int64)
+        self.row: Any = np.zeros(row_words(plan.ranks), np.int64)
+        self._at, self.address = self._checksums.ctypes.data, self.row.ctypes.data
+        self._flows = plan.flows.ctypes.data, len(plan.flows), self._at, self.address
+        # Of an operation in one piece, by far the most frequent.
+        self._last = {end: last.take for end, (_, last) in plan.cuts.items()}
+
+    def take(self, end: int, address: int) -> None:
+        """Take the checksums of what is sent or got, of the last piece at `address` or of the only one."""
+        self._last[end](address, self._at)
+
+    def take_piece(self, end: int, address: int, piece: int) -> None:
+        """Take those of one piece."""
+        plan = self.plan
+        if piece == plan.repeats:
+            self.take(end, address)
+        else:
+            plan.cuts[end][0].take(address, self._at + piece * plan.step)
+
+    def join(self) -> None:
+        """Fill the row."""
+        join(*self._flows)
+
+    def of(self, end: int, peer: int) -> list[int]:
+        """The checksums of the blocks of one flow; none if there is none."""
+        word = end * self.plan.ranks + peer
+        for first, blocks, at, count in self.plan.flows.tolist():
+            if at <= word < at + count:
+                found: list[int] = self._checksums[first : first + blocks].tolist()
+                return found
+        return []
+
+
+class Blocks:
+    """Checksums of a message of `nbytes`, as a tensor that travels."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._cut = _Cut([(0, nbytes, 0)])
+        self.count = self._cut.blocks
+
+    def of(self, value: torch.Tensor) -> torch.Tensor:
+        """One int64 for each block of a contiguous tensor."""
+        words = torch.empty(self.count, dtype=torch.int64, device="cpu")
+        self._cut.take(value.data_ptr(), words.data_ptr())
+        return words
 
 
 class Difference(NamedTuple):
@@ -34,33 +160,9 @@ class Difference(NamedTuple):
     target: int
 
 
-def row_words(ranks: int) -> int:
-    """Words of a row: for each stage one for each receiver and each sender, and their sum."""
-    return STAGES * 2 * ranks + 1
-
-
-def row_of(stages: Sequence[Flows], ranks: int) -> list[int]:
-    """The row of a rank."""
-    row: list[int] = []
-    for flows in stages:
-        for hashes in flows:
-            known: dict[int, int] = {}  # what goes to all ranks is joined once
-            for rank in range(ranks):
-                each = hashes.get(rank)
-                if each is None:
-                    row.append(0)
-                    continue
-                if id(each) not in known:
-                    known[id(each)] = joined(each)
-                row.append(known[id(each)])
-    row += [0] * (row_words(ranks) - 1 - len(row))
-    row.append(sum(row) % WORD)
-    return row
-
-
 def damaged_rows(rows: Sequence[Sequence[int]]) -> list[int]:
     """The ranks whose rows have changed on their way."""
-    return [rank for rank, row in enumerate(rows) if sum(row[:-1]) % WORD != row[-1]]
+    return [rank for rank, row in enumerate(rows) if (sum(row[:-1]) - row[-1]) % WORD]
 
 
 def first_difference(rows: Sequence[Sequence[int]]) -> Difference | None:
@@ -81,7 +183,7 @@ def first_difference(rows: Sequence[Sequence[int]]) -> Difference | None:
 
 
 def first_block(sent: Sequence[int], got: Sequence[int]) -> int | None:
-    """The first block whose hashes differ."""
+    """The first block whose checksums differ."""
     return next(
         (number for number, pair in enumerate(zip(sent, got, strict=False)) if pair[0] != pair[1]), None
     )

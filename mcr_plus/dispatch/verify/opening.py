@@ -6,11 +6,14 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from mcr_plus.dispatch.failover.second import SecondLibrary
 from mcr_plus.dispatch.further import open_further
+from mcr_plus.dispatch.verify import row_kernels
 from mcr_plus.dispatch.verify.channel import VerifiedChannel
 from mcr_plus.dispatch.verify.flows import row_words
 from mcr_plus.dispatch.verify.rows import LibraryRows, Rows, SharedRows, shared_bytes
+from mcr_plus.dispatch.verify.steps import Steps
+from mcr_plus.kernels import checksum
+from mcr_plus.kernels.compiling import preparing
 from mcr_plus.rendezvous.memory import made, mapped
 from mcr_plus.rendezvous.store import exchange
 
@@ -31,24 +34,23 @@ def open_verification(
     slots = {name: slot for name, slot in channels.items() if not slot.backend.on_stream and name != "local"}
     if group.rank < 0 or group.size < 2:
         return
+    with preparing("checksums"):
+        checksum.prepare()
+        row_kernels.prepare()
     for name, slot in slots.items():
-        library = SecondLibrary(
-            slot.backend, open_further(world, slot.backend, group, f"verify-{name}"), group.rank
-        )
-        rows, close = _open_rows(world, engine, group, library)
+        steps = Steps(slot.backend, open_further(world, slot.backend, group, f"verify-{name}"))
+        rows, close = _open_rows(world, engine, group, steps)
         slot.channel = VerifiedChannel(
-            slot.channel, library, group, world.store_of(group), engine, rows, every, close
+            slot.channel, steps, group, world.store_of(group), engine, rows, every, close
         )
         engine.verified.append(slot.channel)
 
 
-def _open_rows(
-    world: World, engine: Engine, group: Group, library: SecondLibrary
-) -> tuple[Rows, Callable[[], None]]:
-    """The exchange of digests, and how it is closed: by shared memory where all ranks can map it."""
+def _open_rows(world: World, engine: Engine, group: Group, steps: Steps) -> tuple[Rows, Callable[[], None]]:
+    """The exchange of checksums, and how it is closed: by shared memory where all ranks can map it."""
     words = row_words(group.size)
-    name = library.backend.name
-    by_library = LibraryRows(library, group.name, group.size, words), lambda: None
+    name = steps.backend.name
+    by_library = LibraryRows(steps, group.name, group.size, words), lambda: None
     if len({world.hosts[rank] for rank in group.ranks}) > 1:
         return by_library
     size = shared_bytes(group.size, words)

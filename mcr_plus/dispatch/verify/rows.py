@@ -1,30 +1,34 @@
-"""The exchange of digests: every rank gets the rows of 64-bit words of all ranks."""
+"""The exchange of checksums: every rank gets the rows of 64-bit words of all ranks."""
 
 from __future__ import annotations
 
-from array import array
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 import torch
 
 from mcr_plus.core.message import Message, Signature
+from mcr_plus.dispatch.verify.row_kernels import AGREE, compared, gathered, post
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from mcr_plus.backends.base import Poll
-    from mcr_plus.dispatch.failover.second import SecondLibrary
+    from mcr_plus.dispatch.verify.steps import Steps
 
-WORD: Final = 1 << 64
 _LINE: Final = 8  # words
+_TRIES: Final = 100  # looks at the rows of others in a poll: as long as a poll of shared memory
 
 
 class Rows(Protocol):
     """Exchanges of rows of one length, one at a time and in the same order on all ranks."""
 
-    def post(self, row: Sequence[int]) -> Poll:
-        """Publish this rank's row; the poll is true once those of all ranks are there."""
+    def post(self, row: Any) -> Poll:
+        """Publish this rank's row of int64, with its sum; the poll is true once all rows are there."""
+        ...
+
+    def agree(self) -> bool:
+        """Whether all rows are as they were sent, and all of what they say was sent has arrived."""
         ...
 
     def read(self) -> list[list[int]]:
@@ -43,72 +47,85 @@ class SharedRows:
         self, memory: memoryview, rank: int, ranks: int, words: int, ring: Callable[[], None]
     ) -> None:
         """`memory`: of `shared_bytes`, zeros at first. `ring`: wakes ranks that wait."""
-        self._stride, self._words = _stride(words), words
-        self._all = memory.cast("Q")
-        self._rank, self._ranks, self._ring = rank, ranks, ring
+        self._all: Any = np.frombuffer(memory, np.int64)
+        self._base = self._all.ctypes.data
+        self._row, self._words, self._ranks, self._ring = 8 * _stride(words), words, ranks, ring
+        self._mine = rank * 2 * self._row
         self._number = 0
+        self._verdict = 0
 
-    def post(self, row: Sequence[int]) -> Poll:
+    def post(self, row: Any) -> Poll:
         """See `Rows`."""
         self._number = number = self._number + 1
-        everything, places = self._all, self._places()
-        mine = places[self._rank]
-        everything[mine + 1 : mine + 1 + self._words] = memoryview(array("Q", row))
-        everything[mine] = number  # after the row: one aligned store publishes it
+        ranks, stride = self._ranks, 2 * self._row
+        first = self._base + number % 2 * self._row
+        post(row.ctypes.data, self._words, first + self._mine, number)
         self._ring()
 
         def is_there() -> bool:
-            return all(everything[place] == number for place in places)
+            if not self._base:  # closed: the memory is gone
+                return False
+            self._verdict = verdict = gathered(first, stride, ranks, number, _TRIES)
+            return bool(verdict)
 
         return is_there
 
+    def agree(self) -> bool:
+        """See `Rows`."""
+        return self._verdict == AGREE
+
     def read(self) -> list[list[int]]:
         """See `Rows`."""
-        words = self._words
-        return [self._all[place + 1 : place + 1 + words].tolist() for place in self._places()]
-
-    def _places(self) -> range:
-        first = self._number % 2 * self._stride
-        return range(first, first + 2 * self._stride * self._ranks, 2 * self._stride)
+        first = self._number % 2 * self._row // 8 + 1
+        rows: list[list[int]] = self._all.reshape(self._ranks, -1)[:, first : first + self._words].tolist()
+        return rows
 
     def close(self) -> None:
         """Let go of the memory."""
-        self._all.release()
+        self._base, self._all = 0, None
 
 
 class LibraryRows:
     """Rows by an all_gather of a library, for ranks of several hosts."""
 
-    def __init__(self, library: SecondLibrary, group: str, ranks: int, words: int) -> None:
-        self._library = library
-        self._signature = Signature(
-            "all_gather", torch.int64, (words,), 8 * words * ranks, group, ranks, tag="verify",
-            backend=library.backend.name, async_op=True,
+    def __init__(self, steps: Steps, group: str, ranks: int, words: int) -> None:
+        self._ranks = ranks
+        self._step = steps.bind(
+            Signature(
+                "all_gather", torch.int64, (words,), 8 * words * ranks, group, ranks, tag="verify",
+                backend=steps.backend.name, async_op=True,
+            )
         )  # fmt: skip
-        self._all = torch.empty(0, dtype=torch.int64, device="cpu")
+        self._all = torch.empty(ranks, words, dtype=torch.int64, device="cpu")
 
-    def post(self, row: Sequence[int]) -> Poll:
+    def post(self, row: Any) -> Poll:
         """See `Rows`."""
-        mine = torch.from_numpy(np.array(row, np.uint64).view(np.int64))
-        self._all = torch.empty(len(row) * self._signature.ranks, dtype=torch.int64, device="cpu")
-        message = Message(self._signature, (mine,), (self._all,))
-        gate: Poll | None = self._library.gate(message)
-        poll: Poll | None = None
+        row[-1] = row[:-1].sum()
+        self._all = torch.empty_like(self._all)
+        message = Message(self._step.signature, (torch.from_numpy(row),), (self._all.view(-1),))
+        gate, poll = self._step.gate(message), None
 
         def is_there() -> bool:
             nonlocal gate, poll
             if gate is not None:
                 if not gate():
                     return False
-                gate, poll = None, self._library.poll(message)
-            return poll is not None and poll()
+                gate = None
+            if poll is None:
+                poll = self._step.start(message)
+            return poll()
 
         return is_there
 
+    def agree(self) -> bool:
+        """See `Rows`."""
+        rows = self._all
+        return bool(compared(rows.data_ptr(), 8 * rows.shape[1], self._ranks) == AGREE)
+
     def read(self) -> list[list[int]]:
         """See `Rows`."""
-        unsigned = self._all.numpy().view(np.uint64)
-        return unsigned.reshape(self._signature.ranks, -1).tolist()
+        rows: list[list[int]] = self._all.tolist()
+        return rows
 
 
 def _stride(words: int) -> int:

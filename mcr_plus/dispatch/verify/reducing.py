@@ -1,0 +1,47 @@
+"""The local reduction of a verified operation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from mcr_plus.backends.emulation import LocalReduce, local_reduce
+from mcr_plus.backends.shm.reduce_kernels import kernels_for
+from mcr_plus.dispatch.verify.row_kernels import reduce_rows
+
+if TYPE_CHECKING:
+    from mcr_plus.core.message import Signature
+
+_PIECE: Final = 1 << 15  # elements
+_SMALL: Final = 64 << 10  # bytes of an operation, up to which a call of torch costs more than the values
+_EXACT: Final = {torch.float32, torch.float64, torch.int32, torch.int64}
+"""Dtypes whose compiled kernels give the same bits as torch."""
+
+
+def reduction(signature: Signature) -> LocalReduce:
+    """The reduction of `[ranks, n]` values in the order of ranks, in pieces that stay in the caches."""
+    assert signature.reduce_op is not None
+    assert signature.dtype is not None
+    if signature.dtype in _EXACT and (signature.nbytes or _SMALL + 1) <= _SMALL:
+        return _compiled(signature)
+    reduce_parts = local_reduce(signature.reduce_op, signature.dtype)
+
+    def in_pieces(parts: torch.Tensor, out: torch.Tensor) -> None:
+        for piece, target in zip(parts.split(_PIECE, dim=1), out.view(-1).split(_PIECE), strict=True):
+            reduce_parts(piece, target)
+
+    return in_pieces
+
+
+def _compiled(signature: Signature) -> LocalReduce:
+    assert signature.reduce_op is not None
+    assert signature.dtype is not None
+    combine, divide, _ = kernels_for(signature.dtype, signature.reduce_op)
+    width = signature.dtype.itemsize
+
+    def reduce_parts(parts: torch.Tensor, out: torch.Tensor) -> None:
+        ranks, count = parts.shape
+        reduce_rows(combine, divide, parts.data_ptr(), out.data_ptr(), ranks, count, width)
+
+    return reduce_parts

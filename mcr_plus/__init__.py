@@ -196,9 +196,10 @@ __all__ = [
 
 _HOMES = (
     "errors", "core.kinds", "core.work", "api.collectives", "communicator.communicator", "runtime.init",
+    "api.other_ranks",  # early: `mcr.shrink` is called in a hurry, and those before it are imported with it
     "api.explain", "api.planning", "api.compiling", "training.wrap", "training.ddp", "training.fsdp",
     "training.fsdp_state", "training.weight_sync", "training.local_steps.local", "api.state", "api.elastic",
-    "api.other_ranks", "api.dump",
+    "api.dump",
     "layout.layout", "layout.redistribute", "layout.state", "torch_backend.shrinking",
 )  # fmt: skip
 

@@ -64,6 +64,7 @@ class Watchdog:
         failed = self.failed_peers_of(work)
         if not failed or not _past_grace(work, failed):
             return None
+        failed = self.failed_peers_of(work) or failed  # a host may have become silent during the look
         operation = work.operation
         self.note(failed)
         text = f"{operation.name(work.sequence)} on {operation.backend}: {described(failed)}"
@@ -145,6 +146,7 @@ class Watchdog:
             nap = min(1.5 * nap, 0.03)  # between hosts every look costs requests to the store
         if any(peer.seen == DIED for peer in failed):
             time.sleep(_TOGETHER)
+        if failed:
             failed = self.failed_peers_of(work) or failed
         self.note(failed)
         return failed

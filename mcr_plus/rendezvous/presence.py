@@ -76,7 +76,7 @@ class Presence:
         Until `close`, a request to `store` that a silent host does not answer ends too.
         """
         try:
-            link = socket.create_connection(tuple(address), _CONNECTS_WITHIN)
+            link = socket.create_connection((address[0], address[1]), _CONNECTS_WITHIN)
         except OSError as error:
             _log.debug("the end of rank 0 in init shows at its deadline: %s", error)
             return

@@ -15,7 +15,6 @@ from mcr_plus.compression.policy import refusal, resolve_options
 from mcr_plus.config.options import plain_options
 from mcr_plus.core.message import Signature
 from mcr_plus.hierarchy.policy import between_nodes
-from mcr_plus.kernels.digest import digest, to_signed
 
 STATE: Final = "state"
 """The tag of what newcomers get."""
@@ -120,10 +119,16 @@ def broadcast_differences(
     Collective. Ranks that have parts compare digests of pieces of 1 MiB with those of `src`. Ranks that have
     `all` are believed, and those that have `nothing` get everything. `has`: by rank of the group.
     """
+    # mcr.shrink needs this module in a hurry, and no digests: these import the compiler of kernels.
+    from mcr_plus.kernels.digest import digest, to_signed
+
+    def digest_of(piece: torch.Tensor) -> int:
+        return to_signed(digest(piece.cpu().reshape(-1).view(torch.uint8)))
+
     pieces = [piece for tensor in tensors for piece in _pieces(tensor)]
     root, mine = comm.ranks.index(src), has[comm.rank]
     compares = comm.rank == root or mine == "parts"
-    digests = torch.tensor([to_signed(_digest(piece)) if compares else 0 for piece in pieces], device="cpu")
+    digests = torch.tensor([digest_of(piece) if compares else 0 for piece in pieces], device="cpu")
     theirs = digests.clone()
     comm.broadcast(theirs, src, compress=False, tag=STATE)
     lacks = torch.zeros(len(pieces), dtype=torch.uint8, device="cpu")
@@ -141,10 +146,6 @@ def _pieces(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
     if not whole.is_contiguous():
         return (whole,)
     return whole.view(-1).split(max(1, _BLOCK // whole.element_size())) if whole.numel() else ()
-
-
-def _digest(piece: torch.Tensor) -> int:
-    return digest(piece.cpu().reshape(-1).view(torch.uint8))
 
 
 def outline(

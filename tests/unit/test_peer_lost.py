@@ -240,6 +240,26 @@ def test_a_host_whose_beats_stop_after_one_that_spoke_for_it_is_in_doubt_again(l
     assert (seen.peers.lost(2) is None) == lives
 
 
+@pytest.mark.parametrize("by_library", [False, True])
+def test_a_host_that_becomes_silent_during_a_look_is_named_as_a_whole(by_library: bool) -> None:
+    """A look at a rank may take requests to the store, so the next rank is looked at later."""
+    seen = Elsewhere()
+    seen.peers.processes = (seen.peers.processes[0], *2 * (seen.peers.processes[2],))
+
+    def is_closed(_: GroupBoard, rank: int) -> bool:
+        if rank == 2:
+            seen.findings.publish([(each, Finding("silent", 0.7, 0.7)) for each in (1, 2)])
+        return False
+
+    with mock.patch.object(GroupBoard, "is_closed", is_closed):
+        if by_library:
+            error: Any = seen.watchdog.library_error(work(), RuntimeError("connection reset"))
+        else:
+            error = seen.watchdog.check(work(), 10 * LONG_WAIT)
+    assert isinstance(error, mcr.PeerLost)
+    assert (error.ranks, error.seen) == ((1, 2), "no heartbeat for 0.7 s")
+
+
 def test_an_error_is_no_part_of_an_earlier_doubt() -> None:
     """A beat has come since that; none has since this one."""
     seen = Elsewhere()

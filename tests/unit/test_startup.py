@@ -50,6 +50,13 @@ def test_one_process_still_lists_all_backends_that_are_installed() -> None:
     assert names.endswith("'local']")
 
 
+def test_a_shrink_compiles_nothing() -> None:
+    """Ranks wait for each other in it, and those on busy cores would come seconds later."""
+    shrinks = "import sys, mcr_plus as mcr; mcr.init(); mcr.shrink; "
+    program = f"{shrinks}print('LOADED', [name for name in {HEAVY!r} if name in sys.modules])"
+    assert loaded([sys.executable, "-c", program]) == ["[]"]
+
+
 def add_up() -> None:
     """Runs on ranks: what `PROGRAM` does."""
     with mcr.init() as comm:

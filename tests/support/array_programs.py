@@ -62,7 +62,8 @@ def polled(rank: Any, **how: Any) -> Values:
     rank.step()
     rank.poll(work)
     with cupy.under(rank.stream()):
-        return x.read()
+        read: Values = x.read()
+    return read
 
 
 def dropped(rank: Any, **how: Any) -> Values:
@@ -76,7 +77,7 @@ def dropped(rank: Any, **how: Any) -> Values:
     del work
     y = cupy.array(given(rank.rank, 1))
     rank.comm.all_reduce(y, **how)
-    read = y.read()
+    read: Values = y.read()
     out, x = cupy.array([0.0] * COUNT * rank.size), cupy.array(given(rank.rank))
     gathered = rank.comm.all_gather_into_tensor(out, x, async_op=True)
     del out, x, gathered
@@ -99,7 +100,7 @@ def with_tensors(rank: Any, **how: Any) -> Values:
         back = cupy.array([0.0] * COUNT)
         rank.comm.reduce_scatter_tensor(back, out, **how)
         out.zero_()  # behind the operation, in torch's order
-    return read + back.read()
+    return [*read, *back.read()]
 
 
 def persistent(rank: Any, *, states: bool = True, **how: Any) -> Values:
@@ -249,7 +250,7 @@ def _with_tensors_gives(rank: int, size: int) -> Values:
 
 
 def _named(name: str, program: Program) -> Program:
-    program.__name__ = name  # type: ignore[attr-defined]
+    program.__name__ = name
     return program
 
 

@@ -23,7 +23,7 @@ class PoolBlock(Block):
     """Memory that torch's allocator does not know."""
 
     @property
-    def users(self) -> list[FakeStream]:
+    def users(self) -> list[FakeStream]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return []
 
     @users.setter

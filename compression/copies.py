@@ -17,6 +17,7 @@ from typing import Final
 
 import torch
 
+from mcr_plus.core import streams as core_streams
 from mcr_plus.core.units import format_size
 
 _log = logging.getLogger("mcr_plus")
@@ -94,9 +95,10 @@ class Copies:
     def end(self, copy: Copy, most: int | None) -> None:
         """A call has ended: drop those that were used least recently while all have more than `most` bytes.
 
-        Neither this one nor those that calls need. `most`: None for half of the host's memory over its ranks.
+        Neither this one nor those that calls need. `most`: None for half of the host's memory over its ranks,
+        or half of the memory of the GPU on which the values are.
         """
-        most = memory_of_host() // (_SHARE * self._ranks) if most is None else most
+        most = self._usual(copy) if most is None else most
         with self._lock:
             copy.calls -= 1
             self._total -= self._nbytes.pop(copy, 0)
@@ -116,6 +118,13 @@ class Copies:
                 "used least recently is dropped, and sent whole when it is used again (reported once)",
                 self._what, format_size(most),
             )  # fmt: skip
+
+    def _usual(self, copy: Copy) -> int:
+        both = (*copy.sent.values(), *copy.received.values())
+        device = next((held.values.device for held in both if held.values is not None), None)
+        if device is None or device.type == "cpu":
+            return memory_of_host() // (_SHARE * self._ranks)
+        return core_streams.streams_of(device).memory() // _SHARE
 
 
 @cache

@@ -43,8 +43,7 @@ class Delta(PayloadCodec):
     """Payloads of one call, which need nothing from earlier ones; `DeltaState` makes those of changes.
 
     Any dtype, by its bits: of up to 8 bytes, and complex ones as pairs of real numbers. Tensors on a GPU are
-    encoded and decoded there. The pipeline refuses them all the same: where operations are staged through
-    host memory, messages get their tensors before the lengths of payloads are known.
+    encoded and decoded there, which the host waits for, as it has to know the lengths of payloads.
     """
 
     Options = DeltaOptions
@@ -52,7 +51,7 @@ class Delta(PayloadCodec):
     name: ClassVar[str] = "delta"
     traits = Traits(
         lossless=True,
-        cpu_only=True,
+        needs_triton=True,
         fixed_rate=False,
         keeps_received=True,
         dtypes=DTYPES,

@@ -54,6 +54,7 @@ class CompressStage(Stage):
     def __init__(self, options: CompressOptions, context: Context) -> None:
         self._options = options
         self._config = context.config
+        self._libraries = context.backends
         self._group = context.group
         self._one_clock = len({context.world.hosts[rank] for rank in context.group.ranks}) == 1
         self._explains = context.runtime is None
@@ -115,7 +116,7 @@ class CompressStage(Stage):
         if not signature.nbytes and signature.nbytes is not None:
             return next(plain)
         codec, asked = codec_of(options), compress is not None
-        reason = None if signature.ranks == 1 else refusal(codec, options, signature) or _named(signature)
+        reason = None if signature.ranks == 1 else self._refusal(codec, options, signature)
         if reason is not None and asked:
             shown = thawed(compress) if isinstance(compress, tuple) else compress
             raise Unsupported(f"compress={shown!r} on {plain.describe()}: {reason}")
@@ -126,6 +127,19 @@ class CompressStage(Stage):
             next.note(f"codec {codec.name} not used: {reason}")
             return next(plain)
         return self._compressed(codec, options, signature.replace(compress=None), next)
+
+    def _refusal(self, codec: Codec, options: CompressOptions, signature: Signature) -> str | None:
+        """Why an operation cannot be compressed here; None if it can."""
+        reason = refusal(codec, options, signature) or _named(signature)
+        if reason is None and signature.is_p2p and codec.traits.keeps_received and signature.device != "cpu":
+            streaming = [name for name, library in self._libraries.items() if library.on_stream]
+            untagged = next((name for name in streaming if signature.backend in (None, name)), None)
+            if untagged is not None:
+                return (
+                    f"messages of codec {codec.name} need tags, which {untagged} has not; name another "
+                    "library, such as backend='gloo'"
+                )
+        return reason
 
     def _warn_of_rule(self, codec: Codec, options: CompressOptions, signature: Signature) -> None:
         """Log once that the rule's codec cannot take an operation that the rule matches.

@@ -18,7 +18,8 @@ The last three are keywords; signatures that end with `**options` take them.
 Tensors are torch tensors on the CPU or a CUDA device, or arrays of other libraries (NumPy, CuPy; by DLPack or
 `__cuda_array_interface__`), which are used without a copy. On a GPU, an operation follows the stream that its
 arrays state, and those that they state when it has been waited for follow it: with CuPy, its current stream.
-If they state none, the host waits for the operation. They may be strided, empty or 0-dimensional; outputs that are not contiguous cost a copy.
+If they state none, the host waits for the operation. Tensors and arrays may be strided, empty or
+0-dimensional; outputs that are not contiguous cost a copy.
 Dtypes: float64, float32, float16, bfloat16, int8, int16, int32, int64, uint8, bool, complex64, complex128.
 All tensors of a call have one dtype and one device, and the dtype is the same on all ranks. No gradient flows
 through: see `mcr_plus.autograd`.

@@ -74,6 +74,10 @@ class Streams(Protocol):
         """Return an uninitialised contiguous tensor in page-locked host memory, of the shape of another."""
         ...
 
+    def memory(self) -> int:
+        """Return the bytes of the device's memory."""
+        ...
+
     def scratch(self) -> torch.Tensor:
         """Return a tensor with one zero on the device."""
         ...
@@ -132,6 +136,10 @@ class DeviceStreams:
 
     def pinned(self, like: torch.Tensor) -> torch.Tensor:  # noqa: D102
         return torch.empty(like.shape, dtype=like.dtype, pin_memory=True, device="cpu")
+
+    def memory(self) -> int:  # noqa: D102
+        total: int = self._torch.get_device_properties(self._place).total_memory
+        return total
 
     def scratch(self) -> torch.Tensor:  # noqa: D102
         return torch.zeros(1, dtype=torch.int32, device=self._place)

@@ -174,6 +174,7 @@ class _Staging:
     """What `stage_through_host` binds to a signature."""
 
     def __init__(self, signature: Signature, issue: Issue) -> None:
+        self._device = torch.device(signature.device)
         self._signature = signature.replace(device="cpu")
         self._issue = issue
         self._made: dict[torch.device, tuple[Streams, Any]] = {}
@@ -185,25 +186,39 @@ class _Staging:
             self._made[device] = of, of.create()
         return self._made[device]
 
+    def _late_stream(self, message: Message) -> tuple[Streams, Any]:
+        """That of the device of what comes before, else of the current device of the type."""
+        of = None if message.after is None else message.after.streams
+        kind = self._device
+        return self._stream(kind if of is None else torch.device(kind.type, of.device))
+
     def start(self, message: Message) -> Work:
-        inputs, outputs = message.inputs, message.outputs
-        tensors = inputs + outputs
-        if not tensors:
+        tensors, prepare = message.inputs + message.outputs, message.prepare
+        if not tensors and prepare is None:
             return self._issue(message.with_tensors((), (), self._signature))
+        is_late = not tensors  # `prepare` gives it tensors: their lengths have come by `after`
         retained = self._retained
         retained.release()
-        of, stream = self._stream(tensors[0].device)
+        of, stream = self._stream(tensors[0].device) if tensors else self._late_stream(message)
         produced, copied = of.event(), of.event()
         produced.record(of.current())
         pinned = {id(t): of.pinned(t) for t in tensors}
-        after, prepare = message.after, message.prepare
+
+        def place() -> None:
+            """Give the host operation memory for tensors as they are by now."""
+            pinned.update((id(t), of.pinned(t)) for t in message.inputs + message.outputs)
+            host.inputs = tuple(pinned[id(t)] for t in message.inputs)
+            host.outputs = tuple(pinned[id(t)] for t in message.outputs)
+            host.input_counts, host.output_counts = message.input_counts, message.output_counts
 
         def copy_out() -> Event:
             stream.wait_event(produced)
             with of.under(stream):
                 if prepare is not None:
                     prepare()
-                for tensor in inputs:
+                if is_late:
+                    place()
+                for tensor in message.inputs:
                     pinned[id(tensor)].copy_(tensor, non_blocking=True)
                     of.keep(tensor, stream)
             arrived = of.event()
@@ -213,16 +228,16 @@ class _Staging:
 
         def copy_back() -> None:
             with of.under(stream):
-                for tensor in outputs:
+                for tensor in message.outputs:
                     tensor.copy_(pinned[id(tensor)], non_blocking=True)
                     of.keep(tensor, stream)
             copied.record(stream)
 
         host = message.with_tensors(
-            tuple(pinned[id(t)] for t in inputs),
-            tuple(pinned[id(t)] for t in outputs),
+            tuple(pinned[id(t)] for t in message.inputs),
+            tuple(pinned[id(t)] for t in message.outputs),
             self._signature,
-            after=_Arrival(after, copy_out),
             prepare=None,
         )
+        host.after = _Arrival(message.after, copy_out)
         return _StagedWork(self._issue(host).then(copy_back), of, stream, copied, retained)

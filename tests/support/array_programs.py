@@ -6,13 +6,23 @@ run on simulated devices (`device_ranks`) and, with CuPy, on a GPU (`gpu_arrays`
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Final
 
 from device_programs import COUNT, Program, Values, given, total
 
 import mcr_plus as mcr
+
+
+def _wait_for(works: Iterable[Any]) -> None:
+    for work in works:
+        work.wait()
+
+
+def _poll(rank: Any, works: Iterable[Any]) -> None:
+    for work in works:
+        rank.poll(work)
 
 
 def in_turn(rank: Any, *, states: bool = True, **how: Any) -> Values:
@@ -44,13 +54,11 @@ def in_flight(rank: Any, *, states: bool = True, **how: Any) -> Values:
             works = [rank.comm.all_reduce(x, async_op=True, **how) for x in arrays]
         rank.step()
         with cupy.under(other):
-            for work in reversed(works):
-                work.wait()
+            _wait_for(reversed(works))
             read += [value for x in arrays for value in x.read()]
         with cupy.under(one):  # where the memory belongs
-            for work in works:
-                work.wait()
-            del arrays, works, work
+            _wait_for(works)
+            del arrays, works
         rank.step()
     return read
 
@@ -62,7 +70,8 @@ def polled(rank: Any, **how: Any) -> Values:
     rank.step()
     rank.poll(work)
     with cupy.under(rank.stream()):
-        return x.read()
+        read: Values = x.read()
+    return read
 
 
 def dropped(rank: Any, **how: Any) -> Values:
@@ -71,12 +80,10 @@ def dropped(rank: Any, **how: Any) -> Values:
     works = [rank.comm.all_reduce(cupy.array(given(rank.rank)), async_op=True, **how) for _ in range(2)]
     rank.step()
     del works
-    for work in list(rank.engine.in_flight):  # results are copied back to arrays that the program has not
-        rank.poll(work)
-    del work
+    _poll(rank, list(rank.engine.in_flight))  # results are copied back to arrays that the program has not
     y = cupy.array(given(rank.rank, 1))
     rank.comm.all_reduce(y, **how)
-    read = y.read()
+    read: Values = y.read()
     out, x = cupy.array([0.0] * COUNT * rank.size), cupy.array(given(rank.rank))
     gathered = rank.comm.all_gather_into_tensor(out, x, async_op=True)
     del out, x, gathered
@@ -99,7 +106,7 @@ def with_tensors(rank: Any, **how: Any) -> Values:
         back = cupy.array([0.0] * COUNT)
         rank.comm.reduce_scatter_tensor(back, out, **how)
         out.zero_()  # behind the operation, in torch's order
-    return read + back.read()
+    return [*read, *back.read()]
 
 
 def persistent(rank: Any, *, states: bool = True, **how: Any) -> Values:
@@ -249,7 +256,7 @@ def _with_tensors_gives(rank: int, size: int) -> Values:
 
 
 def _named(name: str, program: Program) -> Program:
-    program.__name__ = name  # type: ignore[attr-defined]
+    program.__name__ = name
     return program
 
 

@@ -23,11 +23,11 @@ class PoolBlock(Block):
     """Memory that torch's allocator does not know."""
 
     @property
-    def users(self) -> list[FakeStream]:  # type: ignore[override]
+    def users(self) -> list[FakeStream]:
         return []
 
     @users.setter
-    def users(self, _: list[FakeStream]) -> None:
+    def users(self, _: list[FakeStream]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         pass
 
 

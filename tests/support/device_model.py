@@ -334,6 +334,9 @@ class FakeStreams:
     def pinned(self, like: torch.Tensor) -> torch.Tensor:
         return self.machine.held(torch.full(like.shape, 77, dtype=like.dtype))
 
+    def memory(self) -> int:
+        return 1 << 30
+
     def scratch(self) -> torch.Tensor:
         zero = torch.zeros(1, dtype=torch.int32)
         if self.device < 0:

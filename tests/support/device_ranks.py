@@ -223,8 +223,9 @@ class HostChannel(Channel):
             machine = job.simulator
             if signature.is_p2p:
                 ends = (me, message.peer) if signature.kind == "send" else (message.peer, me)
-                self._sent[ends] = self._sent.get(ends, 0) + 1
-                key: Any = (group.name, ends, self._sent[ends])
+                path = ends, message.match_tag
+                self._sent[path] = self._sent.get(path, 0) + 1
+                key: Any = (group.name, path, self._sent[path])
                 needed = {each for each in ends if each is not None}
             else:
                 self._count += 1

@@ -8,6 +8,7 @@ from random import Random
 from typing import Any, Final
 
 from array_programs import ARRAY_PROGRAMS
+from delta_programs import DELTA_PROGRAMS
 from device_programs import (
     PROGRAMS,
     Options,
@@ -73,18 +74,19 @@ def _settings() -> list[Setting]:
         ):
             found.append(Setting(f"{library}, {name}", library, stages, options, error))
         found.append(Setting(f"{library}, arrays", library))
+        found.append(Setting(f"{library}, delta", library, ("compress",), {"compress": "delta"}))
         how: Options = {"compress": "int8_block"}
         found.append(Setting(f"{library}, arrays, int8_block", library, ("fuse", "compress"), how, 0.02))
-        for codec in (None, "int8_block"):
+        for codec in (None, "int8_block", "delta"):
             stages = ("hierarchical", "compress") if codec else ("fuse", "hierarchical")
             options = {"compress": codec} if codec else {}
-            error = 0.05 if codec else 0.0
+            error = 0.05 if codec == "int8_block" else 0.0
             name = f"{library}, hierarchical, {codec or 'fused'}"
             found.append(Setting(name, library, stages, options, error, ((0, 1), (2, 3))))
     return found
 
 
-_GIVE: Final = {**PROGRAMS, **ARRAY_PROGRAMS}
+_GIVE: Final = {**PROGRAMS, **ARRAY_PROGRAMS, **DELTA_PROGRAMS}
 SETTINGS: Final = {setting.name: setting for setting in _settings()}
 
 
@@ -93,6 +95,8 @@ def programs_of(setting: Setting) -> list[Program]:
     codec = setting.name.partition(", ")[2]
     if codec.startswith("arrays"):
         return list(ARRAY_PROGRAMS)
+    if codec.endswith("delta"):
+        return list(DELTA_PROGRAMS)
     if codec.startswith("powersgd"):
         return [matrices]
     stateful = {in_turn, in_flight, other_streams, in_flight_on_streams, polled, dropped, hook, persistent}

@@ -239,18 +239,22 @@ _LAUNCHERS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     },
 }  # fmt: skip
 """The launchers of kernels by their module, with the arguments that they write to."""
+_WAITING: Final[dict[str, dict[str, tuple[str, ...]]]] = {
+    "delta": {"encode": ("wire", "base"), "encode_anchor": ("wire",), "apply": ("out",)},
+}
+"""Those that the host waits for, because they return something."""
 
 
 @contextlib.contextmanager
 def kernels_on_devices() -> Iterator[None]:
     """Let the launchers of codecs' kernels take tensors of a device: their CPU kernels run as its work."""
     before: list[tuple[Any, str, Any]] = []
-    for name, launchers in _LAUNCHERS.items():
+    for name, launchers in (_LAUNCHERS | _WAITING).items():
         module = importlib.import_module(f"mcr_plus.kernels.{name}")
         for launcher, written in launchers.items():
             if (function := getattr(module, launcher, None)) is not None:
                 before.append((module, launcher, function))
-                setattr(module, launcher, _launched(function, written))
+                setattr(module, launcher, _launched(function, written, waits=name in _WAITING))
     try:
         yield
     finally:
@@ -258,7 +262,7 @@ def kernels_on_devices() -> Iterator[None]:
             setattr(module, launcher, function)
 
 
-def _launched(function: Callable[..., Any], written: Sequence[str]) -> Callable[..., Any]:
+def _launched(function: Callable[..., Any], written: Sequence[str], *, waits: bool) -> Callable[..., Any]:
     names = list(inspect.signature(function).parameters)
 
     def launch(*args: Any, **options: Any) -> Any:
@@ -270,6 +274,10 @@ def _launched(function: Callable[..., Any], written: Sequence[str]) -> Callable[
         for name, value in zip(names, args, strict=False):
             if isinstance(value, torch.Tensor):
                 (writes if name in written else reads).extend(ranges(value))
+        if waits:
+            return _synchronised(
+                homes[0], function.__name__, lambda: function(*plain, **options), reads, writes
+            )
         homes[0].current().launch(function.__name__, lambda: function(*plain, **options), reads, writes)
         return None
 

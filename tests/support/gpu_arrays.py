@@ -1,4 +1,4 @@
-"""The programs of `array_programs` with CuPy on a GPU: every operation, in the order of CuPy's streams."""
+"""Programs of simulated devices on a GPU: those with arrays, by CuPy, and those with the codec delta."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from array_programs import ARRAY_PROGRAMS
+from delta_programs import DELTA_PROGRAMS
 from reference import Failures
 
 import mcr_plus as mcr
@@ -19,10 +20,18 @@ LATE: Final = 200_000  # cycles of a GPU for which values are late, about a tent
 def arrays_in_order(comm: mcr.Communicator, backend: str, failures: Failures) -> None:
     """Run all programs on a library, and compare what they read."""
     for program, give in ARRAY_PROGRAMS.items():
-        read = program(GpuRank(comm), backend=backend)
+        read = program(CupyRank(comm), backend=backend)
         wanted = give(comm.rank, comm.size)
         failures.expect(f"CuPy, {program.__name__} on {backend}", read == wanted, (read, wanted))
     __import__("cupy").cuda.Stream.null.use()
+
+
+def delta_in_order(comm: mcr.Communicator, backend: str, failures: Failures) -> None:
+    """Likewise with the codec delta; messages by gloo."""
+    for program, give in DELTA_PROGRAMS.items():
+        read = program(GpuRank(comm), compress="delta", backend=backend)
+        wanted = give(comm.rank, comm.size)
+        failures.expect(f"delta, {program.__name__} on {backend}", read == wanted, (read, wanted))
 
 
 class GpuRank:
@@ -31,19 +40,12 @@ class GpuRank:
     def __init__(self, comm: mcr.Communicator) -> None:
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
         self.engine: Any = comm._runtime.engine
-        self._cupy: Any = __import__("cupy")
-
-    def library(self, *, states: bool = True) -> CupyLibrary:
-        return CupyLibrary(self._cupy, states)
 
     def stream(self) -> Any:
-        return self._cupy.cuda.Stream(non_blocking=True)
+        return torch.cuda.Stream()
 
     def under(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
-        context: contextlib.AbstractContextManager[Any] = torch.cuda.stream(
-            torch.cuda.ExternalStream(stream.ptr)
-        )
-        return context
+        return torch.cuda.stream(stream)
 
     def step(self) -> None:
         pass
@@ -58,6 +60,23 @@ class GpuRank:
     def read(self, tensor: torch.Tensor) -> list[float]:
         values: list[float] = tensor.tolist()
         return values
+
+
+class CupyRank(GpuRank):
+    """One whose streams are CuPy's."""
+
+    def __init__(self, comm: mcr.Communicator) -> None:
+        super().__init__(comm)
+        self._cupy: Any = __import__("cupy")
+
+    def library(self, *, states: bool = True) -> CupyLibrary:
+        return CupyLibrary(self._cupy, states)
+
+    def stream(self) -> Any:
+        return self._cupy.cuda.Stream(non_blocking=True)
+
+    def under(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        return torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr))
 
 
 class CupyLibrary:

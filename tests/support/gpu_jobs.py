@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from conformance import Case
-from gpu_arrays import arrays_in_order
+from gpu_arrays import arrays_in_order, delta_in_order
 from reference import DEVICE, Failures, difference, full, inputs, reduced, rough, wide, zeros
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -224,6 +224,12 @@ def _encoded(
     return results
 
 
+def _delta(backends: Sequence[str], failures: Failures) -> None:
+    """The codec delta, whose payloads have lengths that are known once they are encoded."""
+    with mcr.init(backends=[*backends, *({"gloo"} - set(backends))], timeout=TIMEOUT) as comm:
+        delta_in_order(comm, backends[0], failures)
+
+
 def _streams(backends: Sequence[str], failures: Failures) -> None:
     """Operations wait for the stream that computes their inputs, streams for results, nobody else."""
     with mcr.init(backends=_with_host(backends), timeout=TIMEOUT) as comm:
@@ -421,7 +427,7 @@ PARTS: Final[dict[str, dict[str, Callable[[Sequence[str], Failures], None]]]] = 
         "shapes": _shapes,
         **{name: _section(name) for name in SECTIONS},
     },
-    "codecs": {"codecs": _codecs},
+    "codecs": {"codecs": _codecs, "delta": _delta},
     "programs": {
         "streams": _streams,
         "mixed": _mixed,

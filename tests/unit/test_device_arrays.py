@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from mcr_plus.communicator import tensors
 from mcr_plus.communicator.arrays import stated_stream
 from mcr_plus.communicator.tensors import ArrayOnDevice, as_tensor, is_on_device, tensor_on
 from mcr_plus.compression import policy
@@ -61,7 +60,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
         assert device == "cuda"
         return array.memory
 
-    monkeypatch.setattr(tensors.torch, "as_tensor", taken)
+    monkeypatch.setattr(torch, "as_tensor", taken)
     return own
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import sys
 from collections.abc import Callable, Iterator
@@ -84,7 +85,7 @@ def test_the_loader_of_the_system(
         monkeypatch.setattr(finding, "_loaded", lambda: iter(["/a/libnccl.so.2"]))
         return Simulator().library()
 
-    monkeypatch.setattr(abi.ctypes, "CDLL", opened)
+    monkeypatch.setattr(ctypes, "CDLL", opened)
     place = abi.load().place
     assert asked == ["libnccl.so.2"]
     assert place.startswith("/a/libnccl.so.2 (")
@@ -92,7 +93,7 @@ def test_the_loader_of_the_system(
 
 
 def test_the_place_of_a_library(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(abi.ctypes, "CDLL", lambda _: Simulator().library())
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: Simulator().library())
     path = make("first/nvidia/nccl/lib/libnccl.so.2")
     assert abi.load().place == f"{path} (the wheel nvidia-nccl beside torch)"
     assert abi.load("/my/library.so").place == "/my/library.so"

@@ -7,7 +7,8 @@ engine; in most of them a bit flips on a random rank, in what is sent or in what
 all ranks raise `DataCorrupted` with the same operation, ranks, library and block.
 *Cost*: calls without verification, with every one and with one in ten verified, in turns, two ranks; the
 least time of each, as other processes only ever add to it (up to 1 MiB a mean of 20 calls; of one in ten,
-above, of 10). The report goes to benchmarks/results/verify_<hardware>_<yyyymm>.md.
+above, of 10). Before that, the time of checksums of memory. The report goes to
+benchmarks/results/verify_<hardware>_<yyyymm>.md.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import typer
 from harness import HARDWARE, ROOT, Dated, Hardware
 
 import mcr_plus as mcr
+from mcr_plus.dispatch.verify.flows import Blocks
 
 sys.path.append(str(ROOT / "tests" / "support"))
 import verify_jobs
@@ -48,6 +50,18 @@ def flipped(backend: str, seed: int, operations: int) -> dict[str, Any] | None:
         else:
             alarms += any(raised)
     return {"operations": len(own), "flips": flips, "found": found, "alarms": alarms}
+
+
+def speeds() -> list[list[str]]:
+    """Checksums of memory of some sizes, by one thread: bytes, microseconds, GB/s."""
+    rows = []
+    torch.set_num_threads(1)
+    for nbytes in (8, 64 << 10, 1 << 20, 64 << 20):
+        blocks, value = Blocks(nbytes), torch.zeros(nbytes, dtype=torch.uint8)
+        call = partial(blocks.of, value)
+        best = min(harness.seconds(call, 1 if nbytes > 1 << 20 else 20) for _ in range(30))
+        rows.append([str(nbytes), f"{1e6 * best:.2f}", f"{nbytes / best / 1e9:.1f}"])
+    return rows
 
 
 def costs(backend: str, rounds: int) -> dict[str, Any] | None:
@@ -104,6 +118,9 @@ def main(
     if rows:
         head = ["library", "operations", "with a flipped bit", "found, alike on all ranks", "false alarms"]
         parts += ["### Flipped bits, three ranks", harness.markdown(head, rows)]
+    if rounds:
+        table = harness.markdown(["bytes", "µs", "GB/s"], speeds())
+        parts += ["### Checksums of memory, one thread, the least of 30", table]
     rows = []
     for library in LIBRARIES if rounds else ():
         turns = harness.on_ranks(harness.here(2), costs, library, rounds)

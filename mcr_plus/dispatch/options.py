@@ -77,7 +77,7 @@ class DispatchOptions(StageOptions):
     `failover`: when a library fails, the next one of `backends` takes over its collective operations, and
     runs again what is not complete on all ranks.
 
-    `verify`: which operations of each signature compare digests of what was sent and what has arrived:
+    `verify`: which operations of each signature compare checksums of what was sent and what has arrived:
     `every` one, every Nth, or `off`.
 
     Each option is marked with `Scope.JOB` or `Scope.GROUP`: groups of a job cannot differ in the former.

@@ -96,7 +96,7 @@ def test_every_third_operation_of_a_signature_is_verified(backend: str) -> None:
         assert found == {"collectives": [3, 6, 9], "messages": [3, 6, 9], "off by rule": [], "sums": True}
 
 
-def test_ranks_of_several_hosts_exchange_digests_by_the_library() -> None:
+def test_ranks_of_several_hosts_exchange_checksums_by_the_library() -> None:
     for found in values(jobs.on_two_hosts, 2, "gloo"):
         assert found["rows"] == ["LibraryRows"]
         assert found["raised"] == ["", "", "DataCorrupted", "checksums"]
@@ -157,10 +157,10 @@ def test_failover_is_refused_beside_it() -> None:
 
 def test_explain_names_it() -> None:
     told = str(mcr.explain("all_reduce", "1MiB", config=jobs.config("gloo"))["steps"])
-    assert "every verified by digests" in told
+    assert "every verified by checksums" in told
     assert "as exchange, local reduction and gathering" in told
     told = str(mcr.explain("broadcast", "1MiB", config=jobs.config("gloo", verify=20))["steps"])
-    assert "1 in 20 verified by digests of what was sent and what has arrived" in told
+    assert "1 in 20 verified by checksums of what was sent and what has arrived" in told
     assert "verified" not in str(
         mcr.explain("broadcast", "1MiB", config=jobs.config("gloo", verify="off"))["steps"]
     )

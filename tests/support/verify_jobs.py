@@ -412,7 +412,7 @@ def one_in_three(backend: str) -> dict[str, Any]:
 
 
 def on_two_hosts(backend: str) -> dict[str, Any]:
-    """Ranks that exchange digests as those of several hosts do; then the digests themselves change."""
+    """Ranks that exchange checksums as those of several hosts do; then the checksums themselves change."""
     torch.set_num_threads(1)
     raised = []
     opening.__dict__["made"] = lambda size, name: (None, None, "")  # no shared memory

@@ -34,8 +34,9 @@ Compare = Callable[[Signature, Ledger], Course]
 Begin = Callable[[Message], Course]
 """Begins an operation, whose tensors may be damaged from then on."""
 
-PIECE: Final = 1 << 20
-"""Bytes of a piece, about: so that what one core has read or written is still in its cache."""
+PIECE: Final = 4 << 20
+"""Bytes of a piece, about: it stays in a cache of tens of MiB. With smaller ones ranks would wait for each
+other more often, and each wait costs a time slice where other processes use the cores."""
 _LINE: Final = 64  # bytes
 _WHOLE: Final = 8192  # bytes of an all_reduce up to which every rank gets all values, and reduces them itself
 

@@ -1,7 +1,8 @@
-"""Digests of payloads and their comparison, without libraries."""
+"""Checksums of payloads and their comparison, without libraries."""
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from mcr_plus.backends.base import Poll
+from mcr_plus.backends.base import NATIVE, Poll
 from mcr_plus.core.group import Group
 from mcr_plus.core.message import Signature
 from mcr_plus.dispatch.options import DispatchOptions
@@ -32,6 +33,7 @@ from mcr_plus.dispatch.verify.flows import (
     row_words,
 )
 from mcr_plus.dispatch.verify.rows import SharedRows, shared_bytes
+from mcr_plus.dispatch.verify.steps import Step, Steps
 from mcr_plus.errors import Unsupported
 from mcr_plus.kernels import checksum
 from mcr_plus.kernels.checksum import BLOCK
@@ -177,6 +179,25 @@ def test_steps_are_kept_apart_by_the_operation_that_they_belong_to() -> None:
     assert steps[0].digest() != steps[1].digest()
 
 
+def test_nothing_is_kept_of_operations_that_are_dropped() -> None:
+    channel: Any = SimpleNamespace(bind=lambda _: lambda _: bool, gate=lambda *_: None)
+    backend: Any = SimpleNamespace(name="gloo", supports=lambda _: NATIVE)
+    courses = course.Courses(Steps(backend, channel), Group("world", (0, 1), 0), lambda *_: iter(()))
+
+    def alive() -> int:
+        gc.collect()
+        return sum(type(each) is Step for each in gc.get_objects())
+
+    before = alive()
+    starts = []
+    for kind in ("all_reduce", "broadcast", "reduce_scatter"):
+        one = Signature(kind, torch.float32, (9,), 36, "world", 2, root=0, reduce_op="SUM")
+        starts += [courses.bind(one.replace(shape=(2**size,), nbytes=2 ** (2 + size))) for size in range(22)]
+    assert alive() >= before + 66
+    starts.clear()
+    assert alive() == before
+
+
 def test_libraries_on_streams_are_refused() -> None:
     backend = SimpleNamespace(name="nccl", on_stream=True, keeps_apart=False)
     slot = SimpleNamespace(backend=backend, channel=None)
@@ -186,6 +207,6 @@ def test_libraries_on_streams_are_refused() -> None:
     notes: list[str] = []
     stage = DispatchStage(DispatchOptions.model_validate({"verify": "every"}), context)
     signature = Signature("broadcast", torch.float32, (9,), 36, "world", 2, "cuda", root=0, backend="nccl")
-    with pytest.raises(Unsupported, match="`verify` has no digests for nccl"):
+    with pytest.raises(Unsupported, match="`verify` has no checksums for nccl"):
         stage.bind(signature, following)
     assert "nccl is refused" in notes[0]

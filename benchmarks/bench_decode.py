@@ -207,6 +207,7 @@ def make(shape: Shape, dtype: str, folder: Path) -> None:
     transformers: Any = import_module("transformers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**asdict(shape), tie_word_embeddings=False, eos_token_id=None)
+    transformers.utils.logging.disable_progress_bar()
     network = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     network.save_pretrained(folder)
 
@@ -291,8 +292,8 @@ def text_of(
     version = import_module("transformers").__version__
     note = (
         f"transformers {version}; {about}. Llamas of random weights ({shapes} parameters), greedy, prompts "
-        f"of {PROMPT} tokens. Tokens per second of the batch, prompt included; medians of rounds in which jobs "
-        "take turns. `same texts`: of those of a batch, for which all candidates have the same tokens."
+        f"of {PROMPT} tokens. Tokens per second of the batch, prompt included; medians of rounds in which "
+        "jobs take turns. `same texts`: of a batch, those for which all candidates have the same tokens."
     )
     parts = [harness.markdown(head, rows)]
     if flat:

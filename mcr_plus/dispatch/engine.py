@@ -102,9 +102,11 @@ class Engine:
             self.progress_thread.wake()
         self.ring()
 
-    @property
     def occupied(self) -> bool:
         """Whether operations are in flight besides the one that the caller waits for."""
+        with self.lock:  # those that are done would stay until the next one is issued
+            while self.in_flight and self.in_flight[0].is_done:
+                self.in_flight.popleft()
         return bool(self.in_flight or self.blocked or self.unordered)
 
     def ring(self) -> None:
@@ -291,9 +293,8 @@ class Engine:
         """End the threads, if there are any: from now on only callers make progress."""
         threads = self.progress_thread, self.start_thread
         self.progress_thread = self.start_thread = None
-        for thread in threads:
-            if thread is not None:
-                thread.stop()
+        for thread in filter(None, threads):
+            thread.stop()
 
     def progress_once(self) -> bool:
         """Make progress on operations in flight, for the progress thread; False if there are none.
@@ -424,8 +425,7 @@ class Engine:
             return
         self.post(work)
         mismatch = None if operation.signature.is_p2p else find_mismatch(work)
-        error = mismatch or self.watchdog.check(work, waited)
-        if error is not None:
+        if (error := mismatch or self.watchdog.check(work, waited)) is not None:
             self.fail(work, error)
 
     def fail(self, work: IssuedWork, error: BaseException) -> None:

@@ -299,7 +299,7 @@ class Operation:
         Deadline and peers are left to `Engine.wait`. So is everything if there is more in flight.
         """
         engine, waiting = self.engine, self.engine.waiting
-        if engine.occupied or not (self.polled and waiting.may_nap()):
+        if engine.occupied() or not (self.polled and waiting.may_nap()):
             return False
         for _ in SHORT_NAPS:
             if self.signature.backend in engine.off:

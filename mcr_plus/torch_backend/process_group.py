@@ -212,6 +212,8 @@ class McrProcessGroup(LivingGroup):
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
         """Reduce tensors of any dtypes over all ranks as few operations."""
+        if len(tensors) == 1:
+            return self.allreduce(tensors, opts)
         op, factor, _ = reduction_of(opts)
         works = []
         with self._call("all_reduce_coalesced", *tensors):
@@ -285,7 +287,12 @@ class McrProcessGroup(LivingGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> dist.Work:
-        """`reduce_scatter_single` of several tensors as few operations."""
+        """`reduce_scatter_single` of several tensors as few operations.
+
+        Functional collectives, and DTensors with them, come here with one tensor, which needs no buffer.
+        """
+        if len(inputs) == 1:
+            return self.reduce_scatter_single(outputs[0], inputs[0], opts)
         op, factor, _ = reduction_of(opts)
         works = []
         with self._call("reduce_scatter_coalesced", *inputs):
@@ -368,9 +375,11 @@ class McrProcessGroup(LivingGroup):
         self,
         outputs: list[torch.Tensor],
         inputs: list[torch.Tensor],
-        opts: Any = None,  # noqa: ARG002 - torch's signature
+        opts: Any = None,
     ) -> dist.Work:
-        """`all_gather_single` of several tensors as few operations."""
+        """`all_gather_single` of several tensors as few operations; of one as of `reduce_scatter_single`."""
+        if len(inputs) == 1:
+            return self.all_gather_single(outputs[0], inputs[0], opts)
         with self._call("all_gather_coalesced", *inputs):
             works = self._group().all_gather_coalesced(outputs, inputs, async_op=True)
         return self._started(works, outputs)

@@ -9,8 +9,8 @@ that computing takes some 60 ms and the gradients 51 MB, at each rate; ways that
 few steps, `mcr.local` several windows, with the last outer step in the time. Bytes are those that interfaces
 have counted, of all ranks together. Utilization is the time of a step that a rank computes alone, while the
 others do so too, over the mean time of a step; the shortest that any way of the same rate has measured. "By
-processor time": the same of rank 0's threads, those of gloo included, so that neither waiting nor other work on
-the machine counts; waiting for other ranks, and the rest of outer steps, are shares of the time.
+processor time": the same of rank 0's threads, those of gloo included, so that neither waiting nor other work
+on the machine counts. Waiting for other ranks, and the rest of outer steps, are shares of the time.
 """
 
 from __future__ import annotations

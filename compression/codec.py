@@ -242,10 +242,8 @@ class PayloadCodec(Codec):
         if total.numel():
             self._accumulate(self._exact(wire, total.numel()), total, scale)
 
-    def encode_rest(
-        self, values: torch.Tensor, decay: float, rest: torch.Tensor, wire: torch.Tensor
-    ) -> int:
-        """Write the payload of `decay` × `rest` + `values` as `encode` does, and leave in `rest` what it lacks.
+    def encode_rest(self, values: torch.Tensor, decay: float, rest: torch.Tensor, wire: torch.Tensor) -> int:
+        """Write the payload of `decay` × `rest` + `values`, and leave in `rest` what the payload lacks.
 
         What is not finite in the end becomes zero in `rest`. Overridden where one pass over memory can do it.
 
@@ -265,7 +263,7 @@ class PayloadCodec(Codec):
     def sum_payloads(
         self, wires: torch.Tensor | Sequence[torch.Tensor], total: torch.Tensor, scale: float
     ) -> None:
-        """Write `scale` times the sum of the payloads, in their order, to `total`: float32, flat, contiguous."""
+        """Write `scale` × the sum of the payloads, in their order, to `total`: float32, flat, contiguous."""
         if scale == 1.0:  # one pass less than adding to zeros
             self.decode(wires[0], total)
             wires = wires[1:]

@@ -137,4 +137,3 @@ class MomentumCorrection(ErrorFeedback):
         rest = dict(tensors)
         self._velocity.copy_(rest.pop("velocity"))
         super().restore(rest)
-

@@ -1,8 +1,8 @@
 """Numbers of a few bits in words of 32, and the places of set bits; parts of CPU kernels.
 
-The first number is in the lowest bits of the first word; numbers of a width that does not divide 32 lie across
-the borders of words. None of it branches on data: where a branch cannot be predicted, guessing wrong costs more
-than everything else that is done for a number.
+The first number is in the lowest bits of the first word; numbers of a width that does not divide 32 lie
+across the borders of words. None of it branches on data: where a branch cannot be predicted, guessing wrong
+costs more than everything else that is done for a number.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ _BITS: Final = np.arange(256)[:, None] >> np.arange(8) & 1
 _COUNTS: Final = _BITS.sum(1).astype(np.uint8)
 """How many bits of a byte are set, and (below) which, in ascending order."""
 _PLACES: Final = np.argsort(1 - _BITS, 1, kind="stable").astype(np.uint8)
-_SQUEEZE: Final = np.uint64(0x0102040810204080)  # eight bytes of 0 or 1, times this: their bits in the top byte
+_SQUEEZE: Final = np.uint64(
+    0x0102040810204080
+)  # eight bytes of 0 or 1, times this: their bits in the top byte
 _TOP_BYTE: Final = np.uint64(56)
 _BYTE: Final = np.uint32(0xFF)
 _NONE: Final = np.uint32(0)

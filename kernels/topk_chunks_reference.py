@@ -13,6 +13,7 @@ UNITS: Final = 36
 LARGEST_LEVEL: Final = 0x7F7F
 """The largest finite bfloat16, as bits."""
 
+
 def _pack(numbers: torch.Tensor, width: int) -> torch.Tensor:
     """Numbers of `width` bits, chunks × numbers, as words of 32 bits, chunks × words."""
     bits = numbers[:, :, None] >> torch.arange(width, device=numbers.device) & 1

@@ -72,7 +72,7 @@ MUTATIONS = (
     # compression
     Mutation("scale of int8 blocks", "kernels/int8_block.py", "_STEP: Final = np.float32(1 / 127)", "_STEP: Final = np.float32(1 / 120)", "test_kernels_int8_block test_codecs"),
     Mutation("digits of top-k", "kernels/topk.py", "_DIGITS: Final = ((20, 11), (9, 11), (0, 9))", "_DIGITS: Final = ((20, 11), (9, 11), (1, 8))", "test_kernels_topk test_topk"),
-    Mutation("residual not kept", "compression/error_feedback.py", "self._sent(wire[:written], residual, lo, 1 / scale)", "self._sent(wire[:written], residual, lo, scale)", "test_feedback test_compressed"),
+    Mutation("residual not kept", "compression/codec.py", "self.decode_accumulate(wire[:written], rest, -1.0)", "self.decode_accumulate(wire[:written], rest, 1.0)", "test_feedback test_compressed"),
     Mutation("EF21 difference", "compression/ef21.py", "(values - mine).mul_(scale)", "(values + mine).mul_(scale)", "test_feedback"),
     Mutation("mean of compressed sums", "compression/schemes.py", '1 / signature.ranks if signature.reduce_op == "AVG" else 1.0', "1.0", "test_compressed"),
     Mutation("messages of variable rate", "compression/policy.py", "if signature.is_p2p and not (traits.fixed_rate or traits.keeps_received):", "if False:", "test_compress_stage test_compressed"),

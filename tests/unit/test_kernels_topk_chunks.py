@@ -16,6 +16,7 @@ from tiers import examples
 
 from mcr_plus.errors import BackendError
 from mcr_plus.kernels import topk_chunks as kernel
+from mcr_plus.kernels import topk_chunks_reference as reference
 from mcr_plus.kernels import topk_records
 from mcr_plus.kernels.topk_records import Chunking
 
@@ -38,7 +39,7 @@ def decoded(values: torch.Tensor, how: Chunking) -> torch.Tensor:
 def by_reference(wire: torch.Tensor, numel: int, how: Chunking) -> torch.Tensor:
     out = torch.zeros(numel)
     for form, records, rows in topk_records.split(wire, out, how):
-        rows.scatter_(1, *kernel.contents_reference(records, form))
+        rows.scatter_(1, *reference.contents_reference(records, form))
     return out
 
 
@@ -46,7 +47,7 @@ def check(what: str, values: torch.Tensor, how: Chunking) -> None:
     """The CPU kernels do what the torch reference does, which runs on GPUs too."""
     wire = encoded(values, how)
     expected = torch.zeros_like(wire)
-    kernel.encode_reference(values, expected, how)
+    reference.encode_reference(values, expected, how)
     same_bits(what, wire, expected)
     expected_out = by_reference(expected, values.numel(), how)
     out = torch.full_like(values, 7)
@@ -92,7 +93,7 @@ def test_what_is_left_is_what_was_not_sent(bits: int) -> None:
         kernel.encode_rest(values, decay, rest, wire, how)
         total = before * decay + values
         expected = torch.zeros_like(wire)
-        kernel.encode_reference(total, expected, how)
+        reference.encode_reference(total, expected, how)
         same_bits(what, wire, expected)
         left = total - by_reference(expected, values.numel(), how)
         same_bits(what, rest, left.nan_to_num(0.0, 0.0, 0.0))

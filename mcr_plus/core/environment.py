@@ -4,6 +4,7 @@
     torch_environment()     the same in torch's words, where `mcr-plus run` gave them beside MPI's
     agent_has_store()       whether torchrun's agent has the job's store
     config_file()           the configuration that MCR_CONFIG names
+    rank_by_mpi()           rank and size by the variables of an MPI launcher, whatever others say
     on_one_host()           whether the launcher's variables place all ranks on this host
     dump_folder()           the folder for dumps that MCR_DUMP names
     job_secret()            the ranks' signing key from MCR_SECRET
@@ -15,6 +16,7 @@
     min_ranks()             the least ranks with which `mcr-plus run` lets a job go on (MCR_MIN_RANKS)
     restarts()              how often it has started this rank again (MCR_RESTARTS)
     slurm_job()             the number of Slurm's job (SLURM_JOB_ID)
+    slurm_step()            the numbers of job and step (SLURM_STEP_ID)
     default_variable(...)   a default for a library's variable that is unset
 
 A variable that is malformed, or contradicts another, is a `LaunchError` that begins with its name.
@@ -41,6 +43,8 @@ Launcher = Literal["torchrun", "openmpi", "mpich", "slurm", "mcr-plus", "env", "
 SLURM_SPECIAL_STEPS = 0xFFFFFFF0
 _SLURM_PORTS = range(20_000, 30_000)  # below the usual range of ephemeral ports
 LOOPBACK = "127.0.0.1"
+# How MPI and Slurm name their variables.
+_OF_RANKS = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_", "MPI_", "SLURM_")
 
 
 @dataclass(frozen=True)
@@ -122,12 +126,20 @@ def ranks_keep_their_own(hosts: int, environ: Mapping[str, str] | None = None) -
 
 
 def _present(environ: Mapping[str, str] | None) -> dict[str, str]:
+    """The variables that have a value, but for those that a worker of Ray inherits from Ray's own start."""
     given = os.environ if environ is None else environ
-    return {key: value.strip() for key, value in given.items() if value.strip()}
+    foreign = _OF_RANKS if given.get("RAY_RAYLET_PID") == str(os.getppid()) else ()
+    return {
+        key: value.strip() for key, value in given.items() if value.strip() and not key.startswith(foreign)
+    }
 
 
-def on_one_host(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether the launcher's variables place all ranks on this host; false if missing or malformed."""
+def on_one_host(environ: Mapping[str, str] | None = None, *, ranks: int = 1) -> bool:
+    """Whether the launcher's variables place all ranks on this host; false if missing or malformed.
+
+    `ranks`: of the group in question. Variables of a launcher that has started fewer are of another job, as
+    where a task of srun starts ranks itself.
+    """
     env = _present(environ)
     try:
         launcher, (_, size, _, local_size) = _recognise(env)
@@ -138,7 +150,7 @@ def on_one_host(environ: Mapping[str, str] | None = None) -> bool:
         "mpich": HYDRA.local_size,
         "slurm": "SLURM_STEP_TASKS_PER_NODE",
     }
-    return local_size == size and variables.get(launcher, TORCH.local_size) in env
+    return local_size == size >= ranks and variables.get(launcher, TORCH.local_size) in env
 
 
 def torch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnvironment | None:
@@ -160,8 +172,22 @@ def speaks_for_both(environ: Mapping[str, str] | None = None) -> bool:
 
 def started_by_mpi(environ: Mapping[str, str] | None = None) -> bool:
     """Whether an MPI launcher started this process (Open MPI, hydra, or srun with PMI)."""
-    env = os.environ if environ is None else environ
+    env = _present(environ)
     return any(name in env for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"))
+
+
+def rank_by_mpi(environ: Mapping[str, str] | None = None) -> tuple[int, int | None] | None:
+    """Return rank and number of ranks by the variables of the MPI launcher; None without them.
+
+    The number is None where it is not among them. Raises `LaunchError` for malformed ones.
+    """
+    env = _present(environ)
+    for names in (OPENMPI, HYDRA, HYDRA_PMIX):
+        rank = _integer(env, names.rank)
+        if rank is not None:
+            size = names.size if names.size in env or not _slurm_step(env) else _slurm_size(env)
+            return rank, _integer(env, size, lowest=1)
+    return None
 
 
 def config_file() -> str | None:
@@ -198,6 +224,11 @@ def restarts(environ: Mapping[str, str] | None = None) -> int:
 def slurm_job() -> str:
     """Return the number of Slurm's job, `unknown` outside of one."""
     return os.environ.get("SLURM_JOB_ID") or "unknown"
+
+
+def slurm_step() -> str:
+    """Return the numbers of Slurm's job and step, as `42.0`; `unknown` for what is missing."""
+    return f"{slurm_job()}.{os.environ.get('SLURM_STEP_ID') or 'unknown'}"
 
 
 def masquerade_name() -> str | None:
@@ -349,12 +380,16 @@ def _slurm_step(env: Mapping[str, str]) -> bool:
 
 
 def _slurm_ranks(env: Mapping[str, str]) -> tuple[int, int, int, int]:
-    # SLURM_NTASKS is the allocation's when the step was started with fewer tasks than that.
-    size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
     variables = dict(env)
     if "SLURM_STEP_TASKS_PER_NODE" in env:
         variables["SLURM_NTASKS_PER_NODE"] = str(_tasks_on_node(env))
-    return _ranks(variables, _Variables("SLURM_PROCID", size, "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"))
+    names = _Variables("SLURM_PROCID", _slurm_size(env), "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
+    return _ranks(variables, names)
+
+
+def _slurm_size(env: Mapping[str, str]) -> str:
+    # SLURM_NTASKS is the allocation's when the step was started with fewer tasks than that.
+    return "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
 
 
 def _slurm_rendezvous(env: Mapping[str, str]) -> dict[str, str]:

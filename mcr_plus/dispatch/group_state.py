@@ -62,6 +62,7 @@ class GroupState:
         messages: the last sends and receives: peer and tag, signature, and when they were issued.
         notes: of operations that were waited for for long, or have failed.
         unfinished: libraries that may still work on operations that failed here.
+        changes_threads: whether any thread may use it, one at a time, as groups of torch.distributed.
         blocked_channels: number of channels with deferred operations.
         when_stuck: called during a long wait, which may depend on a bucket that is held back here.
     """
@@ -72,6 +73,7 @@ class GroupState:
         "agreed",
         "blocked_channels",
         "board",
+        "changes_threads",
         "closed",
         "failed_at",
         "failure",
@@ -108,6 +110,7 @@ class GroupState:
         self.revoked = ""
         self.recorded = False
         self.blocked_channels = 0
+        self.changes_threads = False
         self.when_stuck: list[Callable[[], None]] = []
         self._shared = False
         self._thread = threading.current_thread()
@@ -157,7 +160,7 @@ class GroupState:
             self._shared = True
             self.refresh()
             return
-        if not self._thread.is_alive():
+        if self.changes_threads or not self._thread.is_alive():
             self.take_over()
             return
         raise OrderMismatch(

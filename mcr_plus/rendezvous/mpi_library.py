@@ -50,7 +50,7 @@ def _have_idle_ranks_sleep() -> None:
     Since Linux 6.18 ranks that yield all the time can starve others for many seconds (decision 16).
     """
     place = launch_environment()
-    if place.launcher == "openmpi" and place.local_size > cores():
+    if place.launcher in ("openmpi", "slurm") and place.local_size > cores():
         default_variable(_YIELD_STRATEGY, "nanosleep")
 
 

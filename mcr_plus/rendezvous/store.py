@@ -7,6 +7,7 @@ import logging
 import secrets
 import socket
 from datetime import timedelta
+from errno import EADDRINUSE
 from typing import Any, Final
 
 from torch.distributed import DistError
@@ -19,6 +20,7 @@ from mcr_plus.core.environment import (
     meeting_interface,
     min_ranks,
     on_one_host,
+    slurm_step,
 )
 from mcr_plus.errors import BackendUnavailable, LaunchError, PeerLost
 from mcr_plus.rendezvous.arrivals import PREFIX, SLACK, Arrivals, loss_as_text, raise_loss
@@ -102,7 +104,17 @@ def _connect(environment: LaunchEnvironment, timeout: float) -> tuple[Store, byt
         else:
             store = _through_address(environment, limit)
     except (DistError, OSError, ValueError, RuntimeError) as error:
+        if isinstance(error, OSError) and error.errno == EADDRINUSE:
+            place = f"{environment.master_addr}:{environment.master_port}"
+            raise LaunchError(
+                f"rank {environment.rank} cannot listen on {place}, which another program uses; set "
+                "MASTER_ADDR and MASTER_PORT to another place on all ranks"
+            ) from error
         raise LaunchError(f"rank {environment.rank} found no store within {timeout:g} s: {error}") from error
+    if (
+        environment.launcher == "slurm"
+    ):  # whose steps may meet at the same port: it follows from their numbers
+        return PrefixStore(f"{PREFIX}/{slurm_step()}", store), secret
     return PrefixStore(PREFIX, store), secret
 
 
@@ -172,7 +184,7 @@ def _offered_secret(part: Store, name: str, rank: int, size: int, timeout: float
     reasons = reasons if reasons.isprintable() else repr(reasons)
     if secret and str(rank) in without:
         raise LaunchError(f"another program has answered for rank {rank} in the job's store: {reasons}")
-    shared = on_one_host() or address_of(unwatched(part)) in (LOOPBACK, "localhost")
+    shared = on_one_host(ranks=size) or address_of(unwatched(part)) in (LOOPBACK, "localhost")
     if shared or not without or _HAS_ITS_OWN in without.values():
         return b"", reasons or "rank 0 has not written the answer in the job's store"
     global _warned
@@ -367,9 +379,13 @@ def met_in(host: str, port: int, timeout: float) -> Store:
 def _listen(address: str, port: int) -> socket.socket:
     """A listening socket bound to one address; TCPStore itself would bind all interfaces."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((address, port))
-    listener.listen(1024)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(1024)
+    except OSError:
+        listener.close()
+        raise
     return listener
 
 

@@ -59,14 +59,20 @@ class TorchJob:
     def go_on(self, running: Runtime) -> None:
         """Use the job that has taken the place of this one; its world is torch's first group."""
         self.enter(running, tuple(range(running.world.size)), joined=self.joined)
-        self.groups.add(running.communicator)
+        self.use(running.communicator)
+
+    def use(self, communicator: Communicator) -> None:
+        """Have a group of torch, which any thread may use, one at a time, also by calls of mcr_plus."""
+        for opened in communicator.opened.all:
+            opened.state.changes_threads = True
+        self.groups.add(communicator)
 
     def open(self, running: Runtime, ranks: Sequence[int], name: str, config: Config) -> Communicator:
         """Open a group of the job; collective over its ranks. `ranks`: of the job."""
         self.names[name] += 1
         unique = f"torch/{name}/{self.names[name]}"  # torch may use a name again
         communicator = running.open_group(unique, tuple(ranks), config)
-        self.groups.add(communicator)
+        self.use(communicator)
         return communicator
 
     def drop(self, communicator: Communicator, running: Runtime | None) -> None:
@@ -147,7 +153,7 @@ def communicator_of(
         communicator = torch_job.open(running, job_ranks, name, config)
         settle()
         return communicator
-    torch_job.groups.add(communicator)
+    torch_job.use(communicator)
     return communicator
 
 
@@ -171,7 +177,7 @@ def begin(store: Store, rank: int, size: int, timeout: timedelta, options: objec
     part = store if size == 1 else signed_part(PrefixStore("mcr_plus", store), rank, size, seconds)
     running = join(readable(partial(_load, options)), part, rank, size, seconds)
     torch_job.enter(running, tuple(range(size)), joined=True)
-    torch_job.groups.add(running.communicator)
+    torch_job.use(running.communicator)
     return running.communicator
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from ranks import RanksFailed, run_ranks
 
 import mcr_plus as mcr
@@ -805,6 +806,20 @@ def test_tasks_of_a_slurm_step_find_each_other(tmp_path: Path) -> None:
     outputs = [task.communicate(timeout=START_LIMIT_S)[0] for task in tasks]
     assert outputs == ["0 2 3.0\n", "1 2 3.0\n"]
     assert [task.returncode for task in tasks] == [0, 0]
+
+
+def left_without_mpi() -> list[Any]:
+    with mcr.init() as comm:
+        value = torch.full((3,), comm.rank + 1.0)
+        comm.all_reduce(value)
+        return [value.tolist(), "mpi" in mcr.get_backends(), "mpi4py.MPI" in sys.modules]
+
+
+def test_no_rank_waits_in_mpi_for_one_that_is_no_rank_of_it() -> None:
+    """As where a rank of mpirun starts torchrun: both ranks have its variables, which fit on one of them."""
+    inherited = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "PMIX_RANK": "0"}
+    for result in run_ranks(left_without_mpi, 2, via="torch", env=inherited):
+        assert result.value == [[3.0] * 3, False, False]
 
 
 def _little_shared_memory() -> tuple[MpiLauncher, list[str]]:

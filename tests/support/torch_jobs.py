@@ -436,9 +436,10 @@ def another_thread() -> None:
         found: list[torch.Tensor] = []
 
         def work() -> None:
-            x = values(rank, 4)
-            dist.all_reduce(x)
-            found.append(x)
+            for all_reduce in (mcr.all_reduce, dist.all_reduce):
+                x = values(rank, 4)
+                all_reduce(x)
+                found.append(x)
 
         for _ in range(2):
             thread = threading.Thread(target=work)
@@ -447,7 +448,7 @@ def another_thread() -> None:
             work()
         for each in found:
             same(each, np.sum(all_values(4), axis=0))
-        assert len(found) == 4
+        assert len(found) == 8
 
 
 def groups_come_and_go() -> None:

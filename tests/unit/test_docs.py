@@ -123,7 +123,7 @@ def test_the_index_names_every_page() -> None:
 def variables(path: Path) -> set[str]:
     """Names of variables of the environment that stand as texts in a program."""
     texts = (node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant))
-    names = r"RANK|WORLD_SIZE|(MCR|OMPI|PMI|PMIX|MPI|SLURM|TORCH\w*|MASTER|GLOO|LOCAL)_[A-Z_]*[A-Z]"
+    names = r"RANK|WORLD_SIZE|(MCR|OMPI|PMI|PMIX|MPI|SLURM|TORCH\w*|MASTER|GLOO|LOCAL|RAY)_[A-Z_]*[A-Z]"
     return {text for text in texts if isinstance(text, str) and re.fullmatch(names, text)}
 
 

@@ -25,12 +25,13 @@ from mcr_plus.backends.mpi.channel import MpiChannel
 from mcr_plus.backends.mpi.contexts import Contexts
 from mcr_plus.backends.mpi.datatypes import HALVES, SATURATED
 from mcr_plus.backends.mpi.p2p import MatchingQueue
-from mcr_plus.core.environment import started_by_mpi
+from mcr_plus.core.environment import rank_by_mpi, started_by_mpi
 from mcr_plus.core.group import Group
 from mcr_plus.core.kinds import REDUCING
 from mcr_plus.core.message import Signature
-from mcr_plus.errors import BackendError, BackendUnavailable
+from mcr_plus.errors import BackendError, BackendUnavailable, LaunchError
 from mcr_plus.rendezvous.mpi_library import MISSING, REMEDY, load_mpi
+from mcr_plus.rendezvous.store import exchange
 from mcr_plus.rendezvous.world import World
 
 _MAX_COUNT: Final = 2**31 - 1
@@ -90,12 +91,19 @@ class MpiBackend(Backend):
 
     @classmethod
     def unavailable_in(cls, world: World) -> str:
-        """See `Backend`: an MPI launcher must have started the job."""
-        refusal = cls.off or cls._not_started()
+        """See `Backend`: an MPI launcher must have started the job, each rank as the same rank of its own."""
         if world.roster is not None and world.roster.epoch > 0:
+            refusal = cls.off or cls._not_started(None) or cls._unloadable()
             refusal = shrinking.follow(world, world.roster, refusal)
             cls.off = cls.off or refusal
             return refusal
+        refusal = cls.off or cls._not_started(world)
+        if world.store is not None:
+            # Before any rank initialises MPI, which waits for all that its launcher has started.
+            place = (world.store, world.rank, world.size)
+            refusals = exchange(*place, "mpi/started", refusal, world.timeout)
+            refusal = next(filter(None, refusals), "")
+        refusal = refusal or cls._unloadable()
         if refusal:
             return refusal
         comm = shrinking.everyone()
@@ -107,11 +115,31 @@ class MpiBackend(Backend):
         )
 
     @staticmethod
-    def _not_started() -> str:
-        """Why there is no MPI in this process; empty if there is."""
+    def _not_started(world: World | None) -> str:
+        """Why no MPI launcher has started this process, or not as this rank of `world`; empty if one has."""
+        if "mpi4py.MPI" in sys.modules:
+            return ""
         # Initialising MPI in a process that it did not start takes a second, for a world of one rank.
-        if "mpi4py.MPI" not in sys.modules and not started_by_mpi():
+        if not started_by_mpi():
             return f"no MPI launcher started this job; {_HOW_TO_START}"
+        try:
+            place = rank_by_mpi()
+        except LaunchError as error:
+            return str(error)
+        # Children of a rank inherit its variables: those of torchrun or Ray under srun or mpirun.
+        if world is None or place in (None, (world.rank, world.size), (world.rank, None)):
+            return ""
+        assert place is not None
+        rank, size = place
+        of = "" if size is None else f" of {size}"
+        return (
+            f"an MPI launcher started rank {rank}{of} here, where the job has rank {world.rank} of "
+            f"{world.size}; {_HOW_TO_START}"
+        )
+
+    @staticmethod
+    def _unloadable() -> str:
+        """Why MPI cannot be initialised in this process; empty if it can, or has been."""
         try:
             load_mpi()
         except BackendUnavailable as error:

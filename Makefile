@@ -29,11 +29,11 @@ kernels := $(wildcard kernels/*.py kernels/*/*.py mcr_plus/backends/shm/*.py mcr
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all check docs gpu-check gpu-bundle torch-suite clients bench-overhead clean
+.PHONY: help venv demo test test-all check docs gpu-check gpu-bundle torch-suite clients test-launchers bench-overhead clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -5
-	@echo "targets: venv demo test test-all check docs gpu-check gpu-bundle torch-suite clients bench-overhead clean"
+	@echo "targets: venv demo test test-all check docs gpu-check gpu-bundle torch-suite clients test-launchers bench-overhead clean"
 
 venv: $(stamp)
 
@@ -102,6 +102,15 @@ torch-suite: $(stamp)
 clients: $(stamp)
 	@$(pip) install -qq -c constraints.txt lightning accelerate transformers deepspeed
 	@$(bin)/python -m pytest tests/clients
+
+# Ray from PyPI, and Slurm of Debian's packages where apt-get may install them; make test skips what is not installed.
+slurm := slurmctld slurmd slurm-client munge libpmix-dev
+test-launchers: $(stamp)
+	@$(pip) install -qq -c constraints.txt "ray[train]"
+	@command -v srun > /dev/null || { command -v apt-get > /dev/null && test "$$(id -u)" = 0 \
+	&& apt-get update -qq && apt-get install -qq --no-install-recommends $(slurm) > /dev/null; } \
+	|| echo "no Slurm: its tests are skipped, until these packages of Debian are installed: $(slurm)"
+	@$(bin)/python -m pytest tests/jobs/test_ray.py tests/jobs/test_slurm.py
 
 bench-overhead: $(stamp)
 	@$(bin)/mcr-plus run -n 2 benchmarks/bench_overhead.py

@@ -297,6 +297,14 @@ LONG: Final = (
     "test_torch_backend.py::test_autoload_does_not_change_programs_on_other_backends",
     "test_torch_backend.py::test_under_the_name_of_gloo",
     "test_torch_backend.py::test_a_wrong_masquerade_is_refused",
+    # Ray and Slurm where they are installed, by `make test-launchers`; of Slurm the three shortest stay
+    "test_ray.py::",
+    "test_slurm.py::test_tasks_of_a_step_are_ranks[by_torch]",
+    "test_slurm.py::test_mpi_under_srun[pmi2]",
+    "test_slurm.py::test_torchruns_as_tasks",
+    "test_slurm.py::test_steps_of_a_batch_job_do_not_meet",
+    "test_slurm.py::test_a_task_that_dies_is_named",
+    "test_slurm.py::test_nodes_are_hosts",
     # many rounds, or trainings of which shorter ones stay
     "test_feedback.py::test_error_feedback_recovers_the_compression_error[3-SUM]",
     "test_leaks.py::test_dropped_groups_and_models",

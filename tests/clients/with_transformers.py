@@ -1,4 +1,4 @@
-"""transformers: tensor-parallel decode by `tp_plan="auto"`, which uses the group that the program has made."""
+"""transformers: tensor-parallel decode by `tp_plan="auto"`, in the group that the program has made."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, Final
@@ -41,6 +41,7 @@ from mcr_plus.core.environment import cores
 from mcr_plus.core.units import format_size
 
 PROMPT: Final = 16  # tokens
+DTYPES: Final = ("float32", "bfloat16")
 SIZES: Final = tuple(kib << 10 for kib in (4, 8, 16, 32, 64))
 POLL_S: Final = 0.02
 PORT: Final = 29510  # of the first job's store
@@ -247,7 +248,7 @@ def reduced(table: str, rounds: int) -> list[dict[str, Any]] | None:
     """On ranks: median microseconds of an all_reduce by size and candidate, of the slowest rank."""
     torch.set_num_threads(1)
     stages = [{"hierarchical": {}}, {"select": {"table": table}}, {"dispatch": {}}]
-    rules = [{"match": {"tag": tag}, "hierarchical": options} for tag, options in STEPS.items()]
+    rules = [{"match": {"tag": tag}, "hierarchical": options} for tag, options in STEPS.items() if options]
     rows = []
     with mcr.init({"version": 1, "pipeline": stages, "rules": rules}) as comm:
         for nbytes in SIZES:
@@ -269,13 +270,13 @@ def reduced(table: str, rounds: int) -> list[dict[str, Any]] | None:
 # --- what came out ------------------------------------------------------------------------------------------
 
 
-def row_of(model: str, batch: int, rates: Mapping[str, float], made: Mapping[str, Any]) -> list[str]:
-    """A line of the report."""
+def row_of(rates: Mapping[str, float], made: Mapping[str, Any]) -> list[str]:
+    """The figures of a line of the report."""
     ours = rates[MCR.name]
     others = [name for name in rates if name != MCR.name]
     ratios = [f"{ours / rates[name]:.2f}" for name in others]
     rate = [f"{rates[name]:.1f}" for name in (MCR.name, *others)]
-    return [model, str(batch), *rate, *ratios, agreement(made, MCR.name)]
+    return [*rate, *ratios, agreement(made, MCR.name)]
 
 
 def head_of(ways: Sequence[Way]) -> list[str]:
@@ -312,7 +313,7 @@ def text_of(
 def main(
     models: Annotated[list[str], typer.Option(default_factory=lambda: list(MODELS))],
     batches: Annotated[list[int], typer.Option(default_factory=lambda: [1, 8])],
-    dtype: Annotated[str, typer.Option(help="Of weights and activations.")] = "bfloat16",
+    dtypes: Annotated[list[str], typer.Option(default_factory=lambda: list(DTYPES))],
     tokens: Annotated[int, typer.Option(min=1, help="Of each text.")] = 32,
     hosts: Annotated[int, typer.Option(min=1, max=2)] = 1,
     per_host: Annotated[int, typer.Option(help="Ranks on each host.")] = 2,
@@ -324,7 +325,7 @@ def main(
     output: Dated = None,
 ) -> None:
     harness.chosen(models, MODELS, "model")
-    harness.chosen([dtype], ["bfloat16", "float32"], "dtype")
+    harness.chosen(dtypes, DTYPES, "dtype")
     if find_spec("transformers") is None:
         raise SystemExit("skipped: transformers is not installed")
     if hosts > 1:
@@ -345,18 +346,19 @@ def main(
         else:
             many, ways = harness.here(per_host), [MCR, GLOO, ALONE]
         head = head_of(ways)
-        for model in models:
+        for model, dtype in product(models, dtypes):
             make(MODELS[model], dtype, folder / model)
             jobs = Jobs(ways, many, harness.here(1), folder / model, dtype)
             try:
                 for batch, rates, made in measure(jobs, ways, batches, tokens, rounds):
-                    rows.append(row_of(model, batch, rates, made))
+                    rows.append([f"{model}, {dtype}", str(batch), *row_of(rates, made)])
                     print(*rows[-1], sep="  ", flush=True)
             finally:
                 jobs.end()
-    about = f"{per_host} ranks of one thread, and one process of {cores()} threads; {dtype}"
+    about = f"{per_host} ranks of one thread, and one process of {cores()} threads"
     if hosts > 1:
-        about = f"two network namespaces with {per_host} ranks and half of the cores each, {rate}; {dtype}"
+        about = f"two network namespaces with {per_host} ranks and half of the cores each, {rate}"
+    about += f"; load average at the end {os.getloadavg()[0]:.1f}"
     harness.show(head, rows)
     suffix = "" if hosts == 1 else "-two-hosts"
     harness.write(text_of(rows, head, flat, about), output, f"decode_{hardware}{suffix}")

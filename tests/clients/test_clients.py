@@ -26,6 +26,7 @@ TOGETHER: Final = ("ddp", "fsdp", "pipelining", "tensor")  # started once
 NEEDS: Final = {
     "with_lightning": ("lightning",),
     "with_accelerate": ("accelerate", "transformers"),
+    "with_transformers": ("accelerate", "transformers"),
     "with_deepspeed": ("deepspeed",),
 }
 DDP: Final = {"all_gather", "broadcast", "all_reduce"}
@@ -56,6 +57,7 @@ CLIENTS: Final[dict[str, dict[str, set[str]]]] = {  # and what the pipeline sees
     },
     "with_lightning": {"trainer": DDP},
     "with_accelerate": {"accelerator": DDP, "trainer": DDP},
+    "with_transformers": {"decode": {"all_reduce", "all_gather"}},
     "with_deepspeed": {
         **dict.fromkeys(["zero0", "zero1", "zero2"], DDP - {"all_gather"}),
         "zero3": {"broadcast", *FSDP},

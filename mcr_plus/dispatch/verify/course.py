@@ -4,8 +4,8 @@ Operations that move data run as they are. Reductions are made of such: values a
 reduces its part in the order of ranks, and sums are gathered. So everything that travels has a checksum of
 all its bits, while no checksum of floating-point values leads to that of their sum.
 
-A large broadcast or all_reduce runs in pieces, so that the checksum of a piece is taken while it is in the
-core's cache, and while the library moves another one.
+A large broadcast or all_reduce over shared memory runs in pieces, so that the checksum of a piece is taken
+while it is in the core's cache, and while the library moves another one.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ Begin = Callable[[Message], Course]
 PIECE: Final = 4 << 20
 """Bytes of a piece, about: it stays in a cache of tens of MiB. With smaller ones ranks would wait for each
 other more often, and each wait costs a time slice where other processes use the cores."""
+_NO_PIECES: Final = 1 << 62
 _LINE: Final = 64  # bytes
 _WHOLE: Final = 8192  # bytes of an all_reduce up to which every rank gets all values, and reduces them itself
 
@@ -47,13 +48,15 @@ class Courses:
     def __init__(self, steps: Steps, group: Group, compare: Compare) -> None:
         self._steps, self._compare = steps, compare
         self._rank, self._size = group.rank, group.size
+        # Elsewhere a piece costs more than what is saved where other processes use the cores.
+        self._piece = PIECE if steps.backend.rings else _NO_PIECES
         self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def bind(self, signature: Signature) -> Begin:
         """How operations of a signature begin: the checksums of what is sent first are taken at once."""
         kind, nbytes = signature.kind, signature.nbytes or 0
         if kind not in REDUCING:
-            in_pieces = kind == "broadcast" and nbytes >= 2 * PIECE  # so that there are two
+            in_pieces = kind == "broadcast" and nbytes >= 2 * self._piece  # so that there are two
             return self._broadcast(signature) if in_pieces else self._moved(signature)
         if kind == "all_reduce":
             whole = nbytes <= _WHOLE
@@ -113,17 +116,18 @@ class Courses:
         assert signature.dtype is not None
         nbytes, root = signature.nbytes or 0, signature.root or 0
         is_root, size = root == self._rank, self._size
-        repeats, rest = _pieces(nbytes, PIECE)
+        piece_bytes = self._piece
+        repeats, rest = _pieces(nbytes, piece_bytes)
         ends = {GOT: Flows.one(root, rest)}
         if is_root:
             ends[SENT] = Flows.one(0, rest, size)
-        kept = _Kept(signature, lambda _: Plan(size, ends, repeats, PIECE))
+        kept = _Kept(signature, lambda _: Plan(size, ends, repeats, piece_bytes))
         steps = [
             self._steps.bind(_derived(signature, "broadcast", nbytes=each, root=root))
-            for each in (PIECE, rest)
+            for each in (piece_bytes, rest)
         ]
         step_of = [steps[0]] * repeats + [steps[1]]
-        numel = PIECE // signature.dtype.itemsize
+        numel = piece_bytes // signature.dtype.itemsize
 
         def begin(message: Message) -> Course:
             ledger, pieces = kept.ledger(message), _cut(message.outputs[0], repeats, numel)
@@ -203,7 +207,7 @@ class Courses:
         reduce_parts, size, rank = reduction(signature), self._size, self._rank
         assert signature.dtype is not None
         nbytes, width = signature.nbytes or 0, signature.dtype.itemsize
-        part = max(1, PIECE // size // BLOCK) * BLOCK  # of a piece, on each rank
+        part = max(1, self._piece // size // BLOCK) * BLOCK  # of a piece, on each rank
         repeats, rest = _pieces(nbytes, size * part)
         numel = rest // width
         counts = tuple(numel * (each + 1) // size - numel * each // size for each in range(size))

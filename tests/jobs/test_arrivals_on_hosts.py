@@ -5,7 +5,6 @@ Hosts are network namespaces here, each with a host name of its own.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 from hosts import why_not
 from losing import ended, errors_in, read
 from racks import Racks
+from ranks import nursery
 
 ARRIVING = str(Path(__file__).parents[1] / "support" / "arriving.py")
 REASON = why_not(mpi=False)
@@ -26,7 +26,7 @@ long = pytest.mark.long
 def job_on(hosts: Racks, folder: Path, *words: str) -> Iterator[None]:
     """A job on these hosts, one rank on each, of `arriving.py` with these arguments."""
     with errors_in(folder) as output:
-        started = list(hosts.start([sys.executable, ARRIVING, str(folder), *words], **output))
+        started = list(hosts.start([nursery().python, ARRIVING, str(folder), *words], **output))
     with ended(started, folder):
         yield
 

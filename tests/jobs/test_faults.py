@@ -205,7 +205,9 @@ def test_survivors_report_the_missing_ranks(name: str, victim: int, via: Via) ->
 
 def test_messages_of_ranks_that_have_left() -> None:
     via: Via = "mpi" if mpi_usable() else "torch"
-    first, *_ = run_ranks(departures, 3, args=[via], via=via, timeout=START_LIMIT_S, check=False)
+    first, *_ = run_ranks(
+        departures, 3, args=[via], via=via, timeout=START_LIMIT_S, check=False, teardown=True
+    )
     assert first.returncode == 0, first.stderr
     for form, outcome in first.value.items():
         if "sent before" in form or "two" in form:
@@ -229,7 +231,7 @@ def test_survivors_report_missing_ranks_beside_a_progress_thread(name: str) -> N
 
 def check_survivors(name: str, victim: int, via: Via, progress: str) -> None:
     args = [name, victim, via, progress]
-    results = run_ranks(fault, 3, args=args, via=via, timeout=START_LIMIT_S, check=False)
+    results = run_ranks(fault, 3, args=args, via=via, timeout=START_LIMIT_S, check=False, teardown=True)
     others = [result for result in results if result.rank != victim]
     assert [result.returncode for result in others] == [0, 0], _endings(results)
     limit = {"SIGKILL": DEATH_S, "SIGSTOP": STOP_S}.get(name, DEADLINE_S + SLACK_S)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -13,7 +12,7 @@ from typing import Any
 import hierarchical_jobs
 import pytest
 from hierarchical_jobs import FOUR_RANKS, config, every_section, four_ranks
-from ranks import Via, run_ranks
+from ranks import Via, nursery, run_ranks
 from two_hosts import TwoHosts, why_not
 
 import mcr_plus as mcr
@@ -397,7 +396,7 @@ def test_on_four_ranks(outcomes: list[dict[str, str]], section: str) -> None:
 @pytest.mark.skipif(why_not() is not None, reason=f"two hosts: {why_not()}")
 def test_two_hosts_of_two_ranks(tmp_path: Path) -> None:
     with TwoHosts(None) as hosts:
-        line = [sys.executable, hierarchical_jobs.__file__, str(tmp_path)]
+        line = [nursery().python, hierarchical_jobs.__file__, str(tmp_path)]
         hosts.mpirun(line, per_host=2, timeout=300)
     reports = [json.loads((tmp_path / f"{rank}").read_text()) for rank in range(4)]
     assert [report["failures"] for report in reports] == [[]] * 4

@@ -8,10 +8,13 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
+import losing
 import pytest
-from losing import WAYS, Job, job_here, job_on
+from losing import WAYS, Job, job_here
 from racks import Racks
 from ranks import nursery
 from two_hosts import TwoHosts, why_not
@@ -27,6 +30,10 @@ several_hosts = pytest.mark.skipif(REASON is not None, reason=f"hosts: {REASON}"
 def _has_fault_tolerance() -> bool:
     launcher = mpi_flavour() if mpi_usable() else None
     return launcher is not None and launcher.flavour == "openmpi" and launcher.major >= 5
+
+
+def job_on(*args: Any, **options: Any) -> AbstractContextManager[Job]:
+    return losing.job_on(*args, python=nursery().python, **options)
 
 
 mpi = pytest.param(

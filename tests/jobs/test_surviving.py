@@ -9,14 +9,16 @@ import json
 import os
 import re
 import signal
-import sys
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
+import surviving
 from losing import errors_in
 from racks import Racks
-from surviving import job_by_mpirun, job_on
+from ranks import nursery
 from test_elastic import PROGRAM, check
 from two_hosts import TwoHosts, why_not
 
@@ -32,6 +34,14 @@ long = pytest.mark.long
 def _has_fault_tolerance() -> bool:
     launcher = mpi_flavour() if mpi_usable() else None
     return launcher is not None and launcher.flavour == "openmpi" and launcher.major >= 5
+
+
+def job_on(*args: Any, **options: Any) -> AbstractContextManager[surviving.Job]:
+    return surviving.job_on(*args, python=nursery().python, **options)
+
+
+def job_by_mpirun(*args: Any, **options: Any) -> AbstractContextManager[surviving.Job]:
+    return surviving.job_by_mpirun(*args, python=nursery().python, **options)
 
 
 needs_ulfm = pytest.mark.skipif(not _has_fault_tolerance(), reason="needs Open MPI 5 or later")
@@ -180,7 +190,7 @@ def test_a_training_loop_on_two_hosts_goes_on(tmp_path: Path, monkeypatch: pytes
     """Rank 0 dies in a backward pass, and a rank of the other host later; the oracle is one process."""
     monkeypatch.setenv("MCR_RESTARTS", "0")
     plan = {"steps": 30, "deaths": [[0, 5, 0, "backward"], [3, 15, 0, "forward"]], "nap": 0.05}
-    words = [sys.executable, PROGRAM, str(tmp_path), json.dumps(plan)]
+    words = [nursery().python, PROGRAM, str(tmp_path), json.dumps(plan)]
     with TwoHosts(None) as hosts, errors_in(tmp_path) as output:
         started = list(hosts.start(words, per_host=2, **output))
         statuses = [process.wait(60) for process in started]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -211,7 +210,7 @@ def test_ranks_of_another_host_are_fetched_by_the_agents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on two machines: of the pages of ranks, those of the first host alone can be seen."""
-    words = [sys.executable, HERE, str(tmp_path)]
+    words = [nursery().python, HERE, str(tmp_path)]
     with TwoHosts(None) as hosts, (tmp_path / "errors").open("wb") as errors:
         started = list(hosts.start(words, per_host=1, stdout=errors, stderr=errors))
         try:

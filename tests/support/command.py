@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from ranks import nursery
 
 from mcr_plus.cli.main import main
 
@@ -36,9 +38,10 @@ def mcr_plus(*words: object) -> Answer:
 
 
 def mcr_plus_process(*words: str, cwd: Path | None = None) -> Answer:
-    """Run the command as users do."""
-    command = [sys.executable, "-m", "mcr_plus.cli.main", *words]
+    """Run the command in a process of its own, which is forked from one that has imported torch."""
+    command = [nursery().python, "-m", "mcr_plus.cli.main", *words]
     answer = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=False, cwd=cwd, stdin=subprocess.DEVNULL
-    )
+        command, capture_output=True, text=True, timeout=120, check=False, cwd=cwd, stdin=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
     return Answer(answer.returncode, answer.stdout, answer.stderr)

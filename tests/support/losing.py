@@ -185,10 +185,17 @@ def errors_in(folder: Path) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def job_on(
-    hosts: Any, folder: Path, library: str, way: str, per_host: int = 1, heartbeat: str = "auto"
+    hosts: Any,
+    folder: Path,
+    library: str,
+    way: str,
+    per_host: int = 1,
+    heartbeat: str = "auto",
+    *,
+    python: str = sys.executable,
 ) -> Iterator[Job]:
     """A job on all of these `Hosts`."""
-    words = [sys.executable, __file__, str(folder), library, way, "0.5s", heartbeat]
+    words = [python, __file__, str(folder), library, way, "0.5s", heartbeat]
     with errors_in(folder) as output:
         started = list(hosts.start(words, per_host=per_host, **output))
     with ended(started, folder):

@@ -68,7 +68,7 @@ def run_ranks(
     timeout: float = 60,
     check: bool = True,
     restarts: int = 0,
-    teardown: bool | None = None,
+    teardown: bool = False,
 ) -> list[RankResult]:
     """Call `target` (a top-level function, or "module:name") on each rank; one result per rank, in order.
 
@@ -79,13 +79,12 @@ def run_ranks(
     environment. `restarts`, with `via="torch"`: how often all ranks are ended and started again once one
     has failed, with the same store, as torchrun's agent does it. With `check`, a rank that fails raises
     `RanksFailed`; running out of time always does. A rank that has returned runs its exit handlers, ends MPI
-    and is gone; with `teardown` (the default without `check`) the interpreter ends as in any program, which
-    takes up to a second of each core for the modules of torch and numba. No process of the job is left when
-    this returns or raises.
+    and is gone; with `teardown` the interpreter ends as in any program, which takes up to a second of each
+    core for the modules of torch and numba. No process of the job is left when this returns or raises.
     """
     folder = Path(tempfile.mkdtemp(prefix="mcr-test-"))
     try:
-        words = _prepare(folder, target, args, teardown=not check if teardown is None else teardown)
+        words = _prepare(folder, target, args, teardown)
         if via == "mpi":
             words = ["-m", "mpi4py", *words]  # as `mcr-plus run` starts programs: one that raises ends all
         command = nursery().command(words)
@@ -291,7 +290,15 @@ def _main(folder: Path) -> None:
     call = json.loads((folder / "call.json").read_text())
     sys.path += [str(path) for path in Path(__file__).parents[1].iterdir() if path.is_dir()]
     module, _, name = call["target"].partition(":")
-    value = getattr(importlib.import_module(module), name)(*call["args"])
+    try:
+        value = getattr(importlib.import_module(module), name)(*call["args"])
+    except Exception:
+        # Under `mpi4py.run`, whose hook ends the other ranks, it ends as in any program.
+        if call["teardown"] or "mpi4py.run" in sys.modules:
+            raise
+        sys.excepthook(*sys.exc_info())
+        end_without_teardown(1)
+        raise  # where MPI has yet to be ended
     written = folder / f".value.{own_rank()}"
     written.write_text(json.dumps(value))
     written.rename(folder / f"value.{own_rank()}")

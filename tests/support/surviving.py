@@ -149,7 +149,7 @@ class Job:
             assert said["error"] is None, (each, said)
 
 
-def _words(folder: Path, options: Mapping[str, Any]) -> list[str]:
+def _words(folder: Path, options: Mapping[str, Any], python: str = sys.executable) -> list[str]:
     defaults: dict[str, Any] = {
         "heartbeat": "2s",
         "library": "gloo",
@@ -158,30 +158,32 @@ def _words(folder: Path, options: Mapping[str, Any]) -> list[str]:
         "waits": [],
         "resets": False,
     }
-    return [sys.executable, __file__, str(folder), json.dumps({**defaults, **options})]
+    return [python, __file__, str(folder), json.dumps({**defaults, **options})]
 
 
 @contextmanager
-def job_on(hosts: Any, folder: Path, per_host: int = 1, **options: Any) -> Iterator[Job]:
+def job_on(
+    hosts: Any, folder: Path, per_host: int = 1, *, python: str = sys.executable, **options: Any
+) -> Iterator[Job]:
     """A job on all of these `Hosts`."""
     with errors_in(folder) as output:
-        started = list(hosts.start(_words(folder, options), per_host=per_host, **output))
+        started = list(hosts.start(_words(folder, options, python), per_host=per_host, **output))
     with ended(started, folder):
         yield Job(folder, len(hosts.names) * per_host, per_host)
 
 
 @contextmanager
-def job_by_mpirun(folder: Path, size: int, **options: Any) -> Iterator[Job]:
+def job_by_mpirun(folder: Path, size: int, *, python: str = sys.executable, **options: Any) -> Iterator[Job]:
     """A job on this host, started by Open MPI with its fault tolerance."""
     launcher = mpi_flavour()
     assert launcher is not None
     words = [launcher.path, "--with-ft", "ulfm", "--allow-run-as-root", "--oversubscribe"]
     words += ["--bind-to", "none", "--mca", "mpi_yield_when_idle", "1", "-n", str(size)]
     with errors_in(folder) as output:
-        started = [subprocess.Popen([*words, *_words(folder, options)], **output)]
+        started = [subprocess.Popen([*words, *_words(folder, options, python)], **output)]
     if _launcher_failed(started[0], folder):
         with errors_in(folder) as output:
-            started = [subprocess.Popen([*words, *_words(folder, options)], **output)]
+            started = [subprocess.Popen([*words, *_words(folder, options, python)], **output)]
     with ended(started, folder):
         yield Job(folder, size, size)
 

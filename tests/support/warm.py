@@ -45,6 +45,7 @@ _IMPORTS: Final = (
     *("mcr_plus.compression.stage", "mcr_plus.fusion.stage", "mcr_plus.hierarchy.stage"),
     *("mcr_plus.selection.stage", "mcr_plus.selection.online", "mcr_plus.layout"),
 )
+_NAMESPACES: Final = ("net", "uts")  # those of simulated hosts, see benchmarks/hosts.py
 _OUT_OF_THE_WAY: Final = 1000  # numbers of files that no rank is given
 
 
@@ -202,7 +203,9 @@ def _tell(connection: socket.socket, number: int) -> None:
 
 
 def _become(asked: dict[str, Any], files: list[int]) -> list[str]:
-    """Have what the client has: files, environment, folder."""
+    """Have what the client has: files, environment, folder, cores, network."""
+    _enter(asked["pid"])
+    os.sched_setaffinity(0, asked["cores"])
     kept = [fcntl.fcntl(number, fcntl.F_DUPFD, _OUT_OF_THE_WAY) for number in files]
     os.closerange(3, _OUT_OF_THE_WAY)
     for number, at in zip(asked["files"], kept, strict=True):
@@ -220,8 +223,19 @@ def _become(asked: dict[str, Any], files: list[int]) -> list[str]:
     return words
 
 
+def _enter(pid: int) -> None:
+    """Move to the host of this process."""
+    for name in _NAMESPACES:
+        place = f"/proc/{pid}/ns/{name}"
+        if os.readlink(place) != os.readlink(f"/proc/self/ns/{name}"):
+            with open(place) as namespace:
+                libc = ctypes.CDLL(None, use_errno=True)
+                if libc.setns(namespace.fileno(), 0):  # os has it from Python 3.12 on
+                    raise OSError(ctypes.get_errno(), place)
+
+
 def run(words: list[str]) -> None:
-    """What `python [-m mpi4py] program…` does; with QUICK first, without teardown."""
+    """What `python [-m mpi4py] program…` and `python -m module…` do; with QUICK first, without teardown."""
     if words[:1] == [QUICK]:
         try:
             run(words[1:])
@@ -235,6 +249,9 @@ def run(words: list[str]) -> None:
 
         sys.argv = words[1:]
         main()
+    elif words[:1] == ["-m"]:
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = words
         sys.path[0] = os.path.dirname(words[0])

@@ -9,11 +9,12 @@ it imports is started the ordinary way. Standard library only, to cost milliseco
 
 from __future__ import annotations
 
-# Few imports: every rank of every test pays for them. So no typing, json, re or pathlib.
+# Few imports: every rank of every test pays for them. So no typing, json, re or pathlib, and of socket and
+# signal the parts in C, which need no enum.
+import _signal
+import _socket
 import marshal
 import os
-import signal
-import socket
 import sys
 
 SERVERS = 2
@@ -25,7 +26,7 @@ _READ_BY_IMPORTS = (
 )
 _BUT = ("PYTHONPATH", "PYTHONUNBUFFERED")
 _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
-_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_FORWARDED = (_signal.SIGTERM, _signal.SIGINT, _signal.SIGHUP, _signal.SIGUSR1, _signal.SIGUSR2)
 
 
 def read_by_imports(environ: dict[str, str]) -> dict[str, str]:
@@ -47,28 +48,47 @@ def join(folder: str, words: list[str]) -> int:
         os.execv(sys.executable, [sys.executable, *words[words[:1] == [QUICK] :]])
     files = [int(name) for name in os.listdir("/proc/self/fd")]
     files = sorted(number for number in files if number != connection.fileno() and _is_open(number))
-    asked = {"words": words, "environ": dict(os.environ), "folder": os.getcwd(), "files": files}
+    asked = {
+        "words": words,
+        "environ": dict(os.environ),
+        "folder": os.getcwd(),
+        "files": files,
+        "cores": list(os.sched_getaffinity(0)),
+        "pid": os.getpid(),
+    }
     text = marshal.dumps(asked)
-    socket.send_fds(connection, [len(text).to_bytes(LENGTH, sys.byteorder)], files)
+    numbers = b"".join(number.to_bytes(4, sys.byteorder) for number in files)
+    rights = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, numbers)]
+    connection.sendmsg([len(text).to_bytes(LENGTH, sys.byteorder)], rights)
     connection.sendall(text)
-    answers = connection.makefile("rb")
-    child = int(answers.readline())
+    child = int(_line(connection))
     for number in _FORWARDED:
-        signal.signal(number, lambda number, _: os.kill(child, number))
-    code = int(answers.readline() or -signal.SIGKILL)
+        _signal.signal(number, lambda number, _: os.kill(child, number))
+    code = int(_line(connection) or -_signal.SIGKILL)
     if code >= 0:
         return code
     import resource
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if -code != signal.SIGKILL:
-        signal.signal(-code, signal.SIG_DFL)
+    if -code != _signal.SIGKILL:
+        _signal.signal(-code, _signal.SIG_DFL)
     os.kill(os.getpid(), -code)
     return 128 - code
 
 
-def _connected(path: str) -> socket.socket | None:
-    connection = socket.socket(socket.AF_UNIX)
+def _line(connection: _socket.socket) -> bytes:
+    """What the other end has said up to the next end of a line; empty once it is gone."""
+    said = b""
+    while not said.endswith(b"\n"):
+        part = connection.recv(1)
+        if not part:
+            return b""
+        said += part
+    return said
+
+
+def _connected(path: str) -> _socket.socket | None:
+    connection = _socket.socket(_socket.AF_UNIX)
     connection.settimeout(60)  # while it imports, nobody accepts
     try:
         connection.connect(path)

@@ -71,6 +71,7 @@ def rank(folder: str, how: str, step: str, victim: str) -> None:
 
         setattr(module, name, die if how == "dies" else stand_still)
     written(Path(folder, f"told.{own}"), told_by(lambda: mcr.init(RUN)))
+    time.sleep(WITHIN)  # the test ends it: had it left, those that are told later might name this rank
 
 
 if __name__ == "__main__":

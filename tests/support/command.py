@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -42,6 +41,6 @@ def mcr_plus_process(*words: str, cwd: Path | None = None) -> Answer:
     command = [nursery().python, "-m", "mcr_plus.cli.main", *words]
     answer = subprocess.run(
         command, capture_output=True, text=True, timeout=120, check=False, cwd=cwd, stdin=subprocess.DEVNULL,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env=nursery().environ,
     )  # fmt: skip
     return Answer(answer.returncode, answer.stdout, answer.stderr)

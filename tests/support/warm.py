@@ -62,7 +62,7 @@ class Nursery:
             self._start()
 
     def _start(self) -> None:
-        environ = {**os.environ, "OMP_NUM_THREADS": "1"}  # as launchers set it
+        environ = self.environ
         Path(self.folder, "environment").write_bytes(marshal.dumps(read_by_imports(environ)))
         self._servers = [
             subprocess.Popen(
@@ -76,6 +76,11 @@ class Nursery:
     def command(self, words: list[str]) -> list[str]:
         """What starts `python words…` from here."""
         return [sys.executable, "-I", "-S", warm_client.__file__, self.folder, *words]
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """An environment in which processes can be forked: this one's, with what launchers set."""
+        return {**os.environ, "OMP_NUM_THREADS": "1"}
 
     @property
     def python(self) -> str:

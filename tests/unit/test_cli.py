@@ -560,12 +560,7 @@ def test_traces_are_regular_files(tmp_path: Path) -> None:
     trace.write_text(json.dumps({"traceEvents": [], "otherData": ABOUT}))
     os.mkfifo(pipe)
     for words in ((pipe, "-o", tmp_path / "all.json"), (trace, "-o", pipe)):
-        done = subprocess.run(
-            [sys.executable, "-m", "mcr_plus.cli.main", "trace", "merge", *map(str, words)],
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        done = mcr_plus_process("trace", "merge", *map(str, words))
         assert done.returncode == 2
         assert f"{pipe}: cannot " in done.stderr
         assert "not a regular file" in done.stderr

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import subprocess
-import sys
+from pathlib import Path
+
+from ranks import nursery
 
 FORK = """
 import os, mcr_plus as mcr
@@ -31,14 +33,16 @@ assert len(hits) == 3, hits
 """
 
 
-def _run(program: str) -> None:
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+def _run(path: Path, program: str) -> None:
+    path.write_text(program)
+    command = [nursery().python, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=nursery().environ)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_a_fork_after_the_job_leaves_descriptors_alone() -> None:
-    _run(FORK)
+def test_a_fork_after_the_job_leaves_descriptors_alone(tmp_path: Path) -> None:
+    _run(tmp_path / "program.py", FORK)
 
 
-def test_a_handler_that_is_set_during_the_job_stays() -> None:
-    _run(HANDLER)
+def test_a_handler_that_is_set_during_the_job_stays(tmp_path: Path) -> None:
+    _run(tmp_path / "program.py", HANDLER)

@@ -24,7 +24,7 @@ _READ_BY_IMPORTS = (
     *("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "NUMBA_", "TRITON_", "TORCH_", "CUDA_"),
     *("LD_PRELOAD", "PYTHON", "MCR_MASQUERADE"),
 )
-_BUT = ("PYTHONPATH", "PYTHONUNBUFFERED")
+_BUT = ("PYTHONPATH", "PYTHONUNBUFFERED", "TORCH_NCCL_")  # torchrun sets one, for groups of NCCL
 _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 _FORWARDED = (_signal.SIGTERM, _signal.SIGINT, _signal.SIGHUP, _signal.SIGUSR1, _signal.SIGUSR2)
 

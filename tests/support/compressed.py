@@ -287,8 +287,8 @@ class Exam:
 def every_codec(backends: list[str | None], only: list[str] | None = None) -> dict[str, Any]:
     """Every codec × operation × dtype; returns what went wrong, and what was refused by codec and dtype.
 
-    Backends after the first get two types, one for each group, of one size: most codecs send another type than
-    they take.
+    Backends after the first get two types, one for each group, in one size: most codecs send another type
+    than they take.
     """
     torch.set_num_threads(1)
     failures = Failures()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 # Few imports: every rank of every test pays for them. So no typing, json, re or pathlib, and of socket and
 # signal the parts in C, which need no enum.
-import _signal
+import _signal  # type: ignore[import-not-found]
 import _socket
 import marshal
 import os

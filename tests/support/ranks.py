@@ -292,11 +292,11 @@ def _main(folder: Path) -> None:
     module, _, name = call["target"].partition(":")
     try:
         value = getattr(importlib.import_module(module), name)(*call["args"])
-    except Exception:
+    except Exception as error:
         # Under `mpi4py.run`, whose hook ends the other ranks, it ends as in any program.
         if call["teardown"] or "mpi4py.run" in sys.modules:
             raise
-        sys.excepthook(*sys.exc_info())
+        sys.excepthook(type(error), error, error.__traceback__)
         end_without_teardown(1)
         raise  # where MPI has yet to be ended
     written = folder / f".value.{own_rank()}"

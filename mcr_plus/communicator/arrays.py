@@ -10,8 +10,9 @@ does where tensors are concerned. Of an array that states no stream, its produce
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from mcr_plus.core.streams import Streams
 
 _NAP_S: Final = 50e-6
+_REAP: Final = 2  # operations looked at per call: amortised, never a scan
 
 
 class ArrayStreams:
@@ -37,9 +39,11 @@ class ArrayStreams:
     another library is none that torch's allocator could keep.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lock: AbstractContextManager[Any]) -> None:
+        """`lock`: under which operations are polled, the engine's."""
+        self._lock = lock
         self._made: dict[torch.device, tuple[Streams, Any]] = {}
-        self._pending: list[ArrayWork] = []
+        self._pending = deque[ArrayWork]()
 
     def loan(self, arguments: Iterable[Any]) -> Loan:
         """The arguments of a call with tensors in place of arrays; work enqueued from now on follows them.
@@ -63,8 +67,9 @@ class ArrayStreams:
     def started(self, loan: Loan, start: Callable[[], Work]) -> ArrayWork:
         """The handle of an operation on the arrays of a loan, which `start` issues."""
         with loan.under():
-            work = ArrayWork(start(), loan)
-        self._pending.append(work)
+            work = ArrayWork(start(), loan, self._let_go)
+        with self._lock:
+            self._pending.append(work)
         return work
 
     def again(self, loan: Loan, start: Callable[[], Work]) -> ArrayWork:
@@ -75,13 +80,29 @@ class ArrayStreams:
 
     def finish(self) -> None:
         """Wait until no array is needed any more, after the last operation has ended on the host."""
-        for work in self._pending:
-            while not work.is_over():
+        while self._pending:
+            if not self._pending[0].is_completed():
                 time.sleep(_NAP_S)
-        self._pending.clear()
+                continue
+            with self._lock, suppress(IndexError):
+                self._pending.popleft()
 
     def _forget(self) -> None:
-        self._pending = [work for work in self._pending if not work.is_over()]
+        """Let go of arrays of operations that have ended.
+
+        It only probes: the program has not asked for them, so a bucket is not sent, nor a deadline begun.
+        """
+        pending = self._pending
+        with self._lock:
+            for _ in range(min(_REAP, len(pending))):
+                work = pending.popleft()
+                if not work.probe():
+                    pending.append(work)
+
+    def _let_go(self, work: ArrayWork) -> None:
+        """The streams of the program follow the operation, so its arrays need not be kept here."""
+        with self._lock, suppress(ValueError):
+            self._pending.remove(work)
 
     def _of(self, device: torch.device) -> tuple[Streams, Any]:
         if device not in self._made:
@@ -155,19 +176,20 @@ class Loan:
 class ArrayWork(Work):
     """The handle of an operation on arrays: `wait` orders the streams of their libraries behind it."""
 
-    __slots__ = ("_inner", "_is_over", "_loan")
+    __slots__ = ("_inner", "_let_go", "_loan")
 
-    def __init__(self, inner: Work, loan: Loan) -> None:
+    def __init__(self, inner: Work, loan: Loan, let_go: Callable[[ArrayWork], None]) -> None:
+        """`let_go`: is called once streams of the program follow the operation."""
         self._inner = inner
         self._loan = loan
-        self._is_over = False
+        self._let_go = let_go
 
     def wait(self, timeout: float | timedelta | None = None) -> None:  # noqa: D102
         deadline = Deadline(timeout)
         with self._loan.under():
             self._inner.wait(deadline.left())
         self._loan.lead(self, deadline.left())
-        self._is_over = True
+        self._let_go(self)
 
     def is_completed(self) -> bool:  # noqa: D102
         with self._loan.under():
@@ -182,10 +204,6 @@ class ArrayWork(Work):
             time.sleep(_NAP_S)
         if (error := self.exception()) is not None:
             raise error
-
-    def is_over(self) -> bool:
-        """Whether the arrays need not be kept: the program's own streams follow, or nothing is left to do."""
-        return self._is_over or self.is_completed()
 
     def probe(self) -> bool:  # noqa: D102
         with self._loan.under():

@@ -15,6 +15,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from mcr_plus.dispatch.board.base import GroupBoard
 from mcr_plus.dispatch.engine import Engine
 from mcr_plus.dispatch.group_state import BackendChannel, GroupState
 from mcr_plus.dispatch.operation import Operation
-from mcr_plus.errors import BackendError, BackendUnavailable, CommTimeout, Unsupported
+from mcr_plus.errors import BackendError, BackendUnavailable, CommTimeout, PeerLost, Unsupported
 from mcr_plus.rendezvous.processes import Peers
 from mcr_plus.rendezvous.world import World
 
@@ -653,6 +654,43 @@ def test_checks_for_background_errors_are_rare(job: Job) -> None:
     assert not any(poll() for _ in range(1000))
 
 
+def test_other_errors_fail_the_operations_of_their_link_alone(alone: tuple[Job, NcclChannel]) -> None:
+    """Not that whose poll came upon it, and none is lost."""
+    job, channel = alone
+    job.simulator.slow = 1
+    first = all_reduce(channel)
+    signed = signature("all_gather", ranks=1)
+    second = channel.bind(signed)(Message(signed, (torch.ones(4),), (torch.ones(4),)))
+
+    def no_thread(call: Callable[[], Any]) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(job.streams[0], "background", no_thread)
+        for _ in range(2):
+            job.backends[0].progress()
+    for poll in (first, second):
+        with pytest.raises(NcclError, match="group 'world': RuntimeError: can't start new thread"):
+            assert not poll()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken pipe"), PeerLost("rank 1 has died", [1], seen="died")])
+def test_opening_fails_with_the_error_of_the_store(error: Exception) -> None:
+    class Broken(HashStore):
+        def check(self, keys: list[str]) -> bool:
+            raise error
+
+    store = Broken()
+    backend = NcclBackend(
+        World(0, 2, ("host",) * 2, 5.0, store),
+        nccl=Nccl(Simulator().library()),
+        streams=lambda: FakeStreams(Simulator()),
+    )
+    expected = PeerLost if isinstance(error, PeerLost) else BackendError
+    with pytest.raises(expected, match=str(error)):
+        backend.open(Group("world", (0, 1), 0))
+
+
 def test_opening_fails_with_group_and_rank() -> None:
     job = Job(Simulator(22605), 1)
     job.simulator.fails["ncclCommInitRank"] = 5
@@ -715,6 +753,34 @@ def test_calls_that_may_wait_for_peers_run_in_the_background(job: Job) -> None:
 
     assert [turn(small), turn(small)] == [[False] * SIZE, [True] * SIZE]
     assert [turn(large), turn(small), turn(large)] == [[False] * SIZE, [True] * SIZE, [True] * SIZE]
+
+
+@pytest.mark.parametrize("how", ["first", "known", "grouped"])
+def test_communicators_that_the_environment_makes_non_blocking(how: str) -> None:
+    """NCCL_COMM_BLOCKING=0: a call returns before it has launched, and no other is accepted meanwhile."""
+    job = Job(Simulator())
+    job.simulator.nonblocking = how != "known"
+    channels = job.open()
+    if how == "known":
+        settle(job, [all_reduce(channel) for channel in channels])
+        job.simulator.nonblocking = True
+    signed = signature("all_to_all" if how == "grouped" else "all_reduce")
+    sent, out = ([torch.ones(SIZE) * (rank + 1) for rank in range(SIZE)] for _ in range(2))
+    polls = []
+    for channel, value, result in zip(channels, sent, out, strict=True):
+        start = channel.bind(signed)
+        polls += [start(Message(signed, (value,), (result,))) for _ in range(2)]
+    after = [torch.zeros(SIZE) for _ in range(SIZE)]
+    for poll, result, copy in zip(polls[1::2], out, after, strict=True):
+        assert isinstance(poll, StreamPoll)
+        poll.chain(partial(copy.copy_, result))
+    settle(job, polls)
+    wanted = range(1, SIZE + 1) if how == "grouped" else [sum(range(1, SIZE + 1))] * SIZE
+    for copy in after:
+        np.testing.assert_array_equal(copy.numpy(), list(wanted))
+    for backend in job.backends:
+        backend.close(clean=True)
+    assert [how for how, _ in job.simulator.closed] == ["finalize", "destroy"] * SIZE
 
 
 def test_a_full_stream_does_not_block_the_program(job: Job) -> None:

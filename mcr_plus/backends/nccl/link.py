@@ -5,7 +5,8 @@ and ends in an event. A call of NCCL may wait for peers: while the communicator 
 for an operation of a kind, size or peer that is new to it, and while queues of the device are full. These
 calls run on a thread of their own, one at a time, and other operations are queued here meanwhile. All others
 are launched where they are issued: NCCL's non-blocking communicators start a thread for every launch, which
-takes it ten times as long. What has run on a GPU: docs/gpu.md.
+takes it ten times as long; where NCCL_COMM_BLOCKING=0 asks for them, their launches are waited for in the
+background too. What has run on a GPU: docs/gpu.md.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from typing import Any, Final
 
 import torch
 
-from mcr_plus.backends.nccl.abi import Call, Nccl, NcclError
+from mcr_plus.backends.nccl.abi import IN_PROGRESS, Call, Nccl, NcclError
 from mcr_plus.core.deadline import Deadline
 from mcr_plus.core.streams import Event, Streams
 from mcr_plus.core.threads import Background
-from mcr_plus.errors import CommTimeout, Unsupported
+from mcr_plus.errors import CommTimeout, McrError, Unsupported
 
 _CHECK_EVERY: Final = 0.01  # seconds between checks for background errors of NCCL
 _POLL_STORE_EVERY: Final = 0.001  # seconds between the first polls of the store, doubled at each
@@ -124,7 +125,10 @@ class Link:
         return bool(self.comm) and self._background is None and not self._queue
 
     def advance(self) -> None:
-        """Launch queued operations as far as NCCL accepts them; never blocks, and leaves errors to polls."""
+        """Launch queued operations as far as NCCL accepts them; never blocks, and leaves errors to polls.
+
+        Errors of the store and of threads, too: whoever drives all links need not have an operation on this.
+        """
         if self.error is not None or not self.lock.acquire(blocking=False):
             return
         try:
@@ -132,6 +136,9 @@ class Link:
                 self._launch(self._queue.popleft())
         except NcclError as error:
             self.error = error
+        except Exception as error:
+            self.error = NcclError(f"the {self.name}: {type(error).__name__}: {error}", 0)
+            self.error.__cause__ = error
         finally:
             self.lock.release()
 
@@ -168,11 +175,16 @@ class Link:
     def _launch(self, poll: StreamPoll) -> None:
         poll.arrange(self.stream)
         self._last = poll
+        call = partial(poll.call, self.comm, self.stream.cuda_stream)
         if poll.key in self._known and self._has_room(poll.parts):
-            self._launched(poll, poll.call(self.comm, self.stream.cuda_stream))
-            return
+            code = call()
+            if code != IN_PROGRESS:
+                self._launched(poll, code)
+                return
+            call = partial(int, code)
         self._then = partial(self._launched, poll)
-        self._background = self.streams.background(partial(poll.call, self.comm, self.stream.cuda_stream))
+        settled, comm = self.nccl.settled, self.comm
+        self._background = self.streams.background(lambda: settled(comm, call(), lambda: self.error))
 
     def _launched(self, poll: StreamPoll, code: int) -> None:
         self.nccl.check(code, f"launching on the {self.name}", self.comm)
@@ -207,14 +219,16 @@ class Link:
         """Wait until the communicator is ready.
 
         Raises:
-            NcclError: NCCL refused.
+            NcclError: NCCL refused, or the store failed.
+            PeerLost: a rank of the group was lost.
             CommTimeout: not all ranks have joined in time.
         """
         deadline = Deadline(self.timeout)
         while True:
             self.drive()
             if self.error is not None:
-                raise self.error
+                cause = self.error.__cause__
+                raise cause if isinstance(cause, McrError) else self.error
             if self.is_idle:
                 return
             if deadline.passed():

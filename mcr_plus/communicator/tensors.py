@@ -44,7 +44,10 @@ def is_on_device(value: Any) -> bool:
     if hasattr(value, "__cuda_array_interface__"):
         return True
     device = getattr(value, "__dlpack_device__", None)
-    return device is not None and int(device()[0]) in _GPUS
+    try:
+        return device is not None and int(device()[0]) in _GPUS
+    except _NOT_SHARED:  # such as an array that several devices have; `__dlpack__` gives the reason again
+        return False
 
 
 def tensor_on(array: Any) -> torch.Tensor:

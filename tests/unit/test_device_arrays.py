@@ -112,6 +112,15 @@ def test_what_is_on_a_device(memory: torch.Tensor) -> None:
         as_tensor(Interface(memory), "x")
 
 
+def test_an_array_without_one_device_is_refused() -> None:
+    class Sharded(OfType):
+        def __dlpack_device__(self) -> tuple[int, int]:
+            raise BufferError("on 2 devices")
+
+    with pytest.raises(InvalidArgument, match="x: Sharded cannot be shared through DLPack: on 2 devices"):
+        as_tensor(Sharded(1), "x")
+
+
 @pytest.mark.parametrize(
     ("codec", "needs"),
     [("int8_block", True), ("sign1", True), ("int_shared", True), ("topk", False), ("bf16", False)],

@@ -657,7 +657,7 @@ def test_checks_for_background_errors_are_rare(job: Job) -> None:
 def test_other_errors_fail_the_operations_of_their_link_alone(alone: tuple[Job, NcclChannel]) -> None:
     """Not that whose poll came upon it, and none is lost."""
     job, channel = alone
-    job.simulator.slow = 1
+    job.simulator.slow = 3
     first = all_reduce(channel)
     signed = signature("all_gather", ranks=1)
     second = channel.bind(signed)(Message(signed, (torch.ones(4),), (torch.ones(4),)))
@@ -667,7 +667,7 @@ def test_other_errors_fail_the_operations_of_their_link_alone(alone: tuple[Job, 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(job.streams[0], "background", no_thread)
-        for _ in range(2):
+        for _ in range(4):
             job.backends[0].progress()
     for poll in (first, second):
         with pytest.raises(NcclError, match="group 'world': RuntimeError: can't start new thread"):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from device_programs import given, total
+from device_programs import COUNT, given, total
 from device_ranks import Job
 from device_settings import SETTINGS
 
@@ -154,7 +154,8 @@ def test_asynchronous_operations_on_arrays_are_fused(library: str) -> None:
             work.wait()
         return [work.info.fused for work in works], [x.read() for x in arrays]
 
-    assert on_two_ranks(f"{library}, fused", program) == [([4] * 4, [total(2, salt) for salt in range(4)])] * 2
+    sums = [total(2, salt) for salt in range(4)]
+    assert on_two_ranks(f"{library}, fused", program) == [([4] * 4, sums)] * 2
 
 
 def test_arrays_are_let_go_once_an_operation_is_waited_for() -> None:
@@ -170,6 +171,31 @@ def test_arrays_are_let_go_once_an_operation_is_waited_for() -> None:
         return [each() is None for each in memory]
 
     assert on_two_ranks("nccl, arrays", program) == [[True, True]] * 2
+
+
+def test_a_message_does_not_wait_for_what_other_streams_follow() -> None:
+    """Rank 1 sends only once it has received: rank 0 receives under one stream, and sends under another."""
+
+    def program(rank: Any) -> list[float]:
+        cupy, comm, peer = rank.library(), rank.comm, 1 - rank.rank
+        x, y = cupy.array(given(rank.rank)), cupy.array([0.0] * COUNT)
+        for work in [comm.isend(x, peer), comm.irecv(y, peer)]:  # after which NCCL waits for no rank
+            work.wait()
+        one, other = rank.stream(), rank.stream()
+        cupy.go_on_with(one)
+        first = cupy.array([0.0] * COUNT)
+        if rank.rank == 1:
+            comm.irecv(first, peer).wait()
+            first.read()
+            comm.isend(cupy.array(given(1, 1)), peer).wait()
+        else:
+            comm.irecv(first, peer).wait()
+            with cupy.under(other):
+                comm.isend(cupy.array(given(0, 1)), peer).wait()
+        received: list[float] = first.read()
+        return received
+
+    assert on_two_ranks("nccl, arrays", program) == [given(1, 1), given(0, 1)]
 
 
 def test_a_call_begins_no_deadline_of_earlier_operations() -> None:

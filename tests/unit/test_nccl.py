@@ -15,7 +15,6 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -674,7 +673,7 @@ def test_other_errors_fail_the_operations_of_their_link_alone(alone: tuple[Job, 
             assert not poll()
 
 
-@pytest.mark.parametrize("error", [RuntimeError("broken pipe"), PeerLost("rank 1 has died", [1], seen="died")])
+@pytest.mark.parametrize("error", [RuntimeError("broken pipe"), PeerLost("rank 1 has died", [1])])
 def test_opening_fails_with_the_error_of_the_store(error: Exception) -> None:
     class Broken(HashStore):
         def check(self, keys: list[str]) -> bool:
@@ -773,7 +772,7 @@ def test_communicators_that_the_environment_makes_non_blocking(how: str) -> None
     after = [torch.zeros(SIZE) for _ in range(SIZE)]
     for poll, result, copy in zip(polls[1::2], out, after, strict=True):
         assert isinstance(poll, StreamPoll)
-        poll.chain(partial(copy.copy_, result))
+        poll.chain(lambda copy=copy, result=result: copy.copy_(result))  # type: ignore[misc]
     settle(job, polls)
     wanted = range(1, SIZE + 1) if how == "grouped" else [sum(range(1, SIZE + 1))] * SIZE
     for copy in after:

@@ -733,7 +733,8 @@ def test_a_communicator_that_is_made_too_late_is_aborted() -> None:
     go.set()
     while not job.simulator.closed:
         pass
-    assert job.simulator.closed == [("abort", 1000)]
+    job.backends[0].close(clean=True)
+    assert job.simulator.closed == [("abort", 1000)], "NCCL frees what it aborts"
 
 
 def test_calls_that_may_wait_for_peers_run_in_the_background(job: Job) -> None:
@@ -822,6 +823,31 @@ def test_an_unclean_end_aborts(job: Job) -> None:
     assert job.simulator.closed == [("abort", comm)]
     with pytest.raises(NcclError, match="was aborted"):
         poll()
+
+
+def test_an_abort_waits_for_a_call_of_another_thread(alone: tuple[Job, NcclChannel]) -> None:
+    job, channel = alone
+    assert all_reduce(channel)()
+    inside, go = threading.Event(), threading.Event()
+
+    def call(comm: int, stream: int) -> int:  # noqa: ARG001 - a Call
+        inside.set()
+        assert go.wait(20)
+        job.simulator.trace.append(f"returns, with {len(job.simulator.closed)} aborted")
+        return 0
+
+    known = next(iter(channel._link._known))
+    thread = threading.Thread(target=channel._link.submit, args=(call, known))
+    thread.start()
+    assert inside.wait(20)
+    aborting = threading.Thread(target=channel.abort)
+    aborting.start()
+    aborting.join(0.05)
+    go.set()
+    for each in (thread, aborting):
+        each.join()
+    assert job.simulator.closed == [("abort", 1000)]
+    assert "returns, with 0 aborted" in job.simulator.trace
 
 
 def test_a_failed_communicator_is_aborted_even_in_a_clean_end(alone: tuple[Job, NcclChannel]) -> None:

@@ -31,6 +31,7 @@ _CHECK_EVERY: Final = 0.01  # seconds between checks for background errors of NC
 _POLL_STORE_EVERY: Final = 0.001  # seconds between the first polls of the store, doubled at each
 _POLL_STORE_RARELY: Final = 0.1  # at most: thousands of ranks may ask
 _NAP: Final = 100e-6
+_ABORT_WAITS: Final = 1.0  # seconds for a launch of another thread, which takes microseconds
 _MOST_LAUNCHES: Final = 256  # in flight; a stream of CUDA takes 1,024 kernels
 _MOST_PARTS: Final = 2048  # calls of theirs in flight; NCCL has 1 MiB for the descriptions, below 100 B each
 _MOST_KNOWN: Final = 4096
@@ -132,7 +133,7 @@ class Link:
         if self.error is not None or not self.lock.acquire(blocking=False):
             return
         try:
-            while self._accepts() and self._queue:
+            while self.error is None and self._accepts() and self._queue:
                 self._launch(self._queue.popleft())
         except NcclError as error:
             self.error = error
@@ -276,13 +277,22 @@ class Link:
             closing.result()
 
     def abort(self) -> None:
-        """Abort the communicator, whatever is in flight."""
-        comm, self.comm = self.comm, 0
+        """Abort the communicator, whatever is in flight; a second time does nothing.
+
+        NCCL frees it, so a call of another thread is waited for, unless that waits itself.
+        """
         self.error = self.error or NcclError(f"the {self.name} was aborted", 0)
+        is_held = self.lock.acquire(timeout=_ABORT_WAITS)
+        try:
+            comm, self.comm = self.comm, 0
+            background, self._background = self._background, None
+        finally:
+            if is_held:
+                self.lock.release()
         if comm:
             self.nccl.abort(comm)
-        elif self._background is not None:
-            self._background.abandon(self.nccl.abort)
+        elif background is not None:
+            background.abandon(self.nccl.abort)
 
 
 class StreamPoll:

@@ -825,19 +825,28 @@ def test_an_unclean_end_aborts(job: Job) -> None:
         poll()
 
 
-def test_an_abort_waits_for_a_call_of_another_thread(alone: tuple[Job, NcclChannel]) -> None:
-    job, channel = alone
-    assert all_reduce(channel)()
+@pytest.mark.parametrize("where", ["caller", "background"])
+def test_an_abort_waits_for_a_call_of_another_thread(where: str) -> None:
+    class Threads(FakeStreams):
+        def background(self, call: Callable[[], Any]) -> Any:
+            return Background(call, contextlib.nullcontext())
+
+    job = Job(Simulator(), 1)
+    job.streams[0] = Threads(job.simulator)
+    channel = job.open()[0]
+    poll = all_reduce(channel)
+    while not poll():
+        pass
     inside, go = threading.Event(), threading.Event()
 
-    def call(comm: int, stream: int) -> int:  # noqa: ARG001 - a Call
+    def call(comm: int, stream: int) -> int:
         inside.set()
         assert go.wait(20)
         job.simulator.trace.append(f"returns, with {len(job.simulator.closed)} aborted")
         return 0
 
-    known = next(iter(channel._link._known))
-    thread = threading.Thread(target=channel._link.submit, args=(call, known))
+    key = next(iter(channel._link._known)) if where == "caller" else "a new one"
+    thread = threading.Thread(target=channel._link.submit, args=(call, key))
     thread.start()
     assert inside.wait(20)
     aborting = threading.Thread(target=channel.abort)

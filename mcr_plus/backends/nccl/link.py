@@ -31,7 +31,7 @@ _CHECK_EVERY: Final = 0.01  # seconds between checks for background errors of NC
 _POLL_STORE_EVERY: Final = 0.001  # seconds between the first polls of the store, doubled at each
 _POLL_STORE_RARELY: Final = 0.1  # at most: thousands of ranks may ask
 _NAP: Final = 100e-6
-_ABORT_WAITS: Final = 1.0  # seconds for a launch of another thread, which takes microseconds
+_ABORT_WAITS: Final = 1.0  # seconds for calls of other threads
 _MOST_LAUNCHES: Final = 256  # in flight; a stream of CUDA takes 1,024 kernels
 _MOST_PARTS: Final = 2048  # calls of theirs in flight; NCCL has 1 MiB for the descriptions, below 100 B each
 _MOST_KNOWN: Final = 4096
@@ -279,9 +279,11 @@ class Link:
     def abort(self) -> None:
         """Abort the communicator, whatever is in flight; a second time does nothing.
 
-        NCCL frees it, so a call of another thread is waited for, unless that waits itself.
+        NCCL frees it, and wants no other thread to be in a call then. A launch takes microseconds; one in the
+        background ends when NCCL finds that a peer has died, but may wait for one that is silent for ever.
         """
         self.error = self.error or NcclError(f"the {self.name} was aborted", 0)
+        deadline = Deadline(_ABORT_WAITS)
         is_held = self.lock.acquire(timeout=_ABORT_WAITS)
         try:
             comm, self.comm = self.comm, 0
@@ -290,6 +292,8 @@ class Link:
             if is_held:
                 self.lock.release()
         if comm:
+            while not (background is None or background.done or deadline.passed()):
+                time.sleep(_NAP)
             self.nccl.abort(comm)
         elif background is not None:
             background.abandon(self.nccl.abort)

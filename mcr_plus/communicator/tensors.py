@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
 
@@ -79,7 +80,7 @@ def tensor_on(array: Any) -> torch.Tensor:
 
 
 def _from_dlpack(value: Any, name: str) -> torch.Tensor:
-    if is_on_device(value):
+    if type(value) is not np.ndarray and is_on_device(value):
         raise ArrayOnDevice(
             f"{name}: {type(value).__name__} on a device; this call takes tensors there (torch.from_dlpack)"
         )

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_nccl import PROTOTYPES, FakeStreams, Simulator
+from fake_nccl import MOST_ENTRIES, PROTOTYPES, FakeStreams, Simulator
 
 from mcr_plus import registry
 from mcr_plus.backends.nccl import NcclBackend, abi, link
@@ -791,6 +791,28 @@ def test_a_full_stream_does_not_block_the_program(job: Job) -> None:
     polls = [all_reduce(channels[0]) for _ in range(600)]  # the others have not come; see _no_race
     polls += [all_reduce(channel) for channel in channels[1:] for _ in range(600)]
     settle(job, polls)
+
+
+def test_decoders_do_not_fill_a_stream(job: Job) -> None:
+    channels = job.open()
+    for backend, channel in zip(job.backends, channels, strict=True):
+        all_reduce(channel)
+        backend.progress()
+    stream, longest = channels[0]._link.stream, 0
+
+    def decode() -> None:
+        for _ in range(10):
+            stream.launch("decode", lambda: None, [], [])
+
+    polls = []
+    for _ in range(200):  # the others have not come; see _no_race
+        polls.append(all_reduce(channels[0]))
+        polls[-1].chain(decode)
+        longest = max(longest, sum(not entry.done for entry in stream.entries))
+    assert 400 < longest < MOST_ENTRIES
+    polls += [all_reduce(channel) for channel in channels[1:] for _ in range(200)]
+    settle(job, polls)
+    assert sum(entry.run is not None for entry in stream.entries) == 2000
 
 
 def test_many_operations_in_turn_stay_off_the_background(alone: tuple[Job, NcclChannel]) -> None:

@@ -1,12 +1,12 @@
 """One NCCL communicator with its stream, and its queue of operations.
 
 An operation waits for the work enqueued so far on the caller's stream, runs on the communicator's own stream,
-and ends in an event. A call of NCCL may wait for peers: while the communicator is made, while ranks connect
-for an operation of a kind, size or peer that is new to it, and while queues of the device are full. These
-calls run on a thread of their own, one at a time, and other operations are queued here meanwhile. All others
-are launched where they are issued: NCCL's non-blocking communicators start a thread for every launch, which
-takes it ten times as long; where NCCL_COMM_BLOCKING=0 asks for them, their launches are waited for in the
-background too. What has run on a GPU: docs/gpu.md.
+and ends in an event. A call of NCCL may wait for peers: while the communicator is made, and while ranks
+connect for an operation of a kind, size or peer that is new to it. These calls run on a thread of their own,
+one at a time, and other operations are queued here meanwhile; so they are while the device's queues have no
+room for them, since launches would wait. All others are launched where they are issued: NCCL's non-blocking
+communicators start a thread for every launch, which takes it ten times as long; where NCCL_COMM_BLOCKING=0
+asks for them, their launches are waited for in the background too. What has run on a GPU: docs/gpu.md.
 """
 
 from __future__ import annotations
@@ -32,8 +32,15 @@ _POLL_STORE_EVERY: Final = 0.001  # seconds between the first polls of the store
 _POLL_STORE_RARELY: Final = 0.1  # at most: thousands of ranks may ask
 _NAP: Final = 100e-6
 _ABORT_WAITS: Final = 1.0  # seconds for calls of other threads
-_MOST_LAUNCHES: Final = 256  # in flight; a stream of CUDA takes 1,024 kernels
-_MOST_PARTS: Final = 2048  # calls of theirs in flight; NCCL has 1 MiB for the descriptions, below 100 B each
+_MOST_LAUNCHES: Final = 256  # in flight
+_MOST_ENTRIES: Final = (
+    900  # of the stream in flight: with 1,024, CUDA's launches wait, also those of decoders
+)
+_OF_LAUNCH: Final = 3
+_OF_FUNCTION: Final = 16  # kernels of a decoder
+_MOST_PARTS: Final = (
+    2048  # calls of launches in flight; NCCL has 1 MiB for the descriptions, below 100 B each
+)
 _MOST_KNOWN: Final = 4096
 
 
@@ -78,6 +85,7 @@ class Link:
         self._known: set[Hashable] = set()  # operations for which the ranks have connected
         self._flying: deque[StreamPoll] = deque()  # launched, not yet known to be done
         self._parts = 0  # calls of those
+        self.entries = 0  # of the stream, of those
         self._last: StreamPoll | None = None
         self._closing: Background[None] | None = None
         self._events: list[Event] = []
@@ -133,7 +141,7 @@ class Link:
         if self.error is not None or not self.lock.acquire(blocking=False):
             return
         try:
-            while self.error is None and self._accepts() and self._queue:
+            while self.error is None and self._accepts() and self._queue and self._has_room(self._queue[0]):
                 self._launch(self._queue.popleft())
         except NcclError as error:
             self.error = error
@@ -177,7 +185,7 @@ class Link:
         poll.arrange(self.stream)
         self._last = poll
         call = partial(poll.call, self.comm, self.stream.cuda_stream)
-        if poll.key in self._known and self._has_room(poll.parts):
+        if poll.key in self._known and poll.parts <= _MOST_PARTS:
             code = call()
             if code != IN_PROGRESS:
                 self._launched(poll, code)
@@ -193,16 +201,26 @@ class Link:
             self._known.clear()
         self._known.add(poll.key)
         poll.launched()
+        poll.is_flying = True
         self._flying.append(poll)
         self._parts += poll.parts
+        self.entries += poll.entries
 
-    def _has_room(self, parts: int) -> bool:
-        """Whether the queues of the device have room for so many calls more."""
+    def _has_room(self, poll: StreamPoll) -> bool:
+        """Whether the queues of the device have room for another launch; an empty one has for any."""
         flying = self._flying
-        while len(flying) >= _MOST_LAUNCHES or self._parts + parts > _MOST_PARTS:
-            if not flying or not flying[0].reached:
+        while flying and (
+            len(flying) >= _MOST_LAUNCHES
+            or self._parts + poll.parts > _MOST_PARTS
+            or self.entries + poll.expected > _MOST_ENTRIES
+        ):
+            first = flying[0]
+            if not first.reached:
                 return False
-            self._parts -= flying.popleft().parts
+            flying.popleft()
+            first.is_flying = False
+            self._parts -= first.parts
+            self.entries -= first.entries
         return True
 
     def watch(self) -> None:
@@ -315,6 +333,8 @@ class StreamPoll:
         "_on_host",
         "_ran",
         "call",
+        "entries",
+        "is_flying",
         "key",
         "parts",
     )
@@ -325,6 +345,8 @@ class StreamPoll:
         self.call = call
         self.key = key
         self.parts = parts
+        self.entries = _OF_LAUNCH  # of the stream
+        self.is_flying = False  # counted by the link
         self._link = link
         self._begin = begin
         self._end: Event | None = None
@@ -403,6 +425,11 @@ class StreamPoll:
         self._link.give_event(self._begin)
 
     @property
+    def expected(self) -> int:
+        """How many entries of the stream its launch takes."""
+        return _OF_LAUNCH + _OF_FUNCTION * len(self._functions)
+
+    @property
     def reached(self) -> bool:
         """Whether the device has done the operation, and what was chained to it so far."""
         return self._done or (self._end is not None and self._end.query())
@@ -425,5 +452,8 @@ class StreamPoll:
         link.stream.wait_event(arrived)
         link.give_event(arrived)
         self._ran.append(function)
+        self.entries += _OF_FUNCTION
+        if self.is_flying:
+            link.entries += _OF_FUNCTION
         with link.streams.under(link.stream):
             function()

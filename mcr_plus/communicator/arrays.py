@@ -10,8 +10,9 @@ does where tensors are concerned. Of an array that states no stream, its produce
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
@@ -28,18 +29,25 @@ if TYPE_CHECKING:
     from mcr_plus.core.streams import Streams
 
 _NAP_S: Final = 50e-6
+_REAP: Final = 2  # operations looked at per call: amortised, never a scan
+_MOST_STREAMS: Final = 16  # of a group: those of other libraries come and go
 
 
 class ArrayStreams:
-    """The streams that operations of one group on arrays are issued under, one for each device.
+    """The streams that operations of one group on arrays are issued under.
+
+    There is one for each device and set of streams that calls have followed: with one for all, an operation
+    would wait for what others follow, which may wait for the operation on another rank.
 
     Arrays of operations that the program has not waited for are kept until these are complete: memory of
     another library is none that torch's allocator could keep.
     """
 
-    def __init__(self) -> None:
-        self._made: dict[torch.device, tuple[Streams, Any]] = {}
-        self._pending: list[ArrayWork] = []
+    def __init__(self, lock: AbstractContextManager[Any]) -> None:
+        """`lock`: under which operations are polled, the engine's."""
+        self._lock = lock
+        self._made: dict[tuple[torch.device, frozenset[int | None]], Any] = {}
+        self._pending = deque[ArrayWork]()
 
     def loan(self, arguments: Iterable[Any]) -> Loan:
         """The arguments of a call with tensors in place of arrays; work enqueued from now on follows them.
@@ -63,31 +71,50 @@ class ArrayStreams:
     def started(self, loan: Loan, start: Callable[[], Work]) -> ArrayWork:
         """The handle of an operation on the arrays of a loan, which `start` issues."""
         with loan.under():
-            work = ArrayWork(start(), loan)
-        self._pending.append(work)
+            work = ArrayWork(start(), loan, self._let_go)
+        with self._lock:
+            self._pending.append(work)
         return work
 
     def again(self, loan: Loan, start: Callable[[], Work]) -> ArrayWork:
         """The handle of another operation on the same arrays, which follows what is enqueued by now."""
         self._forget()
+        loan.choose()
         loan.follow()
         return self.started(loan, start)
 
     def finish(self) -> None:
         """Wait until no array is needed any more, after the last operation has ended on the host."""
-        for work in self._pending:
-            while not work.is_over():
+        for work in list(self._pending):
+            while not work.is_completed():
                 time.sleep(_NAP_S)
         self._pending.clear()
 
     def _forget(self) -> None:
-        self._pending = [work for work in self._pending if not work.is_over()]
+        """Let go of arrays of operations that have ended.
 
-    def _of(self, device: torch.device) -> tuple[Streams, Any]:
-        if device not in self._made:
-            of = core_streams.streams_of(device)
-            self._made[device] = of, of.create()
-        return self._made[device]
+        It only probes: the program has not asked for them, so a bucket is not sent, nor a deadline begun.
+        """
+        pending = self._pending
+        with self._lock:
+            for _ in range(min(_REAP, len(pending))):
+                work = pending.popleft()
+                if not work.probe():
+                    pending.append(work)
+
+    def _let_go(self, work: ArrayWork) -> None:
+        """The streams of the program follow the operation, so its arrays need not be kept here."""
+        with self._lock, suppress(ValueError):
+            self._pending.remove(work)
+
+    def _of(self, device: torch.device, followed: frozenset[int | None]) -> Any:
+        """The stream for operations that follow these streams, given by their handles in CUDA."""
+        key = device, followed
+        if key not in self._made:
+            if len(self._made) >= _MOST_STREAMS:
+                self._made.clear()
+            self._made[key] = core_streams.streams_of(device).create()
+        return self._made[key]
 
 
 def finish_all(streams: Iterable[ArrayStreams]) -> None:
@@ -99,13 +126,20 @@ def finish_all(streams: Iterable[ArrayStreams]) -> None:
 class Loan:
     """Arrays that are lent to an operation, and the stream that the operation is issued under."""
 
-    def __init__(self, arguments: Iterable[Any], of: Callable[[torch.device], tuple[Streams, Any]]) -> None:
-        """`arguments`: of a call; arrays, one at least, are arguments themselves or members of lists."""
+    def __init__(
+        self, arguments: Iterable[Any], of: Callable[[torch.device, frozenset[int | None]], Any]
+    ) -> None:
+        """`arguments`: of a call; arrays, one at least, are arguments themselves or members of lists.
+
+        `of`: returns the stream for operations on a device that follow given ones.
+        """
         self._arrays: list[Any] = []
         self._has_tensors = False
         self._device = torch.device("cuda")
         self.arguments = tuple(self._lent(argument) for argument in arguments)
-        self._streams, self._stream = of(self._device)
+        self._streams = core_streams.streams_of(self._device)
+        self._of = of
+        self.choose()
 
     def _lent(self, argument: Any) -> Any:
         if isinstance(argument, torch.Tensor):
@@ -123,10 +157,19 @@ class Loan:
         """Make the stream the current one of the calling thread in a block."""
         return self._streams.under(self._stream)
 
+    def choose(self) -> None:
+        """Choose the stream: the one that follows the streams which the arrays state now.
+
+        Also torch's current stream, if tensors have a part.
+        """
+        stated, current = self._stated(), self._current()
+        self._followed = (*map(self._streams.external, stated), *current)
+        self._stream = self._of(self._device, stated | {each.cuda_stream for each in current})
+
     def follow(self) -> None:
-        """Order the stream behind what the arrays' libraries have enqueued; torch, too, if it has a part."""
+        """Order the stream behind what is enqueued on those that it follows."""
         of, stream = self._streams, self._stream
-        for other in self._others():
+        for other in self._followed:
             event = of.event()
             event.record(other)
             stream.wait_event(event)
@@ -139,35 +182,36 @@ class Loan:
         of = self._streams
         event = of.event()
         event.record(self._stream)
-        for other in self._others():
+        for other in (*map(of.external, self._stated()), *self._current()):
             other.wait_event(event)
         if any(stated_stream(array) is None for array in self._arrays):
             work.wait_for_end(timeout)
 
-    def _others(self) -> Iterator[Any]:
-        of = self._streams
-        pointers = {stated_stream(array) for array in self._arrays}
-        yield from map(of.external, pointers)
-        if self._has_tensors:
-            yield of.current()
+    def _stated(self) -> frozenset[int | None]:
+        return frozenset(map(stated_stream, self._arrays))
+
+    def _current(self) -> tuple[Any, ...]:
+        """The current stream of torch, if tensors have a part."""
+        return (self._streams.current(),) if self._has_tensors else ()
 
 
 class ArrayWork(Work):
     """The handle of an operation on arrays: `wait` orders the streams of their libraries behind it."""
 
-    __slots__ = ("_inner", "_is_over", "_loan")
+    __slots__ = ("_inner", "_let_go", "_loan")
 
-    def __init__(self, inner: Work, loan: Loan) -> None:
+    def __init__(self, inner: Work, loan: Loan, let_go: Callable[[ArrayWork], None]) -> None:
+        """`let_go`: is called once streams of the program follow the operation."""
         self._inner = inner
         self._loan = loan
-        self._is_over = False
+        self._let_go = let_go
 
     def wait(self, timeout: float | timedelta | None = None) -> None:  # noqa: D102
         deadline = Deadline(timeout)
         with self._loan.under():
             self._inner.wait(deadline.left())
         self._loan.lead(self, deadline.left())
-        self._is_over = True
+        self._let_go(self)
 
     def is_completed(self) -> bool:  # noqa: D102
         with self._loan.under():
@@ -182,10 +226,6 @@ class ArrayWork(Work):
             time.sleep(_NAP_S)
         if (error := self.exception()) is not None:
             raise error
-
-    def is_over(self) -> bool:
-        """Whether the arrays need not be kept: the program's own streams follow, or nothing is left to do."""
-        return self._is_over or self.is_completed()
 
     def probe(self) -> bool:  # noqa: D102
         with self._loan.under():

@@ -70,10 +70,11 @@ class OpenGroup:
     messages: dict[Signature, Bound] = field(default_factory=dict)
     plans: dict[Any, Any] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
-    arrays: ArrayStreams = field(default_factory=ArrayStreams)
+    arrays: ArrayStreams = field(init=False)
     _handle: Callable[[], Communicator | None] = _no_handle
 
     def __post_init__(self) -> None:
+        self.arrays = ArrayStreams(self.runtime.engine.lock)
         self.runtime.caches.extend((self.chains.clear, self.messages.clear, self.plans.clear))
 
     @property

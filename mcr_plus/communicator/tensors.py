@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
 
@@ -44,7 +45,10 @@ def is_on_device(value: Any) -> bool:
     if hasattr(value, "__cuda_array_interface__"):
         return True
     device = getattr(value, "__dlpack_device__", None)
-    return device is not None and int(device()[0]) in _GPUS
+    try:
+        return device is not None and int(device()[0]) in _GPUS
+    except _NOT_SHARED:  # such as an array that several devices have; `__dlpack__` gives the reason again
+        return False
 
 
 def tensor_on(array: Any) -> torch.Tensor:
@@ -76,7 +80,7 @@ def tensor_on(array: Any) -> torch.Tensor:
 
 
 def _from_dlpack(value: Any, name: str) -> torch.Tensor:
-    if is_on_device(value):
+    if type(value) is not np.ndarray and is_on_device(value):
         raise ArrayOnDevice(
             f"{name}: {type(value).__name__} on a device; this call takes tensors there (torch.from_dlpack)"
         )

@@ -10,9 +10,10 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import CFUNCTYPE, POINTER, c_int, c_size_t, c_void_p
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -110,12 +111,14 @@ class Comm:
     rank: int
     state: int = 0
     connected: set[tuple[Any, ...]] = field(default_factory=set)
+    later: list[Callable[[], object]] = field(default_factory=list)  # what it has not done yet
 
 
 class Simulator(Machine):
     """All ranks' communicators. `fails` maps a function's name to the result code it shall return.
 
-    `blocked`: calls on the program's thread that may have waited for peers.
+    `blocked`: calls on the program's thread that may have waited for peers. `nonblocking`: what
+    NCCL_COMM_BLOCKING=0 makes of communicators.
     """
 
     def __init__(self, version: int = 23203) -> None:
@@ -125,6 +128,7 @@ class Simulator(Machine):
         self.fails: dict[str, int] = {}
         self.last_error = b"the last error"
         self.blocked: list[str] = []
+        self.nonblocking = False
         self.comms: dict[int, Comm] = {}
         self.members: dict[bytes, dict[int, Comm]] = defaultdict(dict)
         self.closed: list[tuple[str, int]] = []
@@ -187,14 +191,25 @@ class Simulator(Machine):
         new = Comm(handle, key, size, rank)
         self.comms[handle] = self.members[key][rank] = new
         comm[0] = handle
-        return 0
+        return self._when(new, lambda: None)
 
     def _ncclCommGetAsyncError(self, handle: int, state: Any) -> int:  # noqa: N802
-        state[0] = self.comms[handle].state
+        comm = self.comms[handle]
+        state[0] = 7 if comm.later else comm.state
+        if comm.later:
+            comm.later.pop(0)()
         return 0
 
+    def _when(self, comm: Comm, function: Callable[[], object]) -> int:
+        """Do it, or return that it is in progress."""
+        if not self.nonblocking:
+            function()
+            return 0
+        comm.later.append(function)
+        return 7
+
     def _may_wait(self, what: str) -> None:
-        if not self.in_background:
+        if not (self.in_background or self.nonblocking):
             self.blocked.append(what)
 
     def _close(self, how: str, handle: int) -> int:
@@ -202,10 +217,10 @@ class Simulator(Machine):
         return 0
 
     def _ncclCommFinalize(self, handle: int) -> int:  # noqa: N802
-        return self._close("finalize", handle)
+        return self._when(self.comms[handle], lambda: self._close("finalize", handle))
 
     def _ncclCommDestroy(self, handle: int) -> int:  # noqa: N802
-        return self._close("destroy", handle)
+        return 4 if self.comms[handle].later else self._close("destroy", handle)
 
     def _ncclCommAbort(self, handle: int) -> int:  # noqa: N802
         return self._close("abort", handle)
@@ -232,6 +247,8 @@ class Simulator(Machine):
 
     def _post(self, name: str, *args: Any) -> int:
         comm, stream = self.comms[args[-2]], self.streams[args[-1] - 1]
+        if comm.later:
+            return 4
         kind, place = name.removeprefix("nccl"), args[:-2]
         if kind in ("Send", "Recv"):
             ends = (comm.rank, place[3]) if kind == "Send" else (place[3], comm.rank)
@@ -247,14 +264,15 @@ class Simulator(Machine):
 
     def _flush(self) -> int:
         grouped, self._thread.grouped = self._grouped, []
+        result = 0
         for stream in dict.fromkeys(stream for stream, _ in grouped):
             unit = Unit(stream, tasks=[task for other, task in grouped if other is stream])
             for task in unit.tasks:
                 self._connect(task)
             if sum(not entry.done for entry in stream.entries[stream.at :]) > MOST_ENTRIES:
                 self._may_wait("a full stream")
-            self._enqueue(stream, unit)
-        return 0
+            result = self._when(unit.tasks[0].comm, partial(self._enqueue, stream, unit))
+        return result
 
     def _connect(self, task: Task) -> None:
         """Ranks connect for an algorithm, which follows from the size, and with a peer, at the first use."""

@@ -5,10 +5,15 @@ The order of their streams is tested in `test_races.py`, in the settings named `
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from device_programs import COUNT, given, total
+from device_ranks import Job
+from device_settings import SETTINGS
 
 from mcr_plus.communicator.arrays import stated_stream
 from mcr_plus.communicator.tensors import ArrayOnDevice, as_tensor, is_on_device, tensor_on
@@ -107,6 +112,15 @@ def test_what_is_on_a_device(memory: torch.Tensor) -> None:
         as_tensor(Interface(memory), "x")
 
 
+def test_an_array_without_one_device_is_refused() -> None:
+    class Sharded(OfType):
+        def __dlpack_device__(self) -> tuple[int, int]:
+            raise BufferError("on 2 devices")
+
+    with pytest.raises(InvalidArgument, match="x: Sharded cannot be shared through DLPack: on 2 devices"):
+        as_tensor(Sharded(1), "x")
+
+
 @pytest.mark.parametrize(
     ("codec", "needs"),
     [("int8_block", True), ("sign1", True), ("int_shared", True), ("topk", False), ("bf16", False)],
@@ -121,3 +135,86 @@ def test_codecs_without_triton_say_how_to_get_it(
     assert reason is None or "mcr_plus[gpu]" in reason
     assert (reason is not None) == needs
     assert policy.refusal(make({"codec": codec}), options, signature.replace(device="cpu")) is None
+
+
+# -- handles --------------------------------------------------------------------------------------
+
+
+def on_two_ranks(setting: str, program: Callable[[Any], Any]) -> list[Any]:
+    return Job(2, SETTINGS[setting].config).run(program)
+
+
+@pytest.mark.parametrize("library", ["nccl", "gloo"])
+def test_asynchronous_operations_on_arrays_are_fused(library: str) -> None:
+    def program(rank: Any) -> tuple[list[int], list[list[float]]]:
+        cupy = rank.library()
+        arrays = [cupy.array(given(rank.rank, salt)) for salt in range(4)]
+        works = [rank.comm.all_reduce(x, async_op=True) for x in arrays]
+        for work in works:
+            work.wait()
+        return [work.info.fused for work in works], [x.read() for x in arrays]
+
+    sums = [total(2, salt) for salt in range(4)]
+    assert on_two_ranks(f"{library}, fused", program) == [([4] * 4, sums)] * 2
+
+
+def test_arrays_are_let_go_once_an_operation_is_waited_for() -> None:
+    def program(rank: Any) -> list[bool]:
+        x, y = (rank.library().array(given(rank.rank)) for _ in range(2))
+        memory = [weakref.ref(each.tensor.block) for each in (x, y)]
+        rank.comm.all_reduce(x)
+        work = rank.comm.all_reduce(y, async_op=True)
+        work.wait()
+        del x, y, work
+        for each in list(rank.engine.in_flight):
+            rank.poll(each)
+        return [each() is None for each in memory]
+
+    assert on_two_ranks("nccl, arrays", program) == [[True, True]] * 2
+
+
+def test_a_message_does_not_wait_for_what_other_streams_follow() -> None:
+    """Rank 1 sends only once it has received: rank 0 receives under one stream, and sends under another."""
+
+    def program(rank: Any) -> list[float]:
+        cupy, comm, peer = rank.library(), rank.comm, 1 - rank.rank
+        x, y = cupy.array(given(rank.rank)), cupy.array([0.0] * COUNT)
+        for work in [comm.isend(x, peer), comm.irecv(y, peer)]:  # after which NCCL waits for no rank
+            work.wait()
+        one, other = rank.stream(), rank.stream()
+        cupy.go_on_with(one)
+        first = cupy.array([0.0] * COUNT)
+        if rank.rank == 1:
+            comm.irecv(first, peer).wait()
+            first.read()
+            comm.isend(cupy.array(given(1, 1)), peer).wait()
+        else:
+            comm.irecv(first, peer).wait()
+            with cupy.under(other):
+                comm.isend(cupy.array(given(0, 1)), peer).wait()
+        received: list[float] = first.read()
+        return received
+
+    assert on_two_ranks("nccl, arrays", program) == [given(1, 1), given(0, 1)]
+
+
+def test_a_call_begins_no_deadline_of_earlier_operations() -> None:
+    """Only who polls or waits begins one: a receive may be there long before its message."""
+
+    def program(rank: Any) -> list[bool]:
+        cupy = rank.library()
+        received, sent = (cupy.array(given(rank.rank, salt)) for salt in (1, 2))
+        peer = 1 - rank.rank
+        works = [rank.comm.irecv(received, peer)]
+        early = list(rank.engine.in_flight)
+        for _ in range(3):
+            x = cupy.array(given(rank.rank))
+            rank.comm.all_reduce(x)
+        begun = [work.polled_since is not None for work in early]
+        works.append(rank.comm.isend(sent, peer))
+        for work in works:
+            work.wait()
+        assert received.read() == given(peer, 2)
+        return begun
+
+    assert on_two_ranks("gloo, arrays", program) == [[False]] * 2

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_nccl import PROTOTYPES, FakeStreams, Simulator
+from fake_nccl import MOST_ENTRIES, PROTOTYPES, FakeStreams, Simulator
 
 from mcr_plus import registry
 from mcr_plus.backends.nccl import NcclBackend, abi, link
@@ -37,7 +37,7 @@ from mcr_plus.dispatch.board.base import GroupBoard
 from mcr_plus.dispatch.engine import Engine
 from mcr_plus.dispatch.group_state import BackendChannel, GroupState
 from mcr_plus.dispatch.operation import Operation
-from mcr_plus.errors import BackendError, BackendUnavailable, CommTimeout, Unsupported
+from mcr_plus.errors import BackendError, BackendUnavailable, CommTimeout, PeerLost, Unsupported
 from mcr_plus.rendezvous.processes import Peers
 from mcr_plus.rendezvous.world import World
 
@@ -653,6 +653,43 @@ def test_checks_for_background_errors_are_rare(job: Job) -> None:
     assert not any(poll() for _ in range(1000))
 
 
+def test_other_errors_fail_the_operations_of_their_link_alone(alone: tuple[Job, NcclChannel]) -> None:
+    """Not that whose poll came upon it, and none is lost."""
+    job, channel = alone
+    job.simulator.slow = 3
+    first = all_reduce(channel)
+    signed = signature("all_gather", ranks=1)
+    second = channel.bind(signed)(Message(signed, (torch.ones(4),), (torch.ones(4),)))
+
+    def no_thread(call: Callable[[], Any]) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(job.streams[0], "background", no_thread)
+        for _ in range(4):
+            job.backends[0].progress()
+    for poll in (first, second):
+        with pytest.raises(NcclError, match="group 'world': RuntimeError: can't start new thread"):
+            assert not poll()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken pipe"), PeerLost("rank 1 has died", [1])])
+def test_opening_fails_with_the_error_of_the_store(error: Exception) -> None:
+    class Broken(HashStore):
+        def check(self, keys: list[str]) -> bool:
+            raise error
+
+    store = Broken()
+    backend = NcclBackend(
+        World(0, 2, ("host",) * 2, 5.0, store),
+        nccl=Nccl(Simulator().library()),
+        streams=lambda: FakeStreams(Simulator()),
+    )
+    expected = PeerLost if isinstance(error, PeerLost) else BackendError
+    with pytest.raises(expected, match=str(error)):
+        backend.open(Group("world", (0, 1), 0))
+
+
 def test_opening_fails_with_group_and_rank() -> None:
     job = Job(Simulator(22605), 1)
     job.simulator.fails["ncclCommInitRank"] = 5
@@ -696,7 +733,8 @@ def test_a_communicator_that_is_made_too_late_is_aborted() -> None:
     go.set()
     while not job.simulator.closed:
         pass
-    assert job.simulator.closed == [("abort", 1000)]
+    job.backends[0].close(clean=True)
+    assert job.simulator.closed == [("abort", 1000)], "NCCL frees what it aborts"
 
 
 def test_calls_that_may_wait_for_peers_run_in_the_background(job: Job) -> None:
@@ -717,6 +755,34 @@ def test_calls_that_may_wait_for_peers_run_in_the_background(job: Job) -> None:
     assert [turn(large), turn(small), turn(large)] == [[False] * SIZE, [True] * SIZE, [True] * SIZE]
 
 
+@pytest.mark.parametrize("how", ["first", "known", "grouped"])
+def test_communicators_that_the_environment_makes_non_blocking(how: str) -> None:
+    """NCCL_COMM_BLOCKING=0: a call returns before it has launched, and no other is accepted meanwhile."""
+    job = Job(Simulator())
+    job.simulator.nonblocking = how != "known"
+    channels = job.open()
+    if how == "known":
+        settle(job, [all_reduce(channel) for channel in channels])
+        job.simulator.nonblocking = True
+    signed = signature("all_to_all" if how == "grouped" else "all_reduce")
+    sent, out = ([torch.ones(SIZE) * (rank + 1) for rank in range(SIZE)] for _ in range(2))
+    polls = []
+    for channel, value, result in zip(channels, sent, out, strict=True):
+        start = channel.bind(signed)
+        polls += [start(Message(signed, (value,), (result,))) for _ in range(2)]
+    after = [torch.zeros(SIZE) for _ in range(SIZE)]
+    for poll, result, copy in zip(polls[1::2], out, after, strict=True):
+        assert isinstance(poll, StreamPoll)
+        poll.chain(lambda copy=copy, result=result: copy.copy_(result))  # type: ignore[misc]
+    settle(job, polls)
+    wanted = range(1, SIZE + 1) if how == "grouped" else [sum(range(1, SIZE + 1))] * SIZE
+    for copy in after:
+        np.testing.assert_array_equal(copy.numpy(), list(wanted))
+    for backend in job.backends:
+        backend.close(clean=True)
+    assert [how for how, _ in job.simulator.closed] == ["finalize", "destroy"] * SIZE
+
+
 def test_a_full_stream_does_not_block_the_program(job: Job) -> None:
     channels = job.open()
     for channel in channels:
@@ -725,6 +791,28 @@ def test_a_full_stream_does_not_block_the_program(job: Job) -> None:
     polls = [all_reduce(channels[0]) for _ in range(600)]  # the others have not come; see _no_race
     polls += [all_reduce(channel) for channel in channels[1:] for _ in range(600)]
     settle(job, polls)
+
+
+def test_decoders_do_not_fill_a_stream(job: Job) -> None:
+    channels = job.open()
+    for backend, channel in zip(job.backends, channels, strict=True):
+        all_reduce(channel)
+        backend.progress()
+    stream, longest = channels[0]._link.stream, 0
+
+    def decode() -> None:
+        for _ in range(10):
+            stream.launch("decode", lambda: None, [], [])
+
+    polls = []
+    for _ in range(200):  # the others have not come; see _no_race
+        polls.append(all_reduce(channels[0]))
+        polls[-1].chain(decode)
+        longest = max(longest, sum(not entry.done for entry in stream.entries))
+    assert 400 < longest < MOST_ENTRIES
+    polls += [all_reduce(channel) for channel in channels[1:] for _ in range(200)]
+    settle(job, polls)
+    assert sum(entry.run is not None for entry in stream.entries) == 2000
 
 
 def test_many_operations_in_turn_stay_off_the_background(alone: tuple[Job, NcclChannel]) -> None:
@@ -757,6 +845,40 @@ def test_an_unclean_end_aborts(job: Job) -> None:
     assert job.simulator.closed == [("abort", comm)]
     with pytest.raises(NcclError, match="was aborted"):
         poll()
+
+
+@pytest.mark.parametrize("where", ["caller", "background"])
+def test_an_abort_waits_for_a_call_of_another_thread(where: str) -> None:
+    class Threads(FakeStreams):
+        def background(self, call: Callable[[], Any]) -> Any:
+            return Background(call, contextlib.nullcontext())
+
+    job = Job(Simulator(), 1)
+    job.streams[0] = Threads(job.simulator)
+    channel = job.open()[0]
+    poll = all_reduce(channel)
+    while not poll():
+        pass
+    inside, go = threading.Event(), threading.Event()
+
+    def call(comm: int, stream: int) -> int:
+        inside.set()
+        assert go.wait(20)
+        job.simulator.trace.append(f"returns, with {len(job.simulator.closed)} aborted")
+        return 0
+
+    key = next(iter(channel._link._known)) if where == "caller" else "a new one"
+    thread = threading.Thread(target=channel._link.submit, args=(call, key))
+    thread.start()
+    assert inside.wait(20)
+    aborting = threading.Thread(target=channel.abort)
+    aborting.start()
+    aborting.join(0.05)
+    go.set()
+    for each in (thread, aborting):
+        each.join()
+    assert job.simulator.closed == [("abort", 1000)]
+    assert "returns, with 0 aborted" in job.simulator.trace
 
 
 def test_a_failed_communicator_is_aborted_even_in_a_clean_end(alone: tuple[Job, NcclChannel]) -> None:

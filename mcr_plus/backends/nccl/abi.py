@@ -7,6 +7,7 @@ that forks of older versions load too.
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, c_char_p, c_int, c_size_t, c_void_p
 from functools import cache
@@ -69,6 +70,7 @@ _LATER: Final[dict[str, tuple[Any, ...]]] = {
     "ncclCommFinalize": (c_void_p,),
 }
 _TEXTS: Final = ("ncclGetErrorString", "ncclGetLastError")
+_NAP: Final = 100e-6
 
 
 class NcclError(RuntimeError):
@@ -137,8 +139,21 @@ class Nccl:
         comm = c_void_p()
         arguments = (ctypes.byref(comm), size, UniqueId.from_buffer_copy(identity), rank)
         code = self._functions["ncclCommInitRank"](*arguments)
+        if comm.value:
+            code = self.settled(comm.value, code)
         self.check(code, "creating a communicator", comm.value or 0)
         return comm.value or 0
+
+    def settled(self, comm: int, code: int, is_given_up: Callable[[], object] = bool) -> int:
+        """Wait until NCCL has done what a call of it returned `code` for; returns the code of its outcome.
+
+        Only a communicator that NCCL_COMM_BLOCKING=0 makes non-blocking may have something left to do: it
+        accepts no other call meanwhile, and may not have launched. `is_given_up`: whether to wait no longer.
+        """
+        while code == IN_PROGRESS and not is_given_up():
+            time.sleep(_NAP)
+            code = self.async_error(comm)
+        return code
 
     def async_error(self, comm: int) -> int:
         """Return the state of a communicator: success, in progress, or the code of a background error."""
@@ -150,7 +165,7 @@ class Nccl:
         """Finalize and free a communicator that has nothing in flight."""
         finalize = self._functions["ncclCommFinalize"]
         if finalize is not None:
-            self.check(finalize(comm), "finalizing a communicator", comm)
+            self.check(self.settled(comm, finalize(comm)), "finalizing a communicator", comm)
         self.check(self._functions["ncclCommDestroy"](comm), "destroying a communicator")
 
     def abort(self, comm: int) -> None:

@@ -1,11 +1,12 @@
 """One NCCL communicator with its stream, and its queue of operations.
 
 An operation waits for the work enqueued so far on the caller's stream, runs on the communicator's own stream,
-and ends in an event. A call of NCCL may wait for peers: while the communicator is made, while ranks connect
-for an operation of a kind, size or peer that is new to it, and while queues of the device are full. These
-calls run on a thread of their own, one at a time, and other operations are queued here meanwhile. All others
-are launched where they are issued: NCCL's non-blocking communicators start a thread for every launch, which
-takes it ten times as long. What has run on a GPU: docs/gpu.md.
+and ends in an event. A call of NCCL may wait for peers: while the communicator is made, and while ranks
+connect for an operation of a kind, size or peer that is new to it. These calls run on a thread of their own,
+one at a time, and other operations are queued here meanwhile; so they are while the device's queues have no
+room for them, since launches would wait. All others are launched where they are issued: NCCL's non-blocking
+communicators start a thread for every launch, which takes it ten times as long; where NCCL_COMM_BLOCKING=0
+asks for them, their launches are waited for in the background too. What has run on a GPU: docs/gpu.md.
 """
 
 from __future__ import annotations
@@ -20,18 +21,26 @@ from typing import Any, Final
 
 import torch
 
-from mcr_plus.backends.nccl.abi import Call, Nccl, NcclError
+from mcr_plus.backends.nccl.abi import IN_PROGRESS, Call, Nccl, NcclError
 from mcr_plus.core.deadline import Deadline
 from mcr_plus.core.streams import Event, Streams
 from mcr_plus.core.threads import Background
-from mcr_plus.errors import CommTimeout, Unsupported
+from mcr_plus.errors import CommTimeout, McrError, Unsupported
 
 _CHECK_EVERY: Final = 0.01  # seconds between checks for background errors of NCCL
 _POLL_STORE_EVERY: Final = 0.001  # seconds between the first polls of the store, doubled at each
 _POLL_STORE_RARELY: Final = 0.1  # at most: thousands of ranks may ask
 _NAP: Final = 100e-6
-_MOST_LAUNCHES: Final = 256  # in flight; a stream of CUDA takes 1,024 kernels
-_MOST_PARTS: Final = 2048  # calls of theirs in flight; NCCL has 1 MiB for the descriptions, below 100 B each
+_ABORT_WAITS: Final = 1.0  # seconds for calls of other threads
+_MOST_LAUNCHES: Final = 256  # in flight
+_MOST_ENTRIES: Final = (
+    900  # of the stream in flight: with 1,024, CUDA's launches wait, also those of decoders
+)
+_OF_LAUNCH: Final = 3
+_OF_FUNCTION: Final = 16  # kernels of a decoder
+_MOST_PARTS: Final = (
+    2048  # calls of launches in flight; NCCL has 1 MiB for the descriptions, below 100 B each
+)
 _MOST_KNOWN: Final = 4096
 
 
@@ -76,6 +85,7 @@ class Link:
         self._known: set[Hashable] = set()  # operations for which the ranks have connected
         self._flying: deque[StreamPoll] = deque()  # launched, not yet known to be done
         self._parts = 0  # calls of those
+        self.entries = 0  # of the stream, of those
         self._last: StreamPoll | None = None
         self._closing: Background[None] | None = None
         self._events: list[Event] = []
@@ -124,14 +134,20 @@ class Link:
         return bool(self.comm) and self._background is None and not self._queue
 
     def advance(self) -> None:
-        """Launch queued operations as far as NCCL accepts them; never blocks, and leaves errors to polls."""
+        """Launch queued operations as far as NCCL accepts them; never blocks, and leaves errors to polls.
+
+        Errors of the store and of threads, too: whoever drives all links need not have an operation on this.
+        """
         if self.error is not None or not self.lock.acquire(blocking=False):
             return
         try:
-            while self._accepts() and self._queue:
+            while self.error is None and self._accepts() and self._queue and self._has_room(self._queue[0]):
                 self._launch(self._queue.popleft())
         except NcclError as error:
             self.error = error
+        except Exception as error:
+            self.error = NcclError(f"the {self.name}: {type(error).__name__}: {error}", 0)
+            self.error.__cause__ = error
         finally:
             self.lock.release()
 
@@ -168,11 +184,16 @@ class Link:
     def _launch(self, poll: StreamPoll) -> None:
         poll.arrange(self.stream)
         self._last = poll
-        if poll.key in self._known and self._has_room(poll.parts):
-            self._launched(poll, poll.call(self.comm, self.stream.cuda_stream))
-            return
+        call = partial(poll.call, self.comm, self.stream.cuda_stream)
+        if poll.key in self._known and poll.parts <= _MOST_PARTS:
+            code = call()
+            if code != IN_PROGRESS:
+                self._launched(poll, code)
+                return
+            call = partial(int, code)
         self._then = partial(self._launched, poll)
-        self._background = self.streams.background(partial(poll.call, self.comm, self.stream.cuda_stream))
+        settled, comm = self.nccl.settled, self.comm
+        self._background = self.streams.background(lambda: settled(comm, call(), lambda: self.error))
 
     def _launched(self, poll: StreamPoll, code: int) -> None:
         self.nccl.check(code, f"launching on the {self.name}", self.comm)
@@ -180,16 +201,26 @@ class Link:
             self._known.clear()
         self._known.add(poll.key)
         poll.launched()
+        poll.is_flying = True
         self._flying.append(poll)
         self._parts += poll.parts
+        self.entries += poll.entries
 
-    def _has_room(self, parts: int) -> bool:
-        """Whether the queues of the device have room for so many calls more."""
+    def _has_room(self, poll: StreamPoll) -> bool:
+        """Whether the queues of the device have room for another launch; an empty one has for any."""
         flying = self._flying
-        while len(flying) >= _MOST_LAUNCHES or self._parts + parts > _MOST_PARTS:
-            if not flying or not flying[0].reached:
+        while flying and (
+            len(flying) >= _MOST_LAUNCHES
+            or self._parts + poll.parts > _MOST_PARTS
+            or self.entries + poll.expected > _MOST_ENTRIES
+        ):
+            first = flying[0]
+            if not first.reached:
                 return False
-            self._parts -= flying.popleft().parts
+            flying.popleft()
+            first.is_flying = False
+            self._parts -= first.parts
+            self.entries -= first.entries
         return True
 
     def watch(self) -> None:
@@ -207,14 +238,16 @@ class Link:
         """Wait until the communicator is ready.
 
         Raises:
-            NcclError: NCCL refused.
+            NcclError: NCCL refused, or the store failed.
+            PeerLost: a rank of the group was lost.
             CommTimeout: not all ranks have joined in time.
         """
         deadline = Deadline(self.timeout)
         while True:
             self.drive()
             if self.error is not None:
-                raise self.error
+                cause = self.error.__cause__
+                raise cause if isinstance(cause, McrError) else self.error
             if self.is_idle:
                 return
             if deadline.passed():
@@ -262,13 +295,26 @@ class Link:
             closing.result()
 
     def abort(self) -> None:
-        """Abort the communicator, whatever is in flight."""
-        comm, self.comm = self.comm, 0
+        """Abort the communicator, whatever is in flight; a second time does nothing.
+
+        NCCL frees it, and wants no other thread to be in a call then. A launch takes microseconds; one in the
+        background ends when NCCL finds that a peer has died, but may wait for one that is silent for ever.
+        """
         self.error = self.error or NcclError(f"the {self.name} was aborted", 0)
+        deadline = Deadline(_ABORT_WAITS)
+        is_held = self.lock.acquire(timeout=_ABORT_WAITS)
+        try:
+            comm, self.comm = self.comm, 0
+            background, self._background = self._background, None
+        finally:
+            if is_held:
+                self.lock.release()
         if comm:
+            while not (background is None or background.done or deadline.passed()):
+                time.sleep(_NAP)
             self.nccl.abort(comm)
-        elif self._background is not None:
-            self._background.abandon(self.nccl.abort)
+        elif background is not None:
+            background.abandon(self.nccl.abort)
 
 
 class StreamPoll:
@@ -287,6 +333,8 @@ class StreamPoll:
         "_on_host",
         "_ran",
         "call",
+        "entries",
+        "is_flying",
         "key",
         "parts",
     )
@@ -297,6 +345,8 @@ class StreamPoll:
         self.call = call
         self.key = key
         self.parts = parts
+        self.entries = _OF_LAUNCH  # of the stream
+        self.is_flying = False  # counted by the link
         self._link = link
         self._begin = begin
         self._end: Event | None = None
@@ -375,6 +425,11 @@ class StreamPoll:
         self._link.give_event(self._begin)
 
     @property
+    def expected(self) -> int:
+        """How many entries of the stream its launch takes."""
+        return _OF_LAUNCH + _OF_FUNCTION * len(self._functions)
+
+    @property
     def reached(self) -> bool:
         """Whether the device has done the operation, and what was chained to it so far."""
         return self._done or (self._end is not None and self._end.query())
@@ -397,5 +452,8 @@ class StreamPoll:
         link.stream.wait_event(arrived)
         link.give_event(arrived)
         self._ran.append(function)
+        self.entries += _OF_FUNCTION
+        if self.is_flying:
+            link.entries += _OF_FUNCTION
         with link.streams.under(link.stream):
             function()

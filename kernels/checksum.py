@@ -1,11 +1,15 @@
 """64-bit checksums of memory, one for every 64 KiB, at about the speed at which a core reads; CPU kernels.
 
 A block is read in rows of 64 words of 64 bits, the last row filled up with zeros. Each of 64 chains, which
-do not wait for each other, takes one word of every row by `digest.mix`; then chain i takes chain i + 32 in
-the same way, chain i then chain i + 16, down to one word. Each step is a bijection of either of its
-arguments, so that one changed word always changes the checksum, and several but for one case in 2^64.
-`digest` does the same with eight chains and an instruction for each word; here a vector instruction serves
-eight chains. It is no protection against an attacker.
+do not wait for each other, takes one word of every row by `mixed`; then chain i takes chain i + 32, rotated,
+in the same way, chain i then chain i + 16, down to one word. Each step is a bijection of either of its
+arguments, so that one changed word always changes the checksum, and several but for one case in 2^64. A
+vector instruction serves eight chains. It is no protection against an attacker.
+
+A multiplication does not spread the highest bits of a word. A flip of bit 63 changes bits 63 and 34 of a
+chain, whatever is in it, and flips of the bits below it often do the same to theirs. What undoes that must
+therefore not be a flip of the same line of a bus, in another word: hence a fold that is no multiple of eight
+bits, and the rotation before two chains meet, where both may have changed in the last row.
 
 All functions take addresses: an array would cost as much as the checksum of a small payload.
 """
@@ -23,7 +27,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from mcr_plus.kernels import cpu
-from mcr_plus.kernels.digest import FACTOR, SEED, mix, mixed, to_signed
+from mcr_plus.kernels.digest import FACTOR, SEED, mix, to_signed
 
 BLOCK: Final = 64 << 10
 """Bytes of a block."""
@@ -34,13 +38,20 @@ FLOW_WORDS: Final = 4
 _LANES: Final = 64
 _ROW: Final = 8 * _LANES
 _VECTOR: Final = 8
-_FOLD: Final = 32
+_FOLD: Final = 29
+_TURN: Final = 17
 _SEEDS: Final = tuple(to_signed(SEED * (2 * lane + 1) & (2**64 - 1)) for lane in range(_LANES))
 
 _numba: Any = numba  # partly annotated, which type checkers report here
 _types: Any = _numba.types
 _I64: Final = ir.IntType(64)
 _BYTES: Final = ir.IntType(8).as_pointer()
+
+
+def mixed(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """How a chain takes a word: a bijection of either; int64 in plain torch."""
+    product = (left ^ right) * to_signed(int(FACTOR))
+    return product ^ (product >> _FOLD & (1 << 64 - _FOLD) - 1)
 
 
 def reference(values: torch.Tensor) -> int:
@@ -51,7 +62,8 @@ def reference(values: torch.Tensor) -> int:
     for row in rows:
         chains = mixed(chains, row)
     while chains.numel() > 1:
-        chains = mixed(*chains.view(2, -1))
+        left, right = chains.view(2, -1)
+        chains = mixed(left, right << _TURN | right >> 64 - _TURN & (1 << _TURN) - 1)
     return int(chains)
 
 
@@ -67,12 +79,19 @@ def _mix_vectors(builder: Any, left: Any, right: Any, width: int) -> Any:
     return builder.xor(product, builder.lshr(product, _spread(_FOLD, width)))
 
 
+def _turned(builder: Any, chain: Any, width: int) -> Any:
+    upper = builder.shl(chain, _spread(_TURN, width))
+    return builder.or_(upper, builder.lshr(chain, _spread(64 - _TURN, width)))
+
+
 def _folded(builder: Any, chains: list[Any]) -> Any:
     """One word of vectors of chains, see the module."""
     while len(chains) > 1:
         half = len(chains) // 2
         pairs = zip(chains[:half], chains[half:], strict=True)
-        chains = [_mix_vectors(builder, left, right, _VECTOR) for left, right in pairs]
+        chains = [
+            _mix_vectors(builder, left, _turned(builder, right, _VECTOR), _VECTOR) for left, right in pairs
+        ]
     (chain,), width = chains, _VECTOR
     while width > 1:
         width //= 2
@@ -83,7 +102,7 @@ def _folded(builder: Any, chains: list[Any]) -> Any:
             else:
                 mask = ir.Constant(ir.VectorType(ir.IntType(32), width), list(range(first, first + width)))
                 halves.append(builder.shuffle_vector(chain, chain, mask))
-        chain = _mix_vectors(builder, halves[0], halves[1], width)
+        chain = _mix_vectors(builder, halves[0], _turned(builder, halves[1], width), width)
     return chain
 
 

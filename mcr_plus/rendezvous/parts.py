@@ -41,7 +41,7 @@ def unused_name(store: Store, rank: int, size: int, timeout: float, arrivals: Ar
     name = mine = secrets.token_hex(8)
     if rank == 0:
         part = PrefixStore(mine, store)
-        part.set("here/0", json.dumps([arrivals.own, arrivals.presence.listen(name, store)]))
+        part.set("here/0", json.dumps([arrivals.own, arrivals.presence.listen(name, store, size)]))
         try:
             missing = _answer(store, mine, size, timeout, arrivals)
         except PeerLost as error:

@@ -49,12 +49,12 @@ class Presence:
         self._lost: dict[int, str] = {}
         self._release: StoreRelease | None = None
 
-    def listen(self, name: str, store: Store) -> tuple[str, int] | None:
+    def listen(self, name: str, store: Store, ranks: int) -> tuple[str, int] | None:
         """On rank 0: the address to which ranks of other hosts connect; None if there are none.
 
-        `name`: of this `init`, which ranks have from the job's `store`.
+        `name`: of this `init`, which `ranks` ranks have from the job's `store`.
         """
-        if on_one_host() or address_of(store) in (LOOPBACK, "localhost"):
+        if on_one_host(ranks=ranks) or address_of(store) in (LOOPBACK, "localhost"):
             return None
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:

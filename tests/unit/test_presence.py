@@ -5,11 +5,13 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Final
 
 import pytest
 
+from mcr_plus.core.environment import on_one_host
 from mcr_plus.rendezvous import presence
 from mcr_plus.rendezvous.identity import DIED
 from mcr_plus.rendezvous.presence import Presence
@@ -21,14 +23,14 @@ STORE: Final[Any] = SimpleNamespace(host="192.0.2.1", port=1)  # not on loopback
 def of_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """All presences are open at a time, and loopback is the network."""
     monkeypatch.setattr(presence, "meeting_address", lambda: "127.0.0.1")
-    monkeypatch.setattr(presence, "on_one_host", lambda: False)
+    monkeypatch.setattr(presence, "on_one_host", lambda *, ranks: False)
     monkeypatch.setattr(presence, "settle", lambda: None)
 
 
 @contextmanager
 def job(size: int) -> Iterator[list[Presence]]:
     ranks = [Presence() for _ in range(size)]
-    address = ranks[0].listen("name", STORE)
+    address = ranks[0].listen("name", STORE, size)
     assert address is not None
     for rank in range(1, size):
         ranks[rank].connect(address, "name", rank, STORE)
@@ -99,10 +101,20 @@ def test_strangers_are_no_ranks(name: str | None) -> None:
         assert ranks[0].lost() == {}
 
 
+def test_a_launcher_of_fewer_ranks_says_nothing_of_their_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one task of srun on each host, which starts ranks itself."""
+    by_torch = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    monkeypatch.setattr(presence, "on_one_host", partial(on_one_host, by_torch))
+    assert Presence().listen("name", STORE, 2) is None
+    rank = Presence()
+    assert rank.listen("name", STORE, 4) is not None
+    rank.close()
+
+
 def test_a_job_on_one_host_and_one_without_a_network_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Presence().listen("name", SimpleNamespace(host="127.0.0.1")) is None  # type: ignore[arg-type]
+    assert Presence().listen("name", SimpleNamespace(host="127.0.0.1"), 2) is None  # type: ignore[arg-type]
     monkeypatch.setattr(presence, "meeting_address", lambda: "192.0.2.1")  # of another host
-    assert Presence().listen("name", STORE) is None
+    assert Presence().listen("name", STORE, 2) is None
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         rank = Presence()

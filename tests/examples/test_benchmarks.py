@@ -290,7 +290,8 @@ def test_figures_are_read_from_the_table_under_their_heading() -> None:
 def outcome(way: str, held_out: float, seconds: float, sent: float) -> dict[str, Any]:
     return {
         "way": way, "held_out": held_out, "losses": [0.0] * 10, "seconds": [seconds], "compute": 0.1,
-        "bytes_per_token": sent, "tokens_per_second": 100 / seconds,
+        "bytes_per_token": sent, "tokens_per_second": 100 / seconds, "waiting": seconds / 4, "outer": seconds / 8,
+        "processor": 2.0, "processor_alone": 1.5,
     }  # fmt: skip
 
 
@@ -303,5 +304,6 @@ def test_ways_over_slow_links_are_relative_to_ddp() -> None:
     assert plain == ["ddp", "1.5000", "1.0000", "1.0000 1.0000", "800.0", "1", "1.0"]
     assert local == ["local", "1.6000", "1.0500", "1.1000 1.0000", "4.0", "200", "25.0"]
     slow, fast = bench_local.speed_rows("100mbit", {way: each[0] for way, each in runs.items()})
-    assert slow == ["ddp", "100mbit", "10", "5000.0", "2.0%", "2.0", "1.0", "800", "1"]
-    assert fast == ["local", "100mbit", "10", "200.0", "50.0%", "50.0", "25.0", "4", "200"]
+    shares = ["75.0%", "25.0%", "12.5%"]  # by processor time, waiting, outer steps
+    assert slow == ["ddp", "100mbit", "10", "5000.0", "2.0%", *shares, "2.0", "1.0", "800", "1"]
+    assert fast == ["local", "100mbit", "10", "200.0", "50.0%", *shares, "50.0", "25.0", "4", "200"]

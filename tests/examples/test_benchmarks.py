@@ -290,8 +290,8 @@ def test_figures_are_read_from_the_table_under_their_heading() -> None:
 def outcome(way: str, held_out: float, seconds: float, sent: float) -> dict[str, Any]:
     return {
         "way": way, "held_out": held_out, "losses": [0.0] * 10, "seconds": [seconds], "compute": 0.1,
-        "bytes_per_token": sent, "tokens_per_second": 100 / seconds, "waiting": seconds / 4, "outer": seconds / 8,
-        "processor": 2.0, "processor_alone": 1.5,
+        "bytes_per_token": sent, "tokens_per_second": 100 / seconds, "waiting": seconds / 4,
+        "outer": seconds / 8, "processor": 2.0, "processor_alone": 1.5,
     }  # fmt: skip
 
 

@@ -51,15 +51,15 @@ def unused_name(store: Store, rank: int, size: int, timeout: float, arrivals: Ar
     else:
         watched = WatchedStore(store, timeout + SLACK, arrivals.error)
         try:
-            store.set(f"asks/{rank}", mine)
+            watched.set(f"asks/{rank}", mine)
             name = watched.get(f"answer/{mine}").decode()
-            part = PrefixStore(name, store)
-            process, address = json.loads(part.get("here/0"))
+            own = WatchedStore(PrefixStore(name, store), timeout + SLACK, arrivals.error)
+            process, address = json.loads(own.get("here/0"))
             arrivals.processes[0] = Process(*process)
             if address is not None and not is_visible(arrivals.own, arrivals.processes[0]):
                 arrivals.presence.connect(address, name, rank, store)
-            part.set(f"here/{rank}", json.dumps(arrivals.own))
-            result = json.loads(WatchedStore(part, timeout + SLACK, arrivals.error).get("here"))
+            own.set(f"here/{rank}", json.dumps(arrivals.own))
+            result = json.loads(own.get("here"))
         except RuntimeError as error:
             if isinstance(error, PeerLost):
                 raise

@@ -5,16 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from torch.distributed import DistError
 
 from mcr_plus.core.c10d import Store, WrappedStore, put
 from mcr_plus.core.deadline import Deadline
+from mcr_plus.errors import McrError
 
 if TYPE_CHECKING:
     from mcr_plus.errors import PeerLost
 
+T = TypeVar("T")
 _FIRST_NAP: Final = 0.0002
 _LONGEST_NAP: Final = 0.01
 _NAP_SHARE: Final = 0.1  # of the wait so far: a value is found that much late
@@ -38,12 +40,17 @@ class WatchedStore(WrappedStore):
 
     def set(self, key: str, value: str | bytes) -> None:
         """Write a value."""
-        put(self._store, key, value.encode() if isinstance(value, str) else value)
+        data = value.encode() if isinstance(value, str) else value
+        self._asked(lambda: put(self._store, key, data))
 
     def get(self, key: str) -> bytes:
         """Wait for a value."""
         self.wait([key])
-        return self._store.get(key)
+        return self._asked(lambda: self._store.get(key))
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all of these keys are there."""
+        return self._asked(lambda: self._store.check(keys))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until all of these keys are there.
@@ -52,22 +59,24 @@ class WatchedStore(WrappedStore):
         """
         deadline, looks = Deadline(self._timeout if timeout is None else timeout), Deadline(_LOOKS_AFTER)
         began = time.monotonic()
-        while not self._has(keys):
+        while not self.check(keys):
             if looks.passed():
                 looks = Deadline(_LOOKS_AFTER)
                 error = self._lost()
                 # A last value of that rank may have been on its way.
-                if error is not None and not self._store.check(keys):
+                if error is not None and not self.check(keys):
                     raise error
             if deadline.passed():
                 raise DistError(f"wait timeout, keys: {', '.join(keys[:3])}")
             waited = time.monotonic() - began
             time.sleep(min(max(_FIRST_NAP, _NAP_SHARE * waited), _LONGEST_NAP))
 
-    def _has(self, keys: list[str]) -> bool:
-        """Whether the keys are there; raises `PeerLost` if the store was lost with the rank that had it."""
+    def _asked(self, request: Callable[[], T]) -> T:
+        """The store's answer; raises `PeerLost` if the store was lost with the rank that had it."""
         try:
-            return self._store.check(keys)
+            return request()
+        except McrError:  # of what was in the store
+            raise
         except RuntimeError:
             shows = Deadline(_LOSS_SHOWS)
             while (error := self._lost()) is None:

@@ -71,7 +71,7 @@ long = pytest.mark.long
     ],
 )
 def test_ranks_that_die_in_a_step_come_back(tmp_path: Path, victim: int, where: str) -> None:
-    plan = {"steps": 50, "deaths": [[victim, 8, 0, where]], "nap": 0.2}
+    plan = {"steps": 50, "deaths": [[victim, 8, 0, where]], "nap": 0.2, "late": 1.5}
     status, text, ends = run(tmp_path, 3, plan)
     assert status == 0, text
     assert sorted(ends) == [0, 1, 2]

@@ -5,8 +5,8 @@
 A plan such as {"steps": 30, "deaths": [[1, 5, 0, "backward"]]} has the steps, and deaths: of a launcher's
 rank, in a step, after so many restarts of the rank, and where in it. With "precopy", newcomers get a state
 of any size beforehand, and deaths may also be "giving" or "receiving" it, whatever the step. A step of fewer
-than "full" ranks takes "nap" seconds more. Each rank writes what it has at the end to FOLDER/end.RANK. See
-tests/jobs/test_elastic.py.
+than "full" ranks takes "nap" seconds more, and a rank that is started again waits for "late" seconds. Each
+rank writes what it has at the end to FOLDER/end.RANK. See tests/jobs/test_elastic.py.
 """
 
 from __future__ import annotations
@@ -97,6 +97,7 @@ def main(folder: str, text: str) -> None:
     plan = json.loads(text)
     slot, restarts = int(os.environ["RANK"]), int(os.environ["MCR_RESTARTS"])
     deaths = {(step, where) for at, step, times, where in plan["deaths"] if (at, times) == (slot, restarts)}
+    time.sleep(plan.get("late", 0.0) if restarts else 0.0)
     mcr.init(plan.get("config", {}).get(str(restarts)), timeout=60)
     model, optimizer = model_and_optimizer()
     if plan.get("other_model") and restarts:

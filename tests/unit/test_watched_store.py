@@ -1,0 +1,74 @@
+"""A store that is lost with the rank that had it: whatever is asked then ends with the loss of that rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from mcr_plus.core.c10d import HashStore, WrappedStore
+from mcr_plus.errors import PeerLost
+from mcr_plus.rendezvous.watched_store import WatchedStore
+
+
+class Lost(WrappedStore):
+    """The store of a rank that has died."""
+
+    def __init__(self) -> None:
+        super().__init__(HashStore())
+        self.has_died = False
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("get", "set", "check") and object.__getattribute__(self, "has_died"):
+            raise RuntimeError("Connection reset by peer")
+        return object.__getattribute__(self, name)
+
+
+REQUESTS: list[Callable[[WatchedStore], object]] = [
+    lambda store: store.get("here"),
+    lambda store: store.set("mine", "1"),
+    lambda store: store.check(["here"]),
+    lambda store: store.wait(["here"]),
+]
+
+
+@pytest.mark.parametrize("request_of", REQUESTS)
+def test_an_error_of_the_store_is_the_loss_behind_it(request_of: Callable[[WatchedStore], object]) -> None:
+    looks: list[int] = []
+
+    def lost() -> PeerLost | None:
+        looks.append(1)  # the death shows a little later than the error
+        return PeerLost("rank 0 of the job: process has died", [0]) if len(looks) > 3 else None
+
+    inner = Lost()
+    store = WatchedStore(inner, 30.0, lost)
+    store.set("here", "1")
+    request_of(store)
+    inner.has_died = True
+    with pytest.raises(PeerLost, match="rank 0"):
+        request_of(store)
+
+
+def test_a_store_that_is_lost_in_between_is_the_loss_too() -> None:
+    inner = Lost()
+
+    def lost() -> PeerLost | None:
+        inner.has_died = True  # its last value cannot be looked for any more
+        return PeerLost("rank 0 of the job: process has died", [0])
+
+    with pytest.raises(PeerLost, match="rank 0"):
+        WatchedStore(inner, 30.0, lost).wait(["here"], timedelta(seconds=20))
+
+
+@pytest.mark.parametrize("request_of", REQUESTS)
+def test_without_a_loss_the_error_stays(request_of: Callable[[WatchedStore], object]) -> None:
+    inner = Lost()
+    store = WatchedStore(inner, 30.0, lambda: None)
+    inner.has_died = True
+    with pytest.raises(RuntimeError, match="Connection reset"):
+        request_of(store)

@@ -149,7 +149,7 @@ def check_events(events: list[Any], rank: int, hold: bool, buckets: list[list[st
     expected = 3 * FORWARD + backward + SLOWER * rank
     for name in names:
         expected += BACKWARD
-        assert expected <= ready[name] <= 2 * expected + 0.02  # others use the cores too
+        assert expected <= ready[name] <= 2 * expected + 0.5  # others use the cores too
     needs = [fields[0] for kind, *fields in events if kind == Need.__name__]
     assert needs == [f"{index}.linear" for index in range(3)]
     issues = {fields[0]: Issue(*fields) for kind, *fields in events if kind == Issue.__name__}
@@ -163,7 +163,7 @@ def check_events(events: list[Any], rank: int, hold: bool, buckets: list[list[st
     assert rest[1:] == [
         ("all_reduce", None, 1024, 0, 1), ("all_reduce", "metric", 20, 0, 1), (message, None, 20, 0, 1),
     ]  # fmt: skip
-    assert all(each.seconds is not None and 0 < each.seconds < 0.5 for each in issues.values())
+    assert all(each.seconds is not None and 0 < each.seconds < 5 for each in issues.values())
     assert len({each.id for each in issues.values()}) == len(issues)
     kinds = [kind for kind, *_ in events]
     if hold:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import subprocess
@@ -170,13 +171,17 @@ def test_operations_have_the_tag_and_the_dtype_of_the_program(tmp_path: Path) ->
 
 def test_rests_end_when_they_are_due() -> None:
     """However late each of them ends; what took long in between is no part of computing."""
-    clock = _Clock("sleep")
-    began = time.perf_counter()
-    for _ in range(100):
-        clock.rest(0.001)
-        time.sleep(0.0003)
-    took = time.perf_counter() - began
-    assert 0.1 <= took < 0.125  # 130 ms and more with rests of their own
+    least = math.inf  # other work on the cores only adds to a time
+    for _ in range(10):
+        clock = _Clock("sleep")
+        began = time.perf_counter()
+        for _ in range(100):
+            clock.rest(0.001)
+            time.sleep(0.0003)
+        least = min(least, time.perf_counter() - began)
+        if least < 0.125:
+            break
+    assert 0.1 <= least < 0.125  # 130 ms and more with rests of their own
     time.sleep(0.01)
     began = time.perf_counter()
     clock.rest(0.005)

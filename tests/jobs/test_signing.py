@@ -274,7 +274,7 @@ def test_forged_board_entries_fail_the_operation_and_its_group(
     written = f"board/world/1/{name}' in the job's store was not written by a rank of this job"
     assert written in deceived["text"]
     assert f"rank 0 has given up: BackendError: {deceived['text'][:30]}" in other["text"]
-    assert deceived["seconds"] < 2.5
+    assert deceived["seconds"] < 15.0
     assert other["seconds"] < 15.0
     assert all("cannot be used after it has failed" in each["next"] for each in (deceived, other))
     assert not list(tmp_path.glob("touched*"))

@@ -151,7 +151,7 @@ def on_some_ranks_only(folder: str) -> dict[str, Any]:
             time.sleep(0.01)
     began, first = time.monotonic(), ""
     try:
-        mcr.shrink(timeout="500ms")
+        mcr.shrink(timeout="500ms" if rank else "60s")
     except mcr.CommTimeout as error:
         first = str(error)
     waited = time.monotonic() - began

@@ -6,6 +6,10 @@ mpiexec ends all ranks when one fails, and torchrun's agent starts all of them a
 the others alone. It is a separate process, so that `mcr-plus run` monitors it like these two, and serves one
 host. The job's store is in it, and lives as long as the job, whichever rank dies.
 
+A rank that is started again waits in `mcr.elastic` for those that train. Where a rank is lost before any of
+them has come there, its peers fail in the set-up of the program, and nobody would take in those that are
+started again: once none of the first processes is left, all ranks begin anew, with a store of their own.
+
 Exit status: 0 if all ranks have ended with 0 except for those that the job went on without, 1 if fewer than
 MIN_RANKS were left, 128 + the signal number after SIGTERM or SIGINT.
 """
@@ -28,7 +32,7 @@ from mcr_plus.core.environment import LOOPBACK
 from mcr_plus.launch import scratch
 from mcr_plus.launch.channels import signal_name
 from mcr_plus.launch.store import loopback_store
-from mcr_plus.rendezvous.arrivals import note_end
+from mcr_plus.rendezvous.arrivals import has_met, note_end
 
 _POLL_S = 0.02
 _SHORTEST_LIFE_S = 1.0  # a rank that fails sooner waits for the rest of it before its next start
@@ -43,6 +47,7 @@ class _Rank:
     process: subprocess.Popen[bytes] | None = None
     code: int | None = None  # exit status, or minus a signal, of a rank that is not started again
     restarts: int = 0
+    is_substitute: bool = False  # whether its process has come after one that had met the other ranks
     began: float = 0.0
     due: float = 0.0  # time of the next start
 
@@ -103,9 +108,11 @@ class Supervisor:
         again = self._used < self._limit
         if again:
             self._used += 1
-            rank.restarts += 1
-            rank.process, rank.due = None, rank.began + _SHORTEST_LIFE_S
+            self._replace(rank)
             verdict = f"started again ({self._used} of {self._limit})"
+            if self._nobody_trains():
+                self._begin_anew()
+                verdict += ", and all others with it: none had come to mcr.elastic"
         else:
             rank.code = code
             self._note_end(rank, code)
@@ -120,6 +127,28 @@ class Supervisor:
             os.write(self._status, json.dumps(report | {"again": again}).encode() + b"\n")
         except OSError:
             pass  # `mcr-plus run` has been killed, and SIGTERM follows
+
+    def _replace(self, rank: _Rank) -> None:
+        rank.restarts += 1
+        rank.process, rank.due, rank.is_substitute = None, rank.began + _SHORTEST_LIFE_S, True
+
+    def _nobody_trains(self) -> bool:
+        """Whether all processes that had met each other have failed before one of them came to `mcr.elastic`."""
+        if not all(rank.code is None and rank.is_substitute for rank in self._ranks):
+            return False
+        try:
+            return has_met(self._store)
+        except RuntimeError:  # of the store, which is in this process
+            return False
+
+    def _begin_anew(self) -> None:
+        """Start all ranks as in the beginning."""
+        self._stop([rank.process for rank in self._ranks if rank.process is not None])
+        self._store = loopback_store()
+        for rank in self._ranks:
+            if rank.process is not None:
+                self._replace(rank)
+            rank.is_substitute = False
 
     def _note_end(self, rank: _Rank, code: int) -> None:
         """Tell ranks that wait for this one in `mcr.init`: it does not come any more."""
@@ -152,8 +181,11 @@ class Supervisor:
         }
 
     def _end(self) -> None:
-        """End the ranks that run: by SIGTERM, which they may act upon, and then by SIGKILL."""
-        running = [rank.process for rank in self._ranks if rank.process is not None]
+        self._stop([rank.process for rank in self._ranks if rank.process is not None])
+
+    @staticmethod
+    def _stop(running: Sequence[subprocess.Popen[bytes]]) -> None:
+        """End processes: by SIGTERM, which they may act upon, and then by SIGKILL."""
         for process in running:
             process.terminate()
         deadline = Deadline(_TERMINATE_S)

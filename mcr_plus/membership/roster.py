@@ -10,6 +10,7 @@ the first epoch had for itself:
     epoch<n>/attempt<a>/proposal/<rank>      what a member brings to the decision
     epoch<n>/attempt<a>/decision             leads to epoch n+1, or is refused, and attempt a+1 follows
     members                                  of epoch 0, where newcomers may come
+    training                                 a member has come to `mcr.elastic`
     ended                                    nobody is taken in any more
     newcomer/<k>                             a process that waits to be taken in; `newcomers` counts them
     newcomer/<k>/...                         see `mcr_plus.membership.request`
@@ -31,6 +32,7 @@ from mcr_plus.errors import LaunchError
 from mcr_plus.liveness.proc import state_of
 from mcr_plus.membership.request import Request
 from mcr_plus.membership.rules import Decision, Process, Proposal, decide, members_after
+from mcr_plus.rendezvous.arrivals import TRAINING
 
 if TYPE_CHECKING:
     from mcr_plus.core.c10d import Store
@@ -188,6 +190,10 @@ class Roster:
     def announce(self) -> None:
         """Publish the members, for newcomers."""
         self.root.set("members", json.dumps(self.members))
+
+    def note_training(self) -> None:
+        """Say that a member trains from now on: what it has is lost if all members are."""
+        self.root.set(TRAINING, "")
 
     def end(self) -> None:
         """Take nobody in any more: processes that wait go away."""

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 PREFIX: Final = "mcr_plus"
 """The part of the launcher's store that ranks use."""
+NAME_OF_JOB: Final = "job"
+"""The key with the name of the part of a job that takes newcomers in."""
+TRAINING: Final = "training"
+"""The key in that part which says that a rank has come to a loop that goes on without lost ones."""
 _SUPERVISOR: Final = "supervisor"  # whose values are signed under this name
 SLACK: Final = 10.0
 """Seconds that rank 0's verdict on an exchange may take to arrive."""
@@ -82,6 +86,17 @@ class Arrivals:
         return {
             rank: records.get(_key(rank)).decode() for rank in self._others if records.check([_key(rank)])
         }
+
+
+def has_met(store: Store) -> bool:
+    """Whether the ranks of a job have found each other, and none has come to `mcr.elastic`.
+
+    `store`: the launcher's, without a prefix.
+    """
+    part = PrefixStore(PREFIX, store)
+    if not part.check([NAME_OF_JOB]):
+        return False
+    return not PrefixStore(part.get(NAME_OF_JOB).decode(), part).check([TRAINING])
 
 
 def note_end(store: Store, rank: int, how: str) -> None:

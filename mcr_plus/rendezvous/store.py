@@ -23,7 +23,7 @@ from mcr_plus.core.environment import (
     slurm_step,
 )
 from mcr_plus.errors import BackendUnavailable, LaunchError, PeerLost
-from mcr_plus.rendezvous.arrivals import PREFIX, SLACK, Arrivals, loss_as_text, raise_loss
+from mcr_plus.rendezvous.arrivals import NAME_OF_JOB, PREFIX, SLACK, Arrivals, loss_as_text, raise_loss
 from mcr_plus.rendezvous.known_stores import known_stores
 from mcr_plus.rendezvous.mpi_library import load_mpi
 from mcr_plus.rendezvous.network import meeting_address
@@ -31,7 +31,6 @@ from mcr_plus.rendezvous.parts import unused_name, unused_part
 from mcr_plus.rendezvous.signing import Offer, SignedStore, address_of, read_offer, unsigned
 from mcr_plus.rendezvous.watched_store import WatchedStore, unwatched
 
-_NAME_OF_JOB: Final = "job"  # the key with the name of the part of a job that takes newcomers in
 _CONNECTS_WITHIN: Final = 30.0  # seconds
 _REASONS: Final = 3  # at most, in a message
 _LONGEST_REASON: Final = 300  # characters: any process may have written it
@@ -56,14 +55,14 @@ def open_store(environment: LaunchEnvironment, timeout: float) -> Store:
     rank, size = environment.rank, environment.world_size
     part, name = _signed_part(store, rank, size, timeout, Arrivals(rank, size, store), secret)
     if rank == 0 and min_ranks() is not None:
-        store.set(_NAME_OF_JOB, name)
+        store.set(NAME_OF_JOB, name)
     return part
 
 
 def job_announced(environment: LaunchEnvironment, timeout: float) -> bool:
     """Whether ranks have begun a job with the launcher's store, which this process has not been part of."""
     store, _ = _connect(environment, timeout)
-    return store.check([_NAME_OF_JOB])
+    return store.check([NAME_OF_JOB])
 
 
 def join_store(environment: LaunchEnvironment, timeout: float) -> Store:
@@ -72,7 +71,7 @@ def join_store(environment: LaunchEnvironment, timeout: float) -> Store:
     Only after `job_announced`. Raises `LaunchError` if there is no store.
     """
     store, _ = _connect(environment, timeout)
-    name = store.get(_NAME_OF_JOB).decode()
+    name = store.get(NAME_OF_JOB).decode()
     part, secret = PrefixStore(name, store), job_secret()
     return SignedStore(part, secret, name) if secret else part
 

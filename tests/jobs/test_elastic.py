@@ -96,6 +96,15 @@ def test_a_step_that_the_optimizer_has_made_is_not_repeated(tmp_path: Path) -> N
     check(ends, 20)
 
 
+def test_a_rank_that_dies_before_the_loop_begins_makes_all_begin_anew(tmp_path: Path) -> None:
+    status, text, ends = run(tmp_path, 3, {"steps": 20, "deaths": [[2, -1, 0, "setup"]]})
+    assert status == 0, text
+    assert "started again (3 of 4), and all others with it: none had come to mcr.elastic" in text
+    assert [end["rank"] for _, end in sorted(ends.items())] == [0, 1, 2]
+    assert {size for _, size in ends[1]["seen"]} == {3}
+    check(ends, 20)
+
+
 @long
 def test_an_exception_of_one_rank_ends_no_other(tmp_path: Path) -> None:
     plan = {"steps": 50, "deaths": [[1, 5, 0, "raise"]], "logs": True, "nap": 0.2}

@@ -133,7 +133,7 @@ class Supervisor:
         rank.process, rank.due, rank.is_substitute = None, rank.began + _SHORTEST_LIFE_S, True
 
     def _nobody_trains(self) -> bool:
-        """Whether all processes that had met each other have failed before one of them came to `mcr.elastic`."""
+        """Whether all processes that had met each other have failed before any came to `mcr.elastic`."""
         if not all(rank.code is None and rank.is_substitute for rank in self._ranks):
             return False
         try:

@@ -32,11 +32,12 @@ from mcr_plus.errors import LaunchError
 from mcr_plus.liveness.proc import state_of
 from mcr_plus.membership.request import Request
 from mcr_plus.membership.rules import Decision, Process, Proposal, decide, members_after
-from mcr_plus.rendezvous.arrivals import TRAINING
 
 if TYPE_CHECKING:
     from mcr_plus.core.c10d import Store
 
+TRAINING: Final = "training"
+"""The key which says that a rank has come to a loop that goes on without lost ones."""
 _FIRST_NAP: Final = 0.001
 _LONGEST_NAP: Final = 0.02
 _MOST_NEWCOMERS: Final = 100_000  # the counter in the store is not signed

@@ -14,6 +14,7 @@ from mcr_plus.core.c10d import PrefixStore, Store
 from mcr_plus.core.environment import agent_has_store, host_name, job_secret, min_ranks
 from mcr_plus.errors import PeerLost, phrase_ranks
 from mcr_plus.liveness.proc import state_of
+from mcr_plus.membership.roster import TRAINING
 from mcr_plus.rendezvous.identity import DIED, is_visible, own_process
 from mcr_plus.rendezvous.presence import Presence
 from mcr_plus.rendezvous.signing import SignedStore
@@ -25,8 +26,6 @@ PREFIX: Final = "mcr_plus"
 """The part of the launcher's store that ranks use."""
 NAME_OF_JOB: Final = "job"
 """The key with the name of the part of a job that takes newcomers in."""
-TRAINING: Final = "training"
-"""The key in that part which says that a rank has come to a loop that goes on without lost ones."""
 _SUPERVISOR: Final = "supervisor"  # whose values are signed under this name
 SLACK: Final = 10.0
 """Seconds that rank 0's verdict on an exchange may take to arrive."""

@@ -5,8 +5,9 @@
 A plan such as {"steps": 30, "deaths": [[1, 5, 0, "backward"]]} has the steps, and deaths: of a launcher's
 rank, in a step, after so many restarts of the rank, and where in it; step -1 is "setup", before the loop.
 With "precopy", newcomers get a state of any size beforehand, and deaths may also be "giving" or "receiving"
-it, whatever the step. A step of fewer than "full" ranks takes "nap" seconds more, and a rank that is started again waits for "late" seconds. Each
-rank writes what it has at the end to FOLDER/end.RANK. See tests/jobs/test_elastic.py.
+it, whatever the step. A step of fewer than "full" ranks takes "nap" seconds more, and a rank that is started
+again waits for "late" seconds. Each rank writes what it has at the end to FOLDER/end.RANK. See
+tests/jobs/test_elastic.py.
 """
 
 from __future__ import annotations

@@ -44,12 +44,14 @@ WAYS: Final[dict[str, dict[str, Any]]] = {
     "int8_block, int4_block with error feedback": {"parameters": "int8_block", "gradients": INT4},
 }
 """Codecs of parameters and of gradients, by the name of a way."""
-BATCH: Final = 2  # windows of a rank, so that the link counts
 HELD_OUT: Final = 16  # batches
 
 
-def trained(way: str, steps: int, seed: int) -> dict[str, Any] | None:
-    """On ranks: milliseconds of steps on the slowest rank, bytes sent in one, and the loss at the end."""
+def trained(way: str, steps: int, seed: int, sizes: dict[str, int], windows: int) -> dict[str, Any] | None:
+    """On ranks: milliseconds of steps on the slowest rank, bytes sent in one, and the loss at the end.
+
+    `sizes`: of the model's `Shape`; `windows`: of text, on each rank in a step.
+    """
     torch.set_num_threads(1)
     if way == GLOO:
         dist.init_process_group("gloo")
@@ -57,7 +59,7 @@ def trained(way: str, steps: int, seed: int) -> dict[str, Any] | None:
         pipeline: list[dict[str, Any]] = [{"compress": {}}, {"select": {}}, {"dispatch": {"timeout": "60s"}}]
         dist.init_process_group("mcr", pg_options={"version": 1, "backends": ["gloo"], "pipeline": pipeline})
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    shape = Shape()
+    shape = Shape(**sizes)
     corpus = read_corpus(None, shape.sequence, seed)
     model = LanguageModel(shape, seed)
     for block in model.blocks:
@@ -71,7 +73,7 @@ def trained(way: str, steps: int, seed: int) -> dict[str, Any] | None:
     def train(step: int) -> None:
         began = perf_counter()
         optimizer.zero_grad()
-        model(corpus.windows(step, rank, BATCH)).text.backward()
+        model(corpus.windows(step, rank, windows)).text.backward()
         optimizer.step()
         took[step] = perf_counter() - began
 
@@ -85,7 +87,7 @@ def trained(way: str, steps: int, seed: int) -> dict[str, Any] | None:
             train(steps - 1)
         sent = sum(row.wire for row in communication(log.records, log.seconds))
     with torch.no_grad():
-        losses = [model(batch).text.item() for batch in corpus.held_out(rank, ranks, BATCH, HELD_OUT)]
+        losses = [model(batch).text.item() for batch in corpus.held_out(rank, ranks, windows, HELD_OUT)]
     loss = torch.tensor([mean(losses)])
     dist.all_reduce(loss)
     dist.all_reduce(took, dist.ReduceOp.MAX)
@@ -122,22 +124,28 @@ def main(
     rate: Rate = "1gbit",
     steps: Annotated[int, typer.Option(min=10, help="Steps of each way and seed.")] = 200,
     seeds: Annotated[int, typer.Option(min=1, help="Models and orders of the text.")] = 2,
+    hidden: Annotated[int, typer.Option(min=4, help="Width of the model.")] = Shape().hidden,
+    sequence: Annotated[int, typer.Option(min=1, help="Bytes of a window.")] = Shape().sequence,
+    windows: Annotated[
+        int, typer.Option(min=1, help="Of a rank in a step: few, so that the link counts.")
+    ] = 2,
     hardware: Hardware = HARDWARE,
     output: Dated = None,
 ) -> None:
     need_hosts(mpi=False)
+    sizes = {"hidden": hidden, "sequence": sequence}
     found: dict[str, list[dict[str, Any]]] = {}
     for seed in range(seeds):
         for way in WAYS:
-            found.setdefault(way, []).append(on_hosts(TWO, rate, trained, way, steps, seed))
+            found.setdefault(way, []).append(on_hosts(TWO, rate, trained, way, steps, seed, sizes, windows))
     head = ["way", "step, ms", "gloo / this", "MB sent in a step", "loss", "loss / gloo's"]
     table = rows(found)
     harness.show(head, table)
     text = harness.page(
         f"FSDP2 over a link of {rate}, two hosts",
         harness.command(),
-        f"examples/gpt with its default shape, {BATCH} windows per rank, {steps} steps of {seeds} seeds; "
-        "codecs of parameters, of gradients; a time is the median step of the slower rank",
+        f"examples/gpt with {hidden} channels, {windows} windows of {sequence} bytes per rank, "
+        f"{steps} steps of {seeds} seeds; codecs of parameters, of gradients; a time is the median step of the slower rank",
         harness.markdown(head, table),
     )
     harness.write(text, output, f"fsdp_{hardware}-two-hosts")

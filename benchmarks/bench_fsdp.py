@@ -145,7 +145,8 @@ def main(
         f"FSDP2 over a link of {rate}, two hosts",
         harness.command(),
         f"examples/gpt with {hidden} channels, {windows} windows of {sequence} bytes per rank, "
-        f"{steps} steps of {seeds} seeds; codecs of parameters, of gradients; a time is the median step of the slower rank",
+        f"{steps} steps of {seeds} seeds; codecs of parameters, of gradients; "
+        "a time is the median step of the slower rank",
         harness.markdown(head, table),
     )
     harness.write(text, output, f"fsdp_{hardware}-two-hosts")

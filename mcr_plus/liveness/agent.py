@@ -65,6 +65,8 @@ class Agent:
         self._emptied = now  # all that had come by then has been taken in
         self._told: dict[int, State] | None = None  # of this host's ranks that are not running
         self._changed: float | None = None  # since when that is not so any more
+        self._waiting: set[int] = set()  # hosts to which datagrams are due, while a change is held back
+        self._asking = False  # whether one of these asks for an answer
         self._exchange: Exchange | None = None
         if page is not None:
             own = {rank: pid for rank, (pid, _) in self._own.items()}
@@ -87,6 +89,7 @@ class Agent:
             if ended:
                 self._say_good_bye()
                 return True
+            self._send_waiting(now)
             if now >= next_beat:
                 self._send(self._heartbeat.next_targets(now), now)
                 next_beat = max(next_beat + PERIOD, now)
@@ -169,9 +172,20 @@ class Agent:
                 with contextlib.suppress(OSError):
                     self._link.sendto(data, address)
 
+    def _send_waiting(self, now: float) -> None:
+        """Send what `_send` has put off, unless the change is still held back."""
+        if self._waiting and self._changed is None:
+            waiting, self._waiting, asks, self._asking = self._waiting, set(), self._asking, False
+            self._send(sorted(waiting), now, asks=asks)
+
     def _send(self, hosts: list[int], now: float, *, asks: bool = False) -> None:
-        """Send what is known; nothing while a change is held back, as a beat would say that there is none."""
+        """Send what is known: now, or once a change is not held back any more.
+
+        A beat from between would say that there is no change.
+        """
         if self._changed is not None:
+            self._waiting.update(hosts)
+            self._asking |= asks and bool(hosts)
             return
         data = self._heartbeat.datagram(now, asks=asks) if hosts else b""
         for host in hosts:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from typing import TYPE_CHECKING, Final
 
@@ -33,7 +32,7 @@ def observed(world: World, options: DispatchOptions) -> Peers:
         world.hosts,
         world.store,
         world.timeout,
-        stop_grace=math.inf if options.stopped == "wait" else options.stopped,
+        stop_grace=options.stop_grace,
         heartbeat=beats[options.heartbeat] if isinstance(options.heartbeat, str) else options.heartbeat,
         shortens=options.heartbeat == "auto",
         secret=world.secret,

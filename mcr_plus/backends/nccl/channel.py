@@ -187,7 +187,7 @@ class NcclChannel(Channel):
         for link in links:
             try:
                 link.destroy(deadline)
-            except NcclError as error:
+            except NcclError as error:  # noqa: PERF203 - each on its own
                 _log.warning("backend nccl: %s; its memory is freed at the end of the process", error)
 
     def abort(self) -> None:

@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from mcr_plus.core.sockets import open_sockets, unacknowledged
+from mcr_plus.liveness.asking import send
 from mcr_plus.liveness.proc import state_of
 from mcr_plus.liveness.protocol import Finding, silence
 from mcr_plus.membership.rules import Process
@@ -31,9 +32,7 @@ _UNACKNOWLEDGED: Final = 0.6  # seconds after which a connection without an ackn
 _DOUBT_EVERY: Final = 0.2  # seconds between looks at connections
 _LOOKS_WITHIN: Final = 0.3  # seconds between two looks at a stopped process that count in full
 _OF_GRACE: Final = 0.6  # the most that the time between two looks counts, as a share of the grace
-_NO_CORE_FOR: Final = (
-    5.0  # seconds that this process may get no core; without a look for longer, it was stopped
-)
+_NO_CORE_FOR: Final = 5.0  # seconds that this process may get no core; after more, it was stopped itself
 
 
 class Loss(NamedTuple):
@@ -168,6 +167,12 @@ class Peers:
             for rank, process in enumerate(self.processes)
             if rank != self._rank and self._visible(rank)
         ]
+
+    def ask_elsewhere(self, text: str) -> None:
+        """Ask the ranks of other hosts for their dumps; see `mcr_plus.liveness.asking`."""
+        findings = self._findings
+        if findings is not None:
+            send([findings.requests], text)
 
     def status(self, rank: int) -> Status:
         """State of the process of global rank `rank`, `unknown` if neither /proc nor an agent shows it."""

@@ -18,6 +18,7 @@ from mcr_plus.rendezvous.watched_store import unwatched
 if TYPE_CHECKING:
     from mcr_plus.dispatch.engine import Engine
     from mcr_plus.dispatch.options import DispatchOptions
+    from mcr_plus.observe.recorder import Recorder
     from mcr_plus.rendezvous.world import World
 
 _SILENT: Final = 30.0  # seconds; on overloaded hosts, agents have not run for more than two
@@ -56,7 +57,7 @@ def first_roster(world: World, peers: Peers, *, native: bool) -> Roster:
     return Roster(root, 0, members, world.rank, kept=kept)
 
 
-def published(engine: Engine, world: World, peers: Peers) -> StatusThread:
+def published(engine: Engine, world: World, peers: Peers, recorder: Recorder) -> StatusThread:
     """The status of this process for `mcr-plus top`; without a page in a job of one rank."""
     if not peers.processes:
         return StatusThread(engine, None)
@@ -72,5 +73,9 @@ def published(engine: Engine, world: World, peers: Peers) -> StatusThread:
         "began": time.time(),
     }
     return StatusThread(
-        engine, about, package_version(), lambda: {rank: peers.status(rank) for rank in others}
+        engine,
+        about,
+        package_version(),
+        lambda: {rank: peers.status(rank) for rank in others},
+        lambda: recorder.dumped,
     )

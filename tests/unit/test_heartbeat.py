@@ -23,6 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcr_plus.liveness import agent as agents
+from mcr_plus.liveness.asking import address_of, opened
 from mcr_plus.liveness.findings import Findings
 from mcr_plus.liveness.proc import read_stat, state_of
 from mcr_plus.liveness.protocol import PERIOD, Finding, Heartbeat, Received, State, distances, silence
@@ -429,7 +430,9 @@ def test_the_processes_of_an_agent_run_before_other_work(
         link.bind(("127.0.0.1", 0))
         order = {"key": KEY.hex(), "hosts": [[0], [1]], "addresses": [link.getsockname(), None], "me": 0}
         order |= {"processes": {0: (os.getpid(), own[1])}, "limit": 1.0, "job": "unit", "version": "1"}
-        heartbeats._start(order | {"memory": descriptor, "socket": link.fileno()})
+        with opened(address_of("a test")) as requests:
+            order |= {"memory": descriptor, "socket": link.fileno(), "requests": requests.fileno()}
+            heartbeats._start(order)
     findings = Findings(memory, 2)
     try:
         _wait_for(lambda: findings.looked > 0.0 and len(losing.agents(tmp_path)) == 2)

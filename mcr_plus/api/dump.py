@@ -20,7 +20,7 @@ def dump(path: str | os.PathLike[str]) -> str:
     more than a second, or have failed; also where each thread of the program is.
 
     With `observe: {dump: FOLDER}` or the variable MCR_DUMP, dumps are also written to that folder when an
-    operation fails, by all ranks of the host, and on SIGUSR2.
+    operation fails, on SIGUSR2 to any rank, and by `mcr-plus top --dump`, by all ranks of all hosts.
 
     Raises:
         NotInitialized: there is no job.

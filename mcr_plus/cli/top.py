@@ -36,6 +36,9 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print once, and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --once: print one JSON document.")] = False,
     interval: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds between refreshes.")] = 1.0,
+    dump: Annotated[
+        bool, typer.Option("--dump", help="Have all ranks write dumps, on all hosts, print where, and end.")
+    ] = False,
 ) -> None:
     """Show what the ranks of your running jobs on this host do, and for whom they wait.
 
@@ -44,6 +47,9 @@ def top(
     """
     from mcr_plus.observe.survey import survey
 
+    if dump:
+        _dump(process, as_json)
+        return
     if as_json and not once:
         raise typer.BadParameter("it prints one document: add --once", param_hint="--json")
     if not once and not sys.stdout.isatty():
@@ -61,6 +67,24 @@ def top(
             print_error(f"process {number}: its status page cannot be read: {_clean(why)}")
     if not found.jobs:
         print_error(_nothing())
+        raise typer.Exit(_FAILED)
+
+
+def _dump(process: int | None, as_json: bool) -> None:
+    from mcr_plus.observe.demand import demand_dumps
+
+    answers = demand_dumps(process)
+    if as_json:
+        print(json.dumps([asdict(each) for each in answers], indent=2))
+    for each in answers if not as_json else ():
+        who = f"job {each.job}, rank {each.rank} on {each.host}"
+        if each.file:
+            print(_clean(f"{who}: {each.file}"))
+        else:
+            print_error(_clean(f"{who}: no dump: {each.problem}"))
+    if not answers:
+        print_error(_nothing())
+    if not answers or not all(each.file for each in answers):
         raise typer.Exit(_FAILED)
 
 

@@ -45,21 +45,21 @@ class Background(Generic[T]):
         self._lock = threading.Lock()
         self._results: list[T] = []
         self._error: BaseException | None = None
-        self._discard: Callable[[T], object] | None = None
+        self._has_ended = False
+        self._after: Callable[[], object] | None = None
         threading.Thread(target=self._run, name="mcr background", daemon=True).start()
 
     def _run(self) -> None:
         try:
             with self._inside:
-                result = self._call()
+                self._results.append(self._call())
         except BaseException as error:  # raised by `result`
             self._error = error
-            return
         with self._lock:
-            self._results.append(result)
-            discard = self._discard
-        if discard is not None:
-            discard(result)
+            self._has_ended = True
+            after = self._after
+        if after is not None:
+            after()
 
     @property
     def done(self) -> bool:
@@ -74,8 +74,12 @@ class Background(Generic[T]):
 
     def abandon(self, discard: Callable[[T], object]) -> None:
         """Pass the result to `discard`, now or, by the thread, once the call returns one."""
+        self.follow(lambda: [discard(result) for result in self._results])
+
+    def follow(self, function: Callable[[], object]) -> None:
+        """Call `function`, now or, by the thread, once the call has returned or raised; once for each."""
         with self._lock:
-            self._discard = discard
-            results = self._results
-        for result in results:
-            discard(result)
+            if not self._has_ended:
+                self._after = function
+                return
+        function()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from typing import Annotated, Final, Literal
 
@@ -91,6 +92,11 @@ class DispatchOptions(StageOptions):
     stopped: Annotated[WaitOrSeconds, Scope.JOB] = 0.5
     failover: Annotated[bool, Scope.GROUP] = False
     verify: Annotated[Every, Scope.GROUP] = 0
+
+    @property
+    def stop_grace(self) -> float:
+        """`stopped` in seconds; infinite if it says to wait."""
+        return math.inf if self.stopped == "wait" else self.stopped
 
     def problem(
         self, stages: Collection[str] | None, backends: Sequence[str] | None

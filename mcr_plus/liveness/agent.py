@@ -20,11 +20,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
+from mcr_plus.liveness.asking import ask, received
 from mcr_plus.liveness.exchange import HOSTS, ROOM, Datagram, Exchange
 from mcr_plus.liveness.findings import Findings
 from mcr_plus.liveness.page import Page
 from mcr_plus.liveness.proc import state_of
 from mcr_plus.liveness.protocol import PERIOD, Heartbeat, State
+from mcr_plus.liveness.relay import Relay
 
 _LOOK_EVERY: Final = PERIOD / 2  # seconds between looks at processes, whose stop nothing announces
 _TOGETHER: Final = 0.02
@@ -47,8 +49,14 @@ class Agent:
     """
 
     def __init__(
-        self, order: Mapping[str, Any], findings: Findings, link: socket.socket, page: Page | None = None
+        self,
+        order: Mapping[str, Any],
+        findings: Findings,
+        link: socket.socket,
+        page: Page | None = None,
+        requests: socket.socket | None = None,
     ) -> None:
+        """`requests`: takes those of ranks of this host for dumps of other ones."""
         hosts: list[list[int]] = order["hosts"]
         self._findings, self._link = findings, link
         self._addresses = [None if each is None else tuple(each) for each in order["addresses"]]
@@ -65,12 +73,17 @@ class Agent:
         self._emptied = now  # all that had come by then has been taken in
         self._told: dict[int, State] | None = None  # of this host's ranks that are not running
         self._changed: float | None = None  # since when that is not so any more
+        self._waiting: set[int] = set()  # hosts to which datagrams are due, while a change is held back
+        self._asking = False  # whether one of these asks for an answer
+        self._relay, self._requests = Relay(len(hosts), order["me"], key), requests
         self._exchange: Exchange | None = None
         if page is not None:
             own = {rank: pid for rank, (pid, _) in self._own.items()}
             self._exchange = Exchange(len(hosts), order["me"], key, order["job"], own, page)
         self._poll = select.poll()
         self._poll.register(link, select.POLLIN)
+        if requests is not None:
+            self._poll.register(requests, select.POLLIN)
         self._watched: dict[int, int] = {}  # descriptor → rank: each tells of the end of a process
         for rank, (pid, _) in self._own.items():
             with contextlib.suppress(OSError, AttributeError):  # then looking has to do
@@ -87,11 +100,13 @@ class Agent:
             if ended:
                 self._say_good_bye()
                 return True
+            self._send_waiting(now)
             if now >= next_beat:
                 self._send(self._heartbeat.next_targets(now), now)
                 next_beat = max(next_beat + PERIOD, now)
             self._send(self._heartbeat.to_ask(now), now, asks=True)
             self._findings.publish(self._heartbeat.findings(now).items())
+            self._pass_requests_on(now)
             if self._exchange is not None:
                 self._send_each(self._exchange.step(now))
             until = min(next_beat, now + _LOOK_EVERY, self._heartbeat.next_silence(now))
@@ -151,12 +166,21 @@ class Agent:
             if self._exchange is not None and (answers := self._exchange.receive(data, now)) is not None:
                 self._send_each(answers)
                 continue
-            received = self._heartbeat.receive(data, time.monotonic(), self._emptied)
-            news |= received.news
-            if received.asked_by is not None:
-                targets.add(received.asked_by)
+            if (request := self._relay.receive(data)) is not None:
+                if request:
+                    ask((pid for pid, _ in self._own.values()), request)
+                continue
+            heard = self._heartbeat.receive(data, time.monotonic(), self._emptied)
+            news |= heard.news
+            if heard.asked_by is not None:
+                targets.add(heard.asked_by)
         now = time.monotonic()
         self._send(sorted(targets.union(self._heartbeat.all_targets(now) if news else ())), now)
+
+    def _pass_requests_on(self, now: float) -> None:
+        for text in received(self._requests) if self._requests is not None else ():
+            self._send_each(self._relay.ask(text, now))
+        self._send_each(self._relay.step(now))
 
     def _tell_all(self) -> None:
         now = time.monotonic()
@@ -169,9 +193,20 @@ class Agent:
                 with contextlib.suppress(OSError):
                     self._link.sendto(data, address)
 
+    def _send_waiting(self, now: float) -> None:
+        """Send what `_send` has put off, unless the change is still held back."""
+        if self._waiting and self._changed is None:
+            waiting, self._waiting, asks, self._asking = self._waiting, set(), self._asking, False
+            self._send(sorted(waiting), now, asks=asks)
+
     def _send(self, hosts: list[int], now: float, *, asks: bool = False) -> None:
-        """Send what is known; nothing while a change is held back, as a beat would say that there is none."""
+        """Send what is known: now, or once a change is not held back any more.
+
+        A beat from between would say that there is no change.
+        """
         if self._changed is not None:
+            self._waiting.update(hosts)
+            self._asking |= asks and bool(hosts)
             return
         data = self._heartbeat.datagram(now, asks=asks) if hosts else b""
         for host in hosts:
@@ -238,9 +273,11 @@ def main() -> None:
     findings = Findings(mmap.mmap(order["memory"], Findings.size(ranks)), ranks)
     link = socket.socket(fileno=order["socket"])
     link.setblocking(False)
+    requests = socket.socket(fileno=order["requests"])
+    requests.setblocking(False)
     with contextlib.suppress(OSError):
         link.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, 6)  # not behind the job's own data
     page: Page | None = None
     with contextlib.suppress(OSError, AttributeError):  # then top does not show other hosts
         page = Page({"job": order["job"]}, order["version"], name=HOSTS, room=ROOM)
-    supervise(lambda supervisor: Agent(order, findings, link, page).run(supervisor))
+    supervise(lambda supervisor: Agent(order, findings, link, page, requests).run(supervisor))

@@ -19,10 +19,14 @@ class Findings:
 
     Attributes:
         addresses: at which this host meets the others.
+        requests: address at which the agent takes requests for dumps of all other hosts.
     """
 
-    def __init__(self, memory: mmap.mmap, ranks: int, addresses: Iterable[str] = ()) -> None:
+    def __init__(
+        self, memory: mmap.mmap, ranks: int, addresses: Iterable[str] = (), requests: str = ""
+    ) -> None:
         self.addresses = frozenset(addresses)
+        self.requests = requests
         self._ranks = ranks
         self._memory: mmap.mmap | None = memory
         self._words = memoryview(memory).cast("Q")

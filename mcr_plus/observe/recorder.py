@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mcr_plus.dispatch.observer import Noted
 from mcr_plus.errors import McrError
+from mcr_plus.liveness.asking import EVERYBODY, ask
 from mcr_plus.observe.files import default_folder, files_of, make_private, write_dump
 from mcr_plus.observe.flight_record import flight_record
 from mcr_plus.observe.options import dump_folder_of
 from mcr_plus.observe.snapshot import frames_for, take_snapshot
 from mcr_plus.observe.substitutes import substitutes
-from mcr_plus.observe.watcher import Watcher, ask
+from mcr_plus.observe.watcher import Watcher
 
 if TYPE_CHECKING:
     from mcr_plus.config.schema import Config
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("mcr_plus")
 _CONSISTENT: Final = 0.05  # seconds of waiting for a moment between two steps
 _TEXT: Final = 500  # characters of an error that the others are told
+_BY_SIGNAL: Final = "SIGUSR2"
+_SAME_DEMAND: Final = 1.0  # seconds within which signals to several ranks are one demand
 
 
 class Recorder:
@@ -38,6 +41,7 @@ class Recorder:
 
     Attributes:
         folder: for dumps; None if none is named, and failures write none.
+        dumped: `reason` of the last dump but those of `mcr.dump`, and its `file`, or a `problem`.
     """
 
     def __init__(self, engine: Engine, world: World, config: Config) -> None:
@@ -47,7 +51,9 @@ class Recorder:
         self._lock = threading.Lock()
         self._asked: set[str] = set()  # groups of whose failure another rank has told
         self._problems: set[str] = set()
-        self._watcher = Watcher(partial(self._try_to_write_for, "SIGUSR2"), self._on_request)
+        self._demanded = -_SAME_DEMAND  # when a user last demanded a dump
+        self.dumped: dict[str, str] = {}
+        self._watcher = Watcher(self._on_signal, self._on_request)
         engine.observer = self
 
     def stop(self) -> None:
@@ -83,7 +89,7 @@ class Recorder:
         # Where another rank has failed first, the dump of that moment says more.
         if self.folder is None or work.operation.state.failure is not None or name in self._asked:
             return None
-        ask(self._engine.peers.beside(), f"{name}\0rank {self._world.rank}: {text[:_TEXT]}")
+        self._ask_others(name, f"rank {self._world.rank}: {text[:_TEXT]}")
         snapshot = take_snapshot(self._engine, text, error)
         return partial(self._hand_over, snapshot, self.folder)
 
@@ -110,11 +116,36 @@ class Recorder:
             ) from error
         return str(files.record)
 
+    def _ask_others(self, name: str, reason: str) -> None:
+        """Ask all other ranks for their dumps; see `mcr_plus.liveness.asking`."""
+        peers, text = self._engine.peers, f"{name}\0{reason}"
+        ask(peers.beside(), text)
+        peers.ask_elsewhere(text)
+
+    def _on_signal(self) -> None:
+        # The launcher may pass the signal on to all: whoever has answered one does not answer another's.
+        self._demanded = time.monotonic()
+        self._ask_others("", f"{_BY_SIGNAL} to rank {self._world.rank}")
+        self._try_to_write_for(_BY_SIGNAL)
+
     def _on_request(self, text: str) -> None:
         name, _, reason = text.partition("\0")
-        if self.folder is not None:
+        if name in ("", EVERYBODY):
+            self._on_demand(reason, passes_on=name == EVERYBODY)
+        elif self.folder is not None:
             self._asked.add(name)
             self._try_to_write_for(reason)
+
+    def _on_demand(self, reason: str, *, passes_on: bool) -> None:
+        """Write what a user has demanded of another process."""
+        now = time.monotonic()
+        answered = reason.startswith(_BY_SIGNAL) and now - self._demanded < _SAME_DEMAND
+        if answered or self.dumped.get("reason") == reason:
+            return
+        self._demanded = now
+        if passes_on:
+            self._ask_others("", reason)
+        self._try_to_write_for(reason)
 
     def _write_for(self, reason: str) -> None:
         """Write a dump of now, in the watcher's thread."""
@@ -152,8 +183,10 @@ class Recorder:
         except Exception as error:
             what = error.strerror if isinstance(error, OSError) and error.strerror else f"{error}"
             self._complain(f"no dump in {folder!r}: {what}")
+            self.dumped = {"reason": snapshot.reason, "problem": f"no dump in {folder!r}: {what}"}
             return
-        if snapshot.reason == "SIGUSR2":
+        self.dumped = {"reason": snapshot.reason, "file": str(files.text)}
+        if time.monotonic() - self._demanded < _SAME_DEMAND:
             _log.warning("rank %d: dump for %s in %s", self._world.rank, snapshot.reason, files.record)
 
     def _complain(self, problem: str) -> None:

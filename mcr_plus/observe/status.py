@@ -46,8 +46,12 @@ class StatusThread:
         about: Mapping[str, Any] | None,
         version: str = "",
         elsewhere: Callable[[], Mapping[int, str]] = dict,
+        dumped: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
-        """`about`, `version`: see `Page`; None for no page. `elsewhere`: states of ranks on other hosts."""
+        """`about`, `version`: see `Page`; None for no page. `elsewhere`: states of ranks on other hosts.
+
+        `dumped`: see `Recorder`.
+        """
         self._ended = threading.Event()
         self._page: Page | None = None
         self._thread: threading.Thread | None = None
@@ -58,7 +62,7 @@ class StatusThread:
         except (OSError, AttributeError) as error:
             _log.debug("no status page for mcr-plus top: %s", error)
             return
-        self._draw = Drawing(engine, elsewhere)
+        self._draw = Drawing(engine, elsewhere, dumped)
         self._thread = threading.Thread(target=self._run, name="mcr_plus status", daemon=True)
         self._thread.start()
 
@@ -92,9 +96,14 @@ class StatusThread:
 class Drawing:
     """Draws pictures of an engine. Times in them are seconds of the monotonic clock."""
 
-    def __init__(self, engine: Engine, elsewhere: Callable[[], Mapping[int, str]]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        elsewhere: Callable[[], Mapping[int, str]],
+        dumped: Callable[[], Mapping[str, str]] = dict,
+    ) -> None:
         self._engine = engine
-        self._elsewhere = elsewhere
+        self._elsewhere, self._dumped = elsewhere, dumped
         self._groups: dict[GroupState, _Traffic] = {}
         self._latecomers = Latecomers(PERIOD)
         self._active = time.monotonic()  # when the program was last seen inside mcr_plus
@@ -124,6 +133,7 @@ class Drawing:
             "groups": [self._group(state, flying) for state in states[:_NAMED]],
             "more_groups": max(0, len(states) - _NAMED),
             "error": next((str(state.failure) for state in states if state.failure is not None), ""),
+            "dumped": dict(self._dumped()),
             "elsewhere": {str(rank): state for rank, state in self._elsewhere().items()},
         }
 

@@ -118,6 +118,7 @@ class Member:
         lines: where its program is, in functions of its own, innermost first.
         frames: the same with those of libraries, but for mcr_plus.
         error: of its first group that has failed; empty if none has.
+        dumped: its last dump, see `Recorder`; empty without one.
     """
 
     rank: int
@@ -133,6 +134,7 @@ class Member:
     groups: tuple[GroupTraffic, ...] = ()
     more_groups: int = 0
     error: str = ""
+    dumped: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def line(self) -> Line | None:
@@ -142,13 +144,14 @@ class Member:
 
 @dataclass(frozen=True)
 class Job:
-    """A job, as its ranks on this host show it. `seconds`: since it began."""
+    """A job, as its ranks on this host show it. `seconds`: since it began. `here`: the ranks of this host."""
 
     id: str
     version: str
     hosts: tuple[str, ...]
     seconds: float
     members: tuple[Member, ...]
+    here: tuple[int, ...] = ()
 
     def member(self, rank: int) -> Member:
         """The member with this number."""
@@ -335,7 +338,8 @@ def _job(here: Mapping[int, Shown], fetched: Mapping[int, Shown]) -> Job:
         _member(rank, hosts[rank], process[0], states, pages, now) for rank, process in enumerate(processes)
     ]
     members = tuple(_corrected(member, drawn) for member in drawn)
-    return Job(str(about["job"]), any_page.version, hosts, time.time() - float(about["began"]), members)
+    seconds = time.time() - float(about["began"])
+    return Job(str(about["job"]), any_page.version, hosts, seconds, members, tuple(sorted(here)))
 
 
 def _corrected(member: Member, others: Sequence[Member]) -> Member:
@@ -401,6 +405,7 @@ def _member(
         groups=tuple(_traffic(group, now) for group in picture["groups"]),
         more_groups=int(picture["more_groups"]),
         error=str(picture["error"]),
+        dumped={str(name): str(text) for name, text in picture.get("dumped", {}).items()},
     )
 
 

@@ -13,18 +13,16 @@ import os
 import select
 import signal
 import socket
-import struct
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Final
 
+from mcr_plus.liveness.asking import address_of, opened, received
 from mcr_plus.liveness.proc import handles
 
 _SIGNAL: Final = signal.SIGUSR2
 _PATIENCE: Final = 5.0  # seconds that a failing operation waits for its dump: a file system may hang
-_REQUEST: Final = 1024  # bytes
-_CREDENTIALS: Final = struct.Struct("iII")  # of the sender: process, user, group; filled in by the kernel
 
 
 class Watcher:
@@ -36,7 +34,7 @@ class Watcher:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._signals: int | None = None
         self._pipe: int | None = None
-        self._socket = _listen(os.getpid())
+        self._socket = _opened(os.getpid())
         self._stopping = self._is_closed = False
         self._pid = os.getpid()
         self._before = signal.getsignal(_SIGNAL)
@@ -109,48 +107,13 @@ class Watcher:
                     while os.read(self._signals, 1 << 16):
                         pass
                 self._on_signal()
-            if listening in ready:
-                for text in self._requests():
+            if listening in ready and self._socket is not None:
+                for text in received(self._socket):
                     self._on_request(text)
 
-    def _requests(self) -> list[str]:
-        """The texts of the requests of processes of this user; others are dropped."""
-        assert self._socket is not None
-        texts = []
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                data, control, _, _ = self._socket.recvmsg(_REQUEST, socket.CMSG_SPACE(_CREDENTIALS.size))
-                for _, kind, value in control:
-                    if kind != socket.SCM_CREDENTIALS:
-                        continue
-                    process, user, _ = _CREDENTIALS.unpack(value)
-                    if process and user == os.getuid():  # 0: a process of another namespace
-                        texts.append(data.decode(errors="replace"))
-        return texts
 
-
-def ask(processes: Iterable[int], text: str) -> None:
-    """Ask the ranks in these processes of this host for their dumps; returns at once."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sender:
-        for process in processes:
-            with contextlib.suppress(OSError):  # it has ended, or has no such thread
-                sender.sendto(text.encode()[:_REQUEST], _address(process))
-
-
-def _address(process: int) -> str:
-    """An abstract address, which nothing is left of. Who sends is checked, since anybody may.
-
-    Containers may share a network but not the numbers of processes.
-    """
-    return f"\0mcr_plus-dump-{os.stat('/proc/self/ns/pid').st_ino}-{process}"
-
-
-def _listen(process: int) -> socket.socket | None:
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+def _opened(process: int) -> socket.socket | None:
     try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-        made.bind(_address(process))
+        return opened(address_of(process))
     except OSError:  # an earlier job of this process has not ended
-        made.close()
         return None
-    return made

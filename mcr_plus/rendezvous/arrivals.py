@@ -1,13 +1,14 @@
 """The ranks that come to `init`: what shows that one of them will not, before they know each other.
 
-A rank that has come says which process it is, so that ranks which share its /proc see its death; those of
-other hosts have connections for that (`mcr_plus.rendezvous.presence`). Of one that has not come, the
-supervisor of `mcr-plus run --min-ranks` says in the job's store that it has ended for good.
+A rank that has come says which process it is, so that ranks which share its /proc see its death and its
+stop; those of other hosts have connections for that (`mcr_plus.rendezvous.presence`). Of one that has not
+come, the supervisor of `mcr-plus run --min-ranks` says in the job's store that it has ended for good.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from typing import TYPE_CHECKING, Any, Final
 
 from mcr_plus.core.c10d import PrefixStore, Store
@@ -15,7 +16,7 @@ from mcr_plus.core.environment import agent_has_store, host_name, job_secret, mi
 from mcr_plus.errors import PeerLost, phrase_ranks
 from mcr_plus.liveness.proc import state_of
 from mcr_plus.membership.roster import TRAINING
-from mcr_plus.rendezvous.identity import DIED, is_visible, own_process
+from mcr_plus.rendezvous.identity import DIED, STOPPED, is_visible, own_process
 from mcr_plus.rendezvous.presence import Presence
 from mcr_plus.rendezvous.signing import SignedStore
 
@@ -27,6 +28,8 @@ PREFIX: Final = "mcr_plus"
 NAME_OF_JOB: Final = "job"
 """The key with the name of the part of a job that takes newcomers in."""
 _SUPERVISOR: Final = "supervisor"  # whose values are signed under this name
+STOPPED_FOR: Final = 0.5
+"""Seconds for which a process is stopped before its rank counts as lost, where nothing else is said."""
 SLACK: Final = 10.0
 """Seconds that rank 0's verdict on an exchange may take to arrive."""
 
@@ -40,11 +43,18 @@ class Arrivals:
         presence: the connections with ranks of other hosts.
     """
 
-    def __init__(self, rank: int, size: int, launchers: Store | None = None) -> None:
-        """`launchers`: the store in which a supervisor notes the ends of ranks, if the job has one."""
+    def __init__(
+        self, rank: int, size: int, launchers: Store | None = None, stopped: float = STOPPED_FOR
+    ) -> None:
+        """`launchers`: the store in which a supervisor notes the ends of ranks, if the job has one.
+
+        `stopped`: seconds for which the process of a lost rank is stopped; may be infinite.
+        """
         self.own = own_process(host_name(), rank)
         self.processes: dict[int, Process] = {}
-        self.presence = Presence()
+        self.presence = Presence(stopped)
+        self._grace = stopped
+        self._since: dict[int, float] = {}  # when ranks of this host were first seen stopped, while they are
         self._others = [each for each in range(size) if each != rank]
         secret = job_secret()
         has_supervisor = bool(secret) and agent_has_store() and min_ranks() is not None
@@ -57,7 +67,8 @@ class Arrivals:
         if self._records is None:
             return []
         ended = self._ended()
-        found = [rank for rank in self._lost() if rank not in ended]
+        lost = self._lost()
+        found = [rank for rank in lost if rank not in ended and lost[rank] != STOPPED]
         for rank in found:
             self.presence.forget(rank)
         return [rank for rank in found if self.processes.pop(rank, None) is not None]
@@ -74,9 +85,14 @@ class Arrivals:
     def _lost(self) -> dict[int, str]:
         """The ranks that are seen to be lost, and what is seen of them."""
         here = {rank: each for rank, each in self.processes.items() if is_visible(self.own, each)}
-        dead = (rank for rank, each in here.items() if state_of(each.pid, each.started) == "dead")
-        elsewhere = {rank: seen for rank, seen in self.presence.lost().items() if rank not in here}
-        return elsewhere | dict.fromkeys(dead, DIED)
+        states = {rank: state_of(each.pid, each.started) for rank, each in here.items()}
+        now = time.monotonic()
+        self._since = {
+            rank: self._since.get(rank, now) for rank, state in states.items() if state == "stopped"
+        }
+        found = {rank: seen for rank, seen in self.presence.lost().items() if rank not in here}
+        found |= {rank: STOPPED for rank, since in self._since.items() if now - since >= self._grace}
+        return found | {rank: DIED for rank, state in states.items() if state == "dead"}
 
     def _ended(self) -> dict[int, str]:
         records = self._records

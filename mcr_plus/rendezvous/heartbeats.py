@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mcr_plus.core.environment import package_version
 from mcr_plus.errors import LaunchError
+from mcr_plus.liveness.asking import address_of, opened
 from mcr_plus.liveness.findings import Findings
 from mcr_plus.membership.rules import Process
 from mcr_plus.rendezvous.memory import made, mapped
@@ -66,10 +67,12 @@ def open_findings(
         exchange(store, rank, len(processes), "heartbeats/mapped", "", timeout)
         if memory is None:
             return None
+        # The token, so that no datagram of another job with the same secret counts.
+        key = hmac.digest(secret, answers[0][2].encode(), hashlib.sha256)
+        requests = address_of(hmac.digest(key, f"requests {me}".encode(), hashlib.sha256).hex()[:32])
         if starts and link is not None and descriptor is not None:
             order = {
-                # The token, so that no datagram of another job with the same secret counts.
-                "key": hmac.digest(secret, answers[0][2].encode(), hashlib.sha256).hex(),
+                "key": key.hex(),
                 "hosts": hosts,
                 "addresses": [answers[ranks[0]][1] for ranks in hosts],
                 "me": me,
@@ -80,9 +83,11 @@ def open_findings(
                 "memory": descriptor,
                 "socket": link.fileno(),
             }
-            _start(order)
+            with opened(requests) as taker:
+                _start(order | {"requests": taker.fileno()})
         others = [answers[ranks[0]][1] for number, ranks in enumerate(hosts) if number != me]
-        return Findings(memory, len(processes), [each[0] for each in others if each is not None])
+        addresses = [each[0] for each in others if each is not None]
+        return Findings(memory, len(processes), addresses, requests)
     finally:
         if link is not None:
             link.close()
@@ -125,7 +130,7 @@ def _start(order: dict[str, Any]) -> None:
             input=json.dumps(order).encode(),
             check=True,
             start_new_session=True,
-            pass_fds=(order["memory"], order["socket"]),
+            pass_fds=(order["memory"], order["socket"], order["requests"]),
             timeout=_STARTS_WITHIN,
             **quiet,
         )

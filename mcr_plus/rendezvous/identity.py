@@ -10,6 +10,8 @@ from mcr_plus.membership.rules import Process
 
 DIED: Final = "process has died"
 """What is seen of a rank whose process has ended without a word."""
+STOPPED: Final = "stopped"
+"""What is seen of a rank whose process is stopped."""
 
 
 def own_process(host: str, number: int) -> Process:

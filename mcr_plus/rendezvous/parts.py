@@ -54,10 +54,10 @@ def unused_name(store: Store, rank: int, size: int, timeout: float, arrivals: Ar
             watched.set(f"asks/{rank}", mine)
             name = watched.get(f"answer/{mine}").decode()
             own = WatchedStore(PrefixStore(name, store), timeout + SLACK, arrivals.error)
-            process, address = json.loads(own.get("here/0"))
+            process, listening = json.loads(own.get("here/0"))
             arrivals.processes[0] = Process(*process)
-            if address is not None and not is_visible(arrivals.own, arrivals.processes[0]):
-                arrivals.presence.connect(address, name, rank, store)
+            if listening is not None and not is_visible(arrivals.own, arrivals.processes[0]):
+                arrivals.presence.connect(listening, name, rank, store)
             own.set(f"here/{rank}", json.dumps(arrivals.own))
             result = json.loads(own.get("here"))
         except RuntimeError as error:

@@ -1,26 +1,40 @@
-"""Connections by which ranks of different hosts see each other's end in `init`, before there are heartbeats.
+"""Connections by which ranks of different hosts see each other's loss in `init`, before there are heartbeats.
 
 Rank 0 listens, and ranks of other hosts connect to it before they say that they have come. The kernel closes
-the connections of a process that ends, and a host that is down or cut off answers none of its probes. So
-rank 0 sees the loss of each of them, and each of them that of rank 0, which collects what ranks exchange in
-`init` and therefore tells the others. Once a rank has its world, in which agents look after all, it says so
-and closes its connections.
+the connections of a process that ends. Each end sends a byte now and then, which the kernel of the other one
+acknowledges, whatever the process there does; where none does for two seconds, that host is down or cut off.
+That a process is stopped is said by a process beside it (`mcr_plus.liveness.witness`).
+
+So rank 0 sees the loss of each of them, and each of them that of rank 0, which collects what ranks exchange
+in `init` and therefore tells the others. Once a rank has its world, in which agents look after all, it says
+so and closes its connections.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
+import fcntl
+import json
 import logging
+import math
+import os
 import socket
-import struct
+import subprocess
+import sys
+import termios
 import threading
-from typing import TYPE_CHECKING, Final
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
+from mcr_plus.core.deadline import Deadline
 from mcr_plus.core.environment import LOOPBACK, job_secret, on_one_host
 from mcr_plus.errors import LaunchError
-from mcr_plus.rendezvous.identity import DIED
+from mcr_plus.liveness.greeting import Door, greeting
+from mcr_plus.liveness.proc import read_stat
+from mcr_plus.liveness.witness import REPORT
+from mcr_plus.rendezvous.identity import DIED, STOPPED
 from mcr_plus.rendezvous.network import meeting_address
 from mcr_plus.rendezvous.signing import address_of
 from mcr_plus.rendezvous.store_release import StoreRelease
@@ -28,11 +42,20 @@ from mcr_plus.rendezvous.store_release import StoreRelease
 if TYPE_CHECKING:
     from mcr_plus.core.c10d import Store
 
-_HELLO: Final = struct.Struct("<I16s")  # rank, and that it has read the job's store
+Address = tuple[str, int]
+Listening = tuple[Address, Address | None]
+"""Where rank 0 listens, and where its witness does, if it has one."""
 _SETTLED: Final = b"."  # the sender has its world
+_BEAT: Final = b"~"
+_BEAT_EVERY: Final = 0.25  # seconds
+_SILENT: Final = 2.0  # seconds in which nothing is acknowledged; the kernel sends again four times
 _CONNECTS_WITHIN: Final = 2.0  # seconds; later only where a firewall drops the request
-_PROBES: Final = 5  # without an answer, after which a host is silent
-_PROBE_EVERY: Final = 5  # seconds; together 30, for which agents wait as well
+_ARRIVES_WITHIN: Final = 1.0  # seconds
+_NAP: Final = 0.001
+_ROOT: Final = str(Path(__file__).resolve().parents[2])
+_MAIN: Final = (
+    "import sys; sys.path.insert(0, sys.argv[1]); from mcr_plus.liveness.witness import main; main()"
+)
 _log = logging.getLogger("mcr_plus")
 _open: list[Presence] = []  # of the present `init` of this process, or the one that has failed last
 
@@ -40,63 +63,72 @@ _open: list[Presence] = []  # of the present `init` of this process, or the one 
 class Presence:
     """The connections of one rank; none before `listen` or `connect`. `lost` may be called by any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, grace: float) -> None:
+        """`grace`: seconds for which a process must be stopped to count as lost; may be infinite."""
+        self._grace = grace
         self._lock = threading.Lock()
         self._key = b""
-        self._listener: socket.socket | None = None
-        self._strangers: list[socket.socket] = []  # which have not said who they are
+        self._door: Door | None = None
         self._links: dict[int, socket.socket] = {}
         self._lost: dict[int, str] = {}
+        self._next_beat = 0.0
+        self._witness: _Witness | None = None
         self._release: StoreRelease | None = None
 
-    def listen(self, name: str, store: Store, ranks: int) -> tuple[str, int] | None:
-        """On rank 0: the address to which ranks of other hosts connect; None if there are none.
+    def listen(self, name: str, store: Store, ranks: int) -> Listening | None:
+        """On rank 0: the addresses to which ranks of other hosts connect; None if there are none.
 
         `name`: of this `init`, which `ranks` ranks have from the job's `store`.
         """
         if on_one_host(ranks=ranks) or address_of(store) in (LOOPBACK, "localhost"):
             return None
-        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:
-            listener.bind((meeting_address(), 0))
-            listener.listen(1024)
+            listener, of_witness = _listener(), _listener()
         except (OSError, LaunchError) as error:
-            listener.close()
-            _log.debug("ranks of other hosts that die in init show at its deadline: %s", error)
+            _log.debug("ranks of other hosts that are lost in init show at its deadline: %s", error)
             return None
-        listener.setblocking(False)
         self._enter(name)
-        self._listener = listener
-        host, port = listener.getsockname()
-        return host, port
+        self._door = Door(listener, self._key, _watch)
+        own, its = listener.getsockname(), of_witness.getsockname()
+        self._witness = self._start_witness(0, None, of_witness)
+        of_witness.close()  # the witness has it
+        return own, its if self._witness is not None else None
 
-    def connect(self, address: tuple[str, int], name: str, rank: int, store: Store) -> None:
+    def connect(self, listening: Listening, name: str, rank: int, store: Store) -> None:
         """On another rank: connect to rank 0, if that can be reached.
 
         Until `close`, a request to `store` that a silent host does not answer ends too.
         """
+        (host, port), of_witness = listening
         try:
-            link = socket.create_connection((address[0], address[1]), _CONNECTS_WITHIN)
+            link = socket.create_connection((host, port), _CONNECTS_WITHIN)
         except OSError as error:
             _log.debug("the end of rank 0 in init shows at its deadline: %s", error)
             return
         self._enter(name)
-        _probe(link)
+        _watch(link)
         with contextlib.suppress(OSError):  # it shows as the end of rank 0
-            link.sendall(_HELLO.pack(rank, self._sign(rank)))
+            link.sendall(greeting(self._key, rank))
         self._links[0] = link
+        if of_witness is not None:
+            self._witness = self._start_witness(rank, of_witness, None)
         self._release = StoreRelease(store, self._is_cut_off)
 
     def lost(self) -> dict[int, str]:
-        """The ranks whose connection has ended before they had their world, and what was seen of them."""
+        """The ranks that are lost before they had their world, and what is seen of them."""
         with self._lock:
             self._accept()
+            now = time.monotonic()
+            beats = now >= self._next_beat
+            if beats:
+                self._next_beat = now + _BEAT_EVERY
             for rank, link in list(self._links.items()):
-                if (seen := _end_of(link)) is not None:
+                if (seen := _end_of(link, beats)) is not None:
                     self._links.pop(rank).close()
                     if seen:
                         self._lost[rank] = seen
-            return dict(self._lost)
+            stopped = self._witness.stopped() if self._witness is not None else ()
+            return dict.fromkeys((rank for rank in stopped if rank in self._links), STOPPED) | self._lost
 
     def forget(self, rank: int) -> None:
         """Expect another process in the place of a lost one."""
@@ -112,15 +144,19 @@ class Presence:
             release.close()
         with self._lock:
             self._accept()
-            for link in (*self._links.values(), *self._strangers):
+            links = [*self._links.values(), *(self._door.strangers if self._door is not None else ())]
+            for link in links:
                 with contextlib.suppress(OSError):
                     link.send(_SETTLED)
+            _wait_for_arrival(links)
+            for link in links:
                 link.close()
-            if self._listener is not None:
-                self._listener.close()
-            self._listener = None
+            if self._door is not None:
+                self._door.close()
+            if self._witness is not None:
+                self._witness.close()
+            self._door = self._witness = None
             self._links.clear()
-            self._strangers.clear()
 
     def _enter(self, name: str) -> None:
         """Close the connections of an earlier `init`, whose end is not that of this rank."""
@@ -128,34 +164,73 @@ class Presence:
         self._key = job_secret() + name.encode()
         _open.append(self)
 
-    def _sign(self, rank: int) -> bytes:
-        return hmac.digest(self._key, str(rank).encode(), hashlib.sha256)[:16]
+    def _start_witness(
+        self, rank: int, address: Address | None, listener: socket.socket | None
+    ) -> _Witness | None:
+        own = read_stat(os.getpid())
+        if own is None or self._grace == math.inf:
+            return None
+        order = {
+            "process": (os.getpid(), own[1]),
+            "rank": rank,
+            "key": self._key.hex(),
+            "grace": self._grace,
+            "address": address,
+        }
+        try:
+            return _Witness(order, listener)
+        except (OSError, subprocess.SubprocessError) as error:
+            _log.debug("a stop of this rank in init shows at its deadline: %s", error)
+            return None
 
     def _accept(self) -> None:
-        while self._listener is not None:
-            try:
-                link, _ = self._listener.accept()
-            except OSError:  # nobody, or too few file descriptors: this one is not looked after
-                break
-            _probe(link)
-            self._strangers.append(link)
-        waiting, self._strangers = self._strangers, []
-        for link in waiting:
-            try:
-                said = link.recv(_HELLO.size)
-            except BlockingIOError:
-                self._strangers.append(link)
-                continue
-            except OSError:
-                said = b""
-            rank, proof = _HELLO.unpack(said) if len(said) == _HELLO.size else (0, b"")
-            if hmac.compare_digest(proof, self._sign(rank)):
-                self._links[rank] = link
-            else:
-                link.close()
+        if self._door is not None:
+            self._links.update(self._door.come())
 
     def _is_cut_off(self) -> bool:
         return self.lost().get(0, DIED) != DIED
+
+
+class _Witness:
+    """The witness of this process, as its rank has it."""
+
+    def __init__(self, order: dict[str, Any], listener: socket.socket | None) -> None:
+        """`order`: see `mcr_plus.liveness.witness`. Raises `OSError` if the process does not start."""
+        self._stopped: set[int] = set()
+        self._control, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.setblocking(False)
+        order |= {"control": its.fileno(), "listener": None if listener is None else listener.fileno()}
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _MAIN, _ROOT],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[each.fileno() for each in (its, listener) if each is not None],
+                start_new_session=True,  # so that what stops the rank's group does not stop it
+            )
+        except OSError:
+            self._control.close()
+            raise
+        finally:
+            its.close()
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError), self._process.stdin as pipe:
+            pipe.write(json.dumps(order).encode())
+
+    def stopped(self) -> set[int]:
+        """The ranks of other hosts that are stopped."""
+        with contextlib.suppress(OSError):
+            while len(said := self._control.recv(REPORT.size)) == REPORT.size:
+                rank, is_stopped = REPORT.unpack(said)
+                (self._stopped.add if is_stopped else self._stopped.discard)(rank)
+        return self._stopped
+
+    def close(self) -> None:
+        """End it."""
+        self._control.close()
+        self._process.kill()
+        self._process.wait()
 
 
 def settle() -> None:
@@ -164,22 +239,72 @@ def settle() -> None:
         presence.close()
 
 
-def _probe(link: socket.socket) -> None:
-    """Have the kernel find out whether the other host answers."""
-    link.setblocking(False)
-    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("IDLE", _PROBE_EVERY), ("INTVL", _PROBE_EVERY), ("CNT", _PROBES)):
-        if (option := getattr(socket, f"TCP_KEEP{name}", None)) is not None:
-            link.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-def _end_of(link: socket.socket) -> str | None:
-    """What is seen of the other end of a connection: None while it lives, empty once it has its world."""
+def _listener() -> socket.socket:
+    made = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
-        return "" if link.recv(1) == _SETTLED else DIED
+        made.bind((meeting_address(), 0))
+        made.listen(1024)
+    except (OSError, LaunchError):
+        made.close()
+        raise
+    return made
+
+
+def _watch(link: socket.socket) -> None:
+    """Have the kernel close a connection on which nothing is acknowledged."""
+    link.setblocking(False)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if (option := getattr(socket, "TCP_USER_TIMEOUT", None)) is not None:
+        link.setsockopt(socket.IPPROTO_TCP, option, round(1e3 * _SILENT))
+
+
+def _end_of(link: socket.socket, beats: bool) -> str | None:
+    """What is seen of the other end of a connection: None while it lives, empty once it has its world.
+
+    `beats`: whether to send something that its kernel acknowledges.
+    """
+    seen = _heard(link)
+    if seen is not None or not beats:
+        return seen
+    try:
+        link.send(_BEAT)
     except BlockingIOError:
         return None
-    except ConnectionError:
-        return DIED
     except OSError as error:
-        return f"its host does not answer ({error.strerror})"
+        return "" if _heard(link) == "" else _text_of(error)  # it may have settled meanwhile
+    return None
+
+
+def _heard(link: socket.socket) -> str | None:
+    try:
+        while said := link.recv(4096):
+            if _SETTLED in said:
+                return ""
+    except BlockingIOError:
+        return None
+    except OSError as error:
+        return _text_of(error)
+    return DIED
+
+
+def _text_of(error: OSError) -> str:
+    return DIED if isinstance(error, ConnectionError) else f"its host does not answer ({error.strerror})"
+
+
+def _wait_for_arrival(links: Iterable[socket.socket]) -> None:
+    """Wait until the other ends have all that was sent, which a close may take back.
+
+    The kernel resets a connection that is closed while something on it has not been read.
+    """
+    deadline, waiting = Deadline(_ARRIVES_WITHIN), list(links)
+    while True:
+        waiting = [link for link in waiting if _unacknowledged(link)]
+        if not waiting or deadline.passed():
+            return
+        time.sleep(_NAP)
+
+
+def _unacknowledged(link: socket.socket) -> int:
+    with contextlib.suppress(OSError):
+        return int.from_bytes(fcntl.ioctl(link, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+    return 0

@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from mcr_plus.core.sockets import open_sockets, unacknowledged
+from mcr_plus.liveness.asking import send
 from mcr_plus.liveness.proc import state_of
 from mcr_plus.liveness.protocol import Finding, silence
 from mcr_plus.membership.rules import Process
@@ -29,7 +30,9 @@ _FINDING_SHOWS: Final = 0.2  # seconds beyond that silence in which an error of 
 _ON_ITS_WAY: Final = 0.1  # seconds after a death in which a last beat may still come
 _UNACKNOWLEDGED: Final = 0.6  # seconds after which a connection without an acknowledgement is silent
 _DOUBT_EVERY: Final = 0.2  # seconds between looks at connections
-_LOOKS_WITHIN: Final = 0.3  # seconds between two looks at a stopped process that count as consecutive
+_LOOKS_WITHIN: Final = 0.3  # seconds between two looks at a stopped process that count in full
+_OF_GRACE: Final = 0.6  # the most that the time between two looks counts, as a share of the grace
+_NO_CORE_FOR: Final = 5.0  # seconds that this process may get no core; after more, it was stopped itself
 
 
 class Loss(NamedTuple):
@@ -165,6 +168,12 @@ class Peers:
             if rank != self._rank and self._visible(rank)
         ]
 
+    def ask_elsewhere(self, text: str) -> None:
+        """Ask the ranks of other hosts for their dumps; see `mcr_plus.liveness.asking`."""
+        findings = self._findings
+        if findings is not None:
+            send([findings.requests], text)
+
     def status(self, rank: int) -> Status:
         """State of the process of global rank `rank`, `unknown` if neither /proc nor an agent shows it."""
         if not self.processes:
@@ -247,8 +256,9 @@ class Peers:
     def lost(self, rank: int) -> Loss | None:
         """Why nothing more is to be expected of global rank `rank`; None unless it is lost.
 
-        A stopped process is lost once `stop_grace` has passed between looks at most 0.3 s apart: after a
-        longer gap this process itself may have been stopped with it, and the grace begins anew.
+        A stopped process is lost once `stop_grace` has passed, of which the time between two looks counts for
+        0.3 s at most: this process itself may have been stopped with it, or may have had no core. After five
+        seconds without a look the grace begins anew.
         """
         status = self.status(rank)
         if status == "dead":
@@ -268,6 +278,7 @@ class Peers:
             return None
         now = time.monotonic()
         since, last = self._stopped.get(rank, (now, now))
-        since = since if now - last <= _LOOKS_WITHIN else now
+        uncounted = now - last - min(_LOOKS_WITHIN, _OF_GRACE * self._stop_grace)
+        since = now if now - last > _NO_CORE_FOR else since + max(0.0, uncounted)
         self._stopped[rank] = since, now
         return Loss("stopped", "stopped") if now - since >= self._stop_grace else None

@@ -23,7 +23,15 @@ from mcr_plus.core.environment import (
     slurm_step,
 )
 from mcr_plus.errors import BackendUnavailable, LaunchError, PeerLost
-from mcr_plus.rendezvous.arrivals import NAME_OF_JOB, PREFIX, SLACK, Arrivals, loss_as_text, raise_loss
+from mcr_plus.rendezvous.arrivals import (
+    NAME_OF_JOB,
+    PREFIX,
+    SLACK,
+    STOPPED_FOR,
+    Arrivals,
+    loss_as_text,
+    raise_loss,
+)
 from mcr_plus.rendezvous.known_stores import known_stores
 from mcr_plus.rendezvous.mpi_library import load_mpi
 from mcr_plus.rendezvous.network import meeting_address
@@ -41,11 +49,11 @@ _own_servers: dict[str, TCPStore] = {}  # by address; see `own_server`
 _by_mpi: list[tuple[Store, bytes]] = []  # the store whose address was sent through MPI, with its secret
 
 
-def open_store(environment: LaunchEnvironment, timeout: float) -> Store:
+def open_store(environment: LaunchEnvironment, timeout: float, stopped: float = STOPPED_FOR) -> Store:
     """Connect to the job's store, creating it on rank 0 if the launcher has none; collective.
 
     A store that rank 0 creates listens on loopback when all ranks share the host. Returns a part of it
-    without keys, see `signed_part`.
+    without keys, see `signed_part`. `stopped`: see `Arrivals`.
 
     Raises:
         LaunchError: the ranks could not connect within `timeout` seconds.
@@ -53,7 +61,7 @@ def open_store(environment: LaunchEnvironment, timeout: float) -> Store:
     """
     store, secret = _connect(environment, timeout)
     rank, size = environment.rank, environment.world_size
-    part, name = _signed_part(store, rank, size, timeout, Arrivals(rank, size, store), secret)
+    part, name = _signed_part(store, rank, size, timeout, Arrivals(rank, size, store, stopped), secret)
     if rank == 0 and min_ranks() is not None:
         store.set(NAME_OF_JOB, name)
     return part

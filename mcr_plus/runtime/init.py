@@ -31,10 +31,12 @@ from mcr_plus.core.environment import (
     usable_cores,
 )
 from mcr_plus.dispatch.closing import release_waiting
+from mcr_plus.dispatch.options import DispatchOptions
 from mcr_plus.errors import ConfigError, InvalidArgument, LaunchError, McrError, NotInitialized, PeerLost
 from mcr_plus.hierarchy.nodes import check_nodes
 from mcr_plus.observe.options import observed
 from mcr_plus.observe.publisher import open_publisher
+from mcr_plus.rendezvous.arrivals import STOPPED_FOR
 from mcr_plus.rendezvous.exit_barrier import shutdown_barrier
 from mcr_plus.rendezvous.presence import settle
 from mcr_plus.rendezvous.store import (
@@ -118,7 +120,7 @@ def init(
                     environment.rank,
                 )
             else:
-                world = _find_ranks(environment, limit)
+                world = _find_ranks(environment, limit, _grace_of_stops(loaded))
         except McrError:
             if isinstance(loaded, ConfigError):  # nearer to the cause
                 raise loaded.with_traceback(None) from None
@@ -209,10 +211,18 @@ def _ready_to_publish(loaded: Config | ConfigError, world: World) -> Config | Co
     return loaded
 
 
-def _find_ranks(environment: LaunchEnvironment, timeout: float) -> World:
+def _grace_of_stops(loaded: Config | ConfigError) -> float:
+    """Seconds after which a rank that is stopped is lost, by the configuration."""
+    options = None if isinstance(loaded, ConfigError) else loaded.options("dispatch")
+    if not isinstance(options, DispatchOptions):
+        return STOPPED_FOR
+    return options.stop_grace
+
+
+def _find_ranks(environment: LaunchEnvironment, timeout: float, stopped: float) -> World:
     if environment.world_size == 1:
         return World(0, 1, (host_name(),), timeout)
-    store = open_store(environment, timeout)
+    store = open_store(environment, timeout, stopped)
     return world_of(store, environment.rank, environment.world_size, timeout)
 
 

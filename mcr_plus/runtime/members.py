@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from typing import TYPE_CHECKING, Final
 
@@ -19,6 +18,7 @@ from mcr_plus.rendezvous.watched_store import unwatched
 if TYPE_CHECKING:
     from mcr_plus.dispatch.engine import Engine
     from mcr_plus.dispatch.options import DispatchOptions
+    from mcr_plus.observe.recorder import Recorder
     from mcr_plus.rendezvous.world import World
 
 _SILENT: Final = 30.0  # seconds; on overloaded hosts, agents have not run for more than two
@@ -33,7 +33,7 @@ def observed(world: World, options: DispatchOptions) -> Peers:
         world.hosts,
         world.store,
         world.timeout,
-        stop_grace=math.inf if options.stopped == "wait" else options.stopped,
+        stop_grace=options.stop_grace,
         heartbeat=beats[options.heartbeat] if isinstance(options.heartbeat, str) else options.heartbeat,
         shortens=options.heartbeat == "auto",
         secret=world.secret,
@@ -57,7 +57,7 @@ def first_roster(world: World, peers: Peers, *, native: bool) -> Roster:
     return Roster(root, 0, members, world.rank, kept=kept)
 
 
-def published(engine: Engine, world: World, peers: Peers) -> StatusThread:
+def published(engine: Engine, world: World, peers: Peers, recorder: Recorder) -> StatusThread:
     """The status of this process for `mcr-plus top`; without a page in a job of one rank."""
     if not peers.processes:
         return StatusThread(engine, None)
@@ -73,5 +73,9 @@ def published(engine: Engine, world: World, peers: Peers) -> StatusThread:
         "began": time.time(),
     }
     return StatusThread(
-        engine, about, package_version(), lambda: {rank: peers.status(rank) for rank in others}
+        engine,
+        about,
+        package_version(),
+        lambda: {rank: peers.status(rank) for rank in others},
+        lambda: recorder.dumped,
     )

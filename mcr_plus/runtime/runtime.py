@@ -140,7 +140,7 @@ class Runtime:
             self._abort_start()
             raise
         compiling.watchers.append(self.engine.compiles)
-        self.status = published(self.engine, world, self._peers)
+        self.status = published(self.engine, world, self._peers, self.recorder)
 
     def lost_ranks(self) -> dict[int, str]:
         """The state of each rank of the job that is lost, as far as this process can see."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -24,9 +23,10 @@ class Watch:
         """`rank`: of this process. `sight`: what the agents of the world before see, of other hosts."""
         options = config.options("dispatch")
         assert isinstance(options, DispatchOptions)
-        grace = math.inf if options.stopped == "wait" else options.stopped
         places = tuple(process.place for process in members)
-        self._peers = Peers(rank, places, None, 0.0, stop_grace=grace, processes=members, sight=sight)
+        self._peers = Peers(
+            rank, places, None, 0.0, stop_grace=options.stop_grace, processes=members, sight=sight
+        )
 
     def losses(self) -> dict[int, Loss]:
         """Why ranks are lost, of those that this process sees."""

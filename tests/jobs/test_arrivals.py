@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,31 @@ def test_a_rank_that_dies_in_init_is_named(step: str, victim: int) -> None:
             assert (result.value["error"], result.value["ranks"]) == ("PeerLost", [victim]), result.value
             assert "process has died" in result.value["text"]
             assert result.value["soon"]
+
+
+def stopping_in_init(step: str, victim: int) -> dict[str, Any]:
+    """Runs on ranks: one is stopped on its way through `init`, and goes on once the others have been told."""
+    if own_rank() == victim:
+        module, name = STEPS[step]
+        usual = getattr(module, name)
+
+        def stop(*arguments: Any, **options: Any) -> Any:
+            later = f"sleep 4; kill -CONT {os.getpid()}"
+            with subprocess.Popen(["sh", "-c", later], start_new_session=True):
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return usual(*arguments, **options)
+
+        setattr(module, name, stop)
+    return told_by(lambda: mcr.init(RUN))
+
+
+@pytest.mark.parametrize(("step", "victim"), [("before the hosts", 1), ("before the checks", 0)])
+def test_a_rank_that_is_stopped_in_init_is_named(step: str, victim: int) -> None:
+    for result in run_ranks(stopping_in_init, 3, args=[step, victim], via="torch", check=False, timeout=90):
+        if result.rank != victim:
+            assert result.value is not None, result.stderr
+            assert (result.value["error"], result.value["ranks"]) == ("PeerLost", [victim]), result.value
+            assert "stopped" in result.value["text"]
 
 
 def dying_in_reset(step: str, victim: int) -> dict[str, Any]:

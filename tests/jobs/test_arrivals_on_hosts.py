@@ -52,6 +52,26 @@ def test_a_rank_of_another_host_that_dies_in_init_is_named(tmp_path: Path, step:
 
 
 @several_hosts
+@pytest.mark.parametrize(
+    ("step", "victim"),
+    [("before the hosts", 0), pytest.param("before the secret", 1, marks=long), ("before the checks", 2)],
+)
+def test_a_rank_of_another_host_that_is_stopped_in_init_is_named(
+    tmp_path: Path, step: str, victim: int
+) -> None:
+    with Racks(1, 3) as hosts, job_on(hosts, tmp_path, "stops", step, str(victim)):
+        left = [rank for rank in range(3) if rank != victim]
+        check(read(tmp_path, "told", left, 60), victim, "stopped")
+
+
+@several_hosts
+def test_a_rank_that_holds_the_interpreters_lock_in_init_is_not_lost(tmp_path: Path) -> None:
+    with Racks(1, 3) as hosts, job_on(hosts, tmp_path, "is busy", "before the checks", "0"):
+        said = read(tmp_path, "told", [0, 1, 2], 60)
+        assert {rank: told["error"] for rank, told in said.items()} == dict.fromkeys(range(3), ""), said
+
+
+@several_hosts
 def test_a_host_that_is_cut_off_in_init_is_named_and_names_the_others(tmp_path: Path) -> None:
     """It waits for a rank that is late, inside requests to the store of rank 0."""
     with Racks(1, 3) as hosts, job_on(hosts, tmp_path, "stands still", "before the checks", "2"):

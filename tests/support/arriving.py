@@ -2,11 +2,13 @@
 
     python arriving.py FOLDER HOW STEP VICTIM    as a rank; with the variables of a launcher
 
-`HOW`: `dies`, or `stands still` until there is a file `go` in FOLDER. `STEP`: where, see `STEPS`.
+`HOW`: `dies`; `stops`, as a debugger stops a process; `is busy`, with the interpreter's lock, for as long as
+an import may take; or `stands still` until there is a file `go` in FOLDER. `STEP`: where, see `STEPS`.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -18,13 +20,14 @@ from typing import Any, Final, NoReturn
 from losing import _MARK, written
 
 import mcr_plus as mcr
-from mcr_plus.rendezvous import presence
 from mcr_plus.rendezvous import store as stores
 from mcr_plus.runtime import init
 
 RUN: Final = {"version": 1, "backends": ["gloo"], "pipeline": [{"select": {}}, {"dispatch": {}}]}
 WITHIN: Final = 20.0
 """Seconds in which ranks are told on a busy machine: `init` and `reset` wait for 300."""
+BUSY: Final = 5
+"""Seconds for which a rank does nothing else: a silent host and a stopped process would show before."""
 STEPS: Final = {
     "before the secret": (stores, "_offered_secret"),
     "before the hosts": (init, "world_of"),
@@ -58,15 +61,18 @@ def told_by(call: Callable[[], Any]) -> dict[str, Any]:
 def rank(folder: str, how: str, step: str, victim: str) -> None:
     """Runs on ranks."""
     own, os.environ[_MARK] = os.environ["RANK"], folder  # by which agents are found
-    presence._PROBE_EVERY = 1  # type: ignore[misc]
     if own == victim:
         module, name = STEPS[step]
         usual = getattr(module, name)
 
         def stand_still(*arguments: Any, **options: Any) -> Any:
             written(Path(folder, f"still.{own}"), {})
-            while not Path(folder, "go").exists():
+            if how == "is busy":
+                ctypes.PyDLL(None).sleep(BUSY)  # which does not let go of the lock
+            while how == "stands still" and not Path(folder, "go").exists():
                 time.sleep(0.01)
+            if how == "stops":
+                os.kill(os.getpid(), signal.SIGSTOP)
             return usual(*arguments, **options)
 
         setattr(module, name, die if how == "dies" else stand_still)

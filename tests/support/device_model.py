@@ -279,6 +279,10 @@ class Later:
             raise self._result
         return self._result
 
+    def follow(self, function: Callable[[], object]) -> None:
+        if self._is_made:
+            function()
+
     def abandon(self, discard: Callable[[Any], object]) -> None:
         if self._is_made and not isinstance(self._result, Exception):
             discard(self._result)

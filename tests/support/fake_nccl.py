@@ -37,7 +37,7 @@ class CUniqueId(ctypes.Structure):
     _fields_ = (("internal", ctypes.c_char * 128),)
 
 
-# nccl.h, version 2.14: results and arguments
+# nccl.h, version 2.14, and ncclCommRevoke of 2.29: results and arguments
 PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "ncclGetVersion": (c_int, POINTER(c_int)),
     "ncclGetErrorString": (c_void_p, c_int),
@@ -47,6 +47,7 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "ncclCommFinalize": (c_int, c_void_p),
     "ncclCommDestroy": (c_int, c_void_p),
     "ncclCommAbort": (c_int, c_void_p),
+    "ncclCommRevoke": (c_int, c_void_p, c_int),
     "ncclCommGetAsyncError": (c_int, c_void_p, POINTER(c_int)),
     "ncclAllReduce": (c_int, c_void_p, c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p),
     "ncclReduce": (c_int, c_void_p, c_void_p, c_size_t, c_int, c_int, c_int, c_void_p, c_void_p),
@@ -224,6 +225,10 @@ class Simulator(Machine):
 
     def _ncclCommAbort(self, handle: int) -> int:  # noqa: N802
         return self._close("abort", handle)
+
+    def _ncclCommRevoke(self, handle: int, flags: int) -> int:  # noqa: N802
+        assert flags == 0, "the only flags that there are"
+        return self._close("revoke", handle)
 
     # -- calls ------------------------------------------------------------------------------------
 

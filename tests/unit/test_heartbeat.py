@@ -23,6 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcr_plus.liveness import agent as agents
+from mcr_plus.liveness.asking import address_of, opened
 from mcr_plus.liveness.findings import Findings
 from mcr_plus.liveness.proc import read_stat, state_of
 from mcr_plus.liveness.protocol import PERIOD, Finding, Heartbeat, Received, State, distances, silence
@@ -343,7 +344,7 @@ def test_ranks_that_die_together_are_told_together(monkeypatch: pytest.MonkeyPat
         for now, dead in ((2.0, "a"), (2.005, "b")):
             clock.now, states[dead] = now, "dead"
             assert not working._look()
-            working._send([1], now)  # a beat would say that both run
+            working._send([1], now, asks=True)  # a beat would say that both run
             with pytest.raises(BlockingIOError):
                 other.recv(1 << 16)
         clock.now = 2.0 + agents._TOGETHER
@@ -359,6 +360,55 @@ def test_ranks_that_die_together_are_told_together(monkeypatch: pytest.MonkeyPat
         assert working._look()  # of all: at once, as nothing more can follow
         beyond.receive(other.recv(1 << 16), clock.now)
         assert beyond.findings(clock.now)[2].state == "dead"
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_datagrams_that_are_due_while_a_change_is_held_back_follow(
+    monkeypatch: pytest.MonkeyPatch, told: bool
+) -> None:
+    """The beat of this host, its answer to another one, or its question: none of them is left out."""
+    states, clock = {"a": "running", "b": "running"}, SimpleNamespace(now=1.0)
+    monkeypatch.setattr(agents, "state_of", lambda _, started: states[started])
+    monkeypatch.setattr(agents, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    links = [socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(3)]
+    try:
+        for each in links:
+            each.bind(("127.0.0.1", 0))
+            each.setblocking(False)
+        order = {
+            "key": KEY.hex(),
+            "hosts": [[0, 1], [2], [3]],
+            "addresses": [each.getsockname() for each in links],
+            "me": 0,
+            "processes": {rank: [os.getpid(), started] for rank, started in enumerate(states)},
+            "limit": 0.0,
+        }
+        working = agents.Agent(order, Findings(mmap.mmap(-1, Findings.size(4)), 4), links[0])
+        working._look()
+        states["a"] = "stopped"
+        working._look()
+        working._send([2], clock.now, asks=True)
+        working._send_waiting(clock.now)
+        with pytest.raises(BlockingIOError):
+            links[2].recv(1 << 16)
+        if not told:
+            states["a"] = "running"
+        clock.now += agents._TOGETHER
+        working._look()
+        working._send_waiting(clock.now)
+        beyond = Heartbeat([[0, 1], [2], [3]], 2, KEY, clock.now)
+        asked = [
+            beyond.receive(links[2].recv(1 << 16), clock.now).asked_by
+            for _ in range(2 if told else 1)  # the change, which goes to all at once, before it
+        ]
+        assert asked[-1] == 0
+        assert beyond.findings(clock.now)[0].state == ("stopped" if told else "running")
+        working._send_waiting(clock.now)
+        with pytest.raises(BlockingIOError):
+            links[2].recv(1 << 16)
+    finally:
+        for each in links:
+            each.close()
 
 
 _IN_REAL_TIME: Final = "import os; os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))"
@@ -380,7 +430,9 @@ def test_the_processes_of_an_agent_run_before_other_work(
         link.bind(("127.0.0.1", 0))
         order = {"key": KEY.hex(), "hosts": [[0], [1]], "addresses": [link.getsockname(), None], "me": 0}
         order |= {"processes": {0: (os.getpid(), own[1])}, "limit": 1.0, "job": "unit", "version": "1"}
-        heartbeats._start(order | {"memory": descriptor, "socket": link.fileno()})
+        with opened(address_of("a test")) as requests:
+            order |= {"memory": descriptor, "socket": link.fileno(), "requests": requests.fileno()}
+            heartbeats._start(order)
     findings = Findings(memory, 2)
     try:
         _wait_for(lambda: findings.looked > 0.0 and len(losing.agents(tmp_path)) == 2)

@@ -29,6 +29,7 @@ from mcr_plus.backends.nccl.abi import Nccl, NcclError
 from mcr_plus.backends.nccl.channel import NcclChannel
 from mcr_plus.backends.nccl.link import StreamPoll
 from mcr_plus.core.c10d import FileStore, HashStore
+from mcr_plus.core.deadline import Deadline
 from mcr_plus.core.group import Group
 from mcr_plus.core.kinds import DTYPES, KINDS, REDUCIBLE, REDUCING, ROOTED, VECTOR, Kind
 from mcr_plus.core.message import Message, Signature
@@ -755,6 +756,32 @@ def test_calls_that_may_wait_for_peers_run_in_the_background(job: Job) -> None:
     assert [turn(large), turn(small), turn(large)] == [[False] * SIZE, [True] * SIZE, [True] * SIZE]
 
 
+def test_messages_with_any_of_the_peers_that_are_connected_stay_off_the_background(job: Job) -> None:
+    """As all_to_all_v of a routing that changes: most counts are zero, in other places each time."""
+    channels, random = job.open(), np.random.default_rng(0)
+    job.simulator.slow = 1
+    signed = signature("all_to_all_v")
+    launched = []
+    for turn in range(30):
+        counts = random.integers(1, 4, (SIZE, SIZE)) * (turn == 0 or random.random((SIZE, SIZE)) < 0.4)
+        sent = [values(rank, int(counts[rank].sum())) for rank in range(SIZE)]
+        out = [torch.zeros(int(counts[:, rank].sum())) for rank in range(SIZE)]
+        polls = []
+        for rank, channel in enumerate(channels):
+            to, from_ = (tuple(map(int, each)) for each in (counts[rank], counts[:, rank]))
+            message = Message(signed, (sent[rank],), (out[rank],), input_counts=to, output_counts=from_)
+            polls.append(channel.bind(signed)(message))
+        launched.append([poll.ready for poll in polls if isinstance(poll, StreamPoll)])
+        settle(job, polls)
+        parts = [np.split(each.numpy(), np.cumsum(row)[:-1]) for each, row in zip(sent, counts, strict=True)]
+        for rank in range(SIZE):
+            wanted = np.concatenate([parts[source][rank] for source in range(SIZE)])
+            np.testing.assert_array_equal(out[rank].numpy(), wanted)
+    assert launched == [[False] * SIZE] + [[True] * SIZE] * 29
+    known = channels[0]._link._known
+    assert len(known) == 2 * SIZE, "as many as there are peers and directions, not as sets of them"
+
+
 @pytest.mark.parametrize("how", ["first", "known", "grouped"])
 def test_communicators_that_the_environment_makes_non_blocking(how: str) -> None:
     """NCCL_COMM_BLOCKING=0: a call returns before it has launched, and no other is accepted meanwhile."""
@@ -849,10 +876,6 @@ def test_an_unclean_end_aborts(job: Job) -> None:
 
 @pytest.mark.parametrize("where", ["caller", "background"])
 def test_an_abort_waits_for_a_call_of_another_thread(where: str) -> None:
-    class Threads(FakeStreams):
-        def background(self, call: Callable[[], Any]) -> Any:
-            return Background(call, contextlib.nullcontext())
-
     job = Job(Simulator(), 1)
     job.streams[0] = Threads(job.simulator)
     channel = job.open()[0]
@@ -879,6 +902,72 @@ def test_an_abort_waits_for_a_call_of_another_thread(where: str) -> None:
         each.join()
     assert job.simulator.closed == [("abort", 1000)]
     assert "returns, with 0 aborted" in job.simulator.trace
+
+
+class Threads(FakeStreams):
+    """Calls in the background on threads of their own."""
+
+    def background(self, call: Callable[[], Any]) -> Any:
+        return Background(call, contextlib.nullcontext())
+
+
+@pytest.mark.parametrize("version", ["with revoke", "without revoke"])
+def test_an_abort_frees_nothing_that_a_call_in_nccl_uses(
+    monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    """A peer is silent: the call waits until NCCL is told to end it, or for as long as the peer is silent."""
+    monkeypatch.setattr(link, "_ABORT_WAITS", 0.1)
+    can_revoke = version == "with revoke"
+    job = Job(Simulator(), 1, without=() if can_revoke else ("ncclCommRevoke",))
+    job.streams[0] = Threads(job.simulator)
+    channel = job.open()[0]
+    inside, go = threading.Event(), threading.Event()
+
+    def call(comm: int, stream: int) -> int:
+        inside.set()
+        while not (go.wait(0.001) or ("revoke", comm) in job.simulator.closed):
+            pass
+        job.simulator.closed.append(("returns", comm))
+        return 6
+
+    channel._link.submit(call, "a new one")
+    assert inside.wait(20)
+    channel.abort()
+    if not can_revoke:
+        assert job.simulator.closed == []
+        go.set()
+    wanted = [("revoke", 1000)] * can_revoke + [("returns", 1000), ("abort", 1000)]
+    deadline = Deadline(20)
+    while job.simulator.closed != wanted:
+        assert not deadline.passed(), job.simulator.closed
+
+
+@pytest.mark.parametrize("fault", ["hangs", "fails"])
+def test_a_communicator_that_cannot_be_closed_leaves_no_other_open(
+    fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job(Simulator(), timeout=0.2)
+    channels = job.open()
+    settle(job, [isend(channels[0], 1, values(0, 4)), irecv(channels[1], 0, torch.zeros(4))])
+    first, other = (each.comm for each in channels[0]._links())
+    go = threading.Event()
+    finalize, job.streams[0].background = job.simulator._ncclCommFinalize, Threads(job.simulator).background
+    nccl = channels[0]._nccl
+
+    def close(comm: int) -> None:
+        if comm == first:
+            if fault == "fails":
+                raise NcclError("a fault", 3)
+            go.wait(20)
+        else:
+            finalize(comm)
+            job.simulator._ncclCommDestroy(comm)
+
+    nccl.close = close  # type: ignore[method-assign]
+    job.backends[0].close(clean=True)
+    assert ("a fault" if fault == "fails" else "not closed within 0.2 s") in caplog.text
+    assert job.simulator.closed == [("finalize", other), ("destroy", other)]
+    go.set()
 
 
 def test_a_failed_communicator_is_aborted_even_in_a_clean_end(alone: tuple[Job, NcclChannel]) -> None:

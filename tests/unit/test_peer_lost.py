@@ -145,6 +145,9 @@ def test_a_stopped_process_is_lost_after_its_grace_and_not_if_this_one_was_stopp
             at += 60.0  # for a minute nothing has looked
             assert [lost_at(peers, at + after) for after in (0.0, 0.2, 0.4)] == [None] * 3
             assert lost_at(peers, at + 0.5) == Loss("stopped", "stopped")
+            starved = _peers(child.pid, 0.5)  # of cores: a second, or more, passes between its looks
+            assert [lost_at(starved, at + after) for after in (0.0, 1.0)] == [None] * 2
+            assert lost_at(starved, at + 2.5) == Loss("stopped", "stopped")
             patient = _peers(child.pid, math.inf)
             assert [lost_at(patient, at + 0.1 * look) for look in range(1000)] == [None] * 1000
             os.kill(child.pid, signal.SIGCONT)

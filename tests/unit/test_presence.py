@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import signal
 import socket
-from collections.abc import Iterator
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -12,8 +17,10 @@ from typing import Any, Final
 import pytest
 
 from mcr_plus.core.environment import on_one_host
+from mcr_plus.liveness.greeting import greeting
+from mcr_plus.liveness.proc import read_stat
 from mcr_plus.rendezvous import presence
-from mcr_plus.rendezvous.identity import DIED
+from mcr_plus.rendezvous.identity import DIED, STOPPED
 from mcr_plus.rendezvous.presence import Presence
 
 STORE: Final[Any] = SimpleNamespace(host="192.0.2.1", port=1)  # not on loopback, as that of several hosts
@@ -29,7 +36,7 @@ def of_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def job(size: int) -> Iterator[list[Presence]]:
-    ranks = [Presence() for _ in range(size)]
+    ranks = [Presence(math.inf) for _ in range(size)]
     address = ranks[0].listen("name", STORE, size)
     assert address is not None
     for rank in range(1, size):
@@ -41,10 +48,24 @@ def job(size: int) -> Iterator[list[Presence]]:
 
 def die(rank: Presence) -> None:
     """As the kernel ends the connections of a process."""
-    for link in (*rank._links.values(), *rank._strangers):
+    for link in (*rank._links.values(), *(rank._door.strangers if rank._door is not None else ())):
         link.close()
     rank._links.clear()
-    rank._strangers.clear()
+    if rank._door is not None:
+        rank._door.strangers.clear()
+
+
+def address_of(rank: Presence) -> tuple[str, int]:
+    assert rank._door is not None
+    host, port = rank._door.listener.getsockname()
+    return host, port
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    ends = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < ends
+        time.sleep(0.005)
 
 
 def test_rank_0_sees_the_end_of_each_and_each_that_of_rank_0() -> None:
@@ -75,8 +96,7 @@ def test_another_process_may_take_the_place_of_a_lost_rank() -> None:
         die(ranks[1])
         assert ranks[0].lost() == {1: DIED}
         ranks[0].forget(1)
-        assert ranks[0]._listener is not None
-        ranks[1].connect(ranks[0]._listener.getsockname(), "name", 1, STORE)
+        ranks[1].connect((address_of(ranks[0]), None), "name", 1, STORE)
         assert ranks[0].lost() == {}
         die(ranks[1])
         assert ranks[0].lost() == {1: DIED}
@@ -86,15 +106,14 @@ def test_another_process_may_take_the_place_of_a_lost_rank() -> None:
 def test_strangers_are_no_ranks(name: str | None) -> None:
     """One that has not read the job's store, or another program."""
     with job(2) as ranks:
-        assert ranks[0]._listener is not None
-        address = ranks[0]._listener.getsockname()
+        address = address_of(ranks[0])
         if name is None:
             with socket.create_connection(address) as link:
                 link.sendall(b"GET / HTTP/1.1\r\n\r\n")
                 assert ranks[0].lost() == {}
         else:
-            stranger = Presence()
-            stranger.connect(address, name, 1, STORE)
+            stranger = Presence(math.inf)
+            stranger.connect((address, None), name, 1, STORE)
             assert ranks[0].lost() == {}
             die(stranger)
             stranger.close()
@@ -105,18 +124,103 @@ def test_a_launcher_of_fewer_ranks_says_nothing_of_their_hosts(monkeypatch: pyte
     """As one task of srun on each host, which starts ranks itself."""
     by_torch = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     monkeypatch.setattr(presence, "on_one_host", partial(on_one_host, by_torch))
-    assert Presence().listen("name", STORE, 2) is None
-    rank = Presence()
+    assert Presence(math.inf).listen("name", STORE, 2) is None
+    rank = Presence(math.inf)
     assert rank.listen("name", STORE, 4) is not None
     rank.close()
 
 
 def test_a_job_on_one_host_and_one_without_a_network_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Presence().listen("name", SimpleNamespace(host="127.0.0.1"), 2) is None  # type: ignore[arg-type]
+    assert Presence(math.inf).listen("name", SimpleNamespace(host="127.0.0.1"), 2) is None  # type: ignore[arg-type]
     monkeypatch.setattr(presence, "meeting_address", lambda: "192.0.2.1")  # of another host
-    assert Presence().listen("name", STORE, 2) is None
+    assert Presence(math.inf).listen("name", STORE, 2) is None
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
-        rank = Presence()
-        rank.connect(nobody.getsockname(), "name", 1, STORE)
+        rank = Presence(math.inf)
+        rank.connect((nobody.getsockname(), None), "name", 1, STORE)
         assert rank.lost() == {}
+
+
+@pytest.mark.parametrize("first", [1, 4, 19])
+def test_a_greeting_may_come_in_pieces(first: int) -> None:
+    """As TCP may deliver it."""
+    with job(2) as ranks, socket.create_connection(address_of(ranks[0])) as link:
+        ranks[1].close()
+        said = greeting(ranks[0]._key, 1)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        link.sendall(said[:first])
+        wait_for(lambda: ranks[0].lost() == {} and first in map(len, _strangers(ranks[0])))
+        link.sendall(said[first:])
+        wait_for(lambda: ranks[0].lost() == {} and not _strangers(ranks[0]))
+        assert list(ranks[0]._links) == [1]
+        link.close()
+        wait_for(lambda: ranks[0].lost() == {1: DIED})
+
+
+def _strangers(rank: Presence) -> list[bytes]:
+    return [] if rank._door is None else list(rank._door.strangers.values())
+
+
+def test_a_stranger_that_leaves_within_its_greeting_is_forgotten() -> None:
+    with job(2) as ranks:
+        with socket.create_connection(address_of(ranks[0])) as link:
+            link.sendall(b"abc")
+        wait_for(lambda: ranks[0].lost() == {} and not _strangers(ranks[0]))
+
+
+def test_beats_that_were_not_read_do_not_hide_that_a_rank_has_its_world(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernel resets a connection that is closed while something on it has not been read."""
+    monkeypatch.setattr(presence, "_BEAT_EVERY", 0.0)
+    with job(3) as ranks:
+        for _ in range(100):
+            assert [each.lost() for each in ranks] == [{}] * 3
+            ranks[0].lost()
+        ranks[1].close()
+        for _ in range(100):
+            assert [each.lost() for each in ranks] == [{}] * 3
+        ranks[0].lost()
+        ranks[0].close()
+        assert ranks[2].lost() == {}
+
+
+def test_a_process_beside_a_rank_says_that_it_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ranks are other processes here; that of rank 1 is stopped and goes on."""
+    rank_0, rank_1 = (
+        subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in "01"
+    )
+    monkeypatch.setattr(presence, "read_stat", lambda _: read_stat(pid[0]))
+    pid = [rank_0.pid]
+    monkeypatch.setattr(presence, "os", SimpleNamespace(getpid=lambda: pid[0]))
+    try:
+        first, second = Presence(0.2), Presence(0.2)
+        listening = first.listen("name", STORE, 2)
+        assert listening is not None
+        assert listening[1] is not None
+        pid[0] = rank_1.pid
+        second.connect(listening, "name", 1, STORE)
+        for victim, watching in ((rank_1, first), (rank_0, second)):
+            number = 1 if victim is rank_1 else 0
+            victim.send_signal(signal.SIGSTOP)
+            wait_for(lambda: watching.lost() == {number: STOPPED})  # noqa: B023 - within the turn
+            victim.send_signal(signal.SIGCONT)
+            wait_for(lambda: watching.lost() == {})  # noqa: B023
+        processes = [each._witness._process for each in (first, second) if each._witness is not None]
+        rank_1.kill()
+        rank_1.wait()
+        wait_for(lambda: processes[1].poll() is not None)
+        assert first.lost() == {}, "the end of a witness says nothing of its rank"
+        second.close()
+        first.close()
+        assert all(each.poll() is not None for each in processes)
+    finally:
+        for each in (rank_0, rank_1):
+            each.kill()
+            each.communicate()
+
+
+def test_a_program_that_wants_no_stop_to_count_has_no_witness() -> None:
+    """`dispatch: {stopped: wait}`, as for a debugger."""
+    with job(2) as ranks:
+        assert [each._witness for each in ranks] == [None, None]

@@ -1,7 +1,7 @@
 """The NCCL C ABI by ctypes: types, constants, and one loaded library.
 
-It declares the functions of NCCL 2.10, and optionally error texts (2.13) and `ncclCommFinalize` (2.14), so
-that forks of older versions load too.
+It declares the functions of NCCL 2.10, and optionally error texts (2.13), `ncclCommFinalize` (2.14) and
+`ncclCommRevoke` (2.29), so that forks of older versions load too.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ _FUNCTIONS: Final[dict[str, tuple[Any, ...]]] = {
 _LATER: Final[dict[str, tuple[Any, ...]]] = {
     "ncclGetLastError": (c_void_p,),
     "ncclCommFinalize": (c_void_p,),
+    "ncclCommRevoke": (c_void_p, c_int),  # communicator, flags
 }
 _TEXTS: Final = ("ncclGetErrorString", "ncclGetLastError")
 _NAP: Final = 100e-6
@@ -168,8 +169,13 @@ class Nccl:
             self.check(self.settled(comm, finalize(comm)), "finalizing a communicator", comm)
         self.check(self._functions["ncclCommDestroy"](comm), "destroying a communicator")
 
+    def revoke(self, comm: int) -> bool:
+        """Stop the running operations and calls of a communicator, which stays; false if NCCL cannot."""
+        function = self._functions["ncclCommRevoke"]
+        return function is not None and function(comm, 0) in (SUCCESS, IN_PROGRESS)
+
     def abort(self, comm: int) -> None:
-        """Abort a communicator and its running operations."""
+        """Abort a communicator and its running operations, and free it. No call may be in it."""
         self._functions["ncclCommAbort"](comm)
 
     def grouped(self, calls: Sequence[Call], comm: int, stream: int) -> int:

@@ -7,6 +7,7 @@ receives from any source.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final, NamedTuple
@@ -14,9 +15,10 @@ from typing import Final, NamedTuple
 import torch
 
 from mcr_plus.backends.base import NATIVE, Channel, Poll, Start, Support
-from mcr_plus.backends.nccl.abi import DATATYPES, OPS, SUCCESS, UINT8, Call, Nccl
+from mcr_plus.backends.nccl.abi import DATATYPES, OPS, SUCCESS, UINT8, Call, Nccl, NcclError
 from mcr_plus.backends.nccl.link import Link
 from mcr_plus.backends.nccl.meeting import Meeting
+from mcr_plus.core.deadline import Deadline
 from mcr_plus.core.group import Group
 from mcr_plus.core.kinds import REDUCING, dtype_name
 from mcr_plus.core.message import Message, Signature
@@ -24,6 +26,7 @@ from mcr_plus.core.streams import Streams
 from mcr_plus.errors import Unsupported
 from mcr_plus.rendezvous.world import World
 
+_log = logging.getLogger("mcr_plus")
 _EMULATIONS: Final = {
     "all_to_all": "grouped ncclSend and ncclRecv",
     "all_to_all_v": "grouped ncclSend and ncclRecv",
@@ -176,13 +179,16 @@ class NcclChannel(Channel):
                 link.advance()
 
     def close(self) -> None:
-        """See `Channel.close`."""
+        """See `Channel.close`. A communicator that cannot be closed is logged, and leaves no other open."""
         self._closing(self)
-        links = self._links()
+        links, deadline = self._links(), Deadline(self._timeout)
         for link in links:
             link.finish()
         for link in links:
-            link.destroy()
+            try:
+                link.destroy(deadline)
+            except NcclError as error:  # noqa: PERF203 - each on its own
+                _log.warning("backend nccl: %s; its memory is freed at the end of the process", error)
 
     def abort(self) -> None:
         """Abort all links at once."""
@@ -297,8 +303,8 @@ class NcclChannel(Channel):
         sends, receives = [p for p in sends if p.nbytes], [p for p in receives if p.nbytes]
         calls: list[Call] = [partial(nccl.send, p.address, p.nbytes, UINT8, p.peer) for p in sends]
         calls += [partial(nccl.recv, p.address, p.nbytes, UINT8, p.peer) for p in receives]
-        # Ranks connect when two of them first exchange something, whatever its size.
-        key = "messages", tuple(p.peer for p in sends), tuple(p.peer for p in receives)
+        # Ranks connect when two of them first exchange something in a direction, whatever its size.
+        key = frozenset([*(("to", p.peer) for p in sends), *(("from", p.peer) for p in receives)])
         return link.submit(self._together(calls), key, *tensors, parts=len(calls))
 
     def _together(self, calls: Sequence[Call]) -> Call:

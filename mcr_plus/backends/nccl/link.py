@@ -97,8 +97,9 @@ class Link:
     ) -> StreamPoll:
         """Queue an operation that follows the work enqueued so far on the current stream.
 
-        `key`: equal for operations that need the same connections between ranks. `parts`: how many calls of
-        NCCL it is.
+        `key`: equal for operations that need the same connections between ranks; a frozenset for one that
+        needs several, each of which may have been made for another operation. `parts`: how many calls of NCCL
+        it is.
         """
         for tensor in tensors:
             if tensor.get_device() != self.streams.device:
@@ -185,7 +186,7 @@ class Link:
         poll.arrange(self.stream)
         self._last = poll
         call = partial(poll.call, self.comm, self.stream.cuda_stream)
-        if poll.key in self._known and poll.parts <= _MOST_PARTS:
+        if self._has_connected(poll.key) and poll.parts <= _MOST_PARTS:
             code = call()
             if code != IN_PROGRESS:
                 self._launched(poll, code)
@@ -195,11 +196,17 @@ class Link:
         settled, comm = self.nccl.settled, self.comm
         self._background = self.streams.background(lambda: settled(comm, call(), lambda: self.error))
 
+    def _has_connected(self, key: Hashable) -> bool:
+        return key in self._known or (isinstance(key, frozenset) and key <= self._known)
+
     def _launched(self, poll: StreamPoll, code: int) -> None:
         self.nccl.check(code, f"launching on the {self.name}", self.comm)
         if len(self._known) >= _MOST_KNOWN:
             self._known.clear()
-        self._known.add(poll.key)
+        if isinstance(poll.key, frozenset):
+            self._known |= poll.key
+        else:
+            self._known.add(poll.key)
         poll.launched()
         poll.is_flying = True
         self._flying.append(poll)
@@ -273,9 +280,11 @@ class Link:
             return self._last is None or self._last()
         return True
 
-    def destroy(self) -> None:
-        """Close the communicator; it is aborted if it has failed or something is in flight for too long."""
-        deadline = Deadline(self.timeout)
+    def destroy(self, deadline: Deadline) -> None:
+        """Close the communicator; it is aborted if it has failed or something is in flight at the deadline.
+
+        Raises `NcclError` if NCCL cannot close it, or has not by the deadline: then its thread goes on.
+        """
         if not self.comm:
             self.abort()
             return
@@ -291,17 +300,18 @@ class Link:
         while not closing.done and not deadline.passed():
             time.sleep(_NAP)
         self.comm = 0
-        if closing.done:
-            closing.result()
+        if not closing.done:  # an abort would free what NCCL is closing
+            raise NcclError(f"the {self.name} was not closed within {self.timeout:g} s", 0)
+        closing.result()
 
     def abort(self) -> None:
         """Abort the communicator, whatever is in flight; a second time does nothing.
 
         NCCL frees it, and wants no other thread to be in a call then. A launch takes microseconds; one in the
         background ends when NCCL finds that a peer has died, but may wait for one that is silent for ever.
+        So that one is told to end, which NCCL can since 2.29, and otherwise keeps its communicator.
         """
         self.error = self.error or NcclError(f"the {self.name} was aborted", 0)
-        deadline = Deadline(_ABORT_WAITS)
         is_held = self.lock.acquire(timeout=_ABORT_WAITS)
         try:
             comm, self.comm = self.comm, 0
@@ -309,12 +319,23 @@ class Link:
         finally:
             if is_held:
                 self.lock.release()
-        if comm:
-            while not (background is None or background.done or deadline.passed()):
-                time.sleep(_NAP)
+        if not comm:
+            if background is not None:
+                background.abandon(self.nccl.abort)
+        elif background is None or _has_ended(background):
             self.nccl.abort(comm)
-        elif background is not None:
-            background.abandon(self.nccl.abort)
+        else:
+            if self.nccl.revoke(comm):
+                _has_ended(background)
+            background.follow(partial(self.nccl.abort, comm))
+
+
+def _has_ended(call: Background[int]) -> bool:
+    """Wait a moment for a call of NCCL; returns whether it has ended."""
+    deadline = Deadline(_ABORT_WAITS)
+    while not (call.done or deadline.passed()):
+        time.sleep(_NAP)
+    return call.done
 
 
 class StreamPoll:

@@ -1,0 +1,45 @@
+"""Requests for dumps between agents: who is asked, once, and by whom."""
+
+from __future__ import annotations
+
+import pytest
+
+from mcr_plus.liveness.relay import Relay
+
+KEY = b"secret"
+
+
+def test_all_other_hosts_are_asked_and_each_asks_its_ranks_once() -> None:
+    relays = [Relay(3, host, KEY) for host in range(3)]
+    sent = relays[1].ask("world\0rank 1: an error", 5.0)
+    assert [each.host for each in sent] == [0, 2]
+    again = [relays[1].step(5.0 + later) for later in (0.01, 0.06, 0.1, 0.3, 9.0)]
+    assert [len(each) for each in again] == [0, 2, 0, 2, 0]  # for datagrams that are lost
+    for host in (0, 2):
+        said = [
+            relays[host].receive(each.data) for each in (*sent, *again[1], *again[3]) if each.host == host
+        ]
+        assert said == ["world\0rank 1: an error", "", ""]
+    second = relays[1].ask("\0SIGUSR2", 5.0)  # at the same moment
+    assert relays[0].receive(second[0].data) == "\0SIGUSR2"
+    assert relays[0].receive(sent[0].data) == "", "an old one"
+
+
+def test_an_agent_that_takes_the_place_of_another_is_heard() -> None:
+    first, other = Relay(2, 0, KEY), Relay(2, 1, KEY)
+    (asked,) = first.ask("one", 5.0)
+    assert other.receive(asked.data) == "one"
+    (asked,) = Relay(2, 0, KEY).ask("two", 5.1)
+    assert other.receive(asked.data) == "two"
+
+
+@pytest.mark.parametrize("fault", ["key", "cut off", "itself", "no host", "changed"])
+def test_requests_of_strangers_count_for_nothing(fault: str) -> None:
+    sender = {"itself": 0, "no host": 7}.get(fault, 1)
+    data = Relay(8, sender, b"another" if fault == "key" else KEY).ask("text", 1.0)[0].data
+    if fault == "cut off":
+        data = data[:20]
+    if fault == "changed":
+        data = data.replace(b"text", b"tixt")
+    assert Relay(2, 0, KEY).receive(data) == ""
+    assert Relay(2, 0, KEY).receive(b"mcr1" + data) is None, "of another kind"

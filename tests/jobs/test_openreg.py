@@ -32,7 +32,7 @@ def launched(library: str, launch: str) -> list[RankResult]:
             args=[library, launch],
             via="mpi" if mpi_usable() else "torch",
             env={"MCR_TEST_DEVICE": "openreg", "GLOO_SOCKET_IFNAME": "lo"},
-            timeout=200,
+            timeout=300,
         )
     except RanksFailed as failure:  # some parts may have ended well
         return failure.results

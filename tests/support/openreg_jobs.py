@@ -95,6 +95,7 @@ def _held(backends: Sequence[str], failures: Failures) -> None:
             with openreg.under(side):
                 work.wait()
                 result.copy_(x)
+            side.synchronize()
             failures.check("late values", difference(result, np.full(count, wanted + turn * comm.size)))
             failures.expect("it is complete", work.is_completed())
 

@@ -29,11 +29,12 @@ kernels := $(wildcard kernels/*.py kernels/*/*.py mcr_plus/backends/shm/*.py mcr
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all check docs gpu-check gpu-bundle torch-suite clients test-launchers bench-overhead clean
+.PHONY: help venv demo test test-all check docs gpu-check gpu-bundle torch-suite clients test-launchers test-openreg bench-overhead clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -5
-	@echo "targets: venv demo test test-all check docs gpu-check gpu-bundle torch-suite clients test-launchers bench-overhead clean"
+	@echo "targets: venv demo test test-all check docs gpu-check gpu-bundle torch-suite clients test-launchers test-openreg"
+	@echo "         bench-overhead clean"
 
 venv: $(stamp)
 
@@ -111,6 +112,10 @@ test-launchers: $(stamp)
 	&& apt-get update -qq && apt-get install -qq --no-install-recommends $(slurm) > /dev/null; } \
 	|| echo "no Slurm: its tests are skipped, until these packages of Debian are installed: $(slurm)"
 	@$(bin)/python -m pytest tests/jobs/test_ray.py tests/jobs/test_slurm.py
+
+# With openreg=FOLDER, torch's simulated accelerator as it is installed there; otherwise that of .venv, if there is one.
+test-openreg: $(stamp) $(warm)
+	@$(if $(openreg),PYTHONPATH=$(abspath $(openreg)) )$(bin)/python -m pytest tests/jobs/test_openreg.py $(PYTEST_FLAGS)
 
 bench-overhead: $(stamp)
 	@$(bin)/mcr-plus run -n 2 benchmarks/bench_overhead.py

@@ -31,8 +31,10 @@ from mcr_plus.compression.state import CompressorState
 from mcr_plus.config.options import plain_options
 from mcr_plus.core.kinds import SAME_RESULT
 from mcr_plus.core.message import Message, Signature, frozen, thawed
+from mcr_plus.core.streams import has_kernels
 from mcr_plus.core.units import format_size
 from mcr_plus.core.work import Work
+from mcr_plus.dispatch.streams import stage_through_host
 from mcr_plus.errors import InvalidArgument, Unsupported
 from mcr_plus.kernels.compiling import preparing
 from mcr_plus.pipeline.buffers import Pool
@@ -126,7 +128,12 @@ class CompressStage(Stage):
         if reason is not None:
             next.note(f"codec {codec.name} not used: {reason}")
             return next(plain)
-        return self._compressed(codec, options, signature.replace(compress=None), next)
+        signature = signature.replace(compress=None)
+        if has_kernels(signature.device):
+            return self._compressed(codec, options, signature, next)
+        next.note(f"encoded on the host: codec {codec.name} has no kernels for {signature.device}")
+        on_host = self._compressed(codec, options, signature.replace(device="cpu"), next)
+        return on_host if self._explains else stage_through_host(signature, on_host)
 
     def _refusal(self, codec: Codec, options: CompressOptions, signature: Signature) -> str | None:
         """Why an operation cannot be compressed here; None if it can."""

@@ -10,6 +10,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from mcr_plus.core.kinds import DTYPES, dtype_name
+from mcr_plus.core.streams import device_types, has_kernels
 from mcr_plus.errors import InvalidArgument, Unsupported
 
 _NOT_SHARED: Final = (BufferError, RuntimeError, TypeError, ValueError)
@@ -26,11 +27,11 @@ def as_tensor(value: Any, name: str) -> torch.Tensor:
     tensor = value if isinstance(value, torch.Tensor) else _from_dlpack(value, name)
     if tensor.layout is not torch.strided:
         raise Unsupported(f"{name}: layout {tensor.layout}; only strided (dense) tensors are supported")
-    if tensor.device.type not in ("cpu", "cuda"):
-        raise Unsupported(f"{name}: device {tensor.device}; known: cpu, cuda")
+    if not has_kernels(tensor.device.type) and tensor.device.type not in (known := device_types()):
+        raise Unsupported(f"{name}: device {tensor.device}; known: {', '.join(known)}")
     if tensor.dtype not in DTYPES:
-        known = ", ".join(map(dtype_name, DTYPES))
-        raise Unsupported(f"{name}: dtype {dtype_name(tensor.dtype)}; known: {known}")
+        dtypes = ", ".join(map(dtype_name, DTYPES))
+        raise Unsupported(f"{name}: dtype {dtype_name(tensor.dtype)}; known: {dtypes}")
     return tensor.detach() if tensor.requires_grad else tensor
 
 

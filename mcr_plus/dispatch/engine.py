@@ -18,6 +18,7 @@ from mcr_plus.dispatch.observer import Observer, Wait
 from mcr_plus.dispatch.progress_thread import ProgressThread
 from mcr_plus.dispatch.waiting import Pause, Waiting, WaitPolicy
 from mcr_plus.dispatch.watchdog import LONG_WAIT, Watchdog
+from mcr_plus.dispatch.work import start_messages
 from mcr_plus.errors import BackendError, McrError, OperationsDiffer, OrderMismatch, following
 
 if TYPE_CHECKING:
@@ -287,7 +288,7 @@ class Engine:
         for channel in list(self.blocked):
             self._start_ready(channel)
         if self.unordered:
-            self.unordered = [work for work in self.unordered if not self._start_unordered(work)]
+            self.unordered = start_messages(self.unordered, self._start)
 
     def stop_thread(self) -> None:
         """End the threads, if there are any: from now on only callers make progress."""
@@ -309,15 +310,6 @@ class Engine:
             if in_flight:
                 self.progress()
             return bool(in_flight)
-
-    def _start_unordered(self, work: IssuedWork) -> bool:
-        after = work.message.after
-        if work.is_done:
-            return True
-        if after is not None and not after.probe():
-            return False
-        self._start(work)
-        return True
 
     def _polled_first(self, work: IssuedWork) -> bool:
         """Poll at full speed, but for an inline operation, which has had that; whether `work` is done."""

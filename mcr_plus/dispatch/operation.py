@@ -343,8 +343,8 @@ class Operation:
         raise work.error or error
 
     def _bind_p2p(self) -> Callable[[Message], Work]:
-        # Send and receive are matched by peer and tag, not by order: they have no number, and do not queue
-        # behind other operations. Not on a stream, which runs its operations in order: there they queue.
+        # Send and receive are matched by peer and tag: they have no number, and queue only behind those that
+        # would be matched in their place. Not on a stream, which runs all in order: there they queue.
         engine, state = self.engine, self.state
         pending = self.backend_channel.pending if self.on_stream else ()
         any_thread = not self.on_stream and _allows_threads(engine, self.signature.backend)
@@ -361,7 +361,7 @@ class Operation:
                     self._note_issue(work)
                 if pending or (self.on_stream and message.after is not None):
                     engine.defer(work)
-                elif message.after is not None:
+                elif message.after is not None or work.is_behind(engine.unordered):
                     engine.unordered.append(work)
                 else:
                     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from time import perf_counter
 from typing import TYPE_CHECKING, cast
@@ -69,6 +69,21 @@ class IssuedWork(Work):
         self.finish: list[Callable[[], None]] | None = None
         self.gate: Poll | None = None  # of the library, which the operation has to pass before it starts
         self.source: int | None = None  # of a completed receive: rank of the job
+
+    def is_behind(self, issued: Iterable[IssuedWork]) -> bool:
+        """Whether this send or receive must start after one of those issued before: messages of one peer and
+        tag are matched in the order in which they start.
+        """
+        return any(self._is_behind(earlier) for earlier in issued if not earlier.is_done)
+
+    def _is_behind(self, earlier: IssuedWork) -> bool:
+        ours, theirs, operation = self.message, earlier.message, earlier.operation
+        return (
+            self.operation.backend_channel is operation.backend_channel
+            and self.operation.signature.kind == operation.signature.kind
+            and ours.match_tag == theirs.match_tag
+            and (ours.peer == theirs.peer or None in (ours.peer, theirs.peer))
+        )
 
     def wait(self, timeout: float | timedelta | None = None) -> None:  # noqa: D102
         if not self.is_done:
@@ -213,3 +228,17 @@ class IssuedWork(Work):
                 self._on_stream = cast("StreamPoll", self.poll)
         self.poll = self.finish = None
         self.is_done = True  # last: other threads read it without the lock
+
+
+def start_messages(issued: Iterable[IssuedWork], start: Callable[[IssuedWork], None]) -> list[IssuedWork]:
+    """Start the sends and receives that can start, in the order of their issue; return those that cannot."""
+    waiting: list[IssuedWork] = []
+    for work in issued:
+        if work.is_done:
+            continue
+        after = work.message.after
+        if work.is_behind(waiting) or not (after is None or after.probe()):
+            waiting.append(work)
+        else:
+            start(work)
+    return waiting

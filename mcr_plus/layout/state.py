@@ -12,6 +12,7 @@ import torch
 from mcr_plus.communicator.calls import CallOptions, Compress
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.core.kinds import DTYPES, dtype_name
+from mcr_plus.core.streams import current_accelerator
 from mcr_plus.core.units import about, parse_size
 from mcr_plus.core.work import JointWork, Work
 from mcr_plus.errors import InvalidArgument, McrError, NotInitialized, Unsupported, short
@@ -304,12 +305,12 @@ class Redistribution:
         """
         words = [self._said, *(f"{name}/{a.digest!r}/{b.digest!r}" for name, (a, b) in self._specs.items())]
         number = int.from_bytes(hashlib.blake2b("\n".join(words).encode(), digest_size=7).digest(), "big")
-        on_gpu = device is not None and device.type == "cuda"
-        facts = torch.tensor([number, -number, int(wrong is not None), int(on_gpu)], device="cpu")
+        on_device = device is not None and device.type != "cpu"
+        facts = torch.tensor([number, -number, int(wrong is not None), int(on_device)], device="cpu")
         self._comm.all_reduce(facts, "MAX", compress=False, tag=TAG)
-        *compared, some_on_gpu = facts.tolist()
-        if device is None and some_on_gpu:
-            self._device = torch.device("cuda", torch.cuda.current_device())
+        *compared, some_on_device = facts.tolist()
+        if device is None and some_on_device:
+            self._device = current_accelerator()
         if compared != [number, -number, 0]:
             specs = [Spec(name, *pair, torch.float32) for name, pair in self._specs.items()]
             make_plan(self._comm, specs, wrong, options=self._said)  # finds the difference, and raises

@@ -2,7 +2,7 @@
 
 Hooks of the model and the optimizer mark when modules need their parameters, gradients become ready and steps
 end; the communicator reports the operations that the program issues and waits for. Marks are times of the
-host, or events on the current stream if the parameters are on a GPU. At the end all ranks exchange their
+host, or events on the current stream if the parameters are on a device. At the end all ranks exchange their
 marks and construct the same `Step` from them.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
 from types import TracebackType
 from typing import Any, Final, NamedTuple
@@ -20,7 +21,7 @@ from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.core.group import Group
 from mcr_plus.core.kinds import dtype_name
 from mcr_plus.core.message import Message
-from mcr_plus.core.streams import Streams
+from mcr_plus.core.streams import Streams, device_types
 from mcr_plus.core.work import Info, Work
 from mcr_plus.dispatch.board.base import Failure
 from mcr_plus.errors import InvalidArgument
@@ -64,9 +65,9 @@ class _Operation:
         self.gradients = gradients
 
 
-def _on_stream() -> Any:
-    """Return an event recorded on the current stream of the GPU."""
-    event = torch.cuda.Event(enable_timing=True)
+def _on_stream(device: torch.device) -> Any:
+    """Return an event recorded on the current stream of a device."""
+    event = torch.Event(device, enable_timing=True)
     event.record()
     return event
 
@@ -101,8 +102,12 @@ class Capture:
             )
             for name, param in model.named_parameters()
         }
-        self._on_gpu = any(param.is_cuda for param in model.parameters())
-        self._now: Callable[[], Any] = _on_stream if self._on_gpu else perf_counter
+        kinds = device_types()[1:]
+        devices = (param.device for param in model.parameters() if param.device.type in kinds)
+        self._device = next(devices, None)
+        self._now: Callable[[], Any] = (
+            perf_counter if self._device is None else partial(_on_stream, self._device)
+        )
         self._active = False
         self._hooks: list[Any] = []
         self._comm: Communicator | None = None
@@ -299,8 +304,8 @@ class Capture:
     # -- the result -------------------------------------------------------------------------------
 
     def _of_this_rank(self) -> list[RankStep]:
-        if self._on_gpu:
-            torch.cuda.synchronize()
+        if self._device is not None:
+            torch.accelerator.synchronize(self._device)
         return [self._resolved(*step) for step in self._done]
 
     def _resolved(
@@ -326,7 +331,7 @@ class Capture:
         return RankStep(self._between(began, ended), tuple(marks), last)
 
     def _between(self, begin: Any, end: Any) -> float:
-        return float(begin.elapsed_time(end) / 1e3 if self._on_gpu else end - begin)
+        return float(begin.elapsed_time(end) / 1e3 if self._device is not None else end - begin)
 
     @property
     def step(self) -> Step:

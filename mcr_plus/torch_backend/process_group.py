@@ -41,6 +41,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.core.c10d import TORCH, ProcessGroup, Store
 from mcr_plus.core.kinds import MESSAGES, ReduceOp
+from mcr_plus.core.streams import device_types
 from mcr_plus.core.work import JointWork, Work
 from mcr_plus.errors import CommTimeout, Unsupported
 from mcr_plus.runtime.process import job
@@ -67,7 +68,6 @@ Options = str | Path | Mapping[str, Any]
 """Type of `pg_options`: the path of a pipeline's YAML file, or a mapping of the same form."""
 
 _RETAINED_WORKS: Final = 8  # DDP starts at most four while it uses the first
-_ROOT_DEVICES: Final = ("cpu", "cuda")
 
 
 @untraced
@@ -131,7 +131,7 @@ class McrProcessGroup(LivingGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device(kind) for kind in _ROOT_DEVICES if kind == "cpu" or torch.cuda.is_available()]
+        return [torch.device(kind) for kind in device_types() if kind != "cuda" or torch.cuda.is_available()]
 
     def _get_backend(self, device: object) -> Any:  # noqa: ARG002 - one for all
         return self

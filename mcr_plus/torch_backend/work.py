@@ -165,7 +165,7 @@ class TorchWork(dist.Work):
                 self._future.complete()
             else:
                 _completer.add(self._future, delay=0.0)
-        wide = any(tensor.dtype not in _HALVES or tensor.is_cuda for tensor in self._tensors)
+        wide = any(tensor.dtype not in _HALVES or not tensor.is_cpu for tensor in self._tensors)
         if wide or _called_from_python():
             return self._future
         typed: torch.futures.Future[Any] = _script().typed(self._future, self._tensors)
@@ -187,7 +187,7 @@ def _script() -> Any:
     A result set from Python is an opaque Python object in C++: DDP accepts it, its hook FP16_COMPRESS does
     not. A TorchScript future has the return type of its function; this one waits for a Python future without
     blocking a thread. But one of torch's threads completes it, which on busy cores takes milliseconds to
-    wake: too long for float32, in which DDP itself reduces. CUDA tensors would lose their streams.
+    wake: too long for float32, in which DDP itself reduces. Tensors on a device would lose their streams.
     """
     return torch.jit.CompilationUnit("""
 def when(done: Future[int], tensors: List[Tensor]) -> List[Tensor]:
@@ -205,7 +205,7 @@ class _Future(torch.futures.Future[Any]):
     """A future that drives its operation's progress when Python waits for it."""
 
     def __init__(self, work: TorchWork) -> None:
-        devices = {tensor.device for tensor in work.result() if tensor.is_cuda}
+        devices = {tensor.device for tensor in work.result() if not tensor.is_cpu}
         super().__init__(devices=list(devices))
         self._work = work
         self._lock = threading.Lock()

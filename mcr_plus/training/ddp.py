@@ -114,7 +114,7 @@ def ddp_hook(state: DDPState, bucket: GradBucket) -> Result:
         key=f"DDP {state.number}, bucket {bucket.index()}" if encoded else None,
     )
     state.passes += bucket.is_last()
-    devices: list[int | str | torch.device] | None = [values.device] if values.is_cuda else None
+    devices: list[int | str | torch.device] | None = None if values.is_cpu else [values.device]
     future: Result = torch.futures.Future(devices=devices)
     first = not state.pending
     state.pending.append((work, result, future))

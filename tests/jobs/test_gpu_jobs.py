@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from typing import Final
 
@@ -57,11 +56,4 @@ def test_two_ranks(library: str, launch: str, part: str) -> None:
         pytest.skip(reason)
     if part in gpu_jobs.LACKING.get(library, ()):
         pytest.skip(f"{library} has no match tags")
-    for result in launched(library, launch):
-        lines = (line for line in result.stdout.splitlines() if line.startswith("{"))
-        found = {report["part"]: report for report in map(json.loads, lines)}
-        assert part in found, f"rank {result.rank} ended before: {result.stderr[-3000:]}"
-        report = found[part]
-        told = "\n".join(report["failures"])
-        assert not told, f"rank {result.rank}: {report['failed']} of {report['cases']} failed\n{told}"
-        assert report["cases"] > 0
+    gpu_jobs.check_part(launched(library, launch), part)

@@ -17,6 +17,7 @@ from mcr_plus.core.message import Message, Signature
 from mcr_plus.errors import BackendError
 
 COUNT: Final = 5
+MESSAGES: Final = (7, 1, 5)  # sizes
 ROWS: Final = 16  # of a matrix that powersgd takes
 Values = list[float]
 Options = dict[str, Any]
@@ -251,6 +252,20 @@ def messages(rank: Rank, **how: Any) -> Values:
     return rank.read(out)
 
 
+def in_order(rank: Rank, **how: Any) -> Values:
+    """Messages of one peer and tag, of which the first is the largest, arrive in the order of their sends."""
+    right, left = (rank.rank + 1) % rank.size, (rank.rank - 1) % rank.size
+    outs = [rank.tensor([0.0] * count) for count in MESSAGES]
+    works = []
+    for count, out in zip(MESSAGES, outs, strict=True):
+        works.append(rank.comm.isend(rank.tensor(given(rank.rank, 0, count)), right, **how))
+        works.append(rank.comm.irecv(out, left, **how))
+        rank.step()
+    for work in works:
+        work.wait()
+    return [value for out in outs for value in rank.read(out)]
+
+
 def coalesced(rank: Rank, **how: Any) -> Values:
     """Packed on one stream, waited for on another; the buffer comes again on the first."""
     one, other = rank.stream(), rank.stream()
@@ -446,6 +461,7 @@ PROGRAMS: Final[dict[Program, Callable[[int, int], Values]]] = {
     strided: lambda _, size: [v for salt in range(2) for _ in range(2) for v in total(size, salt)],
     kinds: kinds_give,
     messages: lambda rank, size: given((rank - 1) % size),
+    in_order: lambda rank, size: [v for n in MESSAGES for v in given((rank - 1) % size, 0, n)],
     coalesced: lambda _, size: [v for salt in range(3) for n in (3, 5, 1) for v in total(size, salt, n)],
     buckets: lambda _, size: [v for salt in range(3) for n in (5, 3) for v in total(size, salt, n)],
     reused: lambda _, size: [v for salt in range(3) for n in (5, 3) for v in total(size, salt, n)],

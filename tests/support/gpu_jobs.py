@@ -1,4 +1,5 @@
-"""What ranks with CUDA tensors do; `test_gpu_jobs` starts them. All ranks may share one GPU.
+"""What ranks with tensors on a device do; all may share one. `test_gpu_jobs` starts them with CUDA tensors,
+`test_openreg` with those of a simulated device.
 
 Oracles are numpy's sums of inputs that all ranks can compute, and, for codecs, the same calls on CPU tensors,
 whose results have oracles of their own in other tests.
@@ -11,13 +12,14 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import islice, product
 from typing import Any, Final, NamedTuple
 
 import behaviour
 import conformance
+import late_streams
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -32,6 +34,7 @@ from mcr_plus.backends.nccl.channel import support
 from mcr_plus.core.kinds import KINDS
 from mcr_plus.core.message import Signature
 
+Part = Callable[[Sequence[str], Failures], None]
 TIMEOUT: Final = 20.0
 CODECS: Final[tuple[dict[str, Any], ...]] = (
     {"codec": "bf16"},
@@ -61,16 +64,17 @@ SECTIONS: Final = (
     "dropped",
     "groups",
 )
-SPIN: Final = 2_000_000  # cycles of a GPU, about a millisecond
 
 
 def reports(library: str, launch: str) -> None:
     """The parts of a launch, each in a job of its own; what each has found is printed at once."""
-    if DEVICE == "cuda":
-        torch.cuda.set_device(0)
-    for name, part in PARTS[launch].items():
-        if name in LACKING.get(library, ()):
-            continue
+    run_parts(library, {n: part for n, part in PARTS[launch].items() if n not in LACKING.get(library, ())})
+
+
+def run_parts(library: str, parts: Mapping[str, Part]) -> None:
+    """Likewise, of these parts."""
+    late_streams.begin()
+    for name, part in parts.items():
         failures, began = Failures(), time.perf_counter()
         try:
             part((library,), failures)
@@ -80,15 +84,27 @@ def reports(library: str, launch: str) -> None:
         print(json.dumps(report), flush=True)
 
 
+def check_part(results: Sequence[Any], name: str) -> None:
+    """Check what the ranks of a launch have printed about a part."""
+    for result in results:
+        lines = (line for line in result.stdout.splitlines() if line.startswith("{"))
+        found = {report["part"]: report for report in map(json.loads, lines)}
+        assert name in found, f"rank {result.rank} ended before: {result.stderr[-3000:]}"
+        report = found[name]
+        told = "\n".join(report["failures"])
+        assert not told, f"rank {result.rank}: {report['failed']} of {report['cases']} failed\n{told}"
+        assert report["cases"] > 0
+
+
 def _section(name: str) -> Callable[[Sequence[str], Failures], None]:
     def run(backends: Sequence[str], failures: Failures) -> None:
-        with mcr.init(backends=_with_host(backends), timeout=TIMEOUT) as comm:
+        with mcr.init(backends=with_host(backends), timeout=TIMEOUT) as comm:
             behaviour.SECTIONS[name](comm, backends, failures)
 
     return run
 
 
-def _with_host(backends: Sequence[str]) -> list[str]:
+def with_host(backends: Sequence[str]) -> list[str]:
     """Objects and barriers need a library that takes CPU tensors."""
     return [*backends, *(name for name in ("mpi", "gloo") if name not in backends)]
 
@@ -131,7 +147,7 @@ def _table(
 ) -> None:
     if backends[0] == "nccl":
         every *= 12  # ranks that share a GPU take turns on it, 5 ms for each operation
-    with mcr.init(backends=_with_host(backends), timeout=TIMEOUT) as comm:
+    with mcr.init(backends=with_host(backends), timeout=TIMEOUT) as comm:
         groups = conformance.make_groups(comm)
         sizes = {name: group.size for name, group in groups.items()}
         conformance.run_table(_sampled(table(backends, list(groups)), every, sizes), groups, failures)
@@ -208,7 +224,7 @@ def _encoded(
 ) -> dict[_Encoded, torch.Tensor]:
     """The results of all codecs and sizes on a device, in a job of its own."""
     results = {}
-    with mcr.init(backends=_with_host(backends), timeout=TIMEOUT) as comm:
+    with mcr.init(backends=with_host(backends), timeout=TIMEOUT) as comm:
         for config, count, turn in product(CODECS, (4096, 70_001), range(3)):
             if config["codec"] == "powersgd" and count % 64:
                 continue  # a vector has no factors
@@ -232,22 +248,22 @@ def _delta(backends: Sequence[str], failures: Failures) -> None:
 
 def _streams(backends: Sequence[str], failures: Failures) -> None:
     """Operations wait for the stream that computes their inputs, streams for results, nobody else."""
-    with mcr.init(backends=_with_host(backends), timeout=TIMEOUT) as comm:
-        side = torch.cuda.Stream()
+    with mcr.init(backends=with_host(backends), timeout=TIMEOUT) as comm:
+        side = late_streams.stream()
         for backend in backends:
             for turn in range(12):
                 _late_input(comm, backend, turn, failures)
-                with torch.cuda.stream(side):
+                with late_streams.under(side):
                     _late_input(comm, backend, turn + 100, failures)
             _in_flight(comm, backend, side, failures)
 
 
 def _late_input(comm: mcr.Communicator, backend: str, turn: int, failures: Failures) -> None:
-    """An input that the GPU computes late, a result that is used at once, and memory that is used again."""
+    """An input that is computed late, a result that is used at once, and memory that is used again."""
     count = (1, 1000, 300_001)[turn % 3]
     source = zeros(count)
-    value = torch.tensor(inputs(torch.float32, comm.rank, (count,), turn), dtype=torch.float32).cuda()
-    torch.cuda._sleep(SPIN)
+    value = torch.tensor(inputs(torch.float32, comm.rank, (count,), turn), dtype=torch.float32).to(DEVICE)
+    late_streams.delay()
     source.copy_(value)
     work = behaviour.started(comm.all_reduce(source, async_op=True, backend=backend))
     work.wait()
@@ -257,29 +273,28 @@ def _late_input(comm: mcr.Communicator, backend: str, turn: int, failures: Failu
     failures.check(f"late input on {backend}, turn {turn}", difference(kept, expected))
 
 
-def _in_flight(comm: mcr.Communicator, backend: str, side: torch.cuda.Stream, failures: Failures) -> None:
+def _in_flight(comm: mcr.Communicator, backend: str, side: Any, failures: Failures) -> None:
     """Several operations from two streams, waited for on the other one, without handles for their memory."""
-    flying = []
+    flying, here = [], late_streams.current()
     for turn in range(8):
-        with torch.cuda.stream(side) if turn % 2 else torch.cuda.stream(torch.cuda.current_stream()):
-            torch.cuda._sleep(SPIN // 4)
+        with late_streams.under(side if turn % 2 else here):
+            late_streams.delay()
             tensor = full((5000,), float(comm.rank + turn))
             flying.append((turn, tensor, comm.all_reduce(tensor, async_op=True, backend=backend)))
     for turn, tensor, work in reversed(flying):
-        with torch.cuda.stream(torch.cuda.current_stream() if turn % 2 else side):
+        with late_streams.under(here if turn % 2 else side) as got_on:
             behaviour.started(work).wait()
             got = tensor.clone()
-            got_on = torch.cuda.current_stream()
         got_on.synchronize()
         wanted = sum(rank + turn for rank in range(comm.size))
         failures.check(f"in flight on {backend}", difference(got, np.full(5000, float(wanted))))
 
 
 def _mixed(backends: Sequence[str], failures: Failures) -> None:
-    """Operations of CUDA and CPU tensors on all libraries in one random order, waited for in another."""
-    with mcr.init(backends=_with_host(backends), timeout=TIMEOUT) as comm:
+    """Tensors of the device and of the CPU, on all libraries in one random order, waited for in another."""
+    with mcr.init(backends=with_host(backends), timeout=TIMEOUT) as comm:
         random = np.random.default_rng(5)
-        names = _with_host(backends)
+        names = with_host(backends)
         for turn in range(30):
             flying = []
             for number in range(10):
@@ -288,7 +303,7 @@ def _mixed(backends: Sequence[str], failures: Failures) -> None:
                 on_gpu = backend == "nccl" or bool(random.integers(2))
                 salt = 100 * turn + number
                 value = torch.tensor(inputs(torch.float32, comm.rank, (count,), salt), dtype=torch.float32)
-                tensor = value.cuda() if on_gpu else value
+                tensor = value.to(DEVICE) if on_gpu else value
                 work = comm.all_reduce(tensor, async_op=True, backend=backend)
                 flying.append((salt, count, backend, tensor, behaviour.started(work)))
             for at in random.permutation(len(flying)):
@@ -305,7 +320,7 @@ def _fused(backends: Sequence[str], failures: Failures) -> None:
         stages += [{"compress": {"codec": codec}}] if codec else []
         config = {
             "version": 1,
-            "backends": _with_host(backends),
+            "backends": with_host(backends),
             "pipeline": [*stages, {"select": {}}, {"dispatch": {}}],
         }
         with mcr.init(config, timeout=TIMEOUT) as comm:
@@ -344,7 +359,7 @@ def _training(backends: Sequence[str], failures: Failures) -> None:
         stages = [{"compress": {"codec": codec}}] if codec else []
         config = {
             "version": 1,
-            "backends": _with_host(backends),
+            "backends": with_host(backends),
             "pipeline": [{"fuse": {}}, *stages, {"select": {}}, {"dispatch": {}}],
         }
         with mcr.init(config, timeout=TIMEOUT) as comm:
@@ -364,16 +379,16 @@ def _compare_gradients(name: str, model: nn.Module, size: int, error: float, fai
 
 
 def _in_torch(backends: Sequence[str], failures: Failures) -> None:
-    """torch's DDP and its functions on CUDA tensors, with the backend `mcr`."""
+    """torch's DDP and its functions on tensors of the device, with the backend `mcr`."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
-        file.write(f"version: 1\nbackends: [{', '.join(_with_host(backends))}]\n")
+        file.write(f"version: 1\nbackends: [{', '.join(with_host(backends))}]\n")
         file.flush()
         os.environ["MCR_CONFIG"] = file.name
         dist.init_process_group("mcr")
         del os.environ["MCR_CONFIG"]
     rank, size = dist.get_rank(), dist.get_world_size()
     try:
-        model = DistributedDataParallel(_small_model().to(DEVICE), device_ids=[0])
+        model = DistributedDataParallel(_small_model().to(DEVICE))
         for _ in range(3):
             model.zero_grad()
             model(_batch(rank).to(DEVICE)).square().mean().backward()
@@ -399,7 +414,7 @@ def _cupy(backends: Sequence[str], failures: Failures) -> None:
         failures.expect("no CuPy here", True)
         return
     cupy: Any = __import__("cupy")
-    with mcr.init(backends=_with_host(backends), timeout=TIMEOUT) as comm:
+    with mcr.init(backends=with_host(backends), timeout=TIMEOUT) as comm:
         do: Any = comm  # the annotations say tensors
         for backend in backends:
             array = cupy.full((1000,), float(comm.rank + 1), dtype=cupy.float32)
@@ -410,7 +425,7 @@ def _cupy(backends: Sequence[str], failures: Failures) -> None:
             with stream:
                 late = torch.cuda.ExternalStream(stream.ptr)
                 with torch.cuda.stream(late):
-                    torch.cuda._sleep(SPIN)
+                    late_streams.delay()
                 array = cupy.full((1000,), float(comm.rank + 1), dtype=cupy.float32)
                 do.all_reduce(array, backend=backend)
                 result = array.copy()
@@ -421,7 +436,7 @@ def _cupy(backends: Sequence[str], failures: Failures) -> None:
             arrays_in_order(comm, backend, failures)
 
 
-PARTS: Final[dict[str, dict[str, Callable[[Sequence[str], Failures], None]]]] = {
+PARTS: Final[dict[str, dict[str, Part]]] = {
     "operations": {
         "types": _types,
         "shapes": _shapes,

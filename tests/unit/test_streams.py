@@ -1,4 +1,4 @@
-"""Streams of a device by the module that torch has for its type, and what is retained until an event."""
+"""Streams of CUDA and of other accelerators, and what is retained until an event."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from mcr_plus.communicator.tensors import as_tensor
 from mcr_plus.core import streams
-from mcr_plus.core.streams import DeviceStreams, Retained, streams_of
+from mcr_plus.core.streams import AcceleratorStreams, DeviceStreams, Retained, streams_of
+from mcr_plus.errors import Unsupported
 
 
 class Module:
-    """As much of `torch.xpu` as streams need; notes its calls."""
+    """As much of `torch.cuda` as streams need; notes its calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -37,7 +39,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Module:
 
 
 def test_the_module_of_the_device_is_used(module: Module) -> None:
-    of, place = DeviceStreams(torch.device("xpu")), torch.device("xpu", 2)
+    of, place = DeviceStreams(torch.device("cuda")), torch.device("cuda", 2)
     assert of.device == 2
     stream = of.create()
     of.current()
@@ -47,6 +49,109 @@ def test_the_module_of_the_device_is_used(module: Module) -> None:
     assert module.calls == [
         ("Stream", place), ("current_stream", place), ("Event",), ("stream", stream), ("device", 2),
     ]  # fmt: skip
+
+
+class Queue:
+    """As much of `torch.Stream` as streams need: the log of what it was given."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.log: list[Any] = []
+
+    def wait_event(self, event: Mark) -> None:
+        self.log.append(event)
+
+
+class Mark:
+    """Likewise of `torch.Event`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.reached = False
+
+    def record(self, queue: Queue) -> None:
+        queue.log.append("record")
+
+    def query(self) -> bool:
+        return self.reached
+
+
+class Accelerator:
+    """Likewise of `torch.accelerator`."""
+
+    def __init__(self) -> None:
+        self.now = Queue(torch.device("xpu", 2))
+
+    def current_accelerator(self) -> torch.device:
+        return torch.device("xpu")
+
+    def current_stream(self, device: torch.device) -> Queue:
+        assert device == self.now.device
+        return self.now
+
+    def set_stream(self, queue: Queue) -> None:
+        self.now = queue
+
+
+@pytest.fixture
+def accelerator(monkeypatch: pytest.MonkeyPatch, module: Module) -> Accelerator:
+    made = Accelerator()
+    assert module.current_device() == 2
+    monkeypatch.setattr(torch, "accelerator", made)
+    monkeypatch.setattr(torch, "Stream", Queue)
+    monkeypatch.setattr(torch, "Event", Mark)
+    return made
+
+
+def test_other_accelerators_have_streams_by_what_torch_has_for_all(accelerator: Accelerator) -> None:
+    of, before = AcceleratorStreams(torch.device("xpu")), accelerator.now
+    stream, event = of.create(), of.event()
+    assert event.query()
+    stream.wait_event(event)  # never recorded, so there is nothing to wait for
+    assert stream.queue.log == []
+    with of.under(stream):
+        assert of.current() == stream
+        assert accelerator.now is stream.queue
+    assert accelerator.now is before
+    event.record(of.current())
+    assert before.log == ["record"]
+    assert not event.query()
+
+
+@pytest.mark.usefixtures("accelerator")
+def test_a_wait_is_for_what_has_been_recorded_by_then() -> None:
+    of = AcceleratorStreams(torch.device("xpu"))
+    stream, event = of.create(), of.event()
+    event.record(stream)
+    stream.wait_event(event)
+    event.record(stream)
+    recorded, waited, again = stream.queue.log
+    assert (recorded, again) == ("record", "record")
+    assert isinstance(waited, Mark)
+    waited.reached = True
+    assert not event.query()
+
+
+@pytest.mark.usefixtures("accelerator")
+def test_memory_is_kept_until_the_stream_has_finished_with_it() -> None:
+    of = AcceleratorStreams(torch.device("xpu"))
+    first, second = torch.zeros(1), torch.zeros(1)
+    of.keep(first, of.current())
+    assert of._kept._kept[0][1] is first
+    of.keep(second, of.current())
+    assert len(of._kept._kept) == 2
+    event: Any = of._kept._kept[0][0]
+    event.last.reached = True
+    of._kept.release()
+    assert [used for _, used in of._kept._kept] == [second]
+
+
+@pytest.mark.usefixtures("accelerator")
+def test_streams_of_other_libraries_and_other_devices_are_refused() -> None:
+    with pytest.raises(Unsupported, match="only CUDA has these"):
+        AcceleratorStreams(torch.device("xpu")).external(7)
+    with pytest.raises(Unsupported, match="x: device meta; known: cpu, cuda, xpu"):
+        as_tensor(torch.empty(1, device="meta"), "x")
 
 
 @pytest.mark.usefixtures("module")

@@ -79,6 +79,8 @@ def support(signature: Signature) -> Support:
         return Support("emulated", how or "")
     if signature.device == "cpu":
         return Support("no", "CPU tensors; nccl takes CUDA tensors, backends mpi and gloo take CPU tensors")
+    if signature.device != "cuda":
+        return Support("no", f"{signature.device} tensors; nccl takes CUDA tensors, mpi and gloo take all")
     if signature.kind not in REDUCING:
         return Support("emulated", how) if how else NATIVE
     reduction = _reduction(signature)

@@ -90,7 +90,7 @@ def mix(left, right):  # type: ignore[no-untyped-def]
 
 
 @cpu.inlined
-def hash_block(words, rest):  # type: ignore[no-untyped-def]
+def block_hash(words, rest):  # type: ignore[no-untyped-def]
     """Of a block, in eight chains: its whole words, and the bytes that are left."""
     a, b, c, d, e, f, g, h = _S0, _S1, _S2, _S3, _S4, _S5, _S6, _S7
     whole = words.size // 8
@@ -115,7 +115,7 @@ def _digests(raw, words, hashes, width, lo, hi):  # type: ignore[no-untyped-def]
     for block in range(lo, hi):
         begin = block * BLOCK * width
         end = min(begin + BLOCK * width, raw.size)
-        hashes[block] = hash_block(words[begin // 8 : end // 8], raw[end // 8 * 8 : end])
+        hashes[block] = block_hash(words[begin // 8 : end // 8], raw[end // 8 * 8 : end])
 
 
 @cpu.compiled

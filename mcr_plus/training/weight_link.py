@@ -48,7 +48,7 @@ _ANSWERS_WITHIN_MS: Final = 30_000
 _NONCE: Final = 32
 _GREETING: Final = struct.Struct("<4sI")
 VERSION: Final = 2
-"""Of frames, and of the payloads and digests in them: it is that of `kernels.delta`, which needs a compiler."""
+"""Of frames, and of payloads and digests in them: that of `kernels.delta`, which would import a compiler."""
 _SIGNATURE: Final = 32
 _HASH: Final = 32
 _PIECE: Final = 4 << 20
@@ -246,7 +246,12 @@ def greet(link: Link, secret: bytes, rank: int) -> None:
     """
     _take_greeting(link, "the source of weights")
     theirs, mine = bytes(link.take(_NONCE, within=_GREETS_WITHIN)), secrets.token_bytes(_NONCE)
-    link.put(_GREETING.pack(_MAGIC, VERSION) + struct.pack("<I", rank) + mine + _signed(secret, b"receiver", theirs + mine, rank))
+    link.put(
+        _GREETING.pack(_MAGIC, VERSION)
+        + struct.pack("<I", rank)
+        + mine
+        + _signed(secret, b"receiver", theirs + mine, rank)
+    )
     answer = bytes(link.take(_SIGNATURE, within=_GREETS_WITHIN))
     if not hmac.compare_digest(answer, _signed(secret, b"source", theirs + mine, rank)):
         raise BackendError("a process that is not of this job listens where the source of weights should")

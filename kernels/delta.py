@@ -24,11 +24,12 @@ shorter than its elements holds these instead, and 65535 for `changed`.
 An anchor has no lists and needs no old version: behind the header are all elements as they are, or a payload
 of `exp_window`. `encode` chooses it where it is shorter.
 
-The header holds the version of this format, a digest of the new version, of all its bits in their order, and digests of the old version
-and of itself. Up to 3 zero bytes follow, so that payloads end at a multiple of 4. `kernels/delta_lists.py`
-has the kernels of lists, `kernels/gpu/delta.py` and `kernels/gpu/digest.py` those for GPUs. Arrays on a GPU
-have payloads there, of the same bytes but for anchors, which are elements as they are: `exp_window` has no
-kernel for GPUs. Arrays begin at multiples of 8 bytes, as those that torch allocates do.
+The header holds the version of this format, a digest of the new version, of all its bits in their order, and
+digests of the old version and of itself. Up to 3 zero bytes follow, so that payloads end at a multiple of 4.
+`kernels/delta_lists.py` has the kernels of lists, `kernels/gpu/delta.py` and `kernels/gpu/digest.py` those
+for GPUs. Arrays on a GPU have payloads there, of the same bytes but for anchors, which are elements as they
+are: `exp_window` has no kernel for GPUs. Arrays begin at multiples of 8 bytes, as those that torch allocates
+do.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ HEADER: Final = 64
 _FORMAT: Final = struct.Struct("<4sBBBBQQQQQQ")
 _MAGIC: Final = b"mcrd"
 VERSION: Final = 2
-"""Of payloads and digests: an increase is due where either changes. Version 1 folded by 32 bits, and wrote 0."""
+"""Of payloads and digests: increased where either changes. Version 1 folded by 32 bits, and wrote 0."""
 DELTA, _DENSE, _WINDOW = 0, 1, 2
 _WINDOWED: Final = {torch.float32, torch.bfloat16}
 WIDTHS: Final = tuple(UNSIGNED)
@@ -109,8 +110,8 @@ def header_of(wire: torch.Tensor) -> Header:
     (own,) = struct.unpack("<Q", raw[HEADER - 8 :])
     if magic == _MAGIC and version != VERSION:
         raise BackendError(
-            f"a delta payload has version {version}, not {VERSION}: it is damaged, or its sender runs another "
-            "version of mcr_plus"
+            f"a delta payload has version {version}, not {VERSION}: it is damaged, or its sender runs "
+            "another version of mcr_plus"
         )
     if magic != _MAGIC or mode > _WINDOW or width not in UNSIGNED or own != _header_digest(raw):
         raise BackendError(f"the header of a delta payload is damaged: {raw.hex()}")

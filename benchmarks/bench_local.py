@@ -6,7 +6,8 @@ Network namespaces joined by links of a rate, one rank on each. *Quality*: a sma
 parameters) is trained on the same tokens in every way, over a link of `--quality-rate`; held-out loss
 relative to DDP of the same seed. *Speed*: a GPT of 12.7 million parameters with 16 tokens a step and rank, so
 that computing takes some 60 ms and the gradients 51 MB, at each rate; ways that are bound by the wire make
-few steps, `mcr.local` several windows, with the last outer step in the time. Bytes are those that interfaces
+few steps, `mcr.local` several windows, with the last outer step in the time. `--ways 'wrap topk,wrap
+powersgd'`: codecs with feedback in every step, after two steps without. Bytes are those that interfaces
 have counted, of all ranks together. Utilization is the time of a step that a rank computes alone, while the
 others do so too, over the mean time of a step; the shortest that any way of the same rate has measured. "By
 processor time": the same of rank 0's threads, those of gloo included, so that neither waiting nor other work
@@ -35,9 +36,14 @@ TRAIN: Final = ROOT / "examples" / "gpt" / "train.py"
 SMALL: Final = ["--layers", "2", "--hidden", "96", "--heads", "4", "--sequence", "32", "--lr", "1e-3"]
 LARGE: Final = ["--hidden", "512", "--batch", "1", "--sequence", "16"]
 WAYS: Final = ("ddp", "wrap", "wrap int8", "local", "local int4", "local int2", "local topk")
+FED_BACK: Final = ("wrap topk", "wrap powersgd")
+"""Ways that compress from the second pass on, as their buckets must not change; not among the usual ones."""
 DDP: Final = "ddp"
+DENSE: Final = "local"
 WIRE_S: Final = 20.0  # of a job that the wire binds, about
 GRADIENTS: Final = 51e6  # bytes
+FEWER: Final = 20  # times fewer bytes of `FED_BACK`, about
+WINDOWS: Final = 6  # times `WIRE_S` that the windows of `DENSE` may take
 Run = dict[str, Any]
 
 
@@ -77,14 +83,26 @@ def quality(
     return found
 
 
-def speed(count: int, rate: str, steps: int, ways: Sequence[str], words: Sequence[str]) -> dict[str, Run]:
+def steps_of(way: str, rate: str, steps: int, every: int) -> int:
+    """How many steps a way makes at this rate: so many that neither a job is long nor its wire idle."""
+    dense = WIRE_S * bits_per_second(rate) / 8 / GRADIENTS  # that send all gradients
+    if way == DENSE:
+        return min(steps, every * max(2, round(WINDOWS * dense)))
+    if way.startswith("local"):
+        return steps
+    return max(2, min(steps, round(dense * (FEWER if way in FED_BACK else 1))))
+
+
+def speed(
+    count: int, rate: str, steps: int, every: int, ways: Sequence[str], words: Sequence[str]
+) -> dict[str, Run]:
     """A run of each way with the large model."""
-    few = max(2, min(steps, round(WIRE_S * bits_per_second(rate) / 8 / GRADIENTS)))
     found = {}
     with joined(count, rate) as hosts:
         for way in ways:
-            number = steps if way.startswith("local") else few
-            (found[way],) = train(hosts, [way], [*LARGE, "--steps", str(number), *words])
+            number = steps_of(way, rate, steps, every)
+            before = ["--warmup", "2"] if way in FED_BACK else []
+            (found[way],) = train(hosts, [way], [*LARGE, "--steps", str(number), *before, *words])
             print(f"{count} hosts  {rate}  {way}  {found[way]['tokens_per_second']:.1f} tokens/s", flush=True)
     return found
 
@@ -154,7 +172,7 @@ def main(
     plot: Plot = None,
     output: Dated = None,
 ) -> None:
-    names = harness.chosen(ways.split(","), WAYS, "way")
+    names = harness.chosen(ways.split(","), (*WAYS, *FED_BACK), "way")
     if DDP not in names:
         names.insert(0, DDP)
     need_two_hosts()
@@ -180,7 +198,7 @@ def main(
         ]
     rows = []
     for rate in rates:
-        rows += speed_rows(rate, speed(hosts, rate, steps, names, same))
+        rows += speed_rows(rate, speed(hosts, rate, steps, every, names, same))
     if rows:
         head = [
             "way",

@@ -2,6 +2,7 @@
 
     python benchmarks/bench_sync.py --rate 100mbit --output benchmarks/results/sync_….md
     python benchmarks/bench_sync.py --only-soak --soak 10000
+    python benchmarks/bench_sync.py --only-signatures
 
 A bfloat16 copy of the GPT example is trained for some steps, then with AdamW at learning rates as in
 reinforcement learning; every step is a version. One host trains, the other receives, over a link of the rate.
@@ -12,9 +13,12 @@ values (vLLM, TRL), gaps in 16 bits and values (slime), also with zstd where `zs
 
 from __future__ import annotations
 
+import hashlib
 import json
+import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -35,7 +39,7 @@ from two_hosts import TwoHosts, need_two_hosts
 import mcr_plus as mcr
 from mcr_plus.kernels import delta
 from mcr_plus.kernels.digest import digest
-from mcr_plus.training import weight_receiver
+from mcr_plus.training import weight_link, weight_receiver
 
 zstandard: Any = None
 with suppress(ImportError):
@@ -313,6 +317,87 @@ def kernels(rounds: int, numel: int = 25_000_000) -> list[list[str]]:
     return rows
 
 
+# --- signatures -----------------------------------------------------------------------------------------
+
+
+def signatures(rounds: int, numel: int = 12_800_000) -> list[list[str]]:
+    """Milliseconds of one thread's processor time of a version on the source and on a receiver; medians.
+
+    The source copies and encodes the weights; the receiver applies what came and copies the result. Both hash
+    the payload and sign two frames: the answer, and the request for the next one.
+    """
+    torch.set_num_threads(1)
+    random = torch.Generator().manual_seed(0)
+    old = (torch.randn(numel, generator=random) * 0.02).bfloat16()
+    wire = torch.zeros(delta.most_nbytes(numel, 2), dtype=torch.uint8)
+    rows = []
+    for density in (0.0, 0.01, 0.05, None):
+        moved = torch.rand(numel, generator=random) < (density or 0.0)
+        new = (old.view(BITS) + moved.to(BITS)).view(torch.bfloat16)
+        base, target, nbytes = digest(old), torch.empty_like(old), 0
+        times: list[list[float]] = [[], [], [], []]
+        for _ in range(rounds):
+            held, out = old.clone(), old.clone()
+            marks = [time.thread_time()]
+            target.copy_(new)
+            if density is None:
+                nbytes = delta.encode_anchor(target, wire, 1, windowed=False)
+            else:
+                nbytes = delta.encode(target, held, wire, (0, 1), base, update=True)
+            marks.append(time.thread_time())
+            delta.apply(wire[:nbytes], out)
+            target.copy_(out)
+            marks.append(time.thread_time())
+            # As `Payload.of`, whose long pieces other threads hash.
+            view: Any = wire[:nbytes].numpy()
+            hashes = [hashlib.sha256(piece).digest() for piece in weight_link._pieces(memoryview(view))]
+            payload = hashlib.sha256(b"".join(hashes)).digest()
+            marks.append(time.thread_time())
+            signer = weight_link._Signatures(b"secret", b"source", bytes(64), 1)
+            for _ in range(2):
+                signer.next(bytes(32) + weight_link._hash_of_body(bytes(8), [payload]))
+            marks.append(time.thread_time())
+            for each, (begin, end) in zip(times, pairwise(marks), strict=True):
+                each.append(1e3 * (end - begin))
+        source, receiver, hashed, signed = (median(each) for each in times)
+        shares = [f"{(hashed + signed) / (work + hashed + signed):.1%}" for work in (source, receiver)]
+        name = "all weights" if density is None else f"{density:.0%} changed"
+        figures = [f"{each:.3f}" for each in (source, receiver, hashed, signed)]
+        rows.append([name, f"{nbytes:,}", *figures, *shares])
+    return rows
+
+
+def handshake(rounds: int) -> float:
+    """Milliseconds of processor time of both ends of the greeting of a connection; the median."""
+    times = []
+    for _ in range(rounds):
+        with weight_link.listen("127.0.0.1") as listener:
+            far = weight_link.Link(socket.create_connection(listener.getsockname()), lambda: False)
+            near = weight_link.Link(listener.accept()[0], lambda: False)
+        begin = time.process_time()
+        other = threading.Thread(target=weight_link.greet, args=(far, b"secret", 1))
+        other.start()
+        weight_link.greeted(near, b"secret")
+        other.join()
+        times.append(1e3 * (time.process_time() - begin))
+        for link in (far, near):
+            link.close()
+    return median(times)
+
+
+def _signatures(rounds: int) -> str:
+    head = [
+        "message", "bytes", "copy, encode", "apply, copy", "hash", "sign", "share of the source's",
+        "of the receiver's",
+    ]  # fmt: skip
+    return (
+        "## Signatures\n\nProcessor time of one thread in ms, 12.8 million bfloat16 values. Both ends hash "
+        "and sign.\n\n"
+        + harness.markdown(head, signatures(rounds))
+        + f"\n\nThe greeting of a connection, once: {handshake(50):.2f} ms of both ends together."
+    )
+
+
 # --- report ---------------------------------------------------------------------------------------------
 
 
@@ -326,6 +411,7 @@ def main(
     kept: Annotated[Path | None, typer.Option(help="File of versions; made where it is missing.")] = None,
     soak: Annotated[int, typer.Option(help="Versions with injected damage and restarts; 0 for none.")] = 2000,
     only_soak: Annotated[bool, typer.Option(help="Nothing but those versions, on one host.")] = False,
+    only_signatures: Annotated[bool, typer.Option(help="Nothing but the cost of signatures.")] = False,
     rounds: Annotated[int, typer.Option(help="Of the kernels.")] = 7,
     output: Output = None,
 ) -> None:
@@ -337,6 +423,12 @@ def main(
         if output is not None:
             title, note = "Weight synchronisation with damage and restarts", "Two ranks on one host, gloo."
             harness.write(harness.page(title, harness.command(), note, *parts), output)
+        return
+    if only_signatures:
+        parts.append(_signatures(rounds))
+        print(parts[0])
+        if output is not None:
+            harness.write(harness.page("Signatures of weights", harness.command(), "", *parts), output)
         return
     need_two_hosts()
     with tempfile.TemporaryDirectory() as folder:
@@ -354,6 +446,7 @@ def main(
             with TwoHosts(each) as hosts:
                 rows = harness.on_ranks(harness.on_both(hosts), on_two_hosts, str(path))
             parts.append(f"## Two hosts, {each}\n\n" + harness.markdown(*_table(rows)))
+        parts.append(_signatures(rounds))
         if soak:
             parts.append(_soak(soak))
     for part in parts:

@@ -466,6 +466,19 @@ def payload_bytes(codec: Codec, signature: Signature) -> int | None:
     return sum(reduction.numel * reduction.dtype.itemsize for reduction in rounds)
 
 
+def as_all_reduces(codec: Codec, signature: Signature) -> tuple[int, int]:
+    """How many operations replace an all_reduce, and of how many bytes all_reduces are that move as much.
+
+    An all_gather of payloads from n ranks, or an exchange of their parts, moves as much as an all_reduce of
+    half of the bytes by the convention of `Signature.nbytes`.
+    """
+    chosen, nbytes = scheme_of(codec, signature), wire_bytes(codec, signature)
+    assert nbytes is not None
+    if chosen is AdditiveRounds:
+        return len(codec.rounds(signature.parts or (signature.shape,), signature.ranks)), nbytes
+    return (2 if chosen is TwoShot else 1), (nbytes if chosen is Native else nbytes // 2)
+
+
 def wire_bytes(codec: Codec, signature: Signature) -> int | None:
     """Bytes that a rank passes to libraries for one call, by the convention of `Signature.nbytes`.
 

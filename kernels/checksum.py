@@ -1,10 +1,10 @@
 """64-bit checksums of memory, one for every 64 KiB, at about the speed at which a core reads; CPU kernels.
 
 A block is read in rows of 64 words of 64 bits, the last row filled up with zeros. Each of 64 chains, which
-do not wait for each other, takes one word of every row by `mixed`; then chain i takes chain i + 32, rotated,
-in the same way, chain i then chain i + 16, down to one word. Each step is a bijection of either of its
-arguments, so that one changed word always changes the checksum, and several but for one case in 2^64. A
-vector instruction serves eight chains. It is no protection against an attacker.
+do not wait for each other, takes one word of every row by `mixed` of `kernels/digest.py`; then chain i takes
+chain i + 32, rotated, in the same way, chain i then chain i + 16, down to one word. Each step is a bijection
+of either of its arguments, so that one changed word always changes the checksum, and several but for one case
+in 2^64. A vector instruction serves eight chains. It is no protection against an attacker.
 
 A multiplication does not spread the highest bits of a word. A flip of bit 63 changes bits 63 and 34 of a
 chain, whatever is in it, and flips of the bits below it often do the same to theirs. What undoes that must
@@ -27,7 +27,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from mcr_plus.kernels import cpu
-from mcr_plus.kernels.digest import FACTOR, SEED, mix, to_signed
+from mcr_plus.kernels.digest import FACTOR, FOLD, SEED, mix, mixed, to_signed
 
 BLOCK: Final = 64 << 10
 """Bytes of a block."""
@@ -38,7 +38,6 @@ FLOW_WORDS: Final = 4
 _LANES: Final = 64
 _ROW: Final = 8 * _LANES
 _VECTOR: Final = 8
-_FOLD: Final = 29
 _TURN: Final = 17
 _SEEDS: Final = tuple(to_signed(SEED * (2 * lane + 1) & (2**64 - 1)) for lane in range(_LANES))
 
@@ -46,12 +45,6 @@ _numba: Any = numba  # partly annotated, which type checkers report here
 _types: Any = _numba.types
 _I64: Final = ir.IntType(64)
 _BYTES: Final = ir.IntType(8).as_pointer()
-
-
-def mixed(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """How a chain takes a word: a bijection of either; int64 in plain torch."""
-    product = (left ^ right) * to_signed(int(FACTOR))
-    return product ^ (product >> _FOLD & (1 << 64 - _FOLD) - 1)
 
 
 def reference(values: torch.Tensor) -> int:
@@ -76,7 +69,7 @@ def _spread(value: int, width: int) -> Any:
 
 def _mix_vectors(builder: Any, left: Any, right: Any, width: int) -> Any:
     product = builder.mul(builder.xor(left, right), _spread(to_signed(int(FACTOR)), width))
-    return builder.xor(product, builder.lshr(product, _spread(_FOLD, width)))
+    return builder.xor(product, builder.lshr(product, _spread(FOLD, width)))
 
 
 def _turned(builder: Any, chain: Any, width: int) -> Any:

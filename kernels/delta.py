@@ -24,11 +24,12 @@ shorter than its elements holds these instead, and 65535 for `changed`.
 An anchor has no lists and needs no old version: behind the header are all elements as they are, or a payload
 of `exp_window`. `encode` chooses it where it is shorter.
 
-The header holds a digest of the new version, of all its bits in their order, and digests of the old version
-and of itself. Up to 3 zero bytes follow, so that payloads end at a multiple of 4. `kernels/delta_lists.py`
-has the kernels of lists, `kernels/gpu/delta.py` and `kernels/gpu/digest.py` those for GPUs. Arrays on a GPU
-have payloads there, of the same bytes but for anchors, which are elements as they are: `exp_window` has no
-kernel for GPUs. Arrays begin at multiples of 8 bytes, as those that torch allocates do.
+The header holds the version of this format, a digest of the new version, of all its bits in their order, and
+digests of the old version and of itself. Up to 3 zero bytes follow, so that payloads end at a multiple of 4.
+`kernels/delta_lists.py` has the kernels of lists, `kernels/gpu/delta.py` and `kernels/gpu/digest.py` those
+for GPUs. Arrays on a GPU have payloads there, of the same bytes but for anchors, which are elements as they
+are: `exp_window` has no kernel for GPUs. Arrays begin at multiples of 8 bytes, as those that torch allocates
+do.
 """
 
 from __future__ import annotations
@@ -44,11 +45,23 @@ from mcr_plus.errors import BackendError
 from mcr_plus.kernels import cpu, exp_window
 from mcr_plus.kernels.compiling import preparing
 from mcr_plus.kernels.delta_lists import HEAD, RAW, apply_blocks, compact, list_blocks
-from mcr_plus.kernels.digest import BLOCK, FACTOR, UNSIGNED, Array, blocks_of, digest, folded, on_gpu, views
+from mcr_plus.kernels.digest import (
+    BLOCK,
+    UNSIGNED,
+    Array,
+    blocks_of,
+    digest,
+    folded,
+    mixed_words,
+    on_gpu,
+    views,
+)
 
 HEADER: Final = 64
 _FORMAT: Final = struct.Struct("<4sBBBBQQQQQQ")
 _MAGIC: Final = b"mcrd"
+VERSION: Final = 2
+"""Of payloads and digests: increased where either changes. Version 1 folded by 32 bits, and wrote 0."""
 DELTA, _DENSE, _WINDOW = 0, 1, 2
 _WINDOWED: Final = {torch.float32, torch.bfloat16}
 WIDTHS: Final = tuple(UNSIGNED)
@@ -91,26 +104,27 @@ def header_of(wire: torch.Tensor) -> Header:
     raw = wire[:HEADER].cpu().numpy().tobytes()
     if len(raw) < HEADER:
         raise BackendError(f"a delta payload ends after {len(raw)} bytes, inside its header")
-    magic, mode, width, _, _, numel, base, target, base_digest, digest, nbytes = _FORMAT.unpack(
+    magic, mode, width, version, _, numel, base, target, base_digest, digest, nbytes = _FORMAT.unpack(
         raw[: _FORMAT.size]
     )
     (own,) = struct.unpack("<Q", raw[HEADER - 8 :])
+    if magic == _MAGIC and version != VERSION:
+        raise BackendError(
+            f"a delta payload has version {version}, not {VERSION}: it is damaged, or its sender runs "
+            "another version of mcr_plus"
+        )
     if magic != _MAGIC or mode > _WINDOW or width not in UNSIGNED or own != _header_digest(raw):
         raise BackendError(f"the header of a delta payload is damaged: {raw.hex()}")
     return Header(mode, width, numel, base, target, base_digest, digest, nbytes)
 
 
 def _header_digest(raw: bytes) -> int:
-    value = 0
-    for (word,) in struct.iter_unpack("<Q", raw[: HEADER - 8]):
-        value = (value ^ word) * int(FACTOR) & (2**64 - 1)
-        value ^= value >> 32
-    return value
+    return mixed_words(word for (word,) in struct.iter_unpack("<Q", raw[: HEADER - 8]))
 
 
 def put_header(wire: torch.Tensor, *fields: int) -> int:
     """Write a header, and the zeros at the end; returns the length of the payload with them."""
-    raw = _FORMAT.pack(_MAGIC, fields[0], fields[1], 0, 0, *fields[2:])
+    raw = _FORMAT.pack(_MAGIC, fields[0], fields[1], VERSION, 0, *fields[2:])
     raw = raw.ljust(HEADER - 8, b"\0")
     raw += struct.pack("<Q", _header_digest(raw))
     wire[:HEADER].copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))

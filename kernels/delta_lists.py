@@ -7,7 +7,7 @@ from typing import Final
 import numpy as np
 
 from mcr_plus.kernels import cpu
-from mcr_plus.kernels.digest import BLOCK, hash_block
+from mcr_plus.kernels.digest import BLOCK, block_hash
 
 RAW: Final = 0xFFFF  # in place of the number of changes: the block is stored as it is
 HEAD: Final = 4
@@ -153,7 +153,7 @@ def list_blocks(raw, words, new, old, heads, bodies, lengths, hashes, update, lo
         lows[low_bit >> 5] = np.uint32(part & _LOWER)
         classes[count >> 4] = kinds
         nibbles[short] = 0
-        hashes[block] = hash_block(words[begin:end], raw[end * 8 : last * width])
+        hashes[block] = block_hash(words[begin:end], raw[end * 8 : last * width])
         body = bodies[first * width : last * width]
         sizes = (low_bit + 7) // 8, (count + 3) // 4, (short + 1) // 2, (bit + 7) // 8
         length = sizes[0] + sizes[1] + sizes[2] + escaped * width + sizes[3]
@@ -297,5 +297,5 @@ def apply_blocks(heads, body, starts, raw, words, out, hashes, lo, hi):  # type:
         else:
             wrong += lists.size != 0
         end = last * width // 8
-        hashes[block] = hash_block(words[first * width // 8 : end], raw[end * 8 : last * width])
+        hashes[block] = block_hash(words[first * width // 8 : end], raw[end * 8 : last * width])
     return wrong

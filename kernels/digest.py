@@ -5,10 +5,17 @@ An array of elements of 1, 2, 4 or 8 bytes is cut into blocks of 16384 elements.
 its words in turn by `(chain ^ word) * factor`, folded once more, which is a bijection of both, so that one
 changed word always changes the digest. The chains of a block, then the hashes of blocks, then the number of
 elements and their width are taken in the same way. It is no protection against an attacker.
+
+A multiplication does not spread the highest bits of a word: a flip of bit 63 changes bits 63 and 63 - `FOLD`
+of a chain, whatever is in it. What undoes that in the next word must not be flips of the same line of a bus,
+or of signs: hence a fold that is no multiple of eight bits. No rotation is needed where chains meet, as it is
+in `kernels/checksum.py`: they are taken one after another, so the flip of an earlier one has been multiplied
+and folded once more than that of a later one, and its lowest changed bit is another.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Final
 
 import numpy as np
@@ -20,12 +27,13 @@ from mcr_plus.kernels import cpu
 
 BLOCK: Final = 16384
 UNSIGNED: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-_FOLD: Final = np.uint64(32)
+FOLD: Final = 29
 FACTOR: Final = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio, odd
 SEED: Final = 0x243F6A8885A308D3
 _SEEDS: Final = tuple(np.uint64(SEED * (2 * lane + 1) & (2**64 - 1)) for lane in range(8))
 _S0, _S1, _S2, _S3, _S4, _S5, _S6, _S7 = _SEEDS
 _ZERO: Final = np.uint64(0)
+_UPPER: Final = np.uint64(FOLD)
 
 Array = NDArray[Any]
 
@@ -62,18 +70,27 @@ def to_signed(value: int) -> int:
 def mixed(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """`mix`, of int64 in plain torch."""
     product = (left ^ right) * to_signed(int(FACTOR))
-    return product ^ (product >> 32 & 0xFFFFFFFF)
+    return product ^ (product >> FOLD & (1 << 64 - FOLD) - 1)
+
+
+def mixed_words(words: Iterable[int]) -> int:
+    """`mix` of one word after another, in Python integers: for a few of them."""
+    value = 0
+    for word in words:
+        value = (value ^ word) * int(FACTOR) & (2**64 - 1)
+        value ^= value >> FOLD
+    return value
 
 
 @cpu.inlined
 def mix(left, right):  # type: ignore[no-untyped-def]
     """A bijection of either argument, so that one changed word is never missed."""
     product = (left ^ right) * FACTOR
-    return product ^ (product >> _FOLD)
+    return product ^ (product >> _UPPER)
 
 
 @cpu.inlined
-def hash_block(words, rest):  # type: ignore[no-untyped-def]
+def block_hash(words, rest):  # type: ignore[no-untyped-def]
     """Of a block, in eight chains: its whole words, and the bytes that are left."""
     a, b, c, d, e, f, g, h = _S0, _S1, _S2, _S3, _S4, _S5, _S6, _S7
     whole = words.size // 8
@@ -98,7 +115,7 @@ def _digests(raw, words, hashes, width, lo, hi):  # type: ignore[no-untyped-def]
     for block in range(lo, hi):
         begin = block * BLOCK * width
         end = min(begin + BLOCK * width, raw.size)
-        hashes[block] = hash_block(words[begin // 8 : end // 8], raw[end // 8 * 8 : end])
+        hashes[block] = block_hash(words[begin // 8 : end // 8], raw[end // 8 * 8 : end])
 
 
 @cpu.compiled

@@ -41,12 +41,14 @@ class Way:
         gradients: `compress` of mcr.wrap; None for mcr.local and DDP.
         outer: makes the outer optimizer of mcr.local.
         compress: of mcr.local.
+        betas: of AdamW, whose momentum a codec may have instead.
     """
 
     kind: str  # ddp, wrap, local, or one with a `start` of its own
     gradients: Mapping[str, Any] | None = None
     outer: Callable[..., torch.optim.Optimizer] | None = None
     compress: Mapping[str, Any] | None = None
+    betas: tuple[float, float] = (0.9, 0.999)
 
     def config(self) -> dict[str, Any]:
         """Everything over gloo, whose own threads move data while the program computes."""
@@ -92,6 +94,10 @@ WAYS: Final[dict[str, Way]] = {
     "ddp": Way("ddp"),
     "wrap": Way("wrap"),
     "wrap int8": Way("wrap", {"codec": "int8_block"}),
+    "wrap topk": Way("wrap", {"codec": "topk", "preset": "adam"}, betas=(0.0, 0.999)),
+    "wrap powersgd": Way(
+        "wrap", {"codec": "powersgd", "rank": 4, "error_feedback": True, "exempt": {"max_ndim": 1}}
+    ),
     "local": Way("local"),
     "local int4": Way("local", compress={"codec": "int4_block", "error_feedback": True}),
     "local int2": Way("local", compress={"codec": "int2_block", "error_feedback": True}),
@@ -106,6 +112,8 @@ TITLES: Final = {
     "ddp": "DDP, gloo",
     "wrap": "mcr.wrap",
     "wrap int8": "mcr.wrap, int8_block",
+    "wrap topk": "mcr.wrap, topk 0.18",
+    "wrap powersgd": "mcr.wrap, powersgd 4",
     "local": "mcr.local, float32",
     "local int4": "mcr.local, int4_block",
     "local int2": "mcr.local, int2_block",
@@ -200,7 +208,7 @@ def _train(task: Task, corpus: Corpus, name: str, comms: Any, observe: Any) -> O
     own, alone = _alone(task, corpus, comms)
     compute = max(comms.gather(own))
     model = LanguageModel(task.shape, task.seed)
-    inner = torch.optim.AdamW(model.parameters(), lr=task.lr, fused=True)
+    inner = torch.optim.AdamW(model.parameters(), lr=task.lr, betas=way.betas, fused=True)
     called: torch.nn.Module = model
     outer: OuterSteps | None = None
     if way.kind == "ddp":

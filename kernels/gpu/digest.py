@@ -11,17 +11,19 @@ import torch
 import triton
 import triton.language as tl
 
-from mcr_plus.kernels.digest import BLOCK, FACTOR, SEED, blocks_of, to_signed
+from mcr_plus.kernels.digest import BLOCK, FACTOR, FOLD, SEED, blocks_of, to_signed
 
 _PER: Final = 16  # blocks in a program: their chains fill the lanes of four warps
 _FACTOR: Final = tl.constexpr(to_signed(int(FACTOR)))
 _SEED: Final = tl.constexpr(to_signed(SEED))
+_FOLD: Final = tl.constexpr(FOLD)
+_BELOW: Final = tl.constexpr((1 << 64 - FOLD) - 1)
 
 
 @triton.jit
 def _mix(left, right):  # type: ignore[no-untyped-def]
     product = (left ^ right) * _FACTOR
-    return product ^ ((product >> 32) & 0xFFFFFFFF)
+    return product ^ ((product >> _FOLD) & _BELOW)
 
 
 @triton.jit

@@ -11,26 +11,73 @@ from numpy.typing import NDArray
 
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.communicator.costs import expected_us
+from mcr_plus.compression.options import codec_of
+from mcr_plus.compression.policy import refusal, resolve_options
+from mcr_plus.compression.schemes import as_all_reduces
 from mcr_plus.core.kinds import AVG, dtype_name
+from mcr_plus.core.message import Signature
 from mcr_plus.errors import ConfigError
 from mcr_plus.fusion.bucket import Bucket, Cost, Entry, earliest_finish
+from mcr_plus.training.policy import GradientPolicy
 
 _OVERHEAD: Final = 50e-6  # seconds of a rank to issue an operation and wait for it
 
 
-def all_reduce_costs(comm: Communicator, entries: Sequence[Entry], tag: str) -> dict[Hashable, Cost]:
+def all_reduce_costs(
+    comm: Communicator, entries: Sequence[Entry], params: Sequence[torch.Tensor], tag: str
+) -> dict[Hashable, Cost]:
     """Return the cost of an all_reduce for each set of gradients that may share a bucket.
 
-    For the costs and errors, see `all_reduce_cost`; an entry's `like` is its dtype, device and policy.
+    For the costs and errors, see `all_reduce_cost`; an entry's `like` is its dtype, device and policy, its
+    `id` the index of its parameter in `params`. With a codec, the cost is that of the operations that move
+    payloads; the time of encoding is not in it.
     """
-    total = dict.fromkeys((entry.like for entry in entries), 0)
+    sets: dict[Hashable, list[Entry]] = {}
     for entry in entries:
-        total[entry.like] += entry.nbytes
+        sets.setdefault(entry.like, []).append(entry)
     costs: dict[Hashable, Cost] = {}
-    for like, nbytes in total.items():
-        dtype, device, _ = cast("tuple[torch.dtype, torch.device, object]", like)
-        costs[like] = all_reduce_cost(comm, dtype, nbytes, device.type, tag)
+    for like, members in sets.items():
+        dtype, device, policy = cast("tuple[torch.dtype, torch.device, GradientPolicy]", like)
+        nbytes = sum(entry.nbytes for entry in members)
+        dense = all_reduce_cost(comm, dtype, nbytes, device.type, tag)
+        operations, encoded = 1, nbytes
+        if policy.encoded and nbytes:
+            own = [params[entry.id] for entry in members]
+            operations, encoded = _payloads(comm, policy, own, dtype, device.type, tag) or (1, nbytes)
+        costs[like] = _of_operations(dense, operations, encoded / max(nbytes, 1))
     return costs
+
+
+def _of_operations(dense: Cost, operations: int, rate: float) -> Cost:
+    """The cost of so many equal operations in place of one, of `rate` times the bytes together."""
+
+    def cost(nbytes: NDArray[np.int64]) -> NDArray[np.float64]:
+        return operations * dense((nbytes * (rate / operations)).astype(np.int64))
+
+    return dense if (operations, rate) == (1, 1.0) else cost
+
+
+def _payloads(
+    comm: Communicator,
+    policy: GradientPolicy,
+    params: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    device: str,
+    tag: str,
+) -> tuple[int, int] | None:
+    """See `as_all_reduces`, of a bucket of these parameters; None if no codec applies to it."""
+    shapes = tuple(tuple(param.shape) for param in params)
+    numel = sum(param.numel() for param in params)
+    signature = Signature(
+        "all_reduce", dtype, (numel,), numel * dtype.itemsize, comm.name, comm.size, device, AVG, None, tag,
+        parts=shapes,
+    )  # fmt: skip
+    compress = policy.compress if isinstance(policy.compress, tuple) else None
+    options = resolve_options(comm.config, signature.replace(compress=compress))
+    if options is None or options.codec == "none":
+        return None
+    codec = codec_of(options)
+    return None if refusal(codec, options, signature) else as_all_reduces(codec, signature)
 
 
 def all_reduce_cost(comm: Communicator, dtype: torch.dtype, nbytes: int, device: str, tag: str) -> Cost:

@@ -113,9 +113,9 @@ class Reducer:
         # gradient.
         device = params[0][1].device if params else None
         self._outcome = torch.zeros(_PARAMS + len(params), dtype=torch.int32, device=device)
-        exactly = self._limits.plan == "exact" and comm.size > 1
+        exactly, tensors = self._limits.plan == "exact" and comm.size > 1, [param for _, param in params]
         entries = [self._entry(slot.index) for slot in self._slots if exactly]
-        self._costs = all_reduce_costs(comm, entries, TAG) if exactly else None
+        self._costs = all_reduce_costs(comm, entries, tensors, TAG) if exactly else None
         self._auto: AutoPlan | None = None
         self._began = perf_counter()
         self._computed = self._began

@@ -1,6 +1,7 @@
 """Connections on which weights travel: frames of a fixed head and a body, between a receiver and the source.
 
-Each receiver opens one TCP connection to the source. Both prove that they belong to the job by signatures
+Each receiver opens one TCP connection to the source. Both say which version of payloads and digests they
+have, and refuse another. Both prove that they belong to the job by signatures
 with the job's secret, each of numbers that the other has drawn. Then the receiver asks for what is newer than
 the version that it holds; the source answers when there is something newer. Nothing else travels, so that
 either end may close at any time. A frame:
@@ -45,6 +46,9 @@ _LOOK_S: Final = 0.25
 _GREETS_WITHIN: Final = 10.0  # seconds; others may connect, too, and say nothing
 _ANSWERS_WITHIN_MS: Final = 30_000
 _NONCE: Final = 32
+_GREETING: Final = struct.Struct("<4sI")
+VERSION: Final = 2
+"""Of frames, and of payloads and digests in them: that of `kernels.delta`, which would import a compiler."""
 _SIGNATURE: Final = 32
 _HASH: Final = 32
 _PIECE: Final = 4 << 20
@@ -238,10 +242,16 @@ def listen(address: str) -> socket.socket:
 def greet(link: Link, secret: bytes, rank: int) -> None:
     """Prove to the source that this is rank `rank` of the job, and have it prove that it is of the job.
 
-    Raises `BackendError` if it does not.
+    Raises `BackendError` if it does not, or has another version.
     """
+    _take_greeting(link, "the source of weights")
     theirs, mine = bytes(link.take(_NONCE, within=_GREETS_WITHIN)), secrets.token_bytes(_NONCE)
-    link.put(struct.pack("<I", rank) + mine + _signed(secret, b"receiver", theirs + mine, rank))
+    link.put(
+        _GREETING.pack(_MAGIC, VERSION)
+        + struct.pack("<I", rank)
+        + mine
+        + _signed(secret, b"receiver", theirs + mine, rank)
+    )
     answer = bytes(link.take(_SIGNATURE, within=_GREETS_WITHIN))
     if not hmac.compare_digest(answer, _signed(secret, b"source", theirs + mine, rank)):
         raise BackendError("a process that is not of this job listens where the source of weights should")
@@ -251,10 +261,11 @@ def greet(link: Link, secret: bytes, rank: int) -> None:
 def greeted(link: Link, secret: bytes) -> int:
     """The rank at the other end, to which this one proves itself as well.
 
-    Raises `BackendError` if the other end does not know the secret of the job.
+    Raises `BackendError` if the other end does not know the secret of the job, or has another version.
     """
     mine = secrets.token_bytes(_NONCE)
-    link.put(mine)
+    link.put(_GREETING.pack(_MAGIC, VERSION) + mine)
+    _take_greeting(link, "a receiver of weights")
     answer = bytes(link.take(4 + _NONCE + _SIGNATURE, within=_GREETS_WITHIN))
     (rank,), nonces = struct.unpack("<I", answer[:4]), mine + answer[4 : 4 + _NONCE]
     if not hmac.compare_digest(answer[4 + _NONCE :], _signed(secret, b"receiver", nonces, rank)):
@@ -264,10 +275,25 @@ def greeted(link: Link, secret: bytes) -> int:
     return int(rank)
 
 
+def _take_greeting(link: Link, other: str) -> None:
+    """Take what each end says first; versions before 2 say nothing of the kind."""
+    magic, version = _GREETING.unpack(link.take(_GREETING.size, within=_GREETS_WITHIN))
+    if magic != _MAGIC:
+        raise BackendError(
+            f"{other} does not greet as version {VERSION} of this connection does: it is not of this job, or "
+            "has another version of mcr_plus"
+        )
+    if version != VERSION:
+        raise BackendError(
+            f"{other} has version {version} of this connection, not {VERSION}: all ranks need the same "
+            "version of mcr_plus"
+        )
+
+
 def connect(place: tuple[str, int], secret: bytes, rank: int, ends: Callable[[], bool], tries: int) -> Link:
     """Connect to the source; raises `OSError` or `EOFError` if it does not answer, `Ended`.
 
-    Raises `BackendError` if another process answers.
+    Raises `BackendError` if another process answers, or another version.
     """
     for left in reversed(range(tries)):
         link = None

@@ -21,6 +21,9 @@ from torch import nn
 
 import mcr_plus as mcr
 from mcr_plus.api.record import Record
+from mcr_plus.compression.codec import PayloadCodec, make
+from mcr_plus.compression.schemes import as_all_reduces
+from mcr_plus.core.message import Signature
 from mcr_plus.fusion.bucket import Cost, Entry
 from mcr_plus.fusion.options import FuseOptions
 from mcr_plus.plan.costs import Curve
@@ -31,7 +34,7 @@ from mcr_plus.plan.step import model_hash
 from mcr_plus.training import auto_plan
 from mcr_plus.training import wrap as wrapping
 from mcr_plus.training.auto_plan import AutoPlan, Captured
-from mcr_plus.training.bucket_plan import earliest
+from mcr_plus.training.bucket_plan import _of_operations, earliest
 from mcr_plus.training.policy import Choice
 from mcr_plus.training.reducer import Reducer
 
@@ -61,6 +64,28 @@ def test_dtypes_are_planned_apart_and_sent_as_they_become_ready() -> None:
     ]
     plan = earliest(entries, {"float": linear(10.0, 0.01), "half": linear(1000.0, 0.01)}, 1)
     assert [bucket.members for bucket in plan] == [(0, 2), (1, 3), (4,)]
+
+
+def test_codecs_are_weighed_by_the_operations_that_move_their_payloads() -> None:
+    """By hand: a matrix of 100 × 50 and 9 values, on 4 ranks; factors of rank 4; blocks as they are."""
+    numel, shapes = 5009, ((100, 50), (9,))
+    bucket = Signature(
+        "all_reduce", torch.float32, (numel,), 4 * numel, "world", 4, reduce_op="AVG", parts=shapes
+    )
+    int8 = make({"codec": "int8_block"})
+    assert isinstance(int8, PayloadCodec)
+    part = int8.wire_nbytes(-(-numel // (4 * int8.traits.alignment)) * int8.traits.alignment)
+    sparse = make({"codec": "topk", "ratio": 0.01})
+    assert isinstance(sparse, PayloadCodec)
+    for codec, expected in (
+        (make({"codec": "powersgd"}), (2, 4 * (4 * 100 + 9 + 4 * 50))),
+        (make({"codec": "bf16"}), (1, 2 * numel)),
+        (int8, (2, 4 * part)),  # a quarter to each rank, and a quarter back
+        (sparse, (1, 2 * sparse.wire_nbytes(numel))),  # a payload from each of four ranks
+    ):
+        assert as_all_reduces(codec, bucket) == expected
+    both = _of_operations(linear(10.0, 0.01), 2, 0.1)
+    assert both(np.array([1000, 0])).tolist() == [21.0, 20.0]
 
 
 def trained(table: str) -> dict[str, Any]:

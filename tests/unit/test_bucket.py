@@ -133,11 +133,20 @@ def hockney(latency: float, per_byte: float) -> Cost:
     return cost
 
 
-def test_gradients_ready_together_share_a_bucket_and_late_ones_do_not() -> None:
+def test_gradients_ready_together_share_a_bucket_and_the_last_ones_do_not() -> None:
     together = [Entry(i, 100) for i in range(5)]
     assert len(earliest_finish(together, hockney(10.0, 0.01))) == 1
     apart = [Entry(i, 100, None, 1000.0 * i) for i in range(5)]
-    assert len(earliest_finish(apart, hockney(10.0, 0.01))) == 5
+    plan = earliest_finish(apart, hockney(10.0, 0.01))
+    assert [bucket.members for bucket in plan] == [(0, 1, 2, 3), (4,)]  # the first four can wait
+
+
+def test_a_bucket_is_filled_while_twice_its_time_passes_before_the_next_one() -> None:
+    """An operation takes about 10 units; 19 or 21 pass between the last two entries."""
+    for wait, parts in ((19.0, [(0,), (1,), (2,)]), (21.0, [(0, 1), (2,)])):
+        entries = [Entry(i, 1, None, at) for i, at in enumerate((0.0, 12.0, 12.0 + wait))]
+        plan = earliest_finish(entries, hockney(10.0, 1e-3))
+        assert [bucket.members for bucket in plan] == parts
 
 
 @given(timed, st.sampled_from([1, 4, 64]))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
+from bit_flips import missed
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_exam import triton_device
@@ -263,6 +264,29 @@ def test_the_digest_is_the_reference_and_depends_on_every_bit_and_its_place() ->
     values = torch.randn(4096)
     for shift in (1, 2, 8, 16, 2048):
         assert digests.digest(values.roll(shift)) != digests.digest(values)
+
+
+@pytest.mark.parametrize("nbytes", [64, 52, 4 * 64])
+def test_flips_of_signs_do_not_cancel_each_other_in_a_digest(nbytes: int) -> None:
+    raw = torch.from_numpy(np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8))
+    assert missed(digests.digest, raw, lanes=8) == []
+    # The last words of two blocks: their hashes are taken one after another.
+    values = torch.zeros(2 * digests.BLOCK, dtype=torch.uint8)
+    before = digests.digest(values)
+    for width in (1, 2, 4, 8):
+        flipped = [digests.BLOCK - 1, 2 * digests.BLOCK - 1 - (8 - width)]
+        values[flipped] ^= 0x80
+        assert digests.digest(values) != before
+        values[flipped] ^= 0x80
+
+
+def test_payloads_of_other_versions_are_refused_by_name() -> None:
+    old, new = pair(1000, torch.bfloat16, 0.01)
+    wire = encoded(new, old)
+    assert wire[6] == kernel.VERSION
+    wire[6] = 0
+    with pytest.raises(BackendError, match="has version 0, not 2: it is damaged, or its sender runs another"):
+        kernel.apply(wire, old)
 
 
 def test_damaged_payloads_are_refused() -> None:

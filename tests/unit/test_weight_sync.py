@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from mcr_plus.errors import BackendError, InvalidArgument
+from mcr_plus.kernels import delta
 from mcr_plus.kernels.digest import digest
 from mcr_plus.training import weight_link as links
 from mcr_plus.training.weight_receiver import WeightReceiver
@@ -105,12 +106,17 @@ def test_threads_end_and_a_superseded_connection_is_closed() -> None:
     assert not [each for each in threading.enumerate() if each not in before and each.is_alive()]
 
 
-def greeted_pair() -> tuple[links.Link, links.Link]:
-    """The source's end and the receiver's of a connection whose greetings are over."""
+def connected_pair() -> tuple[links.Link, links.Link]:
+    """The source's end and the receiver's of a connection on which nothing has been said."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         far = socket.create_connection(server.getsockname())
         near, _ = server.accept()
-    source, receiver = links.Link(near, lambda: False), links.Link(far, lambda: False)
+    return links.Link(near, lambda: False), links.Link(far, lambda: False)
+
+
+def greeted_pair() -> tuple[links.Link, links.Link]:
+    """The same of a connection whose greetings are over."""
+    source, receiver = connected_pair()
     greeting = threading.Thread(target=links.greet, args=(receiver, b"secret", 1))
     greeting.start()
     assert links.greeted(source, b"secret") == 1
@@ -191,7 +197,7 @@ def test_frames_that_were_signed_for_another_place_are_refused(what: str) -> Non
 
 def test_a_receiver_connects_again_after_an_answer_that_was_not_signed() -> None:
     """A relay between the ends changes one byte of the first answer's payload."""
-    flips = [64 + 96 + 8 + 70]  # nonce and signature of the greeting, head of the frame, a length, the header
+    flips = [8 + 64 + 96 + 8 + 70]  # version, nonce and signature, head of the frame, a length, the header
     threads: list[threading.Thread] = []
     sockets: list[socket.socket] = []
 
@@ -239,19 +245,33 @@ def test_a_receiver_connects_again_after_an_answer_that_was_not_signed() -> None
             each.close()
 
 
+GREETING = b"mcrw" + links.VERSION.to_bytes(4, "little")
+
+
+@pytest.mark.parametrize("said", [b"mcrw" + (3).to_bytes(4, "little"), bytes(range(8))])
+@pytest.mark.parametrize("receives", [False, True])
+def test_other_versions_are_refused_by_name(said: bytes, receives: bool) -> None:
+    """The second begins as version 1 did: with random bytes."""
+    assert links.VERSION == delta.VERSION
+    here, there = connected_pair()
+    there.put(said + bytes(100))
+    expected = "has version 3 of this connection, not 2" if said[0] else "has another version of mcr_plus"
+    with pytest.raises(BackendError, match=expected):
+        links.greet(here, b"secret", 1) if receives else links.greeted(here, b"secret")
+    here.close()
+    there.close()
+
+
 @pytest.mark.parametrize("knows", ["the receiver", "the source"])
 def test_both_ends_prove_that_they_are_of_the_job(knows: str) -> None:
     """One of them is another program, which says what the protocol asks for, without the secret."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        far = socket.create_connection(server.getsockname())
-        near, _ = server.accept()
-    here, there = links.Link(near, lambda: False), links.Link(far, lambda: False)
+    here, there = connected_pair()
     if knows == "the source":
-        there.put((1).to_bytes(4, "little") + bytes(64))
+        there.put(GREETING + (1).to_bytes(4, "little") + bytes(64))
         with pytest.raises(BackendError, match="not of this job asked for weights"):
             links.greeted(here, b"secret")
     else:
-        there.put(bytes(32))
+        there.put(GREETING + bytes(32))
         there.put(bytes(32))
         with pytest.raises(BackendError, match="not of this job listens"):
             links.greet(here, b"secret", 1)

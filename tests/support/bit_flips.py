@@ -1,0 +1,34 @@
+"""Flips of one line of a bus in several words, of which checksums and digests must miss none."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import torch
+
+
+def missed(of: Callable[[torch.Tensor], object], raw: torch.Tensor, lanes: int) -> list[tuple[object, ...]]:
+    """The flips that `of(raw)` does not show, of uint8 `raw` whose words go to `lanes` chains in turn."""
+    found, unseen = of(raw), []
+    for what, flipped, bit in _flips(raw.numel() // 8, lanes):
+        raw[flipped] ^= bit
+        if of(raw) == found:
+            unseen.append(what)
+        raw[flipped] ^= bit
+    assert of(raw) == found
+    return unseen
+
+
+def _flips(words: int, lanes: int) -> Iterator[tuple[tuple[object, ...], list[int], int]]:
+    """What is flipped, the bytes, and the bits in each of them."""
+    # In the last row, after which chains meet: two words, in one of the two values of 32 bits in each.
+    for one, other in itertools.combinations(range((words - 1) // lanes * lanes, words), 2):
+        for byte, bit in ((7, 0x80), (7, 0x40), (7, 0x20), (3, 0x80)):
+            yield (one, other, byte, bit), [8 * one + byte, 8 * other + byte], bit
+    # In one row, and any number of flips of that line in the word that the chain takes next.
+    for width in (1, 2, 4, 8) if words > lanes else ():
+        line = range(width - 1, 8, width)
+        for many in range(1, len(line) + 1):
+            for after in itertools.combinations(line, many):
+                yield (width, after), [7, *(8 * lanes + byte for byte in after)], 0x80

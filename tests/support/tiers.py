@@ -171,6 +171,7 @@ LONG: Final = (
     "test_hierarchical.py::test_results[nodes in no order]",
     "test_hierarchical.py::test_results[shared memory, gloo, every type]",
     "test_compressed.py::test_every_codec_on_every_operation[4",
+    "test_compressed.py::test_every_codec_on_every_operation[2-backends1-False]",
     "test_compressed.py::test_every_codec_on_every_operation[3",
     "test_wrap.py::test_training_matches_ddp_on_three_ranks",
     "test_wrap.py::test_training_matches_ddp[gloo]",

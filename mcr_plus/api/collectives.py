@@ -93,7 +93,9 @@ def all_reduce(
         work.wait()
         ```
     """
-    return _of(group).all_reduce(tensor, op, async_op, backend=backend, compress=compress, tag=tag)
+    # `_of(None)` without a call, because this is the most frequent operation.
+    comm = (runtime.job.communicator or _of(None)) if group is None else _of(group)
+    return comm.all_reduce(tensor, op, async_op, backend=backend, compress=compress, tag=tag)
 
 
 def broadcast(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -16,9 +17,14 @@ import numpy as np
 from mcr_plus.api.stragglers import Arrivals, Stragglers, site_text
 from mcr_plus.core.environment import host_name
 from mcr_plus.core.kinds import bus_factor, dtype_name
+from mcr_plus.core.stacks import site_at
+from mcr_plus.dispatch.board.shared import arrival_times
 from mcr_plus.dispatch.idle_time import IdleTime
 
 if TYPE_CHECKING:
+    from mcr_plus.core.group import Group
+    from mcr_plus.core.message import Signature
+    from mcr_plus.core.stacks import Position, Site
     from mcr_plus.dispatch.engine import Engine
     from mcr_plus.dispatch.work import IssuedWork
 
@@ -113,6 +119,10 @@ def size_class(nbytes: int) -> int:
     return 0 if nbytes == 0 else 1 << (nbytes - 1).bit_length()
 
 
+_Noted = tuple[Any, ...]
+"""The arguments of `Log._record`."""
+
+
 class Log:
     """Records in the order in which completion was noticed.
 
@@ -121,12 +131,27 @@ class Log:
 
     def __init__(self, rank: int, size: int | None = None) -> None:
         """`size`: the number of ranks of the job, if it is known."""
-        self.records: list[Record] = []
+        self._records: list[Record] = []
+        self._noted: list[_Noted] = []
+        self._lock = threading.Lock()
         self._rank = rank
         self._size = size
         self._began = time.perf_counter()
         self._ended: float | None = None
         self._arrivals = Arrivals()
+        self._sites: dict[tuple[int, int], tuple[Position, Site]] = {}
+
+    @property
+    def records(self) -> list[Record]:
+        """The records so far. Operations that have been noted since the last look become records now."""
+        self._take_in()
+        return self._records
+
+    def _take_in(self) -> None:
+        with self._lock:
+            count = len(self._noted)
+            self._records += [self._record(*each) for each in self._noted[:count]]
+            del self._noted[:count]
 
     @property
     def seconds(self) -> float:
@@ -161,33 +186,77 @@ class Log:
         plot_records(self.records, f"Communication of rank {self._rank}", Path(path))
 
     def add(self, work: IssuedWork) -> None:
-        """Append a finished operation. Called by the engine."""
-        info, signature = work.info, work.operation.signature
-        issued = info.t_issue
-        if not issued:
+        """Note a finished operation, of which `records` makes a record later. Called by the engine."""
+        if not work.t_issue:
             return  # issued before recording began
-        self.records.append(
-            Record(
-                sequence=info.sequence,
-                kind=info.kind,
-                tag=info.tag,
-                group=info.group,
-                backend=info.backend,
-                codec=info.codec,
-                bytes=info.bytes,
-                wire_bytes=info.wire_bytes,
-                fused=info.fused,
-                t_issue=issued,
-                t_done=info.t_done or issued,
-                waited=max(0.0, (info.t_done or issued) - work.t_wait),
-                ranks=signature.ranks,
-                error=None if work.error is None else str(work.error),
-                dtype=dtype_name(signature.dtype),
-                is_async=signature.async_op,
-                site=site_text(work.site),
-                skew=self._arrivals.add(work),
+        operation, message, number, error = work.operation, work.message, work.sequence, work.error
+        signature, state = operation.signature, operation.state
+        self._noted.append(
+            (
+                signature,
+                state.group,
+                number,
+                work.ran_on or operation.backend,
+                message.codec,
+                message.uncompressed_bytes,
+                message.own_bytes() if signature.nbytes is None else signature.nbytes,
+                message.fused,
+                (work.t_issue, work.t_done or work.t_issue, work.t_wait),
+                None if error is None else str(error),
+                work.site,
+                state.board.arrival_words(number) if number and error is None else None,
             )
         )
+
+    def _record(
+        self,
+        signature: Signature,
+        group: Group,
+        number: int,
+        ran_on: str,
+        codec: str | None,
+        uncompressed: int | None,
+        nbytes: int,
+        fused: int,
+        times: tuple[float, float, float],
+        error: str | None,
+        position: Position | None,
+        words: tuple[list[int], list[int]] | None,
+    ) -> Record:
+        issued, done, began_wait = times
+        site = None if position is None else self._site(position)
+        skew = None
+        if number and error is None and group.size > 1:
+            known = None if words is None else arrival_times(words, number)
+            skew = self._arrivals.add(group, signature, number, known, site)
+        library = ran_on.partition(":")[0]
+        return Record(
+            sequence=number,
+            kind=signature.kind,
+            tag=signature.tag,
+            group=signature.group,
+            backend=signature.choice if library == (signature.backend or "") else library,
+            codec=codec,
+            bytes=nbytes if uncompressed is None else uncompressed,
+            wire_bytes=nbytes,
+            fused=fused,
+            t_issue=issued,
+            t_done=done,
+            waited=max(0.0, done - began_wait),
+            ranks=signature.ranks,
+            error=error,
+            dtype=dtype_name(signature.dtype),
+            is_async=signature.async_op,
+            site=site_text(site),
+            skew=skew,
+        )
+
+    def _site(self, position: Position) -> Site:
+        """The line of a position. Code is known by its identity: its hash takes long."""
+        key = id(position[0]), position[1]
+        if key not in self._sites:
+            self._sites[key] = position, site_at(position)
+        return self._sites[key][1]
 
     def stragglers(self) -> Stragglers:
         """The ranks that keep others waiting all the time, the latest first; an empty list if none does.
@@ -208,6 +277,7 @@ class Log:
                     print([each.rank for each in log.stragglers()])  # [1]
             ```
         """
+        self._take_in()
         return self._arrivals.stragglers(self._began, self.seconds)
 
     def summary(self) -> Summary:

@@ -19,8 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from mcr_plus.dispatch.work import IssuedWork
+    from mcr_plus.core.group import Group
+    from mcr_plus.core.message import Signature
+    from mcr_plus.core.stacks import Site
 
+Times = tuple[list[float], list[float]]
 Floats = npt.NDArray[np.float64]
 LATE: Final = 0.005
 """Seconds; a smaller delay is the operating system's."""
@@ -130,12 +133,13 @@ class Arrivals:
         self._events: list[tuple[float, int, float]] = []  # when, rank, seconds
         self._compared = self._left_out = 0
 
-    def add(self, work: IssuedWork) -> float | None:
-        """Take in an operation that is complete; returns its skew, the last arrival less the median one."""
-        state = work.operation.state
-        if not work.sequence or state.group.size < 2 or work.error is not None:
-            return None
-        known = state.board.arrivals(work.sequence)
+    def add(
+        self, of: Group, signature: Signature, number: int, known: Times | None, site: Site | None
+    ) -> float | None:
+        """Take in operation `number` of a group; returns its skew, the last arrival less the median one.
+
+        `known`: the arrivals of the group ranks, NaN where unknown, and their idle times until then.
+        """
         if known is None:
             self._left_out += 1
             return None
@@ -143,14 +147,13 @@ class Arrivals:
         if not sum(arrivals) > 0:  # NaN
             self._left_out += 1
             return None
-        name = state.group.name, state.group.ranks
+        name = of.name, of.ranks
         group = self._groups.get(name)
         if group is None:
-            group = self._groups[name] = _Group(state.group.ranks)
-        signature = work.operation.signature
-        key = signature.kind, signature.tag, work.site
+            group = self._groups[name] = _Group(of.ranks)
+        key = signature.kind, signature.tag, site
         group.keys.append(self._keys.setdefault(key, len(self._keys)))
-        group.numbers.append(work.sequence)
+        group.numbers.append(number)
         group.arrivals.append(known[0])
         group.idle.append(known[1])
         self._compared += 1
@@ -233,7 +236,7 @@ class Arrivals:
         return Straggler(rank, total, total / seconds, sum(row.late for row in sites), sites)
 
 
-_Key = tuple[str, "str | None", "tuple[str, int, str] | None"]
+_Key = tuple[str, "str | None", "Site | None"]
 """Kind, tag, line of the program."""
 
 
@@ -251,7 +254,7 @@ class _Site:
         self.figures[:, 3] = np.maximum(self.figures[:, 3], late.max(axis=0))
 
 
-def site_text(site: tuple[str, int, str] | None) -> str:
+def site_text(site: Site | None) -> str:
     """A line of the program for people; empty if it is not known."""
     return "" if site is None else f"{site[0]}:{site[1]}, in {site[2]}"
 

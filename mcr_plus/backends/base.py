@@ -71,6 +71,30 @@ Start = Callable[[Message], Poll]
 """Hand an operation to a library; returns at once."""
 
 
+class FirstCalls:
+    """A `Start` that becomes another one after its first calls, which then need not go through it.
+
+    Attributes:
+        on_settled: called with the start for all later calls, once that is known.
+    """
+
+    __slots__ = ("_start", "on_settled")
+
+    def __init__(self, first: Start) -> None:
+        self._start = first
+        self.on_settled: Callable[[Start], None] | None = None
+
+    def __call__(self, message: Message) -> Poll:
+        """See `Start`."""
+        return self._start(message)
+
+    def settle(self, start: Start) -> None:
+        """Use `start` from now on."""
+        self._start = start
+        if self.on_settled is not None:
+            self.on_settled(start)
+
+
 class Persistent(Protocol):
     """A library's persistent request: its start and its poll. The first start may replace both."""
 

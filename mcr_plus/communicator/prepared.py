@@ -117,8 +117,9 @@ def repeated(ready: Prepared, tensors: Tensors, async_op: bool) -> Callable[...,
     (tensor,) = tensors
     reads, writes = ((len(part) > 0 and part[0] is tensor) for part in (inputs, outputs))
     if reads and writes:
-        if async_op and issue.start_in_place is not None:
-            return issue.start_in_place
+        without_message = issue.start_in_place if async_op else issue.run_in_place
+        if without_message is not None:
+            return without_message
 
         def in_place(x: torch.Tensor) -> Work | None:
             both = (x,)

@@ -7,7 +7,7 @@ import re
 import sys
 import sysconfig
 from collections.abc import Sequence
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Final, NamedTuple
 
 FRAMES: Final = 32
@@ -18,10 +18,13 @@ _LIBRARIES: Final = tuple(
     {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
 _OTHERS: Final = (*_LIBRARIES, _PACKAGE, "<")
+_is_program: Final[dict[str, bool]] = {}  # by file
 _INSTALLED: Final = re.compile(r"^<|/(site|dist)-packages/|/lib/python3\.\d+/")  # on whatever machine
 
 Site = tuple[str, int, str]
 """File, line and function."""
+Position = tuple[CodeType, int]
+"""Where a function is: its code, and the offset of the instruction. The line takes longer to find."""
 
 
 class Frame(NamedTuple):
@@ -90,11 +93,22 @@ def call_site(frames: Sequence[Frame]) -> Frame | None:
     return next(own, frames[0] if frames else None)
 
 
-def site_of(frame: FrameType | None) -> Site | None:
-    """The line of the program that a stack ends in; None if it has none. It costs about a microsecond."""
+def position_of(frame: FrameType | None) -> Position | None:
+    """Where the program is in a stack; None if none of it is the program's. It takes half a microsecond."""
     while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith(_OTHERS):
-            return file, frame.f_lineno or 0, frame.f_code.co_name
+        code = frame.f_code
+        file = code.co_filename
+        is_program = _is_program.get(file)
+        if is_program is None:
+            is_program = _is_program[file] = not file.startswith(_OTHERS)
+        if is_program:
+            return code, frame.f_lasti
         frame = frame.f_back
     return None
+
+
+def site_at(position: Position) -> Site:
+    """The line of a position."""
+    code, offset = position
+    lines = (line for start, end, line in code.co_lines() if start <= offset < end)
+    return code.co_filename, next(lines, None) or 0, code.co_name

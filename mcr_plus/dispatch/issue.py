@@ -23,11 +23,11 @@ class Issue:
         run: runs a synchronous operation to its end. By default `start(message).wait()`; dispatch has one
             that needs no handle while all goes well, and a stage that wraps an issue passes it on.
         operation: the library operation that `start` starts, if it starts exactly one and nothing else.
-        start_in_place: `start` for an operation in place on one tensor, without a message; None if the
-            chain has no such form.
+        start_in_place, run_in_place: `start` and `run` for an operation in place on one tensor, without a
+            message; None if the chain has no such form.
     """
 
-    __slots__ = ("operation", "run", "start", "start_in_place")
+    __slots__ = ("operation", "run", "run_in_place", "start", "start_in_place")
 
     def __init__(
         self,
@@ -36,11 +36,13 @@ class Issue:
         *,
         operation: Operation | None = None,
         start_in_place: Callable[[torch.Tensor], Work] | None = None,
+        run_in_place: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
         self.start = start
         self.run = run or (lambda message: start(message).wait())
         self.operation = operation
         self.start_in_place = start_in_place
+        self.run_in_place = run_in_place
 
     def __call__(self, message: Message) -> Work:
         """The same as `start`."""

@@ -15,7 +15,7 @@ from mcr_plus.dispatch.failover.attempt import Attempt
 if TYPE_CHECKING:
     from mcr_plus.backends.base import Poll, StreamPoll
     from mcr_plus.core.message import Message
-    from mcr_plus.core.stacks import Site
+    from mcr_plus.core.stacks import Position
     from mcr_plus.core.streams import Event, Streams
     from mcr_plus.dispatch.observer import Noted
     from mcr_plus.dispatch.operation import Operation
@@ -51,7 +51,7 @@ class IssuedWork(Work):
     t_wait: float = math.inf  # when a wait began
     t_done: float | None = None
     lost_before: float | None = None  # `IdleTime.lost` then
-    site: Site | None = None  # the line of the program that issued it, if arrivals are noted
+    site: Position | None = None  # where the program has issued it, if arrivals are noted
     error_raised: bool = False  # by a wait
     issued: int = 0  # of a send or receive, in `time.time_ns()`
     noted: Noted | None = None  # what is remembered of it, once it is waited for for long or has failed
@@ -92,7 +92,7 @@ class IssuedWork(Work):
             if operation.engine.recorders:
                 self.t_wait = perf_counter()
                 if (idle := operation.engine.idle) is not None:
-                    self.lost_before = idle.lost()
+                    self.lost_before = idle.lost(self.t_wait)
             if poll is not None and operation.inline and operation.engine.waiting.calm:
                 try:
                     for _ in operation.spins:
@@ -210,7 +210,7 @@ class IssuedWork(Work):
         if operation.engine.recorders:
             self.t_done = perf_counter()
             if self.lost_before is not None and (idle := operation.engine.idle) is not None:
-                idle.add(self.t_done - self.t_wait, self.lost_before)
+                idle.add(self.t_wait, self.t_done, self.lost_before)
             for record in operation.engine.recorders:
                 record(self)
         if not operation.inline:  # the handle may outlive the operation by far: free the tensors

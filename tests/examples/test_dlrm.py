@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import math
-import os
 import random
 import re
 import subprocess
@@ -30,6 +29,7 @@ import torch
 import train
 import typer
 from libraries import TITLES
+from ranks import nursery
 from torch import Tensor, nn
 from transports import Transport
 from typer.testing import CliRunner
@@ -618,7 +618,7 @@ def test_impossible_requests_are_refused(transports: object, tmp_path: Path) -> 
 
 def launch(launcher: Sequence[str], *arguments: object) -> subprocess.CompletedProcess[str]:
     environment = {
-        **os.environ,
+        **nursery().environ,
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
@@ -651,7 +651,7 @@ def mpi_is_there() -> bool:
 def test_all_libraries_train_the_same_model_on_two_ranks(generated: Path, tmp_path: Path) -> None:
     if not mpi_is_there():
         pytest.skip("needs mpiexec beside python")
-    mpiexec = [str(Path(sys.executable).parent / "mpiexec"), "-n", "2", sys.executable]
+    mpiexec = [str(Path(sys.executable).parent / "mpiexec"), "-n", "2", nursery().python]
     out = tmp_path / "out.json"
     done = launch(mpiexec, "--compare", "--rounds", 1, "--data", generated, "--steps", 5, "--json", out)
     assert done.returncode == 0, done.stdout + done.stderr

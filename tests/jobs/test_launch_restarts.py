@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import nursery
 from test_launch import END_LIMIT_S, Run, Start, folder, gone, leftovers, start
 
 from mcr_plus.launch import Supervised, commands, scratch
@@ -51,7 +52,8 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def test_a_killed_rank_is_started_again_and_the_others_live_on(start: Start, folder: Path) -> None:
-    run = start("-n", "3", "--min-ranks", "2", "--restart-failed", "3", PROGRAMS, "store")
+    words = ["--min-ranks", "2", "--restart-failed", "3"]
+    run = start("-n", "3", *words, nursery().python, PROGRAMS, "store")
     pids = run.wait_until_up(3)
     os.kill(pids[1], signal.SIGKILL)
     assert run.wait() == 0, run.text()

@@ -15,6 +15,7 @@ import torch
 from ranks import run_ranks
 
 import mcr_plus as mcr
+from mcr_plus.backends.base import Poll
 from mcr_plus.core.group import Group
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.dispatch.board.base import Failure, GroupBoard
@@ -184,6 +185,47 @@ def test_running_poll_loop_stops_when_its_library_is_disabled(when: int) -> None
     with pytest.raises(mcr.BackendError, match="not used any more"):
         issue.run(Message(signature, (), ()))
     assert len(polls) == when
+
+
+def test_operations_in_place_share_a_message_but_not_while_it_is_in_use() -> None:
+    """A handler of signals, for one, may issue an operation while the thread polls another one like it."""
+    engine = Engine(Peers(0, ("host",), None, 1.0), wait="spin", oversubscribed=False)
+    signature = Signature("all_reduce", torch.float32, (4,), 16, "world", 1, reduce_op="SUM", backend="local")
+    group, nobody = Group("world", (0,), 0), cast("Any", None)
+    started: list[Message] = []
+
+    def start(message: Message) -> Poll:
+        started.append(message)
+        own, polls = message.inputs[0], 0
+
+        def poll() -> bool:
+            nonlocal polls
+            polls += 1
+            if own[0] == 0 and polls == 1:
+                run(torch.ones(4))
+            if own[0] == 2:
+                raise ValueError("wrong")
+            assert message.inputs[0] is message.outputs[0] is own
+            return polls == 2
+
+        return poll
+
+    operation = Operation(
+        signature, start, engine, GroupState(group, GroupBoard()), BackendChannel(nobody, nobody),
+        channel=nobody, on_stream=False, spins=100, burst=range(10), timeout=30.0,
+    )  # fmt: skip
+    run = operation.bind().run_in_place
+    assert run is not None
+    values = torch.zeros(4)
+    run(values)
+    outer, inner = started
+    assert outer is not inner
+    assert outer.inputs == outer.outputs == inner.inputs == ()  # no tensor is kept alive
+    run(torch.full((4,), 3.0))
+    assert started[2] is outer
+    with pytest.raises(mcr.BackendError, match="wrong"):
+        run(torch.full((4,), 2.0))
+    assert started[3].inputs[0][0] == 2.0  # the library may still write there
 
 
 def issued(engine: Engine, number: int, after: IssuedWork | None) -> IssuedWork:

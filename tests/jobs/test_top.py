@@ -147,7 +147,10 @@ def check_stopped(by_rank: list[int], library: str, running: Future[Any]) -> Non
 def check_never(by_rank: list[int], running: Future[Any]) -> None:
     job = awaited(
         lambda: job_of(by_rank[0]),
-        lambda job: idle(job, VICTIM) and any(text.startswith("ranks 0, 2 wait") for text in findings(job)),
+        lambda job: (
+            idle(job, VICTIM)  # and the others no longer wait for the operation before
+            and any(text.startswith("ranks 0, 2 wait for rank 1") for text in findings(job))
+        ),
         running,
     )
     member, wait = job.member(VICTIM), job.member(0).waits[0]

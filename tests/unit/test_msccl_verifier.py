@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -392,32 +393,32 @@ def idle(*blocks: tuple[int, Step], scratch: int = 0) -> Algorithm:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "what"),
+    ("algorithm", "what"),  # made by the test: each takes some tenths of a second
     [
         (
-            idle((500, Step("cpy", i(0), s(0), 4096)), scratch=4096),
+            lambda: idle((500, Step("cpy", i(0), s(0), 4096)), scratch=4096),
             "500 steps that move 2048000 chunks, expected fewer or smaller ones: the verifier follows "
             "524288, steps and chunks taken together",
         ),
         (
-            idle(*[(1000, Step("nop", i(0), i(0), 0))] * 525),
+            lambda: idle(*[(1000, Step("nop", i(0), i(0), 0))] * 525),
             "525000 steps that move 0 chunks, expected fewer or smaller ones: the verifier follows 524288, "
             "steps and chunks taken together",
         ),
         (
-            idle(*[(0, send(i(0)))] * 11000, (50_000, Step("nop", i(0), i(0), 0))),
+            lambda: idle(*[(0, send(i(0)))] * 11000, (50_000, Step("nop", i(0), i(0), 0))),
             "11001 thread blocks and 50000 steps, expected fewer of both: the verifier compares 536870912 "
             "clocks, the one times the other",
         ),
         (
-            made("allreduce", 1, *[()] * 33, scratch=4096),
+            lambda: made("allreduce", 1, *[()] * 33, scratch=4096),
             "135168 chunks of scratch on all ranks, expected at most 131072",
         ),
     ],
     ids=["chunks", "steps", "clocks", "scratch"],
 )
-def test_algorithms_beyond_the_limits_are_refused(algorithm: Algorithm, what: str) -> None:
-    assert refusal(algorithm) == [f"<it>: algo: {what}"]
+def test_algorithms_beyond_the_limits_are_refused(algorithm: Callable[[], Algorithm], what: str) -> None:
+    assert refusal(algorithm()) == [f"<it>: algo: {what}"]
 
 
 @pytest.mark.parametrize(

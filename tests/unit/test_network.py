@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scipy.optimize import linprog
 from tiers import examples
 
 from mcr_plus.errors import InvalidArgument
@@ -246,6 +245,8 @@ def filled(flows: Sequence[float], needs: Sequence[Mapping[int, float]], links: 
 
 def by_programs(flows: Sequence[float], needs: Sequence[Mapping[int, float]], links: int) -> list[float]:
     """Max-min fair by its definition: the lowest rate is as high as it can be, then the next lowest, …"""
+    from scipy import optimize  # here, as every process of pytest imports this file and few need it
+
     count = len(flows)
     capacity = np.array(
         [[need.get(at, 0.0) / flow for need, flow in zip(needs, flows, strict=True)] for at in range(links)]
@@ -261,7 +262,7 @@ def by_programs(flows: Sequence[float], needs: Sequence[Mapping[int, float]], li
                 rows.append([*(-1.0 if k == i else 0.0 for k in range(count)), 1.0])
                 limits.append(0.0)
         bounds = [(fixed[i], fixed[i]) if i in fixed else (floor, flows[i]) for i in range(count)]
-        found = linprog(-goal, A_ub=rows, b_ub=limits, bounds=[*bounds, (floor, None)])
+        found = optimize.linprog(-goal, A_ub=rows, b_ub=limits, bounds=[*bounds, (floor, None)])
         assert found.success
         return float(-found.fun)
 

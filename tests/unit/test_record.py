@@ -113,12 +113,14 @@ def some_log() -> Log:
 
     log = Log(1)
     log.stop()
-    log.records += [
-        record("all_reduce", "mpi", 5.0, 5.1),
-        record("all_reduce", "mpi", 5.05, 5.2),
-        record("barrier", "gloo", 5.2, 5.21),
-        record("send", "gloo", 5.0, 5.1, "failed"),
-    ]
+    log.records.extend(
+        [
+            record("all_reduce", "mpi", 5.0, 5.1),
+            record("all_reduce", "mpi", 5.05, 5.2),
+            record("barrier", "gloo", 5.2, 5.21),
+            record("send", "gloo", 5.0, 5.1, "failed"),
+        ]
+    )
     return log
 
 

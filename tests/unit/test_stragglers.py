@@ -15,29 +15,21 @@ import pytest
 from mcr_plus.api.stragglers import LATE, Arrivals, Stragglers
 from mcr_plus.core.group import Group
 from mcr_plus.dispatch.board.base import RING
-from mcr_plus.dispatch.board.shared import SharedBoard, map_shared
+from mcr_plus.dispatch.board.shared import SharedBoard, arrival_times, map_shared
 
 
-def operation(
+def add(
+    to: Arrivals,
     number: int,
-    arrivals: list[float],
-    waited: list[float],
+    known: tuple[list[float], list[float]] | None,
     *,
     ranks: tuple[int, ...],
     group: str = "world",
     tag: str | None = None,
     line: int = 1,
-) -> Any:
-    """A recorded operation as `Arrivals` sees it."""
-    board = SimpleNamespace(arrivals=lambda sequence: (arrivals, waited) if sequence == number else None)
-    state = SimpleNamespace(group=Group(group, ranks, 0), board=board)
-    signature = SimpleNamespace(kind="all_reduce", tag=tag)
-    return SimpleNamespace(
-        sequence=number,
-        error=None,
-        site=("train.py", line, "step"),
-        operation=SimpleNamespace(state=state, signature=signature),
-    )
+) -> float | None:
+    signature: Any = SimpleNamespace(kind="all_reduce", tag=tag)
+    return to.add(Group(group, ranks, 0), signature, number, known, ("train.py", line, "step"))
 
 
 def oracle(steps: list[tuple[list[float], list[float]]]) -> list[float]:
@@ -77,7 +69,7 @@ def evaluated(steps: list[tuple[list[float], list[float]]], order: list[int] | N
     ranks = tuple(range(10, 10 + len(steps[0][0])))
     arrivals = Arrivals()
     for index in order or range(len(steps)):
-        arrivals.add(operation(index + 1, *steps[index], ranks=ranks))
+        add(arrivals, index + 1, steps[index], ranks=ranks)
     return arrivals.stragglers(100.0, max(steps[-1][0]) - 100.0)
 
 
@@ -137,9 +129,9 @@ def test_who_was_kept_waiting_elsewhere_is_not_late_by_its_own_doing() -> None:
     now = 100.0
     waited = [0.0, 0.0, 0.0]
     for step in range(1, 31):
-        arrivals.add(operation(step, [now + 0.1, now + 0.01], waited[:2], ranks=(0, 1), group="a"))
+        add(arrivals, step, ([now + 0.1, now + 0.01], waited[:2]), ranks=(0, 1), group="a")
         waited[1] += 0.09
-        arrivals.add(operation(step, [now + 0.11, now + 0.02], waited[1:], ranks=(1, 2), group="b"))
+        add(arrivals, step, ([now + 0.11, now + 0.02], waited[1:]), ranks=(1, 2), group="b")
         waited[2] += 0.09
         now += 0.2
     found = arrivals.stragglers(100.0, now - 100.0)
@@ -148,13 +140,10 @@ def test_who_was_kept_waiting_elsewhere_is_not_late_by_its_own_doing() -> None:
 
 def test_operations_without_all_arrivals_are_counted() -> None:
     arrivals = Arrivals()
-    assert arrivals.add(operation(1, [1.0, math.nan], [0.0, 0.0], ranks=(0, 1))) is None
-    unseen = operation(1, [1.0, 2.0], [0.0, 0.0], ranks=(0, 1))
-    unseen.operation.state.board.arrivals = lambda _: None
-    assert arrivals.add(unseen) is None
-    assert arrivals.add(operation(0, [1.0, 2.0], [0.0, 0.0], ranks=(0, 1))) is None  # a message
-    assert arrivals.add(operation(2, [1.0, 1.5], [0.0, 0.0], ranks=(0, 1))) == pytest.approx(0.5)
-    assert arrivals.add(operation(3, [1.0, 4.0, 2.0], [0.0] * 3, ranks=(0, 1, 2))) == pytest.approx(2.0)
+    assert add(arrivals, 1, ([1.0, math.nan], [0.0, 0.0]), ranks=(0, 1)) is None
+    assert add(arrivals, 1, None, ranks=(0, 1)) is None
+    assert add(arrivals, 2, ([1.0, 1.5], [0.0, 0.0]), ranks=(0, 1)) == pytest.approx(0.5)
+    assert add(arrivals, 3, ([1.0, 4.0, 2.0], [0.0] * 3), ranks=(0, 1, 2)) == pytest.approx(2.0)
     found = arrivals.stragglers(0.0, 10.0)
     assert (found.compared, found.left_out) == (2, 2)
     assert "at 2 operations, without 2 of which not all are known" in str(found)
@@ -171,8 +160,9 @@ def test_boards_hold_the_arrivals_of_the_latest_operations() -> None:
     boards = [SharedBoard(memory, Group("world", (0, 1), rank)) for rank in range(2)]
     for number in (5, 70_000, 70_000 + RING):
         boards[0].arrive(number, 1000.25 + number, 1.5)
-        times, waited = boards[1].arrivals(number)
+        times, waited = arrival_times(boards[1].arrival_words(number), number)
         assert times[0] == pytest.approx(1000.25 + number, abs=2e-6)
         assert math.isnan(times[1])
         assert waited[0] == pytest.approx(1.5, abs=2e-6)
-    assert math.isnan(boards[1].arrivals(70_000)[0][0])  # overwritten since
+    overwritten = arrival_times(boards[1].arrival_words(70_000), 70_000)
+    assert math.isnan(overwritten[0][0])

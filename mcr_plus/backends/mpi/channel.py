@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mcr_plus.backends.base import Channel, Poll, Start
+from mcr_plus.backends.base import Channel, FirstCalls, Poll, Start
 from mcr_plus.backends.mpi.collectives import Collectives, op_of
 from mcr_plus.backends.mpi.contexts import Contexts, Gate, voted
 from mcr_plus.backends.mpi.p2p import MatchingQueue, Receive
@@ -69,20 +69,18 @@ class MpiChannel(Channel):
         digest = signature.digest()
         if signature.reduce_op is not None and signature.dtype is not None:
             op_of(signature)  # raises if unsupported, compiles if needed
-        chosen: Start
-
         calls = 0
 
-        def first_calls(message: Message) -> Poll:
-            nonlocal chosen, calls
+        def first(message: Message) -> Poll:
+            nonlocal calls
             calls += 1
             bound = self._bind_on(self.contexts.of(digest), signature, digest, once=calls == 1)
             if calls > 1:
-                chosen = bound
+                start.settle(bound)
             return bound(message)
 
-        chosen = first_calls
-        return lambda message: chosen(message)
+        start = FirstCalls(first)
+        return start
 
     def _bind_on(self, comm: Any, signature: Signature, digest: int, *, once: bool) -> Start:
         bound = None

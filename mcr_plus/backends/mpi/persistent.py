@@ -125,6 +125,7 @@ class PersistentRequests:
         begin, test = request.Start, request.Test
         from_address = self._mpi.buffer.fromaddress
         views: dict[int, memoryview] = {}
+        whole = slice(None)
         target = result
         busy = False
 
@@ -141,7 +142,7 @@ class PersistentRequests:
             nonlocal busy
             if not test():
                 return False
-            target[:] = result
+            target[whole] = result
             busy = False
             return True
 
@@ -150,8 +151,11 @@ class PersistentRequests:
             if busy:
                 raise RuntimeError("two synchronous operations of one signature in flight; use async_op")
             value, out = message.inputs[0], message.outputs[0]
-            target = views.get(out.data_ptr()) or view(out)
-            source[:] = target if out is value else view(value)
+            try:
+                target = views[out.data_ptr()]
+            except KeyError:
+                target = view(out)
+            source[whole] = target if out is value else view(value)
             busy = True
             begin()
             return poll

@@ -99,11 +99,8 @@ class GroupBoard:
         In seconds of `time.perf_counter`, which is one clock on a host. Only while operations are recorded.
         """
 
-    def arrivals(self, sequence: int) -> tuple[list[float], list[float]] | None:  # noqa: ARG002
-        """What `arrive` has published for `sequence`, by group rank; NaN for a rank that has not.
-
-        None where ranks do not see each other's.
-        """
+    def arrival_words(self, sequence: int) -> tuple[list[int], list[int]] | None:  # noqa: ARG002
+        """What `arrive` has published for `sequence`, for `arrival_times`; None where ranks do not see it."""
         return None
 
     def seen(self, rank: int) -> int:  # noqa: ARG002

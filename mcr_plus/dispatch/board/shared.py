@@ -47,6 +47,16 @@ _CLOSED: Final = 1
 _FAILED: Final = 2
 
 
+def arrival_times(words: tuple[list[int], list[int]], sequence: int) -> tuple[list[float], list[float]]:
+    """The times that `GroupBoard.arrive` was given, by group rank; NaN for a rank that has not called it."""
+    number = sequence & _NUMBER_MASK
+    times = [
+        (word >> _NUMBER_BITS) * 1e-6 if word & _NUMBER_MASK == number and word else math.nan
+        for word in words[0]
+    ]
+    return times, [each * 1e-6 for each in words[1]]
+
+
 class SharedBoard(GroupBoard):
     """The rows of a group on one host, in memory that its ranks have mapped."""
 
@@ -140,15 +150,9 @@ class SharedBoard(GroupBoard):
         self._arrivals[RING + slot] = int(idle * 1e6)
         self._arrivals[slot] = int(now * 1e6) << _NUMBER_BITS | sequence & _NUMBER_MASK  # one aligned store
 
-    def arrivals(self, sequence: int) -> tuple[list[float], list[float]]:  # noqa: D102
-        first, number = _ARRIVALS // 8 + sequence % RING, sequence & _NUMBER_MASK
-        words = self._all[first :: self._row_words].tolist()
-        idle = self._all[first + RING :: self._row_words].tolist()
-        times = [
-            (word >> _NUMBER_BITS) * 1e-6 if word & _NUMBER_MASK == number and word else math.nan
-            for word in words
-        ]
-        return times, [each * 1e-6 for each in idle]
+    def arrival_words(self, sequence: int) -> tuple[list[int], list[int]]:  # noqa: D102
+        first, row = _ARRIVALS // 8 + sequence % RING, self._row_words
+        return self._all[first::row].tolist(), self._all[first + RING :: row].tolist()
 
     def seen(self, rank: int) -> int:  # noqa: D102
         return self._all[rank * self._row_words]

@@ -139,7 +139,7 @@ def _emit_checksum(builder: Any, address: Any, nbytes: Any) -> Any:
 
 
 @_numba.extending.intrinsic
-def _checksum(typing_context, address, nbytes):  # type: ignore[no-untyped-def]  # noqa: ARG001
+def block_checksum(typing_context, address, nbytes):  # type: ignore[no-untyped-def]  # noqa: ARG001
     """The checksum of up to a block."""
 
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]  # noqa: ARG001
@@ -180,7 +180,7 @@ def checksums(base, cut, parts, out, lo, hi):  # type: ignore[no-untyped-def]
         blocks = (nbytes + BLOCK - 1) // BLOCK
         for block in range(max(lo - before, 0), min(hi - before, blocks)):
             skip = block * BLOCK
-            _store(out + 8 * (first + block), _checksum(address + skip, min(BLOCK, nbytes - skip)))
+            _store(out + 8 * (first + block), block_checksum(address + skip, min(BLOCK, nbytes - skip)))
         before += blocks
 
 

@@ -12,7 +12,7 @@ from mcr_plus.backends.shm import collectives_kernels, interpreter_kernels, p2p_
 from mcr_plus.backends.shm.collectives import DirectCollectives, mismatch
 from mcr_plus.backends.shm.interpreter import Interpreter, mismatched_peer
 from mcr_plus.backends.shm.p2p import PointToPoint
-from mcr_plus.backends.shm.queue import Run, WorkQueue, done_at_once
+from mcr_plus.backends.shm.queue import Advance, Begin, Run, WorkQueue, done_at_once
 from mcr_plus.backends.shm.reduce_kernels import ReduceKernels, kernels_for
 from mcr_plus.backends.shm.segment import Segment, Shape, open_segment
 from mcr_plus.core.environment import package_version
@@ -68,7 +68,7 @@ class MscclBackend(Backend):
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._channels: list[_Channel] = []
+        self._channels: list[SharedMemoryChannel] = []
         with preparing("msccl"):
             collectives_kernels.prepare()
 
@@ -140,7 +140,7 @@ class MscclBackend(Backend):
         table = 0 if bells is None else bells.table
         store = self._world.store_of(group)
         segment = open_segment(store, group, _shape(group.size), self._world.timeout, table)
-        channel = _Channel(segment, group, self._channels, self._world)
+        channel = SharedMemoryChannel(segment, group, self._channels, self._world)
         self._channels.append(channel)
         return channel
 
@@ -185,8 +185,29 @@ def _shape(ranks: int) -> Shape:
     )
 
 
-class _Channel(Channel):
-    def __init__(self, segment: Segment, group: Group, open_ones: list[_Channel], world: World) -> None:
+def _values(signature: Signature) -> tuple[int, ReduceKernels]:
+    """Bytes of a value, and the kernels that reduce them; a complex number has two values."""
+    width = 1 if signature.dtype is None else signature.dtype.itemsize
+    if signature.kind not in REDUCING:
+        return width, ReduceKernels()
+    assert signature.dtype is not None
+    assert signature.reduce_op is not None
+    kernels = kernels_for(signature.dtype, signature.reduce_op)
+    return width // kernels.parts, kernels
+
+
+def _count(signature: Signature, width: int) -> int:
+    """Values of a buffer, or of a rank's block, see `DirectCollectives.bind`."""
+    count = (signature.nbytes or 0) // width
+    return count if signature.kind in IN_PLACE else count // signature.ranks
+
+
+class SharedMemoryChannel(Channel):
+    """See `Channel`."""
+
+    def __init__(
+        self, segment: Segment, group: Group, open_ones: list[SharedMemoryChannel], world: World
+    ) -> None:
         self._closed = False
         self._open_ones = open_ones
         self._segment = segment
@@ -199,33 +220,18 @@ class _Channel(Channel):
         self._p2p = PointToPoint(segment, group, yields=self._yields)
 
     def bind(self, signature: Signature) -> Start:
+        """See `Channel`."""
         if signature.kind in MESSAGES:
             with preparing("msccl's messages"):
                 p2p_kernels.prepare()
             bind = self._p2p.bind_send if signature.kind == "send" else self._p2p.bind_receive
             return bind(signature)
-        width = 1 if signature.dtype is None else signature.dtype.itemsize
-        kernels = ReduceKernels()
-        if signature.kind in REDUCING:
-            assert signature.dtype is not None
-            assert signature.reduce_op is not None
-            kernels = kernels_for(signature.dtype, signature.reduce_op)
-            width //= kernels.parts
         if signature.kind in VECTOR:
-            return self._bind_uneven(signature, width, kernels)
-        count = (signature.nbytes or 0) // width
-        if signature.kind not in IN_PLACE:
-            count //= signature.ranks
+            return self._bind_uneven(signature, *_values(signature))
         if signature.algorithm is not None:
-            return self._bind_algorithm(signature, count, width, kernels)
-        # One state for all calls: the queue begins an operation only when the one before it is done.
-        state = self._collectives.bind(
-            _KERNELS[signature.kind], count, width, kernels, signature.root or 0, tag=signature.digest()
-        )
-        # Smaller operations are done before the thread has woken up.
-        in_thread = signature.async_op and (signature.nbytes or 0) > _IN_THREAD
-        begin = self._queue.bind(
-            collectives_kernels.begin, collectives_kernels.advance, state, in_thread=in_thread
+            return self._bind_algorithm(signature)
+        begin = self.run_by(
+            signature, self.direct(signature), collectives_kernels.begin, collectives_kernels.advance
         )
         if signature.kind == "barrier":
             return lambda message: begin(0, 0, None)  # noqa: ARG005 - a Start
@@ -237,8 +243,28 @@ class _Channel(Channel):
 
         return start
 
-    def _bind_algorithm(self, signature: Signature, count: int, width: int, kernels: ReduceKernels) -> Start:
-        algorithm = catalog.algorithm_of(signature)
+    def direct(self, signature: Signature) -> Any:
+        """The state of a direct collective of equal sizes, see `DirectCollectives.bind`."""
+        # One state for all calls: the queue begins an operation only when the one before it is done.
+        width, kernels = _values(signature)
+        return self._collectives.bind(
+            _KERNELS[signature.kind],
+            _count(signature, width),
+            width,
+            kernels,
+            signature.root or 0,
+            tag=signature.digest(),
+        )
+
+    def run_by(self, signature: Signature, state: Any, begin: Begin, advance: Advance) -> Run:
+        """How operations of a state start, which these functions run in the order of the queue."""
+        # Smaller operations are done before the thread has woken up.
+        in_thread = signature.async_op and (signature.nbytes or 0) > _IN_THREAD
+        return self._queue.bind(begin, advance, state, in_thread=in_thread)
+
+    def _bind_algorithm(self, signature: Signature) -> Start:
+        width, kernels = _values(signature)
+        count, algorithm = _count(signature, width), catalog.algorithm_of(signature)
         with preparing("msccl's algorithms"):
             interpreter_kernels.prepare()
         program = Interpreter(self._segment, algorithm, skip=_MESSAGES, spins=_SPINS, yields=self._yields)
@@ -307,6 +333,7 @@ class _Channel(Channel):
         self._queue.close()
 
     def close(self) -> None:
+        """See `Channel`."""
         self._open_ones.remove(self)
         self.end()
         self._segment.close()

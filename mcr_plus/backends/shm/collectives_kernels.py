@@ -93,15 +93,15 @@ BELLS: Final = 27
 GIVEN: Final = 28  # elements that the rank of `MISMATCH` sends to this one
 WORDS: Final = 29  # for uneven sizes: elements for each rank follow, and elements expected of each
 
-_PUT_AT: Final = 0  # in a rank's line
-_REDUCED_AT: Final = 8
-_TAKEN_AT: Final = 16
-_TAGS_AT: Final = 24  # of the operation that each slot of the ring belongs to
-_KNOWN_AT: Final = 64  # slices known to be taken by all others; on a cache line that they do not read
+PUT_AT: Final = 0  # in a rank's line
+REDUCED_AT: Final = 8
+TAKEN_AT: Final = 16
+TAGS_AT: Final = 24  # of the operation that each slot of the ring belongs to
+KNOWN_AT: Final = 64  # slices known to be taken by all others; on a cache line that they do not read
 
 
 @compiled
-def _all_reached(state, offset, count):  # type: ignore[no-untyped-def]
+def all_reached(state, offset, count):  # type: ignore[no-untyped-def]
     """Whether the counter at `offset` of every other rank's line is at least `count`."""
     lines = state[LINES]
     for rank in range(state[RANKS]):
@@ -111,7 +111,7 @@ def _all_reached(state, offset, count):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _all_put(state, index):  # type: ignore[no-untyped-def]
+def all_put(state, index):  # type: ignore[no-untyped-def]
     """Whether every other rank has put slice `index`, and for the same operation.
 
     A slice of another operation is never taken: mismatched operations stay pending.
@@ -120,8 +120,8 @@ def _all_put(state, index):  # type: ignore[no-untyped-def]
     for rank in range(state[RANKS]):
         line = lines + rank * LINE
         if rank != state[RANK] and (
-            load_acquire(line + _PUT_AT) <= number
-            or load_acquire(line + _TAGS_AT + number % ring * 8) != state[TAG]
+            load_acquire(line + PUT_AT) <= number
+            or load_acquire(line + TAGS_AT + number % ring * 8) != state[TAG]
         ):
             return False
     return True
@@ -134,7 +134,7 @@ def _slot(state, rank, slice_number):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _part(state, elements):  # type: ignore[no-untyped-def]
+def part_of(state, elements):  # type: ignore[no-untyped-def]
     """Elements of a rank's part of a slice: whole cache lines, so that no two ranks write to the same."""
     line = 64 // state[WIDTH]
     ranks = state[RANKS]
@@ -233,7 +233,7 @@ def _put(state, index):  # type: ignore[no-untyped-def]
     elements = min(state[SLICE], state[COUNT] - first)
     slot, source = _slot(state, me, index), state[SOURCE]
     if kind in (ALL_REDUCE, REDUCE):
-        part = _part(state, elements)
+        part = part_of(state, elements)
         for rank in range(ranks):
             low, high = min(rank * part, elements), min((rank + 1) * part, elements)
             if rank != me and high > low:
@@ -275,7 +275,7 @@ def _reduce(state, index):  # type: ignore[no-untyped-def]
         result = state[TARGET] + first * width
         at, size = me * state[SLICE] * width, elements
     else:
-        part = _part(state, elements)
+        part = part_of(state, elements)
         low, high = min(me * part, elements), min((me + 1) * part, elements)
         left = state[SOURCE] + (first + low) * width
         at, size = low * width, high - low
@@ -306,7 +306,7 @@ def _deliver(state, target, source, nbytes):  # type: ignore[no-untyped-def]
 @compiled
 def _take_reduced(state, index, first, elements):  # type: ignore[no-untyped-def]
     """Copy every rank's part of a reduced slice."""
-    width, part = state[WIDTH], _part(state, elements)
+    width, part = state[WIDTH], part_of(state, elements)
     for rank in range(state[RANKS]):
         low, high = min(rank * part, elements), min((rank + 1) * part, elements)
         if high > low:
@@ -360,11 +360,11 @@ def _take(state, index):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _may_put(state, count):  # type: ignore[no-untyped-def]
+def may_put(state, count):  # type: ignore[no-untyped-def]
     """Whether all have taken that many slices; mostly known without reading the lines of the others."""
-    if load_acquire(state[LINES] + state[RANK] * LINE + _KNOWN_AT) >= count:
+    if load_acquire(state[LINES] + state[RANK] * LINE + KNOWN_AT) >= count:
         return True
-    return _all_reached(state, np.int64(_TAKEN_AT), count)
+    return all_reached(state, np.int64(TAKEN_AT), count)
 
 
 @compiled
@@ -374,37 +374,37 @@ def _step(state):  # type: ignore[no-untyped-def]
     line = state[LINES] + state[RANK] * LINE
     put, reduced, taken = state[PUT], state[REDUCED], state[TAKEN]
     moved = False
-    if put < state[SLICES] and put < taken + state[RING] and _may_put(state, base + put + 1 - state[RING]):
+    if put < state[SLICES] and put < taken + state[RING] and may_put(state, base + put + 1 - state[RING]):
         _put(state, put)
-        store_release(line + _TAGS_AT + (base + put) % state[RING] * 8, state[TAG])
+        store_release(line + TAGS_AT + (base + put) % state[RING] * 8, state[TAG])
         put += 1
         state[PUT] = put
-        store_release(line + _PUT_AT, base + put)
+        store_release(line + PUT_AT, base + put)
         moved = True
     if not state[AGREED]:
-        if not put or not _all_put(state, np.int64(0)):
+        if not put or not all_put(state, np.int64(0)):
             return moved
         _agree(state)
         moved = True
     reduces = kind in (ALL_REDUCE, REDUCE, REDUCE_SCATTER, REDUCE_SCATTER_V, ALL_REDUCE_WHOLE)
-    if reduces and reduced < put and _all_put(state, reduced):
+    if reduces and reduced < put and all_put(state, reduced):
         _reduce(state, reduced)
         reduced += 1
         state[REDUCED] = reduced
         moved = True
         if kind in (ALL_REDUCE, REDUCE):
-            store_release(line + _REDUCED_AT, base + reduced)
+            store_release(line + REDUCED_AT, base + reduced)
     if kind in (REDUCE_SCATTER, REDUCE_SCATTER_V, ALL_REDUCE_WHOLE):
         may_take = taken < reduced
     elif reduces:
-        may_take = taken < reduced and _all_reached(state, np.int64(_REDUCED_AT), base + taken + 1)
+        may_take = taken < reduced and all_reached(state, np.int64(REDUCED_AT), base + taken + 1)
     else:
-        may_take = taken < put and _all_put(state, taken)
+        may_take = taken < put and all_put(state, taken)
     if may_take:
         _take(state, taken)
         taken += 1
         state[TAKEN] = taken
-        store_release(line + _TAKEN_AT, base + taken)
+        store_release(line + TAKEN_AT, base + taken)
         moved = True
     return moved
 
@@ -426,7 +426,7 @@ def advance(state, patient):  # type: ignore[no-untyped-def]
         else:
             return 0
     if state[SLICES]:  # a rank that has put a slice of this operation has taken all earlier slices
-        store_release(state[LINES] + state[RANK] * LINE + _KNOWN_AT, state[BASE])
+        store_release(state[LINES] + state[RANK] * LINE + KNOWN_AT, state[BASE])
     if state[STREAMS]:
         fence()
     return 1
@@ -436,7 +436,7 @@ def advance(state, patient):  # type: ignore[no-untyped-def]
 def begin(state, source, target):  # type: ignore[no-untyped-def]
     """Start an operation described by `DirectCollectives.bind`, and `advance` it."""
     # At the end of an operation this rank has taken all slices that were put.
-    state[BASE] = load_acquire(state[LINES] + state[RANK] * LINE + _TAKEN_AT)
+    state[BASE] = load_acquire(state[LINES] + state[RANK] * LINE + TAKEN_AT)
     state[PUT] = state[REDUCED] = state[TAKEN] = 0
     state[MISMATCH] = 0
     state[SOURCE] = source

@@ -10,12 +10,14 @@ import contextlib
 import json
 from collections import deque
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from mcr_plus.backends.base import Channel, Gate, Persistent, Poll, Start
+from mcr_plus.dispatch.verify.checked import Checking
 from mcr_plus.dispatch.verify.course import Course, Courses
 from mcr_plus.dispatch.verify.flows import GOT, SENT, Difference, damaged_rows, first_block, first_difference
 from mcr_plus.dispatch.verify.messages import Messages
+from mcr_plus.dispatch.verify.rows import LibraryRows
 from mcr_plus.dispatch.verify.stepped import SteppedChannel
 from mcr_plus.errors import DataCorrupted
 from mcr_plus.kernels.checksum import BLOCK
@@ -92,7 +94,9 @@ class VerifiedChannel(SteppedChannel):
         self.outlives_library = own.outlives_library or steps.channel.outlives_library
         self.takes_ballots = own.takes_ballots
         self.ballots = own.ballots
-        self._courses = Courses(steps, group, self._compare)
+        # Between hosts the wire is slower than any wait for a piece.
+        self._courses = Courses(steps, group, self._compare, isinstance(rows, LibraryRows))
+        self._checking = Checking(steps, group, rows, self._checked)
         self._messages = Messages(own, steps, group, every)
         self._queue = deque[Attempt]()
         self._number = 0  # comparisons so far
@@ -109,7 +113,8 @@ class VerifiedChannel(SteppedChannel):
             return self._messages.bind(signature)
         if signature.kind == "barrier" or not every:
             return self._own.bind(signature)
-        begin, start = self._courses.bind(signature), None if every == 1 else self._own.bind(signature)
+        begin = self._checking.bind(signature) or self._courses.bind(signature)
+        start = None if every == 1 else self._own.bind(signature)
         queue, lock, calls = self._queue, self._engine.lock, 0
 
         def start_every(message: Message) -> Poll:
@@ -144,26 +149,32 @@ class VerifiedChannel(SteppedChannel):
 
     def close(self) -> None:
         """See `Channel`."""
-        self._end()
+        is_open = self._end()
         for channel in (self._steps.channel, self._own):
             channel.close()
+        if is_open:  # compiled code posts rows until the channels are closed
+            self._close_rows()
 
     def release(self) -> None:
         """See `Channel`."""
-        self._end()
+        is_open = self._end()
         for channel in (self._steps.channel, self._own):
             channel.release()
+        if is_open:
+            self._close_rows()
 
     def give_up(self) -> None:
         """See `Channel`."""
         for channel in (self._steps.channel, self._own):
             channel.give_up()
 
-    def _end(self) -> None:
-        if self in self._engine.verified:
+    def _end(self) -> bool:
+        """End the operations; returns whether rows are to be closed."""
+        is_open = self in self._engine.verified
+        if is_open:
             self._engine.verified.remove(self)
-            self._close_rows()
         self._queue.clear()
+        return is_open
 
     # -- progress ---------------------------------------------------------------------------------------
 
@@ -182,8 +193,17 @@ class VerifiedChannel(SteppedChannel):
         self._number += 1
         ledger.join()
         yield self._rows.post(ledger.row)
-        if self._rows.agree():
-            return
+        if not self._rows.agree():
+            self._judge(signature, ledger)
+
+    def _checked(self, signature: Signature, ledger: Ledger, agree: bool) -> None:
+        """What `_compare` does where compiled code has exchanged the rows."""
+        self._number += 1
+        if not agree:
+            self._judge(signature, ledger)
+
+    def _judge(self, signature: Signature, ledger: Ledger) -> NoReturn:
+        """Raise the verdict of rows that do not agree."""
         rows = self._rows.read()
         if damaged := damaged_rows(rows):
             rank = self._group.ranks[damaged[0]]

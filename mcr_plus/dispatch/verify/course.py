@@ -45,11 +45,11 @@ _WHOLE: Final = 8192  # bytes of an all_reduce up to which every rank gets all v
 class Courses:
     """How operations run on a library of a group."""
 
-    def __init__(self, steps: Steps, group: Group, compare: Compare) -> None:
+    def __init__(self, steps: Steps, group: Group, compare: Compare, between_hosts: bool = False) -> None:
         self._steps, self._compare = steps, compare
         self._rank, self._size = group.rank, group.size
         # Elsewhere a piece costs more than what is saved where other processes use the cores.
-        self._piece = PIECE if steps.backend.rings else _NO_PIECES
+        self._piece = PIECE if steps.backend.rings or between_hosts else _NO_PIECES
         self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def bind(self, signature: Signature) -> Begin:

@@ -112,6 +112,11 @@ class Ledger:
         # Of an operation in one piece, by far the most frequent.
         self._last = {end: last.take for end, (_, last) in plan.cuts.items()}
 
+    @property
+    def joined(self) -> tuple[int, int, int, int]:
+        """The arguments of `join`."""
+        return self._flows
+
     def take(self, end: int, address: int) -> None:
         """Take the checksums of what is sent or got, of the last piece at `address` or of the only one."""
         self._last[end](address, self._at)

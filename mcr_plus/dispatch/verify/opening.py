@@ -6,8 +6,9 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from mcr_plus.backends.shm.backend import SharedMemoryChannel
 from mcr_plus.dispatch.further import open_further
-from mcr_plus.dispatch.verify import row_kernels
+from mcr_plus.dispatch.verify import checked_kernels, row_kernels
 from mcr_plus.dispatch.verify.channel import VerifiedChannel
 from mcr_plus.dispatch.verify.flows import row_words
 from mcr_plus.dispatch.verify.rows import LibraryRows, Rows, SharedRows, shared_bytes
@@ -37,6 +38,8 @@ def open_verification(
     with preparing("checksums"):
         checksum.prepare()
         row_kernels.prepare()
+        if any(isinstance(slot.channel, SharedMemoryChannel) for slot in slots.values()):
+            checked_kernels.prepare()
     for name, slot in slots.items():
         steps = Steps(slot.backend, open_further(world, slot.backend, group, f"verify-{name}"))
         rows, close = _open_rows(world, engine, group, steps)

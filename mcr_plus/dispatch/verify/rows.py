@@ -80,6 +80,14 @@ class SharedRows:
         rows: list[list[int]] = self._all.reshape(self._ranks, -1)[:, first : first + self._words].tolist()
         return rows
 
+    def claim(self) -> tuple[int, int, int]:
+        """Begin an exchange that compiled code carries out.
+
+        Returns its number, the address of the first rank's row, and the bytes from there to the next rank's.
+        """
+        self._number = number = self._number + 1
+        return number, self._base + number % 2 * self._row, 2 * self._row
+
     def close(self) -> None:
         """Let go of the memory."""
         self._base, self._all = 0, None

@@ -270,7 +270,9 @@ class Machine:
         self.reached: Callable[[Place], None] = lambda _: None  # what it is ordered behind
         self.clock: Callable[[], Hashable] = lambda: None  # all that it is ordered behind
         self.number: Callable[[], int] = lambda: 0  # of what it has noted
-        self.touch: Callable[[], None] = lambda: None  # the host reads or writes what others may write or read
+        self.touch: Callable[[], None] = lambda: (
+            None
+        )  # the host reads or writes what others may write or read
         self.sleep: Callable[[], None] = lambda: None  # of a host, until something changes
         self._hosts = threading.local()
         self._held: list[torch.Tensor] = []

@@ -91,7 +91,9 @@ class Turns:
             number = len(self.decide.made)
             self.now = able[self.decide(len(able)) if free and self.ended is None else 0]
             home = self.now.home
-            self.now.touched = any(each.home is home and each.is_awake for each in self.actors if each is not self.now)
+            self.now.touched = any(
+                each.home is home and each.is_awake for each in self.actors if each is not self.now
+            )
             self.now.go.release()
             self.back.acquire()
             if free and self.ended is None and len(able) > 1:

@@ -76,7 +76,11 @@ def explore(
         course: list[tuple[Hashable, int]] = []
         try:
             results = job.run(
-                lambda rank: program(rank, **setting.options), decisions, _watch(explored, course, path, reduced), forgets, opened
+                lambda rank: program(rank, **setting.options),
+                decisions,
+                _watch(explored, course, path, reduced),
+                forgets,
+                opened,
             )
             explored.problems += problems_of(setting, PROGRAMS[program], results)
             explored.runs += 1
@@ -94,7 +98,9 @@ def explore(
     return explored
 
 
-def _watch(explored: Explored, course: list[tuple[Hashable, int]], path: list[_Decision], reduced: bool) -> Any:
+def _watch(
+    explored: Explored, course: list[tuple[Hashable, int]], path: list[_Decision], reduced: bool
+) -> Any:
     """What a run asks before each turn: whether it ends there."""
     given = len(path)
 

@@ -14,144 +14,17 @@ that may still use it, and was not noted by `record_stream`, is a race.
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import threading
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any
 
 import torch
-from torch.cuda import _sanitizer
+from race_detector import Detector, Range
 
-Range = tuple[int, int]
-_FRAMES: Final = 14  # of a stack that the detector keeps for its messages
-
-
-def _short_stack(frame: Any) -> Iterator[Any]:
-    for number, each in enumerate(traceback.walk_stack(frame)):
-        if number == _FRAMES:
-            return
-        yield each
-
-
-_sanitizer.traceback = SimpleNamespace(  # type: ignore[attr-defined, assignment]
-    StackSummary=traceback.StackSummary, walk_stack=_short_stack
-)
-
-
-class Detector:
-    """torch's detector, given byte ranges and hosts. `races` are its findings, as text."""
-
-    def __init__(self) -> None:
-        self.handler = _sanitizer.EventHandler()
-        self.races: list[str] = []
-        self.launches = self.records = self.waits = 0
-        self._ids = 0
-        self._busy = False
-        self._delayed: list[Callable[[], None]] = []
-        self._names: dict[int, str] = {}
-        self._starts: list[int] = []  # of atoms: disjoint ranges of memory that have been accessed alike
-        self._ends: dict[int, int] = {}
-
-    def new(self, name: str = "") -> int:
-        """A number for a stream or an event."""
-        self._ids += 1
-        self._names[self._ids] = name
-        return self._ids
-
-    def record(self, event: int, stream: int) -> None:
-        self.handler._handle_event_record(event, stream)
-
-    def wait(self, event: int, stream: int) -> None:
-        self.handler._handle_event_wait(event, stream)
-
-    def order(self, after: int, before: int) -> None:
-        """Order what comes on stream `after` behind all that `before` has."""
-        state = self.handler.syncs
-        state._ensure_stream_exists(after)
-        state._ensure_stream_exists(before)
-        state._state_wait_for_other(state.current_sync_states[after], state.current_sync_states[before])
-
-    def when_idle(self, function: Callable[[], None]) -> None:
-        """Call it when no launch is being judged: garbage is collected at any time."""
-        self._delayed.append(function)
-        self._catch_up()
-
-    def _catch_up(self) -> None:
-        while not self._busy and self._delayed:
-            self._delayed.pop()()
-
-    def launch(self, stream: int, name: str, reads: Iterable[Range], writes: Iterable[Range]) -> None:
-        """A kernel on a stream, or an access of the host or of a library."""
-        self._catch_up()
-        self._busy = True
-        try:
-            self._judge(stream, name, reads, writes)
-        finally:
-            self._busy = False
-
-    def _judge(self, stream: int, name: str, reads: Iterable[Range], writes: Iterable[Range]) -> None:
-        written = {atom for each in writes for atom in self._atoms(*each)}
-        read = {atom for each in reads for atom in self._atoms(*each)} - written
-        self.launches += 1
-        aliases: dict[int, list[str]] = {atom: [] for atom in written | read}
-        for error in self.handler._handle_kernel_launch(stream, read, written, set(), name, aliases):
-            assert isinstance(error, _sanitizer.UnsynchronizedAccessError)
-            now, before = error.current_access, error.previous_access
-            places = [
-                f"{each.operator} on {self._names[each.stream]}, {_place(each)}" for each in (now, before)
-            ]
-            self.races.append(" races with ".join(places))
-
-    def forget(self, lo: int, hi: int) -> None:
-        """Memory that is not used again."""
-        for atom in self._atoms(lo, hi):
-            self.handler._handle_memory_deallocation(atom)
-            del self._ends[atom]
-            del self._starts[bisect.bisect_left(self._starts, atom)]
-
-    def _atoms(self, lo: int, hi: int) -> list[int]:
-        """The atoms of a range, which is split off those that lie across its ends."""
-        if lo >= hi:
-            return []
-        self._split(lo)
-        self._split(hi)
-        starts, found, at = self._starts, [], lo
-        index = bisect.bisect_left(starts, lo)
-        while at < hi:
-            if index < len(starts) and starts[index] == at:
-                end = self._ends[at]
-            else:  # a gap: an atom of its own
-                end = min(hi, starts[index]) if index < len(starts) else hi
-                starts.insert(index, at)
-                self._ends[at] = end
-                self.handler.tensors_accessed.create_tensor(at, None)
-            found.append(at)
-            at, index = end, index + 1
-        return found
-
-    def _split(self, at: int) -> None:
-        index = bisect.bisect_left(self._starts, at) - 1
-        if index < 0 or self._ends[self._starts[index]] <= at:
-            return
-        first = self._starts[index]
-        known = self.handler.tensors_accessed.accesses
-        known[at] = _sanitizer.TensorInfo(None, list(known[first].reads), known[first].write)
-        self._ends[at], self._ends[first] = self._ends[first], at
-        self._starts.insert(index + 1, at)
-
-
-def _place(access: Any) -> str:
-    """The innermost lines of the library in a stack."""
-    frames = [f for f in access.stack_trace if "/mcr_plus/" in f.filename or "/tests/" in f.filename]
-    own = [frame for frame in frames if "/tests/support/" not in frame.filename] or frames
-    return " < ".join(f"{f.filename.rpartition('/')[2]}:{f.lineno}" for f in reversed(own[-3:]))
-
-
-# -- streams ------------------------------------------------------------------------------------------
+Place = tuple[Hashable, int]
+"""In a stream or another sequence: its name, the same in every run, and how much it had by then."""
 
 
 @dataclass(eq=False)
@@ -163,14 +36,22 @@ class Entry:
     other: Entry | None = None  # what a wait waits for
     done: bool = False
     before: Entry | None = None  # in its stream
+    name: Hashable = None  # its stream and place there, the same in every run
 
 
 class FakeStream:
-    """An in-order queue of one device."""
+    """An in-order queue of one device.
 
-    def __init__(self, machine: Machine, name: str) -> None:
+    `digest`: of what has been put into it, each with what its host was ordered behind by then; `shape`: of
+    what has been put into it alone. Neither depends on when other ranks have done what.
+    """
+
+    def __init__(self, machine: Machine, name: str, label: Hashable = None) -> None:
         self.machine = machine
         self.name = name
+        self.label = label
+        self.count = 0  # of entries and records
+        self.digest = self.shape = hash(label)
         self.entries: list[Entry] = []
         self.at = 0  # the first that is not done
         self.number = machine.detector.new(name)
@@ -183,10 +64,22 @@ class FakeStream:
             self.at += 1
         return entries[self.at] if self.at < len(entries) else None
 
-    def add(self, entry: Entry) -> None:
+    @property
+    def place(self) -> Place:
+        """The end of what is enqueued."""
+        return self.label, self.count
+
+    def _grows(self, what: Hashable) -> None:
+        self.count += 1
+        self.shape = hash((self.shape, what))
+        self.digest = hash((self.digest, what, self.machine.clock()))
+
+    def add(self, entry: Entry, what: Hashable) -> None:
         machine = self.machine
         machine.detector.order(self.number, machine.host())
         entry.before = self.entries[-1] if self.entries else None
+        entry.name = self.label, len(self.entries)
+        self._grows(what)
         self.entries.append(entry)
         machine.changed()
 
@@ -196,7 +89,7 @@ class FakeStream:
         entry = Entry(self, run)
         self.machine.detector.order(self.number, self.machine.host())
         self.machine.detector.launch(self.number, name, reads, writes)
-        self.add(entry)
+        self.add(entry, name)
         return entry
 
     def wait_event(self, event: FakeEvent) -> None:
@@ -205,7 +98,10 @@ class FakeStream:
         machine.detector.waits += 1
         if event.number:
             machine.detector.wait(event.number, self.number)
-        self.add(Entry(self, other=event.entry))
+        self.add(Entry(self, other=event.entry), event.place)
+
+    def recorded(self) -> None:
+        self._grows("record")
 
     def wait_stream(self, other: FakeStream) -> None:
         event = FakeEvent(self.machine)
@@ -220,6 +116,7 @@ class FakeEvent:
         self.machine = machine
         self.entry: Entry | None = None
         self.number = 0
+        self.place: Place | None = None
 
     def record(self, stream: FakeStream) -> None:
         machine = self.machine
@@ -229,9 +126,14 @@ class FakeEvent:
         self.number = self.number or machine.detector.new()
         machine.detector.record(self.number, stream.number)
         self.entry = stream.entries[-1] if stream.entries else None
+        stream.recorded()
+        self.place = stream.place
 
     def query(self) -> bool:
-        done = self.machine.tell(self.entry is None or self.machine.observe(self.entry))
+        entry, place = self.entry, self.place
+        done = entry is None or place is None or self.machine.observe(entry, place)
+        if done and place is not None:
+            self.machine.reached(place)
         if done and self.number:
             self.machine.detector.wait(self.number, self.machine.host())
         return done
@@ -246,6 +148,8 @@ class Later:
         self._polls = machine.slow
         self._result: Any = None
         self._is_made = False
+        self._name = "call", machine.number()
+        machine.note(self._name)
         machine.waiting.append(self)
 
     def pass_time(self) -> None:
@@ -263,7 +167,7 @@ class Later:
             machine.version += 1
             if self._polls:
                 self._polls -= 1
-                return machine.tell(False)
+                return False
             self._is_made = True
             if self in machine.waiting:
                 machine.waiting.remove(self)
@@ -272,7 +176,8 @@ class Later:
                     self._result = self._call()
                 except Exception as error:
                     self._result = error
-        return machine.tell(True)
+            machine.note((*self._name, "made"))
+        return True
 
     def result(self) -> Any:
         if isinstance(self._result, Exception):
@@ -297,13 +202,18 @@ class FakeStreams:
     def __init__(self, machine: Machine, device: int = -1) -> None:
         self.machine = machine
         self.device = device
-        self.caller = FakeStream(machine, "caller")
+        self.streams: list[FakeStream] = []
+        self.caller = self._made("caller")
         self.kept: list[torch.Tensor] = []
         self.hosts: list[int] = []  # the threads of the rank
         self._thread = threading.local()
 
+    def _made(self, name: str) -> FakeStream:
+        self.streams.append(FakeStream(self.machine, name, (self.device, len(self.streams))))
+        return self.streams[-1]
+
     def create(self) -> FakeStream:
-        return FakeStream(self.machine, "comm" if self.device < 0 else f"stream {len(self.machine.streams)}")
+        return self._made("comm" if self.device < 0 else f"stream {len(self.machine.streams)}")
 
     def current(self) -> FakeStream:
         stream: FakeStream = getattr(self._thread, "now", self.caller)
@@ -358,13 +268,21 @@ class Machine:
         self.streams: list[FakeStream] = []
         self.trace: list[str] = []
         self.lazy = False
-        self.decide: Callable[[Entry], bool] = lambda _: True  # whether a query finds an entry done
-        self.tell: Callable[[bool], bool] = lambda answer: answer  # notes what a host is told
+        self.decide: Callable[[Hashable], bool] = lambda _: True  # whether a host finds done what may be done
+        self.behind: Callable[[Place], bool] = lambda _: False  # whether it has
+        self.note: Callable[[Hashable], None] = lambda _: None  # what a host has done or has found done
+        self.reached: Callable[[Place], None] = lambda _: None  # what it is ordered behind
+        self.clock: Callable[[], Hashable] = lambda: None  # all that it is ordered behind
+        self.number: Callable[[], int] = lambda: 0  # of what it has noted
+        self.touch: Callable[[], None] = lambda: (
+            None
+        )  # the host reads or writes what others may write or read
         self.sleep: Callable[[], None] = lambda: None  # of a host, until something changes
         self._hosts = threading.local()
         self._held: list[torch.Tensor] = []
         self.lock = threading.RLock()
         self.version = 0  # changes when anything does
+        self.common = 0  # changes when something does that several hosts may look at
         self.slow = 0  # polls until calls in the background are made
         self.in_background = False
         self.waiting: list[Later] = []
@@ -394,16 +312,29 @@ class Machine:
         self.streams.append(stream)
         return len(self.streams)
 
+    def share(self) -> None:
+        """Note a change of what several hosts may look at."""
+        self.touch()
+        self.version += 1
+        self.common += 1
+
     def changed(self) -> None:
         self.version += 1
         if not self.lazy:
             self.run()
 
-    def observe(self, entry: Entry) -> bool:
-        """Whether the host finds an entry done; if it is not, the model may decide that it is by now."""
-        if not entry.done and self.lazy and self.can_finish(entry) and self.decide(entry):
-            self.finish(entry)
-        return entry.done
+    def observe(self, entry: Entry, place: Place) -> bool:
+        """Whether the host finds done what a stream has up to a place, whose last entry is `entry`.
+
+        The model decides that wherever it may be done by now, also if another rank has come upon it already:
+        so what a rank can be told depends on what others have enqueued, not on what they have been told.
+        """
+        if not self.lazy or self.behind(place):
+            return entry.done or self.lazy
+        if not (self.can_finish(entry) and self.decide(place)):
+            return False
+        self.finish(entry)
+        return True
 
     # -- running ----------------------------------------------------------------------------------
 
@@ -444,6 +375,7 @@ class Machine:
         self.run()
         for each in list(self.waiting):
             each.pass_time()
+        self.common = self.common + 1  # all look again
 
     def _needed(self, entry: Entry, seen: set[int], order: list[Sequence[Entry]]) -> bool:
         """Collect all that must run before an entry and itself, in an order; False if that is not there."""
@@ -461,7 +393,11 @@ class Machine:
         return True
 
     def can_finish(self, entry: Entry) -> bool:
-        return self._needed(entry, set(), [])
+        order: list[Sequence[Entry]] = []
+        if self._needed(entry, set(), order):
+            return True
+        self.touch()  # another host can change it
+        return False
 
     def finish(self, entry: Entry) -> None:
         """Run an entry and what must run before it, nothing else."""

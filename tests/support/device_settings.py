@@ -30,7 +30,8 @@ from device_programs import (
     reused,
     two,
 )
-from device_ranks import Decisions, Job, Stuck
+from device_ranks import Job
+from device_turns import Decisions, Stuck
 
 from mcr_plus.errors import McrError
 

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
-from device_model import FakeStream, FakeStreams, Range
+from device_model import FakeStream, FakeStreams
+from race_detector import Range
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -132,6 +133,7 @@ def _synchronised(
         home.machine.sleep()
     home.machine.finish(entry)
     home.machine.detector.order(home.machine.host(), stream.number)
+    home.machine.reached(stream.place)
     return results[0]
 
 

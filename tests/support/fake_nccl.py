@@ -17,7 +17,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from device_model import Entry, FakeStream, FakeStreams, Machine, Range
+from device_model import Entry, FakeStream, FakeStreams, Machine
+from race_detector import Range
 
 __all__ = ("FakeStreams", "Simulator")
 MOST_ENTRIES = 1024  # in a stream; CUDA's launches wait then
@@ -296,7 +297,8 @@ class Simulator(Machine):
                 all_of_them.extend(found)
         self.detector.order(stream.number, self.host())
         self.detector.launch(stream.number, unit.tasks[0].name, reads, writes)
-        stream.add(unit)
+        stream.add(unit, tuple(task.name for task in unit.tasks))
+        self.share()
 
     # -- running ----------------------------------------------------------------------------------
 

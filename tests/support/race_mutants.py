@@ -1,7 +1,7 @@
-"""The library with one of its orderings of streams left out: every wait, record and retention, one at a time.
+"""The library with one ordering of streams left out: every wait, record, query and retention, in turn.
 
 A mutant is made in the running process: the module's source is compiled anew, with one statement replaced by
-its arguments alone, and the function that has it gets the new code.
+its arguments alone, or one query of an event by True, and the function that has it gets the new code.
 """
 
 from __future__ import annotations
@@ -10,10 +10,14 @@ import ast
 import contextlib
 import importlib
 import inspect
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, Final
+
+import mcr_plus
 
 _HIERARCHICAL: Final = ("nccl, hierarchical, int8_block", "gloo, hierarchical, int8_block")
 MODULES: Final[dict[str, tuple[str, ...]]] = {
@@ -21,6 +25,7 @@ MODULES: Final[dict[str, tuple[str, ...]]] = {
     "backends.nccl.link": ("nccl, plain", "nccl, fused", "nccl, int8_block"),
     "core.streams": ("nccl, fused", "gloo, fused"),
     "core.work": ("nccl, int8_block", "gloo, int8_block", "nccl, fused, int8_block", *_HIERARCHICAL),
+    "dispatch.engine": ("nccl, plain",),
     "dispatch.streams": (
         "nccl, plain", "gloo, plain", "gloo, fused", "nccl, sign1, error feedback", "gloo, int8_block",
         "gloo, sign1, error feedback", "gloo, int_shared", *_HIERARCHICAL,
@@ -31,6 +36,18 @@ MODULES: Final[dict[str, tuple[str, ...]]] = {
     "pipeline.buffers": ("gloo, int_shared", "nccl, int_shared", "nccl, int8_block"),
 }  # fmt: skip
 """The modules with orderings, each with the settings whose programs must find what is left out there."""
+ELSEWHERE: Final = {
+    **dict.fromkeys(("layout.buffers", "layout.mover"), "redistributions, which are not in the model"),
+    "plan.capture": "an event for times alone",
+    **dict.fromkeys(
+        (
+            "backends.gloo.backend", "backends.gloo.channel", "compression.delta", "training.inheritance",
+            "torch_backend.process_group", "training.reducer", "training.weight_receiver",
+        ),
+        "other methods of the same names",
+    ),
+}  # fmt: skip
+"""The modules with statements that look like orderings and have no mutants, each with the reason."""
 ORDERINGS: Final = {
     "record": "a record",
     "recorded": "a record",
@@ -44,12 +61,14 @@ ORDERINGS: Final = {
     "keep": "a note for the allocator",
     "add": "a retention",
 }
+_ROOM: Final = "self._done or (self._end is not None and self._end.query())"
+"""A query that orders nothing: how much room the device's queues have, which `test_nccl.py` tests."""
 _RETENTIONS: Final = ("self._ran.append(function)", "self._held.append(space)", "self._pending.append(work)")
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A statement of the library that is left out. `what`: the kind of ordering."""
+    """A statement or query of the library that is left out. `what`: the kind of ordering."""
 
     module: str
     line: int
@@ -78,17 +97,44 @@ def _ordering(node: ast.stmt) -> str | None:
     return ORDERINGS.get(name)
 
 
+def _is_query(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "query"
+
+
+def _mutants_of(name: str, source: str) -> list[Mutant]:
+    found, tree = list[Mutant](), ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.stmt) and (what := _ordering(node)) is not None:
+            found.append(Mutant(name, node.lineno, ast.unparse(node), what))
+        elif isinstance(node, ast.expr) and _is_query(node):
+            found.append(Mutant(name, node.lineno, ast.unparse(node), "a query"))
+    room = {
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Return) and ast.unparse(node.value or node) == _ROOM
+    }
+    return sorted((each for each in found if each.line not in room), key=lambda each: each.line)
+
+
 def mutants() -> list[Mutant]:
     """All of them, in the order of the source."""
     found = list[Mutant]()
     for name in MODULES:
-        source = inspect.getsource(importlib.import_module(f"mcr_plus.{name}"))
-        found += [
-            Mutant(name, node.lineno, ast.unparse(node), what)
-            for node in ast.walk(ast.parse(source))
-            if isinstance(node, ast.stmt) and (what := _ordering(node)) is not None
-        ]
-    return sorted(found, key=lambda each: (list(MODULES).index(each.module), each.line))
+        found += _mutants_of(name, inspect.getsource(importlib.import_module(f"mcr_plus.{name}")))
+    return found
+
+
+def modules_with_orderings() -> set[str]:
+    """The modules of the library that have any, whether they have mutants or not."""
+    package = Path(mcr_plus.__file__).parent
+    found = set[str]()
+    for folder, _, files in os.walk(package, followlinks=True):
+        for file in files:
+            path = Path(folder, file)
+            name = ".".join(path.relative_to(package).with_suffix("").parts)
+            if path.suffix == ".py" and _mutants_of(name, path.read_text()):
+                found.add(name)
+    return found
 
 
 class _Without(ast.NodeTransformer):
@@ -99,7 +145,7 @@ class _Without(ast.NodeTransformer):
 
     def _replaced(self, node: Any) -> Any:
         if node.lineno != self.line or _ordering(node) is None:
-            return node
+            return self.generic_visit(node)
         operands = [node.value.func, *node.value.args]
         new: ast.stmt = ast.Expr(ast.Tuple(operands, ast.Load()))
         if isinstance(node, ast.Assign):
@@ -107,6 +153,11 @@ class _Without(ast.NodeTransformer):
         return ast.fix_missing_locations(ast.copy_location(new, node))
 
     visit_Expr = visit_Assign = _replaced  # noqa: N815 - the names of the visitor
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        self.generic_visit(node)
+        is_meant = node.lineno == self.line and _is_query(node)
+        return ast.copy_location(ast.Constant(True), node) if is_meant else node
 
 
 def _functions(module: ModuleType) -> Iterator[FunctionType]:

@@ -2,8 +2,8 @@
 
 Rank 0 listens, and ranks of other hosts connect to it before they say that they have come. The kernel closes
 the connections of a process that ends. Each end sends a byte now and then, which the kernel of the other one
-acknowledges, whatever the process there does; where none does for two seconds, that host is down or cut off.
-That a process is stopped is said by a process beside it (`mcr_plus.liveness.witness`).
+acknowledges, whatever the process there does; where none does for one and a half seconds, that host is down
+or cut off. That a process is stopped is said by a process beside it (`mcr_plus.liveness.witness`).
 
 So rank 0 sees the loss of each of them, and each of them that of rank 0, which collects what ranks exchange
 in `init` and therefore tells the others. Once a rank has its world, in which agents look after all, it says
@@ -48,7 +48,7 @@ Listening = tuple[Address, Address | None]
 _SETTLED: Final = b"."  # the sender has its world
 _BEAT: Final = b"~"
 _BEAT_EVERY: Final = 0.25  # seconds
-_SILENT: Final = 2.0  # seconds in which nothing is acknowledged; the kernel sends again four times
+_SILENT: Final = 1.5  # seconds in which nothing is acknowledged; the kernel sends again three times
 _CONNECTS_WITHIN: Final = 2.0  # seconds; later only where a firewall drops the request
 _ARRIVES_WITHIN: Final = 1.0  # seconds
 _NAP: Final = 0.001

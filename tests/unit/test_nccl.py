@@ -951,8 +951,8 @@ def test_a_communicator_that_cannot_be_closed_leaves_no_other_open(
     settle(job, [isend(channels[0], 1, values(0, 4)), irecv(channels[1], 0, torch.zeros(4))])
     first, other = (each.comm for each in channels[0]._links())
     go = threading.Event()
-    finalize, job.streams[0].background = job.simulator._ncclCommFinalize, Threads(job.simulator).background
-    nccl = channels[0]._nccl
+    job.streams[0].background = Threads(job.simulator).background  # type: ignore[method-assign]
+    nccl, finalize = channels[0]._nccl, job.simulator._ncclCommFinalize
 
     def close(comm: int) -> None:
         if comm == first:

@@ -190,8 +190,8 @@ def test_a_process_beside_a_rank_says_that_it_is_stopped(monkeypatch: pytest.Mon
     rank_0, rank_1 = (
         subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in "01"
     )
-    monkeypatch.setattr(presence, "read_stat", lambda _: read_stat(pid[0]))
     pid = [rank_0.pid]
+    monkeypatch.setattr(presence, "read_stat", lambda _: read_stat(pid[0]))
     monkeypatch.setattr(presence, "os", SimpleNamespace(getpid=lambda: pid[0]))
     try:
         first, second = Presence(0.2), Presence(0.2)

@@ -111,7 +111,7 @@ class Redistribution:
         self._dtypes: _Dtypes | None = None
         """The dtypes that all ranks expect, if `_asks`."""
         self._device = torch.device("cpu")
-        """The device of operations on a rank without tensors, of the type that the others' tensors have."""
+        """The device of operations; on a rank without tensors, of the type that the others' tensors have."""
 
     def __call__(self, source: State, target: State | None = None) -> dict[str, torch.Tensor | None]:
         """Redistribute the tensors of `source` to `target`; returns those of the target.
@@ -309,8 +309,8 @@ class Redistribution:
         facts = torch.tensor([number, -number, int(wrong is not None), int(on_device)], device="cpu")
         self._comm.all_reduce(facts, "MAX", compress=False, tag=TAG)
         *compared, some_on_device = facts.tolist()
-        if device is None and some_on_device:
-            self._device = current_accelerator()
+        if on_device or (device is None and some_on_device):
+            self._device = current_accelerator() if device is None else device
         if compared != [number, -number, 0]:
             specs = [Spec(name, *pair, torch.float32) for name, pair in self._specs.items()]
             make_plan(self._comm, specs, wrong, options=self._said)  # finds the difference, and raises

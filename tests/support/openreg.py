@@ -64,6 +64,7 @@ class _Queue:
         self._handle = ctypes.c_void_p()
         with torch.accelerator.device_index(stream.device_index):
             assert _library().orStreamCreate(ctypes.byref(self._handle)) == 0
+        assert self._handle.value is not None
         self._queue = torch.Stream(
             stream_id=self._handle.value, device_index=stream.device_index, device_type=stream.device_type
         )

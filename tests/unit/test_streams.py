@@ -10,7 +10,8 @@ import torch
 
 from mcr_plus.communicator.tensors import as_tensor
 from mcr_plus.core import streams
-from mcr_plus.core.streams import AcceleratorStreams, DeviceStreams, Retained, streams_of
+from mcr_plus.core.accelerators import AcceleratorStreams
+from mcr_plus.core.streams import DeviceStreams, Retained, streams_of
 from mcr_plus.errors import Unsupported
 
 

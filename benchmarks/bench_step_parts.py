@@ -122,12 +122,12 @@ def profile(example: str, config: dict[str, Any], steps: int) -> dict[str, Any] 
     buckets = 0
     complete = Reducer._complete
 
-    def completed(reducer: Reducer, *, failed: bool) -> None:
+    def completed(self: Reducer, *, failed: bool) -> None:
         nonlocal buckets
-        buckets = len(reducer._flats)
-        undone.append(sum(flat.work is None or not flat.work.is_completed() for flat in reducer._flats))
+        buckets = len(self._flats)
+        undone.append(sum(flat.work is None or not flat.work.is_completed() for flat in self._flats))
         with parts.within(END):
-            complete(reducer, failed=failed)
+            complete(self, failed=failed)
 
     Reducer._complete = completed  # type: ignore[method-assign]
     with mcr.init(config) as comm:

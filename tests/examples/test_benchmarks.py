@@ -307,3 +307,10 @@ def test_ways_over_slow_links_are_relative_to_ddp() -> None:
     shares = ["75.0%", "25.0%", "12.5%"]  # by processor time, waiting, outer steps
     assert slow == ["ddp", "100mbit", "10", "5000.0", "2.0%", *shares, "2.0", "1.0", "800", "1"]
     assert fast == ["local", "100mbit", "10", "200.0", "50.0%", *shares, "50.0", "25.0", "4", "200"]
+
+
+def test_slow_links_are_given_few_steps() -> None:
+    """By hand: in 20 s, 10 Mbit/s carries half of the gradients (51 MB), 1 Gbit/s carries them 49 times."""
+    ways = ("ddp", "wrap int8", "wrap topk", "local", "local topk")
+    assert [bench_local.steps_of(way, "10mbit", 240, 30) for way in ways] == [2, 2, 10, 90, 240]
+    assert [bench_local.steps_of(way, "1gbit", 240, 30) for way in ways] == [49, 49, 240, 240, 240]

@@ -386,7 +386,8 @@ def test_outer_steps_beside_ways_that_average_gradients(tmp_path: Path) -> None:
     done = launch("gpt", *words, "--json", report, "--plot", picture)
     assert done.returncode == 0, done.stderr
     runs = {run["way"]: run for run in json.loads(report.read_text())["runs"]}
-    assert list(runs) == ["ddp", "wrap", "wrap int8", "local", "local int4", "local topk"]
+    gradients = ["wrap int8", "wrap topk", "wrap powersgd"]
+    assert list(runs) == ["ddp", "wrap", *gradients, "local", "local int4", "local int2", "local topk"]
     assert {run["rounds"] for way, run in runs.items() if way.startswith("local")} == {3}
     np.testing.assert_allclose(runs["wrap"]["losses"], runs["ddp"]["losses"], rtol=1e-5)
     for run in runs.values():

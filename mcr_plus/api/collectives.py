@@ -58,6 +58,7 @@ from mcr_plus.core.kinds import ReduceOp
 from mcr_plus.core.work import Work
 from mcr_plus.runtime import init as runtime
 from mcr_plus.runtime.init import member_of as _of
+from mcr_plus.runtime.process import job
 
 
 def all_reduce(
@@ -94,7 +95,7 @@ def all_reduce(
         ```
     """
     # `_of(None)` without a call, because this is the most frequent operation.
-    comm = (runtime.job.communicator or _of(None)) if group is None else _of(group)
+    comm = (job.communicator or _of(None)) if group is None else _of(group)
     return comm.all_reduce(tensor, op, async_op, backend=backend, compress=compress, tag=tag)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
 import time
@@ -139,7 +140,7 @@ class Log:
         self._began = time.perf_counter()
         self._ended: float | None = None
         self._arrivals = Arrivals()
-        self._sites: dict[tuple[int, int], tuple[Position, Site]] = {}
+        self._sites: dict[tuple[int, int], tuple[Position, Site, str]] = {}
 
     @property
     def records(self) -> list[Record]:
@@ -148,10 +149,17 @@ class Log:
         return self._records
 
     def _take_in(self) -> None:
+        # Nothing here is garbage, and looking for some among so many new objects takes most of the time.
+        collects = gc.isenabled()
         with self._lock:
-            count = len(self._noted)
-            self._records += [self._record(*each) for each in self._noted[:count]]
-            del self._noted[:count]
+            gc.disable()
+            try:
+                count = len(self._noted)
+                self._records += [self._record(*each) for each in self._noted[:count]]
+                del self._noted[:count]
+            finally:
+                if collects:
+                    gc.enable()
 
     @property
     def seconds(self) -> float:
@@ -224,39 +232,47 @@ class Log:
         words: tuple[list[int], list[int]] | None,
     ) -> Record:
         issued, done, began_wait = times
-        site = None if position is None else self._site(position)
+        site, site_name = (None, "") if position is None else self._site(position)
         skew = None
         if number and error is None and group.size > 1:
             known = None if words is None else arrival_times(words, number)
             skew = self._arrivals.add(group, signature, number, known, site)
         library = ran_on.partition(":")[0]
-        return Record(
-            sequence=number,
-            kind=signature.kind,
-            tag=signature.tag,
-            group=signature.group,
-            backend=signature.choice if library == (signature.backend or "") else library,
-            codec=codec,
-            bytes=nbytes if uncompressed is None else uncompressed,
-            wire_bytes=nbytes,
-            fused=fused,
-            t_issue=issued,
-            t_done=done,
-            waited=max(0.0, done - began_wait),
-            ranks=signature.ranks,
-            error=error,
-            dtype=dtype_name(signature.dtype),
-            is_async=signature.async_op,
-            site=site_text(site),
-            skew=skew,
-        )
+        values = {
+            "sequence": number,
+            "kind": signature.kind,
+            "tag": signature.tag,
+            "group": signature.group,
+            "backend": signature.choice if library == (signature.backend or "") else library,
+            "codec": codec,
+            "bytes": nbytes if uncompressed is None else uncompressed,
+            "wire_bytes": nbytes,
+            "fused": fused,
+            "t_issue": issued,
+            "t_done": done,
+            "waited": max(0.0, done - began_wait),
+            "ranks": signature.ranks,
+            "error": error,
+            "dtype": dtype_name(signature.dtype),
+            "is_async": signature.async_op,
+            "site": site_name,
+            "skew": skew,
+        }
+        # One by one, so that records share keys. The constructor of a frozen class takes ten times as long.
+        record = Record.__new__(Record)
+        attributes = vars(record)
+        for name, value in values.items():
+            attributes[name] = value
+        return record
 
-    def _site(self, position: Position) -> Site:
-        """The line of a position. Code is known by its identity: its hash takes long."""
+    def _site(self, position: Position) -> tuple[Site, str]:
+        """The line of a position, also as text. Code is known by its identity: its hash takes long."""
         key = id(position[0]), position[1]
-        if key not in self._sites:
-            self._sites[key] = position, site_at(position)
-        return self._sites[key][1]
+        found = self._sites.get(key)
+        if found is None:
+            site = site_at(position)
+            found = self._sites[key] = position, site, site_text(site)
+        return found[1:]
 
     def stragglers(self) -> Stragglers:
         """The ranks that keep others waiting all the time, the latest first; an empty list if none does.

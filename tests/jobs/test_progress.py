@@ -202,6 +202,7 @@ def test_operations_in_place_share_a_message_but_not_while_it_is_in_use() -> Non
             nonlocal polls
             polls += 1
             if own[0] == 0 and polls == 1:
+                assert run is not None
                 run(torch.ones(4))
             if own[0] == 2:
                 raise ValueError("wrong")

@@ -295,7 +295,7 @@ def every_codec(backends: list[str | None], briefly: bool, only: list[str] | Non
     torch.set_num_threads(1)
     failures = Failures()
     refused: dict[str, list[str]] = {}
-    alike, others = (torch.float16, torch.float64), DTYPES[1:]
+    brief, later_brief = (torch.float16, torch.float64), DTYPES[1:]  # on the first backend, on others
     with mcr.init(timeout=60) as comm:
         back = mcr.new_group(list(range(comm.size))[::-1])
         for backend in backends:
@@ -310,7 +310,8 @@ def every_codec(backends: list[str | None], briefly: bool, only: list[str] | Non
                     both = dtype is torch.float32 and backend == backends[0]
                     for numel in (35, 1031) if both else (1031,):
                         exam = Exam(group, case, dtype, numel, backend, failures)
-                        exam.run(briefly=briefly and dtype in (alike if backend == backends[0] else others))
+                        few = brief if backend == backends[0] else later_brief
+                        exam.run(briefly=briefly and dtype in few)
                         alike = [each == exam.refused for each in group.all_gather_object(exam.refused)]
                         failures.expect(f"refusals of {exam.name}", all(alike), alike)
                     assert exam is not None

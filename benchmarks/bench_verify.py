@@ -7,14 +7,21 @@ engine; in most of them a bit flips on a random rank, in what is sent or in what
 all ranks raise `DataCorrupted` with the same operation, ranks, library and block.
 *Cost*: calls without verification, with every one and with one in ten verified, in turns, two ranks; the
 least time of each, as other processes only ever add to it (up to 1 MiB a mean of 20 calls; of one in ten,
-above, of 10). Before that, the time of checksums of memory. The report goes to
+above, of 10). Before that, the time of checksums of memory, and the work of two ranks in one thread: without
+waits, so that other processes disturb it less. `--rate 1gbit` adds the cost between two hosts (network
+namespaces, see two_hosts.py; needs root) with a link of that rate. The report goes to
 benchmarks/results/verify_<hardware>_<yyyymm>.md.
 """
 
 from __future__ import annotations
 
+import json
+import mmap
 import os
+import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, Final
 
@@ -22,9 +29,16 @@ import harness
 import torch
 import typer
 from harness import HARDWARE, ROOT, Dated, Hardware
+from two_hosts import TwoHosts, need_two_hosts
 
 import mcr_plus as mcr
-from mcr_plus.dispatch.verify.flows import Blocks
+from mcr_plus.backends.shm import collectives_kernels as plain
+from mcr_plus.backends.shm.collectives import DirectCollectives
+from mcr_plus.backends.shm.reduce_kernels import kernels_for
+from mcr_plus.backends.shm.segment import Segment, Shape
+from mcr_plus.dispatch.verify import checked, checked_kernels
+from mcr_plus.dispatch.verify.flows import Blocks, Ledger, row_words
+from mcr_plus.dispatch.verify.rows import SharedRows, shared_bytes
 
 sys.path.append(str(ROOT / "tests" / "support"))
 import verify_jobs
@@ -32,6 +46,7 @@ import verify_jobs
 LIBRARIES: Final = ("msccl", "gloo", "mpi")
 COSTS: Final = (8, 1 << 20, 64 << 20)  # bytes
 OPTIONS: Final[dict[str, str | int]] = {"off": "off", "every": "every", "one in 10": 10}
+BETWEEN_HOSTS: Final = ("off", "every")  # one in ten would take minutes
 
 
 def flipped(backend: str, seed: int, operations: int) -> dict[str, Any] | None:
@@ -64,8 +79,84 @@ def speeds() -> list[list[str]]:
     return rows
 
 
-def costs(backend: str, rounds: int) -> dict[str, Any] | None:
-    """Microseconds of calls, by round."""
+def works(nbytes: int = 64 << 20, samples: int = 25) -> list[list[str]]:
+    """Direct collectives of two ranks, driven by this thread: kind, ms without checksums, with, ratio."""
+    shape, words = Shape(2, area=2 << 20), row_words(2)
+    memory, rows = mmap.mmap(-1, shape.nbytes), memoryview(bytearray(shared_bytes(2, words)))
+    segments = [Segment(shape, rank, memory) for rank in range(2)]
+    exchanges = [SharedRows(rows, rank, 2, words, lambda: None) for rank in range(2)]
+    ranks = [DirectCollectives(segment, spins=0, yields=0) for segment in segments]
+    sources, targets = ([torch.zeros(nbytes // 4) for _ in ranks] for _ in range(2))
+    plain.prepare()
+    checked_kernels.prepare()
+
+    def seconds(module: Any, states: list[Any], outputs: list[torch.Tensor]) -> float:
+        began = time.perf_counter()
+        done = [
+            bool(module.begin(state, source.data_ptr(), target.data_ptr()))
+            for state, source, target in zip(states, sources, outputs, strict=True)
+        ]
+        while not all(done):
+            done = [one or bool(module.advance(state, 0)) for one, state in zip(done, states, strict=True)]
+        return time.perf_counter() - began
+
+    table = []
+    for kind in ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all"):
+        options: dict[str, Any] = {"kernels": kernels_for(torch.float32, "SUM")} if "reduce" in kind else {}
+        in_place = kind in ("all_reduce", "broadcast")
+        outputs, count = (sources, nbytes // 4) if in_place else (targets, nbytes // 8)
+        pairs = [
+            [rank.bind(getattr(plain, kind.upper()), count, 4, **options) for rank in ranks] for _ in "ab"
+        ]
+        for state in pairs[1]:
+            checked.fit(state)
+        ledgers = [Ledger(checked.plan(state)) for state in pairs[1]]
+        states = [checked.extended(state, ledger) for state, ledger in zip(pairs[1], ledgers, strict=True)]
+        times: list[list[float]] = [[], []]
+        for _ in range(samples):
+            times[0].append(seconds(plain, pairs[0], outputs))
+            for state, exchange in zip(states, exchanges, strict=True):
+                claim = exchange.claim()
+                for word, value in zip(
+                    (checked_kernels.NUMBER, checked_kernels.FIRST, checked_kernels.STRIDE),
+                    claim,
+                    strict=True,
+                ):
+                    state[word] = value
+            times[1].append(seconds(checked_kernels, states, outputs))
+        off, on = (1e3 * min(each) for each in times)
+        table.append([kind, f"{off:.1f}", f"{on:.1f}", f"{on / off:.2f}"])
+    return table
+
+
+def between_hosts(library: str, rate: str, rounds: int) -> dict[str, list[dict[str, float]]]:
+    """`costs` of two ranks on hosts of their own."""
+    words = [sys.executable, str(ROOT / "benchmarks" / "bench_verify.py"), "--as-rank", library]
+    words += ["--rounds", str(rounds)]
+    with TwoHosts(rate) as hosts:
+        if library == "mpi":
+            out = hosts.mpirun(words, stdout=subprocess.PIPE, text=True).stdout
+        else:
+            ranks = list(hosts.start(words, stdout=subprocess.PIPE, text=True))
+            out = "".join(rank.communicate()[0] for rank in ranks)
+    (line,) = (each for each in out.splitlines() if each.startswith("{"))
+    found: dict[str, list[dict[str, float]]] = json.loads(line)
+    return found
+
+
+def compared(library: str, turns: dict[str, list[dict[str, float]]]) -> list[list[str]]:
+    """Rows of a table of costs: the least of all turns."""
+    rows = []
+    for name in turns["off"][0]:
+        least = {key: min(turn[name] for turn in turns[key]) for key in OPTIONS if key in turns}
+        off, every = least["off"], least["every"]
+        times = [f"{each:.1f}" for each in least.values()]
+        rows.append([library, name, *times, f"{every - off:+.1f}", f"{every / off:.3f}"])
+    return rows
+
+
+def costs(backend: str, rounds: int, among: Sequence[str] = tuple(OPTIONS)) -> dict[str, Any] | None:
+    """Microseconds of calls, by round, with these of `OPTIONS`."""
     torch.set_num_threads(1)
 
     def calls(verify: str | int) -> dict[str, float]:
@@ -98,7 +189,7 @@ def costs(backend: str, rounds: int) -> dict[str, Any] | None:
                     found[f"{name} {nbytes}"] = float(slowest)
         return found
 
-    turns = harness.in_turns(OPTIONS, rounds, calls)
+    turns = harness.in_turns({name: OPTIONS[name] for name in among}, rounds, calls)
     is_first = os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")) == "0"
     return turns if is_first else None
 
@@ -107,9 +198,19 @@ def costs(backend: str, rounds: int) -> dict[str, Any] | None:
 def main(
     flips: Annotated[int, typer.Option(help="Operations of each library, most with a flipped bit.")] = 1000,
     rounds: Annotated[int, typer.Option(help="Of the costs, in turns.")] = 5,
+    rate: Annotated[str | None, typer.Option(help="Of a link between two hosts; none without.")] = None,
+    as_rank: Annotated[
+        str | None, typer.Option(help="Be a rank of the costs of a library.", hidden=True)
+    ] = None,
     hardware: Hardware = HARDWARE,
     output: Dated = None,
 ) -> None:
+    if as_rank is not None:
+        if (found := costs(as_rank, rounds, BETWEEN_HOSTS)) is not None:
+            print(json.dumps(found))
+        return
+    if rate is not None:
+        need_two_hosts()
     parts: list[str] = []
     rows = []
     for library in LIBRARIES if flips else ():
@@ -121,16 +222,24 @@ def main(
     if rounds:
         table = harness.markdown(["bytes", "µs", "GB/s"], speeds())
         parts += ["### Checksums of memory, one thread, the least of 30", table]
-    rows = []
+        head = ["operation", "off, ms", "every, ms", "every / off"]
+        parts += ["### Work of two ranks over shared memory in one thread, 64 MiB, the least of 25"]
+        parts += [harness.markdown(head, works())]
+    ends, rows = ["every - off", "every / off"], []
     for library in LIBRARIES if rounds else ():
-        turns = harness.on_ranks(harness.here(2), costs, library, rounds)
-        for name in turns["off"][0]:
-            off, every, tenth = (min(turn[name] for turn in turns[key]) for key in OPTIONS)
-            more, times = f"{every - off:+.1f}", f"{every / off:.2f}"
-            rows.append([library, name, *(f"{each:.1f}" for each in (off, every, tenth)), more, times])
+        rows += compared(library, harness.on_ranks(harness.here(2), costs, library, rounds))
     if rows:
-        head = ["library", "call (bytes)", *(f"{key}, µs" for key in OPTIONS), "every - off", "every / off"]
+        head = ["library", "call (bytes)", *(f"{key}, µs" for key in OPTIONS), *ends]
         parts += ["### Cost, two ranks, the least of all turns", harness.markdown(head, rows)]
+    rows = []
+    for library in ("gloo", "mpi") if rate is not None and rounds else ():
+        rows += compared(library, between_hosts(library, rate, rounds))
+    if rows:
+        head = ["library", "call (bytes)", *(f"{key}, µs" for key in BETWEEN_HOSTS), *ends]
+        parts += [
+            f"### Cost between two hosts at {rate}, the least of all turns",
+            harness.markdown(head, rows),
+        ]
     note = f"{rounds} turns; load average {os.getloadavg()[1]:.0f}"
     text = harness.page("Verified payloads", harness.command(), note, *parts)
     harness.write(text, output, f"verify_{hardware}")

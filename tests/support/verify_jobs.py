@@ -14,10 +14,14 @@ import torch
 
 import mcr_plus as mcr
 from mcr_plus.backends.base import Poll, ReceivePoll, Start
+from mcr_plus.backends.shm import collectives_kernels as plain
+from mcr_plus.backends.shm.backend import SharedMemoryChannel
+from mcr_plus.backends.shm.queue import Run
 from mcr_plus.core.kinds import KINDS as KINDS_OF_ALL
-from mcr_plus.core.kinds import VECTOR, Kind, collective, plain_kind
+from mcr_plus.core.kinds import REDUCING, VECTOR, Kind, collective, plain_kind
 from mcr_plus.core.message import Message, Signature
-from mcr_plus.dispatch.verify import course, opening
+from mcr_plus.dispatch.verify import checked, course, opening
+from mcr_plus.dispatch.verify import checked_kernels as words
 from mcr_plus.dispatch.verify.channel import VerifiedChannel
 from mcr_plus.dispatch.verify.rows import LibraryRows
 from mcr_plus.dispatch.verify.steps import Step
@@ -60,14 +64,50 @@ class Flipper:
 
     The next one after `arm`, in step number `step` of this rank: `sent` before the library has the tensor and
     after its checksum was taken, `arrived` when the library has ended. Steps that were bound before are not
-    disturbed.
+    disturbed. Where the functions that move data take the checksums, these flip the bit at the same places.
     """
 
     def __init__(self, channel: VerifiedChannel) -> None:
         self._bind = channel._steps.bind
-        self.draw = random.Random(0)
+        self.draw, self.in_pieces = random.Random(0), False
         self.place, self.step, self.done = "", 0, False
         channel._steps.bind = self.bind  # type: ignore[method-assign]
+        self._run = channel._checking.run
+        channel._checking.run = self.run  # type: ignore[method-assign]
+
+    def run(self, channel: SharedMemoryChannel, signature: Signature, state: Any) -> Run:
+        """See `Checking.run`."""
+        start = self._run(channel, signature, state)
+        reduces = signature.kind in REDUCING
+        whole = state[plain.KIND] == plain.ALL_REDUCE_WHOLE
+
+        def begin(source: int, target: int, keep: object) -> Poll:
+            if not self.place or (self.step and not reduces and not self.in_pieces):
+                return start(source, target, keep)
+            place = words.IN_SLOT if self.place == "sent" else words.IN_TARGET
+            if whole and self.place == "arrived":
+                place = words.IN_SUMS
+            elif reduces and (self.step or self.in_pieces):
+                place = words.IN_SUMS if self.place == "sent" else words.IN_TARGET
+            elif reduces and self.place == "arrived":
+                place = words.IN_PEER
+            state[words.FAULT_AFTER] = self.step if self.in_pieces else 0
+            state[words.FAULT_BYTE], state[words.FAULT_MASK] = (
+                self.draw.randrange(1 << 30),
+                1 << self.draw.randrange(8),
+            )
+            state[words.FAULT], self.place = place, ""
+            poll = start(source, target, keep)
+
+            def ended() -> bool:
+                if not poll():
+                    return False
+                self.done, state[words.FAULT] = not state[words.FAULT], 0
+                return True
+
+            return ended
+
+        return begin
 
     def arm(self, place: str, step: int, draw: random.Random) -> None:
         self.place, self.step, self.draw, self.done = place, step, draw, False
@@ -142,14 +182,16 @@ def case(
 def flips_in_pieces(backend: str, seed: int, operations: int) -> list[Any]:
     """`many_flips` in operations that run in up to five pieces."""
     course.PIECE = PIECE  # type: ignore[misc]
+    checked.AREA = 3 * BLOCK  # type: ignore[misc]
     kinds: tuple[Kind, ...] = ("all_reduce", "broadcast")
-    return many_flips(backend, seed, operations, kinds, (70_001, 150_000), range(6))
+    return many_flips(backend, seed, operations, kinds, (70_001, 150_000), range(6), in_pieces=True)
 
 
 def in_pieces(backend: str) -> list[bool]:
     """Whether results of operations in pieces, and beside them, are those of numpy."""
     torch.set_num_threads(1)
     course.PIECE = PIECE  # type: ignore[misc]
+    checked.AREA = 3 * BLOCK  # type: ignore[misc]
     right = []
     with mcr.init(config(backend)) as comm:
         for number, numel in enumerate((3, 40_000, 70_001, 98_304, 200_003)):
@@ -177,6 +219,7 @@ def many_flips(
     kinds: Sequence[Kind] = KINDS,
     sizes: Sequence[int] = SIZES,
     steps: Sequence[int] = (0, 0, 1),
+    in_pieces: bool = False,
 ) -> list[Any]:
     """Random operations, most of them with a flipped bit on a random rank.
 
@@ -188,6 +231,7 @@ def many_flips(
     with mcr.init(config(backend)) as comm:
         channel, ranks = verified(backend), comm.size
         flipper = Flipper(channel)
+        flipper.in_pieces = in_pieces
         for number in range(operations):
             kind, dtype, size = shared.choice(kinds), shared.choice(DTYPES), shared.choice(sizes)
             root, victim, step = shared.randrange(ranks), shared.randrange(ranks), shared.choice(steps)

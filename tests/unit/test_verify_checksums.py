@@ -189,7 +189,7 @@ def test_steps_are_kept_apart_by_the_operation_that_they_belong_to() -> None:
 
 def test_nothing_is_kept_of_operations_that_are_dropped() -> None:
     channel: Any = SimpleNamespace(bind=lambda _: lambda _: bool, gate=lambda *_: None)
-    backend: Any = SimpleNamespace(name="gloo", supports=lambda _: NATIVE, rings=False)
+    backend: Any = SimpleNamespace(name="gloo", supports=lambda _: NATIVE, rings=False, host_driven=False)
     courses = course.Courses(Steps(backend, channel), Group("world", (0, 1), 0), lambda *_: iter(()))
 
     def alive() -> int:

@@ -94,7 +94,6 @@ class VerifiedChannel(SteppedChannel):
         self.outlives_library = own.outlives_library or steps.channel.outlives_library
         self.takes_ballots = own.takes_ballots
         self.ballots = own.ballots
-        # Between hosts the wire is slower than any wait for a piece.
         self._courses = Courses(steps, group, self._compare, isinstance(rows, LibraryRows))
         self._checking = Checking(steps, group, rows, self._checked)
         self._messages = Messages(own, steps, group, every)

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 Checked = Callable[["Signature", Ledger, bool], None]
 """Is told whether ranks agree; raises `DataCorrupted`."""
 
-AREA: Final = 2 << 20
-"""Bytes of a slot that are used at most."""
+AREA: Final = 1 << 20
+"""Bytes of a slot that are used at most: so many stay in the core's cache until a peer takes them."""
 
 
 class Checking:

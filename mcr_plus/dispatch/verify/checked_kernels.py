@@ -82,7 +82,7 @@ NUMBER: Final = WORDS + 8  # of the exchange
 POSTED: Final = WORDS + 9
 VERDICT: Final = WORDS + 10
 FAULT: Final = WORDS + 11  # where a bit flips in tests: one of the places below, 0 for nowhere
-FAULT_AFTER: Final = WORDS + 12  # so many blocks (of a sum or a slot: copies) later
+FAULT_AFTER: Final = WORDS + 12  # after so many times at that place
 FAULT_BYTE: Final = WORDS + 13  # modulo the bytes there
 FAULT_MASK: Final = WORDS + 14  # of the bit, in its byte
 FAULT_WORD: Final = WORDS + 15
@@ -92,6 +92,7 @@ KINDS: Final = (ALL_REDUCE, ALL_REDUCE_WHOLE, ALL_GATHER, ALL_TO_ALL, REDUCE_SCA
 IN_SLOT: Final = 1  # values that have been put
 IN_SUMS: Final = 2  # sums in a slot
 IN_TARGET: Final = 3  # what has been copied to the target
+IN_PEER: Final = 4  # in a peer's slot, before it is added
 
 _TRIES: Final = 20  # looks at the rows of others for each of a state's spins
 
@@ -213,6 +214,7 @@ def _reduce(state, index, elements):  # type: ignore[no-untyped-def]
             if rank == me and not whole:
                 continue
             right = _slot(state, rank, index) + skip + at
+            _damage(state, IN_PEER, right, size)
             _check(_first(state, GOT, rank, index), block, right, size)
             if whole and rank == 0:
                 left = right

@@ -4,8 +4,8 @@ Operations that move data run as they are. Reductions are made of such: values a
 reduces its part in the order of ranks, and sums are gathered. So everything that travels has a checksum of
 all its bits, while no checksum of floating-point values leads to that of their sum.
 
-A large broadcast or all_reduce over shared memory runs in pieces, so that the checksum of a piece is taken
-while it is in the core's cache, and while the library moves another one.
+A large broadcast or all_reduce over gloo between hosts runs in pieces, so that the checksum of a piece is
+taken while the library moves another one; over shared memory, too, where `checked` does not serve it.
 """
 
 from __future__ import annotations
@@ -48,8 +48,10 @@ class Courses:
     def __init__(self, steps: Steps, group: Group, compare: Compare, between_hosts: bool = False) -> None:
         self._steps, self._compare = steps, compare
         self._rank, self._size = group.rank, group.size
-        # Elsewhere a piece costs more than what is saved where other processes use the cores.
-        self._piece = PIECE if steps.backend.rings or between_hosts else _NO_PIECES
+        # Where other processes use the cores, a wait for each piece costs more than it saves. Between hosts
+        # the link is slower than that, but a library that moves only while it is polled gains nothing.
+        in_pieces = steps.backend.rings or (between_hosts and not steps.backend.host_driven)
+        self._piece = PIECE if in_pieces else _NO_PIECES
         self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def bind(self, signature: Signature) -> Begin:

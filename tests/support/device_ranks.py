@@ -55,6 +55,7 @@ class Rank:
         self.home.hosts.append(job.simulator.host())
         peers = Peers(0, ("host",), None, 1.0)
         self.engine = Engine(peers, wait="auto", oversubscribed=False)
+        job.engines.append(self.engine)
         self.engine.backends = [job.nccl[rank], HostLibrary(job, rank)]
         self.world = job.worlds[rank]
         self.comm: Any = self._opened(Group("world", tuple(range(job.size)), rank), job.config)
@@ -146,6 +147,7 @@ class Job:
         self.config = load(config or {})
         self.operations: dict[Any, HostOperation] = {}
         self.boards: dict[str, dict[tuple[int, int], int]] = {}
+        self.engines: list[Engine] = []
         self.homes = [FakeStreams(self.simulator, rank) for rank in range(size)]
         store = ModelStore(self.simulator)
         self.worlds = [World(rank, size, ("host",) * size, 60.0, store, cores=size) for rank in range(size)]
@@ -242,6 +244,7 @@ class Job:
 
         with ExitStack() as inside:
             inside.enter_context(_patched(self))
+            inside.callback(lambda: [each.waiting.close() for each in self.engines])  # their files
             if self.config.options("compress") is not None:
                 inside.enter_context(kernels_on_devices())
             for rank in range(self.size):

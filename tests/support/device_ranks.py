@@ -34,7 +34,9 @@ from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.communicator.open_group import OpenGroup
 from mcr_plus.config.reader import load
 from mcr_plus.core import streams as core_streams
+from mcr_plus.core import work as core_work
 from mcr_plus.core.group import Group
+from mcr_plus.core.streams import Retained
 from mcr_plus.dispatch import engine
 from mcr_plus.dispatch.engine import Engine
 from mcr_plus.dispatch.group_runtime import GroupRuntime
@@ -133,6 +135,19 @@ class Helper:
             while True:
                 self._actor.sleeps = not self._step()
                 self._job.yields(paused=True)
+
+
+class RetainedByRank:
+    """In place of what a process retains: ranks are threads here, and none may look after what others use."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._of: dict[FakeStreams, Retained] = {}
+
+    def add(self, event: Any, used: object) -> None:
+        turns = self._job.turns
+        assert turns.now is not None
+        self._of.setdefault(turns.now.home, Retained()).add(event, used)
 
 
 Program = Callable[[Rank], Any]
@@ -271,6 +286,7 @@ def _patched(job: Job) -> Iterator[None]:
         patch.setattr(link, "time", still)  # what a program does must not depend on how fast the machine is
         patch.setattr(engine, "time", still)
         patch.setattr(engine, "ProgressThread", partial(Helper, job))
+        patch.setattr(core_work, "_retained", RetainedByRank(job))
         patch.setattr(link, "_POLL_STORE_EVERY", 0.0)
         patch.setattr(Engine, "_pause", pause)
         patch.setattr(core_streams, "streams_of", streams_of)

@@ -35,6 +35,7 @@ class Entry:
     run: Callable[[], None] | None = None
     other: Entry | None = None  # what a wait waits for
     done: bool = False
+    seen: bool = False  # done, as far as its host can tell: it is behind the entry
     before: Entry | None = None  # in its stream
     name: Hashable = None  # its stream and place there, the same in every run
 
@@ -329,7 +330,7 @@ class Machine:
         The model decides that wherever it may be done by now, also if another rank has come upon it already:
         so what a rank can be told depends on what others have enqueued, not on what they have been told.
         """
-        if not self.lazy or self.behind(place):
+        if not self.lazy or entry.seen or self.behind(place):
             return entry.done or self.lazy
         if not (self.can_finish(entry) and self.decide(place)):
             return False
@@ -406,6 +407,12 @@ class Machine:
         for together in order:
             if not together[0].done:
                 self.execute(together)
+        behind = [entry]
+        while behind:
+            each = behind.pop()
+            if not each.seen:
+                each.seen = True
+                behind += filter(None, (each.before, each.other))
 
     @property
     def stuck(self) -> bool:

@@ -34,7 +34,9 @@ from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.communicator.open_group import OpenGroup
 from mcr_plus.config.reader import load
 from mcr_plus.core import streams as core_streams
+from mcr_plus.core import work as core_work
 from mcr_plus.core.group import Group
+from mcr_plus.core.streams import Retained
 from mcr_plus.dispatch import engine
 from mcr_plus.dispatch.engine import Engine
 from mcr_plus.dispatch.group_runtime import GroupRuntime
@@ -55,6 +57,7 @@ class Rank:
         self.home.hosts.append(job.simulator.host())
         peers = Peers(0, ("host",), None, 1.0)
         self.engine = Engine(peers, wait="auto", oversubscribed=False)
+        job.engines.append(self.engine)
         self.engine.backends = [job.nccl[rank], HostLibrary(job, rank)]
         self.world = job.worlds[rank]
         self.comm: Any = self._opened(Group("world", tuple(range(job.size)), rank), job.config)
@@ -134,6 +137,19 @@ class Helper:
                 self._job.yields(paused=True)
 
 
+class RetainedByRank:
+    """In place of what a process retains: ranks are threads here, and none may look after what others use."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._of: dict[FakeStreams, Retained] = {}
+
+    def add(self, event: Any, used: object) -> None:
+        turns = self._job.turns
+        assert turns.now is not None
+        self._of.setdefault(turns.now.home, Retained()).add(event, used)
+
+
 Program = Callable[[Rank], Any]
 
 
@@ -146,6 +162,7 @@ class Job:
         self.config = load(config or {})
         self.operations: dict[Any, HostOperation] = {}
         self.boards: dict[str, dict[tuple[int, int], int]] = {}
+        self.engines: list[Engine] = []
         self.homes = [FakeStreams(self.simulator, rank) for rank in range(size)]
         store = ModelStore(self.simulator)
         self.worlds = [World(rank, size, ("host",) * size, 60.0, store, cores=size) for rank in range(size)]
@@ -242,6 +259,7 @@ class Job:
 
         with ExitStack() as inside:
             inside.enter_context(_patched(self))
+            inside.callback(lambda: [each.waiting.close() for each in self.engines])  # their files
             if self.config.options("compress") is not None:
                 inside.enter_context(kernels_on_devices())
             for rank in range(self.size):
@@ -268,6 +286,7 @@ def _patched(job: Job) -> Iterator[None]:
         patch.setattr(link, "time", still)  # what a program does must not depend on how fast the machine is
         patch.setattr(engine, "time", still)
         patch.setattr(engine, "ProgressThread", partial(Helper, job))
+        patch.setattr(core_work, "_retained", RetainedByRank(job))
         patch.setattr(link, "_POLL_STORE_EVERY", 0.0)
         patch.setattr(Engine, "_pause", pause)
         patch.setattr(core_streams, "streams_of", streams_of)

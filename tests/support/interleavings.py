@@ -43,7 +43,7 @@ class Explored:
 
 @dataclass
 class _Decision:
-    """One decision on the way to what is tried next. `is_own`: a turn that touches nothing of others so far."""
+    """A decision on the way to what is tried next. `is_own`: a turn that touches nothing of others so far."""
 
     choice: int
     count: int

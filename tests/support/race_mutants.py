@@ -23,8 +23,11 @@ _HIERARCHICAL: Final = ("nccl, hierarchical, int8_block", "gloo, hierarchical, i
 MODULES: Final[dict[str, tuple[str, ...]]] = {
     "communicator.arrays": ("nccl, arrays", "gloo, arrays"),
     "backends.nccl.link": ("nccl, plain", "nccl, fused", "nccl, int8_block"),
-    "core.streams": ("nccl, fused", "gloo, fused"),
-    "core.work": ("nccl, int8_block", "gloo, int8_block", "nccl, fused, int8_block", *_HIERARCHICAL),
+    "core.streams": ("nccl, fused", "gloo, fused", "nccl, int8_block", "gloo, int8_block"),
+    "core.work": (
+        "nccl, int8_block", "gloo, int8_block", "nccl, fused, int8_block", *_HIERARCHICAL,
+        "nccl, arrays, int8_block", "gloo, arrays, int8_block",
+    ),
     "dispatch.engine": ("nccl, plain",),
     "dispatch.streams": (
         "nccl, plain", "gloo, plain", "gloo, fused", "nccl, sign1, error feedback", "gloo, int8_block",
@@ -42,7 +45,8 @@ ELSEWHERE: Final = {
     "core.accelerators": "streams of other devices, on which `test_openreg.py` runs",
     **dict.fromkeys(
         (
-            "backends.gloo.backend", "backends.gloo.channel", "compression.delta", "training.inheritance",
+            "backends.gloo.backend", "backends.gloo.channel", "compression.delta", "core.threads",
+            "training.inheritance",
             "torch_backend.process_group", "training.reducer", "training.weight_receiver",
         ),
         "other methods of the same names",
@@ -93,6 +97,8 @@ def _ordering(node: ast.stmt) -> str | None:
     name = function.attr
     if name == "add" and "retained" not in ast.unparse(function):
         return None
+    if name == "follow" and ast.unparse(function.value) == "background":
+        return None  # a function behind a call in the background
     if isinstance(node, ast.Assign) and name != "recorded":
         return None
     return ORDERINGS.get(name)
@@ -103,18 +109,19 @@ def _is_query(node: ast.AST) -> bool:
 
 
 def _mutants_of(name: str, source: str) -> list[Mutant]:
+    """Of the uses of streams, not of classes that are streams and events, which the model replaces."""
     found, tree = list[Mutant](), ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.stmt) and (what := _ordering(node)) is not None:
             found.append(Mutant(name, node.lineno, ast.unparse(node), what))
         elif isinstance(node, ast.expr) and _is_query(node):
             found.append(Mutant(name, node.lineno, ast.unparse(node), "a query"))
-    room = {
-        node.lineno
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Return) and ast.unparse(node.value or node) == _ROOM
-    }
-    return sorted((each for each in found if each.line not in room), key=lambda each: each.line)
+    skipped = set[int]()
+    for node in ast.walk(tree):
+        is_room = isinstance(node, ast.Return) and node.value is not None and ast.unparse(node.value) == _ROOM
+        if is_room or (isinstance(node, ast.ClassDef) and node.name.startswith("Accelerator")):
+            skipped.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return sorted((each for each in found if each.line not in skipped), key=lambda each: each.line)
 
 
 def mutants() -> list[Mutant]:
@@ -190,6 +197,8 @@ def applied(mutant: Mutant) -> Iterator[None]:
     changed: list[tuple[FunctionType, CodeType]] = []
     for function in _functions(module):
         old = function.__code__
+        if old.co_filename != module.__file__:  # of a decorator
+            continue
         last = max(line for code in _codes(old) for *_, line in code.co_lines() if line is not None)
         if old.co_firstlineno <= mutant.line <= last:
             changed.append((function, old))

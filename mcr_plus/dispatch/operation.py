@@ -220,6 +220,7 @@ class Operation:
     def _bind_run(self, issue: Callable[[Message], Work]) -> Callable[[Message], None]:
         state, start, counter = self.state, self.start, self.state.board.counter
         first, more, waiting, wanted, ring = self.first, self.more, *self._bells()
+        relay = waiting.relay
         remember, signature, clock = state.ring.append, self.signature, time_ns
 
         # No lock: `fast_path_thread` is this thread only while no other thread uses the group and nothing is
@@ -237,6 +238,8 @@ class Operation:
                     if poll():
                         if wanted[0]:
                             ring()
+                        if not waiting.calm:
+                            relay()
                         return
                 for _ in more if waiting.calm else ():
                     if poll():
@@ -244,6 +247,7 @@ class Operation:
                             ring()
                         return
                 if not waiting.calm and self._nap(poll):
+                    relay()
                     return
             except BaseException as error:
                 self._fail_run(message, poll, error)
@@ -262,6 +266,7 @@ class Operation:
         """As `run` for one message and a persistent request, without even a call to start it."""
         state, issue, counter = self.state, self.bind().start, self.state.board.counter
         first, more, waiting, wanted, ring = self.first, self.more, *self._bells()
+        relay = waiting.relay
         begin, test = request.begin, request.test
         remember, signature, clock = state.ring.append, self.signature, time_ns
 
@@ -279,6 +284,8 @@ class Operation:
                     if test():
                         if wanted[0]:
                             ring()
+                        if not waiting.calm:
+                            relay()
                         return
                 for _ in more if waiting.calm else ():
                     if test():
@@ -286,6 +293,7 @@ class Operation:
                             ring()
                         return
                 if not waiting.calm and self._nap(test):
+                    relay()
                     return
             except BaseException as error:
                 self._fail_run(message, test, error)

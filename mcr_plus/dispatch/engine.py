@@ -360,8 +360,7 @@ class Engine:
         began = time.monotonic()
         patience = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         board = operation.state.board
-        next_check = began + board.first_check
-        next_look = began + LONG_WAIT
+        next_check, next_look = began + board.first_check, began + LONG_WAIT
         while not work.is_done:
             with self.lock:
                 polls = operation.burst if waiting.calm else operation.glance

@@ -2,6 +2,7 @@
 
     python benchmarks/bench_decode.py --rounds 7
     python benchmarks/bench_decode.py --hosts 2 --rate 1gbit --per-host 2
+    python benchmarks/bench_decode.py --models tiny --dtypes float32 --busy 20    beside so many busy processes
 
 Models of random weights are made on the spot. Ranks load them with `tp_plan="auto"` and generate greedily, by
 the same program over both backends; one process does the same with a thread for each core. On two hosts (two
@@ -33,6 +34,7 @@ import harness
 import torch
 import torch.distributed as dist
 import typer
+from bench_beside import busy
 from harness import HARDWARE, MCR_PLUS, Budget, Call, Dated, Hardware, Launch, Rate, Rounds, Tables
 from two_hosts import ADDRESSES, TwoHosts, need_two_hosts
 
@@ -214,12 +216,18 @@ def make(shape: Shape, dtype: str, folder: Path) -> None:
 
 
 def measure(
-    jobs: Jobs, ways: Sequence[Way], batches: Sequence[int], tokens: int, rounds: int
+    jobs: Jobs, ways: Sequence[Way], batches: Sequence[int], tokens: int, rounds: int, beside: int
 ) -> Iterator[tuple[int, dict[str, float], dict[str, Any]]]:
-    """Of every batch: tokens per second by candidate, and what each has generated."""
+    """Of every batch: tokens per second by candidate, and what each has generated.
+
+    `beside`: so many other processes are busy in the meantime.
+    """
+    for way in ways if beside else ():
+        jobs.turn(way, batches[0], 1)  # the models are loaded before the others take the cores
     for batch in batches:
         turns = {way.name: partial(jobs.turn, way, batch, tokens) for way in ways}
-        found = harness.in_turns(turns, rounds, lambda turn: turn())
+        with busy(beside):
+            found = harness.in_turns(turns, rounds, lambda turn: turn())
         rates = {
             name: batch * tokens / median(each["seconds"] for each in answers)
             for name, answers in found.items()
@@ -320,6 +328,7 @@ def main(
     rate: Rate = "1gbit",
     table: Tables = None,
     tune: Budget = "60s",
+    busy_processes: Annotated[int, typer.Option("--busy", min=0, help="So many beside the jobs.")] = 0,
     rounds: Rounds = 7,
     hardware: Hardware = HARDWARE,
     output: Dated = None,
@@ -350,7 +359,7 @@ def main(
             make(MODELS[model], dtype, folder / model)
             jobs = Jobs(ways, many, harness.here(1), folder / model, dtype)
             try:
-                for batch, rates, made in measure(jobs, ways, batches, tokens, rounds):
+                for batch, rates, made in measure(jobs, ways, batches, tokens, rounds, busy_processes):
                     rows.append([f"{model}, {dtype}", str(batch), *row_of(rates, made)])
                     print(*rows[-1], sep="  ", flush=True)
             finally:

@@ -334,16 +334,17 @@ class Engine:
         An operation on a stream is waited for only until it has been handed to the stream, and the current
         stream ordered after it, unless `until_done`.
         """
-        if self._polled_first(work):
-            return
-        wait = Wait(work, threading.get_ident(), time.time_ns())
-        self.waits.append(wait)
-        try:
-            self._wait(work, timeout, until_done)
-        finally:
-            self.waits.remove(wait)
-            if work.noted is not None:
-                work.noted.ended = time.time_ns()
+        if not self._polled_first(work):
+            wait = Wait(work, threading.get_ident(), time.time_ns())
+            self.waits.append(wait)
+            try:
+                self._wait(work, timeout, until_done)
+            finally:
+                self.waits.remove(wait)
+                if work.noted is not None:
+                    work.noted.ended = time.time_ns()
+        if not self.waiting.calm and work.operation.polled:
+            self.waiting.relay()
 
     def _wait(self, work: IssuedWork, timeout: float | timedelta | None, until_done: bool) -> None:
         operation, waiting = work.operation, self.waiting
@@ -351,8 +352,7 @@ class Engine:
         began = time.monotonic()
         patience = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         board = operation.state.board
-        next_check = began + board.first_check
-        next_look = began + LONG_WAIT
+        next_check, next_look = began + board.first_check, began + LONG_WAIT
         while not work.is_done:
             with self.lock:
                 polls = operation.burst if waiting.calm else operation.glance

@@ -229,7 +229,7 @@ class Operation:
 
     def _bind_run(self, issue: Callable[[Message], Work]) -> Callable[[Message], None]:
         state, counter = self.state, self.state.board.counter
-        first, (wanted, ring) = self.first, self._bells()
+        first, waiting, (wanted, ring) = self.first, self.engine.waiting, self._bells()
         remember, signature, clock = state.ring.append, self.signature, time_ns
 
         # No lock: `fast_path_thread` is this thread only while no other thread uses the group and nothing is
@@ -247,6 +247,8 @@ class Operation:
                     if poll():
                         if wanted[0]:
                             ring()
+                        if not waiting.calm:
+                            waiting.relay()
                         return
                 is_done = self._poll_longer(poll)
             except BaseException as error:
@@ -259,7 +261,7 @@ class Operation:
     def _bind_run_in_place(self, issue: Callable[[Message], Work]) -> Callable[[torch.Tensor], None]:
         """As `run`, with one message for all calls, as making one takes a tenth of a microsecond."""
         state, counter = self.state, self.state.board.counter
-        first, (wanted, ring) = self.first, self._bells()
+        first, waiting, (wanted, ring) = self.first, self.engine.waiting, self._bells()
         remember, signature, clock = state.ring.append, self.signature, time_ns
         spare: Message | None = None  # not while it is in use, so that a signal's handler may call this
 
@@ -279,6 +281,8 @@ class Operation:
                     if poll():
                         if wanted[0]:
                             ring()
+                        if not waiting.calm:
+                            waiting.relay()
                         message.inputs = message.outputs = ()
                         spare = message
                         return
@@ -300,7 +304,7 @@ class Operation:
     def bind_request(self, message: Message, request: Persistent) -> Callable[[], None]:
         """As `run` for one message and a persistent request, without even a call to start it."""
         state, counter = self.state, self.state.board.counter
-        first, (wanted, ring) = self.first, self._bells()
+        first, waiting, (wanted, ring) = self.first, self.engine.waiting, self._bells()
         issue, begin, test = self.bind().start, request.begin, request.test
         remember, signature, clock = state.ring.append, self.signature, time_ns
 
@@ -318,6 +322,8 @@ class Operation:
                     if test():
                         if wanted[0]:
                             ring()
+                        if not waiting.calm:
+                            waiting.relay()
                         return
                 is_done = self._poll_longer(test)
             except BaseException as error:
@@ -335,7 +341,10 @@ class Operation:
                 if self.polled and not self.rings:
                     self.engine.ring()
                 return True
-        return not waiting.calm and self._nap(poll)
+        if waiting.calm or not self._nap(poll):
+            return False
+        waiting.relay()
+        return True
 
     def _nap(self, poll: Poll) -> bool:
         """Sleep a few times until a peer rings, where waits are not calm; whether `poll` is done then.

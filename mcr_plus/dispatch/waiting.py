@@ -30,6 +30,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Literal
 
 from mcr_plus.core.environment import usable_cores
+from mcr_plus.dispatch.relay import Relay
 
 if TYPE_CHECKING:
     from mcr_plus.rendezvous.bells import Bells
@@ -67,6 +68,7 @@ _POLLED_NAP: Final = (
 )
 _RUNG_NAP: Final = 1e-3  # where peers ring for all of it
 _LONGEST_NAP: Final = 2e-3
+_RELAY_EVERY: Final = 200e-6  # seconds between two relays: each takes some 30 µs
 
 
 class Waiting:
@@ -96,6 +98,8 @@ class Waiting:
         self.bells = bells
         self.calm = policy in ("spin", "yield") or (policy == "auto" and not short)
         self._never_calm = not self.calm
+        self._relay: Relay | None = None
+        self._relayed = 0.0
         self._busy_until = 0.0
         self._busy_since = math.inf  # the first of the latest checks that all found too many threads
         self._busy_began = 0.0
@@ -122,7 +126,10 @@ class Waiting:
         return time.monotonic() - began
 
     def close(self) -> None:
-        """Close the files of /proc."""
+        """Close the files of /proc, and end the thread."""
+        relay, self._relay = self._relay, None
+        if relay is not None:
+            relay.close()
         for descriptor in (self._loadavg, *self._peers):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -130,8 +137,8 @@ class Waiting:
         self._peers.clear()
 
     def abandon(self) -> None:
-        """In a forked child: the bells belong to its parent."""
-        self.bells = None
+        """In a forked child: the bells belong to its parent, as does the thread."""
+        self.bells = self._relay = None
 
     def spins_for(self, backend_spins: int) -> int:
         """Polls at full speed at the start of a wait, for a library that suggests `backend_spins`."""
@@ -156,6 +163,23 @@ class Waiting:
         """Sleep until a peer rings; `rings`: the library rings for everything that a wait depends on."""
         assert self.bells is not None
         self.bells.sleep(_RUNG_NAP if rings else _POLLED_NAP)
+
+    def relay(self) -> None:
+        """Block for a moment after an operation, where waits are not calm.
+
+        The scheduler chooses the core of a thread that wakes, and leaves one that never sleeps where it is
+        (decision 41).
+        """
+        now = time.monotonic()
+        if now - self._relayed < _RELAY_EVERY or not self.may_nap():
+            return
+        self._relayed = math.inf  # if no thread can be started
+        if self._relay is None:
+            with contextlib.suppress(RuntimeError):
+                self._relay = Relay()
+        if self._relay is not None:
+            self._relay.hand_over()
+            self._relayed = time.monotonic()
 
     def check_load(self, now: float, polled: float, had: float) -> None:
         """Decide whether waits are calm, after `polled` seconds of polling, `had` of them with the core."""

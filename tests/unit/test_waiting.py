@@ -25,6 +25,7 @@ import mcr_plus as mcr
 from mcr_plus.backends.shm.wakeup import give_way, may_yield, ring
 from mcr_plus.core.environment import quota_cores
 from mcr_plus.core.work import JointWork, Work
+from mcr_plus.dispatch.relay import Relay
 from mcr_plus.dispatch.waiting import Pause, Waiting
 from mcr_plus.launch import mpi_usable
 from mcr_plus.rendezvous.bells import Bells
@@ -425,3 +426,48 @@ def test_a_second_waiter_returns_once_the_first_has_copied_the_results_out() -> 
         go_on.set()
         assert not early
         assert first.result(LONG) == second.result(LONG) == [True]
+
+
+# -- relays ----------------------------------------------------------------------------------------------
+
+
+def test_hand_overs_of_several_threads_all_return(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mcr_plus.dispatch.relay._LONGEST", LONG)  # one without an answer is seen
+    relay, turns = Relay(), 500
+
+    def call() -> None:
+        for _ in range(turns):
+            relay.hand_over()
+
+    threads = [threading.Thread(target=call, daemon=True) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LONG / 2)
+        assert not thread.is_alive()
+    relay.close()
+    assert not relay._thread.is_alive()
+
+
+def test_an_answer_that_came_too_late_is_not_taken_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mcr_plus.dispatch.relay._LONGEST", LONG)
+    relay = Relay()
+    relay._owed = 1  # of a hand-over that has given up
+    relay._answered.release()
+    relay.hand_over()
+    assert relay._owed == 0
+    assert not relay._answered.acquire(blocking=False)
+    relay.close()
+
+
+def test_relays_only_beside_other_work(bells: list[Bells]) -> None:
+    calm, asleep = waiting(bells=bells[0]), waiting("sleep", bells=bells[0])
+    without_bells = waiting("sleep")
+    for each in (calm, asleep, without_bells):
+        each.relay()
+    assert calm._relay is None
+    assert without_bells._relay is None
+    assert asleep._relay is not None
+    thread = asleep._relay._thread
+    asleep.close()
+    assert not thread.is_alive()

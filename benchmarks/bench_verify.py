@@ -232,8 +232,9 @@ def main(
         head = ["library", "call (bytes)", *(f"{key}, µs" for key in OPTIONS), *ends]
         parts += ["### Cost, two ranks, the least of all turns", harness.markdown(head, rows)]
     rows = []
-    for library in ("gloo", "mpi") if rate is not None and rounds else ():
-        rows += compared(library, between_hosts(library, rate, rounds))
+    if rate is not None and rounds:
+        for library in ("gloo", "mpi"):
+            rows += compared(library, between_hosts(library, rate, rounds))
     if rows:
         head = ["library", "call (bytes)", *(f"{key}, µs" for key in BETWEEN_HOSTS), *ends]
         parts += [

@@ -2,7 +2,7 @@
 
     python benchmarks/bench_decode.py --rounds 7
     python benchmarks/bench_decode.py --hosts 2 --rate 1gbit --per-host 2
-    python benchmarks/bench_decode.py --models tiny --dtypes float32 --busy 20    beside so many busy processes
+    python benchmarks/bench_decode.py --models tiny --dtypes float32 --busy 20   beside so many others
 
 Models of random weights are made on the spot. Ranks load them with `tp_plan="auto"` and generate greedily, by
 the same program over both backends; one process does the same with a thread for each core. On two hosts (two

@@ -11,17 +11,16 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from verify_faults import faulty
 
 import mcr_plus as mcr
 from mcr_plus.backends.base import Poll, ReceivePoll, Start
-from mcr_plus.backends.shm import collectives_kernels as plain
 from mcr_plus.backends.shm.backend import SharedMemoryChannel
 from mcr_plus.backends.shm.queue import Run
 from mcr_plus.core.kinds import KINDS as KINDS_OF_ALL
-from mcr_plus.core.kinds import REDUCING, VECTOR, Kind, collective, plain_kind
+from mcr_plus.core.kinds import VECTOR, Kind, collective, plain_kind
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.dispatch.verify import checked, course, opening
-from mcr_plus.dispatch.verify import checked_kernels as words
 from mcr_plus.dispatch.verify.channel import VerifiedChannel
 from mcr_plus.dispatch.verify.rows import LibraryRows
 from mcr_plus.dispatch.verify.steps import Step
@@ -77,37 +76,7 @@ class Flipper:
 
     def run(self, channel: SharedMemoryChannel, signature: Signature, state: Any) -> Run:
         """See `Checking.run`."""
-        start = self._run(channel, signature, state)
-        reduces = signature.kind in REDUCING
-        whole = state[plain.KIND] == plain.ALL_REDUCE_WHOLE
-
-        def begin(source: int, target: int, keep: object) -> Poll:
-            if not self.place or (self.step and not reduces and not self.in_pieces):
-                return start(source, target, keep)
-            place = words.IN_SLOT if self.place == "sent" else words.IN_TARGET
-            if whole and self.place == "arrived":
-                place = words.IN_SUMS
-            elif reduces and (self.step or self.in_pieces):
-                place = words.IN_SUMS if self.place == "sent" else words.IN_TARGET
-            elif reduces and self.place == "arrived":
-                place = words.IN_PEER
-            state[words.FAULT_AFTER] = self.step if self.in_pieces else 0
-            state[words.FAULT_BYTE], state[words.FAULT_MASK] = (
-                self.draw.randrange(1 << 30),
-                1 << self.draw.randrange(8),
-            )
-            state[words.FAULT], self.place = place, ""
-            poll = start(source, target, keep)
-
-            def ended() -> bool:
-                if not poll():
-                    return False
-                self.done, state[words.FAULT] = not state[words.FAULT], 0
-                return True
-
-            return ended
-
-        return begin
+        return faulty(self, self._run(channel, signature, state), signature, state)
 
     def arm(self, place: str, step: int, draw: random.Random) -> None:
         self.place, self.step, self.draw, self.done = place, step, draw, False

@@ -49,8 +49,9 @@ def test_every_flipped_bit_is_found_on_all_ranks_alike(backend: str, ranks: int)
     assert flips > 50
 
 
-def test_bits_that_flip_in_any_piece_of_a_large_operation_are_found() -> None:
-    every = list(zip(*values(jobs.flips_in_pieces, 3, "msccl", 23, 60), strict=True))
+@pytest.mark.parametrize("backend", ["gloo", "msccl"])
+def test_bits_that_flip_in_any_piece_of_a_large_operation_are_found(backend: str) -> None:
+    every = list(zip(*values(jobs.flips_in_pieces, 3, backend, 23, 60), strict=True))
     flips, blocks = 0, set()
     for each in every:
         raised = [one[5] for one in each]

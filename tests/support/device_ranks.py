@@ -259,7 +259,7 @@ class Job:
 
         with ExitStack() as inside:
             inside.enter_context(_patched(self))
-            inside.callback(lambda: [each.waiting.close() for each in self.engines])  # their files
+            inside.callback(self._close_waiting)
             if self.config.options("compress") is not None:
                 inside.enter_context(kernels_on_devices())
             for rank in range(self.size):
@@ -269,6 +269,10 @@ class Job:
         if machine.stuck:
             raise Stuck("streams wait for what has not come")
         return results
+
+    def _close_waiting(self) -> None:
+        for each in self.engines:
+            each.waiting.close()  # its files
 
 
 @contextlib.contextmanager

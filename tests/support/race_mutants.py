@@ -121,7 +121,8 @@ def _mutants_of(name: str, source: str) -> list[Mutant]:
     skipped = set[int]()
     for node in ast.walk(tree):
         is_room = isinstance(node, ast.Return) and node.value is not None and ast.unparse(node.value) == _ROOM
-        if is_room or (isinstance(node, ast.ClassDef) and node.name.startswith("Accelerator")):
+        is_model = isinstance(node, ast.ClassDef) and node.name.startswith("Accelerator")
+        if isinstance(node, ast.stmt) and (is_room or is_model):
             skipped.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return sorted((each for each in found if each.line not in skipped), key=lambda each: each.line)
 

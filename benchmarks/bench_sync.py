@@ -1,8 +1,7 @@
 """Weights from a trainer to a receiver: bytes and seconds of `mcr.sync` and of what others send.
 
     python benchmarks/bench_sync.py --rate 100mbit --output benchmarks/results/sync_….md
-    python benchmarks/bench_sync.py --only-soak --soak 10000
-    python benchmarks/bench_sync.py --only-signatures
+    python benchmarks/bench_sync.py --only-soak --soak 10000    or --only-signatures
 
 A bfloat16 copy of the GPT example is trained for some steps, then with AdamW at learning rates as in
 reinforcement learning; every step is a version. One host trains, the other receives, over a link of the rate.

@@ -26,7 +26,8 @@ from mcr_plus.compression.policy import (
     refusal,
     refusal_of_any_shape,
 )
-from mcr_plus.compression.schemes import payload_bytes, scheme_of, wire_bytes
+from mcr_plus.compression.scheme_bytes import payload_bytes, wire_bytes
+from mcr_plus.compression.schemes import scheme_of
 from mcr_plus.compression.state import CompressorState
 from mcr_plus.config.options import plain_options
 from mcr_plus.core.kinds import SAME_RESULT

@@ -13,7 +13,7 @@ from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.communicator.costs import expected_us
 from mcr_plus.compression.options import codec_of
 from mcr_plus.compression.policy import refusal, resolve_options
-from mcr_plus.compression.schemes import as_all_reduces
+from mcr_plus.compression.scheme_bytes import as_all_reduces
 from mcr_plus.core.kinds import AVG, dtype_name
 from mcr_plus.core.message import Signature
 from mcr_plus.errors import ConfigError

@@ -22,7 +22,7 @@ from torch import nn
 import mcr_plus as mcr
 from mcr_plus.api.record import Record
 from mcr_plus.compression.codec import PayloadCodec, make
-from mcr_plus.compression.schemes import as_all_reduces
+from mcr_plus.compression.scheme_bytes import as_all_reduces
 from mcr_plus.core.message import Signature
 from mcr_plus.fusion.bucket import Cost, Entry
 from mcr_plus.fusion.options import FuseOptions

@@ -157,7 +157,7 @@ def _cut_small() -> None:
     def between_hosts(self: course.Courses, steps: Any, group: Any, compare: Any, _: bool = False) -> None:
         begin(self, steps, group, compare, between_hosts=True)
 
-    course.Courses.__init__ = between_hosts  # type: ignore[method-assign]
+    course.Courses.__init__ = between_hosts  # type: ignore[method-assign,assignment]
 
 
 def flips_in_pieces(backend: str, seed: int, operations: int) -> list[Any]:

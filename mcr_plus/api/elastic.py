@@ -188,9 +188,7 @@ class _Loop:
             self._join()
         elif runtime.roster is not None:
             runtime.roster.passport = self._passport
-            if environment.min_ranks() is not None:
-                with suppress(RuntimeError):  # of a store that does not answer
-                    runtime.roster.note_training()
+            runtime.roster.note_training()
 
     def steps(self) -> Iterator[Step]:
         """See `elastic`. The hook on the optimizer lives as long as this runs."""

@@ -8,7 +8,8 @@ host. The job's store is in it, and lives as long as the job, whichever rank die
 
 A rank that is started again waits in `mcr.elastic` for those that train. Where a rank is lost before any of
 them has come there, its peers fail in the set-up of the program, and nobody would take in those that are
-started again: once none of the first processes is left, all ranks begin anew, with a store of their own.
+started again: once none of the processes that had met is left, all ranks begin anew, with a store of their
+own.
 
 Exit status: 0 if all ranks have ended with 0 except for those that the job went on without, 1 if fewer than
 MIN_RANKS were left, 128 + the signal number after SIGTERM or SIGINT.
@@ -32,7 +33,7 @@ from mcr_plus.core.environment import LOOPBACK
 from mcr_plus.launch import scratch
 from mcr_plus.launch.channels import signal_name
 from mcr_plus.launch.store import loopback_store
-from mcr_plus.rendezvous.arrivals import has_met, note_end
+from mcr_plus.rendezvous.arrivals import have_met, have_trained, note_end
 
 _POLL_S = 0.02
 _SHORTEST_LIFE_S = 1.0  # a rank that fails sooner waits for the rest of it before its next start
@@ -47,7 +48,7 @@ class _Rank:
     process: subprocess.Popen[bytes] | None = None
     code: int | None = None  # exit status, or minus a signal, of a rank that is not started again
     restarts: int = 0
-    is_substitute: bool = False  # whether its process has come after one that had met the other ranks
+    is_substitute: bool = False  # whether its process has been started after the ranks had met
     began: float = 0.0
     due: float = 0.0  # time of the next start
 
@@ -101,6 +102,7 @@ class Supervisor:
 
     def _start(self, rank: _Rank) -> None:
         rank.began = time.monotonic()
+        rank.is_substitute = self._have_met()
         rank.process = subprocess.Popen(self._command, env=self._environment(rank))
 
     def _judge(self, rank: _Rank, code: int) -> None:
@@ -130,16 +132,20 @@ class Supervisor:
 
     def _replace(self, rank: _Rank) -> None:
         rank.restarts += 1
-        rank.process, rank.due, rank.is_substitute = None, rank.began + _SHORTEST_LIFE_S, True
+        rank.process, rank.due = None, rank.began + _SHORTEST_LIFE_S
+
+    def _have_met(self) -> bool:
+        with contextlib.suppress(RuntimeError):  # of the store, which is in this process
+            return have_met(self._store)
+        return False
 
     def _nobody_trains(self) -> bool:
         """Whether all processes that had met each other have failed before any came to `mcr.elastic`."""
-        if not all(rank.code is None and rank.is_substitute for rank in self._ranks):
+        if any(rank.code is not None or (rank.process and not rank.is_substitute) for rank in self._ranks):
             return False
-        try:
-            return has_met(self._store)
-        except RuntimeError:  # of the store, which is in this process
-            return False
+        with contextlib.suppress(RuntimeError):
+            return have_met(self._store) and not have_trained(self._store)
+        return False
 
     def _begin_anew(self) -> None:
         """Start all ranks as in the beginning."""
@@ -148,7 +154,6 @@ class Supervisor:
         for rank in self._ranks:
             if rank.process is not None:
                 self._replace(rank)
-            rank.is_substitute = False
 
     def _note_end(self, rank: _Rank, code: int) -> None:
         """Tell ranks that wait for this one in `mcr.init`: it does not come any more."""

@@ -10,7 +10,7 @@ the first epoch had for itself:
     epoch<n>/attempt<a>/proposal/<rank>      what a member brings to the decision
     epoch<n>/attempt<a>/decision             leads to epoch n+1, or is refused, and attempt a+1 follows
     members                                  of epoch 0, where newcomers may come
-    training                                 a member has come to `mcr.elastic`
+    training                                 a member has come to `mcr.elastic`, or gone on in another world
     ended                                    nobody is taken in any more
     newcomer/<k>                             a process that waits to be taken in; `newcomers` counts them
     newcomer/<k>/...                         see `mcr_plus.membership.request`
@@ -24,10 +24,12 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from mcr_plus.core.deadline import Deadline
+from mcr_plus.core.environment import min_ranks
 from mcr_plus.errors import LaunchError
 from mcr_plus.liveness.proc import state_of
 from mcr_plus.membership.request import Request
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
     from mcr_plus.core.c10d import Store
 
 TRAINING: Final = "training"
-"""The key which says that a rank has come to a loop that goes on without lost ones."""
+"""The key which says that a rank has come to `mcr.elastic`, or has gone on in another world."""
 _FIRST_NAP: Final = 0.001
 _LONGEST_NAP: Final = 0.02
 _MOST_NEWCOMERS: Final = 100_000  # the counter in the store is not signed
@@ -193,8 +195,10 @@ class Roster:
         self.root.set("members", json.dumps(self.members))
 
     def note_training(self) -> None:
-        """Say that a member trains from now on: what it has is lost if all members are."""
-        self.root.set(TRAINING, "")
+        """Tell a supervisor that a member trains from now on: what it has is lost if all members are."""
+        if min_ranks() is not None:
+            with suppress(RuntimeError):  # of a store that does not answer
+                self.root.set(TRAINING, "")
 
     def end(self) -> None:
         """Take nobody in any more: processes that wait go away."""

@@ -103,15 +103,15 @@ class Arrivals:
         }
 
 
-def has_met(store: Store) -> bool:
-    """Whether the ranks of a job have found each other, and none has come to `mcr.elastic`.
+def have_met(store: Store) -> bool:
+    """Whether the ranks of a job have found each other; `store`: the launcher's, without a prefix."""
+    return PrefixStore(PREFIX, store).check([NAME_OF_JOB])
 
-    `store`: the launcher's, without a prefix.
-    """
+
+def have_trained(store: Store) -> bool:
+    """Whether a rank of a job whose ranks `have_met` has come to `mcr.elastic`, or made another world."""
     part = PrefixStore(PREFIX, store)
-    if not part.check([NAME_OF_JOB]):
-        return False
-    return not PrefixStore(part.get(NAME_OF_JOB).decode(), part).check([TRAINING])
+    return PrefixStore(part.get(NAME_OF_JOB).decode(), part).check([TRAINING])
 
 
 def note_end(store: Store, rank: int, how: str) -> None:

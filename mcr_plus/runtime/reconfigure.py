@@ -162,6 +162,8 @@ def reconfigure(runtime: Runtime, uuid: str, texts: Sequence[str], timeout: floa
         if (sight := runtime.hand_over()) is not None:
             ending.callback(sight.close)
         close_world(runtime, f"the program has made another one of {len(handles)} processes", Decision())
+        if runtime.roster is not None:
+            runtime.roster.note_training()
         runtime.leave_keepers()
         return _begin(runtime, EpochWatch(Roster(store, 0, members, rank), runtime.loaded, sight))
 

@@ -124,6 +124,7 @@ def leave_epoch(
             runtime.suspect(state.failure.ranks)
     changes = Regrouping(roster.epoch, roster.members, tuple(range(len(roster.members))))
     new = _go_on(runtime, roster, runtime.lost_ranks, replace(proposal, done=done), timeout, what, changes)
+    roster.note_training()
     changes.seconds = time.monotonic() - began
     return new, changes
 

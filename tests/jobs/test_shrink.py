@@ -175,3 +175,12 @@ def test_nothing_is_left_of_many_epochs_with_a_keeper() -> None:
     for each in run_ranks(jobs.many_times, 3, via="ulfm", args=[100], timeout=120):
         for counts in zip(*each.value["seen"], strict=True):
             assert max(counts[50:]) <= max(counts[10:50]) + 6, counts
+
+
+@pytest.mark.parametrize("call", ["shrink", "reconfigure"])
+def test_ranks_that_go_on_by_themselves_do_not_begin_anew(call: str) -> None:
+    """A supervisor makes ranks begin anew only if none has trained."""
+    env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MCR_MIN_RANKS": "1"}
+    results = run_ranks(jobs.told_to_a_supervisor, 2, args=[call], via="torch", check=False, env=env)
+    for each in results[: 1 if call == "shrink" else 2]:
+        assert each.value == [False, True], each.stderr[-2000:]

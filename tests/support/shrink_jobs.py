@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 import mcr_plus as mcr
+from mcr_plus.core.c10d import TCPStore
 from mcr_plus.membership.rules import Proposal
+from mcr_plus.rendezvous.arrivals import have_trained
 from mcr_plus.runtime import init, regroup
 
 
@@ -412,3 +414,19 @@ def many_times(count: int) -> dict[str, Any]:
         seen.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
     mcr.finalize()
     return {"seen": seen}
+
+
+def told_to_a_supervisor(call: str) -> list[bool]:
+    """Whether ranks count as training for a supervisor, before and after they go on in another world."""
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    comm = _begin(["gloo"])
+    told = [have_trained(store)]
+    handles = comm.all_gather_object(mcr.reconfigure_handle())
+    if call == "reconfigure":
+        mcr.reconfigure("again", handles)
+    else:
+        if comm.rank == comm.size - 1:
+            _die()
+        _wait_for_loss(comm)
+        mcr.shrink()
+    return [*told, have_trained(store)]

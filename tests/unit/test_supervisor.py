@@ -1,0 +1,97 @@
+"""The supervisor's verdicts on ranks that fail before any has come to `mcr.elastic`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mcr_plus.core.c10d import PrefixStore
+from mcr_plus.launch.supervisor import Supervisor
+from mcr_plus.membership.roster import TRAINING
+from mcr_plus.rendezvous.arrivals import NAME_OF_JOB, PREFIX
+
+
+class Job(Supervisor):
+    """Ranks of which the test says what they do."""
+
+    def start(self) -> None:
+        """Start all that wait for it."""
+        for rank in self._ranks:
+            rank.due = 0.0
+            self._look_after(rank)
+
+    def meet(self) -> None:
+        """Do what rank 0 does once all ranks have found each other."""
+        PrefixStore(PREFIX, self._store).set(NAME_OF_JOB, "part")
+
+    def train(self) -> None:
+        """Do what a rank does in `mcr.elastic`."""
+        PrefixStore("part", PrefixStore(PREFIX, self._store)).set(TRAINING, "")
+
+    def kill(self, number: int) -> None:
+        """A rank dies, and the supervisor finds out."""
+        rank = self._ranks[number]
+        assert rank.process is not None
+        rank.process.kill()
+        rank.process.wait()
+        self._look_after(rank)
+
+    @property
+    def restarts(self) -> list[int]:
+        """How often each rank has been started again."""
+        return [rank.restarts for rank in self._ranks]
+
+    @property
+    def port(self) -> int:
+        """That of the store, which is another one for ranks that begin anew."""
+        return int(self._store.port)
+
+    def end(self) -> None:
+        """End all ranks."""
+        self._end()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    (tmp_path / "status").touch()
+    job = Job(2, 1, 9, str(tmp_path), ["sleep", "100"])
+    job.start()
+    yield job
+    job.end()
+
+
+def test_all_begin_anew_once_none_of_those_that_met_is_left(job: Job) -> None:
+    job.meet()
+    port = job.port
+    job.kill(1)
+    job.start()
+    assert (job.restarts, job.port) == ([0, 1], port)
+    job.kill(0)
+    assert job.restarts == [1, 2]
+    assert job.port != port
+    job.start()
+    job.kill(0)  # the ranks have not met again
+    assert job.restarts == [2, 2]
+
+
+def test_a_rank_that_was_started_again_before_the_ranks_met_is_one_of_those_that_met(job: Job) -> None:
+    job.kill(1)
+    job.start()
+    job.meet()
+    job.kill(0)
+    job.start()
+    assert job.restarts == [1, 1]  # rank 1 may go on, and take the new rank 0 in
+    job.kill(1)
+    assert job.restarts == [2, 2]
+
+
+def test_ranks_that_train_go_on_after_each_has_been_replaced(job: Job) -> None:
+    job.meet()
+    job.train()
+    port = job.port
+    for number in (0, 1, 0, 1):
+        job.kill(number)
+        job.start()
+    assert (job.restarts, job.port) == ([2, 2], port)

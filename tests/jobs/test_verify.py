@@ -138,6 +138,11 @@ def test_ranks_that_verify_meet_none_that_do_not() -> None:
         assert "configuration" in each.value[1]
 
 
+def test_an_algorithm_that_moves_data_runs_as_it_is() -> None:
+    for found in values(jobs.by_an_algorithm, 2, "msccl"):
+        assert found == [["ring"], [1.0] * 3 + [2.0] * 3]
+
+
 @pytest.mark.parametrize("backend", ["gloo", "msccl"])
 def test_a_dead_rank_is_told_as_ever(backend: str) -> None:
     results = run_ranks(jobs.after_a_death, 3, via="torch", args=[backend], check=False)

@@ -497,3 +497,21 @@ def after_a_death(backend: str) -> list[Any]:
         except mcr.PeerLost as error:
             return [list(error.ranks)]
         return []
+
+
+def by_an_algorithm(backend: str) -> list[Any]:
+    """The algorithms that verified operations have bound, and whether an all_gather's result is right."""
+    torch.set_num_threads(1)
+    with mcr.init(config(backend)) as comm:
+        channel: Any = verified(backend)._steps.channel
+        bind, bound = channel._bind_algorithm, []
+
+        def noted(signature: Signature) -> Start:
+            bound.append(signature.algorithm)
+            start: Start = bind(signature)
+            return start
+
+        channel._bind_algorithm = noted
+        out = torch.zeros(3 * comm.size)
+        comm.all_gather_into_tensor(out, torch.full((3,), comm.rank + 1.0), backend=f"{backend}:ring")
+        return [bound, out.tolist()]

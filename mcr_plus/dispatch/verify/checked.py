@@ -17,7 +17,7 @@ from mcr_plus.backends.shm.collectives_kernels import (
     BROADCAST,
     REDUCE_SCATTER,
 )
-from mcr_plus.core.kinds import VECTOR
+from mcr_plus.core.kinds import REDUCING, VECTOR
 from mcr_plus.dispatch.verify import checked_kernels as kernels
 from mcr_plus.dispatch.verify.flows import GOT, GOT_SUMS, SENT, SENT_SUMS, Flows, Ledger, Plan
 from mcr_plus.dispatch.verify.row_kernels import AGREE
@@ -52,6 +52,8 @@ class Checking:
         channel, rows, checked = self._channel, self._rows, self._checked
         if channel is None or rows is None or not signature.nbytes or signature.kind in VECTOR:
             return None
+        if signature.algorithm is not None and signature.kind not in REDUCING:
+            return None  # it runs as it is, as a step
         state = channel.direct(signature)
         if int(state[plain.KIND]) not in kernels.KINDS or not fit(state):
             return None
@@ -68,7 +70,7 @@ class Checking:
             # One operation at a time, so it has the state, the ledger and the rows for itself.
             number, first, stride = rows.claim()
             state[kernels.NUMBER], state[kernels.FIRST], state[kernels.STRIDE] = number, first, stride
-            yield start(source, target, keep)
+            yield start(source, target, (keep, ledger))  # whose memory the queue writes to
             checked(signature, ledger, state[kernels.VERDICT] == AGREE)
 
         return begin

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import threading
 import time
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mcr_plus.api.stragglers import Arrivals, Stragglers, site_text
+from mcr_plus.core.collector import collector_paused
 from mcr_plus.core.environment import host_name
 from mcr_plus.core.kinds import bus_factor, dtype_name
 from mcr_plus.core.stacks import site_at
@@ -134,7 +134,7 @@ class Log:
         """`size`: the number of ranks of the job, if it is known."""
         self._records: list[Record] = []
         self._noted: list[_Noted] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._rank = rank
         self._size = size
         self._began = time.perf_counter()
@@ -150,16 +150,11 @@ class Log:
 
     def _take_in(self) -> None:
         # Nothing here is garbage, and looking for some among so many new objects takes most of the time.
-        collects = gc.isenabled()
-        with self._lock:
-            gc.disable()
-            try:
-                count = len(self._noted)
-                self._records += [self._record(*each) for each in self._noted[:count]]
-                del self._noted[:count]
-            finally:
-                if collects:
-                    gc.enable()
+        with self._lock, collector_paused():
+            count = len(self._noted)
+            noted = self._noted[:count]
+            del self._noted[:count]  # first, for a signal's handler that looks at the records meanwhile
+            self._records += [self._record(*each) for each in noted]
 
     @property
     def seconds(self) -> float:

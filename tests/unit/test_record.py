@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -122,6 +124,37 @@ def some_log() -> Log:
         ]
     )
     return log
+
+
+def test_threads_that_look_at_logs_leave_the_collector_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = Log(0), Log(0)
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def slow(*_: object) -> Record:
+        begun.set()
+        assert goes_on.wait(10)
+        return object.__new__(Record)
+
+    monkeypatch.setattr(first, "_record", slow)
+    monkeypatch.setattr(second, "_record", slow)
+    for log in (first, second):
+        log._noted.append(())
+    assert gc.isenabled()
+    threads = [threading.Thread(target=log._take_in) for log in (first, second, first)]
+    try:
+        threads[0].start()
+        assert begun.wait(10)
+        for thread in threads[1:]:
+            thread.start()
+        time.sleep(0.05)  # the others come to the lock
+    finally:
+        goes_on.set()
+        for thread in threads:
+            thread.join()
+        was_enabled = gc.isenabled()
+        gc.enable()
+    assert was_enabled
+    assert [len(first.records), len(second.records)] == [1, 1]
 
 
 def test_a_log_prints_as_a_table(monkeypatch: pytest.MonkeyPatch) -> None:

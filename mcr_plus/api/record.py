@@ -288,8 +288,9 @@ class Log:
                     print([each.rank for each in log.stragglers()])  # [1]
             ```
         """
-        self._take_in()
-        return self._arrivals.stragglers(self._began, self.seconds)
+        with self._lock:
+            self._take_in()
+            return self._arrivals.stragglers(self._began, self.seconds)
 
     def summary(self) -> Summary:
         """One row per kind, backend, size class, ranks and codec, sorted; failed operations are left out.

@@ -22,12 +22,15 @@ def expected_us(
     op: ReduceOp | None = None,
     device: str = "cpu",
     tag: str | None = None,
+    dense: bool = False,
 ) -> float | None:
     """Return the expected microseconds of a synchronous operation by the tuning table; None if unknown.
 
-    `numel`: the payload in elements (see `Signature.nbytes`). Each rank may call this for any operation.
+    `numel`: the payload in elements (see `Signature.nbytes`). `dense`: without a codec, whatever the pipeline
+    says. Each rank may call this for any operation.
     """
     signature = Signature(
-        kind, dtype, (numel,), numel * dtype.itemsize, comm.name, comm.size, device, op, None, tag
-    )
+        kind, dtype, (numel,), numel * dtype.itemsize, comm.name, comm.size, device, op, None, tag,
+        compress=False if dense else None,
+    )  # fmt: skip
     return comm.pipeline.expected_us(signature)

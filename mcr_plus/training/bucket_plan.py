@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import numpy as np
 import torch
@@ -39,12 +39,15 @@ def all_reduce_costs(
     for like, members in sets.items():
         dtype, device, policy = cast("tuple[torch.dtype, torch.device, GradientPolicy]", like)
         nbytes = sum(entry.nbytes for entry in members)
-        dense = all_reduce_cost(comm, dtype, nbytes, device.type, tag)
-        operations, encoded = 1, nbytes
+        payloads = None
         if policy.encoded and nbytes:
             own = [params[entry.id] for entry in members]
-            operations, encoded = _payloads(comm, policy, own, dtype, device.type, tag) or (1, nbytes)
-        costs[like] = _of_operations(dense, operations, encoded / max(nbytes, 1))
+            payloads = _payloads(comm, policy, own, dtype, device.type, tag)
+        cost = all_reduce_cost(comm, dtype, nbytes, device.type, tag, dense=payloads is not None)
+        if payloads is not None:
+            operations, encoded = payloads
+            cost = _of_operations(cost, operations, encoded / nbytes)
+        costs[like] = cost
     return costs
 
 
@@ -54,7 +57,7 @@ def _of_operations(dense: Cost, operations: int, rate: float) -> Cost:
     def cost(nbytes: NDArray[np.int64]) -> NDArray[np.float64]:
         return operations * dense((nbytes * (rate / operations)).astype(np.int64))
 
-    return dense if (operations, rate) == (1, 1.0) else cost
+    return cost
 
 
 def _payloads(
@@ -80,16 +83,19 @@ def _payloads(
     return None if refusal(codec, options, signature) else as_all_reduces(codec, signature)
 
 
-def all_reduce_cost(comm: Communicator, dtype: torch.dtype, nbytes: int, device: str, tag: str) -> Cost:
+def all_reduce_cost(
+    comm: Communicator, dtype: torch.dtype, nbytes: int, device: str, tag: str, *, dense: bool = False
+) -> Cost:
     """Return the expected seconds of an all_reduce as a function of its bytes, up to `nbytes`.
 
     The seconds are those of a synchronous operation in the pipeline's tuning table, plus the overhead of
-    issuing it. Raises `ConfigError` if the table has no times for it.
+    issuing it. `dense`: without the pipeline's codec. Raises `ConfigError` if the table has no times for it.
     """
     steps = max(2, 2 * int(np.ceil(np.log2(max(nbytes, 1024) / 512))))
     sizes = np.geomspace(512, max(nbytes, 1024), steps)
     numels = [int(size) // dtype.itemsize for size in sizes]
-    times = [expected_us(comm, "all_reduce", dtype, n, op=AVG, device=device, tag=tag) for n in numels]
+    options: dict[str, Any] = {"op": AVG, "device": device, "tag": tag, "dense": dense}
+    times = [expected_us(comm, "all_reduce", dtype, numel, **options) for numel in numels]
     known = [time for time in times if time is not None]
     if len(known) < len(times):
         raise ConfigError(

@@ -21,6 +21,7 @@ from torch import nn
 
 import mcr_plus as mcr
 from mcr_plus.api.record import Record
+from mcr_plus.communicator.costs import expected_us
 from mcr_plus.compression.codec import PayloadCodec, make
 from mcr_plus.compression.scheme_bytes import as_all_reduces
 from mcr_plus.core.message import Signature
@@ -86,6 +87,33 @@ def test_codecs_are_weighed_by_the_operations_that_move_their_payloads() -> None
         assert as_all_reduces(codec, bucket) == expected
     both = _of_operations(linear(10.0, 0.01), 2, 0.1)
     assert both(np.array([1000, 0])).tolist() == [21.0, 20.0]
+
+
+def weighed(table: str) -> list[list[float]]:
+    """Runs on ranks: seconds of a bucket of 1 MiB by `all_reduce_costs` and by the steps of `explain`, by codec."""
+    found = []
+    for codec in ("none", "bf16", "int8_block"):
+        stages: list[Any] = [{"fuse": {"plan": "exact"}}, {"compress": {"codec": codec}}, {"dispatch": {}}]
+        stages.insert(2, {"select": {"table": table}})
+        with mcr.init({"version": 1, "backends": ["gloo"], "pipeline": stages}) as comm:
+            reducer = Reducer(list(nn.Linear(1024, 1024).named_parameters()), comm)
+            assert reducer._costs is not None
+            (cost,) = reducer._costs.values()
+            steps = expected_us(comm, "all_reduce", torch.float32, 1 << 18, op="AVG", tag="gradients")
+            assert steps is not None
+            found.append([float(cost(np.array([1 << 20]))[0]), steps * 1e-6])
+    return found
+
+
+def test_a_codec_of_the_pipeline_is_weighed_once(tmp_path: Path) -> None:
+    """The times of the table are linear, and an all_gather's are half by byte, see `as_all_reduces`."""
+    (tmp_path / "table.yaml").write_text(
+        TABLE.format(small=100, large=100_000)
+        + TABLE.format(small=100, large=50_050).partition("rules:\n")[2].replace("all_reduce", "all_gather")
+    )
+    for result in run_ranks(weighed, 2, args=[str(tmp_path / "table.yaml")]):
+        for seconds, steps in result.value:
+            assert seconds - 50e-6 == pytest.approx(steps, rel=0.03)
 
 
 def trained(table: str) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def test_codecs_are_weighed_by_the_operations_that_move_their_payloads() -> None
 
 
 def weighed(table: str) -> list[list[float]]:
-    """Runs on ranks: seconds of a bucket of 1 MiB by `all_reduce_costs` and by the steps of `explain`, by codec."""
+    """Runs on ranks: seconds of 1 MiB by `all_reduce_costs` and by the pipeline's steps, for each codec."""
     found = []
     for codec in ("none", "bf16", "int8_block"):
         stages: list[Any] = [{"fuse": {"plan": "exact"}}, {"compress": {"codec": codec}}, {"dispatch": {}}]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from threading import RLock
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +16,10 @@ from bit_flips import missed
 
 from mcr_plus.backends.base import NATIVE, Poll
 from mcr_plus.core.group import Group
-from mcr_plus.core.message import Signature
+from mcr_plus.core.message import Message, Signature
 from mcr_plus.dispatch.options import DispatchOptions
 from mcr_plus.dispatch.verify import course, reducing
+from mcr_plus.dispatch.verify.channel import Attempt
 from mcr_plus.dispatch.verify.flows import (
     GOT,
     GOT_SUMS,
@@ -35,7 +37,7 @@ from mcr_plus.dispatch.verify.flows import (
 )
 from mcr_plus.dispatch.verify.rows import SharedRows, shared_bytes
 from mcr_plus.dispatch.verify.steps import Step, Steps
-from mcr_plus.errors import Unsupported
+from mcr_plus.errors import BackendError, Unsupported
 from mcr_plus.kernels import checksum
 from mcr_plus.kernels.checksum import BLOCK
 from mcr_plus.pipeline.dispatch import DispatchStage
@@ -218,3 +220,32 @@ def test_libraries_on_streams_are_refused() -> None:
     with pytest.raises(Unsupported, match="`verify` has no checksums for nccl"):
         stage.bind(signature, following)
     assert "nccl is refused" in notes[0]
+
+
+def test_an_operation_that_is_interrupted_between_its_steps_does_not_pass() -> None:
+    """As by Ctrl-C, after which a program waits again; an interrupt of a poll changes nothing."""
+
+    def steps() -> Iterator[Poll]:
+        yield polled
+        raise KeyboardInterrupt
+
+    polls = 0
+
+    def polled() -> bool:
+        nonlocal polls
+        polls += 1
+        if polls == 1:
+            raise KeyboardInterrupt
+        return polls > 2
+
+    channel: Any = SimpleNamespace()
+    attempt = Attempt(channel, steps(), Message(Signature("barrier", None, (), 0, "world", 2)), RLock())
+    channel.tick = attempt.ends
+    with pytest.raises(KeyboardInterrupt):
+        attempt()
+    assert not attempt()
+    with pytest.raises(KeyboardInterrupt):
+        attempt()
+    for _ in range(2):
+        with pytest.raises(BackendError, match="was interrupted by KeyboardInterrupt"):
+            attempt()

@@ -19,7 +19,7 @@ from mcr_plus.dispatch.verify.flows import GOT, SENT, Difference, damaged_rows, 
 from mcr_plus.dispatch.verify.messages import Messages
 from mcr_plus.dispatch.verify.rows import LibraryRows
 from mcr_plus.dispatch.verify.stepped import SteppedChannel
-from mcr_plus.errors import DataCorrupted
+from mcr_plus.errors import BackendError, DataCorrupted
 from mcr_plus.kernels.checksum import BLOCK
 
 if TYPE_CHECKING:
@@ -60,16 +60,28 @@ class Attempt:
 
     def ends(self) -> bool:
         """Go on; returns whether it has ended, well or with an error."""
+        if self._is_done:
+            return True
         try:
             if self._poll is None:
-                self._poll = next(self._course)
+                self._poll = self._next()
             while self._poll():
-                self._poll = next(self._course)
+                self._poll = self._next()
         except StopIteration:
             self._is_done = True
         except Exception as error:
             self._error, self._is_done = error, True
         return self._is_done
+
+    def _next(self) -> Poll:
+        try:
+            return next(self._course)
+        except Exception:
+            raise
+        except BaseException as error:  # an interrupt, which has ended the course, too: it is not done
+            self._error = BackendError(f"a verified operation was interrupted by {type(error).__name__}")
+            self._is_done = True
+            raise
 
 
 class VerifiedChannel(SteppedChannel):

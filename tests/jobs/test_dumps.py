@@ -142,4 +142,7 @@ def test_signals_and_full_disks(tmp_path: Path, caplog: pytest.LogCaptureFixture
 
 def test_the_launcher_passes_the_signal_on(tmp_path: Path) -> None:
     run_ranks(dump_jobs.asked_through_the_launcher, 2, args=[os.getpid(), str(tmp_path)])
-    assert [dump.reason for dump in read_folder(tmp_path).dumps.values()] == ["SIGUSR2", "SIGUSR2"]
+    reasons = [dump.reason for dump in read_folder(tmp_path).dumps.values()]
+    assert len(reasons) == 2
+    # Ranks that get the signal pass it on, which may be faster than the launcher.
+    assert all(each.startswith("SIGUSR2") for each in reasons), reasons

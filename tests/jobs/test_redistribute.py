@@ -361,5 +361,5 @@ def device_types() -> list[str]:
 
 def test_ranks_without_tensors_take_part_on_the_device_of_the_others() -> None:
     first, other = run_ranks(device_types, 2, via="torch")
-    assert first.value == ["cpu", "cpu"]  # unused: it has tensors
+    assert first.value == ["cpu", "cuda"]
     assert other.value == ["cpu", "cuda:3"]

@@ -111,7 +111,7 @@ def _is_query(node: ast.AST) -> bool:
 
 
 def _mutants_of(name: str, source: str) -> list[Mutant]:
-    """Of the uses of streams, not of classes that are streams and events, which the model replaces."""
+    """Of the uses of streams in a module."""
     found, tree = list[Mutant](), ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.stmt) and (what := _ordering(node)) is not None:
@@ -120,9 +120,7 @@ def _mutants_of(name: str, source: str) -> list[Mutant]:
             found.append(Mutant(name, node.lineno, ast.unparse(node), "a query"))
     skipped = set[int]()
     for node in ast.walk(tree):
-        is_room = isinstance(node, ast.Return) and node.value is not None and ast.unparse(node.value) == _ROOM
-        is_model = isinstance(node, ast.ClassDef) and node.name.startswith("Accelerator")
-        if isinstance(node, ast.stmt) and (is_room or is_model):
+        if isinstance(node, ast.Return) and node.value is not None and ast.unparse(node.value) == _ROOM:
             skipped.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return sorted((each for each in found if each.line not in skipped), key=lambda each: each.line)
 

@@ -247,13 +247,17 @@ class Operation:
                     if poll():
                         if wanted[0]:
                             ring()
-                        if not waiting.calm:
-                            waiting.relay()
-                        return
-                is_done = self._poll_longer(poll)
+                        if waiting.calm:
+                            return
+                        is_done = True
+                        break
+                else:
+                    is_done = self._poll_longer(poll)
             except BaseException as error:
                 self._fail_run(message, poll, error)
-            if not is_done:
+            if is_done:
+                waiting.relay()
+            else:
                 self._wait_run(message, poll)
 
         return run
@@ -281,15 +285,19 @@ class Operation:
                     if poll():
                         if wanted[0]:
                             ring()
-                        if not waiting.calm:
-                            waiting.relay()
                         message.inputs = message.outputs = ()
                         spare = message
-                        return
-                is_done = self._poll_longer(poll)
+                        if waiting.calm:
+                            return
+                        is_done = True
+                        break
+                else:
+                    is_done = self._poll_longer(poll)
             except BaseException as error:
                 self._fail_run(message, poll, error)
-            if not is_done:
+            if is_done:
+                waiting.relay()
+            else:
                 self._wait_run(message, poll)
 
         return run_in_place
@@ -322,13 +330,17 @@ class Operation:
                     if test():
                         if wanted[0]:
                             ring()
-                        if not waiting.calm:
-                            waiting.relay()
-                        return
-                is_done = self._poll_longer(test)
+                        if waiting.calm:
+                            return
+                        is_done = True
+                        break
+                else:
+                    is_done = self._poll_longer(test)
             except BaseException as error:
                 self._fail_run(message, test, error)
-            if not is_done:
+            if is_done:
+                waiting.relay()
+            else:
                 self._wait_run(message, test)
 
         return run
@@ -341,10 +353,7 @@ class Operation:
                 if self.polled and not self.rings:
                     self.engine.ring()
                 return True
-        if waiting.calm or not self._nap(poll):
-            return False
-        waiting.relay()
-        return True
+        return not waiting.calm and self._nap(poll)
 
     def _nap(self, poll: Poll) -> bool:
         """Sleep a few times until a peer rings, where waits are not calm; whether `poll` is done then.

@@ -8,20 +8,23 @@ thread wakes it, the scheduler chooses its core again and prefers it to those th
 
 from __future__ import annotations
 
-from threading import Lock, Semaphore, Thread
+from queue import Empty, SimpleQueue
+from threading import Lock, Thread
 from typing import Final
 
 _LONGEST: Final = 5e-3  # seconds: another thread of the program may hold the interpreter
 
 
 class Relay:
-    """A thread that wakes whoever has woken it. One caller at a time; others return at once."""
+    """A thread that wakes whoever has woken it. One caller at a time; others return at once.
+
+    By queues without locks of Python's own, which a signal's handler that closes this would wait for.
+    """
 
     def __init__(self) -> None:
-        self._called, self._answered = Semaphore(0), Semaphore(0)
+        self._calls, self._answers = SimpleQueue[int | None](), SimpleQueue[int]()
         self._in_use = Lock()
-        self._closing = False
-        self._owed = 0  # answers that a caller has not waited for
+        self._number = 0
         self._thread = Thread(target=self._run, name="mcr_plus relay", daemon=True)
         self._thread.start()
 
@@ -30,24 +33,20 @@ class Relay:
         if not self._in_use.acquire(False):
             return
         try:
-            while self._owed and self._answered.acquire(False):
-                self._owed -= 1
-            self._owed += 1
-            self._called.release()
-            if self._answered.acquire(timeout=_LONGEST):
-                self._owed -= 1
+            self._number += 1
+            self._calls.put(self._number)
+            while self._answers.get(timeout=_LONGEST) != self._number:
+                pass  # that of a call which has not waited for it
+        except Empty:
+            pass
         finally:
             self._in_use.release()
 
     def close(self) -> None:
         """End the thread."""
-        self._closing = True
-        self._called.release()
+        self._calls.put(None)
         self._thread.join()
 
     def _run(self) -> None:
-        while True:
-            self._called.acquire()
-            if self._closing:
-                return
-            self._answered.release()
+        while (number := self._calls.get()) is not None:
+            self._answers.put(number)

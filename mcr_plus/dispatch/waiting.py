@@ -69,6 +69,8 @@ _POLLED_NAP: Final = (
 _RUNG_NAP: Final = 1e-3  # where peers ring for all of it
 _LONGEST_NAP: Final = 2e-3
 _RELAY_EVERY: Final = 200e-6  # seconds between two relays: each takes some 30 µs
+_LONG_RELAY: Final = 4e-3  # seconds that one takes where another thread of the program has the interpreter
+_RELAYS_RARELY: Final = 1.0  # seconds between two where all of them take so long
 
 
 class Waiting:
@@ -99,7 +101,7 @@ class Waiting:
         self.calm = policy in ("spin", "yield") or (policy == "auto" and not short)
         self._never_calm = not self.calm
         self._relay: Relay | None = None
-        self._relayed = 0.0
+        self._next_relay, self._relay_every = 0.0, _RELAY_EVERY
         self._busy_until = 0.0
         self._busy_since = math.inf  # the first of the latest checks that all found too many threads
         self._busy_began = 0.0
@@ -171,15 +173,24 @@ class Waiting:
         (decision 41).
         """
         now = time.monotonic()
-        if now - self._relayed < _RELAY_EVERY or not self.may_nap():
+        if self.calm or now < self._next_relay or not self.may_nap():
             return
-        self._relayed = math.inf  # if no thread can be started
+        self._next_relay = math.inf  # until it is over, and if no thread can be started
         if self._relay is None:
             with contextlib.suppress(RuntimeError):
                 self._relay = Relay()
-        if self._relay is not None:
-            self._relay.hand_over()
-            self._relayed = time.monotonic()
+        relay = self._relay
+        if relay is None:
+            return
+        try:
+            relay.hand_over()
+        finally:  # a signal's handler may raise
+            ended = time.monotonic()
+            is_long = ended - now >= _LONG_RELAY
+            self._relay_every = (
+                min(max(2 * self._relay_every, ended - now), _RELAYS_RARELY) if is_long else _RELAY_EVERY
+            )
+            self._next_relay = ended + self._relay_every
 
     def check_load(self, now: float, polled: float, had: float) -> None:
         """Decide whether waits are calm, after `polled` seconds of polling, `had` of them with the core."""

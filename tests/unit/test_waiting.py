@@ -29,6 +29,7 @@ from mcr_plus.dispatch.relay import Relay
 from mcr_plus.dispatch.waiting import Pause, Waiting
 from mcr_plus.launch import mpi_usable
 from mcr_plus.rendezvous.bells import Bells
+from mcr_plus.runtime.process import job
 
 LONG = 60.0  # seconds; nobody sleeps for so long here
 RANKS = (3, 4, 7)  # of the job, on one host
@@ -452,12 +453,93 @@ def test_hand_overs_of_several_threads_all_return(monkeypatch: pytest.MonkeyPatc
 def test_an_answer_that_came_too_late_is_not_taken_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mcr_plus.dispatch.relay._LONGEST", LONG)
     relay = Relay()
-    relay._owed = 1  # of a hand-over that has given up
-    relay._answered.release()
+    relay._number = 1  # a hand-over that has given up
+    relay._answers.put(1)
     relay.hand_over()
-    assert relay._owed == 0
-    assert not relay._answered.acquire(blocking=False)
+    assert relay._answers.empty()
     relay.close()
+
+
+def test_a_handler_of_a_signal_may_end_relays() -> None:
+    """As a program that leaves its job on SIGTERM; the signal comes anywhere in a hand-over."""
+    relays: list[Relay] = []
+    before = signal.signal(signal.SIGALRM, lambda *_: relays.pop().close())
+    try:
+        for turn in range(200):
+            relay = Relay()
+            relays.append(relay)
+            signal.setitimer(signal.ITIMER_REAL, 200e-6 + 7e-6 * turn)
+            while relays:
+                relay.hand_over()
+            assert not relay._thread.is_alive()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("seconds", [30e-6, 10e-3])
+def test_relays_are_rare_while_another_thread_has_the_interpreter(
+    monkeypatch: pytest.MonkeyPatch, bells: list[Bells], seconds: float
+) -> None:
+    """Each would take as long as that thread keeps it. Here time passes in relays and operations alone."""
+    now, relays = 100.0, 0
+    monkeypatch.setattr("mcr_plus.dispatch.waiting.time", mock.Mock(monotonic=lambda: now))
+    found = waiting("sleep", bells=bells[0])
+
+    def hand_over() -> None:
+        nonlocal now, relays
+        now, relays = now + seconds, relays + 1
+
+    found._relay = mock.Mock(hand_over=hand_over)
+    while now < 110.0:
+        found.relay()
+        now += 500e-6
+    share = relays * seconds / 10.0
+    assert share < 0.03 if seconds > 1e-3 else share > 0.05
+    monkeypatch.setattr(found._relay, "hand_over", lambda: None)
+    now += 10.0
+    found.relay()
+    before = found._next_relay
+    now += 500e-6
+    found.relay()
+    assert found._next_relay > before, "as often as before"
+
+
+def _interrupted_relays() -> list[Any]:
+    """Runs on ranks: a handler of a signal raises during a relay, after the operation."""
+    mcr.init({"version": 1, "pipeline": [{"select": {}}, {"dispatch": {"wait": "sleep"}}]})
+    value, runtime = torch.arange(3.0) + mcr.get_rank(), job.runtime
+    assert runtime is not None
+    engine = runtime.engine
+    usual, raised, results = engine.waiting.relay, 0, []
+
+    def relay() -> None:
+        raise TimeoutError("the program's")
+
+    mcr.all_reduce(torch.zeros(3))  # by the slow path, as the first of its kind
+    for call in (lambda x: mcr.all_reduce(x), lambda x: mcr.all_gather_into_tensor(torch.empty(6), x)):
+        call(value.clone())
+        for _ in range(3):
+            mcr.barrier()
+            with mock.patch.object(engine.waiting, "relay", relay):
+                try:
+                    call(value.clone())
+                except TimeoutError:
+                    raised += 1
+            out = value.clone()
+            mcr.all_reduce(out)
+            results.append(out.tolist())
+    mcr.finalize()
+    assert engine.waiting.relay == usual
+    return [raised, results, engine.failed]
+
+
+def test_what_is_raised_during_a_relay_does_not_fail_the_operation() -> None:
+    for result in run_ranks(_interrupted_relays, 2):
+        raised, results, failed = result.value
+        assert raised > 0
+        assert results == [[1.0, 3.0, 5.0]] * 6
+        assert not failed
 
 
 def test_relays_only_beside_other_work(bells: list[Bells]) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 State = Literal["running", "stopped", "dead"]
+_LOOKS_WITHIN: Final = 0.3  # seconds between two looks at a stopped process that count in full
+_OF_GRACE: Final = 0.6  # the most that the time between two looks counts, as a share of the grace
+_NO_CORE_FOR: Final = 5.0  # seconds that whoever looks may get no core; after more, it was stopped itself
 
 
 def read_stat(pid: int | str) -> tuple[str, str] | None:
@@ -24,6 +27,27 @@ def state_of(pid: int, started: str) -> State:
     if now is None or now[1] != started or now[0] in "ZX":
         return "dead"
     return "stopped" if now[0] in "Tt" else "running"
+
+
+class Stop:
+    """A stop of a process, from the first look that finds it to the last, all by one observer.
+
+    Of the time between two looks 0.3 s count at most: the observer itself may have been stopped with the
+    process, or may have had no core. After five seconds without a look the stop counts as a new one.
+    """
+
+    __slots__ = ("_grace", "_last", "_since")
+
+    def __init__(self, grace: float, now: float) -> None:
+        """`grace`: seconds after which it is certain; may be infinite. `now`: of the first look."""
+        self._grace, self._since, self._last = grace, now, now
+
+    def is_certain(self, now: float) -> bool:
+        """Whether it is certain at a look that finds the process stopped still, or for the first time."""
+        gap, self._last = now - self._last, now
+        uncounted = max(0.0, gap - min(_LOOKS_WITHIN, _OF_GRACE * self._grace))
+        self._since = now if gap > _NO_CORE_FOR else self._since + uncounted
+        return now - self._since >= self._grace
 
 
 def handles(pid: int, number: int) -> bool:

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from mcr_plus.liveness.greeting import Door, greeting
-from mcr_plus.liveness.proc import state_of
+from mcr_plus.liveness.proc import Stop, state_of
 
 REPORT: Final = struct.Struct("<I?")
 """What a witness tells its rank: another rank, and whether that is stopped."""
@@ -50,8 +50,9 @@ class Witness:
         key = bytes.fromhex(order["key"])
         self._door = None if listener is None else Door(listener, key, lambda _: None)
         self._links: dict[int, socket.socket] = {}
+        self._reports: dict[int, bool] = {}  # the latest of each rank that have not been sent
         self._is_stopped = False
-        self._since: float | None = None  # when the rank was first seen stopped, if it is
+        self._stop: Stop | None = None  # of the rank, if it is stopped
         if order["address"] is not None:
             host, port = order["address"]
             with contextlib.suppress(OSError):  # then nothing is known of a stop
@@ -75,12 +76,13 @@ class Witness:
                     self._say(link, _STOPPED)
             for rank, link in list(self._links.items()):
                 self._hear(rank, link)
+            self._report()
 
     def _judge(self, stands: bool) -> None:
         """Take in whether the rank is stopped now, and say so if that has become certain."""
         now = time.monotonic()
-        self._since = (self._since or now) if stands else None
-        is_stopped = self._since is not None and now - self._since >= self._grace
+        self._stop = (self._stop or Stop(self._grace, now)) if stands else None
+        is_stopped = self._stop is not None and self._stop.is_certain(now)
         if is_stopped != self._is_stopped:
             self._is_stopped = is_stopped
             for link in self._links.values():
@@ -99,8 +101,18 @@ class Witness:
             said = b""
         if not said:  # that witness has ended, which says nothing of its rank
             self._links.pop(rank).close()
-        with contextlib.suppress(OSError):
-            self._control.send(REPORT.pack(rank, said[-1:] == _STOPPED))
+        self._reports[rank] = said[-1:] == _STOPPED
+
+    def _report(self) -> None:
+        """Tell the own rank what the others have said, the rest later: it may not read for long, and the kernel
+        holds some hundred reports.
+        """
+        for rank, is_stopped in list(self._reports.items()):
+            try:
+                self._control.send(REPORT.pack(rank, is_stopped))
+            except OSError:
+                return
+            del self._reports[rank]
 
 
 def main() -> None:

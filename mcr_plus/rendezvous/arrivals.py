@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from mcr_plus.core.c10d import PrefixStore, Store
 from mcr_plus.core.environment import agent_has_store, host_name, job_secret, min_ranks
 from mcr_plus.errors import PeerLost, phrase_ranks
-from mcr_plus.liveness.proc import state_of
+from mcr_plus.liveness.proc import Stop, state_of
 from mcr_plus.membership.roster import TRAINING
 from mcr_plus.rendezvous.identity import DIED, STOPPED, is_visible, own_process
 from mcr_plus.rendezvous.presence import Presence
@@ -54,7 +54,7 @@ class Arrivals:
         self.processes: dict[int, Process] = {}
         self.presence = Presence(stopped)
         self._grace = stopped
-        self._since: dict[int, float] = {}  # when ranks of this host were first seen stopped, while they are
+        self._stops: dict[int, Stop] = {}  # of ranks of this host, while they are stopped
         self._others = [each for each in range(size) if each != rank]
         secret = job_secret()
         has_supervisor = bool(secret) and agent_has_store() and min_ranks() is not None
@@ -87,11 +87,13 @@ class Arrivals:
         here = {rank: each for rank, each in self.processes.items() if is_visible(self.own, each)}
         states = {rank: state_of(each.pid, each.started) for rank, each in here.items()}
         now = time.monotonic()
-        self._since = {
-            rank: self._since.get(rank, now) for rank, state in states.items() if state == "stopped"
+        self._stops = {
+            rank: self._stops.get(rank) or Stop(self._grace, now)
+            for rank, state in states.items()
+            if state == "stopped"
         }
         found = {rank: seen for rank, seen in self.presence.lost().items() if rank not in here}
-        found |= {rank: STOPPED for rank, since in self._since.items() if now - since >= self._grace}
+        found |= {rank: STOPPED for rank, stop in self._stops.items() if stop.is_certain(now)}
         return found | {rank: DIED for rank, state in states.items() if state == "dead"}
 
     def _ended(self) -> dict[int, str]:

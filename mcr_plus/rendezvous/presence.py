@@ -144,7 +144,7 @@ class Presence:
             release.close()
         with self._lock:
             self._accept()
-            links = [*self._links.values(), *(self._door.strangers if self._door is not None else ())]
+            links = self._all_links()
             for link in links:
                 with contextlib.suppress(OSError):
                     link.send(_SETTLED)
@@ -158,6 +158,21 @@ class Presence:
             self._door = self._witness = None
             self._links.clear()
 
+    def abandon(self) -> None:
+        """In a forked child: let go of connections, which would not end with the parent, without a word."""
+        self._lock = threading.Lock()  # a thread of the parent may have held it
+        for link in self._all_links():
+            link.close()
+        if self._door is not None:
+            self._door.close()
+        if self._witness is not None:
+            self._witness.abandon()
+        self._door = self._witness = self._release = None
+        self._links = {}
+
+    def _all_links(self) -> list[socket.socket]:
+        return [*self._links.values(), *(self._door.strangers if self._door is not None else ())]
+
     def _enter(self, name: str) -> None:
         """Close the connections of an earlier `init`, whose end is not that of this rank."""
         settle()
@@ -168,7 +183,7 @@ class Presence:
         self, rank: int, address: Address | None, listener: socket.socket | None
     ) -> _Witness | None:
         own = read_stat(os.getpid())
-        if own is None or self._grace == math.inf:
+        if own is None or self._grace == math.inf or not sys.executable:
             return None
         order = {
             "process": (os.getpid(), own[1]),
@@ -228,15 +243,28 @@ class _Witness:
 
     def close(self) -> None:
         """End it."""
-        self._control.close()
+        self.abandon()
         self._process.kill()
         self._process.wait()
+
+    def abandon(self) -> None:
+        """Let go of it."""
+        self._control.close()
 
 
 def settle() -> None:
     """Say that this process has its world; nothing where `init` has no connections."""
     for presence in (*_open,):
         presence.close()
+
+
+def _after_fork() -> None:
+    for presence in _open:
+        presence.abandon()
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _listener() -> socket.socket:
@@ -253,9 +281,11 @@ def _listener() -> socket.socket:
 def _watch(link: socket.socket) -> None:
     """Have the kernel close a connection on which nothing is acknowledged."""
     link.setblocking(False)
-    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    with contextlib.suppress(OSError):
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if (option := getattr(socket, "TCP_USER_TIMEOUT", None)) is not None:
-        link.setsockopt(socket.IPPROTO_TCP, option, round(1e3 * _SILENT))
+        with contextlib.suppress(OSError):  # a kernel without it; then a silent host shows at the deadline
+            link.setsockopt(socket.IPPROTO_TCP, option, round(1e3 * _SILENT))
 
 
 def _end_of(link: socket.socket, beats: bool) -> str | None:

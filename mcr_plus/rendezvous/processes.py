@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from mcr_plus.core.sockets import open_sockets, unacknowledged
 from mcr_plus.liveness.asking import send
-from mcr_plus.liveness.proc import state_of
+from mcr_plus.liveness.proc import Stop, state_of
 from mcr_plus.liveness.protocol import Finding, silence
 from mcr_plus.membership.rules import Process
 from mcr_plus.rendezvous.heartbeats import open_findings
@@ -30,9 +30,6 @@ _FINDING_SHOWS: Final = 0.2  # seconds beyond that silence in which an error of 
 _ON_ITS_WAY: Final = 0.1  # seconds after a death in which a last beat may still come
 _UNACKNOWLEDGED: Final = 0.6  # seconds after which a connection without an acknowledgement is silent
 _DOUBT_EVERY: Final = 0.2  # seconds between looks at connections
-_LOOKS_WITHIN: Final = 0.3  # seconds between two looks at a stopped process that count in full
-_OF_GRACE: Final = 0.6  # the most that the time between two looks counts, as a share of the grace
-_NO_CORE_FOR: Final = 5.0  # seconds that this process may get no core; after more, it was stopped itself
 
 
 class Loss(NamedTuple):
@@ -101,7 +98,7 @@ class Peers:
         self._is_silent = False  # whether one was silent then
         self._enough = 0.0  # seconds of silence with which a suspicion is right
         self._late = math.inf  # seconds in which a beat of every host comes, unless agents miss some
-        self._stopped: dict[int, tuple[float, float]] = {}  # rank → first and last look that found it so
+        self._stopped: dict[int, Stop] = {}  # by rank
         self.processes = tuple(processes)
         self._findings: Findings | None = None
         self._sight = sight
@@ -256,9 +253,7 @@ class Peers:
     def lost(self, rank: int) -> Loss | None:
         """Why nothing more is to be expected of global rank `rank`; None unless it is lost.
 
-        A stopped process is lost once `stop_grace` has passed, of which the time between two looks counts for
-        0.3 s at most: this process itself may have been stopped with it, or may have had no core. After five
-        seconds without a look the grace begins anew.
+        A stopped process is lost once `stop_grace` has passed, see `Stop`.
         """
         status = self.status(rank)
         if status == "dead":
@@ -277,8 +272,5 @@ class Peers:
             self._stopped.pop(rank, None)
             return None
         now = time.monotonic()
-        since, last = self._stopped.get(rank, (now, now))
-        uncounted = now - last - min(_LOOKS_WITHIN, _OF_GRACE * self._stop_grace)
-        since = now if now - last > _NO_CORE_FOR else since + max(0.0, uncounted)
-        self._stopped[rank] = since, now
-        return Loss("stopped", "stopped") if now - since >= self._stop_grace else None
+        stop = self._stopped.setdefault(rank, Stop(self._stop_grace, now))
+        return Loss("stopped", "stopped") if stop.is_certain(now) else None

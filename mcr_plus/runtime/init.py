@@ -194,6 +194,8 @@ def begin(
     except McrError:
         job.stop_publishing()
         job.all_ended = shutdown_barrier(world, "refused")  # so that every rank can read the reason
+        if job.all_ended:  # all ranks refuse: nobody is looked after any more
+            settle()
         raise
     job.begin(runtime)
     settle()

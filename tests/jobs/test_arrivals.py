@@ -8,6 +8,7 @@ import signal
 import subprocess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from ranks import own_rank, run_ranks
 from test_launch import Start, folder, start
 
 import mcr_plus as mcr
+from mcr_plus.rendezvous import presence
+from mcr_plus.rendezvous.presence import Presence
 from mcr_plus.runtime import init
 from mcr_plus.runtime.runtime import Runtime
 
@@ -43,6 +46,28 @@ def test_a_rank_that_dies_in_init_is_named(step: str, victim: int) -> None:
             assert (result.value["error"], result.value["ranks"]) == ("PeerLost", [victim]), result.value
             assert "process has died" in result.value["text"]
             assert result.value["soon"]
+
+
+def refusing() -> int:
+    """Runs on ranks, which count as ranks of two hosts: their configurations differ, and the program goes on.
+
+    Returns how many presences this rank has begun, or -1 if one is open still.
+    """
+    begun, usual = [], Presence._enter
+    with (
+        mock.patch.object(presence, "on_one_host", lambda **_: False),
+        mock.patch.object(presence, "address_of", lambda _: "192.0.2.1"),
+        mock.patch.object(presence, "meeting_address", lambda: "127.0.0.1"),
+        mock.patch.object(Presence, "_enter", lambda *each: (begun.append(each), usual(*each))),
+    ):
+        told = told_by(lambda: mcr.init(RUN if own_rank() else {**RUN, "backends": ["gloo", "local"]}))
+    assert told["error"] == "ConfigError", told
+    return -1 if presence._open else len(begun)
+
+
+def test_a_job_that_all_ranks_refuse_leaves_no_process_beside_them() -> None:
+    results = run_ranks(refusing, 2, via="torch")
+    assert [result.value for result in results] == [1, 0]
 
 
 def stopping_in_init(step: str, victim: int) -> dict[str, Any]:

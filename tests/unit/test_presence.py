@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,9 +19,13 @@ from typing import Any, Final
 import pytest
 
 from mcr_plus.core.environment import on_one_host
+from mcr_plus.liveness import witness
 from mcr_plus.liveness.greeting import greeting
 from mcr_plus.liveness.proc import read_stat
-from mcr_plus.rendezvous import presence
+from mcr_plus.liveness.witness import REPORT, Witness
+from mcr_plus.membership.rules import Process
+from mcr_plus.rendezvous import arrivals, presence
+from mcr_plus.rendezvous.arrivals import Arrivals
 from mcr_plus.rendezvous.identity import DIED, STOPPED
 from mcr_plus.rendezvous.presence import Presence
 
@@ -224,3 +230,94 @@ def test_a_program_that_wants_no_stop_to_count_has_no_witness() -> None:
     """`dispatch: {stopped: wait}`, as for a debugger."""
     with job(2) as ranks:
         assert [each._witness for each in ranks] == [None, None]
+
+
+def witness_of_this_process(control: socket.socket) -> Witness:
+    own = read_stat(os.getpid())
+    assert own is not None
+    order = {"process": (os.getpid(), own[1]), "rank": 0, "key": "", "grace": 0.5, "address": None}
+    control.setblocking(False)
+    return Witness(order, control, None)
+
+
+def test_a_rank_that_does_not_listen_hears_of_all_stops_later() -> None:
+    """Ranks of a host are stopped together, and the kernel holds so many reports and no more."""
+    ranks = range(1, 41)
+    own, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    its.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the least that there is
+    found = witness_of_this_process(its)
+    ends = {rank: socket.socketpair() for rank in ranks}
+    for rank, (far, near) in ends.items():
+        near.setblocking(False)
+        found._links[rank] = near
+        far.send(b"s")
+    thread = threading.Thread(target=found.run, daemon=True)
+    thread.start()
+    wait_for(lambda: not any(presence._unacknowledged(far) for far, _ in ends.values()))
+    heard = set[int]()
+    own.settimeout(5)
+    while heard != set(ranks):
+        rank, is_stopped = REPORT.unpack(own.recv(REPORT.size))
+        assert is_stopped
+        heard.add(rank)
+    own.close()
+    thread.join(20)
+    assert not thread.is_alive()
+    for each in (its, *(link for pair in ends.values() for link in pair)):
+        each.close()
+
+
+def test_a_stop_of_the_witness_itself_is_no_stop_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a scheduler suspends a job: the one that goes on first sees the other stopped still."""
+    now = 100.0
+    monkeypatch.setattr(witness, "time", SimpleNamespace(monotonic=lambda: now))
+    own, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with own, its:
+        found = witness_of_this_process(its)
+        verdicts = []
+        for now in (100.0, 200.0, 200.1, 200.4, 200.6):  # noqa: B007 - what the clock shows
+            found._judge(True)
+            verdicts.append(found._is_stopped)
+        assert verdicts == [False, False, False, False, True]
+        found._judge(False)
+        assert not found._is_stopped
+
+
+def test_a_stop_of_this_rank_itself_is_no_stop_of_one_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(arrivals, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(arrivals, "state_of", lambda *_: "stopped")
+    found = Arrivals(0, 2)
+    found.processes[1] = Process(*found.own)
+    verdicts = []
+    for now in (100.0, 200.0, 200.1, 200.4, 200.6):  # noqa: B007
+        verdicts.append(found.error() is not None)
+    assert verdicts == [False, False, False, False, True]
+
+
+def test_a_process_forked_in_init_does_not_hide_the_end_of_its_parent() -> None:
+    with job(2) as ranks:
+        assert [each.lost() for each in ranks] == [{}] * 2
+        for each in ranks:
+            presence._open.append(each)
+        ready, go = os.pipe()
+        if (child := os.fork()) == 0:
+            os.close(go)
+            os.read(ready, 1)  # until the parent has ended
+            os._exit(0)
+        os.close(ready)
+        try:
+            die(ranks[1])
+            wait_for(lambda: ranks[0].lost() == {1: DIED})
+        finally:
+            os.close(go)
+            os.waitpid(child, 0)
+            presence._open.clear()
+
+
+def test_a_kernel_without_a_limit_of_silence_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "TCP_USER_TIMEOUT", 250)  # an option that no kernel has
+    with job(2) as ranks:
+        assert [each.lost() for each in ranks] == [{}] * 2
+        die(ranks[1])
+        assert ranks[0].lost() == {1: DIED}

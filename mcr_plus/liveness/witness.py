@@ -104,9 +104,7 @@ class Witness:
         self._reports[rank] = said[-1:] == _STOPPED
 
     def _report(self) -> None:
-        """Tell the own rank what the others have said, the rest later: it may not read for long, and the kernel
-        holds some hundred reports.
-        """
+        """Tell the own rank what the others have said; what the kernel does not hold any more, later."""
         for rank, is_stopped in list(self._reports.items()):
             try:
                 self._control.send(REPORT.pack(rank, is_stopped))

@@ -34,6 +34,7 @@ _CONSISTENT: Final = 0.05  # seconds of waiting for a moment between two steps
 _TEXT: Final = 500  # characters of an error that the others are told
 _BY_SIGNAL: Final = "SIGUSR2"
 _SAME_DEMAND: Final = 1.0  # seconds within which signals to several ranks are one demand
+_SAME_FAILURE: Final = 10.0  # seconds within which failures of a group on several ranks are one
 
 
 class Recorder:
@@ -50,6 +51,7 @@ class Recorder:
         self.folder = None if folder is None else os.path.abspath(folder)
         self._lock = threading.Lock()
         self._asked: set[str] = set()  # groups of whose failure another rank has told
+        self._failures: dict[str, float] = {}  # group → when a dump for its failure was begun or written
         self._problems: set[str] = set()
         self._demanded = -_SAME_DEMAND  # when a user last demanded a dump
         self.dumped: dict[str, str] = {}
@@ -89,6 +91,7 @@ class Recorder:
         # Where another rank has failed first, the dump of that moment says more.
         if self.folder is None or work.operation.state.failure is not None or name in self._asked:
             return None
+        self._failures[name] = time.monotonic()
         self._ask_others(name, f"rank {self._world.rank}: {text[:_TEXT]}")
         snapshot = take_snapshot(self._engine, text, error)
         return partial(self._hand_over, snapshot, self.folder)
@@ -127,6 +130,7 @@ class Recorder:
         self._demanded = time.monotonic()
         self._ask_others("", f"{_BY_SIGNAL} to rank {self._world.rank}")
         self._try_to_write_for(_BY_SIGNAL)
+        self._demanded = time.monotonic()  # it may have taken long, and requests have come meanwhile
 
     def _on_request(self, text: str) -> None:
         name, _, reason = text.partition("\0")
@@ -134,7 +138,10 @@ class Recorder:
             self._on_demand(reason, passes_on=name == EVERYBODY)
         elif self.folder is not None:
             self._asked.add(name)
-            self._try_to_write_for(reason)
+            # Ranks that fail at the same time all ask all others.
+            if time.monotonic() - self._failures.get(name, -_SAME_FAILURE) >= _SAME_FAILURE:
+                self._try_to_write_for(reason)
+                self._failures[name] = time.monotonic()
 
     def _on_demand(self, reason: str, *, passes_on: bool) -> None:
         """Write what a user has demanded of another process."""
@@ -146,6 +153,7 @@ class Recorder:
         if passes_on:
             self._ask_others("", reason)
         self._try_to_write_for(reason)
+        self._demanded = time.monotonic()
 
     def _write_for(self, reason: str) -> None:
         """Write a dump of now, in the watcher's thread."""

@@ -291,7 +291,8 @@ def test_a_stop_of_this_rank_itself_is_no_stop_of_one_beside_it(monkeypatch: pyt
     found.processes[1] = Process(*found.own)
     verdicts = []
     for now in (100.0, 200.0, 200.1, 200.4, 200.6):  # noqa: B007
-        verdicts.append(found.error() is not None)
+        error = found.error()
+        verdicts.append(error is not None)
     assert verdicts == [False, False, False, False, True]
 
 

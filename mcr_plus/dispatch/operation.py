@@ -423,7 +423,7 @@ class Operation:
                     self._note_issue(work)
                 if pending or (self.on_stream and message.after is not None):
                     engine.defer(work)
-                elif message.after is not None or work.is_behind(engine.unordered):
+                elif message.after is not None or (engine.unordered and work.is_behind(engine.unordered)):
                     engine.unordered.append(work)
                 else:
                     try:

@@ -74,16 +74,11 @@ class IssuedWork(Work):
         """Whether this send or receive must start after one of those issued before: messages of one peer and
         tag are matched in the order in which they start.
         """
-        return any(self._is_behind(earlier) for earlier in issued if not earlier.is_done)
-
-    def _is_behind(self, earlier: IssuedWork) -> bool:
-        ours, theirs, operation = self.message, earlier.message, earlier.operation
-        return (
-            self.operation.backend_channel is operation.backend_channel
-            and self.operation.signature.kind == operation.signature.kind
-            and ours.match_tag == theirs.match_tag
-            and (ours.peer == theirs.peer or None in (ours.peer, theirs.peer))
-        )
+        earlier = _Places()
+        for work in issued:
+            if not work.is_done:
+                earlier.add(work)
+        return earlier.matches(self)
 
     def wait(self, timeout: float | timedelta | None = None) -> None:  # noqa: D102
         if not self.is_done:
@@ -233,12 +228,40 @@ class IssuedWork(Work):
 def start_messages(issued: Iterable[IssuedWork], start: Callable[[IssuedWork], None]) -> list[IssuedWork]:
     """Start the sends and receives that can start, in the order of their issue; return those that cannot."""
     waiting: list[IssuedWork] = []
+    places = _Places()
     for work in issued:
         if work.is_done:
             continue
         after = work.message.after
-        if work.is_behind(waiting) or not (after is None or after.probe()):
+        if places.matches(work) or not (after is None or after.probe()):
             waiting.append(work)
+            places.add(work)
         else:
             start(work)
     return waiting
+
+
+class _Places:
+    """Where sends and receives are matched. There may be hundreds that wait, at which every poll looks."""
+
+    __slots__ = ("_peers",)
+
+    def __init__(self) -> None:
+        self._peers: dict[tuple[int, str, int], set[int | None]] = {}  # by library, kind and tag
+
+    def add(self, work: IssuedWork) -> None:
+        """Add the place of a send or receive."""
+        self._peers.setdefault(_place(work), set()).add(work.message.peer)
+
+    def matches(self, work: IssuedWork) -> bool:
+        """Whether one that has been added may be matched by what this one is to be matched by."""
+        peers = self._peers.get(_place(work))
+        if peers is None:
+            return False
+        peer = work.message.peer  # None: any
+        return peer is None or peer in peers or None in peers
+
+
+def _place(work: IssuedWork) -> tuple[int, str, int]:
+    operation = work.operation
+    return id(operation.backend_channel), operation.signature.kind, work.message.match_tag

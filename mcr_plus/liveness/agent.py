@@ -56,7 +56,7 @@ class Agent:
         page: Page | None = None,
         requests: socket.socket | None = None,
     ) -> None:
-        """`requests`: takes those of ranks of this host for dumps of other ones."""
+        """`requests`: takes those of ranks of this host for dumps of other ones; None: nobody does."""
         hosts: list[list[int]] = order["hosts"]
         self._findings, self._link = findings, link
         self._addresses = [None if each is None else tuple(each) for each in order["addresses"]]
@@ -273,8 +273,9 @@ def main() -> None:
     findings = Findings(mmap.mmap(order["memory"], Findings.size(ranks)), ranks)
     link = socket.socket(fileno=order["socket"])
     link.setblocking(False)
-    requests = socket.socket(fileno=order["requests"])
-    requests.setblocking(False)
+    requests = None if order["requests"] is None else socket.socket(fileno=order["requests"])
+    if requests is not None:
+        requests.setblocking(False)
     with contextlib.suppress(OSError):
         link.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, 6)  # not behind the job's own data
     page: Page | None = None

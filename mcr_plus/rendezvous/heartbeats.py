@@ -5,6 +5,7 @@ The lowest rank of each host starts the host's agent (`mcr_plus.liveness.agent`)
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
@@ -83,8 +84,13 @@ def open_findings(
                 "memory": descriptor,
                 "socket": link.fileno(),
             }
-            with opened(requests) as taker:
-                _start(order | {"requests": taker.fileno()})
+            with contextlib.ExitStack() as stack:
+                taker: int | None = None
+                try:
+                    taker = stack.enter_context(opened(requests)).fileno()
+                except OSError as error:
+                    _log.warning("ranks of other hosts are not asked for dumps: %s", error)
+                _start(order | {"requests": taker})
         others = [answers[ranks[0]][1] for number, ranks in enumerate(hosts) if number != me]
         addresses = [each[0] for each in others if each is not None]
         return Findings(memory, len(processes), addresses, requests)
@@ -130,7 +136,7 @@ def _start(order: dict[str, Any]) -> None:
             input=json.dumps(order).encode(),
             check=True,
             start_new_session=True,
-            pass_fds=(order["memory"], order["socket"], order["requests"]),
+            pass_fds=[order[name] for name in ("memory", "socket", "requests") if order[name] is not None],
             timeout=_STARTS_WITHIN,
             **quiet,
         )

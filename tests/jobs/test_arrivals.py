@@ -53,12 +53,17 @@ def refusing() -> int:
 
     Returns how many presences this rank has begun, or -1 if one is open still.
     """
-    begun, usual = list[Any](), Presence._enter
+    begun, usual = list[Presence](), Presence._enter
+
+    def enter(self: Presence, name: str) -> None:
+        begun.append(self)
+        usual(self, name)
+
     with (
         mock.patch.object(presence, "on_one_host", return_value=False),
         mock.patch.object(presence, "address_of", return_value="192.0.2.1"),
         mock.patch.object(presence, "meeting_address", return_value="127.0.0.1"),
-        mock.patch.object(Presence, "_enter", lambda *each: (begun.append(each), usual(*each))),
+        mock.patch.object(Presence, "_enter", enter),
     ):
         told = told_by(lambda: mcr.init(RUN if own_rank() else {**RUN, "backends": ["gloo", "local"]}))
     assert told["error"] == "ConfigError", told

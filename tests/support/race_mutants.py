@@ -42,7 +42,6 @@ MODULES: Final[dict[str, tuple[str, ...]]] = {
 ELSEWHERE: Final = {
     **dict.fromkeys(("layout.buffers", "layout.mover"), "redistributions, which are not in the model"),
     "plan.capture": "an event for times alone",
-    "core.accelerators": "streams of other devices, on which `test_openreg.py` runs",
     **dict.fromkeys(
         (
             "backends.gloo.backend", "backends.gloo.channel", "compression.delta", "core.threads",

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any, NoReturn
+
 import pytest
 
 from mcr_plus.liveness.relay import Relay
+from mcr_plus.rendezvous import heartbeats
+from mcr_plus.rendezvous.identity import own_process
 
 KEY = b"secret"
 
@@ -43,3 +48,26 @@ def test_requests_of_strangers_count_for_nothing(fault: str) -> None:
         data = data.replace(b"text", b"tixt")
     assert Relay(2, 0, KEY).receive(data) == ""
     assert Relay(2, 0, KEY).receive(b"mcr1" + data) is None, "of another kind"
+
+
+def test_a_host_whose_agent_takes_no_requests_has_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a sandbox without abstract addresses."""
+    own = own_process("a", 0)
+    others = [own._replace(place=place) for place in ("here", "there")]
+    orders: list[Any] = []
+
+    def refuse(_: str) -> NoReturn:
+        raise PermissionError("not here")
+
+    def exchanged(*arguments: Any) -> list[str]:
+        mine = json.loads(arguments[4]) if arguments[4] else None
+        return [json.dumps(mine), json.dumps(["", None, "token"])]
+
+    monkeypatch.setattr(heartbeats, "opened", refuse)
+    monkeypatch.setattr(heartbeats, "exchange", exchanged)
+    monkeypatch.setattr(heartbeats, "meeting_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(heartbeats, "_start", orders.append)
+    findings = heartbeats.open_findings(None, 0, others, b"secret", 0.0, 5.0)  # type: ignore[arg-type]
+    assert findings is not None
+    assert [order["requests"] for order in orders] == [None]
+    findings.close()

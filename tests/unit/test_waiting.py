@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -517,7 +518,11 @@ def _interrupted_relays() -> list[Any]:
         raise TimeoutError("the program's")
 
     mcr.all_reduce(torch.zeros(3))  # by the slow path, as the first of its kind
-    for call in (lambda x: mcr.all_reduce(x), lambda x: mcr.all_gather_into_tensor(torch.empty(6), x)):
+    calls: list[Callable[[torch.Tensor], object]] = [
+        mcr.all_reduce,
+        lambda x: mcr.all_gather_into_tensor(torch.empty(6), x),
+    ]
+    for call in calls:
         call(value.clone())
         for _ in range(3):
             mcr.barrier()

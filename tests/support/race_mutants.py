@@ -41,6 +41,7 @@ MODULES: Final[dict[str, tuple[str, ...]]] = {
 """The modules with orderings, each with the settings whose programs must find what is left out there."""
 ELSEWHERE: Final = {
     **dict.fromkeys(("layout.buffers", "layout.mover"), "redistributions, which are not in the model"),
+    "core.accelerators": "streams of other devices, on which `test_openreg.py` runs",
     "plan.capture": "an event for times alone",
     **dict.fromkeys(
         (

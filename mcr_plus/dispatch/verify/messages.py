@@ -102,8 +102,8 @@ class VerifiedReceive(ReceivePoll):
     """The poll of a receive that compares checksums.
 
     Receives of a tag ask for checksums in the order of their messages: one whose sender is that of an earlier
-    receive waits for it. An earlier one from any source that has not found its message is not waited for: it
-    would have been given this one.
+    receive waits for it. It also waits for an earlier one from any source until that shows which message it
+    has: it has one, or it would have been given this one, but a library may show it later.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class VerifiedReceive(ReceivePoll):
         receives = messages.open[self.tag]
         for earlier in receives[: receives.index(self)]:
             earlier.arrives()
-            if earlier.source == source and not earlier._asks():
+            if earlier.source is None or (earlier.source == source and not earlier._asks()):
                 return False
         self._has_asked = True
         self._following = messages.asked(self, source, self._blocks.count)

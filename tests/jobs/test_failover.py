@@ -37,7 +37,7 @@ def test_all_results_are_right_whenever_a_library_breaks(backends: list[str], ra
 
 def test_what_has_happened_is_told() -> None:
     for rank, each in enumerate(values(jobs.that_says_what_it_did, 2, ["gloo", "mpi"])):
-        assert each["infos"] == [["gloo", "", 1], ["mpi", "gloo", 2]]
+        assert each["infos"] == [["gloo", "", 1], ["mpi", "gloo", 3]]
         assert each["sum"] == [3.0] * 4
         (off,) = each["off"]
         assert (off["library"], off["takes_over"], off["rank"]) == ("gloo", "mpi", rank)

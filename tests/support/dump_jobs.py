@@ -206,16 +206,22 @@ def signals(folder: str) -> dict[str, Any]:
     with _begun("msccl") as comm:
         comm.barrier()
         current().recorder.folder = f"{folder}/hang"
-        own = Path(folder, "hang", f"rank_{comm.rank}")
+        waits, asked, answered = (Path(folder, name) for name in ("waits", "asked", "answered"))
+        beside = threading.Thread(target=_asks_as_well, args=(waits, asked, answered))
         if comm.rank == VICTIM:
-            time.sleep(0.3)  # the other one waits by now
+            wait_for_files(waits)
             for _ in range(50):
                 os.kill(os.getpid(), signal.SIGUSR2)
-            wait_for_files(own)
-            wait_for_files(Path(folder, "hang", "rank_0"))
-        else:
-            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR2)).start()
-        comm.all_reduce(torch.ones(4))  # at: signal waits
+            wait_for_files(Path(folder, "hang", "rank_0"), Path(folder, "hang", "rank_1"))
+            _settle()
+            asked.touch()
+            wait_for_files(answered)
+        work = comm.all_reduce(torch.ones(4), async_op=True)
+        assert work is not None
+        if comm.rank != VICTIM:
+            beside.start()
+        work.wait()  # at: signal waits
+        _settle()  # no dump of this demand goes to the next folder
         comm.barrier()
         found["signals"] = len(complaints)
 
@@ -232,6 +238,9 @@ def signals(folder: str) -> dict[str, Any]:
             except mcr.McrError as error:
                 found["error"] = type(error).__name__
             comm.barrier()
+        for _ in range(2):  # each has asked the other one for its dump
+            _settle()
+            comm.barrier()
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         found["left"] = sorted(os.listdir(f"{folder}/full"))
         found["complaints"] = complaints[found["signals"] :]
@@ -247,6 +256,22 @@ def signals(folder: str) -> dict[str, Any]:
         comm.barrier()
     found["own"] = seen
     return found
+
+
+def _asks_as_well(waits: Path, asked: Path, answered: Path) -> None:
+    """A signal to this process, which waits; then everything that the other one has asked for is answered."""
+    time.sleep(0.2)  # the operation is issued: the main thread only has to enter its wait
+    waits.touch()
+    signal.pthread_kill(threading.get_ident(), signal.SIGUSR2)  # delivered before this returns
+    wait_for_files(asked)
+    _settle()
+    answered.touch()
+
+
+def _settle() -> None:
+    """Return when what had come for the thread that writes dumps has been answered."""
+    for _ in range(2):  # the thread takes these before the signals and requests that woke it together with them
+        current().recorder._watcher.do(lambda: None)
 
 
 def asked_through_the_launcher(launcher: int, folder: str) -> None:

@@ -152,6 +152,7 @@ def that_says_what_it_did(backends: list[str]) -> dict[str, Any]:
         first = comm.all_reduce(torch.ones(4), async_op=True, backend=backends[0])
         assert first is not None
         first.wait()
+        comm.barrier(backend=backends[1])  # rank 0 has its result as well
         if comm.rank == 1:
             break_connections(backends[0])
         tensor = torch.full((4,), 1.0 + comm.rank)

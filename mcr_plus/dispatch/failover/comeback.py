@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 _FIRST_TRY: Final = 2.0  # seconds after a failure
 _LAST_TRY: Final = 60.0
-_PATIENCE: Final = 1.0  # seconds that a thread which opens the library is waited for
+_PATIENCE: Final = 1.0  # seconds for which the end of a group waits for a thread that opens the library
+_LINGERING: Final = 4  # such threads at a time: gloo may notice only after its time-out that nobody connects
 _log = logging.getLogger("mcr_plus")
 
 
@@ -83,8 +84,8 @@ class Comeback:
 
     def _own_vote(self) -> int:
         if self._try is None:
-            is_time = time.monotonic() >= self._next_try
-            return int(is_time and not any(each.is_alive() for each in self._given_up))
+            lingering = sum(each.is_alive() for each in self._given_up)
+            return int(time.monotonic() >= self._next_try and lingering < _LINGERING)
         if self._try.is_alive():
             return 0
         return -1 if self._try.channel is None else 1
@@ -106,19 +107,16 @@ class Comeback:
             return tried.channel
         if tried.problem:
             _log.info("failover: the library could not be opened again: %s", tried.problem)
-        self._drop(tried)
+        tried.drop()
+        self._given_up = [each for each in (*self._given_up, tried) if each.is_alive()]
         return None
 
     def give_up(self) -> None:
         """Release what has been opened, or is opened: the group is closed."""
         if self._try is not None:
-            self._drop(self._try)
+            self._try.drop()
+            self._try.join(_PATIENCE)
             self._try = None
-
-    def _drop(self, tried: _Try) -> None:
-        self._given_up = [each for each in self._given_up if each.is_alive()]
-        if tried.drop():
-            self._given_up.append(tried)
 
 
 class _Try(threading.Thread):
@@ -132,14 +130,12 @@ class _Try(threading.Thread):
         self._lock = threading.Lock()
         self._is_dropped = False
 
-    def drop(self) -> bool:
-        """Release the channel, now or once it is open; returns whether it is still being opened."""
+    def drop(self) -> None:
+        """Release the channel, now or once it is open."""
         with self._lock:
             self._is_dropped = True
             if self.channel is not None:
                 self.channel.release()
-        self.join(_PATIENCE)
-        return self.is_alive()
 
     def run(self) -> None:
         try:

@@ -29,7 +29,7 @@ kernels := $(wildcard kernels/*.py kernels/*/*.py mcr_plus/backends/shm/*.py mcr
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all check docs gpu-check gpu-bundle torch-suite clients test-launchers test-openreg bench-overhead clean
+.PHONY: help venv demo test test-all test-again check docs gpu-check gpu-bundle torch-suite clients test-launchers test-openreg bench-overhead clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -5
@@ -71,9 +71,13 @@ test: tests := not slow and not long
 test-all: tests := not slow
 in_twos := -n 2 --dist loadfile
 test test-all: $(stamp) $(warm)
-	@$(bin)/python -m pytest -n auto -m "$(tests) and not jobs" $(PYTEST_FLAGS); first=$$?; \
+	@$(bin)/python -m pytest --cache-clear -n auto -m "$(tests) and not jobs" $(PYTEST_FLAGS); first=$$?; \
 	$(bin)/python -m pytest $(in_twos) -m "$(tests) and jobs" $(PYTEST_FLAGS); second=$$?; \
 	case "$$first $$second" in "0 0" | "0 5" | "5 0") ;; *) exit 1 ;; esac
+
+# What failed in the last run of test or test-all, one at a time with nothing beside it.
+test-again: $(stamp) $(warm)
+	@$(bin)/python -m pytest --last-failed --last-failed-no-failures none $(PYTEST_FLAGS)
 
 check: $(stamp)
 	$(bin)/ruff check .

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from arriving import RUN, STEPS, die, told_by
-from ranks import own_rank, run_ranks
+from ranks import has_come, meet, own_rank, run_ranks, stop_until
 from test_launch import Start, folder, start
 
 import mcr_plus as mcr
@@ -40,7 +37,7 @@ def dying_in_init(step: str, victim: int) -> dict[str, Any]:
      ("before the checks", 1), ("in the world", 1)],
 )  # fmt: skip
 def test_a_rank_that_dies_in_init_is_named(step: str, victim: int) -> None:
-    for result in run_ranks(dying_in_init, 3, args=[step, victim], via="torch", check=False, timeout=90):
+    for result in run_ranks(dying_in_init, 3, args=[step, victim], via="torch", check=False):
         if result.rank != victim:
             assert result.value is not None, result.stderr
             assert (result.value["error"], result.value["ranks"]) == ("PeerLost", [victim]), result.value
@@ -82,18 +79,18 @@ def stopping_in_init(step: str, victim: int) -> dict[str, Any]:
         usual = getattr(module, name)
 
         def stop(*arguments: Any, **options: Any) -> Any:
-            later = f"sleep 4; kill -CONT {os.getpid()}"
-            with subprocess.Popen(["sh", "-c", later], start_new_session=True):
-                os.kill(os.getpid(), signal.SIGSTOP)
+            stop_until("told", 2, "CONT")
             return usual(*arguments, **options)
 
         setattr(module, name, stop)
-    return told_by(lambda: mcr.init(RUN))
+    told = told_by(lambda: mcr.init(RUN))
+    has_come("told")
+    return told
 
 
 @pytest.mark.parametrize(("step", "victim"), [("before the hosts", 1), ("before the checks", 0)])
 def test_a_rank_that_is_stopped_in_init_is_named(step: str, victim: int) -> None:
-    for result in run_ranks(stopping_in_init, 3, args=[step, victim], via="torch", check=False, timeout=90):
+    for result in run_ranks(stopping_in_init, 3, args=[step, victim], via="torch", check=False):
         if result.rank != victim:
             assert result.value is not None, result.stderr
             assert (result.value["error"], result.value["ranks"]) == ("PeerLost", [victim]), result.value
@@ -104,6 +101,7 @@ def dying_in_reset(step: str, victim: int) -> dict[str, Any]:
     """Runs on ranks: one dies before it calls `reset`, or in it; the others go on if they can."""
     comm = mcr.init(RUN)
     comm.all_reduce(torch.ones(3))
+    meet("before reset", comm.size)
     if comm.rank == victim:
         if step == "before":
             die()
@@ -127,7 +125,7 @@ def dying_in_reset(step: str, victim: int) -> dict[str, Any]:
     [("before", 1), ("before", 0), ("before the old world is closed", 2), ("before the new one", 0)],
 )
 def test_a_rank_that_dies_before_or_in_reset_is_named(step: str, victim: int) -> None:
-    for result in run_ranks(dying_in_reset, 3, args=[step, victim], via="torch", check=False, timeout=90):
+    for result in run_ranks(dying_in_reset, 3, args=[step, victim], via="torch", check=False):
         if result.rank != victim:
             told = result.value
             assert told is not None, result.stderr
@@ -149,7 +147,8 @@ def test_the_supervisor_says_that_a_rank_does_not_come(start: Start) -> None:
     assert sorted(found) == [("0", *told), ("2", *told)]
 
 
-def test_a_rank_that_is_started_again_before_init_is_waited_for(start: Start) -> None:
-    run = start("-n", "3", "--min-ranks", "2", "--restart-failed", "1", PROGRAMS, "init_after_all")
+def test_a_rank_that_is_started_again_before_init_is_waited_for(start: Start, tmp_path: Path) -> None:
+    words = ["-n", "3", "--min-ranks", "2", "--restart-failed", "1"]
+    run = start(*words, PROGRAMS, "init_after_all", str(tmp_path))
     assert run.wait() == 0, run.text()
     assert sorted(re.findall(r"(\d) sum (.*)\n", run.text())) == [(str(rank), "6.0") for rank in range(3)]

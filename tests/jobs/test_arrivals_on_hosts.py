@@ -48,7 +48,7 @@ def check(said: dict[int, dict[str, Any]], victim: int, seen: str) -> None:
 def test_a_rank_of_another_host_that_dies_in_init_is_named(tmp_path: Path, step: str, victim: int) -> None:
     with Racks(1, 3) as hosts, job_on(hosts, tmp_path, "dies", step, str(victim)):
         left = [rank for rank in range(3) if rank != victim]
-        check(read(tmp_path, "told", left, 60), victim, "process has died")
+        check(read(tmp_path, "told", left, 90), victim, "process has died")
 
 
 @several_hosts
@@ -61,13 +61,13 @@ def test_a_rank_of_another_host_that_is_stopped_in_init_is_named(
 ) -> None:
     with Racks(1, 3) as hosts, job_on(hosts, tmp_path, "stops", step, str(victim)):
         left = [rank for rank in range(3) if rank != victim]
-        check(read(tmp_path, "told", left, 60), victim, "stopped")
+        check(read(tmp_path, "told", left, 90), victim, "stopped")
 
 
 @several_hosts
 def test_a_rank_that_holds_the_interpreters_lock_in_init_is_not_lost(tmp_path: Path) -> None:
     with Racks(1, 3) as hosts, job_on(hosts, tmp_path, "is busy", "before the checks", "0"):
-        said = read(tmp_path, "told", [0, 1, 2], 60)
+        said = read(tmp_path, "told", [0, 1, 2], 90)
         assert {rank: told["error"] for rank, told in said.items()} == dict.fromkeys(range(3), ""), said
 
 
@@ -75,9 +75,9 @@ def test_a_rank_that_holds_the_interpreters_lock_in_init_is_not_lost(tmp_path: P
 def test_a_host_that_is_cut_off_in_init_is_named_and_names_the_others(tmp_path: Path) -> None:
     """It waits for a rank that is late, inside requests to the store of rank 0."""
     with Racks(1, 3) as hosts, job_on(hosts, tmp_path, "stands still", "before the checks", "2"):
-        read(tmp_path, "still", [2], 60)
+        read(tmp_path, "still", [2], 90)
         hosts.cut(1)
-        said = read(tmp_path, "told", [0, 1], 60)
+        said = read(tmp_path, "told", [0, 1], 90)
         (tmp_path / "go").touch()
-        check({0: said[0], **read(tmp_path, "told", [2], 60)}, 1, "its host does not answer")
+        check({0: said[0], **read(tmp_path, "told", [2], 90)}, 1, "its host does not answer")
         check({1: said[1]}, 0, "its host does not answer")

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mcr_plus as mcr
 from mcr_plus.plan.step import Ready
+from mcr_plus.training import reducer
 from mcr_plus.training import wrap as wrapping
 from mcr_plus.training.compiled import CompiledCall, Part, blocks
 
@@ -270,7 +271,7 @@ def trained(plan: str, cuts: str, wrap_first: bool, steps: int) -> dict[str, Any
 
 @pytest.mark.parametrize("wrap_first", [True, False])
 def test_gradients_of_a_model_compiled_in_parts_are_averaged(wrap_first: bool) -> None:
-    one, other = run_ranks(trained, 2, args=["size", "blocks", wrap_first, 4], via="torch", timeout=120)
+    one, other = run_ranks(trained, 2, args=["size", "blocks", wrap_first, 4], via="torch")
     assert one.value["buckets"] == other.value["buckets"]
     assert max(one.value["worst"], other.value["worst"]) < 1e-5
     assert one.value["buckets"][0][0].startswith(("norm", "unused"))
@@ -279,8 +280,7 @@ def test_gradients_of_a_model_compiled_in_parts_are_averaged(wrap_first: bool) -
 @pytest.mark.parametrize("plan", ["size", "auto"])
 def test_cuts_are_chosen_in_the_job_alike_on_all_ranks(plan: str) -> None:
     results = [
-        each.value
-        for each in run_ranks(trained, 2, args=[plan, "auto", plan == "auto", 37], via="torch", timeout=120)
+        each.value for each in run_ranks(trained, 2, args=[plan, "auto", plan == "auto", 37], via="torch")
     ]
     report = results[0]["report"]
     assert [each["report"] for each in results] == [report] * 2
@@ -294,12 +294,18 @@ def test_cuts_are_chosen_in_the_job_alike_on_all_ranks(plan: str) -> None:
 
 
 class Slow:
-    """Stands for the compiled call of a model of `LAYERS` layers: some cuts make its forward pass slow."""
+    """Stands for the compiled call of a model of `LAYERS` layers: some cuts make its forward pass slow.
+
+    By the clock of the reducer, which is a second ahead after each such pass: far above what a busy machine
+    adds to the others.
+    """
 
     def __init__(self, model: nn.Module, slow: str) -> None:
         self.places = tuple(str(layer) for layer in range(LAYERS))
         self.is_auto, self.cuts, self.slow = True, tuple[str, ...](), slow
         self.prefix = ""  # of the layers' names
+        self.ahead = 0.0  # seconds
+        setattr(reducer, "perf_counter", lambda: time.perf_counter() + self.ahead)  # noqa: B010 - in a rank
         model.register_forward_pre_hook(self.wait)
 
     def set_cuts(self, cuts: Sequence[str]) -> None:
@@ -307,7 +313,7 @@ class Slow:
 
     def wait(self, *_: object) -> None:
         if self.slow == ("blocks" if self.cuts else "whole"):
-            time.sleep(0.03)
+            self.ahead += 1.0
 
     def parts(self) -> list[Part]:
         assert self.cuts == self.places
@@ -328,8 +334,8 @@ def chosen(slow: str, plan: str) -> tuple[dict[str, Any], list[list[str]], tuple
         model: Any = nn.Sequential(*[nn.Linear(20, 20) for _ in range(LAYERS)])
         call = Slow(model, slow)
         mcr.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        reducer = wrapping._wrapped[model].reducer
-        reducer.use(call)  # type: ignore[arg-type]
+        own = wrapping._wrapped[model].reducer
+        own.use(call)  # type: ignore[arg-type]
         for step in range(1 + 8 + 9 * (3 if plan == "auto" else 2) + 1):
             assert mcr.plan_report() is None or step > 8 + 9 * 2
             model.zero_grad()
@@ -337,7 +343,7 @@ def chosen(slow: str, plan: str) -> tuple[dict[str, Any], list[list[str]], tuple
             torch.testing.assert_close(model[-1].bias.grad, torch.full((20,), 2.0))
         report = mcr.plan_report()
         assert report is not None
-        return report, reducer.buckets, call.cuts
+        return report, own.buckets, call.cuts
 
 
 @pytest.mark.parametrize(
@@ -345,7 +351,7 @@ def chosen(slow: str, plan: str) -> tuple[dict[str, Any], list[list[str]], tuple
     [("whole", "size", "blocks"), ("blocks", "size", "whole"), ("blocks", "auto", None)],
 )
 def test_the_faster_cuts_stay_alike_on_all_ranks(slow: str, plan: str, expected: str | None) -> None:
-    results = run_ranks(chosen, 2, args=[slow, plan], via="torch", timeout=120)
+    results = run_ranks(chosen, 2, args=[slow, plan], via="torch")
     first, other = (each.value for each in results)
     assert first == other
     report, buckets, cuts = first
@@ -392,8 +398,8 @@ def branched(when: str, plan: str) -> tuple[float, list[str], list[str]]:
         call = Slow(model, "whole")
         call.prefix = "body."
         mcr.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        reducer = wrapping._wrapped[model].reducer
-        reducer.use(call)  # type: ignore[arg-type]
+        own = wrapping._wrapped[model].reducer
+        own.use(call)  # type: ignore[arg-type]
         passes = 1 + 8 + 9 * (3 if plan == "auto" else 2)
         for number in range(passes + 3):
             model.uses_extra = comm.rank == 1 if when == "on rank 1" else number in (0, passes, passes + 2)
@@ -405,14 +411,14 @@ def branched(when: str, plan: str) -> tuple[float, list[str], list[str]]:
                     comm.all_reduce(mean, mcr.AVG)
                     worst = max(worst, float((param.grad - mean).abs().max()))
         assert mcr.plan_report() is not None
-        planned = sorted(name for bucket in reducer.buckets for name in bucket)
+        planned = sorted(name for bucket in own.buckets for name in bucket)
         return worst, planned, sorted(name for name, _ in model.named_parameters())
 
 
 @pytest.mark.parametrize("plan", ["size", "auto"])
 @pytest.mark.parametrize("when", ["later", "on rank 1"])
 def test_gradients_missing_from_a_capture_are_averaged(when: str, plan: str) -> None:
-    for result in run_ranks(branched, 2, args=[when, plan], via="torch", timeout=120):
+    for result in run_ranks(branched, 2, args=[when, plan], via="torch"):
         worst, planned, names = result.value
         assert worst == 0
         assert planned == names
@@ -455,7 +461,7 @@ def captured_compiled(when: str) -> list[Any]:
 
 @pytest.mark.parametrize("when", ["first", "later"])
 def test_a_capture_leaves_the_graph_whole(when: str) -> None:
-    for result in run_ranks(captured_compiled, 2, args=[when], via="torch", timeout=120):
+    for result in run_ranks(captured_compiled, 2, args=[when], via="torch"):
         during, after, ready = result.value
         assert (during, after) == (1, 1)
         assert ready == sorted(f"{layer}.{what}" for layer in range(LAYERS) for what in ("weight", "bias"))

@@ -22,7 +22,7 @@ PROGRAM = str(Path(program.__file__))
 
 
 def run(
-    folder: Path, ranks: int, plan: dict[str, Any], *, least: int = 2, restarts: int = 4, limit: float = 150
+    folder: Path, ranks: int, plan: dict[str, Any], *, least: int = 2, restarts: int = 4, limit: float = 240
 ) -> tuple[int, str, dict[int, dict[str, Any]]]:
     """Status and output of the launcher, and what each of its ranks had at the end."""
     options = ["-n", str(ranks), "--min-ranks", str(least), "--restart-failed", str(restarts)]
@@ -71,7 +71,9 @@ long = pytest.mark.long
     ],
 )
 def test_ranks_that_die_in_a_step_come_back(tmp_path: Path, victim: int, where: str) -> None:
-    plan = {"steps": 50, "deaths": [[victim, 8, 0, where]], "nap": 0.2, "late": 1.5}
+    # While the rank is away a step takes long, so that it is back before the last one.
+    pace = {"full": 3, "nap": 0.2, "last_nap": 6.0, "late": 1.5}
+    plan = {"steps": 50, "deaths": [[victim, 8, 0, where]], **pace}
     status, text, ends = run(tmp_path, 3, plan)
     assert status == 0, text
     assert sorted(ends) == [0, 1, 2]
@@ -107,7 +109,7 @@ def test_a_rank_that_dies_before_the_loop_begins_makes_all_begin_anew(tmp_path: 
 
 @long
 def test_an_exception_of_one_rank_ends_no_other(tmp_path: Path) -> None:
-    plan = {"steps": 50, "deaths": [[1, 5, 0, "raise"]], "logs": True, "nap": 0.2}
+    plan = {"steps": 50, "deaths": [[1, 5, 0, "raise"]], "logs": True, "full": 3, "nap": 0.2, "last_nap": 6.0}
     status, text, ends = run(tmp_path, 3, plan, restarts=1)
     assert status == 0, text
     assert "rank 1 ended with ValueError: a bug of one rank" in text

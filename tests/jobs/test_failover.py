@@ -120,7 +120,7 @@ def test_a_dead_rank_is_told_as_ever(backends: list[str]) -> None:
     )  # fmt: skip
     for rank in (0, 2):
         assert results[rank].value["lost"] == [1]
-        assert results[rank].value["seconds"] < 10
+        assert results[rank].value["seconds"] < 45  # half of the deadline
 
 
 def test_one_library_alone_is_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from command import mcr_plus
-from ranks import run_ranks
+from ranks import has_come, run_ranks, wait_for_ranks
 
 import mcr_plus as mcr
 from mcr_plus.config.reader import load
@@ -386,8 +386,9 @@ def lonely() -> list[str]:
                     found.append(f"{type(error).__name__}: {error}")
                 assert work.is_completed()
                 assert work.exception() is not None
+            has_come("told")
         else:
-            threading.Event().wait(4.0)
+            wait_for_ranks("told", 1)
         return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -306,16 +305,16 @@ def test_a_job_of_another_size_is_refused() -> None:
 
 
 class Slow(mcr.Work):
-    """Complete after so many seconds of waiting; records the timeouts that were passed to `wait`."""
+    """Complete after so many seconds of waiting, by this clock; records timeouts passed to `wait`."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+    def __init__(self, seconds: float, clock: list[float]) -> None:
+        self.seconds, self.clock = seconds, clock
         self.timeouts: list[float] = []
 
     def wait(self, timeout: float | timedelta | None = None) -> None:
         assert isinstance(timeout, float)
         self.timeouts.append(timeout)
-        time.sleep(min(timeout, self.seconds))
+        self.clock[0] += min(timeout, self.seconds)
         if timeout < self.seconds:
             raise mcr.CommTimeout("late")
 
@@ -334,14 +333,18 @@ class Slow(mcr.Work):
 
 
 @pytest.mark.parametrize("timeout", [0.5, timedelta(seconds=0.5)])
-def test_the_timeout_of_a_wait_covers_all_steps(timeout: float | timedelta) -> None:
-    step, agreed = Slow(0.4), Slow(0.3)
+def test_the_timeout_of_a_wait_covers_all_steps(
+    timeout: float | timedelta, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("mcr_plus.core.deadline.monotonic", lambda: clock[0])
+    step, agreed = Slow(0.4, clock), Slow(0.3, clock)
     work = _Steps([step], "all_reduce", nbytes=4, legs=True)
     work.agreed = agreed
     with pytest.raises(mcr.CommTimeout):
         work.wait(timeout)
-    assert agreed.timeouts == [pytest.approx(0.5, abs=0.1)]
-    assert step.timeouts[0] <= 0.2
+    assert agreed.timeouts == [pytest.approx(0.5)]
+    assert step.timeouts == [pytest.approx(0.2)]
 
 
 # -- results ----------------------------------------------------------------------------------

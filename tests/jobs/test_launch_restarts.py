@@ -114,7 +114,7 @@ def test_a_rank_that_fails_at_once_is_not_started_again_and_again_at_once(start:
     assert run.wait() == 0, run.text()
     times = [float(at) for at in re.findall(r"start 1\.\d at=(.*)", run.text())]
     assert len(times) == 3
-    assert times[2] - times[0] > 1.5  # two seconds, but for how long the first one took to say so
+    assert times[2] - times[0] > 1.5  # two seconds, but for how long the first one took to start
 
 
 def test_a_rank_that_ended_with_0_is_not_started_again_and_counts(start: Start, tmp_path: Path) -> None:

@@ -191,7 +191,7 @@ def test_a_newcomer_begins_with_the_outer_state(tmp_path: Path) -> None:
 def test_a_rank_that_is_started_again_joins_an_elastic_loop(tmp_path: Path) -> None:
     words = ["run", "-n", "3", "--min-ranks", "2", "--restart-failed", "2"]
     command = [sys.executable, "-m", "mcr_plus.cli.main", *words, str(local_elastic.__file__), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     ends = [json.loads((tmp_path / f"end.{rank}").read_text()) for rank in range(3)]
     assert {end["steps"] for end in ends} == {200}

@@ -21,7 +21,7 @@ from two_hosts import TwoHosts, why_not
 
 from mcr_plus.launch import mpi_flavour, mpi_usable
 
-LIMIT_S = 5.0  # for a host of two cores with other work; benchmarks/bench_failures.py measures
+LIMIT_S = 30.0  # half of the deadline of operations; benchmarks/bench_failures.py measures
 SILENT = "2s"
 REASON = why_not(mpi=False)
 several_hosts = pytest.mark.skipif(REASON is not None, reason=f"hosts: {REASON}")
@@ -42,9 +42,7 @@ mpi = pytest.param(
 SEEN = {"kill": "process has died", "stop": "stopped"}
 
 
-def check(
-    job: Job, survivors: list[int], lost: list[int], since: float, seen: str, limit: float = LIMIT_S
-) -> None:
+def check(job: Job, survivors: list[int], lost: list[int], since: float, seen: str) -> None:
     """All of `survivors` have raised `PeerLost` with the ranks `lost` in time."""
     for rank, told in job.told(survivors).items():
         assert told["error"] == "PeerLost", (rank, told)
@@ -52,7 +50,7 @@ def check(
         assert seen in told["seen"] or told["seen"].startswith("reported by"), (rank, told)
         assert told["operation"], (rank, told)
         assert told["group"].startswith("world"), (rank, told)
-        assert told["at"] - since < limit, (rank, told, since)
+        assert told["at"] - since < LIMIT_S, (rank, told, since)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -89,8 +87,8 @@ def test_a_cut_link_is_found_by_connections_that_acknowledge_nothing(tmp_path: P
     with TwoHosts(None) as hosts, job_on(hosts, tmp_path, "gloo", "wait", heartbeat="auto") as job:
         hosts.cut(1)
         since = time.monotonic()
-        check(job, [0], [1], since, "no heartbeat", 2 * LIMIT_S)
-        check(job, [1], [0], since, "no heartbeat", 2 * LIMIT_S)
+        check(job, [0], [1], since, "no heartbeat")
+        check(job, [1], [0], since, "no heartbeat")
 
 
 @several_hosts
@@ -115,8 +113,15 @@ def test_three_hosts_a_death_names_one_rank_everywhere(tmp_path: Path) -> None:
 def working_agents(job: Job) -> dict[int, int]:
     """Of each host's agent the working process, and the one that supervises it."""
     found = job.agents()
-    pairs = {pid: parent for pid, parent in found.items() if parent in found}
-    assert len(pairs) == 2
+    return {pid: parent for pid, parent in found.items() if parent in found}
+
+
+def wait_for_agents(job: Job, before: dict[int, int]) -> dict[int, int]:
+    """Wait until both hosts have a pair of agents that was not there before."""
+    ends = time.monotonic() + LIMIT_S
+    while len(pairs := working_agents(job)) != 2 or set(before.items()) & set(pairs.items()):
+        assert time.monotonic() < ends, (before, pairs)
+        time.sleep(0.05)
     return pairs
 
 
@@ -124,12 +129,11 @@ def working_agents(job: Job) -> dict[int, int]:
 @pytest.mark.parametrize("which", ["working", "supervising", "stopped"])
 def test_an_agent_that_is_lost_is_replaced_and_no_rank_with_it(tmp_path: Path, which: str) -> None:
     with TwoHosts(None) as hosts, job_on(hosts, tmp_path, "gloo", "wait") as job:
-        pairs = working_agents(job)
+        pairs = wait_for_agents(job, {})
         for working, supervising in pairs.items():
             number = signal.SIGSTOP if which == "stopped" else signal.SIGKILL
             os.kill(supervising if which == "supervising" else working, number)
-        time.sleep(1.0)
-        assert not set(pairs.items()) & set(working_agents(job).items())
+        wait_for_agents(job, pairs)
         assert not list(tmp_path.glob("told.*"))
         since = job.lose("kill", 1)
         check(job, [0], [1], since, "process has died")
@@ -145,7 +149,7 @@ def test_a_rank_that_computes_for_long_is_not_lost(tmp_path: Path) -> None:
         check(job, [0], [1], since, "process has died")
 
 
-@pytest.mark.parametrize("stopped", ["wait", "3s"])
+@pytest.mark.parametrize("stopped", ["wait", "30s"])
 def test_stopped_ranks_are_waited_for_if_the_configuration_says_so(tmp_path: Path, stopped: str) -> None:
     with job_here(tmp_path, 2, "gloo", "wait", stopped=stopped, python=nursery().python) as job:
         job.lose("stop", 1)

@@ -24,7 +24,7 @@ from mcr_plus.rendezvous import store as stores
 from mcr_plus.runtime import init
 
 RUN: Final = {"version": 1, "backends": ["gloo"], "pipeline": [{"select": {}}, {"dispatch": {}}]}
-WITHIN: Final = 20.0
+WITHIN: Final = 60.0
 """Seconds in which ranks are told on a busy machine: `init` and `reset` wait for 300."""
 BUSY: Final = 5
 """Seconds for which a rank does nothing else: a silent host and a stopped process would show before."""

@@ -6,16 +6,17 @@ import logging
 import os
 import resource
 import signal
-import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, Final
 
 import torch
-from ranks import wait_for_files
+from ranks import has_come, meet, stop_until, wait_for_files, wait_for_ranks
 
 import mcr_plus as mcr
 from mcr_plus.liveness.proc import handles
@@ -23,8 +24,9 @@ from mcr_plus.runtime.init import current
 
 Group = mcr.Communicator
 DEADLINE_S: Final = 2.0
-LATE_S: Final = 1.2  # above the second after which a wait is remembered, below the deadline
-SLOW_S: Final = 0.03
+LONG_S: Final = 90.0  # of jobs in which no deadline shall pass
+LATE_S: Final = 1.5  # above the second after which a wait is remembered
+SLOW_S: Final = 0.06
 VICTIM: Final = 1
 
 
@@ -93,7 +95,10 @@ def slow(job: Job) -> None:
 
 def late(job: Job) -> None:
     if job.mine:
+        wait_for_ranks("late", 1)
         time.sleep(LATE_S)
+    else:
+        has_come("late")
     job.group.all_reduce(job.value(), backend=job.library)  # at: late waits
     mcr.dump(f"{job.folder}/")
 
@@ -141,54 +146,57 @@ FAULTS: Final[dict[str, Callable[[Job], None]]] = {
 def faults(library: str, folder: str) -> dict[str, str]:
     """Runs on two ranks: each fault, with its dumps in a folder of its name; what was raised."""
     raised = {}
-    with _begun(library):
-        for name, fault in FAULTS.items():
-            group, other = mcr.new_group([0, 1]), mcr.new_group([0, 1])
-            job = Job(library, group, other, Path(folder, name))
-            for each in (group, other):
-                each.all_reduce(job.value(), backend=library)
-                each.broadcast(job.value(), 0, backend=library)
-            mcr.barrier(backend="gloo")
-            current().recorder.folder = str(job.folder)
-            raised[name] = ""
-            try:
-                fault(job)
-            except mcr.McrError as error:
-                raised[name] = type(error).__name__
-            wait_for_files(job.folder / f"rank_{group.rank}")
-            current().recorder.folder = None
-            mcr.barrier(backend="gloo")
-            for each in (group, other):
-                current().leave(each, clean=False)
+    for deadline in (DEADLINE_S, LONG_S):
+        with _begun(library, deadline):
+            for name in FAULTS:
+                if (name == "late") == (deadline == LONG_S):
+                    raised[name] = _raised(library, Path(folder, name))
+    return raised
+
+
+def _raised(library: str, folder: Path) -> str:
+    """What a fault raises, once it is dumped."""
+    group, other = mcr.new_group([0, 1]), mcr.new_group([0, 1])
+    job = Job(library, group, other, folder)
+    for each in (group, other):
+        each.all_reduce(job.value(), backend=library)
+        each.broadcast(job.value(), 0, backend=library)
+    meet(f"before {folder.name}", group.size)
+    current().recorder.folder = str(folder)
+    raised = ""
+    try:
+        FAULTS[folder.name](job)
+    except mcr.McrError as error:
+        raised = type(error).__name__
+    wait_for_files(folder / f"rank_{group.rank}")
+    current().recorder.folder = None
+    meet(f"after {folder.name}", group.size)
+    for each in (group, other):
+        current().leave(each, clean=False)
     return raised
 
 
 def losing(name: str, library: str, folder: str) -> str:
     """Runs on two ranks, of which one dies or is stopped; what the other one has raised."""
-    comm = _begun(library)
+    comm = _begun(library, LONG_S)
     comm.all_reduce(torch.ones(4), backend=library)
-    comm.barrier(backend=library)
     current().recorder.folder = f"{folder}/{name}"
+    meet("before the loss", comm.size)
     if comm.rank == VICTIM:
-        _stop() if name == "stopped" else os.kill(os.getpid(), signal.SIGKILL)
+        stop_until("told", 1, "KILL") if name == "stopped" else os.kill(os.getpid(), signal.SIGKILL)
+    raised = ""
     try:
         comm.all_reduce(torch.ones(4), backend=library)  # at: losing waits
     except mcr.McrError as error:
-        return type(error).__name__
-    return ""
+        raised = type(error).__name__
+    has_come("told")
+    return raised
 
 
-def _begun(library: str) -> mcr.Communicator:
+def _begun(library: str, deadline: float) -> mcr.Communicator:
     torch.set_num_threads(1)
-    config = {"version": 1, "pipeline": [{"select": {}}, {"dispatch": {"timeout": f"{DEADLINE_S}s"}}]}
+    config = {"version": 1, "pipeline": [{"select": {}}, {"dispatch": {"timeout": f"{deadline}s"}}]}
     return mcr.init(config, backends=list(dict.fromkeys([library, "gloo"])), timeout=60)
-
-
-def _stop() -> None:
-    """SIGSTOP, with a process left behind that ends this one."""
-    command = ["sh", "-c", f"sleep {DEADLINE_S + 2}; kill -9 {os.getpid()}"]
-    subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def line_of(mark: str) -> int:
@@ -203,7 +211,7 @@ def signals(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     complaints: list[str] = []
     logging.getLogger("mcr_plus").addHandler(_Listener(complaints))
-    with _begun("msccl") as comm:
+    with _begun("msccl", LONG_S) as comm:
         comm.barrier()
         current().recorder.folder = f"{folder}/hang"
         waits, asked, answered = (Path(folder, name) for name in ("waits", "asked", "answered"))
@@ -251,7 +259,7 @@ def signals(folder: str) -> dict[str, Any]:
     found["after"] = handles(os.getpid(), signal.SIGUSR2)
     seen: list[int] = []
     signal.signal(signal.SIGUSR2, lambda number, _: seen.append(number))
-    with _begun("msccl") as comm:
+    with _begun("msccl", LONG_S) as comm:
         os.kill(os.getpid(), signal.SIGUSR2)
         comm.barrier()
     found["own"] = seen
@@ -260,7 +268,11 @@ def signals(folder: str) -> dict[str, Any]:
 
 def _asks_as_well(waits: Path, asked: Path, answered: Path) -> None:
     """A signal to this process, which waits; then everything that the other one has asked for is answered."""
-    time.sleep(0.2)  # the operation is issued: the main thread only has to enter its wait
+    here, main = line_of("signal waits"), threading.main_thread().ident
+    ends = time.monotonic() + LONG_S
+    while here not in _lines_of(sys._current_frames().get(main or 0)) and time.monotonic() < ends:
+        time.sleep(0.01)
+    time.sleep(0.1)  # it only has to enter its wait
     waits.touch()
     signal.pthread_kill(threading.get_ident(), signal.SIGUSR2)  # delivered before this returns
     wait_for_files(asked)
@@ -268,15 +280,24 @@ def _asks_as_well(waits: Path, asked: Path, answered: Path) -> None:
     answered.touch()
 
 
+def _lines_of(frame: FrameType | None) -> Iterator[int]:
+    """The lines of this file at which a thread is."""
+    while frame is not None:
+        if frame.f_code.co_filename == __file__:
+            yield frame.f_lineno
+        frame = frame.f_back
+
+
 def _settle() -> None:
     """Return when what had come for the thread that writes dumps has been answered."""
-    for _ in range(2):  # the thread takes these before the signals and requests that woke it together with them
+    # The thread takes these before the signals and requests that woke it together with them.
+    for _ in range(2):
         current().recorder._watcher.do(lambda: None)
 
 
 def asked_through_the_launcher(launcher: int, folder: str) -> None:
     """Runs on two ranks: SIGUSR2 to the process that has started them."""
-    with _begun("msccl") as comm:
+    with _begun("msccl", LONG_S) as comm:
         current().recorder.folder = folder
         comm.barrier()
         if comm.rank == VICTIM:

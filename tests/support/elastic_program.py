@@ -5,8 +5,9 @@
 A plan such as {"steps": 30, "deaths": [[1, 5, 0, "backward"]]} has the steps, and deaths: of a launcher's
 rank, in a step, after so many restarts of the rank, and where in it; step -1 is "setup", before the loop.
 With "precopy", newcomers get a state of any size beforehand, and deaths may also be "giving" or "receiving"
-it, whatever the step. A step of fewer than "full" ranks takes "nap" seconds more, and a rank that is started
-again waits for "late" seconds. Each rank writes what it has at the end to FOLDER/end.RANK. See
+it, whatever the step. A step of fewer than "full" ranks takes "nap" seconds more, each of the last ten steps
+"last_nap", and a rank that is started again waits for "late" seconds. With "logs", a rank that dies in a
+"step" does so once the others have made it. Each rank writes what it has at the end to FOLDER/end.RANK. See
 tests/jobs/test_elastic.py.
 """
 
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ranks import wait_for_files
 
 import mcr_plus as mcr
 from mcr_plus.training import newcomers, precopy, transfer
@@ -114,6 +116,8 @@ def main(folder: str, text: str) -> None:
 
     def maybe_die(step: int, where: str) -> None:
         if (step, where) in deaths or (f"{where} while giving" in places and Path(folder, "giving").exists()):
+            if where == "step" and plan.get("logs"):
+                wait_for_files(*(Path(folder, f"made.{step}.{each}") for each in range(3) if each != slot))
             os.kill(os.getpid(), signal.SIGKILL)
 
     for step in mcr.elastic(model, optimizer, sampler, steps=plan["steps"]):
@@ -128,13 +132,17 @@ def main(folder: str, text: str) -> None:
             maybe_die(step.number, "backward")
             optimizer.step()
             maybe_die(step.number, "step")
+            if plan.get("logs"):
+                Path(folder, f"made.{step.number}.{slot}").touch()
             if (step.number, "raise") in deaths:
                 raise ValueError("a bug of one rank")
             if plan.get("logs"):
                 mcr.all_reduce(loss.detach())
             sampler.seen = step.number + 1
             seen.append([step.number, ranks])
-            time.sleep(plan.get("nap", 0.0) if ranks < plan.get("full", ranks + 1) else 0.0)
+            nap = plan.get("nap", 0.0)
+            nap = plan.get("last_nap", nap) if step.number >= plan["steps"] - 10 else nap
+            time.sleep(nap if ranks < plan.get("full", ranks + 1) else 0.0)
     end = {
         "rank": mcr.get_rank(),
         "size": mcr.get_world_size(),

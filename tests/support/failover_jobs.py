@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import mpi4py
 import pytest
 import torch
+from ranks import has_come, meet, wait_for_ranks
 from torch.nn.parallel import DistributedDataParallel
 from typer.testing import CliRunner
 
@@ -101,6 +103,7 @@ def issued(comm: mcr.Communicator, kind: str, number: int, size: int, root: int,
 def random_operations(backends: list[str], seed: int, operations: int, rate: float) -> dict[str, Any]:
     """Random operations, of which several are in flight, and a library that breaks on a random rank.
 
+    There are so many operations, and as many again until the library has failed twice: MPI does it once.
     As soon as an operation is complete here, the program changes its result and goes on; the inputs of
     operations that do not work in place stay.
     """
@@ -113,14 +116,15 @@ def random_operations(backends: list[str], seed: int, operations: int, rate: flo
         channel, own = channel_of(backends[0]), random.Random(f"{seed} {comm.rank}")
         pending: list[Operation] = []
         breakers: list[threading.Thread] = []
-        for number in range(operations):
+        for number in itertools.count():
+            is_last = (number + 1) % operations == 0
             kind, size = shared.choice(KINDS), shared.choice([1, 7, 100, 3000, 40_000])
             root, victim = shared.randrange(comm.size), shared.randrange(comm.size)
             if shared.random() < rate and victim == comm.rank and not channel.moved:
                 breakers.append(threading.Timer(own.random() * 0.004, break_connections, [backends[0]]))
                 breakers[-1].start()
             pending.append(issued(comm, kind, number, size, root, backends[0]))
-            if shared.random() < 0.3 or number == operations - 1:
+            if shared.random() < 0.3 or is_last:
                 wrong += [kind for kind in map(completed, pending) if kind]
                 libraries |= {each.work.info.backend for each in pending}
                 for each in pending if own.random() < 0.7 else ():
@@ -128,9 +132,22 @@ def random_operations(backends: list[str], seed: int, operations: int, rate: flo
                 pending.clear()
             if own.random() < 0.05:
                 time.sleep(own.random() * 0.01)
+            if is_last and (backends[0] == "mpi" or has_moved(comm, channel, backends[1])):
+                break
         for breaker in breakers:
             breaker.join()
     return {"wrong": wrong, "moves": channel._round, "libraries": sorted(libraries)}
+
+
+_PATIENCE = 60.0  # seconds for a library to come back and break again
+_BEGAN = time.monotonic()
+
+
+def has_moved(comm: mcr.Communicator, channel: failover.FailoverChannel, library: str) -> bool:
+    """Whether the library has failed twice, or has had time enough to; the same on all ranks."""
+    said = torch.tensor([channel._round > 1, time.monotonic() < _BEGAN + _PATIENCE], dtype=torch.int64)
+    comm.all_reduce(said, "MIN", backend=library)
+    return bool(said[0]) or not said[1]
 
 
 def completed(operation: Operation) -> str:
@@ -242,7 +259,9 @@ def through_the_pipeline(backends: list[str], codec: str | None) -> dict[str, An
         {"dispatch": {"failover": True, "timeout": "20s"}},
     ]
 
-    def trained(breaks: bool) -> tuple[list[float], int]:
+    def trained(steps: int | None) -> tuple[list[float], int, int]:
+        """The parameters after so many steps; None: the library breaks, until it has done so twice."""
+        breakers: list[threading.Timer] = []
         with mcr.init({"version": 1, "backends": backends, "pipeline": stages}) as comm:
             torch.manual_seed(0)
             model = torch.nn.Sequential(torch.nn.Linear(40, 60), torch.nn.Tanh(), torch.nn.Linear(60, 10))
@@ -252,24 +271,32 @@ def through_the_pipeline(backends: list[str], codec: str | None) -> dict[str, An
                 -1
             ]
             random_ = torch.Generator().manual_seed(comm.rank)
-            for step in range(200):
-                if breaks and comm.rank == step % comm.size and not channel.moved:
-                    threading.Timer(0.001, break_connections, [backends[0], channel]).start()
+            for step in itertools.count():
+                is_checked = steps is None and step % 200 == 199
+                if step == steps or (is_checked and has_moved(comm, channel, backends[1])):
+                    break
+                if steps is None and comm.rank == step % comm.size and not channel.moved:
+                    breakers.append(threading.Timer(0.001, break_connections, [backends[0], channel]))
+                    breakers[-1].start()
                 optimizer.zero_grad()
                 model(torch.randn(8, 40, generator=random_)).square().mean().backward()
                 optimizer.step()
-            return [float(param.detach().double().sum()) for param in model.parameters()], channel._round
+            for breaker in breakers:
+                breaker.join()
+            sums = [float(param.detach().double().sum()) for param in model.parameters()]
+            return sums, channel._round, step
 
-    undisturbed, _ = trained(False)
-    disturbed, moves = trained(True)
+    disturbed, moves, steps = trained(None)
+    undisturbed, _, _ = trained(steps)
     return {"undisturbed": undisturbed, "disturbed": disturbed, "moves": moves}
 
 
 def after_a_death(backends: list[str], victim: int) -> dict[str, Any]:
     """A rank dies: that is no failure of a library."""
-    comm = mcr.init(config(*backends))
+    comm = mcr.init(config(*backends, timeout="90s"))
     tensor = torch.ones(1000)
     comm.all_reduce(tensor, backend=backends[0])
+    meet("before a death", comm.size)
     if comm.rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
@@ -360,8 +387,9 @@ def ahead_by_a_pass(backends: list[str], way: str) -> dict[str, Any]:
             optimizer.zero_grad(set_to_none="zeroed" not in way)
             is_late[0] = number == _LATE and comm.rank > 0
             if is_late[0]:
-                breaker = threading.Timer(0.5, break_connections, ["any", channel])
-                breaker.start()
+                threading.Thread(target=_break_once_ahead, args=[channel]).start()
+            elif number == _LATE + 1:
+                has_come("the next pass")
             model(number, comm.rank).backward()
             for name, param in model.named_parameters():
                 expected = torch.stack([gradient_of(param, number, rank) for rank in range(comm.size)]).mean(
@@ -374,6 +402,13 @@ def ahead_by_a_pass(backends: list[str], way: str) -> dict[str, Any]:
         if way.startswith("DDP"):
             torch.distributed.destroy_process_group()
         return {"wrong": wrong, "moves": channel._round, "copied": sum(each > 256 for each in copied)}
+
+
+def _break_once_ahead(channel: failover.FailoverChannel) -> None:
+    """Break the library once rank 0 is in the next pass, of which it has sent some by then."""
+    wait_for_ranks("the next pass", 1)
+    time.sleep(0.1)
+    break_connections("any", channel)
 
 
 def persistent(backends: list[str]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import meet
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -95,6 +96,7 @@ def lost(victims: list[int], shape: list[int], where: str) -> dict[str, Any]:
     model = _sharded(built(), init_device_mesh("cpu", tuple(shape), mesh_dim_names=names))
     optimizer = optimizer_of(model)
     _train(model, optimizer, rank, range(3))
+    meet("three steps", 4)
     if rank in victims:
         if where == "before":
             _die(None)

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -19,6 +18,7 @@ from typing import Any, Final
 import numpy as np
 import pytest
 import torch
+from ranks import has_come, meet, wait_for_ranks
 from reference import Failures, difference, inputs, reduced, rough, sum_bound, wide
 
 import mcr_plus as mcr
@@ -398,7 +398,7 @@ def first_steps_do_not_wait_for_last_ones() -> None:
             gate.barrier()
         with mcr.record() as log:
             works = [comm.all_reduce(values, async_op=True, tag="a") for values in (first, second)]
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + 25
             while comm.rank < 2 and time.monotonic() < deadline:
                 assert works[1] is not None
                 assert not works[1].is_completed()
@@ -492,7 +492,7 @@ def no_memory_for_a_named_step() -> None:
         began = time.monotonic()
         with nothing_left_for_rank_2(), pytest.raises(mcr.BackendUnavailable, match=told):
             mcr.init(named)
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 60  # `init` waits for 300
 
 
 def no_memory_on_a_node_that_needs_none() -> None:
@@ -578,8 +578,6 @@ def known_operations_swapped() -> None:
 
 def ranks_that_do_nothing_more() -> None:
     """Every rank raises the mismatch although those that have raised it call nothing more."""
-    raised = Path(tempfile.gettempdir(), f"mcr-raised-{os.environ['MASTER_PORT']}")
-    raised.mkdir(exist_ok=True)
     with mcr.init(config(**NODES, dispatch={"timeout": "20s"})) as comm:
         for turn in range(4):
             group = comm.branch()
@@ -588,11 +586,7 @@ def ranks_that_do_nothing_more() -> None:
             program = partial(_sent, root=int(comm.rank == 3))
             with pytest.raises(mcr.OrderMismatch):
                 _and_barrier(program, group)
-            (raised / f"{turn}.{comm.rank}").touch()
-            limit = time.monotonic() + 30
-            while not all((raised / f"{turn}.{rank}").exists() for rank in range(4)):
-                assert time.monotonic() < limit
-                time.sleep(0.01)
+            meet(f"raised {turn}", 4)
 
 
 def a_missing_rank() -> None:
@@ -604,13 +598,14 @@ def a_missing_rank() -> None:
         if comm.rank != 1:
             with pytest.raises(mcr.CommTimeout) as late:
                 group.all_reduce(torch.ones(1000), tag="late")
+            has_come("told")
             text = str(late.value)
             assert any(f"world/1/{name}" in text for name in ("node0", "across", "node1/back")), text
             if comm.rank == 0:
                 assert "reduce_scatter SUM float32[500]" in text, text
                 assert "missing ranks: [1]" in text, text
         else:
-            time.sleep(4)
+            wait_for_ranks("told", 3)
 
 
 FOUR_RANKS: Final[dict[str, Callable[[], None]]] = {

@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from ranks import meet
 
 import mcr_plus as mcr
 from mcr_plus.training import inheritance
@@ -29,7 +29,8 @@ def _die() -> None:
 
 
 def _lose(comm: mcr.Communicator, victim: int) -> None:
-    """Rank `victim` dies; the others wait until they know."""
+    """Rank `victim` dies, once no other rank is inside an operation; they wait until they know."""
+    meet(f"a death among {comm.size}", comm.size)
     if comm.rank == victim:
         _die()
     with suppress(mcr.PeerLost):
@@ -69,6 +70,7 @@ def persistent_operations(backend: str) -> dict[str, Any]:
     if inside is not None:
         inside()
     flying = mcr.persistent("all_reduce", torch.ones(4))
+    meet("before a death", comm.size)
     if rank == 1:
         _die()
     work = flying.start()
@@ -278,9 +280,7 @@ def merged_worlds(folder: str) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     mcr.wrap(model, optimizer)
     Path(folder, f"handle.{rank}").write_text(mcr.reconfigure_handle())
-    while len(list(Path(folder).glob("handle.*"))) < 4:
-        time.sleep(0.01)
-    time.sleep(0.1)
+    meet("handles", 4)
     handles = [Path(folder, f"handle.{each}").read_text() for each in (3, 0, 2, 1)]
     mcr.reconfigure("whole", handles)
     group = group.successor()

@@ -23,6 +23,7 @@ import mcr_plus as mcr
 _STEPS = 200
 _DIES = 9
 _PAUSE_S = 0.1  # of a step while the rank is away
+_LAST_PAUSE_S = 6.0
 
 
 def main(folder: str) -> None:
@@ -36,7 +37,9 @@ def main(folder: str) -> None:
         with step:
             if slot == 1 and is_first and step.number == _DIES:
                 os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(_PAUSE_S if mcr.get_world_size() < 3 else 0)
+            # The rank is back before the last steps.
+            pause = _PAUSE_S if step.number < _STEPS - 10 else _LAST_PAUSE_S
+            time.sleep(pause if mcr.get_world_size() < 3 else 0)
             one_step(local)
             sizes.append(mcr.get_world_size())
     local.finish()

@@ -149,7 +149,7 @@ class Job:
         """The processes of the job's agents, and their parents."""
         return agents(self.folder)
 
-    def told(self, ranks: Sequence[int], within: float = 20.0) -> dict[int, dict[str, Any]]:
+    def told(self, ranks: Sequence[int], within: float = 70.0) -> dict[int, dict[str, Any]]:
         """What these ranks have raised, and when (`at`)."""
         return read(self.folder, "told", ranks, within)
 
@@ -213,7 +213,7 @@ def ended(started: Sequence[subprocess.Popen[Any]], folder: Path) -> Iterator[No
         for process in started:
             process.kill()
             process.wait()
-    ends = time.monotonic() + 5
+    ends = time.monotonic() + 30
     while agents(folder):
         if time.monotonic() > ends:
             raise TimeoutError(f"agents are left: {agents(folder)}")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
@@ -35,6 +37,38 @@ class Peers:
             from mpi4py import MPI
 
             MPI.COMM_WORLD.Barrier()
+
+
+def end_together(first: int | None = None) -> None:
+    """Let no rank end before all others are about to, with what they have raised; one may end `first`.
+
+    Launchers end the others when one ends. Call this before anything else asks to be called at the end of
+    the process, which is done in reversed order.
+    """
+    folder, own = Path(os.environ["MCR_JOB_FOLDER"]), int(os.environ["RANK"])
+
+    def may_end() -> bool:
+        names = {path.name for path in folder.glob("ends.*")}
+        if len(names) < int(os.environ["WORLD_SIZE"]):
+            return False
+        return first in (None, own) or _is_gone((folder / f"ends.{first}").read_text())
+
+    def end() -> None:
+        part = folder / f".ends.{own}"
+        part.write_text(str(os.getpid()))
+        part.rename(folder / f"ends.{own}")
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline and not may_end():
+            time.sleep(0.01)
+
+    atexit.register(end)
+
+
+def _is_gone(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 def _meet() -> Peers:
@@ -90,6 +124,7 @@ def arguments(*words: str) -> None:
 
 def mistake() -> None:
     """Ask for a reduction that there is not."""
+    end_together()
     import torch
 
     import mcr_plus as mcr

@@ -30,7 +30,9 @@ from warm import Nursery, end_without_teardown
 Via = Literal["mpi", "ulfm", "torch"]
 
 _POLL_S = 0.02
-_GRACE_S = 10.0
+_GRACE_S = 60.0  # for ranks that go on without one that has failed; all of it only where a test fails
+_OTHERS_S = 10.0  # for values of other ranks, some of which may have failed
+_FOLDER = "MCR_TEST_RANKS"  # of files by which the ranks of a launch meet
 _BY_MPICH = "PMI_RANK" in os.environ  # its launcher ends all ranks once one has left without MPI_Finalize
 
 
@@ -65,7 +67,7 @@ def run_ranks(
     args: Sequence[Any] = (),
     via: Via = "mpi",
     env: Mapping[str, str] | None = None,
-    timeout: float = 60,
+    timeout: float = 240,
     check: bool = True,
     restarts: int = 0,
     teardown: bool = False,
@@ -74,7 +76,7 @@ def run_ranks(
 
     `via="mpi"` starts ranks as `mcr-plus run` does: when one dies, the rest are ended. `via="torch"`
     gives them torchrun's environment and a store on loopback, but no agent: when one dies, the others
-    go on until they end by themselves, `timeout` passes, or ten seconds after the last rank that
+    go on until they end by themselves, `timeout` passes, or a minute after the last rank that
     failed. `via="ulfm"` does the same under Open MPI, with its fault tolerance. `env` adds to the
     environment. `restarts`, with `via="torch"`: how often all ranks are ended and started again once one
     has failed, with the same store, as torchrun's agent does it. With `check`, a rank that fails raises
@@ -288,6 +290,7 @@ def own_rank() -> int:
 def _main(folder: Path) -> None:
     """Be one rank: make the call, keep its value."""
     call = json.loads((folder / "call.json").read_text())
+    os.environ[_FOLDER] = str(folder)
     sys.path += [str(path) for path in Path(__file__).parents[1].iterdir() if path.is_dir()]
     module, _, name = call["target"].partition(":")
     try:
@@ -310,7 +313,46 @@ def _main(folder: Path) -> None:
 
 def _wait_for_values(folder: Path, ranks: int) -> None:
     """Wait until all ranks have returned, for a while: some may have failed."""
-    wait_for_files(*(folder / f"value.{rank}" for rank in range(ranks)))
+    wait_for_files(*(folder / f"value.{rank}" for rank in range(ranks)), patience=_OTHERS_S)
+
+
+def has_come(name: str) -> None:
+    """Note that this rank has come to a place of this name; see `wait_for_ranks`."""
+    Path(os.environ[_FOLDER], f"come.{name}.{own_rank()}").touch()
+
+
+def wait_for_ranks(name: str, count: int) -> None:
+    """Wait until so many ranks of the launch have come to a place, without any library.
+
+    After a barrier of a library this rank is through, and others may still be inside: they would fail in it
+    if this one died then.
+    """
+    deadline = time.monotonic() + _GRACE_S
+    while (found := len(list(Path(os.environ[_FOLDER]).glob(f"come.{name}.*")))) < count:
+        assert time.monotonic() < deadline, f"{found} of {count} ranks have come to {name!r}"
+        time.sleep(_POLL_S / 4)
+
+
+def meet(name: str, count: int) -> None:
+    """Wait until so many ranks of the launch, this one among them, have called this with the name."""
+    has_come(name)
+    wait_for_ranks(name, count)
+
+
+def stop_until(name: str, count: int, signal_name: str) -> None:
+    """SIGSTOP this process until `count` ranks have come to a place; then another signal, KILL or CONT.
+
+    A process that is left behind sends it; it ends with this one, and after a minute and a half anyway.
+    """
+    wait = """
+    n=0
+    while [ $(ls -d "$1"* 2>/dev/null | wc -l) -lt $2 ] && [ $n -lt 900 ] && kill -0 $4 2>/dev/null
+    do n=$((n+1)); sleep 0.1; done
+    kill -$3 $4"""
+    words = [f"{os.environ[_FOLDER]}/come.{name}.", str(count), signal_name, str(os.getpid())]
+    quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    with subprocess.Popen(["sh", "-c", wait, "sh", *words], start_new_session=True, **quiet):
+        os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def wait_for_files(*paths: Path, patience: float = _GRACE_S) -> None:

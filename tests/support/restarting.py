@@ -17,8 +17,14 @@ _PATIENCE_S = 60.0
 RANK, STARTED_AGAIN = int(os.environ["RANK"]), int(os.environ["MCR_RESTARTS"])
 
 
+def _began() -> float:
+    """When the supervisor has started this, in seconds since the start of the machine, to a hundredth."""
+    fields = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[19]) / os.sysconf("SC_CLK_TCK")
+
+
 def _up() -> None:
-    print(f"start {RANK}.{STARTED_AGAIN} at={time.monotonic()}\n", end="", flush=True)
+    print(f"start {RANK}.{STARTED_AGAIN} at={_began()}\n", end="", flush=True)
     # Last, as tests kill ranks once all are up. One write: lines stay whole.
     print(f"up rank={RANK} pid={os.getpid()}\n", end="", flush=True)
 
@@ -123,8 +129,11 @@ def init_without(number: str) -> None:
         print(f"{RANK} told PeerLost {list(error.ranks)} {error}\n", end="", flush=True)
 
 
-def init_after_all() -> None:
-    """Rank 1 dies in `init`, after the others have seen that it has come, and before all have."""
+def init_after_all(folder: str) -> None:
+    """Rank 1 dies in `init`, after the others have seen that it has come, and before all have.
+
+    Rank 2 comes once rank 1 is back.
+    """
     import torch
 
     import mcr_plus as mcr
@@ -139,8 +148,11 @@ def init_after_all() -> None:
             return usual(store, key)
 
         watched_store.WatchedStore.get = killed  # type: ignore[method-assign, assignment]
+    elif RANK == 1:
+        Path(folder, "again").touch()
     elif RANK == 2:
-        time.sleep(3.0)
+        _wait_for(Path(folder, "again"))
+        time.sleep(1.0)
     comm = mcr.init(backends=["gloo"], timeout=_PATIENCE_S)
     x = torch.full((1,), 1.0 + RANK)
     comm.all_reduce(x)

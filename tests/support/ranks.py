@@ -30,7 +30,7 @@ from warm import Nursery, end_without_teardown
 Via = Literal["mpi", "ulfm", "torch"]
 
 _POLL_S = 0.02
-_GRACE_S = 10.0
+_GRACE_S = 30.0  # what survivors do after a loss takes seconds, and several times as long on a busy machine
 _BY_MPICH = "PMI_RANK" in os.environ  # its launcher ends all ranks once one has left without MPI_Finalize
 
 
@@ -65,7 +65,7 @@ def run_ranks(
     args: Sequence[Any] = (),
     via: Via = "mpi",
     env: Mapping[str, str] | None = None,
-    timeout: float = 60,
+    timeout: float = 120,
     check: bool = True,
     restarts: int = 0,
     teardown: bool = False,
@@ -74,7 +74,7 @@ def run_ranks(
 
     `via="mpi"` starts ranks as `mcr-plus run` does: when one dies, the rest are ended. `via="torch"`
     gives them torchrun's environment and a store on loopback, but no agent: when one dies, the others
-    go on until they end by themselves, `timeout` passes, or ten seconds after the last rank that
+    go on until they end by themselves, `timeout` passes, or thirty seconds after the last rank that
     failed. `via="ulfm"` does the same under Open MPI, with its fault tolerance. `env` adds to the
     environment. `restarts`, with `via="torch"`: how often all ranks are ended and started again once one
     has failed, with the same store, as torchrun's agent does it. With `check`, a rank that fails raises
@@ -310,11 +310,11 @@ def _main(folder: Path) -> None:
 
 def _wait_for_values(folder: Path, ranks: int) -> None:
     """Wait until all ranks have returned, for a while: some may have failed."""
-    wait_for_files(*(folder / f"value.{rank}" for rank in range(ranks)))
+    wait_for_files(*(folder / f"value.{rank}" for rank in range(ranks)), patience=10.0)
 
 
 def wait_for_files(*paths: Path, patience: float = _GRACE_S) -> None:
-    """Wait until other ranks have written all these files, at most `patience` seconds."""
+    """Wait until other ranks have written all these files, at most `patience` seconds; then go on."""
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline and not all(path.exists() for path in paths):
         time.sleep(_POLL_S)

@@ -33,6 +33,8 @@ _TERMINATE_S = 3.0
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LOG_LINES = 20
 _SEGMENT = 16 << 20  # bytes: Open MPI's default size
+_NOT_STARTED = "PMIx server's listener thread failed to start"
+"""What Open MPI's launcher says in about one of a thousand starts, before it has started any rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,13 @@ class Outcome:
         first = min(candidates, key=lambda state: state.failure_time, default=None)
         silent = min((s for s in candidates if s.raised is None), key=lambda s: s.ended, default=None)
         return silent if first and silent and silent.ended < first.ended else first
+
+    @property
+    def never_began(self) -> bool:
+        """The launcher has failed by itself before it has started any rank, which it does now and then."""
+        return all(state.pid is None for state in self.states) and any(
+            _NOT_STARTED in line for line in self.log
+        )
 
     @property
     def worked(self) -> bool:
@@ -92,20 +101,25 @@ def run_job(
     `merge_errors`, ranks that import mcr_plus report an uncaught exception (`RankState.report`) instead of
     printing it.
     """
-    with scratch.create() as folders, commands.reserved_port() as port:
-        words = _driver_command(command, ranks, via, folders)
-        inherited = os.environ if env is None else env
-        if via == "mpi" and ranks > 1:
-            _check_shared_memory(folders.shm, inherited, ranks)
-        supervised = via if isinstance(via, Supervised) else None
-        settings = commands.environment(
-            inherited, folders, ranks, config=config, terminal=terminal, port=port, supervised=supervised
-        )
-        channels = Channels(folders.root, ranks, sink, merge_errors=merge_errors)
-        try:
-            return _Job(words, settings, channels, folders, timeout, supervised is not None).run()
-        finally:
-            channels.close()
+
+    def run() -> Outcome:
+        with scratch.create() as folders, commands.reserved_port() as port:
+            words = _driver_command(command, ranks, via, folders)
+            inherited = os.environ if env is None else env
+            if via == "mpi" and ranks > 1:
+                _check_shared_memory(folders.shm, inherited, ranks)
+            supervised = via if isinstance(via, Supervised) else None
+            settings = commands.environment(
+                inherited, folders, ranks, config=config, terminal=terminal, port=port, supervised=supervised
+            )
+            channels = Channels(folders.root, ranks, sink, merge_errors=merge_errors)
+            try:
+                return _Job(words, settings, channels, folders, timeout, supervised is not None).run()
+            finally:
+                channels.close()
+
+    outcome = run()
+    return run() if via == "mpi" and outcome.never_began and outcome.interrupted is None else outcome
 
 
 def _driver_command(command: Sequence[str], ranks: int, via: Via, folders: scratch.Scratch) -> list[str]:

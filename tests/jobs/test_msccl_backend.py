@@ -28,6 +28,7 @@ from mcr_plus.msccl import catalog
 from mcr_plus.msccl.generators import GENERATORS
 from mcr_plus.msccl.writer import write_algorithm
 from mcr_plus.rendezvous.world import World
+from mcr_plus.runtime.init import current
 
 COUNTS = (1, 5, 1031, 70_001)  # elements of a rank's block
 Check = Callable[[torch.Tensor, torch.Tensor, str], None]
@@ -387,22 +388,29 @@ def test_large_asynchronous_operations(ranks: int) -> None:
         assert result.value == [True] * 21
 
 
-def interrupted() -> list[bool]:
+def interrupted(folder: str) -> list[bool]:
     """Rank 0 stops waiting and drops its tensor while rank 1 is late; the operation still completes."""
     comm = mcr.init({"version": 1, "backends": ["msccl"]})
     mcr.all_reduce(torch.ones(3_000_000))
     mcr.barrier()
+    stopped, waits = Path(folder, "stopped"), current().engine.waits
+
+    def strike(*_: object) -> None:
+        if waits:
+            raise KeyboardInterrupt
+        signal.setitimer(signal.ITIMER_REAL, 0.05)  # it does not wait yet
+
     if comm.rank == 0:
-        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.signal(signal.SIGALRM, strike)
         signal.setitimer(signal.ITIMER_REAL, 0.3)
         try:
             comm.all_reduce(torch.ones(3_000_000))
         except KeyboardInterrupt:
-            pass
+            stopped.touch()
         else:
             return [False]
     else:
-        time.sleep(0.8)
+        wait_for_files(stopped)
         comm.all_reduce(torch.ones(3_000_000))
     fresh = [torch.full((1_000_000,), 7.0) for _ in range(6)]  # where its tensor was, if it is gone
     value = torch.full((5,), float(comm.rank))
@@ -411,8 +419,8 @@ def interrupted() -> list[bool]:
     return [value.tolist() == [1.0] * 5, *(bool((each == 7).all()) for each in fresh)]
 
 
-def test_an_interrupted_wait_keeps_its_tensors() -> None:
-    for result in run_ranks(interrupted, 2, via="torch"):
+def test_an_interrupted_wait_keeps_its_tensors(tmp_path: Path) -> None:
+    for result in run_ranks(interrupted, 2, args=[str(tmp_path)], via="torch"):
         assert all(result.value)
 
 
@@ -438,29 +446,32 @@ def test_other_sizes_raise_and_are_never_summed(backend: str) -> None:
         assert "float32[400000]" in str(result.value)
 
 
-def other_order() -> str:
-    """The root of a tree waits for no peer, so no peer would read the description of its operation."""
+def other_order() -> tuple[str, float]:
+    """The root of a tree waits for no peer, so no peer would read the description of its operation.
+
+    Returns what is raised, and after how many seconds.
+    """
     stages = [{"select": {}}, {"dispatch": {"timeout": "20s"}}]
     comm = mcr.init({"version": 1, "backends": ["msccl"], "pipeline": stages})
     first, second = torch.zeros(100), torch.zeros(200)
     for value in (first, second):
         comm.broadcast(value, 0, backend="msccl:tree")
+    start = time.monotonic()
     try:
         for value in ((first, second), (second, first))[comm.rank]:
             comm.broadcast(value, 0, backend="msccl:tree")
         comm.barrier()
     except mcr.OrderMismatch as error:
-        return str(error)
-    return "no error"
+        return str(error), time.monotonic() - start
+    return "no error", 0.0
 
 
 def test_another_order_raises_in_one_sided_data_flow() -> None:
-    start = time.monotonic()
-    root, other = run_ranks(other_order, 2, via="torch", check=False)
-    assert "broadcast float32[200]" in str(other.value)
-    assert "rank 0 has issued another operation in its place" in str(other.value)
-    assert "rank 1 has given up" in str(root.value)
-    assert time.monotonic() - start < 15
+    root, other = (result.value for result in run_ranks(other_order, 2, via="torch", check=False))
+    assert "broadcast float32[200]" in other[0]
+    assert "rank 0 has issued another operation in its place" in other[0]
+    assert "rank 1 has given up" in root[0]
+    assert max(seconds for _, seconds in (root, other)) < 15, "long before the deadline"
 
 
 def dealt(file: str) -> list[bool]:

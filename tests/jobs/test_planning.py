@@ -27,6 +27,7 @@ from mcr_plus.compression.scheme_bytes import as_all_reduces
 from mcr_plus.core.message import Signature
 from mcr_plus.fusion.bucket import Cost, Entry
 from mcr_plus.fusion.options import FuseOptions
+from mcr_plus.plan import probe as probing
 from mcr_plus.plan.costs import Curve
 from mcr_plus.plan.probe import probe
 from mcr_plus.plan.saved import SavedBucket, SavedPlan
@@ -264,16 +265,22 @@ def tried(slow: str, codecs: list[str]) -> dict[str, Any]:
     codecs of the last pass, those of a job that continues from this one's state, and a sum of gradients.
     """
     torch.set_num_threads(1)
-    send = Reducer._send_complete
+    send, after, delays = Reducer._send_complete, AutoPlan.after, False
 
     def delayed(reducer: Reducer) -> None:
+        nonlocal delays
         plans = reducer._auto._plans if reducer._auto is not None else []
         if reducer._next == 0 and plans:
             members = [tuple(slot.index for slot in flat.slots) for flat in reducer._flats]
             is_searched = members == [bucket.members for bucket in plans[1].buckets]
-            if is_searched == (slow == "searched"):
+            delays = is_searched == (slow == "searched")
+            if delays:
                 time.sleep(0.05)
         send(reducer)
+
+    def quick(plan: AutoPlan, began: float, ready: Any, computed: float, ended: float, order: Any) -> Any:
+        """Leave out what other work on the machine has added to a pass that was not delayed."""
+        return after(plan, began, ready, computed, ended if delays else min(ended, began + 0.01), order)
 
     def apart(captured: Captured, libraries: Any) -> Found:  # whatever is better, so that plans differ
         return Found([(at, at + 1, at % len(libraries)) for at in range(len(captured.order))], 1.0, 0.5, True)
@@ -285,6 +292,7 @@ def tried(slow: str, codecs: list[str]) -> dict[str, Any]:
     with (
         mcr.init({"version": 1, "pipeline": stages, "backends": ["gloo"]}) as comm,
         patch.object(Reducer, "_send_complete", delayed),
+        patch.object(AutoPlan, "after", quick),
         patch.object(AutoPlan, "_searched", lambda _, *arguments: apart(*arguments)),
     ):
         torch.manual_seed(1)
@@ -433,51 +441,47 @@ def test_prediction_for_buckets_by_size_uses_the_library_of_the_capture() -> Non
 
 
 class Distant:
-    """Stands for a communicator over a slow link: an operation takes `latency` and its bytes at `rate`."""
+    """Stands for a communicator over a slow link: an operation takes `latency` and its bytes at `rate`.
+
+    Time passes by a clock of its own, in waits and in computing.
+    """
 
     def __init__(self, latency: float, rate: float) -> None:
-        self.latency, self.rate, self.free = latency, rate, 0.0
+        self.latency, self.rate, self.free, self.now = latency, rate, 0.0, 100.0
 
     def send(self, values: torch.Tensor, library: str) -> Any:
         if library == "none":
             raise mcr.Unsupported(library)
-        ends = self.free = max(self.free, time.perf_counter()) + self.latency + values.nbytes / self.rate
-        return SimpleNamespace(wait=lambda: time.sleep(max(0.0, ends - time.perf_counter())))
+        ends = self.free = max(self.free, self.now) + self.latency + values.nbytes / self.rate
+        return SimpleNamespace(wait=lambda: self.wait_until(ends))
+
+    def wait_until(self, ends: float) -> None:
+        self.now = max(self.now, ends)
 
     def all_reduce(self, *_: Any, **__: Any) -> None:
-        time.sleep(self.latency)
+        self.now += self.latency
 
     def progress(self) -> None:
-        pass
+        self.now += 1e-4  # of the computing before
 
 
 @pytest.mark.parametrize(("latency", "rate"), [(0.004, 1.2e6), (0.001, 12e6), (0.0005, 120e6)])
-def test_the_probe_keeps_to_its_time_on_every_link(latency: float, rate: float) -> None:
-    """10 Mbit/s, 100 Mbit/s and 1 Gbit/s: what there is no time for is extrapolated.
-
-    Other work on the cores only adds to a time, so that the least of three attempts counts.
-    """
+def test_the_probe_keeps_to_its_time_on_every_link(
+    latency: float, rate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """10 Mbit/s, 100 Mbit/s and 1 Gbit/s: what there is no time for is extrapolated."""
     distant: Any = Distant(latency, rate)
+    monkeypatch.setattr(probing, "perf_counter", lambda: distant.now)
+    monkeypatch.setattr(probing, "_EDGE", 1)  # no work for the cores, as it takes no time of this clock
     sizes = np.array([64 << 10, 1 << 20, 25 << 20])
-    right = latency + sizes / rate
-    least = {name: np.full(3, np.inf) for name in ("gloo", "mpi")}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as ranks do; others use the cores too
-    try:
-        for _ in range(3):
-            began = time.perf_counter()
-            found = probe(
-                distant, torch.float32, torch.device("cpu"), 50 << 20, ["gloo", "none", "mpi"], distant.send
-            )
-            assert time.perf_counter() - began < 30
-            assert list(found) == ["gloo", "mpi"]
-            least = {name: np.minimum(times, found[name].times(sizes)) for name, times in least.items()}
-            if all(np.allclose(times, right, rtol=0.5) for times in least.values()):
-                break
-    finally:
-        torch.set_num_threads(threads)
-    for times in least.values():
-        assert times == pytest.approx(right, rel=0.5)
+    began = distant.now
+    found = probe(
+        distant, torch.float32, torch.device("cpu"), 50 << 20, ["gloo", "none", "mpi"], distant.send
+    )
+    assert distant.now - began < 3
+    assert list(found) == ["gloo", "mpi"]
+    for name in found:
+        assert found[name].times(sizes) == pytest.approx(latency + sizes / rate, rel=0.05)
 
 
 def left_alone() -> list[Any]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from ports import free_ports
 from ranks import run_ranks
 
 import mcr_plus as mcr
@@ -151,25 +152,9 @@ def collector() -> Iterator[tuple[str, list[Any]]]:
         thread.join()
 
 
-@contextmanager
-def two_ports() -> Iterator[tuple[int, socket.socket]]:
-    """Two neighbouring ports: the first is free, the second bound to the socket."""
-    while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port = first.getsockname()[1]
-            try:
-                second.bind(("127.0.0.1", port + 1))
-            except OSError:
-                continue
-            first.close()
-            yield port, second
-            return
-
-
 def test_published_numbers_are_those_of_the_records(tmp_path: Path) -> None:
-    with collector() as (url, sent), two_ports() as (port, second):
-        second.close()
+    port, _ = free_ports(2)
+    with collector() as (url, sent):
         results = [each.value for each in run_ranks(publish, 2, args=[str(tmp_path), port, url])]
     for rank, value in enumerate(results):
         recorded, found = value["recorded"], totals(value["written"])
@@ -199,8 +184,8 @@ def test_published_numbers_are_those_of_the_records(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_opened_is_refused_and_what_is_down_is_logged_once(tmp_path: Path) -> None:
-    with two_ports() as (port, second):
-        second.listen()
+    port, taken = free_ports(2)
+    with socket.create_server(("127.0.0.1", taken)):
         results = [each.value for each in run_ranks(fails, 2, args=[port, str(tmp_path)])]
     for value in results:  # on all ranks, although only one has it
         assert f"observe.prometheus: cannot listen on port {port + 1} of 127.0.0.1" in value["errors"][0]

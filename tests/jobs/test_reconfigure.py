@@ -84,9 +84,9 @@ def test_attempts_that_are_refused_change_nothing(tmp_path: Path) -> None:
     for rank, value in enumerate(found):
         texts = value["texts"]
         if rank != 1:
-            expected = "CommTimeout: reconfigure: rank 1 of those in handles: not come within 0.4 s"
+            expected = "CommTimeout: reconfigure: rank 1 of those in handles: not come within 1 s"
             assert texts["absent"] == expected
-            assert 0.3 < value["texts"]["waited"] < 5
+            assert 0.9 < value["texts"]["waited"] < 15
         assert (
             texts["differ"]
             == "InvalidArgument: reconfigure: handles: processes have passed different ones with this uuid"
@@ -133,7 +133,7 @@ def test_a_process_that_dies(tmp_path: Path, when: str) -> None:
         else:
             assert value["text"].startswith("PeerLost: ")
             assert value["old"] == "Revoked"
-        assert value["seconds"] < 5
+        assert value["seconds"] < 15, "before the deadline of 20 s"
         assert value["sum"] == 1.0 + 3.0
 
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-import socket
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from command import mcr_plus
+from ports import free_ports
 from ranks import run_ranks
 from steps import step_of
 
@@ -29,12 +28,6 @@ from mcr_plus.tuning.replay import Replay, Request, _Clock, run
 
 STAGES: list[dict[str, Any]] = [{"fuse": {}}, {"select": {}}, {"dispatch": {}}]
 GRADIENTS = [("head.bias", 40, 0.004), ("head.weight", 4000, 0.006), ("body.0.weight", 80_000, 0.01)]
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def sent(path: str) -> list[Any]:
@@ -169,23 +162,25 @@ def test_operations_have_the_tag_and_the_dtype_of_the_program(tmp_path: Path) ->
         ]  # fmt: skip
 
 
-def test_rests_end_when_they_are_due() -> None:
+def test_rests_end_when_they_are_due(monkeypatch: pytest.MonkeyPatch) -> None:
     """However late each of them ends; what took long in between is no part of computing."""
-    least, clock = math.inf, _Clock("sleep")  # other work on the cores only adds to a time
-    for _ in range(10):
-        clock = _Clock("sleep")
-        began = time.perf_counter()
-        for _ in range(100):
-            clock.rest(0.001)
-            time.sleep(0.0003)
-        least = min(least, time.perf_counter() - began)
-        if least < 0.125:
-            break
-    assert 0.1 <= least < 0.125  # 130 ms and more with rests of their own
-    time.sleep(0.01)
-    began = time.perf_counter()
+    now = 100.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        assert seconds > 0
+        now += seconds + 0.0002  # late, as every sleep
+
+    monkeypatch.setattr(replaying, "time", SimpleNamespace(perf_counter=lambda: now, sleep=sleep))
+    clock = _Clock("sleep")
+    for _ in range(100):
+        clock.rest(0.001)
+        now += 0.0003
+    assert now == pytest.approx(100.1 + 0.0002 + 0.0003)  # 30 ms and more later with rests of their own
+    now += 0.01
+    began = now
     clock.rest(0.005)
-    assert time.perf_counter() - began >= 0.005
+    assert now - began == pytest.approx(0.005 + 0.0002)
 
 
 def test_under_a_launcher_every_process_is_a_rank(tmp_path: Path) -> None:
@@ -197,7 +192,7 @@ def test_under_a_launcher_every_process_is_a_rank(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mcr_plus.cli.main", *map(str, words)]
     place = {
         "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(free_ports(1)[0]),
     }  # fmt: skip
     ranks = [
         subprocess.Popen(

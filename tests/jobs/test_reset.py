@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import time
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from mismatches import outcome_of
-from ranks import Via, run_ranks
+from ranks import Via, run_ranks, wait_for_files
 
 import mcr_plus as mcr
 from mcr_plus.backends import backend_class
@@ -42,6 +43,17 @@ def _sum(comm: mcr.Communicator, numel: int, **options: Any) -> list[float]:
 
 def _expected(size: int, numel: int) -> list[float]:
     return [size * index + 10.0 * size * (size + 1) / 2 for index in range(numel)]
+
+
+def _open(most: tuple[int, int] | None = None) -> tuple[int, int]:
+    """Files and threads of this process; with `most`, after a while in which threads that end may do so."""
+    gc.collect()
+    ends = time.monotonic() + 5
+    while True:
+        found = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+        if most is None or (found[0] <= most[0] and found[1] <= most[1]) or time.monotonic() > ends:
+            return found
+        time.sleep(0.02)
 
 
 def _mistake(comm: mcr.Communicator, backend: str) -> str:
@@ -78,9 +90,8 @@ def carry_on(libraries: list[str]) -> dict[str, Any]:
     for _ in range(8):  # also where nothing has failed
         mcr.reset()
         assert _sum(mcr.world(), 2) == _expected(size, 2)
-        gc.collect()
-        open_ones.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
-    found["open"] = [open_ones[1], open_ones[-1]]
+        open_ones.append(_open())
+    found["open"] = [open_ones[1], _open(open_ones[1])]
     mcr.finalize()
     found["after the end"] = outcome_of(mcr.reset)["error"]
     return found
@@ -358,8 +369,8 @@ def failed_inits(libraries: list[str], broken: str, times: int) -> list[tuple[in
                 told = outcome_of(lambda: mcr.init({"version": 1, "backends": libraries, "pipeline": stages}))
         assert told["error"] == "BackendUnavailable", told
         assert "not today" in told["text"]
-        gc.collect()
-        found.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+        found.append(_open())
+    found.append(_open(found[3]))
     comm = mcr.init({"version": 1, "backends": libraries, "pipeline": stages})
     for library in libraries:
         assert _sum(comm, 3, backend=library) == _expected(comm.size, 3)
@@ -389,18 +400,19 @@ def test_inits_that_fail_leave_nothing_open(via: Via, libraries: list[str], brok
         assert late[1] <= early[1] + 1, f"threads: {result.value}"
 
 
-def too_late() -> dict[str, Any]:
+def too_late(folder: str) -> dict[str, Any]:
     """Runs on ranks: rank 1 does not come to reset in time, and then all call init."""
     world = mcr.init({"version": 1, "backends": ["gloo"], "pipeline": STAGES}, timeout=2.0)
+    given_up = Path(folder, "given_up")
     if world.rank == 1:
-        time.sleep(3.0)
-    found = {
-        "reset": outcome_of(mcr.reset),
+        wait_for_files(given_up)
+    found = {"reset": outcome_of(mcr.reset)}
+    given_up.touch()
+    found |= {
         "barrier": outcome_of(mcr.barrier),
         "old": outcome_of(world.barrier),
         "again": outcome_of(mcr.reset),
     }
-    time.sleep(1.0)
     world = mcr.init({"version": 1, "backends": ["gloo"], "pipeline": STAGES}, timeout=20.0)
     assert _sum(world, 3) == _expected(2, 3)
     mcr.finalize()
@@ -409,8 +421,8 @@ def too_late() -> dict[str, Any]:
 
 
 @both
-def test_failed_reset_names_the_remedy(via: Via) -> None:
-    for result in run_ranks(too_late, 2, via=via):
+def test_failed_reset_names_the_remedy(tmp_path: Path, via: Via) -> None:
+    for result in run_ranks(too_late, 2, args=[str(tmp_path)], via=via):
         found = result.value
         told = "ranks [1] did not call reset within 2 s"
         assert found["reset"]["error"] == "LaunchError"

@@ -50,8 +50,11 @@ def test_survivors_of_a_group_keep_its_order() -> None:
 
 
 @pytest.mark.parametrize("backend", ["gloo", "msccl"])
-def test_a_message_that_has_arrived_is_received_whether_anybody_has_looked_or_not(backend: str) -> None:
-    sender, receiver, _ = run_ranks(jobs.messages_in_flight, 3, via="torch", args=[backend], check=False)
+def test_a_message_that_has_arrived_is_received_whether_anybody_has_looked_or_not(
+    tmp_path: Path, backend: str
+) -> None:
+    args = [backend, str(tmp_path)]
+    sender, receiver, _ = run_ranks(jobs.messages_in_flight, 3, via="torch", args=args, check=False)
     assert receiver.value is not None, receiver.stderr
     assert receiver.value == {"told": [""], "received": 2, "values": [10.0, 11.0, 12.0]}
     assert sender.value is not None, sender.stderr
@@ -105,7 +108,7 @@ def test_a_second_death_meanwhile(when: str) -> None:
     values = survivors(jobs.with_a_death_meanwhile, 4, [1, 3], args=[when])
     assert [value["rank"] for value in values] == [0, 1]
     assert [value["sum"] for value in values] == [[1.0 + 3.0] * 2] * 2
-    assert max(value["seconds"] for value in values) < 10
+    assert max(value["seconds"] for value in values) < 20, "before the deadline of 30 s"
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2, 3))])

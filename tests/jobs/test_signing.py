@@ -21,6 +21,7 @@ from unittest import mock
 import pytest
 import torch
 from mismatches import outcome_of
+from ports import free_ports
 from ranks import Via, own_rank, run_ranks, wait_for_files
 from torch_features import needs_list_keys
 
@@ -247,6 +248,7 @@ def _stranger(store: Any) -> TCPStore:
 
 def forged(library: str, name: str, folder: str) -> dict[str, Any]:
     """Runs on ranks: while rank 0 waits for rank 1, a stranger writes `name` of rank 1 on the board."""
+    noticed = Path(folder, "noticed")
     comm = _on_several_hosts(library)
     for _ in range(3):
         comm.all_reduce(torch.ones(3))
@@ -255,10 +257,12 @@ def forged(library: str, name: str, folder: str) -> dict[str, Any]:
     if comm.rank == 1:
         stranger = _stranger(store)
         row = next(key for key in stranger.list_keys() if key.endswith("board/world/1/row"))
-        time.sleep(0.5)
+        time.sleep(0.5)  # rank 0 waits by now, or reads it as it begins to
         put(stranger, row.removesuffix("row") + name, pickle.dumps(_Evil(f"{folder}/touched")))
-        time.sleep(2.0)
-    return {**outcome_of(lambda: comm.all_reduce(torch.ones(3))), "next": outcome_of(comm.barrier)["text"]}
+        wait_for_files(noticed)
+    told = outcome_of(lambda: comm.all_reduce(torch.ones(3)))
+    noticed.touch()
+    return {**told, "next": outcome_of(comm.barrier)["text"]}
 
 
 @needs_list_keys
@@ -298,10 +302,15 @@ def without_a_store(library: str, port: int, server: int, folder: str) -> None:
             reduce(group, 3)
     comm.barrier()
     comm.barrier()
+    gone = Path(folder, "gone")
     if comm.rank == 1:
         os.kill(server, signal.SIGKILL)
+        while Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+            time.sleep(0.01)
+        gone.touch()
         time.sleep(1.0)
     else:
+        wait_for_files(gone)
         time.sleep(1.5)
     found = {"known": outcome_of(lambda: reduce(other, 3))}
     found["group"] = outcome_of(lambda: mcr.new_group([1, 0]))
@@ -414,12 +423,6 @@ def test_forged_handshake_cannot_disable_signing(one_host: bool) -> None:
         assert not any(isinstance(part, (str, SignedStore)) for part in both)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
-
-
 def by_host_name(port: int, local_size: int, elsewhere: int) -> dict[str, Any]:
     """Runs on ranks whose store is at the host's name; rank `elsewhere` cannot see the others in `/proc`."""
     place = {
@@ -444,7 +447,7 @@ def by_host_name(port: int, local_size: int, elsewhere: int) -> dict[str, Any]:
 @needs_a_name
 @pytest.mark.parametrize("local_size", [3, 1], ids=["one host, as the launcher says", "who knows"])
 def test_ranks_that_meet_by_the_name_of_their_host(local_size: int) -> None:
-    for result in run_ranks(by_host_name, 3, args=[free_port(), local_size, -1], via="torch"):
+    for result in run_ranks(by_host_name, 3, args=[free_ports(1)[0], local_size, -1], via="torch"):
         assert (result.value["bits"], result.value["objects"]) == (256, [0, 1, 2])
         assert "not signed" not in result.stderr
 
@@ -452,7 +455,7 @@ def test_ranks_that_meet_by_the_name_of_their_host(local_size: int) -> None:
 @needs_a_name
 @pytest.mark.parametrize("elsewhere", [0, 2])
 def test_ranks_that_cannot_read_the_secret_continue_unsigned_with_a_warning(elsewhere: int) -> None:
-    results = run_ranks(by_host_name, 3, args=[free_port(), 1, elsewhere], via="torch")
+    results = run_ranks(by_host_name, 3, args=[free_ports(1)[0], 1, elsewhere], via="torch")
     for result in results:
         assert (result.value["bits"], result.value["objects"]) == (0, [0, 1, 2])
     warned = [result.stderr.count("not signed") for result in results]
@@ -464,7 +467,7 @@ def test_ranks_that_cannot_read_the_secret_continue_unsigned_with_a_warning(else
 
 @needs_a_name
 def test_init_fails_if_a_rank_of_the_same_host_cannot_read_the_secret() -> None:
-    for result in run_ranks(by_host_name, 3, args=[free_port(), 3, 1], via="torch"):
+    for result in run_ranks(by_host_name, 3, args=[free_ports(1)[0], 3, 1], via="torch"):
         assert result.value["error"] == "LaunchError"
         assert (
             "cannot be signed (rank 1: the job's secret is not to be had from process" in result.value["text"]

@@ -24,7 +24,9 @@ from two_hosts import TwoHosts, why_not
 
 from mcr_plus.launch import mpi_flavour, mpi_usable
 
-LIMIT_S = 8.0  # from a loss to the new world, on two busy cores; benchmarks/bench_survive.py measures
+# From a loss to the new world, on two busy cores; benchmarks/bench_survive.py measures. Shorter than the
+# deadline of operations and the usual silence of a host, by which ranks would find the loss at last.
+LIMIT_S = 20.0
 REASON = why_not(mpi=False)
 several_hosts = pytest.mark.skipif(REASON is not None, reason=f"hosts: {REASON}")
 
@@ -174,7 +176,7 @@ def test_mpi_is_left_out_where_a_rank_is_lost_that_lives(tmp_path: Path) -> None
 @several_hosts
 @pytest.mark.parametrize("host", [0, pytest.param(2, marks=long)])
 def test_a_host_that_is_cut_off_while_the_others_make_the_next_world(tmp_path: Path, host: int) -> None:
-    with Racks(1, 4) as hosts, job_on(hosts, tmp_path, waits=[host]) as job:
+    with Racks(1, 4) as hosts, job_on(hosts, tmp_path, waits=[host], timeout=30) as job:
         job.lose("kill", [3])
         while not (tmp_path / f"building.{host}").exists():
             time.sleep(0.01)

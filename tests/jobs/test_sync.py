@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import sync_jobs as jobs
@@ -69,8 +70,8 @@ def test_a_broken_connection_is_made_again() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "victim"), [(2, 0), (2, 1), (3, 0), (3, 2)])
-def test_a_death_is_reported_to_those_whom_it_concerns(ranks: int, victim: int) -> None:
-    results = run_ranks(jobs.death, ranks, args=[victim], via="torch", check=False)
+def test_a_death_is_reported_to_those_whom_it_concerns(tmp_path: Path, ranks: int, victim: int) -> None:
+    results = run_ranks(jobs.death, ranks, args=[victim, str(tmp_path)], via="torch", check=False)
     left = [each.value for each in results if each.rank != victim]
     assert all(value is not None for value in left), [each.stderr for each in results]
     for value in left:

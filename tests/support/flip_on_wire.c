@@ -16,8 +16,9 @@
 
 static int count, seed = 12345;
 
-/* Returns memory with a bit of the last vector flipped, or NULL if this send stays as it is. */
-static char *flipped(const struct iovec *vectors, size_t number, struct iovec *changed) {
+/* Returns memory with a bit of the last vector flipped, or NULL if this send stays as it is. `at`: bytes that
+ * are sent before the changed one. */
+static char *flipped(const struct iovec *vectors, size_t number, struct iovec *changed, ssize_t *at) {
     const char *after = getenv("FLIP_AFTER");
     if (!after || number == 0 || number > 8 || vectors[number - 1].iov_len < LARGE)
         return NULL;
@@ -29,7 +30,11 @@ static char *flipped(const struct iovec *vectors, size_t number, struct iovec *c
     memcpy(copy, vectors[number - 1].iov_base, length);
     seed = seed * 1103515245 + 12345;
     /* Near the front: what the kernel does not take at once is sent again from the caller's memory. */
-    copy[((unsigned)seed >> 8) % 2048] ^= 1 << (((unsigned)seed >> 4) % 8);
+    size_t place = ((unsigned)seed >> 8) % 2048;
+    copy[place] ^= 1 << (((unsigned)seed >> 4) % 8);
+    *at = (ssize_t)place;
+    for (size_t each = 0; each + 1 < number; each++)
+        *at += (ssize_t)vectors[each].iov_len;
     changed[number - 1].iov_base = copy;
     return copy;
 }
@@ -46,13 +51,14 @@ ssize_t sendmsg(int socket, const struct msghdr *message, int flags) {
     if (!real)
         real = (ssize_t(*)(int, const struct msghdr *, int))dlsym(RTLD_NEXT, "sendmsg");
     struct iovec changed[8];
-    char *copy = flipped(message->msg_iov, message->msg_iovlen, changed);
+    ssize_t at;
+    char *copy = flipped(message->msg_iov, message->msg_iovlen, changed, &at);
     if (!copy)
         return real(socket, message, flags);
     struct msghdr other = *message;
     other.msg_iov = changed;
     ssize_t sent = real(socket, &other, flags);
-    if (sent >= LARGE)
+    if (sent > at)
         note();
     free(copy);
     return sent;
@@ -63,11 +69,12 @@ ssize_t writev(int file, const struct iovec *vectors, int number) {
     if (!real)
         real = (ssize_t(*)(int, const struct iovec *, int))dlsym(RTLD_NEXT, "writev");
     struct iovec changed[8];
-    char *copy = flipped(vectors, number, changed);
+    ssize_t at;
+    char *copy = flipped(vectors, number, changed, &at);
     if (!copy)
         return real(file, vectors, number);
     ssize_t sent = real(file, changed, number);
-    if (sent >= LARGE)
+    if (sent > at)
         note();
     free(copy);
     return sent;

@@ -5,9 +5,9 @@ one rank makes alone.
 from __future__ import annotations
 
 import sys
-import time
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from redistributions import Model, Report, do, do_state, expected, job, local, o
 import mcr_plus as mcr
 from mcr_plus import autograd
 from mcr_plus.layout import Layout
+from mcr_plus.runtime.init import current
 
 
 def caught(call: Callable[[], Any]) -> tuple[str, str]:
@@ -78,7 +79,7 @@ def shared(backend: str) -> dict[str, Any]:
 
 
 def latest(backend: str) -> dict[str, Any]:
-    """Runs on two ranks: a rank starts to send while the other sleeps; dtypes after the first call."""
+    """Runs on two ranks: a rank starts to send before the other one does; dtypes after the first call."""
     report = Report()
     with job(backend) as comm:
         rank = comm.rank
@@ -104,18 +105,18 @@ def latest(backend: str) -> dict[str, Any]:
         single = mcr.redistribute(state(torch.float32, 1).get("w"), here, there)
         report.add("one tensor", None if (single is None) == (rank == 0) else f"{single}")
         do_state.checked = lambda *args: looked.append(1) or checked(*args)  # type: ignore[func-returns-value]
-        seconds = []
+        store = current().world.store
+        assert store is not None
         with mcr.record() as log:
             for turn in (2, 3):
                 comm.barrier()
-                if rank == 1:
-                    time.sleep(1.5)
-                begin = time.perf_counter()
+                if rank == 1:  # not before: a start that waited for this rank would not end
+                    store.wait([f"started {turn}"], timedelta(seconds=20))
                 if turn == 2:
                     work = move.start(state(torch.float32, turn))
                 else:
                     work = mcr.redistribute(state(torch.float32, turn).get("w"), here, there, async_op=True)
-                seconds.append(time.perf_counter() - begin)
+                store.set(f"started {turn}", "1") if rank == 0 else None
                 work.wait()
                 if turn == 2:
                     right(work.outputs, torch.float32, turn, "started")
@@ -123,7 +124,6 @@ def latest(backend: str) -> dict[str, Any]:
         kinds = [each.kind for each in log.records]
         report.add("looked up", None if not looked else f"{len(looked)} times")
         report.add("operations", None if "all_reduce" not in kinds else f"{kinds}")
-        report.add("waited", None if max(seconds) < 0.7 else f"start took {seconds} s")
         if rank == 0:  # which alone sees it
             kind, text = caught(lambda: move(state(torch.float64, 4)))
             fine = kind == "InvalidArgument" and "float64" in text and "float32" in text and "prepare" in text

@@ -356,7 +356,7 @@ def stop_until(name: str, count: int, signal_name: str) -> None:
 
 
 def wait_for_files(*paths: Path, patience: float = _GRACE_S) -> None:
-    """Wait until other ranks have written all these files, at most `patience` seconds."""
+    """Wait until other ranks have written all these files, at most `patience` seconds; then go on."""
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline and not all(path.exists() for path in paths):
         time.sleep(_POLL_S)

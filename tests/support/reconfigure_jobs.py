@@ -221,7 +221,7 @@ def refused(folder: str) -> dict[str, Any]:
     others = [each for each in range(3) if each != rank]
     began = time.monotonic()
     texts = {
-        "absent": _error(lambda: mcr.reconfigure("absent", handles, "400ms")) if rank != 1 else "",
+        "absent": _error(lambda: mcr.reconfigure("absent", handles, "1s")) if rank != 1 else "",
         "waited": time.monotonic() - began,
         "differ": _error(lambda: mcr.reconfigure("differ", handles if rank else handles[::-1], "20s")),
         "twice": _error(lambda: mcr.reconfigure("twice", [*handles, handles[0]])),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ranks import wait_for_files
 
 import mcr_plus as mcr
 from mcr_plus.core.c10d import TCPStore
@@ -31,6 +32,12 @@ def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _die_beside(comm: mcr.Communicator) -> None:
+    """Die once all others are in `_wait_for_loss`: what they did before is done on all of them."""
+    comm.all_reduce(torch.ones(8))
+    _die()
+
+
 def _wait_for_loss(comm: mcr.Communicator) -> mcr.PeerLost:
     try:
         while True:
@@ -48,7 +55,7 @@ def _error(call: Callable[[], Any]) -> str:
     return ""
 
 
-def messages_in_flight(backend: str) -> dict[str, Any]:
+def messages_in_flight(backend: str, folder: str) -> dict[str, Any]:
     """Rank 0 has sent three messages to rank 1, of which one is received, and one is on its way; rank 2 dies.
 
     The ranks that are left find out which have come, and send the others again.
@@ -58,6 +65,7 @@ def messages_in_flight(backend: str) -> dict[str, Any]:
     buffers = [torch.zeros(5) for _ in messages]
     old.barrier()
     works = []
+    issued = [Path(folder, f"issued.{rank}") for rank in (0, 1)]
     if old.rank == 0:
         works = [old.isend(each, 1) for each in messages]
         works[0].wait()
@@ -65,8 +73,10 @@ def messages_in_flight(backend: str) -> dict[str, Any]:
         old.recv(buffers[0], 0)
         works = [old.irecv(buffers[1], 0)]
     else:
-        time.sleep(0.5)
+        wait_for_files(*issued)
         _die()
+    issued[old.rank].touch()
+    wait_for_files(*issued)
     time.sleep(1.0)  # the second message has arrived, and nobody has looked
     _wait_for_loss(old)
     comm = mcr.shrink()
@@ -96,7 +106,7 @@ def after_a_death(backends: list[str] | None, victim: int) -> dict[str, Any]:
     model(torch.full((1, 3), 1.0 + rank)).sum().backward()
     weight = model.weight.detach().clone()
     if rank == victim:
-        _die()
+        _die_beside(comm)
     lost = _wait_for_loss(comm)
     new = mcr.shrink()
     x = torch.full((5,), 1.0 + 10 * rank)
@@ -130,7 +140,7 @@ def of_a_group() -> dict[str, Any]:
     rank = comm.rank
     group = mcr.new_group([3, 1, 0])
     if rank == 1:
-        _die()
+        _die_beside(comm)
     _wait_for_loss(comm)
     left = mcr.shrink(group)
     x = torch.tensor([float(rank)])
@@ -146,11 +156,13 @@ def on_some_ranks_only(folder: str) -> dict[str, Any]:
     comm = _begin(["gloo"])
     rank = comm.rank
     if rank == 2:
-        _die()
+        _die_beside(comm)
     _wait_for_loss(comm)
     if rank == 0:
-        while len(list(Path(folder).glob("refused.*"))) < 2:
-            time.sleep(0.01)
+        wait_for_files(*(Path(folder, f"refused.{each}") for each in (1, 3)))
+    else:  # together: each of them waits for the other one no longer than for rank 0
+        Path(folder, f"lost.{rank}").touch()
+        wait_for_files(*(Path(folder, f"lost.{each}") for each in (1, 3)))
     began, first = time.monotonic(), ""
     try:
         mcr.shrink(timeout="500ms" if rank else "60s")
@@ -170,7 +182,7 @@ def refused_during_a_build(folder: str) -> dict[str, Any]:
     comm = _begin(["gloo"])
     rank, refused = comm.rank, Path(folder, "refused")
     if rank == 2:
-        _die()
+        _die_beside(comm)
     _wait_for_loss(comm)
     seen: list[str] = []
     usual, watches = vars(regroup)["exchange"], list[regroup.EpochWatch]()
@@ -242,7 +254,6 @@ def with_a_stopped_rank(folder: str) -> dict[str, Any]:
     comm = _begin(["gloo"])
     rank = comm.rank
     Path(folder, f"pid.{rank}").write_text(str(os.getpid()))
-    comm.barrier()
     if rank == 1:
         try:
             _wait_for_loss(comm)
@@ -251,6 +262,7 @@ def with_a_stopped_rank(folder: str) -> dict[str, Any]:
             return {"error": type(error).__name__, "text": str(error)}
         return {"error": None}
     if rank == 0:
+        comm.all_reduce(torch.ones(8))  # the others are in `_wait_for_loss`
         os.kill(int(Path(folder, "pid.1").read_text()), signal.SIGSTOP)
     lost = _wait_for_loss(comm)
     new = mcr.shrink()
@@ -267,7 +279,7 @@ def with_a_death_meanwhile(when: str) -> dict[str, Any]:
     comm = _begin(["gloo"])
     rank = comm.rank
     if rank == 3:
-        _die()
+        _die_beside(comm)
     _wait_for_loss(comm)
     if rank == 1:
         if when == "proposed":
@@ -344,8 +356,8 @@ def with_residuals() -> dict[str, Any]:
         for (stage, _), value in comm.pipeline.state().items()
         if stage == "compress"
     ]
-    comm.barrier()
     if rank == 1:
+        comm.barrier()  # the others are in the block below
         _die()
     with suppress(mcr.PeerLost):
         while True:
@@ -376,14 +388,14 @@ def after_a_reset() -> dict[str, Any]:
     comm.all_reduce(torch.ones(3))
     comm = mcr.shrink()
     if rank == 0:
-        _die()
+        _die_beside(comm)
     _wait_for_loss(comm)
     new = mcr.shrink()
     x = torch.full((2,), 1.0 + rank)
     new.all_reduce(x)
     after = _keepers()
     mcr.finalize()
-    ends = time.monotonic() + 5
+    ends = time.monotonic() + 30
     while rank == 2 and set(after) & set(_keepers()) and time.monotonic() < ends:
         time.sleep(0.01)
     return {"sum": x.tolist(), "rank": new.rank, "before": before, "after": after, "left": _keepers()}
@@ -426,7 +438,7 @@ def told_to_a_supervisor(call: str) -> list[bool]:
         mcr.reconfigure("again", handles)
     else:
         if comm.rank == comm.size - 1:
-            _die()
+            _die_beside(comm)
         _wait_for_loss(comm)
         mcr.shrink()
     return [*told, have_trained(store)]

@@ -6,10 +6,12 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from ranks import wait_for_files
 
 import mcr_plus as mcr
 from mcr_plus.training import weight_receiver
@@ -227,7 +229,7 @@ def reconnected() -> dict[str, Any]:
         return {"bits": bits(model), "stats": weights.stats()}
 
 
-def death(victim: int) -> dict[str, Any]:
+def death(victim: int, folder: str) -> dict[str, Any]:
     """A rank is killed; what the others' calls raise, and that they can end."""
     comm = mcr.init(backends=["gloo"], timeout=20)
     model = Model()
@@ -235,7 +237,9 @@ def death(victim: int) -> dict[str, Any]:
     weights.push()
     weights.pull(timeout=20)
     comm.barrier()
+    Path(folder, f"past.{comm.rank}").touch()
     if comm.rank == victim:
+        wait_for_files(*(Path(folder, f"past.{rank}") for rank in range(comm.size)))
         os.kill(os.getpid(), signal.SIGKILL)
     raised, lost, began = "", [], time.monotonic()
     try:

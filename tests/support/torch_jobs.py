@@ -363,7 +363,9 @@ def dropped_groups() -> None:
     try:
         group: Any = made("first")
         assert summed(group) == total
+        store.set(f"dropped/past/{rank}", "1")
         if rank:  # the other ranks see the failure
+            store.wait([f"dropped/past/{each}" for each in range(size)])
             del group
         else:
             start = time.monotonic()
@@ -515,8 +517,7 @@ def timeouts_of_groups() -> None:
             if dist.get_rank() == 0:
                 with pytest.raises(mcr.CommTimeout, match=r"timeout is 0\.5 s"):
                     group.allreduce([torch.ones(2)]).wait()
-            else:
-                time.sleep(1.5)
+            dist.barrier()  # rank 1 comes to nothing else before
             with pytest.raises(mcr.InvalidArgument, match="positive"):
                 world.set_timeout(timedelta(0))
 
@@ -730,13 +731,15 @@ def what_cannot_be_done() -> None:
 
 
 def a_rank_that_is_late() -> None:
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     with job({"version": 1, "pipeline": [{"select": {}}, {"dispatch": {"timeout": "2s"}}]}) as group:
         dist.all_reduce(torch.ones(1))
         if dist.get_rank() == 0:
             with pytest.raises(mcr.CommTimeout, match="Rank 1 failed to pass monitoredBarrier"):
                 group.monitored_barrier(timedelta(seconds=1))
+            store.set("late", "1")
         else:
-            threading.Event().wait(2)
+            store.wait(["late"])
 
 
 def profiled() -> None:
@@ -817,18 +820,21 @@ def with_mpi_only() -> str:
     return str(refused.value)
 
 
-def killed_in_fsdp() -> str:
+def killed_in_fsdp() -> tuple[str, float]:
+    """What the steps of the rank that is left raise, and after how many seconds."""
     torch.set_num_threads(1)
     dist.init_process_group("mcr", pg_options=QUICK)
     model = sharded(small_model())
     trained(model, 1)
     if dist.get_rank() == 1:
+        trained(model, 1)  # the other one is in the steps below
         os.kill(os.getpid(), 9)
+    start = time.monotonic()
     try:
         trained(model, 3)
     except RuntimeError as error:
-        return str(error)
-    return "no error"
+        return str(error), time.monotonic() - start
+    return "no error", 0.0
 
 
 def started_by_mpi() -> list[Any]:

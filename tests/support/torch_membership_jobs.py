@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import wait_for_files
 from reconfigure_jobs import Meeting
 from torch.nn.parallel import DistributedDataParallel
 
@@ -70,12 +70,13 @@ def shrunk(folder: str, how: str, dies: bool, backend: str = "mcr") -> dict[str,
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     mcr.wrap(model, optimizer)
     _sum(1.0)
+    Path(folder, f"past.{rank}").touch()
     if rank == 1 and dies:
+        wait_for_files(*(Path(folder, f"past.{each}") for each in range(3)))
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 1:
         text = _error(lambda: _sum(1.0))
-        while len(list(Path(folder).iterdir())) < 2:
-            time.sleep(0.01)
+        wait_for_files(*(Path(folder, f"done.{each}") for each in (0, 2)))
         dist.destroy_process_group()
         return {"excluded": text}
     seen = ""
@@ -159,6 +160,7 @@ def reconfigured(folder: str) -> dict[str, Any]:
     if number == 0:
         result["absent"] = _error(lambda: group.reconfigure(_options(4, absent, 0.4)))
     result["as before"] = _sum(1.0)
+    meeting.share("past", "")
     group.abort()
     result["aborted"] = [_error(lambda: _sum(1.0)), str(group.get_error())]
     group.reconfigure(_options(5, handles("5")))

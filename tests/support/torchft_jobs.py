@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -88,8 +87,11 @@ def configured_again() -> dict[str, Any]:
     group = _group(20)
     group.configure(f"{address}/1", "replica", rank, 3)
     result: dict[str, Any] = {"name": group.getBackendName(), "sums": [_sum(group)], "fine": group.errored()}
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     if rank == 1:
+        store.wait(["past/0", "past/2"])
         os.kill(os.getpid(), signal.SIGKILL)
+    store.set(f"past/{rank}", "1")
     while not (error := _error(group)):
         pass
     result |= {"lost": error, "errored": str(group.errored())}
@@ -98,9 +100,10 @@ def configured_again() -> dict[str, Any]:
     group.set_timeout(timedelta(seconds=0.5))
     if rank == 0:
         result["late"] = _error(group)
+        store.set("late", "1")
         group.shutdown()
         return result
-    time.sleep(2)
+    store.wait(["late"])
     while not (error := _error(group)):
         pass
     result["left"] = error

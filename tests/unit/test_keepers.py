@@ -36,6 +36,19 @@ def _listening(port: int) -> int:
     return int(line.partition("pid=")[2].partition(",")[0])
 
 
+def _kill(pid: int) -> None:
+    """Kill a process and wait until it has ended, and its connections with it."""
+    os.kill(pid, signal.SIGKILL)
+    _wait_until_ended(pid)
+
+
+def _wait_until_ended(*pids: int) -> None:
+    ends = time.monotonic() + 30
+    while any((stat := read_stat(pid)) is not None and stat[0] not in "ZX" for pid in pids):
+        assert time.monotonic() < ends
+        time.sleep(0.005)
+
+
 class Kept:
     """Two keepers, in the order of their places."""
 
@@ -92,8 +105,8 @@ def test_what_is_written_outlives_a_keeper(kept: Kept, dies: int) -> None:
     os.kill(kept.pids[dies], signal.SIGKILL)
     assert one.get("decision") == b"first"
     assert other.compare_set("decision", "", "second") == b"first"
-    os.kill(kept.pids[1 - dies], signal.SIGKILL)
-    time.sleep(0.05)
+    _wait_until_ended(kept.pids[dies])
+    _kill(kept.pids[1 - dies])
     with pytest.raises(DistError, match="none of the processes that keep what ranks agree on"):
         one.check(["decision"])
 
@@ -103,8 +116,7 @@ def test_a_writer_between_two_keepers_is_given_what_others_have_decided(kept: Ke
     late = _Keeper("host 0", kept.addresses[0], TOKENS)
     assert late.ask(COMPARE_SET, b"part/decision", b"late", lambda: False) == b"late"
     late.close()
-    os.kill(kept.pids[0], signal.SIGKILL)
-    time.sleep(0.05)
+    _kill(kept.pids[0])
     assert kept.store().compare_set("decision", "", "theirs") == b"theirs"
     assert kept.store().compare_set("decision", "", "late") == b"theirs"
 
@@ -129,8 +141,7 @@ def test_a_host_that_is_cut_off_is_left_out_and_comes_back(kept: Kept) -> None:
     store.watch(lambda place: place in cut, {"host 0", "host 1"})
     store.set("a", "1")
     cut.clear()
-    os.kill(kept.pids[0], signal.SIGKILL)
-    time.sleep(0.05)
+    _kill(kept.pids[0])
     assert not store.check(["a"]), "the second keeper has not got it"
 
 
@@ -139,10 +150,10 @@ def test_a_stopped_keeper_is_waited_for_until_its_host_is_silent(kept: Kept) -> 
     store.watch(lambda place: place in cut, {"host 0", "host 1"})
     store.set("a", "1")
     os.kill(kept.pids[1], signal.SIGSTOP)
-    threading.Timer(0.3, cut.add, ["host 1"]).start()
     began = time.monotonic()
+    threading.Timer(0.3, cut.add, ["host 1"]).start()
     assert store.get("a") == b"1"
-    assert 0.2 < time.monotonic() - began < 5
+    assert 0.2 < time.monotonic() - began < 20
 
 
 def test_strangers_and_nonsense_are_dropped(kept: Kept) -> None:
@@ -167,10 +178,7 @@ def test_a_keeper_ends_once_its_ranks_have_left_or_died(kept: Kept) -> None:
         pid = _listening(address[1])
         assert pid not in kept.pids
         rank.kill()
-    ends = time.monotonic() + 5
-    while read_stat(pid) is not None or read_stat(kept.pids[0]) is not None:
-        assert time.monotonic() < ends
-        time.sleep(0.01)
+    _wait_until_ended(pid, kept.pids[0])
     assert read_stat(kept.pids[1]) is not None, "the rank has left the keeper of its own host"
 
 

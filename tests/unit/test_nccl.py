@@ -946,10 +946,13 @@ def test_an_abort_frees_nothing_that_a_call_in_nccl_uses(
 def test_a_communicator_that_cannot_be_closed_leaves_no_other_open(
     fault: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    job = Job(Simulator(), timeout=0.2)
+    job = Job(Simulator())
     channels = job.open()
     settle(job, [isend(channels[0], 1, values(0, 4)), irecv(channels[1], 0, torch.zeros(4))])
     first, other = (each.comm for each in channels[0]._links())
+    for each in channels[0]._links():
+        each.timeout = 0.2
+    channels[0]._timeout = 0.2
     go = threading.Event()
     job.streams[0].background = Threads(job.simulator).background  # type: ignore[method-assign]
     nccl, finalize = channels[0]._nccl, job.simulator._ncclCommFinalize

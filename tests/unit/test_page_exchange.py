@@ -58,13 +58,14 @@ def hosts() -> Iterator[Hosts]:
 
 
 def test_nothing_is_sent_unless_somebody_looks(hosts: Hosts) -> None:
-    assert list(hosts.here.step(time.monotonic())) == []
+    now = time.monotonic()
+    assert list(hosts.here.step(now)) == []
     with closing(Elsewhere()) as elsewhere:
         elsewhere.pages(hosts.path, about(), [])
-        assert len(hosts.here.step(time.monotonic())) == 1
-        assert list(hosts.here.step(time.monotonic())) == []  # not so soon again
-        assert len(hosts.here.step(time.monotonic() + 1)) == 1
-    assert list(hosts.here.step(time.monotonic() + 2)) == []
+        assert len(hosts.here.step(now)) == 1
+        assert list(hosts.here.step(now)) == []  # not so soon again
+        assert len(hosts.here.step(now + 1)) == 1
+    assert list(hosts.here.step(now + 2)) == []
 
 
 def test_pages_of_another_host_by_the_clock_of_this_one(hosts: Hosts) -> None:
@@ -78,10 +79,10 @@ def test_pages_of_another_host_by_the_clock_of_this_one(hosts: Hosts) -> None:
     hosts.rank.show(drawn)
     with closing(Elsewhere()) as elsewhere:
         elsewhere.pages(hosts.path, about(), [])
-        (question,) = hosts.here.step(time.monotonic())
-        for answer in hosts.there.receive(question.data, time.monotonic() + ahead) or ():
-            hosts.here.receive(answer.data, time.monotonic())
-        hosts.here.step(time.monotonic())
+        (question,) = hosts.here.step(began)
+        for answer in hosts.there.receive(question.data, began + ahead) or ():
+            hosts.here.receive(answer.data, began)
+        hosts.here.step(began)
         shown = elsewhere.pages(hosts.path, about(), [1])[1]
     assert shown.version == "2.5"
     assert shown.about["rank"] == 1

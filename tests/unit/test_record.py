@@ -12,15 +12,25 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import run_ranks, wait_for_files
 
 import mcr_plus as mcr
 from mcr_plus.api.record import Log, Record, size_class
 from mcr_plus.core.kinds import bus_factor
+from mcr_plus.runtime.init import current
+
+
+def while_it_waits(file: Path) -> None:
+    """Touch a file after the program has waited for 0.2 seconds."""
+    while not current().engine.waits:
+        time.sleep(0.005)
+    time.sleep(0.2)
+    file.touch()
 
 
 def record_some(folder: str) -> dict[str, Any]:
     torch.set_num_threads(1)
+    has_waited = Path(folder, "has_waited")
     comm = mcr.init({"version": 1, "backends": ["mpi", "gloo"]})
     mcr.all_reduce(torch.ones(8), async_op=True, tag="before")  # not recorded
     with mcr.record() as log:
@@ -34,10 +44,12 @@ def record_some(folder: str) -> dict[str, Any]:
         out = torch.empty(sum(received))
         mcr.all_to_all_single(out, torch.ones(3), received, [1, 2], tag="tokens")
         if comm.rank == 0:
-            time.sleep(0.2)
+            wait_for_files(has_waited)
+        else:
+            threading.Thread(target=while_it_waits, args=(has_waited,)).start()
         began = time.perf_counter()
         mcr.barrier()
-        waited = time.perf_counter() - began
+        ended = time.perf_counter()
     mcr.all_reduce(torch.ones(8), tag="after")
     log.save(Path(folder) / f"trace{comm.rank}.json")
     rows = [
@@ -68,7 +80,8 @@ def record_some(folder: str) -> dict[str, Any]:
             log.records[0].t_done - log.records[0].t_issue - log.records[0].waited,
         ],
         "rows": rows,
-        "barrier": [log.records[-1].t_done - log.records[-1].t_issue, waited],
+        "barrier": log.records[-1].t_done - log.records[-1].t_issue,
+        "is_within": began <= log.records[-1].t_issue and log.records[-1].t_done <= ended,
     }
 
 
@@ -93,9 +106,8 @@ def test_records_summary_and_trace(tmp_path: Path) -> None:
             ["all_to_all_v", "mpi", [16, 16][rank], 1, tokens, True, True],
             ["barrier", "mpi", 0, 1, 0, True, True],
         ]
-        recorded, waited = value["barrier"]
-        assert recorded == pytest.approx(waited, abs=0.02)
-        assert value["waited"][0] == pytest.approx(waited, abs=0.02)
+        assert value["is_within"]
+        assert 0 <= value["waited"][0] <= value["barrier"]
         assert value["waited"][1] >= 0
         trace = json.loads((tmp_path / f"trace{rank}.json").read_text())["traceEvents"]
         document = json.loads((tmp_path / f"trace{rank}.json").read_text())
@@ -104,7 +116,7 @@ def test_records_summary_and_trace(tmp_path: Path) -> None:
         ended = {event["id"]: event["ts"] for event in trace if event["ph"] == "e"}
         assert len(begun) == len(ended) == 6
         assert all(ended[event["id"]] >= event["ts"] for event in begun)
-    assert results[1]["barrier"][0] > 0.15  # rank 1 waited for rank 0
+    assert results[1]["waited"][0] > 0.2  # rank 1 waited for rank 0
 
 
 def some_log() -> Log:

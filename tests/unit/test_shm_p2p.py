@@ -19,7 +19,7 @@ import msccl_jobs as jobs
 import numpy as np
 import pytest
 import torch
-from ranks import own_rank, run_ranks
+from ranks import own_rank, run_ranks, wait_for_files
 
 from mcr_plus.backends.shm import collectives_kernels, p2p_kernels
 from mcr_plus.backends.shm.collectives import DirectCollectives
@@ -569,16 +569,17 @@ def test_real_ranks(ranks: int, slot: int) -> None:
 def _be_killed(folder: str, me: int, ranks: int) -> None:
     """Messages around a ring without end. Once none come any more, polls still return, and quickly."""
     store: Any = FileStore(str(Path(folder) / "store"), ranks)
-    store.set_timeout(timedelta(seconds=2))
-    box = Box(open_segment(store, Group("g", tuple(range(ranks)), me), jobs.small(ranks), 2))
+    store.set_timeout(timedelta(seconds=20))
+    box = Box(open_segment(store, Group("g", tuple(range(ranks)), me), jobs.small(ranks), 20))
     data, target = torch.ones(2000), torch.empty(2000)
     while True:
         polls = [box.send(data, (me + 1) % ranks), box.receive(target, None)]
-        deadline = time.monotonic() + 0.8
+        deadline = time.monotonic() + 1.5
         while not all_done(polls):
             if time.monotonic() > deadline:
                 Path(folder, f"survived.{me}").touch()
                 return
+        Path(folder, f"sends.{me}").touch()
 
 
 def test_polls_of_survivors_return_false_after_a_kill() -> None:
@@ -587,10 +588,11 @@ def test_polls_of_survivors_return_false_after_a_kill() -> None:
     for _ in range(4):
         with tempfile.TemporaryDirectory() as folder:
             children = [jobs._forked(_be_killed, folder, me, ranks) for me in range(ranks)]
-            time.sleep(chance.uniform(0.3, 0.35))
+            wait_for_files(*(Path(folder, f"sends.{me}") for me in range(ranks)))
+            time.sleep(chance.uniform(0, 0.05))
             victim = chance.randrange(ranks)
             os.kill(children[victim], signal.SIGKILL)
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + 30
             alive = set(children)
             while alive and time.monotonic() < deadline:
                 alive -= {child for child in alive if os.waitpid(child, os.WNOHANG)[0]}

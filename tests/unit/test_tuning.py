@@ -13,7 +13,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import chain, pairwise, product
 from pathlib import Path
@@ -1165,8 +1165,11 @@ def cores_of_threads() -> tuple[list[int], list[list[int]]]:
     with mcr.init(backends=["gloo"]) as comm:
         _meter(comm, job, Effort())
         own = threading.get_native_id()
-        others = [int(name) for name in os.listdir("/proc/self/task") if int(name) != own]
-        return sorted(os.sched_getaffinity(own)), [sorted(os.sched_getaffinity(each)) for each in others]
+        others = []
+        for name in os.listdir("/proc/self/task"):
+            with suppress(ProcessLookupError):  # it has ended
+                others += [sorted(os.sched_getaffinity(int(name)))] if int(name) != own else []
+        return sorted(os.sched_getaffinity(own)), others
 
 
 @pytest.mark.skipif(cores() < 2, reason="needs two cores")

@@ -254,6 +254,7 @@ class Engine:
             work.polled_since = now
             work.next_check = now + work.operation.state.board.first_check
         since = work.polled_since
+        self.waiting.may_yield(now - since)
         if now >= work.next_check:
             work.next_check = now + max(work.operation.state.board.check_every, LONG_WAIT)
             self._check(work, now - since, flushes=False)
@@ -341,6 +342,7 @@ class Engine:
                 self._wait(work, timeout, until_done)
             finally:
                 self.waits.remove(wait)
+                self.waiting.may_yield(0.0)
                 if work.noted is not None:
                     work.noted.ended = time.time_ns()
         if not self.waiting.calm and work.operation.polled:

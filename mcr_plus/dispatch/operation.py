@@ -82,8 +82,7 @@ class Operation:
         if isinstance(channel, FailoverChannel) and not signature.is_p2p:
             self.has_failover = True
             self.backend = channel.library if channel.moved else signature.choice
-        # With failover, whoever makes progress may find that the library has failed.
-        self.inline = not (signature.async_op or on_stream or signature.is_p2p or self.has_failover)
+        self.inline = not (signature.async_op or on_stream or signature.is_p2p)
         # Lists, which `stop_polling` empties under a loop of another thread.
         self.spins = [None] * spins
         self.first = [None] * min(spins, GLANCE if rings else FIRST_POLLS)

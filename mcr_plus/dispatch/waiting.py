@@ -79,6 +79,7 @@ class Waiting:
     Attributes:
         calm: whether a wait may poll at full speed for longer than `FIRST_POLLS`.
         own_cores: whether there are as many cores as ranks. Where there are not, a yield is for a peer.
+        yields: whether polls may yield, in compiled code as well.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Waiting:
         self._oversubscribed = oversubscribed
         self.bells = bells
         self.calm = policy in ("spin", "yield") or (policy == "auto" and not short)
+        self.yields = True
         self._never_calm = not self.calm
         self._relay: Relay | None = None
         self._next_relay, self._relay_every = 0.0, _RELAY_EVERY
@@ -229,9 +231,16 @@ class Waiting:
         self._busy_until = max(self._busy_until, now + self._busy_for)
 
     def _publish(self) -> None:
-        """Publish `calm` to compiled code, which stops yielding until then if a yield has cost the core."""
+        """Tell compiled code whether it may yield; it stops by itself if a yield has cost the core."""
         if self.bells is not None:
-            self.bells.set_calm(self.calm)
+            self.bells.set_calm(self.calm and self.yields)
+
+    def may_yield(self, waited: float) -> None:
+        """Let compiled code yield only at the beginning of a wait, which has taken so many seconds so far."""
+        yields = waited < _YIELD_FOR or self.policy == "yield"
+        if yields != self.yields:
+            self.yields = yields
+            self._publish()
 
     def _too_many_run(self) -> bool:
         if self._loadavg < 0:
@@ -318,6 +327,7 @@ class Pause:
             return
         if policy == "auto" and calm and self._polled and waiting.own_cores and waited < _SPIN_FOR:
             return
+        waiting.may_yield(waited)
         if policy == "yield" or (policy == "auto" and calm and waited < _YIELD_FOR):
             os.sched_yield()
         else:

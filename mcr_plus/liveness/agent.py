@@ -9,13 +9,11 @@ other if that dies, so that the death of an agent is not taken for that of its h
 from __future__ import annotations
 
 import contextlib
-import json
 import mmap
 import os
 import select
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
@@ -23,6 +21,7 @@ from typing import Any, Final
 from mcr_plus.liveness.asking import ask, received
 from mcr_plus.liveness.exchange import HOSTS, ROOM, Datagram, Exchange
 from mcr_plus.liveness.findings import Findings
+from mcr_plus.liveness.order import taken_order
 from mcr_plus.liveness.page import Page
 from mcr_plus.liveness.proc import state_of
 from mcr_plus.liveness.protocol import PERIOD, Heartbeat, State
@@ -166,7 +165,7 @@ class Agent:
             if self._exchange is not None and (answers := self._exchange.receive(data, now)) is not None:
                 self._send_each(answers)
                 continue
-            if (request := self._relay.receive(data)) is not None:
+            if (request := self._relay.receive(data, now)) is not None:
                 if request:
                     ask((pid for pid, _ in self._own.values()), request)
                 continue
@@ -260,7 +259,7 @@ def _run_before_others() -> None:
 
 def main() -> None:
     """Read an order from standard input, and be the agent of this host; the process that was started ends."""
-    order = json.loads(sys.stdin.buffer.read())
+    order = taken_order()
     if os.fork():
         os._exit(0)  # the agent is nobody's child, so no rank has to wait for it
     os.chdir("/")

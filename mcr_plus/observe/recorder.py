@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from mcr_plus.dispatch.observer import Noted
 from mcr_plus.errors import McrError
 from mcr_plus.liveness.asking import EVERYBODY, ask
+from mcr_plus.liveness.relay import SAME_FAILURE
 from mcr_plus.observe.files import default_folder, files_of, make_private, write_dump
 from mcr_plus.observe.flight_record import flight_record
 from mcr_plus.observe.options import dump_folder_of
@@ -34,7 +35,6 @@ _CONSISTENT: Final = 0.05  # seconds of waiting for a moment between two steps
 _TEXT: Final = 500  # characters of an error that the others are told
 _BY_SIGNAL: Final = "SIGUSR2"
 _SAME_DEMAND: Final = 1.0  # seconds within which signals to several ranks are one demand
-_SAME_FAILURE: Final = 10.0  # seconds within which failures of a group on several ranks are one
 
 
 class Recorder:
@@ -139,7 +139,7 @@ class Recorder:
         elif self.folder is not None:
             self._asked.add(name)
             # Ranks that fail at the same time all ask all others.
-            if time.monotonic() - self._failures.get(name, -_SAME_FAILURE) >= _SAME_FAILURE:
+            if time.monotonic() - self._failures.get(name, -SAME_FAILURE) >= SAME_FAILURE:
                 self._try_to_write_for(reason)
                 self._failures[name] = time.monotonic()
 

@@ -13,11 +13,8 @@ import logging
 import os
 import secrets
 import socket
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from mcr_plus.core.environment import package_version
 from mcr_plus.errors import LaunchError
@@ -26,14 +23,12 @@ from mcr_plus.liveness.findings import Findings
 from mcr_plus.membership.rules import Process
 from mcr_plus.rendezvous.memory import made, mapped
 from mcr_plus.rendezvous.network import meeting_address
+from mcr_plus.rendezvous.side_processes import start_once
 from mcr_plus.rendezvous.store import exchange
 
 if TYPE_CHECKING:
     from mcr_plus.core.c10d import Store
 
-_STARTS_WITHIN: Final = 30.0  # seconds
-_ROOT: Final = str(Path(__file__).resolve().parents[2])
-_MAIN: Final = "import sys; sys.path.insert(0, sys.argv[1]); from mcr_plus.liveness.agent import main; main()"
 _log = logging.getLogger("mcr_plus")
 
 
@@ -128,17 +123,10 @@ def _link() -> tuple[socket.socket | None, tuple[str, int] | None]:
 
 def _start(order: dict[str, Any]) -> None:
     """Start the agent of this host."""
-    words = [sys.executable, "-I", "-S", "-c", _MAIN, _ROOT]
-    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    descriptors = [order[name] for name in ("memory", "socket", "requests") if order[name] is not None]
     try:
-        subprocess.run(
-            words,
-            input=json.dumps(order).encode(),
-            check=True,
-            start_new_session=True,
-            pass_fds=[order[name] for name in ("memory", "socket", "requests") if order[name] is not None],
-            timeout=_STARTS_WITHIN,
-            **quiet,
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        _log.warning("no heartbeats with other hosts, so their failures show late: %s", error)
+        problem = start_once("mcr_plus.liveness.agent", order, descriptors)
+    except OSError as error:
+        problem = str(error)
+    if problem:
+        _log.warning("no heartbeats with other hosts, so their failures show late: %s", problem)

@@ -18,11 +18,9 @@ import secrets
 import select
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from torch.distributed import DistError
@@ -35,6 +33,7 @@ from mcr_plus.liveness.keeper import ADD, ANSWER, COMPARE_SET, GET, LEAVE, REQUE
 from mcr_plus.liveness.proc import read_stat
 from mcr_plus.rendezvous.heartbeats import hosts_of
 from mcr_plus.rendezvous.network import meeting_address
+from mcr_plus.rendezvous.side_processes import command, wait_for
 from mcr_plus.rendezvous.store import exchange
 
 if TYPE_CHECKING:
@@ -44,10 +43,6 @@ _MOST: Final = 8  # hosts that have a keeper
 _ANSWERS_WITHIN: Final = 30.0  # seconds
 _LOOK_EVERY: Final = 100  # ms between looks at whether the host is cut off
 _NAP: Final = 0.01
-_ROOT: Final = str(Path(__file__).resolve().parents[2])
-_MAIN: Final = (
-    "import sys; sys.path.insert(0, sys.argv[1]); from mcr_plus.liveness.keeper import main; main()"
-)
 _log = logging.getLogger("mcr_plus")
 
 
@@ -245,7 +240,7 @@ def open_keepers(store: Store, rank: int, processes: Sequence[Process], timeout:
         texts = exchange(store, rank, len(processes), "keepers", mine, timeout)
     finally:
         if started is not None:
-            started.wait()
+            wait_for(started)
     answers = [json.loads(text) for text in texts]
     firsts = [ranks[0] for ranks in hosts[:_MOST]]
     keepers = [
@@ -267,9 +262,8 @@ def _start(
     try:
         listener.bind((address or meeting_address(), 0))
         listener.listen(1024)
-        words = [sys.executable, "-I", "-S", "-c", _MAIN, _ROOT]
         started = subprocess.Popen(
-            words,
+            command("mcr_plus.liveness.keeper"),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

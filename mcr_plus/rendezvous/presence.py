@@ -25,7 +25,6 @@ import termios
 import threading
 import time
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from mcr_plus.core.deadline import Deadline
@@ -36,6 +35,7 @@ from mcr_plus.liveness.proc import read_stat
 from mcr_plus.liveness.witness import REPORT
 from mcr_plus.rendezvous.identity import DIED, STOPPED
 from mcr_plus.rendezvous.network import meeting_address
+from mcr_plus.rendezvous.side_processes import command
 from mcr_plus.rendezvous.signing import address_of
 from mcr_plus.rendezvous.store_release import StoreRelease
 
@@ -52,10 +52,6 @@ _SILENT: Final = 1.5  # seconds in which nothing is acknowledged; the kernel sen
 _CONNECTS_WITHIN: Final = 2.0  # seconds; later only where a firewall drops the request
 _ARRIVES_WITHIN: Final = 1.0  # seconds
 _NAP: Final = 0.001
-_ROOT: Final = str(Path(__file__).resolve().parents[2])
-_MAIN: Final = (
-    "import sys; sys.path.insert(0, sys.argv[1]); from mcr_plus.liveness.witness import main; main()"
-)
 _log = logging.getLogger("mcr_plus")
 _open: list[Presence] = []  # of the present `init` of this process, or the one that has failed last
 
@@ -158,6 +154,13 @@ class Presence:
             self._door = self._witness = None
             self._links.clear()
 
+    def dismiss_witness(self) -> None:
+        """End the witness; the connections stay, because their end would look like that of this process."""
+        with self._lock:
+            witness, self._witness = self._witness, None
+            if witness is not None:
+                witness.close()
+
     def abandon(self) -> None:
         """In a forked child: let go of connections, which would not end with the parent, without a word."""
         self._lock = threading.Lock()  # a thread of the parent may have held it
@@ -217,7 +220,7 @@ class _Witness:
         order |= {"control": its.fileno(), "listener": None if listener is None else listener.fileno()}
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _MAIN, _ROOT],
+                command("mcr_plus.liveness.witness"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -250,6 +253,12 @@ class _Witness:
     def abandon(self) -> None:
         """Let go of it."""
         self._control.close()
+
+
+def dismiss_witness() -> None:
+    """End the process that looks after this one: `init` has failed, and a later stop matters to nobody."""
+    for presence in _open:
+        presence.dismiss_witness()
 
 
 def settle() -> None:

@@ -38,7 +38,7 @@ from mcr_plus.observe.options import observed
 from mcr_plus.observe.publisher import open_publisher
 from mcr_plus.rendezvous.arrivals import STOPPED_FOR
 from mcr_plus.rendezvous.exit_barrier import shutdown_barrier
-from mcr_plus.rendezvous.presence import settle
+from mcr_plus.rendezvous.presence import dismiss_witness, settle
 from mcr_plus.rendezvous.store import (
     exchange,
     job_announced,
@@ -122,6 +122,7 @@ def init(
             else:
                 world = _find_ranks(environment, limit, _grace_of_stops(loaded))
         except McrError:
+            dismiss_witness()
             if isinstance(loaded, ConfigError):  # nearer to the cause
                 raise loaded.with_traceback(None) from None
             raise
@@ -190,6 +191,7 @@ def begin(
         runtime = Runtime(config, world, chosen, loaded, timeout, native=native)
     except PeerLost:  # nobody is waited for
         job.stop_publishing()
+        dismiss_witness()
         raise
     except McrError:
         job.stop_publishing()

@@ -13,22 +13,17 @@ import sys
 import time
 from collections.abc import Callable
 from itertools import count
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Final
 
-import losing
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mcr_plus.liveness import agent as agents
-from mcr_plus.liveness.asking import address_of, opened
 from mcr_plus.liveness.findings import Findings
 from mcr_plus.liveness.proc import read_stat, state_of
 from mcr_plus.liveness.protocol import PERIOD, Finding, Heartbeat, Received, State, distances, silence
-from mcr_plus.rendezvous import heartbeats
-from mcr_plus.rendezvous.memory import made
 from mcr_plus.rendezvous.store_release import release
 
 KEY: Final = b"secret"
@@ -409,42 +404,6 @@ def test_datagrams_that_are_due_while_a_change_is_held_back_follow(
     finally:
         for each in links:
             each.close()
-
-
-_IN_REAL_TIME: Final = "import os; os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))"
-
-
-def test_the_processes_of_an_agent_run_before_other_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tried = subprocess.run([sys.executable, "-c", _IN_REAL_TIME], capture_output=True, text=True, check=False)
-    if tried.returncode:
-        pytest.skip(f"no processes in real time here: {tried.stderr.strip().splitlines()[-1]}")
-    monkeypatch.setenv(losing._MARK, str(tmp_path))  # by which they are found
-    memory, descriptor, _ = made(Findings.size(2), "findings")
-    own = read_stat(os.getpid())
-    assert memory is not None
-    assert descriptor is not None
-    assert own is not None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as link:
-        link.bind(("127.0.0.1", 0))
-        order = {"key": KEY.hex(), "hosts": [[0], [1]], "addresses": [link.getsockname(), None], "me": 0}
-        order |= {"processes": {0: (os.getpid(), own[1])}, "limit": 1.0, "job": "unit", "version": "1"}
-        with opened(address_of("a test")) as requests:
-            order |= {"memory": descriptor, "socket": link.fileno(), "requests": requests.fileno()}
-            heartbeats._start(order)
-    findings = Findings(memory, 2)
-    try:
-        _wait_for(lambda: findings.looked > 0.0 and len(losing.agents(tmp_path)) == 2)
-        for pid in losing.agents(tmp_path):
-            assert os.sched_getscheduler(pid) == os.SCHED_RR
-            assert os.sched_getparam(pid).sched_priority == 1
-        assert os.sched_getscheduler(0) == os.SCHED_OTHER, "the ranks do not"
-    finally:
-        findings.leave(0)  # which ends the agent
-        _wait_for(lambda: not losing.agents(tmp_path))
-        findings.close()
-        os.close(descriptor)
 
 
 def _wait_for(condition: Callable[[], bool]) -> None:

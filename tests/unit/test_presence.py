@@ -217,6 +217,9 @@ def test_a_process_beside_a_rank_says_that_it_is_stopped(monkeypatch: pytest.Mon
         rank_1.wait()
         wait_for(lambda: processes[1].poll() is not None)
         assert first.lost() == {}, "the end of a witness says nothing of its rank"
+        first.dismiss_witness()
+        assert processes[0].poll() is not None
+        assert first.lost() == {}
         second.close()
         first.close()
         assert all(each.poll() is not None for each in processes)

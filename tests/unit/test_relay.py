@@ -22,20 +22,34 @@ def test_all_other_hosts_are_asked_and_each_asks_its_ranks_once() -> None:
     assert [len(each) for each in again] == [0, 2, 0, 2, 0]  # for datagrams that are lost
     for host in (0, 2):
         said = [
-            relays[host].receive(each.data) for each in (*sent, *again[1], *again[3]) if each.host == host
+            relays[host].receive(each.data, 5.0)
+            for each in (*sent, *again[1], *again[3])
+            if each.host == host
         ]
         assert said == ["world\0rank 1: an error", "", ""]
     second = relays[1].ask("\0SIGUSR2", 5.0)  # at the same moment
-    assert relays[0].receive(second[0].data) == "\0SIGUSR2"
-    assert relays[0].receive(sent[0].data) == "", "an old one"
+    assert relays[0].receive(second[0].data, 5.0) == "\0SIGUSR2"
+    assert relays[0].receive(sent[0].data, 5.0) == "", "an old one"
+
+
+def test_a_failure_that_many_ranks_find_is_passed_on_once() -> None:
+    relays = [Relay(3, host, KEY) for host in range(3)]
+    sent = relays[0].ask("world\0rank 0: an error", 5.0)
+    assert relays[0].ask("world\0rank 1: an error", 5.1) == [], "another rank of the host"
+    assert relays[1].receive(sent[0].data, 5.1) == "world\0rank 0: an error"
+    assert relays[1].ask("world\0rank 2: an error", 5.2) == [], "all have been asked by another host"
+    assert len(relays[2].ask("world\0rank 4: an error", 5.2)) == 2, "which this one has not heard yet"
+    assert len(relays[1].ask("tensor\0rank 2: an error", 5.2)) == 2, "another group"
+    assert len(relays[1].ask("*\0SIGUSR2", 5.2)) == len(relays[1].ask("\0SIGUSR2", 5.2)) == 2
+    assert len(relays[1].ask("world\0rank 2: an error", 15.2)) == 2, "another failure"
 
 
 def test_an_agent_that_takes_the_place_of_another_is_heard() -> None:
     first, other = Relay(2, 0, KEY), Relay(2, 1, KEY)
     (asked,) = first.ask("one", 5.0)
-    assert other.receive(asked.data) == "one"
+    assert other.receive(asked.data, 5.0) == "one"
     (asked,) = Relay(2, 0, KEY).ask("two", 5.1)
-    assert other.receive(asked.data) == "two"
+    assert other.receive(asked.data, 5.0) == "two"
 
 
 @pytest.mark.parametrize("fault", ["key", "cut off", "itself", "no host", "changed"])
@@ -46,8 +60,8 @@ def test_requests_of_strangers_count_for_nothing(fault: str) -> None:
         data = data[:20]
     if fault == "changed":
         data = data.replace(b"text", b"tixt")
-    assert Relay(2, 0, KEY).receive(data) == ""
-    assert Relay(2, 0, KEY).receive(b"mcr1" + data) is None, "of another kind"
+    assert Relay(2, 0, KEY).receive(data, 1.0) == ""
+    assert Relay(2, 0, KEY).receive(b"mcr1" + data, 1.0) is None, "of another kind"
 
 
 def test_a_host_whose_agent_takes_no_requests_has_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,6 +194,20 @@ def test_a_yield_that_costs_the_core_is_the_last_before_a_check(bells: list[Bell
     assert may_yield(bells[0].table)
 
 
+@pytest.mark.parametrize("policy", ["auto", "yield"])
+def test_polls_yield_at_the_beginning_of_a_wait_alone(policy: Any, bells: list[Bells]) -> None:
+    """Ranks that yield all the time can starve others (decision 16); `wait: yield` wants it."""
+    found = waiting(policy, bells=bells[0])
+    found.own_cores = False
+    pause = Pause(found, True, False, RANKS)
+    for waited, yields in ((0.001, True), (0.003, policy == "yield"), (0.001, True)):
+        pause.idle(waited)  # a wait of the engine
+        found.check_load(100.0, 0.0, 0.0)
+        assert found.yields == may_yield(bells[0].table) == yields
+    found.may_yield(0.003)  # the program polls
+    assert found.yields == may_yield(bells[0].table) == (policy == "yield")
+
+
 def test_more_threads_than_cores_end_the_calm_for_a_while(tmp_path: Path) -> None:
     found = waiting()
     found.check_load(100.0, 0.0, 0.0)

@@ -9,7 +9,7 @@ import torch
 from mcr_plus.core.kinds import IN_PLACE, SAME_RESULT
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.dispatch.failover.rules import Operation
-from mcr_plus.dispatch.failover.state import TensorState, WeakTensor
+from mcr_plus.dispatch.failover.state import Copy, TensorState, WeakTensor, nbytes_of, restored
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from mcr_plus.dispatch.failover.channel import Binding, FailoverChannel
 
 Tensors = tuple[torch.Tensor, ...]
+Copies = tuple[Copy, ...]
 
 
 class Attempt:
@@ -35,10 +36,17 @@ class Attempt:
     """
 
     __slots__ = (
-        "_channel", "_copies", "_inputs", "_is_overwritten", "_outputs", "_result", "_states", "_watched",
-        "_weak", "binding", "error", "gate", "is_done", "kept_bytes", "library", "message", "number", "poll",
-        "second",
+        "__dict__", "_channel", "_copies", "_inputs", "_outputs", "_states", "_watched", "binding", "is_done",
+        "kept_bytes", "library", "message", "number", "poll",
     )  # fmt: skip
+
+    # Defaults of what few operations need, which the constructor does not set.
+    second: Message | None = None
+    gate: Poll | None = None
+    error: Exception | None = None
+    _is_overwritten = False  # the inputs, and the copies of them are gone
+    _result: torch.Tensor | None = None
+    _weak: tuple[tuple[WeakTensor, ...], ...] = ()  # inputs and outputs that are not kept alive
 
     def __init__(self, channel: FailoverChannel, binding: Binding, message: Message, number: int) -> None:
         self._channel = channel
@@ -47,23 +55,30 @@ class Attempt:
         self.number = number
         self.library = channel.library
         self.poll: Poll | None = None
-        self.second: Message | None = None
-        self.gate: Poll | None = None
-        self.error: Exception | None = None
         self.is_done = False
-        self.kept_bytes = 0
         # The message lets go of its tensors once the operation is complete.
         self._inputs: Tensors = message.inputs
         self._outputs: Tensors = message.outputs
-        self._copies: Tensors | None = None
-        self._is_overwritten = False  # the inputs, and the copies of them are gone
-        self._result: torch.Tensor | None = None
-        self._weak: tuple[tuple[WeakTensor, ...], ...] = ()  # inputs and outputs that are not kept alive
-        self._watched: Tensors = ()
-        self._states: list[TensorState] = []
+        self._copies: Copies | None = None
 
     def __call__(self) -> bool:
-        """See `Poll`; under the engine's lock."""
+        """See `Poll`; of a synchronous operation without the engine's lock, while its library works."""
+        channel, poll = self._channel, self.poll
+        if poll is None or channel.moved:
+            with channel.lock:
+                return self._poll_on()
+        try:
+            if not poll():
+                return False
+        except Exception as error:
+            with channel.lock:
+                channel.on_error(self, error)
+            return False
+        channel.on_complete(self)
+        return True
+
+    def _poll_on(self) -> bool:
+        """Go on with a failure, or poll the second library."""
         if self.poll is None:
             self._channel.advance()
             if self.error is not None:
@@ -78,7 +93,7 @@ class Attempt:
         self._channel.on_complete(self)
         return True
 
-    def keep_inputs(self, copied: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def keep_inputs(self, copied: Callable[[torch.Tensor], Copy]) -> None:
         """Copy the inputs if they will be overwritten; before the library has them."""
         message = self.message
         if message.codec is not None or _is_in_place(message):
@@ -97,7 +112,14 @@ class Attempt:
     def complete(self) -> None:
         """Note that it is complete, and what its tensors are like now."""
         self.is_done, self.poll = True, None
-        self.kept_bytes = sum(each.nbytes for each in (*self.tensors, *(self._copies or ())))
+        kept = 0  # in loops, as a generator takes half a microsecond
+        for each in self._inputs:
+            kept += each.nbytes
+        for each in self._outputs:
+            kept += each.nbytes
+        for copy in self._copies or ():
+            kept += nbytes_of(copy)
+        self.kept_bytes = kept
 
     def note_state(self, writes: dict[int, int]) -> None:
         """Note what its tensors are like, now that it is complete; copied inputs do not matter."""
@@ -128,17 +150,20 @@ class Attempt:
         ]
         self._weak = ()
 
-    def let_go(self) -> Tensors:
+    def let_go(self) -> Copies:
         """Let go of the tensors; returns the copies, which are free."""
         copies = self.give_copies()
-        self._inputs = self._outputs = self._watched = self._weak = ()
-        self._result = None
+        self._inputs = self._outputs = self._watched = ()
+        if self._weak:
+            self._weak = ()
+        if self._result is not None:
+            self._result = None
         return copies
 
-    def give_copies(self) -> Tensors:
+    def give_copies(self) -> Copies:
         """Let go of the copies, and return them: the operation can run again no more."""
         copies, self._copies = self._copies or (), None
-        self.kept_bytes -= sum(each.nbytes for each in copies)
+        self.kept_bytes -= sum(map(nbytes_of, copies))
         self._is_overwritten |= bool(copies)
         return copies
 
@@ -169,11 +194,12 @@ class Attempt:
         If the operation is complete here, its result goes to other memory.
         """
         inputs, outputs = self._inputs, self._outputs
+        kept = self._copies or ()
+        copies = tuple(restored(copy, tensor) for tensor, copy in zip(inputs, kept, strict=False))
         if not self.is_done:
-            for tensor, copy in zip(inputs, self._copies or (), strict=False):
+            for tensor, copy in zip(inputs, copies, strict=False):
                 tensor.copy_(copy)
             return self._message(signature, inputs, outputs)
-        copies = self._copies or ()
         own = {id(tensor): copy for tensor, copy in zip(inputs, copies, strict=True)}
         return self._message(
             signature, copies, tuple(own.get(id(each), torch.empty_like(each)) for each in outputs)
@@ -204,5 +230,8 @@ def _is_in_place(message: Message) -> bool:
     # An all_reduce of gradients may have its result elsewhere.
     if kind in IN_PLACE and (kind != "all_reduce" or message.inputs[0] is message.outputs[0]):
         return True
-    used = {each.untyped_storage().data_ptr() for each in message.outputs}
-    return any(each.untyped_storage().data_ptr() in used for each in message.inputs)
+    used = [each.untyped_storage().data_ptr() for each in message.outputs]
+    for each in message.inputs:  # noqa: SIM110 - a generator takes half a microsecond
+        if each.untyped_storage().data_ptr() in used:
+            return True
+    return False

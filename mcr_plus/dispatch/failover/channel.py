@@ -62,6 +62,7 @@ class FailoverChannel(Channel):
     Attributes:
         slot: where the engine has this channel.
         library: that runs operations now; `moved`: it is the second one.
+        lock: the engine's.
         why: the last failure.
     """
 
@@ -80,6 +81,7 @@ class FailoverChannel(Channel):
         self._first, self._own = slot.backend, slot.channel
         self._state, self._board, self._store, self._engine = state, state.board, store, engine
         self._group = state.group
+        self.lock = engine.lock
         self._second = SecondLibrary(second, spare, state.group.rank)
         self.closes_alone = self._own.closes_alone and spare.closes_alone
         self.outlives_library = self._own.outlives_library or spare.outlives_library
@@ -183,7 +185,11 @@ class FailoverChannel(Channel):
                 binding.start, binding.generation = self._own.bind(binding.signature), self._generation
             attempt.poll = binding.start(attempt.message)
         except Exception as error:
-            self.on_error(attempt, error)
+            with self.lock:
+                self.on_error(attempt, error)
+            return
+        if self._stage != "works":  # another thread has stopped it meanwhile, and may not have seen this one
+            attempt.poll = None
 
     def on_complete(self, attempt: Attempt) -> None:
         """Keep a complete operation for a while, as other ranks may need it again."""
@@ -255,7 +261,8 @@ class FailoverChannel(Channel):
 
     def _running_here(self) -> list[Attempt]:
         """The operations in flight on the library itself: others may still run on the second one."""
-        return [each for each in self._open.values() if each.library == self._first.name]
+        # A synchronous operation may end meanwhile, in another thread.
+        return [each for each in list(self._open.values()) if each.library == self._first.name]
 
     def tick(self) -> None:
         """Look for failures, and go on with what waits; often, and under the engine's lock."""
@@ -363,7 +370,7 @@ class FailoverChannel(Channel):
         )
         self._stage = "works"
         self._queue.clear()
-        for attempt in self._open.values():
+        for attempt in list(self._open.values()):
             if attempt.poll is None or attempt.library != self._first.name:
                 attempt.poll, attempt.error = None, self._refused
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
+from mcr_plus.dispatch.failover.state import Copy, copy_of
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
@@ -60,8 +62,10 @@ class Kept:
                     attempt.weaken()
                 self._nbytes += attempt.kept_bytes
 
-    def _take_back(self, copies: Iterable[torch.Tensor]) -> None:
+    def _take_back(self, copies: Iterable[Copy]) -> None:
         for copy in copies:
+            if isinstance(copy, bytes):
+                continue
             free = self._free.setdefault(copy.nbytes, [])
             if len(free) < _FREE and copy.numel():
                 free.append(copy.view(-1))
@@ -70,11 +74,11 @@ class Kept:
             self._free.clear()
             self._free_nbytes = 0
 
-    def copied(self, tensor: torch.Tensor) -> torch.Tensor:
+    def copied(self, tensor: torch.Tensor) -> Copy:
         """A copy, in the memory of a former one if there is some: new memory is slow."""
         free = self._free.get(tensor.nbytes)
         if not free:
-            return tensor.clone()
+            return copy_of(tensor)
         self._free_nbytes -= tensor.nbytes
         return free.pop().view(tensor.dtype).view(tensor.shape).copy_(tensor)
 

@@ -21,6 +21,7 @@ from typing import Annotated, Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "common"))  # what the examples share
 
+import command_line
 import numpy as np
 import torch
 import typer
@@ -229,4 +230,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    command_line.run(main)

@@ -25,6 +25,7 @@ from typing import Annotated, Literal, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "common"))  # what the examples share
 
+import command_line
 import numpy as np
 import torch
 import typer
@@ -313,4 +314,4 @@ def _choices(result: Result, config: Path | None) -> list[str]:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    command_line.run(main)

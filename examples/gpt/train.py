@@ -18,6 +18,7 @@ from typing import Annotated
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "common"))  # what the examples share
 
+import command_line
 import elastic
 import options
 import outer_steps
@@ -111,4 +112,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    command_line.run(main)

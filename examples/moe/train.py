@@ -15,6 +15,7 @@ from typing import Annotated
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "common"))  # what the examples share
 
+import command_line
 import options
 import typer
 from comparing import ROUNDS
@@ -78,4 +79,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    command_line.run(main)

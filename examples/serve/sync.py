@@ -17,6 +17,7 @@ from typing import Annotated
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "common"))  # what the examples share
 
+import command_line
 import torch
 import typer
 from corpus import read_corpus
@@ -95,4 +96,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    command_line.run(main)

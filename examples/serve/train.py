@@ -21,6 +21,7 @@ from typing import Annotated, Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "common"))  # what the examples share
 
+import command_line
 import options
 import torch
 import typer
@@ -331,4 +332,4 @@ def _sides(ranks: int, servers: int | None) -> tuple[list[int], list[int]]:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    command_line.run(main)

@@ -74,7 +74,7 @@ def shrink(
     runtime = _own_world("shrink", "mcr.shrink_group")
     seconds = seconds_of(timeout)
     problem = _problem(runtime, dead, min_ranks)
-    named = () if problem else tuple(map(operator.index, dead or ()))
+    named = () if problem else tuple(map(operator.index, () if dead is None else dead))
     proposal = Proposal(named=named, least=None if problem else min_ranks, problem=problem)
     with inheriting(runtime) as inheritance:
         new, _ = leave_epoch(runtime, proposal, seconds, "shrink")
@@ -95,7 +95,11 @@ def _problem(runtime: Runtime, dead: Sequence[int] | None, least: int | None) ->
     size = runtime.world.size
     if least is not None and not (isinstance(least, int) and 1 <= least <= size):
         return f"min_ranks: expected a number of ranks from 1 to {size}, got {least!r}"
-    for rank in dead or ():
+    try:
+        ranks = () if dead is None else tuple(dead)
+    except TypeError:
+        return f"dead: expected ranks from 0 to {size - 1}, got {dead!r}"
+    for rank in ranks:
         if not (hasattr(rank, "__index__") and 0 <= rank < size):
             return f"dead: expected ranks from 0 to {size - 1}, got {rank!r}"
         if rank == runtime.world.rank:

@@ -256,11 +256,11 @@ class Roster:
                 continue
             try:
                 asked = json.loads(self.root.get(key))
-                process = Process(*asked["process"])
+                process, passport = Process(*asked["process"]), dict(asked["passport"])
             except (LaunchError, ValueError, TypeError, KeyError):  # of another program
                 self._refused.add(number)
                 continue
-            if (problem := _difference(self.passport, asked["passport"])) is not None:
+            if (problem := _difference(self.passport, passport)) is not None:
                 self._refused.add(number)
                 self.root.set(f"{key}/refused", problem)
             else:

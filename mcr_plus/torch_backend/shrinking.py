@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from mcr_plus.core.c10d import PrefixStore, ProcessGroup
-from mcr_plus.errors import InvalidArgument
+from mcr_plus.errors import InvalidArgument, NotInitialized
 from mcr_plus.torch_backend.jobs import torch_job
 from mcr_plus.torch_backend.living_group import SHRINK_ABORT, SHRINK_DEFAULT, LivingGroup
 
@@ -36,6 +36,7 @@ def shrink_group(
         TypeError: `ranks_to_exclude` is no list of ranks, or `group` is of another backend.
         InvalidArgument: a rank is not in the group, is there twice, is this rank itself, or has called this;
             nobody would be left, or nobody is excluded; the flags are unknown.
+        NotInitialized: `group` is None, and torch.distributed has no default group.
         Unsupported: `pg_options` are given.
         CommTimeout: a rank that is not excluded has not called this in time. As with the next error, the
             group stays as it is, and all may call this again.
@@ -51,6 +52,10 @@ def shrink_group(
             group = mcr.shrink_group(list(lost.ranks))
         ```
     """
+    if group is None and not dist.is_initialized():
+        raise NotInitialized(
+            "shrink_group: torch.distributed has no default group; for a world of mcr.init, use mcr.shrink"
+        )
     target = distributed_c10d._get_default_group() if group is None else group
     if not isinstance(ranks_to_exclude, list) or not all(isinstance(rank, int) for rank in ranks_to_exclude):
         raise TypeError(f"ranks_to_exclude: expected a list of ranks, got {ranks_to_exclude!r}")

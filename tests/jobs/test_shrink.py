@@ -77,6 +77,7 @@ def test_wrong_arguments_are_refused_on_all_ranks_and_change_nothing() -> None:
             "InvalidArgument: shrink: rank 0: dead: rank 1 is running",
             "InvalidArgument: shrink: rank 2: dead: 2 is this rank itself",
             "InvalidArgument: shrink: rank 1: dead: expected ranks from 0 to 2, got 7",
+            "InvalidArgument: shrink: rank 0: dead: expected ranks from 0 to 2, got 1",
             "InvalidArgument: shrink: rank 1: min_ranks: expected a number of ranks from 1 to 3, got 4",
             "InvalidArgument: shrink: rank 0: min_ranks: expected a number of ranks from 1 to 3, got 0",
             "InvalidArgument: timeout: expected a duration such as 300s or a number of seconds, got 'soon'",

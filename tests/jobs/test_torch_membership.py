@@ -97,7 +97,7 @@ def test_wrong_arguments_change_nothing() -> None:
             "none": "InvalidArgument", "type": "TypeError", "text": "TypeError", "outside": "InvalidArgument",
             "twice": "InvalidArgument", "all": "InvalidArgument", "own": "InvalidArgument",
             "flags": "InvalidArgument", "options": "Unsupported", "part": "Unsupported",
-            "shrink": "NotInitialized", "reconfigure": "NotInitialized",
+            "shrink": "NotInitialized", "reconfigure": "NotInitialized", "ended": "NotInitialized",
         }  # fmt: skip
         assert value["supports"] == [True, True]
         assert value["sum"] == 3.0

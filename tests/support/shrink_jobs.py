@@ -234,6 +234,7 @@ def with_wrong_arguments() -> dict[str, Any]:
         {"dead": [1]} if rank == 0 else {},
         {"dead": [rank]} if rank == 2 else {},
         {"dead": [7]} if rank == 1 else {},
+        {"dead": 1} if rank == 0 else {},
         {"min_ranks": 4} if rank == 1 else {},
         {"min_ranks": 0} if rank == 0 else {},
         {"timeout": "soon"},

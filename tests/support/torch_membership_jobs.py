@@ -198,4 +198,5 @@ def wrong_arguments() -> dict[str, Any]:
         "supports": [group.supports_shrinking, group.supports_reconfigure],
     }
     dist.destroy_process_group()
+    texts["ended"] = _error(lambda: mcr.shrink_group([1]))
     return result

@@ -99,6 +99,26 @@ def test_a_process_that_died_before_its_request_was_written_holds_up_nobody() ->
     assert set(member.newcomers().values()) == {NEWCOMER, MEMBERS[2]}
 
 
+@pytest.mark.parametrize("what", ["mcr_plus", "torch", "the configuration", "the model", "the optimizer"])
+def test_a_newcomer_that_differs_is_refused_by_name(what: str) -> None:
+    passport = dict.fromkeys(("mcr_plus", "torch", "the configuration", "the model", "the optimizer"), "1")
+    store = HashStore()
+    member = Roster(store, 0, MEMBERS, 0, passport)
+    refused = rf"has not taken this process in: {what} is '2' here and '1' in the job"
+    with pytest.raises(LaunchError, match=refused):
+        join(store, NEWCOMER, {**passport, what: "2"}, 5.0, lambda _: bool(member.newcomers()))
+    assert member.newcomers() == {}
+
+
+def test_a_request_of_another_form_disturbs_nobody() -> None:
+    store = HashStore()
+    store.add("newcomers", 3)
+    store.set("newcomer/0", json.dumps({"process": NEWCOMER}))
+    store.set("newcomer/1", json.dumps({"process": NEWCOMER, "passport": 3}))
+    ask(store, 2, NEWCOMER)
+    assert roster(store, 0).newcomers() == {2: NEWCOMER}
+
+
 def test_a_process_may_ask_again_after_it_was_lost() -> None:
     store = HashStore()
     store.add("newcomers", 1)

@@ -63,3 +63,13 @@ def test_no_module_hides_a_public_name() -> None:
         path.name for path in folder.iterdir() if path.is_dir()
     }
     assert modules.isdisjoint(mcr.__all__)
+
+
+def test_shrink_group_takes_what_torchs_takes() -> None:
+    dist = pytest.importorskip("torch.distributed")
+    if not hasattr(dist, "shrink_group"):
+        pytest.skip("torch's came with 2.9")
+    theirs, ours = (inspect.signature(each).parameters for each in (dist.shrink_group, mcr.shrink_group))
+    assert [(name, each.default, each.kind) for name, each in ours.items()] == [
+        (name, each.default, each.kind) for name, each in theirs.items()
+    ]

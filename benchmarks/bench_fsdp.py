@@ -1,7 +1,7 @@
 """An FSDP2 model on two hosts: its steps and its loss with codecs of `mcr.fsdp`, beside gloo.
 
     python benchmarks/bench_fsdp.py --rate 1gbit --steps 300 --seeds 2
-    python benchmarks/bench_fsdp.py --hidden 512 --sequence 16 --windows 1           # the wire takes most of a step
+    python benchmarks/bench_fsdp.py --hidden 512 --sequence 16 --windows 1   # bound by the wire
     python benchmarks/bench_fsdp.py --dtype bfloat16 --lr 1e-6 --ways 'mcr_plus;delta, int8_block'
 
 The transformer of examples/gpt is sharded by `fully_shard`, block by block, over two ranks on two hosts

@@ -12,7 +12,8 @@ Bytes are counted as in bench_local.py.
 "Windows": from the end of the first window of `--every` steps to the end of the last but one, in which both
 send and apply each fragment as often. "To the end": all steps, and `finish()` of mcr.local, which sends what
 each rank has learned since its fragments were sent last, so that the models are equal. torchft has nothing
-like it: its ranks end with models of their own. Ways take turns, each round in another order.
+like it: its ranks end with models of their own. "Processor": of all threads of rank 0 in a step of the run,
+which other work on the machine changes little. Ways take turns, each round in another order.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ HEAD: Final = [
     "to torchft's",
     "bytes/token",
     "to torchft's",
-    "waiting",
-    "outer steps",
+    "processor, ms a step",
+    "alone, ms",
     "tokens/s to the end",
     "to torchft's",
     "bytes/token to the end",
@@ -186,7 +187,6 @@ def in_windows(report: dict[str, Any], every: int) -> tuple[float, float]:
     first, last = every - 1, len(report["losses"]) - every - 1
     tokens = report["tokens"] * (last - first)
     seconds, sent = (report[name][last] - report[name][first] for name in ("seconds", "sent"))
-    # `sent` is of all ranks together at the end of the job, but rank 0's clock is the only one.
     return tokens / seconds, sent / tokens
 
 
@@ -197,8 +197,9 @@ def speed_rows(found: Mapping[str, Sequence[dict[str, Any]]], rate: str, every: 
     ends = {way: mean(each["tokens_per_second"] for each in runs) for way, runs in found.items()}
     rows = []
     for way, runs in found.items():
-        seconds = mean(each["seconds"][-1] for each in runs)
-        parts = [f"{mean(each[part] for each in runs) / seconds:.1%}" for part in ("waiting", "outer")]
+        parts = [
+            f"{1e3 * mean(each[part] for each in runs):.1f}" for part in ("processor", "processor_alone")
+        ]
         rows.append(
             [
                 way,
@@ -207,7 +208,7 @@ def speed_rows(found: Mapping[str, Sequence[dict[str, Any]]], rate: str, every: 
                 f"{means[way][0] / means[TORCHFT][0]:.3f}",
                 f"{means[way][1]:,.0f}",
                 f"{means[way][1] / means[TORCHFT][1]:.3f}",
-                *([""] * 2 if way == TORCHFT else parts),
+                *parts,
                 " ".join(f"{each['tokens_per_second']:.0f}" for each in runs),
                 f"{ends[way] / ends[TORCHFT]:.3f}",
                 f"{mean(each['bytes_per_token'] for each in runs):,.0f}",

@@ -4,8 +4,8 @@
     python benchmarks/bench_sync.py --only-soak --soak 10000    or --only-signatures
 
 A bfloat16 copy of the GPT example is trained for some steps, then with AdamW at learning rates as in
-reinforcement learning; every step is a version. One host trains, the other receives, over a link of the rate.
-Seconds last from the call on the source until the receiver has the weights, in the median of the versions;
+reinforcement learning; every step is a version. One host trains, the others receive, over links of the rate.
+Seconds last from the call on the source until all receivers have the weights, in the median of the versions;
 every version is compared bit for bit. Encoders of the others are written here: positions in 32 bits and
 values (vLLM, TRL), gaps in 16 bits and values (slime), also with zstd where `zstandard` is installed.
 """
@@ -32,8 +32,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import typer
+from bench_local import joined
 from harness import ROOT, Output
-from two_hosts import TwoHosts, need_two_hosts
+from two_hosts import need_two_hosts
 
 import mcr_plus as mcr
 from mcr_plus.kernels import delta
@@ -176,7 +177,7 @@ def _send(parts: Encoded | None) -> Encoded:
     return arrived
 
 
-def on_two_hosts(path: str) -> list[dict[str, Any]] | None:
+def on_hosts(path: str) -> list[dict[str, Any]] | None:
     """Bytes and seconds of every way at every learning rate; rank 0's answer."""
     torch.set_num_threads(1)
     with mcr.init(backends=["gloo"]) as comm:
@@ -411,52 +412,49 @@ def main(
     soak: Annotated[int, typer.Option(help="Versions with injected damage and restarts; 0 for none.")] = 2000,
     only_soak: Annotated[bool, typer.Option(help="Nothing but those versions, on one host.")] = False,
     only_signatures: Annotated[bool, typer.Option(help="Nothing but the cost of signatures.")] = False,
+    hosts: Annotated[int, typer.Option(min=2, help="The first has the weights.")] = 2,
     rounds: Annotated[int, typer.Option(help="Of the kernels.")] = 7,
     output: Output = None,
 ) -> None:
     """Measure, print, and write a report."""
     parts = []
     if only_soak:
-        parts.append(_soak(soak))
-        print(parts[0])
-        if output is not None:
-            title, note = "Weight synchronisation with damage and restarts", "Two ranks on one host, gloo."
-            harness.write(harness.page(title, harness.command(), note, *parts), output)
-        return
+        title, note = "Weight synchronisation with damage and restarts", "Two ranks on one host, gloo."
+        return _report(title, note, [_soak(soak)], output)
     if only_signatures:
-        parts.append(_signatures(rounds))
-        print(parts[0])
-        if output is not None:
-            harness.write(harness.page("Signatures of weights", harness.command(), "", *parts), output)
-        return
+        return _report("Signatures of weights", "", [_signatures(rounds)], output)
     need_two_hosts()
     with tempfile.TemporaryDirectory() as folder:
         path = kept or Path(folder, "versions.pt")
         if not path.exists():
             path.with_suffix(".json").write_text(json.dumps(train(steps, versions, hidden, path)))
-        made = json.loads(path.with_suffix(".json").read_text())
+        done = json.loads(path.with_suffix(".json").read_text())
         notes = (
-            f"{made['parameters']:,} parameters, {made['steps']} steps at 5e-4: loss {made['loss'][0]:.3f} → "
-            f"{made['loss'][1]:.3f} nats per byte, means of the first and the last tenth. "
+            f"{done['parameters']:,} parameters, {done['steps']} steps at 5e-4: loss {done['loss'][0]:.3f} → "
+            f"{done['loss'][1]:.3f} nats per byte, means of the first and the last tenth. "
         )
         head = ["density", "dense / bytes", "bytes / change", "encode GB/s", "apply", "digest alone", "copy"]
         parts.append("## Kernels, bfloat16, one thread\n\n" + harness.markdown(head, kernels(rounds)))
         for each in rate or ["100mbit", "1gbit"]:
-            with TwoHosts(each) as hosts:
-                rows = harness.on_ranks(harness.on_both(hosts), on_two_hosts, str(path))
-            parts.append(f"## Two hosts, {each}\n\n" + harness.markdown(*_table(rows)))
+            with joined(hosts, each) as made:
+                rows = harness.on_ranks(harness.on_both(made), on_hosts, str(path))
+            parts.append(f"## {hosts} hosts, {each}\n\n" + harness.markdown(*_table(rows)))
         parts.append(_signatures(rounds))
         if soak:
             parts.append(_soak(soak))
-    for part in parts:
-        print(part, "\n")
     zstd = "" if zstandard is not None else "zstd is not installed, and left out. "
     note = (
         f"{notes}Learning rates emulate those of reinforcement learning; no such run was made. Densities are "
-        f"measured. {zstd}Both hosts are one machine, and share its two cores and its clock."
+        f"measured. {zstd}All hosts are one machine, and share its two cores and its clock."
     )
+    return _report("Weight synchronisation", note, parts, output)
+
+
+def _report(title: str, note: str, parts: Sequence[str], output: Path | None) -> None:
+    for part in parts:
+        print(part, "\n")
     if output is not None:
-        harness.write(harness.page("Weight synchronisation", harness.command(), note, *parts), output)
+        harness.write(harness.page(title, harness.command(), note, *parts), output)
 
 
 def _soak(count: int) -> str:

@@ -7,7 +7,13 @@ Two network namespaces joined by a link of a rate, one rank on each; the transfo
 send the same fragments after the same steps, with the outer optimizer of DiLoCo (SGD, 0.7, Nesterov momentum
 0.9), over gloo; torchft with buckets. *Quality*: a small GPT (0.25 million parameters), and *speed*: one of
 12.7 million, as in bench_local.py. torchft has no warm-up, so gradients are averaged for it by torch.
-Utilization, bytes and tokens/s are counted as in bench_local.py.
+Bytes are counted as in bench_local.py.
+
+"Windows": from the end of the first window of `--every` steps to the end of the last but one, in which both
+send and apply each fragment as often. "To the end": all steps, and `finish()` of mcr.local, which sends what
+each rank has learned since its fragments were sent last, so that the models are equal. torchft has nothing
+like it: its ranks end with models of their own. "Processor": of all threads of rank 0 in a step of the run,
+which other work on the machine changes little. Ways take turns, each round in another order.
 """
 
 from __future__ import annotations
@@ -17,8 +23,9 @@ import importlib
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from importlib.metadata import version
 from statistics import mean
 from typing import Annotated, Any, Final
@@ -43,6 +50,19 @@ from transformer import LanguageModel, Shape
 
 TORCHFT: Final = "torchft"
 WAYS: Final = (TORCHFT, "local", "local int4")
+HEAD: Final = [
+    "way",
+    "link",
+    "tokens/s in windows",
+    "to torchft's",
+    "bytes/token",
+    "to torchft's",
+    "processor, ms a step",
+    "alone, ms",
+    "tokens/s to the end",
+    "to torchft's",
+    "bytes/token to the end",
+]
 MINUTES: Final = timedelta(minutes=1)
 LIMIT_S: Final = 3000.0
 
@@ -162,6 +182,41 @@ def trained(way: str, words: Sequence[str], settings: dict[str, Any]) -> dict[st
     return outcome.document() if int(os.environ["RANK"]) == 0 else None
 
 
+def in_windows(report: dict[str, Any], every: int) -> tuple[float, float]:
+    """Tokens/s of all ranks, and their bytes per token, between the first and the last window."""
+    first, last = every - 1, len(report["losses"]) - every - 1
+    tokens = report["tokens"] * (last - first)
+    seconds, sent = (report[name][last] - report[name][first] for name in ("seconds", "sent"))
+    return tokens / seconds, sent / tokens
+
+
+def speed_rows(found: Mapping[str, Sequence[dict[str, Any]]], rate: str, every: int) -> list[list[str]]:
+    """Lines of the table of speeds: of each round, and means relative to torchft's."""
+    windows = {way: [in_windows(each, every) for each in runs] for way, runs in found.items()}
+    means = {way: [mean(column) for column in zip(*pairs, strict=True)] for way, pairs in windows.items()}
+    ends = {way: mean(each["tokens_per_second"] for each in runs) for way, runs in found.items()}
+    rows = []
+    for way, runs in found.items():
+        parts = [
+            f"{1e3 * mean(each[part] for each in runs):.1f}" for part in ("processor", "processor_alone")
+        ]
+        rows.append(
+            [
+                way,
+                rate,
+                " ".join(f"{speed:.0f}" for speed, _ in windows[way]),
+                f"{means[way][0] / means[TORCHFT][0]:.3f}",
+                f"{means[way][1]:,.0f}",
+                f"{means[way][1] / means[TORCHFT][1]:.3f}",
+                *parts,
+                " ".join(f"{each['tokens_per_second']:.0f}" for each in runs),
+                f"{ends[way] / ends[TORCHFT]:.3f}",
+                f"{mean(each['bytes_per_token'] for each in runs):,.0f}",
+            ]
+        )
+    return rows
+
+
 @harness.program
 def main(
     rates: Annotated[list[str], typer.Option(default_factory=lambda: ["100mbit", "1gbit"])],
@@ -174,11 +229,15 @@ def main(
     fragments: Annotated[int, typer.Option(min=1)] = 4,
     delay: Annotated[int, typer.Option(min=0)] = 20,
     mix: float = 1.0,
+    ways: str = ",".join(WAYS),
     rounds: Annotated[int, typer.Option(min=1, help="Of each way where speed is measured, in turns.")] = 2,
     hardware: Hardware = HARDWARE,
     output: Dated = None,
 ) -> None:
     need_two_hosts()
+    names = harness.chosen(ways.split(","), WAYS, "way")
+    if TORCHFT not in names:
+        names.insert(0, TORCHFT)
 
     def run(way: str, rate: str, words: Sequence[str], **settings: Any) -> dict[str, Any]:
         with TwoHosts(rate) as hosts:
@@ -195,7 +254,7 @@ def main(
     parts = []
     quality: dict[str, list[dict[str, Any]]] = {}
     for seed in range(seeds):
-        for way in ("ddp", *WAYS):
+        for way in ("ddp", *names):
             common = {"steps": quality_steps, "seed": seed, "warmup": warmup, "mix": mix}
             report = run(way, "1gbit", SMALL, every=quality_every, fragments=2, delay=1, **common)
             quality.setdefault(way, []).append(report)
@@ -216,30 +275,20 @@ def main(
         ]
     rows = []
     for rate in rates:
-        found: dict[str, list[dict[str, Any]]] = {}
-        for _ in range(rounds):
-            for way in WAYS:
-                common = {"steps": steps, "seed": 0, "every": every, "fragments": fragments}
-                found.setdefault(way, []).append(run(way, rate, LARGE, delay=delay, mix=mix, **common))
-        plain = mean(each["tokens_per_second"] for each in found[TORCHFT])
-        compute = min(each["compute"] for runs in found.values() for each in runs)
-        for way, runs in found.items():
-            speeds = [each["tokens_per_second"] for each in runs]
-            rows.append(
-                [
-                    way,
-                    rate,
-                    " ".join(f"{each:.0f}" for each in speeds),
-                    f"{mean(speeds) / plain:.2f}",
-                    f"{mean(min(1.0, compute * steps / each['seconds'][-1]) for each in runs):.1%}",
-                    f"{mean(each['bytes_per_token'] for each in runs):,.0f}",
-                ]
-            )
+        settings = {
+            "steps": steps,
+            "seed": 0,
+            "every": every,
+            "fragments": fragments,
+            "delay": delay,
+            "mix": mix,
+        }
+        turns = {way: partial(run, way, rate, LARGE, **settings) for way in names}
+        rows += speed_rows(harness.in_turns(turns, rounds, lambda turn: turn()), rate, every)
     if rows:
-        head = ["way", "link", "tokens/s", "to torchft's", "utilization", "bytes/token"]
         parts += [
             f"## Speed: 12.7 million parameters, every {every}, {fragments} fragments, delay {delay}",
-            harness.markdown(head, rows),
+            harness.markdown(HEAD, rows),
         ]
     note = (
         f"torchft-nightly {version('torchft-nightly')}; mix {mix:g}; a small model and emulated links (tbf)"

@@ -21,9 +21,9 @@ from typing import Annotated, Any, Final, TypeVar
 import torch
 import torch.distributed as dist
 import typer
+from hosts import Hosts
 from rich.console import Console
 from rich.table import Table
-from two_hosts import TwoHosts
 
 import mcr_plus as mcr
 from mcr_plus.core.c10d import HashStore, PrefixStore
@@ -108,8 +108,8 @@ def here(ranks: int, python: str = sys.executable, prefix: Sequence[str] = ()) -
     return lambda words: run([*prefix, python, "-m", "mcr_plus.cli.main", "run", "-n", str(ranks), *words])
 
 
-def on_both(hosts: TwoHosts, **options: Any) -> Launch:
-    """Starts programs on two hosts; `options` as of `TwoHosts.mpirun`."""
+def on_both(hosts: Hosts, **options: Any) -> Launch:
+    """Starts programs on the hosts; `options` as of `Hosts.mpirun`."""
     return lambda words: hosts.mpirun([sys.executable, *words], **{"stdout": subprocess.DEVNULL, **options})
 
 

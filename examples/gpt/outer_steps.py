@@ -224,13 +224,13 @@ def _train(task: Task, corpus: Corpus, name: str, comms: Any, observe: Any) -> O
     seconds: list[float] = []
     sent: list[float] = []
     comms.gather(None)
-    before, began, processor = _sent(), time.perf_counter(), time.process_time()
+    before, began, processor = sent_bytes(), time.perf_counter(), time.process_time()
     for number in range(task.warmup + task.steps):
         if number == task.warmup:
             comms.gather(None)
             for series in (losses, seconds, sent):
                 series.clear()
-            before, began, processor = _sent(), time.perf_counter(), time.process_time()
+            before, began, processor = sent_bytes(), time.perf_counter(), time.process_time()
         windows = corpus.windows(number, comms.rank, task.batch)
         inner.zero_grad()
         loss = called(windows).text
@@ -241,7 +241,7 @@ def _train(task: Task, corpus: Corpus, name: str, comms: Any, observe: Any) -> O
             outer.finish()
         losses.append(loss.item())
         seconds.append(time.perf_counter() - began)
-        sent.append(float(_sent() - before))
+        sent.append(float(sent_bytes() - before))
         fraction = (number + 1) / (task.warmup + task.steps)
         observe(fraction, number + 1, losses[-1], tokens * len(losses) / seconds[-1])
     processor = (time.process_time() - processor) / task.steps
@@ -293,7 +293,7 @@ def _alone(task: Task, corpus: Corpus, comms: Any) -> tuple[float, float]:
     return median(times[2:]), median(processor[2:])
 
 
-def _sent() -> int:
+def sent_bytes() -> int:
     """Bytes that have left this host's interfaces."""
     lines = _NETWORK.read_text().splitlines()[2:]
     return sum(int(line.partition(":")[2].split()[8]) for line in lines)

@@ -107,6 +107,22 @@ def test_rules_choose_codecs_by_tag() -> None:
         assert result.value["outer.1"] == ["int8_block"]
 
 
+def test_a_rule_compresses_between_nodes_alone() -> None:
+    found = [each.value for each in run_ranks(jobs.between_nodes, 4)]
+    for rank, each in enumerate(found):
+        sent = {(group, codec) for group, codec in each["sent"] if not group.startswith("world/across")}
+        assert f"world/node{rank // 2}" in {group for group, _ in sent}
+        assert {codec for _, codec in sent} == {None}
+        across = {(group, codec) for group, codec in each["sent"] if group.startswith("world/across")}
+        assert across == {(f"world/across{rank % 2}", "int8_block")}
+        assert each["outer"] == found[0]["outer"]
+    own = np.array([each["own"] for each in found])
+    wanted = own.mean(0)  # outer SGD of the rate 1
+    learned = np.abs(np.array(found[0]["before"]) - own).max()
+    np.testing.assert_allclose(found[0]["outer"], wanted, rtol=0, atol=learned / 100)
+    assert not np.array_equal(found[0]["outer"], wanted)
+
+
 def test_what_is_refused() -> None:
     for result in run_ranks(jobs.refusals, 2):
         found = result.value

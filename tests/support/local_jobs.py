@@ -125,6 +125,34 @@ def by_rule() -> dict[str, list[str]]:
     return {tag: sorted(set(names)) for tag, names in found.items()}
 
 
+def between_nodes() -> dict[str, Any]:
+    """On two nodes of two ranks: a rule compresses fragments between nodes alone."""
+    torch.set_num_threads(1)
+    stages = [{"hierarchical": {"nodes": [[0, 1], [2, 3]], "min": "1KiB"}}, {"compress": {}}]
+    rule = {"match": {"tag": "outer.*"}, "hierarchical": {"inter": {"compress": {"codec": "int8_block"}}}}
+    config = {"version": 1, "pipeline": [*stages, {"select": {}}, {"dispatch": {}}], "rules": [rule]}
+    with mcr.init(config, backends=["gloo"]) as comm:
+        torch.manual_seed(0)
+        local = made(Wide(comm.rank), 1.0, every=3)
+        before = outer_values(local)
+        alone = copy.deepcopy(local.model)
+        inner = SGD(alone.parameters(), **INNER)
+        for _ in range(3):
+            inner.zero_grad()
+            alone.loss().backward()  # type: ignore[operator]
+            inner.step()
+        with mcr.record() as log:
+            for _ in range(3):
+                one_step(local)
+        sent = {(each.group, each.codec) for each in log.records if (each.tag or "").startswith("outer.")}
+        return {
+            "sent": sorted(sent, key=str),
+            "before": before,
+            "own": parameters(alone),
+            "outer": outer_values(local),
+        }
+
+
 def refusals() -> dict[str, str]:
     """What a job is told."""
     with begin("gloo") as comm:

@@ -1,4 +1,4 @@
-"""A library that has failed is opened again, and attempts that hang hold up neither operations nor later ones."""
+"""A library that has failed is opened again; attempts that hang hold up neither operations nor later ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def test_attempts_that_hang_hold_nothing_up(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(comeback, "_FIRST_TRY", 0.0)
     monkeypatch.setattr(comeback, "_LAST_TRY", 0.0)
     monkeypatch.setattr(comeback, "_PATIENCE", 60.0)  # nothing below waits for a thread
-    opened, may_go_on = [_Channel() for _ in range(7)], threading.Event()
+    opened: list[Any] = [_Channel() for _ in range(7)]
+    may_go_on = threading.Event()
 
     def reopen(number: int, is_given_up: Callable[[], bool]) -> Any:
         if number <= 4:

@@ -1,6 +1,6 @@
 """The elastic GPT example with ranks that are killed and come back, beside the undisturbed run.
 
-    python benchmarks/bench_elastic.py --kills 3
+    python benchmarks/bench_elastic.py --kills 3 --options '--steps 300'
 
 Both runs are `mcr-plus run -n 3 --min-ranks 2 --restart-failed KILLS examples/gpt/train.py --elastic`. In one
 of them a rank is killed (SIGKILL) from outside, at a random moment after a line of progress and with three
@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -111,16 +112,13 @@ def train(words: list[str], victims: Iterator[int], restarts: int, chance: rando
 
 def main(
     kills: Annotated[int, typer.Option(min=0, help="Ranks to kill, one after another.")] = 3,
-    steps: int = 200,
-    layers: Annotated[int | None, typer.Option(help="Of the model; that of the example without it.")] = None,
-    hidden: Annotated[int | None, typer.Option(help="Of the model; that of the example without it.")] = None,
+    options: Annotated[str, typer.Option(help="More options of the example.")] = "",
     seed: int = 0,
     hardware: Hardware = HARDWARE,
     output: Dated = None,
 ) -> None:
     """Measure and write the report."""
-    sizes = {"--steps": steps, "--seed": seed, "--layers": layers, "--hidden": hidden}
-    words = [word for name, value in sizes.items() if value is not None for word in (name, str(value))]
+    words = [*shlex.split(options), "--seed", str(seed)]
     chance, load = random.Random(seed), os.getloadavg()[1]
     whole = train(words, iter(()), 0, chance)
     killed = train(words, iter([rank % RANKS for rank in range(kills)]), kills, chance)
@@ -141,7 +139,7 @@ def main(
     harness.show(head, rows)
     tables.append(harness.markdown(head, rows))
     said = [f"    {line}" for line in killed.lines if line.startswith(("elastic:", "mcr-plus:"))]
-    note = f"the load of the machine was {load:.1f} when it began; a step also of the time of lost ranks"
+    note = f"the load of the machine was {load:.1f} at first; steps are means, with what losses have cost"
     parts = [*tables, "What was said:", "\n".join(said)]
     text = harness.page("The elastic GPT example and lost ranks", harness.command(), note, *parts)
     harness.write(text, output, f"elastic_{hardware}")

@@ -427,4 +427,5 @@ def _line(lost: Mapping[int, str], joined: Sequence[int], step: int, size: int, 
     """What has happened, in one line."""
     losses = [f"{phrase_ranks([rank])} was lost ({why})" for rank, why in lost.items()]
     what = ", ".join([*losses, *([f"{phrase_ranks(joined)} joined"] if joined else [])]) or "no rank was lost"
-    return f"elastic: {what}; {size} ranks go on with step {step} after {seconds:.2f} s"
+    who = "1 rank goes" if size == 1 else f"{size} ranks go"
+    return f"elastic: {what}; {who} on with step {step} after {seconds:.2f} s"

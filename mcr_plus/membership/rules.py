@@ -145,7 +145,8 @@ def decide(
     elif len(stay) + len(newcomers) < least:
         if any(each.patient for each in proposals.values()) and not expired:
             return None
-        text = f"{len(stay) + len(newcomers)} ranks are left, fewer than min_ranks={least}"
+        left = len(stay) + len(newcomers)
+        text = f"{'1 rank is' if left == 1 else f'{left} ranks are'} left, fewer than min_ranks={least}"
         return Decision(refusal="few", text=text)
     groups = {name for rank in stay for name in proposals[rank].done}
     done = {

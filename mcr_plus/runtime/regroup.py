@@ -163,7 +163,8 @@ def _go_on(
                 close_world(runtime, text, decision)
                 runtime.leave_keepers()
                 raise Revoked(f"{what}: {text}")
-            close_world(runtime, f"epoch {changes.epoch} has begun, with {len(members)} ranks", decision)
+            ranks = f"{len(members)} rank{'' if len(members) == 1 else 's'}"
+            close_world(runtime, f"epoch {changes.epoch} has begun, with {ranks}", decision)
             roster = roster.following(settled, members.index(roster.members[roster.rank]))
             watch = EpochWatch(roster, runtime.loaded, sight)
             try:

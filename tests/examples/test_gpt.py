@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import command_line
 import comparing
 import numpy as np
 import options
@@ -409,3 +411,17 @@ def test_ranks_refuse_together() -> None:
     assert done.returncode == 1
     assert "error: 1 heads do not divide by 2 ranks" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_an_error_of_an_example_reaches_the_hook_by_which_the_launcher_reports_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = sys.excepthook
+
+    def main(number: int = 1) -> None:
+        assert sys.excepthook is seen
+        raise ValueError(f"of step {number}")
+
+    monkeypatch.setattr(sys, "argv", ["train.py", "--number", "3"])
+    with pytest.raises(ValueError, match="of step 3"):
+        command_line.run(main)

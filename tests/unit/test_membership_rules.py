@@ -179,7 +179,7 @@ def test_min_ranks_takes_the_place_of_a_majority(silent: int) -> None:
     given_ = {rank: Proposal(dict.fromkeys(range(4 - silent, 4), "silent"), least=2) for rank in here}
     found = decided(4, given_)
     assert found.refusal == (None if len(here) >= 2 else "few")
-    assert found.text == ("" if len(here) >= 2 else "1 ranks are left, fewer than min_ranks=2")
+    assert found.text == ("" if len(here) >= 2 else "1 rank is left, fewer than min_ranks=2")
 
 
 def test_the_least_min_ranks_counts() -> None:

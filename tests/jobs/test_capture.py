@@ -149,7 +149,7 @@ def check_events(events: list[Any], rank: int, hold: bool, buckets: list[list[st
     expected = 3 * FORWARD + backward + SLOWER * rank
     for name in names:
         expected += BACKWARD
-        assert expected <= ready[name] <= 2 * expected + 0.5  # others use the cores too
+        assert expected <= ready[name] <= 2 * expected + 3  # others use the cores too
     needs = [fields[0] for kind, *fields in events if kind == Need.__name__]
     assert needs == [f"{index}.linear" for index in range(3)]
     issues = {fields[0]: Issue(*fields) for kind, *fields in events if kind == Issue.__name__}
@@ -163,7 +163,7 @@ def check_events(events: list[Any], rank: int, hold: bool, buckets: list[list[st
     assert rest[1:] == [
         ("all_reduce", None, 1024, 0, 1), ("all_reduce", "metric", 20, 0, 1), (message, None, 20, 0, 1),
     ]  # fmt: skip
-    assert all(each.seconds is not None and 0 < each.seconds < 5 for each in issues.values())
+    assert all(each.seconds is not None and 0 < each.seconds < 30 for each in issues.values())
     assert len({each.id for each in issues.values()}) == len(issues)
     kinds = [kind for kind, *_ in events]
     if hold:
@@ -176,7 +176,7 @@ def refused() -> list[str]:
     """Runs on ranks: what goes wrong, one after another in one job; what each rank is told."""
     torch.set_num_threads(1)
     told: list[str] = []
-    with mcr.init({**CONFIG, "pipeline": [{"select": {}}, {"dispatch": {"timeout": "20s"}}]}) as comm:
+    with mcr.init({**CONFIG, "pipeline": [{"select": {}}, {"dispatch": {"timeout": "90s"}}]}) as comm:
         model: Any = nn.Linear(4, 4)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         hooks = hooks_of(model, optimizer)
@@ -194,7 +194,7 @@ def refused() -> list[str]:
                 told.append("nothing")
             except (mcr.McrError, KeyError) as error:
                 told.append(f"{type(error).__name__}: {error}")
-            assert time.monotonic() - began < 10
+            assert time.monotonic() - began < 45
             assert hooks_of(model, optimizer) == hooks
             assert current().watcher is None
             check = torch.ones(2)  # the job goes on
@@ -305,7 +305,7 @@ def captured_apart() -> list[Any]:
 
 
 def test_a_capture_that_ends_apart_leaves_the_trial_alike_on_all_ranks() -> None:
-    first, other = (each.value for each in run_ranks(captured_apart, 2, via="torch", timeout=60))
+    first, other = (each.value for each in run_ranks(captured_apart, 2, via="torch"))
     assert first[1] == other[1]
     assert first[1]["chosen"] in ("searched", "by size")
     assert first[0] == other[0] == ""

@@ -25,7 +25,7 @@ from mcr_plus.observe.diagnosis import diagnose
 from mcr_plus.observe.dumps import Dump, read_dump, read_folder
 
 PROGRAM = str(Path(__file__).parents[1] / "support" / "dumps_on_hosts.py")
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 REASON = why_not(mpi=False)
 
 
@@ -44,7 +44,7 @@ def running(folder: Path) -> Iterator[tuple[TwoHosts, int, int]]:
             for name in ("go", "ended"):
                 (folder / name).touch()
             for process in started:
-                process.wait(timeout=60)
+                process.wait(timeout=120)
 
 
 def wait_for(condition: Callable[[], bool], folder: Path) -> None:

@@ -35,7 +35,7 @@ CODECS = [str(config["codec"]) for config in FED_BACK]
 
 @pytest.mark.parametrize(("ranks", "op"), [(2, "AVG"), (3, "SUM")])
 def test_error_feedback_recovers_the_compression_error(ranks: int, op: str) -> None:
-    for result in run_ranks(nothing_is_lost, ranks, args=[op, 12], timeout=120):
+    for result in run_ranks(nothing_is_lost, ranks, args=[op, 12]):
         assert sorted(result.value) == sorted(CODECS)
         for codec, (with_rest, without, disagreeing) in result.value.items():
             # What the library rounds when it sums bfloat16 nobody gets back.
@@ -50,7 +50,7 @@ def test_error_feedback_recovers_the_compression_error(ranks: int, op: str) -> N
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, list[float]]]:
     """A checkpoint of four ranks, and the sums of their results until then."""
     path = str(tmp_path_factory.mktemp("state") / "state.pt")
-    return path, run_ranks(saves, 4, args=[path, 5], timeout=180)[0].value
+    return path, run_ranks(saves, 4, args=[path, 5])[0].value
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -58,7 +58,7 @@ def test_residuals_survive_a_restart_with_fewer_ranks(
     saved: tuple[str, dict[str, list[float]]], late: bool
 ) -> None:
     path, before = saved
-    for result in run_ranks(goes_on, 2, args=[path, [5, 9], late], timeout=120):
+    for result in run_ranks(goes_on, 2, args=[path, [5, 9], late]):
         for codec, (after, left) in result.value.items():
             got = np.array(before[codec]) + np.array(after) + np.array(left)
             expected = mean_of(4, range(5)) + mean_of(2, range(5, 9))
@@ -69,7 +69,7 @@ def test_residuals_survive_a_restart_with_fewer_ranks(
 
 
 def test_ef21_estimate_converges() -> None:
-    first = run_ranks(estimates, 3, args=[40], timeout=90)
+    first = run_ranks(estimates, 3, args=[40])
     for result in first:
         assert result.value == first[0].value
         for codec, offs in result.value.items():
@@ -78,7 +78,7 @@ def test_ef21_estimate_converges() -> None:
 
 
 def test_concurrent_calls_give_the_results_of_sequential_ones() -> None:
-    for result in run_ranks(in_flight, 3, args=[6], timeout=90):
+    for result in run_ranks(in_flight, 3, args=[6]):
         for name, (same, agreed, wrong) in result.value.items():
             assert same, name
             assert agreed, name
@@ -100,7 +100,7 @@ def test_momentum_correction_is_that_of_deep_gradient_compression() -> None:
 
 
 def test_non_finite_values_reach_all_ranks_and_leave_no_residual() -> None:
-    for result in run_ranks(a_bad_step, 2, timeout=90):
+    for result in run_ranks(a_bad_step, 2):
         assert result.value.keys() == set(CODECS)
         for codec, finite in result.value.items():
             expected = [True, codec == "randk", True, True]  # which sends but some of the values
@@ -113,7 +113,7 @@ def test_ef21_resets_after_non_finite_values() -> None:
 
 
 def test_state_belongs_to_tag_codec_and_options() -> None:
-    results = [result.value for result in run_ranks(by_name, 4, args=[10], timeout=120)]
+    results = [result.value for result in run_ranks(by_name, 4, args=[10])]
     for found in results:
         plain, fed, plain_again = found["off"]
         assert fed < plain / 2
@@ -130,7 +130,7 @@ def test_state_belongs_to_tag_codec_and_options() -> None:
 
 
 def test_different_codecs_between_ranks_raise() -> None:
-    for result in run_ranks(misunderstandings, 2, timeout=120):
+    for result in run_ranks(misunderstandings, 2):
         for text, part in zip(result.value, ("fp8_block", "fp8_block", "randk", "int8_block"), strict=True):
             assert f"encoding={part}" in text
 
@@ -142,7 +142,7 @@ def test_variable_payload_lengths_are_no_mismatch(ranks: int) -> None:
 
 
 def test_never_slower_warmup_exemption_and_audit() -> None:
-    results = [result.value for result in run_ranks(decisions, 2, timeout=90)]
+    results = [result.value for result in run_ranks(decisions, 2)]
     for found in results:
         assert found["never slower"][:16].count("sluggish") == 8
         assert found["never slower"][16:] == [None] * 24

@@ -19,7 +19,7 @@ needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI
 @needs_mpi
 def test_two_ranks(tmp_path: Path) -> None:
     names = [section.__name__ for section in horovod_jobs.SECTIONS]
-    for result in run_ranks(horovod_jobs.everything, 2, args=[str(tmp_path)], timeout=180):
+    for result in run_ranks(horovod_jobs.everything, 2, args=[str(tmp_path)]):
         assert result.value == names
 
 
@@ -30,22 +30,22 @@ def test_three_ranks(tmp_path: Path) -> None:
 
 
 def test_one_rank(tmp_path: Path) -> None:
-    for result in run_ranks("horovod_jobs:alone", 1, args=[str(tmp_path)], via="torch", timeout=60):
+    for result in run_ranks("horovod_jobs:alone", 1, args=[str(tmp_path)], via="torch"):
         assert result.value == ["alone"]
 
 
 def test_fused_operations_complete_when_the_program_exits_without_shutdown(tmp_path: Path) -> None:
-    for result in run_ranks(horovod_jobs.fused, 2, args=[str(tmp_path)], via="torch", timeout=120):
+    for result in run_ranks(horovod_jobs.fused, 2, args=[str(tmp_path)], via="torch"):
         assert result.value == ["fused"]
 
 
 def test_error_feedback_belongs_to_names(tmp_path: Path) -> None:
-    for result in run_ranks(horovod_jobs.feedback, 2, args=[str(tmp_path)], via="torch", timeout=120):
+    for result in run_ranks(horovod_jobs.feedback, 2, args=[str(tmp_path)], via="torch"):
         assert result.value == ["feedback"]
 
 
 def test_ranks_that_have_not_started_an_operation_are_named(tmp_path: Path) -> None:
-    told = run_ranks(horovod_jobs.late, 2, args=[str(tmp_path)], via="torch", timeout=120)[0].value
+    told = run_ranks(horovod_jobs.late, 2, args=[str(tmp_path)], via="torch")[0].value
     assert told == "'wanted': not started by ranks [1] within 3 s"
 
 

@@ -14,7 +14,7 @@ from ranks import run_ranks
 import mcr_plus as mcr
 
 HERE = str(Path(__file__))
-DELAY_S = 0.03
+DELAY_S = 0.06
 
 
 def trains(steps: int) -> list[dict[str, Any]]:
@@ -60,7 +60,7 @@ def trains(steps: int) -> list[dict[str, Any]]:
 
 
 def test_the_rank_that_sleeps_in_its_backward_pass_is_named_by_all() -> None:
-    for result in run_ranks(trains, 2, args=[10], via="torch", timeout=120):
+    for result in run_ranks(trains, 2, args=[10], via="torch"):
         calm, *delayed = result.value
         assert calm["named"] == []
         assert calm["left_out"] == 0
@@ -91,7 +91,7 @@ def logs() -> list[str]:
     assert latecomers._SAMPLES == 60
     with mcr.init(backends=["msccl"]) as comm:
         stop = torch.zeros(1)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while stop[0] == 0:
             time.sleep(0.02 * (comm.rank == 1))
             comm.all_reduce(torch.ones(1000), tag="late")
@@ -101,7 +101,7 @@ def logs() -> list[str]:
 
 
 def test_a_rank_that_is_late_all_the_time_is_logged_by_one_other() -> None:
-    by_rank = [result.value for result in run_ranks(logs, 3, via="torch", timeout=120)]
+    by_rank = [result.value for result in run_ranks(logs, 3, via="torch")]
     assert [len(told) for told in by_rank] == [1, 0, 0]
     assert by_rank[0][0].startswith("rank 1 is late: this rank has waited for it alone in ")
     assert "tag=late" in by_rank[0][0]

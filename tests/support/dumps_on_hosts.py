@@ -32,6 +32,7 @@ def rank(folder: str) -> None:
     own = os.environ["RANK"]
     os.environ["MCR_DUMP"] = f"{folder}/host{own}"
     begin(120)
+    mcr.barrier()
     Path(folder, f"pid{own}").write_text(str(os.getpid()))
     if own != "0":
         idles(folder, "go")
@@ -39,8 +40,10 @@ def rank(folder: str) -> None:
     mcr.finalize()
     begin(DEADLINE)
     if own != "0":
+        Path(folder, "idle").touch()
         idles(folder, "ended")
         return
+    idles(folder, "idle")
     try:
         mcr.all_reduce(torch.ones(12))
     except mcr.CommTimeout as error:
@@ -52,7 +55,6 @@ def begin(timeout: float) -> None:
     """Begin a job, whose operations have this deadline in seconds."""
     dispatch = {"dispatch": {"timeout": f"{timeout}s", "stopped": "wait"}}
     mcr.init({"version": 1, "backends": ["gloo"], "pipeline": [{"select": {}}, dispatch]})
-    mcr.barrier()
 
 
 def demand(folder: str, here: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 import pytest
 import torch
+from ranks import has_come, wait_for_ranks
 from torch import nn
 
 import mcr_plus as mcr
@@ -469,7 +471,7 @@ def extremes() -> None:
 
 
 def late(_: str) -> str:
-    """Rank 0 waits for what rank 1 never starts, though that takes part in negotiations."""
+    """Rank 0 waits for what rank 1 never starts, though that takes part in negotiations meanwhile."""
     pipeline = [{"select": {}}, {"dispatch": {"timeout": "3s"}}]
     hvd.init(config={"version": 1, "backends": ["gloo"], "pipeline": pipeline})
     if hvd.rank() != 1:
@@ -477,15 +479,19 @@ def late(_: str) -> str:
             hvd.allreduce(torch.ones(2), name="wanted")
         except hvd.HorovodInternalError as error:
             return str(error)
+        finally:
+            has_come("told")
         return "nothing was raised"
     handle = hvd.allreduce_async(torch.ones(2), name="other")
-    end = time.monotonic() + 4.5
-    while time.monotonic() < end:
+    told = threading.Thread(target=wait_for_ranks, args=["told", 1])
+    told.start()
+    while told.is_alive():
         try:
             hvd.poll(handle)
         except mcr.McrError:
             break
         time.sleep(1e-3)
+    told.join()
     return ""
 
 

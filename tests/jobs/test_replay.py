@@ -201,7 +201,7 @@ def test_under_a_launcher_every_process_is_a_rank(tmp_path: Path) -> None:
         )
         for rank in range(2)
     ]  # fmt: skip
-    said = [each.communicate(timeout=120)[0] for each in ranks]
+    said = [each.communicate(timeout=300)[0] for each in ranks]
     assert [each.returncode for each in ranks] == [0, 0]
     assert json.loads(said[0])["ranks"] == 2
     assert said[1] == ""

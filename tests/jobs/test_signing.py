@@ -502,7 +502,7 @@ def test_jobs_of_torchrun_on_one_host_are_signed(tmp_path: Path) -> None:
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", socket.gethostname()),
         *("--nproc-per-node", "2", str(program)),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == 2

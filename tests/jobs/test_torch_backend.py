@@ -107,7 +107,7 @@ def test_a_job_that_torchrun_restarts(tmp_path: Path, native: str) -> None:
         [*command, str(program), native],
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=300,
         check=False,
         env=environment,
     )
@@ -146,7 +146,7 @@ def test_several_handles_have_one_deadline(monkeypatch: pytest.MonkeyPatch) -> N
 def python(program: str, **environment: str) -> str:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("MCR_", "TORCH_"))}
     command = [sys.executable, "-c", program]
-    run = subprocess.run(command, env=clean | environment, capture_output=True, text=True, timeout=60)
+    run = subprocess.run(command, env=clean | environment, capture_output=True, text=True, timeout=300)
     return run.stdout.strip() or run.stderr
 
 

@@ -120,7 +120,7 @@ def test_bits_that_flip_on_the_wire_are_found(tmp_path: Path) -> None:
         )
         for rank in range(2)
     ]
-    outputs = [json.loads(rank.communicate(timeout=120)[0]) for rank in ranks]
+    outputs = [json.loads(rank.communicate(timeout=300)[0]) for rank in ranks]
     assert outputs[0] == outputs[1]
     assert sum(flips for _, flips, _ in outputs[0]) >= 10
     for kind, flips, raised in outputs[0]:

@@ -111,7 +111,7 @@ def latest(backend: str) -> dict[str, Any]:
             for turn in (2, 3):
                 comm.barrier()
                 if rank == 1:  # not before: a start that waited for this rank would not end
-                    store.wait([f"started {turn}"], timedelta(seconds=20))
+                    store.wait([f"started {turn}"], timedelta(seconds=60))
                 if turn == 2:
                     work = move.start(state(torch.float32, turn))
                 else:

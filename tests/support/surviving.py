@@ -30,7 +30,7 @@ import mcr_plus as mcr
 from mcr_plus.launch import mpi_flavour
 from mcr_plus.runtime import init
 
-_LIMIT: Final = 60.0
+_LIMIT: Final = 150.0
 
 
 def rank(folder: str, text: str) -> None:
@@ -109,7 +109,7 @@ class Job:
 
     def __init__(self, folder: Path, size: int, per_host: int) -> None:
         self.folder, self.size, self.per_host = folder, size, per_host
-        self.pids = {each: said["pid"] for each, said in read(folder, "up", range(size), 90).items()}
+        self.pids = {each: said["pid"] for each, said in read(folder, "up", range(size), 120).items()}
         time.sleep(SETTLES)
 
     def on(self, host: int) -> list[int]:
@@ -129,7 +129,7 @@ class Job:
         return time.monotonic()
 
     def gone_on(
-        self, ranks: Sequence[int], epoch: int = 1, within: float = 30.0
+        self, ranks: Sequence[int], epoch: int = 1, within: float = 60.0
     ) -> dict[int, dict[str, Any]]:
         """What ranks have after their n-th shrink; checks that the sum is of all of them."""
         found = read(self.folder, f"epoch{epoch}", ranks, within)
@@ -138,7 +138,7 @@ class Job:
             assert said["sum"] == [sum(1.0 + other for other in ranks)], (each, said)
         return found
 
-    def told(self, ranks: Sequence[int], within: float = 30.0) -> dict[int, dict[str, Any]]:
+    def told(self, ranks: Sequence[int], within: float = 60.0) -> dict[int, dict[str, Any]]:
         """How these ranks have ended."""
         return read(self.folder, "told", ranks, within)
 

@@ -357,8 +357,6 @@ LONG: Final = (
     "test_msccl_verifier.py::test_counts_of_refused_and_harmless_mutants",
     "test_msccl_verifier.py::test_mutants_are_refused_or_harmless[all_reduce_hierarchical]",
     "test_msccl_verifier.py::test_mutants_are_refused_or_harmless[all_to_all_two_level]",
-    "test_planning.py::test_the_probe_keeps_to_its_time_on_every_link[0.0005",
-    "test_planning.py::test_the_probe_keeps_to_its_time_on_every_link[0.001",
     # a smaller one, or one of another launcher, stays
     "test_local.py::test_a_rank_that_is_started_again_joins_an_elastic_loop",
     "test_local.py::test_every_codec_leaves_replicas_with_the_same_bits[3]",

@@ -725,7 +725,7 @@ def messages(rules: str, nbytes: int) -> int:
         command = [LAUNCHER.path, *root, "--oversubscribe", "--bind-to", "none", *options, "-n", "2"]
         answer = subprocess.run(
             [*command, sys.executable, "-c", PROGRAM, str(nbytes)], capture_output=True, text=True,
-            timeout=60, check=False, stdin=subprocess.DEVNULL, env={**mpi_environment(), "TMPDIR": folder},
+            timeout=300, check=False, stdin=subprocess.DEVNULL, env={**mpi_environment(), "TMPDIR": folder},
         )  # fmt: skip
         assert answer.returncode == 0, answer.stderr
         assert "rule" not in answer.stderr, answer.stderr
@@ -785,7 +785,7 @@ def test_algorithm_numbers_are_those_of_the_installed_open_mpi() -> None:
         [tool, "--param", "coll", "tuned", "--level", "9"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=True,
     )
     pattern = r'"coll_tuned_(\w+)_algorithm" .*\n(?:.*\n)?? +Valid values: (.*)'

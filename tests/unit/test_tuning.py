@@ -949,7 +949,7 @@ def test_inside_a_job_of_mpirun_the_command_is_a_rank(tmp_path: Path) -> None:
     words = ["tune", "-o", str(tmp_path / "t.yaml"), "--kinds", "barrier", "--no-async", "--json"]
     options = ["--allow-run-as-root", "--oversubscribe"] if launcher.flavour == "openmpi" else []
     command = [launcher.path, *options, "-n", "2", sys.executable, "-m", "mcr_plus.cli.main", *words]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert answer.returncode == 0, answer.stderr
     assert [rule["kind"] for rule in json.loads(answer.stdout)["rules"]] == ["barrier"]
     assert load_table(tmp_path / "t.yaml").fingerprint["ranks"] == ("2",)

@@ -129,7 +129,8 @@ class Helper:
         self._actor = Actor(turns, self._run, "helper", turns.now.home, is_helper=True)
 
     def wake(self) -> None:
-        self._actor.wake()
+        if self._job.has_threads:
+            self._actor.wake()
 
     def _run(self) -> None:
         home = self._actor.home
@@ -179,6 +180,7 @@ class Job:
             for rank in range(size)
         ]
         self.slow = slow
+        self.has_threads = True  # whether the library's own threads ever have a turn
         self.fails = 0  # which of the host library's operations fails, from 1; 0 for none
         self._turns: Turns | None = None
 

@@ -74,12 +74,13 @@ def explore(
     reduced: bool = True,
     forgets: bool = True,
     after: After = "nothing",
+    threads: bool = True,
 ) -> Explored:
     """Run a program in all orders, at most `most` times.
 
     `forgets`: a host may find nothing done as often as there is something else to do; otherwise once for each
     thing. `after`: when orders begin: once all ranks have opened their groups and connected, or have run the
-    program once.
+    program once. Without `threads`, operations are started by the programs' threads alone.
     """
     explored = Explored()
     path: list[_Decision] = []
@@ -91,6 +92,7 @@ def explore(
             break
         free = len(path) - put_off if reduced else None
         job, decisions = Job(size, setting.config), Decisions([each.choice for each in path], free=free)
+        job.has_threads = threads
         course: list[tuple[State, int]] = []
         vain: int | None = None
         try:

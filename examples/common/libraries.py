@@ -42,8 +42,8 @@ class Transport(Protocol):
         """The `value` of every rank, on every rank."""
         ...
 
-    def record(self) -> AbstractContextManager[Log | None]:
-        """Note all operations inside, if the library can."""
+    def record(self, folder: Path | None = None) -> AbstractContextManager[Log | None]:
+        """Note all operations inside, if the library can; in a folder, too, if one is given."""
         ...
 
     def close(self) -> None: ...
@@ -60,8 +60,8 @@ class McrTransport:
     def gather(self, value: Any) -> list[Any]:
         return list(mcr.all_gather_object(value))
 
-    def record(self) -> AbstractContextManager[Log]:
-        return mcr.record()
+    def record(self, folder: Path | None = None) -> AbstractContextManager[Log]:
+        return mcr.record() if folder is None else mcr.record(folder)
 
     def close(self) -> None:
         mcr.finalize()
@@ -101,7 +101,7 @@ class TorchTransport:
         dist.all_gather_object(values, value)
         return values
 
-    def record(self) -> AbstractContextManager[None]:
+    def record(self, folder: Path | None = None) -> AbstractContextManager[None]:  # noqa: ARG002
         return nullcontext()
 
     def close(self) -> None:

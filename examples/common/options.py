@@ -48,6 +48,7 @@ Rounds = Annotated[int, typer.Option(min=1, help="of --compare: every library ru
 Json = Annotated[Path | None, typer.Option("--json", help="write the results; - is stdout")]
 Plot = Annotated[Path | None, typer.Option(help="draw the losses; needs matplotlib")]
 Trace = Annotated[Path | None, typer.Option(help="write rank 0's Chrome/Perfetto trace")]
+Record = Annotated[Path | None, typer.Option(help="write a folder for mcr-plus report")]
 Device = Annotated[Literal["cpu", "cuda"], typer.Option(help="train on CPUs or on CUDA devices")]
 Describe = Annotated[
     int | None,
@@ -80,11 +81,13 @@ class Plan:
     plot: Path | None
     trace: Path | None
     describe: int | None
+    record: Path | None = None
 
     def check(self) -> None:
         """Refuse before any training what could not be done after it."""
-        if self.trace and (self.compare or self.comms == "torch"):
-            raise typer.BadParameter("goes with neither --compare nor --comms torch", param_hint="--trace")
+        for option, path in (("--trace", self.trace), ("--record", self.record)):
+            if path and (self.compare or self.comms == "torch"):
+                raise typer.BadParameter("goes with neither --compare nor --comms torch", param_hint=option)
         if self.compare or self.comms == "mix":
             load(self.config)
         if self.plot:
@@ -131,6 +134,7 @@ def _do(
         lr=task.lr,
         dtype=torch.float64 if task.double else torch.float32,
         device=task.device,
+        record=plan.record,
     )
     if plan.compare:
         rows, losses = compare(job, plan.rounds, plan.config, console)

@@ -43,6 +43,7 @@ class Job:
     lr: float
     dtype: torch.dtype
     device: str = "cpu"
+    record: Path | None = None  # the folder of a recording
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def train(job: Job, comms: Transport, observe: Observer) -> Result:
     tokens = job.batch * (job.corpus.window - 1) * streams
     steps: list[Step] = []
     with ExitStack() as until:
-        log: Log | None = until.enter_context(comms.record())
+        log: Log | None = until.enter_context(comms.record(job.record))
         for number in range(job.steps):
             start = time.perf_counter()
             windows = job.corpus.windows(number, stream, job.batch).to(device)

@@ -39,7 +39,6 @@ from reporting import RECORDED, Monitor, Observer, known, write_json
 from rich.console import Console
 from transports import Transport, open_transport
 
-import mcr_plus as mcr
 from mcr_plus.api.record import Log
 from mcr_plus.api.record_table import communication
 from mcr_plus.core.units import format_size
@@ -111,8 +110,7 @@ class Trainer:
     def _train(self) -> tuple[list[Step], Log | None]:
         steps: list[Step] = []
         with ExitStack() as until:
-            folder = self.job.record
-            log = until.enter_context(self.comms.record() if folder is None else mcr.record(folder))
+            log = until.enter_context(self.comms.record(self.job.record))
             start = time.perf_counter()
             for batch in islice(self._passes(), self.job.steps):
                 part = self._step(batch)

@@ -72,6 +72,7 @@ def main(
     json: options.Json = None,
     plot: options.Plot = None,
     trace: options.Trace = None,
+    record: options.Record = None,
     describe: options.Describe = None,
 ) -> None:
     """Train a transformer over several ranks; say how well it learned and where the time went."""
@@ -81,6 +82,8 @@ def main(
             "--local": local,
             "--compare": compare,
             "--comms": comms != "mix",
+            "--trace": trace is not None,
+            "--record": record is not None,
         }
         for option in [name for name, is_given in others.items() if is_given]:
             raise typer.BadParameter("does not go with --elastic", param_hint=option)
@@ -91,8 +94,9 @@ def main(
         elastic.train(shape, corpus, config, batch, steps, lr, seed)
         return
     if local:
-        if tensor_parallel_ or comms != "mix":
-            raise typer.BadParameter("goes with neither --tensor-parallel nor --comms", param_hint="--local")
+        if tensor_parallel_ or comms != "mix" or trace or record:
+            others_of_local = "--tensor-parallel, --comms, --trace and --record"
+            raise typer.BadParameter(f"goes with none of {others_of_local}", param_hint="--local")
         shape = read_shape(Shape, model, given)
         task = outer_steps.Task(shape, batch, steps, lr, seed, every, fragments, delay, mix, warmup)
         names = list(outer_steps.WAYS) if compare else [each.strip() for each in way.split(",")]
@@ -106,7 +110,7 @@ def main(
         lambda: read_shape(Shape, model, given),
         tensor_parallel.build if tensor_parallel_ else lambda shape, seed, _: LanguageModel(shape, seed),
         options.Task(data, batch, steps, lr, seed, double),
-        options.Plan(comms, config, compare, rounds, json, plot, trace, describe),
+        options.Plan(comms, config, compare, rounds, json, plot, trace, describe, record),
         shared=tensor_parallel_,
     )
 

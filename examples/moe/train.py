@@ -55,6 +55,7 @@ def main(
     json: options.Json = None,
     plot: options.Plot = None,
     trace: options.Trace = None,
+    record: options.Record = None,
     describe: options.Describe = None,
 ) -> None:
     """Train a mixture of experts over several ranks; say how well it learned and where the time went."""
@@ -74,7 +75,7 @@ def main(
         lambda: read_shape(ExpertShape, model, given),
         build,
         options.Task(data, batch, steps, lr, seed, double, device),
-        options.Plan(comms, config, compare, rounds, json, plot, trace, describe),
+        options.Plan(comms, config, compare, rounds, json, plot, trace, describe, record),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 from mcr_plus.core.kinds import MESSAGES
 from mcr_plus.core.units import about, format_size
@@ -88,21 +88,20 @@ def _of_waits(job: Job, groups: Sequence[Group], skew: Skew) -> Iterator[Advice]
 def _of_wait(job: Job, group: Group, late: Late | None) -> Advice:
     """A kind of operation that much of the time goes to, and what would take less of it."""
     title = f"{group.waited:.0%} of the time waits for {group.name} on {group.backend}"
-    row = _choice(job, group)
-    if row is not None and (better := _better(row)) is not None:
-        choice, us, own = better
-        gain = min(group.waited, (own - us) * group.count / len(job.ranks) / 1e6 / job.seconds)
+    rows = _choices(job, group)
+    if (better := _better(rows)) is not None:
+        gain = min(group.waited, better.mean_us * group.count / len(job.ranks) / 1e6 / job.seconds)
         return Advice(
             "gain",
             title,
-            f"{choice} would take {_ms(us)} instead of {_ms(own)} for {about(row['bytes'])}, by the table: "
-            f"at least {gain:.1%} of the time. Add this rule, and the library to `backends` if it is not "
-            "there.",
-            _rule(group, f"backend: {choice}"),
+            f"{better.choice} would take {_ms(better.us)} instead of {_ms(better.own_us)} for "
+            f"{about(better.bytes)}, by the table: at least {gain:.1%} of the time. Add this rule, and the "
+            "library to `backends` if it is not there.",
+            _rule(group, f"backend: {better.choice}"),
             group.waited,
         )
-    expected = None if row is None else row["job"].get("expected_us")
-    if expected and group.p50_us > _SLOWER * expected:
+    expected = max(((row["job"].get("expected_us") or 0.0, row["bytes"]) for row in rows), default=(0.0, 0))
+    if expected[0] and group.p50_us > _SLOWER * expected[0]:
         return _of_a_slow_one(job, group, expected, late, title)
     if not group.is_async and group.kind not in MESSAGES:
         return Advice(
@@ -124,10 +123,18 @@ def _of_wait(job: Job, group: Group, late: Late | None) -> Advice:
     return Advice("note", title, "No library in the table is faster.", share=group.waited)
 
 
-def _of_a_slow_one(job: Job, group: Group, expected: float, late: Late | None, title: str) -> Advice:
-    """An operation that takes longer than a table expects, because of a late rank or of its place."""
-    text = f"The median takes {_ms(group.p50_us)}, and the table expects {_ms(expected)}"
-    if late is not None and late.last * late.median * 1e6 > (group.p50_us - expected) / 4:
+def _of_a_slow_one(
+    job: Job, group: Group, expected: tuple[float, int], late: Late | None, title: str
+) -> Advice:
+    """An operation that takes longer than a table expects, because of a late rank or of its place.
+
+    `expected`: microseconds, of the size for which it expects most, in bytes.
+    """
+    us, nbytes = expected
+    text = (
+        f"The median takes {_ms(group.p50_us)}, and the table expects at most {_ms(us)}, for {about(nbytes)}"
+    )
+    if late is not None and late.last * late.median * 1e6 > (group.p50_us - us) / 4:
         return Advice(
             "note",
             title,
@@ -146,12 +153,10 @@ def _of_a_slow_one(job: Job, group: Group, expected: float, late: Late | None, t
     )
 
 
-def _choice(job: Job, group: Group) -> dict[str, Any] | None:
-    """What tables expect of the operations of a group that took longest."""
+def _choices(job: Job, group: Group) -> list[dict[str, Any]]:
+    """What tables expect of the operations of a group, by size."""
     wanted = group.kind, group.tag, group.backend
-    return next(
-        (row for row in job.choices if (row["kind"], row["tag"] or "", row["backend"]) == wanted), None
-    )
+    return [row for row in job.choices if (row["kind"], row["tag"] or "", row["backend"]) == wanted]
 
 
 def alternatives(row: dict[str, Any]) -> tuple[float, dict[str, float]] | None:
@@ -169,14 +174,35 @@ def alternatives(row: dict[str, Any]) -> tuple[float, dict[str, float]] | None:
     return None
 
 
-def _better(row: dict[str, Any]) -> tuple[str, float, float] | None:
-    """A library that takes clearly less by a table, its time, and that of the one in use, in microseconds."""
-    compared = alternatives(row)
-    if compared is None:
+class _Better(NamedTuple):
+    """A library with its time and that of the one in use, at the size at which it saves most; `mean_us`: what
+    it saves of an operation, the mean of all sizes.
+    """
+
+    choice: str
+    bytes: int
+    us: float
+    own_us: float
+    mean_us: float
+
+
+def _better(rows: Sequence[dict[str, Any]]) -> _Better | None:
+    """The library that takes least of all operations together by a table, if it is clearly less."""
+    compared = [(row, *found) for row in rows if (found := alternatives(row)) is not None]
+    if not compared:
         return None
-    own, others = compared
-    choice = min(others, key=lambda each: others[each])
-    return (choice, others[choice], own) if others[choice] <= _FASTER * own else None
+    own_us = sum(row["count"] * own for row, own, _ in compared)
+    totals = {
+        choice: sum(row["count"] * others[choice] for row, _, others in compared)
+        for choice in compared[0][2]
+        if all(choice in others for *_, others in compared)
+    }
+    choice = min(totals, key=lambda each: totals[each], default="")
+    if not choice or totals[choice] > _FASTER * own_us:
+        return None
+    row, own, others = max(compared, key=lambda each: each[0]["count"] * (each[1] - each[2][choice]))
+    mean_us = (own_us - totals[choice]) / sum(each["count"] for each, *_ in compared)
+    return _Better(choice, row["bytes"], others[choice], own, mean_us)
 
 
 def _rule(group: Group, what: str) -> str:

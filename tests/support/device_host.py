@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from device_model import Shared
 from device_tensors import ranges
 
 from mcr_plus.backends.base import NATIVE, Backend, Channel, Poll, Preference, Start, Support
@@ -64,6 +65,7 @@ class HostLibrary(Backend):
 class HostChannel(Channel):
     def __init__(self, job: Job, group: Group) -> None:
         self._job, self._group, self._count = job, group, 0
+        self._shared = Shared(("operations", group.name), frozenset(group.ranks))
         self._sent: dict[Any, int] = {}
 
     def close(self) -> None:
@@ -92,11 +94,11 @@ class HostChannel(Channel):
             machine.detector.order(user, machine.host())
             machine.detector.launch(user, f"{signature.kind} begins", reads, writes)
             machine.note(("begins", key))
-            machine.share()
+            machine.share(self._shared)
 
             def poll() -> bool:
                 if operation.messages.keys() < needed:
-                    machine.touch()
+                    machine.look(self._shared)
                     return False
                 if not machine.behind((key, 1)):
                     if not machine.decide(key):
@@ -153,27 +155,32 @@ class ModelBoard(GroupBoard):
         super().__init__()
         self._job, self._rank, self._size, self._name = job, group.rank, group.size, group.name
         self._posted: dict[tuple[int, int], int] = job.boards.setdefault(group.name, {})
+        self._shared = Shared(("board", group.name), frozenset(group.ranks))
 
     def post(self, sequence: int, digest: int, text: bytes) -> None:
         self._posted[self._rank, sequence] = digest
         self._job.simulator.note(("posts", sequence, self._name))
-        self._job.simulator.share()
+        self._job.simulator.share(self._shared)
 
     def read(self, rank: int, sequence: int) -> PeerStatus:
         return PeerStatus(sequence, self._posted.get((rank, sequence)))
 
     def all_match(self, sequence: int, digest: int) -> bool:
-        machine = self._job.simulator
-        matches = all(self._posted.get((rank, sequence)) == digest for rank in range(self._size))
-        if matches:
-            machine.note(("match", sequence, self._name))
-        else:
-            machine.touch()
-        return matches
+        machine, place = self._job.simulator, (self._shared.name, sequence + 1)
+        if not all(self._posted.get((rank, sequence)) == digest for rank in range(self._size)):
+            machine.look(self._shared)
+            return False
+        if not machine.behind(place):  # posts may be seen late
+            if not machine.decide(place):
+                return False
+            machine.reached(place)
+        return True
 
 
 class ModelStore(WrappedStore):
     """A store whose changes let ranks go on that have paused."""
+
+    _shared = Shared("store")
 
     def __init__(self, machine: Simulator) -> None:
         super().__init__(HashStore())
@@ -182,12 +189,13 @@ class ModelStore(WrappedStore):
     def set(self, key: str, value: str) -> None:
         self._store.set(key, value)
         self._machine.note(("sets", key))
-        self._machine.share()
+        self._machine.touch(self._shared)
+        self._machine.share(self._shared)
 
     def check(self, keys: list[str]) -> bool:
-        self._machine.touch()
+        self._machine.look(self._shared)
         return super().check(keys)
 
     def get(self, key: str) -> bytes:
-        self._machine.touch()
+        self._machine.look(self._shared)
         return super().get(key)

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,6 +26,14 @@ from race_detector import Detector, Range
 
 Place = tuple[Hashable, int]
 """In a stream or another sequence: its name, the same in every run, and how much it had by then."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Something that several ranks may look at or change; `ranks`: those that ever may, None for all."""
+
+    name: Hashable
+    ranks: frozenset[int] | None = field(default=None, compare=False)
 
 
 @dataclass(eq=False)
@@ -275,15 +284,17 @@ class Machine:
         self.reached: Callable[[Place], None] = lambda _: None  # what it is ordered behind
         self.clock: Callable[[], Hashable] = lambda: None  # all that it is ordered behind
         self.number: Callable[[], int] = lambda: 0  # of what it has noted
-        self.touch: Callable[[], None] = lambda: (
-            None
-        )  # the host reads or writes what others may write or read
+        self.touch: Callable[[Shared], None] = lambda _: None  # the order with other ranks' turns matters
+        self.look: Callable[[Shared], None] = lambda _: None  # a host has not found what others may do yet
+        self.here: Callable[[], int] = lambda: -1  # the rank whose turn it is
+        self.lacking = Shared("anything")  # what `matched` has not found
         self.sleep: Callable[[], None] = lambda: None  # of a host, until something changes
         self._hosts = threading.local()
         self._held: list[torch.Tensor] = []
         self.lock = threading.RLock()
         self.version = 0  # changes when anything does
-        self.common = 0  # changes when something does that several hosts may look at
+        self.common = 0  # changes when all hosts shall look again
+        self.changes = Counter[Shared]()  # of what several hosts may look at
         self.slow = 0  # polls until calls in the background are made
         self.in_background = False
         self.waiting: list[Later] = []
@@ -313,11 +324,10 @@ class Machine:
         self.streams.append(stream)
         return len(self.streams)
 
-    def share(self) -> None:
+    def share(self, what: Shared) -> None:
         """Note a change of what several hosts may look at."""
-        self.touch()
         self.version += 1
-        self.common += 1
+        self.changes[what] += 1
 
     def changed(self) -> None:
         self.version += 1
@@ -340,7 +350,10 @@ class Machine:
     # -- running ----------------------------------------------------------------------------------
 
     def matched(self, entry: Entry) -> Sequence[Entry] | None:
-        """The entries that run together with one: of a collective, those of all ranks. None if some lack."""
+        """The entries that run together with one: of a collective, those of all ranks.
+
+        None if some lack; `lacking` is where they will come from, then.
+        """
         return (entry,)
 
     def execute(self, entries: Sequence[Entry]) -> None:
@@ -397,7 +410,7 @@ class Machine:
         order: list[Sequence[Entry]] = []
         if self._needed(entry, set(), order):
             return True
-        self.touch()  # another host can change it
+        self.look(self.lacking)
         return False
 
     def finish(self, entry: Entry) -> None:

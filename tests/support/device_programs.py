@@ -414,6 +414,23 @@ def following_a_wait(rank: Rank, **how: Any) -> Values:
     return rank.read(double) + rank.read(square)
 
 
+def let_go(rank: Rank, **how: Any) -> Values:
+    """Results that are copied out on another stream than that of the issue, each handle let go at once."""
+    one, other = rank.stream(), rank.stream()
+    tensors, works = [], []
+    with rank.under(one):
+        for salt in range(3):
+            tensors.append(rank.tensor(given(rank.rank, salt) * 2).view(2, COUNT).t())
+            works.append(rank.comm.all_reduce(tensors[-1], async_op=True, **how))
+    rank.step()
+    with rank.under(other):
+        while works:
+            works.pop().wait()
+        for x in tensors:
+            x.record_stream(other)
+        return [value for x in tensors for value in rank.read(x.t().reshape(-1))]
+
+
 def failing(rank: Rank, **how: Any) -> Values:
     """The host library fails; operations behind have begun with tensors that the program lets go."""
     rank.job.fails = 1
@@ -470,6 +487,7 @@ PROGRAMS: Final[dict[Program, Callable[[int, int], Values]]] = {
     matrices: lambda _, size: [v for salt in range(2) for v in total(size, salt, ROWS) * ROWS],
     following: lambda _, size: [2 * v for v in total(size)] + [v * v for v in total(size)],
     following_a_wait: lambda _, size: [2 * v for v in total(size)] + [v * v for v in total(size)],
+    let_go: lambda _, size: [v for salt in range(3) for _ in range(2) for v in total(size, salt)],
     failing: lambda rank, _: given(rank),
     bare: lambda rank, _: given(rank),
 }

@@ -15,20 +15,20 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from device_arrays import ArrayLibrary, shared
 from device_host import HostLibrary, HostOperation, ModelBoard, ModelStore
-from device_model import FakeStreams, Place
+from device_model import FakeStreams, Place, Shared
 from device_tensors import OnDevice, kernels_on_devices, uploaded
-from device_turns import Actor, Decisions, Stuck, Turns
+from device_turns import Actor, Decisions, State, Stuck, Turns
 from fake_nccl import Simulator
 
-from mcr_plus.backends.base import Channel
 from mcr_plus.backends.nccl import NcclBackend, link
 from mcr_plus.backends.nccl.abi import Nccl
+from mcr_plus.backends.nccl.channel import NcclChannel
 from mcr_plus.communicator import arrays, tensors
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.communicator.open_group import OpenGroup
@@ -37,7 +37,7 @@ from mcr_plus.core import streams as core_streams
 from mcr_plus.core import work as core_work
 from mcr_plus.core.group import Group
 from mcr_plus.core.streams import Retained
-from mcr_plus.dispatch import engine
+from mcr_plus.dispatch import desync, engine
 from mcr_plus.dispatch.engine import Engine
 from mcr_plus.dispatch.group_runtime import GroupRuntime
 from mcr_plus.dispatch.group_state import BackendChannel, GroupState
@@ -60,6 +60,7 @@ class Rank:
         job.engines.append(self.engine)
         self.engine.backends = [job.nccl[rank], HostLibrary(job, rank)]
         self.world = job.worlds[rank]
+        self.channels: list[NcclChannel] = []
         self.comm: Any = self._opened(Group("world", tuple(range(job.size)), rank), job.config)
 
     def _opened(self, group: Group, config: Any) -> Communicator:
@@ -70,8 +71,10 @@ class Rank:
 
     def _open(self, group: Group, config: Any) -> OpenGroup:
         job = self.job
+        over_nccl = job.channel(self.rank, group)
+        self.channels.append(over_nccl)
         channels = {
-            "nccl": BackendChannel(self.engine.backends[0], job.channel(self.rank, group)),
+            "nccl": BackendChannel(self.engine.backends[0], over_nccl),
             "gloo": BackendChannel(self.engine.backends[1], self.engine.backends[1].open(group)),
         }
         state = GroupState(group, ModelBoard(job, group))
@@ -126,7 +129,8 @@ class Helper:
         self._actor = Actor(turns, self._run, "helper", turns.now.home, is_helper=True)
 
     def wake(self) -> None:
-        self._actor.wake()
+        if self._job.has_threads:
+            self._actor.wake()
 
     def _run(self) -> None:
         home = self._actor.home
@@ -151,6 +155,7 @@ class RetainedByRank:
 
 
 Program = Callable[[Rank], Any]
+After = Literal["nothing", "opening", "one run"]
 
 
 class Job:
@@ -175,11 +180,13 @@ class Job:
             for rank in range(size)
         ]
         self.slow = slow
+        self.has_threads = True  # whether the library's own threads ever have a turn
         self.fails = 0  # which of the host library's operations fails, from 1; 0 for none
         self._turns: Turns | None = None
 
-    def channel(self, rank: int, group: Group) -> Channel:
+    def channel(self, rank: int, group: Group) -> NcclChannel:
         channel = self.nccl[rank].open(group)
+        assert isinstance(channel, NcclChannel)
         self.simulator.slow = self.slow
         return channel
 
@@ -198,9 +205,16 @@ class Job:
         assert self._turns is not None
         return self._turns.now is None or self._turns.now.finds(what)
 
-    def _touch(self) -> None:
+    def _touch(self, what: Shared) -> None:
         if self._turns is not None and self._turns.now is not None:
-            self._turns.now.touched = True
+            self._turns.now.touched.add(what)
+
+    def _look(self, what: Shared) -> None:
+        if self._turns is not None and self._turns.now is not None:
+            self._turns.now.looked.add(what)
+
+    def _here(self) -> int:
+        return -1 if self._turns is None or self._turns.now is None else self._turns.now.home.device
 
     def _note(self, fact: Hashable) -> None:
         if self._turns is not None and self._turns.now is not None:
@@ -228,21 +242,23 @@ class Job:
         self,
         program: Program,
         decide: Decisions | None = None,
-        ends_in: Callable[[Hashable, int], bool] | None = None,
+        ends_in: Callable[[State, int], bool] | None = None,
         forgets: bool = False,
-        opened: bool = False,
+        after: After = "nothing",
     ) -> list[Any]:
         """What the program returns on each rank. `ends_in`, `forgets`: see `Turns`; raises `Known`.
 
-        `opened`: decisions begin when all ranks have opened their groups.
+        `after`: when decisions begin: once all ranks have opened their groups and connected, or have run the
+        program once.
         """
         machine = self.simulator
         turns = self.turns = self._turns = Turns(machine, decide or Decisions())
         machine.lazy = True
         machine.decide = self.finds
-        machine.note, machine.touch, machine.reached = self._note, self._touch, self._reached
+        machine.note, machine.touch, machine.look = self._note, self._touch, self._look
+        machine.here, machine.reached = self._here, self._reached
         machine.clock, machine.number, machine.behind = self._clock, self._number, self._behind
-        turns.opening = self.size if opened else 0
+        turns.opening = 0 if after == "nothing" else self.size
         turns.ends_in, turns.forgets, turns.most_denied = ends_in, forgets, 1
         machine.sleep = lambda: self.yields(paused=True)
         results: list[Any] = [None] * self.size
@@ -251,6 +267,10 @@ class Job:
             with OnDevice(self.homes[rank]):
                 opened = Rank(self, rank)
                 if turns.opening:
+                    for channel in opened.channels:
+                        channel.connect()
+                    if after == "one run":
+                        program(opened)
                     turns.actors[rank].opens()
                 results[rank] = program(opened)
 
@@ -289,6 +309,7 @@ def _patched(job: Job) -> Iterator[None]:
         still = SimpleNamespace(sleep=pause, monotonic=lambda: 0.0, time_ns=time.time_ns)
         patch.setattr(link, "time", still)  # what a program does must not depend on how fast the machine is
         patch.setattr(engine, "time", still)
+        patch.setattr(desync, "time", still)
         patch.setattr(engine, "ProgressThread", partial(Helper, job))
         patch.setattr(core_work, "_retained", RetainedByRank(job))
         patch.setattr(link, "_POLL_STORE_EVERY", 0.0)

@@ -129,8 +129,9 @@ def _synchronised(
     results: list[Any] = []
     stream = home.current()
     entry = stream.launch(name, lambda: results.append(run()), reads, writes)
-    while not home.machine.can_finish(entry):
-        home.machine.sleep()
+    machine = home.machine
+    while not (machine.can_finish(entry) and (not machine.lazy or machine.decide(stream.place))):
+        machine.sleep()
     home.machine.finish(entry)
     home.machine.detector.order(home.machine.host(), stream.number)
     home.machine.reached(stream.place)

@@ -5,33 +5,75 @@ work of a device done, is decided by `Decisions`, so that a run can be repeated 
 
 Two things keep the number of runs small where all orders are tried (`interleavings`). A state is described by
 what can matter later, not by how it came about: each rank's place in its program, what it has found done, and
-what is in its streams, with what the rank had found done at each entry. And of a turn that touches nothing
-that other ranks touch (`Machine.touch`), no other order is tried: it commutes with all turns of theirs.
+what is in its streams, with what the rank had found done at each entry. And of a turn whose order with those
+of some ranks does not matter, no order with theirs is tried (`Turn`).
+
+The order does not matter of what a rank posts, puts into its streams or gives to a library, although others
+look for it: they may always be told that it has not come yet, once more, so a run in which it has come earlier
+has all courses of one in which it comes later. It matters of a look in vain, which those may change who can
+give what is looked for. So turns with such looks are put off (`Vain`) where another rank can go on.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from device_model import Shared
 
 if TYPE_CHECKING:
     from device_model import FakeStreams, Machine, Place
+
+
+State = tuple[Hashable, tuple[Hashable, ...]]
+"""What programs do from here on follows from the first part, the races of a rank from its own second one too."""
+
+
+@dataclass
+class Turn:
+    """A decision about whose turn it is, of actors `able`, by their numbers in the order of the choices.
+
+    `needs`: by actor, those of whose turns the order with its next one may matter. Known for those that are
+    not able, which have looked in vain for what these may do, and once a turn has been had.
+    """
+
+    able: list[int]
+    needs: dict[int, set[int]]
+
+    def needed(self, first: int) -> set[int]:
+        """The smallest set with an actor and with all that its members need: no other actor, nor several of
+        them one after another, can do anything of which the order with the next turn of a member matters.
+        """
+        found, todo = set[int](), [first]
+        while todo:
+            each = todo.pop()
+            if each not in found:
+                found.add(each)
+                todo += self.needs.get(each, ())
+        return found
 
 
 class Decisions:
     """What is decided in a run: the first decisions are `given`, later ones `pick` chooses.
 
     `made`: the choices, each with the number of alternatives. `turns`: the decisions about whose turn it is,
-    by their places in `made`, each with whether the turn has touched what other ranks touch.
+    by their places in `made`. From place `free` on, None for nowhere, a turn that looks in vain ends the run.
     """
 
-    def __init__(self, given: Sequence[int] = (), pick: Callable[[int], int] = lambda _: 0) -> None:
+    def __init__(
+        self,
+        given: Sequence[int] = (),
+        pick: Callable[[int], int] = lambda _: 0,
+        free: int | None = None,
+    ) -> None:
         self.given = given
         self.pick = pick
+        self.free = free
         self.made: list[tuple[int, int]] = []
-        self.turns: dict[int, bool] = {}
+        self.turns: dict[int, Turn] = {}
 
     def __call__(self, count: int) -> int:
         if count == 1:
@@ -44,6 +86,14 @@ class Decisions:
 
 class Stuck(Exception):
     """No rank can go on."""
+
+
+class Vain(Exception):
+    """A turn has looked for something in vain, at the decision of this number, while others can go on."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 class Known(Exception):
@@ -69,7 +119,7 @@ class Turns:
         self.actors: list[Actor] = []
         self.ended: Exception | None = None
         self.now: Actor | None = None
-        self.ends_in: Callable[[Hashable, int], bool] | None = None
+        self.ends_in: Callable[[State, int], bool] | None = None
         self.courses: list[Hashable] = []  # of ranks that have ended
 
     def run(self) -> None:
@@ -77,6 +127,7 @@ class Turns:
         machine = self.machine
         while alive := [actor for actor in self.actors if not (actor.ended or actor.is_helper)]:
             able = [actor for actor in self.actors if actor.is_able()]
+            able.sort(key=lambda actor: bool(actor.looked))  # those last that may look in vain again
             if not able:
                 before = machine.version
                 machine.pass_time()
@@ -89,15 +140,18 @@ class Turns:
                 if self.ends_in(state, len(self.decide.made)):
                     self.end(Known())
             number = len(self.decide.made)
-            self.now = able[self.decide(len(able)) if free and self.ended is None else 0]
-            home = self.now.home
-            self.now.touched = any(
-                each.home is home and each.is_awake for each in self.actors if each is not self.now
-            )
-            self.now.go.release()
+            turn = self._turn(able)
+            now = self.now = able[self.decide(len(able)) if free and self.ended is None else 0]
+            beside = {at for at, each in enumerate(self.actors) if each.home is now.home and each.is_awake}
+            now.looked.clear()
+            now.touched.clear()
+            now.go.release()
             self.back.acquire()
             if free and self.ended is None and len(able) > 1:
-                self.decide.turns[number] = self.now.touched
+                turn.needs[self.actors.index(now)] = self.those_of(now.looked | now.touched) | beside
+                self.decide.turns[number] = turn
+                if now.looked and self.decide.free is not None and number >= self.decide.free:
+                    self.end(Vain(number))
             if self.now.ended and self.ended is None and not self.now.is_helper:
                 self.courses.append((self.actors.index(self.now), self.now.course()))
             if self.now.error is not None and self.ended is None:
@@ -110,9 +164,28 @@ class Turns:
         if error is not None:
             raise error
 
-    def state(self, able: Sequence[Actor]) -> Hashable:
-        """All that can matter from here on."""
-        return tuple((each.state(), each in able) for each in self.actors)
+    def _turn(self, able: Sequence[Actor]) -> Turn:
+        """Whose turn it can be, and what those need whose turn it cannot be."""
+        needs = dict[int, set[int]]()
+        for at, each in enumerate(self.actors):
+            if not each.ended and each not in able:
+                at_home = {number for number, other in enumerate(self.actors) if other.home is each.home}
+                needs[at] = self.those_of(each.looked) | at_home
+        return Turn([self.actors.index(each) for each in able], needs)
+
+    def those_of(self, shared: Iterable[Shared]) -> set[int]:
+        """The actors of the ranks that may change something."""
+        found = set[int]()
+        for each in shared:
+            for at, actor in enumerate(self.actors):
+                if each.ranks is None or actor.home.device in each.ranks:
+                    found.add(at)
+        return found
+
+    def state(self, able: Sequence[Actor]) -> State:
+        """All that can matter from here on: where programs are, and what each rank may race with."""
+        control = tuple((each.state(), each in able) for each in self.actors)
+        return control, tuple(each.history() for each in self.actors)
 
     def end(self, error: Exception) -> None:
         """Make all ranks raise where they are."""
@@ -141,12 +214,15 @@ class Actor:
         self.is_helper = self.sleeps = is_helper
         self.go = threading.Semaphore(0)
         self.moved = True  # whether its last turn has changed anything, so that another one may as well
-        self.seen = 0  # what ranks share, as its last turn has left it: `Machine.common`
-        self.touched = False  # whether the turn has read or written what others may write or read
+        self.seen = 0  # `Machine.common`, as its last turn has left it
+        self.looked = set[Shared]()  # for what its last turn has looked in vain
+        self.touched = set[Shared]()  # what else of that turn must keep its order with others
+        self._watched = dict[Shared, int]()  # how often this had changed then
         self.ended = False
         self.error: Exception | None = None
         self.denied = dict[Hashable, int]()  # how often a query has not found done what it could have
         self.noted = set[Hashable]()
+        self.found = set[Hashable]()  # places that it has found done
         self.reached = dict[Hashable, int]()  # what it is ordered behind: the last place in each sequence
         self._place: Hashable = "begin"
         self._statements = 0
@@ -173,7 +249,11 @@ class Actor:
 
     def is_able(self) -> bool:
         """Whether it can have a turn that may change anything."""
-        return self.is_awake and (self.moved or self.seen != self.turns.machine.common)
+        machine = self.turns.machine
+        if not self.is_awake or self.moved:
+            return self.is_awake
+        changes = machine.changes
+        return self.seen != machine.common or any(changes[each] != n for each, n in self._watched.items())
 
     def wake(self) -> None:
         """Let it have a turn."""
@@ -183,7 +263,7 @@ class Actor:
         """Wait until all ranks have opened their groups."""
         turns = self.turns
         turns.opening -= 1
-        turns.machine.share()
+        turns.machine.common += 1
         while turns.opening:
             self.yields(paused=True)
         self.yields(paused=False)
@@ -191,7 +271,7 @@ class Actor:
     def reaches(self, place: Place) -> None:
         """Note a place that the host is ordered behind."""
         sequence, count = place
-        self.noted.add(place)
+        self.found.add(place)
         self.reached[sequence] = max(count, self.reached.get(sequence, 0))
 
     def clock(self) -> Hashable:
@@ -212,23 +292,28 @@ class Actor:
         return False
 
     def state(self) -> Hashable:
-        """What can matter later: where it is, what it has noted, and what is in its streams.
-
-        Nothing races with a rank that has ended, but others may wait for what is in its streams.
-        """
+        """Where it is, what it has noted and is behind, and what is in its streams, for which others may wait."""
+        shapes = tuple(stream.shape for stream in self.home.streams)
         if self.ended:
-            return "end", tuple(stream.shape for stream in self.home.streams)
+            return "end", shapes
         denied = None if self.turns.forgets else frozenset(self.denied)
-        return self._place, self._statements, denied, self.course()
+        return self._place, self._statements, denied, frozenset(self.noted), self.clock(), shapes
+
+    def history(self) -> Hashable:
+        """What it has found done, and what is in its streams with what it was behind then; none at the end."""
+        return None if self.ended else self.course()
 
     def course(self) -> Hashable:
         """What the rank has come upon, and what it has put into its streams in which order."""
-        return frozenset(self.noted), tuple(stream.digest for stream in self.home.streams)
+        return frozenset(self.noted | self.found), tuple(stream.digest for stream in self.home.streams)
 
     def yields(self, *, paused: bool) -> None:
         """Give up the turn; `paused`: until something changes."""
         machine = self.turns.machine
         self.moved = not paused or machine.version != self._began
+        at_home = Shared(("rank", self.home.device))  # others of the rank look again
+        machine.changes[at_home] += self.moved
+        self._watched = {each: machine.changes[each] for each in (*self.looked, at_home)}
         self.seen = machine.common
         self._statements += not paused
         if self.turns.ends_in is not None:

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from device_model import Entry, FakeStream, FakeStreams, Machine
+from device_model import Entry, FakeStream, FakeStreams, Machine, Shared
 from race_detector import Range
 
 __all__ = ("FakeStreams", "Simulator")
@@ -111,6 +111,7 @@ class Comm:
     identity: bytes
     size: int
     rank: int
+    home: int  # the rank of the job
     state: int = 0
     connected: set[tuple[Any, ...]] = field(default_factory=set)
     later: list[Callable[[], object]] = field(default_factory=list)  # what it has not done yet
@@ -190,7 +191,7 @@ class Simulator(Machine):
         handle = 1000 + len(self.comms)
         if size > 1:
             self._may_wait("ncclCommInitRank")
-        new = Comm(handle, key, size, rank)
+        new = Comm(handle, key, size, rank, self.here())
         self.comms[handle] = self.members[key][rank] = new
         comm[0] = handle
         return self._when(new, lambda: None)
@@ -298,7 +299,13 @@ class Simulator(Machine):
         self.detector.order(stream.number, self.host())
         self.detector.launch(stream.number, unit.tasks[0].name, reads, writes)
         stream.add(unit, tuple(task.name for task in unit.tasks))
-        self.share()
+        self.share(self._shared(unit.tasks[0].comm))
+
+    def _shared(self, comm: Comm) -> Shared:
+        """The calls of a communicator's ranks, for those who look whether they have come."""
+        members = self.members[comm.identity]
+        is_known = len(members) == comm.size
+        return Shared(comm.identity, frozenset(each.home for each in members.values()) if is_known else None)
 
     # -- running ----------------------------------------------------------------------------------
 
@@ -318,11 +325,13 @@ class Simulator(Machine):
             for task in todo.pop().tasks:
                 for partner in self._partners(task):
                     if partner is None or partner.unit is None:
+                        self.lacking = self._shared(task.comm)
                         return None
                     if partner.unit not in found:
                         found[partner.unit] = None
                         todo.append(partner.unit)
         if len({unit.stream for unit in found}) < len(found):
+            self.lacking = Shared("anything")
             return None  # a call that waits for a later one of its own stream
         return sorted(found, key=lambda unit: unit.stream.cuda_stream)
 

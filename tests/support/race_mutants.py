@@ -66,8 +66,6 @@ ORDERINGS: Final = {
     "keep": "a note for the allocator",
     "add": "a retention",
 }
-UNFOUND: Final = ("kept[0][0].query()",)
-"""Mutants that no program finds: for want of one with three decoders in flight when the first is let go."""
 _ROOM: Final = "self._done or (self._end is not None and self._end.query())"
 """A query that orders nothing: how much room the device's queues have, which `test_nccl.py` tests."""
 _RETENTIONS: Final = ("self._ran.append(function)", "self._held.append(space)", "self._pending.append(work)")

@@ -275,6 +275,20 @@ def test_a_faster_library_is_named_with_its_rule(tmp_path: Path) -> None:
     assert f"{share:.1%} of the time" in found.text
 
 
+def test_all_sizes_of_an_operation_count(tmp_path: Path) -> None:
+    """Of the small ones gloo is the faster library, and its time is not that of the large ones."""
+    small = expected("all_reduce", "gloo", {"gloo": 10.0, "mpi": 40.0}, {}, bytes=112, count=900)
+    large = expected("all_reduce", "gloo", {"gloo": 1000.0, "mpi": 900.0}, {}, bytes=1 << 20, count=100)
+    records = [operation(n, 0.1 * n, 0.05, 0.045) for n in range(1, 100)]
+    (found,) = titles(job_of(tmp_path, records, records, choices=[small, large])).values()
+    assert "the table expects at most 1 ms, for 1 MiB" in found.text
+    assert "backend" not in found.snippet
+    large["job"]["alternatives"]["mpi"] = 400.0
+    (found,) = titles(job_of(tmp_path, records, records, choices=[small, large])).values()
+    assert "mpi would take 0.4 ms instead of 1 ms for 1 MiB" in found.text
+    assert f"at least {99 * (0.1 * 600e-6 - 0.9 * 30e-6) / SECONDS:.1%} of the time" in found.text
+
+
 @pytest.mark.parametrize(
     ("records", "row", "title", "what"),
     [

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from command import mcr_plus, mcr_plus_process
 
+from mcr_plus.core import stacks
 from mcr_plus.core.stacks import stack_of
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.liveness import page as pages
@@ -256,6 +257,15 @@ def test_the_line_of_the_program_is_the_innermost_in_no_library() -> None:
     assert Path(stack.frames[stack.program[0]][1]) == Path(__file__)
     assert stack.program == (1,)
     assert stack_of(None) == ((), (), "")
+
+
+def test_a_generator_of_the_library_is_named_by_what_it_calls() -> None:
+    found: list[FrameType] = []
+    scope: dict[str, Any] = {"note": lambda: found.append(sys._getframe(1))}
+    text = "def inner():\n    note()\ndef steps():\n    return (inner() for _ in range(1))\n"
+    exec(compile(text, Path(stacks.__file__).parent / "steps.py", "exec"), scope)
+    list(scope["steps"]())
+    assert stack_of(found[0]).call == "inner"
 
 
 # -- the command ----------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ class _Moved:
 
     def inner(self, message: Message) -> Message:
         """The message of the step."""
-        return message.with_tensors(message.inputs, message.outputs, after=None, prepare=None)
+        return Message(self._step.signature, message.inputs, message.outputs)
 
     def settle(self, use: _Use, outputs: _Tensors) -> int:
         """What follows the step; returns the verdict, see `row_kernels.settle`."""

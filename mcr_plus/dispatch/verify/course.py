@@ -75,7 +75,7 @@ class Courses:
             least = 2 * self._piece  # so that there are two
             if kind == "broadcast" and nbytes >= least:
                 return self._broadcast(signature)
-            if kind == "all_gather" and self._gathers_in_pieces and nbytes >= least * self._size:
+            if kind == "all_gather" and self._gathers_in_pieces and nbytes >= least:
                 return self._all_gather(signature)
             return self._moved(signature)
         if kind == "all_reduce":
@@ -153,10 +153,11 @@ class Courses:
         return begin
 
     def _all_gather(self, signature: Signature) -> Begin:
-        """In pieces, each of them a broadcast of every rank: so it arrives where it belongs."""
+        """In pieces, which are copied to where they belong while the library moves the next one."""
         assert signature.dtype is not None
-        size, rank, width, part = self._size, self._rank, signature.dtype.itemsize, self._piece
+        size, width = self._size, signature.dtype.itemsize
         block = (signature.nbytes or 0) // size
+        part = max(1, self._piece // size // BLOCK) * BLOCK
         repeats, rest = _pieces(block, part)
         ends = {
             SENT: Flows.one(0, rest, size),
@@ -164,39 +165,39 @@ class Courses:
         }
         kept = _Kept(signature, lambda _: Plan(size, ends, repeats, part, block))
         steps = [
-            [
-                self._steps.bind(derived(signature, "broadcast", nbytes=each, root=root))
-                for root in range(size)
-            ]
-            for each in (part, rest)
+            self._steps.bind(derived(signature, "all_gather", nbytes=size * each)) for each in (part, rest)
         ]
+        step_of = [steps[0]] * repeats + [steps[1]]
 
         def begin(message: Message) -> Course:
             ledger, value = kept.ledger(message), _cut(message.inputs[0], repeats, part // width)
             ledger.take_piece(SENT, value[0].data_ptr(), 0)
-            blocks = message.outputs[0].view(size, block // width).unbind()
-            return run(value, [_cut(each, repeats, part // width) for each in blocks], ledger)
+            return run(value, message.outputs[0].view(size, -1), ledger)
 
-        def run(value: list[torch.Tensor], out: list[list[torch.Tensor]], ledger: Ledger) -> Course:
-            first, before = out[0][0].data_ptr(), list[Poll]()
+        def run(value: list[torch.Tensor], out: torch.Tensor, ledger: Ledger) -> Course:
+            most = max(each.numel() for each in value) * size
+            memory, before = self._memory(value[0], most, most), None
+
+            def placed(number: int) -> None:
+                numel, at = value[number].numel(), number * part // width
+                out[:, at : at + numel].copy_(memory[number % 2][: size * numel].view(size, numel))
+                ledger.take_piece(GOT, out.data_ptr() + number * part, number)
+
             for number, piece in enumerate(value):
                 if number:
                     ledger.take_piece(SENT, piece.data_ptr(), number)
-                if (own := out[rank][number]).data_ptr() != piece.data_ptr():
-                    own.copy_(piece)
-                polls = []
-                for step, target in zip(steps[number == repeats], out, strict=True):
-                    ends = (target[number],)
-                    inner = Message(step.signature, ends if target is out[rank] else (), ends)
-                    if (gate := step.gate(inner)) is not None:
-                        yield gate
-                    polls.append(step.start(inner))
-                yield from before
-                if number:
-                    ledger.take_piece(GOT, first + (number - 1) * part, number - 1)
-                before = polls
-            yield from before
-            ledger.take_piece(GOT, first + repeats * part, repeats)
+                step = step_of[number]
+                inner = Message(step.signature, (piece,), (memory[number % 2][: size * piece.numel()],))
+                if (gate := step.gate(inner)) is not None:
+                    yield gate
+                poll = step.start(inner)
+                if before is not None:
+                    yield before
+                    placed(number - 1)
+                before = poll
+            assert before is not None
+            yield before
+            placed(repeats)
             yield from self._compare(signature, ledger)
             kept.give_back(ledger)
 

@@ -168,7 +168,7 @@ class VerifiedReceive(ReceivePoll):
         source, messages = self.source, self._messages
         assert source is not None
         receives = messages.open[self.tag]
-        for earlier in receives[: receives.index(self)]:
+        for earlier in () if receives[0] is self else receives[: receives.index(self)]:
             earlier.arrives()
             if earlier.source is None or (earlier.source == source and not earlier._asks()):
                 return False

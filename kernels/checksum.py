@@ -39,12 +39,15 @@ _LANES: Final = 64
 _ROW: Final = 8 * _LANES
 _VECTOR: Final = 8
 _TURN: Final = 17
+CHAIN_BYTES: Final = _ROW
+"""Bytes of the chains of a block under way, and of a row."""
 _SEEDS: Final = tuple(to_signed(SEED * (2 * lane + 1) & (2**64 - 1)) for lane in range(_LANES))
 
 _numba: Any = numba  # partly annotated, which type checkers report here
 _types: Any = _numba.types
 _I64: Final = ir.IntType(64)
 _BYTES: Final = ir.IntType(8).as_pointer()
+_WORDS: Final = ir.VectorType(_I64, _VECTOR)
 
 
 def reference(values: torch.Tensor) -> int:
@@ -99,43 +102,66 @@ def _folded(builder: Any, chains: list[Any]) -> Any:
     return chain
 
 
-def _emit_checksum(builder: Any, address: Any, nbytes: Any) -> Any:
-    vector = ir.VectorType(_I64, _VECTOR)
-    zero, one, row_bytes = (ir.Constant(_I64, value) for value in (0, 1, _ROW))
-    # The last row, filled up: where there is none it stays unused.
+class _Chains:
+    """The chains of a block under way, which the compiler keeps in registers."""
+
+    def __init__(self, builder: Any) -> None:
+        self._builder = builder
+        self._places = [cgutils.alloca_once(builder, _WORDS) for _ in range(0, _LANES, _VECTOR)]
+
+    def begin(self) -> None:
+        for first, place in zip(range(0, _LANES, _VECTOR), self._places, strict=True):
+            self._builder.store(ir.Constant(_WORDS, list(_SEEDS[first : first + _VECTOR])), place)
+
+    def take(self, vectors: list[Any]) -> None:
+        """The next row."""
+        builder = self._builder
+        for place, words in zip(self._places, vectors, strict=True):
+            builder.store(_mix_vectors(builder, builder.load(place), words, _VECTOR), place)
+
+    def load(self, address: Any) -> None:
+        """Go on with chains that have been stored."""
+        for place, words in zip(self._places, _row(self._builder, address), strict=True):
+            self._builder.store(words, place)
+
+    def store(self, address: Any) -> None:
+        """Keep the chains until they go on."""
+        for first, place in zip(range(0, _LANES, _VECTOR), self._places, strict=True):
+            target = self._builder.inttoptr(_after(self._builder, address, 8 * first), _WORDS.as_pointer())
+            self._builder.store(self._builder.load(place), target, align=1)
+
+    def folded(self) -> Any:
+        return _folded(self._builder, [self._builder.load(place) for place in self._places])
+
+
+def _row(builder: Any, address: Any) -> list[Any]:
+    """The vectors of a row."""
+    return [
+        builder.load(builder.inttoptr(_after(builder, address, 8 * first), _WORDS.as_pointer()), align=1)
+        for first in range(0, _LANES, _VECTOR)
+    ]
+
+
+def _after(builder: Any, address: Any, nbytes: int) -> Any:
+    return builder.add(address, ir.Constant(_I64, nbytes))
+
+
+def _at(builder: Any, address: Any, row: Any) -> Any:
+    return builder.add(address, builder.mul(row, ir.Constant(_I64, _ROW)))
+
+
+def _take_all(builder: Any, chains: _Chains, address: Any, nbytes: Any) -> None:
+    """Take so many bytes, the last row filled up."""
+    whole, rest = (each(nbytes, ir.Constant(_I64, _ROW)) for each in (builder.udiv, builder.urem))
+    with cgutils.for_range(builder, whole) as loop:
+        chains.take(_row(builder, _at(builder, address, loop.index)))
     last = cgutils.alloca_once(builder, ir.ArrayType(_I64, _LANES))
-    last_address = builder.ptrtoint(last, _I64)
-    whole = builder.udiv(nbytes, row_bytes)
-    rest = builder.urem(nbytes, row_bytes)
-    has_rest = builder.icmp_unsigned("!=", rest, zero)
-    with builder.if_then(has_rest):
-        cgutils.memset(builder, builder.bitcast(last, _BYTES), row_bytes, 0)
-        source = builder.inttoptr(builder.add(address, builder.mul(whole, row_bytes)), _BYTES)
-        cgutils.raw_memcpy(builder, builder.bitcast(last, _BYTES), source, rest, 1)
-    rows = builder.add(whole, builder.zext(has_rest, _I64))
-    start = builder.basic_block
-    head, body, end = (builder.append_basic_block(name) for name in ("rows", "row", "folded"))
-    builder.branch(head)
-    builder.position_at_end(head)
-    number = builder.phi(_I64)
-    number.add_incoming(zero, start)
-    chains = []
-    for first in range(0, _LANES, _VECTOR):
-        chain = builder.phi(vector)
-        chain.add_incoming(ir.Constant(vector, list(_SEEDS[first : first + _VECTOR])), start)
-        chains.append(chain)
-    builder.cbranch(builder.icmp_unsigned("<", number, rows), body, end)
-    builder.position_at_end(body)
-    in_place = builder.add(address, builder.mul(number, row_bytes))
-    at = builder.select(builder.icmp_unsigned("<", number, whole), in_place, last_address)
-    for index, chain in enumerate(chains):
-        place = builder.add(at, ir.Constant(_I64, 8 * _VECTOR * index))
-        words = builder.load(builder.inttoptr(place, vector.as_pointer()), align=1)
-        chain.add_incoming(_mix_vectors(builder, chain, words, _VECTOR), body)
-    number.add_incoming(builder.add(number, one), body)
-    builder.branch(head)
-    builder.position_at_end(end)
-    return _folded(builder, list(chains))
+    with builder.if_then(builder.icmp_unsigned("!=", rest, ir.Constant(_I64, 0))):
+        place = builder.bitcast(last, _BYTES)
+        cgutils.memset(builder, place, ir.Constant(_I64, _ROW), 0)
+        source = builder.inttoptr(_at(builder, address, whole), _BYTES)
+        cgutils.raw_memcpy(builder, place, source, rest, 1)
+        chains.take(_row(builder, builder.ptrtoint(last, _I64)))
 
 
 @_numba.extending.intrinsic
@@ -143,9 +169,49 @@ def block_checksum(typing_context, address, nbytes):  # type: ignore[no-untyped-
     """The checksum of up to a block."""
 
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]  # noqa: ARG001
-        return _emit_checksum(builder, *args)
+        chains = _Chains(builder)
+        chains.begin()
+        _take_all(builder, chains, *args)
+        return chains.folded()
 
     return _types.int64(_types.int64, _types.int64), generate
+
+
+@_numba.extending.intrinsic
+def begin_block(typing_context, chains):  # type: ignore[no-untyped-def]  # noqa: ARG001
+    """Begin the checksum of a block that is taken part by part: `chains` is the address of `CHAIN_BYTES`."""
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]  # noqa: ARG001
+        under_way = _Chains(builder)
+        under_way.begin()
+        under_way.store(args[0])
+
+    return _types.void(_types.int64), generate
+
+
+@_numba.extending.intrinsic
+def take_part(typing_context, chains, address, nbytes):  # type: ignore[no-untyped-def]  # noqa: ARG001
+    """Take a part of the block: a multiple of `CHAIN_BYTES`, if it is not the last one."""
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]  # noqa: ARG001
+        under_way = _Chains(builder)
+        under_way.load(args[0])
+        _take_all(builder, under_way, args[1], args[2])
+        under_way.store(args[0])
+
+    return _types.void(*[_types.int64] * 3), generate
+
+
+@_numba.extending.intrinsic
+def end_block(typing_context, chains):  # type: ignore[no-untyped-def]  # noqa: ARG001
+    """The checksum of a block whose parts have been taken."""
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]  # noqa: ARG001
+        under_way = _Chains(builder)
+        under_way.load(args[0])
+        return under_way.folded()
+
+    return _types.int64(_types.int64), generate
 
 
 @_numba.extending.intrinsic
@@ -185,6 +251,16 @@ def checksums(base, cut, parts, out, lo, hi):  # type: ignore[no-untyped-def]
 
 
 @cpu.compiled
+def changed(base, nbytes, sent, lo, hi):  # type: ignore[no-untyped-def]
+    """The first of blocks `lo` to `hi` of `nbytes` at `base` whose checksum is not that at `sent`, or -1."""
+    for block in range(lo, hi):
+        skip = block * BLOCK
+        if block_checksum(base + skip, min(BLOCK, nbytes - skip)) != _load(sent + 8 * block):
+            return block
+    return np.int64(-1)
+
+
+@cpu.compiled
 def join(flows, count, checksums, row):  # type: ignore[no-untyped-def]
     """Write one word for each flow, of the checksums of its blocks, to the flow's words of a row.
 
@@ -208,4 +284,5 @@ def prepare() -> None:
     """Compile the kernels, or load them from disk."""
     word = _types.int64
     checksums.compile((word,) * 6)
+    changed.compile((word,) * 5)
     join.compile((word,) * 4)

@@ -437,12 +437,13 @@ class Operation:
         return issue
 
 
-def burst_of(backend: Backend, *, in_steps: bool = False) -> range:
+def burst_of(backend: Backend) -> range:
     """Polls in a row in a longer wait, of libraries that need them: large operations take many.
 
-    `in_steps`: its operations consist of several, and the next one starts in a poll.
+    With threads of its own, a library may need the core that polls would take: also where an operation
+    consists of several, of which the next one starts in a poll.
     """
-    return range(_BURST if backend.host_driven or in_steps else 1)
+    return range(_BURST if backend.host_driven else 1)
 
 
 def _gate_of(channel: Channel | None, signature: Signature, digest: int) -> Gate | None:

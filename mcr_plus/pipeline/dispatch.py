@@ -16,7 +16,7 @@ from mcr_plus.dispatch.issue import refusing
 from mcr_plus.dispatch.operation import Operation, burst_of
 from mcr_plus.dispatch.options import DispatchOptions
 from mcr_plus.dispatch.streams import stage_through_host
-from mcr_plus.dispatch.verify.stepped import SteppedChannel, bound_every
+from mcr_plus.dispatch.verify.stepped import bound_every
 from mcr_plus.errors import Unsupported
 from mcr_plus.pipeline.stage import Context, Issue, Next, Stage
 from mcr_plus.pipeline.treatment import Treatment
@@ -129,7 +129,6 @@ class DispatchStage(Stage):
                     "stream; name another backend, which is staged through the host, or `verify: off`"
                 )
             start = bound_every(channel.channel, self._options.verify)(signature)
-        in_steps = isinstance(channel.channel, SteppedChannel) and not empty
         return Operation(
             signature,
             start,
@@ -139,7 +138,7 @@ class DispatchStage(Stage):
             channel=None if empty else channel.channel,
             on_stream=backend.on_stream and not empty,
             spins=runtime.engine.waiting.spins_for(backend.spins),
-            burst=burst_of(backend, in_steps=in_steps),
+            burst=burst_of(backend),
             timeout=self._options.timeout,
             compare_every=self._compares_every(signature),
             rings=backend.rings,

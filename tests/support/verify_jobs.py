@@ -164,7 +164,7 @@ def _cut_small() -> None:
 def flips_in_pieces(backend: str, seed: int, operations: int) -> list[Any]:
     """`many_flips` in operations that run in up to five pieces."""
     _cut_small()
-    kinds: tuple[Kind, ...] = ("all_reduce", "broadcast")
+    kinds: tuple[Kind, ...] = ("all_reduce", "broadcast", "all_gather")
     return many_flips(backend, seed, operations, kinds, (70_001, 150_000), range(6), in_pieces=True)
 
 
@@ -189,6 +189,10 @@ def in_pieces(backend: str) -> list[bool]:
                             work.wait()
                     right.append(bool((total.double().numpy() == sum(inputs)).all()))
                     right.append(bool((sent.double().numpy() == inputs[root]).all()))
+                own = torch.tensor(inputs[comm.rank], dtype=dtype)
+                every = torch.zeros(comm.size * numel, dtype=dtype)
+                comm.all_gather_into_tensor(every, own)
+                right.append(bool((every.double().numpy() == np.concatenate(inputs)).all()))
     return right
 
 
@@ -429,9 +433,9 @@ def one_in_three(backend: str) -> dict[str, Any]:
             comm.send(value, 1) if comm.rank == 0 else comm.recv(value, 0)
 
         return {
-            "collectives": verified_calls(reduced, lambda: channel._number),
+            "collectives": verified_calls(reduced, lambda: channel._rows.number),
             "messages": verified_calls(messages, lambda: asked),
-            "off by rule": verified_calls(lambda: reduced(tag="trusted"), lambda: channel._number),
+            "off by rule": verified_calls(lambda: reduced(tag="trusted"), lambda: channel._rows.number),
             "sums": is_right,
         }
 

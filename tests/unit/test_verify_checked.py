@@ -53,7 +53,7 @@ class Rank:
         assert checked.fit(state)
         self.segment = segment  # its memory
         self.ledger, self.rows = Ledger(checked.plan(state)), rows
-        self.state = checked.extended(state, self.ledger)
+        self.state = checked.extended(state, self.ledger, rows)
         ranks, me = segment.shape.ranks, segment.rank
         takes_all, gives_all = kind in ("all_to_all", "reduce_scatter"), kind in ("all_gather", "all_to_all")
         values = np.random.default_rng(me).integers(0, 1000, count * (ranks if takes_all else 1))
@@ -65,9 +65,7 @@ class Rank:
 
     def begin(self) -> bool:
         self.source.copy_(self.given)
-        state = self.state
-        state[kernels.NUMBER], state[kernels.FIRST], state[kernels.STRIDE] = self.rows.claim()
-        return bool(kernels.begin(state, self.source.data_ptr(), self.target.data_ptr()))
+        return bool(kernels.begin(self.state, self.source.data_ptr(), self.target.data_ptr()))
 
     def advance(self) -> bool:
         return bool(kernels.advance(self.state, 0))

@@ -9,6 +9,7 @@ from threading import RLock
 from types import SimpleNamespace
 from typing import Any
 
+import numba
 import numpy as np
 import pytest
 import torch
@@ -39,12 +40,17 @@ from mcr_plus.dispatch.verify.rows import SharedRows, shared_bytes
 from mcr_plus.dispatch.verify.steps import Step, Steps
 from mcr_plus.errors import BackendError, Unsupported
 from mcr_plus.kernels import checksum
-from mcr_plus.kernels.checksum import BLOCK
+from mcr_plus.kernels.checksum import BLOCK, CHAIN_BYTES
 from mcr_plus.pipeline.dispatch import DispatchStage
 
 
 def taken(values: torch.Tensor) -> list[int]:
-    return Blocks(values.nbytes).of(values).tolist()
+    blocks = Blocks(values.nbytes)
+    words, address = blocks.new()
+    blocks.take(values.data_ptr(), address)
+    assert blocks.changed(values.data_ptr(), address) is None
+    found: list[int] = words.tolist()
+    return found
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64, torch.complex128])
@@ -69,6 +75,22 @@ def test_checksums_are_those_of_their_definition(nbytes: int) -> None:
     memory = torch.from_numpy(np.random.default_rng(nbytes).integers(0, 256, nbytes + 3, np.uint8))
     values = memory[3:]  # no address of words
     assert taken(values) == [checksum.reference(block) for block in values.split(BLOCK) if block.numel()]
+
+
+@numba.njit
+def _in_parts(chains: int, address: int, nbytes: int, part: int) -> int:
+    checksum.begin_block(chains)
+    for at in range(0, nbytes, part):
+        checksum.take_part(chains, address + at, min(part, nbytes - at))
+    return checksum.end_block(chains)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("nbytes", [1, 511, 512, 513, 4096, 4097, 5000, 12_288, BLOCK - 3, BLOCK])
+@pytest.mark.parametrize("part", [CHAIN_BYTES, 8 * CHAIN_BYTES])
+def test_a_block_that_is_taken_in_parts_has_its_checksum(nbytes: int, part: int) -> None:
+    values = torch.from_numpy(np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8))
+    chains = torch.empty(CHAIN_BYTES, dtype=torch.uint8)
+    assert _in_parts(chains.data_ptr(), values.data_ptr(), nbytes, part) == checksum.reference(values)
 
 
 def test_checksums_see_pairs_of_flips_and_exchanged_rows() -> None:
@@ -185,7 +207,7 @@ def test_steps_are_kept_apart_by_the_operation_that_they_belong_to() -> None:
     assert group.size == 2
     one = Signature("all_reduce", torch.float32, (9,), 36, "world", 2, reduce_op="SUM", tag="a")
     other = one.replace(tag="b")
-    steps = [course._derived(each, "all_gather", nbytes=72) for each in (one, other)]
+    steps = [course.derived(each, "all_gather", nbytes=72) for each in (one, other)]
     assert steps[0].digest() != steps[1].digest()
 
 

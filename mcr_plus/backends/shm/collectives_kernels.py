@@ -128,17 +128,34 @@ def all_put(state, index):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _slot(state, rank, slice_number):  # type: ignore[no-untyped-def]
+def slot_of(state, rank, slice_number):  # type: ignore[no-untyped-def]
+    """Address of a rank's slot for a slice of this operation."""
     ring = state[RING]
     return state[AREAS] + (rank * ring + (state[BASE] + slice_number) % ring) * state[AREA]
 
 
 @compiled
-def part_of(state, elements):  # type: ignore[no-untyped-def]
-    """Elements of a rank's part of a slice: whole cache lines, so that no two ranks write to the same."""
-    line = 64 // state[WIDTH]
-    ranks = state[RANKS]
-    return (elements + ranks * line - 1) // (ranks * line) * line
+def bounds_of(state, rank, elements):  # type: ignore[no-untyped-def]
+    """First element of a rank's part of a slice, and how many there are.
+
+    Parts are whole cache lines, so that no two ranks write to the same.
+    """
+    ranks, line = state[RANKS], 64 // state[WIDTH]
+    part = (elements + ranks * line - 1) // (ranks * line) * line
+    low = min(rank * part, elements)
+    return low, min((rank + 1) * part, elements) - low
+
+
+@compiled
+def block_of(state, rank, index):  # type: ignore[no-untyped-def]
+    """Where a slice of the block that a rank sends to this one lies: in its slot, or in the own source."""
+    me, width = state[RANK], state[WIDTH]
+    exchanged = state[KIND] == ALL_TO_ALL
+    if rank != me:
+        skip = me * state[SLICE] * width if exchanged else np.int64(0)
+        return slot_of(state, rank, index) + skip
+    skip = me * state[COUNT] * width if exchanged else np.int64(0)
+    return state[SOURCE] + index * state[SLICE] * width + skip
 
 
 @compiled
@@ -150,7 +167,7 @@ def _left(state, count, index):  # type: ignore[no-untyped-def]
 @compiled
 def _put_uneven(state, index):  # type: ignore[no-untyped-def]
     me, ranks, width = state[RANK], state[RANKS], state[WIDTH]
-    slot, source, skip = _slot(state, me, index), state[SOURCE], index * state[SLICE] * width
+    slot, source, skip = slot_of(state, me, index), state[SOURCE], index * state[SLICE] * width
     store_release(slot, state[SLICES])
     for rank in range(ranks):
         store_release(slot + 8 * (1 + rank), state[WORDS + rank])
@@ -175,7 +192,7 @@ def _agree(state):  # type: ignore[no-untyped-def]
     """Read the number of slices from the headers of all ranks, and check the sizes."""
     me, ranks = state[RANK], state[RANKS]
     for rank in range(ranks):
-        slot = _slot(state, rank, 0)
+        slot = slot_of(state, rank, 0)
         state[SLICES] = max(state[SLICES], load_acquire(slot))
         given = load_acquire(slot + 8 * (1 + me))
         if given != state[WORDS + ranks + rank]:
@@ -192,7 +209,7 @@ def _take_uneven(state, index):  # type: ignore[no-untyped-def]
     for rank in range(ranks):
         expected = state[WORDS + ranks + rank]
         if rank != me:
-            at = _slot(state, rank, index) + state[HEADER]
+            at = slot_of(state, rank, index) + state[HEADER]
             if state[KIND] == EXCHANGE:
                 at += me * state[SLICE] * width
         else:
@@ -216,7 +233,7 @@ def _reduce_uneven(state, index):  # type: ignore[no-untyped-def]
     left, result = left + skip, state[TARGET] + skip
     for rank in range(ranks):
         if rank != me:
-            at = _slot(state, rank, index) + state[HEADER] + me * state[SLICE] * width
+            at = slot_of(state, rank, index) + state[HEADER] + me * state[SLICE] * width
             call(combine, result, left, at, elements)
             left = result
     if divide:
@@ -231,13 +248,12 @@ def _put(state, index):  # type: ignore[no-untyped-def]
         return
     first = index * state[SLICE]
     elements = min(state[SLICE], state[COUNT] - first)
-    slot, source = _slot(state, me, index), state[SOURCE]
+    slot, source = slot_of(state, me, index), state[SOURCE]
     if kind in (ALL_REDUCE, REDUCE):
-        part = part_of(state, elements)
         for rank in range(ranks):
-            low, high = min(rank * part, elements), min((rank + 1) * part, elements)
-            if rank != me and high > low:
-                copy(slot + low * width, source + (first + low) * width, (high - low) * width)
+            low, size = bounds_of(state, rank, elements)
+            if rank != me and size > 0:
+                copy(slot + low * width, source + (first + low) * width, size * width)
     elif kind in (ALL_TO_ALL, REDUCE_SCATTER) or (kind == SCATTER and me == state[ROOT]):
         block = state[COUNT]
         for rank in range(ranks):
@@ -264,9 +280,9 @@ def _reduce(state, index):  # type: ignore[no-untyped-def]
     elements = min(state[SLICE], state[COUNT] - first)
     if kind == ALL_REDUCE_WHOLE:
         target = state[TARGET] + first * width
-        call(combine, target, _slot(state, 0, index), _slot(state, 1, index), elements)
+        call(combine, target, slot_of(state, 0, index), slot_of(state, 1, index), elements)
         for rank in range(2, ranks):
-            call(combine, target, target, _slot(state, rank, index), elements)
+            call(combine, target, target, slot_of(state, rank, index), elements)
         if divide:
             call(divide, target, target, ranks, elements)
         return
@@ -275,15 +291,13 @@ def _reduce(state, index):  # type: ignore[no-untyped-def]
         result = state[TARGET] + first * width
         at, size = me * state[SLICE] * width, elements
     else:
-        part = part_of(state, elements)
-        low, high = min(me * part, elements), min((me + 1) * part, elements)
-        left = state[SOURCE] + (first + low) * width
-        at, size = low * width, high - low
-        result = _slot(state, me, index) + at
+        low, size = bounds_of(state, me, elements)
+        left, at = state[SOURCE] + (first + low) * width, low * width
+        result = slot_of(state, me, index) + at
     if size > 0:
         for rank in range(ranks):
             if rank != me:
-                call(combine, result, left, _slot(state, rank, index) + at, size)
+                call(combine, result, left, slot_of(state, rank, index) + at, size)
                 left = result
         if divide:
             call(divide, result, result, ranks, size)
@@ -306,32 +320,22 @@ def _deliver(state, target, source, nbytes):  # type: ignore[no-untyped-def]
 @compiled
 def _take_reduced(state, index, first, elements):  # type: ignore[no-untyped-def]
     """Copy every rank's part of a reduced slice."""
-    width, part = state[WIDTH], part_of(state, elements)
+    width = state[WIDTH]
     for rank in range(state[RANKS]):
-        low, high = min(rank * part, elements), min((rank + 1) * part, elements)
-        if high > low:
-            at = _slot(state, rank, index) + low * width
-            _deliver(state, state[TARGET] + (first + low) * width, at, (high - low) * width)
+        low, size = bounds_of(state, rank, elements)
+        if size > 0:
+            at = slot_of(state, rank, index) + low * width
+            _deliver(state, state[TARGET] + (first + low) * width, at, size * width)
 
 
 @compiled
 def _take_blocks(state, index, first, elements):  # type: ignore[no-untyped-def]
     """Copy a slice of every rank's block, the own one from the source."""
-    width, block, me = state[WIDTH], state[COUNT], state[RANK]
-    exchanged = state[KIND] == ALL_TO_ALL
+    width = state[WIDTH]
     for rank in range(state[RANKS]):
-        target = state[TARGET] + (rank * block + first) * width
-        if rank != me:
-            at = _slot(state, rank, index)
-            if exchanged:
-                at += me * state[SLICE] * width
+        target, at = state[TARGET] + (rank * state[COUNT] + first) * width, block_of(state, rank, index)
+        if at != target:
             _deliver(state, target, at, elements * width)
-        else:
-            own = state[SOURCE] + first * width
-            if exchanged:
-                own += me * block * width
-            if own != target:
-                _deliver(state, target, own, elements * width)
 
 
 @compiled
@@ -349,10 +353,10 @@ def _take(state, index):  # type: ignore[no-untyped-def]
     elif kind in (ALL_GATHER, ALL_TO_ALL) or (kind == GATHER and me == root):
         _take_blocks(state, index, first, elements)
     elif kind == BROADCAST and me != root:
-        _deliver(state, target, _slot(state, root, index), elements * width)
+        _deliver(state, target, slot_of(state, root, index), elements * width)
     elif kind == SCATTER and me != root:
         skip = me * state[SLICE] * width
-        _deliver(state, target, _slot(state, root, index) + skip, elements * width)
+        _deliver(state, target, slot_of(state, root, index) + skip, elements * width)
     elif kind == SCATTER:
         own = state[SOURCE] + (me * state[COUNT] + first) * width
         if own != target:

@@ -13,8 +13,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from mcr_plus.backends.base import Channel, Gate, Persistent, Poll, Start
+from mcr_plus.backends.shm.queue import done_at_once
+from mcr_plus.dispatch.verify.brief import Brief
 from mcr_plus.dispatch.verify.checked import Checking
-from mcr_plus.dispatch.verify.course import Course, Courses
+from mcr_plus.dispatch.verify.course import Begins, Course, Courses
 from mcr_plus.dispatch.verify.flows import GOT, SENT, Difference, damaged_rows, first_block, first_difference
 from mcr_plus.dispatch.verify.messages import Messages
 from mcr_plus.dispatch.verify.rows import LibraryRows
@@ -106,11 +108,12 @@ class VerifiedChannel(SteppedChannel):
         self.outlives_library = own.outlives_library or steps.channel.outlives_library
         self.takes_ballots = own.takes_ballots
         self.ballots = own.ballots
+        self._checking = Checking(steps, group, rows, self._judge)
+        self._brief = Brief(steps, group, rows, self._judge)
         self._courses = Courses(steps, group, self._compare, isinstance(rows, LibraryRows))
-        self._checking = Checking(steps, group, rows, self._checked)
         self._messages = Messages(own, steps, group, every)
         self._queue = deque[Attempt]()
-        self._number = 0  # comparisons so far
+        self._interrupted: list[object] = []  # tensors that a library may still have
 
     # -- as a Channel -----------------------------------------------------------------------------------
 
@@ -124,17 +127,32 @@ class VerifiedChannel(SteppedChannel):
             return self._messages.bind(signature)
         if signature.kind == "barrier" or not every:
             return self._own.bind(signature)
-        begin = self._checking.bind(signature) or self._courses.bind(signature)
+        bound = self._checking.bind(signature) or self._brief.bind(signature)
+        begin, at_once = bound or Begins(self._courses.bind(signature))
         start = None if every == 1 else self._own.bind(signature)
         queue, lock, calls = self._queue, self._engine.lock, 0
 
         def start_every(message: Message) -> Poll:
             nonlocal calls
-            calls += 1
-            if start is not None and calls % every:
-                return start(message)
+            if start is not None:
+                calls += 1
+                if calls % every:
+                    return start(message)
+            course = None
+            if at_once is not None and not queue:
+                # Without the lock: others find nothing to go on with, and one thread at a time starts
+                # operations.
+                try:
+                    course = at_once(message)
+                except Exception:
+                    raise
+                except BaseException:
+                    self._interrupted.append((message.inputs, message.outputs))
+                    raise
+                if course is None:
+                    return done_at_once
             with lock:
-                attempt = Attempt(self, begin(message), message, lock)
+                attempt = Attempt(self, course or begin(message), message, lock)
                 queue.append(attempt)
                 self.tick()
             return attempt
@@ -201,16 +219,9 @@ class VerifiedChannel(SteppedChannel):
     # -- comparison -------------------------------------------------------------------------------------
 
     def _compare(self, signature: Signature, ledger: Ledger) -> Course:
-        self._number += 1
         ledger.join()
         yield self._rows.post(ledger.row)
         if not self._rows.agree():
-            self._judge(signature, ledger)
-
-    def _checked(self, signature: Signature, ledger: Ledger, agree: bool) -> None:
-        """What `_compare` does where compiled code has exchanged the rows."""
-        self._number += 1
-        if not agree:
             self._judge(signature, ledger)
 
     def _judge(self, signature: Signature, ledger: Ledger) -> NoReturn:
@@ -256,7 +267,7 @@ class VerifiedChannel(SteppedChannel):
         """The first block that differs; collective. None if the two ranks do not publish theirs in time."""
         me, prefix = (
             self._group.rank,
-            f"verify/{self._group.name}/{self._steps.backend.name}/{self._number}",
+            f"verify/{self._group.name}/{self._steps.backend.name}/{self._rows.number}",
         )
         keys = [f"{prefix}/sent", f"{prefix}/got"]
         end = 2 * found.stage

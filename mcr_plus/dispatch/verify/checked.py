@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -17,23 +16,24 @@ from mcr_plus.backends.shm.collectives_kernels import (
     BROADCAST,
     REDUCE_SCATTER,
 )
+from mcr_plus.backends.shm.queue import done_at_once
 from mcr_plus.core.kinds import REDUCING, VECTOR
+from mcr_plus.core.message import Message
 from mcr_plus.dispatch.verify import checked_kernels as kernels
+from mcr_plus.dispatch.verify.course import Begins
 from mcr_plus.dispatch.verify.flows import GOT, GOT_SUMS, SENT, SENT_SUMS, Flows, Ledger, Plan
 from mcr_plus.dispatch.verify.row_kernels import AGREE
 from mcr_plus.dispatch.verify.rows import SharedRows
-from mcr_plus.kernels.checksum import BLOCK
+from mcr_plus.kernels.checksum import BLOCK, CHAIN_BYTES
 
 if TYPE_CHECKING:
+    from mcr_plus.backends.base import Poll
     from mcr_plus.backends.shm.queue import Run
     from mcr_plus.core.group import Group
-    from mcr_plus.core.message import Message, Signature
-    from mcr_plus.dispatch.verify.course import Begin, Course
+    from mcr_plus.core.message import Signature
+    from mcr_plus.dispatch.verify.course import Course, Judge
     from mcr_plus.dispatch.verify.rows import Rows
     from mcr_plus.dispatch.verify.steps import Steps
-
-Checked = Callable[["Signature", Ledger, bool], None]
-"""Is told whether ranks agree; raises `DataCorrupted`."""
 
 AREA: Final = 1 << 20
 """Bytes of a slot that are used at most: so many stay in the core's cache until a peer takes them."""
@@ -42,14 +42,14 @@ AREA: Final = 1 << 20
 class Checking:
     """Binds operations of a library of a group, if that is shared memory and has a function for them."""
 
-    def __init__(self, steps: Steps, group: Group, rows: Rows, checked: Checked) -> None:
+    def __init__(self, steps: Steps, group: Group, rows: Rows, judge: Judge) -> None:
         self._channel = steps.channel if isinstance(steps.channel, SharedMemoryChannel) else None
         self._rows = rows if isinstance(rows, SharedRows) else None
-        self._group, self._checked = group, checked
+        self._group, self._judge = group, judge
 
-    def bind(self, signature: Signature) -> Begin | None:
+    def bind(self, signature: Signature) -> Begins | None:
         """How operations of a signature begin; None for those that are made of steps."""
-        channel, rows, checked = self._channel, self._rows, self._checked
+        channel, rows, judge = self._channel, self._rows, self._judge
         if channel is None or rows is None or not signature.nbytes or signature.kind in VECTOR:
             return None
         if signature.algorithm is not None and signature.kind not in REDUCING:
@@ -58,22 +58,33 @@ class Checking:
         if int(state[plain.KIND]) not in kernels.KINDS or not fit(state):
             return None
         ledger = Ledger(plan(state))
-        state = extended(state, ledger)
+        state = extended(state, ledger, rows)
         start = self.run(channel, signature, state)
 
-        def begin(message: Message) -> Course:
+        verdict = memoryview(state)[kernels.VERDICT :]
+
+        # One operation at a time, so it has the state, the ledger and the rows for itself.
+        def at_once(message: Message) -> Course | None:
             inputs, outputs = message.inputs, message.outputs
             target = outputs[0].data_ptr() if outputs else 0
-            return course(inputs[0].data_ptr() if inputs else target, target, (inputs, outputs))
+            source = inputs[0].data_ptr() if inputs else target
+            poll = start(source, target, (inputs, outputs, ledger))  # whose memory the queue writes to
+            if poll is done_at_once and verdict[0] == AGREE:
+                return None
+            return ended(poll)
 
-        def course(source: int, target: int, keep: object) -> Course:
-            # One operation at a time, so it has the state, the ledger and the rows for itself.
-            number, first, stride = rows.claim()
-            state[kernels.NUMBER], state[kernels.FIRST], state[kernels.STRIDE] = number, first, stride
-            yield start(source, target, (keep, ledger))  # whose memory the queue writes to
-            checked(signature, ledger, state[kernels.VERDICT] == AGREE)
+        def ended(poll: Poll) -> Course:
+            yield poll
+            if verdict[0] != AGREE:
+                judge(signature, ledger)
 
-        return begin
+        def begin(message: Message) -> Course:
+            return later(Message(signature, message.inputs, message.outputs))  # it lets go of its tensors
+
+        def later(message: Message) -> Course:
+            yield from at_once(message) or ()
+
+        return Begins(begin, at_once)
 
     def run(self, channel: SharedMemoryChannel, signature: Signature, state: Any) -> Run:
         """How operations of a state start."""
@@ -137,12 +148,15 @@ def _flows(nbytes: dict[int, int]) -> Flows:
     return Flows([(rank, 1) for rank in nbytes], [0] * len(nbytes), list(nbytes.values()))
 
 
-def extended(state: Any, ledger: Ledger) -> Any:
-    """The state with the words of `checked_kernels`."""
+def extended(state: Any, ledger: Ledger, rows: SharedRows) -> Any:
+    """The state with the words of `checked_kernels`, and memory for the chains of checksums at its end."""
     ranks, width = int(state[plain.RANKS]), int(state[plain.WIDTH])
-    whole: Any = np.zeros(kernels.TABLE + 4 * ranks, np.int64)
+    chains = kernels.TABLE + 4 * ranks
+    whole: Any = np.zeros(chains + (ranks + 1) * CHAIN_BYTES // 8, np.int64)
     whole[: len(state)] = state
     flows, count, checksums, row = ledger.joined
+    whole[kernels.COUNTER], whole[kernels.ROWS], whole[kernels.STRIDE] = rows.addresses
+    whole[kernels.CHAINS] = whole.ctypes.data + 8 * chains
     shared = ranks if state[plain.KIND] == ALL_REDUCE else 1
     whole[kernels.STEP] = int(state[plain.SLICE]) // shared * width // BLOCK
     whole[kernels.FLOWS], whole[kernels.FLOW_COUNT] = flows, count

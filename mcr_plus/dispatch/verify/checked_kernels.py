@@ -2,9 +2,12 @@
 
 The phases are those of `mcr_plus.backends.shm.collectives_kernels`, for kinds whose sizes are equal on all
 ranks. Data pass in blocks of 64 KiB: the checksum of a block is taken while it is in the core's cache, of the
-source right before it is copied into the slot, of a peer's slot right before it is added, of a sum once it
-has been stored, and of the target once a block has been copied there. Then the words of the flows are
-joined, this rank's row is posted, and the rows of all ranks are compared, all in one call.
+source right before it is copied into the slot, and of the target once a block has been copied there. Of a
+reduction, a part of 8 KiB is taken of a peer's slot, then added, and the sums are taken once they are stored,
+all in the nearest cache. Copies are those of the C library, which write to memory without reading it first: a
+loop that copies and takes the checksum at once does not, and takes longer than the two one after the other.
+Then the words of the flows are joined, this rank's row is posted, and the rows of all ranks are compared, all
+in one call.
 
 A state is that of `DirectCollectives.bind` with further words.
 """
@@ -23,8 +26,6 @@ from mcr_plus.backends.shm.collectives_kernels import (
     ALL_REDUCE,
     ALL_REDUCE_WHOLE,
     ALL_TO_ALL,
-    AREA,
-    AREAS,
     BASE,
     BELLS,
     BROADCAST,
@@ -57,14 +58,24 @@ from mcr_plus.backends.shm.collectives_kernels import (
     YIELDS,
     all_put,
     all_reached,
+    block_of,
+    bounds_of,
     may_put,
-    part_of,
+    slot_of,
 )
 from mcr_plus.backends.shm.segment import LINE
 from mcr_plus.backends.shm.wakeup import give_way, may_yield, ring
 from mcr_plus.dispatch.verify.flows import GOT, GOT_SUMS, SENT, SENT_SUMS
-from mcr_plus.dispatch.verify.row_kernels import MISSING, gathered, post
-from mcr_plus.kernels.checksum import BLOCK, block_checksum, join
+from mcr_plus.dispatch.verify.row_kernels import MISSING, claim, gathered, post
+from mcr_plus.kernels.checksum import (
+    BLOCK,
+    CHAIN_BYTES,
+    begin_block,
+    block_checksum,
+    end_block,
+    join,
+    take_part,
+)
 from mcr_plus.kernels.cpu import compiled
 
 _types: Any = numba.types  # partly annotated, which type checkers report here
@@ -76,17 +87,20 @@ FLOW_COUNT: Final = WORDS + 2
 CHECKSUMS: Final = WORDS + 3
 ROW: Final = WORDS + 4
 ROW_WORDS: Final = WORDS + 5
-FIRST: Final = WORDS + 6  # address of the first rank's row of this exchange
-STRIDE: Final = WORDS + 7  # bytes from there to that of the next rank
-NUMBER: Final = WORDS + 8  # of the exchange
-POSTED: Final = WORDS + 9
-VERDICT: Final = WORDS + 10
-FAULT: Final = WORDS + 11  # where a bit flips in tests: one of the places below, 0 for nowhere
-FAULT_AFTER: Final = WORDS + 12  # after so many times at that place
-FAULT_BYTE: Final = WORDS + 13  # modulo the bytes there
-FAULT_MASK: Final = WORDS + 14  # of the bit, in its byte
-FAULT_WORD: Final = WORDS + 15
-TABLE: Final = WORDS + 16  # for each end and peer the address of the first checksum of the flow, or 0
+ROWS: Final = WORDS + 6  # address of the rows of all ranks
+STRIDE: Final = WORDS + 7  # bytes from a rank's rows to those of the next one
+NUMBER: Final = WORDS + 8  # of the exchange, and address of its rows
+FIRST: Final = WORDS + 9
+POSTED: Final = WORDS + 10
+VERDICT: Final = WORDS + 11
+FAULT: Final = WORDS + 12  # where a bit flips in tests: one of the places below, 0 for nowhere
+FAULT_AFTER: Final = WORDS + 13  # after so many times at that place
+FAULT_BYTE: Final = WORDS + 14  # modulo the bytes there
+FAULT_MASK: Final = WORDS + 15  # of the bit, in its byte
+FAULT_WORD: Final = WORDS + 16
+CHAINS: Final = WORDS + 17  # address of `CHAIN_BYTES` for each rank and for the sums
+COUNTER: Final = WORDS + 18  # address of the number of the last exchange
+TABLE: Final = WORDS + 19  # for each end and peer the address of the first checksum of the flow, or 0
 KINDS: Final = (ALL_REDUCE, ALL_REDUCE_WHOLE, ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, BROADCAST)
 
 IN_SLOT: Final = 1  # values that have been put
@@ -95,6 +109,7 @@ IN_TARGET: Final = 3  # what has been copied to the target
 IN_PEER: Final = 4  # in a peer's slot, before it is added
 
 _TRIES: Final = 20  # looks at the rows of others for each of a state's spins
+_PART: Final = 8 << 10  # bytes that are added in one go: they stay in the nearest cache
 
 
 @compiled
@@ -125,14 +140,6 @@ def _first(state, end, peer, index):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _check_all(state, end, peer, index, address, nbytes):  # type: ignore[no-untyped-def]
-    out = _first(state, end, peer, index)
-    for block in range((nbytes + BLOCK - 1) // BLOCK):
-        skip = block * BLOCK
-        _check(out, block, address + skip, min(BLOCK, nbytes - skip))
-
-
-@compiled
 def _send(state, peer, index, slot, source, nbytes):  # type: ignore[no-untyped-def]
     """Copy values into the slot."""
     out = _first(state, SENT, peer, index)
@@ -147,10 +154,14 @@ def _send(state, peer, index, slot, source, nbytes):  # type: ignore[no-untyped-
 @compiled
 def _deliver(state, end, peer, index, target, source, nbytes):  # type: ignore[no-untyped-def]
     """Copy what a peer has sent to the target, unless it is there."""
-    out = _first(state, end, peer, index)
+    out, own = _first(state, end, peer, index), np.int64(0)
+    if state[KIND] == ALL_TO_ALL and peer == state[RANK]:  # what no slot holds is checked here
+        own = _first(state, SENT, peer, index)
     for block in range((nbytes + BLOCK - 1) // BLOCK):
         skip = block * BLOCK
         size = min(BLOCK, nbytes - skip)
+        if own:
+            _check(own, block, source + skip, size)
         if target != source:
             copy(target + skip, source + skip, size)
         _damage(state, IN_TARGET, target + skip, size)
@@ -158,27 +169,13 @@ def _deliver(state, end, peer, index, target, source, nbytes):  # type: ignore[n
 
 
 @compiled
-def _slot(state, rank, index):  # type: ignore[no-untyped-def]
-    number = state[RING]
-    return state[AREAS] + (rank * number + (state[BASE] + index) % number) * state[AREA]
-
-
-@compiled
-def _bounds(state, rank, elements):  # type: ignore[no-untyped-def]
-    """First element of a rank's part of a slice of an all_reduce, and how many there are."""
-    part = part_of(state, elements)
-    low = min(rank * part, elements)
-    return low, min((rank + 1) * part, elements) - low
-
-
-@compiled
 def _put(state, index, elements):  # type: ignore[no-untyped-def]
     kind, me, width = state[KIND], state[RANK], state[WIDTH]
     first = index * state[SLICE]
-    slot, source = _slot(state, me, index), state[SOURCE]
+    slot, source = slot_of(state, me, index), state[SOURCE]
     if kind == ALL_REDUCE:
         for rank in range(state[RANKS]):
-            low, size = _bounds(state, rank, elements)
+            low, size = bounds_of(state, rank, elements)
             if rank != me:
                 _send(state, rank, index, slot + low * width, source + (first + low) * width, size * width)
     elif kind in (ALL_TO_ALL, REDUCE_SCATTER):
@@ -186,8 +183,6 @@ def _put(state, index, elements):  # type: ignore[no-untyped-def]
             at = source + (rank * state[COUNT] + first) * width
             if rank != me:
                 _send(state, rank, index, slot + rank * state[SLICE] * width, at, elements * width)
-            elif kind == ALL_TO_ALL:
-                _check_all(state, SENT, me, index, at, elements * width)
     elif kind != BROADCAST or me == state[ROOT]:
         _send(state, 0, index, slot, source + first * width, elements * width)
 
@@ -195,27 +190,40 @@ def _put(state, index, elements):  # type: ignore[no-untyped-def]
 @compiled
 def _reduce(state, index, elements):  # type: ignore[no-untyped-def]
     """Add up a slice in blocks: the order of ranks is that of `collectives_kernels`."""
-    kind, me, ranks, width = state[KIND], state[RANK], state[RANKS], state[WIDTH]
-    first, whole = index * state[SLICE], kind == ALL_REDUCE_WHOLE
+    kind, me, width = state[KIND], state[RANK], state[WIDTH]
+    first = index * state[SLICE]
     own, result, skip, count = np.int64(0), state[TARGET] + first * width, np.int64(0), elements
     if kind == ALL_REDUCE:
-        low, count = _bounds(state, me, elements)
+        low, count = bounds_of(state, me, elements)
         own, skip = state[SOURCE] + (first + low) * width, low * width
-        result = _slot(state, me, index) + skip
+        result = slot_of(state, me, index) + skip
     elif kind == REDUCE_SCATTER:
         own = state[SOURCE] + (me * state[COUNT] + first) * width
         skip = me * state[SLICE] * width
     nbytes = count * width
     for block in range((nbytes + BLOCK - 1) // BLOCK):
         at = block * BLOCK
-        size = min(BLOCK, nbytes - at)
+        _reduce_block(state, index, block, own + at, result + at, skip + at, min(BLOCK, nbytes - at))
+    if kind == ALL_REDUCE:
+        _damage(state, IN_SUMS, result, nbytes)
+
+
+@compiled
+def _reduce_block(state, index, block, own, result, skip, nbytes):  # type: ignore[no-untyped-def]
+    kind, me, ranks, width = state[KIND], state[RANK], state[RANKS], state[WIDTH]
+    whole, sums = kind == ALL_REDUCE_WHOLE, state[CHAINS] + ranks * CHAIN_BYTES
+    for rank in range(ranks + 1):
+        begin_block(state[CHAINS] + rank * CHAIN_BYTES)
+    for part in range((nbytes + _PART - 1) // _PART):
+        at = part * _PART
+        size = min(_PART, nbytes - at)
         left = own + at
         for rank in range(ranks):
             if rank == me and not whole:
                 continue
-            right = _slot(state, rank, index) + skip + at
+            right = slot_of(state, rank, index) + skip + at
             _damage(state, IN_PEER, right, size)
-            _check(_first(state, GOT, rank, index), block, right, size)
+            take_part(state[CHAINS] + rank * CHAIN_BYTES, right, size)
             if whole and rank == 0:
                 left = right
                 continue
@@ -226,9 +234,13 @@ def _reduce(state, index, elements):  # type: ignore[no-untyped-def]
         if whole:
             _damage(state, IN_SUMS, result + at, size)
         if kind != REDUCE_SCATTER:
-            _check(_first(state, SENT_SUMS, np.int64(0), index), block, result + at, size)
-    if kind == ALL_REDUCE:
-        _damage(state, IN_SUMS, result, nbytes)
+            take_part(sums, result + at, size)
+    for rank in range(ranks):
+        if rank != me or whole:
+            end = end_block(state[CHAINS] + rank * CHAIN_BYTES)
+            store_release(_first(state, GOT, rank, index) + 8 * block, end)
+    if kind != REDUCE_SCATTER:
+        store_release(_first(state, SENT_SUMS, np.int64(0), index) + 8 * block, end_block(sums))
 
 
 @compiled
@@ -241,25 +253,16 @@ def _take(state, index, elements):  # type: ignore[no-untyped-def]
             target = state[SOURCE] + first * width
             _deliver(state, GOT, root, index, target, target, elements * width)
         else:
-            at = _slot(state, root, index)
+            at = slot_of(state, root, index)
             _deliver(state, GOT, root, index, state[TARGET] + first * width, at, elements * width)
     elif kind == ALL_REDUCE:
         for rank in range(state[RANKS]):
-            low, size = _bounds(state, rank, elements)
-            at, target = _slot(state, rank, index) + low * width, state[TARGET] + (first + low) * width
+            low, size = bounds_of(state, rank, elements)
+            at, target = slot_of(state, rank, index) + low * width, state[TARGET] + (first + low) * width
             _deliver(state, GOT_SUMS, rank, index, target, at, size * width)
     elif kind in (ALL_GATHER, ALL_TO_ALL):
-        exchanged = kind == ALL_TO_ALL
         for rank in range(state[RANKS]):
-            target = state[TARGET] + (rank * state[COUNT] + first) * width
-            if rank != me:
-                at = _slot(state, rank, index)
-                if exchanged:
-                    at += me * state[SLICE] * width
-            else:
-                at = state[SOURCE] + first * width
-                if exchanged:
-                    at += me * state[COUNT] * width
+            target, at = state[TARGET] + (rank * state[COUNT] + first) * width, block_of(state, rank, index)
             _deliver(state, GOT, rank, index, target, at, elements * width)
 
 
@@ -345,6 +348,8 @@ def begin(state, source, target):  # type: ignore[no-untyped-def]
     state[BASE] = load_acquire(state[LINES] + state[RANK] * LINE + TAKEN_AT)
     state[PUT] = state[REDUCED] = state[TAKEN] = 0
     state[POSTED] = state[VERDICT] = 0
+    state[NUMBER] = claim(state[COUNTER])
+    state[FIRST] = state[ROWS] + state[NUMBER] % 2 * (state[STRIDE] // 2)
     state[SOURCE] = source
     state[TARGET] = target
     return advance(state, np.int64(1))

@@ -4,14 +4,16 @@ Operations that move data run as they are. Reductions are made of such: values a
 reduces its part in the order of ranks, and sums are gathered. So everything that travels has a checksum of
 all its bits, while no checksum of floating-point values leads to that of their sum.
 
-A large broadcast or all_reduce over gloo between hosts runs in pieces, so that the checksum of a piece is
-taken while the library moves another one; over shared memory, too, where `checked` does not serve it.
+A large broadcast, all_reduce or all_gather over gloo between hosts runs in pieces, so that the checksum of
+a piece is taken while the library moves another one; the first two over shared memory, too, where `checked`
+does not serve them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Final
+from functools import partial
+from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn
 
 import torch
 
@@ -33,13 +35,24 @@ Compare = Callable[[Signature, Ledger], Course]
 """Compares what ranks have sent and got; raises `DataCorrupted`."""
 Begin = Callable[[Message], Course]
 """Begins an operation, whose tensors may be damaged from then on."""
+AtOnce = Callable[[Message], Course | None]
+"""Runs an operation as far as it goes at once, while none is under way; None if it has ended well."""
+Judge = Callable[[Signature, Ledger], NoReturn]
+"""Raises `DataCorrupted`: ranks do not agree."""
+
+
+class Begins(NamedTuple):
+    """How operations of a signature begin."""
+
+    begin: Begin
+    at_once: AtOnce | None = None
+
 
 PIECE: Final = 4 << 20
 """Bytes of a piece, about: it stays in a cache of tens of MiB. With smaller ones ranks would wait for each
 other more often, and each wait costs a time slice where other processes use the cores."""
 _NO_PIECES: Final = 1 << 62
 _LINE: Final = 64  # bytes
-_WHOLE: Final = 8192  # bytes of an all_reduce up to which every rank gets all values, and reduces them itself
 
 
 class Courses:
@@ -52,23 +65,28 @@ class Courses:
         # the link is slower than that, but a library that moves only while it is polled gains nothing.
         in_pieces = steps.backend.rings or (between_hosts and not steps.backend.host_driven)
         self._piece = PIECE if in_pieces else _NO_PIECES
+        self._gathers_in_pieces = in_pieces and not steps.backend.rings
         self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def bind(self, signature: Signature) -> Begin:
         """How operations of a signature begin: the checksums of what is sent first are taken at once."""
         kind, nbytes = signature.kind, signature.nbytes or 0
         if kind not in REDUCING:
-            in_pieces = kind == "broadcast" and nbytes >= 2 * self._piece  # so that there are two
-            return self._broadcast(signature) if in_pieces else self._moved(signature)
+            least = 2 * self._piece  # so that there are two
+            if kind == "broadcast" and nbytes >= least:
+                return self._broadcast(signature)
+            if kind == "all_gather" and self._gathers_in_pieces and nbytes >= least:
+                return self._all_gather(signature)
+            return self._moved(signature)
         if kind == "all_reduce":
-            whole = nbytes <= _WHOLE
-            return self._all_reduce_whole(signature) if whole else self._all_reduce(signature)
+            return self._all_reduce(signature)
         return self._reduce(signature) if kind == "reduce" else self._reduce_scatter(signature)
 
     # -- data movement ----------------------------------------------------------------------------------
 
     def _moved(self, signature: Signature) -> Begin:
-        step, kept = self._steps.bind(signature), _Kept(signature, self._movement)
+        step = self._steps.bind(signature)
+        kept = _Kept(signature, partial(movement, self._rank, self._size))
 
         def begin(message: Message) -> Course:
             ledger = kept.ledger(message)
@@ -88,31 +106,6 @@ class Courses:
 
         return begin
 
-    def _movement(self, message: Message) -> Plan:
-        """What an operation that moves data sends and gets here."""
-        signature, size = message.signature, self._size
-        kind, root = plain_kind(signature.kind), signature.root or 0
-        is_root, ends = root == self._rank, dict[int, Flows]()
-        sent, got = (message.inputs or message.outputs), message.outputs
-        if is_root or kind not in ("broadcast", "scatter"):
-            if kind in ("broadcast", "all_gather"):
-                ends[SENT] = Flows.one(0, sent[0].nbytes, size)
-            elif kind == "gather":
-                ends[SENT] = Flows.one(root, sent[0].nbytes)
-            else:
-                ends[SENT] = self._parts(sent[0], message.input_counts)
-        if kind in ("broadcast", "scatter"):
-            ends[GOT] = Flows.one(root, got[0].nbytes)
-        elif is_root or kind != "gather":
-            ends[GOT] = self._parts(got[0], message.output_counts)
-        return Plan(size, ends)
-
-    def _parts(self, value: torch.Tensor, counts: tuple[int, ...] | None) -> Flows:
-        width, size = value.element_size(), self._size
-        return Flows.of_parts(
-            [value.nbytes // size] * size if counts is None else [width * each for each in counts]
-        )
-
     def _broadcast(self, signature: Signature) -> Begin:
         """In pieces."""
         assert signature.dtype is not None
@@ -125,7 +118,7 @@ class Courses:
             ends[SENT] = Flows.one(0, rest, size)
         kept = _Kept(signature, lambda _: Plan(size, ends, repeats, piece_bytes))
         steps = [
-            self._steps.bind(_derived(signature, "broadcast", nbytes=each, root=root))
+            self._steps.bind(derived(signature, "broadcast", nbytes=each, root=root))
             for each in (piece_bytes, rest)
         ]
         step_of = [steps[0]] * repeats + [steps[1]]
@@ -159,6 +152,57 @@ class Courses:
 
         return begin
 
+    def _all_gather(self, signature: Signature) -> Begin:
+        """In pieces, which are copied to where they belong while the library moves the next one."""
+        assert signature.dtype is not None
+        size, width = self._size, signature.dtype.itemsize
+        block = (signature.nbytes or 0) // size
+        part = max(1, self._piece // size // BLOCK) * BLOCK
+        repeats, rest = _pieces(block, part)
+        ends = {
+            SENT: Flows.one(0, rest, size),
+            GOT: Flows([(each, 1) for each in range(size)], range(0, size * block, block), [rest] * size),
+        }
+        kept = _Kept(signature, lambda _: Plan(size, ends, repeats, part, block))
+        steps = [
+            self._steps.bind(derived(signature, "all_gather", nbytes=size * each)) for each in (part, rest)
+        ]
+        step_of = [steps[0]] * repeats + [steps[1]]
+
+        def begin(message: Message) -> Course:
+            ledger, value = kept.ledger(message), _cut(message.inputs[0], repeats, part // width)
+            ledger.take_piece(SENT, value[0].data_ptr(), 0)
+            return run(value, message.outputs[0].view(size, -1), ledger)
+
+        def run(value: list[torch.Tensor], out: torch.Tensor, ledger: Ledger) -> Course:
+            most = max(each.numel() for each in value) * size
+            memory, before = self._memory(value[0], most, most), None
+
+            def placed(number: int) -> None:
+                numel, at = value[number].numel(), number * part // width
+                out[:, at : at + numel].copy_(memory[number % 2][: size * numel].view(size, numel))
+                ledger.take_piece(GOT, out.data_ptr() + number * part, number)
+
+            for number, piece in enumerate(value):
+                if number:
+                    ledger.take_piece(SENT, piece.data_ptr(), number)
+                step = step_of[number]
+                inner = Message(step.signature, (piece,), (memory[number % 2][: size * piece.numel()],))
+                if (gate := step.gate(inner)) is not None:
+                    yield gate
+                poll = step.start(inner)
+                if before is not None:
+                    yield before
+                    placed(number - 1)
+                before = poll
+            assert before is not None
+            yield before
+            placed(repeats)
+            yield from self._compare(signature, ledger)
+            kept.give_back(ledger)
+
+        return begin
+
     # -- reductions -------------------------------------------------------------------------------------
 
     def _memory(self, like: torch.Tensor, *numels: int) -> tuple[torch.Tensor, ...]:
@@ -171,38 +215,6 @@ class Courses:
             tensors.append(self._scratch[at : at + numel * like.element_size()].view(like.dtype))
             at += nbytes
         return tuple(tensors)
-
-    def _all_reduce_whole(self, signature: Signature) -> Begin:
-        reduce_parts, size, nbytes = reduction(signature), self._size, signature.nbytes or 0
-        step = self._steps.bind(_derived(signature, "all_gather", nbytes=size * nbytes))
-        # The sums of all ranks are equal: each has sent its own to all, and got it from all.
-        ends = {
-            SENT: Flows.one(0, nbytes, size),
-            GOT: Flows.of_parts([nbytes] * size),
-            SENT_SUMS: Flows.one(0, nbytes, 2 * size),
-        }
-        kept = _Kept(signature, lambda _: Plan(size, ends))
-        assert signature.dtype is not None
-        parts = torch.empty(size, nbytes // signature.dtype.itemsize, dtype=signature.dtype, device="cpu")
-        gathered, place = (parts.view(-1),), parts.data_ptr()
-
-        def begin(message: Message) -> Course:
-            ledger, (value,) = kept.ledger(message), message.inputs
-            ledger.take(SENT, value.data_ptr())
-            return run(value if value.dim() == 1 else value.view(-1), message.outputs[0], ledger)
-
-        def run(value: torch.Tensor, out: torch.Tensor, ledger: Ledger) -> Course:
-            inner = Message(step.signature, (value,), gathered)
-            if (gate := step.gate(inner)) is not None:
-                yield gate
-            yield step.start(inner)
-            ledger.take(GOT, place)
-            reduce_parts(parts, out)
-            ledger.take(SENT_SUMS, out.data_ptr())
-            yield from self._compare(signature, ledger)
-            kept.give_back(ledger)
-
-        return begin
 
     def _all_reduce(self, signature: Signature) -> Begin:
         """In pieces, the last of which holds what the others leave."""
@@ -279,16 +291,16 @@ class Courses:
         reduce_parts, size, rank = reduction(signature), self._size, self._rank
         uneven = signature.kind == "reduce_scatter_v"
         step = self._steps.bind(
-            _derived(signature, "all_to_all_v", counts_agreed=signature.counts_agreed)
+            derived(signature, "all_to_all_v", counts_agreed=signature.counts_agreed)
             if uneven
-            else _derived(signature, "all_to_all", nbytes=signature.nbytes)
+            else derived(signature, "all_to_all", nbytes=signature.nbytes)
         )
         kept = _Kept(
             signature,
             lambda message: Plan(
                 size,
                 {
-                    SENT: self._parts(message.inputs[0], message.input_counts),
+                    SENT: _parts(size, message.inputs[0], message.input_counts),
                     GOT: Flows.of_parts([message.outputs[0].nbytes] * size),
                 },
             ),
@@ -317,7 +329,7 @@ class Courses:
         reduce_parts, size, nbytes = reduction(signature), self._size, signature.nbytes or 0
         root = signature.root or 0
         is_root = root == self._rank
-        step = self._steps.bind(_derived(signature, "gather", nbytes=size * nbytes, root=root))
+        step = self._steps.bind(derived(signature, "gather", nbytes=size * nbytes, root=root))
         ends = {SENT: Flows.one(root, nbytes)}
         if is_root:
             ends[GOT] = Flows.of_parts([nbytes] * size)
@@ -343,6 +355,33 @@ class Courses:
 
 
 _Tensors = tuple[torch.Tensor, ...]
+
+
+def movement(rank: int, size: int, message: Message) -> Plan:
+    """What an operation that moves data sends and gets on a rank of so many."""
+    signature = message.signature
+    kind, root = plain_kind(signature.kind), signature.root or 0
+    is_root, ends = root == rank, dict[int, Flows]()
+    sent, got = (message.inputs or message.outputs), message.outputs
+    if is_root or kind not in ("broadcast", "scatter"):
+        if kind in ("broadcast", "all_gather"):
+            ends[SENT] = Flows.one(0, sent[0].nbytes, size)
+        elif kind == "gather":
+            ends[SENT] = Flows.one(root, sent[0].nbytes)
+        else:
+            ends[SENT] = _parts(size, sent[0], message.input_counts)
+    if kind in ("broadcast", "scatter"):
+        ends[GOT] = Flows.one(root, got[0].nbytes)
+    elif is_root or kind != "gather":
+        ends[GOT] = _parts(size, got[0], message.output_counts)
+    return Plan(size, ends)
+
+
+def _parts(size: int, value: torch.Tensor, counts: tuple[int, ...] | None) -> Flows:
+    width = value.element_size()
+    return Flows.of_parts(
+        [value.nbytes // size] * size if counts is None else [width * each for each in counts]
+    )
 
 
 class _Kept:
@@ -378,12 +417,12 @@ class _Piece:
         self._gather: Extras = {}
         nbytes = sum(counts) * signature.dtype.itemsize
         if len(set(counts)) > 1:
-            exchange, gather = (_derived(signature, kind) for kind in ("all_to_all_v", "all_gather_v"))
+            exchange, gather = (derived(signature, kind) for kind in ("all_to_all_v", "all_gather_v"))
             self._exchange = {"input_counts": counts, "output_counts": (self.own,) * len(counts)}
             self._gather = {"output_counts": counts}
         else:  # libraries copy less
             exchange, gather = (
-                _derived(signature, kind, nbytes=nbytes) for kind in ("all_to_all", "all_gather")
+                derived(signature, kind, nbytes=nbytes) for kind in ("all_to_all", "all_gather")
             )
         self.exchanging, self.gathering = steps.bind(exchange), steps.bind(gather)
 
@@ -415,7 +454,7 @@ def _through(step: Step, message: Message) -> Course:
     yield step.start(message)
 
 
-def _derived(signature: Signature, kind: str, **changes: object) -> Signature:
+def derived(signature: Signature, kind: str, **changes: object) -> Signature:
     """The signature of a step; that of the operation is in it, so libraries keep different ones apart."""
     fields: dict[str, object] = {
         "kind": kind, "nbytes": None, "reduce_op": None, "root": None, "algorithm": None, "parts": None,

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from mcr_plus.kernels import cpu
-from mcr_plus.kernels.checksum import BLOCK, checksums, join
+from mcr_plus.kernels.checksum import BLOCK, changed, checksums, join
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -19,7 +19,8 @@ STAGES: Final = 2
 WORD: Final = 1 << 64
 SENT, GOT, SENT_SUMS, GOT_SUMS = range(2 * STAGES)
 """What a rank sends and gets in each stage: a row has a word for each rank, for each of these in turn."""
-_LARGE: Final = 512 << 10  # bytes from which several threads take checksums, where torch has them
+LARGE: Final = 512 << 10
+"""Bytes from which several threads take checksums, where torch has them."""
 
 
 def row_words(ranks: int) -> int:
@@ -53,12 +54,17 @@ class Flows(NamedTuple):
 class Plan:
     """The flows of an operation, and where the checksums of their blocks are kept.
 
-    An operation may run in pieces: `repeats` of them, in which each flow has `part` bytes (whole blocks) that
-    follow each other, and a last one. Blocks are numbered through all pieces of a flow.
+    An operation may run in pieces: `repeats` of them, in which each flow has `part` bytes (whole blocks),
+    and a last one. Blocks are numbered through all pieces of a flow.
     """
 
-    def __init__(self, ranks: int, ends: Mapping[int, Flows], repeats: int = 0, part: int = 0) -> None:
-        """`ends`: by `SENT` and so on; those of which this rank has nothing are left out."""
+    def __init__(
+        self, ranks: int, ends: Mapping[int, Flows], repeats: int = 0, part: int = 0, stride: int = 0
+    ) -> None:
+        """`ends`: by `SENT` and so on; those of which this rank has nothing are left out.
+
+        `stride`: bytes from a flow to the next one in a piece, if they do not follow each other.
+        """
         self.ranks = ranks
         before = repeats * (part // BLOCK)  # blocks of a flow before the last piece
         self.step = 8 * (part // BLOCK)
@@ -67,7 +73,7 @@ class Plan:
         for end, (peers, offsets, nbytes) in ends.items():
             whole, last = [], []
             for number, ((peer, count), offset, size) in enumerate(zip(peers, offsets, nbytes, strict=True)):
-                whole.append((number * part, part, first))
+                whole.append((number * (stride or part), part, first))
                 last.append((offset, size, first + before))
                 blocks = before + -(-size // BLOCK)
                 flows.append((first, blocks, end * ranks + peer, count))
@@ -90,7 +96,7 @@ class _Cut:
 
     def take(self, base: int, out: int) -> None:
         """Write the checksums of the blocks at `base` to `out`."""
-        if self.nbytes < _LARGE:
+        if self.nbytes < LARGE:
             checksums(base, self.address, self.parts, out, 0, self.blocks)
         else:
             cpu.spread(checksums, self.blocks, self.nbytes, base, self.address, self.parts, out)
@@ -116,6 +122,13 @@ class Ledger:
     def joined(self) -> tuple[int, int, int, int]:
         """The arguments of `join`."""
         return self._flows
+
+    def cut(self, end: int) -> tuple[int, int, int]:
+        """Of the last or only piece: address of the cut, its parts and blocks; zeros where there is none."""
+        if end not in self.plan.cuts:
+            return 0, 0, 0
+        cut = self.plan.cuts[end][1]
+        return cut.address, cut.parts, cut.blocks
 
     def take(self, end: int, address: int) -> None:
         """Take the checksums of what is sent or got, of the last piece at `address` or of the only one."""
@@ -147,14 +160,25 @@ class Blocks:
     """Checksums of a message of `nbytes`, as a tensor that travels."""
 
     def __init__(self, nbytes: int) -> None:
-        self._cut = _Cut([(0, nbytes, 0)])
+        self._nbytes, self._cut = nbytes, _Cut([(0, nbytes, 0)])
         self.count = self._cut.blocks
 
-    def of(self, value: torch.Tensor) -> torch.Tensor:
-        """One int64 for each block of a contiguous tensor."""
+    def new(self) -> tuple[torch.Tensor, int]:
+        """Memory for one int64 for each block, and its address."""
         words = torch.empty(self.count, dtype=torch.int64, device="cpu")
-        self._cut.take(value.data_ptr(), words.data_ptr())
-        return words
+        return words, words.data_ptr()
+
+    def take(self, address: int, words: int) -> None:
+        """Write the checksums of what lies at an address to another."""
+        self._cut.take(address, words)
+
+    def changed(self, address: int, words: int) -> int | None:
+        """The first block of what lies at an address that does not have its checksum."""
+        if self._nbytes < LARGE:
+            parts = [changed(address, self._nbytes, words, 0, self.count)]
+        else:
+            parts = cpu.spread(changed, self.count, self._nbytes, address, self._nbytes, words)
+        return next((block for block in parts if block >= 0), None)
 
 
 class Difference(NamedTuple):

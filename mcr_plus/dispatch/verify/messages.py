@@ -6,14 +6,13 @@ not copied. Messages between two ranks with one tag keep their order, on either 
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING
 
 import torch
 
 from mcr_plus.backends.base import ReceivePoll
 from mcr_plus.core.message import Message, Signature
-from mcr_plus.dispatch.verify.flows import Blocks, first_block
+from mcr_plus.dispatch.verify.flows import Blocks
 from mcr_plus.errors import DataCorrupted
 from mcr_plus.kernels.checksum import BLOCK
 
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from mcr_plus.dispatch.verify.steps import Step, Steps
 
 _Key = tuple["int | None", int]  # group rank and tag
-_SIZES: Final = 256  # numbers of blocks whose messages of checksums are kept bound
+_Words = tuple[torch.Tensor, int]  # checksums, and their address
 
 
 class Messages:
@@ -40,62 +39,81 @@ class Messages:
         self._got: dict[_Key, int] = {}
         self.open: dict[int, list[VerifiedReceive]] = {}
         self._following: list[tuple[Poll, torch.Tensor]] = []  # checksums on their way
-        self._step = lru_cache(_SIZES)(self._bound)
 
     def bind(self, signature: Signature) -> Start:
         """See `Channel.bind`."""
         start = self._own.bind(signature)
         if not self._every:
             return start
-        blocks = Blocks(signature.nbytes or 0)
+        checks = _Checks(self._steps, signature, self.group)
         if signature.kind == "send":
-            return self._send(start, blocks)
-        return lambda message: VerifiedReceive(self, signature, blocks, message, start(message))
+            return self._send(start, checks)
+        return lambda message: VerifiedReceive(self, signature, checks, message, start(message))
 
     def advance(self) -> None:
         """Let the checksums that have been sent move on."""
         if self._following:
             self._following = [each for each in self._following if not _ended(each[0])]
 
-    def is_due(self, counts: dict[_Key, int], key: _Key) -> bool:
+    def _is_due(self, counts: dict[_Key, int], peer: int | None, tag: int) -> bool:
         """Count a message; whether it is verified: both its ends count alike."""
+        if self._every == 1:
+            return True
+        key = peer, tag
         counts[key] = number = counts.get(key, 0) + 1
         return number % self._every == 0
 
-    def _send(self, start: Start, blocks: Blocks) -> Start:
+    def _send(self, start: Start, checks: _Checks) -> Start:
+        blocks = checks.blocks
+
         def begin(message: Message) -> Poll:
-            value, peer, tag = message.inputs[0], message.peer, message.match_tag
-            words = blocks.of(value) if self.is_due(self._sent, (peer, tag)) and blocks.count else None
+            peer, tag = message.peer, message.match_tag
+            if not self._is_due(self._sent, peer, tag) or not blocks.count:
+                return start(message)
+            words, address = own = checks.words()
+            blocks.take(message.inputs[0].data_ptr(), address)
             poll = start(message)
-            if words is not None:
-                self.advance()
-                self._following.append((self._message("send", words, peer, tag), words))
+            self.advance()
+            following = self._message(checks.step, words, peer, tag)
+            if _ended(following):
+                checks.spare.append(own)
+            else:
+                self._following.append((following, words))
             return poll
 
         return begin
 
-    def _message(
-        self, kind: Literal["send", "recv"], words: torch.Tensor, peer: int | None, tag: int
-    ) -> Poll:
-        step = self._step(kind, words.numel())
-        ends = ((words,), ()) if kind == "send" else ((), (words,))
-        return step.start(Message(step.signature, *ends, peer=peer, match_tag=tag))
+    def _message(self, step: Step, words: torch.Tensor, peer: int | None, tag: int) -> Poll:
+        ends = ((words,), ()) if step.signature.kind == "send" else ((), (words,))
+        message = Message(step.signature, *ends)
+        message.peer, message.match_tag = peer, tag  # in a third of the time that the constructor takes
+        return step.start(message)
 
-    def _bound(self, kind: Literal["send", "recv"], blocks: int) -> Step:
-        return self._steps.bind(
-            Signature(
-                kind, torch.int64, (blocks,), 8 * blocks, self.group.name, self.group.size,
-                backend=self.library, tag="verify", async_op=True,
-            )
-        )  # fmt: skip
-
-    def asked(self, receive: VerifiedReceive, source: int, blocks: int) -> tuple[Poll, torch.Tensor] | None:
+    def asked(self, receive: VerifiedReceive, source: int, checks: _Checks) -> tuple[Poll, _Words] | None:
         """Begin to receive the checksums of a message; None if it has none."""
         self.open[receive.tag].remove(receive)
-        if not self.is_due(self._got, (source, receive.tag)) or not blocks:
+        if not self._is_due(self._got, source, receive.tag) or not checks.blocks.count:
             return None
-        words = torch.empty(blocks, dtype=torch.int64, device="cpu")
-        return self._message("recv", words, source, receive.tag), words
+        words = checks.words()
+        return self._message(checks.step, words[0], source, receive.tag), words
+
+
+class _Checks:
+    """The checksums of messages of a signature: how they are taken, and the step that moves them."""
+
+    def __init__(self, steps: Steps, signature: Signature, group: Group) -> None:
+        self.blocks = blocks = Blocks(signature.nbytes or 0)
+        self.step = steps.bind(
+            Signature(
+                signature.kind, torch.int64, (blocks.count,), 8 * blocks.count, group.name, group.size,
+                backend=steps.backend.name, tag="verify", async_op=True,
+            )
+        )  # fmt: skip
+        self.spare: list[_Words] = []  # memory of messages that have ended
+
+    def words(self) -> _Words:
+        """Memory for those of one message."""
+        return self.spare.pop() if self.spare else self.blocks.new()
 
 
 class VerifiedReceive(ReceivePoll):
@@ -107,14 +125,14 @@ class VerifiedReceive(ReceivePoll):
     """
 
     def __init__(
-        self, messages: Messages, signature: Signature, blocks: Blocks, message: Message, poll: Poll
+        self, messages: Messages, signature: Signature, checks: _Checks, message: Message, poll: Poll
     ) -> None:
-        self._messages, self._signature, self._blocks, self._poll = messages, signature, blocks, poll
+        self._messages, self._signature, self._checks, self._poll = messages, signature, checks, poll
         self._target = message.outputs[0]
         self.peer, self.tag = message.peer, message.match_tag
         self._is_there = False
         self._has_asked = False
-        self._following: tuple[Poll, torch.Tensor] | None = None
+        self._following: tuple[Poll, _Words] | None = None
         messages.open.setdefault(self.tag, []).append(self)
 
     def __call__(self) -> bool:
@@ -124,12 +142,14 @@ class VerifiedReceive(ReceivePoll):
         following = self._following
         if following is None:
             return True
-        poll, sent = following
+        poll, words = following
         if not poll():
             return False
-        got = self._blocks.of(self._target)
-        if not torch.equal(got, sent):
-            raise self._corrupted(first_block(sent.tolist(), got.tolist()))
+        checks = self._checks
+        if (block := checks.blocks.changed(self._target.data_ptr(), words[1])) is not None:
+            raise self._corrupted(block)
+        self._following = None
+        checks.spare.append(words)
         return True
 
     def arrives(self) -> bool:
@@ -148,21 +168,21 @@ class VerifiedReceive(ReceivePoll):
         source, messages = self.source, self._messages
         assert source is not None
         receives = messages.open[self.tag]
-        for earlier in receives[: receives.index(self)]:
+        for earlier in () if receives[0] is self else receives[: receives.index(self)]:
             earlier.arrives()
             if earlier.source is None or (earlier.source == source and not earlier._asks()):
                 return False
         self._has_asked = True
-        self._following = messages.asked(self, source, self._blocks.count)
+        self._following = messages.asked(self, source, self._checks)
         return True
 
-    def _corrupted(self, block: int | None) -> DataCorrupted:
+    def _corrupted(self, block: int) -> DataCorrupted:
         group, library = self._messages.group, self._messages.library
         source, rank = (group.ranks[each] for each in (self.source or 0, group.rank))
         operation = self._signature.describe()
         return DataCorrupted(
             f"{operation} on {library} in group '{group.name}': what rank {source} has sent to rank {rank} "
-            f"has changed, first in block {block} (from byte {(block or 0) * BLOCK})",
+            f"has changed, first in block {block} (from byte {block * BLOCK})",
             operation, rank, source, library, block, group.name,
         )  # fmt: skip
 

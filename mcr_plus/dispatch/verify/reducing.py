@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _PIECE: Final = 1 << 15  # elements
 _SMALL: Final = 64 << 10  # bytes of an operation, up to which a call of torch costs more than the values
-_EXACT: Final = {torch.float32, torch.float64, torch.int32, torch.int64}
+EXACT: Final = {torch.float32, torch.float64, torch.int32, torch.int64}
 """Dtypes whose compiled kernels give the same bits as torch."""
 
 
@@ -23,7 +23,7 @@ def reduction(signature: Signature) -> LocalReduce:
     """The reduction of `[ranks, n]` values in the order of ranks, in pieces that stay in the caches."""
     assert signature.reduce_op is not None
     assert signature.dtype is not None
-    if signature.dtype in _EXACT and (signature.nbytes or _SMALL + 1) <= _SMALL:
+    if signature.dtype in EXACT and (signature.nbytes or _SMALL + 1) <= _SMALL:
         return _compiled(signature)
     reduce_parts = local_reduce(signature.reduce_op, signature.dtype)
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from mcr_plus.core.message import Message, Signature
-from mcr_plus.dispatch.verify.row_kernels import AGREE, compared, gathered, post
+from mcr_plus.dispatch.verify.row_kernels import AGREE, claim, compared, gathered, post
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,8 +23,17 @@ _TRIES: Final = 100  # looks at the rows of others in a poll: as long as a poll 
 class Rows(Protocol):
     """Exchanges of rows of one length, one at a time and in the same order on all ranks."""
 
+    @property
+    def number(self) -> int:
+        """Of the last exchange that this rank has begun."""
+        ...
+
     def post(self, row: Any) -> Poll:
         """Publish this rank's row of int64, with its sum; the poll is true once all rows are there."""
+        ...
+
+    def ring(self) -> None:
+        """Wake ranks that wait for a row that compiled code has posted."""
         ...
 
     def agree(self) -> bool:
@@ -49,18 +58,36 @@ class SharedRows:
         """`memory`: of `shared_bytes`, zeros at first. `ring`: wakes ranks that wait."""
         self._all: Any = np.frombuffer(memory, np.int64)
         self._base = self._all.ctypes.data
-        self._row, self._words, self._ranks, self._ring = 8 * _stride(words), words, ranks, ring
+        self._row, self._words, self._ranks, self.ring = 8 * _stride(words), words, ranks, ring
         self._mine = rank * 2 * self._row
-        self._number = 0
+        self._counter: Any = np.zeros(1, np.int64)
         self._verdict = 0
+
+    @property
+    def number(self) -> int:
+        """See `Rows`."""
+        return int(self._counter[0])
+
+    @property
+    def addresses(self) -> tuple[int, int, int]:
+        """What compiled code needs that carries out exchanges itself.
+
+        Addresses of the number of the last exchange and of the first row, and bytes from a rank's rows to
+        those of the next one.
+        """
+        return self._counter.ctypes.data, self._base, 2 * self._row
 
     def post(self, row: Any) -> Poll:
         """See `Rows`."""
-        self._number = number = self._number + 1
-        ranks, stride = self._ranks, 2 * self._row
+        number = claim(self._counter.ctypes.data)
+        post(row.ctypes.data, self._words, self._base + number % 2 * self._row + self._mine, number)
+        self.ring()
+        return self.poll()
+
+    def poll(self) -> Poll:
+        """Whether all rows of the exchange that this rank has begun are there."""
+        number, ranks, stride = self.number, self._ranks, 2 * self._row
         first = self._base + number % 2 * self._row
-        post(row.ctypes.data, self._words, first + self._mine, number)
-        self._ring()
 
         def is_there() -> bool:
             if not self._base:  # closed: the memory is gone
@@ -76,17 +103,9 @@ class SharedRows:
 
     def read(self) -> list[list[int]]:
         """See `Rows`."""
-        first = self._number % 2 * self._row // 8 + 1
+        first = self.number % 2 * self._row // 8 + 1
         rows: list[list[int]] = self._all.reshape(self._ranks, -1)[:, first : first + self._words].tolist()
         return rows
-
-    def claim(self) -> tuple[int, int, int]:
-        """Begin an exchange that compiled code carries out.
-
-        Returns its number, the address of the first rank's row, and the bytes from there to the next rank's.
-        """
-        self._number = number = self._number + 1
-        return number, self._base + number % 2 * self._row, 2 * self._row
 
     def close(self) -> None:
         """Let go of the memory."""
@@ -105,9 +124,11 @@ class LibraryRows:
             )
         )  # fmt: skip
         self._all = torch.empty(ranks, words, dtype=torch.int64, device="cpu")
+        self.number = 0
 
     def post(self, row: Any) -> Poll:
         """See `Rows`."""
+        self.number += 1
         row[-1] = row[:-1].sum()
         self._all = torch.empty_like(self._all)
         message = Message(self._step.signature, (torch.from_numpy(row),), (self._all.view(-1),))
@@ -124,6 +145,9 @@ class LibraryRows:
             return poll()
 
         return is_there
+
+    def ring(self) -> None:
+        """Nothing: the library wakes them."""
 
     def agree(self) -> bool:
         """See `Rows`."""

@@ -1,0 +1,116 @@
+"""Small verified operations of a library that does nothing, with both ranks in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import RLock
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mcr_plus.backends.base import NATIVE, Poll
+from mcr_plus.backends.shm.queue import done_at_once
+from mcr_plus.core.group import Group
+from mcr_plus.core.message import Message, Signature
+from mcr_plus.dispatch.verify.channel import Attempt, VerifiedChannel
+from mcr_plus.dispatch.verify.flows import row_words
+from mcr_plus.dispatch.verify.rows import SharedRows, shared_bytes
+from mcr_plus.dispatch.verify.steps import Steps
+from mcr_plus.errors import DataCorrupted
+
+Start = Callable[[Message], Poll]
+SIGNATURE = Signature("broadcast", torch.float32, (3,), 12, "world", 2, root=0, backend="mpi")
+
+
+def never() -> bool:
+    return False
+
+
+def ended(polls: list[Poll]) -> bool:
+    """Whether all have ended when each has been polled twice: once for its step, once for the other's row."""
+    for poll in polls:
+        poll()
+    return [poll() for poll in polls] == [True] * len(polls)
+
+
+def missing(*_: Any) -> None:
+    raise RuntimeError("the other rank has not written it")
+
+
+class World:
+    """Two ranks on a library whose operations start by `start`."""
+
+    def __init__(self, start: Start, is_polled: bool = True) -> None:
+        memory, words = memoryview(bytearray(shared_bytes(2, row_words(2)))), row_words(2)
+        library = SimpleNamespace(name="mpi", supports=lambda _: NATIVE, rings=False, host_driven=is_polled)
+        channel: Any = SimpleNamespace(
+            bind=lambda _: start, gate=lambda *_: None, closes_alone=True, outlives_library=True,
+            takes_ballots=False, ballots=None,
+        )  # fmt: skip
+        store: Any = SimpleNamespace(set=lambda *_: None, wait=missing)
+        engine: Any = SimpleNamespace(lock=RLock(), off={}, verified=[])
+        backend: Any = library
+        self.tensors = [torch.arange(3.0) for _ in range(2)]
+        self.channels = [
+            VerifiedChannel(
+                channel, Steps(backend, channel), Group("world", (0, 1), rank), store, engine,
+                SharedRows(memory, rank, 2, words, lambda: None), 1, lambda: None,
+            )
+            for rank in range(2)
+        ]  # fmt: skip
+        self._starts = [each.bind(SIGNATURE) for each in self.channels]
+
+    def begin(self, rank: int) -> Poll:
+        tensor = self.tensors[rank]
+        return self._starts[rank](Message(SIGNATURE, (tensor,) if rank == 0 else (), (tensor,)))
+
+
+def test_an_operation_that_is_alone_ends_in_the_call_that_starts_it() -> None:
+    world = World(lambda _: done_at_once)
+    for rank in (0, 1, 1, 0, 0, 1):  # who comes first waits for the row of the other
+        early = world.begin(rank)
+        assert isinstance(early, Attempt)
+        assert not early()
+        assert world.begin(1 - rank) is done_at_once
+        assert early()
+
+
+def test_a_damaged_one_raises_on_both() -> None:
+    world = World(lambda _: done_at_once)
+    world.tensors[1][2] += 1
+    polls = [world.begin(rank) for rank in range(2)]
+    for poll in polls:
+        with pytest.raises(DataCorrupted, match="values that rank 0 has sent to rank 1 have changed"):
+            poll()
+
+
+def test_one_behind_another_waits_for_its_turn() -> None:
+    polls: list[Poll] = [never]
+    world = World(lambda _: lambda: polls[0]())
+    first = [world.begin(rank) for rank in range(2)]
+    second = [world.begin(rank) for rank in range(2)]
+    assert not any(poll() for poll in first + second)
+    polls[0] = done_at_once
+    assert ended(first)
+    assert ended(second)
+
+
+def test_a_library_with_threads_is_not_polled_in_the_call() -> None:
+    polled = []
+    world = World(lambda _: lambda: bool(polled.append(1)) or True, is_polled=False)
+    polls = [world.begin(rank) for rank in range(2)]
+    assert all(isinstance(poll, Attempt) for poll in polls)
+    assert ended(polls)
+
+
+def test_what_is_interrupted_keeps_its_tensors() -> None:
+    def interrupted(message: Message) -> Poll:
+        raise KeyboardInterrupt
+
+    world = World(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        world.begin(0)
+    ((inputs, _),) = world.channels[0]._interrupted  # type: ignore[misc]
+    assert inputs[0] is world.tensors[0]

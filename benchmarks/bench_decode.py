@@ -250,6 +250,7 @@ STEPS: Final[dict[str, dict[str, Any]]] = {
     "hierarchical: {min: 0}": {"min": 0},
 }
 """Options of the stage, by the tag that the rules match."""
+TORCH: Final = "torch's gloo"
 
 
 def reduced(table: str, rounds: int) -> list[dict[str, Any]] | None:
@@ -259,11 +260,14 @@ def reduced(table: str, rounds: int) -> list[dict[str, Any]] | None:
     rules = [{"match": {"tag": tag}, "hierarchical": options} for tag, options in STEPS.items() if options]
     rows = []
     with mcr.init({"version": 1, "pipeline": stages, "rules": rules}) as comm:
+        harness.join_gloo(comm)
         for nbytes in SIZES:
             values = {tag: torch.full((nbytes // 4,), float(comm.rank)) for tag in STEPS}
             calls: dict[str, Call] = {
                 tag: partial(comm.all_reduce, each, mcr.MAX, tag=tag) for tag, each in values.items()
             }
+            values[TORCH] = torch.full((nbytes // 4,), float(comm.rank))
+            calls[TORCH] = partial(dist.all_reduce, values[TORCH], op=dist.ReduceOp.MAX)
             for tag, call in calls.items():
                 call()
                 if bool((values[tag] != comm.size - 1).any()):
@@ -310,8 +314,11 @@ def text_of(
             "## All_reduces of these sizes",
             "Microseconds of the slowest rank by the same table, medians of rounds in which they take turns.",
             harness.markdown(
-                ["bytes", *STEPS],
-                [[format_size(row["bytes"]), *(f"{row[tag]:.0f}" for tag in STEPS)] for row in flat],
+                ["bytes", *STEPS, TORCH],
+                [
+                    [format_size(row["bytes"]), *(f"{row[tag]:.0f}" for tag in (*STEPS, TORCH))]
+                    for row in flat
+                ],
             ),
         ]
     return harness.page("Tensor-parallel decode by transformers", harness.command(), note, *parts)
@@ -344,7 +351,7 @@ def main(
         folder = Path(name)
         if hosts > 1:
             both = stack.enter_context(TwoHosts(rate))
-            many = harness.on_both(both, per_host=per_host)
+            many = harness.on_both(both, per_host=per_host, yields=False)
             known = (table or folder / "table.yaml").absolute()
             if not known.exists():
                 words = ["tune", "-o", str(known), "--kinds", KINDS, "--max", "4MiB", "--budget", tune]

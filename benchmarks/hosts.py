@@ -103,10 +103,13 @@ class Hosts(ABC):
         per_host: int = 1,
         ranks: int | None = None,
         check: bool = True,
+        yields: bool = True,
         **options: Any,
     ) -> subprocess.CompletedProcess[Any]:
         """Run `command` as `per_host` ranks on each host; as `ranks` if given, the last host having the rest.
 
+        `yields`: polls of Open MPI that find nothing yield the core, which beside other work costs a time
+        slice each since Linux 6.18 (decision 41).
         With `check` raises `CalledProcessError` if it fails.
         """
         launcher = mpi_flavour()
@@ -118,7 +121,7 @@ class Hosts(ABC):
             "--prtemca", "prte_if_include", self.network, "--mca", "btl_tcp_if_include", self.network,
             "--mca", "btl", "tcp,self" if per_host == 1 else "sm,tcp,self", "--mca", "pml", "ob1",
             # A rank that spins keeps its core from the kernel's network work.
-            "--mca", "mpi_yield_when_idle", "1", str(self._rank()), *command,
+            "--mca", "mpi_yield_when_idle", str(int(yields)), str(self._rank()), *command,
         ]  # fmt: skip
         return subprocess.run(entered(self.names[0], words), check=check, **options)
 

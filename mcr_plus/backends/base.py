@@ -42,6 +42,22 @@ class ReceivePoll:
         raise NotImplementedError
 
 
+class BlockingPoll(ABC):
+    """The poll of an operation that its library completes in threads of its own, and can be waited for."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def __call__(self) -> bool:
+        """See `Poll`."""
+
+    @abstractmethod
+    def block(self, seconds: float) -> None:
+        """Wait until the operation is done, for at most about `seconds`, by any thread, without the
+        interpreter. Raises nothing: the next poll raises the operation's error.
+        """
+
+
 class StreamPoll(Protocol):
     """The poll of an operation on a CUDA stream.
 

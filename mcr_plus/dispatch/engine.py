@@ -15,6 +15,7 @@ from mcr_plus.dispatch.desync import compare_signatures, explain_difference, fin
 from mcr_plus.dispatch.disabling import switch_off_after, why_off
 from mcr_plus.dispatch.idle_time import IdleTime
 from mcr_plus.dispatch.observer import Observer, Wait
+from mcr_plus.dispatch.pausing import pause_wait
 from mcr_plus.dispatch.progress_thread import ProgressThread
 from mcr_plus.dispatch.waiting import Pause, Waiting, WaitPolicy
 from mcr_plus.dispatch.watchdog import LONG_WAIT, Watchdog
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from mcr_plus.rendezvous.processes import Peers
 
 _VERY_LONG_WAIT: Final = 1.0  # seconds after which checks become rarer
-_SHARED_NAP: Final = 200e-6  # seconds of sleep at most while something else is in flight too
 _REAP: Final = 2  # completed handles dropped per issue: amortised, never a scan
 
 
@@ -384,25 +384,13 @@ class Engine:
                 raise self.watchdog.timeout_error(work, waited)
             if pause is None:
                 pause = Pause(waiting, operation.polled, operation.rings, operation.state.group.ranks)
-            self._pause(work, pause, now, waited)
+            pause_wait(self, work, pause, now, waited)
 
     def compiles(self, begins: bool) -> None:
         """Publish that this process begins or has ended compiling kernels; from any thread."""
         for state in list(self.states):
             if not state.closed:
                 state.board.mark_compiling(begins)
-
-    def _pause(self, work: IssuedWork, pause: Pause, now: float, waited: float) -> None:
-        """Let others run: the library's own threads, or a peer on the same core."""
-        if not pause.before(now):
-            pause.idle(waited)
-            return
-        with self.lock:
-            if self.try_poll(work):
-                return
-            self.progress()
-        others = self.blocked or self.unordered or any(other is not work for other in list(self.in_flight))
-        pause.sleep(_SHARED_NAP if others else 1.0)
 
     def _check(self, work: IssuedWork, waited: float, *, flushes: bool = True) -> None:
         """Slow path of a long wait: publish this rank's position, then look for mismatches and failed peers.

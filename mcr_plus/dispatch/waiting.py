@@ -144,6 +144,11 @@ class Waiting:
         """In a forked child: the bells belong to its parent, as does the thread."""
         self.bells = self._relay = None
 
+    @property
+    def may_block(self) -> bool:
+        """Whether a wait may leave it to a library's own threads to wake this one."""
+        return self.policy in ("auto", "sleep")
+
     def spins_for(self, backend_spins: int) -> int:
         """Polls at full speed at the start of a wait, for a library that suggests `backend_spins`."""
         if self.policy == "spin":
@@ -156,7 +161,10 @@ class Waiting:
 
     def may_nap(self) -> bool:
         """Whether waits have lately not been calm, and there are bells."""
-        return bool(self.bells) and (time.monotonic() < self._busy_until or self._never_calm)
+        return bool(self.bells) and self._is_busy(time.monotonic())
+
+    def _is_busy(self, now: float) -> bool:
+        return now < self._busy_until or self._never_calm
 
     def arm(self, ranks: tuple[int, ...]) -> None:
         """See `Bells.arm`."""
@@ -175,7 +183,7 @@ class Waiting:
         (decision 41).
         """
         now = time.monotonic()
-        if self.calm or now < self._next_relay or not self.may_nap():
+        if self.calm or now < self._next_relay or not self._is_busy(now):
             return
         self._next_relay = math.inf  # until it is over, and if no thread can be started
         if self._relay is None:

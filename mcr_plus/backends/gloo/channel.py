@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from mcr_plus.backends.base import Channel, Poll, Start
+from mcr_plus.backends.base import BlockingPoll, Channel, Poll, Start
 from mcr_plus.backends.emulation import local_reduce
 from mcr_plus.backends.gloo.messages import SLOTS, WatchedReceive, WatchedSend, bytes_of, header_of, slot_of
 from mcr_plus.core import c10d
@@ -57,6 +57,30 @@ def _opts(options: Any, **values: Any) -> Any:
     for name, value in values.items():
         setattr(options, name, value)
     return options
+
+
+class _Started(BlockingPoll):
+    """The poll of a collective of gloo."""
+
+    __slots__ = ("_finish", "_running", "_work")
+
+    def __init__(self, work: Any, running: set[object], finish: Callable[[], None] | None) -> None:
+        self._work, self._running, self._finish = work, running, finish
+
+    def __call__(self) -> bool:
+        work = self._work
+        if not work.is_completed():
+            return False
+        self._running.discard(work)
+        work.wait()  # only raises its error
+        if self._finish is not None:
+            self._finish()
+        return True
+
+    def block(self, seconds: float) -> None:
+        """See `BlockingPoll`. The wait is on a condition, and ends with an error that changes nothing."""
+        with contextlib.suppress(RuntimeError):
+            self._work.wait(timedelta(milliseconds=max(1, round(1e3 * seconds))))  # 0: without a limit
 
 
 class GlooChannel(Channel):
@@ -157,20 +181,9 @@ class GlooChannel(Channel):
             self.close()
 
     def _poll(self, work: Any, finish: Callable[[], None] | None = None) -> Poll:
-        """Return the poll of a c10d work; `wait` on a finished one only raises its error."""
-        running = self._running
-        running.add(work)
-
-        def poll() -> bool:
-            if not work.is_completed():
-                return False
-            running.discard(work)
-            work.wait()
-            if finish is not None:
-                finish()
-            return True
-
-        return poll
+        """Return the poll of a c10d work."""
+        self._running.add(work)
+        return _Started(work, self._running, finish)
 
     def bind(self, signature: Signature) -> Start:
         """See `Channel`."""

@@ -1,0 +1,99 @@
+"""Waits for libraries with threads of their own: when a rank blocks in the library, and for how long."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from mcr_plus.backends.base import BlockingPoll
+from mcr_plus.backends.gloo.channel import _Started
+from mcr_plus.dispatch.pausing import pause_wait
+from mcr_plus.dispatch.waiting import Pause, Waiting
+
+
+@pytest.mark.parametrize("seconds", [1e-9, 0.002, 0.02])
+def test_a_wait_for_gloo_is_bounded_and_raises_nothing(seconds: float) -> None:
+    limits: list[timedelta] = []
+
+    def wait(limit: timedelta) -> None:
+        limits.append(limit)
+        raise RuntimeError("Operation timed out!")
+
+    work = SimpleNamespace(wait=wait, is_completed=lambda: False)
+    poll = _Started(work, set(), None)
+    poll.block(seconds)
+    assert not poll()
+    (limit,) = limits
+    assert timedelta(milliseconds=1) <= limit <= timedelta(seconds=max(seconds, 1e-3))
+
+
+class Blocking(BlockingPoll):
+    def __init__(self) -> None:
+        self.limits: list[float] = []
+
+    def __call__(self) -> bool:
+        return False
+
+    def block(self, seconds: float) -> None:
+        self.limits.append(seconds)
+
+
+def operation(poll: Any, *, polled: bool, after: Any = None, done: bool = False) -> Any:
+    return SimpleNamespace(
+        poll=poll,
+        is_done=done,
+        message=SimpleNamespace(after=after),
+        operation=SimpleNamespace(polled=polled, on_stream=False),
+    )
+
+
+def engine_of(policy: Any, *others: Any) -> Any:
+    waiting = Waiting(policy)
+    return SimpleNamespace(
+        waiting=waiting, unordered=[], failovers=[], verified=[], blocked=[], in_flight=list(others),
+        lock=threading.RLock(), try_poll=lambda work: False, progress=lambda: None,
+    )  # fmt: skip
+
+
+def another(*, done: bool) -> Any:
+    return SimpleNamespace(probe=lambda: done)
+
+
+@pytest.mark.parametrize(
+    ("other", "blocks"),
+    [
+        (operation(Blocking(), polled=False), True),
+        (operation(lambda: False, polled=True, done=True), True),
+        (operation(None, polled=True, after=another(done=False)), True),
+        (operation(None, polled=True, after=another(done=True)), False),
+        (operation(None, polled=True), False),
+        (operation(lambda: False, polled=True), False),
+    ],
+)
+def test_a_library_wakes_the_thread_unless_something_else_needs_its_polls(other: Any, blocks: bool) -> None:
+    for policy in ("auto", "sleep", "yield", "spin"):
+        poll = Blocking()
+        work = operation(poll, polled=False)
+        engine = engine_of(policy, other, work)
+        pause = Pause(engine.waiting, False, False, (0, 1))
+        pause_wait(engine, work, pause, time.monotonic(), 0.0)
+        pause_wait(engine, work, pause, time.monotonic(), 30.0)
+        assert bool(poll.limits) == (blocks and policy in ("auto", "sleep"))
+        assert all(0 < limit < 0.1 for limit in poll.limits)
+        engine.waiting.close()
+
+
+def test_a_rank_alone_on_its_host_hands_over_too_where_waits_are_not_calm() -> None:
+    """It has no bells, and no peer that could be on its core, but may be kept waiting for it."""
+    for policy, hands_over in (("sleep", True), ("auto", False)):
+        found = Waiting(policy)
+        found._relay = relay = mock.Mock()
+        found.relay()
+        assert relay.hand_over.called == hands_over
+        found.close()

@@ -63,6 +63,9 @@ _YIELD_FOR: Final = 0.002
 _POLL_FOR: Final = 0.5  # seconds of short naps, for operations that advance only while they are polled
 _NAP: Final = 20e-6
 _LONG_NAP: Final = 200e-6
+# For a library with threads of its own, which may need this core: a part of the time waited so far, so that
+# looks cost little of the core, and the end of the operation is noticed late by half of that part on average.
+_NAP_SHARE: Final = 1 / 128
 _POLLED_NAP: Final = (
     50e-6  # on the bell, for a library that moves only while polled: peers ring for most of it
 )
@@ -329,7 +332,6 @@ class Pause:
         """Without bells: yield, then nap."""
         waiting = self._waiting
         policy = waiting.policy
-        patience = _POLL_FOR if self._polled else _YIELD_FOR
         calm = waiting.calm or not self._polled
         if policy == "spin":
             return
@@ -338,9 +340,11 @@ class Pause:
         waiting.may_yield(waited)
         if policy == "yield" or (policy == "auto" and calm and waited < _YIELD_FOR):
             os.sched_yield()
-        else:
-            time.sleep(_NAP if waited < patience + 0.05 else _LONG_NAP)
+        elif self._polled:
+            time.sleep(_NAP if waited < _POLL_FOR + 0.05 else _LONG_NAP)
             self._since = 0.0
+        else:
+            time.sleep(min(max(_NAP, waited * _NAP_SHARE), _LONGEST_NAP))
 
 
 def _opened(path: str) -> int:

@@ -341,6 +341,17 @@ def test_sleeping_waits_give_correct_results_and_wake_every_rank(ranks: int) -> 
         assert result.value["switches"] > 100
 
 
+def test_looks_at_a_library_with_threads_become_rare_in_a_long_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    found = Waiting("auto")
+    pause = Pause(found, False, False, ())
+    for waited in (0.0025, 0.064, 0.128, 100.0):
+        pause.idle(waited)
+    found.close()
+    assert slept == pytest.approx([20e-6, 0.5e-3, 1e-3, 2e-3])
+
+
 def naps(wait: str) -> list[int]:
     """Runs on ranks: small operations for two seconds; how many, and how often the process slept.
 

@@ -567,7 +567,7 @@ def launched(launch: str) -> list[RankResult] | RanksFailed:
     """What the ranks of a launch found, or how they failed; started once."""
     via, ranks = LAUNCHES[launch]
     try:
-        return run_ranks("test_arguments:both", ranks, via=via, timeout=90)  # type: ignore[arg-type]
+        return run_ranks("test_arguments:both", ranks, via=via)  # type: ignore[arg-type]
     except RanksFailed as failure:
         return failure
 

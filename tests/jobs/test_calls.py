@@ -131,7 +131,7 @@ def _overlapping(comm: mcr.Communicator, step: int) -> list[str]:
 
 @both
 def test_repeated_calls_give_the_results_of_first_ones(via: Via) -> None:
-    for result in run_ranks(calls, 3, args=[via], via=via, timeout=120):
+    for result in run_ranks(calls, 3, args=[via], via=via):
         assert result.value == []
 
 

@@ -66,6 +66,6 @@ def test_cpu_tensors_under_another_default_device(backend: str) -> None:
         pytest.skip("needs mpi4py and an MPI launcher")
     via: Any = "mpi" if backend == "mpi" else "torch"
     backends = [backend] if backend == "mpi" else [backend, *({"gloo"} - {backend})]
-    for result in run_ranks(under_another_device, 2, args=[backends], via=via, timeout=120):
+    for result in run_ranks(under_another_device, 2, args=[backends], via=via):
         assert result.value["failures"] == []
         assert result.value["cases"] > 500

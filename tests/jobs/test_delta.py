@@ -16,7 +16,7 @@ import mcr_plus as mcr
     "backends", [["gloo"], ["mpi"], ["msccl", "gloo"]], ids=["gloo", "mpi", "shared memory"]
 )
 def test_every_kind_brings_all_bits(backends: list[str], ranks: int) -> None:
-    for result in run_ranks(jobs.every_kind, ranks, args=[backends], timeout=120):
+    for result in run_ranks(jobs.every_kind, ranks, args=[backends]):
         value = result.value
         assert value["wrong"] == []
         shares = value["shares"]
@@ -43,7 +43,7 @@ def test_a_receiver_of_messages_that_holds_something_else_gets_all_values_at_onc
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_what_is_kept_is_bounded_and_what_is_dropped_comes_whole(ranks: int) -> None:
-    results = run_ranks(jobs.bounded, ranks, args=[100_000, 7], timeout=120)
+    results = run_ranks(jobs.bounded, ranks, args=[100_000, 7])
     for result in results:
         value = result.value
         assert (value["wrong"], value["in flight"]) == ([], 0)

@@ -309,7 +309,7 @@ def beside_gloo() -> None:
 
 
 def test_ranks_of_torch_and_of_the_job() -> None:
-    run_ranks(beside_gloo, 3, via="torch", timeout=120)
+    run_ranks(beside_gloo, 3, via="torch")
 
 
 def alone() -> str:

@@ -253,11 +253,11 @@ def on_ranks(backends: list[str]) -> list[str]:
 @needs_mpi
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_as_one_process_with_all_experts(ranks: int) -> None:
-    run_ranks(on_ranks, ranks, args=[["msccl", "mpi", "gloo"]], timeout=120)
+    run_ranks(on_ranks, ranks, args=[["msccl", "mpi", "gloo"]])
 
 
 def test_without_mpi() -> None:
-    run_ranks(on_ranks, 2, args=[["gloo"]], via="torch", timeout=120)
+    run_ranks(on_ranks, 2, args=[["gloo"]], via="torch")
 
 
 def count_operations() -> list[dict[str, Any]]:

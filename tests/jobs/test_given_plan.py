@@ -249,7 +249,7 @@ def test_later_change_of_order_is_logged_once_and_keeps_the_plan(plan: str, tmp_
         file = tmp_path / "plan.json"
         plan_of(Swapping(), 2, ("b.weight",), ("a.weight",)).save(file)
         plan = str(file)
-    for rank, result in enumerate(run_ranks(reordered, 2, args=[plan], timeout=120)):
+    for rank, result in enumerate(run_ranks(reordered, 2, args=[plan])):
         assert result.value == 0
         assert result.stderr.count("are kept, but gradients become ready in another order") == (rank == 0)
         assert result.stderr.count("bucket 1 waits for 'b.weight' in bucket 0") == (rank == 0)
@@ -333,7 +333,7 @@ def resumed(late: bool) -> list[Any]:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_loaded_state_restores_the_plan_without_a_trial(late: bool) -> None:
-    first, other = run_ranks(resumed, 2, args=[late], timeout=120)
+    first, other = run_ranks(resumed, 2, args=[late])
     assert first.value == other.value
     tried, going_on, chosen, report, again, used, anew, begun, _ = first.value
     assert tried["chosen"] in ("searched", "by size")

@@ -14,7 +14,7 @@ LOUD, QUIET = "loud.weight", "quiet.weight"
 
 @pytest.mark.parametrize("codec", ["int8_block", "int4_block"])
 def test_blocks_hold_one_member_of_a_fused_bucket_each(codec: str) -> None:
-    for result in run_ranks(neighbours, 2, args=[codec], timeout=90):
+    for result in run_ranks(neighbours, 2, args=[codec]):
         for kind, (fused, *offs) in result.value.items():
             assert fused == [[4, codec]], kind
             assert max(offs) < (0.01 if codec == "int8_block" else 0.15), (kind, offs)
@@ -31,12 +31,12 @@ def test_the_codec_of_a_fused_operation_depends_on_its_own_size() -> None:
 
 def test_gaps_between_gradients_do_not_change_results() -> None:
     codecs = [{"codec": "sign1"}, {"codec": "int4_block", "hadamard": True}]
-    for result in run_ranks(repeated, 2, args=[codecs, 12], timeout=90):
+    for result in run_ranks(repeated, 2, args=[codecs, 12]):
         assert result.value == [0.0, 0.0]
 
 
 def test_blocks_hold_one_gradient_each() -> None:
-    for result in run_ranks(wrapped, 2, args=[{"codec": "int8_block"}, [], 3], timeout=90):
+    for result in run_ranks(wrapped, 2, args=[{"codec": "int8_block"}, [], 3]):
         found = result.value
         assert found["equal"]
         assert found["codecs"] == ["int8_block"]
@@ -69,7 +69,7 @@ def test_exempt_gradients_are_not_compressed(
     compress: dict[str, Any], rules: list[dict[str, Any]], exact: list[str]
 ) -> None:
     options = {"codec": "int8_block", **compress}
-    for result in run_ranks(wrapped, 2, args=[options, rules, 2], timeout=90):
+    for result in run_ranks(wrapped, 2, args=[options, rules, 2]):
         found = result.value
         assert found["codecs"][-1] == "int8_block"
         assert ("bf16" in found["codecs"]) == bool(rules)
@@ -83,7 +83,7 @@ def test_exempt_gradients_are_not_compressed(
 
 def test_error_feedback_sends_the_residuals_of_gradients_later() -> None:
     compress = {"codec": "int4_block", "error_feedback": True}
-    for result in run_ranks(wrapped, 3, args=[compress, [], 8], timeout=90):
+    for result in run_ranks(wrapped, 3, args=[compress, [], 8]):
         found = result.value
         got, true = found["sums"]
         assert max(found["offs"][0].values()) < 1e-6  # the first pass, after which buckets change
@@ -100,7 +100,7 @@ def test_training_with_codecs(via: str) -> None:
         {"codec": "topk", "ratio": 0.05, "error_feedback": True, "audit_every": 7},
         {"codec": "powersgd", "rank": 2, "error_feedback": True},
     ]
-    for result in run_ranks(trained, 2, args=[ways, via], timeout=120):
+    for result in run_ranks(trained, 2, args=[ways, via]):
         plain = result.value[0]["loss"]
         for compress, found in zip(ways[1:], result.value[1:], strict=True):
             keeps = compress["codec"] != "int8_block"
@@ -120,7 +120,7 @@ def test_feedback_and_exemptions_keep_the_loss_of_uncompressed_training() -> Non
         int4,
         {**int4, "error_feedback": True},
     ]
-    for result in run_ranks(losses, 2, args=[ways, 200], timeout=120):
+    for result in run_ranks(losses, 2, args=[ways, 200]):
         true, *others = map(np.array, result.value)
         off = [float(np.mean(abs(each - true) / true)) for each in others]
         assert 0 < off[1] < 0.75 * off[0]

@@ -189,7 +189,7 @@ def dropped(rounds: int) -> dict[str, object]:
 @pytest.mark.parametrize("via", [pytest.param("mpi", marks=needs_mpi), "torch"])
 @pytest.mark.parametrize("rounds", [ROUNDS, pytest.param(1000, marks=pytest.mark.slow)])
 def test_dropped_groups_and_models(via: Via, rounds: int) -> None:
-    for rank, result in enumerate(run_ranks(dropped, 2, args=[rounds], via=via, timeout=60 + 2 * rounds)):
+    for rank, result in enumerate(run_ranks(dropped, 2, args=[rounds], via=via, timeout=240 + 2 * rounds)):
         found = result.value
         assert found.pop("open") == [True, True]
         assert found.pop("closed") == [False, False]

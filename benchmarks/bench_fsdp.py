@@ -82,7 +82,7 @@ def trained(way: str, steps: int, seed: int, settings: dict[str, Any]) -> dict[s
         fully_shard(block, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
     for block, next_block in pairwise(model.blocks):
-        block.set_modules_to_forward_prefetch([next_block])
+        block.set_modules_to_forward_prefetch([next_block])  # type: ignore[operator]  # of FSDPModule
     if WAYS[way]:
         mcr.fsdp(model, **WAYS[way])
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings["lr"], fused=True)

@@ -665,7 +665,7 @@ def fsdp_gathers_beside_passes() -> None:
     with job(QUICK), mcr.record() as log:
         model = mcr.fsdp(sharded(small_model()))
         first, relu, last = model.children()
-        first.set_modules_to_forward_prefetch([last])
+        first.set_modules_to_forward_prefetch([last])  # type: ignore[operator]
         for hook in (relu.register_forward_hook, relu.register_full_backward_hook):
             hook(lambda *_: between.append(time.perf_counter()))
         assert trained(model) == plain

@@ -145,8 +145,8 @@ def decide(
     elif len(stay) + len(newcomers) < least:
         if any(each.patient for each in proposals.values()) and not expired:
             return None
-        left = len(stay) + len(newcomers)
-        text = f"{'1 rank is' if left == 1 else f'{left} ranks are'} left, fewer than min_ranks={least}"
+        number = len(stay) + len(newcomers)
+        text = f"{'1 rank is' if number == 1 else f'{number} ranks are'} left, fewer than min_ranks={least}"
         return Decision(refusal="few", text=text)
     groups = {name for rank in stay for name in proposals[rank].done}
     done = {

@@ -90,6 +90,7 @@ def waiting(library: str, polls: bool, seconds: float, begun: str) -> float | No
     if comm.rank == comm.size - 1:
         time.sleep(seconds)
     work = comm.all_reduce(torch.ones(8), async_op=True)
+    assert work is not None
     if polls:
         while not work.is_completed():
             pass

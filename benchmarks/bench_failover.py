@@ -7,11 +7,14 @@ has its library fail at a random moment: gloo's connections are closed, shared m
 library comes back soon, and fails again. *Cuts*: two network namespaces with two links, gloo on one of them,
 MPI and the job's store on the other. The first one is taken down in the middle of an all_reduce of 1 MiB and
 is up again four seconds later. *Cost*: without a failure, calls and steps of examples/gpt with failover and
-without, in turns. The report goes to benchmarks/results/failover_<hardware>_<yyyymm>.md.
+without, in turns. *Short batches*: small calls, 20 at a time at full speed (`wait: spin`), of which the
+fastest batch counts, so that other work of the machine matters little. The report goes to
+benchmarks/results/failover_<hardware>_<yyyymm>.md.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import sys
@@ -48,6 +51,7 @@ DATA: Final = "data0"  # the link that is cut
 CUT_S: Final = 4.0
 COSTS: Final = (8, 4 << 10, 1 << 20, 64 << 20)  # bytes
 STEPS: Final = 4
+BATCH: Final = 20  # calls
 
 
 def _config(backends: Sequence[str], *, failover: bool = True) -> dict[str, Any]:
@@ -216,6 +220,27 @@ def costs(backends: list[str], rounds: int) -> dict[str, Any] | None:
     return turns if is_first else None
 
 
+def short_batches(backends: list[str], batches: int) -> dict[str, list[float]] | None:
+    """Microseconds of small calls in the fastest of so many batches, without failover and with."""
+    torch.set_num_threads(1)
+    found: dict[str, list[float]] = {}
+    for failover in (False, True, False, True):
+        config = _config(backends, failover=failover)
+        config["pipeline"][-1]["dispatch"]["wait"] = "spin"
+        with mcr.init(config) as comm:
+            tensor, part, gathered = torch.zeros(2), torch.zeros(1), torch.zeros(comm.size)
+            for name, call in (
+                ("all_reduce 8", partial(comm.all_reduce, tensor)),
+                ("all_gather 8", partial(comm.all_gather_into_tensor, gathered, part)),
+            ):
+                harness.seconds(call, 5 * BATCH)
+                took = 1e6 * min(harness.seconds(call, BATCH) for _ in range(batches))
+                both = found.setdefault(name, [math.inf, math.inf])
+                both[failover] = min(both[failover], took)
+            is_first = comm.rank == 0
+    return found if is_first else None
+
+
 # --- what came out --------------------------------------------------------------------------------------
 
 
@@ -265,6 +290,7 @@ def main(
     failures: Annotated[int, typer.Option(help="Of a library, of each of two.")] = 500,
     cuts: Annotated[int, typer.Option(help="Of the link between two hosts.")] = 5,
     rounds: Annotated[int, typer.Option(help="Of the costs, in turns.")] = 5,
+    batches: Annotated[int, typer.Option(help="Of small calls at full speed.")] = 200,
     hardware: Hardware = HARDWARE,
     output: Dated = None,
 ) -> None:
@@ -313,6 +339,15 @@ def main(
     if rows:
         head = ["library", "call (bytes)", "without failover", "with", "ratio"]
         parts += ["### Cost without a failure, two ranks, medians of turns", harness.markdown(head, rows)]
+    rows = []
+    for backends in PAIRS if batches else ():
+        for name, (off, on) in harness.on_ranks(
+            harness.here(2), short_batches, list(backends), batches
+        ).items():
+            rows.append([backends[0], name, f"{off:.1f}", f"{on:.1f}"])
+    if rows:
+        head = ["library", "call (bytes)", "without failover, µs", "with"]
+        parts += [f"### The fastest of {batches} short batches, two ranks", harness.markdown(head, rows)]
     text = harness.page("Failover", harness.command(), f"{rounds} turns", *parts)
     harness.write(text, output, f"failover_{hardware}")
 

@@ -75,8 +75,8 @@ def neighbour(seconds: float) -> list[float]:
     return took
 
 
-def waiting(library: str, polls: bool, seconds: float, begun: str) -> float:
-    """On ranks: wait for the last one, which comes so many seconds late. Returns the processor time of that.
+def waiting(library: str, polls: bool, seconds: float, begun: str) -> float | None:
+    """On ranks: wait for the last one, which comes so many seconds late; rank 0's processor time meanwhile.
 
     `begun`: a file that is there from then on.
     """
@@ -90,12 +90,13 @@ def waiting(library: str, polls: bool, seconds: float, begun: str) -> float:
     if comm.rank == comm.size - 1:
         time.sleep(seconds)
     work = comm.all_reduce(torch.ones(8), async_op=True)
+    assert work is not None
     if polls:
         while not work.is_completed():
             pass
     else:
         work.wait()
-    return time.process_time() - had
+    return None if comm.rank else time.process_time() - had
 
 
 def computing(seconds: float) -> tuple[float, float]:

@@ -121,14 +121,15 @@ class FailoverChannel(Channel):
         def begin(message: Message) -> Poll:
             if self._refused is not None:
                 raise self._refused
-            note_writes(writes, message.outputs)
-            attempt = Attempt(self, binding, message, self._count)
-            self._open[self._count] = attempt
-            self._count += 1
-            if self.moved or self._stage != "works":
-                self._queue.append(attempt)
-                self.advance()
+            # A synchronous operation comes here without the lock. Its own thread alone takes stock here, so
+            # others can at most stop the library now, which `_begin` sees. `moved` is set before `_stage`.
+            if self._stage != "works" or self.moved:
+                with self.lock:
+                    attempt = self._opened(binding, message)
+                    self._queue.append(attempt)
+                    self.advance()
             else:
+                attempt = self._opened(binding, message)
                 self._begin(attempt)
             return attempt
 
@@ -174,6 +175,14 @@ class FailoverChannel(Channel):
         self._second.clear()
 
     # -- operations ---------------------------------------------------------------------------------
+
+    def _opened(self, binding: Binding, message: Message) -> Attempt:
+        """Number an operation that is about to start."""
+        note_writes(self._engine.writes, message.outputs)
+        number = self._count
+        self._open[number] = attempt = Attempt(self, binding, message, number)
+        self._count = number + 1
+        return attempt
 
     def _begin(self, attempt: Attempt) -> None:
         """Start an operation on the library itself."""
@@ -330,12 +339,12 @@ class FailoverChannel(Channel):
         ]
         self._broken = any(broken for _, broken, _, _ in texts)
         self.why = self._store.get(self._key("begun")).decode()
-        self._stage = "works"
         self._round += 1
         self._moves = self._board.moves()
         off = next((off for _, _, off, _ in texts if off), "")
         verdict = decide(records)
         self._apply(replace(verdict, refusal=off) if off else verdict)
+        self._stage = "works"
 
     def _apply(self, verdict: Verdict) -> None:
         if verdict.refusal:

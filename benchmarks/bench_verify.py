@@ -9,11 +9,11 @@ all ranks raise `DataCorrupted` with the same operation, ranks, library and bloc
 *Cost*: calls without verification and with every one verified (`--ways` adds one in ten), in turns, two
 ranks; the least time of each, as other processes only ever add to it (up to 1 ms a mean of 10 calls; of one
 in ten, always). A call is measured for `--seconds` in each turn, and at least twice: with all libraries
-and sizes a round takes about half a minute here, and one between hosts a minute; beside other work, up to four
-times as long. Before that, the time of checksums of memory, and the work of two ranks in one thread: without
-waits, and in processor time, so that other processes disturb it by their use of memory alone. `--rate 1gbit`
-measures between two hosts instead (network namespaces, see two_hosts.py; needs root), with a link of that rate.
-The report goes to benchmarks/results/verify_<hardware>_<yyyymm>.md.
+and sizes a round takes about half a minute here, and one between hosts a minute; beside other work, up to
+four times as long. Before that, the time of checksums of memory, and the work of two ranks in one thread:
+without waits, and in processor time, so that other processes disturb it by their use of memory alone.
+`--rate 1gbit` measures between two hosts instead (network namespaces, see two_hosts.py; needs root), with a
+link of that rate. The report goes to benchmarks/results/verify_<hardware>_<yyyymm>.md.
 """
 
 from __future__ import annotations

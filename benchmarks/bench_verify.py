@@ -9,10 +9,11 @@ all ranks raise `DataCorrupted` with the same operation, ranks, library and bloc
 *Cost*: calls without verification and with every one verified (`--ways` adds one in ten), in turns, two
 ranks; the least time of each, as other processes only ever add to it (up to 1 ms a mean of 10 calls; of one
 in ten, always). A call is measured for `--seconds` in each turn, and at least twice: with all libraries
-and sizes a round takes about half a minute here, and one between hosts a minute. Before that, the time of
-checksums of memory, and the work of two ranks in one thread: without waits, so that other processes disturb
-it less. `--rate 1gbit` measures between two hosts instead (network namespaces, see two_hosts.py; needs root),
-with a link of that rate. The report goes to benchmarks/results/verify_<hardware>_<yyyymm>.md.
+and sizes a round takes about half a minute here, and one between hosts a minute; beside other work, up to
+four times as long. Before that, the time of checksums of memory, and the work of two ranks in one thread:
+without waits, and in processor time, so that other processes disturb it by their use of memory alone.
+`--rate 1gbit` measures between two hosts instead (network namespaces, see two_hosts.py; needs root), with a
+link of that rate. The report goes to benchmarks/results/verify_<hardware>_<yyyymm>.md.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def speeds() -> list[list[str]]:
 
 
 def works(nbytes: int = 64 << 20, samples: int = 25) -> list[list[str]]:
-    """Direct collectives of two ranks, driven by this thread: kind, ms without checksums, with, ratio."""
+    """Direct collectives of two ranks in this thread: kind, processor ms without checksums, with, ratio."""
     shape, words = Shape(2, area=2 << 20), row_words(2)
     memory, rows = mmap.mmap(-1, shape.nbytes), memoryview(bytearray(shared_bytes(2, words)))
     segments = [Segment(shape, rank, memory) for rank in range(2)]
@@ -97,14 +98,14 @@ def works(nbytes: int = 64 << 20, samples: int = 25) -> list[list[str]]:
     checked_kernels.prepare()
 
     def seconds(module: Any, states: list[Any], outputs: list[torch.Tensor]) -> float:
-        began = time.perf_counter()
+        began = time.thread_time()
         done = [
             bool(module.begin(state, source.data_ptr(), target.data_ptr()))
             for state, source, target in zip(states, sources, outputs, strict=True)
         ]
         while not all(done):
             done = [one or bool(module.advance(state, 0)) for one, state in zip(done, states, strict=True)]
-        return time.perf_counter() - began
+        return time.thread_time() - began
 
     table = []
     for kind in ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all"):
@@ -249,7 +250,7 @@ def main(
         parts += ["### Checksums of memory, one thread, the least of 30", table]
     if rounds and rate is None and "msccl" in libraries:
         head = ["operation", "off, ms", "every, ms", "every / off"]
-        parts += ["### Work of two ranks over shared memory in one thread, 64 MiB, the least of 25"]
+        parts += ["### Processor time of two ranks in one thread, shared memory, 64 MiB, the least of 25"]
         parts += [harness.markdown(head, works())]
     rows = []
     for library in libraries if rounds else ():

@@ -270,9 +270,8 @@ def _asks_as_well(waits: Path, asked: Path, answered: Path) -> None:
 
 def _settle() -> None:
     """Return when what had come for the thread that writes dumps has been answered."""
-    for _ in range(
-        2
-    ):  # the thread takes these before the signals and requests that woke it together with them
+    # The thread takes these before the signals and requests that woke it together with them.
+    for _ in range(2):
         current().recorder._watcher.do(lambda: None)
 
 

@@ -91,7 +91,8 @@ def test_a_library_wakes_the_thread_unless_something_else_needs_its_polls(other:
 
 def test_a_rank_alone_on_its_host_hands_over_too_where_waits_are_not_calm() -> None:
     """It has no bells, and no peer that could be on its core, but may be kept waiting for it."""
-    for policy, hands_over in (("sleep", True), ("auto", False)):
+    policies: list[tuple[Any, bool]] = [("sleep", True), ("auto", False)]
+    for policy, hands_over in policies:
         found = Waiting(policy)
         found._relay = relay = mock.Mock()
         found.relay()

@@ -335,6 +335,7 @@ def main(
     rate: Rate = "1gbit",
     table: Tables = None,
     tune: Budget = "60s",
+    alone: Annotated[bool, typer.Option(help="Also by one process, without ranks.")] = True,
     busy_processes: Annotated[int, typer.Option("--busy", min=0, help="So many beside the jobs.")] = 0,
     rounds: Rounds = 7,
     hardware: Hardware = HARDWARE,
@@ -360,7 +361,7 @@ def main(
             print(*flat, sep="\n", flush=True)
             ways = on_hosts(known)
         else:
-            many, ways = harness.here(per_host), [MCR, GLOO, ALONE]
+            many, ways = harness.here(per_host), [MCR, GLOO, *([ALONE] if alone else [])]
         head = head_of(ways)
         for model, dtype in product(models, dtypes):
             make(MODELS[model], dtype, folder / model)
@@ -371,7 +372,9 @@ def main(
                     print(*rows[-1], sep="  ", flush=True)
             finally:
                 jobs.end()
-    about = f"{per_host} ranks of one thread, and one process of {cores()} threads"
+    about = f"{per_host} ranks of one thread"
+    if alone:
+        about += f", and one process of {cores()} threads"
     if hosts > 1:
         about = f"two network namespaces with {per_host} ranks and half of the cores each, {rate}"
     about += f"; load average at the end {os.getloadavg()[0]:.1f}"

@@ -7,7 +7,6 @@ import time
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -87,13 +86,3 @@ def test_a_library_wakes_the_thread_unless_something_else_needs_its_polls(other:
         assert bool(poll.limits) == (blocks and policy in ("auto", "sleep"))
         assert all(0 < limit < 0.1 for limit in poll.limits)
         engine.waiting.close()
-
-
-def test_a_rank_alone_on_its_host_hands_over_too_where_waits_are_not_calm() -> None:
-    """It has no bells, and no peer that could be on its core, but may be kept waiting for it."""
-    for policy, hands_over in (("sleep", True), ("auto", False)):
-        found = Waiting(policy)
-        found._relay = relay = mock.Mock()
-        found.relay()
-        assert relay.hand_over.called == hands_over
-        found.close()

@@ -582,12 +582,12 @@ def test_what_is_raised_during_a_relay_does_not_fail_the_operation() -> None:
 
 def test_relays_only_beside_other_work(bells: list[Bells]) -> None:
     calm, asleep = waiting(bells=bells[0]), waiting("sleep", bells=bells[0])
-    without_bells = waiting("sleep")
-    for each in (calm, asleep, without_bells):
+    alone = waiting("sleep")  # on its host: it has no bells
+    for each in (calm, asleep, alone):
         each.relay()
     assert calm._relay is None
-    assert without_bells._relay is None
-    assert asleep._relay is not None
-    thread = asleep._relay._thread
-    asleep.close()
-    assert not thread.is_alive()
+    for each in (asleep, alone):
+        assert each._relay is not None
+        thread = each._relay._thread
+        each.close()
+        assert not thread.is_alive()

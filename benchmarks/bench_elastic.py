@@ -122,7 +122,7 @@ def main(
     chance, load = random.Random(seed), os.getloadavg()[1]
     whole = train(words, iter(()), 0, chance)
     killed = train(words, iter([rank % RANKS for rank in range(kills)]), kills, chance)
-    head = ["what", "undisturbed", f"with {len(killed.deaths)} deaths", "ratio"]
+    head = ["what", "undisturbed", f"deaths: {len(killed.deaths)}", "ratio"]
     rows = [
         ["held-out loss", f"{whole.loss:.4f}", f"{killed.loss:.4f}", f"{killed.loss / whole.loss:.4f}"],
         ["step, s", f"{whole.step:.2f}", f"{killed.step:.2f}", f"{killed.step / whole.step:.2f}"],

@@ -313,7 +313,7 @@ def _patched(job: Job) -> Iterator[None]:
         patch.setattr(engine, "ProgressThread", partial(Helper, job))
         patch.setattr(core_work, "_retained", RetainedByRank(job))
         patch.setattr(link, "_POLL_STORE_EVERY", 0.0)
-        patch.setattr(Engine, "_pause", pause)
+        patch.setattr(engine, "pause_wait", pause)
         patch.setattr(core_streams, "streams_of", streams_of)
         patch.setattr(arrays, "time", SimpleNamespace(sleep=pause))
         patch.setattr(tensors, "from_dlpack", shared)

@@ -129,8 +129,7 @@ class Helper:
         self._actor = Actor(turns, self._run, "helper", turns.now.home, is_helper=True)
 
     def wake(self) -> None:
-        if self._job.has_threads:
-            self._actor.wake()
+        self._actor.wake()
 
     def _run(self) -> None:
         home = self._actor.home
@@ -180,7 +179,6 @@ class Job:
             for rank in range(size)
         ]
         self.slow = slow
-        self.has_threads = True  # whether the library's own threads ever have a turn
         self.fails = 0  # which of the host library's operations fails, from 1; 0 for none
         self._turns: Turns | None = None
 
@@ -245,11 +243,12 @@ class Job:
         ends_in: Callable[[State, int], bool] | None = None,
         forgets: bool = False,
         after: After = "nothing",
+        only: int | None = None,
     ) -> list[Any]:
         """What the program returns on each rank. `ends_in`, `forgets`: see `Turns`; raises `Known`.
 
         `after`: when decisions begin: once all ranks have opened their groups and connected, or have run the
-        program once.
+        program once. `only`: the rank that may be told late what is done.
         """
         machine = self.simulator
         turns = self.turns = self._turns = Turns(machine, decide or Decisions())
@@ -259,6 +258,7 @@ class Job:
         machine.here, machine.reached = self._here, self._reached
         machine.clock, machine.number, machine.behind = self._clock, self._number, self._behind
         turns.opening = 0 if after == "nothing" else self.size
+        turns.only = only
         turns.ends_in, turns.forgets, turns.most_denied = ends_in, forgets, 1
         machine.sleep = lambda: self.yields(paused=True)
         results: list[Any] = [None] * self.size
@@ -313,7 +313,7 @@ def _patched(job: Job) -> Iterator[None]:
         patch.setattr(engine, "ProgressThread", partial(Helper, job))
         patch.setattr(core_work, "_retained", RetainedByRank(job))
         patch.setattr(link, "_POLL_STORE_EVERY", 0.0)
-        patch.setattr(Engine, "_pause", pause)
+        patch.setattr(engine, "pause_wait", pause)
         patch.setattr(core_streams, "streams_of", streams_of)
         patch.setattr(arrays, "time", SimpleNamespace(sleep=pause))
         patch.setattr(tensors, "from_dlpack", shared)

@@ -9,8 +9,9 @@ what is in its streams, with what the rank had found done at each entry. And of 
 of some ranks does not matter, no order with theirs is tried (`Turn`).
 
 The order does not matter of what a rank posts, puts into its streams or gives to a library, although others
-look for it: they may always be told that it has not come yet, once more, so a run in which it has come earlier
-has all courses of one in which it comes later. It matters of a look in vain, which those may change who can
+look for it: they may always be told that it has not come yet, once more, so a run in which it has come
+earlier has all courses of one in which it comes later. It matters of a look in vain, which those may change
+who can
 give what is looked for. So turns with such looks are put off (`Vain`) where another rank can go on.
 """
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 
 State = tuple[Hashable, tuple[Hashable, ...]]
-"""What programs do from here on follows from the first part, the races of a rank from its own second one too."""
+"""What programs do from here on follows from the first part; the races of a rank, from its second one too."""
 
 
 @dataclass
@@ -112,6 +113,7 @@ class Turns:
     def __init__(self, machine: Machine, decide: Decisions) -> None:
         self.most_denied = 1
         self.forgets = False
+        self.only: int | None = None  # the rank that goes on last, and that alone is told late what is done
         self.opening = 0  # ranks that open their groups, in one order, before anything is decided
         self.machine = machine
         self.decide = decide
@@ -120,42 +122,26 @@ class Turns:
         self.ended: Exception | None = None
         self.now: Actor | None = None
         self.ends_in: Callable[[State, int], bool] | None = None
-        self.courses: list[Hashable] = []  # of ranks that have ended
+        self.courses: list[tuple[int, Hashable]] = []  # of ranks that have ended
 
     def run(self) -> None:
         """Until all programs have ended. Raises `Stuck`, or what a rank raised."""
         machine = self.machine
         while alive := [actor for actor in self.actors if not (actor.ended or actor.is_helper)]:
             able = [actor for actor in self.actors if actor.is_able()]
-            able.sort(key=lambda actor: bool(actor.looked))  # those last that may look in vain again
+            if not self.opening:
+                able.sort(key=lambda actor: (actor.home.device == self.only, bool(actor.looked)))
             if not able:
                 before = machine.version
                 machine.pass_time()
                 if machine.version == before:
                     self.end(Stuck(f"{len(alive)} ranks wait, and nothing can run"))
                 continue
-            free = self.ended is None and not self.opening
-            if free and self.ends_in is not None:
-                state = self.state(able)
-                if self.ends_in(state, len(self.decide.made)):
-                    self.end(Known())
-            number = len(self.decide.made)
-            turn = self._turn(able)
-            now = self.now = able[self.decide(len(able)) if free and self.ended is None else 0]
-            beside = {at for at, each in enumerate(self.actors) if each.home is now.home and each.is_awake}
-            now.looked.clear()
-            now.touched.clear()
-            now.go.release()
-            self.back.acquire()
-            if free and self.ended is None and len(able) > 1:
-                turn.needs[self.actors.index(now)] = self.those_of(now.looked | now.touched) | beside
-                self.decide.turns[number] = turn
-                if now.looked and self.decide.free is not None and number >= self.decide.free:
-                    self.end(Vain(number))
-            if self.now.ended and self.ended is None and not self.now.is_helper:
-                self.courses.append((self.actors.index(self.now), self.now.course()))
-            if self.now.error is not None and self.ended is None:
-                self.end(self.now.error)
+            now = self._has_a_turn(able)
+            if now.ended and self.ended is None and not now.is_helper:
+                self.courses.append((self.actors.index(now), now.course()))
+            if now.error is not None and self.ended is None:
+                self.end(now.error)
         error, self.ended = self.ended, self.ended or Stuck("the programs have ended")
         for helper in self.actors:
             if not helper.ended:
@@ -164,11 +150,37 @@ class Turns:
         if error is not None:
             raise error
 
+    def _has_a_turn(self, able: Sequence[Actor]) -> Actor:
+        """Let one of several have its turn."""
+        is_free = self.ended is None and not self.opening
+        if is_free and self.ends_in is not None and self.ends_in(self.state(able), len(self.decide.made)):
+            self.end(Known())
+        number = len(self.decide.made)
+        turn = self._turn(able)
+        now = self.now = able[self.decide(len(able)) if is_free and self.ended is None else 0]
+        needed = self._beside(now) if self.only in (None, now.home.device) else set()
+        now.looked.clear()
+        now.touched.clear()
+        now.go.release()
+        self.back.acquire()
+        if is_free and self.ended is None and len(able) > 1:
+            if self.only is None:
+                needed |= self.those_of(now.looked | now.touched)
+            turn.needs[self.actors.index(now)] = needed
+            self.decide.turns[number] = turn
+            if now.looked and self.decide.free is not None and number >= self.decide.free:
+                self.end(Vain(number))
+        return now
+
+    def _beside(self, now: Actor) -> set[int]:
+        """The threads of the same rank that can have turns, itself too."""
+        return {at for at, each in enumerate(self.actors) if each.home is now.home and each.is_awake}
+
     def _turn(self, able: Sequence[Actor]) -> Turn:
         """Whose turn it can be, and what those need whose turn it cannot be."""
         needs = dict[int, set[int]]()
         for at, each in enumerate(self.actors):
-            if not each.ended and each not in able:
+            if not each.ended and each not in able and self.only is None:
                 at_home = {number for number, other in enumerate(self.actors) if other.home is each.home}
                 needs[at] = self.those_of(each.looked) | at_home
         return Turn([self.actors.index(each) for each in able], needs)
@@ -280,7 +292,7 @@ class Actor:
 
     def finds(self, what: Hashable) -> bool:
         """Whether a query finds done what may be done by now."""
-        if self.turns.opening:
+        if self.turns.opening or self.turns.only not in (None, self.home.device):
             return True
         times = self.denied.get(what, 0)
         if times == self.turns.most_denied:
@@ -292,7 +304,7 @@ class Actor:
         return False
 
     def state(self) -> Hashable:
-        """Where it is, what it has noted and is behind, and what is in its streams, for which others may wait."""
+        """Where it is, what it has noted and is behind, and what is in its streams."""
         shapes = tuple(stream.shape for stream in self.home.streams)
         if self.ended:
             return "end", shapes
@@ -300,7 +312,7 @@ class Actor:
         return self._place, self._statements, denied, frozenset(self.noted), self.clock(), shapes
 
     def history(self) -> Hashable:
-        """What it has found done, and what is in its streams with what it was behind then; none at the end."""
+        """What it has found done, and what is in its streams, with what it was behind; none at the end."""
         return None if self.ended else self.course()
 
     def course(self) -> Hashable:

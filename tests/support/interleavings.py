@@ -3,18 +3,21 @@
 A run is repeated with other decisions until all have been tried, depth first. `explore(reduced=True)` leaves
 out what can show nothing new (`device_turns`):
 
-- A run ends in a state of which all that matters has been gone on from (state hashing): the programs have been
-  where they are, with what each rank may race with. The ranks need not have been in one and the same state,
+- A run ends in a state of which all that matters has been gone on from (state hashing): the programs have
+  been where they are, with what each rank may race with. The ranks need not have been in one and the same
+  state,
   since memory belongs to one rank, and what programs do follows from where they are.
 - Of a turn, only orders with those of ranks are tried that may matter: a persistent set (Godefroid,
   Partial-Order Methods, 1996; found on the way as in Flanagan and Godefroid, POPL 2005). Turns cannot be put
   off for ever, since no state comes twice in a run.
 - Turns that look in vain for what others have yet to do are put off, as long as one can go on that does not.
+- The courses of one rank (`only`) do not depend on when the others have their turns and what they are told:
+  whatever they do later, that rank may as well be told later. So they go on as far as they can.
 - What devices do after the last query: if the detector finds no race, all orders of that give the same.
 
 `reduced=False` tries everything, and checks that states are what they are taken for: from one state, the same
-decisions of the next turn lead to the same state, and so does where the programs are alone. `courses`, of each
-rank, must be the same.
+decisions of the next turn lead to the same state, and so does where the programs are alone. `courses`, of
+each rank, must be the same.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from device_ranks import After, Job
 from device_settings import Setting, problems_of
 from device_turns import Decisions, Known, State, Stuck, Turn, Vain
 
+
 @dataclass
 class Explored:
     """`runs`: to their ends; `cut`: those that came to a known state; `states`: those before a turn.
@@ -41,7 +45,7 @@ class Explored:
     cut: int = 0
     states: set[Hashable] = field(default_factory=set)
     known: set[Hashable] = field(default_factory=set)
-    courses: set[Hashable] = field(default_factory=set)
+    courses: set[tuple[int, Hashable]] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
     is_complete: bool = True
 
@@ -74,13 +78,14 @@ def explore(
     reduced: bool = True,
     forgets: bool = True,
     after: After = "nothing",
-    threads: bool = True,
+    only: int | None = None,
 ) -> Explored:
     """Run a program in all orders, at most `most` times.
 
     `forgets`: a host may find nothing done as often as there is something else to do; otherwise once for each
     thing. `after`: when orders begin: once all ranks have opened their groups and connected, or have run the
-    program once. Without `threads`, operations are started by the programs' threads alone.
+    program once. `only`: all courses of one rank, before which the others go on as far as they can; not where
+    orders begin at once, since what is in the store may not be found late.
     """
     explored = Explored()
     path: list[_Decision] = []
@@ -90,9 +95,8 @@ def explore(
         if explored.runs + explored.cut == most:
             explored.is_complete = False
             break
-        free = len(path) - put_off if reduced else None
+        free = len(path) - put_off if reduced and only is None else None
         job, decisions = Job(size, setting.config), Decisions([each.choice for each in path], free=free)
-        job.has_threads = threads
         course: list[tuple[State, int]] = []
         vain: int | None = None
         try:
@@ -102,6 +106,7 @@ def explore(
                 _watch(explored, course, path, reduced),
                 forgets,
                 after,
+                only,
             )
             explored.problems += problems_of(setting, PROGRAMS[program], results)
             explored.runs += 1
@@ -124,9 +129,7 @@ def explore(
     return explored
 
 
-def _watch(
-    explored: Explored, course: list[tuple[State, int]], path: list[_Decision], reduced: bool
-) -> Any:
+def _watch(explored: Explored, course: list[tuple[State, int]], path: list[_Decision], reduced: bool) -> Any:
     """What a run asks before each turn: whether it ends there."""
     given = len(path)
 

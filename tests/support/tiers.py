@@ -35,6 +35,7 @@ LONG: Final = (
     "test_races.py::test_no_race_and_the_right_results[gloo, hierarchical, int8",
     "test_interleavings.py::test_every_order_of_larger_programs",
     "test_interleavings.py::test_many_orders_of_programs_that_have_too_many",
+    *(f"test_interleavings.py::test_every_course_of_a_rank_of_two_nodes[{rank}" for rank in (1, 2, 3)),
     # deaths while a newcomer gets the state; one is in `make test`
     "test_newcomers.py::test_deaths_while_a_newcomer_gets_the_state[deaths1]",
     "test_newcomers.py::test_deaths_while_a_newcomer_gets_the_state[deaths2]",

@@ -31,10 +31,7 @@ LARGE = [
     (two, "nccl, fused", 3),
     (two, "gloo, fused", 3),
 ]
-TOO_LARGE = [
-    (one, "nccl, hierarchical, fused", 4),
-    (one, "gloo, hierarchical, fused", 4),
-]
+HIERARCHICAL = ("nccl, hierarchical, fused", "gloo, hierarchical, fused")
 
 
 def explored(program: Program, name: str, size: int, most: int = 20_000, **how: Any) -> Explored:
@@ -55,9 +52,26 @@ def test_every_order_of_larger_programs(program: Program, name: str, size: int) 
     assert explored(program, name, size).is_complete
 
 
-@pytest.mark.parametrize(("program", "name", "size"), TOO_LARGE)
-def test_many_orders_of_programs_that_have_too_many(program: Program, name: str, size: int) -> None:
-    assert explored(program, name, size, most=500, opened=True).runs > 0
+@pytest.mark.parametrize("rank", range(4))
+def test_every_course_of_a_rank_of_two_nodes(rank: int) -> None:
+    """Of the second call; the first one, and that over the host library, have too many."""
+    assert explored(one, HIERARCHICAL[0], 4, after="one run", only=rank).is_complete
+
+
+@pytest.mark.parametrize("name", HIERARCHICAL)
+def test_many_orders_of_programs_that_have_too_many(name: str) -> None:
+    assert explored(one, name, 4, most=200, after="opening").runs > 0
+
+
+@pytest.mark.parametrize(("program", "name", "size"), [(one, "nccl, plain", 3), (two, "nccl, fused", 2)])
+def test_courses_of_one_rank_do_not_depend_on_what_others_are_told(
+    program: Program, name: str, size: int
+) -> None:
+    all_of_them = explored(program, name, size, after="one run").courses
+    for rank in range(size):
+        alone = explored(program, name, size, after="one run", only=rank).courses
+        own, others = ({each for each in found if each[0] == rank} for found in (alone, all_of_them))
+        assert own == others
 
 
 @pytest.mark.parametrize("name", ["nccl, plain", "nccl, fused"])

@@ -29,11 +29,11 @@ def test_no_race_and_the_right_results(name: str) -> None:
 def caught_by(mutant: Mutant) -> str:
     """The program that finds what is left out, empty if none does."""
     with applied(mutant):
-        for seed in SEEDS:
+        for seed in (*SEEDS, 2):
             for setting in map(SETTINGS.__getitem__, MODULES[mutant.module]):
                 for number, program in enumerate(programs_of(setting)):
                     size = 4 if setting.nodes else 2 + (number + seed) % 2
-                    if run(setting, program, size, randomly(seed), slow=3 * seed).problems:
+                    if run(setting, program, size, randomly(seed), slow=3 * (seed % 2)).problems:
                         return f"{setting.name}, {program.__name__}"
     return ""
 

@@ -115,7 +115,8 @@ class ThreadComms:
     def gather(self, value: Any) -> list[Any]:
         return self.board.swap(self.rank, value)
 
-    def record(self) -> nullcontext[None]:
+    def record(self, folder: Path | None = None) -> nullcontext[None]:
+        assert folder is None
         return nullcontext()
 
     def close(self) -> None:

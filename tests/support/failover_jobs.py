@@ -375,7 +375,7 @@ def ahead_by_a_pass(backends: list[str], way: str) -> dict[str, Any]:
 
             return begun
 
-        def noted(kept: Kept, tensor: torch.Tensor) -> torch.Tensor:
+        def noted(kept: Kept, tensor: torch.Tensor) -> torch.Tensor | bytes:
             copied.append(tensor.nbytes)
             return copy(kept, tensor)
 

@@ -267,10 +267,10 @@ def through_the_pipeline(backends: list[str], codec: str | None) -> dict[str, An
             model = torch.nn.Sequential(torch.nn.Linear(40, 60), torch.nn.Tanh(), torch.nn.Linear(60, 10))
             model, optimizer = mcr.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
             # That of the model's own group, the last one that was opened.
-            channel = [each for each in current().engine.failovers if each.slot.backend.name == backends[0]][
-                -1
-            ]
+            failovers = current().engine.failovers
+            *_, channel = [each for each in failovers if each.slot.backend.name == backends[0]]
             random_ = torch.Generator().manual_seed(comm.rank)
+            step = 0
             for step in itertools.count():
                 is_checked = steps is None and step % 200 == 199
                 if step == steps or (is_checked and has_moved(comm, channel, backends[1])):

@@ -101,7 +101,8 @@ def test_a_process_that_died_before_its_request_was_written_holds_up_nobody() ->
 
 @pytest.mark.parametrize("what", ["mcr_plus", "torch", "the configuration", "the model", "the optimizer"])
 def test_a_newcomer_that_differs_is_refused_by_name(what: str) -> None:
-    passport = dict.fromkeys(("mcr_plus", "torch", "the configuration", "the model", "the optimizer"), "1")
+    names = ["mcr_plus", "torch", "the configuration", "the model", "the optimizer"]
+    passport = dict.fromkeys(names, "1")
     store = HashStore()
     member = Roster(store, 0, MEMBERS, 0, passport)
     refused = rf"has not taken this process in: {what} is '2' here and '1' in the job"

@@ -10,6 +10,7 @@ run nothing before that decides a query: results that are read too early are wro
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack
@@ -57,6 +58,7 @@ class Rank:
         self.home.hosts.append(job.simulator.host())
         peers = Peers(0, ("host",), None, 1.0)
         self.engine = Engine(peers, wait="auto", oversubscribed=False)
+        self.engine.lock = TurnLock(job)  # type: ignore[assignment]
         job.engines.append(self.engine)
         self.engine.backends = [job.nccl[rank], HostLibrary(job, rank)]
         self.world = job.worlds[rank]
@@ -117,6 +119,21 @@ class Rank:
         """The values, read by the current stream."""
         values: list[float] = tensor.tolist()
         return values
+
+
+class TurnLock:
+    """In place of an engine's lock: a thread that waits for it gives up its turn to its owner."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        while not self._lock.acquire(blocking=False):
+            self._job.yields(paused=True)
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 class Helper:

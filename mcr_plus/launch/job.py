@@ -65,9 +65,9 @@ class Outcome:
     @property
     def never_began(self) -> bool:
         """The launcher has failed by itself before it has started any rank, which it does now and then."""
-        return all(state.pid is None for state in self.states) and any(
-            _NOT_STARTED in line for line in self.log
-        )
+        by_itself = self.interrupted is None and not self.timed_out
+        any_rank = any(state.pid is not None for state in self.states)
+        return by_itself and not any_rank and any(_NOT_STARTED in line for line in self.log)
 
     @property
     def worked(self) -> bool:
@@ -119,7 +119,7 @@ def run_job(
                 channels.close()
 
     outcome = run()
-    return run() if via == "mpi" and outcome.never_began and outcome.interrupted is None else outcome
+    return run() if via == "mpi" and outcome.never_began else outcome
 
 
 def _driver_command(command: Sequence[str], ranks: int, via: Via, folders: scratch.Scratch) -> list[str]:

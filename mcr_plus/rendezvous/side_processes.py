@@ -38,28 +38,29 @@ def start_once(module: str, order: Mapping[str, Any], descriptors: Sequence[int]
     Raises `OSError` if no process can be made.
     """
     begun: list[subprocess.Popen[bytes]] = []
-    with _readable(order) as text:
-        for _ in range(_TRIES):
-            begun.append(
-                subprocess.Popen(
-                    command(module),
-                    stdin=text,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    start_new_session=True,
-                    pass_fds=descriptors,
+    try:
+        with _readable(order) as text:
+            for _ in range(_TRIES):
+                begun.append(
+                    subprocess.Popen(
+                        command(module),
+                        stdin=text,
+                        stdout=subprocess.DEVNULL,
+                        stderr=subprocess.DEVNULL,
+                        start_new_session=True,
+                        pass_fds=descriptors,
+                    )
                 )
-            )
-            deadline = Deadline(_EACH)
-            while not deadline.passed():
-                statuses = [each.poll() for each in begun]
-                if 0 in statuses:
-                    reap_later(begun)
-                    return ""
-                if None not in statuses:
-                    return f"the process has ended with status {statuses[-1]}"
-                time.sleep(_NAP)
-    reap_later(begun)
+                deadline = Deadline(_EACH)
+                while not deadline.passed():
+                    statuses = [each.poll() for each in begun]
+                    if 0 in statuses:
+                        return ""
+                    if None not in statuses:
+                        return f"the process has ended with status {statuses[-1]}"
+                    time.sleep(_NAP)
+    finally:
+        reap_later(begun)
     return f"the process has not begun within {_TRIES * _EACH:g} s, and may begin later"
 
 

@@ -162,8 +162,7 @@ def _run_mpi(
     for line in outcome.log if not outcome.worked else ():
         keep(0, "err", f"mpiexec: {line}\n".encode())
     # The launcher ends all ranks once one has left without MPI_Finalize, as ranks do that no longer call MPI:
-    # also
-    # those that have returned and are about to leave (MPICH always, Open MPI if one is late).
+    # also those that have returned and are about to leave (MPICH always, Open MPI if one is late).
     returned = [(folder / f"value.{rank}").exists() for rank in range(ranks)]
     codes = [
         0 if code is None and done else code

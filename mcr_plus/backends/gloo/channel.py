@@ -79,7 +79,7 @@ class _Started(BlockingPoll):
 
     def block(self, seconds: float) -> None:
         """See `BlockingPoll`. The wait is on a condition, and ends with an error that changes nothing."""
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(Exception):
             self._work.wait(timedelta(milliseconds=max(1, round(1e3 * seconds))))  # 0: without a limit
 
 

@@ -90,6 +90,7 @@ class FailoverChannel(Channel):
         self.why = ""
         self._stage: Literal["works", "stopping", "settling"] = "works"
         self._refused: BackendError | None = None
+        self._starts_at_once = True  # the library runs operations, and none waits that has to start before
         self._broken = False  # the library cannot come back
         self._round = 0  # failures that have been settled
         self._generation = 0  # of the library's channel
@@ -119,18 +120,18 @@ class FailoverChannel(Channel):
         binding.generation = self._generation
 
         def begin(message: Message) -> Poll:
-            if self._refused is not None:
-                raise self._refused
             # A synchronous operation comes here without the lock. Its own thread alone takes stock here, so
-            # others can at most stop the library now, which `_begin` sees. `moved` is set before `_stage`.
-            if self._stage != "works" or self.moved:
-                with self.lock:
-                    attempt = self._opened(binding, message)
-                    self._queue.append(attempt)
-                    self.advance()
-            else:
+            # others can at most stop the library now, which `_begin` sees.
+            if self._starts_at_once:
                 attempt = self._opened(binding, message)
                 self._begin(attempt)
+                return attempt
+            with self.lock:
+                if self._refused is not None:
+                    raise self._refused
+                attempt = self._opened(binding, message)
+                self._queue.append(attempt)
+                self.advance()
             return attempt
 
         return begin
@@ -198,7 +199,10 @@ class FailoverChannel(Channel):
                 self.on_error(attempt, error)
             return
         if self._stage != "works":  # another thread has stopped it meanwhile, and may not have seen this one
-            attempt.poll = None
+            with self.lock:
+                if self._first.stops_as_whole:
+                    self._engine.peers.keep.append(attempt.held)
+                attempt.poll = None
 
     def on_complete(self, attempt: Attempt) -> None:
         """Keep a complete operation for a while, as other ranks may need it again."""
@@ -206,6 +210,7 @@ class FailoverChannel(Channel):
         attempt.complete()
         if attempt.library != self._first.name:
             attempt.let_go()
+            self._engine.ring()  # who has issued it may know of the library alone that needed none
             return
         attempt.note_state(self._engine.writes)
         self._kept.add(attempt)
@@ -256,7 +261,7 @@ class FailoverChannel(Channel):
 
     def _stop(self) -> None:
         """Call the library no more."""
-        self._stage = "stopping"
+        self._stage, self._starts_at_once = "stopping", False
         if self._first.stops_as_whole:
             self._broken = True
             reason = f"{self._first.name} is not used any more in this process, after a failure: {self.why}"
@@ -377,7 +382,7 @@ class FailoverChannel(Channel):
         self._refused = BackendError(
             f"{self._first.name} has failed{why}, and {self._second.backend.name} cannot take over: {reason}"
         )
-        self._stage = "works"
+        self._stage, self._starts_at_once = "works", False
         self._queue.clear()
         for attempt in list(self._open.values()):
             if attempt.poll is None or attempt.library != self._first.name:
@@ -402,6 +407,7 @@ class FailoverChannel(Channel):
                 self._second.advance()
         except Exception as error:
             self._refuse(f"it has failed too: {error}")
+        self._starts_at_once = self.stands and not self._queue
 
     def _start_next(self) -> bool:
         """Start the first operation that waits; returns whether the next one may follow."""

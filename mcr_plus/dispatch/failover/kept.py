@@ -8,6 +8,7 @@ them, as it has the buckets of gradients.
 from __future__ import annotations
 
 from collections import deque
+from threading import RLock
 from typing import TYPE_CHECKING, Final
 
 from mcr_plus.dispatch.failover.state import Copy, copy_of
@@ -31,6 +32,8 @@ class Kept:
     def __init__(self) -> None:
         self._attempts: deque[Attempt] = deque()
         self._nbytes = 0
+        # `add` comes from synchronous operations without the engine's lock, and from other threads with it.
+        self._making_room = RLock()
         self._free: dict[int, list[torch.Tensor]] = {}  # by bytes
         self._free_nbytes = 0
 
@@ -46,7 +49,8 @@ class Kept:
             self._nbytes -= oldest.kept_bytes
             self._take_back(oldest.let_go())
         if self._nbytes > _MOST_BYTES:
-            self._make_room()
+            with self._making_room:
+                self._make_room()
 
     def _make_room(self) -> None:
         """Let go of tensors first, the oldest before the others, and then of copies."""

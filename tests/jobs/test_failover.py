@@ -45,6 +45,11 @@ def test_what_has_happened_is_told() -> None:
         assert each["left"] == 0
 
 
+@pytest.mark.parametrize("backends", [["gloo", "msccl"], ["msccl", "gloo"]], ids="->".join)
+def test_messages_go_over_a_library_that_has_come_back(backends: list[str]) -> None:
+    assert values(jobs.messages_after_its_return, 2, backends) == [{"received": [0.0, 10.0]}] * 2
+
+
 def test_a_persistent_operation_runs_again_and_again() -> None:
     assert values(jobs.persistent, 2, ["msccl", "gloo"]) == [{"sums": [2.0, 4.0, 8.0]}] * 2
 

@@ -183,6 +183,27 @@ def that_says_what_it_did(backends: list[str]) -> dict[str, Any]:
     return {"infos": infos, "sum": tensor.tolist(), "off": said, "left": len(left), "table": table}
 
 
+def messages_after_its_return(backends: list[str]) -> dict[str, Any]:
+    """A message before the library breaks, and one once it is back."""
+    try_at_once(0.02)
+    received = []
+    library, other = backends
+    with mcr.init(config(*backends)) as comm:
+        channel, ends = channel_of(library), time.monotonic() + _PATIENCE
+        for number in range(2):
+            message = torch.full((3,), 10.0 * number + comm.rank)
+            (comm.recv if comm.rank else comm.send)(message, 1 - comm.rank, backend=library)
+            received.append(float(message[2]))
+            comm.barrier(backend=other)
+            if comm.rank and not number:
+                break_connections(library)
+            is_back = torch.tensor(number)
+            while not is_back and time.monotonic() < ends:
+                is_back = torch.tensor(int(channel._generation > 0))
+                comm.all_reduce(is_back, "MIN", backend=library)
+    return {"received": received}
+
+
 def doctor(*words: str) -> str:
     """What `mcr-plus doctor` prints, in this process."""
     return CliRunner().invoke(app, ["doctor", *words], env={"COLUMNS": "300"}).stdout

@@ -93,7 +93,7 @@ def test_an_operation_keeps_its_place_as_another_thread_returns_to_the_library()
     begin = made.bind(SIGNATURE)
     program = threading.Thread(target=begin, args=(second,))
     made.moved, made._starts_at_once = True, False
-    made._queue.append(made._opened(Binding(SIGNATURE, begin), first))
+    made._queue.append(made._opened(Binding(SIGNATURE, begin, 0), first))
     with made.lock:
         made._return_to(cast("Any", Library(note)))
         made._start_queued()

@@ -51,9 +51,9 @@ class Binding:
 
     __slots__ = ("digest", "generation", "signature", "start")
 
-    def __init__(self, signature: Signature, start: Start) -> None:
+    def __init__(self, signature: Signature, start: Start, generation: int) -> None:
         self.signature, self.digest = signature, signature.digest()
-        self.start, self.generation = start, 0
+        self.start, self.generation = start, generation
 
 
 class FailoverChannel(Channel):
@@ -108,16 +108,16 @@ class FailoverChannel(Channel):
 
     def bind(self, signature: Signature) -> Start:
         """See `Channel`. Sends and receives stay on the library, and fail with it."""
-        start, writes = self._own.bind(signature), self._engine.writes
+        binding = Binding(signature, self._own.bind(signature), self._generation)
         if signature.is_p2p:
 
             def message_begins(message: Message) -> Poll:
-                note_writes(writes, message.outputs)
-                return start(message)
+                note_writes(self._engine.writes, message.outputs)
+                if binding.generation != self._generation:
+                    self._bind_anew(binding)
+                return binding.start(message)
 
             return message_begins
-        binding = Binding(signature, start)
-        binding.generation = self._generation
 
         def begin(message: Message) -> Poll:
             # A synchronous operation comes here without the lock. Its own thread alone takes stock here, so
@@ -192,7 +192,7 @@ class FailoverChannel(Channel):
         binding = attempt.binding
         try:
             if binding.generation != self._generation:
-                binding.start, binding.generation = self._own.bind(binding.signature), self._generation
+                self._bind_anew(binding)
             attempt.poll = binding.start(attempt.message)
         except Exception as error:
             with self.lock:
@@ -203,6 +203,10 @@ class FailoverChannel(Channel):
                 if self._first.stops_as_whole:
                     self._engine.peers.keep.append(attempt.held)
                 attempt.poll = None
+
+    def _bind_anew(self, binding: Binding) -> None:
+        """Bind a signature to the library's present channel."""
+        binding.start, binding.generation = self._own.bind(binding.signature), self._generation
 
     def on_complete(self, attempt: Attempt) -> None:
         """Keep a complete operation for a while, as other ranks may need it again."""

@@ -1,6 +1,6 @@
 """What jobs with more ranks than cores do to other processes of the host, and to their own ranks.
 
-    python benchmarks/bench_neighbours.py                         about six minutes
+    python benchmarks/bench_neighbours.py                         about eight minutes
     python benchmarks/bench_neighbours.py --rounds 2 --seconds 20 --output results/neighbours_X.md
 
 Two jobs of three ranks run all_reduces of every library, with and without a codec, in groups that they make

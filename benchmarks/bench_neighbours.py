@@ -1,12 +1,14 @@
 """What jobs with more ranks than cores do to other processes of the host, and to their own ranks.
 
-    python benchmarks/bench_neighbours.py                         about six minutes
+    python benchmarks/bench_neighbours.py                         about eight minutes
     python benchmarks/bench_neighbours.py --rounds 2 --seconds 20 --output results/neighbours_X.md
 
 Two jobs of three ranks run all_reduces of every library, with and without a codec, in groups that they make
 and close. Beside them processes that never yield compute 50 ms every half second: the figure is how long
 they needed for it. In turns, the jobs wait as they do by default, or yield in every poll (`dispatch: {wait:
-yield}`, and Open MPI's own yields).
+yield}`, and Open MPI's own yields). *Long waits* (`--late` seconds): all ranks of a job but one wait for the
+last one, by `wait` or by `is_completed` in a loop, beside one process that computes: the share of a core that
+this one got, the longest time for which it had none, and the cores that rank 0 took.
 """
 
 from __future__ import annotations

@@ -11,8 +11,7 @@ of some ranks does not matter, no order with theirs is tried (`Turn`).
 The order does not matter of what a rank posts, puts into its streams or gives to a library, although others
 look for it: they may always be told that it has not come yet, once more, so a run in which it has come
 earlier has all courses of one in which it comes later. It matters of a look in vain, which those may change
-who can
-give what is looked for. So turns with such looks are put off (`Vain`) where another rank can go on.
+who can give what is looked for. So turns with such looks are put off (`Vain`) where another rank can go on.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ out what can show nothing new (`device_turns`):
 
 - A run ends in a state of which all that matters has been gone on from (state hashing): the programs have
   been where they are, with what each rank may race with. The ranks need not have been in one and the same
-  state,
-  since memory belongs to one rank, and what programs do follows from where they are.
+  state, since memory belongs to one rank, and what programs do follows from where they are.
 - Of a turn, only orders with those of ranks are tried that may matter: a persistent set (Godefroid,
   Partial-Order Methods, 1996; found on the way as in Flanagan and Godefroid, POPL 2005). Turns cannot be put
   off for ever, since no state comes twice in a run.

@@ -193,6 +193,11 @@ def in_pieces(backend: str) -> list[bool]:
                 every = torch.zeros(comm.size * numel, dtype=dtype)
                 comm.all_gather_into_tensor(every, own)
                 right.append(bool((every.double().numpy() == np.concatenate(inputs)).all()))
+            # Bytes of a bool may be others than 0 and 1.
+            raw = torch.zeros(comm.size * numel, dtype=torch.uint8)
+            own = torch.tensor(inputs[comm.rank], dtype=torch.uint8)
+            comm.all_gather_into_tensor(raw.view(torch.bool), own.view(torch.bool))
+            right.append(bool((raw.numpy() == np.concatenate(inputs)).all()))
     return right
 
 

@@ -18,7 +18,7 @@ from mcr_plus.dispatch.verify.channel import Attempt, VerifiedChannel
 from mcr_plus.dispatch.verify.flows import row_words
 from mcr_plus.dispatch.verify.rows import SharedRows, shared_bytes
 from mcr_plus.dispatch.verify.steps import Steps
-from mcr_plus.errors import DataCorrupted
+from mcr_plus.errors import BackendError, DataCorrupted
 
 Start = Callable[[Message], Poll]
 SIGNATURE = Signature("broadcast", torch.float32, (3,), 12, "world", 2, root=0, backend="mpi")
@@ -104,7 +104,7 @@ def test_a_library_with_threads_is_not_polled_in_the_call() -> None:
     assert ended(polls)
 
 
-def test_what_is_interrupted_keeps_its_tensors() -> None:
+def test_what_is_interrupted_keeps_its_tensors_and_nothing_follows_it() -> None:
     def interrupted(message: Message) -> Poll:
         raise KeyboardInterrupt
 
@@ -112,4 +112,6 @@ def test_what_is_interrupted_keeps_its_tensors() -> None:
     with pytest.raises(KeyboardInterrupt):
         world.begin(0)
     kept: Any = world.channels[0]._interrupted
-    assert kept[0][0][0] is world.tensors[0]
+    assert kept[0][0] is world.tensors[0]
+    with pytest.raises(BackendError, match="was interrupted"):  # its row would be taken for the next one's
+        world.begin(0)

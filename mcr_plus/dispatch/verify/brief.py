@@ -71,7 +71,6 @@ class _Moved:
 
     def __init__(self, step: Step, signature: Signature, group: Group, rows: Rows, judge: Judge) -> None:
         self._step, self.signature, self.group, self._rows, self._judge = step, signature, group, rows, judge
-        self._is_shared = isinstance(rows, SharedRows)
         self._free: list[_Use] = []  # as many as have been under way at once
 
     def plan(self, message: Message) -> Plan:

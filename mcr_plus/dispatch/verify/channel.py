@@ -113,7 +113,7 @@ class VerifiedChannel(SteppedChannel):
         self._courses = Courses(steps, group, self._compare, isinstance(rows, LibraryRows))
         self._messages = Messages(own, steps, group, every)
         self._queue = deque[Attempt]()
-        self._interrupted: list[object] = []  # tensors that a library may still have
+        self._interrupted: tuple[object, ...] = ()  # tensors of an operation that a library may still have
 
     # -- as a Channel -----------------------------------------------------------------------------------
 
@@ -138,6 +138,8 @@ class VerifiedChannel(SteppedChannel):
                 calls += 1
                 if calls % every:
                     return start(message)
+            if self._interrupted:
+                raise BackendError("an earlier verified operation was interrupted while it was started")
             course = None
             if at_once is not None and not queue:
                 # Without the lock: others find nothing to go on with, and one thread at a time starts
@@ -146,8 +148,8 @@ class VerifiedChannel(SteppedChannel):
                     course = at_once(message)
                 except Exception:
                     raise
-                except BaseException:
-                    self._interrupted.append((message.inputs, message.outputs))
+                except BaseException:  # an interrupt: nobody has the operation, which others wait for
+                    self._interrupted = message.inputs, message.outputs
                     raise
                 if course is None:
                     return done_at_once

@@ -172,16 +172,18 @@ class Courses:
         def begin(message: Message) -> Course:
             ledger, value = kept.ledger(message), _cut(message.inputs[0], repeats, part // width)
             ledger.take_piece(SENT, value[0].data_ptr(), 0)
-            return run(value, message.outputs[0].view(size, -1), ledger)
+            # As bytes: torch copies those of a bool other than 0 and 1 as 1.
+            return run(value, message.outputs[0].view(-1).view(torch.uint8).view(size, -1), ledger)
 
         def run(value: list[torch.Tensor], out: torch.Tensor, ledger: Ledger) -> Course:
             most = max(each.numel() for each in value) * size
             memory, before = self._memory(value[0], most, most), None
 
             def placed(number: int) -> None:
-                numel, at = value[number].numel(), number * part // width
-                out[:, at : at + numel].copy_(memory[number % 2][: size * numel].view(size, numel))
-                ledger.take_piece(GOT, out.data_ptr() + number * part, number)
+                nbytes, at = value[number].nbytes, number * part
+                arrived = memory[number % 2].view(torch.uint8)[: size * nbytes]
+                out[:, at : at + nbytes].copy_(arrived.view(size, nbytes))
+                ledger.take_piece(GOT, out.data_ptr() + at, number)
 
             for number, piece in enumerate(value):
                 if number:

@@ -22,7 +22,6 @@ import atexit
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from statistics import mean, median
 from time import perf_counter, process_time
 from typing import Annotated, Any, Final
@@ -81,8 +80,6 @@ def trained(way: str, steps: int, seed: int, settings: dict[str, Any]) -> dict[s
     for block in model.blocks:
         fully_shard(block, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
-    for block, next_block in pairwise(model.blocks):
-        block.set_modules_to_forward_prefetch([next_block])  # type: ignore[operator]  # of FSDPModule
     if WAYS[way]:
         mcr.fsdp(model, **WAYS[way])
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings["lr"], fused=True)

@@ -146,11 +146,9 @@ class _AllGather(_Step):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
     ) -> dist.Work | None:
         options = AllgatherOptions()
-        # On the CPU FSDP2 has no streams, and asks for gathered parameters before the pass that they are
-        # prefetched beside. It waits for a handle, if there is one, before it uses them.
-        options.asyncOp = async_op or input_tensor.device.type == "cpu"
+        options.asyncOp = async_op
         work = _checked_group(group).all_gather_single(output_tensor, input_tensor, options, **self._options)
-        return work if options.asyncOp else None
+        return work if async_op else None
 
 
 class _ReduceScatter(_Step):

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from arriving import RUN, STEPS, die, told_by
-from ranks import has_come, meet, own_rank, run_ranks, stop_until
+from ranks import has_come, meet, own_rank, run_ranks, stop_until, wait_for_ranks
 from test_launch import Start, folder, start
 
 import mcr_plus as mcr
@@ -85,6 +85,8 @@ def stopping_in_init(step: str, victim: int) -> dict[str, Any]:
         setattr(module, name, stop)
     told = told_by(lambda: mcr.init(RUN))
     has_come("told")
+    if own_rank() != victim:
+        wait_for_ranks("told", 2)  # a rank that ends would be lost, too
     return told
 
 

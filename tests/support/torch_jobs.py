@@ -657,26 +657,6 @@ def fsdp_with_replicas() -> None:
     assert {("fsdp.0.replicas", "int4_block"), ("fsdp.2.replicas", "int4_block")} <= found, found
 
 
-def fsdp_gathers_beside_passes() -> None:
-    """Prefetched parameters are waited for when they are used, and are the same."""
-    with job(QUICK):
-        plain = trained(sharded(small_model()))
-    between = []
-    with job(QUICK), mcr.record() as log:
-        model = mcr.fsdp(sharded(small_model()))
-        first, relu, last = model.children()
-        first.set_modules_to_forward_prefetch([last])  # type: ignore[operator]
-        for hook in (relu.register_forward_hook, relu.register_full_backward_hook):
-            hook(lambda *_: between.append(time.perf_counter()))
-        assert trained(model) == plain
-    for tag, in_backward in (("fsdp.2.parameters", False), ("fsdp.0.parameters", True)):
-        gathers = [each for each in log.records if each.tag == tag]
-        assert len(gathers) == len(between)
-        for gather, computing in zip(gathers[in_backward::2], between[in_backward::2], strict=True):
-            assert gather.is_async
-            assert gather.t_issue < computing < gather.t_done
-
-
 def fsdp_is_refused() -> None:
     """On a torch without hooks for the collectives of FSDP2."""
     with job(), pytest.raises(mcr.Unsupported, match=r"has no set_custom_all_gather .*; update it"):
@@ -792,7 +772,7 @@ def profiled() -> None:
 OF_FSDP: Final = [
     *([fsdp_is_compressed] if FSDP2_ON_CPU else []),
     *(
-        [fsdp_with_codecs_of_its_own, fsdp_of_two_models, fsdp_with_replicas, fsdp_gathers_beside_passes]
+        [fsdp_with_codecs_of_its_own, fsdp_of_two_models, fsdp_with_replicas]
         if FSDP_HOOKS
         else [fsdp_is_refused]
     ),

@@ -55,5 +55,5 @@ def test_two_ranks(library: str, launch: str, part: str) -> None:
     if reason := _missing(library):
         pytest.skip(reason)
     if part in gpu_jobs.LACKING.get(library, ()):
-        pytest.skip(f"{library} has no match tags")
+        pytest.skip(f"{library} lacks what it needs")
     gpu_jobs.check_part(launched(library, launch), part)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import tempfile
 import time
 import traceback
@@ -23,6 +24,7 @@ import late_streams
 import numpy as np
 import torch
 import torch.distributed as dist
+import verify_jobs
 from conformance import Case
 from gpu_arrays import arrays_in_order, delta_in_order
 from reference import DEVICE, Failures, difference, full, inputs, reduced, rough, wide, zeros
@@ -436,6 +438,37 @@ def _cupy(backends: Sequence[str], failures: Failures) -> None:
             arrays_in_order(comm, backend, failures)
 
 
+def _verified(backends: Sequence[str], failures: Failures) -> None:
+    """`dispatch: {verify: every}`: right results, and a bit that flips on the host is found on both ranks."""
+    library = backends[0]
+    config = verify_jobs.config(*with_host(backends))
+    with mcr.init(config) as comm:
+        groups = conformance.make_groups(comm)
+        sizes = {name: group.size for name, group in groups.items()}
+        table = conformance.every_type(backends, list(groups))
+        conformance.run_table(_sampled(table, 12, sizes), groups, failures)
+    for place, victim, count in (
+        ("sent", 0, 7),
+        ("arrived", 1, 7),
+        ("sent", 1, 70_001),
+        ("arrived", 0, 70_001),
+    ):
+        with mcr.init(config) as comm:  # the group is failed after the first
+            flipper = verify_jobs.Flipper(verify_jobs.verified(library))
+            tensor = behaviour.mine(comm, count)
+            comm.all_reduce(tensor, backend=library)
+            failures.check("a verified sum", difference(tensor, behaviour.summed(comm, count)))
+            flipper.arm(place if comm.rank == victim else "", 0, random.Random(count))
+            try:
+                comm.all_reduce(behaviour.mine(comm, count), backend=library)
+                raised = "nothing"
+            except mcr.DataCorrupted as error:
+                raised = error.library
+            failures.expect(
+                f"a bit of {count} that flips in {place} on rank {victim}", raised == library, raised
+            )
+
+
 PARTS: Final[dict[str, dict[str, Part]]] = {
     "operations": {
         "types": _types,
@@ -450,9 +483,10 @@ PARTS: Final[dict[str, dict[str, Part]]] = {
         "training": _training,
         "in torch": _in_torch,
         "cupy": _cupy,
+        "verified": _verified,
     },
 }
 """What is checked, by the launch in which it is checked and its name."""
 
-LACKING: Final = {"nccl": ("messages", "dropped")}
-"""Parts that need what a library lacks: match tags."""
+LACKING: Final = {"nccl": ("messages", "dropped", "verified")}
+"""Parts that need what a library lacks: match tags, a host that has the data."""

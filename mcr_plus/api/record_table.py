@@ -24,20 +24,29 @@ class CommunicationRow:
     wire: int  # bytes that each rank sends, by the formulas of nccl-tests; approximate if sizes differ
     p50_us: float
     share: float  # of the time; overlapped time counts in full
-    waited: float  # share of the time in which the program waited for it
+    waited: float  # share of the time in which the program waited for it, and for nothing before
 
 
 def communication(records: Sequence[Record], seconds: float) -> list[CommunicationRow]:
-    """Sum up the records of `seconds` by kind, tag and backend, sorted by the time waited, longest first."""
+    """Sum up the records of `seconds` by kind, tag and backend, sorted by the time waited, longest first.
+
+    Where waits overlap, as those of streams do, the time is that of the wait that began first.
+    """
     groups: dict[tuple[str, str, str], list[Record]] = {}
-    for record in records:
-        groups.setdefault((record.kind, record.tag or "", record.backend), []).append(record)
+    exposed: dict[tuple[str, str, str], float] = {}
+    last = float("-inf")
+    for record in sorted(records, key=lambda record: record.t_done - record.waited):
+        key = record.kind, record.tag or "", record.backend
+        groups.setdefault(key, []).append(record)
+        alone = record.t_done - max(last, record.t_done - record.waited)
+        exposed[key] = exposed.get(key, 0.0) + max(0.0, alone)
+        last = max(last, record.t_done if record.waited else last)
     rows = []
     for key, group in groups.items():
         times = [record.t_done - record.t_issue for record in group]
         total = sum(record.bytes for record in group)
         wire = round(sum(record.wire_bytes * bus_factor(record.kind, record.ranks) for record in group))
-        waited = sum(record.waited for record in group) / seconds
+        waited = exposed[key] / seconds
         p50_us, share = median(times) * 1e6, sum(times) / seconds
         rows.append(CommunicationRow(*key, len(group), total, wire, p50_us, share, waited))
     return sorted(rows, key=lambda row: -row.waited)

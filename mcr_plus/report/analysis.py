@@ -31,7 +31,7 @@ class Group:
     p95_us: float
     busbw: float  # GB/s
     in_flight: float
-    waited: float
+    waited: float  # share of the time, without that of waits that had begun before
     failed: int
     is_async: bool
     small: float  # share of the operations of at most 16 KiB
@@ -116,8 +116,9 @@ def groups(job: Job) -> list[Group]:
     """All operations by kind, tag, library and codec, those waited for longest first."""
     columns = job.columns
     codes = np.stack([columns[name] for name in ("kind", "tag", "backend", "codec")])
+    exposed = _exposed(job)
     return sorted(
-        (_group(job, codes[:, rows[0]], rows) for rows in _runs(codes)),
+        (_group(job, codes[:, rows[0]], rows, exposed) for rows in _runs(codes)),
         key=lambda group: (-group.waited, -group.in_flight),
     )
 
@@ -132,7 +133,20 @@ def _runs(codes: NDArray[Any]) -> Iterator[Ints]:
     yield from np.split(order, edges)
 
 
-def _group(job: Job, code: NDArray[Any], rows: Ints) -> Group:
+def _exposed(job: Job) -> Floats:
+    """Of each operation, the seconds in which its rank waited for it, and had not waited for another before."""
+    columns, seconds = job.columns, np.zeros(job.count)
+    begins = columns["t_done"] - columns["waited"]
+    for rank in job.ranks:
+        waits = np.flatnonzero((columns["rank"] == rank) & (columns["waited"] > 0))
+        waits = waits[np.argsort(begins[waits], kind="stable")]
+        ends = columns["t_done"][waits]
+        last = np.concatenate([[-np.inf], np.maximum.accumulate(ends)])[:-1] if len(ends) else ends
+        seconds[waits] = np.maximum(0.0, ends - np.maximum(begins[waits], last))
+    return seconds
+
+
+def _group(job: Job, code: NDArray[Any], rows: Ints, exposed: Floats) -> Group:
     columns = job.columns
     good = rows[job.good[rows]]
     some = good if len(good) else rows
@@ -155,7 +169,7 @@ def _group(job: Job, code: NDArray[Any], rows: Ints) -> Group:
         p95_us=float(np.percentile(times, 95)) * 1e6,
         busbw=moved / max(float(times.sum()), 1e-12) / 1e9,
         in_flight=float(times.sum()) / whole,
-        waited=float(columns["waited"][some].sum()) / whole,
+        waited=float(exposed[some].sum()) / whole,
         failed=len(rows) - len(good),
         is_async=bool(columns["is_async"][some].mean() > 0.5),
         small=float((columns["bytes"][some] <= SMALL).mean()),

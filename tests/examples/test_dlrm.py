@@ -377,11 +377,12 @@ def test_communication_is_summed_by_kind_tag_and_backend() -> None:
         record("all_to_all", "a", "mpi", 300, 0, 1),
         record("all_to_all", "a", "mpi", 400, 1, 4),
         record("all_to_all", "a", "mpi", 0, 4, 6),
-        record("all_reduce", None, "gloo", 100, 0, 1),
+        record("all_reduce", None, "gloo", 100, 6, 7),
+        record("all_reduce", None, "gloo", 100, 2.875, 6.875),  # waited for from 5.875 on
     ]
     assert communication(records, seconds=10) == [
         CommunicationRow("all_to_all", "a", "mpi", 3, 700, 88, 2e6, 0.6, 0.15),
-        CommunicationRow("all_reduce", "", "gloo", 1, 100, 25, 1e6, 0.1, 0.025),
+        CommunicationRow("all_reduce", "", "gloo", 2, 200, 50, 2.5e6, 0.5, 0.1),
     ]
 
 

@@ -134,7 +134,7 @@ def _runs(codes: NDArray[Any]) -> Iterator[Ints]:
 
 
 def _exposed(job: Job) -> Floats:
-    """Of each operation, the seconds in which its rank waited for it, and had not waited for another before."""
+    """Of each operation, the seconds in which its rank waited for it and did not yet wait for another."""
     columns, seconds = job.columns, np.zeros(job.count)
     begins = columns["t_done"] - columns["waited"]
     for rank in job.ranks:

@@ -2,20 +2,32 @@
 
 A wrapped model trains on two ranks. In a run with a delay, one rank, another one from run to run, sleeps in
 the backward pass of every step; in a run without, none does. Runs of both kinds take turns in one job. Every
-rank is asked after each run, from what it has recorded itself.
+rank is asked after each run.
+
+    python benchmarks/bench_stragglers.py --runs 100
+    python benchmarks/bench_stragglers.py --runs 100 --hosts 2 --apart 1000     on network namespaces
+    python benchmarks/bench_stragglers.py --runs 100 --hosts 2 --busy 4         beside so many busy processes
+
+`--apart`: seconds by which the clock of the second host is ahead. The report goes to
+benchmarks/results/stragglers_<hardware>_<yyyymm>.md.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from statistics import median
 from typing import Annotated, Any, Final
 
 import harness
 import torch
 import typer
+from bench_beside import busy
 from harness import HARDWARE, Dated, Hardware
+from two_hosts import TwoHosts, need_two_hosts
 
 import mcr_plus as mcr
 
@@ -58,7 +70,14 @@ def rank(runs: int, steps: int, delay: float, library: str) -> list[dict[str, An
                 with mcr.record() as log:
                     trained(steps, model, optimizer)
                 stragglers = log.stragglers()
-                mine = [each.rank for each in stragglers], [each.share for each in stragglers], log.seconds
+                mine = {
+                    "named": [each.rank for each in stragglers],
+                    "shares": [each.share for each in stragglers],
+                    "compared": stragglers.compared,
+                    "left_out": stragglers.left_out,
+                    "error": stragglers.error,
+                    "seconds": log.seconds,
+                }
                 answers = comm.all_gather_object(mine)
                 found.append({"victim": victim, "answers": answers})
         return found if comm.rank == 0 else None
@@ -67,8 +86,26 @@ def rank(runs: int, steps: int, delay: float, library: str) -> list[dict[str, An
 def counted(found: list[dict[str, Any]], steps: int, right: Callable[[dict[str, Any]], bool]) -> list[str]:
     """Runs, those in which all ranks were right, those in which any was not, the median step in ms."""
     good = sum(map(right, found))
-    times = [seconds / steps for each in found for _, _, seconds in each["answers"]]
+    times = [answer["seconds"] / steps for each in found for answer in each["answers"]]
     return [str(len(found)), str(good), str(len(found) - good), f"{1e3 * median(times):.0f}"]
+
+
+def launcher(stack: ExitStack, hosts: int, ranks: int, apart: float) -> harness.Launch:
+    """Starts so many ranks, here or on two hosts; the clock of the second one is `apart` seconds ahead."""
+    if hosts == 1:
+        return harness.here(ranks)
+    need_two_hosts()
+    both = stack.enter_context(TwoHosts(None))
+    later = (
+        f'case $(hostname) in mcr-b-*) exec unshare --time --monotonic {apart:.0f} "$@" ;; esac; exec "$@"'
+    )
+    line = ["bash", "-c", later, "rank", sys.executable] if apart else [sys.executable]
+    return lambda words: both.torchrun([*line, *words], per_host=ranks // hosts)
+
+
+def figures(found: list[dict[str, Any]], name: str) -> list[float]:
+    """One figure of every rank in every run."""
+    return [answer[name] for each in found for answer in each["answers"]]
 
 
 @harness.program
@@ -76,27 +113,46 @@ def main(
     runs: Annotated[int, typer.Option(min=1, help="With a delay, and as many without.")] = 100,
     steps: Annotated[int, typer.Option(min=5, help="Of each run.")] = 10,
     delay: Annotated[float, typer.Option(min=0.0, help="Seconds.")] = 0.2,
-    library: str = "msccl",
+    library: Annotated[str | None, typer.Option(help="msccl on one host, gloo on two.")] = None,
     ranks: Annotated[int, typer.Option(min=2)] = 2,
+    hosts: Annotated[int, typer.Option(min=1, max=2, help="Network namespaces.")] = 1,
+    apart: Annotated[float, typer.Option(min=0.0, help="Seconds between the clocks of the hosts.")] = 0.0,
+    busy_processes: Annotated[int, typer.Option("--busy", min=0, help="So many beside the job.")] = 0,
     output: Dated = None,
     hardware: Hardware = HARDWARE,
 ) -> None:
-    found = harness.on_ranks(harness.here(ranks), rank, runs, steps, delay, library)
+    if ranks % hosts:
+        raise SystemExit(f"--ranks {ranks}: expected a multiple of --hosts {hosts}")
+    library = library or ("msccl" if hosts == 1 else "gloo")
+    with ExitStack() as stack:
+        launch = launcher(stack, hosts, ranks, apart)
+        stack.enter_context(busy(busy_processes))
+        before = os.getloadavg()[0]
+        found = harness.on_ranks(launch, rank, runs, steps, delay, library)
     late = [each for each in found if each["victim"] is not None]
     calm = [each for each in found if each["victim"] is None]
-    named = counted(late, steps, lambda each: all(who == [each["victim"]] for who, _, _ in each["answers"]))
-    nobody = counted(calm, steps, lambda each: not any(who for who, _, _ in each["answers"]))
+    named = counted(late, steps, lambda each: all(a["named"] == [each["victim"]] for a in each["answers"]))
+    nobody = counted(calm, steps, lambda each: not any(a["named"] for a in each["answers"]))
     for each in found:
         expected = [] if each["victim"] is None else [each["victim"]]
-        if any(who != expected for who, _, _ in each["answers"]):
+        if any(answer["named"] != expected for answer in each["answers"]):
             print(f"expected {expected}: {each['answers']}")
     rows = [[f"{1e3 * delay:.0f} ms late on one rank", *named], ["none late", *nobody]]
     head = ["what", "runs", "right on all ranks", "wrong", "median step, ms"]
     harness.show(head, rows)
+    where = "" if hosts == 1 else f" on {hosts} hosts, whose clocks are {apart:.0f} s apart"
+    beside = f", beside {busy_processes} busy processes" if busy_processes else ""
+    errors, compared, left_out = (figures(found, name) for name in ("error", "compared", "left_out"))
     note = (
-        f"{ranks} ranks over {library}, {steps} steps a run; right: the late rank alone, or nobody, is named."
+        f"{ranks} ranks over {library}{where}, {steps} steps a run{beside}, load {before:.0f} at the "
+        f"beginning and {os.getloadavg()[0]:.0f} at the end; right: the late rank alone, or nobody, is named. "
+        f"Operations that ranks have compared: {sum(compared):,}, left out: {sum(left_out):,}"
     )
-    text = harness.page("Ranks that are late", harness.command(), note, harness.markdown(head, rows))
+    if hosts > 1:
+        note += (
+            f"; error of the clocks: median {1e3 * median(errors):.2f} ms, worst {1e3 * max(errors):.2f} ms"
+        )
+    text = harness.page("Ranks that are late", harness.command(), f"{note}.", harness.markdown(head, rows))
     harness.write(text, output, f"stragglers_{hardware}")
 
 

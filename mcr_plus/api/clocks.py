@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 TOGETHER: Final = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"})
 """Kinds that complete nowhere before all ranks have issued them. Sizes that differ between ranks may be zero,
@@ -23,6 +23,14 @@ class Clock:
 
     shift_us: float
     error_us: float | None
+    by: str
+
+
+class Difference(NamedTuple):
+    """What is known of one clock less another one: between `least` and `most` µs, `by` what."""
+
+    least: float
+    most: float
     by: str
 
 
@@ -58,36 +66,52 @@ def align(hosts: Mapping[str, Mapping[Key, Span]], times_of_day: Mapping[str, fl
         hosts: of each host its operations, in microseconds of its clock.
         times_of_day: of each host the time of day, in microseconds, at 0 of its clock.
     """
+    placed = place(list(hosts), lambda there, here: _difference(hosts[there], hosts[here]))
+    first = next(iter(hosts))
+    for host in hosts:
+        if host not in placed:
+            placed[host] = Clock(times_of_day[host] - times_of_day[first], None, "time of day")
+    return placed
+
+
+def place(hosts: Sequence[str], difference: Callable[[str, str], Difference | None]) -> dict[str, Clock]:
+    """The clocks of hosts as seen from the first one, each by way of the one with the least error.
+
+    `difference(there, here)`: what is known of two of them; None for nothing. Hosts that nothing connects
+    with the first one are left out.
+    """
     first, *others = hosts
     placed = {first: Clock(0.0, 0.0, "the clock of the first host")}
     while others:
         found = [
-            (clock, host)
+            (_through(placed[via], known), host)
             for host in others
             for via in placed
-            if (clock := _against(placed[via], hosts[via], hosts[host])) is not None
+            if (known := difference(via, host)) is not None
         ]
         if not found:
             break
         clock, host = min(found, key=lambda each: each[0].error_us or 0.0)
         placed[host] = clock
         others.remove(host)
-    for host in others:
-        placed[host] = Clock(times_of_day[host] - times_of_day[first], None, "time of day")
     return placed
 
 
-def _against(known: Clock, there: Mapping[Key, Span], here: Mapping[Key, Span]) -> Clock | None:
-    """The clock of a host by its operations in common with another one; None without any."""
+def _through(known: Clock, difference: Difference) -> Clock:
+    least, most, by = difference
+    if least > most:
+        by += ", which contradict each other: clocks of unlike speed"
+    return Clock(known.shift_us + (least + most) / 2, (known.error_us or 0.0) + abs(most - least) / 2, by)
+
+
+def _difference(there: Mapping[Key, Span], here: Mapping[Key, Span]) -> Difference | None:
+    """By the operations that two hosts have in common; None without any."""
     common = there.keys() & here.keys()
-    if not common or known.error_us is None:
+    if not common:
         return None
     least = max(there[key].issued - here[key].done for key in common)
     most = min(there[key].done - here[key].issued for key in common)
-    by = f"{len(common)} operations"
-    if least > most:
-        by += ", which contradict each other: clocks of unlike speed"
-    return Clock(known.shift_us + (least + most) / 2, known.error_us + abs(most - least) / 2, by)
+    return Difference(least, most, f"{len(common)} operations")
 
 
 def unplaced(clocks: Mapping[str, Clock]) -> Sequence[str]:

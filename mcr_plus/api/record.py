@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mcr_plus.api.arrivals_across import AcrossHosts
+from mcr_plus.api.clocks import TOGETHER
 from mcr_plus.api.stragglers import Arrivals, Stragglers, site_text
 from mcr_plus.core.collector import collector_paused
 from mcr_plus.core.environment import host_name
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from mcr_plus.core.message import Signature
     from mcr_plus.core.stacks import Position, Site
     from mcr_plus.dispatch.engine import Engine
+    from mcr_plus.dispatch.group_state import GroupState
     from mcr_plus.dispatch.work import IssuedWork
 
 
@@ -130,8 +133,8 @@ class Log:
     `print(log)` shows times and waits by kind, tag and backend.
     """
 
-    def __init__(self, rank: int, size: int | None = None) -> None:
-        """`size`: the number of ranks of the job, if it is known."""
+    def __init__(self, rank: int, size: int | None = None, across: AcrossHosts | None = None) -> None:
+        """`size`: the number of ranks of the job, if it is known. `across`: for groups across hosts."""
         self._records: list[Record] = []
         self._noted: list[_Noted] = []
         self._lock = threading.RLock()
@@ -139,7 +142,7 @@ class Log:
         self._size = size
         self._began = time.perf_counter()
         self._ended: float | None = None
-        self._arrivals = Arrivals()
+        self._arrivals = Arrivals(across)
         self._sites: dict[tuple[int, int], tuple[Position, Site, str]] = {}
 
     @property
@@ -164,6 +167,11 @@ class Log:
     def stop(self) -> None:
         """Note the end of recording."""
         self._ended = time.perf_counter()
+
+    def publish(self) -> None:
+        """Publish when this rank has arrived at operations, for ranks of other hosts."""
+        if (across := self._arrivals.across) is not None:
+            across.publish()
 
     def __str__(self) -> str:
         """The table of this rank's operations."""
@@ -194,6 +202,14 @@ class Log:
             return  # issued before recording began
         operation, message, number, error = work.operation, work.message, work.sequence, work.error
         signature, state = operation.signature, operation.state
+        times = work.t_issue, work.t_done or work.t_issue, work.t_wait
+        words, apart = None, None
+        if number and error is None and state.group.size > 1:
+            words = state.board.arrival_words(number)
+            across = self._arrivals.across
+            if words is None and work.idle is not None and across is not None:
+                apart = state, (times[0], work.idle, times[1])
+                across.note(state, number, apart[1])
         self._noted.append(
             (
                 signature,
@@ -204,10 +220,11 @@ class Log:
                 message.uncompressed_bytes,
                 message.own_bytes() if signature.nbytes is None else signature.nbytes,
                 message.fused,
-                (work.t_issue, work.t_done or work.t_issue, work.t_wait),
+                times,
                 None if error is None else str(error),
                 work.site,
-                state.board.arrival_words(number) if number and error is None else None,
+                words,
+                apart,
             )
         )
 
@@ -225,11 +242,16 @@ class Log:
         error: str | None,
         position: Position | None,
         words: tuple[list[int], list[int]] | None,
+        apart: tuple[GroupState, tuple[float, float, float]] | None,
     ) -> Record:
         issued, done, began_wait = times
         site, site_name = (None, "") if position is None else self._site(position)
         skew = None
-        if number and error is None and group.size > 1:
+        if apart is not None and self._arrivals.across is not None:
+            together = signature.kind in TOGETHER and (nbytes > 0 or signature.kind == "barrier")
+            key = self._arrivals.key(signature, site)
+            self._arrivals.across.add(apart[0], number, key, together, apart[1])
+        elif number and error is None and group.size > 1:
             known = None if words is None else arrival_times(words, number)
             skew = self._arrivals.add(group, signature, number, known, site)
         library = ran_on.partition(":")[0]
@@ -272,10 +294,13 @@ class Log:
     def stragglers(self) -> Stragglers:
         """The ranks that keep others waiting all the time, the latest first; an empty list if none does.
 
-        From operations that all ranks of a group on one host have recorded, without communication. A rank is
-        named if it is late by its own doing for 5 % of the time, in at least four of five equal parts of it,
-        and three times as much as the others. `print` shows how late each rank is, by kind, tag and line of
-        the program.
+        From operations that all ranks of a group have recorded. A rank is named if it is late by its own
+        doing for 5 % of the time, in at least four of five equal parts of it, and three times as much as the
+        others. `print` shows how late each rank is, by kind, tag and line of the program.
+
+        For groups on one host, no communication is needed. For those across hosts, the arrivals of the other
+        ranks are read from the job's store, where each rank publishes its own when its recording ends: before
+        `mcr.finalize`, with up to five seconds of waiting for ranks that still record.
 
         Example:
             ```python
@@ -290,6 +315,8 @@ class Log:
         """
         with self._lock:
             self._take_in()
+            if self._ended is None:
+                self.publish()
             return self._arrivals.stragglers(self._began, self.seconds)
 
     def summary(self) -> Summary:
@@ -375,7 +402,8 @@ def _row(key: _Key, records: Sequence[Record]) -> Row:
 @contextmanager
 def recording(engine: Engine, rank: int, size: int) -> Iterator[Log]:
     """Record every operation that is issued and noticed as complete inside the block. Blocks may nest."""
-    log, outer = Log(rank, size), engine.idle
+    apart = len({process.place for process in engine.peers.processes}) > 1
+    log, outer = Log(rank, size, AcrossHosts(engine) if apart else None), engine.idle
     engine.idle = idle = outer or IdleTime()
     engine.record_to((*engine.recorders, log.add))
     try:
@@ -386,3 +414,4 @@ def recording(engine: Engine, rank: int, size: int) -> Iterator[Log]:
         if outer is None:
             engine.idle = None
             idle.close()
+        log.publish()

@@ -10,6 +10,7 @@ from mcr_plus.api.record import Record, Row
 from mcr_plus.api.stragglers import Stragglers
 from mcr_plus.core.kinds import bus_factor
 from mcr_plus.core.units import about
+from mcr_plus.errors import phrase_ranks
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,10 @@ def lateness_text(found: Stragglers) -> str:
     title = f"Arrivals of ranks at {found.compared:,} operations"
     if found.left_out:
         title += f", without {found.left_out:,} of which not all are known"
+        if found.missing:
+            title += f" (not published by {phrase_ranks(found.missing)})"
+    if found.error:
+        title += f"; clocks of hosts compared to {1e3 * found.error:.2g} ms"
     named = [*map(str, found)] or ["no rank is late all the time"]
     if not rows:
         return "\n".join([title, "", *named])

@@ -6,7 +6,8 @@ before, which is without waits for operations and for a core. The second is smal
 because another rank, or another process on its core, has kept it waiting.
 
 The arrivals are on the boards of groups on one host, whose ranks share a clock: they are exact to a
-microsecond or two. Groups across hosts, sends and receives are left out.
+microsecond or two. Those of groups across hosts come from `arrivals_across`, with an error; a rank is late by
+what is beyond it. Sends and receives are left out.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
+    from mcr_plus.api.arrivals_across import AcrossHosts
     from mcr_plus.core.group import Group
     from mcr_plus.core.message import Signature
     from mcr_plus.core.stacks import Site
@@ -95,15 +97,25 @@ class Stragglers(list[Straggler]):
     Attributes:
         rows: how late each rank is, by kind, tag and line of the program, most seconds first.
         compared: operations of which all arrivals are known.
-        left_out: those of which they are not: on several hosts, or not recorded by all ranks.
+        left_out: those of which they are not.
+        missing: ranks on other hosts that have not recorded some of these, or still record.
+        error: seconds by which the clocks of two hosts may differ after they were compared, at most; 0 for
+            operations on one host.
     """
 
     def __init__(
-        self, found: Sequence[Straggler], rows: Sequence[Lateness], compared: int, left_out: int
+        self,
+        found: Sequence[Straggler],
+        rows: Sequence[Lateness],
+        compared: int,
+        left_out: int,
+        missing: Sequence[int] = (),
+        error: float = 0.0,
     ) -> None:
         super().__init__(found)
         self.rows = list(rows)
         self.compared, self.left_out = compared, left_out
+        self.missing, self.error = tuple(missing), error
 
     def __str__(self) -> str:
         from mcr_plus.api.record_table import lateness_text  # it imports this module
@@ -125,9 +137,17 @@ class _Group:
 
 
 class Arrivals:
-    """Collects when ranks arrive at recorded operations. Its memory grows with late arrivals alone."""
+    """Collects when ranks arrive at recorded operations.
 
-    def __init__(self) -> None:
+    Its memory grows with late arrivals, and with the operations of groups across hosts.
+
+    Attributes:
+        across: these; None where there is one host.
+    """
+
+    def __init__(self, across: AcrossHosts | None = None) -> None:
+        self.across = across
+        self._error = 0.0
         self._groups: dict[tuple[str, tuple[int, ...]], _Group] = {}
         self._keys: dict[_Key, int] = {}
         self._events: list[tuple[float, int, float]] = []  # when, rank, seconds
@@ -147,12 +167,8 @@ class Arrivals:
         if not sum(arrivals) > 0:  # NaN
             self._left_out += 1
             return None
-        name = of.name, of.ranks
-        group = self._groups.get(name)
-        if group is None:
-            group = self._groups[name] = _Group(of.ranks)
-        key = signature.kind, signature.tag, site
-        group.keys.append(self._keys.setdefault(key, len(self._keys)))
+        group = self._group(of)
+        group.keys.append(self.key(signature, site))
         group.numbers.append(number)
         group.arrivals.append(known[0])
         group.idle.append(known[1])
@@ -161,16 +177,40 @@ class Arrivals:
             self._evaluate(group)
         return arrivals[-1] - arrivals[(len(arrivals) - 1) // 2]
 
+    def key(self, signature: Signature, site: Site | None) -> int:
+        """A number for the kind and tag of an operation and the line that issued it."""
+        return self._keys.setdefault((signature.kind, signature.tag, site), len(self._keys))
+
+    def _group(self, of: Group) -> _Group:
+        name = of.name, of.ranks
+        if name not in self._groups:
+            self._groups[name] = _Group(of.ranks)
+        return self._groups[name]
+
     def _evaluate(self, group: _Group) -> None:
         if not group.keys:
             return
         order = np.argsort(group.numbers, kind="stable")  # they are in the order of completion
         arrivals, idle = np.array(group.arrivals)[order], np.array(group.idle)[order]
+        self._take(group, np.array(group.keys)[order], arrivals, idle)
+        for each in (group.keys, group.numbers, group.arrivals, group.idle):
+            each.clear()
+
+    def _take(
+        self,
+        group: _Group,
+        keys: npt.NDArray[np.int64],
+        arrivals: Floats,
+        idle: Floats,
+        shifts: Floats | float = 0.0,
+        error: float = 0.0,
+    ) -> None:
+        """Take in operations in their order; a row has the times of all ranks, see `Compared`."""
         own = arrivals - idle
         before = np.vstack([own[:1] if group.last is None else group.last, own[:-1]])
-        late = np.minimum(_beyond_others(arrivals), _beyond_others(own - before))
+        arrivals = arrivals + shifts
+        late = np.minimum(_beyond_others(arrivals) - error, _beyond_others(own - before))
         late[late < LATE] = 0.0
-        keys = np.array(group.keys)[order]
         for key in np.unique(keys).tolist():
             if key not in group.sites:
                 group.sites[key] = _Site(len(group.ranks))
@@ -179,13 +219,22 @@ class Arrivals:
             event = float(arrivals[row, column]), group.ranks[column], float(late[row, column])
             self._events.append(event)
         group.last = own[-1:]
-        for each in (group.keys, group.numbers, group.arrivals, group.idle):
-            each.clear()
+
+    def _evaluate_across(self, across: AcrossHosts) -> None:
+        for of, some in across.compared():
+            group = self._group(of)
+            self._take(group, np.array(some.keys), some.arrivals, some.idle, some.shifts, some.error)
+            self._compared += len(some.keys)
+            self._error = max(self._error, some.error)
 
     def stragglers(self, began: float, seconds: float) -> Stragglers:
         """Those of a recording that began at `began`, in seconds of `perf_counter`, and took `seconds`."""
         for group in self._groups.values():
             self._evaluate(group)
+        left_out, missing = self._left_out, list[int]()
+        if self.across is not None:
+            self._evaluate_across(self.across)
+            left_out, missing = left_out + self.across.left, sorted(self.across.missing)
         rows = self._rows()
         rows.sort(key=lambda row: (-row.seconds, row.rank))
         ranks = sorted({rank for group in self._groups.values() for rank in group.ranks})
@@ -196,7 +245,7 @@ class Arrivals:
             if self._is_persistent(rank, totals, began, seconds)
         ]
         found.sort(key=lambda each: -each.seconds)
-        return Stragglers(found, rows, self._compared, self._left_out)
+        return Stragglers(found, rows, self._compared, left_out, missing, self._error)
 
     def _rows(self) -> list[Lateness]:
         """Of each rank, kind, tag and line, summed over the groups."""

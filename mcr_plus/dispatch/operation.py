@@ -224,7 +224,8 @@ class Operation:
         if (idle := self.engine.idle) is not None:
             work.site = position_of(sys._getframe(2))
             if work.sequence:
-                self.state.board.arrive(work.sequence, now, idle.seconds(now))
+                work.idle = until_now = idle.seconds(now)
+                self.state.board.arrive(work.sequence, now, until_now)
 
     def _bind_run(self, issue: Callable[[Message], Work]) -> Callable[[Message], None]:
         state, counter = self.state, self.state.board.counter

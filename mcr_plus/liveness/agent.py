@@ -105,6 +105,7 @@ class Agent:
                 next_beat = max(next_beat + PERIOD, now)
             self._send(self._heartbeat.to_ask(now), now, asks=True)
             self._findings.publish(self._heartbeat.findings(now).items())
+            self._findings.publish_clocks(self._heartbeat.ahead())
             self._pass_requests_on(now)
             if self._exchange is not None:
                 self._send_each(self._exchange.step(now))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from mcr_plus.liveness.protocol import STATES, Finding
@@ -16,6 +16,8 @@ _FRESH: Final = 2.0  # seconds after which findings of an agent that does not ru
 
 class Findings:
     """Of each rank of the job a word with its state, written by the agent, and one that it has left.
+
+    Beside these, of the lowest rank of each host, what the agent knows of that host's clock.
 
     Attributes:
         addresses: at which this host meets the others.
@@ -30,11 +32,12 @@ class Findings:
         self._ranks = ranks
         self._memory: mmap.mmap | None = memory
         self._words = memoryview(memory).cast("Q")
+        self._clocks = memoryview(memory).cast("d")
 
     @staticmethod
     def size(ranks: int) -> int:
         """Bytes of the memory in a job of so many ranks."""
-        return -(-8 * (_HEADER + 2 * ranks) // mmap.PAGESIZE) * mmap.PAGESIZE
+        return -(-8 * (_HEADER + 3 * ranks) // mmap.PAGESIZE) * mmap.PAGESIZE
 
     def publish(self, found: Iterable[tuple[int, Finding]]) -> None:
         """Write what is known of ranks, for the agent."""
@@ -42,6 +45,20 @@ class Findings:
             # One aligned store, so that a reader never sees the state without its age.
             self._words[_HEADER + rank] = STATES.index(state) | _ms(age) << 8 | _ms(most) << 36
         self._words[0] = time.monotonic_ns()
+
+    def publish_clocks(self, ahead: Mapping[int, float]) -> None:
+        """Write `Heartbeat.ahead`, for the agent."""
+        for rank, seconds in ahead.items():
+            self._clocks[_HEADER + 2 * self._ranks + rank] = seconds
+
+    def ahead(self, rank: int) -> float | None:
+        """By how many seconds at most this host's clock is ahead of that of another one; None if unknown.
+
+        `rank`: the lowest one of that host.
+        """
+        if self._memory is None:
+            return None
+        return self._clocks[_HEADER + 2 * self._ranks + rank] or None  # 0: nothing has been written
 
     def of(self, rank: int) -> Finding:
         """What is known of a rank of another host; `unknown` if no agent has looked lately."""
@@ -73,6 +90,7 @@ class Findings:
         memory, self._memory = self._memory, None
         if memory is not None:
             self._words.release()
+            self._clocks.release()
             memory.close()
 
 

@@ -35,6 +35,7 @@ _GONE: Final = 1 << 63  # in the number of a host's last beat
 _ASKS: Final = 2  # without an answer, after which a host is silent if another one is
 _MOST_RANKS: Final = 8000  # that are not running, in one datagram
 _OLDEST: Final = 0xFFFF  # ms
+_WINDOW: Final = 60.0  # seconds of heartbeats by which clocks are compared, and as many before: clocks drift
 
 State = Literal["unknown", "running", "stopped", "dead", "silent", "left"]
 STATES: Final[tuple[State, ...]] = ("unknown", "running", "stopped", "dead", "silent", "left")
@@ -73,6 +74,29 @@ def silence(hosts: int, period: float = PERIOD) -> float:
     return period * (rounds + 1 + _MISSES + max(0, rounds - _FEW))
 
 
+class _Ahead:
+    """The most by which this host's clock is ahead of another one's, of the last one to two windows.
+
+    A datagram arrives after it was sent, so each of them is a bound, and the fastest one the closest.
+    """
+
+    def __init__(self) -> None:
+        self._began = -math.inf
+        self._least = self._before = math.inf
+
+    def add(self, now: float, seconds: float) -> None:
+        """Take in that a datagram of that host has come `seconds` after it was sent, by both clocks."""
+        if now - self._began > _WINDOW:
+            self._before = self._least if now - self._began <= 2 * _WINDOW else math.inf
+            self._began, self._least = now, math.inf
+        self._least = min(self._least, seconds)
+
+    @property
+    def seconds(self) -> float:
+        """The bound; infinite where nothing has come."""
+        return min(self._least, self._before)
+
+
 class _Host:
     """What an agent knows of one host."""
 
@@ -86,6 +110,7 @@ class _Host:
         self.asked = 0  # how often it was asked for a beat since the latest
         self.asked_at = 0.0
         self.states: dict[int, State] = {}  # of those that are not running
+        self.ahead = _Ahead()
 
     @property
     def is_watched(self) -> bool:
@@ -198,17 +223,20 @@ class Heartbeat:
         magic, asks, sender, count, turn = _HEAD.unpack_from(body)
         end = _HEAD.size + count * _BEAT.size
         well_formed = len(body) >= end and (len(body) - end) % _RANK.size == 0
-        if magic != _MAGIC or count != len(self._hosts) or sender == self._me or not well_formed:
+        is_other = sender < count == len(self._hosts) and sender != self._me
+        if magic != _MAGIC or not is_other or not well_formed:
             return Received()
         states = {rank: STATES[state] for rank, state in _RANK.iter_unpack(body[end:]) if state < len(STATES)}
-        beats = _BEAT.iter_unpack(body[_HEAD.size : end])
+        beats = list(_BEAT.iter_unpack(body[_HEAD.size : end]))
+        sent = (beats[sender][0] & (_GONE - 1)) * 1e-6  # by the sender's clock, see `datagram`
+        self._hosts[sender].ahead.add(now, now - sent)
         news = [
             self._update(host, number, (now - age / 1e3, since - most / 1e3), states)
             for host, (number, age, most) in zip(self._hosts, beats, strict=True)
         ]
         # Agents whose turns are alike send at the same distance, so that a beat gets everywhere in one round.
         self._turn = max(self._turn, turn - 1)
-        return Received(any(news), sender if asks and sender < count else None)
+        return Received(any(news), sender if asks else None)
 
     def _update(
         self, host: _Host, number: int, beaten: tuple[float, float], states: Mapping[int, State]
@@ -243,6 +271,13 @@ class Heartbeat:
                 ages = now - host.beaten, now - host.surely
                 found[rank] = Finding("silent" if out_of_sight else known, *ages)
         return found
+
+    def ahead(self) -> dict[int, float]:
+        """By how many seconds at most this host's clock is ahead of that of each host heard directly.
+
+        Of the last minute or two; by the host's lowest rank. The difference is negative where it is behind.
+        """
+        return {min(host.ranks): host.ahead.seconds for host in self._hosts if host.ahead.seconds < math.inf}
 
     def _watched(self) -> set[int]:
         return {number for number, host in enumerate(self._hosts) if host.is_watched and number != self._me}

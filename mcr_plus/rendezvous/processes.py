@@ -171,6 +171,20 @@ class Peers:
         if findings is not None:
             send([findings.requests], text)
 
+    def clocks(self) -> dict[int, float]:
+        """By how many seconds at most this host's clock is ahead of those of other hosts, by heartbeats.
+
+        By the lowest rank of each host; those of which nothing is known are left out.
+        """
+        findings = self._findings
+        if findings is None:
+            return {}
+        lowest: dict[str, int] = {}
+        for rank, process in enumerate(self.processes):
+            lowest.setdefault(process.place, rank)
+        found = {rank: findings.ahead(rank) for rank in lowest.values()}
+        return {rank: seconds for rank, seconds in found.items() if seconds is not None}
+
     def status(self, rank: int) -> Status:
         """State of the process of global rank `rank`, `unknown` if neither /proc nor an agent shows it."""
         if not self.processes:

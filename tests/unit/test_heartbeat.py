@@ -282,6 +282,38 @@ def test_what_is_sent_is_small() -> None:
     assert len(Heartbeat(hosts, 0, KEY, 0.0).datagram(1.0)) < 1300
 
 
+# -- clocks -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_heartbeats_bound_the_difference_of_clocks(seed: int) -> None:
+    chance = random.Random(seed)
+    offsets = [chance.uniform(1.0, 1e5) for _ in range(2)]
+    agents = [Heartbeat([[0, 1], [2, 3]], host, KEY, offsets[host]) for host in range(2)]
+    assert agents[0].ahead() == {}
+    fastest = [1.0, 1.0]  # of datagrams to each
+    for turn in range(40):
+        sender, sent, transit = turn % 2, 0.1 * turn, chance.uniform(50e-6, 1e-3)
+        data = agents[sender].datagram(sent + offsets[sender])
+        agents[1 - sender].receive(data, sent + transit + offsets[1 - sender])
+        fastest[1 - sender] = min(fastest[1 - sender], transit)
+    difference = offsets[0] - offsets[1]
+    assert agents[0].ahead() == {2: pytest.approx(difference + fastest[0], abs=3e-6)}
+    assert agents[1].ahead() == {0: pytest.approx(-difference + fastest[1], abs=3e-6)}
+
+
+def test_the_difference_of_clocks_is_that_of_the_last_minutes() -> None:
+    one, other = (Heartbeat([[0], [1]], host, KEY, 0.0) for host in range(2))
+    for second in range(1, 400):
+        drift = second * 1e-4  # by which the other clock is slow
+        other.receive(one.datagram(float(second)), second + 0.001 - drift)
+    ahead = other.ahead()[0]
+    assert ahead == pytest.approx(0.001 - 399e-4, abs=2e-6)
+    for second in range(400, 700):
+        other.receive(one.datagram(float(second)), second + 0.001)  # it has been set
+    assert other.ahead()[0] == pytest.approx(0.001, abs=1e-5)
+
+
 # -- findings and processes -----------------------------------------------------------------------
 
 
@@ -295,11 +327,15 @@ def test_findings_are_read_by_others_until_the_agent_has_not_looked_for_long() -
     findings._words[0] -= 3_000_000_000
     assert findings.of(2) == Finding("unknown")
     assert findings.last(2).state == "silent"
+    assert findings.ahead(2) is None
+    findings.publish_clocks({2: -12.5})
+    assert (findings.ahead(2), findings.ahead(3)) == (-12.5, None)
     assert not findings.has_left(1)
     findings.leave(1)
     assert findings.has_left(1)
     findings.close()
     assert findings.of(2) == Finding("unknown")
+    assert findings.ahead(2) is None
 
 
 def test_states_of_processes() -> None:

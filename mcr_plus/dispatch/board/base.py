@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from mcr_plus.backends.base import Poll
     from mcr_plus.errors import McrError
@@ -53,6 +53,20 @@ class Failure:
         """The inverse of `packed`."""
         (sequence,) = cls._NUMBER.unpack_from(record)
         return cls(sequence, record[cls._NUMBER.size :].rstrip(b"\0").decode(errors="replace"))
+
+
+Noted = dict[int, tuple[float, float, float]]
+"""Operations by their numbers, see `GroupBoard.noted`."""
+
+
+class Published(NamedTuple):
+    """That a rank has published what it has noted of its operations up to number `issued`.
+
+    `clocks`: see `GroupBoard.publish_noted`.
+    """
+
+    issued: int
+    clocks: Mapping[int, float]
 
 
 class GroupBoard:
@@ -102,6 +116,20 @@ class GroupBoard:
     def arrival_words(self, sequence: int) -> tuple[list[int], list[int]] | None:  # noqa: ARG002
         """What `arrive` has published for `sequence`, for `arrival_times`; None where ranks do not see it."""
         return None
+
+    def note(self, sequence: int, issued: float, idle: float, done: float) -> None:
+        """Note an operation for `publish_noted`, where ranks do not see `arrive`; seconds as there."""
+
+    def publish_noted(self, clocks: Mapping[int, float]) -> None:
+        """Publish what was noted. `clocks`: `Peers.clocks` of this rank's host."""
+
+    def published(self, rank: int) -> Published | None:  # noqa: ARG002
+        """What `rank` has said with the latest `publish_noted`; None without one."""
+        return None
+
+    def noted(self, rank: int, sequences: Sequence[int]) -> Noted:  # noqa: ARG002
+        """What `rank` has published of these operations: times of issue, idle until then, and of the end."""
+        return {}
 
     def seen(self, rank: int) -> int:  # noqa: ARG002
         """How many operations `rank` has issued as far as this process has read; from any thread."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from array import array
 from collections import deque
@@ -14,17 +15,20 @@ from mcr_plus.dispatch.board.base import (
     TAG_MASK,
     Failure,
     GroupBoard,
+    Noted,
     PeerStatus,
+    Published,
     is_later,
     next_turn,
     peer_status,
     slot_word,
     unpad,
 )
+from mcr_plus.dispatch.board.noted import PART, NotedParts, unpacked
 from mcr_plus.errors import BackendError, LaunchError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from mcr_plus.core.c10d import Store
     from mcr_plus.core.group import Group
@@ -71,6 +75,7 @@ class StoreBoard(GroupBoard):
         self.check_every = max(0.05, 0.0005 * group.size)
         self._failed = False
         self._turns = 0  # of compiling
+        self._noted = NotedParts()
         self._publish()
 
     def _key(self, rank: int, name: str) -> str:
@@ -97,6 +102,10 @@ class StoreBoard(GroupBoard):
     def _write(self, name: str, value: bytes) -> None:
         key = self._key(self._group.rank, name)
         self._ask(lambda store: put(store, key, value), None)
+
+    def _remove(self, name: str) -> None:
+        key = self._key(self._group.rank, name)
+        self._ask(lambda store: store.delete_key(key), False)
 
     def _read(self, rank: int, name: str) -> bytes | None:
         key = self._key(rank, name)
@@ -197,6 +206,34 @@ class StoreBoard(GroupBoard):
         waited = now - self._asked_since
         self._next_question = now + max(10e-6 * self._group.size, min(_RARER * waited, _RAREST))
         return True
+
+    def note(self, sequence: int, issued: float, idle: float, done: float) -> None:  # noqa: D102
+        self._noted.add(sequence, (issued, idle, done))
+
+    def publish_noted(self, clocks: Mapping[int, float]) -> None:  # noqa: D102
+        for part, value in self._noted.changed():
+            self._write(f"noted/{part}", value)
+        for part in self._noted.outdated():
+            self._remove(f"noted/{part}")
+        said = json.dumps([self.counter[0], list(clocks.items())])
+        self._write("noted", said.encode())  # last: what it says is there
+
+    def published(self, rank: int) -> Published | None:  # noqa: D102
+        record = self._read(rank, "noted")
+        if record is None:
+            return None
+        try:
+            issued, clocks = json.loads(record)
+            return Published(int(issued), {int(rank): float(seconds) for rank, seconds in clocks})
+        except (ValueError, TypeError):  # a store without signatures
+            return None
+
+    def noted(self, rank: int, sequences: Sequence[int]) -> Noted:  # noqa: D102
+        found: Noted = {}
+        for part in sorted({sequence // PART for sequence in sequences}):
+            if (value := self._read(rank, f"noted/{part}")) is not None:
+                found |= unpacked(value)
+        return found
 
     def read(self, rank: int, sequence: int) -> PeerStatus:  # noqa: D102
         row = self._row_of(rank)

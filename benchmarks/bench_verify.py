@@ -36,10 +36,16 @@ from harness import HARDWARE, ROOT, Dated, Hardware
 from two_hosts import TwoHosts, need_two_hosts
 
 import mcr_plus as mcr
+from mcr_plus.backends.base import Start
 from mcr_plus.backends.shm import collectives_kernels as plain
+from mcr_plus.backends.shm import p2p_kernels
 from mcr_plus.backends.shm.collectives import DirectCollectives
+from mcr_plus.backends.shm.p2p import PointToPoint
 from mcr_plus.backends.shm.reduce_kernels import kernels_for
 from mcr_plus.backends.shm.segment import Segment, Shape
+from mcr_plus.core.group import Group
+from mcr_plus.core.kinds import MESSAGES
+from mcr_plus.core.message import Message, Signature
 from mcr_plus.core.units import parse_size
 from mcr_plus.dispatch.verify import checked, checked_kernels
 from mcr_plus.dispatch.verify.flows import Blocks, Ledger, row_words
@@ -87,7 +93,10 @@ def speeds() -> list[list[str]]:
 
 
 def works(nbytes: int = 64 << 20, samples: int = 25) -> list[list[str]]:
-    """Direct collectives of two ranks in this thread: kind, processor ms without checksums, with, ratio."""
+    """Direct collectives and messages of two ranks in this thread.
+
+    Returns kind, processor ms without checksums, with, and the ratio.
+    """
     shape, words = Shape(2, area=2 << 20), row_words(2)
     memory, rows = mmap.mmap(-1, shape.nbytes), memoryview(bytearray(shared_bytes(2, words)))
     segments = [Segment(shape, rank, memory) for rank in range(2)]
@@ -123,9 +132,43 @@ def works(nbytes: int = 64 << 20, samples: int = 25) -> list[list[str]]:
         for _ in range(samples):
             times[0].append(seconds(plain, pairs[0], outputs))
             times[1].append(seconds(checked_kernels, states, outputs))
-        off, on = (1e3 * min(each) for each in times)
-        table.append([kind, f"{off:.1f}", f"{on:.1f}", f"{on / off:.2f}"])
+        table.append(_row(kind, times))
+    table.append(_row("send", _messages(nbytes, samples)))
     return table
+
+
+def _row(name: str, times: list[list[float]]) -> list[str]:
+    off, on = (1e3 * min(each) for each in times)
+    return [name, f"{off:.1f}", f"{on:.1f}", f"{on / off:.2f}"]
+
+
+def _messages(nbytes: int, samples: int) -> list[list[float]]:
+    """Processor seconds of messages without checksums, and of some that carry them."""
+    shape = Shape(2, depth=4, slot=128 << 10, area=128)
+    memory = mmap.mmap(-1, shape.nbytes)
+    ends = [
+        PointToPoint(Segment(shape, rank, memory), Group("works", (0, 1), rank), spins=0, yields=0)
+        for rank in range(2)
+    ]
+    p2p_kernels.prepare()
+    assert all(end.check() for end in ends)
+    value, out = (torch.zeros(nbytes // 4) for _ in range(2))
+    send, receive = (Signature(kind, value.dtype, (), nbytes, "works", 2) for kind in MESSAGES)
+    starts = [ends[0].bind_send(send, mark) for mark in (0, p2p_kernels.CHECKED)]
+    begin = ends[1].bind_receive(receive, lambda source, block: AssertionError(f"{source} {block}"))
+
+    def seconds(start: Start) -> float:
+        began = time.thread_time()
+        polls = [begin(Message(receive, (), (out,), peer=0)), start(Message(send, (value,), peer=1))]
+        while not (polls[0]() & polls[1]()):  # both, at each turn
+            pass
+        return time.thread_time() - began
+
+    times: list[list[float]] = [[], []]
+    for _ in range(samples):
+        for each, start in zip(times, starts, strict=True):
+            each.append(seconds(start))
+    return times
 
 
 def between_hosts(library: str, rate: str, *options: object) -> dict[str, list[dict[str, float]]]:

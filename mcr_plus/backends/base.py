@@ -85,6 +85,8 @@ class StreamPoll(Protocol):
 
 Start = Callable[[Message], Poll]
 """Hand an operation to a library; returns at once."""
+Corrupted = Callable[[int, int], Exception]
+"""Make the error of a received message: group rank of its sender, first block that has changed."""
 
 
 class FirstCalls:
@@ -245,6 +247,14 @@ class Channel(ABC):
 
     def bind_persistent(self, signature: Signature, message: Message, digest: int) -> Persistent | None:  # noqa: ARG002
         """Return a persistent request on the tensors of a message; None if the library has none for it."""
+        return None
+
+    def bind_checked(self, signature: Signature, every: int, corrupted: Corrupted) -> Start | None:  # noqa: ARG002
+        """As `bind`, for messages that carry their own checksums; None if messages of the library cannot.
+
+        Receives raise what `corrupted` returns. Of messages between two ranks with a tag, one in `every`
+        carries checksums; such receives take the others, too.
+        """
         return None
 
 

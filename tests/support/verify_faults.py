@@ -1,24 +1,45 @@
-"""Bits that flip inside the functions of shared memory which take checksums as they move data."""
+"""Bits that flip inside the functions which take checksums as they move data."""
 
 from __future__ import annotations
 
+import ctypes
+import random
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from mcr_plus.backends.base import Poll
+from mcr_plus.backends.base import Corrupted, Poll, Start
+from mcr_plus.backends.mpi import checked as packed
+from mcr_plus.backends.mpi.channel import MpiChannel
 from mcr_plus.backends.shm import collectives_kernels as plain
+from mcr_plus.backends.shm import faults, p2p_checks
+from mcr_plus.backends.shm import p2p_kernels as rows
+from mcr_plus.backends.shm.backend import SharedMemoryChannel
 from mcr_plus.backends.shm.queue import Run
 from mcr_plus.core.kinds import REDUCING
-from mcr_plus.core.message import Signature
+from mcr_plus.core.message import Message, Signature
 from mcr_plus.dispatch.verify import checked_kernels as words
 
 if TYPE_CHECKING:
     from verify_jobs import Flipper
 
 
+def put_fault(fault: int, place: int, draw: random.Random, after: int = 0) -> None:
+    """Have a random bit flip, see `faults`."""
+    values = {
+        faults.AFTER: after,
+        faults.BYTE: draw.randrange(1 << 30),
+        faults.MASK: 1 << draw.randrange(8),
+        faults.PLACE: place,
+    }
+    for word, value in values.items():
+        ctypes.c_int64.from_address(fault + 8 * word).value = value
+
+
 def faulty(flipper: Flipper, start: Run, signature: Signature, state: Any) -> Run:
     """`start`, with a flipped bit where the flipper is armed."""
     reduces = signature.kind in REDUCING
     whole = state[plain.KIND] == plain.ALL_REDUCE_WHOLE
+    fault = state.ctypes.data + 8 * words.FAULT
 
     def begin(source: int, target: int, keep: object) -> Poll:
         if not flipper.place or (flipper.step and not reduces and not flipper.in_pieces):
@@ -30,12 +51,8 @@ def faulty(flipper: Flipper, start: Run, signature: Signature, state: Any) -> Ru
             place = words.IN_SUMS if flipper.place == "sent" else words.IN_TARGET
         elif reduces and flipper.place == "arrived":
             place = words.IN_PEER
-        state[words.FAULT_AFTER] = flipper.step if flipper.in_pieces else 0
-        state[words.FAULT_BYTE], state[words.FAULT_MASK] = (
-            flipper.draw.randrange(1 << 30),
-            1 << flipper.draw.randrange(8),
-        )
-        state[words.FAULT], flipper.place = place, ""
+        put_fault(fault, place, flipper.draw, flipper.step if flipper.in_pieces else 0)
+        flipper.place = ""
         poll = start(source, target, keep)
 
         def ended() -> bool:
@@ -47,3 +64,83 @@ def faulty(flipper: Flipper, start: Run, signature: Signature, state: Any) -> Ru
         return ended
 
     return begin
+
+
+def flip_carried(
+    channel: SharedMemoryChannel | MpiChannel, place: Callable[[], str], draw: random.Random
+) -> list[int]:
+    """Flip a bit of messages that carry checksums where `place` names one; returns what has been flipped."""
+    armed, flips = dict[int, int](), list[int]()
+    bind = channel.bind_checked
+    if isinstance(channel, SharedMemoryChannel):
+        _in_slots(channel, armed, flips, draw)
+    else:
+        _in_packets(armed, flips, draw)
+
+    def bind_flipping(signature: Signature, every: int, corrupted: Corrupted) -> Start | None:
+        start = bind(signature, every, corrupted)
+        if start is None:
+            return None
+
+        def begin(message: Message) -> Poll:
+            mine = place()
+            if mine == "sent" and message.inputs:
+                armed[message.inputs[0].data_ptr()] = p2p_checks.IN_SLOT
+            elif mine == "arrived" and message.outputs:
+                armed[message.outputs[0].data_ptr()] = p2p_checks.IN_TARGET
+            return start(message)
+
+        return begin
+
+    channel.bind_checked = bind_flipping  # type: ignore[method-assign]
+    return flips
+
+
+_CARRY = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)
+_carriers: list[Any] = []  # as long as shared memory may call them
+
+
+def _in_slots(
+    channel: SharedMemoryChannel, armed: dict[int, int], flips: list[int], draw: random.Random
+) -> None:
+    assert channel._p2p.check()
+    state = channel._p2p._state
+    for word in (rows.CARRY_OUT, rows.CARRY_IN):
+        carry = _CARRY(int(state[word]))
+
+        def faulty(row: int, place: int, at: int, nbytes: int, carry: Any = carry) -> None:
+            address = ctypes.c_int64.from_address(row + 8 * rows.ADDRESS).value
+            where = armed.pop(address, 0)
+            if where:
+                put_fault(row + 8 * rows.FAULT, where, draw)
+                flips.append(address)
+            carry(row, place, at, nbytes)
+
+        _carriers.append(_CARRY(faulty))
+        state[word] = ctypes.cast(_carriers[-1], ctypes.c_void_p).value
+
+
+def _in_packets(armed: dict[int, int], flips: list[int], draw: random.Random) -> None:
+    pack, unpack = packed.pack, packed.unpack
+
+    def flip(address: int, packet: int, nbytes: int) -> None:
+        if armed.pop(address, 0):
+            flips.append(address)
+            byte = ctypes.c_uint8.from_address(packet + draw.randrange(8 + nbytes))
+            byte.value ^= 1 << draw.randrange(8)
+
+    def pack_and_flip(packet: int, source: int, nbytes: int) -> None:
+        pack(packet, source, nbytes)
+        flip(source, packet, nbytes)
+
+    def flip_and_unpack(packet: int, target: int, nbytes: int) -> Any:
+        flip(target, packet, nbytes)
+        return unpack(packet, target, nbytes)
+
+    vars(packed).update(pack=pack_and_flip, unpack=flip_and_unpack)
+
+
+def carries_checksum(channel: SharedMemoryChannel, peer: int, *, incoming: bool) -> bool:
+    """Whether the last message to or from a rank has carried checksums."""
+    row = rows.HEAD + (2 * peer + incoming) * rows.ROW
+    return bool(channel._p2p._state[row + rows.MARK] == rows.CHECKED)

@@ -12,10 +12,11 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from verify_faults import faulty
+from verify_faults import carries_checksum, faulty, flip_carried
 
 import mcr_plus as mcr
 from mcr_plus.backends.base import Poll, ReceivePoll, Start
+from mcr_plus.backends.mpi.channel import MpiChannel
 from mcr_plus.backends.shm.backend import SharedMemoryChannel
 from mcr_plus.backends.shm.queue import Run
 from mcr_plus.core.kinds import KINDS as KINDS_OF_ALL
@@ -242,8 +243,11 @@ def many_flips(
 
 
 def flipped_messages(channel: VerifiedChannel, place: Callable[[], str], draw: random.Random) -> list[int]:
-    """Make the library's own sends and receives flip a bit where `place` names theirs; returns the bytes."""
-    bind, places = channel._own.bind, list[int]()
+    """Make the library's own sends and receives flip a bit where `place` names theirs; returns the places."""
+    own: Any = channel._own
+    carry = isinstance(own, SharedMemoryChannel | MpiChannel)
+    places = flip_carried(own, place, draw) if carry else list[int]()
+    bind = own.bind
 
     def bind_flipping(signature: Signature) -> Start:
         start = bind(signature)
@@ -259,7 +263,7 @@ def flipped_messages(channel: VerifiedChannel, place: Callable[[], str], draw: r
 
         return begin
 
-    channel._own.bind = bind_flipping  # type: ignore[method-assign]
+    own.bind = bind_flipping
     return places
 
 
@@ -434,8 +438,11 @@ def one_in_three(backend: str) -> dict[str, Any]:
         vars(channel._messages)["_message"] = counted
 
         def messages() -> None:
+            nonlocal asked
             value = torch.ones(3)
             comm.send(value, 1) if comm.rank == 0 else comm.recv(value, 0)
+            if isinstance(channel._own, SharedMemoryChannel):  # no message is asked for
+                asked += carries_checksum(channel._own, 1 - comm.rank, incoming=comm.rank == 1)
 
         return {
             "collectives": verified_calls(reduced, lambda: channel._rows.number),

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from mcr_plus.backends.shm import collectives_kernels as plain
+from mcr_plus.backends.shm import faults
 from mcr_plus.backends.shm.collectives import DirectCollectives
 from mcr_plus.backends.shm.reduce_kernels import kernels_for
 from mcr_plus.backends.shm.segment import Segment, Shape
@@ -127,8 +128,9 @@ def test_results_are_those_of_numpy_and_all_agree(kind: str, ranks: int) -> None
 def flipped(every: list[Rank], victim: int, place: int, after: int, byte: int, bit: int) -> bool:
     """Run, while a bit flips on a rank if it comes to that place; returns whether it has."""
     state = every[victim].state
-    state[kernels.FAULT_BYTE], state[kernels.FAULT_MASK] = byte, 1 << bit
-    state[kernels.FAULT_AFTER], state[kernels.FAULT] = after, place
+    fault = state[kernels.FAULT : kernels.FAULT + faults.FAULT_WORDS]
+    fault[faults.BYTE], fault[faults.MASK], fault[faults.AFTER] = byte, 1 << bit, after
+    fault[faults.PLACE] = place
     run(every)
     done, state[kernels.FAULT] = not state[kernels.FAULT], 0
     assert [rank.verdict for rank in every] == [DIFFER if done else AGREE] * len(every), (place, byte, bit)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mcr_plus.backends.base import Channel, FirstCalls, Poll, Start
+from mcr_plus.backends.base import Channel, Corrupted, FirstCalls, Poll, Start
 from mcr_plus.backends.mpi.collectives import Collectives, op_of
 from mcr_plus.backends.mpi.contexts import Contexts, Gate, voted
 from mcr_plus.backends.mpi.p2p import MatchingQueue, Receive
@@ -13,6 +13,9 @@ from mcr_plus.backends.mpi.persistent import Persistent, PersistentRequests
 from mcr_plus.core.group import Group
 from mcr_plus.core.kinds import ROOTED, VECTOR
 from mcr_plus.core.message import Message, Signature
+
+if TYPE_CHECKING:
+    from mcr_plus.backends.mpi.checked import CheckedMessages
 
 
 class MpiChannel(Channel):
@@ -36,6 +39,8 @@ class MpiChannel(Channel):
         self.matching = MatchingQueue(mpi, messages, group, busy)
         self.collectives = Collectives(mpi, group)
         self.contexts = Contexts(mpi, comm, group, room)
+        self._checked: CheckedMessages | None = None
+        self._mpi = mpi
         self._requests = PersistentRequests(mpi, self.collectives, self.contexts)
         self._is_off = is_off
 
@@ -61,6 +66,17 @@ class MpiChannel(Channel):
     def bind_persistent(self, signature: Signature, message: Message, digest: int) -> Persistent | None:
         """See `Channel`."""
         return self._requests.bind(signature, message, digest)
+
+    def bind_checked(self, signature: Signature, every: int, corrupted: Corrupted) -> Start | None:
+        """See `Channel`: small ones, in a group whose messages all carry checksums."""
+        from mcr_plus.backends.mpi.checked import MOST, CheckedMessages  # numba, for verified messages alone
+
+        if every != 1 or not 0 < (signature.nbytes or 0) <= MOST:
+            return None
+        if self._checked is None:
+            self._checked = CheckedMessages(self._mpi, self._messages, self.matching)
+        is_send = signature.kind == "send"
+        return self._checked.send(signature) if is_send else self._checked.receive(signature, corrupted)
 
     def bind(self, signature: Signature) -> Start:
         """See `Channel`."""

@@ -2,13 +2,14 @@
 
 A library does not distinguish dtypes, and Open MPI 5.0.11 writes a message that is too long past the end of
 the buffer before it reports the truncation. So a receive is posted only when a message has arrived with the
-right size and dtype, which is part of the tag.
+right size and dtype, which is part of the tag. So is whether it carries a checksum, see `checked`.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import product
 from typing import Any, Final
 
 import torch
@@ -20,13 +21,22 @@ from mcr_plus.core.message import Signature
 from mcr_plus.errors import OrderMismatch, Unsupported
 
 _CODES: Final = {dtype: code for code, dtype in enumerate(DTYPES)}
-_BITS: Final = 4  # of a tag, for the dtype
+_CHECKED: Final = 1 << 4  # in a tag: the message carries a checksum; the bits below are for the dtype
+_BITS: Final = 5
 _PROBE_OTHERS_EVERY: Final = 256  # polls without a message before probing for other dtypes
+CHECKSUM: Final = 8
+"""Bytes of the checksum that a message may carry."""
 _AT_ONCE: Final = 16  # tags that one call of `progress` matches
 
 
 class Receive(ReceivePoll):
-    """The poll of a receive; `source` is set once its message has begun to arrive."""
+    """The poll of a receive; `source` is set once its message has begun to arrive.
+
+    Attributes:
+        checked: bytes of a checksum in its message; 0 without.
+    """
+
+    checked = 0
 
     def __init__(
         self,
@@ -77,11 +87,11 @@ class MatchingQueue:
         self._waiting: dict[int, dict[int | None, deque[Receive]]] = {}  # by tag and peer
         self._posted = 0
 
-    def tag(self, dtype: torch.dtype, match_tag: int) -> int:
+    def tag(self, dtype: torch.dtype, match_tag: int, *, checked: bool = False) -> int:
         """Return the MPI tag for tensors of `dtype`; raises `Unsupported` if MPI has no such tag."""
         if match_tag >= self._tag_limit:
             raise Unsupported(f"tag: this MPI library takes tags below {self._tag_limit}, got {match_tag}")
-        return match_tag << _BITS | _CODES[dtype]
+        return match_tag << _BITS | _CHECKED * checked | _CODES[dtype]
 
     def post(self, receive: Receive) -> Receive:
         """Queue a receive; returns it."""
@@ -134,7 +144,7 @@ class MatchingQueue:
     def _match_one(self, receive: Receive, sources: Sequence[int]) -> bool:
         """Whether the message has arrived: the receive then is posted, or has failed."""
         assert receive.signature.dtype is not None
-        tag = self.tag(receive.signature.dtype, receive.tag)
+        tag = self.tag(receive.signature.dtype, receive.tag, checked=receive.checked > 0)
         receive.polls += 1
         for source in sources:
             if self._accept(receive, source, tag):
@@ -142,10 +152,10 @@ class MatchingQueue:
         if receive.polls % _PROBE_OTHERS_EVERY:
             return False
         for source in sources:
-            for dtype, code in _CODES.items():
-                other = receive.tag << _BITS | code
+            for dtype, checked in product(_CODES, (False, True)):
+                other = self.tag(dtype, receive.tag, checked=checked)
                 if other != tag and self._comm.Iprobe(source, other, self._status):
-                    return self._other_dtype(receive, source, tag, dtype)
+                    return self._other(receive, source, tag, dtype, CHECKSUM * checked)
         return False
 
     def _accept(self, receive: Receive, source: int, tag: int) -> bool:
@@ -153,20 +163,25 @@ class MatchingQueue:
         if not self._comm.Iprobe(source, tag, status):
             return False
         receive.source = sender = status.Get_source()
+        assert receive.signature.dtype is not None
         # In elements: the bytes of a large message may not fit MPI's counts.
         count = status.Get_count(receive.spec[1])
+        if receive.checked:  # small, and its spec is of bytes
+            count = (count - receive.checked) // receive.signature.dtype.itemsize
         if count == receive.target.numel():
             receive.request = self._comm.Irecv(receive.spec, sender, tag)
             receive.arriving = True
         else:
-            assert receive.signature.dtype is not None
             self._refuse(receive, sender, receive.signature.dtype, count)
         return True
 
-    def _other_dtype(self, receive: Receive, source: int, tag: int, dtype: torch.dtype) -> bool:
-        """Handle a message of another dtype; one of the right dtype sent earlier has arrived, too."""
+    def _other(self, receive: Receive, source: int, tag: int, dtype: torch.dtype, checked: int) -> bool:
+        """Handle a message of another dtype, or whose size decides otherwise about a checksum.
+
+        One of the right dtype sent earlier has arrived, too.
+        """
         sender = self._status.Get_source()
-        count = self._status.Get_count(self._mpi.BYTE) // dtype.itemsize
+        count = (self._status.Get_count(self._mpi.BYTE) - checked) // dtype.itemsize
         if not self._accept(receive, source, tag):
             self._refuse(receive, sender, dtype, count)
         return True

@@ -102,6 +102,14 @@ def _emit_copy(builder: Any, args: Any) -> None:
     )
 
 
+def _emit_differs(builder: Any, args: Any) -> Any:
+    kind = ir.FunctionType(_I32, [_I8.as_pointer(), _I8.as_pointer(), _I64])
+    function = cgutils.get_or_insert_function(builder.module, kind, "memcmp")
+    pointers = [builder.inttoptr(each, _I8.as_pointer()) for each in args[:2]]
+    found = builder.call(function, [*pointers, args[2]])
+    return builder.zext(builder.icmp_signed("!=", found, ir.Constant(_I32, 0)), _I64)
+
+
 def _emit_call(builder: Any, args: Any) -> None:
     kind = ir.FunctionType(ir.VoidType(), [_I64] * 4)
     builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
@@ -144,6 +152,8 @@ clock: Final = _of_integers(0, True, _emit_clock)
 """`clock() -> nanoseconds`, of the monotonic clock."""
 copy: Final = _of_integers(3, False, _emit_copy)
 """`copy(target, source, nbytes)` by the C library; the two may not overlap."""
+differs: Final = _of_integers(3, True, _emit_differs)
+"""`differs(a, b, nbytes) -> 1` or 0, by the C library."""
 stream: Final = _of_integers(2, False, _emit_stream)
 """`stream(target, source)`: copy `STREAMED` bytes past the caches; `target` is a multiple of them.
 

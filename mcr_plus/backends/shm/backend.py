@@ -12,6 +12,7 @@ from mcr_plus.backends.shm import collectives_kernels, interpreter_kernels, p2p_
 from mcr_plus.backends.shm.collectives import DirectCollectives, mismatch
 from mcr_plus.backends.shm.interpreter import Interpreter, mismatched_peer
 from mcr_plus.backends.shm.p2p import PointToPoint
+from mcr_plus.backends.shm.p2p_kernels import CHECKED
 from mcr_plus.backends.shm.queue import Advance, Begin, Run, WorkQueue, done_at_once
 from mcr_plus.backends.shm.reduce_kernels import ReduceKernels, kernels_for
 from mcr_plus.backends.shm.segment import Segment, Shape, open_segment
@@ -22,7 +23,7 @@ from mcr_plus.kernels.compiling import preparing
 from mcr_plus.msccl import catalog
 
 if TYPE_CHECKING:
-    from mcr_plus.backends.base import Poll, Start
+    from mcr_plus.backends.base import Corrupted, Poll, Start
     from mcr_plus.core.group import Group
     from mcr_plus.core.message import Message, Signature
     from mcr_plus.core.units import Range
@@ -242,6 +243,16 @@ class SharedMemoryChannel(Channel):
             return begin(source, target, (message.inputs, message.outputs))
 
         return start
+
+    def bind_checked(self, signature: Signature, every: int, corrupted: Corrupted) -> Start | None:  # noqa: ARG002
+        """See `Channel`: headers say which messages carry checksums."""
+        with preparing("msccl's messages with checksums"):
+            p2p_kernels.prepare()
+            if not self._p2p.check():
+                return None
+        if signature.kind == "send":
+            return self._p2p.bind_send(signature, CHECKED)
+        return self._p2p.bind_receive(signature, corrupted)
 
     def direct(self, signature: Signature) -> Any:
         """The state of a direct collective of equal sizes, see `DirectCollectives.bind`."""

@@ -372,43 +372,75 @@ def may_put(state, count):  # type: ignore[no-untyped-def]
 
 
 @compiled
+def may_put_next(state):  # type: ignore[no-untyped-def]
+    """Whether the next slice may be put."""
+    put, ring = state[PUT], state[RING]
+    return put < state[SLICES] and put < state[TAKEN] + ring and may_put(state, state[BASE] + put + 1 - ring)
+
+
+@compiled
+def has_put(state):  # type: ignore[no-untyped-def]
+    """Publish that the next slice has been put."""
+    line, number = state[LINES] + state[RANK] * LINE, state[BASE] + state[PUT]
+    store_release(line + TAGS_AT + number % state[RING] * 8, state[TAG])
+    state[PUT] += 1
+    store_release(line + PUT_AT, number + 1)
+
+
+@compiled
+def may_reduce_next(state):  # type: ignore[no-untyped-def]
+    """Whether the next slice may be reduced; not for kinds without a reduction."""
+    kind, reduced = state[KIND], state[REDUCED]
+    reduces = kind in (ALL_REDUCE, REDUCE, REDUCE_SCATTER, REDUCE_SCATTER_V, ALL_REDUCE_WHOLE)
+    return reduces and reduced < state[PUT] and all_put(state, reduced)
+
+
+@compiled
+def has_reduced(state):  # type: ignore[no-untyped-def]
+    """Publish that the next slice has been reduced, where others take the sums."""
+    state[REDUCED] += 1
+    if state[KIND] in (ALL_REDUCE, REDUCE):
+        store_release(state[LINES] + state[RANK] * LINE + REDUCED_AT, state[BASE] + state[REDUCED])
+
+
+@compiled
+def may_take_next(state):  # type: ignore[no-untyped-def]
+    """Whether the next slice may be taken."""
+    kind, taken = state[KIND], state[TAKEN]
+    if kind in (REDUCE_SCATTER, REDUCE_SCATTER_V, ALL_REDUCE_WHOLE):
+        return taken < state[REDUCED]
+    if kind in (ALL_REDUCE, REDUCE):
+        return taken < state[REDUCED] and all_reached(state, np.int64(REDUCED_AT), state[BASE] + taken + 1)
+    return taken < state[PUT] and all_put(state, taken)
+
+
+@compiled
+def has_taken(state):  # type: ignore[no-untyped-def]
+    """Publish that the next slice has been taken."""
+    state[TAKEN] += 1
+    store_release(state[LINES] + state[RANK] * LINE + TAKEN_AT, state[BASE] + state[TAKEN])
+
+
+@compiled
 def _step(state):  # type: ignore[no-untyped-def]
     """Run each phase for one slice if possible; returns whether any ran."""
-    kind, base = state[KIND], state[BASE]
-    line = state[LINES] + state[RANK] * LINE
-    put, reduced, taken = state[PUT], state[REDUCED], state[TAKEN]
     moved = False
-    if put < state[SLICES] and put < taken + state[RING] and may_put(state, base + put + 1 - state[RING]):
-        _put(state, put)
-        store_release(line + TAGS_AT + (base + put) % state[RING] * 8, state[TAG])
-        put += 1
-        state[PUT] = put
-        store_release(line + PUT_AT, base + put)
+    if may_put_next(state):
+        _put(state, state[PUT])
+        has_put(state)
         moved = True
     if not state[AGREED]:
-        if not put or not all_put(state, np.int64(0)):
+        if not state[PUT] or not all_put(state, np.int64(0)):
             return moved
         _agree(state)
         moved = True
-    reduces = kind in (ALL_REDUCE, REDUCE, REDUCE_SCATTER, REDUCE_SCATTER_V, ALL_REDUCE_WHOLE)
-    if reduces and reduced < put and all_put(state, reduced):
-        _reduce(state, reduced)
-        reduced += 1
-        state[REDUCED] = reduced
+    if may_reduce_next(state):
+        _reduce(state, state[REDUCED])
+        has_reduced(state)
         moved = True
-        if kind in (ALL_REDUCE, REDUCE):
-            store_release(line + REDUCED_AT, base + reduced)
-    if kind in (REDUCE_SCATTER, REDUCE_SCATTER_V, ALL_REDUCE_WHOLE):
-        may_take = taken < reduced
-    elif reduces:
-        may_take = taken < reduced and all_reached(state, np.int64(REDUCED_AT), base + taken + 1)
-    else:
-        may_take = taken < put and all_put(state, taken)
-    if may_take:
-        _take(state, taken)
-        taken += 1
-        state[TAKEN] = taken
-        store_release(line + TAKEN_AT, base + taken)
+    if may_take_next(state):
+        _take(state, state[TAKEN])
+        has_taken(state)
         moved = True
     return moved
 

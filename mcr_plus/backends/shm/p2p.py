@@ -15,15 +15,21 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from mcr_plus.backends.base import ReceivePoll
+from mcr_plus.backends.base import Corrupted, ReceivePoll
 from mcr_plus.backends.mpi.p2p import mismatch
+from mcr_plus.backends.shm import p2p_checks
 from mcr_plus.backends.shm.p2p_kernels import (
     BELLS,
-    BYTES,
+    CARRY_IN,
+    CARRY_OUT,
+    CHAINS,
+    DAMAGED,
     DUE_CODE,
     FILLED,
     HEAD,
+    HEADER,
     IDLE,
+    MARK,
     MODE,
     NEXT,
     PULLS,
@@ -38,6 +44,7 @@ from mcr_plus.backends.shm.p2p_kernels import (
 )
 from mcr_plus.backends.shm.segment import LINE
 from mcr_plus.core.kinds import DTYPES
+from mcr_plus.kernels.checksum import BLOCK, CHAIN_BYTES, changed
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +70,7 @@ class _Send:
     error: Exception | None = None  # sends do not fail
 
     def __init__(
-        self, p2p: PointToPoint, tensor: torch.Tensor, arguments: tuple[int, int, int, int, int]
+        self, p2p: PointToPoint, tensor: torch.Tensor, arguments: tuple[int, int, int, int, int, int]
     ) -> None:
         self.p2p, self.tensor, self.arguments = p2p, tensor, arguments
 
@@ -79,25 +86,44 @@ class _Receive(ReceivePoll):
     number = 0  # order of posting among waiting receives
 
     def __init__(
-        self, p2p: PointToPoint, signature: Signature, peer: int | None, tag: int, target: torch.Tensor
+        self,
+        p2p: PointToPoint,
+        signature: Signature,
+        peer: int | None,
+        tag: int,
+        target: torch.Tensor,
+        corrupted: Corrupted | None,
     ) -> None:
         self.p2p, self.signature = p2p, signature
         self.peer, self.tag, self.target = peer, tag, target
+        self.corrupted = corrupted
+
+    def end(self, source: int, damaged: int) -> None:
+        """Its message is there, with a first damaged block or -1."""
+        self.source = source
+        if damaged < 0 or self.corrupted is None:
+            self.done = True
+        else:
+            self.error = self.corrupted(source, damaged)
 
     def __call__(self) -> bool:
-        """Poll; raises `OrderMismatch` for a message of another dtype or size."""
+        """Poll; raises `OrderMismatch` for another dtype or size, and `corrupted` for a damaged message."""
         return self.done or self.p2p.drive(self)
 
 
 class _Unexpected:
-    """An unexpected message in memory of this process, and a receive posted for it while it arrives."""
+    """An unexpected message in memory of this process, and a receive posted for it while it arrives.
 
-    __slots__ = ("code", "complete", "data", "number", "receive", "source", "tag")
+    `kept`: its checksums, for a message that carries any; else None.
+    """
+
+    __slots__ = ("code", "complete", "data", "kept", "number", "receive", "source", "tag")
 
     def __init__(self, source: int, tag: int, code: int, nbytes: int, number: int) -> None:
         self.source, self.tag, self.code, self.number = source, tag, code, number
         self.data: Any = np.empty(nbytes, np.uint8)
         self.complete = False
+        self.kept: Any = None
         self.receive: _Receive | None = None
 
 
@@ -121,7 +147,8 @@ class PointToPoint:
         state: Any = np.zeros(HEAD + 2 * shape.ranks * ROW, np.int64)
         state[:NEXT] = 2 * shape.ranks, shape.depth, shape.slot, glances, spins, yields
         state[BELLS] = segment.bells
-        self._state = state
+        self._state: Any = state
+        self._chains: Any = None  # see `check`
         self._words = memoryview(state)  # reads and writes single words in half the time
         for peer in range(shape.ranks):
             if peer != group.rank:
@@ -146,16 +173,29 @@ class PointToPoint:
         self._state[row + FILLED : row + SLOTS + 1] = counters, counters + LINE, slots
         self._state[row + DUE_CODE] = -1
 
+    def check(self) -> bool:
+        """Let messages carry checksums, on all ranks before any is sent; False if slots are too small."""
+        if self._segment.shape.slot < HEADER + CHAIN_BYTES:
+            return False
+        if self._chains is None:
+            rows = range(HEAD, len(self._state), ROW)
+            self._chains = np.empty((len(rows), CHAIN_BYTES), np.uint8)
+            for row, chains in zip(rows, self._chains, strict=True):
+                self._state[row + CHAINS] = chains.ctypes.data
+            self._state[CARRY_OUT], self._state[CARRY_IN] = p2p_checks.prepare()
+        return True
+
     # -- starting ---------------------------------------------------------------------------------
 
-    def bind_send(self, signature: Signature) -> Start:
+    def bind_send(self, signature: Signature, mark: int = 0) -> Start:
         """Return the start of sends of a signature.
 
         A send is done when all bytes are in the queue: at once for a small message and a free slot.
-        Without a size in the signature, it is that of each message.
+        Without a size in the signature, it is that of each message. `mark`: `CHECKED` for messages that carry
+        checksums, see `check`.
         """
         if signature.nbytes is None:
-            return lambda message: self.bind_send(_sized(signature, message.inputs[0]))(message)
+            return lambda message: self.bind_send(_sized(signature, message.inputs[0]), mark)(message)
         code, nbytes = _described(signature)
         state, sends, me = self._state, self._sends, self._group.rank
 
@@ -163,9 +203,9 @@ class PointToPoint:
             peer, tensor = message.peer, message.inputs[0]
             assert peer is not None
             if peer == me:
-                self._send_to_self(message.match_tag, code, nbytes, tensor.data_ptr())
+                self._send_to_self(message.match_tag, code, nbytes, mark, tensor.data_ptr())
                 return _done
-            arguments = _row(peer, False), message.match_tag, code, nbytes, tensor.data_ptr()
+            arguments = _row(peer, False), message.match_tag, code, nbytes, mark, tensor.data_ptr()
             queue = sends[peer]
             if not queue and send(state, *arguments):
                 return _done
@@ -176,20 +216,23 @@ class PointToPoint:
 
         return start
 
-    def bind_receive(self, signature: Signature) -> Start:
+    def bind_receive(self, signature: Signature, corrupted: Corrupted | None = None) -> Start:
         """Return the start of receives of a signature.
 
-        The poll raises `OrderMismatch` if the message has another dtype or size. Its `source`, a group rank,
-        is set once the message has arrived.
+        The poll raises `OrderMismatch` if the message has another dtype or size, and what `corrupted` returns
+        for a message that carries checksums of other data. Its `source`, a group rank, is set once the
+        message has arrived.
         """
         if signature.nbytes is None:
-            return lambda message: self.bind_receive(_sized(signature, message.outputs[0]))(message)
+            return lambda message: self.bind_receive(_sized(signature, message.outputs[0]), corrupted)(
+                message
+            )
         code, nbytes = _described(signature)
         me, words, coming, due = self._group.rank, self._words, self._coming, self._due
 
         def start(message: Message) -> Poll:
             peer, tag, target = message.peer, message.match_tag, message.outputs[0]
-            receive = _Receive(self, signature, peer, tag, target)
+            receive = _Receive(self, signature, peer, tag, target, corrupted)
             early = self._take_unexpected(peer, tag) if self._unexpected else None
             if early is not None:
                 self._in_flight += 1
@@ -205,7 +248,7 @@ class PointToPoint:
             if words[row + MODE] == PULLS:
                 self._wait(receive)
             elif expect(self._state, row, tag, code, nbytes, target.data_ptr()):
-                receive.source, receive.done = peer, True
+                receive.end(peer, words[row + DAMAGED])
             else:
                 self._in_flight += 1
                 if words[row + MODE] == PULLS:
@@ -237,8 +280,10 @@ class PointToPoint:
             if words[row + MODE] == IDLE and source != self._group.rank:
                 words[row + MODE] = WATCHES
 
-    def _send_to_self(self, tag: int, code: int, nbytes: int, address: int) -> None:
-        early = self._new_unexpected(self._group.rank, tag, code, nbytes)
+    def _send_to_self(self, tag: int, code: int, nbytes: int, mark: int, address: int) -> None:
+        early = self._new_unexpected(self._group.rank, tag, code, nbytes, mark)
+        if early.kept is not None:
+            p2p_checks.take(address, nbytes, early.kept.ctypes.data)
         ctypes.memmove(early.data.ctypes.data, address, nbytes)
         early.complete = True
         receive = self._match(early.source, tag)
@@ -297,27 +342,28 @@ class PointToPoint:
     def _arrived(self, source: int) -> None:
         """Match the message at the head of a queue, which was not due."""
         row, words = _row(source, True), self._words
-        tag, code, nbytes = words[row + TAG : row + BYTES + 1]
+        tag, code, nbytes, mark = words[row + TAG : row + MARK + 1]
         due = self._due[source]
         if due is not None:  # it was posted before all receives that wait for this source
             self._due[source] = None
             self._waiting.setdefault((source, due.tag), deque()).appendleft(due)
-        receive = self._match(source, tag)
+        receive, kept = self._match(source, tag), 0
         if receive is not None:
             fits = self._fits(receive, source, code, nbytes)
             self._coming[source] = receive if fits else None
             self._in_flight += not fits
             address = receive.target.data_ptr() if fits else 0
         elif self._is_wanted(source):
-            early = self._new_unexpected(source, tag, code, nbytes)
+            early = self._new_unexpected(source, tag, code, nbytes, mark)
             self._unexpected.setdefault((source, tag), deque()).append(early)
             self._coming[source] = early
             self._in_flight += 1
             address = early.data.ctypes.data
+            kept = 0 if early.kept is None else early.kept.ctypes.data
         else:
             words[row + MODE] = IDLE
             return
-        if accept(self._state, row, address):
+        if accept(self._state, row, address, kept):
             self._taken(source)
 
     def _taken(self, source: int) -> None:
@@ -328,10 +374,11 @@ class PointToPoint:
             self._wanted[source] -= 1
         self._coming[source] = None
         self._in_flight -= 1
+        row, words = _row(source, True), self._words
         if self._is_wanted(source):
-            self._words[_row(source, True) + MODE] = WATCHES
+            words[row + MODE] = WATCHES
         if isinstance(came, _Receive):
-            came.source, came.done = source, True
+            came.end(source, words[row + DAMAGED])
         elif came is not None:
             came.complete = True
             if came.receive is not None:
@@ -358,9 +405,12 @@ class PointToPoint:
                 self._wanted[found.peer] -= 1
         return found
 
-    def _new_unexpected(self, source: int, tag: int, code: int, nbytes: int) -> _Unexpected:
+    def _new_unexpected(self, source: int, tag: int, code: int, nbytes: int, mark: int) -> _Unexpected:
         self._unexpected_count += 1
-        return _Unexpected(source, tag, code, nbytes, self._unexpected_count)
+        early = _Unexpected(source, tag, code, nbytes, self._unexpected_count)
+        if mark:
+            early.kept = np.zeros(max(1, -(-nbytes // BLOCK)), np.int64)
+        return early
 
     def _take_unexpected(self, peer: int | None, tag: int) -> _Unexpected | None:
         """Remove and return the first unexpected message that matches a receive, None without one."""
@@ -379,7 +429,11 @@ class PointToPoint:
         if self._fits(receive, early.source, early.code, early.data.nbytes):
             ctypes.memmove(receive.target.data_ptr(), early.data.ctypes.data, early.data.nbytes)
             self._in_flight -= 1
-            receive.source, receive.done = early.source, True
+            damaged = -1
+            if early.kept is not None:
+                nbytes, kept = early.data.nbytes, early.kept.ctypes.data
+                damaged = changed(receive.target.data_ptr(), nbytes, kept, 0, -(-nbytes // BLOCK))
+            receive.end(early.source, damaged)
 
     def _fits(self, receive: _Receive, source: int, code: int, nbytes: int) -> bool:
         """Whether a message has the dtype and size of the receive; if not, the receive fails."""

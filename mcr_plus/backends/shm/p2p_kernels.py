@@ -6,6 +6,9 @@ sender fills slots and the receiver empties them at the same time, so that a lar
 All functions work on one array, the state of a rank. `advance` moves slots of all queues in turns, returns to
 Python for decisions (an unexpected message has arrived, a message is complete), and otherwise after a moment
 without progress, so that it never blocks on a dead peer.
+
+A message may carry checksums of its data: then every slot has a header, with those of the blocks that end in
+it, and the functions of `p2p_checks` move the data, by their addresses. Others are moved without any of them.
 """
 
 from __future__ import annotations
@@ -14,14 +17,22 @@ from functools import cache
 from typing import Any, Final
 
 import numba
+import numpy as np
 
-from mcr_plus.backends.shm.atomics import copy, load_acquire, pause, store_release
+from mcr_plus.backends.shm.atomics import call, copy, load_acquire, pause, store_release
+from mcr_plus.backends.shm.faults import FAULT_WORDS
 from mcr_plus.backends.shm.wakeup import give_way, may_yield, ring
+from mcr_plus.kernels.checksum import CHAIN_BYTES
 from mcr_plus.kernels.cpu import compiled
 
 _types: Any = numba.types  # partly annotated, which type checkers report here
 
-_HEADER: Final = 64  # bytes: tag, code of the dtype, bytes of data
+HEADER: Final = 64
+"""Bytes before the data of a message: tag, code of the dtype, bytes of data, `CHECKED` or 0, checksums."""
+CHECKED: Final = 0x6D63725F76657269
+"""Of a message that carries checksums: no few bits that flip make another message one of these."""
+CHECKS_AT: Final = 32
+"""Where the checksums are in a header."""
 
 # Words of the state: constants, then two rows per rank, of the queue to it and the queue from it.
 ROWS: Final = 0
@@ -32,7 +43,9 @@ SPINS: Final = 4  # further checks after progress, before yielding and after
 YIELDS: Final = 5
 NEXT: Final = 6  # row to begin with, in turns
 BELLS: Final = 7
-HEAD: Final = 8
+CARRY_OUT: Final = 8  # addresses of the functions that move data with checksums, see `p2p_checks`; or 0
+CARRY_IN: Final = 9
+HEAD: Final = 10
 
 # Words of a row.
 MODE: Final = 0
@@ -44,13 +57,18 @@ SEEN: Final = 5
 TAG: Final = 6  # of the current message
 CODE: Final = 7
 BYTES: Final = 8
-ADDRESS: Final = 9  # of its data; 0: the data is discarded
-AT: Final = 10  # bytes moved, -1 before the header
-DUE_TAG: Final = 11  # of the message that is accepted without returning to Python
-DUE_CODE: Final = 12  # -1: none
-DUE_BYTES: Final = 13
-DUE_ADDRESS: Final = 14
-ROW: Final = 15
+MARK: Final = 9  # `CHECKED` or 0
+ADDRESS: Final = 10  # of its data; 0: the data is discarded
+AT: Final = 11  # bytes moved, -1 before the header
+DUE_TAG: Final = 12  # of the message that is accepted without returning to Python
+DUE_CODE: Final = 13  # -1: none
+DUE_BYTES: Final = 14
+DUE_ADDRESS: Final = 15
+CHAINS: Final = 16  # address of the chains of a block under way
+KEPT: Final = 17  # where the checksums that arrive are kept; 0: they are compared
+DAMAGED: Final = 18  # the first block whose checksum differs, or -1
+FAULT: Final = 19  # see `faults`
+ROW: Final = FAULT + FAULT_WORDS
 
 # Modes.
 IDLE: Final = 0
@@ -63,6 +81,15 @@ _NOTHING: Final = -1
 
 
 @compiled
+def _places(state, row):  # type: ignore[no-untyped-def]
+    """Bytes before the data of the next slot of a message, and how many there are at most."""
+    if state[row + MARK]:
+        return np.int64(HEADER), (state[SLOT] - HEADER) // CHAIN_BYTES * CHAIN_BYTES
+    skip = np.int64(HEADER) if state[row + AT] < 0 else np.int64(0)
+    return skip, state[SLOT] - skip
+
+
+@compiled
 def _push(state, row):  # type: ignore[no-untyped-def]
     """Fill a slot if one is free; returns whether one was."""
     depth, slot, own, at = state[DEPTH], state[SLOT], state[row + OWN], state[row + AT]
@@ -71,16 +98,17 @@ def _push(state, row):  # type: ignore[no-untyped-def]
         if own - state[row + SEEN] >= depth:
             return False
     place = state[row + SLOTS] + own % depth * slot
-    room = slot
+    skip, room = _places(state, row)
     if at < 0:
-        for word in range(3):
+        for word in range(4):
             store_release(place + 8 * word, state[row + TAG + word])
         at = 0
-        place += _HEADER
-        room -= _HEADER
     part = min(room, state[row + BYTES] - at)
     if part > 0:
-        copy(place, state[row + ADDRESS] + at, part)
+        if state[row + MARK]:
+            call(state[CARRY_OUT], state.ctypes.data + 8 * row, place, at, part)
+        else:
+            copy(place + skip, state[row + ADDRESS] + at, part)
     state[row + AT] = at + part
     state[row + OWN] = own + 1
     store_release(state[row + FILLED], own + 1)
@@ -102,16 +130,15 @@ def _pull(state, row):  # type: ignore[no-untyped-def]
     """Empty a slot if one is filled; returns whether one was."""
     if not _filled(state, row):
         return False
-    slot, own, at = state[SLOT], state[row + OWN], state[row + AT]
-    place = state[row + SLOTS] + own % state[DEPTH] * slot
-    room = slot
-    if at < 0:
-        at = 0
-        place += _HEADER
-        room -= _HEADER
+    own, at = state[row + OWN], max(np.int64(0), state[row + AT])
+    place = state[row + SLOTS] + own % state[DEPTH] * state[SLOT]
+    skip, room = _places(state, row)
     part = min(room, state[row + BYTES] - at)
     if part > 0 and state[row + ADDRESS] != 0:
-        copy(state[row + ADDRESS] + at, place, part)
+        if state[row + MARK]:
+            call(state[CARRY_IN], state.ctypes.data + 8 * row, place, at, part)
+        else:
+            copy(state[row + ADDRESS] + at, place + skip, part)
     state[row + AT] = at + part
     state[row + OWN] = own + 1
     store_release(state[row + EMPTIED], own + 1)
@@ -141,6 +168,8 @@ def _look(state, row):  # type: ignore[no-untyped-def]
         state[row + TAG + word] = value
         if state[row + DUE_TAG + word] != value:
             fits = False
+    state[row + MARK] = load_acquire(place + 8 * (MARK - TAG)) if state[CARRY_IN] else np.int64(0)
+    state[row + KEPT], state[row + DAMAGED] = 0, -1
     if fits:
         state[row + ADDRESS] = state[row + DUE_ADDRESS]
         state[row + AT] = -1
@@ -207,9 +236,9 @@ def advance(state, patient):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def send(state, row, tag, code, nbytes, address):  # type: ignore[no-untyped-def]
-    """Begin a send on an idle row; returns whether it is done."""
-    state[row + TAG], state[row + CODE], state[row + BYTES] = tag, code, nbytes
+def send(state, row, tag, code, nbytes, mark, address):  # type: ignore[no-untyped-def]
+    """Begin a send on an idle row; returns whether it is done. `mark`: `CHECKED` for checksums, or 0."""
+    state[row + TAG], state[row + CODE], state[row + BYTES], state[row + MARK] = tag, code, nbytes, mark
     state[row + ADDRESS], state[row + AT] = address, -1
     state[row + MODE] = PUSHES
     while state[row + MODE] == PUSHES and _push(state, row):
@@ -229,9 +258,12 @@ def expect(state, row, tag, code, nbytes, address):  # type: ignore[no-untyped-d
 
 
 @compiled
-def accept(state, row, address):  # type: ignore[no-untyped-def]
-    """Begin to receive the message that `advance` has found; returns whether it is complete."""
-    state[row + ADDRESS], state[row + AT] = address, -1
+def accept(state, row, address, kept):  # type: ignore[no-untyped-def]
+    """Begin to receive the message that `advance` has found; returns whether it is complete.
+
+    `kept`: where its checksums are to be kept, for one that is delivered later; else 0.
+    """
+    state[row + ADDRESS], state[row + AT], state[row + KEPT] = address, -1, kept
     state[row + MODE] = PULLS
     return _pull_on(state, row)
 
@@ -241,6 +273,6 @@ def prepare() -> None:
     """Compile the functions, or load them from disk: some seconds, during which no peer should wait."""
     words, integer = _types.int64[::1], _types.int64
     advance.compile((words, integer))
-    send.compile((words, *[integer] * 5))
+    send.compile((words, *[integer] * 6))
     expect.compile((words, *[integer] * 5))
-    accept.compile((words, integer, integer))
+    accept.compile((words, *[integer] * 3))

@@ -103,7 +103,6 @@ def fit(state: Any) -> bool:
     elements = blocks * BLOCK // width * (ranks if kind == ALL_REDUCE else 1)
     state[plain.SLICE] = elements
     state[plain.SLICES] = -(-int(state[plain.COUNT]) // elements)
-    state[plain.STREAMS] = 0  # what is written past the caches would be read from memory
     return True
 
 

@@ -1,11 +1,11 @@
 """Compiled functions of the direct collectives of shared memory that take checksums of what they move.
 
 The phases are those of `mcr_plus.backends.shm.collectives_kernels`, for kinds whose sizes are equal on all
-ranks. Data pass in blocks of 64 KiB: the checksum of a block is taken while it is in the core's cache, of the
-source right before it is copied into the slot, and of the target once a block has been copied there. Of a
+ranks. Data pass in blocks of 64 KiB. One loop copies a block into the slot and takes its checksum; that of the
+target is taken once a block has been copied there, while it is in the core's cache. Results that are larger
+than the caches are written past them, as without checksums: their checksum is of what is written. Of a
 reduction, a part of 8 KiB is taken of a peer's slot, then added, and the sums are taken once they are stored,
-all in the nearest cache. Copies are those of the C library, which write to memory without reading it first: a
-loop that copies and takes the checksum at once does not, and takes longer than the two one after the other.
+all in the nearest cache. What a rank sends to itself is copied and compared, without a checksum.
 Then the words of the flows are joined, this rank's row is posted, and the rows of all ranks are compared, all
 in one call.
 
@@ -20,7 +20,17 @@ from typing import Any, Final
 import numba
 import numpy as np
 
-from mcr_plus.backends.shm.atomics import call, copy, load_acquire, pause, store_release
+from mcr_plus.backends.shm.atomics import (
+    STREAMED,
+    call,
+    copy,
+    differs,
+    fence,
+    load_acquire,
+    pause,
+    store_release,
+    stream,
+)
 from mcr_plus.backends.shm.collectives_kernels import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -36,33 +46,33 @@ from mcr_plus.backends.shm.collectives_kernels import (
     KNOWN_AT,
     LINES,
     PUT,
-    PUT_AT,
     RANK,
     RANKS,
     REDUCE_SCATTER,
     REDUCED,
-    REDUCED_AT,
-    RING,
     ROOT,
     SLICE,
     SLICES,
     SOURCE,
     SPINS,
-    TAG,
-    TAGS_AT,
+    STREAMS,
     TAKEN,
     TAKEN_AT,
     TARGET,
     WIDTH,
     WORDS,
     YIELDS,
-    all_put,
-    all_reached,
     block_of,
     bounds_of,
-    may_put,
+    has_put,
+    has_reduced,
+    has_taken,
+    may_put_next,
+    may_reduce_next,
+    may_take_next,
     slot_of,
 )
+from mcr_plus.backends.shm.faults import FAULT_WORDS, damage
 from mcr_plus.backends.shm.segment import LINE
 from mcr_plus.backends.shm.wakeup import give_way, may_yield, ring
 from mcr_plus.dispatch.verify.flows import GOT, GOT_SUMS, SENT, SENT_SUMS
@@ -72,8 +82,10 @@ from mcr_plus.kernels.checksum import (
     CHAIN_BYTES,
     begin_block,
     block_checksum,
+    copy_block,
     end_block,
     join,
+    stream_block,
     take_part,
 )
 from mcr_plus.kernels.cpu import compiled
@@ -93,20 +105,16 @@ NUMBER: Final = WORDS + 8  # of the exchange, and address of its rows
 FIRST: Final = WORDS + 9
 POSTED: Final = WORDS + 10
 VERDICT: Final = WORDS + 11
-FAULT: Final = WORDS + 12  # where a bit flips in tests: one of the places below, 0 for nowhere
-FAULT_AFTER: Final = WORDS + 13  # after so many times at that place
-FAULT_BYTE: Final = WORDS + 14  # modulo the bytes there
-FAULT_MASK: Final = WORDS + 15  # of the bit, in its byte
-FAULT_WORD: Final = WORDS + 16
-CHAINS: Final = WORDS + 17  # address of `CHAIN_BYTES` for each rank and for the sums
-COUNTER: Final = WORDS + 18  # address of the number of the last exchange
-TABLE: Final = WORDS + 19  # for each end and peer the address of the first checksum of the flow, or 0
+FAULT: Final = WORDS + 12  # see `faults`
+CHAINS: Final = FAULT + FAULT_WORDS  # address of `CHAIN_BYTES` for each rank and for the sums
+COUNTER: Final = CHAINS + 1  # address of the number of the last exchange
+TABLE: Final = CHAINS + 2  # for each end and peer the address of the first checksum of the flow, or 0
 KINDS: Final = (ALL_REDUCE, ALL_REDUCE_WHOLE, ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, BROADCAST)
 
 IN_SLOT: Final = 1  # values that have been put
 IN_SUMS: Final = 2  # sums in a slot
 IN_TARGET: Final = 3  # what has been copied to the target
-IN_PEER: Final = 4  # in a peer's slot, before it is added
+IN_PEER: Final = 4  # in a peer's slot, before it is added, or written past the caches
 
 _TRIES: Final = 20  # looks at the rows of others for each of a state's spins
 _PART: Final = 8 << 10  # bytes that are added in one go: they stay in the nearest cache
@@ -114,23 +122,7 @@ _PART: Final = 8 << 10  # bytes that are added in one go: they stay in the neare
 
 @compiled
 def _damage(state, place, address, nbytes):  # type: ignore[no-untyped-def]
-    """Flip the bit that a test has asked for."""
-    if state[FAULT] != place or nbytes <= 0:
-        return
-    if state[FAULT_AFTER]:
-        state[FAULT_AFTER] -= 1
-        return
-    at, byte = address + state[FAULT_BYTE] % nbytes, state.ctypes.data + 8 * FAULT_WORD
-    state[FAULT_WORD] = 0
-    copy(byte, at, 1)
-    store_release(byte, load_acquire(byte) ^ state[FAULT_MASK])
-    copy(at, byte, 1)
-    state[FAULT] = 0
-
-
-@compiled
-def _check(out, block, address, nbytes):  # type: ignore[no-untyped-def]
-    store_release(out + 8 * block, block_checksum(address, nbytes))
+    damage(state.ctypes.data + 8 * FAULT, np.int64(place), address, nbytes)
 
 
 @compiled
@@ -146,26 +138,55 @@ def _send(state, peer, index, slot, source, nbytes):  # type: ignore[no-untyped-
     for block in range((nbytes + BLOCK - 1) // BLOCK):
         skip = block * BLOCK
         size = min(BLOCK, nbytes - skip)
-        _check(out, block, source + skip, size)
-        copy(slot + skip, source + skip, size)
+        store_release(out + 8 * block, copy_block(slot + skip, source + skip, size))
     _damage(state, IN_SLOT, slot, nbytes)
 
 
 @compiled
 def _deliver(state, end, peer, index, target, source, nbytes):  # type: ignore[no-untyped-def]
-    """Copy what a peer has sent to the target, unless it is there."""
-    out, own = _first(state, end, peer, index), np.int64(0)
-    if state[KIND] == ALL_TO_ALL and peer == state[RANK]:  # what no slot holds is checked here
-        own = _first(state, SENT, peer, index)
+    """Copy what a peer has sent to the target.
+
+    The checksum is of the target, read again, but where that is written past the caches, of what is written.
+    """
+    out = _first(state, end, peer, index)
+    streams = state[STREAMS] and target % STREAMED == 0
     for block in range((nbytes + BLOCK - 1) // BLOCK):
         skip = block * BLOCK
         size = min(BLOCK, nbytes - skip)
-        if own:
-            _check(own, block, source + skip, size)
-        if target != source:
-            copy(target + skip, source + skip, size)
+        if streams:
+            _damage(state, IN_PEER, source + skip, size)
+            store_release(out + 8 * block, stream_block(target + skip, source + skip, size))
+            continue
+        copy(target + skip, source + skip, size)
         _damage(state, IN_TARGET, target + skip, size)
-        _check(out, block, target + skip, size)
+        store_release(out + 8 * block, block_checksum(target + skip, size))
+
+
+@compiled
+def _keep(state, index, target, source, nbytes):  # type: ignore[no-untyped-def]
+    """Copy what this rank sends to itself, unless it is there, and compare the two.
+
+    What it has got of itself then has the checksums of what it has sent, those of an all_to_all being 0, or
+    others where the two differ.
+    """
+    me = state[RANK]
+    sent = _first(state, SENT, me if state[KIND] == ALL_TO_ALL else np.int64(0), index)
+    out = _first(state, GOT, me, index)
+    moves, streams = target != source, state[STREAMS] and target % STREAMED == 0
+    for block in range((nbytes + BLOCK - 1) // BLOCK):
+        end, different = min((block + 1) * BLOCK, nbytes), np.int64(0)
+        for skip in range(block * BLOCK, end, _PART):
+            size = min(np.int64(_PART), end - skip)
+            if moves and streams:
+                for at in range(skip, skip + size - STREAMED + 1, STREAMED):
+                    stream(target + at, source + at)
+                rest = size % STREAMED
+                copy(target + skip + size - rest, source + skip + size - rest, rest)
+            elif moves:
+                copy(target + skip, source + skip, size)
+                _damage(state, IN_TARGET, target + skip, size)
+                different |= differs(target + skip, source + skip, size)
+        store_release(out + 8 * block, load_acquire(sent + 8 * block) + different)
 
 
 @compiled
@@ -250,8 +271,7 @@ def _take(state, index, elements):  # type: ignore[no-untyped-def]
     if kind == BROADCAST:
         root = state[ROOT]
         if me == root:
-            target = state[SOURCE] + first * width
-            _deliver(state, GOT, root, index, target, target, elements * width)
+            _keep(state, index, state[SOURCE], state[SOURCE], elements * width)
         else:
             at = slot_of(state, root, index)
             _deliver(state, GOT, root, index, state[TARGET] + first * width, at, elements * width)
@@ -263,7 +283,10 @@ def _take(state, index, elements):  # type: ignore[no-untyped-def]
     elif kind in (ALL_GATHER, ALL_TO_ALL):
         for rank in range(state[RANKS]):
             target, at = state[TARGET] + (rank * state[COUNT] + first) * width, block_of(state, rank, index)
-            _deliver(state, GOT, rank, index, target, at, elements * width)
+            if rank == me:
+                _keep(state, index, target, at, elements * width)
+            else:
+                _deliver(state, GOT, rank, index, target, at, elements * width)
 
 
 @compiled
@@ -274,36 +297,18 @@ def _elements(state, index):  # type: ignore[no-untyped-def]
 @compiled
 def _step(state):  # type: ignore[no-untyped-def]
     """Run each phase for one slice if possible; returns whether any ran."""
-    kind, base = state[KIND], state[BASE]
-    line = state[LINES] + state[RANK] * LINE
-    put, reduced, taken = state[PUT], state[REDUCED], state[TAKEN]
     moved = False
-    if put < state[SLICES] and put < taken + state[RING] and may_put(state, base + put + 1 - state[RING]):
-        _put(state, put, _elements(state, put))
-        store_release(line + TAGS_AT + (base + put) % state[RING] * 8, state[TAG])
-        put += 1
-        state[PUT] = put
-        store_release(line + PUT_AT, base + put)
+    if may_put_next(state):
+        _put(state, state[PUT], _elements(state, state[PUT]))
+        has_put(state)
         moved = True
-    reduces = kind in (ALL_REDUCE, REDUCE_SCATTER, ALL_REDUCE_WHOLE)
-    if reduces and reduced < put and all_put(state, reduced):
-        _reduce(state, reduced, _elements(state, reduced))
-        reduced += 1
-        state[REDUCED] = reduced
+    if may_reduce_next(state):
+        _reduce(state, state[REDUCED], _elements(state, state[REDUCED]))
+        has_reduced(state)
         moved = True
-        if kind == ALL_REDUCE:
-            store_release(line + REDUCED_AT, base + reduced)
-    if kind == ALL_REDUCE:
-        may_take = taken < reduced and all_reached(state, np.int64(REDUCED_AT), base + taken + 1)
-    elif reduces:
-        may_take = taken < reduced
-    else:
-        may_take = taken < put and all_put(state, taken)
-    if may_take:
-        _take(state, taken, _elements(state, taken))
-        taken += 1
-        state[TAKEN] = taken
-        store_release(line + TAKEN_AT, base + taken)
+    if may_take_next(state):
+        _take(state, state[TAKEN], _elements(state, state[TAKEN]))
+        has_taken(state)
         moved = True
     return moved
 
@@ -317,6 +322,8 @@ def advance(state, patient):  # type: ignore[no-untyped-def]
             moved = _step(state)
         elif not state[POSTED]:
             store_release(state[LINES] + state[RANK] * LINE + KNOWN_AT, state[BASE])
+            if state[STREAMS]:
+                fence()
             join(state[FLOWS], state[FLOW_COUNT], state[CHECKSUMS], state[ROW])
             place = state[FIRST] + state[RANK] * state[STRIDE]
             post(state[ROW], state[ROW_WORDS], place, state[NUMBER])

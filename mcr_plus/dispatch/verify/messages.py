@@ -1,11 +1,13 @@
-"""Sends and receives that are verified: the checksums of a message follow it, and the receiver compares them.
+"""Sends and receives that are verified: the receiver compares checksums.
 
-They are a message of their own, with the same tag on the channel of verified operations, so the payload is
-not copied. Messages between two ranks with one tag keep their order, on either channel.
+Where messages of the library can, they carry their checksums. Elsewhere these follow a message, as one of
+their own with the same tag on the channel of verified operations, so the payload is not copied. Messages
+between two ranks with one tag keep their order, on either channel.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,6 +47,9 @@ class Messages:
         start = self._own.bind(signature)
         if not self._every:
             return start
+        carrying = self._own.bind_checked(signature, self._every, partial(self.corrupted, signature))
+        if carrying is not None:
+            return self._carrying(signature, start, carrying)
         checks = _Checks(self._steps, signature, self.group)
         if signature.kind == "send":
             return self._send(start, checks)
@@ -62,6 +67,27 @@ class Messages:
         key = peer, tag
         counts[key] = number = counts.get(key, 0) + 1
         return number % self._every == 0
+
+    def _carrying(self, signature: Signature, start: Start, carrying: Start) -> Start:
+        if self._every == 1 or signature.kind == "recv":
+            return carrying
+
+        def begin(message: Message) -> Poll:
+            is_due = self._is_due(self._sent, message.peer, message.match_tag)
+            return carrying(message) if is_due else start(message)
+
+        return begin
+
+    def corrupted(self, signature: Signature, source: int, block: int) -> DataCorrupted:
+        """The error of a message from a group rank, with the first block that has changed."""
+        group = self.group
+        sender, rank = group.ranks[source], group.ranks[group.rank]
+        operation = signature.describe()
+        return DataCorrupted(
+            f"{operation} on {self.library} in group '{group.name}': what rank {sender} has sent to rank "
+            f"{rank} has changed, first in block {block} (from byte {block * BLOCK})",
+            operation, rank, sender, self.library, block, group.name,
+        )  # fmt: skip
 
     def _send(self, start: Start, checks: _Checks) -> Start:
         blocks = checks.blocks
@@ -147,7 +173,8 @@ class VerifiedReceive(ReceivePoll):
             return False
         checks = self._checks
         if (block := checks.blocks.changed(self._target.data_ptr(), words[1])) is not None:
-            raise self._corrupted(block)
+            assert self.source is not None
+            raise self._messages.corrupted(self._signature, self.source, block)
         self._following = None
         checks.spare.append(words)
         return True
@@ -175,16 +202,6 @@ class VerifiedReceive(ReceivePoll):
         self._has_asked = True
         self._following = messages.asked(self, source, self._checks)
         return True
-
-    def _corrupted(self, block: int) -> DataCorrupted:
-        group, library = self._messages.group, self._messages.library
-        source, rank = (group.ranks[each] for each in (self.source or 0, group.rank))
-        operation = self._signature.describe()
-        return DataCorrupted(
-            f"{operation} on {library} in group '{group.name}': what rank {source} has sent to rank {rank} "
-            f"has changed, first in block {block} (from byte {block * BLOCK})",
-            operation, rank, source, library, block, group.name,
-        )  # fmt: skip
 
 
 def _ended(poll: Poll) -> bool:

@@ -1,0 +1,32 @@
+"""Bits that tests flip inside compiled functions which take checksums of what they move."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from mcr_plus.backends.shm.atomics import copy, load_acquire, store_release
+from mcr_plus.kernels.cpu import compiled
+
+# Words of a fault.
+PLACE: Final = 0  # where a bit flips: one of the places that a function names, 0 for nowhere
+AFTER: Final = 1  # after so many times at that place
+BYTE: Final = 2  # modulo the bytes there
+MASK: Final = 3  # of the bit, in its byte
+SCRATCH: Final = 4
+FAULT_WORDS: Final = 5
+
+
+@compiled
+def damage(fault, place, address, nbytes):  # type: ignore[no-untyped-def]
+    """Flip the bit that a test has asked for, if it is here. `fault`: address of `FAULT_WORDS` int64."""
+    if load_acquire(fault) != place or nbytes <= 0:
+        return
+    if load_acquire(fault + 8 * AFTER):
+        store_release(fault + 8 * AFTER, load_acquire(fault + 8 * AFTER) - 1)
+        return
+    at, byte = address + load_acquire(fault + 8 * BYTE) % nbytes, fault + 8 * SCRATCH
+    store_release(byte, 0)
+    copy(byte, at, 1)
+    store_release(byte, load_acquire(byte) ^ load_acquire(fault + 8 * MASK))
+    copy(at, byte, 1)
+    store_release(fault, 0)

@@ -1,0 +1,143 @@
+"""Functions that move the data of a message through a slot of its queue, and take checksums of it.
+
+Each block of 64 KiB has a checksum: of what is copied into a slot, and of the target once it has been copied
+there, in parts that the nearest cache holds; of a large message, of what is written to the target past the
+caches. A block may begin in one slot and end in another: its checksum is in the header of the slot in which
+it ends.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, Final, NamedTuple
+
+import numba
+import numpy as np
+
+from mcr_plus.backends.shm.atomics import STREAMED, copy, fence, load_acquire, store_release
+from mcr_plus.backends.shm.faults import damage
+from mcr_plus.backends.shm.p2p_kernels import (
+    ADDRESS,
+    BYTES,
+    CHAINS,
+    CHECKED,
+    CHECKS_AT,
+    DAMAGED,
+    FAULT,
+    HEADER,
+    KEPT,
+    MARK,
+)
+from mcr_plus.kernels import checksum
+from mcr_plus.kernels.checksum import (
+    BLOCK,
+    begin_block,
+    block_checksum,
+    checksums,
+    copy_block,
+    copy_part,
+    end_block,
+    stream_part,
+    take_part,
+)
+from mcr_plus.kernels.cpu import c_function, compiled
+
+_types: Any = numba.types  # partly annotated, which type checkers report here
+
+IN_SLOT: Final = 1  # places of faults: what has been copied into a slot, or to the target
+IN_TARGET: Final = 2
+STREAMED_FROM: Final = 8 << 20
+"""Bytes of a message that is written past the caches, as results of collectives are."""
+_PART: Final = 16 << 10  # bytes that are read and copied in one go
+
+
+@compiled
+def _word(row, word):  # type: ignore[no-untyped-def]
+    return load_acquire(row + 8 * word)
+
+
+@compiled
+def _ends_of(row, at, left):  # type: ignore[no-untyped-def]
+    """Of the bytes `left` from `at` on: those up to the end of the block, and whether it ends there."""
+    size = min(BLOCK - at % BLOCK, left)
+    return size, (at + size) % BLOCK == 0 or at + size == _word(row, BYTES)
+
+
+def _carry_out(row, place, at, nbytes):  # type: ignore[no-untyped-def]
+    """Copy bytes of a message into a slot, and the checksums of the blocks that end there into its header."""
+    chains, source = _word(row, CHAINS), _word(row, ADDRESS) + at
+    target, checks, done = place + HEADER, place + CHECKS_AT, np.int64(0)
+    while done < nbytes:
+        size, ends = _ends_of(row, at + done, nbytes - done)
+        if ends and (at + done) % BLOCK == 0:
+            store_release(checks, copy_block(target + done, source + done, size))
+        else:
+            if (at + done) % BLOCK == 0:
+                begin_block(chains)
+            copy_part(chains, target + done, source + done, size)
+            if ends:
+                store_release(checks, end_block(chains))
+        done += size
+        checks += 8
+    damage(row + 8 * FAULT, np.int64(IN_SLOT), target, nbytes)
+
+
+def _carry_in(row, place, at, nbytes):  # type: ignore[no-untyped-def]
+    """Copy bytes of a message from a slot to where it belongs, and compare its checksums, or keep them."""
+    chains, target, kept = _word(row, CHAINS), _word(row, ADDRESS) + at, _word(row, KEPT)
+    source, checks, done = place + HEADER, place + CHECKS_AT, np.int64(0)
+    streams = _word(row, BYTES) >= STREAMED_FROM and target % STREAMED == 0
+    if _word(row, MARK) != CHECKED:
+        store_release(row + 8 * DAMAGED, np.int64(0))
+    while done < nbytes:
+        block = (at + done) // BLOCK
+        size, ends = _ends_of(row, at + done, nbytes - done)
+        if kept:
+            copy(target + done, source + done, size)
+            if ends:
+                store_release(kept + 8 * block, load_acquire(checks))
+        else:
+            found = np.int64(0)
+            if size <= _PART and ends and (at + done) % BLOCK == 0:
+                copy(target + done, source + done, size)
+                damage(row + 8 * FAULT, np.int64(IN_TARGET), target + done, size)
+                found = block_checksum(target + done, size)
+            else:
+                if (at + done) % BLOCK == 0:
+                    begin_block(chains)
+                if streams:
+                    stream_part(chains, target + done, source + done, size)
+                for skip in range(done, np.int64(0) if streams else done + size, _PART):
+                    part = min(np.int64(_PART), done + size - skip)
+                    copy(target + skip, source + skip, part)
+                    damage(row + 8 * FAULT, np.int64(IN_TARGET), target + skip, part)
+                    take_part(chains, target + skip, part)
+                if ends:
+                    found = end_block(chains)
+            if ends and found != load_acquire(checks) and _word(row, DAMAGED) < 0:
+                store_release(row + 8 * DAMAGED, block)
+        done += size
+        checks += 8
+    if streams:
+        fence()
+
+
+def take(address: int, nbytes: int, out: int) -> None:
+    """Write the checksums of what lies at an address to another."""
+    cut: Any = np.array([0, nbytes, 0])
+    checksums(address, cut.ctypes.data, 1, out, 0, -(-nbytes // BLOCK))
+
+
+class Carriers(NamedTuple):
+    """Addresses of the functions that move data: out to a slot, in from one."""
+
+    out: int
+    into: int
+
+
+@cache
+def prepare() -> Carriers:
+    """Compile the functions, or load them from disk."""
+    checksum.prepare()
+    kind = _types.void(*[_types.int64] * 4)
+    return Carriers(*(c_function(kind, function).address for function in (_carry_out, _carry_in)))

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _coalescing_manager
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch_features import FSDP2_ON_CPU, FSDP_HOOKS
 
 import mcr_plus as mcr
@@ -657,6 +658,65 @@ def fsdp_with_replicas() -> None:
     assert {("fsdp.0.replicas", "int4_block"), ("fsdp.2.replicas", "int4_block")} <= found, found
 
 
+def fsdp_moves_beside_passes() -> None:
+    """Prefetched parameters, and gradients, are waited for when they are needed, and are the same."""
+    with job(QUICK):
+        plain = trained(sharded(small_model()))
+    between = []  # in the forward pass, in the backward pass, and so on
+    with job(QUICK), mcr.record() as log:
+        model = mcr.fsdp(sharded(small_model()))
+        first, relu, last = model.children()
+        first.set_modules_to_forward_prefetch([last])  # type: ignore[operator]
+        for hook in (relu.register_forward_hook, relu.register_full_backward_hook):
+            hook(lambda *_: between.append(time.perf_counter()))
+        assert trained(model) == plain
+    moved: dict[str, list[Any]] = {}
+    for record in log.records:
+        moved.setdefault(str(record.tag), []).append(record)
+    for beside, moments in (
+        (moved["fsdp.2.parameters"][0::2], between[0::2]),
+        (moved["fsdp.0.parameters"][1::2], between[1::2]),
+        (moved["fsdp.2.gradients"], between[1::2]),
+    ):
+        for move, computing in zip(beside, moments, strict=True):
+            assert move.is_async
+            assert move.t_issue < computing < move.t_done
+
+
+def fsdp_gradients_that_are_read_early() -> None:
+    """By hooks, by sums over passes, by conversions of dtypes: means over ranks, as one process has them."""
+
+    def loss(model: nn.Module, rank: int) -> torch.Tensor:
+        inputs = values(rank, 8, 64, salt=1).to(next(model.parameters()).dtype)
+        squares: torch.Tensor = (model(inputs) - inputs[:, :8]).square()
+        return squares.mean()
+
+    in_bf16 = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}
+    for passes, hooked, options in ((1, True, {}), (3, False, {}), (3, True, {}), (1, True, in_bf16)):
+        with job(QUICK):
+            rank, size = dist.get_rank(), dist.get_world_size()
+            exact = small_model().double()
+            (sum(loss(exact, each) for each in range(size)) / size).backward()  # type: ignore[union-attr]
+            model = mcr.fsdp(sharded(small_model(), **options))
+            seen = dict[str, torch.Tensor]()
+
+            def see(name: str, param: Any, seen: dict[str, torch.Tensor] = seen) -> None:
+                seen[name] = param.grad.to_local().clone()
+
+            for name, param in model.named_parameters() if hooked else ():
+                param.register_post_accumulate_grad_hook(partial(see, name))
+            for _ in range(passes):
+                loss(model, rank).backward()
+            tolerance = 2e-2 if options else 1e-5
+            for (name, param), whole in zip(model.named_parameters(), exact.parameters(), strict=True):
+                assert whole.grad is not None
+                assert param.grad is not None
+                found = param.grad.to_local()  # type: ignore[attr-defined]
+                expected = passes * whole.grad.chunk(size)[rank].numpy()
+                np.testing.assert_allclose(found.double().numpy(), expected, rtol=tolerance, atol=tolerance)
+                assert not hooked or torch.equal(seen[name], found)
+
+
 def fsdp_is_refused() -> None:
     """On a torch without hooks for the collectives of FSDP2."""
     with job(), pytest.raises(mcr.Unsupported, match=r"has no set_custom_all_gather .*; update it"):
@@ -772,7 +832,13 @@ def profiled() -> None:
 OF_FSDP: Final = [
     *([fsdp_is_compressed] if FSDP2_ON_CPU else []),
     *(
-        [fsdp_with_codecs_of_its_own, fsdp_of_two_models, fsdp_with_replicas]
+        [
+            fsdp_with_codecs_of_its_own,
+            fsdp_of_two_models,
+            fsdp_with_replicas,
+            fsdp_moves_beside_passes,
+            fsdp_gradients_that_are_read_early,
+        ]
         if FSDP_HOOKS
         else [fsdp_is_refused]
     ),

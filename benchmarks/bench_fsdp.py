@@ -6,8 +6,9 @@
 
 The transformer of examples/gpt is sharded by `fully_shard`, block by block, over two ranks on two hosts
 (benchmarks/racks.py) with a link of the given rate; each block has the next one prefetched in the forward
-pass, and FSDP2 does the same in the backward pass. Each way trains the same model on the same text, in turns; the loss is that of
-held-out windows at the end. Bytes are those that a rank's interface sends in a step, headers included.
+pass, and FSDP2 does the same in the backward pass. Each way trains the same model on the same text, in turns;
+the loss is that of held-out windows at the end. Bytes are those that a rank's interface sends in a step,
+headers included.
 
 "Processor": of all threads of a rank in a step, gloo's among them; "alone": the same of forward and backward
 passes without sharding, and AdamW on half of the parameters. "Wire": the bytes of a step over the rate. Where

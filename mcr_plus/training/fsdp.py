@@ -34,9 +34,10 @@ def fsdp(
     and error feedback. The model's groups must have the backend `mcr`. Call this function with the same
     arguments on all ranks, after `fully_shard`; another call for the same model replaces the first.
 
-    On the CPU, parameters that FSDP2 prefetches and gradients travel while the passes compute: in the backward
-    pass by themselves, in the forward pass where the program calls torch's `set_modules_to_forward_prefetch`.
-    Gradients are complete when `backward()` returns; at most two modules' are in flight.
+    On the CPU, parameters that FSDP2 prefetches, and gradients, travel while the passes compute: in the
+    backward pass by themselves, in the forward pass where the program calls torch's
+    `set_modules_to_forward_prefetch`. Gradients are complete when `backward()` returns; those of at most two
+    modules are in flight.
 
     Raises:
         InvalidArgument: no module of the model is sharded by `fully_shard`, or another existing model has the

@@ -1,4 +1,4 @@
-"""The custom collectives of FSDP2 that `mcr.fsdp` sets: an all_gather of parameters, a reduce_scatter of gradients.
+"""The collectives of FSDP2 that `mcr.fsdp` sets: an all_gather of parameters, a reduce_scatter of gradients.
 
 FSDP2 relies on streams for overlap, and calls both synchronously. The CPU has no streams, so here they are
 asynchronous:

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import has_come, wait_for_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _coalescing_manager
@@ -659,28 +660,41 @@ def fsdp_with_replicas() -> None:
 
 
 def fsdp_moves_beside_passes() -> None:
-    """Prefetched parameters, and gradients, are waited for when they are needed, and are the same."""
+    """Rank 0 computes while it waits for nothing: rank 1 takes part in a collective only when it has."""
     with job(QUICK):
-        plain = trained(sharded(small_model()))
-    between = []  # in the forward pass, in the backward pass, and so on
+        plain = trained(sharded(small_model()), steps=1)
     with job(QUICK), mcr.record() as log:
         model = mcr.fsdp(sharded(small_model()))
         first, relu, last = model.children()
         first.set_modules_to_forward_prefetch([last])  # type: ignore[operator]
-        for hook in (relu.register_forward_hook, relu.register_full_backward_hook):
-            hook(lambda *_: between.append(time.perf_counter()))
-        assert trained(model) == plain
-    moved: dict[str, list[Any]] = {}
-    for record in log.records:
-        moved.setdefault(str(record.tag), []).append(record)
-    for beside, moments in (
-        (moved["fsdp.2.parameters"][0::2], between[0::2]),
-        (moved["fsdp.0.parameters"][1::2], between[1::2]),
-        (moved["fsdp.2.gradients"], between[1::2]),
-    ):
-        for move, computing in zip(beside, moments, strict=True):
-            assert move.is_async
-            assert move.t_issue < computing < move.t_done
+        if dist.get_rank() == 0:
+            relu.register_forward_hook(lambda *_: has_come("fsdp in forward"))
+            relu.register_full_backward_hook(lambda *_: has_come("fsdp in backward"))
+        else:
+            # The parameters of `last` in the forward pass, those of `first` in the backward pass, and the
+            # gradients of `last`.
+            for layer, passes in ((last, ["forward", ""]), (first, ["", "backward"])):
+                shard: Any = layer._get_fsdp_state()._fsdp_param_group  # type: ignore[operator, union-attr]
+                layer.set_custom_all_gather(_Late(shard._all_gather_comm, passes))  # type: ignore[operator]
+                if layer is last:
+                    reduce = _Late(shard._reduce_scatter_comm, ["backward"])
+                    layer.set_custom_reduce_scatter(reduce)  # type: ignore[operator]
+        assert trained(model, steps=1) == plain
+    tags = {f"fsdp.{name}.{what}" for name in (0, 2) for what in ("parameters", "gradients")}
+    assert {record.tag for record in log.records if record.is_async} >= tags
+
+
+class _Late:
+    """A collective of FSDP2 of which each call waits until rank 0 is in a pass, or for nothing."""
+
+    def __init__(self, collective: Any, passes: list[str]) -> None:
+        self._collective, self._passes = collective, passes
+        self.allocate = collective.allocate
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        if where := self._passes.pop(0):
+            wait_for_ranks(f"fsdp in {where}", 1)
+        return self._collective(*args, **keywords)
 
 
 def fsdp_gradients_that_are_read_early() -> None:

@@ -5,9 +5,10 @@
     python benchmarks/bench_fsdp.py --dtype bfloat16 --lr 1e-6 --ways 'mcr_plus;delta, int8_block'
 
 The transformer of examples/gpt is sharded by `fully_shard`, block by block, over two ranks on two hosts
-(benchmarks/racks.py) with a link of the given rate; each block has the next one gathered while it computes,
-where the backend does that. Each way trains the same model on the same text, in turns; the loss is that of
-held-out windows at the end. Bytes are those that a rank's interface sends in a step, headers included.
+(benchmarks/racks.py) with a link of the given rate; each block has the next one prefetched in the forward
+pass, and FSDP2 does the same in the backward pass. Each way trains the same model on the same text, in turns;
+the loss is that of held-out windows at the end. Bytes are those that a rank's interface sends in a step,
+headers included.
 
 "Processor": of all threads of a rank in a step, gloo's among them; "alone": the same of forward and backward
 passes without sharding, and AdamW on half of the parameters. "Wire": the bytes of a step over the rate. Where
@@ -22,6 +23,7 @@ import atexit
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from statistics import mean, median
 from time import perf_counter, process_time
 from typing import Annotated, Any, Final
@@ -80,7 +82,9 @@ def trained(way: str, steps: int, seed: int, settings: dict[str, Any]) -> dict[s
     for block in model.blocks:
         fully_shard(block, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
-    if WAYS[way]:
+    for module, following in pairwise([model, *model.blocks]):
+        module.set_modules_to_forward_prefetch([following])  # type: ignore[operator]  # of FSDPModule
+    if way != GLOO:
         mcr.fsdp(model, **WAYS[way])
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings["lr"], fused=True)
     took, sent, processor = torch.empty(steps), torch.empty(steps), torch.empty(steps)

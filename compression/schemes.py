@@ -352,7 +352,6 @@ class TwoShot(Scheme):
         begins = [end - count for end, count in zip(accumulate(counts), counts, strict=True)]
         state = self.state(values, values.numel())
         mine = values[begins[me] : begins[me] + counts[me]]
-        total = lease.tensor(counts[me], torch.float32)
 
         def write(index: int, wire: torch.Tensor) -> int:
             if index == me or not counts[index]:
@@ -371,16 +370,21 @@ class TwoShot(Scheme):
         )
         if self._back is None:
             target = message.outputs[0].view(-1)
+            in_place = target.dtype is torch.float32
+            total = target if in_place else lease.tensor(counts[me], torch.float32)
 
             def add() -> None:
                 state.begin_sum(mine, begins[me], total, scale)
                 for rank, wire in enumerate(out.received):
                     if rank != me:
                         codec.decode_accumulate(wire, total, scale)
-                target.copy_(total)
+                if not in_place:
+                    target.copy_(total)
 
             out.works[-1].then(lease.release_after(add))
             return self.handle(out.works, rest)
+
+        total = lease.tensor(counts[me], torch.float32)
 
         def encode_sum(_: int, wire: torch.Tensor) -> int:
             state.begin_sum(mine, begins[me], total, scale)

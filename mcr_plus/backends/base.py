@@ -294,6 +294,11 @@ class Backend(ABC):
     def __init__(self, world: World) -> None:
         """Initialise the library; collective over the job's ranks only if that is."""
 
+    @classmethod
+    def keeps_those_apart(cls, signature: Signature) -> bool:  # noqa: ARG003
+        """`keeps_apart` for the operations of one signature."""
+        return cls.keeps_apart
+
     # -- of the library, before it is initialised -----------------------------------------------------
 
     @classmethod

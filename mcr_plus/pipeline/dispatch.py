@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NoReturn
 
-from mcr_plus.backends.base import Poll, Start, done
+from mcr_plus.backends.base import Backend, Poll, Start, done
 from mcr_plus.core.kinds import REDUCING, VECTOR
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.dispatch.failover.channel import FailoverChannel
@@ -68,7 +68,7 @@ class DispatchStage(Stage):
         if self._compares_every(signature):
             return "ranks compare what they issue at every call"
         backend = self._backends.get(signature.backend or "")
-        apart = backend is not None and backend.keeps_apart
+        apart = backend is not None and self._keeps_apart(backend, signature)
         later = f"; later {signature.backend} keeps operations that differ apart" if apart else ""
         return f"ranks compare what they issue the first time{later}"
 
@@ -99,7 +99,13 @@ class DispatchStage(Stage):
         if backend is None or backend.on_stream:
             return False
         of_any_size = signature.encoding is not None and signature.kind in VECTOR
-        return of_any_size or not backend.keeps_apart
+        return of_any_size or not self._keeps_apart(backend, signature)
+
+    def _keeps_apart(self, backend: type[Backend], signature: Signature) -> bool:
+        """Whether the library keeps an operation apart; a part of what it does, not in other courses."""
+        if backend.on_stream or backend.keeps_apart or self._options.failover or self._options.verify:
+            return backend.keeps_apart
+        return backend.keeps_those_apart(signature)
 
     def _bind(self, signature: Signature, runtime: GroupRuntime) -> Issue:
         channel = runtime.channels[signature.backend or ""]

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import nn
 
-from mcr_plus.core.c10d import AllgatherOptions, ReduceScatterOptions
-from mcr_plus.errors import InvalidArgument, NotInitialized, Unsupported
+from mcr_plus.errors import InvalidArgument, Unsupported
 from mcr_plus.runtime.process import job
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-
-    from mcr_plus.torch_backend.process_group import McrProcessGroup
 
 Compress = str | Mapping[str, object] | bool | None
 Model = TypeVar("Model", bound=nn.Module)
@@ -40,6 +34,11 @@ def fsdp(
     and error feedback. The model's groups must have the backend `mcr`. Call this function with the same
     arguments on all ranks, after `fully_shard`; another call for the same model replaces the first.
 
+    On the CPU, parameters that FSDP2 prefetches, and gradients, travel while the passes compute: in the
+    backward pass by themselves, in the forward pass where the program calls torch's
+    `set_modules_to_forward_prefetch`. Gradients are complete when `backward()` returns; those of at most two
+    modules are in flight.
+
     Raises:
         InvalidArgument: no module of the model is sharded by `fully_shard`, or another existing model has the
             tag.
@@ -62,6 +61,7 @@ def fsdp(
     from torch.distributed.fsdp import FSDPModule
 
     from mcr_plus.torch_backend.process_group import McrProcessGroup
+    from mcr_plus.training.fsdp_collectives import BackwardPass, Gather, ReduceScatter, checked_group
 
     shards: list[tuple[str, Any]] = [  # for type checkers, an FSDPModule is no module
         (name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)
@@ -74,14 +74,15 @@ def fsdp(
     if replicas is not None and not any(groups):
         raise Unsupported("fsdp: replicas: the model's mesh has no dimension of replicas; use a hybrid one")
     # Without a codec, the group between replicas may have another backend.
-    between = [_checked_group(group) if group and replicas is not None else group for group in groups]
+    between = [checked_group(group) if group and replicas is not None else group for group in groups]
     tags = [f"{tag}.{name}" if name else tag for name, _ in shards]
     _claim_tags({inside: module for inside, (_, module) in zip(tags, shards, strict=True)}, tag)
+    backward = BackwardPass()
     for inside, (_, module), group in zip(tags, shards, between, strict=True):
-        reduce_scatter = _ReduceScatter(gradients, f"{inside}.gradients")
+        reduce_scatter = ReduceScatter(module, gradients, f"{inside}.gradients", backward)
         if isinstance(group, McrProcessGroup):
             reduce_scatter.set_replica_options(group, replicas, f"{inside}.replicas")
-        module.set_custom_all_gather(_AllGather(parameters, f"{inside}.parameters"))
+        module.set_custom_all_gather(Gather(module, parameters, f"{inside}.parameters"))
         module.set_custom_reduce_scatter(reduce_scatter)
     return model
 
@@ -129,70 +130,3 @@ def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
     for child in module.children():
         if not isinstance(child, FSDPModule):
             yield from _own_parameters(child)
-
-
-class _Step:
-    """Base of both custom collectives: their memory, and the options of their calls."""
-
-    def __init__(self, compress: Compress, tag: str) -> None:
-        self._options: dict[str, Any] = {"compress": compress, "tag": tag}
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class _AllGather(_Step):
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
-    ) -> dist.Work | None:
-        options = AllgatherOptions()
-        options.asyncOp = async_op
-        work = _checked_group(group).all_gather_single(output_tensor, input_tensor, options, **self._options)
-        return work if async_op else None
-
-
-class _ReduceScatter(_Step):
-    _between: McrProcessGroup | None = None
-
-    def set_replica_options(self, group: McrProcessGroup, compress: Compress, tag: str) -> None:
-        """Set the options of the output's all_reduce between replicas."""
-        self._between, self._later = group, {"compress": compress, "tag": tag}
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        # FSDP2 has no hook for the all_reduce between replicas (its hook runs afterwards), but it allocates
-        # the tensor of that all_reduce here.
-        values = super().allocate(size, dtype=dtype, device=device)
-        if self._between is not None:
-            self._between.all_reduces_with(values, **self._later)
-        return values
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: Any,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        options = ReduceScatterOptions()
-        options.reduceOp, options.asyncOp = op, async_op
-        work = _checked_group(group).reduce_scatter_single(
-            output_tensor, input_tensor, options, **self._options
-        )
-        return work if async_op else None
-
-
-def _checked_group(group: Any) -> McrProcessGroup:
-    from mcr_plus.torch_backend.process_group import McrProcessGroup
-
-    if not isinstance(group, McrProcessGroup):
-        raise Unsupported(
-            f"fsdp: the model is sharded over a group of backend {group.name()}; "
-            "use init_process_group('mcr')"
-        )
-    if group.is_destroyed:
-        raise NotInitialized(
-            "fsdp: the process group over which the model is sharded has been destroyed; if ranks have been "
-            "lost, mcr.fsdp_state puts the state together, for a new model over the ranks that are left"
-        )
-    return group

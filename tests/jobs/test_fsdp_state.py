@@ -48,8 +48,11 @@ def test_shards_of_lost_ranks_come_from_their_replicas(victims: list[int], where
         check(value["later"], [[0, 1, 2, 3]] * 3 + [left] * 2)
 
 
-def test_shards_without_replicas_are_lost_and_a_model_can_be_sharded_again() -> None:
-    for value in survivors([2], [4], "before"):
+@pytest.mark.parametrize("where", ["before", "backward"])
+def test_shards_without_replicas_are_lost_and_a_model_can_be_sharded_again(where: str) -> None:
+    for value in survivors([2], [4], where):
+        assert value["seen"] == "PeerLost"
+        assert "mcr.fsdp_state puts the state together" in value["old"]
         assert value["error"].startswith("fsdp_state: of step 3, shards of ")
         assert "load a checkpoint into it" in value["error"]
         check(value["later"], [[0, 1, 3]])

@@ -53,10 +53,11 @@ def trained_alone(steps: Sequence[Sequence[int]]) -> tuple[nn.Module, torch.opti
 
 
 def _sharded(model: nn.Module, mesh: Any) -> nn.Module:
-    for layer in model.children():
-        if isinstance(layer, nn.Linear):
-            fully_shard(layer, mesh=mesh)
+    layers: list[Any] = [layer for layer in model.children() if isinstance(layer, nn.Linear)]
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
+    layers[0].set_modules_to_forward_prefetch(layers[1:])
     return mcr.fsdp(model)
 
 

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -21,10 +22,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import has_come, wait_for_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _coalescing_manager
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch_features import FSDP2_ON_CPU, FSDP_HOOKS
 
 import mcr_plus as mcr
@@ -657,6 +659,78 @@ def fsdp_with_replicas() -> None:
     assert {("fsdp.0.replicas", "int4_block"), ("fsdp.2.replicas", "int4_block")} <= found, found
 
 
+def fsdp_moves_beside_passes() -> None:
+    """Rank 0 computes while it waits for nothing: rank 1 takes part in a collective only when it has."""
+    with job(QUICK):
+        plain = trained(sharded(small_model()), steps=1)
+    with job(QUICK), mcr.record() as log:
+        model = mcr.fsdp(sharded(small_model()))
+        first, relu, last = model.children()
+        first.set_modules_to_forward_prefetch([last])  # type: ignore[operator]
+        if dist.get_rank() == 0:
+            relu.register_forward_hook(lambda *_: has_come("fsdp in forward"))
+            relu.register_full_backward_hook(lambda *_: has_come("fsdp in backward"))
+        else:
+            # The parameters of `last` in the forward pass, those of `first` in the backward pass, and the
+            # gradients of `last`.
+            for layer, passes in ((last, ["forward", ""]), (first, ["", "backward"])):
+                shard: Any = layer._get_fsdp_state()._fsdp_param_group  # type: ignore[operator, union-attr]
+                layer.set_custom_all_gather(_Late(shard._all_gather_comm, passes))  # type: ignore[operator]
+                if layer is last:
+                    reduce = _Late(shard._reduce_scatter_comm, ["backward"])
+                    layer.set_custom_reduce_scatter(reduce)  # type: ignore[operator]
+        assert trained(model, steps=1) == plain
+    tags = {f"fsdp.{name}.{what}" for name in (0, 2) for what in ("parameters", "gradients")}
+    assert {record.tag for record in log.records if record.is_async} >= tags
+
+
+class _Late:
+    """A collective of FSDP2 of which each call waits until rank 0 is in a pass, or for nothing."""
+
+    def __init__(self, collective: Any, passes: list[str]) -> None:
+        self._collective, self._passes = collective, passes
+        self.allocate = collective.allocate
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        if where := self._passes.pop(0):
+            wait_for_ranks(f"fsdp in {where}", 1)
+        return self._collective(*args, **keywords)
+
+
+def fsdp_gradients_that_are_read_early() -> None:
+    """By hooks, by sums over passes, by conversions of dtypes: means over ranks, as one process has them."""
+
+    def loss(model: nn.Module, rank: int) -> torch.Tensor:
+        inputs = values(rank, 8, 64, salt=1).to(next(model.parameters()).dtype)
+        squares: torch.Tensor = (model(inputs) - inputs[:, :8]).square()
+        return squares.mean()
+
+    in_bf16 = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}
+    for passes, hooked, options in ((1, True, {}), (3, False, {}), (3, True, {}), (1, True, in_bf16)):
+        with job(QUICK):
+            rank, size = dist.get_rank(), dist.get_world_size()
+            exact = small_model().double()
+            (sum(loss(exact, each) for each in range(size)) / size).backward()  # type: ignore[union-attr]
+            model = mcr.fsdp(sharded(small_model(), **options))
+            seen = dict[str, torch.Tensor]()
+
+            def see(name: str, param: Any, seen: dict[str, torch.Tensor] = seen) -> None:
+                seen[name] = param.grad.to_local().clone()
+
+            for name, param in model.named_parameters() if hooked else ():
+                param.register_post_accumulate_grad_hook(partial(see, name))
+            for _ in range(passes):
+                loss(model, rank).backward()
+            tolerance = 2e-2 if options else 1e-5
+            for (name, param), whole in zip(model.named_parameters(), exact.parameters(), strict=True):
+                assert whole.grad is not None
+                assert param.grad is not None
+                found = param.grad.to_local()  # type: ignore[attr-defined]
+                expected = passes * whole.grad.chunk(size)[rank].numpy()
+                np.testing.assert_allclose(found.double().numpy(), expected, rtol=tolerance, atol=tolerance)
+                assert not hooked or torch.equal(seen[name], found)
+
+
 def fsdp_is_refused() -> None:
     """On a torch without hooks for the collectives of FSDP2."""
     with job(), pytest.raises(mcr.Unsupported, match=r"has no set_custom_all_gather .*; update it"):
@@ -772,7 +846,13 @@ def profiled() -> None:
 OF_FSDP: Final = [
     *([fsdp_is_compressed] if FSDP2_ON_CPU else []),
     *(
-        [fsdp_with_codecs_of_its_own, fsdp_of_two_models, fsdp_with_replicas]
+        [
+            fsdp_with_codecs_of_its_own,
+            fsdp_of_two_models,
+            fsdp_with_replicas,
+            fsdp_moves_beside_passes,
+            fsdp_gradients_that_are_read_early,
+        ]
         if FSDP_HOOKS
         else [fsdp_is_refused]
     ),

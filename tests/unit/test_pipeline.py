@@ -57,6 +57,8 @@ def test_ranks_compare_what_the_library_does_not_keep_apart() -> None:
     for signature, said in (
         (SUM, every),
         (SUM.replace(backend="msccl"), first),
+        (SUM.replace(kind="all_gather", reduce_op=None), first.replace("msccl", "gloo")),  # two ranks
+        (SUM.replace(kind="all_gather", reduce_op=None, ranks=3), every),
         (vector, first),
         (vector.replace(encoding="fp16"), every),  # the library sees encoded bytes, not how many values
         (SUM.replace(backend="msccl", encoding="fp16"), first),

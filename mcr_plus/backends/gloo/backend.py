@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from mcr_plus.backends.base import NATIVE, Availability, Backend, Channel, Preference, Support
 from mcr_plus.backends.gloo.channel import GlooChannel, gloo_reduces, stuck
+from mcr_plus.backends.gloo.swap import swaps
 from mcr_plus.core import c10d
 from mcr_plus.core.group import Group
 from mcr_plus.core.message import Signature
@@ -88,6 +89,11 @@ class GlooBackend(Backend):
             return Support("emulated", "all_gather, then each rank reduces in rank order")
         how = _EMULATIONS.get(kind)
         return Support("emulated", how) if how else NATIVE
+
+    @classmethod
+    def keeps_those_apart(cls, signature: Signature) -> bool:
+        """See `Backend`: exchanges between two ranks are messages, which have tags."""
+        return swaps(signature)
 
     @classmethod
     def descriptors(cls, size: int) -> int:

@@ -13,6 +13,7 @@ import torch
 from mcr_plus.backends.base import BlockingPoll, Channel, Poll, Start
 from mcr_plus.backends.emulation import local_reduce
 from mcr_plus.backends.gloo.messages import SLOTS, WatchedReceive, WatchedSend, bytes_of, header_of, slot_of
+from mcr_plus.backends.gloo.swap import Swap, swaps, tag_of
 from mcr_plus.core import c10d
 from mcr_plus.core.deadline import Deadline
 from mcr_plus.core.group import Group
@@ -257,10 +258,18 @@ class GlooChannel(Channel):
     def _reduce_scatter(self, signature: Signature, op: ReduceOp) -> Start:
         assert signature.dtype is not None
         reduce_parts, size = local_reduce(op, signature.dtype), self._group.size
+        tag = tag_of(signature)
 
         def start(message: Message) -> Poll:
             value, out = message.inputs[0], message.outputs[0]
             parts = torch.empty_like(value)
+            if swaps(signature):
+                return self._swap(
+                    tag,
+                    bytes_of(value),
+                    bytes_of(parts),
+                    lambda: reduce_parts(parts.view(2, -1), out.view(-1)),
+                )
             work = self._exchange(parts, value, [], [])
             return self._poll(work, lambda: reduce_parts(parts.view(size, -1), out.view(-1)))
 
@@ -303,7 +312,26 @@ class GlooChannel(Channel):
 
         return start
 
-    def _all_gather(self, signature: Signature) -> Start:  # noqa: ARG002 - binders share a shape
+    def _swap(
+        self, tag: int, value: torch.Tensor, parts: torch.Tensor, finish: Callable[[], None] | None = None
+    ) -> Poll:
+        """all_to_all of bytes between two ranks."""
+        rank, (sent, received) = self._group.rank, (each.view(2, -1) for each in (value, parts))
+        received[rank].copy_(sent[rank])
+        return Swap(self._pg, 1 - rank, tag, sent[1 - rank], received[1 - rank], self._running, finish)
+
+    def _all_gather(self, signature: Signature) -> Start:
+        if swaps(signature):
+            tag, rank, running = tag_of(signature), self._group.rank, self._running
+
+            def swap(message: Message) -> Poll:
+                sent, parts = bytes_of(message.inputs[0]), bytes_of(message.outputs[0]).view(2, -1)
+                if parts[rank].data_ptr() != sent.data_ptr():
+                    parts[rank].copy_(sent)
+                return Swap(self._pg, 1 - rank, tag, sent, parts[1 - rank], running)
+
+            return swap
+
         def start(message: Message) -> Poll:
             return self._poll(self._gather_bytes(message.outputs[0], message.inputs[0]))
 
@@ -319,8 +347,12 @@ class GlooChannel(Channel):
 
         return start
 
-    def _all_to_all(self, signature: Signature) -> Start:  # noqa: ARG002
+    def _all_to_all(self, signature: Signature) -> Start:
+        tag = tag_of(signature)
+
         def start(message: Message) -> Poll:
+            if swaps(signature):
+                return self._swap(tag, bytes_of(message.inputs[0]), bytes_of(message.outputs[0]))
             return self._poll(self._exchange(message.outputs[0], message.inputs[0], [], []))
 
         return start

@@ -18,7 +18,9 @@ from mcr_plus.errors import OrderMismatch
 
 # A header: number of the message between two ranks under a tag, bytes, dtype, description.
 _HEADER: Final = struct.Struct("<QQ16s192s")
-SLOTS: Final = 2**7  # gloo's tags per tag of ours: one for headers, the others for messages in turn
+SLOTS: Final = 2**6  # gloo's tags per tag of ours: one for headers, the others for messages in turn
+FIRST_FREE: Final = 2**24 * SLOTS
+"""The first of gloo's tags, of 31 bits, that are not used for messages, as ours are below 2²⁴."""
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -52,7 +54,7 @@ class _Watchers:
             self._idle.append(inbox)
 
 
-_watchers = _Watchers()
+watchers: Final = _Watchers()
 
 
 class _Watched:
@@ -67,7 +69,7 @@ class _Watched:
     def __call__(self) -> bool:
         if self._state == "new":
             self._state = "watched"
-            _watchers.run(self._watch)
+            watchers.run(self._watch)
         if self._state != "done":
             return False
         if self._error is not None:

@@ -1,0 +1,219 @@
+"""The collectives of FSDP2 that `mcr.fsdp` sets: an all_gather of parameters, a reduce_scatter of gradients.
+
+FSDP2 relies on streams for overlap, and calls both synchronously. The CPU has no streams, so here they are
+asynchronous:
+
+- FSDP2 waits for a gather by its handle, if there is one, when a module uses the parameters: what it
+  prefetches travels while the module before computes.
+- It has no handle for a reduction, but reads nothing of a gradient before the backward pass ends, with the
+  exceptions in `_may_be_late`. A reduction is completed after the next one has been started, and the last at
+  the end of the pass (decision 43).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import Variable
+
+from mcr_plus.core.c10d import AllgatherOptions, ReduceScatterOptions
+from mcr_plus.errors import NotInitialized, Unsupported
+from mcr_plus.torch_backend.process_group import McrProcessGroup
+
+_NO_BACKWARD: Final = -1
+
+
+class _Collective:
+    """Base of both: the module, their memory, and the options of their calls."""
+
+    def __init__(self, module: nn.Module, compress: Any, tag: str) -> None:
+        self._module = weakref.ref(module)  # which refers to this object
+        self._options: dict[str, Any] = {"compress": compress, "tag": tag}
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for an input or output."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class Gather(_Collective):
+    """The all_gather of a module's parameters."""
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        """Start it; returns a handle if the call is asynchronous, as all are on the CPU."""
+        options = AllgatherOptions()
+        shards = _param_groups(self._module()) if input_tensor.is_cpu else []
+        options.asyncOp = async_op or bool(shards)
+        work = checked_group(group).all_gather_single(output_tensor, input_tensor, options, **self._options)
+        if shards:
+            return _Gathering(work, group, shards)
+        return work if async_op else None
+
+
+class _Gathering(dist.Work):
+    """The handle of a gather.
+
+    FSDP2 keeps a gather until it has used its result. One that has failed is taken from it, so that the next
+    pass starts another; and one of a group that is gone raises what another would raise.
+    """
+
+    def __init__(self, work: dist.Work, group: McrProcessGroup, shards: Sequence[Any]) -> None:
+        """`shards`: the groups of parameters that may keep it."""
+        super().__init__()
+        self._work, self._group, self._shards = work, group, shards
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for the parameters; raises what `checked_group` and the operation raise."""
+        checked_group(self._group)
+        try:
+            return self._work.wait() if timeout is None else self._work.wait(timeout)
+        finally:
+            if self._work.exception() is not None:
+                for shard in self._shards:
+                    kept = shard._all_gather_result
+                    if kept is not None and kept.all_gather_work is self:
+                        shard._all_gather_result = None
+
+    def is_completed(self) -> bool:
+        """Whether the gather has succeeded or failed."""
+        return self._work.is_completed()
+
+
+class BackwardPass:
+    """The reduction of a model that has been started, and is to be complete when the backward pass ends."""
+
+    def __init__(self) -> None:
+        self._work: dist.Work | None = None
+        self._task = _NO_BACKWARD
+
+    def started(self, work: dist.Work) -> None:
+        """Complete the reduction before this one, so that the memory of one at most is held while computing.
+
+        Raises the error of that one.
+        """
+        before, self._work = self._work, work
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            Variable._execution_engine.queue_callback(self.end)
+        if before is not None:
+            before.wait()
+
+    def end(self) -> None:
+        """Complete the last reduction; raises its error."""
+        work, self._work, self._task = self._work, None, _NO_BACKWARD
+        if work is not None:
+            work.wait()
+
+
+class ReduceScatter(_Collective):
+    """The reduce_scatter of a module's gradients."""
+
+    _between: McrProcessGroup | None = None
+
+    def __init__(self, module: nn.Module, compress: Any, tag: str, backward: BackwardPass) -> None:
+        super().__init__(module, compress, tag)
+        self._backward = backward
+
+    def set_replica_options(self, group: McrProcessGroup, compress: Any, tag: str) -> None:
+        """Set the options of the output's all_reduce between replicas."""
+        self._between, self._later = group, {"compress": compress, "tag": tag}
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """See `_Collective`.
+
+        FSDP2 has no hook for the all_reduce between replicas (its hook runs afterwards), but it allocates the
+        tensor of that all_reduce here.
+        """
+        values = super().allocate(size, dtype=dtype, device=device)
+        if self._between is not None:
+            self._between.all_reduces_with(values, **self._later)
+        return values
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Start it, and complete it now or in the course of the backward pass."""
+        is_late = not async_op and self._may_be_late(output_tensor, op)
+        options = ReduceScatterOptions()
+        options.reduceOp, options.asyncOp = op, async_op or is_late
+        work = checked_group(group).reduce_scatter_single(
+            output_tensor, input_tensor, options, **self._options
+        )
+        if is_late:
+            self._backward.started(work)
+        return work if async_op else None
+
+    def _may_be_late(self, output: torch.Tensor, op: Any) -> bool:
+        """Whether the result is needed at the end of the backward pass only."""
+        return (
+            output.is_cpu
+            and torch._C._current_graph_task_id() != _NO_BACKWARD
+            and op == dist.ReduceOp.AVG  # with others, FSDP2 may divide the result itself
+            and bool(shards := _param_groups(self._module()))
+            and not any(_reads_early(shard, output.dtype) for shard in shards)
+        )
+
+
+_USED: Final = ("fsdp_params", "_all_gather_result", "_all_reduce_hook", "_is_hsdp")
+
+
+def _param_groups(module: Any) -> list[Any]:
+    """FSDP2's own objects for the parameters of a module.
+
+    Empty where this version of torch has other attributes than those used here, which are not documented.
+    """
+    state = None if module is None else module._get_fsdp_state()
+    found = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    return found if all(hasattr(group, name) for group in found for name in _USED) else []
+
+
+def _reads_early(shard: Any, dtype: torch.dtype) -> bool:
+    """Whether FSDP2, or a hook of the program, reads gradients as soon as they are reduced.
+
+    It reduces them between replicas, adds them to those of an earlier pass, converts them to the dtype of the
+    parameters, and passes them to hooks.
+    """
+    params = [param.sharded_param for param in shard.fsdp_params if param.sharded_param.requires_grad]
+    return (
+        shard._is_hsdp
+        or shard._all_reduce_hook is not None
+        or any(
+            param.grad is not None
+            or param.dtype != dtype
+            or bool(getattr(param, "_post_accumulate_grad_hooks", None))
+            for param in params
+        )
+    )
+
+
+def checked_group(group: Any) -> McrProcessGroup:
+    """The group of a model's shards.
+
+    Raises:
+        Unsupported: it has another backend.
+        NotInitialized: it has been destroyed.
+    """
+    if not isinstance(group, McrProcessGroup):
+        raise Unsupported(
+            f"fsdp: the model is sharded over a group of backend {group.name()}; "
+            "use init_process_group('mcr')"
+        )
+    if group.is_destroyed:
+        raise NotInitialized(
+            "fsdp: the process group over which the model is sharded has been destroyed; if ranks have been "
+            "lost, mcr.fsdp_state puts the state together, for a new model over the ranks that are left"
+        )
+    return group

@@ -39,7 +39,8 @@ from two_hosts import need_two_hosts
 import mcr_plus as mcr
 from mcr_plus.kernels import delta
 from mcr_plus.kernels.digest import digest
-from mcr_plus.training import weight_link, weight_receiver
+from mcr_plus.training import weight_link
+from mcr_plus.training.weight_feed import Feed
 
 zstandard: Any = None
 with suppress(ImportError):
@@ -241,17 +242,17 @@ def _row(comm: mcr.Communicator, rate: float, way: str, versions: Sequence[torch
 def soaked(count: int) -> dict[str, Any] | None:
     """Versions of a small model with damage and restarts of the receiver; how many arrived bit for bit."""
     torch.set_num_threads(1)
-    received, draw = weight_receiver.WeightReceiver._received, np.random.default_rng(0)
+    received, draw = Feed._received, np.random.default_rng(0)
 
-    def damaged(self: Any, link: Any) -> Any:
-        kind, newest, parts, body = received(self, link)
+    def damaged(self: Any, *args: Any) -> Any:
+        kind, newest, parts, body = received(self, *args)
         if parts and draw.random() < 0.01:
             body[int(draw.integers(8 * parts, len(body)))] ^= 1 << int(draw.integers(8))
         return kind, newest, parts, body
 
     with mcr.init(backends=["gloo"]) as comm:
         if comm.rank == 1:
-            weight_receiver.WeightReceiver._received = damaged  # type: ignore[method-assign]
+            Feed._received = damaged  # type: ignore[assignment,method-assign]
         random = torch.Generator().manual_seed(0)
         weights = torch.randn(100_000, generator=random).bfloat16()
         mine, same, restarts, refused, anchors = weights.clone(), 0, 0, 0, 0

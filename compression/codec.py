@@ -96,8 +96,11 @@ class Codec(ABC):
         """The mapping that names this codec in a configuration or a call; JSON-able, see `make`."""
         return {"codec": self.name, **self.options.model_dump(mode="json", by_alias=True)}
 
-    def caution(self) -> str | None:
-        """What is known to cost quality where gradients get this codec; None if nothing is."""
+    def caution(self, feedback: str | None) -> str | None:  # noqa: ARG002
+        """What is known to cost quality where gradients get this codec; None if nothing is.
+
+        `feedback`: how the error is compensated, as `CompressOptions.feedback` names it.
+        """
         return None
 
     def enter(self, rank: int, key: str) -> None:  # noqa: B027 - most codecs need none of it

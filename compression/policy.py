@@ -143,7 +143,7 @@ def cautions(config: Config) -> list[str]:
         inter = getattr(options, "inter", None) if name == "hierarchical" else None
         used = options if inter is None else inter.compress
         if isinstance(used, CompressOptions) and used.codec != "none":
-            caution = codec_of(used).caution()
+            caution = codec_of(used).caution(used.feedback)
             found += [f"{place}: codec {used.codec}: {caution}"] if caution else []
     return found
 

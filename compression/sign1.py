@@ -23,8 +23,8 @@ class Sign1(BlockCodec):
 
     reduce = PayloadCodec.reduce  # the kernel module has none of its own
 
-    def caution(self) -> str | None:  # noqa: D102
+    def caution(self, feedback: str | None) -> str | None:  # noqa: ARG002, D102
         return (
-            "under Adam or AdamW, gradients cost 17 % of loss (a small GPT); "
-            "see docs/compression.md, Under Adam"
+            "not for gradients under Adam or AdamW: a small GPT lost 17 %; see docs/compression.md, "
+            "Under Adam, for what loses less"
         )

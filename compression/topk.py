@@ -75,13 +75,13 @@ class TopK(PayloadCodec):
         self._chunking = None if chunk is None else topk_records.Chunking(chunk, ratio, _BITS[values])
         self._kernel: Any = topk if chunk is None else topk_chunks
 
-    def caution(self) -> str | None:  # noqa: D102
+    def caution(self, feedback: str | None) -> str | None:  # noqa: D102
         adam = TopKOptions(**{key: self.presets["adam"][key] for key in TopKOptions.model_fields})
-        if self.options == adam:
+        if self.options == adam and feedback == "momentum_correction":
             return "preset adam is for Adam or AdamW with betas=(0.0, …): the codec has the momentum"
         return (
-            "under Adam or AdamW, gradients of every step cost 23 % of loss (a small GPT); "
-            "see docs/compression.md, Under Adam, for preset adam and outer steps"
+            "not for gradients of every step under Adam or AdamW, but for preset adam: a small GPT lost 23 % "
+            "at ratio 0.01 and 3.5 % at 0.1 with error feedback; see docs/compression.md, Under Adam"
         )
 
     def sent(self, numel: int) -> int:

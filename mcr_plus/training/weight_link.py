@@ -1,10 +1,11 @@
 """Connections on which weights travel: frames of a fixed head and a body, between a receiver and the source.
 
-Each receiver opens one TCP connection to the source. Both say which version of payloads and digests they
+Each receiver opens one TCP connection to each source. Both say which version of payloads and digests they
 have, and refuse another. Both prove that they belong to the job by signatures
 with the job's secret, each of numbers that the other has drawn. Then the receiver asks for what is newer than
-the version that it holds; the source answers when there is something newer. Nothing else travels, so that
-either end may close at any time. A frame:
+the version that it holds; the source answers when there is something newer. A request behind an `AIM` is for
+one version, once the source has it, or for the newest where the source cannot lead to that one any more.
+Nothing else travels, so that either end may close at any time. A frame:
 
     head, 32 bytes | SHA-256 of the body | HMAC-SHA-256 of both and the frame's number | the body
     body: the lengths of payloads, uint64 each | the payloads
@@ -36,8 +37,9 @@ from mcr_plus.errors import BackendError
 if TYPE_CHECKING:
     import torch
 
-WAIT, POLL, PAYLOADS, END = range(4)
-"""Kinds of frames: a request that waits for something newer, one that does not; answers; no more answers."""
+WAIT, POLL, PAYLOADS, END, AIM = range(5)
+"""Kinds of frames: a request that waits for something newer, one that does not; answers; no more answers; the
+version that the request behind it is for."""
 
 _HEAD: Final = struct.Struct("<4sBxxxQQQ")
 _MAGIC: Final = b"mcrw"
@@ -149,16 +151,21 @@ class Link:
         self.moved = time.monotonic()
         return sent
 
-    def receive(self, most: int) -> tuple[int, int, int, bytearray]:
+    def receive(
+        self, most: int, announced: Callable[[int, int], object] | None = None
+    ) -> tuple[int, int, int, bytearray]:
         """Wait for a frame of `send` with a body of at most `most` bytes: kind, its numbers, the body.
 
-        Raises as `send`, `EOFError` at the end, and `Untrusted` for what the other end has not sent.
+        `announced` is called with the kind and the first number before the body comes. Raises as `send`,
+        `EOFError` at the end, and `Untrusted` for what the other end has not sent.
         """
         assert self._theirs is not None
         signed, signature = self.take(_HEAD.size + _HASH), self.take(_SIGNATURE)
         if not hmac.compare_digest(signature, self._theirs.next(bytes(signed))):
             raise Untrusted("the head of a frame of weights does not have the signature of the other end")
         kind, nbytes, first, second = _unpacked(signed[: _HEAD.size], most)
+        if announced is not None:
+            announced(kind, first)
         if not nbytes:
             return kind, first, second, bytearray()
         body = bytearray(nbytes)

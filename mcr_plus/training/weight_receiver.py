@@ -1,35 +1,36 @@
-"""A receiver of weights: a thread that fetches and checks versions, and `pull`, which copies them out."""
+"""A receiver of weights: a thread that fetches and checks versions, and `pull`, which copies them out.
+
+With several source ranks, each of which sends a part, a version is whole when it has come from all of them.
+The first source, the *lead*, is asked for what is newer; when its answer begins, the others are asked for the
+version that it leads to, at the same time, so that all answers are for the same one. A source that has
+dropped what leads there answers for a newer one: then nothing is applied, and all are asked for that one.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, Final
 
-import torch
-
-from mcr_plus.errors import BackendError, CommTimeout, McrError, PeerLost
-from mcr_plus.kernels import delta
+from mcr_plus.errors import BackendError, CommTimeout, McrError, phrase_ranks
 from mcr_plus.training import weight_link as links
-from mcr_plus.training.weight_link import Ended, Link, Untrusted
-from mcr_plus.training.weights import Weights, combined, digest_of
+from mcr_plus.training.weight_feed import Answer, Feed
+from mcr_plus.training.weight_link import Ended
+from mcr_plus.training.weights import Weights
 
 _log = logging.getLogger("mcr_plus")
 AHEAD: Final = 4
 """Answers that are fetched although the program pulls none of them."""
-_TRIES: Final = 8
-_FAILURES: Final = 3  # answers in a row that cannot be used
-_UNKNOWN: Final = 0  # the digest of weights that are not usable
 
 
 class WeightReceiver:
     """Holds the newest version that has arrived whole; the module's tensors get it when the program pulls.
 
-    `place`: where the source listens. `source`, `rank`: ranks of the job.
+    `sources`: for each source rank, where it listens, and the numbers of the buffers that it fills. `rank`:
+    of this receiver. Ranks are those of the job.
     """
 
     def __init__(
@@ -37,29 +38,28 @@ class WeightReceiver:
         weights: Weights,
         what: str,
         secret: bytes,
-        place: tuple[str, int],
-        source: int,
+        sources: Mapping[int, tuple[tuple[str, int], Sequence[int]]],
         rank: int,
         ends: Callable[[], bool],
     ) -> None:
-        self._weights, self._what, self._secret, self._place = weights, what, secret, place
-        self._source, self._rank, self._group_ends = source, rank, ends
+        self._weights, self._what, self._rank, self._group_ends = weights, what, rank, ends
         self._held = weights.buffers()
         weights.read(self._held)
-        self._digests = digest_of(self._held)
-        self._most = 2 * weights.nbytes + (1 << 20)
         self._changed = threading.Condition()
         self._holding = threading.Lock()  # of `_held`
-        self._is_whole = True
-        self._version = self._applied = self._newest = 0
+        self._applied = self._newest = 0
         self._unused = self._fetched = 0  # answers since the last pull, and all
-        self._is_paused = self._was_said = False
+        self._is_paused = self._was_said = self._is_idle = False
         self._error: McrError | None = None
         self._closed = False
-        self._stats: dict[str, Any] = {
-            "density": 0.0, "bytes": 0, "seconds": 0.0, "anchors": 0, "received_bytes": 0, "refused": 0,
-            "pause_seconds": 0.0,
-        }  # fmt: skip
+        self._stats: dict[str, Any] = {"density": 0.0, "bytes": 0, "seconds": 0.0, "pause_seconds": 0.0}
+        self._feeds: list[Feed] = []
+        for source, (place, buffers) in sources.items():
+            held = [self._held[number] for number in buffers]
+            own_ends = self._ends if self._feeds else self._ends_or_looks
+            self._feeds.append(Feed(what, source, place, secret, rank, held, own_ends))
+        self._pending: dict[Feed, Future[Answer]] = {}
+        self._helpers: list[threading.Thread] = []
         self._thread = threading.Thread(target=self._fetch_all, name=f"mcr_plus-{what}", daemon=True)
         self._thread.start()
 
@@ -78,7 +78,7 @@ class WeightReceiver:
             with self._holding:
                 if self._is_new:  # again: the next version may have been taken in meanwhile, and be damaged
                     self._weights.write(self._held)
-                    self._applied = self._version
+                    self._applied = self._feeds[0].version
                     self._stats["pause_seconds"] = time.perf_counter() - begin
                     return self._applied
         return None
@@ -95,11 +95,7 @@ class WeightReceiver:
                 if left <= 0:
                     if self._is_new:
                         break
-                    raise CommTimeout(
-                        f"{self._what}: no version newer than {self._applied} from rank {self._source} "
-                        f"within {timeout:g} s",
-                        (self._source,),
-                    )
+                    raise self._late(timeout)
                 self._changed.wait(min(left, 0.5))
             if self._error is not None and not self._is_new:
                 raise self._error
@@ -107,9 +103,23 @@ class WeightReceiver:
                 raise BackendError(f"{self._what}: closed")
             return True
 
+    def _late(self, timeout: float) -> CommTimeout:
+        ranks = [feed.source for feed in self._feeds]
+        text = f"no version newer than {self._applied} from {phrase_ranks(ranks)} within {timeout:g} s"
+        late = [feed.source for feed, future in tuple(self._pending.items()) if not future.done()]
+        if late:
+            ranks, text = late, f"{text}: rank {ranks[0]} has one, {phrase_ranks(late)} not yet"
+        return CommTimeout(f"{self._what}: {text}", tuple(ranks))
+
     @property
     def _is_new(self) -> bool:
-        return self._is_whole and self._version > self._applied
+        return self._is_level and self._feeds[0].version > self._applied
+
+    @property
+    def _is_level(self) -> bool:
+        """Whether all sources have sent the same version whole."""
+        version = self._feeds[0].version
+        return all(feed.is_whole and feed.version == version for feed in self._feeds)
 
     @property
     def nbytes(self) -> int:
@@ -120,110 +130,107 @@ class WeightReceiver:
         """See `WeightSync.stats`."""
         with self._changed:
             behind = max(0, self._newest - self._applied)
-            return {**self._stats, "version": self._applied, "versions_behind": behind}
+            counted = {
+                "anchors": sum(feed.anchors for feed in self._feeds),
+                "refused": sum(feed.refused for feed in self._feeds),
+                "received_bytes": sum(feed.received for feed in self._feeds),
+            }
+            return {**self._stats, **counted, "version": self._applied, "versions_behind": behind}
 
     def close(self) -> None:
-        """End the thread."""
+        """End the threads."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         self._thread.join(5.0)
 
     def _ends(self) -> bool:
-        return self._closed or self._group_ends()
+        return self._closed or self._group_ends() or self._error is not None
+
+    def _ends_or_looks(self) -> bool:
+        """`_ends`; while only the lead's next version is expected, the other sources are looked after."""
+        if self._ends():
+            return True
+        if self._is_idle:
+            for feed in self._feeds[1:]:
+                feed.check()
+        return False
 
     # -- of the thread that fetches -------------------------------------------------------------------
 
     def _fetch_all(self) -> None:
-        link: Link | None = None
-        fruitless = 0  # connections in a row that have brought no answer
+        kind, aim, is_intended = links.WAIT, 0, False
         try:
-            while link is None:
-                link = links.connect(self._place, self._secret, self._rank, self._ends, _TRIES)
-                before = self._fetched
-                try:
-                    self._fetch_from(link)
-                except (OSError, EOFError) as error:  # the connection may have been the trouble
-                    if isinstance(error, Untrusted):
-                        with self._changed:
-                            self._stats["refused"] += 1
-                        _log.warning("%s: %s; rank %d connects again", self._what, error, self._rank)
-                    fruitless = fruitless + 1 if self._fetched == before else 0
-                    if fruitless == _TRIES:
-                        raise
-                    link.close()
-                    link = None
-                    time.sleep(0.05 * fruitless)
+            while True:
+                if self._unused >= AHEAD:
+                    self._pause()
+                    kind = links.POLL
+                answers = self._answers(kind, aim)
+                versions = {feed.version if each is None else each.version for feed, each in answers.items()}
+                aim = max(versions) if len(versions) > 1 else 0
+                if not aim:
+                    self._take(answers)
+                kind = links.WAIT if self._is_level else links.POLL
         except Ended:
-            if link is not None and not link.is_sending:
-                with contextlib.suppress(OSError, Ended):
-                    link.send(links.END)
-        except (OSError, EOFError) as error:
-            self._fail(
-                PeerLost(
-                    f"{self._what}: rank {self._source}, the source of weights, does not answer any more: "
-                    f"{error}",
-                    (self._source,),
-                    self._what,
-                    seen="connection closed",
-                )
-            )
+            is_intended = True
         except McrError as error:
             self._fail(error)
         except Exception as error:
             self._fail(BackendError(f"{self._what}: {type(error).__name__}: {error}"))
         finally:
-            if link is not None:
-                link.close()
+            for helper in self._helpers:
+                helper.join()
+            for feed in self._feeds:
+                feed.close(says_end=is_intended)
 
     def _fail(self, error: McrError) -> None:
         with self._changed:
             self._error = error
             self._changed.notify_all()
 
-    def _fetch_from(self, link: Link) -> None:
-        failures, kind = 0, links.WAIT
-        while True:
-            with self._changed:
-                if self._unused >= AHEAD:
-                    self._pause(link)
-                    kind = links.POLL
-            link.send(kind, self._version, self._digest)
-            answer, newest, count, body = self._received(link)
-            if answer == links.END:
-                raise BackendError(f"{self._what}: rank {self._source} has closed it")
-            kind = links.WAIT
-            begin = time.perf_counter()
+    def _answers(self, kind: int, aim: int) -> dict[Feed, Answer | None]:
+        """The lead's answer to a request, and those of the other sources for the same version.
+
+        None for a source of which nothing is needed for that.
+        """
+        lead, *others = self._feeds
+        pending = self._pending = {}
+
+        def announced(version: int) -> None:
+            self._is_idle = False
+            for feed in others:
+                if feed not in pending and feed.lacks(version):
+                    pending[feed] = self._beside(feed, version)
+
+        self._is_idle = True
+        try:
+            first = lead.fetch(kind, aim, announced)
+        finally:
+            self._is_idle = False
+        rest = {feed: pending[feed].result() if feed in pending else None for feed in others}
+        return {lead: first, **rest}
+
+    def _beside(self, feed: Feed, version: int) -> Future[Answer]:
+        """Fetch a version from one source on another thread."""
+        future: Future[Answer] = Future()
+
+        def run() -> None:
             try:
-                if count:
-                    self._take(body, count)
-                failures = 0
-            except BackendError as error:
-                failures += 1
-                with self._changed:
-                    self._stats["refused"] += 1
-                if failures == _FAILURES:
-                    raise
-                _log.warning("%s: %s; all weights are asked for instead", self._what, error)
-            with self._changed:
-                self._newest = max(self._newest, newest)
-                self._fetched += 1
-                self._unused += count > 0
-                if count:
-                    self._stats["seconds"] = time.perf_counter() - begin
-                self._changed.notify_all()
+                future.set_result(feed.fetch(links.WAIT, version))
+            except BaseException as error:
+                future.set_exception(error)
 
-    def _received(self, link: Link) -> tuple[int, int, int, bytearray]:
-        """The next answer."""
-        return link.receive(self._most)
+        # Those of a `ThreadPoolExecutor` are waited for at the end of the process.
+        thread = threading.Thread(target=run, name=f"mcr_plus-{self._what}", daemon=True)
+        self._helpers = [each for each in self._helpers if each.is_alive()]
+        thread.start()
+        self._helpers.append(thread)
+        return future
 
-    @property
-    def _digest(self) -> int:
-        return combined(self._digests) if self._is_whole else _UNKNOWN
-
-    def _pause(self, link: Link) -> None:
-        """Fetch nothing until the program pulls; raises `EOFError` if the connection is closed meanwhile."""
-        self._is_paused = True
+    def _pause(self) -> None:
+        """Fetch nothing until the program pulls."""
+        with self._changed:
+            self._is_paused = True
         if not self._was_said:
             self._was_said = True
             _log.warning(
@@ -233,36 +240,27 @@ class WeightReceiver:
         while self._is_paused:
             if self._ends():
                 raise Ended
-            link.check()
-            self._changed.wait(0.5)
+            for feed in self._feeds:
+                feed.check()
+            with self._changed:
+                if self._is_paused:
+                    self._changed.wait(0.5)
 
-    def _take(self, body: bytearray, count: int) -> None:
-        """Apply payloads. Raises `BackendError` if they do not follow from what is held, or are damaged."""
-        parts = len(self._held)
-        if count % parts or len(body) < 8 * count:
-            raise BackendError(f"{count} payloads in {len(body)} bytes for {parts} buffers")
-        sizes = struct.unpack_from(f"<{count}Q", body)
-        if sum(sizes) != len(body) - 8 * count:
-            raise BackendError(f"payloads of {sum(sizes)} bytes in {len(body) - 8 * count}")
-        data = torch.frombuffer(body, dtype=torch.uint8)
-        wires = data[8 * count :].split(list(sizes))
-        changed, anchors = 0, 0
+    def _take(self, answers: Mapping[Feed, Answer | None]) -> None:
+        """Apply the answers of all sources for one version."""
+        found = [(feed, answer) for feed, answer in answers.items() if answer is not None]
+        brings = any(answer.payloads for _, answer in found)
+        begin, before = time.perf_counter(), sum(feed.received for feed in self._feeds)
         with self._holding:
-            was, self._is_whole = self._is_whole, False
-            for begin in range(0, count, parts):
-                step = wires[begin : begin + parts]
-                heads = [delta.header_of(wire) for wire in step]
-                for head, digest in zip(heads, self._digests, strict=True):
-                    delta.follow(head, self._version, digest if was else None)
-                for wire, held in zip(step, self._held, strict=True):
-                    delta.apply(wire, held)
-                    changed += delta.changed(wire)
-                self._digests = [head.digest for head in heads]
-                self._version = heads[0].target
-                anchors += all(head.is_anchor for head in heads)
-                was = True
-            self._is_whole = True
-        self._stats["density"] = min(1.0, changed / max(1, self._weights.numel))
-        self._stats["bytes"] = len(body)
-        self._stats["received_bytes"] += len(body)
-        self._stats["anchors"] += anchors
+            changed = sum(feed.take(answer) for feed, answer in found)
+        with self._changed:
+            nbytes = sum(feed.received for feed in self._feeds) - before
+            if nbytes:
+                self._stats["density"] = min(1.0, changed / max(1, self._weights.numel))
+                self._stats["bytes"] = nbytes
+            if brings:
+                self._stats["seconds"] = time.perf_counter() - begin
+            self._newest = max(self._newest, *(answer.version for _, answer in found))
+            self._fetched += 1
+            self._unused += brings
+            self._changed.notify_all()

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -24,10 +24,10 @@ _RETURNS_WITHIN: Final = 5.0  # seconds in which a receiver connects again
 
 
 class _Step(NamedTuple):
-    """The payloads that lead from one version to the next, one for each buffer."""
+    """The payloads that lead from one version to the next, and the digests of that one, for each buffer."""
 
     base: int
-    base_digest: int
+    base_digests: list[int]
     target: int
     payloads: list[Payload]
 
@@ -40,7 +40,8 @@ class WeightSource:
     """Holds the last version encoded, its payloads from the versions before, and a thread per receiver.
 
     `secret`: of the job. `listener`: what receivers connect to. `ends`: whether the group is closed.
-    `receivers`: how many ranks may ask. Payloads of earlier versions are kept up to `history` bytes.
+    `receivers`: the ranks that may ask, with the numbers of the buffers that each gets. Payloads of earlier
+    versions are kept up to `history` bytes.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class WeightSource:
         what: str,
         secret: bytes,
         listener: Any,
-        receivers: int,
+        receivers: Mapping[int, Sequence[int]],
         history: int,
         ends: Callable[[], bool],
     ) -> None:
@@ -67,7 +68,7 @@ class WeightSource:
         self._changed = threading.Condition()
         self._encoding = threading.Lock()  # of `_held`
         self._steps: deque[_Step] = deque()
-        self._anchor: tuple[int, list[Payload]] | None = None
+        self._anchors: dict[int, Payload] = {}  # of the version that is held, by buffer
         self._version = self._pushed = 0
         self._pending: int | None = None
         self._error: McrError | None = None
@@ -126,7 +127,7 @@ class WeightSource:
             raise BackendError(f"{self._what}: closed")
         now = time.monotonic()
         gone = [rank for rank, since in self._lost.items() if now - since > _RETURNS_WITHIN]
-        if self._receivers and len(gone) == self._receivers:
+        if self._receivers and len(gone) == len(self._receivers):
             ranks = sorted(self._lost)
             raise PeerLost(
                 f"{self._what}: no receiver is left: {phrase_ranks(ranks)} closed the connection without a "
@@ -168,7 +169,7 @@ class WeightSource:
 
     def _encode(self, version: int) -> None:
         begin = time.perf_counter()
-        payloads, before = [], combined(self._digests)
+        payloads, before = [], list(self._digests)
         with self._encoding:
             for number, (new, old, wire) in enumerate(
                 zip(self._staging, self._held, self._wires, strict=True)
@@ -183,7 +184,8 @@ class WeightSource:
                 # The last one is always kept: it is no longer than what an anchor would be.
                 while len(self._steps) > 1 and sum(each.nbytes for each in self._steps) > self._history:
                     self._steps.popleft()
-                self._version, self._pending, self._anchor = version, None, None
+                self._version, self._pending = version, None
+                self._anchors.clear()
                 changed = sum(map(delta.changed, payloads))
                 self._stats["density"] = changed / max(1, self._weights.numel)
                 self._stats["bytes"] = step.nbytes
@@ -216,14 +218,17 @@ class WeightSource:
         """Answer one receiver until either end closes."""
         link, rank = Link(connection, self._ends), -1
         try:
-            rank = links.greeted(link, self._secret)
+            asks = links.greeted(link, self._secret)
+            if asks not in self._receivers:
+                raise BackendError(f"rank {asks} is not one of the receivers {sorted(self._receivers)}")
+            rank = asks
             with self._changed:
                 superseded = self._links.get(rank)
                 self._links[rank] = link
                 self._lost.pop(rank, None)
             if superseded is not None:  # or its thread would keep what it was sending
                 superseded.close()
-            while self._answer(link):
+            while self._answer(link, rank):
                 pass
             with self._changed:
                 if self._links.get(rank) is link:
@@ -259,45 +264,55 @@ class WeightSource:
             "%s: rank %d does not receive weights any more: %s (others go on)", self._what, rank, error
         )
 
-    def _answer(self, link: Link) -> bool:
+    def _answer(self, link: Link, rank: int) -> bool:
         """Answer one request; False if it was the last."""
         kind, version, digest, _ = link.receive(0)
+        aim = 0
+        if kind == links.AIM:
+            aim = version
+            kind, version, digest, _ = link.receive(0)
         if kind == links.END:
             return False
+        buffers = self._receivers[rank]
+        least = aim or (version + 1 if kind == links.WAIT else 0)
         with self._changed:
-            while kind == links.WAIT and self._version <= version:
+            while self._version < least:
                 if self._ends():
                     raise Ended
                 self._changed.wait(_LOOK_S)
-            payloads = self._chain(version, digest) if self._version > version else []
-            newest = self._version
+            newest = aim or self._version
+            payloads = self._chain(version, digest, newest, buffers) if newest > version else []
         if payloads is None:
-            newest, payloads = self._anchored()
+            newest, payloads = self._anchored(buffers)
         with self._changed:
             self._stats["sent_bytes"] += sum(8 + len(payload.data) for payload in payloads)
         link.send(links.PAYLOADS, newest, len(payloads), payloads)
         return True
 
-    def _chain(self, version: int, digest: int) -> list[Payload] | None:
-        """The payloads from a version to the newest; None if an anchor is shorter, or some are gone."""
-        steps = list(self._steps)
-        while steps and (steps[0].base, steps[0].base_digest) != (version, digest):
-            steps.pop(0)
-        if not steps or (len(steps) > 1 and sum(step.nbytes for step in steps) > self._weights.nbytes):
+    def _chain(self, version: int, digest: int, newest: int, buffers: Sequence[int]) -> list[Payload] | None:
+        """The payloads from a version to another; None if an anchor is shorter, or some are gone."""
+        steps = [step for step in self._steps if version <= step.base and step.target <= newest]
+        if not steps or (steps[0].base, steps[-1].target) != (version, newest):
             return None
-        return [payload for step in steps for payload in step.payloads]
+        if combined([steps[0].base_digests[number] for number in buffers]) != digest:
+            return None
+        payloads = [step.payloads[number] for step in steps for number in buffers]
+        dense = sum(self._held[number].nbytes for number in buffers)
+        if len(steps) > 1 and sum(len(each.data) for each in payloads) > dense:
+            return None
+        return payloads
 
-    def _anchored(self) -> tuple[int, list[Payload]]:
+    def _anchored(self, buffers: Sequence[int]) -> tuple[int, list[Payload]]:
+        """The version that is held, and payloads of all its elements in these buffers."""
         with self._encoding:  # the next version waits for it, not the program
-            if self._anchor is None or self._anchor[0] != self._version:
-                payloads = []
-                for held in self._held:
+            for number in buffers:
+                if number not in self._anchors:
+                    held = self._held[number]
                     room = delta.most_nbytes(held.numel(), held.element_size())
                     wire = torch.empty(room, dtype=torch.uint8, device="cpu")
                     nbytes = delta.encode_anchor(held, wire, self._version)
-                    payloads.append(Payload.of(wire[:nbytes]))
-                self._anchor = self._version, payloads
-            anchor = self._anchor
+                    self._anchors[number] = Payload.of(wire[:nbytes])
+            anchors = self._version, [self._anchors[number] for number in buffers]
         with self._changed:
             self._stats["anchors"] += 1
-        return anchor
+        return anchors

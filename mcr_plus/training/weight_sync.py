@@ -1,8 +1,9 @@
-"""`mcr.sync`: the weights of one rank on others, of which only what changed travels."""
+"""`mcr.sync`: the weights of one rank, or of several, on others, of which only what changed travels."""
 
 from __future__ import annotations
 
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.errors import InvalidArgument, McrError, NotInitialized
@@ -10,17 +11,18 @@ from mcr_plus.kernels import delta
 from mcr_plus.rendezvous.network import host_address
 from mcr_plus.runtime.init import current, member_of
 from mcr_plus.training.weight_link import listen
+from mcr_plus.training.weight_parts import Held, parts_of
 from mcr_plus.training.weight_receiver import WeightReceiver
 from mcr_plus.training.weight_source import WeightSource
-from mcr_plus.training.weights import Source, Weights, first_difference
+from mcr_plus.training.weights import Layouts, Source, Weights, first_difference
 
 _ATTACHED: Final = "weight_sync."
 
 
 class WeightSync:
-    """Weights that one rank pushes and the others pull; made by `mcr.sync`.
+    """Weights that source ranks push and the others pull; made by `mcr.sync`.
 
-    The source encodes and sends on threads of its own, and each other rank receives on one. `push` and
+    A source encodes and sends on threads of its own, and the other ranks receive on such. `push` and
     `pull` belong to the program's thread.
     """
 
@@ -29,12 +31,13 @@ class WeightSync:
         self._closed = False
 
     def push(self, version: int | None = None) -> int | None:
-        """On the source: publish the weights as they are now; returns their version. Elsewhere: None.
+        """On a source rank: publish the weights as they are now; returns their version. Elsewhere: None.
 
         Returns after one copy of the weights, and after the version before is encoded if it is not yet.
         Receivers get the newest version that there is when they ask; those that are skipped are sent as far
         as they are needed. `version`: an integer above the last one, by default the next one; for example
-        the training step. The first version that `mcr.sync` found has number 0.
+        the training step. The first version that `mcr.sync` found has number 0. Where there are several
+        source ranks, each pushes its own part, with the same numbers; receivers get a version once all have.
 
         Raises:
             InvalidArgument: `version` is not above the last one, or names, shapes or dtypes have changed
@@ -48,7 +51,7 @@ class WeightSync:
     def pull(self, wait: bool = True, timeout: float | None = None) -> int | None:
         """On a receiver: copy the newest weights to the tensors, in place; returns their version.
 
-        On the source: returns None. Waits for a version newer than the one that the tensors have, up to
+        On a source: returns None. Waits for a version newer than the one that the tensors have, up to
         `timeout` seconds (None: the deadline of the job's operations). Without `wait`, returns None at once
         if none has arrived. Versions that a newer one has overtaken are skipped. They are received, applied
         to a copy and compared with their digest beforehand, so that the program pauses for one copy of the
@@ -56,10 +59,10 @@ class WeightSync:
         to the tensors are overwritten.
 
         Raises:
-            CommTimeout: nothing newer came in time.
+            CommTimeout: nothing newer came in time; the text names source ranks that others wait for.
             InvalidArgument: names, shapes or dtypes have changed since `mcr.sync`; the text names them.
-            PeerLost: the source has died, and nothing newer has arrived from it.
-            BackendError: the source has closed it, or three answers in a row were damaged.
+            PeerLost: a source has died, and nothing newer has arrived from it.
+            BackendError: a source has closed it, or three answers in a row were damaged.
             NotInitialized: it is closed.
         """
         self._check()
@@ -73,13 +76,14 @@ class WeightSync:
     def stats(self) -> dict[str, Any]:
         """Figures of this rank. Bytes are those on the wire, seconds of wall time.
 
-        On all ranks: `version` (of the tensors; on the source the last one that is encoded),
+        On all ranks: `version` (of the tensors; on a source the last one that is encoded),
         `versions_behind` (newer ones that are known to exist), `density` (share of the elements that the
-        last message lists as changed), `bytes` (of the last message), `dense_bytes` (of the weights),
-        `seconds` (to encode, or to apply and compare, the last message), `anchors` (messages with all
-        weights). On the source: `push_seconds` (the last copy), `sent_bytes`, `history_bytes` (payloads kept
-        for receivers that are late), `receivers` (connected), `lost` (ranks). On receivers: `pause_seconds`
-        (the last pull, without waiting), `received_bytes`, `refused` (damaged messages).
+        last message lists as changed), `bytes` (of the last message; at a receiver of several sources, of the
+        last one from each), `dense_bytes` (of the weights that this rank sends or receives), `seconds` (to
+        encode, or to apply and compare, the last message), `anchors` (messages with all weights). On a
+        source: `push_seconds` (the last copy), `sent_bytes`, `history_bytes` (payloads kept for receivers
+        that are late), `receivers` (connected), `lost` (ranks). On receivers: `pause_seconds` (the last
+        pull, without waiting), `received_bytes`, `refused` (damaged messages).
         """
         return {**self._end.stats(), "dense_bytes": self._end.nbytes}
 
@@ -122,13 +126,14 @@ class WeightSync:
 
 def sync(
     module_or_state_dict: Source,
-    src: int = 0,
+    src: int | Sequence[int] = 0,
     tag: str = "policy",
+    layout: Layouts | None = None,
     group: Communicator | None = None,
     *,
     history: float = 1.0,
 ) -> WeightSync:
-    """Bring the weights of rank `src` to the other ranks, again and again; collective over `group`.
+    """Bring the weights of source ranks to the other ranks, again and again; collective over `group`.
 
     Each `push` of the source is a version; a receiver's `pull` copies the newest one to its tensors. Only
     what changed since the version that a receiver holds travels, without loss (see the codec `delta`), and
@@ -137,22 +142,33 @@ def sync(
     sending run on threads beside it. A receiver that has the source's weights at the beginning, for example
     from the same checkpoint, gets changes alone from the first version on.
 
-    Weights travel on a TCP connection from the source to each receiver, not through the pipeline
-    (`docs/decisions/0029-weight-sync.md`). Memory: the source keeps two copies of the weights, room for a
-    payload, and payloads of earlier versions; a receiver keeps one copy, and the message that arrives.
+    Ranks may hold parts of tensors: several source ranks (`src=range(4)`) those of one layout, receivers
+    those of another, such as FSDP2's shards and tensor parallel ones. A receiver gets from each source rank
+    the elements that it holds, and no others; those that several receivers hold are encoded once, by one of
+    the source ranks that hold them. A DTensor says itself what its rank holds; `layout` says it of other
+    tensors. A tensor with neither is whole. With parts, or several sources, ranks may lack tensors.
+
+    Weights travel on a TCP connection from each source to each receiver, not through the pipeline
+    (`docs/decisions/0029-weight-sync.md`, `0044-sharded-weight-sync.md`). Memory: a source keeps two copies
+    of the weights that it sends, room for a payload, and payloads of earlier versions; a receiver keeps one
+    copy of its weights, and the messages that arrive.
 
     Args:
         module_or_state_dict: a module, of which all parameters and buffers travel, or a mapping of tensors;
-            on all ranks with the same names, shapes and dtypes in the same order. Tensors that share memory
-            travel once. Any strides and devices; on the source it is read, elsewhere written in place.
-        src: the rank in the job whose weights these are.
+            without layouts, on all ranks with the same names, shapes and dtypes in the same order. Tensors
+            that share memory travel once. Any strides and devices; on a source it is read, elsewhere written
+            in place.
+        src: the rank in the job whose weights these are, or the ranks.
         tag: a name; a group may have several at a time under different names.
+        layout: for the names of tensors of which this rank has a part, their layouts; each rank passes its
+            own. Of a layout, only what it says of this rank counts.
         group: the communicator of the ranks that take part, None for all.
-        history: payloads of earlier versions that the source keeps, as a multiple of the weights' bytes.
+        history: payloads of earlier versions that a source keeps, as a multiple of the weights' bytes.
 
     Raises:
         InvalidArgument: on all ranks if the tensors differ between ranks (the text names the first
-            difference) or a rank cannot take part; `src` is not in the group; the tag is in use.
+            difference), a local tensor does not fit its layout, no source holds an element that a receiver
+            has, or a rank cannot take part; a rank of `src` is not in the group; the tag is in use.
 
     Example:
         ```python
@@ -167,34 +183,33 @@ def sync(
         ```
     """
     comm = member_of(group)
-    if isinstance(src, bool) or not isinstance(src, int) or src not in comm.ranks:
-        raise InvalidArgument(f"sync: src={src!r}; expected one of the group's ranks {list(comm.ranks)}")
+    sources = _sources(src, comm)
     name = f"{_ATTACHED}{tag}"
-    is_source = comm.ranks[comm.rank] == src
+    rank = comm.ranks[comm.rank]
     world = current().world
     weights, listener, mine = None, None, ""
     try:
-        if not isinstance(tag, str) or not tag:
-            raise InvalidArgument(f"sync: tag={tag!r}; expected a name")
-        if name in comm.attached:
-            raise InvalidArgument(f"sync: tag {tag!r} is in use in group '{comm.name}'; close that one first")
-        if isinstance(history, bool) or not isinstance(history, (int, float)) or not 0 <= history < 1e6:
-            raise InvalidArgument(f"sync: history={history!r}; expected a multiple of the weights' bytes")
-        weights = Weights(module_or_state_dict)
-        if is_source:
+        _check(comm, tag, history)
+        weights = Weights(module_or_state_dict, layout, rank)
+        if rank in sources:
             listener = listen("127.0.0.1" if world.single_host else host_address())
     except McrError as error:
         mine = str(error)
     place = listener.getsockname()[:2] if listener is not None else None
-    entries = [] if weights is None else weights.entries
+    own = _Answer(mine, place, (sources, tag), weights is None or weights.is_whole, [])
+    if weights is not None:
+        own = own._replace(held=weights.held)
     try:
-        answers = comm.all_gather_object((mine, place, (src, tag), entries), tag="sync")
-        _compare(comm, [tuple(answer) for answer in answers], mine)
+        gathered = comm.all_gather_object(tuple(own), tag="sync")
+        answers = dict(zip(comm.ranks, (_Answer(*each) for each in gathered), strict=True))
+        _compare(answers, mine)
+        parts = parts_of({each: answer.held for each, answer in answers.items()}, sources)
     except BaseException:
         if listener is not None:
             listener.close()
         raise
     assert weights is not None
+    weights.lay([part for part in parts if rank == part.source or rank in part.receivers])
     for width in sorted({dtype.itemsize for dtype in weights.dtypes}):
         delta.prepare(width)
     what = f"sync {tag!r} of group '{comm.name}'"
@@ -203,33 +218,77 @@ def sync(
         return comm.closed
 
     end: WeightSource | WeightReceiver
-    if is_source:
+    if rank in sources:
+        sent = [part.receivers for part in parts if part.source == rank]
+        buffers = {
+            each: [number for number, receivers in enumerate(sent) if each in receivers]
+            for each in comm.ranks
+            if each not in sources
+        }
         kept = int(history * weights.nbytes)
-        end = WeightSource(weights, what, world.secret, listener, comm.size - 1, kept, ends)
+        end = WeightSource(weights, what, world.secret, listener, buffers, kept, ends)
     else:
-        place = answers[comm.ranks.index(src)][1]
-        rank = comm.ranks[comm.rank]
-        end = WeightReceiver(weights, what, world.secret, tuple(place), src, rank, ends)
+        froms = [part.source for part in parts if rank in part.receivers]
+        places = {}
+        for source in sources:
+            there = answers[source].place
+            assert there is not None
+            places[source] = there, [number for number, each in enumerate(froms) if each == source]
+        end = WeightReceiver(weights, what, world.secret, places, rank, ends)
     made = WeightSync(comm, name, end)
     comm.attached[name] = made
     return made
 
 
-def _compare(comm: Communicator, answers: list[tuple[Any, ...]], mine: str) -> None:
-    """Raise the same on all ranks if one cannot take part, or they differ."""
-    for rank, (mistake, _, _, _) in zip(comm.ranks, answers, strict=True):
-        if mistake:
-            raise InvalidArgument(mine or f"rank {rank}: {mistake}")
-    first = answers[0]
-    for rank, answer in zip(comm.ranks, answers, strict=True):
-        if answer[2] != first[2]:
-            raise InvalidArgument(
-                f"sync: rank {comm.ranks[0]} has src and tag {first[2]}, rank {rank} has {answer[2]}"
-            )
-    source = comm.ranks.index(first[2][0])
-    for rank, answer in zip(comm.ranks, answers, strict=True):
-        difference = first_difference(
-            answers[source][3], answer[3], f"rank {comm.ranks[source]} has", f"rank {rank} has"
+def _check(comm: Communicator, tag: str, history: float) -> None:
+    if not isinstance(tag, str) or not tag:
+        raise InvalidArgument(f"sync: tag={tag!r}; expected a name")
+    if f"{_ATTACHED}{tag}" in comm.attached:
+        raise InvalidArgument(f"sync: tag {tag!r} is in use in group '{comm.name}'; close that one first")
+    if isinstance(history, bool) or not isinstance(history, (int, float)) or not 0 <= history < 1e6:
+        raise InvalidArgument(f"sync: history={history!r}; expected a multiple of the weights' bytes")
+
+
+class _Answer(NamedTuple):
+    """What a rank says to others. `place`: where a source listens; `is_whole`: whether it has no parts."""
+
+    mistake: str
+    place: tuple[str, int] | None
+    arguments: tuple[tuple[int, ...], str]
+    is_whole: bool
+    held: list[Held]
+
+
+def _sources(src: int | Sequence[int], comm: Communicator) -> tuple[int, ...]:
+    try:
+        ranks = (src,) if isinstance(src, int) else tuple(src)
+    except TypeError:
+        ranks = ()
+    wrong = [each for each in ranks if isinstance(each, bool) or each not in comm.ranks]
+    if not ranks or wrong or len(set(ranks)) < len(ranks):
+        raise InvalidArgument(
+            f"sync: src={src!r}; expected one of the group's ranks {list(comm.ranks)}, or several of them, "
+            "each once"
         )
+    return ranks
+
+
+def _compare(answers: Mapping[int, _Answer], mine: str) -> None:
+    """Raise the same on all ranks if one cannot take part, or they differ."""
+    for rank, answer in answers.items():
+        if answer.mistake:
+            raise InvalidArgument(mine or f"rank {rank}: {answer.mistake}")
+    one, first = next(iter(answers.items()))
+    for rank, answer in answers.items():
+        if answer.arguments != first.arguments:
+            raise InvalidArgument(
+                f"sync: rank {one} has src and tag {first.arguments}, rank {rank} has {answer.arguments}"
+            )
+    sources = first.arguments[0]
+    if len(sources) > 1 or not all(answer.is_whole for answer in answers.values()):
+        return  # `parts_of` compares tensor by tensor
+    expected = answers[sources[0]].held
+    for rank, answer in answers.items():
+        difference = first_difference(expected, answer.held, f"rank {sources[0]} has", f"rank {rank} has")
         if difference is not None:
             raise InvalidArgument(f"sync: {difference}")

@@ -14,8 +14,7 @@ import torch
 from ranks import wait_for_files
 
 import mcr_plus as mcr
-from mcr_plus.training import weight_receiver
-from mcr_plus.training.weight_receiver import WeightReceiver
+from mcr_plus.training.weight_feed import Feed
 
 
 class Model(torch.nn.Module):
@@ -165,13 +164,13 @@ def late_and_idle() -> dict[str, Any]:
 
 def corrupted(rounds: int) -> dict[str, Any]:
     """Rank 1 receives damaged bytes from time to time; rank 2 does not notice."""
-    received = WeightReceiver._received
+    received = Feed._received
     draw = np.random.default_rng(3)
     count = 0
 
-    def damaged(self: WeightReceiver, link: Any) -> Any:
+    def damaged(self: Feed, *args: Any) -> Any:
         nonlocal count
-        kind, newest, parts, body = received(self, link)
+        kind, newest, parts, body = received(self, *args)
         count += 1
         if parts and count % 3 == 0:
             at = int(draw.integers(8 * parts, len(body)))
@@ -180,7 +179,7 @@ def corrupted(rounds: int) -> dict[str, Any]:
 
     with mcr.init(backends=["gloo"]) as comm:
         if comm.rank == 1:
-            weight_receiver.WeightReceiver._received = damaged  # type: ignore[method-assign]
+            Feed._received = damaged  # type: ignore[assignment,method-assign]
         model = Model()
         weights = mcr.sync(model, src=0)
         same = 0

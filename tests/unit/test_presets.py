@@ -98,7 +98,11 @@ def test_every_preset_is_valid() -> None:
 def test_cautions_are_about_gradients() -> None:
     assert cautions(config({"codec": "int8_block"})) == []
     (note,) = cautions(config({"codec": "topk"}))
-    assert note.startswith("<dict>: pipeline[0].compress: codec topk: under Adam or AdamW")
+    assert note.startswith("<dict>: pipeline[0].compress: codec topk: not for gradients of every step under")
+    (note,) = cautions(config(ADAM))
+    assert "betas=(0.0, …)" in note
+    (note,) = cautions(config({**ADAM, "error_feedback": True}))
+    assert "not for gradients of every step" in note
     outer = {"match": {"tag": "outer.*"}, "compress": {"codec": "topk", "preset": "outer"}}
     assert cautions(config({}, outer)) == []
     gathers = {"match": {"kind": "all_gather"}, "compress": ADAM}

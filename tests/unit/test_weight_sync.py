@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from mcr_plus.errors import BackendError, InvalidArgument
 from mcr_plus.kernels import delta
 from mcr_plus.kernels.digest import digest
 from mcr_plus.training import weight_link as links
+from mcr_plus.training.weight_feed import Feed
+from mcr_plus.training.weight_parts import parts_of
 from mcr_plus.training.weight_receiver import WeightReceiver
 from mcr_plus.training.weight_source import WeightSource
 from mcr_plus.training.weights import Weights
@@ -23,14 +26,23 @@ from mcr_plus.training.weights import Weights
 Tensors = dict[str, torch.Tensor]
 
 
+def laid(source: Tensors, receiver: Tensors) -> tuple[Weights, Weights]:
+    """The tensors of rank 0, the source, and of rank 1, with buffers for all of them."""
+    both = Weights(source), Weights(receiver)
+    parts = parts_of({rank: each.held for rank, each in enumerate(both)}, [0])
+    for each in both:
+        each.lay(parts)
+    return both
+
+
 @contextmanager
 def joined(source: Tensors, receiver: Tensors) -> Iterator[tuple[WeightSource, WeightReceiver]]:
     """A source and a receiver, over loopback."""
     ends, listener = threading.Event(), links.listen("127.0.0.1")
-    here, there = Weights(source), Weights(receiver)
-    one = WeightSource(here, "sync", b"secret", listener, 1, here.nbytes, ends.is_set)
-    place = listener.getsockname()[:2]
-    other = WeightReceiver(there, "sync", b"secret", place, 0, 1, ends.is_set)
+    here, there = laid(source, receiver)
+    one = WeightSource(here, "sync", b"secret", listener, {1: [0]}, here.nbytes, ends.is_set)
+    sources = {0: (listener.getsockname()[:2], [0])}
+    other = WeightReceiver(there, "sync", b"secret", sources, 1, ends.is_set)
     try:
         yield one, other
     finally:
@@ -40,17 +52,17 @@ def joined(source: Tensors, receiver: Tensors) -> Iterator[tuple[WeightSource, W
 
 
 def test_damaged_versions_are_never_pulled(monkeypatch: pytest.MonkeyPatch) -> None:
-    received, number = WeightReceiver._received, 0
+    received, number = Feed._received, 0
 
-    def damaged(self: WeightReceiver, link: links.Link) -> tuple[int, int, int, bytearray]:
+    def damaged(self: Feed, link: links.Link, announced: Any) -> tuple[int, int, int, bytearray]:
         nonlocal number
-        kind, newest, count, body = received(self, link)
+        kind, newest, count, body = received(self, link, announced)
         number += 1
         if count and number % 2:
             body[-8] ^= 0x11
         return kind, newest, count, body
 
-    monkeypatch.setattr(WeightReceiver, "_received", damaged)
+    monkeypatch.setattr(Feed, "_received", damaged)
     values = torch.arange(100_000, dtype=torch.int16)
     source, receiver = {"w": values.clone()}, {"w": values.clone()}
     digests: dict[int, int] = {}
@@ -221,12 +233,13 @@ def test_a_receiver_connects_again_after_an_answer_that_was_not_signed() -> None
 
     ends, listener = threading.Event(), links.listen("127.0.0.1")
     source, receiver = ({"w": torch.zeros(5000)} for _ in range(2))
-    here, there = Weights(source), Weights(receiver)
+    here, there = laid(source, receiver)
     with socket.create_server(("127.0.0.1", 0)) as server:
         threads.append(threading.Thread(target=relay, args=(server, listener.getsockname()[:2])))
         threads[0].start()
-        pushes = WeightSource(here, "sync", b"secret", listener, 1, here.nbytes, ends.is_set)
-        pulls = WeightReceiver(there, "sync", b"secret", server.getsockname()[:2], 0, 1, ends.is_set)
+        pushes = WeightSource(here, "sync", b"secret", listener, {1: [0]}, here.nbytes, ends.is_set)
+        sources = {0: (server.getsockname()[:2], [0])}
+        pulls = WeightReceiver(there, "sync", b"secret", sources, 1, ends.is_set)
         for version in (1, 2):
             source["w"][version] = version
             pushes.push(version)

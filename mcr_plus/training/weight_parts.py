@@ -1,0 +1,149 @@
+"""Which elements each source rank sends to which receivers: parts of a model, each encoded once."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from mcr_plus.errors import InvalidArgument, phrase_ranks
+from mcr_plus.layout.regions import Boxes, Regions, as_ints, cut_apart, meet_all
+
+
+class Held(NamedTuple):
+    """What a rank holds of a tensor. `shape`: of the whole tensor; `boxes`: None for all of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    boxes: Boxes | None = None
+
+    @property
+    def bounds(self) -> Boxes:
+        """The boxes."""
+        if self.boxes is not None:
+            return self.boxes
+        return Boxes(np.zeros((1, len(self.shape)), np.int64), as_ints(self.shape)[None, :])
+
+    def __str__(self) -> str:
+        return f"'{self.name}' of shape {list(self.shape)}, {self.dtype}"
+
+
+class Part(NamedTuple):
+    """Elements of one dtype that a source rank sends to the same receivers, in the order of the buffer.
+
+    `boxes`: for each tensor, disjoint boxes, each in row-major order.
+    """
+
+    source: int
+    receivers: tuple[int, ...]
+    dtype: str
+    boxes: list[tuple[str, Boxes]]
+
+
+def parts_of(held: Mapping[int, Sequence[Held]], sources: Sequence[int]) -> list[Part]:
+    """Divide what receivers need among source ranks; the same result from the same arguments on all ranks.
+
+    An element that several source ranks hold is sent by the one that has the fewest bytes to send so far.
+    `held`: of all ranks; those that are not sources are receivers.
+
+    Raises:
+        InvalidArgument: ranks disagree about the shape or dtype of a tensor, no source holds an element that
+            a receiver holds, or no receiver holds any element of a tensor of the sources.
+    """
+    receivers = [rank for rank in held if rank not in sources]
+    tensors: dict[str, list[tuple[int, Held]]] = {}
+    for rank in (*sources, *receivers):
+        for each in held[rank]:
+            tensors.setdefault(each.name, []).append((rank, each))
+    sent = dict.fromkeys(sources, 0)
+    found: dict[tuple[int, tuple[int, ...], str], list[tuple[str, Boxes]]] = defaultdict(list)
+    for name, holders in tensors.items():
+        first = _agreed(holders)
+        here = _regions([row for row in holders if row[0] in sources])
+        there = _regions([row for row in holders if row[0] not in sources])
+        if receivers:
+            _match(first, here, there, sources, receivers)
+        for source, needed_by, boxes in _shared(here, there, sent, getattr(torch, first.dtype).itemsize):
+            found[source, needed_by, first.dtype].append((name, boxes))
+    place = {rank: number for number, rank in enumerate(sources)}
+    return [Part(*key, found[key]) for key in sorted(found, key=lambda key: place[key[0]])]
+
+
+def _agreed(holders: Sequence[tuple[int, Held]]) -> Held:
+    """What is the same on all ranks that hold some of a tensor."""
+    rank, first = holders[0]
+    for other, held in holders:
+        if held[:3] != first[:3]:
+            raise InvalidArgument(f"sync: rank {rank} has {first}, rank {other} has {held}, as whole tensors")
+    return first
+
+
+def _regions(holders: Sequence[tuple[int, Held]]) -> Regions | None:
+    """The disjoint boxes that some ranks hold of a tensor, with their ranks; None if they hold no element."""
+    bounds = [held.bounds for _, held in holders]
+    owners = as_ints([rank for (rank, _), boxes in zip(holders, bounds, strict=True) for _ in boxes.lows])
+    if not len(owners):
+        return None
+    boxes = Boxes(*(np.concatenate(side) for side in zip(*bounds, strict=True)))
+    some = boxes.volumes > 0
+    if not some.any():
+        return None
+    owners, boxes = owners[some], boxes.take(some)
+    which, cut = cut_apart(boxes, holders[0][1].shape)
+    return Regions(cut, np.zeros(len(which), np.int64), owners[which])
+
+
+def _match(
+    tensor: Held,
+    here: Regions | None,
+    there: Regions | None,
+    sources: Sequence[int],
+    receivers: Sequence[int],
+) -> None:
+    """Raise `InvalidArgument` unless receivers need some of a tensor, and sources hold what they need."""
+    if here is None and there is None:
+        return
+    if there is None:
+        raise InvalidArgument(
+            f"sync: {tensor} is a tensor of src={list(sources)}, and none of the receivers, "
+            f"{phrase_ranks(receivers)}, holds any of it"
+        )
+    covered = np.zeros(len(there.boxes.lows), np.int64)
+    if here is not None:
+        _, wanted, common = meet_all(here.boxes, there.boxes)
+        np.add.at(covered, wanted, common.volumes)
+    (lacking,) = (covered < there.boxes.volumes).nonzero()
+    if len(lacking):
+        low, high = (side[lacking[0]].tolist() for side in there.boxes)
+        box = list(zip(low, high, strict=True))
+        rank = int(there.members[there.starts[lacking[0]]])
+        raise InvalidArgument(
+            f"sync: {tensor}: src={list(sources)}, and no rank of these holds all elements in {box}, which "
+            f"rank {rank} has; are all ranks that hold parts of the source in src?"
+        )
+
+
+def _shared(
+    here: Regions | None, there: Regions | None, sent: dict[int, int], itemsize: int
+) -> Iterator[tuple[int, tuple[int, ...], Boxes]]:
+    """Yield which source rank sends which boxes of a tensor to which receivers; adds to the bytes `sent`."""
+    if here is None or there is None:
+        return
+    region, wanted, common = meet_all(here.boxes, there.boxes)
+    owners = np.zeros(len(here.boxes.lows), np.int64)
+    needed = np.bincount(region, common.volumes, len(owners))
+    for number in np.unique(region).tolist():
+        holders = here.members[here.starts[number] : here.starts[number + 1]].tolist()
+        owner = owners[number] = min(holders, key=sent.__getitem__)
+        sent[owner] += int(needed[number]) * itemsize
+    needs = [tuple(each.tolist()) for each in np.split(there.members, there.starts[1:-1])]
+    kinds = {need: number for number, need in enumerate(dict.fromkeys(needs))}
+    kind_of = as_ints([kinds[need] for need in needs])[wanted]
+    names = list(kinds)
+    keys = owners[region] * len(kinds) + kind_of
+    for key in np.unique(keys).tolist():
+        yield key // len(kinds), names[key % len(kinds)], common.take(keys == key)

@@ -1,9 +1,10 @@
 """Folders of a job: accessible to their owner only, and removed with the job, however it ends.
 
 A job has one folder in the temporary directory and one in shared memory, of the same name, which contains the
-pid of the launcher. The launcher holds a lock on the first as long as it lives. The kernel releases the lock
+pid of the launcher. The launcher holds a lock on both as long as it lives. The kernel releases the locks
 when the launcher dies, so the next launcher of this user can distinguish stale folders from those in use,
-whatever killed their owner.
+whatever killed their owner. Locks also hold between containers that share a folder, and cannot see each
+other's processes.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import shutil
 import signal
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 from mcr_plus.core.deadline import Deadline
+from mcr_plus.liveness.proc import read_stat
 
 JOB_VARIABLE = "MCR_JOB_ID"
 
@@ -27,6 +30,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "mcr-job"
 # MPICH and UCX choose the names of their segments, and have no setting for the folder.
 _FOREIGN_SEGMENT = re.compile(r"mpich_shm_|mpich_shar_|ucx_shm_posix_|Intel_MPI_|fi_shm|shm-\w+-\w+$")
+_OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY
 _SETTLE_S = 0.05
 _KILL_DEADLINE_S = 5.0
 
@@ -37,7 +41,7 @@ class Scratch:
 
     root: Path
     shm: Path
-    lock: int
+    locks: tuple[int, ...]  # descriptors
 
     @property
     def name(self) -> str:
@@ -55,30 +59,24 @@ class Scratch:
         kill_job(self.name)
         remove_orphaned_segments()
         _remove(self.root, self.shm)
-        os.close(self.lock)
+        for lock in self.locks:
+            os.close(lock)
 
 
 def create() -> Scratch:
     """Create the folders of a new job, after removing those of jobs whose launcher is dead."""
     remove_stale()
-    base = Path(tempfile.gettempdir())
     name = f"{_PREFIX}-{os.getuid()}-{os.getpid()}-{time.monotonic_ns():x}"
-    unlocked = base / f".{name}"
-    unlocked.mkdir(mode=0o700)
-    lock = os.open(unlocked, os.O_RDONLY | os.O_CLOEXEC)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    root = unlocked.rename(base / name)  # after locking: an unlocked folder of this name counts as stale
-    shm = _shm_folder(name)
-    if shm != root:
-        shm.mkdir(mode=0o700)
-    return Scratch(root, shm, lock)
+    root, shm = Path(tempfile.gettempdir(), name), _shm_folder(name)
+    return Scratch(root, shm, tuple(_create_locked(folder) for folder in dict.fromkeys((root, shm))))
 
 
 def remove_stale() -> None:
     """Remove folders and kill processes that dead launchers of this user have left behind."""
-    stale = [
-        _remove_if_stale(root) for root in Path(tempfile.gettempdir()).glob(f"{_PREFIX}-{os.getuid()}-*")
-    ]
+    name = f"{_PREFIX}-{os.getuid()}-*"
+    stale = [_remove_if_stale(root) for root in Path(tempfile.gettempdir()).glob(name)]
+    # Of jobs with another temporary directory, whose processes may be about to clean up there.
+    stale += [_remove_if_stale(shm) for shm in _SHARED_MEMORY.glob(name) if _is_abandoned(shm.name)]
     if any(stale):
         remove_orphaned_segments()
 
@@ -115,10 +113,28 @@ def _shm_folder(name: str) -> Path:
     return (_SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())) / name
 
 
-def _remove_if_stale(root: Path) -> bool:
-    """Remove the folders and processes of a job whose launcher's lock is free."""
+def _create_locked(folder: Path) -> int:
+    """Create a folder and lock it; returns the descriptor that holds the lock."""
+    while True:
+        folder.mkdir(mode=0o700)
+        with suppress(FileNotFoundError):  # until it is locked, another launcher may remove it
+            lock = os.open(folder, _OPEN | os.O_CLOEXEC)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if folder.exists():
+                return lock
+            os.close(lock)
+
+
+def _is_abandoned(job: str) -> bool:
+    """Whether no process of a job is left, nor its launcher: one of an older version locks `root` alone."""
+    launcher = read_stat(job.split("-")[3])
+    return (launcher is None or launcher[0] in "ZX") and not processes_of(job)
+
+
+def _remove_if_stale(folder: Path) -> bool:
+    """Remove the folders and processes of a job, one of whose folders this is, if its lock is free."""
     try:
-        descriptor = os.open(root, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
+        descriptor = os.open(folder, _OPEN)
     except OSError:
         return False
     try:
@@ -127,8 +143,8 @@ def _remove_if_stale(root: Path) -> bool:
         return False
     else:
         if os.fstat(descriptor).st_uid == os.getuid():
-            kill_job(root.name)
-            _remove(root, _shm_folder(root.name))
+            kill_job(folder.name)
+            _remove(folder, _shm_folder(folder.name))
         return True
     finally:
         os.close(descriptor)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
+import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ranks import nursery
-from test_launch import END_LIMIT_S, Run, Start, folder, gone, leftovers, start
+from test_launch import END_LIMIT_S, SHARED_MEMORY, Run, Start, folder, gone, leftovers, start
 
 from mcr_plus.launch import Supervised, commands, scratch
 from mcr_plus.launch.channels import Channels
@@ -155,6 +159,54 @@ def test_kill_9_of_the_supervisor_ends_ranks_and_leaves_nothing(
         "mcr-plus: the supervisor ended with status -9 before rank 0, 1 did; its last lines:"
     ]
     assert leftovers(folder, run) == []
+
+
+def test_kill_9_of_all_processes_and_a_start_with_another_temporary_directory(
+    start: Start, folder: Path, tmp_path: Path
+) -> None:
+    run = start("-n", "2", "--min-ranks", "1", "--restart-failed", "9", PROGRAMS, "wait", str(tmp_path))
+    run.wait_until_up(2)
+    job = run.job()
+    everything = {index: pid for index, pid in enumerate([run.process.pid, *scratch.processes_of(job)])}
+    assert len(everything) >= 4  # with the supervisor
+    for number in (signal.SIGSTOP, signal.SIGKILL):  # so that none acts on the death of another one
+        for pid in everything.values():
+            os.kill(pid, number)
+    run.process.wait()
+    wait_until(lambda: gone(everything))
+    scratch.remove_stale()
+    wait_until(lambda: not (SHARED_MEMORY / job).exists())  # another start may be about to remove it
+    assert (folder / job).exists()
+
+
+NO_PROCESS = (1 << 22) + 1  # above the largest pid
+
+
+@pytest.mark.parametrize("left", ["launcher", "lock", "rank"])
+def test_shared_memory_of_jobs_that_live_is_not_removed(left: str) -> None:
+    """A launcher without a lock is one of an older version; a lock alone, that of one in another container."""
+    pid = os.getpid() if left == "launcher" else NO_PROCESS
+    shm = SHARED_MEMORY / f"mcr-job-{os.getuid()}-{pid}-{time.monotonic_ns():x}"
+    made = shm.with_name(f".{shm.name}")  # until it is held, as jobs beside this test remove what is left
+    made.mkdir(mode=0o700)
+    try:
+        with ExitStack() as holding:
+            if left == "lock":
+                holding.callback(os.close, lock := os.open(made, os.O_RDONLY))
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if left == "rank":
+                named = os.environ | {scratch.JOB_VARIABLE: shm.name}
+                rank = holding.enter_context(subprocess.Popen(["sleep", "600"], env=named))
+                holding.callback(rank.kill)
+            made.rename(shm)
+            scratch.remove_stale()
+            assert shm.exists()
+        scratch.remove_stale()
+        if left != "launcher":
+            wait_until(lambda: not shm.exists())
+    finally:
+        for each in (made, shm):
+            shutil.rmtree(each, ignore_errors=True)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])

@@ -123,8 +123,9 @@ def two_sources(history: int) -> Iterator[tuple[list[Tensors], list[WeightSource
         yield tensors, sources, receiver, pulls
     finally:
         ends.set()
-        for each in (pulls, *sources):
-            each.close()
+        pulls.close()
+        for source in sources:
+            source.close()
 
 
 def test_a_version_is_pulled_once_all_sources_have_pushed_it() -> None:

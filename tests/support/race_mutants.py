@@ -47,7 +47,7 @@ ELSEWHERE: Final = {
         (
             "backends.gloo.backend", "backends.gloo.channel", "compression.delta", "core.threads",
             "training.inheritance",
-            "torch_backend.process_group", "training.reducer", "training.weight_receiver",
+            "torch_backend.process_group", "training.reducer", "training.weight_feed",
         ),
         "other methods of the same names",
     ),

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from mcr_plus.errors import BackendError, InvalidArgument
+from mcr_plus.errors import BackendError, CommTimeout, InvalidArgument, PeerLost
 from mcr_plus.kernels import delta
 from mcr_plus.kernels.digest import digest
+from mcr_plus.layout.layout import Layout
 from mcr_plus.training import weight_link as links
 from mcr_plus.training.weight_feed import Feed
 from mcr_plus.training.weight_parts import parts_of
@@ -99,6 +100,87 @@ def test_a_receiver_that_is_late_and_connects_again_is_not_lost() -> None:
         while seen < 10:
             seen = pulls.pull(True, 20.0) or 0
         assert torch.equal(receiver["w"], source["w"])
+
+
+@contextmanager
+def two_sources(history: int) -> Iterator[tuple[list[Tensors], list[WeightSource], Tensors, WeightReceiver]]:
+    """Ranks 0 and 1 have rows of a tensor of 5 x 3000, and rank 2, the receiver, has all of it."""
+    ends, rows = threading.Event(), Layout.sharded((5, 3000), [0, 1], 0)
+    tensors: list[Tensors] = [{"w": torch.zeros(rows.locals[rank])} for rank in (0, 1)]
+    receiver: Tensors = {"w": torch.zeros(5, 3000)}
+    weights = [Weights(each, {"w": rows}, rank) for rank, each in enumerate(tensors)] + [Weights(receiver)]
+    parts = parts_of({rank: each.held for rank, each in enumerate(weights)}, [0, 1])
+    listeners = [links.listen("127.0.0.1") for _ in tensors]
+    sources = []
+    for rank, listener in enumerate(listeners):
+        weights[rank].lay([parts[rank]])
+        there = {2: [0]}
+        sources.append(WeightSource(weights[rank], "sync", b"s", listener, there, history, ends.is_set))
+    weights[2].lay(parts)
+    places = {rank: (each.getsockname()[:2], [rank]) for rank, each in enumerate(listeners)}
+    pulls = WeightReceiver(weights[2], "sync", b"s", places, 2, ends.is_set)
+    try:
+        yield tensors, sources, receiver, pulls
+    finally:
+        ends.set()
+        pulls.close()
+        for source in sources:
+            source.close()
+
+
+def test_a_version_is_pulled_once_all_sources_have_pushed_it() -> None:
+    with two_sources(history=1 << 20) as (tensors, sources, receiver, pulls):
+        for version in (1, 2, 3):
+            tensors[0]["w"][:, ::100] += version
+            sources[0].push(version)
+        with pytest.raises(CommTimeout, match="rank 0 has one, rank 1 not yet") as raised:
+            pulls.pull(True, 2.0)
+        assert raised.value.missing == (1,)
+        assert not receiver["w"].any(), "no part of a version is ever in the tensors"
+        sums = {1: 1.0, 2: 3.0, 3: 6.0}
+        seen = 0
+        for version in (1, 2, 3):
+            tensors[1]["w"][:, ::100] -= version
+            sources[1].push(version)
+        while seen < 3:
+            seen = pulls.pull(True, 60.0) or 0
+            assert (receiver["w"][:3, ::100] == sums[seen]).all()
+            assert (receiver["w"][3:, ::100] == -sums[seen]).all()
+        assert pulls.stats()["anchors"] == 0
+
+
+def test_sources_that_have_dropped_the_version_of_another_lead_to_a_later_one() -> None:
+    """Source 1 has only the step from 2 to 3 when source 0 has 2: nothing is applied before both have 3."""
+    with two_sources(history=0) as (tensors, sources, receiver, pulls):
+        draw = torch.Generator().manual_seed(0)
+        for version in (2, 3):
+            tensors[1]["w"].copy_(torch.randn(2, 3000, generator=draw))
+            sources[1].push(version)
+        tensors[0]["w"].fill_(2.0)
+        sources[0].push(2)
+        with pytest.raises(CommTimeout):
+            pulls.pull(True, 2.0)
+        assert not receiver["w"].any()
+        tensors[0]["w"].fill_(3.0)
+        sources[0].push(3)
+        assert pulls.pull(True, 60.0) == 3
+        assert (receiver["w"][:3] == 3.0).all()
+        assert torch.equal(receiver["w"][3:], tensors[1]["w"])
+
+
+def test_a_source_that_is_gone_is_named_although_the_lead_is_there() -> None:
+    with two_sources(history=0) as (tensors, sources, receiver, pulls):
+        for each in sources:
+            each.push(1)
+        assert pulls.pull(True, 60.0) == 1
+        sources[1]._listener.close()
+        for link in list(sources[1]._links.values()):
+            link.close()
+        with pytest.raises(PeerLost) as raised:
+            pulls.pull(True, 60.0)
+        assert raised.value.ranks == (1,)
+        assert not tensors[0]["w"].any()
+        assert not receiver["w"].any()
 
 
 def test_threads_end_and_a_superseded_connection_is_closed() -> None:

@@ -26,7 +26,7 @@ WHOLE: Final = (
 """Tests of which every combination stays."""
 _FAILING: Final = "test_launch.py::test_failing_rank_ends_the_job_and_is_shown"
 LONG: Final = (
-    # every ordering of streams; one of each module is in `make test`, and each codec by NCCL or a host library
+    # every ordering of streams; one of each module is in `make test`, and each codec on one of the libraries
     "test_races.py::test_every_ordering_that_is_left_out_is_found",
     "test_races.py::test_no_race_and_the_right_results[nccl, topk",
     "test_races.py::test_no_race_and_the_right_results[gloo, bf16",

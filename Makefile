@@ -65,15 +65,13 @@ $(warm): $(runs) $(kernels)
 demo: $(runs)
 	@$(bin)/mcr-plus run -n 2 examples/dlrm/train.py --against-torch
 
-# First what needs one core, several at a time; then what starts ranks, two files at a time, for half of these
-# tests wait. 5: no test of these flags in that half.
+# All in one run, so that each worker collects them once; file by file, since tests of one file may share a job.
 test: tests := not slow and not long
 test-all: tests := not slow
-in_twos := -n 2 --dist loadfile
+workers := auto
 test test-all: $(stamp) $(warm)
-	@$(bin)/python -m pytest --cache-clear -n auto -m "$(tests) and not jobs" $(PYTEST_FLAGS); first=$$?; \
-	$(bin)/python -m pytest $(in_twos) -m "$(tests) and jobs" $(PYTEST_FLAGS); second=$$?; \
-	case "$$first$$second" in 00 | 05 | 50) ;; *[!015]*) rm -f .pytest_cache/v/cache/lastfailed; exit 1 ;; *) exit 1 ;; esac
+	@$(bin)/python -m pytest --cache-clear -n $(workers) --maxprocesses 8 --dist loadfile -m "$(tests)" $(PYTEST_FLAGS); status=$$?; \
+	case $$status in 0 | 1) ;; *) rm -f .pytest_cache/v/cache/lastfailed ;; esac; exit $$status
 
 # What failed in the last run of test or test-all, one at a time with nothing beside it; fails if that run was cut short.
 test-again: $(stamp) $(warm)

@@ -167,7 +167,7 @@ def test_kill_9_of_all_processes_and_a_start_with_another_temporary_directory(
     run = start("-n", "2", "--min-ranks", "1", "--restart-failed", "9", PROGRAMS, "wait", str(tmp_path))
     run.wait_until_up(2)
     job = run.job()
-    everything = {index: pid for index, pid in enumerate([run.process.pid, *scratch.processes_of(job)])}
+    everything = dict(enumerate([run.process.pid, *scratch.processes_of(job)]))
     assert len(everything) >= 4  # with the supervisor
     for number in (signal.SIGSTOP, signal.SIGKILL):  # so that none acts on the death of another one
         for pid in everything.values():
@@ -184,7 +184,7 @@ NO_PROCESS = (1 << 22) + 1  # above the largest pid
 
 @pytest.mark.parametrize("left", ["launcher", "lock", "rank"])
 def test_shared_memory_of_jobs_that_live_is_not_removed(left: str) -> None:
-    """A launcher without a lock is one of an older version; a lock alone, that of one in another container."""
+    """A launcher without a lock is one of an older version, a lock alone that of one in another container."""
     pid = os.getpid() if left == "launcher" else NO_PROCESS
     shm = SHARED_MEMORY / f"mcr-job-{os.getuid()}-{pid}-{time.monotonic_ns():x}"
     made = shm.with_name(f".{shm.name}")  # until it is held, as jobs beside this test remove what is left

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 import pytest
+import torch.distributed as dist
 
 SUITES: Final = Path(__file__).parents[1] / "torch_suite"
 SUITE: Final = SUITES / "suite.py"
@@ -29,6 +30,7 @@ def test_torchs_own(gate: str) -> None:
     assert sum(each["outcome"] == "pass" for each in told) > 20, run.stderr[-2000:]
 
 
+@pytest.mark.skipif(not hasattr(dist.ProcessGroup, "reconfigure"), reason="torch before 2.14")
 def test_c10ds_tests_of_fault_tolerance() -> None:
     command = [sys.executable, str(SUITES / "fault_tolerance_suite.py"), "mcr"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=500)

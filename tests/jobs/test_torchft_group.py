@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torchft_jobs as jobs
-from ranks import run_ranks
+from ranks import nursery, run_ranks
 
 
 def test_a_group_that_is_configured_again() -> None:
@@ -29,7 +29,9 @@ def test_a_group_that_is_configured_again() -> None:
 
 
 @pytest.mark.skipif(find_spec("torchft") is not None, reason="torchft is installed")
-def test_without_torchft_it_says_what_to_install() -> None:
-    program = "from mcr_plus.torchft import ProcessGroupMcr; ProcessGroupMcr()"
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+def test_without_torchft_it_says_what_to_install(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("from mcr_plus.torchft import ProcessGroupMcr\nProcessGroupMcr()\n")
+    command = [nursery().python, str(program)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, env=nursery().environ)
     assert "ImportError: mcr_plus.torchft needs torchft: pip install torchft-nightly" in run.stderr

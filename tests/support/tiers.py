@@ -26,12 +26,19 @@ WHOLE: Final = (
 """Tests of which every combination stays."""
 _FAILING: Final = "test_launch.py::test_failing_rank_ends_the_job_and_is_shown"
 LONG: Final = (
-    # every ordering of streams; one of each module is in `make test`
+    # every ordering of streams; one of each module is in `make test`, and each codec on one of the libraries
     "test_races.py::test_every_ordering_that_is_left_out_is_found",
     "test_races.py::test_no_race_and_the_right_results[nccl, topk",
     "test_races.py::test_no_race_and_the_right_results[gloo, bf16",
     "test_races.py::test_no_race_and_the_right_results[gloo, fused, int8",
     "test_races.py::test_no_race_and_the_right_results[nccl, hierarchical, fused",
+    "test_races.py::test_no_race_and_the_right_results[nccl, hierarchical, delta",
+    "test_races.py::test_no_race_and_the_right_results[nccl, int8_block",
+    "test_races.py::test_no_race_and_the_right_results[nccl, int_shared",
+    "test_races.py::test_no_race_and_the_right_results[nccl, powersgd",
+    "test_races.py::test_no_race_and_the_right_results[nccl, arrays, int8",
+    "test_races.py::test_no_race_and_the_right_results[gloo, delta",
+    "test_races.py::test_no_race_and_the_right_results[gloo, sign1",
     "test_races.py::test_no_race_and_the_right_results[gloo, hierarchical, int8",
     "test_interleavings.py::test_every_order_of_larger_programs",
     "test_interleavings.py::test_many_orders_of_programs_that_have_too_many",
@@ -56,6 +63,15 @@ LONG: Final = (
     # `make test` has every shape on two ranks, and every type on one.
     "test_conformance.py::test_conforms[three ranks",
     "test_conformance.py::test_conforms[two ranks, every type",
+    # the same calls on three ranks
+    *(
+        f"test_arguments.py::test_{each}[three ranks"
+        for each in (
+            "bad_arguments_are_refused_with_nothing_sent",
+            "bad_arguments_are_refused_alike_on_every_rank",
+            "init_and_finalize_in_the_wrong_order_are_refused",
+        )
+    ),
     # torch's own tests
     "test_torch_suite.py::test_torchs_own",
     # training runs of the examples, compared with torch or with one process on two ranks
@@ -210,7 +226,7 @@ LONG: Final = (
     "test_compiled_models.py::test_inductor_compiles_parts",
     "test_compiled_models.py::test_gradients_of_a_model_compiled_in_parts_are_averaged",
     "test_compiled_models.py::test_cuts_are_chosen_in_the_job_alike_on_all_ranks",
-    "test_compiled_models.py::test_the_faster_cuts_stay_alike_on_all_ranks[blocks-size",
+    "test_compiled_models.py::test_the_faster_cuts_stay_alike_on_all_ranks[blocks",
     # a compiler that is waited for
     "test_compiling.py::test_deadlines_exclude_the_compilation_of_a_peer",
     # long runs; no mutation of `mutate.py` is found by one of these alone

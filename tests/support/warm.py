@@ -42,6 +42,8 @@ _IMPORTS: Final = (
     ),
     *("mcr_plus.api.explain", "mcr_plus.api.record", "mcr_plus.training.wrap", "mcr_plus.training.ddp"),
     *("mcr_plus.backends.gloo.backend", "mcr_plus.backends.mpi.backend", "mcr_plus.backends.shm.backend"),
+    *("mcr_plus.backends.local", "mcr_plus.backends.msccl", "mcr_plus.backends.nccl.backend"),
+    *("mcr_plus.api.planning", "mcr_plus.training.inheritance", "mcr_plus.plan.capture"),
     *("mcr_plus.compression.stage", "mcr_plus.fusion.stage", "mcr_plus.hierarchy.stage"),
     *("mcr_plus.selection.stage", "mcr_plus.selection.online", "mcr_plus.layout"),
 )

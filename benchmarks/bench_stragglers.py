@@ -145,8 +145,8 @@ def main(
     errors, compared, left_out = (figures(found, name) for name in ("error", "compared", "left_out"))
     note = (
         f"{ranks} ranks over {library}{where}, {steps} steps a run{beside}, load {before:.0f} at the "
-        f"beginning and {os.getloadavg()[0]:.0f} at the end; right: the late rank alone, or nobody, is named. "
-        f"Operations that ranks have compared: {sum(compared):,}, left out: {sum(left_out):,}"
+        f"beginning and {os.getloadavg()[0]:.0f} at the end; right: the late rank alone, or nobody, is "
+        f"named. Operations that ranks have compared: {sum(compared):,}, left out: {sum(left_out):,}"
     )
     if hosts > 1:
         note += (

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,7 +17,7 @@ from mcr_plus.config.document import write_text
 from mcr_plus.core.kinds import collective
 
 _COMPUTING: Final = 7  # number of the stream of operators; of each thread after the first the next one
-_COMMUNICATING: Final = 1000  # number of the stream of operations
+_COMMUNICATING: Final = 1000  # number of the first stream of operations
 _RANGE: Final = re.compile("^(mcr|gloo|nccl|mpi|ucc):[^:]")
 _NO_COMPUTING: Final = ("c10d::", "record_param_comms")
 
@@ -33,7 +33,8 @@ def write_for_hta(
     """
     written = []
     for rank, of_rank in events.items():
-        kernels = [*_computing(of_rank), *(_logged(of_rank) if logged[rank] else _profiled(of_rank))]
+        communicating = _logged(of_rank) if logged[rank] else _profiled(of_rank)
+        kernels = [*_computing(of_rank), *_on_streams(communicating)]
         own = [event for event in of_rank if event.get("ph") in ("X", "M")]
         for number, kernel in enumerate(kernels):
             kernel["args"] |= {"device": rank, "context": 1, "correlation": number + 1}
@@ -51,10 +52,22 @@ def write_for_hta(
 
 
 def _kernel(name: str, begin: float, duration: float, stream: int, args: Mapping[str, Any]) -> dict[str, Any]:
+    # In whole microseconds: the analyses round begins up and ends down, which shortens kernels below zero.
+    start = round(begin)
     return {
-        "ph": "X", "cat": "kernel", "name": name, "tid": stream, "ts": begin, "dur": duration,
-        "args": {**args, "stream": stream},
+        "ph": "X", "cat": "kernel", "name": name, "tid": stream, "ts": start,
+        "dur": round(begin + duration) - start, "args": {**args, "stream": stream},
     }  # fmt: skip
+
+
+def _on_streams(kernels: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Kernels, each on the first stream that is free: those of one stream never overlap."""
+    ends: list[int] = []
+    for kernel in sorted(kernels, key=lambda each: int(each["ts"])):
+        stream = next((at for at, end in enumerate(ends) if end <= kernel["ts"]), len(ends))
+        ends[stream : stream + 1] = [kernel["ts"] + kernel["dur"]]
+        kernel["tid"] = kernel["args"]["stream"] = _COMMUNICATING + stream
+        yield kernel
 
 
 def _computing(events: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -154,11 +154,15 @@ def _read(path: Path) -> _Trace:
             raise ConfigError(
                 f"{path}: traceEvents[{index}]: not an event with a time in microseconds; {_EXPECTED}"
             )
-    return (
-        _of_profiler(path, document, events)
-        if "distributedInfo" in document
-        else _of_log(path, document, events)
-    )
+    if "distributedInfo" in document:
+        return _of_profiler(path, document, events)
+    if "schemaVersion" in document:
+        raise ConfigError(
+            f"{path}: distributedInfo: missing: torch's profiler writes it in jobs of torch.distributed; in "
+            'others, call add_metadata_json("distributedInfo", \'{"rank": 0, "world_size": 2}\') of the '
+            "profiler with the rank and the number of ranks"
+        )
+    return _of_log(path, document, events)
 
 
 def _unpacked(content: bytes) -> bytes:

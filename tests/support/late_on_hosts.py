@@ -27,7 +27,7 @@ def main(folder: str, members: list[int]) -> None:
     found: list[dict[str, Any]] = []
     with mcr.init({"version": 1, "backends": ["gloo"]}) as comm:
         group = mcr.new_group(members)
-        if group is not None:
+        if comm.rank in members:
             found = [recorded(group, victim, comm.rank) for victim in (None, *members)]
         comm.barrier()
         Path(folder, f"found.{comm.rank}").write_text(json.dumps(found))
@@ -37,15 +37,14 @@ def recorded(group: mcr.Communicator, victim: int | None, rank: int) -> dict[str
     """What `log.stragglers()` says of some steps in which `victim` is late; `rank` is this one."""
     layers = [torch.nn.Linear(64, 64) for _ in range(4)]
     model: Any = torch.nn.Sequential(*layers)
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-6)
-    mcr.wrap(model, optimizer, group=group)
     seconds = 0.0
     layers[2].register_full_backward_hook(lambda *_: time.sleep(seconds))
 
     def step() -> None:
-        optimizer.zero_grad()
+        model.zero_grad()
         model(torch.randn(8, 64)).square().mean().backward()
-        optimizer.step()
+        gradients = torch.cat([each.grad.flatten() for each in model.parameters()])
+        group.all_reduce(gradients, mcr.AVG, tag="gradients")
 
     step()
     seconds = DELAY_S if rank == victim else 0.0

@@ -165,6 +165,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
         "half.json": (good[: len(good) // 2], "not JSON, or truncated"),
         "size.json": (json.dumps(log(0, "a", 1.0, [], size="2")), "otherData.size"),
         "rank.json": (json.dumps({"traceEvents": [], "distributedInfo": {}}), "distributedInfo.rank"),
+        "alone.json": (
+            json.dumps({"schemaVersion": 1, "traceEvents": []}), "distributedInfo: missing.*add_metadata_json"
+        ),
         "base.json": (
             json.dumps({**profile(0, 1.0, []), "baseTimeNanoseconds": "x"}), "baseTimeNanoseconds: malformed"
         ),
@@ -187,6 +190,19 @@ def test_what_is_refused(tmp_path: Path) -> None:
 def test_a_missing_rank_is_noted(tmp_path: Path) -> None:
     (tmp_path / "log.json").write_text(json.dumps(log(1, "a", 1.0, [], size=4)))
     assert merge_traces([tmp_path], tmp_path / "all.json").missing == (0, 2, 3)
+
+
+def test_operations_that_overlap_are_kernels_of_different_streams(tmp_path: Path) -> None:
+    spans_ = [(10.4, 30.6), (20.0, 25.0), (25.5, 40.0), (31.0, 31.2), (45.0, 50.0)]
+    events = [
+        record("all_reduce", number, begin / 1e6, end / 1e6) for number, (begin, end) in enumerate(spans_, 1)
+    ]
+    (tmp_path / "log.json").write_text(json.dumps(log(0, "a", 1.0, events, size=1)))
+    merge_traces([tmp_path], tmp_path / "all.json", hta=tmp_path / "hta")
+    kernels = json.loads((tmp_path / "hta" / "rank0.json").read_text())["traceEvents"]
+    found = [(each["tid"], each["ts"], each["dur"]) for each in kernels if each.get("cat") == "kernel"]
+    assert found == [(1000, 10, 21), (1001, 20, 5), (1001, 26, 14), (1000, 31, 0), (1000, 45, 5)]
+    assert all(each["args"]["stream"] == each["tid"] for each in kernels if each.get("cat") == "kernel")
 
 
 ANALYSIS = """

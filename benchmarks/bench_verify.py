@@ -142,8 +142,17 @@ def _row(name: str, times: list[list[float]]) -> list[str]:
     return [name, f"{off:.1f}", f"{on:.1f}", f"{on / off:.2f}"]
 
 
-def _messages(nbytes: int, samples: int) -> list[list[float]]:
-    """Processor seconds of messages without checksums, and of some that carry them."""
+def small_messages() -> list[list[str]]:
+    """Messages of two ranks in this thread: bytes, processor µs without checksums, with, difference."""
+    table = []
+    for nbytes in (8, 4096, 64 << 10):
+        off, on = (1e6 * min(each) for each in _messages(nbytes, 300, 50))
+        table.append([str(nbytes), f"{off:.2f}", f"{on:.2f}", f"{on - off:+.2f}"])
+    return table
+
+
+def _messages(nbytes: int, samples: int, repeats: int = 1) -> list[list[float]]:
+    """Processor seconds of a message without checksums, and of one that carries them."""
     shape = Shape(2, depth=4, slot=128 << 10, area=128)
     memory = mmap.mmap(-1, shape.nbytes)
     ends = [
@@ -154,15 +163,17 @@ def _messages(nbytes: int, samples: int) -> list[list[float]]:
     assert all(end.check() for end in ends)
     value, out = (torch.zeros(nbytes // 4) for _ in range(2))
     send, receive = (Signature(kind, value.dtype, (), nbytes, "works", 2) for kind in MESSAGES)
+    sent, received = Message(send, (value,), peer=1), Message(receive, (), (out,), peer=0)
     starts = [ends[0].bind_send(send, mark) for mark in (0, p2p_kernels.CHECKED)]
     begin = ends[1].bind_receive(receive, lambda source, block: AssertionError(f"{source} {block}"))
 
     def seconds(start: Start) -> float:
         began = time.thread_time()
-        polls = [begin(Message(receive, (), (out,), peer=0)), start(Message(send, (value,), peer=1))]
-        while not (polls[0]() & polls[1]()):  # both, at each turn
-            pass
-        return time.thread_time() - began
+        for _ in range(repeats):
+            polls = start(sent), begin(received)
+            while not (polls[0]() & polls[1]()):  # both, at each turn
+                pass
+        return (time.thread_time() - began) / repeats
 
     times: list[list[float]] = [[], []]
     for _ in range(samples):
@@ -295,6 +306,9 @@ def main(
         head = ["operation", "off, ms", "every, ms", "every / off"]
         parts += ["### Processor time of two ranks in one thread, shared memory, 64 MiB, the least of 25"]
         parts += [harness.markdown(head, works())]
+        head = ["bytes", "off, µs", "every, µs", "every - off"]
+        parts += ["### Processor time of a message and its receive in one thread, least of 300 means of 50"]
+        parts += [harness.markdown(head, small_messages())]
     rows = []
     for library in libraries if rounds else ():
         if rate is None:

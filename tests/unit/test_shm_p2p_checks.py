@@ -105,6 +105,22 @@ def test_messages_arrive_as_they_were_sent(order: str, slot: int) -> None:
         assert torch.equal(out, data), nbytes
 
 
+@pytest.mark.parametrize("offset", [0, 5])  # only to whole lines do bytes go past the caches
+def test_large_messages_arrive_and_their_damaged_block_is_named(offset: int) -> None:
+    one, other = world(128 << 10)
+    nbytes = p2p_checks.STREAMED_FROM + BLOCK + 77
+    data, memory = values(nbytes), torch.zeros(nbytes + 64 + offset, dtype=torch.uint8)
+    first = -memory.data_ptr() % 64 + offset
+    out = memory[first : first + nbytes]
+    assert settle([one.send(data, 1), other.receive(out, 0)]) == [(), ()]
+    assert torch.equal(out, data)
+    fault, room = one.fault(1, incoming=False), ((128 << 10) - kernels.HEADER) // 512 * 512
+    fault[faults.AFTER], fault[faults.BYTE], fault[faults.MASK] = 30, 70_000, 2
+    fault[faults.PLACE] = p2p_checks.IN_SLOT
+    found = settle([one.send(data, 1), other.receive(out, 0)])
+    assert found == [(), (0, (30 * room + 70_000) // BLOCK)]
+
+
 def test_messages_with_and_without_checksums_follow_each_other() -> None:
     draw = random.Random(3)
     for slot in SLOTS:

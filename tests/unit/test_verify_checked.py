@@ -40,15 +40,18 @@ KINDS = {
     "broadcast": plain.BROADCAST,
 }
 ROOT = 1
+NEVER = 1 << 62  # bytes
 PLACES = (kernels.IN_SLOT, kernels.IN_SUMS, kernels.IN_TARGET)
 
 
 class Rank:
     """One rank, which moves only when it is asked to."""
 
-    def __init__(self, segment: Segment, rows: SharedRows, kind: str, count: int, whole: int) -> None:
+    def __init__(
+        self, segment: Segment, rows: SharedRows, kind: str, count: int, whole: int, streamed: int
+    ) -> None:
         reduces = kind in ("all_reduce", "reduce_scatter")
-        direct = DirectCollectives(segment, spins=0, yields=0, whole=whole)
+        direct = DirectCollectives(segment, spins=0, yields=0, whole=whole, streamed=streamed)
         options: dict[str, Any] = {"kernels": kernels_for(torch.float32, "SUM")} if reduces else {}
         state = direct.bind(KINDS[kind], count, 4, root=ROOT, **options)
         assert checked.fit(state)
@@ -76,7 +79,7 @@ class Rank:
         return int(self.state[kernels.VERDICT])
 
 
-def world(kind: str, ranks: int, count: int, whole: int = 8192) -> list[Rank]:
+def world(kind: str, ranks: int, count: int, whole: int = 8192, streamed: int = NEVER) -> list[Rank]:
     shape = Shape(ranks, area=2 * BLOCK * ranks)
     memory, words = mmap.mmap(-1, shape.nbytes), row_words(ranks)
     rows = memoryview(bytearray(shared_bytes(ranks, words)))
@@ -87,6 +90,7 @@ def world(kind: str, ranks: int, count: int, whole: int = 8192) -> list[Rank]:
             kind,
             count,
             whole,
+            streamed,
         )
         for rank in range(ranks)
     ]
@@ -112,11 +116,12 @@ def expected(kind: str, given: list[np.ndarray[Any, Any]], me: int, count: int) 
     return np.concatenate(given if kind == "all_gather" else [each[me] for each in blocks])
 
 
+@pytest.mark.parametrize("streamed", [0, NEVER])
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_results_are_those_of_numpy_and_all_agree(kind: str, ranks: int) -> None:
+def test_results_are_those_of_numpy_and_all_agree(kind: str, ranks: int, streamed: int) -> None:
     for count in (1, 5, 2000, 16_384, 3 * 16_384 * ranks, 150_001):
-        every = world(kind, ranks, count)
+        every = world(kind, ranks, count, streamed=streamed)
         for _ in range(2):
             run(every)
             given = [rank.given.numpy() for rank in every]
@@ -137,23 +142,28 @@ def flipped(every: list[Rank], victim: int, place: int, after: int, byte: int, b
     return done
 
 
+@pytest.mark.parametrize("streamed", [0, NEVER])
 @pytest.mark.parametrize("whole", [0, 8192])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_bit_of_a_small_payload_is_found_wherever_it_flips(kind: str, whole: int) -> None:
-    every, found = world(kind, 2, 3, whole), 0
+def test_every_bit_of_a_small_payload_is_found_wherever_it_flips(
+    kind: str, whole: int, streamed: int
+) -> None:
+    every, found = world(kind, 2, 3, whole, streamed), 0
     for victim, place, after in product(range(2), (*PLACES, kernels.IN_PEER), range(2)):
         for bit in range(every[victim].target.nbytes * 8):
             found += flipped(every, victim, place, after, *divmod(bit, 8))
     assert found >= 2 * 96
 
 
+@pytest.mark.parametrize("streamed", [0, NEVER])
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_verdict_names_ranks_and_the_first_block(kind: str, ranks: int) -> None:
+def test_the_verdict_names_ranks_and_the_first_block(kind: str, ranks: int, streamed: int) -> None:
     draw, found = random.Random(ranks), 0
-    every = world(kind, ranks, 10 * 16_384 + 77)
+    every = world(kind, ranks, 10 * 16_384 + 77, streamed=streamed)
+    places = PLACES if streamed else (kernels.IN_SLOT, kernels.IN_SUMS, kernels.IN_PEER)
     for _ in range(60):
-        victim, place = draw.randrange(ranks), draw.choice(PLACES)
+        victim, place = draw.randrange(ranks), draw.choice(places)
         if not flipped(every, victim, place, draw.randrange(12), draw.randrange(1 << 30), draw.randrange(8)):
             continue
         found += 1

@@ -1,9 +1,9 @@
 """Compiled functions of the direct collectives of shared memory that take checksums of what they move.
 
 The phases are those of `mcr_plus.backends.shm.collectives_kernels`, for kinds whose sizes are equal on all
-ranks. Data pass in blocks of 64 KiB. One loop copies a block into the slot and takes its checksum; that of the
-target is taken once a block has been copied there, while it is in the core's cache. Results that are larger
-than the caches are written past them, as without checksums: their checksum is of what is written. Of a
+ranks. Data pass in blocks of 64 KiB. One loop copies a block into the slot and takes its checksum; that of
+the target is taken once a block has been copied there, while it is in the core's cache. Results that are
+larger than the caches are written past them, as without checksums: their checksum is of what is written. Of a
 reduction, a part of 8 KiB is taken of a peer's slot, then added, and the sums are taken once they are stored,
 all in the nearest cache. What a rank sends to itself is copied and compared, without a checksum.
 Then the words of the flows are joined, this rank's row is posted, and the rows of all ranks are compared, all

@@ -128,7 +128,8 @@ class GlooChannel(Channel):
     @property
     def is_idle(self) -> bool:
         """Whether gloo has ended all operations, well or with an error."""
-        ended = {work for work in self._running if isinstance(work, c10d.Work) and work.is_completed()}
+        running = tuple(self._running)  # other threads may end some
+        ended = {work for work in running if isinstance(work, c10d.Work) and work.is_completed()}
         self._running -= ended
         return not self._running
 

@@ -674,7 +674,7 @@ def fsdp_moves_beside_passes() -> None:
             # The parameters of `last` in the forward pass, those of `first` in the backward pass, and the
             # gradients of `last`.
             for layer, passes in ((last, ["forward", ""]), (first, ["", "backward"])):
-                shard: Any = layer._get_fsdp_state()._fsdp_param_group  # type: ignore[operator, union-attr]
+                shard: Any = layer._get_fsdp_state()._fsdp_param_group  # type: ignore[operator]
                 layer.set_custom_all_gather(_Late(shard._all_gather_comm, passes))  # type: ignore[operator]
                 if layer is last:
                     reduce = _Late(shard._reduce_scatter_comm, ["backward"])

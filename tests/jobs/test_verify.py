@@ -79,6 +79,15 @@ def test_damaged_messages_are_found_by_their_receivers(backend: str) -> None:
             assert raised == ([source, rank, backend] if place in ("sent", "arrived") else []), place
 
 
+# Messages of up to 1024 values carry their checksum over MPI.
+@pytest.mark.parametrize(("sent", "wanted"), [(4, 5), (4, 5000), (1026, 1024)])
+def test_a_message_of_another_size_is_told(sent: int, wanted: int) -> None:
+    _, (error, text) = values(jobs.mismatched_message, 2, "mpi", sent, wanted)
+    assert error == "OrderMismatch"
+    assert f"rank 0 issued send float32[{sent}] ({4 * sent} bytes)" in text
+    assert f"recv float32[{wanted}]" in text
+
+
 @pytest.mark.parametrize("backend", LIBRARIES)
 def test_calls_of_a_program_raise_the_same_error(backend: str) -> None:
     first, second = values(jobs.through_the_api, 2, backend)

@@ -328,6 +328,17 @@ def many_messages(backend: str, seed: int, messages: int) -> list[Any]:
     return [found, len(flips)]
 
 
+def mismatched_message(backend: str, sent: int, wanted: int) -> list[str]:
+    """The error of a receive of another size than what is sent."""
+    with mcr.init(config(backend)) as comm:
+        try:
+            comm.send(torch.ones(sent), 1) if comm.rank == 0 else comm.recv(torch.ones(wanted), 0)
+            comm.barrier()
+        except mcr.McrError as error:
+            return [type(error).__name__, str(error)]
+    return []
+
+
 def signature_of(kind: Kind, size: int, backend: str, ranks: int) -> Signature:
     """Of a message of float32."""
     return Signature(kind, torch.float32, (size,), 4 * size, "world", ranks, backend=backend, async_op=True)

@@ -167,13 +167,13 @@ def sync(
         ```
     """
     comm = member_of(group)
-    if isinstance(src, bool) or not isinstance(src, int) or src not in comm.ranks:
-        raise InvalidArgument(f"sync: src={src!r}; expected one of the group's ranks {list(comm.ranks)}")
     name = f"{_ATTACHED}{tag}"
     is_source = comm.ranks[comm.rank] == src
     world = current().world
     weights, listener, mine = None, None, ""
     try:
+        if isinstance(src, bool) or not isinstance(src, int) or src not in comm.ranks:
+            raise InvalidArgument(f"sync: src={src!r}; expected one of the group's ranks {list(comm.ranks)}")
         if not isinstance(tag, str) or not tag:
             raise InvalidArgument(f"sync: tag={tag!r}; expected a name")
         if name in comm.attached:
@@ -187,8 +187,9 @@ def sync(
         mine = str(error)
     place = listener.getsockname()[:2] if listener is not None else None
     entries = [] if weights is None else weights.entries
+    named = None if mine else (src, tag)  # what is refused may be anything
     try:
-        answers = comm.all_gather_object((mine, place, (src, tag), entries), tag="sync")
+        answers = comm.all_gather_object((mine, place, named, entries), tag="sync")
         _compare(comm, [tuple(answer) for answer in answers], mine)
     except BaseException:
         if listener is not None:

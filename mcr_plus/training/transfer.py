@@ -13,6 +13,7 @@ from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.compression.options import codec_of
 from mcr_plus.compression.policy import refusal, resolve_options
 from mcr_plus.config.options import plain_options
+from mcr_plus.core.kinds import DTYPES
 from mcr_plus.core.message import Signature
 from mcr_plus.hierarchy.policy import between_nodes
 
@@ -39,7 +40,7 @@ def broadcast_tensors(
 
     Ranks have the same bits afterwards. With a `tag`, by which rules find them, they are encoded as the
     pipeline says if that is without loss; otherwise, and without a tag, they travel as they are: other codecs
-    are for gradients, not for parameters.
+    are for gradients, not for parameters. Tensors are of any dense dtype.
     """
     if comm.size == 1:
         return
@@ -52,7 +53,9 @@ def broadcast_tensors(
     root = comm.ranks[0] if src is None else src
     for batch in chain.from_iterable(alike.values()):
         flat = torch.cat([tensor.reshape(-1) for tensor in batch])
-        comm.broadcast(flat, root, compress=False if tag is None else _lossless(flat, comm, tag), tag=tag)
+        # Operations have no float8 and no unsigned integers of more than 8 bits; weights may.
+        sent = flat if flat.dtype in DTYPES else flat.view(torch.uint8)
+        comm.broadcast(sent, root, compress=False if tag is None else _lossless(sent, comm, tag), tag=tag)
         offset = 0
         for tensor in batch:
             tensor.copy_(flat[offset : offset + tensor.numel()].view(tensor.shape))

@@ -183,12 +183,13 @@ def sync(
         ```
     """
     comm = member_of(group)
-    sources = _sources(src, comm)
     name = f"{_ATTACHED}{tag}"
     rank = comm.ranks[comm.rank]
     world = current().world
     weights, listener, mine = None, None, ""
+    sources: tuple[int, ...] = ()
     try:
+        sources = _sources(src, comm)
         _check(comm, tag, history)
         weights = Weights(module_or_state_dict, layout, rank)
         if rank in sources:
@@ -196,7 +197,8 @@ def sync(
     except McrError as error:
         mine = str(error)
     place = listener.getsockname()[:2] if listener is not None else None
-    own = _Answer(mine, place, (sources, tag), weights is None or weights.is_whole, [])
+    named = ((), "") if mine else (sources, tag)  # what is refused may be anything
+    own = _Answer(mine, place, named, weights is None or weights.is_whole, [])
     if weights is not None:
         own = own._replace(held=weights.held)
     try:

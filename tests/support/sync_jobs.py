@@ -277,7 +277,7 @@ def refusals() -> list[str]:
         refused(lambda: mcr.sync({"a": one} if comm.rank else {"a": 3}))  # type: ignore[dict-item]
         refused(lambda: mcr.sync({}))
         refused(lambda: mcr.sync(5))  # type: ignore[arg-type]
-        refused(lambda: mcr.sync({"a": one}, src=5))
+        refused(lambda: mcr.sync({"a": one}, src=5 if comm.rank else 0))
         refused(lambda: mcr.sync({"a": one}, tag="" if comm.rank else "x"))
         refused(lambda: mcr.sync({"a": one}, history=-1))
         state = {"a": torch.zeros(3), "b": torch.zeros(2)}

@@ -128,6 +128,7 @@ def test_settings_that_are_refused(changed: dict[str, Any], text: str) -> None:
         (lambda: SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0), "outer: expected a class of optimizers"),
         (lambda: "sgd", "outer: expected a class of optimizers"),
         (lambda: lambda _: None, "outer: expected it to return an optimizer, got NoneType"),
+        (lambda: torch.optim.LBFGS, "outer: LBFGS needs a closure, and an outer step has none"),
     ],
 )
 def test_outer_optimizers_that_are_refused(outer: Callable[[], Any], text: str) -> None:
@@ -199,13 +200,14 @@ def test_states_that_are_refused() -> None:
     cases = [
         ({"fragments": 2}, 0, {"fragments": 3}, "it has 2 fragments, and the model is cut into 3"),
         ({"every": 4}, 3, {"every": 5}, "3 steps into a window of 4, which has 5 now"),
+        ({}, 0, {"outer": torch.optim.Adam}, "its outer optimizer is SGD, that of this mcr.local is Adam"),
     ]
     for before, steps, after, text in cases:
         with pytest.raises(InvalidArgument, match=text):
             on_simulated_ranks(load, 1, before, steps, after)
     on_simulated_ranks(load, 1, {"every": 4}, 4, {"every": 5})
     with pytest.raises(InvalidArgument, match="expected what state_dict"):
-        on_simulated_ranks(lambda comm: made(comm, Quadratic(0)).load_state_dict({}), 1)
+        on_simulated_ranks(lambda comm: made(comm, Quadratic(0)).load_state_dict({"version": 1}), 1)
 
 
 def test_ranks_that_have_made_other_numbers_of_steps() -> None:

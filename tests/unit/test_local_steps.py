@@ -307,6 +307,10 @@ def test_finish_makes_models_and_buffers_equal() -> None:
         model.register_buffer("mean", torch.zeros(3))
         model.register_buffer("count", torch.zeros((), dtype=torch.int64))
         model.frozen = torch.nn.Parameter(torch.full((2,), 1.0 + comm.rank), requires_grad=False)
+        short = torch.full((3,), 1.5 + comm.rank).to(torch.float8_e4m3fn)
+        model.quantised = torch.nn.Parameter(short, requires_grad=False)
+        model.register_buffer("places", torch.full((2,), 500 + comm.rank, dtype=torch.int32).to(torch.uint16))
+        model.register_buffer("scale", short.clone())
         model.tied = model.layers["a"]
         local = made(comm, model, every=4, fragments=2, delay=2, mix=0.5)
         for _ in range(7):
@@ -316,12 +320,13 @@ def test_finish_makes_models_and_buffers_equal() -> None:
             model.count += 1 + comm.rank
             local.step()
         local.finish()
-        return {name: each.tolist() for name, each in model.state_dict().items()}, local.rounds
+        return {name: each.double().tolist() for name, each in model.state_dict().items()}, local.rounds
 
     found = on_simulated_ranks(train, 3)
     assert found[0] == found[1] == found[2]
     state, rounds = found[0]
     assert (state["mean"], state["count"], state["frozen"]) == ([7.0] * 3, 7, [1.0, 1.0])
+    assert (state["quantised"], state["places"], state["scale"]) == ([1.5] * 3, [500.0] * 2, [1.5] * 3)
     assert rounds == 2
 
 

@@ -166,6 +166,11 @@ def fragments_of(named: Sequence[Named], settings: Settings, outer: Any) -> list
             raise InvalidArgument(
                 f"outer: expected it to return an optimizer, got {type(fragment.optimizer).__name__}"
             )
+        if needs_closure(fragment.optimizer):
+            raise InvalidArgument(
+                f"outer: {type(fragment.optimizer).__name__} needs a closure, and an outer step has none; "
+                "expected an optimizer that makes a step without"
+            )
     return fragments
 
 

@@ -9,6 +9,7 @@ from typing import Any, Final, Literal
 import torch
 
 from mcr_plus.communicator.communicator import Communicator
+from mcr_plus.core.kinds import FLOATS
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.runtime.init import member_of
 from mcr_plus.training.local_steps import arguments, comparing
@@ -404,9 +405,9 @@ class LocalSteps:
         """At the end of training."""
         buffers = [each for each in self.model.buffers() if not getattr(each, "mcr_skip", False)]
         for buffer in buffers:
-            if buffer.is_floating_point() and buffer.numel():
+            if buffer.dtype in FLOATS and buffer.numel():  # float8 has no sums
                 self.comm.all_reduce(buffer, "AVG", compress=False, tag=CHECK)
-        broadcast_tensors([each for each in buffers if not each.is_floating_point()], self.comm)
+        broadcast_tensors([each for each in buffers if each.dtype not in FLOATS], self.comm)
 
     def _average_gradients(self) -> None:
         """As in data parallel training, before a step of the warm-up; None stays where all ranks have it."""

@@ -32,6 +32,7 @@ def saved(local: LocalSteps) -> dict[str, Any]:
                 "layout": fragment.layout,
                 "anchor": fragment.anchor,
                 "outer": fragment.optimizer.state_dict(),
+                "optimizer": type(fragment.optimizer).__name__,
                 "rounds": fragment.rounds,
                 "tokens": fragment.tokens,
                 "residual": fragment.residual,
@@ -51,12 +52,20 @@ def saved(local: LocalSteps) -> dict[str, Any]:
 
 def restore(local: LocalSteps, state: Mapping[str, Any]) -> None:
     """See `LocalSteps.load_state_dict`."""
-    if not isinstance(state, Mapping) or state.get("version") != _VERSION:
+    if not isinstance(state, Mapping) or state.get("version") != _VERSION or "fragments" not in state:
         raise InvalidArgument("state: expected what state_dict() of mcr.local's result returned")
     theirs = [each["layout"] for each in state["fragments"]]
     ours = [fragment.layout for fragment in local.fragments]
     if theirs != ours:
         raise InvalidArgument(f"state: {_difference(theirs, ours)}")
+    for fragment, each in zip(local.fragments, state["fragments"], strict=True):
+        own = type(fragment.optimizer).__name__
+        # torch loads the state of another class, and its step then fails.
+        if each.get("optimizer", own) != own:
+            raise InvalidArgument(
+                f"state: its outer optimizer is {each['optimizer']}, that of this mcr.local is {own}; "
+                "expected the same"
+            )
     if state["every"] != local.settings.every and state["position"]:
         raise InvalidArgument(
             f"state: {state['position']} steps into a window of {state['every']}, which has "

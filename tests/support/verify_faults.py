@@ -121,7 +121,7 @@ def _in_slots(
 
 
 def _in_packets(armed: dict[int, int], flips: list[int], draw: random.Random) -> None:
-    pack, unpack = packed.pack, packed.unpack
+    pack, unpack = (vars(packed)[name] for name in ("pack", "unpack"))
 
     def flip(address: int, packet: int, nbytes: int) -> None:
         if armed.pop(address, 0):

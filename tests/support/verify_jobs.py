@@ -247,7 +247,7 @@ def flipped_messages(channel: VerifiedChannel, place: Callable[[], str], draw: r
     own: Any = channel._own
     carry = isinstance(own, SharedMemoryChannel | MpiChannel)
     places = flip_carried(own, place, draw) if carry else list[int]()
-    bind = own.bind
+    bind: Callable[[Signature], Start] = own.bind
 
     def bind_flipping(signature: Signature) -> Start:
         start = bind(signature)

@@ -1,6 +1,6 @@
 """Training over slow links: DDP and `mcr.wrap` in every step, against outer steps (`mcr.local`).
 
-    python benchmarks/bench_local.py --rates 10mbit 100mbit 1gbit --hosts 2 [--seeds 3] [--plot FILE.png]
+    python benchmarks/bench_local.py [--rates 100mbit --rates 1gbit] [--hosts 2] [--seeds 3] [--plot FILE.png]
 
 Network namespaces joined by links of a rate, one rank on each. *Quality*: a small GPT (0.25 million
 parameters) is trained on the same tokens in every way, over a link of `--quality-rate`; held-out loss

@@ -11,6 +11,7 @@ from typing import Any, cast
 from mcr_plus.compression.codec import Codec
 from mcr_plus.compression.options import CompressOptions, codec_of
 from mcr_plus.compression.schemes import ENCODED
+from mcr_plus.config.names import kind_matches
 from mcr_plus.config.options import stage_options
 from mcr_plus.config.schema import Config, Rule
 from mcr_plus.core.kinds import REDUCING, VECTOR, dtype_name
@@ -145,6 +146,25 @@ def cautions(config: Config) -> list[str]:
         if isinstance(used, CompressOptions) and used.codec != "none":
             caution = codec_of(used).caution(used.feedback)
             found += [f"{place}: codec {used.codec}: {caution}"] if caution else []
+    return found
+
+
+def unusable(config: Config) -> list[str]:
+    """Return the rules whose codec is for none of the kinds of operations that they name."""
+    found = []
+    for rule in config.rules:
+        for override in rule.overrides:
+            options = override.options
+            if not isinstance(options, CompressOptions) or options.codec == "none" or not rule.match.kind:
+                continue
+            kinds = codec_of(options).traits.kinds
+            if kinds is not None and not any(
+                kind_matches(pattern, kind) for pattern in rule.match.kind for kind in kinds
+            ):
+                known, named = ", ".join(sorted(kinds)), ", ".join(rule.match.kind)
+                found.append(
+                    f"{rule.place}: codec {options.codec} is for {known}, so it is never used for {named}"
+                )
     return found
 
 

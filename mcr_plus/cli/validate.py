@@ -25,7 +25,7 @@ def validate(
     For a tuning table, print one line with its number of rules. Codecs that are known to cost quality where
     they compress gradients are noted on stderr.
     """
-    from mcr_plus.compression.policy import cautions
+    from mcr_plus.compression.policy import cautions, unusable
     from mcr_plus.config.document import Mistakes, read_document
     from mcr_plus.config.reader import dump, is_table, load
     from mcr_plus.fusion.options import FuseOptions
@@ -51,8 +51,8 @@ def validate(
         if isinstance(options, FuseOptions) and (plan := options.plan_file) is not None:
             mistakes.collect(partial(_plan, plan), None)
     mistakes.raise_all()
-    for caution in cautions(config):
-        print(f"note: {caution}", file=sys.stderr)
+    for note in [*unusable(config), *cautions(config)]:
+        print(f"note: {note}", file=sys.stderr)
     if as_json:
         print_json(dump(config))
     else:

@@ -48,6 +48,10 @@ def rules_of_codecs(rules: list[dict[str, Any]]) -> list[str]:
             mcr.all_reduce(torch.ones(1000), tag="counts")
             mcr.all_reduce(torch.ones(1000), tag="vectors")  # no matrix
             mcr.all_reduce(torch.ones(1000, dtype=torch.int64), tag="other")  # the stage's own codec
+        model: torch.nn.Module = torch.nn.Linear(64, 64)
+        model, optimizer = mcr.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model(torch.ones(2, 64)).sum().backward()  # ranks also reduce which gradients there are, in integers
+        optimizer.step()
         comm.all_gather_object("text")
     return [line for line in lines if "is not used" in line]  # kernels may be compiled, which is logged, too
 
@@ -56,6 +60,7 @@ def test_a_rules_codec_that_cannot_take_an_operation_is_logged_once() -> None:
     rules = [
         {"match": {"tag": "counts"}, "compress": {"codec": "int8_block"}},
         {"match": {"tag": "vectors"}, "compress": {"codec": "powersgd"}},
+        {"match": {"kind": "all_reduce", "tag": "gradients"}, "compress": {"codec": "int8_block"}},
     ]
     first, other = run_ranks(rules_of_codecs, 2, args=[rules], via="torch")
     (line,) = first.value

@@ -10,7 +10,7 @@ from command import mcr_plus
 
 from mcr_plus.compression.codec import Codec
 from mcr_plus.compression.options import CompressOptions
-from mcr_plus.compression.policy import cautions
+from mcr_plus.compression.policy import cautions, unusable
 from mcr_plus.compression.topk import TopK
 from mcr_plus.config.options import stage_options
 from mcr_plus.config.reader import dump, load
@@ -111,6 +111,20 @@ def test_cautions_are_about_gradients() -> None:
     assert "rules[2]: codec powersgd: " in note
     (note,) = cautions(config({}, inter={"compress": {"codec": "sign1"}}))
     assert "codec sign1" in note
+
+
+def test_rules_whose_codec_is_for_none_of_their_kinds_are_noted() -> None:
+    delta = {"codec": "delta"}
+    reduces = {"match": {"kind": ["all_reduce", "all_to_all"], "tag": "policy"}, "compress": delta}
+    some = {"match": {"kind": ["all_reduce", "broadcast"], "tag": "policy"}, "compress": delta}
+    others = [
+        {"match": {"tag": "policy"}, "compress": delta},
+        {"match": {"kind": "send"}, "compress": {"codec": "none"}},
+    ]
+    assert unusable(config({}, some, *others)) == []
+    (note,) = unusable(config({}, some, reduces))
+    assert note.startswith("<dict>: rules[1]: codec delta is for all_gather, all_gather_v, broadcast, ")
+    assert note.endswith("so it is never used for all_reduce, all_to_all")
 
 
 def test_validate_prints_cautions_beside_the_pipeline(tmp_path: Path) -> None:

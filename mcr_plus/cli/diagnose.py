@@ -19,6 +19,7 @@ def diagnose(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Say what is wrong with a job by the Flight Recorder dumps of its ranks: who, where, and why."""
+    from mcr_plus.observe.diagnosis import AWAY
     from mcr_plus.observe.diagnosis import diagnose as find
     from mcr_plus.observe.dumps import read_folder
 
@@ -33,7 +34,8 @@ def diagnose(
         print_error(f"no dump of rank {', '.join(map(str, read.absent))} of {read.size}")
     for finding in findings:
         print_result(f"{finding.fault}: {finding.text}")
-        rows = [_row("is", place) for place in finding.at] + [
+        verb = "was" if finding.fault in AWAY else "is"
+        rows = [_row(verb, place) for place in finding.at] + [
             _row("waits", place) for place in finding.waiting
         ]
         if rows:

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 PERIOD: Final = 0.5
 """Seconds between two pictures."""
-_LEAST_SHARE: Final = 500  # a period lasts at least so many times as long as drawing
+_LEAST_SHARE: Final = 500  # a period lasts at least so many times as long as the processor draws
+_LONGEST: Final = 2.0  # seconds; readers take a rank for busy after three without a picture
 _WINDOW: Final = 9  # pictures over which rates are taken
 _NO_WAIT: Final = 0.005  # seconds; a shorter wait is the operation itself
 _NAMED: Final = 64  # missing ranks, groups and ranks of a group that a picture names at most
@@ -83,13 +84,13 @@ class StatusThread:
     def _run(self) -> None:
         page = self._page
         while page is not None:
-            began = time.monotonic()
+            began = time.thread_time()  # a stop, or other threads on the core, cost nothing
             try:
-                page.show(self._draw.picture(began))
+                page.show(self._draw.picture(time.monotonic()))
             except Exception as error:  # a group may be closed meanwhile; the next picture is without it
                 _log.debug("no picture for mcr-plus top: %s", error, exc_info=True)
-            took = time.monotonic() - began
-            if self._ended.wait(max(PERIOD, _LEAST_SHARE * took)):
+            took = time.thread_time() - began
+            if self._ended.wait(min(max(PERIOD, _LEAST_SHARE * took), _LONGEST)):
                 return
 
 

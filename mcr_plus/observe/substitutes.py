@@ -2,8 +2,9 @@
 
 Torch's analysis needs a dump of every rank. What such a rank has issued shows on the boards of its groups; so
 its dump has those operations of the writer's up to that number, without frames. One that the writer still
-waits for has another state than the writer's, because the analysis then names the rank. `mcr.written_by` says
-who has written a dump.
+waits for has another state than the writer's, because the analysis then names the rank. Where the program of
+a stopped process was, its status page shows, which is at most half a second older. `mcr.written_by` says who
+has written a dump.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from mcr_plus.core.stacks import Frame
 from mcr_plus.dispatch.board.shared import SharedBoard
+from mcr_plus.liveness.page import page_of
 from mcr_plus.observe.files import files_of
 
 if TYPE_CHECKING:
@@ -43,7 +46,20 @@ def substitutes(
             issued = _issued(record, engine, rank)
             if not _has_written(files_of(os.path.join(folder, ""), rank).text, record, rank, issued):
                 found[rank] = _substitute(record, rank, state, issued)
+                process, own = (engine.peers.processes[each] for each in (rank, world.rank))
+                if state == "stopped" and process.place == own.place:
+                    found[rank]["mcr"]["threads"] = _last_seen(process.pid)
     return found
+
+
+def _last_seen(process: int) -> list[dict[str, Any]]:
+    """Where the program of a stopped process was, as the only one of a dump's threads; empty if unknown."""
+    page = page_of(process)
+    try:
+        frames = [Frame(*frame)._asdict() for frame in page.picture["frames"]] if page is not None else []
+    except (KeyError, TypeError):  # of another version
+        frames = []
+    return [{"name": "last seen", "frames": frames}] if frames else []
 
 
 def _issued(record: Mapping[str, Any], engine: Engine, rank: int) -> dict[str, int]:

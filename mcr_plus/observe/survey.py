@@ -16,7 +16,7 @@ from typing import Any, Final, Literal
 
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.liveness.exchange import HOSTS
-from mcr_plus.liveness.page import NAME, Shown, Unreadable, read
+from mcr_plus.liveness.page import NAME, Shown, Unreadable, read_at
 from mcr_plus.liveness.proc import read_stat, state_of
 from mcr_plus.observe.elsewhere import Elsewhere
 
@@ -260,13 +260,13 @@ def _pages() -> tuple[dict[int, Shown], dict[str, str], dict[int, str]]:
                 holders.setdefault(status.st_ino, {})[pid] = path
             elif status.st_uid == os.geteuid():
                 with contextlib.suppress(Unreadable):
-                    agents[str(_read(path).about.get("job"))] = path
+                    agents[str(read_at(path).about.get("job"))] = path
     pages: dict[int, Shown] = {}
     unreadable: dict[int, str] = {}
     for processes in holders.values():  # children forked by a rank hold its page too
         first = min(processes)
         try:
-            page = _read(processes[first])
+            page = read_at(processes[first])
             number = _owner(page, processes)
             pages[number] = page
         except Unreadable as error:
@@ -274,14 +274,6 @@ def _pages() -> tuple[dict[int, Shown], dict[str, str], dict[int, str]]:
         except OSError:  # it has ended meanwhile
             continue
     return pages, agents, unreadable
-
-
-def _read(path: str) -> Shown:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        return read(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _owner(page: Shown, holders: Mapping[int, str]) -> int:

@@ -122,6 +122,10 @@ def test_lost_ranks_are_explained(
     (finding,) = diagnose(read_folder(tmp_path / fault))
     assert (finding.fault, finding.ranks) == (fault, (VICTIM,))
     assert _at(finding.waiting).endswith(f"dump_jobs.py:{waits}")
+    # Its status page is the last that is seen of a stopped rank; that of a dead one is gone.
+    assert re.fullmatch(
+        rf"{VICTIM} .*/(dump_jobs|ranks)\.py:\d+" if fault == "stopped" else "", _at(finding.at)
+    )
 
 
 def test_signals_and_full_disks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

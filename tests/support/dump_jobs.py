@@ -19,6 +19,7 @@ import torch
 from ranks import has_come, meet, stop_until, wait_for_files, wait_for_ranks
 
 import mcr_plus as mcr
+from mcr_plus.liveness.page import page_of
 from mcr_plus.liveness.proc import handles
 from mcr_plus.runtime.init import current
 
@@ -183,6 +184,7 @@ def losing(name: str, library: str, folder: str) -> str:
     current().recorder.folder = f"{folder}/{name}"
     meet("before the loss", comm.size)
     if comm.rank == VICTIM:
+        _is_drawn()
         stop_until("told", 1, "KILL") if name == "stopped" else os.kill(os.getpid(), signal.SIGKILL)
     raised = ""
     try:
@@ -191,6 +193,14 @@ def losing(name: str, library: str, folder: str) -> str:
         raised = type(error).__name__
     has_come("told")
     return raised
+
+
+def _is_drawn() -> None:
+    """Wait until the status page of this rank shows it here."""
+    while (page := page_of(os.getpid())) is None or not any(
+        frame[0] == _is_drawn.__name__ for frame in page.picture.get("frames", ())
+    ):
+        time.sleep(0.01)
 
 
 def _begun(library: str, deadline: float) -> mcr.Communicator:

@@ -6,12 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from command import mcr_plus, mcr_plus_process
@@ -20,9 +21,10 @@ from mcr_plus.core import stacks
 from mcr_plus.core.stacks import stack_of
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.liveness import page as pages
-from mcr_plus.liveness.page import LAYOUT, NAME, Page, Unreadable, read
+from mcr_plus.liveness.page import LAYOUT, NAME, Page, Unreadable, page_of, read
 from mcr_plus.liveness.proc import read_stat
 from mcr_plus.observe.findings import clean, findings
+from mcr_plus.observe.status import Drawing, StatusThread
 from mcr_plus.observe.survey import Job, Line, Member, Waiting, survey
 
 
@@ -162,6 +164,43 @@ def test_a_rank_that_has_drawn_nothing_for_long_is_busy_and_a_dead_one_is_named(
     assert job is not None
     assert [member.state for member in job.members] == ["busy", "dead"]
     assert any("rank 1 (process 1 on here) has died" in text for text in findings(job))
+
+
+def test_a_stop_while_a_page_is_drawn_makes_later_pictures_no_rarer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What counts is the time of the processor that drawing takes."""
+    third, drawn = threading.Event(), 0
+
+    def drawing(_: Drawing, now: float) -> dict[str, Any]:
+        nonlocal drawn
+        drawn += 1
+        if drawn == 1:
+            time.sleep(1.0)  # stands for a stop, after which the next picture would be due in 500 s
+        elif drawn == 3:
+            third.set()
+        return picture(at=now)
+
+    monkeypatch.setattr(Drawing, "picture", drawing)
+    thread = StatusThread(cast(Any, None), about())
+    try:
+        assert third.wait(60)
+    finally:
+        thread.close()
+
+
+@pytest.mark.parametrize("number", [os.getpid(), 1])
+def test_the_page_of_a_process_is_its_own(number: int) -> None:
+    """A child of a rank may hold the page of that."""
+    made = Page(about(processes=[[number, "0"], [1, "0"]]), "1")
+    try:
+        made.show(picture())
+        found = page_of(os.getpid())
+        assert (None if found is None else found.picture["frames"]) == (
+            [["step", "/somewhere/train.py", 71]] if number == os.getpid() else None
+        )
+    finally:
+        made.close()
+    assert page_of(os.getpid()) is None
+    assert page_of(1 << 23) is None
 
 
 def test_pages_end_with_their_jobs(page: Page) -> None:

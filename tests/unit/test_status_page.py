@@ -187,7 +187,7 @@ def test_a_stop_while_a_page_is_drawn_makes_later_pictures_no_rarer(monkeypatch:
         thread.close()
 
 
-@pytest.mark.parametrize("number", [os.getpid(), 1])
+@pytest.mark.parametrize("number", [pytest.param(os.getpid(), id="own"), 1])
 def test_the_page_of_a_process_is_its_own(number: int) -> None:
     """A child of a rank may hold the page of that."""
     made = Page(about(processes=[[number, "0"], [1, "0"]]), "1")

@@ -83,7 +83,7 @@ def trained(way: str, steps: int, seed: int, settings: dict[str, Any]) -> dict[s
         fully_shard(block, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
     for module, following in pairwise([model, *model.blocks]):
-        module.set_modules_to_forward_prefetch([following])  # type: ignore[operator]  # of FSDPModule
+        module.set_modules_to_forward_prefetch([following])
     if way != GLOO:
         mcr.fsdp(model, **WAYS[way])
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings["lr"], fused=True)

@@ -379,8 +379,7 @@ class Reducer:
             self._send(flat)
             if captured and flat.work is not None:
                 flat.work.wait()  # so that operations do not overlap
-        # A rule for gradients would find that no codec takes it, and log that.
-        outcome = self.comm.send_bucket(self._outcome, MAX, members=1, tag=TAG, compress=False)
+        outcome = self.comm.send_bucket(self._outcome, MAX, members=1, tag=TAG, compress=False)  # by no rule
         try:
             for work in [*(flat.work for flat in self._flats), outcome]:
                 assert work is not None

@@ -13,7 +13,7 @@ import torch
 from mcr_plus.backends.base import BlockingPoll, Channel, Poll, Start
 from mcr_plus.backends.emulation import local_reduce
 from mcr_plus.backends.gloo.messages import SLOTS, WatchedReceive, WatchedSend, bytes_of, header_of, slot_of
-from mcr_plus.backends.gloo.swap import Swap, swaps, tag_of
+from mcr_plus.backends.gloo.swap import Swap, swapped, swaps, tag_of
 from mcr_plus.core import c10d
 from mcr_plus.core.deadline import Deadline
 from mcr_plus.core.group import Group
@@ -259,18 +259,17 @@ class GlooChannel(Channel):
     def _reduce_scatter(self, signature: Signature, op: ReduceOp) -> Start:
         assert signature.dtype is not None
         reduce_parts, size = local_reduce(op, signature.dtype), self._group.size
-        tag = tag_of(signature)
+        tag, rank, running = tag_of(signature), self._group.rank, self._running
 
         def start(message: Message) -> Poll:
             value, out = message.inputs[0], message.outputs[0]
             parts = torch.empty_like(value)
             if swaps(signature):
-                return self._swap(
-                    tag,
-                    bytes_of(value),
-                    bytes_of(parts),
-                    lambda: reduce_parts(parts.view(2, -1), out.view(-1)),
-                )
+
+                def finish() -> None:
+                    reduce_parts(parts.view(2, -1), out.view(-1))
+
+                return swapped(self._pg, rank, tag, value, parts, running, finish)
             work = self._exchange(parts, value, [], [])
             return self._poll(work, lambda: reduce_parts(parts.view(size, -1), out.view(-1)))
 
@@ -313,14 +312,6 @@ class GlooChannel(Channel):
 
         return start
 
-    def _swap(
-        self, tag: int, value: torch.Tensor, parts: torch.Tensor, finish: Callable[[], None] | None = None
-    ) -> Poll:
-        """all_to_all of bytes between two ranks."""
-        rank, (sent, received) = self._group.rank, (each.view(2, -1) for each in (value, parts))
-        received[rank].copy_(sent[rank])
-        return Swap(self._pg, 1 - rank, tag, sent[1 - rank], received[1 - rank], self._running, finish)
-
     def _all_gather(self, signature: Signature) -> Start:
         if swaps(signature):
             tag, rank, running = tag_of(signature), self._group.rank, self._running
@@ -349,11 +340,11 @@ class GlooChannel(Channel):
         return start
 
     def _all_to_all(self, signature: Signature) -> Start:
-        tag = tag_of(signature)
+        tag, rank, running = tag_of(signature), self._group.rank, self._running
 
         def start(message: Message) -> Poll:
             if swaps(signature):
-                return self._swap(tag, bytes_of(message.inputs[0]), bytes_of(message.outputs[0]))
+                return swapped(self._pg, rank, tag, message.inputs[0], message.outputs[0], running)
             return self._poll(self._exchange(message.outputs[0], message.inputs[0], [], []))
 
         return start

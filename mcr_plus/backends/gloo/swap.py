@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 
 from mcr_plus.backends.base import BlockingPoll
-from mcr_plus.backends.gloo.messages import FIRST_FREE, watchers
+from mcr_plus.backends.gloo.messages import FIRST_FREE, bytes_of, watchers
 from mcr_plus.core.message import Signature
 
 SWAPPED: Final = ("all_gather", "all_to_all", "reduce_scatter")
@@ -28,6 +28,21 @@ def swaps(signature: Signature) -> bool:
 def tag_of(signature: Signature) -> int:
     """gloo's tag of the exchanges of a signature, beyond those of sends and receives."""
     return FIRST_FREE + signature.digest() % FIRST_FREE
+
+
+def swapped(
+    pg: Any,
+    rank: int,
+    tag: int,
+    value: torch.Tensor,
+    parts: torch.Tensor,
+    running: set[object],
+    finish: Callable[[], None] | None = None,
+) -> Swap:
+    """all_to_all of the bytes of `value` to those of `parts`, two halves each, between two ranks."""
+    sent, received = (each.view(2, -1) for each in (bytes_of(value), bytes_of(parts)))
+    received[rank].copy_(sent[rank])
+    return Swap(pg, 1 - rank, tag, sent[1 - rank], received[1 - rank], running, finish)
 
 
 class Swap(BlockingPoll):

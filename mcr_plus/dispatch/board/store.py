@@ -76,6 +76,7 @@ class StoreBoard(GroupBoard):
         self._failed = False
         self._turns = 0  # of compiling
         self._noted = NotedParts()
+        self._moves = f"board/{group.name}/moves"  # a key of all ranks
         self._publish()
 
     def _key(self, rank: int, name: str) -> str:
@@ -264,14 +265,10 @@ class StoreBoard(GroupBoard):
         return int(self._read(rank, "compiling") or 0)
 
     def mark_moving(self) -> None:  # noqa: D102
-        self._ask(lambda store: store.add(self._moves_key, 1), 0)
+        self._ask(lambda store: store.add(self._moves, 1), 0)
 
     def moves(self) -> int:  # noqa: D102
-        return self._ask(lambda store: store.add(self._moves_key, 0), 0)
-
-    @property
-    def _moves_key(self) -> str:
-        return f"board/{self._group.name}/moves"
+        return self._ask(lambda store: store.add(self._moves, 0), 0)
 
     def mark_failed(self, failure: Failure) -> None:  # noqa: D102
         if not self._failed:

@@ -258,9 +258,10 @@ def reset() -> Communicator:
     ranks, neither is the world. Nothing in flight is waited for; tensors of what had not ended must not be
     used again. Communicators, wrapped models, hooks and persistent operations of the old world are closed;
     what codecs keep between calls is gone unless it was saved (`mcr.state_dict`). Memory of operations that
-    never ended stays taken until the end of the process. So do MPI's communicators of a group in which an
-    operation on MPI has not ended well, or is in flight: three, and one per signature that the group has used
-    on MPI more than once, 192 at most. Those of other groups are freed.
+    never ended stays taken until the end of the process, but for gloo's, whose connections are closed. So do
+    MPI's communicators of a group in which an operation on MPI has not ended well, or is in flight: three,
+    and one per signature that the group has used on MPI more than once, 192 at most. Those of other groups
+    are freed.
 
     Returns the communicator of all ranks. Where it raises, the old world is closed all the same, and all
     ranks may call `init` again, with another configuration if need be.
@@ -295,6 +296,9 @@ def reset() -> Communicator:
     runtime.prepare_reset()
     sight, roster = runtime.hand_over(), runtime.roster
     watch = None if roster is None else Watch(roster.members, roster.rank, runtime.config, sight)
+    if failure is None:  # so all ranks are here, and none uses the old world any more
+        for backend in runtime.engine.backends:
+            backend.disconnect()
     runtime.close(clean=False)
     try:
         if failure is not None:

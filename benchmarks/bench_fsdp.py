@@ -82,7 +82,8 @@ def trained(way: str, steps: int, seed: int, settings: dict[str, Any]) -> dict[s
     for block in model.blocks:
         fully_shard(block, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
-    for module, following in pairwise([model, *model.blocks]):
+    layers: list[Any] = [model, *model.blocks]
+    for module, following in pairwise(layers):
         module.set_modules_to_forward_prefetch([following])
     if way != GLOO:
         mcr.fsdp(model, **WAYS[way])

@@ -49,11 +49,12 @@ class Gather(_Collective):
     ) -> dist.Work | None:
         """Start it; returns a handle if the call is asynchronous, as all are on the CPU."""
         options = AllgatherOptions()
-        shards = _param_groups(self._module()) if input_tensor.is_cpu else []
-        options.asyncOp = async_op or bool(shards)
+        options.asyncOp = async_op or input_tensor.is_cpu
         work = checked_group(group).all_gather_single(output_tensor, input_tensor, options, **self._options)
-        if shards:
+        if input_tensor.is_cpu and (shards := _param_groups(self._module())):
             return _Gathering(work, group, shards)
+        if options.asyncOp and not async_op:
+            work.wait()
         return work if async_op else None
 
 
@@ -146,21 +147,25 @@ class ReduceScatter(_Collective):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Start it, and complete it now or in the course of the backward pass."""
-        is_late = not async_op and self._may_be_late(output_tensor, op)
         options = ReduceScatterOptions()
-        options.reduceOp, options.asyncOp = op, async_op or is_late
+        options.reduceOp = op
+        # Also if it is completed at once: hooks and gradients of an earlier pass may be those of one rank.
+        options.asyncOp = async_op or output_tensor.is_cpu
         work = checked_group(group).reduce_scatter_single(
             output_tensor, input_tensor, options, **self._options
         )
-        if is_late:
+        if async_op:
+            return work
+        if output_tensor.is_cpu and self._may_be_late(output_tensor, op):
             self._backward.started(work)
-        return work if async_op else None
+        elif options.asyncOp:
+            work.wait()
+        return None
 
     def _may_be_late(self, output: torch.Tensor, op: Any) -> bool:
         """Whether the result is needed at the end of the backward pass only."""
         return (
-            output.is_cpu
-            and torch._C._current_graph_task_id() != _NO_BACKWARD
+            torch._C._current_graph_task_id() != _NO_BACKWARD
             and op == dist.ReduceOp.AVG  # with others, FSDP2 may divide the result itself
             and bool(shards := _param_groups(self._module()))
             and not any(_reads_early(shard, output.dtype) for shard in shards)

@@ -286,11 +286,11 @@ def _compare(answers: Mapping[int, _Answer], mine: str) -> None:
             raise InvalidArgument(
                 f"sync: rank {one} has src and tag {first.arguments}, rank {rank} has {answer.arguments}"
             )
-    sources = first.arguments[0]
-    if len(sources) > 1 or not all(answer.is_whole for answer in answers.values()):
+    source, *others = first.arguments[0]
+    if others or not all(answer.is_whole for answer in answers.values()):
         return  # `parts_of` compares tensor by tensor
-    expected = answers[sources[0]].held
+    expected = answers[source].held
     for rank, answer in answers.items():
-        difference = first_difference(expected, answer.held, f"rank {sources[0]} has", f"rank {rank} has")
+        difference = first_difference(expected, answer.held, f"rank {source} has", f"rank {rank} has")
         if difference is not None:
             raise InvalidArgument(f"sync: {difference}")

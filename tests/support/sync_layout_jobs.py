@@ -249,12 +249,12 @@ def fsdp_to_tensor_parallel(steps: int) -> dict[str, Any]:
     if rank < 4:
         parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         fully_shard(model, mesh=mesh["dp"])
-        inner = torch.optim.SGD(model.parameters(), lr=0.5)
     elif rank < 6:
         state = {
             name: placed(each.detach(), servers, [Shard(cuts[name])]) if name in cuts else each.detach()
             for name, each in model.named_parameters()
         }
+    inner = torch.optim.SGD(model.parameters(), lr=0.5)
     weights = mcr.sync(state, src=range(4))
     good = 0
     wholes_: list[Any] = [None]

@@ -137,7 +137,8 @@ def _in_packets(armed: dict[int, int], flips: list[int], draw: random.Random) ->
         flip(target, packet, nbytes)
         return unpack(packet, target, nbytes)
 
-    vars(packed).update(pack=pack_and_flip, unpack=flip_and_unpack)
+    for name, function in {"pack": pack_and_flip, "unpack": flip_and_unpack}.items():
+        setattr(packed, name, function)
 
 
 def carries_checksum(channel: SharedMemoryChannel, peer: int, *, incoming: bool) -> bool:

@@ -45,11 +45,17 @@ class Delay:
             time.sleep(self.seconds)
 
 
-def trained(steps: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def trained(steps: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    """Train; returns the processor time of the forward passes, in which nothing is waited for."""
+    forward = 0.0
     for _ in range(steps):
         optimizer.zero_grad()
-        model(torch.randn(BATCH, WIDTH)).square().mean().backward()
+        began = time.thread_time()
+        loss = model(torch.randn(BATCH, WIDTH)).square().mean()
+        forward += time.thread_time() - began
+        loss.backward()
         optimizer.step()
+    return forward
 
 
 def rank(runs: int, steps: int, delay: float, library: str) -> list[dict[str, Any]] | None:
@@ -68,7 +74,7 @@ def rank(runs: int, steps: int, delay: float, library: str) -> list[dict[str, An
                 late.seconds = delay if comm.rank == victim else 0.0
                 comm.barrier()
                 with mcr.record() as log:
-                    trained(steps, model, optimizer)
+                    forward = trained(steps, model, optimizer)
                 stragglers = log.stragglers()
                 mine = {
                     "named": [each.rank for each in stragglers],
@@ -77,6 +83,7 @@ def rank(runs: int, steps: int, delay: float, library: str) -> list[dict[str, An
                     "left_out": stragglers.left_out,
                     "error": stragglers.error,
                     "seconds": log.seconds,
+                    "forward": forward,
                 }
                 answers = comm.all_gather_object(mine)
                 found.append({"victim": victim, "answers": answers})
@@ -101,6 +108,24 @@ def launcher(stack: ExitStack, hosts: int, ranks: int, apart: float) -> harness.
     )
     line = ["bash", "-c", later, "rank", sys.executable] if apart else [sys.executable]
     return lambda words: both.torchrun([*line, *words], per_host=ranks // hosts)
+
+
+def slower(calm: list[dict[str, Any]]) -> str:
+    """How much more processor time ranks took for the same forward passes, where none was made late."""
+    named, others = [], []
+    for each in calm:
+        forward = [answer["forward"] for answer in each["answers"]]
+        late = {rank for answer in each["answers"] for rank in answer["named"]}
+        for rank in late or {forward.index(max(forward))}:
+            ratio = forward[rank] / median(forward[:rank] + forward[rank + 1 :])
+            (named if late else others).append(ratio)
+    texts = [
+        f"{what} took {median(ratios):.2f} times the processor time of the others for the same forward "
+        f"passes ({min(ratios):.2f} to {max(ratios):.2f})"
+        for what, ratios in (("ranks that were named", named), ("where nobody was, the slower rank", others))
+        if ratios
+    ]
+    return f". Where none was made late, {'; '.join(texts)}"
 
 
 def figures(found: list[dict[str, Any]], name: str) -> list[float]:
@@ -152,6 +177,7 @@ def main(
         note += (
             f"; error of the clocks: median {1e3 * median(errors):.2f} ms, worst {1e3 * max(errors):.2f} ms"
         )
+    note += slower(calm)
     text = harness.page("Ranks that are late", harness.command(), f"{note}.", harness.markdown(head, rows))
     harness.write(text, output, f"stragglers_{hardware}")
 

@@ -150,7 +150,7 @@ def test_a_version_is_pulled_once_all_sources_have_pushed_it() -> None:
 
 
 def test_sources_that_have_dropped_the_version_of_another_lead_to_a_later_one() -> None:
-    """Source 1 has only the step from 2 to 3 when source 0 has 2: nothing is applied before both have 3."""
+    """Source 1 has only the step from 2 to 3 when source 0 has 2: nothing is pulled before both have 3."""
     with two_sources(history=0) as (tensors, sources, receiver, pulls):
         draw = torch.Generator().manual_seed(0)
         for version in (2, 3):
@@ -166,6 +166,43 @@ def test_sources_that_have_dropped_the_version_of_another_lead_to_a_later_one() 
         assert pulls.pull(True, 60.0) == 3
         assert (receiver["w"][:3] == 3.0).all()
         assert torch.equal(receiver["w"][3:], tensors[1]["w"])
+
+
+def test_a_receiver_of_other_weights_catches_up_with_a_source_that_is_always_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Source 1 has pushed once more whenever it is asked; it is asked for all its weights once."""
+    with two_sources(history=1 << 20) as (tensors, sources, receiver, pulls):
+        tried = Feed._received
+
+        def push(rank: int, version: int) -> None:
+            if version <= 40:
+                tensors[rank]["w"][:, ::100] += 1
+                sources[rank].push(version)
+
+        def received(self: Feed, link: links.Link, announced: Any) -> Any:
+            def ahead(kind: int, version: int) -> None:
+                push(1, version + 1)
+                announced(kind, version)
+
+            if self.source == 1:
+                return tried(self, link, announced)
+            answer = tried(self, link, ahead)
+            push(0, answer[1] + 1)
+            return answer
+
+        for feed in pulls._feeds:
+            feed.is_whole = False  # as one that holds other weights
+        monkeypatch.setattr(Feed, "_received", received)
+        for rank in (1, 0):
+            push(rank, 1)
+        seen = pulls.pull(True, 60.0)
+        assert (receiver["w"][:, ::100] == seen).all()
+        assert pulls.stats()["anchors"] == 2
+        while seen < 40:
+            seen = pulls.pull(True, 60.0)
+            assert (receiver["w"][:, ::100] == seen).all()
+        assert pulls.stats()["anchors"] == 2
 
 
 def test_a_source_that_is_gone_is_named_although_the_lead_is_there() -> None:

@@ -3,7 +3,10 @@
 With several source ranks, each of which sends a part, a version is whole when it has come from all of them.
 The first source, the *lead*, is asked for what is newer; when its answer begins, the others are asked for the
 version that it leads to, at the same time, so that all answers are for the same one. A source that has
-dropped what leads there answers for a newer one: then nothing is applied, and all are asked for that one.
+dropped what leads there answers with all its weights of a newer one: then all are asked for that one, and
+`pull` waits until it is whole. What has come is applied first, so that changes lead on from it: a receiver
+that asked again for what it had thrown away would get all weights again, of a newer version again, for as
+long as the sources push faster than all weights travel.
 """
 
 from __future__ import annotations
@@ -168,8 +171,7 @@ class WeightReceiver:
                 answers = self._answers(kind, aim)
                 versions = {feed.version if each is None else each.version for feed, each in answers.items()}
                 aim = max(versions) if len(versions) > 1 else 0
-                if not aim:
-                    self._take(answers)
+                self._take(answers)
                 kind = links.WAIT if self._is_level else links.POLL
         except Ended:
             is_intended = True

@@ -216,7 +216,8 @@ def _checked(layout: Layouts | None, names: set[str], rank: int) -> dict[str, La
     for name, each in layout.items():
         if not isinstance(each, Layout):
             raise InvalidArgument(f"sync: layout[{name!r}]: expected an mcr.Layout, got {short(each)}")
-        if name not in names and np.prod(each.local_shape(rank) or (0,)):
+        shape = each.local_shape(rank)
+        if name not in names and shape is not None and math.prod(shape):
             raise InvalidArgument(
                 f"sync: layout[{name!r}]: {each} gives rank {rank} a part, but there is no tensor '{name}'; "
                 f"tensors: {short(sorted(names))}"

@@ -103,11 +103,16 @@ def test_a_receiver_that_is_late_and_connects_again_is_not_lost() -> None:
 
 
 @contextmanager
-def two_sources(history: int) -> Iterator[tuple[list[Tensors], list[WeightSource], Tensors, WeightReceiver]]:
-    """Ranks 0 and 1 have rows of a tensor of 5 x 3000, and rank 2, the receiver, has all of it."""
+def two_sources(
+    history: int, other: float = 0.0
+) -> Iterator[tuple[list[Tensors], list[WeightSource], Tensors, WeightReceiver]]:
+    """Ranks 0 and 1 have rows of a tensor of 5 x 3000, and rank 2, the receiver, has all of it.
+
+    `other`: the values of the receiver at first; those of the sources are 0.
+    """
     ends, rows = threading.Event(), Layout.sharded((5, 3000), [0, 1], 0)
     tensors: list[Tensors] = [{"w": torch.zeros(rows.locals[rank])} for rank in (0, 1)]
-    receiver: Tensors = {"w": torch.zeros(5, 3000)}
+    receiver: Tensors = {"w": torch.full((5, 3000), other)}
     weights = [Weights(each, {"w": rows}, rank) for rank, each in enumerate(tensors)] + [Weights(receiver)]
     parts = parts_of({rank: each.held for rank, each in enumerate(weights)}, [0, 1])
     listeners = [links.listen("127.0.0.1") for _ in tensors]
@@ -150,7 +155,7 @@ def test_a_version_is_pulled_once_all_sources_have_pushed_it() -> None:
 
 
 def test_sources_that_have_dropped_the_version_of_another_lead_to_a_later_one() -> None:
-    """Source 1 has only the step from 2 to 3 when source 0 has 2: nothing is applied before both have 3."""
+    """Source 1 has only the step from 2 to 3 when source 0 has 2: nothing is pulled before both have 3."""
     with two_sources(history=0) as (tensors, sources, receiver, pulls):
         draw = torch.Generator().manual_seed(0)
         for version in (2, 3):
@@ -166,6 +171,41 @@ def test_sources_that_have_dropped_the_version_of_another_lead_to_a_later_one() 
         assert pulls.pull(True, 60.0) == 3
         assert (receiver["w"][:3] == 3.0).all()
         assert torch.equal(receiver["w"][3:], tensors[1]["w"])
+
+
+def test_a_receiver_of_other_weights_catches_up_with_a_source_that_is_always_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Source 1 has pushed once more whenever it is asked; it is asked for all its weights once."""
+    tried = Feed._received
+
+    def push(rank: int, version: int) -> None:
+        if version <= 40:
+            tensors[rank]["w"][:, ::100] += 1
+            sources[rank].push(version)
+            with sources[rank]._changed:
+                assert sources[rank]._changed.wait_for(lambda: sources[rank]._version == version, 60.0)
+
+    def received(self: Feed, link: links.Link, announced: Any) -> Any:
+        def ahead(kind: int, version: int) -> None:
+            push(1, version + 1)
+            announced(kind, version)
+
+        if self.source == 1:
+            return tried(self, link, announced)
+        answer = tried(self, link, ahead)
+        push(0, answer[1] + 1)
+        return answer
+
+    monkeypatch.setattr(Feed, "_received", received)
+    with two_sources(history=1 << 20, other=0.5) as (tensors, sources, receiver, pulls):
+        for rank in (1, 0):
+            push(rank, 1)
+        seen = 0
+        while seen < 40:
+            seen = pulls.pull(True, 60.0) or 0
+            assert (receiver["w"][:, ::100] == seen).all()
+        assert [each.stats()["anchors"] for each in sources] == [1, 1]
 
 
 def test_a_source_that_is_gone_is_named_although_the_lead_is_there() -> None:

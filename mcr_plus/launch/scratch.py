@@ -23,6 +23,7 @@ from pathlib import Path
 from types import TracebackType
 
 from mcr_plus.core.deadline import Deadline
+from mcr_plus.errors import LaunchError
 from mcr_plus.liveness.proc import read_stat
 
 JOB_VARIABLE = "MCR_JOB_ID"
@@ -65,18 +66,27 @@ class Scratch:
 
 
 def create() -> Scratch:
-    """Create the folders of a new job, after removing those of jobs whose launcher is dead."""
+    """Create the folders of a new job, after removing those of jobs whose launcher is dead.
+
+    Raises `LaunchError` where they cannot be made, such as on a full disk; none is left then.
+    """
     remove_stale()
     name = f"{_PREFIX}-{os.getuid()}-{os.getpid()}-{time.monotonic_ns():x}"
     root, shm = Path(tempfile.gettempdir(), name), _shm_folder(name)
     locks: list[int] = []
     try:
         for folder in dict.fromkeys((root, shm)):
-            locks.append(_create_locked(folder))
-    except BaseException:  # such as no space in one of them
+            lock = _create_locked(folder)
+            locks.append(lock)
+    except BaseException as error:
         _remove(root, shm)
         for lock in locks:
             os.close(lock)
+        if isinstance(error, OSError):
+            raise LaunchError(
+                f"the job's folders {root} and {shm} cannot be made: {error}; free space or files there, or "
+                "set TMPDIR to another folder"
+            ) from error
         raise
     return Scratch(root, shm, tuple(locks))
 

@@ -20,6 +20,7 @@ import pytest
 from ranks import nursery
 from test_launch import END_LIMIT_S, SHARED_MEMORY, Run, Start, folder, gone, leftovers, start
 
+from mcr_plus.errors import LaunchError
 from mcr_plus.launch import Supervised, commands, scratch
 from mcr_plus.launch.channels import Channels
 
@@ -217,7 +218,7 @@ def test_a_folder_that_was_made_again_before_it_could_be_locked_is_not_removed(
     folder = tmp_path / f"mcr-job-{os.getuid()}-{NO_PROCESS}-1"
     folder.mkdir()
 
-    def lock(descriptor: int, operation: int) -> None:  # noqa: ARG001
+    def lock(descriptor: int, operation: int) -> None:
         folder.rmdir()
         folder.mkdir()
         (folder / "of a job that lives").touch()
@@ -249,7 +250,7 @@ def test_a_job_whose_second_folder_cannot_be_made_leaves_none(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(scratch, "_shm_folder", lambda name: tmp_path / "missing" / name)
     before = set(os.listdir("/proc/self/fd"))
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(LaunchError, match=r"folders .* cannot be made: .*No such file"):
         scratch.create()
     assert list(tmp_path.iterdir()) == []
     assert set(os.listdir("/proc/self/fd")) == before

@@ -227,7 +227,8 @@ class StoreBoard(GroupBoard):
         found: Noted = {}
         for part in sorted({sequence // PART for sequence in sequences}):
             if (value := self._read(rank, f"noted/{place_of(part)}")) is not None:
-                found |= {number: times for number, times in unpacked(value).items() if number // PART == part}
+                there = unpacked(value).items()
+                found |= {number: times for number, times in there if number // PART == part}
         return found
 
     def read(self, rank: int, sequence: int) -> PeerStatus:  # noqa: D102

@@ -24,7 +24,7 @@ class NotedParts:
 
     def __init__(self) -> None:
         self._parts: dict[int, dict[int, tuple[float, float, float]]] = {}  # noted since they were packed
-        self._packed: dict[int, bytes] = {}  # those before, in a hundredth of the memory
+        self._packed: dict[int, bytes] = {}  # those before, in a small part of the memory
 
     def add(self, sequence: int, times: tuple[float, float, float]) -> None:
         """Note an operation."""

@@ -9,6 +9,7 @@ other's processes.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -22,6 +23,7 @@ from pathlib import Path
 from types import TracebackType
 
 from mcr_plus.core.deadline import Deadline
+from mcr_plus.errors import LaunchError
 from mcr_plus.liveness.proc import read_stat
 
 JOB_VARIABLE = "MCR_JOB_ID"
@@ -64,11 +66,29 @@ class Scratch:
 
 
 def create() -> Scratch:
-    """Create the folders of a new job, after removing those of jobs whose launcher is dead."""
+    """Create the folders of a new job, after removing those of jobs whose launcher is dead.
+
+    Raises `LaunchError` where they cannot be made, such as on a full disk; none is left then.
+    """
     remove_stale()
     name = f"{_PREFIX}-{os.getuid()}-{os.getpid()}-{time.monotonic_ns():x}"
     root, shm = Path(tempfile.gettempdir(), name), _shm_folder(name)
-    return Scratch(root, shm, tuple(_create_locked(folder) for folder in dict.fromkeys((root, shm))))
+    locks: list[int] = []
+    try:
+        for folder in dict.fromkeys((root, shm)):
+            lock = _create_locked(folder)
+            locks.append(lock)
+    except BaseException as error:
+        _remove(root, shm)
+        for lock in locks:
+            os.close(lock)
+        if isinstance(error, OSError):
+            raise LaunchError(
+                f"the job's folders {root} and {shm} cannot be made: {error}; free space or files there, or "
+                "set TMPDIR to another folder"
+            ) from error
+        raise
+    return Scratch(root, shm, tuple(locks))
 
 
 def remove_stale() -> None:
@@ -97,7 +117,7 @@ def kill_job(job: str) -> None:
 
 
 def remove_orphaned_segments() -> None:
-    """Remove shared-memory files of MPICH and UCX that belong to this user and that no process maps.
+    """Remove shared-memory files of MPICH and UCX that belong to this user and that no process uses.
 
     They are listed twice, because another job maps a file a moment after creating it.
     """
@@ -142,12 +162,23 @@ def _remove_if_stale(folder: Path) -> bool:
     except OSError:
         return False
     else:
-        if os.fstat(descriptor).st_uid == os.getuid():
+        opened = os.fstat(descriptor)
+        # Where another launcher has removed the folder, its owner may have created and locked another one.
+        if not _is_at(folder, opened):
+            return False
+        if opened.st_uid == os.getuid():
             kill_job(folder.name)
             _remove(folder, _shm_folder(folder.name))
         return True
     finally:
         os.close(descriptor)
+
+
+def _is_at(folder: Path, opened: os.stat_result) -> bool:
+    """Whether an opened folder still has this path."""
+    with suppress(FileNotFoundError):
+        return os.path.samestat(folder.lstat(), opened)
+    return False
 
 
 def _remove(*folders: Path) -> None:
@@ -162,7 +193,29 @@ def _orphaned_segments() -> set[Path]:
     if not ours:
         return set()
     mapped = b"".join(_read(pid, "maps") for pid in _own_processes())
-    return {path for path in ours if os.fsencode(path) not in mapped}
+    return {path for path in ours if os.fsencode(path) not in mapped and not _is_open(path)}
+
+
+def _is_open(path: Path) -> bool:
+    """Whether a process has a file of this user open for writing, or so mapped.
+
+    Also one whose maps cannot be read: of another user, or of a container with processes of its own that
+    shares the memory of this one. False where the kernel cannot say.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        return error.errno == errno.EAGAIN  # another launcher asks the same
+    try:
+        # Who opens the file meanwhile waits until it is closed here, and the kernel tells this process of it:
+        # by a signal that it ignores, instead of SIGIO, of which it would die.
+        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+    except OSError as error:
+        return error.errno == errno.EAGAIN
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def _is_ours(path: Path) -> bool:

@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -19,6 +20,7 @@ import pytest
 from ranks import nursery
 from test_launch import END_LIMIT_S, SHARED_MEMORY, Run, Start, folder, gone, leftovers, start
 
+from mcr_plus.errors import LaunchError
 from mcr_plus.launch import Supervised, commands, scratch
 from mcr_plus.launch.channels import Channels
 
@@ -207,6 +209,51 @@ def test_shared_memory_of_jobs_that_live_is_not_removed(left: str) -> None:
     finally:
         for each in (made, shm):
             shutil.rmtree(each, ignore_errors=True)
+
+
+def test_a_folder_that_was_made_again_before_it_could_be_locked_is_not_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two launchers take a new folder for a stale one; the second comes after its owner has another one."""
+    folder = tmp_path / f"mcr-job-{os.getuid()}-{NO_PROCESS}-1"
+    folder.mkdir()
+
+    def lock(descriptor: int, operation: int) -> None:
+        folder.rmdir()
+        folder.mkdir()
+        (folder / "of a job that lives").touch()
+
+    monkeypatch.setattr(fcntl, "flock", lock)
+    scratch._remove_if_stale(folder)
+    assert [each.name for each in folder.iterdir()] == ["of a job that lives"]
+
+
+def test_segments_that_another_process_has_open_are_not_orphans() -> None:
+    """As one of another container may have, whose maps cannot be read here: here the test itself."""
+    path = SHARED_MEMORY / f"ucx_shm_posix_{os.getpid()}{time.monotonic_ns():x}"
+    with path.open("wb") as file:
+        try:
+            for kind in (fcntl.F_WRLCK, fcntl.F_UNLCK):
+                fcntl.fcntl(file, fcntl.F_SETLEASE, kind)
+        except OSError as error:
+            path.unlink()
+            pytest.skip(f"no leases: {error}")
+        scratch.remove_orphaned_segments()
+        assert path.exists()
+    scratch.remove_orphaned_segments()
+    wait_until(lambda: not path.exists())  # another start may have asked whether it is open
+
+
+def test_a_job_whose_second_folder_cannot_be_made_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(scratch, "_shm_folder", lambda name: tmp_path / "missing" / name)
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(LaunchError, match=r"folders .* cannot be made: .*No such file"):
+        scratch.create()
+    assert list(tmp_path.iterdir()) == []
+    assert set(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])

@@ -238,11 +238,14 @@ def test_a_rank_publishes_what_has_changed_and_keeps_the_latest_parts() -> None:
     ]
     for part in range(4, 1 + KEPT):
         parts.add(part * PART, (0.0, 0.0, 0.0))
-    assert parts.outdated() == []  # 0, 1 and 3 are among them
-    parts.add((1 + KEPT) * PART, (0.0, 0.0, 0.0))
-    parts.add((2 + KEPT) * PART, (0.0, 0.0, 0.0))
-    assert parts.outdated() == [0, 1]
-    assert parts.outdated() == []
+    assert len(list(parts.changed())) == KEPT - 3
+    for part in (1 + KEPT, 2 + KEPT):
+        parts.add(part * PART, (0.0, 0.0, 0.0))
+    for part in (1, 3):  # 0 and 1 are old by now
+        parts.add(part * PART + 8, (1.0, 2.0, 3.0))
+    assert [(part, list(unpacked(value))) for part, value in parts.changed()] == [
+        (3, [3 * PART + 7, 3 * PART + 8]), (1 + KEPT, [(1 + KEPT) * PART]), (2 + KEPT, [(2 + KEPT) * PART]),
+    ]  # fmt: skip
 
 
 def test_boards_across_hosts_give_back_what_ranks_have_published() -> None:

@@ -23,27 +23,31 @@ class NotedParts:
     """The operations of this rank in one group. One that is noted again takes the place of the former."""
 
     def __init__(self) -> None:
-        self._parts: dict[int, dict[int, tuple[float, float, float]]] = {}
-        self._changed: set[int] = set()
+        self._parts: dict[int, dict[int, tuple[float, float, float]]] = {}  # noted since they were packed
+        self._packed: dict[int, bytes] = {}  # those before, in a small part of the memory
 
     def add(self, sequence: int, times: tuple[float, float, float]) -> None:
         """Note an operation."""
-        part = sequence // PART
-        self._parts.setdefault(part, {})[sequence] = times
-        self._changed.add(part)
+        self._parts.setdefault(sequence // PART, {})[sequence] = times
 
     def changed(self) -> Iterator[tuple[int, bytes]]:
-        """The parts with operations that were noted since the last call, as values."""
-        changed, self._changed = self._changed, set()
-        for part in sorted(changed):
-            yield part, packed(self._parts[part])
+        """The parts with operations that were noted since the last call, as values; forgets old parts."""
+        parts, self._parts = self._parts, {}
+        for part in sorted({*self._packed, *parts})[:-KEPT]:
+            self._packed.pop(part, None)
+            parts.pop(part, None)
+        for part in sorted(parts):
+            before = self._packed.get(part)
+            self._packed[part] = packed((unpacked(before) if before else {}) | parts[part])
+            yield part, self._packed[part]
 
-    def outdated(self) -> list[int]:
-        """Forget all but the latest parts; returns which ones."""
-        old = sorted(self._parts)[:-KEPT]
-        for part in old:
-            del self._parts[part]
-        return old
+
+def place_of(part: int) -> int:
+    """Where a part is in the store: in the place of one that is no longer kept.
+
+    None is ever removed, so that a reader that has found one gets it.
+    """
+    return part % KEPT
 
 
 def packed(noted: Noted) -> bytes:

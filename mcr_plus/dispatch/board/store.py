@@ -24,7 +24,7 @@ from mcr_plus.dispatch.board.base import (
     slot_word,
     unpad,
 )
-from mcr_plus.dispatch.board.noted import PART, NotedParts, unpacked
+from mcr_plus.dispatch.board.noted import PART, NotedParts, place_of, unpacked
 from mcr_plus.errors import BackendError, LaunchError
 
 if TYPE_CHECKING:
@@ -103,10 +103,6 @@ class StoreBoard(GroupBoard):
     def _write(self, name: str, value: bytes) -> None:
         key = self._key(self._group.rank, name)
         self._ask(lambda store: put(store, key, value), None)
-
-    def _remove(self, name: str) -> None:
-        key = self._key(self._group.rank, name)
-        self._ask(lambda store: store.delete_key(key), False)
 
     def _read(self, rank: int, name: str) -> bytes | None:
         key = self._key(rank, name)
@@ -213,9 +209,7 @@ class StoreBoard(GroupBoard):
 
     def publish_noted(self, clocks: Mapping[int, float]) -> None:  # noqa: D102
         for part, value in self._noted.changed():
-            self._write(f"noted/{part}", value)
-        for part in self._noted.outdated():
-            self._remove(f"noted/{part}")
+            self._write(f"noted/{place_of(part)}", value)
         said = json.dumps([self.counter[0], list(clocks.items())])
         self._write("noted", said.encode())  # last: what it says is there
 
@@ -232,8 +226,9 @@ class StoreBoard(GroupBoard):
     def noted(self, rank: int, sequences: Sequence[int]) -> Noted:  # noqa: D102
         found: Noted = {}
         for part in sorted({sequence // PART for sequence in sequences}):
-            if (value := self._read(rank, f"noted/{part}")) is not None:
-                found |= unpacked(value)
+            if (value := self._read(rank, f"noted/{place_of(part)}")) is not None:
+                there = unpacked(value).items()
+                found |= {number: times for number, times in there if number // PART == part}
         return found
 
     def read(self, rank: int, sequence: int) -> PeerStatus:  # noqa: D102

@@ -244,7 +244,9 @@ def sync(
         places = {each: _place(answers[each]) for each in sources}
         key = key_of(world.secret, answers[sources[0]].nonce)
         if file:
-            invitation = Invitation.of(tag, time.time(), key, world.timeout, places, offers, parts)
+            invitation = None
+            if rank == sources[0]:
+                invitation = Invitation.of(tag, time.time(), key, world.timeout, places, offers, parts)
             withdraw = _invited(comm, sources[0], file, invitation)
         assert weights is not None
         weights.lay([part for part in parts if rank == part.source or rank in part.receivers])
@@ -257,13 +259,11 @@ def sync(
 
         end: WeightSource | WeightReceiver
         if rank in sources:
-            sent = [part.receivers for part in parts if part.source == rank]
-            buffers, offered = (
-                {each: [number for number, needs in enumerate(sent) if each in needs] for each in ranks}
-                for ranks in ([each for each in comm.ranks if each not in sources], [o.rank for o in offers])
-            )
+            own_parts = [part for part in parts if part.source == rank]
+            buffers = {each: _needed(own_parts, each) for each in comm.ranks if each not in sources}
+            offered = [_needed(own_parts, each.rank) for each in offers]
             kept = int(history * weights.nbytes)
-            end = WeightSource(weights, what, key, listener, buffers, kept, ends, list(offered.values()))
+            end = WeightSource(weights, what, key, listener, buffers, kept, ends, offered)
         else:
             there = buffers_from([part for part in parts if rank in part.receivers], places)
             end = WeightReceiver(weights, what, key, there, rank, ends)
@@ -288,6 +288,11 @@ def buffers_from(
     }
 
 
+def _needed(parts: Sequence[Part], receiver: int) -> list[int]:
+    """The numbers of the parts that a receiver, or an offer, needs."""
+    return [number for number, part in enumerate(parts) if receiver in part.receivers]
+
+
 def _place(answer: _Answer) -> tuple[str, int]:
     assert answer.place is not None
     return answer.place
@@ -305,10 +310,12 @@ def _address(single_host: bool, invites: bool) -> str:
         raise
 
 
-def _invited(comm: Communicator, lead: int, file: str, invitation: Invitation) -> Callable[[], None] | None:
-    """Write the invitation on the lead; returns there what removes it. Raises on all ranks if it fails."""
+def _invited(
+    comm: Communicator, lead: int, file: str, invitation: Invitation | None
+) -> Callable[[], None] | None:
+    """Write the lead's invitation; returns there what removes it. Raises on all ranks if it fails."""
     problem, withdraw = "", None
-    if comm.ranks[comm.rank] == lead:
+    if invitation is not None:
         try:
             withdraw = weight_invitation.write(file, invitation)
         except InvalidArgument as error:

@@ -222,10 +222,17 @@ class Link:
 
     def check(self) -> None:
         """Raise `EOFError` or `OSError` if the other end has closed the connection; takes nothing off it."""
-        waiting = select.poll()  # a `recv` would wait for the timeout of the socket
-        waiting.register(self._socket, select.POLLIN)
-        if waiting.poll(0) and not self._socket.recv(1, socket.MSG_PEEK):
+        if self.has_come() and not self._socket.recv(1, socket.MSG_PEEK):
             raise EOFError("the other end has closed the connection")
+
+    def has_come(self) -> bool:
+        """Whether there is something to receive, or the other end has closed; `EOFError` if this one has."""
+        descriptor = self._socket.fileno()
+        if descriptor < 0:
+            raise EOFError("this end has closed the connection")
+        waiting = select.poll()  # a `recv` would wait for the timeout of the socket
+        waiting.register(descriptor, select.POLLIN)
+        return bool(waiting.poll(0))
 
     def put(self, data: bytes | memoryview) -> None:
         """Send bytes as they are."""

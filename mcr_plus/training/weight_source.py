@@ -319,10 +319,11 @@ class WeightSource:
             if self._links.get(rank) is link and rank > JOINER:
                 self._joined[rank] = version
                 self._changed.notify_all()
-            while self._version < least:
-                if self._ends():
-                    raise Ended
-                self._changed.wait(_LOOK_S)
+        if not self._waited(link, least):
+            if link.receive(0)[0] == links.END:
+                return False
+            raise BackendError("it asks again before it has an answer")
+        with self._changed:
             newest = aim or self._version
             payloads = self._chain(version, digest, newest, buffers) if newest > version else []
         if payloads is None:
@@ -330,6 +331,17 @@ class WeightSource:
         with self._changed:
             self._stats["sent_bytes"] += sum(8 + len(payload.data) for payload in payloads)
         link.send(links.PAYLOADS, newest, len(payloads), payloads)
+        return True
+
+    def _waited(self, link: Link, least: int) -> bool:
+        """Wait for a version; False if the receiver ends the connection before, or its process does."""
+        with self._changed:
+            while self._version < least:
+                if self._ends():
+                    raise Ended
+                if link.has_come():
+                    return False
+                self._changed.wait(_LOOK_S)
         return True
 
     def _chain(self, version: int, digest: int, newest: int, buffers: Sequence[int]) -> list[Payload] | None:

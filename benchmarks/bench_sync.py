@@ -34,13 +34,13 @@ import torch.distributed as dist
 import typer
 from bench_local import joined
 from harness import ROOT, Output
+from sync_soak import soak_report
 from two_hosts import need_two_hosts
 
 import mcr_plus as mcr
 from mcr_plus.kernels import delta
 from mcr_plus.kernels.digest import digest
 from mcr_plus.training import weight_link
-from mcr_plus.training.weight_feed import Feed
 
 zstandard: Any = None
 with suppress(ImportError):
@@ -239,49 +239,6 @@ def _row(comm: mcr.Communicator, rate: float, way: str, versions: Sequence[torch
     }  # fmt: skip
 
 
-def soaked(count: int) -> dict[str, Any] | None:
-    """Versions of a small model with damage and restarts of the receiver; how many arrived bit for bit."""
-    torch.set_num_threads(1)
-    received, draw = Feed._received, np.random.default_rng(0)
-
-    def damaged(self: Any, *args: Any) -> Any:
-        kind, newest, parts, body = received(self, *args)
-        if parts and draw.random() < 0.01:
-            body[int(draw.integers(8 * parts, len(body)))] ^= 1 << int(draw.integers(8))
-        return kind, newest, parts, body
-
-    with mcr.init(backends=["gloo"]) as comm:
-        if comm.rank == 1:
-            Feed._received = damaged  # type: ignore[assignment,method-assign]
-        random = torch.Generator().manual_seed(0)
-        weights = torch.randn(100_000, generator=random).bfloat16()
-        mine, same, restarts, refused, anchors = weights.clone(), 0, 0, 0, 0
-        sync = mcr.sync({"weights": mine})
-        for number in range(count):
-            if number % 500 == 499:  # the receiver is a new process, with other weights
-                sync.close()
-                stats = sync.stats()
-                refused, anchors = refused + stats.get("refused", 0), anchors + stats["anchors"]
-                if comm.rank == 1:
-                    mine.zero_()
-                sync, restarts = mcr.sync({"weights": mine}), restarts + 1
-            moved = torch.rand(weights.numel(), generator=random) < 0.01
-            weights.view(BITS).add_(moved.to(BITS))
-            if comm.rank == 0:
-                mine.copy_(weights)
-            sync.push()
-            sync.pull(timeout=60)
-            comm.barrier()  # or the receiver would skip versions
-            same += torch.equal(mine.view(BITS), weights.view(BITS))
-        sync.close()
-        stats = sync.stats()
-        refused, anchors = refused + stats.get("refused", 0), anchors + stats["anchors"]
-        answers = comm.all_gather_object(
-            {"same": same, "restarts": restarts, "refused": refused, "anchors": anchors}
-        )
-        return {"count": count, **answers[1]} if comm.rank == 0 else None
-
-
 # --- kernels --------------------------------------------------------------------------------------------
 
 
@@ -421,7 +378,7 @@ def main(
     parts = []
     if only_soak:
         title, note = "Weight synchronisation with damage and restarts", "Two ranks on one host, gloo."
-        return _report(title, note, [_soak(soak)], output)
+        return _report(title, note, [soak_report(soak)], output)
     if only_signatures:
         return _report("Signatures of weights", "", [_signatures(rounds)], output)
     need_two_hosts()
@@ -442,7 +399,7 @@ def main(
             parts.append(f"## {hosts} hosts, {each}\n\n" + harness.markdown(*_table(rows)))
         parts.append(_signatures(rounds))
         if soak:
-            parts.append(_soak(soak))
+            parts.append(soak_report(soak))
     zstd = "" if zstandard is not None else "zstd is not installed, and left out. "
     note = (
         f"{notes}Learning rates emulate those of reinforcement learning; no such run was made. Densities are "
@@ -456,17 +413,6 @@ def _report(title: str, note: str, parts: Sequence[str], output: Path | None) ->
         print(part, "\n")
     if output is not None:
         harness.write(harness.page(title, harness.command(), note, *parts), output)
-
-
-def _soak(count: int) -> str:
-    begin = time.monotonic()
-    done = harness.on_ranks(harness.here(2), soaked, count)
-    return (
-        "## Damage and restarts\n\n"
-        f"{done['same']:,} of {done['count']:,} versions of 100,000 values arrived bit for bit, in "
-        f"{time.monotonic() - begin:,.0f} s; {done['refused']} messages with a flipped bit were refused, the "
-        f"receiver began anew {done['restarts']} times with other weights, and got {done['anchors']} anchors."
-    )
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:

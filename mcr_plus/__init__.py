@@ -95,6 +95,7 @@ if TYPE_CHECKING:
     from mcr_plus.training.fsdp import fsdp
     from mcr_plus.training.fsdp_state import fsdp_state
     from mcr_plus.training.local_steps.local import LocalSteps, local
+    from mcr_plus.training.weight_join import join_sync
     from mcr_plus.training.weight_sync import WeightSync, sync
     from mcr_plus.training.wrap import DistributedOptimizer, broadcast_parameters, no_sync, wrap
 
@@ -165,6 +166,7 @@ __all__ = [
     "irecv",
     "is_initialized",
     "isend",
+    "join_sync",
     "load_state_dict",
     "local",
     "new_group",
@@ -198,8 +200,8 @@ _HOMES = (
     "errors", "core.kinds", "core.work", "api.collectives", "communicator.communicator", "runtime.init",
     "api.other_ranks",  # early: `mcr.shrink` is called in a hurry, and those before it are imported with it
     "api.explain", "api.planning", "api.compiling", "training.wrap", "training.ddp", "training.fsdp",
-    "training.fsdp_state", "training.weight_sync", "training.local_steps.local", "api.state", "api.elastic",
-    "api.dump",
+    "training.fsdp_state", "training.weight_sync", "training.weight_join", "training.local_steps.local",
+    "api.state", "api.elastic", "api.dump",
     "layout.layout", "layout.redistribute", "layout.state", "torch_backend.shrinking",
 )  # fmt: skip
 

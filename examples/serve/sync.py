@@ -2,6 +2,7 @@
 
     mcr-plus run -n 2 examples/serve/sync.py
     mcr-plus run -n 3 examples/serve/sync.py --tune-lr 1e-5
+    mcr-plus run -n 1 examples/serve/sync.py --invite policy.sync    for server.py, outside the job
 
 Rank 0 trains in float32, and pushes a bfloat16 copy after each step. The first steps are ordinary training;
 then the learning rate is that of fine tuning, and few values of the copy change.
@@ -13,7 +14,7 @@ import sys
 import time
 from copy import deepcopy
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "common"))  # what the examples share
 
@@ -28,6 +29,9 @@ from transformer import LanguageModel, Shape
 import mcr_plus as mcr
 
 PROMPT = b"The value of "
+Hidden = Annotated[int, typer.Option(min=8)]
+Length = Annotated[int, typer.Option(min=1, help="bytes to write with each version")]
+Seed = Annotated[int, typer.Option(min=0)]
 
 
 def copy_of(model: nn.Module, policy: nn.Module) -> None:
@@ -48,14 +52,27 @@ def write(policy: LanguageModel, sequence: int, length: int, random: torch.Gener
     return bytes(text).decode(errors="replace")
 
 
+def report(who: str, version: int, waited: float, stats: dict[str, Any], text: str) -> None:
+    """Print a version that a server has pulled, and what it has written with it."""
+    print(
+        f"{who}  version {version:3}  changed {stats['density']:7.2%}",
+        f"{stats['bytes']:>10,} of {stats['dense_bytes']:,} bytes",
+        f"waited {1e3 * waited:6.1f} ms, of which paused {1e3 * stats['pause_seconds']:.1f} ms",
+        repr(text),
+        sep="  ",
+        flush=True,
+    )
+
+
 def main(
     steps: Annotated[int, typer.Option(min=1, help="of training, before those of tuning")] = 30,
     tune: Annotated[int, typer.Option(min=1, help="steps of tuning")] = 10,
     lr: Annotated[float, typer.Option(min=0.0)] = 5e-4,
     tune_lr: Annotated[float, typer.Option(min=0.0)] = 3e-6,
-    hidden: Annotated[int, typer.Option(min=8)] = 256,
-    length: Annotated[int, typer.Option(min=1, help="bytes to write with each version")] = 40,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    hidden: Hidden = 256,
+    length: Length = 40,
+    seed: Seed = 0,
+    invite: Annotated[Path | None, typer.Option(help="file for servers outside the job")] = None,
 ) -> None:
     """Train, serve, and print what travelled."""
     torch.set_num_threads(1)
@@ -63,7 +80,7 @@ def main(
     with mcr.init() as comm:
         model = LanguageModel(shape, seed)
         policy = deepcopy(model).bfloat16()
-        weights = mcr.sync(policy, src=0, tag="policy")
+        weights = mcr.sync(policy, src=0, tag="policy", invite=invite)
         if comm.rank == 0:
             corpus = read_corpus(None, shape.sequence, seed)
             optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
@@ -84,14 +101,7 @@ def main(
                 version = weights.pull() or version
                 waited, stats = time.perf_counter() - begin, weights.stats()
                 text = write(policy, shape.sequence, length, random)
-                print(
-                    f"rank {comm.rank}  version {version:3}  changed {stats['density']:7.2%}",
-                    f"{stats['bytes']:>10,} of {stats['dense_bytes']:,} bytes",
-                    f"waited {1e3 * waited:6.1f} ms, of which paused {1e3 * stats['pause_seconds']:.1f} ms",
-                    repr(text),
-                    sep="  ",
-                    flush=True,
-                )
+                report(f"rank {comm.rank}", version, waited, stats, text)
         weights.close()
 
 

@@ -34,7 +34,8 @@ class Answer(NamedTuple):
 class Feed:
     """The connection to a source rank, and the buffers for what it sends, with their version and digests.
 
-    One thread at a time uses it. `rank`: of this receiver; `ends`: whether it is to end.
+    One thread at a time uses it. `rank`: of this receiver, or its number, if it is outside the job, with the
+    `offer` that it takes; `ends`: whether it is to end.
     """
 
     def __init__(
@@ -46,11 +47,12 @@ class Feed:
         rank: int,
         held: Sequence[torch.Tensor],
         ends: Callable[[], bool],
+        offer: int | None = None,
     ) -> None:
         self.source, self.version, self.is_whole = source, 0, True
         self.refused = self.received = self.anchors = 0
         self._what, self._place, self._secret, self._rank = what, place, secret, rank
-        self._held, self._ends = held, ends
+        self._held, self._ends, self._offer = held, ends, offer
         self._digests = digest_of(held)
         self._most = 2 * sum(each.nbytes for each in held) + (1 << 20)
         self._link: Link | None = None
@@ -99,7 +101,9 @@ class Feed:
         """The connection, made if there is none; raises as `fetch`."""
         if self._link is None:
             try:
-                self._link = links.connect(self._place, self._secret, self._rank, self._ends, _TRIES)
+                self._link = links.connect(
+                    self._place, self._secret, self._rank, self._ends, _TRIES, self._offer
+                )
             except (OSError, EOFError) as error:
                 raise self._lost(error) from None
         return self._link
@@ -122,7 +126,7 @@ class Feed:
         """Close the connection; raises `PeerLost` if several in a row have brought no answer."""
         if isinstance(error, Untrusted):
             self.refused += 1
-            _log.warning("%s: %s; rank %d connects again", self._what, error, self._rank)
+            _log.warning("%s: %s; %s connects again", self._what, error, links.named(self._rank))
         self.close()
         self._fruitless += 1
         if self._fruitless == _TRIES:

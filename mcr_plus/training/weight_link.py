@@ -1,10 +1,11 @@
 """Connections on which weights travel: frames of a fixed head and a body, between a receiver and the source.
 
 Each receiver opens one TCP connection to each source. Both say which version of payloads and digests they
-have, and refuse another. Both prove that they belong to the job by signatures
-with the job's secret, each of numbers that the other has drawn. Then the receiver asks for what is newer than
-the version that it holds; the source answers when there is something newer. A request behind an `AIM` is for
-one version, once the source has it, or for the newest where the source cannot lead to that one any more.
+have, and refuse another. Both prove that they have the key of the synchronisation by signatures of numbers
+that the other has drawn. A receiver outside the job says which offer it takes. Then the receiver asks for
+what is newer than the version that it holds; the source answers when there is something newer. A request
+behind an `AIM` is for one version, once the source has it, or for the newest where the source cannot lead to
+that one any more.
 Nothing else travels, so that either end may close at any time. A frame:
 
     head, 32 bytes | SHA-256 of the body | HMAC-SHA-256 of both and the frame's number | the body
@@ -37,9 +38,11 @@ from mcr_plus.errors import BackendError
 if TYPE_CHECKING:
     import torch
 
-WAIT, POLL, PAYLOADS, END, AIM = range(5)
+WAIT, POLL, PAYLOADS, END, AIM, JOIN = range(6)
 """Kinds of frames: a request that waits for something newer, one that does not; answers; no more answers; the
-version that the request behind it is for."""
+version that the request behind it is for; the offer that a receiver outside the job takes, and its number."""
+JOINER: Final = (1 << 32) - 1
+"""In greetings, in place of a rank: a receiver outside the job. Such receivers draw numbers above this."""
 
 _HEAD: Final = struct.Struct("<4sBxxxQQQ")
 _MAGIC: Final = b"mcrw"
@@ -219,10 +222,17 @@ class Link:
 
     def check(self) -> None:
         """Raise `EOFError` or `OSError` if the other end has closed the connection; takes nothing off it."""
-        waiting = select.poll()  # a `recv` would wait for the timeout of the socket
-        waiting.register(self._socket, select.POLLIN)
-        if waiting.poll(0) and not self._socket.recv(1, socket.MSG_PEEK):
+        if self.has_come() and not self._socket.recv(1, socket.MSG_PEEK):
             raise EOFError("the other end has closed the connection")
+
+    def has_come(self) -> bool:
+        """Whether there is something to receive, or the other end has closed; `EOFError` if this one has."""
+        descriptor = self._socket.fileno()
+        if descriptor < 0:
+            raise EOFError("this end has closed the connection")
+        waiting = select.poll()  # a `recv` would wait for the timeout of the socket
+        waiting.register(descriptor, select.POLLIN)
+        return bool(waiting.poll(0))
 
     def put(self, data: bytes | memoryview) -> None:
         """Send bytes as they are."""
@@ -237,6 +247,16 @@ class Link:
     def _look(self) -> None:
         if self._ends():
             raise Ended
+
+
+def named(rank: int) -> str:
+    """A receiver in words: a rank of the job, or the number of one outside it."""
+    return f"rank {rank}" if rank < JOINER else f"receiver {rank:016x} from outside the job"
+
+
+def key_of(secret: bytes, nonce: str) -> bytes:
+    """The key of one synchronisation, from which the secret of the job does not follow."""
+    return hmac.digest(secret or b"\0", b"key of weights " + nonce.encode(), "sha256")
 
 
 def listen(address: str) -> socket.socket:
@@ -297,8 +317,17 @@ def _take_greeting(link: Link, other: str) -> None:
         )
 
 
-def connect(place: tuple[str, int], secret: bytes, rank: int, ends: Callable[[], bool], tries: int) -> Link:
+def connect(
+    place: tuple[str, int],
+    secret: bytes,
+    rank: int,
+    ends: Callable[[], bool],
+    tries: int,
+    offer: int | None = None,
+) -> Link:
     """Connect to the source; raises `OSError` or `EOFError` if it does not answer, `Ended`.
+
+    `rank`: of this receiver; of one outside the job, its number, and `offer` is what it takes.
 
     Raises `BackendError` if another process answers, or another version.
     """
@@ -306,12 +335,14 @@ def connect(place: tuple[str, int], secret: bytes, rank: int, ends: Callable[[],
         link = None
         try:
             link = Link(socket.create_connection(place, timeout=5.0), ends)
-            greet(link, secret, rank)
+            greet(link, secret, min(rank, JOINER))
+            if offer is not None:
+                link.send(JOIN, offer, rank)
             return link
-        except (OSError, EOFError, BackendError) as error:
+        except (OSError, EOFError, BackendError, Ended) as error:
             if link is not None:
                 link.close()
-            if not left or isinstance(error, BackendError):
+            if not left or isinstance(error, (BackendError, Ended)):
                 raise
         if ends():
             raise Ended

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -71,6 +72,22 @@ def parts_of(held: Mapping[int, Sequence[Held]], sources: Sequence[int]) -> list
             found[source, needed_by, first.dtype].append((name, boxes))
     place = {rank: number for number, rank in enumerate(sources)}
     return [Part(*key, found[key]) for key in sorted(found, key=lambda key: place[key[0]])]
+
+
+def whole_of(held: Mapping[int, Sequence[Held]], sources: Sequence[int]) -> list[Held] | None:
+    """All of each tensor that source ranks hold; None if they lack elements. Raises as `parts_of`."""
+    tensors: dict[str, list[tuple[int, Held]]] = {}
+    for rank in sources:
+        for each in held[rank]:
+            tensors.setdefault(each.name, []).append((rank, each))
+    found = []
+    for holders in tensors.values():
+        whole = Held(*_agreed(holders)[:3])
+        regions = _regions(holders)
+        if (0 if regions is None else int(regions.boxes.volumes.sum())) < math.prod(whole.shape):
+            return None
+        found.append(whole)
+    return found
 
 
 def _agreed(holders: Sequence[tuple[int, Held]]) -> Held:

@@ -33,7 +33,8 @@ class WeightReceiver:
     """Holds the newest version that has arrived whole; the module's tensors get it when the program pulls.
 
     `sources`: for each source rank, where it listens, and the numbers of the buffers that it fills. `rank`:
-    of this receiver. Ranks are those of the job.
+    of this receiver; of one outside the job its number, with the `offer` that it takes. Ranks are those of
+    the job.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class WeightReceiver:
         sources: Mapping[int, tuple[tuple[str, int], Sequence[int]]],
         rank: int,
         ends: Callable[[], bool],
+        offer: int | None = None,
     ) -> None:
         self._weights, self._what, self._rank, self._group_ends = weights, what, rank, ends
         self._held = weights.buffers()
@@ -60,7 +62,7 @@ class WeightReceiver:
         for source, (place, buffers) in sources.items():
             held = [self._held[number] for number in buffers]
             own_ends = self._ends if self._feeds else self._ends_or_looks
-            self._feeds.append(Feed(what, source, place, secret, rank, held, own_ends))
+            self._feeds.append(Feed(what, source, place, secret, rank, held, own_ends, offer))
         self._pending: dict[Feed, Future[Answer]] = {}
         self._helpers: list[threading.Thread] = []
         self._thread = threading.Thread(target=self._fetch_all, name=f"mcr_plus-{what}", daemon=True)
@@ -236,8 +238,8 @@ class WeightReceiver:
         if not self._was_said:
             self._was_said = True
             _log.warning(
-                "%s: %d newer versions have arrived at rank %d, which has pulled none of them; the next are "
-                "fetched when it pulls (reported once)", self._what, self._unused, self._rank,
+                "%s: %d newer versions have arrived at %s, which has pulled none of them; the next are "
+                "fetched when it pulls (reported once)", self._what, self._unused, links.named(self._rank),
             )  # fmt: skip
         while self._is_paused:
             if self._ends():

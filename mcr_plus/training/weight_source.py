@@ -15,7 +15,7 @@ import torch
 from mcr_plus.errors import BackendError, InvalidArgument, McrError, PeerLost, phrase_ranks
 from mcr_plus.kernels import delta
 from mcr_plus.training import weight_link as links
-from mcr_plus.training.weight_link import Ended, Link, Payload
+from mcr_plus.training.weight_link import JOINER, Ended, Link, Payload
 from mcr_plus.training.weights import Weights, combined, digest_of
 
 _log = logging.getLogger("mcr_plus")
@@ -39,9 +39,10 @@ class _Step(NamedTuple):
 class WeightSource:
     """Holds the last version encoded, its payloads from the versions before, and a thread per receiver.
 
-    `secret`: of the job. `listener`: what receivers connect to. `ends`: whether the group is closed.
-    `receivers`: the ranks that may ask, with the numbers of the buffers that each gets. Payloads of earlier
-    versions are kept up to `history` bytes.
+    `secret`: the key of the synchronisation. `listener`: what receivers connect to. `ends`: whether the group
+    is closed. `receivers`: the ranks that may ask, with the numbers of the buffers that each gets. Payloads
+    of earlier versions are kept up to `history` bytes. `offers`: the buffers of each offer that receivers
+    outside the job may take, which come and go at any time; with some, no receiver need be left.
     """
 
     def __init__(
@@ -53,9 +54,11 @@ class WeightSource:
         receivers: Mapping[int, Sequence[int]],
         history: int,
         ends: Callable[[], bool],
+        offers: Sequence[Sequence[int]] = (),
     ) -> None:
         self._weights, self._what, self._secret, self._listener = weights, what, secret, listener
         self._receivers, self._history, self._group_ends = receivers, history, ends
+        self._offers = offers
         self._staging, self._held = weights.buffers(), weights.buffers()
         weights.read(self._held)
         self._digests = digest_of(self._held)
@@ -75,6 +78,7 @@ class WeightSource:
         self._closed = False
         self._links: dict[int, Link] = {}
         self._lost: dict[int, float] = {}  # rank → since when
+        self._joined: dict[int, int] = {}  # of receivers outside the job: the version that each asked from
         self._stats: dict[str, Any] = {
             "density": 0.0, "bytes": 0, "seconds": 0.0, "anchors": 0, "sent_bytes": 0, "push_seconds": 0.0,
         }  # fmt: skip
@@ -117,7 +121,8 @@ class WeightSource:
             kept = sum(step.nbytes for step in self._steps)
             return {
                 **self._stats, "version": self._version, "versions_behind": self._pushed - self._version,
-                "history_bytes": kept, "receivers": len(self._links), "lost": sorted(self._lost),
+                "history_bytes": kept, "receivers": len(self._links), "joined": len(self._joined),
+                "lost": sorted(self._lost),
             }  # fmt: skip
 
     def _check(self) -> None:
@@ -127,7 +132,7 @@ class WeightSource:
             raise BackendError(f"{self._what}: closed")
         now = time.monotonic()
         gone = [rank for rank, since in self._lost.items() if now - since > _RETURNS_WITHIN]
-        if self._receivers and len(gone) == len(self._receivers):
+        if self._receivers and not self._offers and len(gone) == len(self._receivers):
             ranks = sorted(self._lost)
             raise PeerLost(
                 f"{self._what}: no receiver is left: {phrase_ranks(ranks)} closed the connection without a "
@@ -136,6 +141,16 @@ class WeightSource:
                 self._what,
                 seen="connection closed",
             )
+
+    def settle(self, within: float) -> None:
+        """Wait until receivers outside the job have the last version, at most so many seconds."""
+        deadline = time.monotonic() + within
+        with self._changed:
+            while any(version < self._pushed for version in self._joined.values()) and not self._ends():
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return
+                self._changed.wait(min(left, _LOOK_S))
 
     def close(self) -> None:
         """End the threads; a transfer that has begun is given up."""
@@ -218,21 +233,24 @@ class WeightSource:
         """Answer one receiver until either end closes."""
         link, rank = Link(connection, self._ends), -1
         try:
-            asks = links.greeted(link, self._secret)
-            if asks not in self._receivers:
-                raise BackendError(f"rank {asks} is not one of the receivers {sorted(self._receivers)}")
+            asks, buffers = self._wanted(link)
+            if buffers is None:
+                return
             rank = asks
             with self._changed:
                 superseded = self._links.get(rank)
                 self._links[rank] = link
                 self._lost.pop(rank, None)
+                if rank > JOINER:
+                    self._joined[rank] = 0
             if superseded is not None:  # or its thread would keep what it was sending
                 superseded.close()
-            while self._answer(link, rank):
+            elif rank > JOINER:
+                _log.info("%s: %s has come", self._what, links.named(rank))
+            while self._answer(link, rank, buffers):
                 pass
-            with self._changed:
-                if self._links.get(rank) is link:
-                    del self._links[rank]
+            if self._forget(rank, link) and rank > JOINER:
+                _log.info("%s: %s has gone", self._what, links.named(rank))
         except Ended:
             self._say_end(link)
         except (OSError, EOFError, BackendError) as error:
@@ -241,11 +259,25 @@ class WeightSource:
             else:
                 self._lose(rank, link, error)
         except Exception as error:  # such as memory that cannot be had
-            _log.warning("%s: rank %d cannot be served: %s", self._what, rank, error)
+            _log.warning("%s: %s cannot be served: %s", self._what, links.named(rank), error)
             self._lose(rank, link, error)
             self._say_end(link)
         finally:
             link.close()
+
+    def _wanted(self, link: Link) -> tuple[int, Sequence[int] | None]:
+        """Who asks, and for which buffers; None if it only looked whether the source is there."""
+        rank = links.greeted(link, self._secret)
+        if rank == JOINER and self._offers:
+            kind, offer, number, _ = link.receive(0)
+            if kind == links.END:
+                return rank, None
+            if kind != links.JOIN or offer >= len(self._offers) or number <= JOINER:
+                raise BackendError(f"a receiver outside the job asked for offer {offer} ({kind}, {number:x})")
+            return number, self._offers[offer]
+        if rank not in self._receivers:
+            raise BackendError(f"{links.named(rank)} is not one of the receivers {sorted(self._receivers)}")
+        return rank, self._receivers[rank]
 
     def _say_end(self, link: Link) -> None:
         with contextlib.suppress(OSError, Ended):
@@ -254,17 +286,26 @@ class WeightSource:
 
     def _lose(self, rank: int, link: Link, error: Exception) -> None:
         with self._changed:
-            if self._links.get(rank) is not link:  # it has connected again
+            if not self._forget(rank, link) or self._ends():
                 return
-            del self._links[rank]
-            if self._ends():
-                return
-            self._lost[rank] = time.monotonic()
+            if rank < JOINER:
+                self._lost[rank] = time.monotonic()
         _log.warning(
-            "%s: rank %d does not receive weights any more: %s (others go on)", self._what, rank, error
-        )
+            "%s: %s does not receive weights any more: %s (others go on)",
+            self._what, links.named(rank), error,
+        )  # fmt: skip
 
-    def _answer(self, link: Link, rank: int) -> bool:
+    def _forget(self, rank: int, link: Link) -> bool:
+        """Drop a connection; False if the receiver has another one."""
+        with self._changed:
+            if self._links.get(rank) is not link:
+                return False
+            del self._links[rank]
+            self._joined.pop(rank, None)
+            self._changed.notify_all()
+            return True
+
+    def _answer(self, link: Link, rank: int, buffers: Sequence[int]) -> bool:
         """Answer one request; False if it was the last."""
         kind, version, digest, _ = link.receive(0)
         aim = 0
@@ -273,13 +314,16 @@ class WeightSource:
             kind, version, digest, _ = link.receive(0)
         if kind == links.END:
             return False
-        buffers = self._receivers[rank]
         least = aim or (version + 1 if kind == links.WAIT else 0)
         with self._changed:
-            while self._version < least:
-                if self._ends():
-                    raise Ended
-                self._changed.wait(_LOOK_S)
+            if self._links.get(rank) is link and rank > JOINER:
+                self._joined[rank] = version
+                self._changed.notify_all()
+        if not self._waited(link, least):
+            if link.receive(0)[0] == links.END:
+                return False
+            raise BackendError("it asks again before it has an answer")
+        with self._changed:
             newest = aim or self._version
             payloads = self._chain(version, digest, newest, buffers) if newest > version else []
         if payloads is None:
@@ -287,6 +331,17 @@ class WeightSource:
         with self._changed:
             self._stats["sent_bytes"] += sum(8 + len(payload.data) for payload in payloads)
         link.send(links.PAYLOADS, newest, len(payloads), payloads)
+        return True
+
+    def _waited(self, link: Link, least: int) -> bool:
+        """Wait for a version; False if the receiver ends the connection before, or its process does."""
+        with self._changed:
+            while self._version < least:
+                if self._ends():
+                    raise Ended
+                if link.has_come():
+                    return False
+                self._changed.wait(_LOOK_S)
         return True
 
     def _chain(self, version: int, digest: int, newest: int, buffers: Sequence[int]) -> list[Payload] | None:

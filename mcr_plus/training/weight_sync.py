@@ -2,32 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from mcr_plus.communicator.communicator import Communicator
-from mcr_plus.errors import InvalidArgument, McrError, NotInitialized
+from mcr_plus.errors import InvalidArgument, LaunchError, McrError, NotInitialized
 from mcr_plus.kernels import delta
 from mcr_plus.rendezvous.network import host_address
 from mcr_plus.runtime.init import current, member_of
-from mcr_plus.training.weight_link import listen
-from mcr_plus.training.weight_parts import Held, parts_of
+from mcr_plus.training import weight_invitation
+from mcr_plus.training.weight_invitation import Invitation, offers_of
+from mcr_plus.training.weight_link import key_of, listen
+from mcr_plus.training.weight_parts import Held, Part, parts_of
 from mcr_plus.training.weight_receiver import WeightReceiver
 from mcr_plus.training.weight_source import WeightSource
 from mcr_plus.training.weights import Layouts, Source, Weights, first_difference
 
 _ATTACHED: Final = "weight_sync."
+_LAST_WITHIN: Final = 10.0  # seconds in which receivers outside the job get the last version
+
+Path = str | os.PathLike[str]
 
 
 class WeightSync:
-    """Weights that source ranks push and the others pull; made by `mcr.sync`.
+    """Weights that source ranks push and the others pull; made by `mcr.sync` and `mcr.join_sync`.
 
     A source encodes and sends on threads of its own, and the other ranks receive on such. `push` and
     `pull` belong to the program's thread.
     """
 
-    def __init__(self, comm: Communicator, name: str, end: WeightSource | WeightReceiver) -> None:
-        self._comm, self._name, self._end = comm, name, end
+    def __init__(
+        self,
+        comm: Communicator | None,
+        tag: str,
+        end: WeightSource | WeightReceiver,
+        timeout: float,
+        withdraw: Callable[[], None] | None = None,
+    ) -> None:
+        """`comm`: None outside the job. `timeout`: of `pull`. `withdraw`: removes the invitation."""
+        self._comm, self._tag, self._end = comm, tag, end
+        self._timeout, self._withdraw = timeout, withdraw
         self._closed = False
 
     def push(self, version: int | None = None) -> int | None:
@@ -42,7 +59,7 @@ class WeightSync:
         Raises:
             InvalidArgument: `version` is not above the last one, or names, shapes or dtypes have changed
                 since `mcr.sync`; the text names them.
-            PeerLost: all receivers have gone; the loss of some is logged.
+            PeerLost: all receivers have gone, and there is no invitation; the loss of some is logged.
             NotInitialized: it is closed.
         """
         self._check()
@@ -52,11 +69,11 @@ class WeightSync:
         """On a receiver: copy the newest weights to the tensors, in place; returns their version.
 
         On a source: returns None. Waits for a version newer than the one that the tensors have, up to
-        `timeout` seconds (None: the deadline of the job's operations). Without `wait`, returns None at once
-        if none has arrived. Versions that a newer one has overtaken are skipped. They are received, applied
-        to a copy and compared with their digest beforehand, so that the program pauses for one copy of the
-        weights; at most for the application of one version before that. Values that the program has written
-        to the tensors are overwritten.
+        `timeout` seconds (None: the deadline of operations of the source's job). Without `wait`, returns None
+        at once if none has arrived. Versions that a newer one has overtaken are skipped. They are received,
+        applied to a copy and compared with their digest beforehand, so that the program pauses for one copy
+        of the weights; at most for the application of one version before that. Values that the program has
+        written to the tensors are overwritten.
 
         Raises:
             CommTimeout: nothing newer came in time; the text names source ranks that others wait for.
@@ -68,7 +85,7 @@ class WeightSync:
         self._check()
         if isinstance(self._end, WeightSource):
             return None
-        seconds = current().world.timeout if timeout is None else timeout
+        seconds = self._timeout if timeout is None else timeout
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds >= 0:
             raise InvalidArgument(f"pull: timeout={timeout!r}; expected seconds, at least 0, or None")
         return self._end.pull(wait, seconds)
@@ -82,7 +99,8 @@ class WeightSync:
         last one from each), `dense_bytes` (of the weights that this rank sends or receives), `seconds` (to
         encode, or to apply and compare, the last message), `anchors` (messages with all weights). On a
         source: `push_seconds` (the last copy), `sent_bytes`, `history_bytes` (payloads kept for receivers
-        that are late), `receivers` (connected), `lost` (ranks). On receivers: `pause_seconds` (the last
+        that are late), `receivers` (connected), `joined` (how many of these are outside the job), `lost`
+        (ranks). On receivers: `pause_seconds` (the last
         pull, without waiting), `received_bytes`, `refused` (damaged messages).
         """
         return {**self._end.stats(), "dense_bytes": self._end.nbytes}
@@ -90,13 +108,17 @@ class WeightSync:
     def close(self) -> None:
         """End it; collective over the group. `mcr.finalize` does it, too. A second call does nothing.
 
-        The source waits for the others, so that they can pull what has been pushed.
+        The source waits for the others, so that they can pull what has been pushed; up to 10 seconds for
+        receivers outside the job, which `finalize` does not. Such a receiver itself waits for nobody. The
+        invitation is removed, unless it is that of another synchronisation by now.
         """
         if self._closed:
             return
         try:
-            if not self._comm.closed:
+            if self._comm is not None and not self._comm.closed:
                 self._comm.barrier()
+            if isinstance(self._end, WeightSource):
+                self._end.settle(_LAST_WITHIN)
         finally:
             self._end_here()
 
@@ -107,7 +129,10 @@ class WeightSync:
 
     def _end_here(self) -> None:
         self._closed = True
-        self._comm.attached.pop(self._name, None)
+        if self._comm is not None:
+            self._comm.attached.pop(f"{_ATTACHED}{self._tag}", None)
+        if self._withdraw is not None:
+            self._withdraw()
         self._end.close()
 
     def __enter__(self) -> WeightSync:
@@ -120,8 +145,8 @@ class WeightSync:
             self._end_here()
 
     def _check(self) -> None:
-        if self._closed or self._comm.closed:
-            raise NotInitialized(f"{self._name.removeprefix(_ATTACHED)!r}: the weight sync is closed")
+        if self._closed or (self._comm is not None and self._comm.closed):
+            raise NotInitialized(f"{self._tag!r}: the weight sync is closed")
 
 
 def sync(
@@ -132,6 +157,7 @@ def sync(
     group: Communicator | None = None,
     *,
     history: float = 1.0,
+    invite: Path | None = None,
 ) -> WeightSync:
     """Bring the weights of source ranks to the other ranks, again and again; collective over `group`.
 
@@ -164,11 +190,17 @@ def sync(
             own. Of a layout, only what it says of this rank counts.
         group: the communicator of the ranks that take part, None for all.
         history: payloads of earlier versions that a source keeps, as a multiple of the weights' bytes.
+        invite: a file that the first rank of `src` writes, by which processes outside the job may receive
+            the weights as well, at any time (`mcr.join_sync`): all of all tensors, if the sources hold that
+            together, or what a receiver in the job holds. The group then needs no receiver. The same on all
+            ranks. The file has a key of this synchronisation and is readable by its owner alone; `close`
+            removes it.
 
     Raises:
         InvalidArgument: on all ranks if the tensors differ between ranks (the text names the first
             difference), a local tensor does not fit its layout, no source holds an element that a receiver
-            has, or a rank cannot take part; a rank of `src` is not in the group; the tag is in use.
+            has, or a rank cannot take part; a rank of `src` is not in the group; the tag is in use; the
+            invitation cannot be written, or would offer nothing.
 
     Example:
         ```python
@@ -183,72 +215,126 @@ def sync(
         ```
     """
     comm = member_of(group)
-    name = f"{_ATTACHED}{tag}"
     rank = comm.ranks[comm.rank]
     world = current().world
     weights, listener, mine = None, None, ""
     sources: tuple[int, ...] = ()
     try:
         sources = _sources(src, comm)
-        _check(comm, tag, history)
+        _check(comm, tag, history, invite)
         weights = Weights(module_or_state_dict, layout, rank)
         if rank in sources:
-            listener = listen("127.0.0.1" if world.single_host else host_address())
+            listener = listen(_address(world.single_host, invite is not None))
     except McrError as error:
         mine = str(error)
     place = listener.getsockname()[:2] if listener is not None else None
-    named = ((), "") if mine else (sources, tag)  # what is refused may be anything
-    own = _Answer(mine, place, named, weights is None or weights.is_whole, [])
+    file = os.fspath(invite) if invite is not None and not mine else ""
+    named = ((), "", "") if mine else (sources, tag, file)  # what is refused may be anything
+    own = _Answer(mine, place, named, weights is None or weights.is_whole, [], secrets.token_hex(32))
     if weights is not None:
         own = own._replace(held=weights.held)
+    withdraw: Callable[[], None] | None = None
     try:
         gathered = comm.all_gather_object(tuple(own), tag="sync")
         answers = dict(zip(comm.ranks, (_Answer(*each) for each in gathered), strict=True))
         _compare(answers, mine)
-        parts = parts_of({each: answer.held for each, answer in answers.items()}, sources)
+        held = {each: answer.held for each, answer in answers.items()}
+        offers = offers_of(held, sources) if file else []
+        parts = parts_of({**held, **{each.rank: each.held for each in offers}}, sources)
+        places = {each: _place(answers[each]) for each in sources}
+        key = key_of(world.secret, answers[sources[0]].nonce)
+        if file:
+            invitation = None
+            if rank == sources[0]:
+                invitation = Invitation.of(tag, time.time(), key, world.timeout, places, offers, parts)
+            withdraw = _invited(comm, sources[0], file, invitation)
+        assert weights is not None
+        weights.lay([part for part in parts if rank == part.source or rank in part.receivers])
+        for width in sorted({dtype.itemsize for dtype in weights.dtypes}):
+            delta.prepare(width)
+        what = f"sync {tag!r} of group '{comm.name}'"
+
+        def ends() -> bool:
+            return comm.closed
+
+        end: WeightSource | WeightReceiver
+        if rank in sources:
+            own_parts = [part for part in parts if part.source == rank]
+            buffers = {each: _needed(own_parts, each) for each in comm.ranks if each not in sources}
+            offered = [_needed(own_parts, each.rank) for each in offers]
+            kept = int(history * weights.nbytes)
+            end = WeightSource(weights, what, key, listener, buffers, kept, ends, offered)
+        else:
+            there = buffers_from([part for part in parts if rank in part.receivers], places)
+            end = WeightReceiver(weights, what, key, there, rank, ends)
     except BaseException:
         if listener is not None:
             listener.close()
+        if withdraw is not None:
+            withdraw()
         raise
-    assert weights is not None
-    weights.lay([part for part in parts if rank == part.source or rank in part.receivers])
-    for width in sorted({dtype.itemsize for dtype in weights.dtypes}):
-        delta.prepare(width)
-    what = f"sync {tag!r} of group '{comm.name}'"
-
-    def ends() -> bool:
-        return comm.closed
-
-    end: WeightSource | WeightReceiver
-    if rank in sources:
-        sent = [part.receivers for part in parts if part.source == rank]
-        buffers = {
-            each: [number for number, receivers in enumerate(sent) if each in receivers]
-            for each in comm.ranks
-            if each not in sources
-        }
-        kept = int(history * weights.nbytes)
-        end = WeightSource(weights, what, world.secret, listener, buffers, kept, ends)
-    else:
-        froms = [part.source for part in parts if rank in part.receivers]
-        places = {}
-        for source in sources:
-            there = answers[source].place
-            assert there is not None
-            places[source] = there, [number for number, each in enumerate(froms) if each == source]
-        end = WeightReceiver(weights, what, world.secret, places, rank, ends)
-    made = WeightSync(comm, name, end)
-    comm.attached[name] = made
+    made = WeightSync(comm, tag, end, world.timeout, withdraw)
+    comm.attached[f"{_ATTACHED}{tag}"] = made
     return made
 
 
-def _check(comm: Communicator, tag: str, history: float) -> None:
+def buffers_from(
+    parts: Sequence[Part], places: Mapping[int, tuple[str, int]]
+) -> dict[int, tuple[tuple[str, int], list[int]]]:
+    """Where each source listens, and the numbers of the parts that a receiver gets from it."""
+    return {
+        source: (place, [number for number, part in enumerate(parts) if part.source == source])
+        for source, place in places.items()
+    }
+
+
+def _needed(parts: Sequence[Part], receiver: int) -> list[int]:
+    """The numbers of the parts that a receiver, or an offer, needs."""
+    return [number for number, part in enumerate(parts) if receiver in part.receivers]
+
+
+def _place(answer: _Answer) -> tuple[str, int]:
+    assert answer.place is not None
+    return answer.place
+
+
+def _address(single_host: bool, invites: bool) -> str:
+    """Where a source listens: receivers that are invited may be on other hosts, if there are any."""
+    if single_host and not invites:
+        return "127.0.0.1"
+    try:
+        return host_address()
+    except LaunchError:
+        if single_host:
+            return "127.0.0.1"
+        raise
+
+
+def _invited(
+    comm: Communicator, lead: int, file: str, invitation: Invitation | None
+) -> Callable[[], None] | None:
+    """Write the lead's invitation; returns there what removes it. Raises on all ranks if it fails."""
+    problem, withdraw = "", None
+    if invitation is not None:
+        try:
+            withdraw = weight_invitation.write(file, invitation)
+        except InvalidArgument as error:
+            problem = str(error)
+    problem = comm.broadcast_object(problem, lead)
+    if problem:
+        raise InvalidArgument(f"rank {lead}: {problem}")
+    return withdraw
+
+
+def _check(comm: Communicator, tag: str, history: float, invite: object) -> None:
     if not isinstance(tag, str) or not tag:
         raise InvalidArgument(f"sync: tag={tag!r}; expected a name")
     if f"{_ATTACHED}{tag}" in comm.attached:
         raise InvalidArgument(f"sync: tag {tag!r} is in use in group '{comm.name}'; close that one first")
     if isinstance(history, bool) or not isinstance(history, (int, float)) or not 0 <= history < 1e6:
         raise InvalidArgument(f"sync: history={history!r}; expected a multiple of the weights' bytes")
+    if invite is not None and not (isinstance(invite, (str, os.PathLike)) and os.fspath(invite)):
+        raise InvalidArgument(f"sync: invite={invite!r}; expected the name of a file, or None")
 
 
 class _Answer(NamedTuple):
@@ -256,9 +342,10 @@ class _Answer(NamedTuple):
 
     mistake: str
     place: tuple[str, int] | None
-    arguments: tuple[tuple[int, ...], str]
+    arguments: tuple[tuple[int, ...], str, str]
     is_whole: bool
     held: list[Held]
+    nonce: str
 
 
 def _sources(src: int | Sequence[int], comm: Communicator) -> tuple[int, ...]:
@@ -284,7 +371,8 @@ def _compare(answers: Mapping[int, _Answer], mine: str) -> None:
     for rank, answer in answers.items():
         if answer.arguments != first.arguments:
             raise InvalidArgument(
-                f"sync: rank {one} has src and tag {first.arguments}, rank {rank} has {answer.arguments}"
+                f"sync: rank {one} has src, tag and invite {first.arguments}, rank {rank} has "
+                f"{answer.arguments}"
             )
     source, *others = first.arguments[0]
     if others or not all(answer.is_whole for answer in answers.values()):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from example_runs import TINY, alone, launch
+from example_runs import EXAMPLES, TINY, alone, launch
+from ranks import nursery
 from serving import layout_of, share_of, whole_shapes
 from transformer import Shape
 
@@ -49,6 +53,36 @@ def test_servers_have_the_weights_of_the_trainers(tmp_path: Path, ranks: int, mo
     assert all(text.startswith("The value of ") for text in result["texts"])
     assert len(result["update_seconds"]) == (2 if "--compare" in more else 0)
     assert set(result["needed_bytes"]) == {str(rank) for rank in result["servers"]}
+
+
+@contextmanager
+def program(name: str, *words: object) -> Iterator[subprocess.Popen[str]]:
+    """A program of the example; it is killed at the end."""
+    command = [nursery().python, str(EXAMPLES / "serve" / name), "--hidden", "32", *map(str, words)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=nursery().environ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_server_outside_the_job_is_killed_and_comes_back(tmp_path: Path) -> None:
+    file = tmp_path / "policy.sync"
+
+    def lines(server: subprocess.Popen[str], count: int) -> list[str]:
+        assert server.stdout is not None
+        return [server.stdout.readline() for _ in range(count)]
+
+    with program("sync.py", "--invite", file, "--steps", 10**6) as trainer:
+        for _ in range(2):
+            with program("server.py", file, "--length", 2) as server:
+                assert all(line.startswith("server  version ") for line in lines(server, 2))
+        with program("server.py", file, "--length", 2) as server:
+            assert "The value of " in lines(server, 1)[0]
+            trainer.kill()
+            rest, _ = server.communicate(timeout=120)
+            assert server.returncode == 0
+            assert "server  ends: sync 'policy' of '" in rest
 
 
 def test_wrong_arguments_are_a_line() -> None:

@@ -19,7 +19,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -254,6 +255,34 @@ def _start_rank(
             stderr=err,
             start_new_session=True,
         )
+
+
+class Outsider:
+    """A function that runs in a process beside the ranks of a job; see `outsider`."""
+
+    def __init__(self, folder: Path, process: subprocess.Popen[bytes]) -> None:
+        self._folder, self._process = folder, process
+
+    def result(self, timeout: float = 120) -> RankResult:
+        """Wait for its end; raises `RanksFailed` if it raised, or has not ended in time."""
+        late = _wait(lambda: [self._process.poll()], time.sleep, timeout)
+        result = _result(self._folder, 0, self._process.poll())
+        if late or (result.returncode or 0) > 0:
+            raise RanksFailed("a process beside the job failed, or has not ended", [result])
+        return result
+
+
+@contextmanager
+def outsider(target: str | Callable[..., Any], *args: Any) -> Iterator[Outsider]:
+    """Run a top-level function in a process that is in no job; it is killed at the end, if it still runs."""
+    folder = Path(tempfile.mkdtemp(prefix="mcr-test-"))
+    command = nursery().command(_prepare(folder, target, args, teardown=False))
+    process = _start_rank(command, 0, folder, nursery().environ)
+    try:
+        yield Outsider(folder, process)
+    finally:
+        _kill_group(process)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _wait(

@@ -1,0 +1,133 @@
+"""Weight synchronisation for many versions, with flipped bits, restarts, and receivers that are killed.
+
+`bench_sync.py --only-soak` runs it: two ranks of a job, and one process at a time outside it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import harness
+import numpy as np
+import torch
+from forked import forked
+
+import mcr_plus as mcr
+from mcr_plus.kernels import delta
+from mcr_plus.training.weight_feed import Feed
+
+BITS: Final = torch.int16
+SOAKED: Final = 100_000
+
+
+def soak_bits(version: int) -> torch.Tensor:
+    """The weights of a version of the soak by its number: 1 of 97 moves in each, others each time."""
+    first, places = _soak_start()
+    return first + ((version + places) // 97 - places // 97).to(BITS)
+
+
+@cache
+def _soak_start() -> tuple[torch.Tensor, torch.Tensor]:
+    random = torch.Generator().manual_seed(0)
+    weights = torch.randn(SOAKED, generator=random).bfloat16()
+    return weights.view(BITS), torch.randint(0, 97, (SOAKED,), generator=random)
+
+
+def joins(file: Path, seen: Path) -> None:
+    """Be a receiver outside the job until killed; adds a line for each version that it has pulled."""
+    mine = torch.zeros(SOAKED, dtype=torch.bfloat16)
+    while True:
+        # The source may close this synchronisation, and begin the next one.
+        with suppress(mcr.BackendError), mcr.join_sync(file, {"weights": mine}, timeout=600) as sync:
+            while (version := sync.pull(timeout=600)) is not None:
+                same = torch.equal(mine.view(BITS), soak_bits(version))
+                with seen.open("ab", buffering=0) as lines:
+                    lines.write(b"same\n" if same else f"version {version} differs\n".encode())
+
+
+def killed_receivers(file: Path, folder: Path, is_done: Callable[[], bool]) -> tuple[int, list[str]]:
+    """Kill a receiver outside the job and start it again, at random times; kills, and what they saw."""
+    seen, draw, kills = folder / "seen", np.random.default_rng(1), 0
+    seen.touch()
+    delta.prepare(2)  # before the first is forked
+    while not is_done():
+        process = forked(lambda: joins(file, seen), folder / "errors")
+        ends = time.monotonic() + draw.uniform(0.0, 1.0)
+        while time.monotonic() < ends and not is_done():
+            time.sleep(0.005)
+        os.kill(process, signal.SIGKILL)
+        _, status = os.waitpid(process, 0)
+        if os.waitstatus_to_exitcode(status) != -signal.SIGKILL:
+            raise SystemExit((folder / "errors").read_text())
+        kills += 1
+    return kills, seen.read_text().splitlines()
+
+
+def soaked(count: int, file: str) -> dict[str, Any] | None:
+    """Versions of a small model with damage and restarts of the receiver; how many arrived bit for bit."""
+    torch.set_num_threads(1)
+    received, draw = Feed._received, np.random.default_rng(0)
+
+    def damaged(self: Any, *args: Any) -> Any:
+        kind, newest, parts, body = received(self, *args)
+        if parts and draw.random() < 0.01:
+            body[int(draw.integers(8 * parts, len(body)))] ^= 1 << int(draw.integers(8))
+        return kind, newest, parts, body
+
+    with mcr.init(backends=["gloo"]) as comm:
+        if comm.rank == 1:
+            Feed._received = damaged  # type: ignore[assignment,method-assign]
+        mine, same, restarts, refused, anchors = soak_bits(0).view(torch.bfloat16), 0, 0, 0, 0
+        sync = mcr.sync({"weights": mine}, invite=file)
+        for number in range(count):
+            if number % 500 == 499:  # the receiver is a new process, with other weights
+                sync.close()
+                stats = sync.stats()
+                refused, anchors = refused + stats.get("refused", 0), anchors + stats["anchors"]
+                if comm.rank == 1:
+                    mine.zero_()
+                sync, restarts = mcr.sync({"weights": mine}, invite=file), restarts + 1
+            expected = soak_bits(number + 1)
+            if comm.rank == 0:
+                mine.view(BITS).copy_(expected)
+            sync.push(number + 1)
+            sync.pull(timeout=60)
+            comm.barrier()  # or the receiver would skip versions
+            same += torch.equal(mine.view(BITS), expected)
+        sync.close()
+        stats = sync.stats()
+        refused, anchors = refused + stats.get("refused", 0), anchors + stats["anchors"]
+        answers = comm.all_gather_object(
+            {"same": same, "restarts": restarts, "refused": refused, "anchors": anchors}
+        )
+        return {"count": count, **answers[1]} if comm.rank == 0 else None
+
+
+def soak_report(count: int) -> str:
+    """Run so many versions; a part of a report."""
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as made, ThreadPoolExecutor(1) as pool:
+        folder = Path(made)
+        file = folder / "policy.sync"
+        job = pool.submit(harness.on_ranks, harness.here(2), soaked, count, str(file))
+        kills, seen = killed_receivers(file, folder, job.done)
+        done = job.result()
+    return (
+        "## Damage and restarts\n\n"
+        f"{done['same']:,} of {done['count']:,} versions of 100,000 values arrived bit for bit, in "
+        f"{time.monotonic() - begin:,.0f} s; {done['refused']} messages with a flipped bit were refused, the "
+        f"receiver began anew {done['restarts']} times with other weights, and got {done['anchors']} anchors."
+        "\n\n"
+        f"Beside it, a receiver outside the job was killed (SIGKILL) and started again {kills:,} times, at "
+        f"random moments of up to a second: {seen.count('same'):,} of the {len(seen):,} versions that it "
+        "pulled were the source's bit for bit."
+    )

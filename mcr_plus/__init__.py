@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from mcr_plus.core.collector import collector_paused
 from mcr_plus.core.environment import autoloads, error_channel
-from mcr_plus.launch.uncaught import report_to
 from mcr_plus.torch_backend.autoload import register
 
 if TYPE_CHECKING:
@@ -228,6 +227,8 @@ def __dir__() -> list[str]:
 
 
 if (_channel := error_channel()) is not None:
+    from mcr_plus.launch.uncaught import report_to
+
     report_to(_channel)
 if "torch" in sys.modules or not autoloads():  # elsewhere, `import torch` does it
     register()

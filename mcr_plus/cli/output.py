@@ -1,20 +1,19 @@
 """Output of commands: tables on a terminal, aligned text in a pipe, or one JSON document.
 
-Terminals get colour, unless NO_COLOR is set.
+Terminals get colour, unless NO_COLOR is set. rich is imported for terminals only.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from mcr_plus.tables import table as tables
 
 Row = Sequence[str]
@@ -28,12 +27,12 @@ def print_json(document: object) -> None:
 def print_error(text: str) -> None:
     """Print an error to stderr, each line prefixed with `mcr-plus:`."""
     for line in text.splitlines():
-        _print_line(Text.assemble(("mcr-plus:", "bold red"), f" {line}"), stderr=True)
+        _print_line("mcr-plus:", "bold red", f" {line}", stderr=True)
 
 
 def print_written(path: Path, what: str) -> None:
     """Report a written file and its content on stderr; stdout is reserved for results."""
-    _print_line(Text.assemble((str(path), "bold"), f": {what}"), stderr=True)
+    _print_line(str(path), "bold", f": {what}", stderr=True)
 
 
 def rule_count(table: tables.Table) -> str:
@@ -47,25 +46,29 @@ def rule_count(table: tables.Table) -> str:
 
 def print_result(text: str) -> None:
     """Print the result line, highlighted."""
-    _print_line(Text(text, "bold green"))
+    _print_line(text, "bold green")
 
 
-def _print_line(line: Text, *, stderr: bool = False) -> None:
-    """Print one line without wrapping, and with colour only on a terminal."""
-    console = Console(stderr=stderr, highlight=False)
-    if console.is_terminal:
-        console.print(line, soft_wrap=True)
-    else:
-        print(line.plain, file=console.file)
+def _print_line(text: str, style: str, rest: str = "", *, stderr: bool = False) -> None:
+    """Print one line without wrapping: `text`, on a terminal in a style, and the rest of it."""
+    stream = sys.stderr if stderr else sys.stdout
+    if not stream.isatty():
+        print(f"{text}{rest}", file=stream)
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    Console(stderr=stderr, highlight=False).print(Text.assemble((text, style), rest), soft_wrap=True)
 
 
 def print_table(title: str, columns: Row, rows: Sequence[Row]) -> None:
     """Print a table: with borders on a terminal, else as plain columns separated by two blanks."""
-    console = Console()
-    if console.is_terminal:
-        console.print(_drawn(title, columns, rows))
-    else:
+    if not sys.stdout.isatty():
         print("\n".join(plain_lines(title, columns, rows)))
+        return
+    from rich.console import Console
+
+    Console().print(_drawn(title, columns, rows))
 
 
 def plain_lines(title: str, columns: Row, rows: Sequence[Row]) -> list[str]:
@@ -77,6 +80,8 @@ def plain_lines(title: str, columns: Row, rows: Sequence[Row]) -> list[str]:
 
 
 def _drawn(title: str, columns: Row, rows: Sequence[Row]) -> Table:
+    from rich.table import Table
+
     table = Table(title=title, title_justify="left", header_style="bold cyan")
     for column in columns:
         table.add_column(column, overflow="fold")

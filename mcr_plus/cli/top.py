@@ -79,12 +79,13 @@ def _dump(process: int | None, as_json: bool) -> None:
     for each in answers if not as_json else ():
         who = f"job {each.job}, rank {each.rank} on {each.host}"
         if each.file:
-            print(_clean(f"{who}: {each.file}"))
-        else:
-            print_error(_clean(f"{who}: no dump: {each.problem}"))
+            other = "" if each.written_by == each.rank else f" (written by rank {each.written_by})"
+            print(_clean(f"{who}: {each.file}{other}"))
+        if each.problem:
+            print_error(_clean(f"{who}: no dump{' of its own' if each.file else ''}: {each.problem}"))
     if not answers:
         print_error(_nothing())
-    if not answers or not all(each.file for each in answers):
+    if not answers or any(each.problem for each in answers):
         raise typer.Exit(_FAILED)
 
 

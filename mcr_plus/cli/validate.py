@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-import yaml
 
 from mcr_plus.cli.output import print_json, rule_count
 
@@ -56,6 +55,8 @@ def validate(
     if as_json:
         print_json(dump(config))
     else:
+        import yaml
+
         print(yaml.safe_dump(dump(config, units=True), sort_keys=False), end="")
 
 

@@ -8,8 +8,6 @@ from functools import partial
 from typing import Annotated, Any, Final
 
 import typer
-from rich.console import Console
-from rich.progress import Progress
 
 from mcr_plus.cli.output import print_json
 
@@ -32,6 +30,9 @@ def warmup(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Compile the kernels of shared memory, codecs and mcr.expert once; jobs then load them from disk."""
+    from rich.console import Console
+    from rich.progress import Progress
+
     from mcr_plus.kernels import compiling
 
     todo = tasks(codec)

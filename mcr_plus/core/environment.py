@@ -31,7 +31,6 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
@@ -470,6 +469,8 @@ def _integer(env: Mapping[str, str], name: str, lowest: int = 0, highest: int = 
 @cache
 def package_version() -> str:
     """The version of mcr_plus; `unknown` where it runs from its sources without being installed."""
+    from importlib.metadata import PackageNotFoundError, version  # which takes as long as the rest here
+
     try:
         return version("mcr_plus")
     except PackageNotFoundError:

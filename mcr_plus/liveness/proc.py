@@ -29,6 +29,16 @@ def state_of(pid: int, started: str) -> State:
     return "stopped" if now[0] in "Tt" else "running"
 
 
+def tracer_of(pid: int) -> int:
+    """The process that has stopped another one to trace it, such as a debugger; 0 if there is none."""
+    try:
+        with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
+            fields = dict(line.split(":", 1) for line in file if line.startswith(("State:", "TracerPid:")))
+        return int(fields["TracerPid"]) if fields["State"].split()[0] == "t" else 0
+    except (OSError, ValueError, KeyError, IndexError):
+        return 0
+
+
 class Stop:
     """A stop of a process, from the first look that finds it to the last, all by one observer.
 

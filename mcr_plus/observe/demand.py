@@ -10,7 +10,8 @@ from typing import Final
 
 from mcr_plus.liveness.asking import EVERYBODY, ask
 from mcr_plus.observe.elsewhere import Elsewhere
-from mcr_plus.observe.survey import LOST, STATES, Job, Member, survey
+from mcr_plus.observe.findings import condition
+from mcr_plus.observe.survey import LOST, Job, Member, survey
 
 _ANSWERS_WITHIN: Final = 5.0  # seconds: pages are drawn twice a second
 _NAP: Final = 0.1
@@ -18,13 +19,20 @@ _NAP: Final = 0.1
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of a rank. `file`: of its dump, on its host; empty without one, and `problem` says why."""
+    """What came of a rank.
+
+    Attributes:
+        file: its dump; empty without one.
+        problem: why the rank itself has written none; empty if it has.
+        written_by: the rank that has written the file, on its own host: another one where this one cannot.
+    """
 
     job: str
     rank: int
     host: str
     file: str
     problem: str
+    written_by: int | None
 
 
 def demand_dumps(process: int | None = None, patience: float = _ANSWERS_WITHIN) -> list[Answer]:
@@ -53,6 +61,14 @@ def _is_awaited(member: Member, reason: str) -> bool:
 
 
 def _answer(job: Job, member: Member, reason: str) -> Answer:
-    dumped = member.dumped if member.dumped.get("reason") == reason else {}
-    problem = dumped.get("problem", "") if dumped else f"it has not answered; {STATES[member.state]}"
-    return Answer(job.id, member.rank, member.host, dumped.get("file", ""), problem)
+    if member.dumped.get("reason") == reason:
+        file = member.dumped.get("file", "")
+        problem = member.dumped.get("problem", "")
+        return Answer(job.id, member.rank, member.host, file, problem, member.rank if file else None)
+    problem, number = condition(job, member.rank), str(member.rank)
+    if member.state not in LOST:
+        problem = f"it has not answered: {problem}"
+    for other in job.members:
+        if other.dumped.get("reason") == reason and number in other.dumped:
+            return Answer(job.id, member.rank, member.host, other.dumped[number], problem, other.rank)
+    return Answer(job.id, member.rank, member.host, "", problem, None)

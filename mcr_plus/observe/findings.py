@@ -31,63 +31,95 @@ def findings(job: Job) -> list[str]:
     for (group, number, operation, waits_for), waiting in waits.items():
         member, wait = max(waiting, key=lambda each: each[1].seconds)
         name = f"#{number} in group '{group}'" if number else f"in group '{group}'"
-        verb = "waits" if len(waiting) == 1 else "wait"
+        verb = "has" if len(waiting) == 1 else "have"
         whom = f"for {_ranks(waits_for, wait.missing)} " if waits_for else "" if number else "for any rank "
         found.append(
-            f"{phrase_ranks([member.rank for member, _ in waiting])} {verb} {whom}since "
-            f"{seconds(wait.seconds)} in {operation} ({name}){_called(member)}"
+            f"{phrase_ranks([member.rank for member, _ in waiting])} {verb} waited {seconds(wait.seconds)} "
+            f"{whom}in {operation} ({name}){_called(member)}"
             + ("; all its ranks have issued it" if number and not waits_for else "")
         )
         for rank in waits_for:
             blamed.setdefault(rank, wait)
     gone = [member.rank for member in job.members if member.state in LOST and member.state != "gone"]
     ranks = list(dict.fromkeys([*blamed, *gone]))
-    found += [_does(job.member(rank), blamed.get(rank)) for rank in ranks[:_NAMED]]
+    found += [condition(job, rank, blamed.get(rank)) for rank in ranks[:_NAMED]]
     if len(ranks) > _NAMED:
         found.append(f"and {len(ranks) - _NAMED} ranks more")
     return found
 
 
-def _does(member: Member, wait: Waiting | None) -> str:
-    """What a rank does that others wait for."""
-    where = f"rank {member.rank}"
+def condition(job: Job, rank: int, wait: Waiting | None = None) -> str:
+    """What a rank does, where, and what it issued last; of a stopped one also what resumes it.
+
+    `wait`: the wait of another rank for this one, whose group is then named.
+    """
+    member = job.member(rank)
+    where = f"rank {rank}"
     if member.host:
         where += f" (process {member.pid} on {member.host})"
     doing = {
-        "stopped": "is stopped, by a signal or a debugger",
+        "stopped": _stop(job, member),
         "dead": "has died",
         "gone": "has left the job",
         "silent": "is out of reach: nothing is heard of its host",
         "running": "runs; mcr-plus top on its host shows where",
         "unknown": "has shown nothing yet",
         "busy": f"has shown nothing for {seconds(member.seen or 0.0)}: its interpreter's lock is held",
-    }.get(member.state)
-    if doing is None and member.state == "waiting":
-        other = member.waits[0]
-        number = f" (#{other.number} in group '{other.group}')" if other.number else ""
-        doing = f"waits itself, in {other.operation}{number}"
-    elif doing is None and member.state == "inside":
-        doing = f"is in {member.call}"
-    elif doing is None:
-        doing = f"has been outside mcr_plus for {seconds(member.idle or 0.0)}"
-    last = _last(member, wait)
+        "waiting": f"waits itself, in {_operation(member)}",
+        "inside": f"is in {member.call}",
+    }.get(member.state, f"has been outside mcr_plus for {seconds(member.idle or 0.0)}")
     seen = "last seen " if member.state in LOST else ""
     line = f", {seen}at {_trace(member)}" if member.lines else ""
-    return f"{where} {doing}{line}{last}"
+    return f"{where} {doing}{line}{_last(member, wait)}{_remedy(job, member)}"
+
+
+def _stop(job: Job, member: Member) -> str:
+    lasts = f"has been stopped for {seconds(member.seen)}" if member.seen is not None else "is stopped"
+    if member.tracer:
+        return f"{lasts}, by process {member.tracer}, which traces it"
+    return f"{lasts}, by a signal" + ("" if member.rank in job.here else " or a debugger")
+
+
+def _remedy(job: Job, member: Member) -> str:
+    """What lets a stopped rank go on."""
+    if member.state != "stopped":
+        return ""
+    if member.tracer:
+        return f"; it goes on once process {member.tracer}, such as a debugger, continues it or detaches"
+    there = "" if member.rank in job.here else f" on {member.host}"
+    return f"; `kill -CONT {member.pid}`{there} resumes it"
+
+
+def _operation(member: Member) -> str:
+    """The operation that a rank waits for."""
+    if not member.waits:
+        return ""
+    wait = member.waits[0]
+    number = f" (#{wait.number} in group '{wait.group}')" if wait.number else ""
+    return f"{wait.operation}{number}"
 
 
 def _last(member: Member, wait: Waiting | None) -> str:
-    """What a rank issued last in the group in which it is waited for."""
-    if wait is None or not wait.number:
+    """What a rank issued last in the group in which it is waited for, or of a lost one in any group."""
+    if wait is not None and wait.number:
+        number = wait.issued.get(member.rank)
+        group = next((each for each in member.groups if each.name == wait.group), None)
+        if number is None:
+            return ""
+        if number == 0:
+            return f"; it has issued nothing in group '{wait.group}'"
+        known = f", {group.last}" if group is not None and group.issued == number and group.last else ""
+        return f"; its last operation in group '{wait.group}' is #{number}{known}"
+    if member.state not in LOST:
         return ""
-    number = wait.issued.get(member.rank)
-    group = next((each for each in member.groups if each.name == wait.group), None)
-    if number is None:
+    if member.waits:
+        return f"; it waited in {_operation(member)}"
+    used = [group for group in member.groups if group.idle is not None and group.issued]
+    if not used:
         return ""
-    if number == 0:
-        return f"; it has issued nothing in group '{wait.group}'"
-    known = f", {group.last}" if group is not None and group.issued == number and group.last else ""
-    return f"; its last operation in group '{wait.group}' is #{number}{known}"
+    latest = min(used, key=lambda group: group.idle or 0.0)
+    known = f", {latest.last}" if latest.last else ""
+    return f"; its last operation is #{latest.issued} in group '{latest.name}'{known}"
 
 
 def _called(member: Member) -> str:

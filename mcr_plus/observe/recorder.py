@@ -42,7 +42,8 @@ class Recorder:
 
     Attributes:
         folder: for dumps; None if none is named, and failures write none.
-        dumped: `reason` of the last dump but those of `mcr.dump`, and its `file`, or a `problem`.
+        dumped: `reason` of the last dump but those of `mcr.dump`, and its `file`, or a `problem`; by their
+            numbers the files of ranks that could not write, and for which this one has.
     """
 
     def __init__(self, engine: Engine, world: World, config: Config) -> None:
@@ -186,14 +187,17 @@ class Recorder:
                 files = files_of(os.path.join(folder, ""), self._world.rank)
                 record = self._record(snapshot)
                 write_dump(files, record)
+                instead = {}
                 for rank, other in substitutes(record, self._engine, self._world, folder).items():
-                    write_dump(files_of(os.path.join(folder, ""), rank), other)
+                    theirs = files_of(os.path.join(folder, ""), rank)
+                    write_dump(theirs, other)
+                    instead[str(rank)] = str(theirs.text)
         except Exception as error:
             what = error.strerror if isinstance(error, OSError) and error.strerror else f"{error}"
             self._complain(f"no dump in {folder!r}: {what}")
             self.dumped = {"reason": snapshot.reason, "problem": f"no dump in {folder!r}: {what}"}
             return
-        self.dumped = {"reason": snapshot.reason, "file": str(files.text)}
+        self.dumped = {"reason": snapshot.reason, "file": str(files.text), **instead}
         if time.monotonic() - self._demanded < _SAME_DEMAND:
             _log.warning("rank %d: dump for %s in %s", self._world.rank, snapshot.reason, files.record)
 

@@ -17,25 +17,13 @@ from typing import Any, Final, Literal
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.liveness.exchange import HOSTS
 from mcr_plus.liveness.page import NAME, Shown, Unreadable, read_at
-from mcr_plus.liveness.proc import read_stat, state_of
+from mcr_plus.liveness.proc import read_stat, state_of, tracer_of
 from mcr_plus.observe.elsewhere import Elsewhere
 
 State = Literal[
     "waiting", "inside", "outside", "busy", "stopped", "dead", "gone", "silent", "running", "unknown"
 ]
 LOST: Final = ("stopped", "dead", "gone", "silent")
-STATES: Final[Mapping[State, str]] = {
-    "waiting": "waits for an operation",
-    "inside": "is in another call of mcr_plus",
-    "outside": "is in the program, outside mcr_plus",
-    "busy": "runs, but has shown nothing for seconds: something holds its interpreter's lock",
-    "stopped": "its process is stopped, by a signal or a debugger",
-    "dead": "its process has died",
-    "gone": "its process has left the job",
-    "silent": "nothing is heard of its host",
-    "running": "its process runs, on another host",
-    "unknown": "nothing is known of it",
-}
 _MEMORY: Final = f"/memfd:{NAME} ", f"/memfd:{HOSTS} "
 _OF_AGENTS: Final[Mapping[str, State]] = {
     "running": "running",
@@ -119,6 +107,7 @@ class Member:
         frames: the same with those of libraries, but for mcr_plus.
         error: of its first group that has failed; empty if none has.
         dumped: its last dump, see `Recorder`; empty without one.
+        tracer: the process, such as a debugger, that has stopped it; 0 if there is none on this host.
     """
 
     rank: int
@@ -135,6 +124,7 @@ class Member:
     more_groups: int = 0
     error: str = ""
     dumped: Mapping[str, str] = field(default_factory=dict)
+    tracer: int = 0
 
     @property
     def line(self) -> Line | None:
@@ -329,7 +319,13 @@ def _job(here: Mapping[int, Shown], fetched: Mapping[int, Shown]) -> Job:
     drawn = [
         _member(rank, hosts[rank], process[0], states, pages, now) for rank, process in enumerate(processes)
     ]
-    members = tuple(_corrected(member, drawn) for member in drawn)
+    members = tuple(
+        replace(
+            _corrected(member, drawn),
+            tracer=tracer_of(member.pid) if member.state == "stopped" and member.rank in here else 0,
+        )
+        for member in drawn
+    )
     seconds = time.time() - float(about["began"])
     return Job(str(about["job"]), any_page.version, hosts, seconds, members, tuple(sorted(here)))
 

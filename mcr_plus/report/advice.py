@@ -15,10 +15,10 @@ from mcr_plus.report.job import Job
 _MUCH: Final = 0.10  # share of the time that is worth a word
 _FASTER: Final = 0.8  # an alternative that takes at most so much of the time
 _SLOWER: Final = 2.0  # operations that take so much more than the table expects
-_OFTEN: Final = 0.7  # share of operations at which one rank is last
+_MOSTLY: Final = 0.7  # share of the time that late ranks cost, for which one rank is named
+_WORTH: Final = 0.01  # gain of another library, as a share of the time, that is worth a rule
 _MANY: Final = 20  # small operations in a step, or in a second
 _LITTLE_SAVED: Final = 0.9  # bytes after a codec, of those before
-_HIDDEN: Final = 0.5  # a group that is waited for so long of its flight hides little
 
 Severity = Literal["problem", "gain", "note"]
 
@@ -86,70 +86,86 @@ def _of_waits(job: Job, groups: Sequence[Group], skew: Skew) -> Iterator[Advice]
 
 
 def _of_wait(job: Job, group: Group, late: Late | None) -> Advice:
-    """A kind of operation that much of the time goes to, and what would take less of it."""
+    """A kind of operation that much of the time goes to: its cause, and what would take less of it."""
     title = f"{group.waited:.0%} of the time waits for {group.name} on {group.backend}"
     rows = _choices(job, group)
+    cause = _of_late_arrivals(group, late)
+    served = group.waited - group.late
     if (better := _better(rows)) is not None:
-        gain = min(group.waited, better.mean_us * group.count / len(job.ranks) / 1e6 / job.seconds)
-        return Advice(
-            "gain",
-            title,
-            f"{better.choice} would take {_ms(better.us)} instead of {_ms(better.own_us)} for "
-            f"{about(better.bytes)}, by the table: at least {gain:.1%} of the time. Add this rule, and the "
-            "library to `backends` if it is not there.",
-            _rule(group, f"backend: {better.choice}"),
-            group.waited,
-        )
+        gain = min(served, better.mean_us * group.count / len(job.ranks) / 1e6 / job.seconds)
+        if gain >= _WORTH:
+            return Advice(
+                "gain",
+                title,
+                f"{cause}{better.choice} would take {_ms(better.us)} instead of {_ms(better.own_us)} for "
+                f"{about(better.bytes)}, by the table: {gain:.1%} of the time. Add this rule to the "
+                "configuration, and the library to `backends` if that names others.",
+                _rule(group, f"backend: {better.choice}"),
+                group.waited,
+            )
+    if group.late > group.waited / 2:
+        return Advice("note", title, f"{cause}A faster library would not help with that.", share=group.waited)
     expected = max(((row["job"].get("expected_us") or 0.0, row["bytes"]) for row in rows), default=(0.0, 0))
-    if expected[0] and group.p50_us > _SLOWER * expected[0]:
-        return _of_a_slow_one(job, group, expected, late, title)
+    if expected[0] and group.served_us > _SLOWER * expected[0]:
+        return _of_a_slow_one(job, group, expected, cause, title)
     if not group.is_async and group.kind not in MESSAGES:
         return Advice(
             "gain",
             title,
-            "It is synchronous, so nothing is computed meanwhile. Issue it with `async_op=True` as soon as "
-            "its data are there, and wait for it when they are needed; `mcr.wrap` does that for gradients.",
+            f"{cause}It is synchronous, so nothing is computed meanwhile. Issue it with `async_op=True` as "
+            "soon as its data are there, and wait for it when they are needed; `mcr.wrap` does that for "
+            "gradients.",
             share=group.waited,
         )
-    if group.kind in ("all_reduce", "all_gather", "reduce_scatter") and group.bytes / group.count > 1 << 20:
+    if _can_be_rounded(job, group):
         return Advice(
             "gain",
             title,
-            f"It moves {about(group.bytes // group.count)} each time. A codec sends less: bf16 halves the "
-            "bytes of float32, and docs/compression.md has what others cost.",
+            f"{cause}It moves {about(group.bytes // group.count)} each time between hosts. A codec sends "
+            "less: bf16 halves the bytes of float32, and docs/compression.md has what others cost.",
             _rule(group, "compress: {codec: bf16}"),
             group.waited,
         )
-    return Advice("note", title, "No library in the table is faster.", share=group.waited)
+    compared = any(alternatives(row) is not None for row in rows)
+    found = "No library in the table is clearly faster." if compared else "The table compares no libraries."
+    return Advice("note", title, f"{cause}{found}", share=group.waited)
 
 
-def _of_a_slow_one(
-    job: Job, group: Group, expected: tuple[float, int], late: Late | None, title: str
-) -> Advice:
-    """An operation that takes longer than a table expects, because of a late rank or of its place.
+def _of_late_arrivals(group: Group, late: Late | None) -> str:
+    """What part of a wait passes before the last rank has come, if that is a notable one."""
+    if late is None or group.late < group.waited / 4:
+        return ""
+    text = f"{_share(group.late)} of the time passes before the last rank has issued it"
+    if late.blame >= _MOSTLY:
+        return f"{text}, mostly rank {late.rank}, by {_ms(late.median * 1e6)} at the median. "
+    return f"{text}: now one rank, now another comes later, as their work differs or others use their cores. "
+
+
+def _of_a_slow_one(job: Job, group: Group, expected: tuple[float, int], cause: str, title: str) -> Advice:
+    """An operation that takes longer than a table expects.
 
     `expected`: microseconds, of the size for which it expects most, in bytes.
     """
     us, nbytes = expected
-    text = (
-        f"The median takes {_ms(group.p50_us)}, and the table expects at most {_ms(us)}, for {about(nbytes)}"
-    )
-    if late is not None and late.last * late.median * 1e6 > (group.p50_us - us) / 4:
-        return Advice(
-            "note",
-            title,
-            f"{text}: most of it is a wait for the last rank, which is rank {late.rank} at {late.last:.0%} "
-            f"of them, by {_ms(late.median * 1e6)} at the median. A faster library would not help.",
-            share=group.waited,
-        )
     return Advice(
         "problem",
         title,
-        f"{text}. Other processes use the cores or the link, or the table was measured on faster ones. "
-        f"Measure here with `mcr-plus tune -n {len(job.hosts)} -o table.yaml`, and name the table in "
-        "`select`.",
+        f"{cause}Its median wait for {group.backend}, once all ranks have issued it, is "
+        f"{_ms(group.served_us)}, and the table expects at most {_ms(us)}, for {about(nbytes)}. Other "
+        "processes use the cores or the link, or the table was measured on faster ones. Measure here with "
+        f"`mcr-plus tune -n {len(job.hosts)} -o table.yaml`, and name the table in `select`.",
         "pipeline:\n  - select: {table: table.yaml}\n  - dispatch: {}",
         group.waited,
+    )
+
+
+def _can_be_rounded(job: Job, group: Group) -> bool:
+    """Whether bf16 halves what an operation sends over a network."""
+    return (
+        len(set(job.hosts)) > 1
+        and group.kind in ("all_reduce", "all_gather", "reduce_scatter")
+        and group.dtypes == ("float32",)
+        and group.bytes / group.count > 1 << 20
     )
 
 
@@ -219,17 +235,21 @@ def _of_late_ranks(job: Job, skew: Skew) -> Iterator[Advice]:
         return
     worst = max(skew.ranks, key=lambda each: each.total)
     share = worst.total / max(job.ranks[worst.rank].seconds, 1e-12)
-    error = (skew.error_us or 0.0) / 1e6
-    if worst.last >= _OFTEN and share >= _MUCH / 2 and worst.median > 2 * error:
-        at = max(skew.operations, key=lambda each: each.late.total)
-        yield Advice(
-            "problem",
-            f"Rank {worst.rank} is late: it is last at {worst.last:.0%} of the operations",
-            f"The others wait {_ms(worst.median * 1e6)} for it at the median, {share:.0%} of the time in "
-            f"all, most of it at {at.name}. No library helps: look at what this rank does before it, its "
-            "data loader, its share of the work, other processes on its cores, the clock of its processor.",
-            share=share,
-        )
+    times = worst.last * skew.count
+    if worst.blame < _MOSTLY or share < _MUCH / 2 or worst.total / times < 2e-6 * (skew.error_us or 0.0):
+        return
+    at = max((each for each in skew.operations if each.late.rank == worst.rank), key=lambda e: e.late.total)
+    how = f"{_ms(at.late.median * 1e6)} at the median, {_ms(at.late.worst * 1e6)} at worst"
+    once = " Half of it and more is one delay, such as a checkpoint." * (worst.worst > worst.total / 2)
+    yield Advice(
+        "problem",
+        f"The others wait for rank {worst.rank} for {share:.0%} of the time",
+        f"It comes last to {at.late.last:.0%} of {at.count:,} calls of {at.name}, by {how}; "
+        f"{worst.blame:.0%} of what late ranks cost is its.{once} No library helps: look at what this rank "
+        "does before the call, its data loader, its share of the work, other processes on its cores, the "
+        "clock of its processor.",
+        share=share,
+    )
 
 
 def _of_small_operations(job: Job, groups: Sequence[Group], steps: Steps) -> Iterator[Advice]:
@@ -269,5 +289,11 @@ def _of_codecs(groups: Sequence[Group]) -> Iterator[Advice]:
             )
 
 
+def _share(share: float) -> str:
+    return f"{share:.0%}" if share >= _MUCH else f"{share:.1%}"
+
+
 def _ms(us: float) -> str:
+    if us >= 1e6:
+        return f"{us / 1e6:.3g} s"
     return f"{us / 1e3:.3g} ms" if us >= 100 else f"{us:.3g} µs"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mcr_plus.core.kinds import MESSAGES, bus_factor
+from mcr_plus.core.kinds import bus_factor
 from mcr_plus.report.job import Floats, Ints, Job
 
 _FEW: Final = 4  # marks of steps that a duration needs
@@ -17,7 +17,14 @@ _FEW: Final = 4  # marks of steps that a duration needs
 
 @dataclass(frozen=True)
 class Group:
-    """Operations of one kind, tag, library and codec; shares are of a rank's time, on average."""
+    """Operations of one kind, tag, library and codec; shares are of a rank's time, on average.
+
+    Attributes:
+        waited: the share without that of waits that had begun before. late: of `waited`, what passed before
+            the last rank had issued the operation.
+        served_us: the median of the rest of a wait, which an operation's library takes.
+        dtypes: of the elements.
+    """
 
     kind: str
     tag: str
@@ -31,10 +38,13 @@ class Group:
     p95_us: float
     busbw: float  # GB/s
     in_flight: float
-    waited: float  # share of the time, without that of waits that had begun before
+    waited: float
+    late: float
+    served_us: float
     failed: int
     is_async: bool
     small: float  # share of the operations of at most 16 KiB
+    dtypes: tuple[str, ...]
 
     @property
     def name(self) -> str:
@@ -68,7 +78,7 @@ class Late:
     """How a rank arrives at operations of several ranks.
 
     `last`: share of the operations at which it was last. `median`, `worst`: seconds from the one before it,
-    where it was last. `total`: sum of these.
+    where it was last. `total`: sum of these. `blame`: that as a share of the sum of all ranks.
     """
 
     rank: int
@@ -76,6 +86,7 @@ class Late:
     median: float
     worst: float
     total: float
+    blame: float
 
 
 @dataclass(frozen=True)
@@ -133,20 +144,34 @@ def _runs(codes: NDArray[Any]) -> Iterator[Ints]:
     yield from np.split(order, edges)
 
 
-def _exposed(job: Job) -> Floats:
-    """Of each operation, the seconds in which its rank waited for it and did not yet wait for another."""
-    columns, seconds = job.columns, np.zeros(job.count)
+class _Waits(NamedTuple):
+    """Of each operation, seconds in which its rank waited for it and did not yet wait for another one: all,
+    and those before the last rank had issued the operation.
+    """
+
+    all: Floats
+    late: Floats
+
+
+def _exposed(job: Job) -> _Waits:
+    columns = job.columns
+    complete = np.full(job.count, -np.inf)  # when the last rank issued an operation
+    for members in job.collectives:
+        complete[members] = columns["t_issue"][members].max(axis=1, keepdims=True)
+    found = _Waits(np.zeros(job.count), np.zeros(job.count))
     begins = columns["t_done"] - columns["waited"]
     for rank in job.ranks:
         waits = np.flatnonzero((columns["rank"] == rank) & (columns["waited"] > 0))
         waits = waits[np.argsort(begins[waits], kind="stable")]
         ends = columns["t_done"][waits]
         last = np.concatenate([[-np.inf], np.maximum.accumulate(ends)])[:-1] if len(ends) else ends
-        seconds[waits] = np.maximum(0.0, ends - np.maximum(begins[waits], last))
-    return seconds
+        starts = np.maximum(begins[waits], last)
+        found.all[waits] = np.maximum(0.0, ends - starts)
+        found.late[waits] = np.maximum(0.0, np.minimum(ends, complete[waits]) - starts)
+    return found
 
 
-def _group(job: Job, code: NDArray[Any], rows: Ints, exposed: Floats) -> Group:
+def _group(job: Job, code: NDArray[Any], rows: Ints, exposed: _Waits) -> Group:
     columns = job.columns
     good = rows[job.good[rows]]
     some = good if len(good) else rows
@@ -156,6 +181,8 @@ def _group(job: Job, code: NDArray[Any], rows: Ints, exposed: Floats) -> Group:
     factors = np.array([bus_factor(kind, int(size)) for size in sizes])
     moved = float((columns["bytes"][some] * factors[which]).sum())
     whole = sum(span.seconds for span in job.ranks.values())
+    waits = some[exposed.all[some] > 0]
+    served = exposed.all[waits] - exposed.late[waits]
     return Group(
         kind=kind,
         tag=job.name("tag", code[1]),
@@ -169,10 +196,13 @@ def _group(job: Job, code: NDArray[Any], rows: Ints, exposed: Floats) -> Group:
         p95_us=float(np.percentile(times, 95)) * 1e6,
         busbw=moved / max(float(times.sum()), 1e-12) / 1e9,
         in_flight=float(times.sum()) / whole,
-        waited=float(exposed[some].sum()) / whole,
+        waited=float(exposed.all[some].sum()) / whole,
+        late=float(exposed.late[some].sum()) / whole,
+        served_us=float(np.median(served)) * 1e6 if len(served) else 0.0,
         failed=len(rows) - len(good),
         is_async=bool(columns["is_async"][some].mean() > 0.5),
         small=float((columns["bytes"][some] <= SMALL).mean()),
+        dtypes=tuple(job.name("dtype", index) for index in np.unique(columns["dtype"][some])),
     )
 
 
@@ -241,29 +271,18 @@ def _busy_part(job: Job) -> Steps:
 def skew(job: Job) -> Skew:
     """The arrivals of ranks at the collectives that all of their ranks have recorded."""
     columns = job.columns
-    messages = [number for number, kind in enumerate(job.names["kind"]) if kind in MESSAGES]
-    rows = np.flatnonzero(
-        ~np.isin(columns["kind"], messages) & (columns["ranks"] > 1) & (columns["sequence"] > 0)
-    )
-    codes = np.stack([columns[name][rows] for name in ("kind", "sequence", "group")])
-    order = np.lexsort(codes)
-    rows, codes = rows[order], codes[:, order]
-    firsts = np.concatenate([[0], np.flatnonzero((codes[:, 1:] != codes[:, :-1]).any(axis=0)) + 1])
-    sizes = np.diff(np.append(firsts, len(rows)))
     late: dict[str, list[tuple[Ints, Floats]]] = {}  # of each operation the last ranks, and by how much
-    for size in np.unique(sizes) if len(rows) else ():
-        whole = firsts[(sizes == size) & (columns["ranks"][rows[firsts]] == size)]
-        if size > 1 and len(whole):
-            members = rows[whole[:, None] + np.arange(size)]
-            arrivals = columns["t_issue"][members]
-            last = arrivals.argmax(axis=1)
-            two = np.partition(arrivals, size - 2, axis=1)[:, -2:]
-            found = columns["rank"][members[np.arange(len(members)), last]], two[:, 1] - two[:, 0]
-            tags = np.stack([columns[name][members[:, 0]] for name in ("kind", "tag")])
-            for run in _runs(tags):
-                kind, tag = (job.name(name, tags[at, run[0]]) for at, name in enumerate(("kind", "tag")))
-                name = f"{kind} ({tag})" if tag else kind
-                late.setdefault(name, []).append((found[0][run], found[1][run]))
+    for members in job.collectives:
+        size = members.shape[1]
+        arrivals = columns["t_issue"][members]
+        last = arrivals.argmax(axis=1)
+        two = np.partition(arrivals, size - 2, axis=1)[:, -2:]
+        found = columns["rank"][members[np.arange(len(members)), last]], two[:, 1] - two[:, 0]
+        tags = np.stack([columns[name][members[:, 0]] for name in ("kind", "tag")])
+        for run in _runs(tags):
+            kind, tag = (job.name(name, tags[at, run[0]]) for at, name in enumerate(("kind", "tag")))
+            name = f"{kind} ({tag})" if tag else kind
+            late.setdefault(name, []).append((found[0][run], found[1][run]))
     by_name = {
         name: (np.concatenate([each[0] for each in some]), np.concatenate([each[1] for each in some]))
         for name, some in late.items()
@@ -286,13 +305,13 @@ def skew(job: Job) -> Skew:
 
 
 def _late(who: NDArray[Any], by: NDArray[Any], job: Job) -> list[Late]:
-    found = []
+    found, everything = [], max(float(by.sum()), 1e-12)
     for rank in job.ranks:
         own = by[who == rank]
         some = own if len(own) else np.zeros(1)
-        found.append(
-            Late(rank, len(own) / len(who), float(np.median(some)), float(some.max()), float(own.sum()))
-        )
+        total = float(own.sum())
+        share, median, worst = len(own) / len(who), float(np.median(some)), float(some.max())
+        found.append(Late(rank, share, median, worst, total, total / everything))
     return found
 
 

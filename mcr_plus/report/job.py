@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from mcr_plus.api.clocks import TOGETHER, Clock, Key, Span, align, spans
 from mcr_plus.api.record_file import NUMBERS, TEXTS, Recording, load_recording
+from mcr_plus.core.kinds import MESSAGES
 from mcr_plus.errors import ConfigError
 
 Floats = NDArray[np.float64]
@@ -64,6 +65,28 @@ class Job:
         """Which operations have not failed."""
         found: NDArray[np.bool_] = self.columns["error"] < 0
         return found
+
+    @cached_property
+    def collectives(self) -> list[Ints]:
+        """The collectives that all of their ranks have recorded: for each number of ranks a matrix, with the
+        positions in the columns of one collective in each line.
+        """
+        columns = self.columns
+        messages = [number for number, kind in enumerate(self.names["kind"]) if kind in MESSAGES]
+        rows = np.flatnonzero(
+            ~np.isin(columns["kind"], messages) & (columns["ranks"] > 1) & (columns["sequence"] > 0)
+        )
+        codes = np.stack([columns[name][rows] for name in ("kind", "sequence", "group")])
+        order = np.lexsort(codes)
+        rows, codes = rows[order], codes[:, order]
+        changes = (codes[:, 1:] != codes[:, :-1]).any(axis=0)
+        firsts = np.concatenate([np.zeros(min(1, len(rows)), np.int64), np.flatnonzero(changes) + 1])
+        sizes = np.diff(np.append(firsts, len(rows)))
+        whole = sizes == columns["ranks"][rows[firsts]]
+        return [
+            rows[firsts[whole & (sizes == size)][:, None] + np.arange(size)]
+            for size in np.unique(sizes[whole])
+        ]
 
     @property
     def seconds(self) -> float:

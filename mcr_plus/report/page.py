@@ -139,12 +139,12 @@ def _ranks(job: Job) -> str:
 
 
 def _operations(found: Sequence[Group]) -> str:
-    heads = ("operation", "waited", "in flight", "count", "bytes", "p50", "p95", "bus GB/s")
+    heads = ("operation", "waited", "for late ranks", "in flight", "count", "bytes", "p50", "p95", "bus GB/s")
     rows = [
         [
             _named(group.kind, group.tag, " · ".join(filter(None, (group.backend, group.codec)))),
-            _meter(group.waited), f"{group.in_flight:.1%}", f"{group.count:,}", about(group.bytes),
-            _time(group.p50_us / 1e6), _time(group.p95_us / 1e6), _speed(group.busbw),
+            _meter(group.waited), f"{group.late:.1%}", f"{group.in_flight:.1%}", f"{group.count:,}",
+            about(group.bytes), _time(group.p50_us / 1e6), _time(group.p95_us / 1e6), _speed(group.busbw),
         ]
         for group in found[:_MOST_ROWS]
     ]  # fmt: skip
@@ -246,9 +246,10 @@ def _about(job: Job) -> str:
         for host, clock in list(job.clocks.items())[1:]
     )
     return (
-        "<ul><li>Waited: the program stood still for the operation, exposed communication. In flight: from "
+        "<ul><li>Waited: the program stood still for the operation, exposed communication; for late ranks: "
+        "what of it passed before the last rank had issued the operation. In flight: from "
         "issue until completion was noticed, which is at the wait, or earlier if something else drove "
-        "progress. Both are shares of the time of a rank.</li><li>Bus bandwidth: bytes by time, by the "
+        "progress. All are shares of the time of a rank.</li><li>Bus bandwidth: bytes by time, by the "
         "formulas of nccl-tests; comparable with the speed of a link.</li><li>Recorded by mcr.record with "
         f"{html.escape(versions)}.</li>{clocks}</ul>"
     )
@@ -258,14 +259,15 @@ def _about(job: Job) -> str:
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, names: int) -> str:
-    """A table that scrolls by itself where the page is narrow; columns after `names` are numbers."""
+    """A table, in which columns after `names` are numbers; on narrow pages each row is a block of its own."""
     kinds = ["" if at < names else " class='n'" for at in range(len(heads))]
-    head = "".join(f"<th{kind}>{html.escape(name)}</th>" for name, kind in zip(heads, kinds, strict=True))
+    labels = [html.escape(name, quote=True) for name in heads]
+    head = "".join(f"<th{kind}>{label}</th>" for label, kind in zip(labels, kinds, strict=True))
     body = "".join(
         "<tr>"
         + "".join(
-            f"<td{kind}>{cell if isinstance(cell, _Markup) else html.escape(cell)}</td>"
-            for cell, kind in zip(row, kinds, strict=True)
+            f"<td{kind} data-of='{label}'>{cell if isinstance(cell, _Markup) else html.escape(cell)}</td>"
+            for cell, kind, label in zip(row, kinds, labels, strict=True)
         )
         + "</tr>"
         for row in rows

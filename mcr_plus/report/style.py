@@ -9,7 +9,7 @@ STYLE: Final = """
   color-scheme: light dark;
   --page: #f6f7f9; --card: #ffffff; --text: #1b2430; --quiet: #5d6b7c; --line: #e1e6ec;
   --computing: #b9cde4; --waiting: #d9534f; --problem: #c4392f; --gain: #1c7c54; --note: #5d6b7c;
-  --code: #f1f4f7; --meter: #f6cfcc;
+  --code: #f1f4f7;
   --k0: #2f6fb3; --k1: #e08b2c; --k2: #3c9a5f; --k3: #8d5fb0; --k4: #c05a86; --k5: #2b9aa0; --k6: #97823a;
   --k7: #6b7785;
 }
@@ -17,7 +17,7 @@ STYLE: Final = """
   :root {
     --page: #12161c; --card: #1b2129; --text: #e4e9f0; --quiet: #95a3b5; --line: #2c3541;
     --computing: #34506f; --waiting: #e0645f; --problem: #ff8479; --gain: #5fcf9a; --note: #95a3b5;
-    --code: #141a21; --meter: #5c2f2f;
+    --code: #141a21;
     --k0: #5a9be0; --k1: #f0a655; --k2: #62c488; --k3: #b48ad6; --k4: #e184ad; --k5: #54c3c9; --k6: #c4ae62;
     --k7: #97a4b3;
   }
@@ -59,7 +59,8 @@ article.gain h3 span { color: var(--gain); }
 article p { margin: .2rem 0 .4rem; max-width: 90ch; }
 pre {
   background: var(--code); border: 1px solid var(--line); border-radius: 8px; padding: 8px 12px; margin: 0;
-  font: 13px/1.45 ui-monospace, "SFMono-Regular", Menlo, "DejaVu Sans Mono", monospace; overflow-x: auto;
+  font: 13px/1.45 ui-monospace, "SFMono-Regular", Menlo, "DejaVu Sans Mono", monospace;
+  white-space: pre-wrap; overflow-wrap: anywhere;
 }
 .scroll { overflow-x: auto; margin: 0 -4px; }
 .scroll + .scroll { margin-top: 1rem; }
@@ -71,8 +72,10 @@ tbody tr:hover { background: color-mix(in srgb, var(--line) 35%, transparent); }
 td small { display: block; color: var(--quiet); font-size: .78rem; line-height: 1.2; }
 .n { text-align: right; font-variant-numeric: tabular-nums; }
 .meter {
-  display: inline-block; min-width: 84px; padding: 0 6px; border-radius: 5px; text-align: right;
-  background: linear-gradient(to left, var(--meter) var(--share), transparent var(--share));
+  display: inline-block; min-width: 84px; padding-bottom: 4px;
+  background:
+    linear-gradient(var(--waiting) 0 0) right bottom / var(--share) 3px no-repeat,
+    linear-gradient(var(--line) 0 0) right bottom / 100% 3px no-repeat;
 }
 .legend {
   display: flex; flex-wrap: wrap; gap: 4px 16px; font-size: .82rem; color: var(--quiet); margin-bottom: .8rem;
@@ -118,6 +121,21 @@ ul { margin: 0; padding-left: 1.2rem; font-size: .88rem; color: var(--quiet); }
   .share { grid-template-columns: 48px 1fr 88px; gap: 6px; }
   .row { grid-template-columns: 42px 1fr; }
   .row em { font-size: 10px; }
-  .axis span:nth-child(2), .axis span:nth-child(4), .axis span:nth-child(5) { display: none; }
+  .axis span:nth-child(2), .axis span:nth-child(4) { display: none; }
+  thead { display: none; }
+  table, tbody { display: block; }
+  tr {
+    display: grid; grid-template-columns: repeat(3, 1fr); gap: 4px 10px; padding: 8px 0;
+    border-bottom: 1px solid var(--line);
+  }
+  tbody tr:last-child { border-bottom: 0; }
+  td { display: block; padding: 0; border: 0; white-space: normal; overflow-wrap: anywhere; }
+  td:not(.n) { grid-column: 1 / -1; }
+  td.n { text-align: left; }
+  td.n::before {
+    content: attr(data-of); display: block; color: var(--quiet); font-size: .74rem; line-height: 1.3;
+  }
+  .meter { min-width: 0; width: 100%; background-position: left bottom; }
+  .scroll { margin: 0; }
 }
 """

@@ -15,7 +15,7 @@ from mcr_plus.report.job import Floats, Ints, Job
 _MOST_RANKS: Final = 8
 _MOST_ROWS: Final = 4  # of one library: operations that overlap stand below each other
 _SLOTS: Final = 1000  # of the width, within which one bar starts at most
-_TICKS: Final = 5
+_TICKS: Final = 4
 COLOURS: Final = 8
 """Number of colours of kinds, `--k0` and so on."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -109,9 +110,10 @@ def test_ranks_of_other_hosts_write_their_own(tmp_path: Path) -> None:
         while state != "stopped":  # which the agents tell
             (_, away), state = demanded(hosts, tmp_path, here)
         (_, away), _ = demanded(hosts, tmp_path, here)
-        problem = "it has not answered; its process is stopped, by a signal or a debugger"
-        assert (away["file"], away["problem"]) == ("", problem)
-        substitute = read_dump(tmp_path / "host0" / "rank.1.json")
+        assert (away["file"], away["written_by"]) == (f"{tmp_path}/host0/rank.1.json", 0)
+        assert re.match(rf"rank 1 \(process {there} on \S+\) .*stopped", away["problem"])
+        assert re.search(rf"`kill -CONT {there}` on \S+ resumes it$", away["problem"])
+        substitute = read_dump(Path(away["file"]))
         assert (substitute.rank, substitute.written_by) == (1, 0)
         os.kill(there, signal.SIGCONT)
 

@@ -12,66 +12,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from recordings import BEGAN, SECONDS, expected, job_of, operation, save, titles
 
 from mcr_plus.api.record import Record
-from mcr_plus.api.record_file import file_of, load_recording, prepare_folder, save_recording
+from mcr_plus.api.record_file import load_recording, prepare_folder
 from mcr_plus.core.kinds import bus_factor
 from mcr_plus.errors import ConfigError, InvalidArgument
-from mcr_plus.report.advice import advice
 from mcr_plus.report.analysis import groups, merged, shares_of, skew, steps
 from mcr_plus.report.codec_error import relative_error
-from mcr_plus.report.job import Job, load_job
+from mcr_plus.report.job import load_job
 from mcr_plus.report.page import report, write_report
-
-BEGAN, SECONDS = 1000.0, 10.0
-PLAIN = Record(
-    sequence=1,
-    kind="all_reduce",
-    tag=None,
-    group="world",
-    backend="gloo",
-    codec=None,
-    bytes=4096,
-    wire_bytes=4096,
-    fused=1,
-    t_issue=0.0,
-    t_done=0.0,
-    waited=0.0,
-    ranks=2,
-    error=None,
-    dtype="float32",
-)
-
-
-def operation(number: int, at: float, seconds: float, waited: float, **others: Any) -> Record:
-    """An operation `at` seconds after the recording began."""
-    issued = BEGAN + at
-    return replace(PLAIN, sequence=number, t_issue=issued, t_done=issued + seconds, waited=waited, **others)
-
-
-def save(folder: Path, rank: int, records: list[Record], ends: tuple[float, ...] = (), **about: Any) -> Path:
-    known = {
-        "rank": rank,
-        "size": 2,
-        "host": "node0",
-        "hosts": ["node0", "node0"],
-        "epoch_us": 0.0,
-        "began": BEGAN,
-        "ended": BEGAN + SECONDS,
-        "choices": [],
-        "config": {"version": 1},
-        "versions": {"torch": "2"},
-        **about,
-    }
-    path = file_of(folder, rank)
-    save_recording(path, records, [BEGAN + end for end in ends], known)
-    return path
-
-
-def job_of(folder: Path, *ranks: list[Record], ends: tuple[float, ...] = (), **about: Any) -> Job:
-    for rank, records in enumerate(ranks):
-        save(folder, rank, records, ends, **about)
-    return load_job(folder)
 
 
 def random_records(seed: int, count: int) -> list[Record]:
@@ -252,90 +202,6 @@ def test_hosts_are_compared_on_one_clock(tmp_path: Path) -> None:
     assert 100 <= found.error_us < 400
     for late, true in zip(found.ranks, truth.ranks, strict=True):
         assert late.total == pytest.approx(true.total, abs=100 * found.error_us / 1e6)
-
-
-def expected(
-    kind: str, backend: str, job: dict[str, float], usual: dict[str, float], **row: Any
-) -> dict[str, Any]:
-    def table(times: dict[str, float]) -> dict[str, Any]:
-        return {"expected_us": times.get(backend), "alternatives": times}
-
-    return {
-        "kind": kind,
-        "size_class": 4096,
-        "tag": None,
-        "backend": backend,
-        "ranks": 2,
-        "is_async": False,
-        "bytes": 4096,
-        "count": 100,
-        "job": table(job),
-        "usual": table(usual),
-        **row,
-    }
-
-
-def titles(job: Job) -> dict[str, Any]:
-    return {each.title: each for each in advice(job, groups(job), steps(job), skew(job))}
-
-
-def test_a_faster_library_is_named_with_its_rule(tmp_path: Path) -> None:
-    records = [operation(n, 0.1 * n, 0.05, 0.047, kind="all_to_all", tag="moe") for n in range(1, 100)]
-    row = expected("all_to_all", "gloo", {"gloo": 1100.0}, {"gloo": 1100.0, "msccl": 300.0}, tag="moe")
-    (found,) = titles(job_of(tmp_path, records, records, choices=[row])).values()
-    assert found.title == "47% of the time waits for all_to_all (moe) on gloo"
-    assert "msccl would take 0.3 ms instead of 1.1 ms for 4 KiB" in found.text
-    assert found.snippet == 'rules:\n  - match: {kind: all_to_all, tag: "moe"}\n    backend: msccl'
-    share = 99 * 0.8e-3 / SECONDS
-    assert f"{share:.1%} of the time" in found.text
-
-
-def test_all_sizes_of_an_operation_count(tmp_path: Path) -> None:
-    """Of the small ones gloo is the faster library, and its time is not that of the large ones."""
-    small = expected("all_reduce", "gloo", {"gloo": 10.0, "mpi": 40.0}, {}, bytes=112, count=900)
-    large = expected("all_reduce", "gloo", {"gloo": 1000.0, "mpi": 900.0}, {}, bytes=1 << 20, count=100)
-    records = [operation(n, 0.1 * n, 0.05, 0.045) for n in range(1, 100)]
-    (found,) = titles(job_of(tmp_path, records, records, choices=[small, large])).values()
-    assert "the table expects at most 1 ms, for 1 MiB" in found.text
-    assert "backend" not in found.snippet
-    large["job"]["alternatives"]["mpi"] = 400.0
-    (found,) = titles(job_of(tmp_path, records, records, choices=[small, large])).values()
-    assert "mpi would take 0.4 ms instead of 1 ms for 1 MiB" in found.text
-    assert f"at least {99 * (0.1 * 600e-6 - 0.9 * 30e-6) / SECONDS:.1%} of the time" in found.text
-
-
-@pytest.mark.parametrize(
-    ("records", "row", "title", "what"),
-    [
-        ({"late": 0.0}, {"gloo": 4.9e4}, "of the time waits for all_reduce on gloo", "is synchronous"),
-        ({"late": 0.0, "is_async": True, "bytes": 4 << 20}, {"gloo": 4.9e4}, "waits", "{codec: bf16}"),
-        ({"late": 0.0}, {"gloo": 100.0}, "waits", "mcr-plus tune -n 2"),
-        ({"late": 0.04}, {"gloo": 100.0}, "waits", "A faster library would not help"),
-        ({"late": 0.04}, {"gloo": 100.0}, "Rank 1 is late: it is last at 100%", "its data loader"),
-        ({"late": 0.0, "error": "lost"}, {}, "Operations have failed", "198 of all_reduce on gloo"),
-        ({"late": 0.0, "codec": "exp_window", "wire_bytes": 4000}, {}, "exp_window saves 2%", "codec: none"),
-    ],
-)
-def test_findings(
-    tmp_path: Path, records: dict[str, Any], row: dict[str, float], title: str, what: str
-) -> None:
-    late = records.pop("late")
-    ranks = [
-        [operation(n, 0.1 * n + late * rank, 0.05, 0.045, **records) for n in range(1, 100)]
-        for rank in range(2)
-    ]
-    choices = [expected("all_reduce", "gloo", row, {})] if row else []
-    found = titles(job_of(tmp_path, *ranks, choices=choices))
-    (chosen,) = [each for name, each in found.items() if title in name and what in each.text + each.snippet]
-    assert chosen.text
-
-
-def test_small_operations_are_to_be_fused(tmp_path: Path) -> None:
-    ends = tuple(0.4 * n for n in range(25))
-    records = [operation(n, 0.004 * n, 0.003, 0.0, is_async=True) for n in range(1, 2400)]
-    found = titles(job_of(tmp_path, records, records, ends=ends))
-    (chosen,) = [each for name, each in found.items() if "small operations per step" in name]
-    assert "fuse: {bucket: 25MiB, kinds: [all_reduce]}" in chosen.snippet
 
 
 def test_nothing_stands_out(tmp_path: Path) -> None:

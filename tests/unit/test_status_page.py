@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -22,10 +23,10 @@ from mcr_plus.core.stacks import stack_of
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.liveness import page as pages
 from mcr_plus.liveness.page import LAYOUT, NAME, Page, Unreadable, page_of, read
-from mcr_plus.liveness.proc import read_stat
-from mcr_plus.observe.findings import clean, findings
+from mcr_plus.liveness.proc import read_stat, tracer_of
+from mcr_plus.observe.findings import clean, condition, findings
 from mcr_plus.observe.status import Drawing, StatusThread
-from mcr_plus.observe.survey import Job, Line, Member, Waiting, survey
+from mcr_plus.observe.survey import GroupTraffic, Job, Line, Member, Waiting, survey
 
 
 def about(**changes: Any) -> dict[str, Any]:
@@ -249,7 +250,7 @@ def test_sentences_on_waits() -> None:
         return findings(Job("j", "1", ("a", "b"), 60.0, members))
 
     assert said(waits, late) == [
-        "rank 0 waits for rank 1 since 5 s in all_reduce SUM float32[4] (#42 in group 'world'), called at "
+        "rank 0 has waited 5 s for rank 1 in all_reduce SUM float32[4] (#42 in group 'world'), called at "
         "/somewhere/train.py:71 in step, called at /somewhere/train.py:99 in main",
         "rank 1 (process 11 on b) has been outside mcr_plus for 7 s, at /somewhere/data.py:12 in load; its "
         "last operation in group 'world' is #41",
@@ -261,12 +262,67 @@ def test_sentences_on_waits() -> None:
     assert said(everybody, late)[0].endswith("in main; all its ranks have issued it")
     message = replace(waits, waits=(waiting(number=0, operation="recv float32[5]"),))
     assert (
-        "rank 0 waits for any rank since 5 s in recv float32[5] (in group 'world')" in said(message, late)[0]
+        "rank 0 has waited 5 s for any rank in recv float32[5] (in group 'world')" in said(message, late)[0]
     )
     other = replace(late, state="waiting", waits=(waiting(0, number=7),))
     assert said(waits, other)[2].startswith(
         "rank 1 (process 11 on b) waits itself, in all_reduce SUM float32[4] (#7 in group 'world')"
     )
+
+
+def test_what_is_known_of_a_stopped_rank_and_what_resumes_it() -> None:
+    """On this host by what has stopped it, on others by either; with its last operation, awaited or not."""
+    line = Line("load", "/somewhere/data.py", 12)
+    traffic = GroupTraffic("world", 2, (0, 1), 41, "broadcast float32[7]", 6.0, 0.0, 0.0, 0)
+    older = replace(traffic, name="rows", issued=3, last="barrier", idle=60.0)
+    unused = replace(traffic, name="new", issued=0, last="", idle=None)
+    stopped = Member(
+        1, "b", 11, "stopped", 2.5, 7.0, (), "", (line,), (line,), groups=(unused, older, traffic)
+    )
+
+    def said(member: Member, *here: int, wait: Waiting | None = None) -> str:
+        first = Member(0, "a", 10, "outside")
+        return condition(Job("j", "1", ("a", "b"), 60.0, (first, member), here), 1, wait)
+
+    place = "last seen at /somewhere/data.py:12 in load"
+    last = "its last operation is #41 in group 'world', broadcast float32[7]"
+    assert said(stopped, 0, 1) == (
+        f"rank 1 (process 11 on b) has been stopped for 2.5 s, by a signal, {place}; {last}; "
+        "`kill -CONT 11` resumes it"
+    )
+    assert said(stopped, 0) == (
+        f"rank 1 (process 11 on b) has been stopped for 2.5 s, by a signal or a debugger, {place}; {last}; "
+        "`kill -CONT 11` on b resumes it"
+    )
+    traced = said(replace(stopped, tracer=77), 0, 1)
+    assert ", by process 77, which traces it, last seen" in traced
+    assert traced.endswith("; it goes on once process 77, such as a debugger, continues it or detaches")
+    awaited = said(stopped, 1, wait=waiting(1, number=42))
+    assert "; its last operation in group 'world' is #41, broadcast float32[7]; `kill" in awaited
+    inside = said(replace(stopped, waits=(waiting(0),)), 1)
+    assert "; it waited in all_reduce SUM float32[4] (#42 in group 'world'); `kill" in inside
+    nothing = Member(1, "b", 11, "stopped")
+    assert said(nothing, 1) == "rank 1 (process 11 on b) is stopped, by a signal; `kill -CONT 11` resumes it"
+
+
+STOPS_ITSELF = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
+TRACED = f"import ctypes; assert ctypes.CDLL(None).ptrace(0, 0, None, None) == 0; {STOPS_ITSELF}"
+
+
+@pytest.mark.parametrize("program", [STOPS_ITSELF, TRACED], ids=["by a signal", "by ptrace"])
+def test_who_has_stopped_a_process(program: str) -> None:
+    with subprocess.Popen([sys.executable, "-c", program]) as child:
+        try:
+            found = os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+            assert found is not None
+            if program == TRACED and found.si_code == os.CLD_EXITED:
+                pytest.skip("ptrace is not permitted here")
+            expected = {os.getpid(), threading.get_native_id()} if program == TRACED else {0}
+            assert tracer_of(child.pid) in expected
+        finally:
+            os.kill(child.pid, signal.SIGKILL)  # `Popen` takes the stop of a traced child for its end
+            os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert tracer_of(child.pid) == 0
 
 
 def test_terminals_get_no_control_characters() -> None:

@@ -19,7 +19,7 @@ def diagnose(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Say what is wrong with a job by the Flight Recorder dumps of its ranks: who, where, and why."""
-    from mcr_plus.observe.diagnosis import AWAY
+    from mcr_plus.observe.diagnosis import AWAY, BEHIND
     from mcr_plus.observe.diagnosis import diagnose as find
     from mcr_plus.observe.dumps import read_folder
 
@@ -43,6 +43,10 @@ def diagnose(
     if not findings:
         print_result(
             "no fault: all ranks have issued and completed the same operations, as far as dumps show"
+        )
+    elif all(finding.fault == BEHIND for finding in findings):
+        print_result(
+            "no fault yet: nobody has waited for a second; another dump shows whether the job goes on"
         )
 
 

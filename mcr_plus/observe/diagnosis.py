@@ -34,7 +34,9 @@ _DIFFERING: Final[tuple[tuple[str, Callable[[Operation], object]], ...]] = (
 )
 """What ranks must agree on, by the names of faults."""
 _SWAPPED_WITHIN: Final = 16  # operations between two of which ranks have swapped the order
-_LONG: Final = 1.0  # seconds after which an operation that all ranks have issued is stuck
+_LONG: Final = 1.0  # seconds after which an operation that has not ended is a fault
+BEHIND: Final = "behind"
+"""Ranks that others wait for, for a moment: no fault yet."""
 
 
 @dataclass
@@ -91,6 +93,7 @@ FAULTS: Final = (
     "stuck",
     "error",
     "late",
+    BEHIND,
 )
 """Causes before what may follow from them."""
 
@@ -130,8 +133,8 @@ class _Diagnosis:
             if not set(ranks) & self.away.keys()
         )
         found += _causes(missing, found)
-        if not found:
-            found += self._stuck()
+        if all(finding.fault == BEHIND for finding in found):
+            found = [*self._stuck()] or found
         if not found:
             found += self._errors()
         blamed = {rank for finding in found if finding.fault == "slow" for rank in finding.ranks}
@@ -222,6 +225,7 @@ class _Diagnosis:
                 waits[name, each.number].append((rank, each))
                 first[name] = min(first.get(name, each.number), each.number)
         slow = {late.rank for late in self.late if late.is_slow}
+        has_failed = any(dump.error for dump in self.dumps.values())
         found: list[Finding] = []
         crossed: set[frozenset[int]] = set()
         for name, number in first.items():
@@ -238,6 +242,8 @@ class _Diagnosis:
             verb = "has" if len(absent) == 1 else "have"
             text = f"{phrase_ranks(absent)} {verb} not issued {each.text} (#{number} in group '{name}'); "
             at, fault = self._at(absent), "slow" if set(absent) <= slow else "missing"
+            if fault == "missing" and not has_failed and all(each.waited < _LONG for _, each in holding):
+                fault = BEHIND
             if (elsewhere := self._elsewhere(absent[0], name, others)) is not None:
                 crossed.add(frozenset((*absent, *others)))
                 there, other = elsewhere

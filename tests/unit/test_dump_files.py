@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 import mcr_plus as mcr
+from mcr_plus.cli import diagnose as cli
 from mcr_plus.config.reader import dump, fingerprint, load
 from mcr_plus.core.group import Group
 from mcr_plus.core.message import Signature
@@ -57,12 +59,13 @@ def _write(
     ranks: dict[int, list[GroupSnapshot]],
     *,
     size: int = 3,
+    error: McrError | None = None,
     away: dict[int, str] | None = None,
     **about: Any,
 ) -> None:
     for rank, groups in ranks.items():
         place = [Frame("forward", "model.py", 10 + rank)]
-        taken = Snapshot(SECOND, "SIGUSR2", groups, [("MainThread", place)])
+        taken = Snapshot(SECOND, "SIGUSR2", groups, [("MainThread", place)], error)
         known = {
             "job": "j", "rank": rank, "world_size": size, "host": "a", "hosts": ["a"] * size, "pid": 1,
             "written_by": rank, "processes": {str(each): status for each, status in (away or {}).items()},
@@ -127,6 +130,22 @@ def test_several_ranks_are_missing(tmp_path: Path) -> None:
     assert (finding.fault, finding.ranks) == ("missing", (1, 2))
     assert finding.text.startswith("ranks 1, 2 have not issued all_reduce SUM float32[4]")
     assert [place.frame and place.frame.line for place in finding.at] == [11, 12]
+
+
+@pytest.mark.parametrize(
+    ("waited", "error", "fault"),
+    [(0.1, None, "behind"), (0.1, mcr.PeerLost("gone"), "missing"), (1.5, None, "missing")],
+)
+def test_a_rank_for_which_others_wait_a_moment_is_behind(
+    waited: float, error: McrError | None, fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A dump of a healthy job, or one of a failure, at which others have not waited for long either."""
+    waiting = replace(_waiting(2), waited=waited)
+    ranks = {0: [_world(0, [_entry(1), waiting], size=2)], 1: [_world(1, [_entry(1)], size=2)]}
+    (finding,) = _found(tmp_path, ranks, size=2, error=error)
+    assert (finding.fault, finding.ranks, finding.sequence) == (fault, (1,), 2)
+    cli.diagnose(tmp_path)
+    assert ("no fault yet" in capsys.readouterr().out) == (fault == "behind")
 
 
 def test_who_waits_is_no_cause(tmp_path: Path) -> None:

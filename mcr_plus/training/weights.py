@@ -217,7 +217,7 @@ def _checked(layout: Layouts | None, names: set[str], rank: int) -> dict[str, La
         if not isinstance(each, Layout):
             raise InvalidArgument(f"sync: layout[{name!r}]: expected an mcr.Layout, got {short(each)}")
         shape = each.local_shape(rank)
-        if name not in names and shape is not None and math.prod(shape):
+        if name not in names and shape is not None and np.prod(shape):
             raise InvalidArgument(
                 f"sync: layout[{name!r}]: {each} gives rank {rank} a part, but there is no tensor '{name}'; "
                 f"tensors: {short(sorted(names))}"

@@ -180,6 +180,13 @@ def test_what_does_not_fit_is_refused_by_name(source: Layout, receiver: Layout, 
         parts_of({0: here.held, 3: there.held}, [0])
 
 
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_a_layout_of_a_tensor_that_is_not_there_is_refused(shape: tuple[int, ...]) -> None:
+    layout = oracle.mesh(shape, [0], ["R"]).layout
+    with pytest.raises(InvalidArgument, match="gives rank 0 a part, but there is no tensor 's'"):
+        Weights({"w": torch.zeros(2)}, {"s": layout}, 0)
+
+
 def test_tensors_that_one_side_lacks_are_refused() -> None:
     one, two = Weights({"w": torch.zeros(3)}), Weights({"w": torch.zeros(3), "v": torch.zeros(2)})
     with pytest.raises(InvalidArgument, match=r"'v' of shape \[2\], float32 is a tensor of src=\[0\], and"):

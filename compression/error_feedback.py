@@ -32,9 +32,12 @@ class ErrorFeedback(CompressorState):
         self._decay, self._unit = decay, unit
         self._residual = torch.zeros(numel, dtype=torch.float32, device=device)
         self._shard: torch.Tensor | None = None
+        self._summed: tuple[int, int] | None = None  # a part that has no residual, as values: begin and end
 
     def encode(self, values: torch.Tensor, lo: int, wire: torch.Tensor, scale: float = 1.0) -> int:  # noqa: D102
         self.has_residual = True
+        if self._summed is not None and lo < self._summed[1] and self._summed[0] < lo + values.numel():
+            self._summed = None
         if scale == 1.0:
             residual = self._residual[lo : lo + values.numel()]
             return self.codec.encode_rest(self._fed(values, lo), self._decay, residual, wire)
@@ -45,9 +48,14 @@ class ErrorFeedback(CompressorState):
         return written
 
     def begin_sum(self, values: torch.Tensor, lo: int, total: torch.Tensor, scale: float) -> None:  # noqa: D102
+        part = (lo, lo + values.numel())
+        if self._summed == part:  # nothing is left of the last call's: two passes over memory less
+            torch.mul(self._fed(values, lo).float(), scale, out=total)
+            return
         residual = self._completed(values, lo)
         torch.mul(residual, scale, out=total)
         residual.zero_()
+        self._summed = part
 
     def reduce(  # noqa: D102
         self, wires: Wires, total: torch.Tensor, wire: torch.Tensor, *, skip: int, scale: float
@@ -66,13 +74,14 @@ class ErrorFeedback(CompressorState):
 
     def begin_exchange(self, values: torch.Tensor) -> torch.Tensor | None:  # noqa: D102
         drop_unless_finite(self._residual)  # left by the last exchange
-        self.has_residual = True
+        self.has_residual, self._summed = True, None
         residual = self._completed(values, 0)
         values.copy_(residual)
         return residual
 
     def add_residual(self, values: torch.Tensor) -> None:  # noqa: D102
         residual = self._completed(values, 0)
+        self._summed = None
         values.copy_(residual)
         residual.sub_(values)  # the rounding error of the dtype
         drop_unless_finite(residual)
@@ -86,7 +95,7 @@ class ErrorFeedback(CompressorState):
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:  # noqa: D102
         rest = dict(tensors)
         self._residual.copy_(rest.pop("residual"))
-        self._shard, shards = None, rest.pop("shard", None)
+        self._summed, self._shard, shards = None, None, rest.pop("shard", None)
         if shards is not None:  # residuals of sums: every rank adds its own to its next values
             self._residual.add_(shards.to(self._residual.device))
         self.has_residual = True

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import torch
+
 from mcr_plus.compression.block_codec import BlockCodec
 from mcr_plus.compression.codec import CodecOptions, Traits
-from mcr_plus.kernels import int4_block
+from mcr_plus.kernels import int4_block, int4_block_rest
 
 
 class Int4Block(BlockCodec):
@@ -30,3 +32,15 @@ class Int4Block(BlockCodec):
     def __init__(self, options: Options | None = None) -> None:
         super().__init__(options)
         self.arguments = ((options or self.Options()).hadamard,)
+
+    def encode_rest(  # noqa: D102
+        self, values: torch.Tensor, decay: float, rest: torch.Tensor, wire: torch.Tensor
+    ) -> int:
+        (hadamard,) = self.arguments
+        fits = values.dtype is torch.float32 and values.is_contiguous() and not values.is_cuda
+        if hadamard or not fits or not values.numel():
+            return super().encode_rest(values, decay, rest, wire)
+        room = self.wire_numel(values.numel())
+        self._check(values, wire, room)
+        int4_block_rest.encode_rest(values, decay, rest, wire[:room])
+        return room

@@ -59,7 +59,7 @@ class CompressStage(Stage):
         self._config = context.config
         self._libraries = context.backends
         self._group = context.group
-        self._one_clock = len({context.world.hosts[rank] for rank in context.group.ranks}) == 1
+        self._one_clock = context.world.hosts_of(context.group) == 1
         self._explains = context.runtime is None
         self._warns_of = None if self._explains or context.group.rank else context.place
         self._restored: MutableMapping[str, Any] = {}  # of an earlier job, until an operation asks for it

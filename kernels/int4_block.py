@@ -103,7 +103,7 @@ def decode_reference(wire: torch.Tensor, out: torch.Tensor, hadamard: bool) -> N
 
 _MAGNITUDE: Final = np.uint32(0x7FFFFFFF)
 _INFINITE: Final = np.uint32(0x7F800000)
-_NAN: Final = np.uint16(0x7FC0)
+NAN: Final = np.uint16(0x7FC0)
 _UP: Final = np.uint32(0xFFFF)
 _HALF: Final = np.uint32(16)
 _CAP: Final = np.uint32(LARGEST_SCALE)
@@ -164,13 +164,14 @@ def _unpack_add(codes, scale, values):  # type: ignore[no-untyped-def]
 
 
 @cpu.inlined
-def _encode_chunk(values, scales, codes, work):  # type: ignore[no-untyped-def]
+def encode_chunk(values, scales, codes, work):  # type: ignore[no-untyped-def]
+    """Encode eight blocks; `work`: see `work_space`."""
     scratch, largest = work[0].view(np.uint32), work[2].view(np.uint32)
     small_blocks.largest_of_each(values.view(np.uint32), scratch, largest)
     for block in range(TOGETHER):
         part = slice(block * 16, block * 16 + 16)
         if largest[block] >= _INFINITE:
-            scales[block] = _NAN
+            scales[block] = NAN
             codes[part] = 0
         else:
             scale = _scale_for(largest[block])
@@ -179,7 +180,7 @@ def _encode_chunk(values, scales, codes, work):  # type: ignore[no-untyped-def]
 
 
 @cpu.inlined
-def _decode_blocks(scales, codes, factor, add, out, lo, hi):  # type: ignore[no-untyped-def]
+def decode_blocks(scales, codes, factor, add, out, lo, hi):  # type: ignore[no-untyped-def]
     """Blocks from `lo` to `hi`, of which the last may be short."""
     whole = min(hi, out.size // BLOCK)
     for block in range(lo, whole):
@@ -276,7 +277,7 @@ def _encode_chunk_hadamard(values, scales, codes, work):  # type: ignore[no-unty
     _deal(pairs, codes)
     for block in range(TOGETHER):
         if scratch[240 + block] >= _INFINITE:
-            scales[block] = _NAN
+            scales[block] = NAN
             codes[block * 16 : block * 16 + 16] = 0
 
 
@@ -303,8 +304,8 @@ def _decode_chunk_hadamard(scales, codes, factor, values, work):  # type: ignore
 
 
 @cpu.inlined
-def _work():  # type: ignore[no-untyped-def]
-    # Separate arrays, which LLVM knows to be separate.
+def work_space():  # type: ignore[no-untyped-def]
+    """Memory for a chunk: separate arrays, which LLVM knows to be separate."""
     pairs, others = np.empty(128, np.uint8), np.empty(128, np.uint8)
     return (
         np.empty(CHUNK, np.float32),
@@ -316,7 +317,7 @@ def _work():  # type: ignore[no-untyped-def]
 
 
 @cpu.inlined
-def _frame(chunk, values, scales, codes):  # type: ignore[no-untyped-def]
+def frame(chunk, values, scales, codes):  # type: ignore[no-untyped-def]
     """The part of each array that a chunk is; of the last one, if it is short, copies of full size."""
     at, first, byte = chunk * CHUNK, chunk * TOGETHER, chunk * 128
     part, few, room = values[at : at + CHUNK], scales[first : first + TOGETHER], codes[byte : byte + 128]
@@ -328,8 +329,8 @@ def _frame(chunk, values, scales, codes):  # type: ignore[no-untyped-def]
 
 
 @cpu.inlined
-def _put_back(chunk, values, few, room, scales, codes):  # type: ignore[no-untyped-def]
-    """Copy what was written to copies, if `_frame` made some."""
+def put_back(chunk, values, few, room, scales, codes):  # type: ignore[no-untyped-def]
+    """Copy what was written to copies, if `frame` made some."""
     first, byte = chunk * TOGETHER, chunk * 128
     if (chunk + 1) * CHUNK > values.size:
         cpu.put(few[: scales.size - first], scales[first:])
@@ -356,59 +357,59 @@ def _decode_at(chunk, scales, codes, factor, add, out, values, work):  # type: i
 
 @cpu.compiled
 def _encode(values, scales, codes, lo, hi):  # type: ignore[no-untyped-def]
-    work = _work()
+    work = work_space()
     for chunk in range(lo, hi):
-        part, few, room = _frame(chunk, values, scales, codes)
-        _encode_chunk(part, few, room, work)
-        _put_back(chunk, values, few, room, scales, codes)
+        part, few, room = frame(chunk, values, scales, codes)
+        encode_chunk(part, few, room, work)
+        put_back(chunk, values, few, room, scales, codes)
 
 
 @cpu.compiled
 def _encode_hadamard(values, scales, codes, lo, hi):  # type: ignore[no-untyped-def]
-    work = _work()
+    work = work_space()
     for chunk in range(lo, hi):
-        part, few, room = _frame(chunk, values, scales, codes)
+        part, few, room = frame(chunk, values, scales, codes)
         _encode_chunk_hadamard(part, few, room, work)
-        _put_back(chunk, values, few, room, scales, codes)
+        put_back(chunk, values, few, room, scales, codes)
 
 
 @cpu.compiled
 def _decode(scales, codes, factor, add, out, lo, hi):  # type: ignore[no-untyped-def]
-    _decode_blocks(scales, codes, factor, add, out, lo * TOGETHER, min(hi * TOGETHER, scales.size))
+    decode_blocks(scales, codes, factor, add, out, lo * TOGETHER, min(hi * TOGETHER, scales.size))
 
 
 @cpu.compiled
 def _decode_hadamard(scales, codes, factor, add, out, lo, hi):  # type: ignore[no-untyped-def]
-    work, values = _work(), np.empty(CHUNK, np.float32)
+    work, values = work_space(), np.empty(CHUNK, np.float32)
     for chunk in range(lo, hi):
         _decode_at(chunk, scales, codes, factor, add, out, values, work)
 
 
 @cpu.compiled
 def _reduce(wires, room, all_scales, skip, factor, total, scales, codes, lo, hi):  # type: ignore[no-untyped-def]
-    work = _work()
+    work = work_space()
     for chunk in range(lo, hi):
         first, end = chunk * TOGETHER, min(chunk * TOGETHER + TOGETHER, scales.size)
         for row in range(wires.shape[0]):
             if row != skip:
                 source = wires[row, room : room + codes.size]
-                _decode_blocks(all_scales[row], source, factor, True, total, first, end)
-        part, few, space = _frame(chunk, total, scales, codes)
-        _encode_chunk(part, few, space, work)
-        _put_back(chunk, total, few, space, scales, codes)
+                decode_blocks(all_scales[row], source, factor, True, total, first, end)
+        part, few, space = frame(chunk, total, scales, codes)
+        encode_chunk(part, few, space, work)
+        put_back(chunk, total, few, space, scales, codes)
 
 
 @cpu.compiled
 def _reduce_hadamard(wires, room, all_scales, skip, factor, total, scales, codes, lo, hi):  # type: ignore[no-untyped-def]
-    work, values = _work(), np.empty(CHUNK, np.float32)
+    work, values = work_space(), np.empty(CHUNK, np.float32)
     for chunk in range(lo, hi):
         for row in range(wires.shape[0]):
             if row != skip:
                 source = wires[row, room : room + codes.size]
                 _decode_at(chunk, all_scales[row], source, factor, True, total, values, work)
-        part, few, space = _frame(chunk, total, scales, codes)
+        part, few, space = frame(chunk, total, scales, codes)
         _encode_chunk_hadamard(part, few, space, work)
-        _put_back(chunk, total, few, space, scales, codes)
+        put_back(chunk, total, few, space, scales, codes)
 
 
 # --- launchers ----------------------------------------------------------------------------------------------

@@ -295,8 +295,8 @@ class Backend(ABC):
         """Initialise the library; collective over the job's ranks only if that is."""
 
     @classmethod
-    def keeps_those_apart(cls, signature: Signature) -> bool:  # noqa: ARG003
-        """`keeps_apart` for the operations of one signature."""
+    def keeps_those_apart(cls, signature: Signature, hosts: int) -> bool:  # noqa: ARG003
+        """`keeps_apart` for the operations of one signature, in a group on `hosts` hosts."""
         return cls.keeps_apart
 
     # -- of the library, before it is initialised -----------------------------------------------------

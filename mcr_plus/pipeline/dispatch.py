@@ -31,6 +31,7 @@ class DispatchStage(Stage):
         self._options = options
         self._runtime = context.runtime
         self._backends = context.backends
+        self._hosts = context.world.hosts_of(context.group)
 
     def bind(self, signature: Signature, next: Next) -> Issue:
         """The callable that issues the operation; the same one whenever the signature comes again."""
@@ -105,7 +106,7 @@ class DispatchStage(Stage):
         """Whether the library keeps an operation apart; a part of what it does, not in other courses."""
         if backend.on_stream or backend.keeps_apart or self._options.failover or self._options.verify:
             return backend.keeps_apart
-        return backend.keeps_those_apart(signature)
+        return backend.keeps_those_apart(signature, self._hosts)
 
     def _bind(self, signature: Signature, runtime: GroupRuntime) -> Issue:
         channel = runtime.channels[signature.backend or ""]

@@ -86,6 +86,10 @@ class World:
         """Whether this host has more ranks than cores for them."""
         return self.hosts.count(self.hosts[self.rank]) > self.cores
 
+    def hosts_of(self, group: Group) -> int:
+        """On how many hosts the ranks of a group are."""
+        return len({self.hosts[rank] for rank in group.ranks})
+
     @property
     def single_host(self) -> bool:
         """Whether all ranks share a machine."""

@@ -40,7 +40,7 @@ def open_with_parts(
 ) -> OpenGroup:
     """Open a group over its channels and the groups inside it; collective over its ranks."""
     world, name, rank = runtime.world, group.name, group.rank
-    one_host = len({world.hosts[rank] for rank in group.ranks}) == 1
+    one_host = world.hosts_of(group) == 1
     store = world.store_of(group) if rank >= 0 and group.size > 1 and world.store is not None else None
     with ExitStack() as undo:
         undo.callback(release_unused, channels)

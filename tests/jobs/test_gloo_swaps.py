@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from mismatches import outcome_of
-from ranks import run_ranks
+from ranks import has_come, meet, own_rank, run_ranks, wait_for_ranks
 
 import mcr_plus as mcr
+from mcr_plus.backends.gloo.backend import GlooBackend
+from mcr_plus.backends.gloo.messages import watchers
+from mcr_plus.runtime import init as runtime
 
 CONFIG: dict[str, Any] = {
     "version": 1,
@@ -24,6 +31,13 @@ KINDS = ("all_gather", "all_to_all", "reduce_scatter")
 DEPTH = 40
 LARGE = 1 << 19  # elements: more than a connection holds
 RESETS = 5
+GLOO_S = 0.2
+
+
+def _begin() -> mcr.Communicator:
+    """A world of ranks that take themselves for ranks of two hosts."""
+    with mock.patch("mcr_plus.runtime.init.host_name", return_value=f"host{own_rank()}"):
+        return mcr.init(CONFIG)
 
 
 def _issue(comm: mcr.Communicator, kind: str, value: torch.Tensor, out: torch.Tensor) -> mcr.Work:
@@ -50,7 +64,7 @@ def _made(kind: str, numel: int, rank: int, number: int) -> tuple[torch.Tensor, 
 
 def in_flight() -> list[str]:
     """Runs on ranks: many of one signature at once, then all kinds, which each rank issues in its order."""
-    comm = mcr.init(CONFIG)
+    comm = _begin()
     rank, wrong = comm.rank, list[str]()
     for kind in KINDS:
         for numel, depth in ((3, DEPTH), (LARGE, 4)):
@@ -99,7 +113,7 @@ def _open(most: int | None = None) -> tuple[int, int]:
 def differ(kinds: list[str]) -> dict[str, Any]:
     """Runs on ranks: they issue operations that differ, and both are known to them; then a fresh world."""
     found: dict[str, Any] = {"told": [], "open": []}
-    comm = mcr.init(CONFIG)
+    comm = _begin()
     for _ in range(RESETS):
         for kind in KINDS:
             for _ in range(2):
@@ -127,3 +141,96 @@ def test_those_that_differ_are_named_and_leave_nothing_after_a_reset(kinds: tupl
         first, *_, last = result.value["open"]
         assert last[0] <= first[0], "file descriptors"
         assert last[1] <= first[1] + 1, "threads"
+
+
+def _known(comm: mcr.Communicator) -> None:
+    """Have both ranks know the operations of three elements, so that they start at once."""
+    for kind in KINDS:
+        for number in range(2):
+            value, out, _ = _made(kind, 3, comm.rank, number)
+            _issue(comm, kind, value, out).wait()
+
+
+def _issued(comm: mcr.Communicator, depth: int) -> list[tuple[mcr.Work, torch.Tensor, torch.Tensor]]:
+    """`depth` operations of each kind in flight: handle, output, and what that is to be."""
+    cases = [(kind, *_made(kind, 3, comm.rank, number)) for number in range(depth) for kind in KINDS]
+    return [(_issue(comm, kind, value, out), out, expected) for kind, value, out, expected in cases]
+
+
+def waits_for_a_late_rank() -> dict[str, Any]:
+    """Runs on ranks: rank 0 issues many, and a receive; rank 1 comes when gloo would have given up."""
+    comm = _begin()
+    _known(comm)
+    (gloo,) = (each for each in runtime.current().engine.backends if isinstance(each, GlooBackend))
+    for channel in gloo._channels:
+        channel._pg._set_default_timeout(timedelta(seconds=GLOO_S))
+    received, works, issued = torch.zeros(3), list[mcr.Work](), []
+    if comm.rank == 0:
+        issued = _issued(comm, DEPTH)
+        works.append(comm.irecv(received, 1))
+        time.sleep(3 * GLOO_S)  # what is tested: that this much time does nothing
+    names = [each.name for each in threading.enumerate()]
+    meet("late", 2)
+    if comm.rank == 1:
+        issued = _issued(comm, DEPTH)
+        comm.send(torch.arange(3.0), 0)
+    for work in [*works, *(work for work, _, _ in issued)]:
+        work.wait()
+    found = {
+        "equal": all(torch.equal(out, expected) for _, out, expected in issued),
+        "received": received.tolist(),
+        "watchers": sum(name == "mcr-gloo-watch" for name in names),
+    }
+    mcr.finalize()
+    return found
+
+
+def test_those_in_flight_wait_for_a_late_rank_with_one_thread() -> None:
+    early, late = run_ranks(waits_for_a_late_rank, 2, via="torch")
+    assert early.value["equal"]
+    assert late.value["equal"]
+    assert early.value["received"] == [0.0, 1.0, 2.0]
+    # One for the exchanges, one for the receive, and perhaps one that was idle but not yet known to be.
+    assert early.value["watchers"] <= 3
+
+
+def loses_the_other_side() -> dict[str, Any]:
+    """Runs on ranks: rank 1 dies while rank 0 has many in flight, of which rank 1 has issued a few."""
+    comm = _begin()
+    _known(comm)
+    issued = _issued(comm, 2 if comm.rank else DEPTH)
+    if comm.rank:
+        wait_for_ranks("issued", 1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    has_come("issued")
+    told = [outcome_of(work.wait)["error"] for work, _, _ in issued]
+    comm = mcr.shrink()
+    total = torch.ones(1)
+    comm.all_reduce(total)
+    mcr.finalize()
+    return {"told": told, "total": total.item()}
+
+
+def test_all_in_flight_are_told_of_the_death_of_the_other_side() -> None:
+    env = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    survivor, _ = run_ranks(loses_the_other_side, 2, via="torch", check=False, env=env)
+    assert survivor.value is not None, survivor.stderr
+    told = survivor.value["told"]
+    assert told[-1] == "PeerLost"
+    assert set(told) <= {None, "PeerLost"}, told
+    assert survivor.value["total"] == 1.0
+
+
+def test_a_forked_child_has_watchers_of_its_own() -> None:
+    first = threading.Event()
+    watchers.run(first.set)
+    assert first.wait(10)
+    deadline = time.monotonic() + 10
+    while not watchers._idle and time.monotonic() < deadline:
+        time.sleep(0.01)
+    child = os.fork()
+    if child == 0:
+        here = threading.Event()
+        watchers.run(here.set)
+        os._exit(0 if here.wait(10) else 1)
+    assert os.waitpid(child, 0)[1] == 0

@@ -8,6 +8,7 @@ from codec_exam import f64
 from kernel_exam import for_triton, hard_tensors, same_bits, triton_device
 
 from mcr_plus.kernels import int4_block as kernel
+from mcr_plus.kernels import int4_block_rest
 
 SIZES = (1, 5, 31, 33, 255, 256, 257, 1000, 5003)
 
@@ -25,6 +26,21 @@ def test_the_cpu_kernels_are_the_reference(hadamard: bool) -> None:
         kernel.decode(wires[0], outs[0], hadamard)
         kernel.decode_reference(wires[0], outs[1], hadamard)
         same_bits(what, *outs)
+
+
+@pytest.mark.parametrize("decay", [1.0, 0.95])
+def test_what_is_left_is_what_the_payload_lacks(decay: float) -> None:
+    """In one pass the same bits as one step after another in torch; what is not finite is not kept."""
+    random = torch.Generator().manual_seed(7)
+    for what, values in hard_tensors(SIZES):
+        before = torch.randn(values.numel(), generator=random)
+        rest, wires = before.clone(), torch.full((2, kernel.nbytes(values.numel())), 0xA5, dtype=torch.uint8)
+        int4_block_rest.encode_rest(values, decay, rest, wires[0])
+        total, decoded = before * decay + values, torch.empty_like(values)
+        kernel.encode_reference(total, wires[1], False)
+        kernel.decode_reference(wires[1], decoded, False)
+        same_bits(what, *wires)
+        same_bits(what, rest, (total - decoded).nan_to_num(0.0, 0.0, 0.0))
 
 
 def test_the_transform_is_hadamards() -> None:

@@ -31,11 +31,11 @@ class Several(Stage):
         return issue
 
 
-def notes(signature: Signature, *stages: str) -> list[Note]:
+def notes(signature: Signature, *stages: str, hosts: tuple[str, str] = ("here", "here")) -> list[Note]:
     """What dispatch notes of the operations to which one is bound."""
     config = load({"version": 1, "pipeline": [{name: {}} for name in (*stages, "select", "dispatch")]})
     backends = {name: backend_class(name) for name in ("msccl", "gloo")}
-    context = Context(config, World(0, 2, ("localhost",) * 2, 300.0), Group("world", (0, 1), 0), backends)
+    context = Context(config, World(0, 2, hosts, 300.0), Group("world", (0, 1), 0), backends)
     return [note for note in Pipeline(context).bind(signature).notes if note.stage == "dispatch"]
 
 
@@ -54,14 +54,21 @@ def test_ranks_compare_what_the_library_does_not_keep_apart() -> None:
     vector = SUM.replace(backend="msccl", kind="all_gather_v", reduce_op=None, nbytes=None)
     every = "ranks compare what they issue at every call"
     first = "ranks compare what they issue the first time; later msccl keeps operations that differ apart"
+    gathered = SUM.replace(kind="all_gather", reduce_op=None)
     for signature, said in (
         (SUM, every),
         (SUM.replace(backend="msccl"), first),
-        (SUM.replace(kind="all_gather", reduce_op=None), first.replace("msccl", "gloo")),  # two ranks
-        (SUM.replace(kind="all_gather", reduce_op=None, ranks=3), every),
+        (gathered, every),
         (vector, first),
         (vector.replace(encoding="fp16"), every),  # the library sees encoded bytes, not how many values
         (SUM.replace(backend="msccl", encoding="fp16"), first),
     ):
         (note,) = notes(signature)
+        assert note.text.endswith(said)
+    for signature, said in (
+        (SUM, every),
+        (gathered, first.replace("msccl", "gloo")),  # a message each way between two ranks on two hosts
+        (gathered.replace(ranks=3), every),
+    ):
+        (note,) = notes(signature, hosts=("here", "there"))
         assert note.text.endswith(said)

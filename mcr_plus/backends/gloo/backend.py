@@ -91,9 +91,9 @@ class GlooBackend(Backend):
         return Support("emulated", how) if how else NATIVE
 
     @classmethod
-    def keeps_those_apart(cls, signature: Signature) -> bool:
+    def keeps_those_apart(cls, signature: Signature, hosts: int) -> bool:
         """See `Backend`: exchanges between two ranks are messages, which have tags."""
-        return swaps(signature)
+        return swaps(signature, hosts)
 
     @classmethod
     def descriptors(cls, size: int) -> int:
@@ -118,7 +118,10 @@ class GlooBackend(Backend):
             self._connections.update(connections)
             _opening.remove(token)
         workers = threads() - others  # at least; threads of the program that have begun meanwhile, too
-        channel = GlooChannel(process_group, group, self._timeout, self._channels, connections, workers)
+        hosts = self._world.hosts_of(group)
+        channel = GlooChannel(
+            process_group, group, self._timeout, self._channels, connections, workers, hosts
+        )
         self._channels.append(channel)
         return channel
 

@@ -13,7 +13,7 @@ import torch
 from mcr_plus.backends.base import BlockingPoll, Channel, Poll, Start
 from mcr_plus.backends.emulation import local_reduce
 from mcr_plus.backends.gloo.messages import SLOTS, WatchedReceive, WatchedSend, bytes_of, header_of, slot_of
-from mcr_plus.backends.gloo.swap import Swap, swapped, swaps, tag_of
+from mcr_plus.backends.gloo.swap import Swaps, swaps, tag_of
 from mcr_plus.core import c10d
 from mcr_plus.core.deadline import Deadline
 from mcr_plus.core.group import Group
@@ -95,16 +95,19 @@ class GlooChannel(Channel):
         open_ones: list[GlooChannel],
         connections: Sockets,
         workers: Set[str],
+        hosts: int = 1,
     ) -> None:
         """`open_ones`: the backend's channels that are not closed.
 
-        `connections`: to the peers. `workers`: the threads that run operations, among others.
+        `connections`: to the peers. `workers`: the threads that run operations, among others. `hosts`: on how
+        many the ranks are.
         """
         # None once closed. No other object keeps gloo's group alive: the last reference destroys it.
         self._pg: Any = process_group
         self._open_ones = open_ones
         self._running: set[object] = set()  # operations not known to be complete
-        self._group = group
+        self._swaps = Swaps(group.rank, self._running)
+        self._group, self._hosts = group, hosts
         self._timeout = timeout
         self._connections = connections
         self._workers = workers
@@ -258,18 +261,18 @@ class GlooChannel(Channel):
 
     def _reduce_scatter(self, signature: Signature, op: ReduceOp) -> Start:
         assert signature.dtype is not None
-        reduce_parts, size = local_reduce(op, signature.dtype), self._group.size
-        tag, rank, running = tag_of(signature), self._group.rank, self._running
+        reduce_parts, size, tag = local_reduce(op, signature.dtype), self._group.size, tag_of(signature)
+        hosts = self._hosts
 
         def start(message: Message) -> Poll:
             value, out = message.inputs[0], message.outputs[0]
             parts = torch.empty_like(value)
-            if swaps(signature):
+            if swaps(signature, hosts):
 
                 def finish() -> None:
                     reduce_parts(parts.view(2, -1), out.view(-1))
 
-                return swapped(self._pg, rank, tag, value, parts, running, finish)
+                return self._swaps.halves(self._pg, tag, value, parts, finish)
             work = self._exchange(parts, value, [], [])
             return self._poll(work, lambda: reduce_parts(parts.view(size, -1), out.view(-1)))
 
@@ -313,14 +316,14 @@ class GlooChannel(Channel):
         return start
 
     def _all_gather(self, signature: Signature) -> Start:
-        if swaps(signature):
-            tag, rank, running = tag_of(signature), self._group.rank, self._running
+        if swaps(signature, self._hosts):
+            tag, rank = tag_of(signature), self._group.rank
 
             def swap(message: Message) -> Poll:
                 sent, parts = bytes_of(message.inputs[0]), bytes_of(message.outputs[0]).view(2, -1)
                 if parts[rank].data_ptr() != sent.data_ptr():
                     parts[rank].copy_(sent)
-                return Swap(self._pg, 1 - rank, tag, sent, parts[1 - rank], running)
+                return self._swaps.start(self._pg, tag, sent, parts[1 - rank])
 
             return swap
 
@@ -340,11 +343,11 @@ class GlooChannel(Channel):
         return start
 
     def _all_to_all(self, signature: Signature) -> Start:
-        tag, rank, running = tag_of(signature), self._group.rank, self._running
+        tag, hosts = tag_of(signature), self._hosts
 
         def start(message: Message) -> Poll:
-            if swaps(signature):
-                return swapped(self._pg, rank, tag, message.inputs[0], message.outputs[0], running)
+            if swaps(signature, hosts):
+                return self._swaps.halves(self._pg, tag, message.inputs[0], message.outputs[0])
             return self._poll(self._exchange(message.outputs[0], message.inputs[0], [], []))
 
         return start

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Callable
+from datetime import timedelta
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any, Final, Literal
@@ -21,6 +23,9 @@ _HEADER: Final = struct.Struct("<QQ16s192s")
 SLOTS: Final = 2**6  # gloo's tags per tag of ours: one for headers, the others for messages in turn
 FIRST_FREE: Final = 2**24 * SLOTS
 """The first of gloo's tags, of 31 bits, that are not used for messages, as ours are below 2²⁴."""
+LONGEST: Final = timedelta(days=1000)
+"""For messages, which may wait for a rank that comes late: deadlines are those of operations, and gloo closes
+all connections of a group when a wait expires."""
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -53,8 +58,13 @@ class _Watchers:
             inbox.get()()
             self._idle.append(inbox)
 
+    def abandon(self) -> None:
+        """In a forked child, which does not have the threads."""
+        self._idle.clear()
+
 
 watchers: Final = _Watchers()
+os.register_at_fork(after_in_child=watchers.abandon)
 
 
 class _Watched:
@@ -97,7 +107,7 @@ class WatchedSend(_Watched):
 
     def _finish(self) -> None:
         for work in self._works:
-            work.wait()
+            work.wait(LONGEST)
 
 
 class WatchedReceive(_Watched, ReceivePoll):
@@ -123,7 +133,7 @@ class WatchedReceive(_Watched, ReceivePoll):
 
     def _finish(self) -> None:
         pg, self._pg = self._pg, None  # a handle kept by the program must not keep gloo's group alive
-        self._work.wait()
+        self._work.wait(LONGEST)
         self.arriving = True  # the header is there
         if self.source is None:
             self.source = self._work._source_rank()
@@ -136,7 +146,7 @@ class WatchedReceive(_Watched, ReceivePoll):
                 f"({target.nbytes} bytes)"
             )
         if nbytes:
-            pg.recv([bytes_of(target)], self.source, slot_of(self._tag, number)).wait()
+            pg.recv([bytes_of(target)], self.source, slot_of(self._tag, number)).wait(LONGEST)
 
 
 def slot_of(tag: int, number: int) -> int:

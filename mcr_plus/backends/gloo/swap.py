@@ -1,28 +1,30 @@
 """Exchanges between the two ranks of a group: a message each way, under a tag of the operation's signature.
 
 gloo matches collectives by their order, but messages by their tags. So exchanges of different signatures are
-never matched with each other, and need not be compared before they start.
+never matched with each other, and need not be compared before they start. Between hosts that saves requests
+to the job's store; on one host a comparison takes some microseconds, and gloo's own collectives take less.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from threading import Event
+from collections import deque
+from collections.abc import Callable, Sequence
+from threading import Lock
 from typing import Any, Final
 
 import torch
 
 from mcr_plus.backends.base import BlockingPoll
-from mcr_plus.backends.gloo.messages import FIRST_FREE, bytes_of, watchers
+from mcr_plus.backends.gloo.messages import FIRST_FREE, LONGEST, bytes_of, watchers
 from mcr_plus.core.message import Signature
 
 SWAPPED: Final = ("all_gather", "all_to_all", "reduce_scatter")
 """Kinds that two ranks make of one exchange."""
 
 
-def swaps(signature: Signature) -> bool:
-    """Whether an operation is made of one exchange."""
-    return signature.ranks == 2 and signature.kind in SWAPPED and signature.device == "cpu"
+def swaps(signature: Signature, hosts: int) -> bool:
+    """Whether an operation is made of one exchange, in a group on `hosts` hosts."""
+    return hosts == signature.ranks == 2 and signature.kind in SWAPPED and signature.device == "cpu"
 
 
 def tag_of(signature: Signature) -> int:
@@ -30,47 +32,78 @@ def tag_of(signature: Signature) -> int:
     return FIRST_FREE + signature.digest() % FIRST_FREE
 
 
-def swapped(
-    pg: Any,
-    rank: int,
-    tag: int,
-    value: torch.Tensor,
-    parts: torch.Tensor,
-    running: set[object],
-    finish: Callable[[], None] | None = None,
-) -> Swap:
-    """all_to_all of the bytes of `value` to those of `parts`, two halves each, between two ranks."""
-    sent, received = (each.view(2, -1) for each in (bytes_of(value), bytes_of(parts)))
-    received[rank].copy_(sent[rank])
-    return Swap(pg, 1 - rank, tag, sent[1 - rank], received[1 - rank], running, finish)
+class Swaps:
+    """The exchanges of a group, and the thread that waits for those in flight.
 
+    gloo's messages cannot be polled. One thread waits for all exchanges of a group, in the order in which
+    they were issued: that is the same on both ranks, so none waits for a later one.
+    """
 
-class Swap(BlockingPoll):
-    """The poll of an exchange: a thread waits for gloo, which cannot be polled for messages."""
+    def __init__(self, rank: int, running: set[object]) -> None:
+        """`rank`: of the group, 0 or 1. `running`: holds the exchanges that gloo has not ended."""
+        self._rank, self._running = rank, running
+        self._in_flight: deque[Swap] = deque()
+        self._lock = Lock()
+        self._is_watched = False
 
-    __slots__ = ("_ended", "_error", "_finish", "_running", "_works")
-
-    def __init__(
+    def halves(
         self,
         pg: Any,
-        peer: int,
+        tag: int,
+        value: torch.Tensor,
+        parts: torch.Tensor,
+        finish: Callable[[], None] | None = None,
+    ) -> Swap:
+        """all_to_all of the two halves of `value`, whose bytes become the halves of `parts`."""
+        rank = self._rank
+        sent, received = (each.view(2, -1) for each in (bytes_of(value), bytes_of(parts)))
+        received[rank].copy_(sent[rank])
+        return self.start(pg, tag, sent[1 - rank], received[1 - rank], finish)
+
+    def start(
+        self,
+        pg: Any,
         tag: int,
         sent: torch.Tensor,
         received: torch.Tensor,
-        running: set[object],
         finish: Callable[[], None] | None = None,
-    ) -> None:
-        """`sent`, `received`: flat bytes. `finish`: what follows in the poll that finds it complete."""
-        self._running, self._finish = running, finish
+    ) -> Swap:
+        """Exchange flat bytes. `finish`: what follows in the poll that finds it complete."""
+        peer = 1 - self._rank
+        swap = Swap([pg.recv([received], peer, tag), pg.send([sent], peer, tag)], finish)
+        self._running.add(swap)
+        with self._lock:
+            self._in_flight.append(swap)
+            if not self._is_watched:
+                watchers.run(self._watch)
+                self._is_watched = True
+        return swap
+
+    def _watch(self) -> None:
+        while True:
+            with self._lock:
+                if not self._in_flight:
+                    self._is_watched = False
+                    return
+                swap = self._in_flight.popleft()
+            swap.end(self._running)
+
+
+class Swap(BlockingPoll):
+    """The poll of an exchange."""
+
+    __slots__ = ("_error", "_finish", "_has_ended", "_in_flight", "_works")
+
+    def __init__(self, works: Sequence[Any], finish: Callable[[], None] | None) -> None:
+        self._works, self._finish = works, finish
         self._error: Exception | None = None
-        self._ended = Event()
-        self._works = [pg.recv([received], peer, tag), pg.send([sent], peer, tag)]
-        running.add(self)
-        watchers.run(self._watch)
+        self._has_ended = False
+        self._in_flight = Lock()  # held until the exchange has ended; lighter than an Event
+        self._in_flight.acquire()
 
     def __call__(self) -> bool:
         """See `Poll`."""
-        if not self._ended.is_set():
+        if not self._has_ended:
             return False
         if self._error is not None:
             raise self._error
@@ -80,14 +113,17 @@ class Swap(BlockingPoll):
 
     def block(self, seconds: float) -> None:
         """See `BlockingPoll`."""
-        self._ended.wait(seconds)
+        if self._in_flight.acquire(timeout=seconds):
+            self._in_flight.release()
 
-    def _watch(self) -> None:
-        try:
-            for work in self._works:
-                work.wait()
-        except Exception as error:
-            self._error = error
-        self._running.discard(self)
-        self._works.clear()  # a handle kept by the program must not keep gloo's group alive
-        self._ended.set()
+    def end(self, running: set[object]) -> None:
+        """Wait until gloo neither reads nor writes the tensors any more; `running`: see `Swaps`."""
+        for work in self._works:
+            try:
+                work.wait(LONGEST)
+            except Exception as error:  # noqa: PERF203 - the other one is waited for all the same
+                self._error = self._error or error
+        self._works = ()  # a handle kept by the program must not keep gloo's group alive
+        running.discard(self)
+        self._has_ended = True
+        self._in_flight.release()

@@ -95,7 +95,7 @@ class MscclBackend(Backend):
     @classmethod
     def unavailable_for(cls, world: World, group: Group) -> str:
         """See `Backend`: all ranks must share a host."""
-        hosts = len({world.hosts[rank] for rank in group.ranks})
+        hosts = world.hosts_of(group)
         if hosts > 1:
             return f"group '{group.name}' is on {hosts} hosts, which share no memory"
         if group.size > _MOST_RANKS:

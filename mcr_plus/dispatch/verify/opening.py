@@ -54,7 +54,7 @@ def _open_rows(world: World, engine: Engine, group: Group, steps: Steps) -> tupl
     words = row_words(group.size)
     name = steps.backend.name
     by_library = LibraryRows(steps, group.name, group.size, words), lambda: None
-    if len({world.hosts[rank] for rank in group.ranks}) > 1:
+    if world.hosts_of(group) > 1:
         return by_library
     size = shared_bytes(group.size, words)
     store, what = world.store_of(group), f"verify/{group.name}/{name}"

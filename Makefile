@@ -29,7 +29,7 @@ kernels := $(wildcard kernels/*.py kernels/*/*.py mcr_plus/backends/shm/*.py mcr
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all test-again check docs gpu-check gpu-bundle torch-suite clients test-launchers test-openreg bench-overhead clean
+.PHONY: help venv demo test test-all test-again check mypy pyright docs gpu-check gpu-bundle torch-suite clients test-launchers test-openreg bench-overhead clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -5
@@ -80,8 +80,11 @@ test-again: $(stamp) $(warm)
 check: $(stamp)
 	$(bin)/ruff check .
 	$(bin)/ruff format --check .
-	$(bin)/mypy
-	$(bin)/pyright
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync --keep-going mypy pyright
+
+# Two programs of one thread each; both say what they have found, whichever fails.
+mypy pyright: $(stamp)
+	$(bin)/$@
 
 # The site's tree is the repository's, by links to what it shows, so that the same links hold in both.
 docs: $(runs)

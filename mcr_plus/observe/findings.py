@@ -112,7 +112,8 @@ def _last(member: Member, wait: Waiting | None) -> str:
         return f"; its last operation in group '{wait.group}' is #{number}{known}"
     if member.state not in LOST:
         return ""
-    if member.waits:
+    own = member.waits[0] if member.waits else None
+    if own is not None and not any(g.name == own.group and g.issued > own.number > 0 for g in member.groups):
         return f"; it waited in {_operation(member)}"
     used = [group for group in member.groups if group.idle is not None and group.issued]
     if not used:

@@ -301,6 +301,8 @@ def test_what_is_known_of_a_stopped_rank_and_what_resumes_it() -> None:
     assert "; its last operation in group 'world' is #41, broadcast float32[7]; `kill" in awaited
     inside = said(replace(stopped, waits=(waiting(0),)), 1)
     assert "; it waited in all_reduce SUM float32[4] (#42 in group 'world'); `kill" in inside
+    later = said(replace(stopped, waits=(waiting(0, number=40),)), 1)  # others have seen it go on
+    assert f"; {last}; `kill" in later
     nothing = Member(1, "b", 11, "stopped")
     assert said(nothing, 1) == "rank 1 (process 11 on b) is stopped, by a signal; `kill -CONT 11` resumes it"
 

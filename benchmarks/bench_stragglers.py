@@ -112,7 +112,8 @@ def launcher(stack: ExitStack, hosts: int, ranks: int, apart: float) -> harness.
 
 def slower(calm: list[dict[str, Any]]) -> str:
     """How much more processor time ranks took for the same forward passes, where none was made late."""
-    named, others = [], []
+    named: list[float] = []
+    others: list[float] = []
     for each in calm:
         forward = [answer["forward"] for answer in each["answers"]]
         late = {rank for answer in each["answers"] for rank in answer["named"]}

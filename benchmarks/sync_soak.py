@@ -59,9 +59,11 @@ def killed_receivers(file: Path, folder: Path, is_done: Callable[[], bool]) -> t
     seen, draw, kills = folder / "seen", np.random.default_rng(1), 0
     seen.touch()
     delta.prepare(2)  # before the first is forked
+    while not file.exists() and not is_done():  # the job has yet to start
+        time.sleep(0.05)
     while not is_done():
         process = forked(lambda: joins(file, seen), folder / "errors")
-        ends = time.monotonic() + draw.uniform(0.0, 1.0)
+        ends = time.monotonic() + draw.uniform(0.0, 2.0)
         while time.monotonic() < ends and not is_done():
             time.sleep(0.005)
         os.kill(process, signal.SIGKILL)
@@ -128,6 +130,6 @@ def soak_report(count: int) -> str:
         f"receiver began anew {done['restarts']} times with other weights, and got {done['anchors']} anchors."
         "\n\n"
         f"Beside it, a receiver outside the job was killed (SIGKILL) and started again {kills:,} times, at "
-        f"random moments of up to a second: {seen.count('same'):,} of the {len(seen):,} versions that it "
+        f"random moments of up to two seconds: {seen.count('same'):,} of the {len(seen):,} versions that it "
         "pulled were the source's bit for bit."
     )

@@ -55,15 +55,23 @@ def joins(file: Path, seen: Path) -> None:
 
 
 def killed_receivers(file: Path, folder: Path, is_done: Callable[[], bool]) -> tuple[int, list[str]]:
-    """Kill a receiver outside the job and start it again, at random times; kills, and what they saw."""
+    """Kill a receiver outside the job and start it again; how often, and what they have pulled.
+
+    One after another is killed at a random moment after it has begun, or after its first version.
+    """
     seen, draw, kills = folder / "seen", np.random.default_rng(1), 0
     seen.touch()
-    delta.prepare(2)  # before the first is forked
+    delta.prepare(2)
+    soak_bits(0)
+    assert mcr.join_sync  # all that receivers need is there before the first is forked
+    while not file.exists() and not is_done():  # the job has yet to start
+        time.sleep(0.05)
     while not is_done():
+        before = seen.stat().st_size if kills % 2 else -1
         process = forked(lambda: joins(file, seen), folder / "errors")
-        ends = time.monotonic() + draw.uniform(0.0, 1.0)
-        while time.monotonic() < ends and not is_done():
+        while seen.stat().st_size == before and not is_done():
             time.sleep(0.005)
+        time.sleep(draw.uniform(0.0, 0.5))
         os.kill(process, signal.SIGKILL)
         _, status = os.waitpid(process, 0)
         if os.waitstatus_to_exitcode(status) != -signal.SIGKILL:
@@ -128,6 +136,6 @@ def soak_report(count: int) -> str:
         f"receiver began anew {done['restarts']} times with other weights, and got {done['anchors']} anchors."
         "\n\n"
         f"Beside it, a receiver outside the job was killed (SIGKILL) and started again {kills:,} times, at "
-        f"random moments of up to a second: {seen.count('same'):,} of the {len(seen):,} versions that it "
+        f"random moments: {seen.count('same'):,} of the {len(seen):,} versions that it "
         "pulled were the source's bit for bit."
     )

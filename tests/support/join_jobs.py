@@ -146,7 +146,7 @@ def dies(folder: str, numel: int, pulls: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         fill(self, space, *args)
 
-    Link.fill = killed  # type: ignore[method-assign]
+    Link.fill = killed  # type: ignore[assignment,method-assign]
     state = zeros(numel)
     is_next = not pulls
     weights = mcr.join_sync(Path(folder, INVITATION), state)
@@ -217,7 +217,8 @@ def churn(folder: str, count: int) -> dict[str, Any]:
             assert receiver.pull(timeout=60) == 1
             assert torch.equal(target["w"], state["w"])
             if number % 2:
-                for feed in receiver._end._feeds:  # type: ignore[union-attr]
+                end: Any = receiver._end
+                for feed in end._feeds:
                     feed._link._socket.shutdown(2)  # as the end of a process does
                     feed._place = ("127.0.0.1", 1)  # it does not come back
             receiver.close()

@@ -99,7 +99,8 @@ def _of_wait(job: Job, group: Group, late: Late | None) -> Advice:
                 title,
                 f"{cause}{better.choice} would take {_ms(better.us)} instead of {_ms(better.own_us)} for "
                 f"{about(better.bytes)}, by the table: {gain:.1%} of the time. Add this rule to the "
-                "configuration, and the library to `backends` if that names others.",
+                "configuration, and the library to `backends` if that names others; a call with its own "
+                "`backend=` keeps that one.",
                 _rule(group, f"backend: {better.choice}"),
                 group.waited,
             )

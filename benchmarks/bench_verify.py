@@ -240,7 +240,7 @@ def costs(
             peer = 1 - comm.rank
             for nbytes in sizes:
                 tensor, part = torch.zeros(nbytes // 4), torch.zeros(max(1, nbytes // 8))
-                gathered = torch.zeros(part.numel() * comm.size)
+                gathered, parts = (torch.zeros(part.numel() * comm.size) for _ in range(2))
 
                 def message(tensor: torch.Tensor = tensor, peer: int = peer) -> None:
                     comm.send(tensor, peer) if comm.rank == 0 else comm.recv(tensor, peer)
@@ -249,6 +249,8 @@ def costs(
                     ("all_reduce", partial(comm.all_reduce, tensor)),
                     ("broadcast", partial(comm.broadcast, tensor, 0)),
                     ("all_gather", partial(comm.all_gather_into_tensor, gathered, part)),
+                    ("reduce_scatter", partial(comm.reduce_scatter_tensor, part, gathered)),
+                    ("all_to_all", partial(comm.all_to_all_single, parts, gathered)),
                     ("send", message),
                 ):
                     found[f"{name} {nbytes}"] = least(comm, call, verify)

@@ -398,6 +398,31 @@ def unpack(packed, target, nbytes):  # type: ignore[no-untyped-def]
     return block_checksum(target, nbytes) == _load(packed)
 
 
+def blocks_of(nbytes: int) -> int:
+    """The number of blocks of so many bytes."""
+    return -(-nbytes // BLOCK)
+
+
+def take_all(address: int, nbytes: int, out: int) -> None:
+    """Write the checksums of the blocks of what lies at an address to another."""
+    cut: Any = np.array([0, nbytes, 0])
+    cpu.spread(checksums, blocks_of(nbytes), nbytes, address, cut.ctypes.data, 1, out)
+
+
+def of_blocks(values: torch.Tensor) -> torch.Tensor:
+    """The checksums of the blocks of contiguous `values`: int64, one for every `BLOCK` bytes."""
+    words = torch.empty(blocks_of(values.nbytes), dtype=torch.int64, device="cpu")
+    take_all(values.data_ptr(), values.nbytes, words.data_ptr())
+    return words
+
+
+def first_changed(values: torch.Tensor, words: torch.Tensor) -> int | None:
+    """The first block of contiguous `values` whose checksum is not that in `words`; None if there is none."""
+    nbytes = values.nbytes
+    parts = cpu.spread(changed, words.numel(), nbytes, values.data_ptr(), nbytes, words.data_ptr())
+    return next((block for block in parts if block >= 0), None)
+
+
 @cache
 def prepare() -> None:
     """Compile the kernels, or load them from disk."""

@@ -197,12 +197,16 @@ class Channel(ABC):
         ballots: a vote of the ranks of one host on a number before an operation, see `SharedBoard.cast`. Set
             before the first `bind` for one channel of a group that has `takes_ballots`; else None.
         takes_ballots: the channel uses `ballots`.
+        votes: whether ranks vote that they have started the same operation, in a library in which it may
+            complete on one rank before others have started it. Cleared before the first `bind` by a caller
+            that compares operations itself.
         streams: of the device, if operations run on a stream; None for the current CUDA device.
     """
 
     closes_alone: bool = False
     outlives_library: bool = False
     takes_ballots: bool = False
+    votes: bool = True
     ballots: Callable[[int], Poll] | None = None
     streams: Streams | None = None
 

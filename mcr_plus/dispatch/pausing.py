@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from mcr_plus.backends.base import BlockingPoll
+from mcr_plus.dispatch.verify.stepped import SteppedPoll
 
 if TYPE_CHECKING:
     from mcr_plus.dispatch.engine import Engine
@@ -19,6 +20,8 @@ _LONGEST_BLOCK: Final = 0.02
 def pause_wait(engine: Engine, work: IssuedWork, pause: Pause, now: float, waited: float) -> None:
     """Let others run in a wait for `work` of so far `waited` seconds: the library's threads, or peers."""
     poll = work.poll
+    if isinstance(poll, SteppedPoll):
+        poll = poll.current
     if isinstance(poll, BlockingPoll) and engine.waiting.may_block and not _has_others(engine, work):
         poll.block(min(max(waited, _BLOCK), _LONGEST_BLOCK))
     elif pause.before(now):
@@ -36,9 +39,11 @@ def _has_others(engine: Engine, work: IssuedWork) -> bool:
 
     What follows an operation in flight does not, nor does what a library's threads complete.
     """
-    if engine.unordered or engine.failovers or engine.verified:
+    if engine.unordered or engine.failovers:
         return True
     with engine.lock:
+        if any(channel.needs_polls(work.poll) for channel in engine.verified):
+            return True
         heads = [channel.pending[0] for channel in engine.blocked if channel.pending]
         return any(
             other is not work and not other.is_done and _needs_polls(other)

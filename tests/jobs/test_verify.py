@@ -99,7 +99,7 @@ def test_calls_of_a_program_raise_the_same_error(backend: str) -> None:
         assert f"block {block} " in text
 
 
-@pytest.mark.parametrize("backend", ["gloo", "msccl"])
+@pytest.mark.parametrize("backend", LIBRARIES)
 def test_every_third_operation_of_a_signature_is_verified(backend: str) -> None:
     for found in values(jobs.one_in_three, 2, backend):
         assert found == {"collectives": [3, 6, 9], "messages": [3, 6, 9], "off by rule": [], "sums": True}
@@ -109,6 +109,14 @@ def test_ranks_of_several_hosts_exchange_checksums_by_the_library() -> None:
     for found in values(jobs.on_two_hosts, 2, "gloo"):
         assert found["rows"] == ["LibraryRows"]
         assert found["raised"] == ["", "", "DataCorrupted", "checksums"]
+
+
+@pytest.mark.parametrize("backend", LIBRARIES)
+def test_different_operations_are_no_damaged_data(backend: str) -> None:
+    for error, text in values(jobs.other_roots, 2, backend):
+        assert error == "OrderMismatch"
+        assert "root=0" in text
+        assert "root=1" in text
 
 
 def test_bits_that_flip_on_the_wire_are_found(tmp_path: Path) -> None:

@@ -7,7 +7,10 @@ import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from mcr_plus.backends.base import Corrupted, Poll, Start
+from mcr_plus.backends.gloo.channel import GlooChannel
 from mcr_plus.backends.mpi import checked as packed
 from mcr_plus.backends.mpi.channel import MpiChannel
 from mcr_plus.backends.shm import collectives_kernels as plain
@@ -18,6 +21,7 @@ from mcr_plus.backends.shm.queue import Run
 from mcr_plus.core.kinds import REDUCING
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.dispatch.verify import checked_kernels as words
+from mcr_plus.kernels import checksum
 
 if TYPE_CHECKING:
     from verify_jobs import Flipper
@@ -67,15 +71,17 @@ def faulty(flipper: Flipper, start: Run, signature: Signature, state: Any) -> Ru
 
 
 def flip_carried(
-    channel: SharedMemoryChannel | MpiChannel, place: Callable[[], str], draw: random.Random
+    channel: SharedMemoryChannel | MpiChannel | GlooChannel, place: Callable[[], str], draw: random.Random
 ) -> list[int]:
     """Flip a bit of messages that carry checksums where `place` names one; returns what has been flipped."""
     armed, flips = dict[int, int](), list[int]()
     bind = channel.bind_checked
     if isinstance(channel, SharedMemoryChannel):
         _in_slots(channel, armed, flips, draw)
-    else:
+    elif isinstance(channel, MpiChannel):
         _in_packets(armed, flips, draw)
+    else:
+        _beside_gloo(armed, flips, draw)
 
     def bind_flipping(signature: Signature, every: int, corrupted: Corrupted) -> Start | None:
         start = bind(signature, every, corrupted)
@@ -139,6 +145,29 @@ def _in_packets(armed: dict[int, int], flips: list[int], draw: random.Random) ->
 
     for name, function in {"pack": pack_and_flip, "unpack": flip_and_unpack}.items():
         setattr(packed, name, function)
+
+
+def _beside_gloo(armed: dict[int, int], flips: list[int], draw: random.Random) -> None:
+    of_blocks, first_changed = checksum.of_blocks, checksum.first_changed
+
+    def flip(values: torch.Tensor) -> None:
+        address = values.data_ptr()
+        if armed.pop(address, 0):
+            flips.append(address)
+            byte = ctypes.c_uint8.from_address(address + draw.randrange(values.nbytes))
+            byte.value ^= 1 << draw.randrange(8)
+
+    def take_and_flip(values: torch.Tensor) -> torch.Tensor:
+        words = of_blocks(values)
+        flip(values)
+        return words
+
+    def flip_and_compare(values: torch.Tensor, sent: torch.Tensor) -> int | None:
+        flip(values)
+        return first_changed(values, sent)
+
+    for name, function in (("of_blocks", take_and_flip), ("first_changed", flip_and_compare)):
+        setattr(checksum, name, function)
 
 
 def carries_checksum(channel: SharedMemoryChannel, peer: int, *, incoming: bool) -> bool:

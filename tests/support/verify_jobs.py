@@ -16,7 +16,6 @@ from verify_faults import carries_checksum, faulty, flip_carried
 
 import mcr_plus as mcr
 from mcr_plus.backends.base import Poll, ReceivePoll, Start
-from mcr_plus.backends.mpi.channel import MpiChannel
 from mcr_plus.backends.shm.backend import SharedMemoryChannel
 from mcr_plus.backends.shm.queue import Run
 from mcr_plus.core.kinds import KINDS as KINDS_OF_ALL
@@ -26,6 +25,7 @@ from mcr_plus.dispatch.verify import checked, course, opening
 from mcr_plus.dispatch.verify.channel import VerifiedChannel
 from mcr_plus.dispatch.verify.rows import LibraryRows
 from mcr_plus.dispatch.verify.steps import Step
+from mcr_plus.kernels import checksum
 from mcr_plus.kernels.checksum import BLOCK
 from mcr_plus.runtime.init import current
 
@@ -245,8 +245,7 @@ def many_flips(
 def flipped_messages(channel: VerifiedChannel, place: Callable[[], str], draw: random.Random) -> list[int]:
     """Make the library's own sends and receives flip a bit where `place` names theirs; returns the places."""
     own: Any = channel._own
-    carry = isinstance(own, SharedMemoryChannel | MpiChannel)
-    places = flip_carried(own, place, draw) if carry else list[int]()
+    places = flip_carried(own, place, draw)
     bind: Callable[[Signature], Start] = own.bind
 
     def bind_flipping(signature: Signature) -> Start:
@@ -439,14 +438,20 @@ def one_in_three(backend: str) -> dict[str, Any]:
             is_right &= bool((value == sum(range(1, comm.size + 1))).all())
 
         asked = 0
-        begin = channel._messages._message
 
-        def counted(*args: Any) -> Poll:
-            nonlocal asked
-            asked += 1
-            return begin(*args)
+        def counted(of: object, name: str) -> None:
+            function = getattr(of, name)
 
-        vars(channel._messages)["_message"] = counted
+            def call(*args: Any) -> Any:
+                nonlocal asked
+                asked += 1
+                return function(*args)
+
+            setattr(of, name, call)
+
+        counted(channel._messages, "_message")  # what MPI sends behind them
+        counted(checksum, "of_blocks")  # of what gloo sends and gets
+        counted(checksum, "first_changed")
 
         def messages() -> None:
             nonlocal asked
@@ -491,6 +496,19 @@ def on_two_hosts(backend: str) -> dict[str, Any]:
                 "checksums" if "the checksums themselves" in str(error) else str(error),
             ]
         return {"rows": [type(rows).__name__], "raised": raised}
+
+
+def other_roots(backend: str) -> list[str]:
+    """The error of broadcasts of which each rank takes itself for the root."""
+    with mcr.init(config(backend)) as comm:
+        value = torch.ones(3)
+        for root in (0, 1, 0, 1):  # ranks compare the first of each before they start it
+            comm.broadcast(value, root)
+        try:
+            comm.broadcast(value, comm.rank)
+        except mcr.McrError as error:
+            return [type(error).__name__, str(error)]
+    return []
 
 
 def configured_unlike() -> list[str]:

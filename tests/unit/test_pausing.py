@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from mcr_plus.backends.base import BlockingPoll
+from mcr_plus.backends.base import BlockingPoll, Poll
 from mcr_plus.backends.gloo.channel import _Started
 from mcr_plus.dispatch.pausing import pause_wait
+from mcr_plus.dispatch.verify.stepped import SteppedPoll
 from mcr_plus.dispatch.waiting import Pause, Waiting
 
 
@@ -86,3 +87,33 @@ def test_a_library_wakes_the_thread_unless_something_else_needs_its_polls(other:
         assert bool(poll.limits) == (blocks and policy in ("auto", "sleep"))
         assert all(0 < limit < 0.1 for limit in poll.limits)
         engine.waiting.close()
+
+
+class Stepped(SteppedPoll):
+    def __init__(self, current: Poll | None) -> None:
+        self._current = current
+
+    @property
+    def current(self) -> Poll | None:
+        return self._current
+
+    def __call__(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize(("needs_polls", "is_blocking"), [(False, True), (True, True), (False, False)])
+def test_a_verified_operation_waits_in_the_library_of_its_step(needs_polls: bool, is_blocking: bool) -> None:
+    step = Blocking()
+    poll = Stepped(step if is_blocking else None)
+    work = operation(poll, polled=False)
+    engine, asked = engine_of("auto", work), list[Any]()
+
+    def needs(beside: Any) -> bool:
+        asked.append(beside)
+        return needs_polls
+
+    engine.verified.append(SimpleNamespace(needs_polls=needs))
+    pause_wait(engine, work, Pause(engine.waiting, False, False, (0, 1)), time.monotonic(), 0.0)
+    assert bool(step.limits) == (is_blocking and not needs_polls)
+    assert asked == [poll] * is_blocking
+    engine.waiting.close()

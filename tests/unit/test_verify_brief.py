@@ -18,7 +18,7 @@ from mcr_plus.dispatch.verify.channel import Attempt, VerifiedChannel
 from mcr_plus.dispatch.verify.flows import row_words
 from mcr_plus.dispatch.verify.rows import SharedRows, shared_bytes
 from mcr_plus.dispatch.verify.steps import Steps
-from mcr_plus.errors import BackendError, DataCorrupted
+from mcr_plus.errors import BackendError, DataCorrupted, OperationsDiffer
 
 Start = Callable[[Message], Poll]
 SIGNATURE = Signature("broadcast", torch.float32, (3,), 12, "world", 2, root=0, backend="mpi")
@@ -83,6 +83,15 @@ def test_a_damaged_one_raises_on_both() -> None:
     polls = [world.begin(rank) for rank in range(2)]
     for poll in polls:
         with pytest.raises(DataCorrupted, match="values that rank 0 has sent to rank 1 have changed"):
+            poll()
+
+
+def test_ranks_that_run_different_operations_find_out() -> None:
+    world = World(lambda _: done_at_once)  # as a broadcast may be done on its root, of which there are two
+    other, tensor = SIGNATURE.replace(root=1), world.tensors[1]
+    polls = [world.begin(0), world.channels[1].bind(other)(Message(other, (tensor,), (tensor,)))]
+    for poll in polls:
+        with pytest.raises(OperationsDiffer, match="another operation in its place"):
             poll()
 
 

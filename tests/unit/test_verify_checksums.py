@@ -34,6 +34,7 @@ from mcr_plus.dispatch.verify.flows import (
     damaged_rows,
     first_block,
     first_difference,
+    operations_differ,
     row_words,
 )
 from mcr_plus.dispatch.verify.rows import SharedRows, shared_bytes
@@ -132,7 +133,7 @@ def test_the_first_difference_is_that_of_a_search(ranks: int) -> None:
         ends = [SharedRows(memory, rank, ranks, words, lambda: None) for rank in range(ranks)]
         polls = []
         for rank, end in enumerate(ends):
-            ledger = Ledger(plan)
+            ledger = Ledger(plan, digest=number)
             ledger.take(SENT_SUMS, sent[rank].data_ptr())
             ledger.take(GOT_SUMS, got[rank].data_ptr())
             ledger.join()
@@ -142,6 +143,7 @@ def test_the_first_difference_is_that_of_a_search(ranks: int) -> None:
         rows = ends[0].read()
         assert damaged_rows(rows) == []
         assert first_difference(rows) == (Difference(1, *damaged[0]) if damaged else None)
+        assert not operations_differ(rows)
         victim, word = draw.randrange(ranks), draw.randrange(words)
         stride = len(memory) // 16 // ranks
         memory.cast("q")[(2 * victim + 1) * stride + 1 + word] ^= 1 << draw.randrange(62)
@@ -236,7 +238,8 @@ def test_libraries_on_streams_are_refused() -> None:
     backend = SimpleNamespace(name="nccl", on_stream=True, keeps_apart=False)
     slot = SimpleNamespace(backend=backend, channel=None)
     runtime: Any = SimpleNamespace(operations={}, channels={"nccl": slot}, engine=SimpleNamespace(off={}))
-    context: Any = SimpleNamespace(runtime=runtime, backends={"nccl": backend})
+    world = SimpleNamespace(hosts_of=lambda _: 1)
+    context: Any = SimpleNamespace(runtime=runtime, backends={"nccl": backend}, world=world, group=None)
     following: Any = SimpleNamespace(note=lambda text: notes.append(text))
     notes: list[str] = []
     stage = DispatchStage(DispatchOptions.model_validate({"verify": "every"}), context)

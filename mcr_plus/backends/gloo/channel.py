@@ -10,9 +10,9 @@ from typing import Any, Final
 
 import torch
 
-from mcr_plus.backends.base import BlockingPoll, Channel, Poll, Start
+from mcr_plus.backends.base import BlockingPoll, Channel, Corrupted, Poll, Start
 from mcr_plus.backends.emulation import local_reduce
-from mcr_plus.backends.gloo.messages import SLOTS, WatchedReceive, WatchedSend, bytes_of, header_of, slot_of
+from mcr_plus.backends.gloo.messages import SLOTS, WatchedReceive, WatchedSend, bytes_of, parts_of, slot_of
 from mcr_plus.backends.gloo.swap import Swaps, swaps, tag_of
 from mcr_plus.core import c10d
 from mcr_plus.core.deadline import Deadline
@@ -196,8 +196,14 @@ class GlooChannel(Channel):
             binder = getattr(self, f"_{signature.kind}")
             start: Start = binder(signature, signature.reduce_op)
             return start
+        if signature.is_p2p:
+            return self._message(signature)
         bound: Start = getattr(self, f"_{signature.kind}")(signature)
         return bound
+
+    def bind_checked(self, signature: Signature, every: int, corrupted: Corrupted) -> Start | None:  # noqa: ARG002
+        """See `Channel`: headers say which messages carry checksums."""
+        return self._message(signature, corrupted)
 
     # -- reductions -------------------------------------------------------------------------------
 
@@ -407,27 +413,28 @@ class GlooChannel(Channel):
 
         return start
 
-    def _send(self, signature: Signature) -> Start:
-        sent, running = self._sent, self._running
+    def _message(self, signature: Signature, corrupted: Corrupted | None = None) -> Start:
+        """Messages carry checksums with `corrupted`, see `Channel.bind_checked`."""
+        group, sent, running = self._group, self._sent, self._running
+        checksums: Callable[[torch.Tensor], torch.Tensor] | None = None
+        if corrupted is not None:
+            from mcr_plus.kernels.checksum import of_blocks  # numba, for verified messages alone
 
-        def start(message: Message) -> Poll:
+            checksums = of_blocks
+
+        def send(message: Message) -> Poll:
             value, peer, tag = message.inputs[0], message.peer, message.match_tag
             number = sent[peer, tag] = sent.get((peer, tag), 0) + 1
-            send = self._pg.send
-            works = [send([header_of(signature, value, number)], peer, tag * SLOTS)]
-            if value.numel():
-                works.append(send([bytes_of(value)], peer, slot_of(tag, number)))
+            words = None if checksums is None else checksums(value)
+            header, *parts = parts_of(signature, value, number, words)
+            pg, slot = self._pg, slot_of(tag, number)
+            works = [pg.send([header], peer, tag * SLOTS), *(pg.send([part], peer, slot) for part in parts)]
             return WatchedSend(works, running)
 
-        return start
+        def receive(message: Message) -> Poll:
+            return WatchedReceive(self._pg, group, signature, message, running, corrupted)
 
-    def _recv(self, signature: Signature) -> Start:
-        group, running = self._group, self._running
-
-        def start(message: Message) -> Poll:
-            return WatchedReceive(self._pg, group, signature, message, running)
-
-        return start
+        return send if signature.kind == "send" else receive
 
     def _barrier(self, signature: Signature) -> Start:  # noqa: ARG002
         options = _opts(c10d.BarrierOptions(), timeout=self._timeout)

@@ -1,4 +1,8 @@
-"""Sends and receives through gloo: a header before each message, and threads that detect completion."""
+"""Sends and receives through gloo: a header before each message, and threads that detect completion.
+
+A verified message carries the checksums of its blocks of 64 KiB: that of a single block in the header, those
+of more in a message of their own between the header and the data, so that nothing is copied.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +11,21 @@ import struct
 from collections.abc import Callable
 from datetime import timedelta
 from queue import SimpleQueue
-from threading import Thread
+from threading import Event, Thread
 from typing import Any, Final, Literal
 
 import torch
 
-from mcr_plus.backends.base import ReceivePoll
+from mcr_plus.backends.base import BlockingPoll, Corrupted, ReceivePoll
 from mcr_plus.core.group import Group
 from mcr_plus.core.kinds import dtype_name
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.errors import OrderMismatch
 
-# A header: number of the message between two ranks under a tag, bytes, dtype, description.
-_HEADER: Final = struct.Struct("<QQ16s192s")
+# A header: number of the message between two ranks under a tag, bytes, dtype, description, whether it carries
+# checksums (all bits of a byte, so that one that flips hides none), and that of a single block.
+_HEADER: Final = struct.Struct("<QQ16s192sBq")
+_CARRIES: Final = 255
 SLOTS: Final = 2**6  # gloo's tags per tag of ours: one for headers, the others for messages in turn
 FIRST_FREE: Final = 2**24 * SLOTS
 """The first of gloo's tags, of 31 bits, that are not used for messages, as ours are below 2²⁴."""
@@ -67,14 +73,19 @@ watchers: Final = _Watchers()
 os.register_at_fork(after_in_child=watchers.abandon)
 
 
-class _Watched:
+class _Watched(BlockingPoll):
     """The poll of a send or receive. The first poll starts the watching thread."""
 
     def __init__(self, running: set[object]) -> None:
         self._state: Literal["new", "watched", "done"] = "new"
         self._error: Exception | None = None
+        self._ended = Event()
         self._running = running
         running.add(self)
+
+    def block(self, seconds: float) -> None:
+        """See `BlockingPoll`."""
+        self._ended.wait(seconds)
 
     def __call__(self) -> bool:
         if self._state == "new":
@@ -93,6 +104,7 @@ class _Watched:
             self._error = error
         self._running.discard(self)
         self._state = "done"
+        self._ended.set()
 
     def _finish(self) -> None:
         raise NotImplementedError
@@ -114,9 +126,17 @@ class WatchedReceive(_Watched, ReceivePoll):
     """Receives the header first: gloo accepts any dtype, and aborts if a message is too long."""
 
     def __init__(
-        self, pg: Any, group: Group, signature: Signature, message: Message, running: set[object]
+        self,
+        pg: Any,
+        group: Group,
+        signature: Signature,
+        message: Message,
+        running: set[object],
+        corrupted: Corrupted | None = None,
     ) -> None:
+        """`corrupted`: see `Channel.bind_checked`; None for a receive that compares no checksums."""
         super().__init__(running)
+        self._corrupted = corrupted
         self._pg: Any = pg
         self._group = group
         self._signature = signature
@@ -137,7 +157,7 @@ class WatchedReceive(_Watched, ReceivePoll):
         self.arriving = True  # the header is there
         if self.source is None:
             self.source = self._work._source_rank()
-        number, nbytes, dtype, text = _HEADER.unpack(self._header.numpy().tobytes())
+        number, nbytes, dtype, text, carries, word = _HEADER.unpack(self._header.numpy().tobytes())
         target, group = self._target, self._group
         if (nbytes, dtype) != (target.nbytes, _dtype_text(target)):
             raise OrderMismatch(
@@ -145,8 +165,26 @@ class WatchedReceive(_Watched, ReceivePoll):
                 f"{_text(text)} ({nbytes} bytes); rank {group.rank} issued {self._signature.describe()} "
                 f"({target.nbytes} bytes)"
             )
-        if nbytes:
-            pg.recv([bytes_of(target)], self.source, slot_of(self._tag, number)).wait(LONGEST)
+        parts, words = [bytes_of(target)] if nbytes else [], None
+        if carries:
+            from mcr_plus.kernels.checksum import blocks_of  # numba, for verified messages alone
+
+            words = torch.full((blocks_of(nbytes),), word, device="cpu")
+            if words.numel() > 1:
+                parts.insert(0, bytes_of(words))
+        slot = slot_of(self._tag, number)
+        for work in [pg.recv([part], self.source, slot) for part in parts]:  # in the order of the sends
+            work.wait(LONGEST)
+        if words is not None and self._corrupted is not None:
+            self._compare(words, self._corrupted)
+
+    def _compare(self, words: torch.Tensor, corrupted: Corrupted) -> None:
+        from mcr_plus.kernels.checksum import first_changed
+
+        block = first_changed(self._target, words)
+        if block is not None:
+            assert self.source is not None
+            raise corrupted(self.source, block)
 
 
 def slot_of(tag: int, number: int) -> int:
@@ -154,12 +192,22 @@ def slot_of(tag: int, number: int) -> int:
     return tag * SLOTS + 1 + number % (SLOTS - 1)
 
 
-def header_of(signature: Signature, value: torch.Tensor, number: int) -> torch.Tensor:
-    """Return the header of message `number`, which has the data `value`."""
+def parts_of(
+    signature: Signature, value: torch.Tensor, number: int, words: torch.Tensor | None = None
+) -> list[torch.Tensor]:
+    """What is sent of message `number`, as bytes: its header, and what follows that.
+
+    `words`: int64, checksums of the blocks of the data `value`; None for a message that carries none.
+    """
+    parts, word = [bytes_of(value)] if value.numel() else [], 0
+    if words is not None and words.numel() == 1:
+        word = int(words)
+    elif words is not None and words.numel():
+        parts.insert(0, bytes_of(words))
     text = signature.describe().encode()[:192]
-    return torch.frombuffer(
-        bytearray(_HEADER.pack(number, value.nbytes, _dtype_text(value), text)), dtype=torch.uint8
-    )
+    carries = 0 if words is None else _CARRIES
+    header = _HEADER.pack(number, value.nbytes, _dtype_text(value), text, carries, word)
+    return [torch.frombuffer(bytearray(header), dtype=torch.uint8), *parts]
 
 
 def _dtype_text(tensor: torch.Tensor) -> bytes:

@@ -110,7 +110,8 @@ class MpiChannel(Channel):
         is_vector = signature.kind in VECTOR
         if is_vector and not signature.counts_agreed:  # the gate votes before every operation
             return bound
-        if not (signature.async_op or is_vector or signature.kind in ROOTED):  # no rank ends early
+        ends_early = signature.async_op or is_vector or signature.kind in ROOTED  # on some rank
+        if not (ends_early and self.votes):
             return bound
         vote = self.contexts.vote
         return voted(bound, digest, vote if signature.async_op else self.ballots or vote)

@@ -44,7 +44,7 @@ from mcr_plus.backends.shm.p2p_kernels import (
 )
 from mcr_plus.backends.shm.segment import LINE
 from mcr_plus.core.kinds import DTYPES
-from mcr_plus.kernels.checksum import BLOCK, CHAIN_BYTES, changed
+from mcr_plus.kernels.checksum import BLOCK, CHAIN_BYTES, changed, take_all
 
 if TYPE_CHECKING:
     import torch
@@ -283,7 +283,7 @@ class PointToPoint:
     def _send_to_self(self, tag: int, code: int, nbytes: int, mark: int, address: int) -> None:
         early = self._new_unexpected(self._group.rank, tag, code, nbytes, mark)
         if early.kept is not None:
-            p2p_checks.take(address, nbytes, early.kept.ctypes.data)
+            take_all(address, nbytes, early.kept.ctypes.data)
         ctypes.memmove(early.data.ctypes.data, address, nbytes)
         early.complete = True
         receive = self._match(early.source, tag)

@@ -33,7 +33,6 @@ from mcr_plus.kernels.checksum import (
     BLOCK,
     begin_block,
     block_checksum,
-    checksums,
     copy_block,
     copy_part,
     end_block,
@@ -120,12 +119,6 @@ def _carry_in(row, place, at, nbytes):  # type: ignore[no-untyped-def]
         checks += 8
     if streams:
         fence()
-
-
-def take(address: int, nbytes: int, out: int) -> None:
-    """Write the checksums of what lies at an address to another."""
-    cut: Any = np.array([0, nbytes, 0])
-    checksums(address, cut.ctypes.data, 1, out, 0, -(-nbytes // BLOCK))
 
 
 class Carriers(NamedTuple):

@@ -180,7 +180,7 @@ class _Use:
     __slots__ = ("_words", "at", "ledger", "sends")
 
     def __init__(self, moved: _Moved, plan: Plan, rows: Rows) -> None:
-        self.ledger = ledger = Ledger(plan)
+        self.ledger = ledger = Ledger(plan, moved.signature.digest())
         flows, count, checksums, row = ledger.joined
         own: Any = np.zeros(words.WORDS, np.int64)
         ends = {words.SENT_CUT: SENT, words.GOT_CUT: GOT, words.SUMS_CUT: SENT_SUMS}

@@ -17,11 +17,19 @@ from mcr_plus.backends.shm.queue import done_at_once
 from mcr_plus.dispatch.verify.brief import Brief
 from mcr_plus.dispatch.verify.checked import Checking
 from mcr_plus.dispatch.verify.course import Begins, Course, Courses
-from mcr_plus.dispatch.verify.flows import GOT, SENT, Difference, damaged_rows, first_block, first_difference
+from mcr_plus.dispatch.verify.flows import (
+    GOT,
+    SENT,
+    Difference,
+    damaged_rows,
+    first_block,
+    first_difference,
+    operations_differ,
+)
 from mcr_plus.dispatch.verify.messages import Messages
 from mcr_plus.dispatch.verify.rows import LibraryRows
-from mcr_plus.dispatch.verify.stepped import SteppedChannel
-from mcr_plus.errors import BackendError, DataCorrupted
+from mcr_plus.dispatch.verify.stepped import SteppedChannel, SteppedPoll
+from mcr_plus.errors import BackendError, DataCorrupted, OperationsDiffer
 from mcr_plus.kernels.checksum import BLOCK
 
 if TYPE_CHECKING:
@@ -39,7 +47,7 @@ if TYPE_CHECKING:
 _BLOCKS_WITHIN: Final = timedelta(seconds=5)  # for the two ranks of a difference to say which blocks differ
 
 
-class Attempt:
+class Attempt(SteppedPoll):
     """The poll of a verified operation; it may be called with the engine's lock or without."""
 
     __slots__ = ("_channel", "_course", "_error", "_held", "_is_done", "_lock", "_poll")
@@ -59,6 +67,11 @@ class Attempt:
         if self._error is not None:
             raise self._error
         return self._is_done
+
+    @property
+    def current(self) -> Poll | None:
+        """See `SteppedPoll`."""
+        return self._poll
 
     def ends(self) -> bool:
         """Go on; returns whether it has ended, well or with an error."""
@@ -120,6 +133,10 @@ class VerifiedChannel(SteppedChannel):
     def bind(self, signature: Signature) -> Start:
         """See `Channel`."""
         return self.bind_every(signature, self._every)
+
+    def needs_polls(self, beside: Poll | None) -> bool:
+        """See `SteppedChannel`: what waits behind an operation moves on with it."""
+        return (bool(self._queue) and self._queue[0] is not beside) or self._messages.needs_polls
 
     def bind_every(self, signature: Signature, every: int) -> Start:
         """See `SteppedChannel`."""
@@ -227,13 +244,15 @@ class VerifiedChannel(SteppedChannel):
             self._judge(signature, ledger)
 
     def _judge(self, signature: Signature, ledger: Ledger) -> NoReturn:
-        """Raise the verdict of rows that do not agree."""
+        """Raise the verdict of rows that do not agree. All ranks have the same rows."""
         rows = self._rows.read()
         if damaged := damaged_rows(rows):
             rank = self._group.ranks[damaged[0]]
             raise self._error(
                 signature, "the checksums themselves have changed on their way", rank, rank, None
             )
+        if operations_differ(rows):
+            raise OperationsDiffer("another rank has run another operation in its place")
         found = first_difference(rows)
         assert found is not None
         raise self._corrupted(signature, ledger, found)

@@ -57,7 +57,7 @@ class Checking:
         state = channel.direct(signature)
         if int(state[plain.KIND]) not in kernels.KINDS or not fit(state):
             return None
-        ledger = Ledger(plan(state))
+        ledger = Ledger(plan(state), signature.digest())
         state = extended(state, ledger, rows)
         start = self.run(channel, signature, state)
 

@@ -392,6 +392,7 @@ class _Kept:
     def __init__(self, signature: Signature, plan: Callable[[Message], Plan]) -> None:
         self._plan = plan
         self._differs = signature.kind in VECTOR  # from call to call
+        self._digest = signature.digest()
         self._known: Plan | None = None
         self._free: list[Ledger] = []
 
@@ -401,7 +402,7 @@ class _Kept:
             return self._free.pop()
         if self._known is None or self._differs:
             self._known = self._plan(message)
-        return Ledger(self._known)
+        return Ledger(self._known, self._digest)
 
     def give_back(self, ledger: Ledger) -> None:
         """Take it back: all is well."""

@@ -24,8 +24,10 @@ LARGE: Final = 512 << 10
 
 
 def row_words(ranks: int) -> int:
-    """Words of a row: for each stage one for each receiver and each sender, and their sum."""
-    return STAGES * 2 * ranks + 1
+    """Words of a row: for each stage one for each receiver and each sender, the digest of the operation, and
+    the sum of these.
+    """
+    return STAGES * 2 * ranks + 2
 
 
 class Flows(NamedTuple):
@@ -106,13 +108,15 @@ class Ledger:
     """The checksums of one operation.
 
     Attributes:
-        row: `row_words` of int64, with a sum that is still missing: one word for each flow.
+        row: `row_words` of int64, with a sum that is still missing.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, digest: int = 0) -> None:
+        """`digest`: of the operation's signature, so that ranks find out whether they run the same."""
         self.plan = plan
         self._checksums: Any = np.zeros(max(1, plan.blocks), np.int64)
         self.row: Any = np.zeros(row_words(plan.ranks), np.int64)
+        self.row[-2] = digest
         self._at, self.address = self._checksums.ctypes.data, self.row.ctypes.data
         self._flows = plan.flows.ctypes.data, len(plan.flows), self._at, self.address
         # Of an operation in one piece, by far the most frequent.
@@ -143,7 +147,7 @@ class Ledger:
             plan.cuts[end][0].take(address, self._at + piece * plan.step)
 
     def join(self) -> None:
-        """Fill the row."""
+        """Fill the row with one word for each flow."""
         join(*self._flows)
 
     def of(self, end: int, peer: int) -> list[int]:
@@ -192,6 +196,11 @@ class Difference(NamedTuple):
 def damaged_rows(rows: Sequence[Sequence[int]]) -> list[int]:
     """The ranks whose rows have changed on their way."""
     return [rank for rank, row in enumerate(rows) if (sum(row[:-1]) - row[-1]) % WORD]
+
+
+def operations_differ(rows: Sequence[Sequence[int]]) -> bool:
+    """Whether ranks have run different operations."""
+    return len({row[-2] for row in rows}) > 1
 
 
 def first_difference(rows: Sequence[Sequence[int]]) -> Difference | None:

@@ -55,6 +55,11 @@ class Messages:
             return self._send(start, checks)
         return lambda message: VerifiedReceive(self, signature, checks, message, start(message))
 
+    @property
+    def needs_polls(self) -> bool:
+        """Whether checksums are on their way that move only with polls."""
+        return bool(self._following) and self._steps.backend.host_driven
+
     def advance(self) -> None:
         """Let the checksums that have been sent move on."""
         if self._following:

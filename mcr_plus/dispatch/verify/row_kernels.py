@@ -63,13 +63,17 @@ def post(row, words, place, number):  # type: ignore[no-untyped-def]
 
 @compiled
 def compared(first, stride, ranks):  # type: ignore[no-untyped-def]
-    """Whether rows, `stride` bytes apart, have their sums, and what was sent in each stage has arrived."""
-    words = 4 * ranks
+    """Whether rows, `stride` bytes apart, have their sums, are of the same operation, and what was sent in
+    each stage has arrived.
+    """
+    words = 4 * ranks + 1
     for rank in range(ranks):
         total, row = np.int64(0), first + rank * stride
         for word in range(words):
             total += load_acquire(row + 8 * word)
         if total != load_acquire(row + 8 * words):
+            return np.int64(DIFFER)
+        if load_acquire(row + 8 * words - 8) != load_acquire(first + 8 * words - 8):
             return np.int64(DIFFER)
     for stage in range(2):
         for source in range(ranks):

@@ -37,7 +37,9 @@ class Rows(Protocol):
         ...
 
     def agree(self) -> bool:
-        """Whether all rows are as they were sent, and all of what they say was sent has arrived."""
+        """Whether all rows are as they were sent, of the same operation, and say that what was sent has
+        arrived.
+        """
         ...
 
     def read(self) -> list[list[int]]:

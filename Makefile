@@ -23,7 +23,10 @@ pip := $(bin)/python -m pip --disable-pip-version-check
 runs := $(venv)/.runs-$(MPI)# mcr_plus and what it needs
 stamp := $(venv)/.installed-$(MPI)# tools for tests and checks too
 warm := $(venv)/.compiled# kernels, as they are now
-kernels := $(wildcard kernels/*.py kernels/*/*.py mcr_plus/backends/shm/*.py mcr_plus/plan/*.py)
+kernels := $(wildcard kernels/*.py kernels/*/*.py mcr_plus/backends/shm/*.py mcr_plus/dispatch/verify/*.py mcr_plus/plan/*.py)
+
+# numba does not compile a kernel again when functions have changed that it has from other files.
+forget := find kernels mcr_plus -name '*.nb[ic]' -delete
 
 # Tests start hundreds of processes; without bytecode each would compile the modules of the library again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -49,8 +52,9 @@ $(runs): pyproject.toml constraints.txt
 	@echo "3/4 installing mcr_plus, $(MPI) and the rest"
 	@$(pip) install -qq -c constraints.txt -e ".[$(extra)]"
 	@echo "4/4 compiling kernels, once; about a minute"
+	@$(forget)
 	@$(bin)/mcr-plus warmup
-	@touch $@
+	@touch $@ $(warm)
 
 $(stamp): $(runs)
 	@echo "installing tools for tests and checks"
@@ -59,6 +63,7 @@ $(stamp): $(runs)
 
 # After a pull or an edit: many processes of tests would compile the same kernels at once.
 $(warm): $(runs) $(kernels)
+	@$(forget)
 	@$(bin)/mcr-plus warmup > /dev/null
 	@touch $@
 

@@ -242,12 +242,13 @@ def sync(
         offers = offers_of(held, sources) if file else []
         parts = parts_of({**held, **{each.rank: each.held for each in offers}}, sources)
         places = {each: _place(answers[each]) for each in sources}
-        key = key_of(world.secret, answers[sources[0]].nonce)
+        lead = next(iter(places))
+        key = key_of(world.secret, answers[lead].nonce)
         if file:
             invitation = None
-            if rank == sources[0]:
+            if rank == lead:
                 invitation = Invitation.of(tag, time.time(), key, world.timeout, places, offers, parts)
-            withdraw = _invited(comm, sources[0], file, invitation)
+            withdraw = _invited(comm, lead, file, invitation)
         assert weights is not None
         weights.lay([part for part in parts if rank == part.source or rank in part.receivers])
         for width in sorted({dtype.itemsize for dtype in weights.dtypes}):

@@ -131,7 +131,8 @@ def test_lost_ranks_are_explained(
 def test_signals_and_full_disks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     results = [result.value for result in run_ranks(dump_jobs.signals, 2, args=[str(tmp_path)], via="torch")]
     (finding,) = diagnose(read_folder(tmp_path / "hang"))
-    assert (finding.fault, finding.ranks) == ("missing", (VICTIM,))
+    assert finding.fault in ("behind", "missing")  # rank 0 may have waited for less than a second
+    assert finding.ranks == (VICTIM,)
     assert _at(finding.waiting).endswith(f"dump_jobs.py:{line_of('signal waits')}")
     assert f"missing ranks: {{{VICTIM}}}" in _torch_says(tmp_path / "hang", caplog)
     for rank, result in enumerate(results):

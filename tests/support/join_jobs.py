@@ -241,7 +241,7 @@ def churn(folder: str, count: int) -> dict[str, Any]:
 def refusals(folder: str) -> dict[str, str]:
     """The texts of what is refused, by name."""
     texts: dict[str, str] = {}
-    file = Path(folder, INVITATION)
+    file, kept = Path(folder, INVITATION), Path(folder, "kept")
 
     def refused(name: str, call: Any) -> None:
         try:
@@ -298,7 +298,6 @@ def refusals(folder: str) -> dict[str, str]:
             file.write_text(good[:at] + ("0" if good[at] != "0" else "1") + good[at + 1 :])
             refused("key", join)
             file.write_text(good)
-            kept = Path(folder, "kept")
             kept.write_text(good)
             kept.chmod(0o600)
         comm.barrier()

@@ -14,6 +14,7 @@ import os
 import secrets
 import stat
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -223,12 +224,10 @@ def write(path: str, invitation: Invitation) -> Callable[[], None]:
 
 def _remove(path: Path, own: tuple[int, int]) -> None:
     """Remove the file, unless another one is there now."""
-    try:
+    with suppress(OSError):  # it is gone, or its folder
         status = path.stat()
         if (status.st_dev, status.st_ino) == own:
             path.unlink()
-    except OSError:
-        pass  # it is gone, or its folder
 
 
 def read(path: str) -> Invitation | None:

@@ -268,19 +268,18 @@ class GlooChannel(Channel):
     def _reduce_scatter(self, signature: Signature, op: ReduceOp) -> Start:
         assert signature.dtype is not None
         reduce_parts, size, tag = local_reduce(op, signature.dtype), self._group.size, tag_of(signature)
-        hosts = self._hosts
+        is_swap = swaps(signature, self._hosts)
 
         def start(message: Message) -> Poll:
             value, out = message.inputs[0], message.outputs[0]
             parts = torch.empty_like(value)
-            if swaps(signature, hosts):
 
-                def finish() -> None:
-                    reduce_parts(parts.view(2, -1), out.view(-1))
+            def finish() -> None:
+                reduce_parts(parts.view(size, -1), out.view(-1))
 
+            if is_swap:
                 return self._swaps.halves(self._pg, tag, value, parts, finish)
-            work = self._exchange(parts, value, [], [])
-            return self._poll(work, lambda: reduce_parts(parts.view(size, -1), out.view(-1)))
+            return self._poll(self._exchange(parts, value, [], []), finish)
 
         return start
 
@@ -349,10 +348,10 @@ class GlooChannel(Channel):
         return start
 
     def _all_to_all(self, signature: Signature) -> Start:
-        tag, hosts = tag_of(signature), self._hosts
+        tag, is_swap = tag_of(signature), swaps(signature, self._hosts)
 
         def start(message: Message) -> Poll:
-            if swaps(signature, hosts):
+            if is_swap:
                 return self._swaps.halves(self._pg, tag, message.inputs[0], message.outputs[0])
             return self._poll(self._exchange(message.outputs[0], message.inputs[0], [], []))
 

@@ -196,14 +196,13 @@ class GlooChannel(Channel):
             binder = getattr(self, f"_{signature.kind}")
             start: Start = binder(signature, signature.reduce_op)
             return start
-        if signature.is_p2p:
-            return self._message(signature)
         bound: Start = getattr(self, f"_{signature.kind}")(signature)
         return bound
 
     def bind_checked(self, signature: Signature, every: int, corrupted: Corrupted) -> Start | None:  # noqa: ARG002
         """See `Channel`: headers say which messages carry checksums."""
-        return self._message(signature, corrupted)
+        bind = self._send if signature.kind == "send" else self._recv
+        return bind(signature, corrupted)
 
     # -- reductions -------------------------------------------------------------------------------
 
@@ -412,16 +411,16 @@ class GlooChannel(Channel):
 
         return start
 
-    def _message(self, signature: Signature, corrupted: Corrupted | None = None) -> Start:
+    def _send(self, signature: Signature, corrupted: Corrupted | None = None) -> Start:
         """Messages carry checksums with `corrupted`, see `Channel.bind_checked`."""
-        group, sent, running = self._group, self._sent, self._running
+        sent, running = self._sent, self._running
         checksums: Callable[[torch.Tensor], torch.Tensor] | None = None
         if corrupted is not None:
             from mcr_plus.kernels.checksum import of_blocks  # numba, for verified messages alone
 
             checksums = of_blocks
 
-        def send(message: Message) -> Poll:
+        def start(message: Message) -> Poll:
             value, peer, tag = message.inputs[0], message.peer, message.match_tag
             number = sent[peer, tag] = sent.get((peer, tag), 0) + 1
             words = None if checksums is None else checksums(value)
@@ -430,10 +429,16 @@ class GlooChannel(Channel):
             works = [pg.send([header], peer, tag * SLOTS), *(pg.send([part], peer, slot) for part in parts)]
             return WatchedSend(works, running)
 
-        def receive(message: Message) -> Poll:
+        return start
+
+    def _recv(self, signature: Signature, corrupted: Corrupted | None = None) -> Start:
+        """See `_send`."""
+        group, running = self._group, self._running
+
+        def start(message: Message) -> Poll:
             return WatchedReceive(self._pg, group, signature, message, running, corrupted)
 
-        return send if signature.kind == "send" else receive
+        return start
 
     def _barrier(self, signature: Signature) -> Start:  # noqa: ARG002
         options = _opts(c10d.BarrierOptions(), timeout=self._timeout)

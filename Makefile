@@ -25,9 +25,6 @@ stamp := $(venv)/.installed-$(MPI)# tools for tests and checks too
 warm := $(venv)/.compiled# kernels, as they are now
 kernels := $(wildcard kernels/*.py kernels/*/*.py mcr_plus/backends/shm/*.py mcr_plus/dispatch/verify/*.py mcr_plus/plan/*.py)
 
-# numba does not compile a kernel again when functions have changed that it has from other files.
-forget := find kernels mcr_plus -name '*.nb[ic]' -delete
-
 # Tests start hundreds of processes; without bytecode each would compile the modules of the library again.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -52,7 +49,6 @@ $(runs): pyproject.toml constraints.txt
 	@echo "3/4 installing mcr_plus, $(MPI) and the rest"
 	@$(pip) install -qq -c constraints.txt -e ".[$(extra)]"
 	@echo "4/4 compiling kernels, once; about a minute"
-	@$(forget)
 	@$(bin)/mcr-plus warmup
 	@touch $@ $(warm)
 
@@ -63,7 +59,6 @@ $(stamp): $(runs)
 
 # After a pull or an edit: many processes of tests would compile the same kernels at once.
 $(warm): $(runs) $(kernels)
-	@$(forget)
 	@$(bin)/mcr-plus warmup > /dev/null
 	@touch $@
 

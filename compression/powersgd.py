@@ -108,8 +108,10 @@ class PowerSGD(Codec):
         if self._layout(shapes).batches:
             return None
         shown = ", ".join(map(str, shapes[:3])) + (", …" if len(shapes) > 3 else "")
+        if all(len(shape) < 2 for shape in shapes):
+            return f"codec {self.name} is for matrices, and none of the shapes {shown} has two dimensions"
         rank, rate = self.options.rank, self.options.min_rate
-        return f"factors of rank {rank} make none of the shapes {shown} smaller by {rate:g}"
+        return f"factors of rank {rank} make none of the shapes {shown} {rate:g} times smaller (min_rate)"
 
     def rounds(self, shapes: Sequence[tuple[int, ...]], ranks: int) -> tuple[Round, ...]:  # noqa: ARG002, D102
         layout = self._layout(shapes)

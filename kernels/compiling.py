@@ -24,8 +24,7 @@ watchers: Final[list[Callable[[bool], None]]] = []
 """Called with True when this process begins to compile or load kernels, with False when it has ended, in any
 thread."""
 
-_SOURCES: Final = (Path(__file__).parent, Path(__file__).parent.parent / "backends" / "shm")
-"""Folders of the sources of kernels."""
+_PACKAGE: Final = Path(__file__).parent.parent
 _LONG_S: Final = 2.0  # longer compilations are logged
 _PATIENCE_S: Final = 120.0  # limit of a wait for another process that compiles: it may have been stopped
 _NAP_S: Final = 0.05
@@ -150,12 +149,15 @@ def cache_folder() -> Path | None:
 
 @cache
 def _state() -> str:
-    """Text that changes with the sources of kernels and the machine, like the key of numba's cache."""
+    """Text that changes whenever kernels may have to be compiled, and with the package's other sources."""
     import numba
     from llvmlite import binding
 
-    times = sum(path.stat().st_mtime_ns for folder in _SOURCES for path in folder.glob("*.py"))
-    return f"{numba.__version__} {platform.python_version()} {binding.get_host_cpu_name()} {times}\n"
+    places = os.walk(_PACKAGE, followlinks=True)  # some of its folders are links
+    files = (f"{folder}/{name}" for folder, _, names in places for name in names if name.endswith(".py"))
+    found = map(os.stat, files)
+    sources = sum(each.st_mtime_ns + each.st_size for each in found)
+    return f"{numba.__version__} {platform.python_version()} {binding.get_host_cpu_name()} {sources}\n"
 
 
 def _note_of(what: str) -> Path | None:

@@ -16,6 +16,7 @@ from numba.core.ccallback import CFunc
 from numba.core.runtime.nrt import rtsys
 from numba.core.sigutils import normalize_signature
 
+from mcr_plus.kernels import sources
 from mcr_plus.kernels.compiling import compiling
 
 _numba: Any = numba  # annotated in part, which type checkers take for a mistake of ours
@@ -48,6 +49,8 @@ event.register("numba:compile", _Watch())
 def compiled(function: Callable[..., Any]) -> Any:
     """Compile a kernel that runs without the GIL; kept on disk where there is a place for it.
 
+    It is compiled again when the function has changed, or anything in the modules of `sources.modules`.
+
     Without `fastmath`, which would drop the checks for NaN and the rounding by magic numbers.
     """
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
@@ -55,7 +58,7 @@ def compiled(function: Callable[..., Any]) -> Any:
         kernel = _numba.njit(cache=True, **options)(function)
     except RuntimeError:  # neither the package's folder nor the user's can be written
         return _numba.njit(**options)(function)
-    _load_without_typing(kernel._cache)
+    _adapt(kernel._cache, function)
     return kernel
 
 
@@ -66,11 +69,19 @@ def c_function(signature: Any, function: Callable[..., Any]) -> Any:
             function, normalize_signature(signature), locals={}, options={"error_model": "numpy"}
         )
         made.enable_caching()
-        _load_without_typing(made._cache)
+        _adapt(made._cache, function)
         made.compile()
     except (RuntimeError, TypeError):  # no place to keep it
         return _numba.cfunc(signature)(function)
     return made
+
+
+def _adapt(cache: Any, function: Callable[..., Any]) -> None:
+    """Change how numba's cache of a function on disk is compared with the sources, and loaded."""
+    # Here, and not at the first use: the files may have changed by then, unlike the modules in memory.
+    file = cache._cache_file
+    file._source_stamp = (file._source_stamp, sources.stamp(function.__module__))
+    _load_without_typing(cache)
 
 
 def _load_without_typing(cache: Any) -> None:

@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from mcr_plus.core.kinds import AVG, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM
     from mcr_plus.core.work import Work
     from mcr_plus.errors import (
+        AlreadyInitialized,
         BackendError,
         BackendUnavailable,
         CommTimeout,
@@ -109,6 +110,7 @@ __all__ = [
     "MIN",
     "PRODUCT",
     "SUM",
+    "AlreadyInitialized",
     "BackendError",
     "BackendUnavailable",
     "CommTimeout",

@@ -4,6 +4,7 @@ McrError
 ├── ConfigError        YAML, tables, algorithm files: always with file and place
 │   └── AlgorithmError    an algorithm that would hang, race or compute something else
 ├── NotInitialized
+│   └── AlreadyInitialized   `init` was called again
 ├── Unsupported        an op, dtype or option that a backend or codec cannot do
 │   └── InvalidArgument   also a ValueError: an argument that no backend could take
 ├── BackendError       the library failed: its own message, op, sequence, backend
@@ -25,6 +26,9 @@ from collections.abc import Sequence
 from typing import Final
 
 _PASSED_ON: Final = 60  # ranks at most that a record for other ranks holds
+_CLOSE: Final = 0.65
+"""Share of letters in common, by difflib, of names of which one may be meant for the other: `mip` and `mpi`, but
+not `onebit` and `none`."""
 
 
 class McrError(RuntimeError):
@@ -42,7 +46,14 @@ class AlgorithmError(ConfigError):
 
 
 class NotInitialized(McrError):
-    """`init` has not been called, was called twice, or `finalize` has been called since."""
+    """`init` has not been called, or `finalize` has been called since."""
+
+
+class AlreadyInitialized(NotInitialized):
+    """`init` was called again without `finalize`.
+
+    A `NotInitialized`, as which earlier releases raised it.
+    """
 
 
 class Unsupported(McrError):
@@ -187,7 +198,7 @@ def unknown(what: str, value: object, known: Sequence[str]) -> str:
     """Phrase an unknown name: the bad value, the known ones, and the one that was probably meant."""
     meant = _meant(value, known) if isinstance(value, str) else None
     hint = f"; did you mean {meant!r}?" if meant else ""
-    return f"unknown {what} {short(value)}; known: {', '.join(known)}{hint}"
+    return f"unknown {what} {in_yaml(value)}; known: {', '.join(known)}{hint}"
 
 
 def _meant(value: str, known: Sequence[str]) -> str | None:
@@ -195,8 +206,14 @@ def _meant(value: str, known: Sequence[str]) -> str | None:
     names = {name.casefold(): name for name in known}
     text = value.casefold()
     longer = [name for name in names if text and name.startswith(text)]
-    close = longer if len(longer) == 1 else difflib.get_close_matches(text, names, n=1)
+    close = longer if len(longer) == 1 else difflib.get_close_matches(text, names, n=1, cutoff=_CLOSE)
     return names[close[0]] if close else None
+
+
+def in_yaml(value: object) -> str:
+    """As `short`, with what YAML reads as `value`, if that is a bool: nobody who wrote `yes` has seen `True`."""
+    words = {True: "true, yes or on", False: "false, no or off"}
+    return f"{value} ({words[value]} in YAML)" if isinstance(value, bool) else short(value)
 
 
 def short(value: object) -> str:

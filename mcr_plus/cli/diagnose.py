@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -13,21 +13,40 @@ if TYPE_CHECKING:
     from mcr_plus.observe.diagnosis import Finding, Place
     from mcr_plus.observe.dumps import Folder
 
+_FAULT: Final = 1
+_NO_DUMPS: Final = 2
+
 
 def diagnose(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of the dumps.")],
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Say what is wrong with a job by the Flight Recorder dumps of its ranks: who, where, and why."""
-    from mcr_plus.observe.diagnosis import AWAY, BEHIND
+    """Say what is wrong with a job by the Flight Recorder dumps of its ranks: who, where, and why.
+
+    Exit status: 0 if the dumps show no fault, 1 if they show one, 2 if DIR has no dumps of a job.
+    """
+    from mcr_plus.errors import InvalidArgument
+    from mcr_plus.observe.diagnosis import BEHIND
     from mcr_plus.observe.diagnosis import diagnose as find
     from mcr_plus.observe.dumps import read_folder
 
-    read = read_folder(folder)
+    try:
+        read = read_folder(folder)
+    except InvalidArgument as error:
+        print_error(str(error))
+        raise typer.Exit(_NO_DUMPS) from None
     findings = find(read)
     if json:
         print_json(_document(read, findings))
-        return
+    else:
+        _print(read, findings)
+    if any(finding.fault != BEHIND for finding in findings):
+        raise typer.Exit(_FAULT)
+
+
+def _print(read: Folder, findings: list[Finding]) -> None:
+    from mcr_plus.observe.diagnosis import AWAY, BEHIND
+
     for problem in read.problems:
         print_error(problem)
     if read.absent:

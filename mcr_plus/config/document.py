@@ -16,13 +16,15 @@ import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from mcr_plus.core.collector import collector_paused
 from mcr_plus.errors import ConfigError, short, unknown
 
 MAX_FILE_BYTES = 1 << 20
 MAX_DEPTH = 32
+NO_FILE: Final = "configuration"
+"""The place of mistakes in a configuration that is a dict."""
 
 Keys = tuple[str | int, ...]
 T = TypeVar("T")
@@ -42,7 +44,7 @@ class Document:
     lines: Mapping[Keys, int] | None = None
 
     def place(self, keys: Keys) -> str:
-        """Return `file:line` of the entry at `keys`, or of the closest one around it; `<dict>` for a dict."""
+        """Return `file:line` of the entry at `keys`, or of the closest one around it; the name of a dict."""
         if self.lines is None:
             return self.name
         while keys and keys not in self.lines:
@@ -167,7 +169,7 @@ def parse_document(text: str, name: str, folder: Path, *, versioned: bool = True
         return replace(document, data=parse_mapping(text, document, lines, versioned=versioned))
 
 
-def dict_document(data: Mapping[str, Any], name: str = "<dict>", folder: Path | None = None) -> Document:
+def dict_document(data: Mapping[str, Any], name: str = NO_FILE, folder: Path | None = None) -> Document:
     """Copy a mapping into plain data; raises `ConfigError` for values that a YAML file cannot hold."""
     place = Document({}, name, folder or Path())
     copied = _copy(data, (), place)

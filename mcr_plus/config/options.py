@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from mcr_plus import registry
-from mcr_plus.config.document import Document, Keys, dict_document, mapping_at
+from mcr_plus.config.document import NO_FILE, Document, Keys, dict_document, mapping_at
 from mcr_plus.config.names import kind_name
 from mcr_plus.core.units import format_size, parse_duration, parse_size
 from mcr_plus.errors import Unsupported, short, unknown
@@ -230,7 +230,7 @@ _EXPECTED: Final = {
 """Expected values by pydantic's type of error."""
 
 
-def stage_options(stage: str, data: Mapping[str, Any], name: str = "<dict>") -> BaseModel:
+def stage_options(stage: str, data: Mapping[str, Any], name: str = NO_FILE) -> BaseModel:
     """Check the options of one stage given as a mapping, as in `compress={"codec": ...}` of a call.
 
     Raises a `ConfigError` that begins with `name`.

@@ -11,7 +11,7 @@ or known values, and has one line per mistake, for example
 
     run.yaml:7: pipeline[1].compress.codec: unknown codec 'int9'; known: bf16, fp16, none
 
-where `<dict>` replaces `file:line` if the configuration is a dict.
+where `configuration` replaces `file:line` if it is a dict.
 """
 
 from __future__ import annotations

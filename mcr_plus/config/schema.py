@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from mcr_plus import registry
-from mcr_plus.config.document import dict_document, path_text, read_bytes
+from mcr_plus.config.document import NO_FILE, dict_document, path_text, read_bytes
 from mcr_plus.config.names import (
     DTYPE_NAMES,
     backend_name,
@@ -51,7 +51,7 @@ class TableRef:
 
     text: str
     folder: Path = field(default=Path(), compare=False)
-    place: str = field(default="<dict>: select.table", compare=False)
+    place: str = field(default=f"{NO_FILE}: select.table", compare=False)
     what: str = field(default="table", compare=False)
 
     def resolve(self) -> Path:
@@ -82,7 +82,7 @@ class AlgorithmsRef:
 
     text: str
     folder: Path = field(default=Path(), compare=False)
-    place: str = field(default="<dict>: algorithms", compare=False)
+    place: str = field(default=f"{NO_FILE}: algorithms", compare=False)
 
     def resolve(self) -> list[Path]:
         """Return the file, or the files `*.xml` of the folder; raises `ConfigError` if there is none."""
@@ -108,7 +108,7 @@ class StageSpec:
 
     name: str
     options: BaseModel
-    place: str = field(default="<dict>", compare=False)
+    place: str = field(default=NO_FILE, compare=False)
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ class Rule:
     match: Match
     backend: str | None = None
     overrides: tuple[Override, ...] = ()
-    place: str = field(default="<dict>", compare=False)
+    place: str = field(default=NO_FILE, compare=False)
 
     def options(self, stage: str) -> BaseModel | None:
         """Return the options of a stage under this rule; None if the rule does not change the stage."""
@@ -249,7 +249,7 @@ class Config:
     pipeline: tuple[StageSpec, ...] = field(default_factory=default_pipeline)
     rules: tuple[Rule, ...] = ()
     algorithms: tuple[AlgorithmsRef, ...] = ()
-    name: str = field(default="<dict>", compare=False)
+    name: str = field(default=NO_FILE, compare=False)
     observe: BaseModel = field(default_factory=default_observe)
 
     def rule_for(

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, PlainSerializer
 from mcr_plus.config.document import Keys
 from mcr_plus.config.options import Scope, Seconds, StageOptions, duration_text
 from mcr_plus.core.units import parse_duration
-from mcr_plus.errors import short
+from mcr_plus.errors import in_yaml, short
 
 _SHORTEST_SILENCE: Final = 0.5  # seconds; heartbeats are 0.1 s apart, and some may be lost
 
@@ -46,7 +46,7 @@ def _every(value: object) -> int:
         return 1
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
-    raise ValueError(f"expected every, off or a number N for every Nth operation, got {short(value)}")
+    raise ValueError(f"expected every, off or a number N for every Nth operation, got {in_yaml(value)}")
 
 
 def _every_text(value: int) -> int | str:

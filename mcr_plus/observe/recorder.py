@@ -55,6 +55,7 @@ class Recorder:
         self._failures: dict[str, float] = {}  # group → when a dump for its failure was begun or written
         self._problems: set[str] = set()
         self._demanded = -_SAME_DEMAND  # when a user last demanded a dump
+        self._passed_on = -_SAME_DEMAND  # when another rank last told of a signal
         self.dumped: dict[str, str] = {}
         self._watcher = Watcher(self._on_signal, self._on_request)
         engine.observer = self
@@ -127,7 +128,10 @@ class Recorder:
         peers.ask_elsewhere(text)
 
     def _on_signal(self) -> None:
-        # The launcher may pass the signal on to all: whoever has answered one does not answer another's.
+        # A launcher passes a signal on to all ranks, one after the other: each of them answers the first that it
+        # gets or is told of by another rank, and none of the rest.
+        if time.monotonic() - self._passed_on < _SAME_DEMAND:
+            return
         self._demanded = time.monotonic()
         self._ask_others("", f"{_BY_SIGNAL} to rank {self._world.rank}")
         self._try_to_write_for(_BY_SIGNAL)
@@ -146,8 +150,8 @@ class Recorder:
 
     def _on_demand(self, reason: str, *, passes_on: bool) -> None:
         """Write what a user has demanded of another process."""
-        now = time.monotonic()
-        answered = reason.startswith(_BY_SIGNAL) and now - self._demanded < _SAME_DEMAND
+        now, by_signal = time.monotonic(), reason.startswith(_BY_SIGNAL)
+        answered = by_signal and now - self._demanded < _SAME_DEMAND
         if answered or self.dumped.get("reason") == reason:
             return
         self._demanded = now
@@ -155,6 +159,8 @@ class Recorder:
             self._ask_others("", reason)
         self._try_to_write_for(reason)
         self._demanded = time.monotonic()
+        if by_signal:
+            self._passed_on = self._demanded
 
     def _write_for(self, reason: str) -> None:
         """Write a dump of now, in the watcher's thread."""

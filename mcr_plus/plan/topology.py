@@ -124,7 +124,7 @@ class Topology(_Part):
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Topology:
         """Return the topology of a mapping with the same keys as a file. Raises `ConfigError`."""
-        return cls._of(dict_document(data))
+        return cls._of(dict_document(data, "topology"))
 
     @classmethod
     def _of(cls, document: Document) -> Topology:

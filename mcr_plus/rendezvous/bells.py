@@ -17,7 +17,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import platform
 import sys
 import time
 from array import array
@@ -25,25 +24,14 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
+from mcr_plus.rendezvous.bell_memory import BYTES, EVERYBODY, LINE, SYSTEM_CALL, WAIT, WAKE, WANTED
 from mcr_plus.rendezvous.memory import made, mapped
 from mcr_plus.rendezvous.store import exchange
 
 if TYPE_CHECKING:
     from mcr_plus.core.c10d import Store
 
-LINE: Final = 128
-"""Bytes of a rank's line: two cache lines, because cores fetch them in pairs."""
-WANTED: Final = 8
-"""Offset in a line of the bytes in which peers request to be woken."""
-BYTES: Final = 8
 _KNOWN: Final = 64  # sets of ranks whose positions are cached
-SYSTEM_CALL: Final = {"x86_64": 202, "AMD64": 202, "aarch64": 98, "arm64": 98, "riscv64": 98}.get(
-    platform.machine(), 0
-)
-"""The number of futex(2); 0 if it is unknown, and bells are not used."""
-WAIT: Final = 0
-WAKE: Final = 1
-EVERYBODY: Final = 0x7FFFFFFF
 
 
 class _TimeSpec(ctypes.Structure):

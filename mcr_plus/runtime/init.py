@@ -32,7 +32,15 @@ from mcr_plus.core.environment import (
 )
 from mcr_plus.dispatch.closing import release_waiting
 from mcr_plus.dispatch.options import DispatchOptions
-from mcr_plus.errors import ConfigError, InvalidArgument, LaunchError, McrError, NotInitialized, PeerLost
+from mcr_plus.errors import (
+    AlreadyInitialized,
+    ConfigError,
+    InvalidArgument,
+    LaunchError,
+    McrError,
+    NotInitialized,
+    PeerLost,
+)
 from mcr_plus.hierarchy.nodes import check_nodes
 from mcr_plus.observe.options import observed
 from mcr_plus.observe.publisher import open_publisher
@@ -89,7 +97,7 @@ def init(
 
     Raises:
         ConfigError: the configuration is wrong, or differs between ranks.
-        NotInitialized: `init` was called before without `finalize`.
+        AlreadyInitialized: `init` was called before without `finalize`.
         BackendUnavailable: a backend that was asked for is missing on some rank.
         BackendError: a rank has too few file descriptors left.
         LaunchError: the ranks cannot find each other.
@@ -107,7 +115,9 @@ def init(
     with _lock:
         job.leave_dropped()
         if job.runtime is not None and not job.runtime.closed:
-            raise NotInitialized("init was called before; call finalize first (or use `with mcr.init(...)`)")
+            raise AlreadyInitialized(
+                "init was called before; use mcr.world(), or call finalize first (or use `with mcr.init(...)`)"
+            )
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         loaded = readable(partial(_load, config, backends, seconds))
         limit = seconds if isinstance(seconds, (int, float)) and seconds > 0 else 300.0

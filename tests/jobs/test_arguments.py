@@ -502,7 +502,7 @@ def lives() -> dict[str, Any]:
         wrong(f"{name} before init", call, missing, "mcr.init")
     wrong("finalize before init", mcr.finalize, missing, "mcr.init")
     comm = mcr.init(timeout=TIMEOUT)
-    wrong("init twice", mcr.init, missing, "finalize")
+    wrong("init twice", mcr.init, mcr.AlreadyInitialized, "finalize")
     failures.expect("the first init goes on", mcr.world() is comm)
     operation = mcr.persistent("barrier")
     operation()

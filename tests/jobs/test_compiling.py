@@ -24,7 +24,7 @@ from ranks import has_come, run_ranks, wait_for_ranks
 
 import mcr_plus as mcr
 from mcr_plus.cli import warmup
-from mcr_plus.kernels import compiling
+from mcr_plus.kernels import compiling, sources
 from mcr_plus.launch import mpi_usable
 
 DEADLINE_S = 3.0
@@ -235,9 +235,93 @@ def test_long_compilation_is_logged_once(
     assert told == [True, False] * 3
 
 
-def test_folders_of_kernel_sources_have_kernels() -> None:
-    for folder in compiling._SOURCES:
-        assert any("numba" in path.read_text() for path in folder.glob("*.py")), folder
+PAIR = {
+    "kernel.py": """
+import sys
+from mcr_plus.kernels.cpu import compiled
+from pair import beside
+from pair.parts import grown
+
+@compiled
+def kernel(x):
+    return grown(x) + beside.LESS
+
+print(kernel(int(sys.argv[1])), sum(kernel.stats.cache_hits.values()))
+""",
+    "beside.py": "LESS = -1\n",
+    "parts.py": """
+from mcr_plus.kernels.cpu import inlined
+from pair.factors import FACTOR
+
+@inlined
+def grown(x):
+    return FACTOR * x + 1
+""",
+    "factors.py": "FACTOR = 2\n",
+}
+"""A package whose kernel is made of functions and constants of other files."""
+
+
+def test_a_kernel_is_compiled_again_when_what_it_is_made_of_has_changed(tmp_path: Path) -> None:
+    folder = tmp_path / "pair"
+    folder.mkdir()
+
+    def edit(name: str, old: str, new: str) -> None:
+        """As an editor or git would, in the same second and to the same size."""
+        times = (folder / name).stat()
+        (folder / name).write_text(PAIR[name].replace(old, new))
+        os.utime(folder / name, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+    def result_and_hits() -> list[int]:
+        done = subprocess.run(
+            [sys.executable, "-c", "import pair.kernel", "10"],
+            cwd=tmp_path,
+            # Python takes a module of the same size and second from its own cache.
+            env={
+                **os.environ,
+                "NUMBA_CACHE_DIR": str(tmp_path / "cache"),
+                "PYTHONDONTWRITEBYTECODE": "1",
+            },
+            stdout=subprocess.PIPE,
+            check=True,
+            timeout=240,
+        )
+        return [int(each) for each in done.stdout.split()]
+
+    for name, text in PAIR.items():
+        (folder / name).write_text(text)
+    assert result_and_hits() == [20, 0]
+    assert result_and_hits() == [20, 1]
+    edit("parts.py", "x + 1", "x + 5")  # the function that is inlined
+    assert result_and_hits() == [24, 0]
+    edit("factors.py", "2", "3")  # a constant of that function, from another file
+    assert result_and_hits() == [34, 0]
+    edit("beside.py", "1", "2")  # a constant of a module
+    assert result_and_hits() == [33, 0]
+    assert result_and_hits() == [33, 1]
+
+
+def test_the_sources_of_a_kernel_are_those_of_all_that_is_compiled_into_it() -> None:
+    for kernel in _kernels():
+        covered = sources.modules(kernel.py_func.__module__)
+        used = {each.py_func.__module__ for each in _called(kernel)}
+        assert used <= covered, kernel.py_func.__qualname__
+
+
+@pytest.mark.parametrize("name", ["above.py", "linked/below.py"])
+def test_kernels_are_prepared_again_by_one_process_when_a_source_has_changed(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package, elsewhere = tmp_path / "package", tmp_path / "elsewhere"
+    package.mkdir()
+    elsewhere.mkdir()
+    (package / "linked").symlink_to(elsewhere)
+    (package / name).write_text("LESS = 1\n")
+    monkeypatch.setattr(compiling, "_PACKAGE", package)
+    before = compiling._state.__wrapped__()
+    assert compiling._state.__wrapped__() == before
+    (package / name).write_text("LESS = 10\n")
+    assert compiling._state.__wrapped__() != before
 
 
 PREPARES = """

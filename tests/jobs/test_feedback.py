@@ -161,7 +161,7 @@ def test_impossible_options_are_refused_on_all_ranks() -> None:
         "error_feedback needs the tensor's identity from call to call; expected tag=",
         "error_feedback is for all_reduce, reduce, reduce_scatter",
         "ef21 is for all_reduce",
-        "factors of rank 4 make none of the shapes (600,)",
+        "codec powersgd is for matrices, and none of the shapes (600,) has two dimensions",
         "momentum_correction with codec 'int8_block'; known: topk",
         "error_feedback and ef21 exclude each other",
         "compress.error_feedback.decay",

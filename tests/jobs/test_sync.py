@@ -9,6 +9,16 @@ import pytest
 import sync_jobs as jobs
 from ranks import run_ranks
 
+import mcr_plus as mcr
+
+PAGE = Path(__file__).parents[2] / "docs" / "slow-links.md"
+
+
+def described(end: str) -> set[str]:
+    """The keys of `stats()` in the page's table for `sources` or `receivers`."""
+    rows = re.findall(r"^\| (`.*`) \| (all|sources|receivers) \|", PAGE.read_text(), re.MULTILINE)
+    return {key for keys, on in rows if on in ("all", end) for key in re.findall(r"`(\w+)`", keys)}
+
 
 @pytest.mark.parametrize("backends", [["gloo"], ["mpi"], ["msccl"]], ids=["gloo", "mpi", "shared memory"])
 def test_every_version_arrives_bit_for_bit(backends: list[str]) -> None:
@@ -23,6 +33,8 @@ def test_every_version_arrives_bit_for_bit(backends: list[str]) -> None:
         assert 0 < value["stats"]["density"] < 0.03
         assert value["stats"]["bytes"] < value["stats"]["dense_bytes"] / 10
         assert "closed" in value["closed"]
+        assert set(value["stats"]) == described("sources" if value is source else "receivers")
+        assert all(f"`{key}`" in str(mcr.WeightSync.stats.__doc__) for key in value["stats"])
     assert len({str(each) for each in source["seen"]}) == 6
 
 

@@ -165,8 +165,9 @@ def test_a_dead_rank_is_told_as_ever(backend: str) -> None:
 
 @pytest.mark.parametrize("value", ["always", -1, 1.5, True])
 def test_other_values_are_refused(value: Any) -> None:
-    with pytest.raises(mcr.ConfigError, match="expected every, off or a number"):
+    with pytest.raises(mcr.ConfigError, match="expected every, off or a number") as caught:
         mcr.explain("all_reduce", "1MiB", config=jobs.config("gloo", verify=value))
+    assert ("got True (true, yes or on in YAML)" in str(caught.value)) == (value is True)
 
 
 def test_failover_is_refused_beside_it() -> None:

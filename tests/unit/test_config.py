@@ -274,10 +274,20 @@ def test_shm_is_another_name_of_msccl() -> None:
         (PIPE + "  - compress: {codec: int8}\n  - select:\n  - dispatch:\n", "did you mean 'int8_block'?"),
         (PIPE + "  - compress: {codec: exp}\n  - select:\n  - dispatch:\n", "did you mean 'exp_window'?"),
         (PIPE + "  - select:\n  - dispatch: {check: evry}\n", "did you mean 'every'?"),
+        (PIPE + "  - compress: {codec: onebit}\n  - select:\n  - dispatch:\n", "sign1, topk"),
+        (PIPE + "  - compress: {codec: 1bit}\n  - select:\n  - dispatch:\n", "sign1, topk"),
     ],
 )
 def test_near_misses_get_a_hint(text: str, hint: str) -> None:
     assert refusal(text).endswith(hint)
+
+
+def test_words_that_yaml_reads_as_booleans() -> None:
+    text = PIPE + "  - compress: {codec: off}\n  - select:\n  - dispatch: {verify: yes, check: on}\n"
+    codec, check, verify = refusal(text).splitlines()
+    assert "unknown codec False (false, no or off in YAML); known: bf16, " in codec
+    assert "unknown value True (true, yes or on in YAML); known: first, every" in check
+    assert verify.endswith("or a number N for every Nth operation, got True (true, yes or on in YAML)")
 
 
 @pytest.mark.parametrize(
@@ -334,12 +344,12 @@ def test_refused_options(options: dict[str, Any], expected: str) -> None:
     (name,) = options
     with pytest.raises(ConfigError) as caught:
         stage_options(name, options[name])
-    assert str(caught.value).startswith(f"<dict>: {expected}")
+    assert str(caught.value).startswith(f"configuration: {expected}")
     pipeline = [options if stage == name else {stage: {}} for stage in ("compress", "select", "dispatch")]
     with pytest.raises(ConfigError) as caught:
         load({"pipeline": pipeline})
     index = ("compress", "select", "dispatch").index(name)
-    assert str(caught.value).startswith(f"<dict>: pipeline[{index}].{expected}")
+    assert str(caught.value).startswith(f"configuration: pipeline[{index}].{expected}")
 
 
 @pytest.mark.parametrize(
@@ -506,7 +516,7 @@ def cyclic() -> dict[str, Any]:
 def test_refused_dicts(data: Any, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(data)
-    assert str(caught.value).startswith(f"<dict>: {expected}")
+    assert str(caught.value).startswith(f"configuration: {expected}")
 
 
 # --- Sizes, durations, ranges, kinds --------------------------------------------------------------------
@@ -795,7 +805,7 @@ def test_stages_of_other_packages_that_are_wrong(stage: object, what: str) -> No
     registry.register("stages", "odd", stage)
     with pytest.raises(ConfigError, match=re.escape(what)) as caught:
         load({"pipeline": [{"odd": {"x": 1}}, {"select": {}}, {"dispatch": {}}]})
-    assert str(caught.value).startswith("<dict>: pipeline[0].odd")
+    assert str(caught.value).startswith("configuration: pipeline[0].odd")
 
 
 # --- Dump, load, fingerprint ----------------------------------------------------------------------------
@@ -1187,7 +1197,7 @@ def test_socket_interface(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_rule_has_a_place_of_its_own() -> None:
     rule = {"match": {"tag": "x"}, "backend": "mpi"}
     places = [r.place for r in load({"rules": [rule, rule]}).rules]
-    assert places == ["<dict>: rules[0]", "<dict>: rules[1]"]
+    assert places == ["configuration: rules[0]", "configuration: rules[1]"]
 
 
 def test_the_environment_of_the_process_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+import typer
+from command import mcr_plus
 
 import mcr_plus as mcr
 from mcr_plus.cli import diagnose as cli
@@ -82,6 +84,15 @@ def _world(
     return found
 
 
+def _status(folder: Path) -> int:
+    """The exit status of `mcr-plus diagnose`."""
+    try:
+        cli.diagnose(folder)
+    except typer.Exit as end:
+        return end.exit_code
+    return 0
+
+
 def _found(folder: Path, ranks: dict[int, list[GroupSnapshot]], **about: Any) -> list[Finding]:
     _write(folder, ranks, **about)
     return diagnose(read_folder(folder))
@@ -93,6 +104,22 @@ def _found(folder: Path, ranks: dict[int, list[GroupSnapshot]], **about: Any) ->
 def test_nothing_is_found_where_nothing_is_wrong(tmp_path: Path) -> None:
     done = [_entry(number) for number in range(1, 20)]
     assert not _found(tmp_path, {rank: [_world(rank, done)] for rank in range(3)})
+    assert _status(tmp_path) == 0
+
+
+@pytest.mark.parametrize("arguments", [[], ["--json"]])
+def test_scripts_learn_of_faults_by_the_status(arguments: list[str], tmp_path: Path) -> None:
+    ranks = {rank: [_world(rank, [_entry(1)] if rank == 2 else [_entry(1), _waiting(2)])] for rank in range(3)}
+    for name in ("dumps", "empty"):
+        (tmp_path / name).mkdir()
+    _write(tmp_path / "dumps", ranks)
+    answer = mcr_plus("diagnose", str(tmp_path / "dumps"), *arguments)
+    assert answer.returncode == 1
+    assert "missing" in answer.stdout
+    for folder, why in ((tmp_path / "none", "no such folder"), (tmp_path / "empty", "no dumps")):
+        answer = mcr_plus("diagnose", str(folder), *arguments)
+        assert (answer.returncode, answer.stdout) == (2, "")
+        assert why in answer.stderr
 
 
 def test_the_ranks_that_are_fewer_differ(tmp_path: Path) -> None:
@@ -144,7 +171,8 @@ def test_a_rank_for_which_others_wait_a_moment_is_behind(
     ranks = {0: [_world(0, [_entry(1), waiting], size=2)], 1: [_world(1, [_entry(1)], size=2)]}
     (finding,) = _found(tmp_path, ranks, size=2, error=error)
     assert (finding.fault, finding.ranks, finding.sequence) == (fault, (1,), 2)
-    cli.diagnose(tmp_path)
+    status = _status(tmp_path)
+    assert status == (0 if fault == "behind" else 1)
     assert ("no fault yet" in capsys.readouterr().out) == (fault == "behind")
 
 

@@ -285,9 +285,12 @@ def test_rounds_of_the_codec() -> None:
     assert [each.numel for each in codec.rounds([(100, 50), (9,)], 8)] == [409, 200]
     assert [each.numel for each in codec.rounds([(9,), (8, 8)], 8)] == [73]  # 64 / (4 × 16) is below 2
     assert codec.refusal([(100, 50), (9,)]) is None
-    reason = codec.refusal([(1000,)])
-    assert reason == "factors of rank 4 make none of the shapes (1000,) smaller by 2"
-    assert codec.refusal([(8, 8), (), (4, 4), (0, 9)]) is not None
+    reason = codec.refusal([(1000,), ()])
+    assert reason == "codec powersgd is for matrices, and none of the shapes (1000,), () has two dimensions"
+    reason = codec.refusal([(8, 8), (), (4, 4), (0, 9)])
+    assert reason == (
+        "factors of rank 4 make none of the shapes (8, 8), (), (4, 4), … 2 times smaller (min_rate)"
+    )
 
 
 def test_a_bucket_without_matrices_is_summed_as_it_is() -> None:

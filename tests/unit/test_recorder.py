@@ -75,3 +75,20 @@ def test_signals_to_all_ranks_are_one_demand_where_dumps_take_long(monkeypatch: 
     assert times.request(*signals) == []
     times.now += 60.0
     assert times.request(signals[0]) == ["SIGUSR2 to rank 1"]
+
+
+def test_a_signal_that_another_rank_has_told_of_is_answered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher's signal may come after the request of a rank that has got it before."""
+    times = Times(monkeypatch, 3.0)
+    assert times.request("\0SIGUSR2 to rank 1") == ["SIGUSR2 to rank 1"]
+    times.recorder._on_signal()
+    assert times.written == ["SIGUSR2 to rank 1"]
+    assert times.asked == []
+    times.now += 60.0
+    times.recorder._on_signal()
+    times.recorder._on_signal()  # of somebody who wants a newer one
+    assert times.written == ["SIGUSR2 to rank 1", "SIGUSR2", "SIGUSR2"]
+    times.now += 60.0
+    assert times.request("*\0mcr-plus top --dump 1") == ["mcr-plus top --dump 1"]
+    times.recorder._on_signal()
+    assert times.written[-1] == "SIGUSR2"

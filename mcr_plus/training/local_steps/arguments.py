@@ -208,5 +208,8 @@ def check_compression(compress: Any, fragments: Sequence[Fragment], comm: Commun
         codec = codec_of(options)
         reason = refusal(codec, options, signature)
         if reason is not None:
-            raise InvalidArgument(f"compress: {compress!r} for {fragment.tag}: {reason}")
+            raise InvalidArgument(
+                f"compress: {compress!r} for {fragment.tag}: {reason}; each fragment is averaged as one vector: "
+                "expected a codec for that, such as int8_block, int4_block or topk"
+            )
         prepare(codec, anchor.dtype)  # its kernels are loaded here, not in the first window

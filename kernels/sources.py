@@ -1,0 +1,50 @@
+"""Sources of kernels, for the caches of compiled kernels on disk.
+
+numba compiles functions and constants of other modules into a kernel, while its cache compares the file of the
+kernel alone. `stamp` covers the other files as well.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+from types import ModuleType
+from typing import Final
+
+_IMPORTED: Final = re.compile(rb"^(?:from|import) ([\w.]+)", re.MULTILINE)
+"""Imports at the top of a module. Those in functions and for types bring nothing that a kernel could use."""
+
+
+@cache
+def stamp(name: str) -> str:
+    """A digest of the content of the files of `modules(name)`, in hex. `name`: of a module that is imported."""
+    digest = blake2b(digest_size=16)
+    for each in sorted(modules(name)):
+        digest.update(_source(each)[0])
+    return digest.hexdigest()
+
+
+def modules(name: str) -> set[str]:
+    """A module, those of the same package that it imports, those that they import, and so on, by name."""
+    found, left = {name}, [name]
+    while left:
+        new = _source(left.pop())[1] - found
+        found |= new
+        left += new
+    return found
+
+
+@cache
+def _source(name: str) -> tuple[bytes, frozenset[str]]:
+    """The digest of the file of an imported module, and the modules of its package that it imports."""
+    module = sys.modules[name]
+    file = getattr(module, "__file__", None)
+    text = Path(file).read_bytes() if file else b""  # a folder without `__init__.py` has none
+    named = {each.decode() for each in _IMPORTED.findall(text)}
+    named |= {each.__name__ for each in vars(module).values() if isinstance(each, ModuleType)}
+    package = name.partition(".")[0] + "."
+    imported = frozenset(each for each in named if each.startswith(package) and each in sys.modules)
+    return blake2b(text, digest_size=16).digest(), imported

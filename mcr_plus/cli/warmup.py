@@ -29,7 +29,7 @@ def warmup(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Compile the kernels of shared memory, codecs, checksums and mcr.expert once; jobs load them from disk."""
+    """Compile the kernels of shared memory, codecs, checksums, mcr.expert once; jobs load them from disk."""
     from rich.console import Console
     from rich.progress import Progress
 

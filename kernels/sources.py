@@ -1,7 +1,7 @@
 """Sources of kernels, for the caches of compiled kernels on disk.
 
-numba compiles functions and constants of other modules into a kernel, while its cache compares the file of the
-kernel alone. `stamp` covers the other files as well.
+numba compiles functions and constants of other modules into a kernel, while its cache compares the file of
+the kernel alone. `stamp` covers the other files as well.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _IMPORTED: Final = re.compile(rb"^(?:from|import) ([\w.]+)", re.MULTILINE)
 
 @cache
 def stamp(name: str) -> str:
-    """A digest of the content of the files of `modules(name)`, in hex. `name`: of a module that is imported."""
+    """A digest of the content of the files of `modules(name)`, in hex. `name`: of an imported module."""
     digest = blake2b(digest_size=16)
     for each in sorted(modules(name)):
         digest.update(_source(each)[0])

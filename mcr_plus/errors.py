@@ -27,8 +27,8 @@ from typing import Final
 
 _PASSED_ON: Final = 60  # ranks at most that a record for other ranks holds
 _CLOSE: Final = 0.65
-"""Share of letters in common, by difflib, of names of which one may be meant for the other: `mip` and `mpi`, but
-not `onebit` and `none`."""
+"""Share of letters in common, by difflib, of names of which one may be meant for the other: `mip` and `mpi`,
+but not `onebit` and `none`."""
 
 
 class McrError(RuntimeError):
@@ -211,7 +211,7 @@ def _meant(value: str, known: Sequence[str]) -> str | None:
 
 
 def in_yaml(value: object) -> str:
-    """As `short`, with what YAML reads as `value`, if that is a bool: nobody who wrote `yes` has seen `True`."""
+    """As `short`; a bool with the words that YAML reads as it, since whoever wrote `yes` has not seen `True`."""
     words = {True: "true, yes or on", False: "false, no or off"}
     return f"{value} ({words[value]} in YAML)" if isinstance(value, bool) else short(value)
 

@@ -64,6 +64,8 @@ def test_a_rules_codec_that_cannot_take_an_operation_is_logged_once() -> None:
     ]
     first, other = run_ranks(rules_of_codecs, 2, args=[rules], via="torch")
     (line,) = first.value
-    assert line.startswith("configuration: rules[0]: codec int8_block is not used for all_reduce SUM int64[1000]")
+    assert line.startswith(
+        "configuration: rules[0]: codec int8_block is not used for all_reduce SUM int64[1000]"
+    )
     assert "codec int8_block takes float32, float16, bfloat16, float64, not int64" in line
     assert other.value == []

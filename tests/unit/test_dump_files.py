@@ -109,7 +109,9 @@ def test_nothing_is_found_where_nothing_is_wrong(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arguments", [[], ["--json"]])
 def test_scripts_learn_of_faults_by_the_status(arguments: list[str], tmp_path: Path) -> None:
-    ranks = {rank: [_world(rank, [_entry(1)] if rank == 2 else [_entry(1), _waiting(2)])] for rank in range(3)}
+    ranks = {
+        rank: [_world(rank, [_entry(1)] if rank == 2 else [_entry(1), _waiting(2)])] for rank in range(3)
+    }
     for name in ("dumps", "empty"):
         (tmp_path / name).mkdir()
     _write(tmp_path / "dumps", ranks)

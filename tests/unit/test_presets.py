@@ -98,7 +98,9 @@ def test_every_preset_is_valid() -> None:
 def test_cautions_are_about_gradients() -> None:
     assert cautions(config({"codec": "int8_block"})) == []
     (note,) = cautions(config({"codec": "topk"}))
-    assert note.startswith("configuration: pipeline[0].compress: codec topk: not for gradients of every step under")
+    assert note.startswith(
+        "configuration: pipeline[0].compress: codec topk: not for gradients of every step under"
+    )
     (note,) = cautions(config(ADAM))
     assert "betas=(0.0, …)" in note
     (note,) = cautions(config({**ADAM, "error_feedback": True}))
@@ -123,7 +125,9 @@ def test_rules_whose_codec_is_for_none_of_their_kinds_are_noted() -> None:
     ]
     assert unusable(config({}, some, *others)) == []
     (note,) = unusable(config({}, some, reduces))
-    assert note.startswith("configuration: rules[1]: codec delta is for all_gather, all_gather_v, broadcast, ")
+    assert note.startswith(
+        "configuration: rules[1]: codec delta is for all_gather, all_gather_v, broadcast, "
+    )
     assert note.endswith("so it is never used for all_reduce, all_to_all")
 
 

@@ -209,7 +209,7 @@ def check_compression(compress: Any, fragments: Sequence[Fragment], comm: Commun
         reason = refusal(codec, options, signature)
         if reason is not None:
             raise InvalidArgument(
-                f"compress: {compress!r} for {fragment.tag}: {reason}; each fragment is averaged as one vector: "
-                "expected a codec for that, such as int8_block, int4_block or topk"
+                f"compress: {compress!r} for {fragment.tag}: {reason}; each fragment is averaged as one "
+                "vector: expected a codec for that, such as int8_block, int4_block or topk"
             )
         prepare(codec, anchor.dtype)  # its kernels are loaded here, not in the first window

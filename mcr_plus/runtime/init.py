@@ -116,7 +116,7 @@ def init(
         job.leave_dropped()
         if job.runtime is not None and not job.runtime.closed:
             raise AlreadyInitialized(
-                "init was called before; use mcr.world(), or call finalize first, as `with mcr.init(...)` does"
+                "init was called before; use mcr.world(), or call finalize first (`with mcr.init(...)` does)"
             )
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         loaded = readable(partial(_load, config, backends, seconds))

@@ -3,6 +3,7 @@
     python benchmarks/bench_fsdp.py --rate 1gbit --steps 300 --seeds 2
     python benchmarks/bench_fsdp.py --hidden 512 --sequence 16 --windows 1   # bound by the wire
     python benchmarks/bench_fsdp.py --dtype bfloat16 --lr 1e-6 --ways 'mcr_plus;delta, int8_block'
+    python benchmarks/bench_fsdp.py --ways 'int8_block, int4_block with error feedback;nothing is sent'
 
 The transformer of examples/gpt is sharded by `fully_shard`, block by block, over two ranks on two hosts
 (benchmarks/racks.py) with a link of the given rate; each block has the next one prefetched in the forward
@@ -13,8 +14,10 @@ headers included.
 "Processor": of all threads of a rank in a step, gloo's among them; "alone": the same of forward and backward
 passes without sharding, and AdamW on half of the parameters. "Wire": the bytes of a step over the rate. Where
 each rank has a core and nothing else runs, a step that hides none of its wire takes about processor + wire,
-and no step less than the larger of alone and wire, which other work on the machine changes little. The
-report goes to benchmarks/results/fsdp_<hardware>-two-hosts_<yyyymm>.md.
+and no step less than the larger of alone and wire, which other work on the machine changes little.
+"Nothing is sent": FSDP2 on torch's `fake` process group, whose collectives end at once and leave results as
+they are: the least that a step can take with any codec and library; its loss means nothing, and its time is
+that of rank 0. The report goes to benchmarks/results/fsdp_<hardware>-two-hosts_<yyyymm>.md.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from harness import HARDWARE, ROOT, Dated, Hardware, Rate
 from hosts import need_hosts
 from racks import bits_per_second
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import mcr_plus as mcr
 
@@ -47,6 +51,7 @@ from outer_steps import sent_bytes
 from transformer import LanguageModel, Shape
 
 GLOO: Final = "torch's gloo"
+NOTHING: Final = "nothing is sent"
 INT4: Final = {"codec": "int4_block", "error_feedback": True}
 WAYS: Final[dict[str, dict[str, Any]]] = {
     GLOO: {},
@@ -54,9 +59,10 @@ WAYS: Final[dict[str, dict[str, Any]]] = {
     "int8_block, int8_block": {"parameters": "int8_block", "gradients": "int8_block"},
     "int8_block, int4_block with error feedback": {"parameters": "int8_block", "gradients": INT4},
     "delta, int8_block": {"parameters": "delta", "gradients": "int8_block"},
+    NOTHING: {},
 }
 """Codecs of parameters and of gradients, by the name of a way."""
-USUAL: Final = tuple(WAYS)[:-1]
+USUAL: Final = tuple(WAYS)[:-2]
 HELD_OUT: Final = 16  # batches
 ALONE: Final = 20  # steps
 
@@ -70,6 +76,11 @@ def trained(way: str, steps: int, seed: int, settings: dict[str, Any]) -> dict[s
     torch.set_num_threads(1)
     if way == GLOO:
         dist.init_process_group("gloo")
+    elif way == NOTHING:
+        # Results are what was in memory before; numbers below the normal range would slow the passes down.
+        torch.set_flush_denormal(True)
+        ranks = int(os.environ["WORLD_SIZE"])
+        dist.init_process_group("fake", store=FakeStore(), rank=int(os.environ["RANK"]), world_size=ranks)
     else:
         pipeline: list[dict[str, Any]] = [{"compress": {}}, {"select": {}}, {"dispatch": {"timeout": "60s"}}]
         dist.init_process_group("mcr", pg_options={"version": 1, "backends": ["gloo"], "pipeline": pipeline})
@@ -85,7 +96,7 @@ def trained(way: str, steps: int, seed: int, settings: dict[str, Any]) -> dict[s
     layers: list[Any] = [model, *model.blocks]
     for module, following in pairwise(layers):
         module.set_modules_to_forward_prefetch([following])
-    if way != GLOO:
+    if way not in (GLOO, NOTHING):
         mcr.fsdp(model, **WAYS[way])
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings["lr"], fused=True)
     took, sent, processor = torch.empty(steps), torch.empty(steps), torch.empty(steps)
@@ -163,6 +174,9 @@ def rows(found: dict[str, list[dict[str, Any]]], rate: str) -> list[list[str]]:
         sent = median(each["sent"] for each in runs)
         wire = 8e3 * sent / bits_per_second(rate)
         whole = _without_overlap(runs, rate)
+        more = mean(each["loss"] / other["loss"] - 1 for each, other in pairs)
+        loss = f"{mean(each['loss'] for each in runs):.3f}"
+        losses = ["–", "–"] if way == NOTHING else [loss, f"{100 * more:+.2f} %"]
         rows.append(
             [
                 way,
@@ -175,8 +189,7 @@ def rows(found: dict[str, list[dict[str, Any]]], rate: str) -> list[list[str]]:
                 f"{whole:.0f}",
                 f"{plain / whole:.2f}",
                 f"{plain / (alone + wire):.2f}",
-                f"{mean(each['loss'] for each in runs):.3f}",
-                f"{100 * mean(each['loss'] / other['loss'] - 1 for each, other in pairs):+.2f} %",
+                *losses,
             ]
         )
     return rows

@@ -211,7 +211,7 @@ def _meant(value: str, known: Sequence[str]) -> str | None:
 
 
 def in_yaml(value: object) -> str:
-    """As `short`; a bool with the words that YAML reads as it, since who wrote `yes` has not seen `True`."""
+    """As `short`, with the words of YAML for a bool: whoever wrote `yes` has not seen `True`."""
     words = {True: "true, yes or on", False: "false, no or off"}
     return f"{value} ({words[value]} in YAML)" if isinstance(value, bool) else short(value)
 

@@ -29,7 +29,7 @@ def warmup(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Compile the kernels of shared memory, codecs and mcr.expert once; jobs then load them from disk."""
+    """Compile the kernels of shared memory, codecs, checksums, mcr.expert once; jobs load them from disk."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -112,12 +112,24 @@ def _experts() -> None:
             expert_rows.prepare(dtype, form)
 
 
+def _checksums() -> None:
+    from mcr_plus.backends.shm import p2p_checks
+    from mcr_plus.dispatch.verify import checked_kernels, row_kernels
+    from mcr_plus.kernels import checksum
+    from mcr_plus.kernels.compiling import preparing
+
+    with preparing("checksums"):
+        for module in (checksum, row_kernels, checked_kernels, p2p_checks):
+            module.prepare()
+
+
 _LIBRARIES: Final = {
     "msccl": _shared_memory,
     "reductions": _reductions,
     "fused buffers": _buffers,
     "plans": _plans,
     "experts": _experts,
+    "checksums": _checksums,
 }
 
 

@@ -128,8 +128,8 @@ class Recorder:
         peers.ask_elsewhere(text)
 
     def _on_signal(self) -> None:
-        # A launcher passes a signal on to all ranks, one after the other. A rank that another one has told of
-        # its signal has answered that, and not its own again.
+        # A launcher passes a signal on to all ranks, one after the other: each of them answers the first that
+        # it gets, or of which another rank tells, and none of the rest.
         if time.monotonic() - self._passed_on < _SAME_DEMAND:
             return
         self._demanded = time.monotonic()

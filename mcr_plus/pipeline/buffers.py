@@ -61,13 +61,14 @@ class Lease:
 
     def tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat uninitialised tensor; begins at a multiple of 64 bytes."""
-        if self._device.type != "cpu":
-            space = torch.empty(numel, dtype=dtype, device=self._device)
-            self._held.append(space)
-            return space
-        space = self._pool.take(numel * dtype.itemsize)
-        self._spaces.append(space)
-        return space[: numel * dtype.itemsize].view(dtype)
+        with torch.inference_mode(False):  # inference tensors cannot be written outside of inference mode
+            if self._device.type != "cpu":
+                space = torch.empty(numel, dtype=dtype, device=self._device)
+                self._held.append(space)
+                return space
+            space = self._pool.take(numel * dtype.itemsize)
+            self._spaces.append(space)
+            return space[: numel * dtype.itemsize].view(dtype)
 
     def release(self) -> None:
         """Give all tensors back to the pool."""

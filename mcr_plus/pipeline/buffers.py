@@ -12,6 +12,11 @@ _KEPT: Final = 512 << 20
 """Bytes that are kept for reuse; tensors released beyond them are freed."""
 
 
+def _empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):  # inference tensors cannot be written outside of inference mode
+        return torch.empty(numel, dtype=dtype, device=device)
+
+
 class Pool:
     """Lends flat tensors; on the host it keeps released ones for reuse. Thread-safe.
 
@@ -35,7 +40,7 @@ class Pool:
             if free:
                 self.nbytes -= size
                 return free.pop()
-        return torch.empty(size, dtype=torch.uint8, device="cpu")
+        return _empty(size, torch.uint8, torch.device("cpu"))
 
     def put(self, space: torch.Tensor) -> None:
         """Take back a tensor of `take`."""
@@ -61,14 +66,13 @@ class Lease:
 
     def tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat uninitialised tensor; begins at a multiple of 64 bytes."""
-        with torch.inference_mode(False):  # inference tensors cannot be written outside of inference mode
-            if self._device.type != "cpu":
-                space = torch.empty(numel, dtype=dtype, device=self._device)
-                self._held.append(space)
-                return space
-            space = self._pool.take(numel * dtype.itemsize)
-            self._spaces.append(space)
-            return space[: numel * dtype.itemsize].view(dtype)
+        if self._device.type != "cpu":
+            space = _empty(numel, dtype, self._device)
+            self._held.append(space)
+            return space
+        space = self._pool.take(numel * dtype.itemsize)
+        self._spaces.append(space)
+        return space[: numel * dtype.itemsize].view(dtype)
 
     def release(self) -> None:
         """Give all tensors back to the pool."""

@@ -12,11 +12,6 @@ _KEPT: Final = 512 << 20
 """Bytes that are kept for reuse; tensors released beyond them are freed."""
 
 
-def _empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    with torch.inference_mode(False):  # inference tensors cannot be written outside of inference mode
-        return torch.empty(numel, dtype=dtype, device=device)
-
-
 class Pool:
     """Lends flat tensors; on the host it keeps released ones for reuse. Thread-safe.
 
@@ -40,7 +35,7 @@ class Pool:
             if free:
                 self.nbytes -= size
                 return free.pop()
-        return _empty(size, torch.uint8, torch.device("cpu"))
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
 
     def put(self, space: torch.Tensor) -> None:
         """Take back a tensor of `take`."""
@@ -66,8 +61,11 @@ class Lease:
 
     def tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat uninitialised tensor; begins at a multiple of 64 bytes."""
+        if torch.is_inference_mode_enabled():  # its tensors cannot be written outside of it
+            with torch.inference_mode(False):
+                return self.tensor(numel, dtype)
         if self._device.type != "cpu":
-            space = _empty(numel, dtype, self._device)
+            space = torch.empty(numel, dtype=dtype, device=self._device)
             self._held.append(space)
             return space
         space = self._pool.take(numel * dtype.itemsize)

@@ -152,7 +152,8 @@ def _go_on(
             decision, members = settled.decision, settled.members
             if decision.refusal is not None:
                 raise _REFUSED.get(decision.refusal, BackendError)(f"{what}: {decision.text}")
-            remove_arrivals(runtime, decision)
+            if roster.rank in decision.stay:  # they remove the parts of the others
+                remove_arrivals(runtime, decision)
             if sight is None and (sight := runtime.hand_over()) is not None:
                 ending.callback(sight.close)
             changes.take(decision, members)

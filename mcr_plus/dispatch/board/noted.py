@@ -45,7 +45,7 @@ class NotedParts:
 def place_of(part: int) -> int:
     """Where a part is in the store: in the place of one that is no longer kept.
 
-    None is ever removed, so that a reader that has found one gets it.
+    None is removed as long as a rank may read it, so that a reader that has found one gets it.
     """
     return part % KEPT
 

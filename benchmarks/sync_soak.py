@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -213,9 +213,8 @@ def joins_report(count: int) -> str:
             rows.append((0, _left_of(pid)))
             for number in range(1, count + 1):
                 is_killed = number % 2 == 0
-                joiner = forked(
-                    lambda is_killed=is_killed: joins_once(file, seen, is_killed=is_killed), folder / "errors"
-                )
+                body = partial(joins_once, file, seen, is_killed=is_killed)
+                joiner = forked(body, folder / "errors")
                 code = os.waitstatus_to_exitcode(os.waitpid(joiner, 0)[1])
                 if code != (-signal.SIGKILL if is_killed else 0):
                     raise SystemExit((folder / "errors").read_text())

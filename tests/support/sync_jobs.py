@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -260,11 +261,6 @@ def death(victim: int, folder: str) -> dict[str, Any]:
     return {"raised": raised, "lost": lost, "seconds": seconds, "stats": stats}
 
 
-def no_socket(_address: str) -> Any:
-    """As `listen` where the address cannot be used."""
-    raise OSError("Cannot assign requested address")
-
-
 def refusals() -> list[str]:
     """The texts of all errors, in order."""
     texts = []
@@ -286,10 +282,8 @@ def refusals() -> list[str]:
         refused(lambda: mcr.sync({"a": one}, src=5 if comm.rank else 0))
         refused(lambda: mcr.sync({"a": one}, tag="" if comm.rank else "x"))
         refused(lambda: mcr.sync({"a": one}, history=-1))
-        listen = weight_sync.listen
-        weight_sync.listen = no_socket
-        refused(lambda: mcr.sync({"a": one}))
-        weight_sync.listen = listen
+        with mock.patch.object(weight_sync, "listen", side_effect=OSError("Cannot assign requested address")):
+            refused(lambda: mcr.sync({"a": one}))
         state = {"a": torch.zeros(3), "b": torch.zeros(2)}
         weights = mcr.sync(state)
         refused(lambda: mcr.sync(state))

@@ -226,7 +226,13 @@ class WeightSource:
                     target=self._serve, args=(connection,), name=f"mcr_plus-{self._what}", daemon=True
                 )
                 self._serving = [each for each in self._serving if each.is_alive()]
-                thread.start()
+                try:
+                    thread.start()
+                except RuntimeError as error:  # the process may have no more; the receiver asks again
+                    _log.warning("%s: a connection could not be served: %s", self._what, error)
+                    connection.close()
+                    time.sleep(_LOOK_S)
+                    continue
                 self._serving.append(thread)
 
     def _serve(self, connection: Any) -> None:

@@ -102,6 +102,25 @@ def test_a_receiver_that_is_late_and_connects_again_is_not_lost() -> None:
         assert torch.equal(receiver["w"], source["w"])
 
 
+def test_a_source_without_threads_for_a_moment_serves_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, refused = threading.Thread.start, threading.Event()
+
+    def full(self: threading.Thread) -> None:
+        if "_serve" in repr(getattr(self, "_target", None)) and not refused.is_set():
+            refused.set()
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", full)
+    source, receiver = {"w": torch.zeros(1000)}, {"w": torch.zeros(1000)}
+    with joined(source, receiver) as (pushes, pulls):
+        source["w"][3] = 7.0
+        pushes.push(1)
+        assert pulls.pull(True, 60.0) == 1
+        assert torch.equal(receiver["w"], source["w"])
+    assert refused.is_set()
+
+
 @contextmanager
 def two_sources(
     history: int, other: float = 0.0

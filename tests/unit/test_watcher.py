@@ -56,7 +56,7 @@ def test_a_handler_that_is_set_during_the_job_stays(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("pieces", [1, 3])
 def test_a_signal_that_is_read_in_pieces_is_answered_once(pieces: int) -> None:
-    written = b"Stack (most recent call first):\n", b'  File "a.py", line 3 in f\n', b'  File "a.py", line 9\n'
+    written = b"Stack (most recent call first):\n", b'  File "a.py", line 3\n', b'  File "a.py", line 9\n'
     hits: list[int] = []
     watcher = Watcher(lambda: hits.append(1), lambda _: None)
     try:

@@ -106,6 +106,7 @@ def write_recordings(folder: Path, count: int) -> float:
             if number % 12 == 0:
                 ends.append(at + 9e-4)
         about = {
+            "job": "measured",
             "rank": rank,
             "size": 2,
             "host": "node",

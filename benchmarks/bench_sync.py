@@ -1,7 +1,7 @@
 """Weights from a trainer to a receiver: bytes and seconds of `mcr.sync` and of what others send.
 
     python benchmarks/bench_sync.py --rate 100mbit --output benchmarks/results/sync_….md
-    python benchmarks/bench_sync.py --only-soak --soak 10000    or --only-signatures
+    python benchmarks/bench_sync.py --only-soak --soak 10000    or --only-signatures, or --only-joins 1000
 
 A bfloat16 copy of the GPT example is trained for some steps, then with AdamW at learning rates as in
 reinforcement learning; every step is a version. One host trains, the others receive, over links of the rate.
@@ -34,7 +34,7 @@ import torch.distributed as dist
 import typer
 from bench_local import joined
 from harness import ROOT, Output
-from sync_soak import soak_report
+from sync_soak import joins_report, soak_report
 from two_hosts import need_two_hosts
 
 import mcr_plus as mcr
@@ -370,6 +370,9 @@ def main(
     soak: Annotated[int, typer.Option(help="Versions with injected damage and restarts; 0 for none.")] = 2000,
     only_soak: Annotated[bool, typer.Option(help="Nothing but those versions, on one host.")] = False,
     only_signatures: Annotated[bool, typer.Option(help="Nothing but the cost of signatures.")] = False,
+    only_joins: Annotated[
+        int, typer.Option(min=0, help="Nothing but so many receivers outside a job, on one host.")
+    ] = 0,
     hosts: Annotated[int, typer.Option(min=2, help="The first has the weights.")] = 2,
     rounds: Annotated[int, typer.Option(help="Of the kernels.")] = 7,
     output: Output = None,
@@ -379,6 +382,12 @@ def main(
     if only_soak:
         title, note = "Weight synchronisation with damage and restarts", "Two ranks on one host, gloo."
         return _report(title, note, [soak_report(soak)], output)
+    if only_joins:
+        title, note = (
+            "Receivers of weights that come and go",
+            "One rank and one receiver at a time, one host.",
+        )
+        return _report(title, note, [joins_report(only_joins)], output)
     if only_signatures:
         return _report("Signatures of weights", "", [_signatures(rounds)], output)
     need_two_hosts()

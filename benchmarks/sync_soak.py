@@ -1,6 +1,7 @@
 """Weight synchronisation for many versions, with flipped bits, restarts, and receivers that are killed.
 
-`bench_sync.py --only-soak` runs it: two ranks of a job, and one process at a time outside it.
+`bench_sync.py --only-soak` runs it: two ranks of a job, and one process at a time outside it. `--only-joins`
+starts receivers outside the job one after another, and reports what they leave at the source.
 """
 
 from __future__ import annotations
@@ -138,4 +139,103 @@ def soak_report(count: int) -> str:
         f"Beside it, a receiver outside the job was killed (SIGKILL) and started again {kills:,} times, at "
         f"random moments: {seen.count('same'):,} of the {len(seen):,} versions that it "
         "pulled were the source's bit for bit."
+    )
+
+
+def pushes(file: str, folder: str) -> dict[str, Any]:
+    """The source of weights: push versions until the file `done` is there."""
+    torch.set_num_threads(1)
+    with mcr.init(backends=["gloo"]):
+        mine, version = soak_bits(0).view(torch.bfloat16), 0
+        with mcr.sync({"weights": mine}, invite=file) as sync:
+            while not Path(folder, "done").exists():
+                version += 1
+                mine.view(BITS).copy_(soak_bits(version))
+                sync.push(version)
+                if version == 1:
+                    written = Path(folder, "written")
+                    written.write_text(str(os.getpid()))
+                    written.rename(Path(folder, "pid"))
+                time.sleep(0.05)
+            stats = sync.stats()
+    return {"versions": version, "receivers": stats["receivers"], "lost": len(stats["lost"])}
+
+
+def joins_once(file: Path, seen: Path, *, is_killed: bool) -> None:
+    """Join, pull a version and compare it; then leave, or be killed."""
+    mine, begin = torch.zeros(SOAKED, dtype=torch.bfloat16), time.monotonic()
+    with mcr.join_sync(file, {"weights": mine}, timeout=60) as sync:
+        version = sync.pull(timeout=60)
+        seconds = time.monotonic() - begin
+        same = version is not None and torch.equal(mine.view(BITS), soak_bits(version))
+        with seen.open("a") as lines:
+            lines.write(f"{int(same)} {seconds}\n")
+        if is_killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _left_of(pid: int) -> dict[str, float]:
+    """Resident MB, open files and threads of a process."""
+    words = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return {
+        "MB": int(words["VmRSS"].split()[0]) / 1e3,
+        "files": len(os.listdir(f"/proc/{pid}/fd")),
+        "threads": int(words["Threads"]),
+    }
+
+
+def _settled(pid: int, first: dict[str, float]) -> dict[str, float]:
+    """What a process has once its files and threads are as few as at first, or after half a minute."""
+    ends = time.monotonic() + 30
+    while True:
+        left = _left_of(pid)
+        if time.monotonic() > ends or all(left[what] <= first[what] for what in ("files", "threads")):
+            return left
+        time.sleep(0.1)
+
+
+def joins_report(count: int) -> str:
+    """Have so many receivers join, one after another; a part of a report."""
+    with tempfile.TemporaryDirectory() as made, ThreadPoolExecutor(1) as pool:
+        folder = Path(made)
+        file, seen = folder / "policy.sync", folder / "seen"
+        job = pool.submit(harness.on_ranks, harness.here(1), pushes, str(file), made)
+        delta.prepare(2)
+        soak_bits(0)
+        _ = mcr.join_sync  # as in `killed_receivers`
+        while not (folder / "pid").exists() and not job.done():
+            time.sleep(0.05)
+        if job.done():
+            job.result()  # raises why it has ended
+        rows: list[tuple[int, dict[str, float]]] = []
+        try:
+            pid = int((folder / "pid").read_text())
+            rows.append((0, _left_of(pid)))
+            for number in range(1, count + 1):
+                is_killed = number % 2 == 0
+                joiner = forked(
+                    lambda is_killed=is_killed: joins_once(file, seen, is_killed=is_killed), folder / "errors"
+                )
+                code = os.waitstatus_to_exitcode(os.waitpid(joiner, 0)[1])
+                if code != (-signal.SIGKILL if is_killed else 0):
+                    raise SystemExit((folder / "errors").read_text())
+                if number == count or number in (count // 10, count // 2):
+                    rows.append((number, _settled(pid, rows[0][1])))
+        finally:
+            (folder / "done").touch()
+        done = job.result()
+        found = [line.split() for line in seen.read_text().splitlines()]
+    times = 1e3 * np.array([float(seconds) for _, seconds in found])
+    table = [
+        [f"{number:,}", f"{row['MB']:.1f}", f"{row['files']}", f"{row['threads']}"] for number, row in rows
+    ]
+    same = sum(word == "1" for word, _ in found)
+    typical, slow = np.quantile(times, (0.5, 0.99))
+    return (
+        "## Receivers that come and go\n\n"
+        f"{count:,} processes outside the job joined one after another, pulled all of 100,000 values and "
+        f"left, every second one by SIGKILL, while the source pushed {done['versions']:,} versions: {same:,} "
+        f"had the source's bits. From the call of `mcr.join_sync` to the end of the first `pull`: "
+        f"{typical:.1f} ms in the median, {slow:.1f} ms for 99 of 100. The source, with receivers that had "
+        "gone:\n\n" + harness.markdown(["joined", "resident MB", "open files", "threads"], table)
     )

@@ -164,7 +164,8 @@ class DeltaState(CompressorState):
             version = 1 + max(0 if held is None else held.version, other or 0)
             written = delta.encode_anchor(values, wire, version)
             digest = delta.header_of(wire).digest
-            copy.sent[index] = Held(values.clone(), version, digest)
+            with torch.inference_mode(False):  # later calls may be outside of inference mode
+                copy.sent[index] = Held(values.clone(), version, digest)
             return written
         versions = (held.version, held.version + 1)
         written = delta.encode(values, held.values, wire, versions, held.digest, update=True)
@@ -216,7 +217,8 @@ class DeltaState(CompressorState):
         held = copy.received.get(index)
         if held is None or not _alike(held.values, out):
             version = 0 if held is None else held.version
-            held = copy.received[index] = Held(torch.empty_like(out), version, 0, is_whole=False)
+            with torch.inference_mode(False):
+                held = copy.received[index] = Held(torch.empty_like(out), version, 0, is_whole=False)
         assert held.values is not None
         try:
             head = delta.header_of(wire)

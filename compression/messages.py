@@ -172,4 +172,5 @@ class Messages(Scheme):
 
 def _numbers(count: int, device: torch.device) -> torch.Tensor:
     """Numbers that travel beside values on a device, by the same library."""
-    return torch.zeros(count, dtype=torch.int64, device=device)
+    with torch.inference_mode(False):  # other threads write them
+        return torch.zeros(count, dtype=torch.int64, device=device)

@@ -190,9 +190,10 @@ class PayloadExchange:
         sizes_of_both = (ranks, ranks) if asks else (self._sends, self._receives)
         if one_of_all:
             sizes_of_both = (1, ranks)
-        lengths_sent, lengths_received = (
-            torch.zeros(size, dtype=torch.int64, device=sent.device) for size in sizes_of_both
-        )
+        with torch.inference_mode(False):  # other threads write them
+            lengths_sent, lengths_received = (
+                torch.zeros(size, dtype=torch.int64, device=sent.device) for size in sizes_of_both
+            )
         received: list[torch.Tensor] = []
 
         def encode() -> None:

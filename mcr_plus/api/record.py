@@ -336,7 +336,9 @@ class Log:
     def save(self, path: str | Path) -> None:
         """Write a trace that Perfetto and chrome://tracing read: one row per group and backend.
 
-        `mcr-plus trace merge` merges the traces of several ranks.
+        The folder is made if it is missing. `mcr-plus trace merge` merges the traces of several ranks.
+
+        Raises `OSError` if it cannot be written.
         """
         lanes = sorted({(record.group, record.backend) for record in self.records})
         events: list[dict[str, Any]] = [
@@ -362,6 +364,7 @@ class Log:
             "epoch_us": epoch * 1e6,
         }
         document = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps(document))
 
 

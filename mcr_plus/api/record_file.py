@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import stat
+import tempfile
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
@@ -26,8 +28,9 @@ NUMBERS: Final[Mapping[str, str]] = {
 }  # fmt: skip
 _EXPECTED: Final = "expected a file that mcr.record(path) wrote"
 _ABOUT: Final[Mapping[str, type | tuple[type, ...]]] = {
-    "rank": int, "size": int, "host": str, "hosts": list, "epoch_us": (int, float), "began": (int, float),
-    "ended": (int, float), "names": dict, "choices": list, "config": dict, "versions": dict,
+    "job": str, "rank": int, "size": int, "host": str, "hosts": list, "epoch_us": (int, float),
+    "began": (int, float), "ended": (int, float), "names": dict, "choices": list, "config": dict,
+    "versions": dict,
 }  # fmt: skip
 _MOST_BYTES: Final = 1 << 32
 
@@ -39,8 +42,9 @@ class Recording:
     Times are seconds of its host's clock (`time.perf_counter()`).
 
     Attributes:
-        about: rank, size, host, hosts (of all ranks), epoch_us (time of day at 0 of the clock), began, ended,
-            names (of each column of texts, its entries), choices (see `expectations`), config, versions.
+        about: job (a name), rank, size, host, hosts (of all ranks), epoch_us (time of day at 0 of the clock),
+            began, ended, names (of each column of texts, its entries), choices (see `expectations`), config,
+            versions.
         steps: the ends of the steps of an optimizer.
         columns: of every operation; those of texts have indices into `names`, -1 for none.
     """
@@ -68,11 +72,10 @@ def file_of(folder: Path, rank: int) -> Path:
 
 def prepare_folder(folder: Path) -> None:
     """Create a folder for recordings; raises `InvalidArgument` if nothing can be written there."""
-    probe = folder / f".probe-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=folder):  # ranks on several hosts may have one folder and one pid
+            pass
     except OSError as error:
         raise InvalidArgument(f"record: cannot write into {str(folder)!r}: {error.strerror}") from None
 
@@ -108,6 +111,8 @@ def save_recording(
 def load_recording(path: Path) -> Recording:
     """Read a file. Raises `ConfigError` if it cannot be read, is truncated, or of another version."""
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # a FIFO may have no writer
+            raise ConfigError(f"{path}: cannot read: not a regular file; {_EXPECTED}")
         if path.stat().st_size > _MOST_BYTES:
             raise ConfigError(f"{path}: larger than {_MOST_BYTES >> 30} GiB; {_EXPECTED}")
         with path.open("rb") as file:

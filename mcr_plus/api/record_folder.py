@@ -14,6 +14,8 @@ from mcr_plus.api.expectations import expectations
 from mcr_plus.api.record_file import file_of, prepare_folder, save_recording
 from mcr_plus.config.reader import dump
 from mcr_plus.core.environment import package_version
+from mcr_plus.rendezvous.heartbeats import job_id
+from mcr_plus.rendezvous.identity import own_process
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +53,9 @@ def collecting(log: Log, runtime: Runtime, folder: Path) -> Iterator[None]:
         ended = time.perf_counter()
         hook.remove()
         world = runtime.world
+        processes = runtime.engine.peers.processes or [own_process(world.hosts[world.rank], world.rank)]
         about = {
+            "job": job_id(processes),
             "rank": world.rank,
             "size": world.size,
             "host": world.hosts[world.rank],

@@ -133,6 +133,16 @@ def help_others(engine: Engine) -> None:
             failover.tick()
 
 
+def close_states(engine: Engine, clean: bool) -> None:
+    """Close the states of all groups at the end of the job; if it is `clean`, all ranks have come there."""
+    for state in engine.states:
+        state.close()
+        if clean and not engine.peers.rank_0_serves:  # otherwise the store may have ended by now
+            state.board.remove_noted()
+        if clean:
+            state.board.close()
+
+
 def abandon(engine: Engine) -> None:
     """In a forked child: the operations in flight are the parent's; here they fail."""
     engine.lock = threading.RLock()  # a thread of the parent may have held it

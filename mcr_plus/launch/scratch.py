@@ -4,13 +4,15 @@ A job has one folder in the temporary directory and one in shared memory, of the
 pid of the launcher. The launcher holds a lock on both as long as it lives. The kernel releases the locks
 when the launcher dies, so the next launcher of this user can distinguish stale folders from those in use,
 whatever killed their owner. Locks also hold between containers that share a folder, and cannot see each
-other's processes.
+other's processes. Between hosts that share one, as over NFS, they may not, so the name ends with the running
+kernel, and folders of others are left alone.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import os
 import re
 import shutil
@@ -24,7 +26,7 @@ from types import TracebackType
 
 from mcr_plus.core.deadline import Deadline
 from mcr_plus.errors import LaunchError
-from mcr_plus.liveness.proc import read_stat
+from mcr_plus.liveness.proc import boot_id, read_stat
 
 JOB_VARIABLE = "MCR_JOB_ID"
 
@@ -71,7 +73,7 @@ def create() -> Scratch:
     Raises `LaunchError` where they cannot be made, such as on a full disk; none is left then.
     """
     remove_stale()
-    name = f"{_PREFIX}-{os.getuid()}-{os.getpid()}-{time.monotonic_ns():x}"
+    name = f"{_PREFIX}-{os.getuid()}-{os.getpid()}-{time.monotonic_ns():x}-{kernel()}"
     root, shm = Path(tempfile.gettempdir(), name), _shm_folder(name)
     locks: list[int] = []
     try:
@@ -91,9 +93,14 @@ def create() -> Scratch:
     return Scratch(root, shm, tuple(locks))
 
 
+def kernel() -> str:
+    """The end of the names of folders that launchers under this running kernel make."""
+    return hashlib.blake2b(boot_id().encode(), digest_size=4).hexdigest()
+
+
 def remove_stale() -> None:
-    """Remove folders and kill processes that dead launchers of this user have left behind."""
-    name = f"{_PREFIX}-{os.getuid()}-*"
+    """Remove folders and kill processes that dead launchers of this user have left behind here."""
+    name = f"{_PREFIX}-{os.getuid()}-*-{kernel()}"
     stale = [_remove_if_stale(root) for root in Path(tempfile.gettempdir()).glob(name)]
     # Of jobs with another temporary directory, whose processes may be about to clean up there.
     stale += [_remove_if_stale(shm) for shm in _SHARED_MEMORY.glob(name) if _is_abandoned(shm.name)]
@@ -139,7 +146,14 @@ def _create_locked(folder: Path) -> int:
         folder.mkdir(mode=0o700)
         with suppress(FileNotFoundError):  # until it is locked, another launcher may remove it
             lock = os.open(folder, _OPEN | os.O_CLOEXEC)
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            except OSError as error:  # some file systems of clusters have no locks unless they are asked for
+                os.close(lock)
+                raise LaunchError(
+                    f"the job's folder {folder} cannot be locked: {error.strerror}; set TMPDIR to a folder "
+                    "on a disk of this host, such as /tmp"
+                ) from error
             if folder.exists():
                 return lock
             os.close(lock)

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Final, Literal
 
 State = Literal["running", "stopped", "dead"]
 _LOOKS_WITHIN: Final = 0.3  # seconds between two looks at a stopped process that count in full
 _OF_GRACE: Final = 0.6  # the most that the time between two looks counts, as a share of the grace
 _NO_CORE_FOR: Final = 5.0  # seconds that whoever looks may get no core; after more, it was stopped itself
+
+
+@cache
+def boot_id() -> str:
+    """A text that is the same in all processes under one running kernel, in containers too; may be empty."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except (OSError, ValueError):
+        return ""
 
 
 def read_stat(pid: int | str) -> tuple[str, str] | None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from mcr_plus.config.document import read_bytes
 from mcr_plus.core.stacks import Frame, call_site
-from mcr_plus.errors import InvalidArgument
+from mcr_plus.errors import ConfigError, InvalidArgument
 from mcr_plus.observe.flight_record import OURS
 
 _MOST_BYTES: Final = 1 << 30
@@ -148,11 +149,9 @@ def _of_one_job(dumps: dict[int, Dump], problems: list[str]) -> dict[int, Dump]:
 def read_dump(path: Path) -> Dump:
     """Read one JSON file; raises `InvalidArgument` unless it is a complete dump of this version."""
     try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise InvalidArgument(f"{path}: larger than {_MOST_BYTES >> 30} GiB; expected a dump of one rank")
-        data = json.loads(path.read_bytes())
-    except OSError as error:
-        raise InvalidArgument(f"{path}: cannot be read: {error.strerror}") from None
+        data = json.loads(read_bytes(path, str(path), most=_MOST_BYTES))
+    except ConfigError as error:
+        raise InvalidArgument(str(error)) from None
     except (ValueError, RecursionError) as error:
         raise InvalidArgument(f"{path}: cut off or damaged: {error}") from None
     own = data.get("mcr") if isinstance(data, dict) else None
@@ -164,7 +163,7 @@ def read_dump(path: Path) -> Dump:
         return _dump(path, data, own)
     except KeyError as error:
         raise InvalidArgument(f"{path}: not a complete dump: no {error}") from None
-    except (TypeError, ValueError, AttributeError, IndexError) as error:
+    except (TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
         raise InvalidArgument(f"{path}: not a dump: {error}") from None
 
 
@@ -186,8 +185,9 @@ def _dump(path: Path, data: dict[str, Any], own: dict[str, Any]) -> Dump:
             operation = _operation(number, entry["mcr"], entry["frames"])
             groups[entry["process_group"][0]].operations[number] = operation
     rank, size = int(own["rank"]), int(own["world_size"])
-    if not 0 <= rank < size:
-        raise ValueError(f"rank {rank} of {size}")
+    if size != len(own["hosts"]):
+        raise ValueError(f"{size} ranks on {len(own['hosts'])} hosts")
+    _check(rank, size, groups)
     return Dump(
         path,
         str(own["job"]),
@@ -197,30 +197,48 @@ def _dump(path: Path, data: dict[str, Any], own: dict[str, Any]) -> Dump:
         int(own["written_by"]),
         int(own["time_ns"]),
         str(own["reason"]),
-        own["error"],
+        _error(own["error"]),
         {int(rank): str(status) for rank, status in own["processes"].items()},
         [(str(thread["name"]), _frames(thread["frames"])) for thread in own["threads"]],
         groups,
     )
 
 
+def _check(rank: int, size: int, groups: Mapping[str, DumpedGroup]) -> None:
+    """Raise `ValueError` for ranks that are not there."""
+    if not 0 <= rank < size:
+        raise ValueError(f"rank {rank} of {size}")
+    for group in groups.values():
+        if not all(0 <= each < size for each in group.ranks):
+            raise ValueError(f"a group of ranks {list(group.ranks)} of {size}")
+        for each in group.messages:
+            peer = 0 if each.peer is None else each.peer
+            if rank not in group.ranks or not 0 <= peer < len(group.ranks):
+                raise ValueError(f"a message of ranks that are not in group '{group.name}'")
+
+
+def _error(own: dict[str, Any] | None) -> dict[str, Any] | None:
+    return None if own is None else {**own, "ranks": [int(rank) for rank in own.get("ranks", ())]}
+
+
 def _operation(number: int, own: dict[str, Any], frames: Sequence[dict[str, Any]]) -> Operation:
+    reduce_op, root, tag, peer = own["reduce_op"], own["root"], own["tag"], own["peer"]
     return Operation(
         number,
         str(own["kind"]),
         str(own["operation"]),
-        own["reduce_op"],
-        own["root"],
-        own["tag"],
+        None if reduce_op is None else str(reduce_op),
+        None if root is None else int(root),
+        None if tag is None else str(tag),
         str(own["backend"]),
-        tuple(own["shape"]),
+        tuple(int(length) for length in own["shape"]),
         str(own["dtype"]),
         str(own["state"]),
         int(own["issued_ns"]),
         float(own["waited"]),
         bool(own["waits"]),
         str(own["error"]),
-        own["peer"],
+        None if peer is None else int(peer),
         int(own["match_tag"]),
         _frames(frames),
     )

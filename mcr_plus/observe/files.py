@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pickle
+import secrets
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -70,11 +71,11 @@ def write_dump(files: DumpFiles, record: dict[str, Any]) -> None:
 
 def _write(path: Path, content: bytes) -> None:
     # Torch's tools read every file with the prefix in its name, so this one has none of it.
-    descriptor, partial = tempfile.mkstemp(prefix=".", suffix=".part", dir=path.parent)
+    # Who may read it is up to the umask of the process, unlike with `tempfile`.
+    partial = path.with_name(f".{secrets.token_hex(8)}.part")
     try:
-        with open(descriptor, "wb") as file:
+        with open(partial, "xb") as file:
             file.write(content)
-        os.chmod(partial, 0o644)
         os.replace(partial, path)
     except BaseException:
         with contextlib.suppress(OSError):

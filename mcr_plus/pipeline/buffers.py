@@ -61,6 +61,9 @@ class Lease:
 
     def tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat uninitialised tensor; begins at a multiple of 64 bytes."""
+        if torch.is_inference_mode_enabled():  # its tensors cannot be written outside of it
+            with torch.inference_mode(False):
+                return self.tensor(numel, dtype)
         if self._device.type != "cpu":
             space = torch.empty(numel, dtype=dtype, device=self._device)
             self._held.append(space)

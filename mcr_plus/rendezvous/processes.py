@@ -64,6 +64,7 @@ class Peers:
     Attributes:
         patience: seconds after an error of a library in which the loss of a peer shows.
         processes: of all ranks; empty in a job of one.
+        rank_0_serves: whether the store is in the process of rank 0.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Peers:
         `heartbeat`: seconds after which a host without a sign of life is lost, 0 for as few as the number of
         hosts allows, None for no heartbeats. `shortens`: whether a suspicion shortens them, see `suspect`.
         `sight`: of an earlier world, where this one has no agents yet.
-        `rank_0_serves`: whether the store is in the process of rank 0.
+        `rank_0_serves`: see the attribute.
         """
         self.keep: list[Any] = []  # memory that a library may still write to
         self.patience = _DEATH_SHOWS
@@ -102,7 +103,7 @@ class Peers:
         self.processes = tuple(processes)
         self._findings: Findings | None = None
         self._sight = sight
-        self._rank_0_serves = rank_0_serves
+        self.rank_0_serves = rank_0_serves
         self._last: dict[int, Finding] = {}  # after the end
         self._release: StoreRelease | None = None
         if store is None:
@@ -121,16 +122,16 @@ class Peers:
             self._enough = beats if shortens else heartbeat or beats
             self.patience = _FINDING_SHOWS + beats
             if rank != 0:  # which has the store, or shares the host of the agent that has it
-                self._release = StoreRelease(store, self._store_is_lost)
+                self._release = StoreRelease(store, self.store_is_lost)
 
-    def _store_is_lost(self) -> bool:
+    def store_is_lost(self) -> bool:
         """Whether a request to the store gets no answer, nor an error: dead processes have no connections."""
         if self.has_silent_connection():  # the thread that waits for an answer cannot look
             self.suspect([0])
         loss = self.lost(0)
         if loss is None or loss.status == "dead":
             return False
-        return loss.status == "silent" or self._rank_0_serves
+        return loss.status == "silent" or self.rank_0_serves
 
     def close(self) -> None:
         """Leave in good order: this rank's end is no death. Ranks of other hosts stay what they are then."""

@@ -13,11 +13,11 @@ import hashlib
 import hmac
 import os
 import secrets
-from pathlib import Path
 from typing import Any, Final
 
 from mcr_plus.core.c10d import PrefixStore, Store, WrappedStore, put
 from mcr_plus.errors import LaunchError
+from mcr_plus.liveness.proc import boot_id
 
 _NAME: Final = "mcr_plus_secret"
 _BYTES: Final = 32
@@ -108,11 +108,10 @@ class Offer:
 
 def _processes() -> str:
     """An identifier that is equal for processes that see each other in `/proc`: boot id and PID namespace."""
-    boot = namespace = ""
+    namespace = ""
     with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.readlink("/proc/self/ns/pid")
-    return f"{boot} {namespace}"
+    return f"{boot_id()} {namespace}"
 
 
 def read_offer(place: str) -> bytes:

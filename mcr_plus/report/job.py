@@ -101,8 +101,7 @@ class Job:
 def load_job(folder: Path) -> Job:
     """Read the files of all ranks that `mcr.record(path)` has written into a folder.
 
-    Raises `ConfigError` if there is none, one cannot be read, or two are of one rank or of jobs of unlike
-    size.
+    Raises `ConfigError` if there is none, one cannot be read, or two are of one rank or of different jobs.
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder; expected one that mcr.record(path) has written")
@@ -122,6 +121,11 @@ def load_job(folder: Path) -> Job:
             raise ConfigError(
                 f"{each.path}: of a job of {each.about['size']} ranks, but {first.path} of one of "
                 f"{first.about['size']}; expected one job"
+            )
+        if each.about["job"] != first.about["job"]:
+            raise ConfigError(
+                f"{each.path}: of job {each.about['job']}, but {first.path} of job {first.about['job']}; "
+                "expected one job: remove the file that an earlier one has left"
             )
     return _joined(recordings)
 

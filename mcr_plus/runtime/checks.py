@@ -7,7 +7,7 @@ import logging
 import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 from mcr_plus.backends import backend_class, preferred_backends
 from mcr_plus.backends.base import Backend
@@ -16,7 +16,7 @@ from mcr_plus.config.schema import Config
 from mcr_plus.core.collector import collector_paused
 from mcr_plus.core.environment import msccl_library
 from mcr_plus.core.file_limit import descriptors_left, lacking_descriptors
-from mcr_plus.errors import BackendError, BackendUnavailable, ConfigError, InvalidArgument
+from mcr_plus.errors import BackendError, BackendUnavailable, ConfigError, InvalidArgument, short
 from mcr_plus.observe.files import check_folder
 from mcr_plus.rendezvous.store import exchange
 from mcr_plus.rendezvous.world import World
@@ -59,9 +59,13 @@ def compare_configs(loaded: Config | ConfigError, world: World, timeout: float |
     differing = [rank for rank, (other, *_) in enumerate(answers) if other != answers[0][0]]
     if differing:
         names = "; ".join(f"rank {rank}: {answers[rank][2]}" for rank in (0, differing[0]))
+        effective = loaded if timeout is None else loaded.with_timeout(timeout)
+        options = {**configuration.dump(effective, units=True), "observe": None}  # in which ranks may differ
+        everywhere = [json.loads(text) for text in _gather(world, "options", json.dumps(options))]
+        where = _difference(everywhere[0], everywhere[differing[0]])
         raise ConfigError(
             f"{name}: the configuration (with its tables) differs between ranks: rank 0 and ranks "
-            f"{differing} ({names}); all ranks must use the same"
+            f"{differing} ({names}), in {where}; all ranks must use the same"
         )
     others = [rank for rank, (_, set_or_not, *_) in enumerate(answers) if set_or_not != answers[0][1]]
     if others:
@@ -70,6 +74,21 @@ def compare_configs(loaded: Config | ConfigError, world: World, timeout: float |
             "msccl must be the same on all ranks"
         )
     return loaded
+
+
+def _difference(one: Any, other: Any, place: str = "") -> str:
+    """The first option in which two configurations differ, with both values."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        for key in sorted({*one, *other}):
+            if one.get(key) != other.get(key):
+                return _difference(one.get(key), other.get(key), f"{place}.{key}" if place else key)
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        for index, pair in enumerate(zip(one, other, strict=True)):
+            if pair[0] != pair[1]:
+                return _difference(*pair, f"{place}[{index}]")
+    if one == other:
+        return "the content of a table or of an algorithm"
+    return f"{place}: {short(one)} and {short(other)}"
 
 
 def distinct_ranks(ranks: Sequence[int], size: int) -> tuple[int, ...]:

@@ -50,7 +50,7 @@ from mcr_plus.rendezvous.signing import Offer, SignedStore, read_offer
 from mcr_plus.rendezvous.store import own_server
 from mcr_plus.runtime import init
 from mcr_plus.runtime.process import job
-from mcr_plus.runtime.regroup import EpochWatch, begin_epoch, close_world
+from mcr_plus.runtime.regroup import EpochWatch, begin_epoch, close_world, remove_arrivals
 from mcr_plus.runtime.runtime import Runtime
 
 _log = logging.getLogger("mcr_plus")
@@ -159,6 +159,7 @@ def reconfigure(runtime: Runtime, uuid: str, texts: Sequence[str], timeout: floa
             _log.warning("reconfigure: values in the job's store are not signed; set MCR_SECRET on all ranks")
         if not runtime.closed:
             release_waiting(runtime.engine, {}, "reconfigure")
+        remove_arrivals(runtime, Decision())
         if (sight := runtime.hand_over()) is not None:
             ending.callback(sight.close)
         close_world(runtime, f"the program has made another one of {len(handles)} processes", Decision())

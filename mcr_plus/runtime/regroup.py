@@ -152,6 +152,7 @@ def _go_on(
             decision, members = settled.decision, settled.members
             if decision.refusal is not None:
                 raise _REFUSED.get(decision.refusal, BackendError)(f"{what}: {decision.text}")
+            remove_arrivals(runtime, decision)
             if sight is None and (sight := runtime.hand_over()) is not None:
                 ending.callback(sight.close)
             changes.take(decision, members)
@@ -292,6 +293,19 @@ def _meeting_place(roster: Roster, watch: EpochWatch, timeout: float) -> Store:
     host, port, name = json.loads(found)
     part, secret = PrefixStore(name, met_in(host, port, timeout)), secret_of(roster.root)
     return SignedStore(part, secret, name) if secret else part
+
+
+def remove_arrivals(runtime: Runtime, decision: Decision) -> None:
+    """Remove from the store what `log.stragglers()` reads of a world that all ranks are about to leave.
+
+    Each rank removes its own part, and the first one of a group that stays also those of the lost.
+    """
+    if runtime.closed or runtime.engine.peers.store_is_lost():
+        return
+    for state in runtime.engine.states:
+        local, left = state.group.local, [rank for rank in state.group.ranks if rank in decision.stay]
+        lost = [local[rank] for rank in decision.lost if rank in local]
+        state.board.remove_noted(lost if left and local.get(min(left)) == state.group.rank else ())
 
 
 def close_world(runtime: Runtime, why: str, decision: Decision) -> None:

@@ -16,7 +16,7 @@ from mcr_plus.communicator.open_group import OpenGroup, release_unused
 from mcr_plus.core.environment import min_ranks, quota_cores
 from mcr_plus.core.group import Group
 from mcr_plus.dispatch.board.base import Failure
-from mcr_plus.dispatch.closing import abandon, drain, forget, help_others
+from mcr_plus.dispatch.closing import abandon, close_states, drain, forget, help_others
 from mcr_plus.dispatch.engine import Engine
 from mcr_plus.dispatch.options import DispatchOptions
 from mcr_plus.dispatch.progress_thread import ProgressThread
@@ -389,10 +389,7 @@ class Runtime:
         for opened in reversed(self.groups):
             opened.shut(clean)
         self.idle_channels.give_up()
-        for state in self.engine.states:
-            state.close()
-            if clean:
-                state.board.close()
+        close_states(self.engine, clean)
         self.libraries.close(clean)
         if not self._goes_on:
             self.leave_keepers()

@@ -7,6 +7,8 @@ import secrets
 import time
 from typing import Final
 
+import torch
+
 from mcr_plus.errors import BackendError, CommTimeout, InvalidArgument, PeerLost
 from mcr_plus.kernels import delta
 from mcr_plus.training import weight_invitation
@@ -21,6 +23,7 @@ _LOOK_S: Final = 0.25
 _DRAWN_BITS: Final = 63
 
 
+@torch.inference_mode(False)  # as `sync`
 def join_sync(
     invitation: Path,
     module_or_state_dict: Source,

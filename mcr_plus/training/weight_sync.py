@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
+
+import torch
 
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.errors import InvalidArgument, LaunchError, McrError, NotInitialized
@@ -149,6 +152,7 @@ class WeightSync:
             raise NotInitialized(f"{self._tag!r}: the weight sync is closed")
 
 
+@torch.inference_mode(False)  # threads outside of this mode write the buffers that are made here
 def sync(
     module_or_state_dict: Source,
     src: int | Sequence[int] = 0,
@@ -224,7 +228,7 @@ def sync(
         _check(comm, tag, history, invite)
         weights = Weights(module_or_state_dict, layout, rank)
         if rank in sources:
-            listener = listen(_address(world.single_host, invite is not None))
+            listener = _listener(_address(world.single_host, invite is not None))
     except McrError as error:
         mine = str(error)
     place = listener.getsockname()[:2] if listener is not None else None
@@ -309,6 +313,14 @@ def _address(single_host: bool, invites: bool) -> str:
         if single_host:
             return "127.0.0.1"
         raise
+
+
+def _listener(address: str) -> socket.socket:
+    """What receivers connect to. Raises `InvalidArgument`, as the other ranks wait for this one's answer."""
+    try:
+        return listen(address)
+    except OSError as error:
+        raise InvalidArgument(f"sync: receivers cannot connect to {address}: {error}") from None
 
 
 def _invited(

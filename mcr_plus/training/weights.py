@@ -200,7 +200,7 @@ class Weights:
         )
         if difference is not None:
             raise InvalidArgument(f"sync: the weights have changed: {difference}; call mcr.sync again")
-        with torch.no_grad():
+        with torch.inference_mode():  # outside of which tensors that were made in it cannot be written
             for each, slices in zip(named, self._slices, strict=True):
                 for one in slices:
                     view = one.of(each.local)

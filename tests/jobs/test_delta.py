@@ -69,6 +69,11 @@ def test_a_rank_may_drop_what_it_holds_by_itself(kind: str) -> None:
         assert share < 1.02 * parts if whole else share < 0.06 * parts, (call, most)
 
 
+@pytest.mark.parametrize("codec", ["delta", "exp_window"])
+def test_inference_mode_may_change_between_calls(codec: str) -> None:
+    assert [each.value for each in run_ranks(jobs.in_inference_mode, 2, args=[codec])] == [[], []]
+
+
 def test_what_it_is_not_for_is_refused() -> None:
     kinds = "codec delta is for all_gather, all_gather_v, broadcast, recv, scatter, scatter_v, send"
     for result in run_ranks(jobs.refusals, 2):

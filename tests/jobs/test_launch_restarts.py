@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -188,7 +189,7 @@ NO_PROCESS = (1 << 22) + 1  # above the largest pid
 def test_shared_memory_of_jobs_that_live_is_not_removed(left: str) -> None:
     """A launcher without a lock is one of an older version, a lock alone that of one in another container."""
     pid = os.getpid() if left == "launcher" else NO_PROCESS
-    shm = SHARED_MEMORY / f"mcr-job-{os.getuid()}-{pid}-{time.monotonic_ns():x}"
+    shm = SHARED_MEMORY / f"mcr-job-{os.getuid()}-{pid}-{time.monotonic_ns():x}-{scratch.kernel()}"
     made = shm.with_name(f".{shm.name}")  # until it is held, as jobs beside this test remove what is left
     made.mkdir(mode=0o700)
     try:
@@ -226,6 +227,41 @@ def test_a_folder_that_was_made_again_before_it_could_be_locked_is_not_removed(
     monkeypatch.setattr(fcntl, "flock", lock)
     scratch._remove_if_stale(folder)
     assert [each.name for each in folder.iterdir()] == ["of a job that lives"]
+
+
+def test_folders_of_other_hosts_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over NFS, a host does not see the locks of another one on folders."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    own = scratch.kernel()
+    with monkeypatch.context() as there:
+        there.setattr(scratch, "boot_id", lambda: "another kernel")
+        assert scratch.kernel() != own
+        with scratch.create() as theirs:
+            there.undo()
+            os.close(theirs.locks[0])  # it does not show here
+            ours = tmp_path / f"mcr-job-{os.getuid()}-{NO_PROCESS}-1-{own}"
+            ours.mkdir()
+            scratch.remove_stale()
+            assert not ours.exists()
+            assert theirs.root.is_dir()
+            assert theirs.shm.is_dir()
+            theirs.locks = theirs.locks[1:]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EBADF])
+def test_a_folder_on_a_file_system_without_locks_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def lock(descriptor: int, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(fcntl, "flock", lock)
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(LaunchError, match=r"mcr-job-.* cannot be locked: .*; set TMPDIR to a folder"):
+        scratch.create()
+    assert list(tmp_path.iterdir()) == []
+    assert set(os.listdir("/proc/self/fd")) == before
 
 
 def test_segments_that_another_process_has_open_are_not_orphans() -> None:

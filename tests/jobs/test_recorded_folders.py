@@ -66,6 +66,7 @@ def test_folders_have_what_ranks_recorded(tmp_path: Path) -> None:
         assert (found.steps[1:] > found.steps[:-1]).all()
         assert found.about["began"] <= min(value["issued"]) <= max(value["issued"]) <= found.about["ended"]
         assert found.about["size"] == 2
+        assert found.about["job"] == load_recording(file_of(tmp_path, 0)).about["job"] != ""
         assert found.about["config"]["rules"][0]["backend"] == "gloo"
         assert load_recording(file_of(tmp_path / "failed", value["rank"])).count == value["other"] == 1
     choices = load_recording(file_of(tmp_path, 0)).about["choices"]

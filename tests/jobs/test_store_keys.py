@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
+from contextlib import suppress
 from typing import Any
 from unittest import mock
 
@@ -13,7 +16,7 @@ from ranks import Via, own_rank, run_ranks
 from torch_features import needs_list_keys
 
 import mcr_plus as mcr
-from mcr_plus.core.c10d import HashStore
+from mcr_plus.core.c10d import HashStore, TCPStore
 from mcr_plus.core.group import Group
 from mcr_plus.dispatch.board.base import pad
 from mcr_plus.dispatch.board.shared import SharedBoard
@@ -59,8 +62,9 @@ def groups(hosts: bool, rounds: int) -> dict[str, Any]:
     counts = []
     for number in range(rounds):
         closed, left, dropped = (mcr.new_group(everybody[::-1]) for _ in range(3))
-        for group in (closed, left, dropped):
-            _use(group, number)
+        with mcr.record():  # at whose end ranks of several hosts publish when they have arrived
+            for group in (closed, left, dropped):
+                _use(group, number)
         if number % 10 == 0:
             failing = mcr.new_group(everybody)
             wrong = outcome_of(lambda f=failing: f.barrier() if f.rank else _use(f, 0))  # type: ignore[misc]
@@ -116,6 +120,72 @@ def inside(rounds: int) -> list[int]:
 def test_groups_inside_of_groups_leave_no_keys() -> None:
     for result in run_ranks(inside, 4, args=[6], via="torch", timeout=120):
         assert result.value[-1] <= result.value[2], result.value
+
+
+def arrivals(how: str) -> dict[str, list[str]]:
+    """Runs on ranks of two hosts: what they have published for `log.stragglers()`, before and after a world.
+
+    Rank 2 dies with `shrink`, and a rank of each host with `one of each host`.
+    """
+    host = f"host{own_rank() // 2}"
+    with mock.patch("mcr_plus.runtime.init.host_name", return_value=host):
+        comm = mcr.init({**SETTINGS, "backends": ["gloo"]})
+    launchers = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+
+    def noted() -> list[str]:
+        return sorted(key for key in launchers.list_keys() if "/noted" in key)
+
+    pair = mcr.new_group([2, 1])
+    with mcr.record() as log:
+        for _ in range(3):
+            comm.barrier()
+        if pair.rank >= 0:
+            pair.all_reduce(torch.ones(8))
+    log.stragglers()
+    comm.barrier()
+    before = noted()
+    comm.barrier()
+    if comm.rank in {"shrink": (2,), "one of each host": (0, 3)}.get(how, ()):
+        comm.all_reduce(torch.ones(8))
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "finalize":
+        own = comm.rank
+        mcr.finalize()  # others may end later
+        return {"before": before, "after": [key for key in noted() if f"board/world/{own}/noted" in key]}
+    if how == "reconfigure":
+        handles = comm.all_gather_object(mcr.reconfigure_handle())
+        mcr.reconfigure("again", handles)
+    else:
+        with suppress(mcr.PeerLost):
+            while True:
+                comm.all_reduce(torch.ones(8))
+        mcr.shrink()
+    mcr.barrier()
+    after = noted()
+    mcr.barrier()
+    mcr.finalize()
+    return {"before": before, "after": after}
+
+
+@needs_list_keys
+@pytest.mark.parametrize(
+    ("how", "left"),
+    [
+        ("shrink", [0, 1, 3]),
+        ("one of each host", [1, 2]),
+        ("reconfigure", [0, 1, 2, 3]),
+        ("finalize", [0, 1, 2, 3]),
+    ],
+)
+def test_arrivals_do_not_stay_in_the_store(how: str, left: list[int]) -> None:
+    env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MCR_MIN_RANKS": "1"}  # the store is the launcher's
+    results = run_ranks(arrivals, 4, args=[how], via="torch", env=env, check=False, timeout=120)
+    for rank in left:
+        value = results[rank].value
+        assert value is not None, results[rank].stderr
+        # Of each rank of the world and of the pair one part, and what it says of it.
+        assert len(value["before"]) == 2 * (4 + 2), value
+        assert value["after"] == []
 
 
 def test_the_last_rank_removes_the_keys_of_all() -> None:

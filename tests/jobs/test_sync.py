@@ -98,7 +98,7 @@ def test_a_death_is_reported_to_those_whom_it_concerns(tmp_path: Path, ranks: in
 
 def test_bad_input_is_refused_on_all_ranks() -> None:
     source, other = (each.value for each in run_ranks(jobs.refusals, 2))
-    for here, there in zip(source[:9], other[:9], strict=True):  # a rank's own mistake lacks its number
+    for here, there in zip(source[:10], other[:10], strict=True):  # a rank's own mistake lacks its number
         assert re.sub(r": rank \d: sync", ": sync", here) == re.sub(r": rank \d: sync", ": sync", there)
     assert "rank 0 has 'a' of shape [3], bfloat16, rank 1 has 'a' of shape [3], float32" in source[0]
     assert "rank 0 has 'b' of shape [2], float32, rank 1 has no more tensors" in source[1]
@@ -108,14 +108,15 @@ def test_bad_input_is_refused_on_all_ranks() -> None:
     assert "src=5; expected one of the group's ranks [0, 1]" in source[5]
     assert "tag=''; expected a name" in source[6]
     assert "history=-1" in source[7]
-    assert "tag 'policy' is in use in group 'world'" in source[8]
-    assert "version 0; expected an integer above 0" in source[9]
-    assert "timeout=-1; expected seconds" in other[9]
-    assert "version '1'" in source[10]
-    assert other[10].startswith("CommTimeout: sync 'policy' of group 'world': no version newer than 0")
+    assert "rank 0: sync: receivers cannot connect to 127.0.0.1: Cannot assign" in other[8]
+    assert "tag 'policy' is in use in group 'world'" in source[9]
+    assert "version 0; expected an integer above 0" in source[10]
+    assert "timeout=-1; expected seconds" in other[10]
+    assert "version '1'" in source[11]
+    assert other[11].startswith("CommTimeout: sync 'policy' of group 'world': no version newer than 0")
     expected = "at mcr.sync it had 'b' of shape [2], float32, now it has 'b' of shape "
-    assert f"{expected}[5], float32" in source[11]
-    assert f"{expected}[2], bfloat16" in other[11]
+    assert f"{expected}[5], float32" in source[12]
+    assert f"{expected}[2], bfloat16" in other[12]
 
 
 def test_finalize_ends_the_threads() -> None:

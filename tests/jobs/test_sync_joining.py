@@ -104,6 +104,11 @@ def test_receivers_that_come_and_go_leave_nothing(tmp_path: Path) -> None:
     assert (value["stats"]["receivers"], value["stats"]["joined"], value["stats"]["lost"]) == (0, 0, [])
 
 
+def test_tensors_made_in_inference_mode_and_calls_in_it(tmp_path: Path) -> None:
+    (result,) = run_ranks(jobs.in_inference_mode, 1, args=[str(tmp_path)], via="torch")
+    assert result.value == [0] * 12
+
+
 def test_a_source_that_begins_again_is_joined_by_its_new_invitation(tmp_path: Path) -> None:
     (value,) = (each.value for each in run_ranks(jobs.ends_and_begins_again, 1, args=[str(tmp_path)]))
     assert value["found"] == [1, [1.0] * 5, 1, [2.0] * 5]

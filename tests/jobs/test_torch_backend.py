@@ -37,6 +37,7 @@ def test_configurations_that_differ_are_refused_on_all_ranks(tmp_path: Path) -> 
     for result in run_ranks(jobs.with_other_files, 2, args=[str(tmp_path)], via="torch"):
         assert "differs between ranks: rank 0 and ranks [1]" in result.value
         assert "1.yaml" in result.value
+        assert "in pipeline[1].dispatch.timeout: '30s' and '31s'; all ranks" in result.value
 
 
 def test_a_backend_whose_launcher_is_missing_is_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -149,7 +150,8 @@ def test_ranks_that_verify_meet_none_that_do_not() -> None:
     for each in results:
         assert each.value is not None, each.stderr[-2000:]
         assert each.value[0] == "ConfigError", each.value
-        assert "configuration" in each.value[1]
+        assert "differs between ranks: rank 0 and ranks [1]" in each.value[1]
+        assert re.search(r"in pipeline\[\d\]\.dispatch\.verify: '\w+' and '\w+'; all", each.value[1])
 
 
 def test_an_algorithm_that_moves_data_runs_as_it_is() -> None:

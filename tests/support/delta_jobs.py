@@ -359,3 +359,26 @@ def hierarchical(inter: bool) -> dict[str, Any]:
             same_bits += same(out, x)
             records = [(each.group, each.codec or "", each.bytes, each.wire_bytes) for each in log.records]
         return {"same": same_bits, "records": records, "encoded": encoded[0], "applied": applied[0]}
+
+
+def in_inference_mode(codec: str) -> list[str]:
+    """Broadcasts and messages in torch's inference mode and outside of it, in turns; what differed."""
+    wrong: list[str] = []
+    with mcr.init(backends=["gloo"]) as comm:
+        held = first(torch.bfloat16, 40_001, 3)
+        for call in range(4):
+            held = moved(held, call, 0.01)
+            with torch.inference_mode(call % 2 == 0):
+                x = held.clone() if comm.rank == 0 else torch.zeros_like(held)
+                work = comm.broadcast(x, 0, compress=codec, tag="b", async_op=True)
+                assert work is not None
+                work.wait()
+                wrong += [] if same(x, held) else [f"broadcast {call}"]
+                if codec == "delta":
+                    x = held.clone() if comm.rank == 0 else torch.zeros_like(held)
+                    if comm.rank == 0:
+                        comm.send(x, 1, tag=5, compress=codec)
+                    else:
+                        comm.recv(x, 0, tag=5, compress=codec)
+                    wrong += [] if same(x, held) else [f"message {call}"]
+    return wrong

@@ -25,6 +25,7 @@ from mcr_plus.training.weight_feed import Feed
 from mcr_plus.training.weight_link import Link
 
 LARGE = 4_000_037
+SHORT = 5_003  # its messages with all weights are no windows of exponents
 PERIOD = 97
 INVITATION = "policy.sync"
 State = dict[str, torch.Tensor]
@@ -236,6 +237,29 @@ def churn(folder: str, count: int) -> dict[str, Any]:
         stats = weights.stats()
         weights.close()
         return {"left": left, "stats": stats}
+
+
+def in_inference_mode(folder: str) -> list[int]:
+    """Both ends and their tensors are made in torch's inference mode or not, and used in the other one."""
+    file = Path(folder, INVITATION)
+    bad = []
+    with mcr.init(backends=["gloo"]):
+        for made, used in ((True, False), (True, True), (False, True)):
+            with torch.inference_mode(made):
+                state, target = values(0, SHORT), zeros(SHORT)
+                weights = mcr.sync(state, src=0, invite=file)
+                receiver = mcr.join_sync(file, target)
+            for version in range(1, 5):
+                with torch.inference_mode(used or made):
+                    for name, each in values(version, SHORT).items():
+                        state[name].copy_(each)
+                with torch.inference_mode(used):
+                    weights.push()
+                    assert receiver.pull(timeout=60) == version
+                bad.append(wrong(target, version))
+            receiver.close()
+            weights.close()
+    return bad
 
 
 def refusals(folder: str) -> dict[str, str]:

@@ -41,6 +41,7 @@ def operation(number: int, at: float, seconds: float, waited: float, **others: A
 
 def save(folder: Path, rank: int, records: list[Record], ends: tuple[float, ...] = (), **about: Any) -> Path:
     known = {
+        "job": "1f2e",
         "rank": rank,
         "size": 2,
         "host": "node0",

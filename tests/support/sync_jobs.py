@@ -14,6 +14,7 @@ import torch
 from ranks import wait_for_files
 
 import mcr_plus as mcr
+from mcr_plus.training import weight_sync
 from mcr_plus.training.weight_feed import Feed
 
 
@@ -259,6 +260,11 @@ def death(victim: int, folder: str) -> dict[str, Any]:
     return {"raised": raised, "lost": lost, "seconds": seconds, "stats": stats}
 
 
+def no_socket(_address: str) -> Any:
+    """As `listen` where the address cannot be used."""
+    raise OSError("Cannot assign requested address")
+
+
 def refusals() -> list[str]:
     """The texts of all errors, in order."""
     texts = []
@@ -280,6 +286,10 @@ def refusals() -> list[str]:
         refused(lambda: mcr.sync({"a": one}, src=5 if comm.rank else 0))
         refused(lambda: mcr.sync({"a": one}, tag="" if comm.rank else "x"))
         refused(lambda: mcr.sync({"a": one}, history=-1))
+        listen = weight_sync.listen
+        weight_sync.listen = no_socket
+        refused(lambda: mcr.sync({"a": one}))
+        weight_sync.listen = listen
         state = {"a": torch.zeros(3), "b": torch.zeros(2)}
         weights = mcr.sync(state)
         refused(lambda: mcr.sync(state))

@@ -261,3 +261,23 @@ def test_boards_across_hosts_give_back_what_ranks_have_published() -> None:
     assert boards[1].noted(0, [1, PART + 1, PART + 2]) == {PART + 1: (PART + 1.0, 0.5, PART + 1.25)}
     store.set("board/g/0/noted", "nonsense")
     assert boards[1].published(0) is None
+
+
+def test_what_ranks_have_published_is_removed_with_their_group() -> None:
+    store = HashStore()
+    boards = [StoreBoard(store, Group("g", (3, 7, 9), rank)) for rank in range(3)]
+    before = store.num_keys()
+    for board, count in zip(boards, (5, 3 * PART, (KEPT + 2) * PART), strict=True):
+        for number in range(1, count, 100):
+            board.note(number, 1.0, 0.5, 1.25)
+        board.counter[0] = count
+        board.publish_noted({})
+    assert store.num_keys() == before + 3 + 1 + 3 + KEPT
+    boards[1].remove_noted()
+    assert store.num_keys() == before + 2 + 1 + KEPT
+    assert boards[0].published(1) is None
+    assert boards[0].noted(1, [1]) == {}
+    boards[0].remove_noted([2])
+    assert store.num_keys() == before
+    boards[2].remove_noted([0, 1])  # nothing is left of them
+    assert store.num_keys() == before

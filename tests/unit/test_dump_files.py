@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from mcr_plus.core.message import Signature
 from mcr_plus.core.stacks import Frame, call_site, frames_of, waiting_frames
 from mcr_plus.dispatch.board.base import GroupBoard
 from mcr_plus.dispatch.group_state import GroupState
-from mcr_plus.errors import ConfigError, InvalidArgument, McrError
+from mcr_plus.errors import ConfigError, InvalidArgument, McrError, PeerLost
 from mcr_plus.observe import files, snapshot
 from mcr_plus.observe.diagnosis import Finding, diagnose
 from mcr_plus.observe.dumps import read_folder
@@ -326,6 +327,56 @@ def test_bad_files_are_left_out_and_named(tmp_path: Path) -> None:
         4: "no dump of mcr_plus", 5: "not a dump",
     }.items():  # fmt: skip
         assert any(f"rank.{file}.json" in problem and why in problem for problem in folder.problems), why
+
+
+def _nodes(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The places of all values inside plain data."""
+    inside = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for key, value in inside:
+        yield (*path, key)
+        yield from _nodes(value, (*path, key))
+
+
+@pytest.mark.parametrize("wrong", [None, -1, 10**9, 1e400, "", "x", [], [[]], {}, {"x": []}], ids=repr)
+def test_values_that_make_no_sense_are_refused_or_shown(tmp_path: Path, wrong: Any) -> None:
+    """Each value of a file in turn: it is left out with a reason, or diagnosed, and nothing else happens."""
+    lost = PeerLost("rank 2: process has died", [2], seen="process has died")
+    sends = [_message("send", 1, 3, state="started", waits=True), _message("recv", None, 4, waits=True)]
+    entries = [_entry(1), _waiting(2, _signature("broadcast", root=1, reduce_op=None, tag="t"))]
+    ranks = {0: [_world(0, entries, sends)], 1: [_world(1, [_entry(1)])]}
+    _write(tmp_path, ranks, error=lost, away={2: "dead"})
+    file = tmp_path / "rank.0.json"
+    good = json.loads(file.read_text())
+    for *path, last in _nodes(good):
+        bad = copy.deepcopy(good)
+        node = bad
+        for key in path:
+            node = node[key]
+        node[last] = wrong
+        file.write_text(json.dumps(bad))
+        folder = read_folder(tmp_path)
+        assert 1 in folder.dumps or 0 in folder.dumps  # `job` and `time_ns` say which is the last job
+        assert len(folder.absent) <= 3
+        if 0 not in folder.dumps:
+            assert any("rank.0.json" in problem for problem in folder.problems), (path, last)
+        for finding in diagnose(folder):
+            json.dumps(finding.plain())
+
+
+def test_a_pipe_is_no_dump(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rank.0.json")  # to open it would be to wait for a writer
+    with pytest.raises(InvalidArgument, match="not a regular file"):
+        read_folder(tmp_path)
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_the_umask_says_who_may_read_dumps(tmp_path: Path, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        _write(tmp_path, {0: [_world(0, [_entry(1)])]})
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o666 & ~mask}
 
 
 def test_folders_without_dumps_are_refused(tmp_path: Path) -> None:

@@ -221,6 +221,11 @@ def test_a_log_can_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         log.plot(tmp_path / "log.png")
 
 
+def test_a_trace_makes_its_folder(tmp_path: Path) -> None:
+    some_log().save(tmp_path / "traces" / "log1.json")
+    assert len(json.loads((tmp_path / "traces" / "log1.json").read_text())["traceEvents"]) > 4
+
+
 @pytest.mark.parametrize(("nbytes", "expected"), [(0, 0), (1, 1), (2, 2), (3, 4), (4096, 4096), (4097, 8192)])
 def test_size_class(nbytes: int, expected: int) -> None:
     assert size_class(nbytes) == expected

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -360,6 +362,20 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     save(tmp_path, 1, [], size=4)
     with pytest.raises(ConfigError, match="of a job of 4 ranks, but"):
         load_job(tmp_path)
+    save(tmp_path, 1, [], job="of yesterday")
+    with pytest.raises(ConfigError, match=r"rank1.npz: of job of yesterday, but .*rank0.npz of job 1f2e"):
+        load_job(tmp_path)
+    good.unlink()
+    os.mkfifo(good)
+    with pytest.raises(ConfigError, match="not a regular file"):
+        load_job(tmp_path)
+
+
+def test_ranks_prepare_a_folder_at_once(tmp_path: Path) -> None:
+    """Also those of hosts or containers that share it, where processes have equal numbers."""
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: prepare_folder(tmp_path / "a" / "b"), range(400)))
+    assert list((tmp_path / "a" / "b").iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:

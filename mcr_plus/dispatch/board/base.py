@@ -131,6 +131,12 @@ class GroupBoard:
         """What `rank` has published of these operations: times of issue, idle until then, and of the end."""
         return {}
 
+    def remove_noted(self, others: Sequence[int] = ()) -> None:
+        """Remove what this rank has published with `publish_noted`, once no rank reads it any more.
+
+        `others`: ranks whose part is removed, too, since they cannot do it. Only if this one has published.
+        """
+
     def seen(self, rank: int) -> int:  # noqa: ARG002
         """How many operations `rank` has issued as far as this process has read; from any thread."""
         return 0

@@ -24,7 +24,7 @@ from mcr_plus.dispatch.board.base import (
     slot_word,
     unpad,
 )
-from mcr_plus.dispatch.board.noted import PART, NotedParts, place_of, unpacked
+from mcr_plus.dispatch.board.noted import KEPT, PART, NotedParts, place_of, unpacked
 from mcr_plus.errors import BackendError, LaunchError
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ class StoreBoard(GroupBoard):
         self._failed = False
         self._turns = 0  # of compiling
         self._noted = NotedParts()
+        self._has_published = False
         self._moves = f"board/{group.name}/moves"  # a key of all ranks
         self._publish()
 
@@ -107,6 +108,9 @@ class StoreBoard(GroupBoard):
     def _read(self, rank: int, name: str) -> bytes | None:
         key = self._key(rank, name)
         return self._ask(lambda store: store.get(key) if store.check([key]) else None, None)
+
+    def _delete(self, key: str) -> None:
+        self._ask(lambda store: store.delete_key(key), False)
 
     def _publish(self) -> None:
         self._issued[0] = self.counter[0]
@@ -147,8 +151,7 @@ class StoreBoard(GroupBoard):
         if self._group.rank == 0:
             self._voted.append(votes)
             if len(self._voted) > RING:
-                oldest = self._voted.popleft()
-                self._ask(lambda store: store.delete_key(oldest), False)
+                self._delete(self._voted.popleft())
 
     def post_counts(self, sequence: int, sent: Sequence[int], expected: Sequence[int]) -> None:  # noqa: D102
         word = self._words[sequence % _STORED]
@@ -212,6 +215,7 @@ class StoreBoard(GroupBoard):
             self._write(f"noted/{place_of(part)}", value)
         said = json.dumps([self.counter[0], list(clocks.items())])
         self._write("noted", said.encode())  # last: what it says is there
+        self._has_published = True
 
     def published(self, rank: int) -> Published | None:  # noqa: D102
         record = self._read(rank, "noted")
@@ -230,6 +234,15 @@ class StoreBoard(GroupBoard):
                 there = unpacked(value).items()
                 found |= {number: times for number, times in there if number // PART == part}
         return found
+
+    def remove_noted(self, others: Sequence[int] = ()) -> None:  # noqa: D102
+        if not self._has_published:
+            return
+        for rank in (self._group.rank, *others):
+            said = self.published(rank)
+            places = range(min(said.issued // PART + 1, KEPT)) if said is not None else ()
+            for name in ("noted", *(f"noted/{place}" for place in places)):
+                self._delete(self._key(rank, name))
 
     def read(self, rank: int, sequence: int) -> PeerStatus:  # noqa: D102
         row = self._row_of(rank)

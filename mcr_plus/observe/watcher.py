@@ -22,6 +22,8 @@ from mcr_plus.liveness.asking import address_of, opened, received
 from mcr_plus.liveness.proc import handles
 
 _SIGNAL: Final = signal.SIGUSR2
+_BEGINNING: Final = b"Stack (most recent call first)"
+"""Of what faulthandler writes for a signal, in several pieces, which may be read one by one."""
 _PATIENCE: Final = 5.0  # seconds that a failing operation waits for its dump: a file system may hang
 
 
@@ -103,10 +105,12 @@ class Watcher:
                 finally:
                     done.set()
             if self._signals in ready and self._signals is not None:
+                pieces = []
                 with contextlib.suppress(BlockingIOError):
-                    while os.read(self._signals, 1 << 16):
-                        pass
-                self._on_signal()
+                    while piece := os.read(self._signals, 1 << 16):
+                        pieces.append(piece)
+                if _BEGINNING in b"".join(pieces):
+                    self._on_signal()
             if listening in ready and self._socket is not None:
                 for text in received(self._socket):
                     self._on_request(text)

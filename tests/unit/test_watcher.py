@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
+import threading
 from pathlib import Path
 
+import pytest
 from ranks import nursery
+
+from mcr_plus.observe.watcher import Watcher
 
 FORK = """
 import os, mcr_plus as mcr
@@ -46,3 +52,25 @@ def test_a_fork_after_the_job_leaves_descriptors_alone(tmp_path: Path) -> None:
 
 def test_a_handler_that_is_set_during_the_job_stays(tmp_path: Path) -> None:
     _run(tmp_path / "program.py", HANDLER)
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_a_signal_that_is_read_in_pieces_is_answered_once(pieces: int) -> None:
+    written = b"Stack (most recent call first):\n", b'  File "a.py", line 3\n', b'  File "a.py", line 9\n'
+    hits: list[int] = []
+    watcher = Watcher(lambda: hits.append(1), lambda _: None)
+    try:
+        assert watcher._pipe is not None
+        for _ in range(2):
+            for piece in written if pieces == 3 else (b"".join(written),):
+                os.write(watcher._pipe, piece)
+                for _ in range(2):  # these are taken before what has woken the thread together with them
+                    watcher.do(lambda: None)
+        assert len(hits) == 2
+        # What faulthandler writes begins in the same way. A signal to a thread arrives before this returns.
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR2)
+        for _ in range(2):
+            watcher.do(lambda: None)
+        assert len(hits) == 3
+    finally:
+        watcher.stop()

@@ -250,7 +250,7 @@ class GlooChannel(Channel):
         def start(message: Message) -> Poll:
             value, out = message.inputs[0], message.outputs[0] if wanted else None
             parts = value.new_empty((size, value.numel()))
-            work = self._gather_bytes(parts, value)
+            work = _gather_bytes(self._pg, parts, value, self._timeout)
 
             def finish() -> None:
                 if out is not None:
@@ -259,10 +259,6 @@ class GlooChannel(Channel):
             return self._poll(work, finish)
 
         return start
-
-    def _gather_bytes(self, output: torch.Tensor, value: torch.Tensor) -> Any:
-        options = _opts(c10d.AllgatherOptions(), timeout=self._timeout)
-        return self._pg._allgather_base(bytes_of(output), bytes_of(value), options)
 
     def _reduce_scatter(self, signature: Signature, op: ReduceOp) -> Start:
         assert signature.dtype is not None
@@ -336,7 +332,8 @@ class GlooChannel(Channel):
             return exchange  # gloo's own all_gather takes up to three times as long
 
         def start(message: Message) -> Poll:
-            return self._poll(self._gather_bytes(message.outputs[0], message.inputs[0]))
+            work = _gather_bytes(self._pg, message.outputs[0], message.inputs[0], self._timeout)
+            return self._poll(work)
 
         return start
 
@@ -455,6 +452,11 @@ class GlooChannel(Channel):
 
 stuck: Final[list[GlooChannel]] = []
 """Channels that are closed but for an operation that gloo has not ended."""
+
+
+def _gather_bytes(pg: Any, output: torch.Tensor, value: torch.Tensor, timeout: timedelta) -> Any:
+    options = _opts(c10d.AllgatherOptions(), timeout=timeout)
+    return pg._allgather_base(bytes_of(output), bytes_of(value), options)
 
 
 def _divide(tensor: torch.Tensor, size: int) -> None:

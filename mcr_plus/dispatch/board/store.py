@@ -6,6 +6,7 @@ import json
 import time
 from array import array
 from collections import deque
+from operator import methodcaller
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from mcr_plus.core.c10d import put
@@ -109,9 +110,6 @@ class StoreBoard(GroupBoard):
         key = self._key(rank, name)
         return self._ask(lambda store: store.get(key) if store.check([key]) else None, None)
 
-    def _delete(self, key: str) -> None:
-        self._ask(lambda store: store.delete_key(key), False)
-
     def _publish(self) -> None:
         self._issued[0] = self.counter[0]
         self._write("row", bytes(self._row))
@@ -151,7 +149,7 @@ class StoreBoard(GroupBoard):
         if self._group.rank == 0:
             self._voted.append(votes)
             if len(self._voted) > RING:
-                self._delete(self._voted.popleft())
+                self._ask(methodcaller("delete_key", self._voted.popleft()), False)
 
     def post_counts(self, sequence: int, sent: Sequence[int], expected: Sequence[int]) -> None:  # noqa: D102
         word = self._words[sequence % _STORED]
@@ -242,7 +240,7 @@ class StoreBoard(GroupBoard):
             said = self.published(rank)
             places = range(min(said.issued // PART + 1, KEPT)) if said is not None else ()
             for name in ("noted", *(f"noted/{place}" for place in places)):
-                self._delete(self._key(rank, name))
+                self._ask(methodcaller("delete_key", self._key(rank, name)), False)
 
     def read(self, rank: int, sequence: int) -> PeerStatus:  # noqa: D102
         row = self._row_of(rank)

@@ -383,11 +383,8 @@ def main(
         title, note = "Weight synchronisation with damage and restarts", "Two ranks on one host, gloo."
         return _report(title, note, [soak_report(soak)], output)
     if only_joins:
-        title, note = (
-            "Receivers of weights that come and go",
-            "One rank and one receiver at a time, one host.",
-        )
-        return _report(title, note, [joins_report(only_joins)], output)
+        note = "One rank and one receiver at a time, one host."
+        return _report("Receivers of weights that come and go", note, [joins_report(only_joins)], output)
     if only_signatures:
         return _report("Signatures of weights", "", [_signatures(rounds)], output)
     need_two_hosts()

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from mcr_plus.api.record import Record
 from mcr_plus.errors import ConfigError, InvalidArgument
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 TEXTS: Final = ("kind", "tag", "group", "backend", "codec", "dtype", "error")
 """Columns of texts, which are stored as numbers of entries in lists."""
 NUMBERS: Final[Mapping[str, str]] = {

@@ -137,9 +137,9 @@ def close_states(engine: Engine, clean: bool) -> None:
     """Close the states of all groups at the end of the job; if it is `clean`, all ranks have come there."""
     for state in engine.states:
         state.close()
-        if clean and not engine.peers.rank_0_serves:  # otherwise the store may have ended by now
-            state.board.remove_noted()
         if clean:
+            if not engine.peers.rank_0_serves:  # otherwise the store may have ended by now
+                state.board.remove_noted()
             state.board.close()
 
 

@@ -326,10 +326,10 @@ class GlooChannel(Channel):
                     parts[rank].copy_(sent)
                 if is_swap:
                     return self._swaps.start(self._pg, tag, sent, other)
-                counts = [sent.numel() if peer != rank else 0 for peer in range(2)]
+                counts = [sent.numel(), 0] if rank else [0, sent.numel()]
                 return self._poll(self._exchange(other, sent, counts, counts))
 
-            return exchange  # gloo's own all_gather takes up to three times as long
+            return exchange  # gloo's own all_gather takes longer
 
         def start(message: Message) -> Poll:
             work = _gather_bytes(self._pg, message.outputs[0], message.inputs[0], self._timeout)

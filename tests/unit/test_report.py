@@ -338,7 +338,7 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
         content[:10]: "truncated",
         b"": "truncated",
         b"text": "truncated",
-        saved(about=text(format=2)): "of another version of mcr_plus: format 2",
+        saved(about=text(format=1)): "of another version of mcr_plus: format 1",
         saved(about=text(rank="0")): "rank: missing or malformed",
         saved(about=text(names=[])): "names: missing or malformed",
         saved(about=np.frombuffer(b"{", np.uint8)): "about: malformed",

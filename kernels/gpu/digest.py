@@ -1,7 +1,4 @@
-"""The hashes of blocks of `mcr_plus.kernels.digest` in Triton; the same numbers.
-
-Not run on a GPU yet: only through Triton's interpreter.
-"""
+"""The hashes of blocks of `mcr_plus.kernels.digest` in Triton; the same numbers."""
 
 from __future__ import annotations
 

@@ -8,9 +8,7 @@ whose results have oracles of their own in other tests.
 from __future__ import annotations
 
 import json
-import os
 import random
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +24,7 @@ import torch
 import torch.distributed as dist
 import verify_jobs
 from conformance import Case
+from device_layers import LAYERS, fsdp, group_of_torch
 from gpu_arrays import arrays_in_order, delta_in_order
 from reference import DEVICE, Failures, difference, full, inputs, reduced, rough, wide, zeros
 from torch import nn
@@ -242,6 +241,18 @@ def _encoded(
     return results
 
 
+def _layer(name: str) -> Part:
+    def run(backends: Sequence[str], failures: Failures) -> None:
+        with mcr.init(backends=with_host(backends), timeout=TIMEOUT) as comm:
+            LAYERS[name](comm, failures)
+
+    return run
+
+
+def _fsdp(backends: Sequence[str], failures: Failures) -> None:
+    fsdp(with_host(backends), failures)
+
+
 def _delta(backends: Sequence[str], failures: Failures) -> None:
     """The codec delta, whose payloads have lengths that are known once they are encoded."""
     with mcr.init(backends=[*backends, *({"gloo"} - set(backends))], timeout=TIMEOUT) as comm:
@@ -382,14 +393,7 @@ def _compare_gradients(name: str, model: nn.Module, size: int, error: float, fai
 
 def _in_torch(backends: Sequence[str], failures: Failures) -> None:
     """torch's DDP and its functions on tensors of the device, with the backend `mcr`."""
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
-        file.write(f"version: 1\nbackends: [{', '.join(with_host(backends))}]\n")
-        file.flush()
-        os.environ["MCR_CONFIG"] = file.name
-        dist.init_process_group("mcr")
-        del os.environ["MCR_CONFIG"]
-    rank, size = dist.get_rank(), dist.get_world_size()
-    try:
+    with group_of_torch(with_host(backends)) as (rank, size):
         model = DistributedDataParallel(_small_model().to(DEVICE))
         for _ in range(3):
             model.zero_grad()
@@ -406,8 +410,6 @@ def _in_torch(backends: Sequence[str], failures: Failures) -> None:
         out = zeros(2 * size)
         dist.all_to_all_single(out, full((2 * size,), float(rank)))
         failures.check("dist.all_to_all_single", difference(out, np.arange(float(size)).repeat(2)))
-    finally:
-        dist.destroy_process_group()
 
 
 def _cupy(backends: Sequence[str], failures: Failures) -> None:
@@ -485,6 +487,7 @@ PARTS: Final[dict[str, dict[str, Part]]] = {
         "cupy": _cupy,
         "verified": _verified,
     },
+    "layers": {**{name: _layer(name) for name in LAYERS}, "FSDP": _fsdp},
 }
 """What is checked, by the launch in which it is checked and its name."""
 

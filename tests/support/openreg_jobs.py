@@ -18,7 +18,6 @@ from gpu_jobs import TIMEOUT, Part
 from reference import Failures, difference
 
 import mcr_plus as mcr
-from mcr_plus import autograd, expert
 from mcr_plus.backends.nccl.channel import support
 from mcr_plus.core.message import Signature
 from mcr_plus.errors import Unsupported
@@ -101,62 +100,6 @@ def _held(backends: Sequence[str], failures: Failures) -> None:
             failures.expect("it is complete", work.is_completed())
 
 
-def _layers(backends: Sequence[str], failures: Failures) -> None:
-    """What stands above calls: layouts, experts, gradients, outer steps, weights, a captured step."""
-    with mcr.init(backends=gpu_jobs.with_host(backends), timeout=TIMEOUT) as comm:
-        ranks, size = range(comm.size), comm.size
-        whole = torch.arange(40.0).view(5, 8)
-        rows, columns = (mcr.Layout.sharded((5, 8), ranks, dim) for dim in (0, 1))
-        moved = mcr.redistribute(openreg.late(whole.chunk(size)[comm.rank].tolist()), rows, columns)
-        wanted = whole.numpy().reshape(5, size, -1)[:, comm.rank]
-        failures.check("redistribute", difference(moved, wanted))
-        one = mcr.Layout.boxes((5, 8), {0: [((0, 5), (0, 8))]})
-        given = openreg.late(whole.tolist()) if comm.rank == 0 else None
-        spread = mcr.redistribute(given, one, mcr.Layout.replicated((5, 8), ranks))
-        failures.check("redistribute from one rank", difference(spread, whole.numpy()))
-
-        x = openreg.late([[comm.rank + 1.0, token] for token in range(6)])
-        ids = torch.tensor([[token % 4] for token in range(6)], device="openreg")
-        routed = expert.dispatch(x, ids, torch.full((6, 1), 0.5, device="openreg"), experts=4)
-        back = expert.combine(routed.rows * 4, routed)
-        failures.check("expert", difference(back, 2 * x.cpu().numpy()))
-
-        leaf = openreg.late([1.0, 2.0]).requires_grad_()
-        autograd.all_reduce(leaf * leaf * (comm.rank + 1)).sum().backward()
-        assert leaf.grad is not None
-        failures.check("autograd", difference(leaf.grad, np.array([2.0, 4.0]) * (comm.rank + 1)))
-
-        model = torch.nn.Linear(2, 2, bias=False).to("openreg")
-        with torch.no_grad():
-            model.weight.fill_(comm.rank)
-        weights = mcr.sync(model)
-        weights.push() if comm.rank == 0 else weights.pull()
-        failures.check("sync", difference(model.weight, np.zeros((2, 2))))
-        comm.barrier()
-        weights.close()
-
-        inner = torch.optim.SGD(model.parameters(), lr=0.5)
-        local = mcr.local(model, inner, every=2)
-        for _ in range(4):
-            inner.zero_grad()
-            (model.weight * (comm.rank + 1)).sum().backward()
-            local.step()
-        everyones = [torch.zeros_like(model.weight) for _ in ranks]
-        comm.all_gather(everyones, model.weight.detach())
-        same = all(torch.equal(each.cpu(), model.weight.cpu()) for each in everyones)
-        moved_far = float(model.weight.max()) < -1
-        failures.expect("local", same and moved_far, model.weight.cpu())
-
-        model = torch.nn.Linear(2, 2).to("openreg")
-        wrapped, optimizer = mcr.wrap(model, torch.optim.SGD(model.parameters(), lr=0.5))
-        with mcr.capture(wrapped, optimizer, steps=3) as captured:
-            for _ in range(4):
-                optimizer.zero_grad()
-                wrapped(x).sum().backward()
-                optimizer.step()
-        failures.expect("capture", captured.step.seconds > 0, captured.step.seconds)
-
-
 def _refused(backends: Sequence[str], failures: Failures) -> None:
     """What is CUDA's alone is refused by name."""
     with mcr.init(backends=gpu_jobs.with_host(backends), timeout=TIMEOUT) as comm:
@@ -171,9 +114,9 @@ PARTS: Final[dict[str, dict[str, Part]]] = {
     "operations": gpu_jobs.PARTS["operations"],
     "codecs": {"codecs": gpu_jobs.PARTS["codecs"]["codecs"]},
     "programs": {name: part for name, part in gpu_jobs.PARTS["programs"].items() if name != "cupy"},
+    "layers": {name: part for name, part in gpu_jobs.PARTS["layers"].items() if name != "FSDP"},
     "streams": {
         "held": _held,
-        "layers": _layers,
         "refused": _refused,
         **{
             name.partition(", ")[2]: partial(_programs, setting)

@@ -41,6 +41,8 @@ LONG: Final = (
     "test_races.py::test_no_race_and_the_right_results[gloo, sign1",
     "test_races.py::test_no_race_and_the_right_results[gloo, hierarchical, int8",
     "test_interleavings.py::test_every_order_of_larger_programs",
+    "test_interleavings.py::test_every_order[four-nccl, fused-2]",
+    "test_interleavings.py::test_what_is_left_out_shows_nothing_new",  # thousands of runs
     "test_interleavings.py::test_many_orders_of_programs_that_have_too_many",
     *(f"test_interleavings.py::test_every_course_of_a_rank_of_two_nodes[{rank}" for rank in (1, 2, 3)),
     # deaths while a newcomer gets the state; one is in `make test`

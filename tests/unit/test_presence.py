@@ -54,11 +54,12 @@ def job(size: int) -> Iterator[list[Presence]]:
 
 def die(rank: Presence) -> None:
     """As the kernel ends the connections of a process."""
-    for link in (*rank._links.values(), *(rank._door.strangers if rank._door is not None else ())):
-        link.close()
-    rank._links.clear()
-    if rank._door is not None:
-        rank._door.strangers.clear()
+    with rank._lock:  # a thread of this process may look at them, as none does in a process that ends
+        for link in (*rank._links.values(), *(rank._door.strangers if rank._door is not None else ())):
+            link.close()
+        rank._links.clear()
+        if rank._door is not None:
+            rank._door.strangers.clear()
 
 
 def address_of(rank: Presence) -> tuple[str, int]:

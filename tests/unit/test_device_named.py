@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -18,9 +19,13 @@ MAKERS: Final = {
     "randn", "randperm", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros",
 }  # fmt: skip
 
+CANDIDATE: Final = re.compile(rf"\btorch\s*\.\s*({'|'.join(MAKERS)})\b")
+
 
 def _unnamed(source: str) -> Iterator[int]:
     """Lines with a call such as `torch.zeros(…)` that names no device."""
+    if not CANDIDATE.search(source):
+        return
     for node in ast.walk(ast.parse(source)):
         if (
             isinstance(node, ast.Call)

@@ -84,7 +84,8 @@ def on_hosts(numel: int, density: float, behind: Sequence[int], rounds: int) -> 
             while comm.rank and sync.stats()["version"] < version:  # at first, one version has come before
                 sync.pull(timeout=120)
             taken, after = time.perf_counter() - begin, sync.stats()
-            expected = comm.broadcast(weights.clone(), 0)
+            expected = weights.clone()
+            comm.broadcast(expected, 0)
             if not torch.equal(weights.view(_BITS), expected.view(_BITS)):
                 raise SystemExit(f"version {version} differs on rank {comm.rank}")
             if number:  # the first round finds out what the link carries

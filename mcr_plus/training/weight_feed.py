@@ -35,8 +35,9 @@ class Answer(NamedTuple):
 class Feed:
     """The connection to a source rank, and the buffers for what it sends, with their version and digests.
 
-    One thread at a time uses it. `rank`: of this receiver, or its number, if it is outside the job, with the
-    `offer` that it takes; `ends`: whether it is to end.
+    One thread at a time uses it. `has_ended`: whether the source has closed the synchronisation. `rank`: of
+    this receiver, or its number, if it is outside the job, with the `offer` that it takes; `ends`: whether it
+    is to end.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Feed:
         ends: Callable[[], bool],
         offer: int | None = None,
     ) -> None:
-        self.source, self.version, self.is_whole = source, 0, True
+        self.source, self.version, self.is_whole, self.has_ended = source, 0, True, False
         self.refused = self.received = self.anchors = 0
         self._what, self._place, self._secret, self._rank = what, place, secret, rank
         self._held, self._ends, self._offer = held, ends, offer
@@ -104,6 +105,7 @@ class Feed:
                 self._broken(error)
                 continue
             if answer == links.END:
+                self.has_ended = True
                 raise BackendError(f"{self._what}: rank {self.source} has closed it")
             self._fruitless = 0
             if len(body) >= _TIMED:

@@ -1,7 +1,8 @@
 """Weights from a trainer to a receiver: bytes and seconds of `mcr.sync` and of what others send.
 
     python benchmarks/bench_sync.py --rate 100mbit --output benchmarks/results/sync_….md
-    python benchmarks/bench_sync.py --only-soak --soak 10000    or --only-signatures, or --only-joins 1000
+    python benchmarks/bench_sync.py --only-soak --soak 10000    or --only-signatures, --only-joins 1000,
+                                                                --only-shards, --only-late, --only-memory
 
 A bfloat16 copy of the GPT example is trained for some steps, then with AdamW at learning rates as in
 reinforcement learning; every step is a version. One host trains, the others receive, over links of the rate.
@@ -29,13 +30,15 @@ from typing import Annotated, Any, Final
 
 import harness
 import numpy as np
+import sync_late
+import sync_shards
 import torch
 import torch.distributed as dist
 import typer
 from bench_local import joined
 from harness import ROOT, Output
 from sync_soak import joins_report, soak_report
-from two_hosts import need_two_hosts
+from two_hosts import TwoHosts, need_two_hosts
 
 import mcr_plus as mcr
 from mcr_plus.kernels import delta
@@ -48,6 +51,7 @@ with suppress(ImportError):
 
 RATES: Final = (1e-6, 3e-6, 1e-5)
 BITS: Final = torch.int16
+LATE: Final = 12_800_000
 Encoded = list[torch.Tensor]
 
 
@@ -373,6 +377,13 @@ def main(
     only_joins: Annotated[
         int, typer.Option(min=0, help="Nothing but so many receivers outside a job, on one host.")
     ] = 0,
+    only_shards: Annotated[
+        bool, typer.Option(help="Nothing but two sharded sources and two tensor parallel receivers.")
+    ] = False,
+    only_late: Annotated[
+        bool, typer.Option(help="Nothing but receivers that are many versions behind.")
+    ] = False,
+    only_memory: Annotated[bool, typer.Option(help="Nothing but the memory of a source.")] = False,
     hosts: Annotated[int, typer.Option(min=2, help="The first has the weights.")] = 2,
     rounds: Annotated[int, typer.Option(help="Of the kernels.")] = 7,
     output: Output = None,
@@ -387,7 +398,13 @@ def main(
         return _report("Receivers of weights that come and go", note, [joins_report(only_joins)], output)
     if only_signatures:
         return _report("Signatures of weights", "", [_signatures(rounds)], output)
+    if only_memory:
+        return _report("Memory of weight synchronisation", "", [sync_late.memory_report()], output)
     need_two_hosts()
+    rates = rate or ["100mbit", "1gbit"]
+    if only_late:
+        note = f"{LATE:,} bfloat16 values; both hosts are one machine, and share its two cores."
+        return _report("Receivers that are late", note, [_late(rates, rounds)], output)
     with tempfile.TemporaryDirectory() as folder:
         path = kept or Path(folder, "versions.pt")
         if not path.exists():
@@ -397,9 +414,11 @@ def main(
             f"{done['parameters']:,} parameters, {done['steps']} steps at 5e-4: loss {done['loss'][0]:.3f} → "
             f"{done['loss'][1]:.3f} nats per byte, means of the first and the last tenth. "
         )
+        if only_shards:
+            return _report("Sharded weight synchronisation", notes, _shards(rates, path), output)
         head = ["density", "dense / bytes", "bytes / change", "encode GB/s", "apply", "digest alone", "copy"]
         parts.append("## Kernels, bfloat16, one thread\n\n" + harness.markdown(head, kernels(rounds)))
-        for each in rate or ["100mbit", "1gbit"]:
+        for each in rates:
             with joined(hosts, each) as made:
                 rows = harness.on_ranks(harness.on_both(made), on_hosts, str(path))
             parts.append(f"## {hosts} hosts, {each}\n\n" + harness.markdown(*_table(rows)))
@@ -412,6 +431,28 @@ def main(
         f"measured. {zstd}All hosts are one machine, and share its two cores and its clock."
     )
     return _report("Weight synchronisation", note, parts, output)
+
+
+def _shards(rates: Sequence[str], versions: Path) -> list[str]:
+    """A table for each link between the host of two trainers and that of two servers."""
+    parts = []
+    for each in rates:
+        with TwoHosts(each) as made:
+            rows = harness.on_ranks(harness.on_both(made, per_host=2), sync_shards.on_hosts, str(versions))
+        parts.append(f"## Two sources, two receivers, {each}\n\n" + sync_shards.table(rows))
+    return parts
+
+
+def _late(rates: Sequence[str], rounds: int) -> str:
+    found = []
+    for each in rates:
+        rows = []
+        for density in (0.01, 0.001):
+            with TwoHosts(each) as made:
+                launch = harness.on_both(made)
+                rows += harness.on_ranks(launch, sync_late.on_hosts, LATE, density, (2, 8, 32, 128), rounds)
+        found.append((each, rows))
+    return sync_late.table(found)
 
 
 def _report(title: str, note: str, parts: Sequence[str], output: Path | None) -> None:

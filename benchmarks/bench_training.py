@@ -43,6 +43,7 @@ class Example:
     unit: str
     exchanges: bool = False  # has an all_to_all of floats
     matrices: bool = True  # hands its gradients over by parameter; otherwise as flat buffers
+    adam: bool = True  # its optimizer is AdamW
 
 
 EXAMPLES: Final = {
@@ -54,6 +55,7 @@ EXAMPLES: Final = {
         "nats per click",
         exchanges=True,
         matrices=False,
+        adam=False,
     ),
 }
 
@@ -64,6 +66,7 @@ class Method:
 
     gradients: Mapping[str, Any] = field(default_factory=dict)
     exchange: Mapping[str, Any] = field(default_factory=dict)
+    has_momentum: bool = False  # in the codec, and AdamW has none
 
     @property
     def needs_matrices(self) -> bool:
@@ -96,6 +99,7 @@ METHODS: Final = {
     "topk 25 % int2 + EF": Method(
         {"codec": "topk", "ratio": 0.25, "values": "int2", "chunk": 4096, "error_feedback": True}
     ),
+    "topk adam": Method({"codec": "topk", "preset": "adam"}, has_momentum=True),
     "topk 1 % + EF": Method({"codec": "topk", "ratio": 0.01, "error_feedback": True}),
     "powersgd 4 + EF": Method({"codec": "powersgd", "rank": 4, "error_feedback": True}),
 }
@@ -121,6 +125,8 @@ def train(name: str, method: str, seed: int, steps: int, folder: Path) -> Run:
     config = folder / "pipeline.yaml"
     config.write_text(json.dumps(METHODS[method].config()))
     words = [*EXAMPLES[name].options, "--steps", str(steps), "--seed", str(seed), "--config", str(config)]
+    if METHODS[method].has_momentum:
+        words += ["--beta1", "0"]
     if name == "dlrm":
         words += ["--data", str(rows_for(steps, folder))]
     result = harness.train(harness.here(2), name, *words)
@@ -249,6 +255,8 @@ def main(
         for seed, name, method in product(range(seeds), names, methods):
             example = EXAMPLES[name]
             if METHODS[method].needs_matrices and not example.matrices:
+                continue
+            if METHODS[method].has_momentum and not example.adam:
                 continue
             runs.append(train(name, method, seed, steps or example.steps, Path(folder)))
             print(f"{name}  {method}  seed {seed}  final loss {runs[-1].final:.4f}", flush=True)

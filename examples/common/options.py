@@ -37,6 +37,9 @@ Data = Annotated[Path | None, typer.Option(help="text to learn; Python's own doc
 Batch = Annotated[int, typer.Option(min=1, help="windows of a step, on each rank")]
 Steps = Annotated[int, typer.Option(min=1)]
 LearningRate = Annotated[float, typer.Option(min=0.0)]
+Beta1 = Annotated[
+    float, typer.Option(min=0.0, max=0.9999, help="of AdamW; 0 where a codec has momentum (preset: adam)")
+]
 Seed = Annotated[int, typer.Option(min=0)]
 Double = Annotated[bool, typer.Option("--double", help="compute in float64")]
 # --- libraries
@@ -67,6 +70,7 @@ class Task:
     seed: int
     double: bool
     device: str = "cpu"
+    beta1: float = 0.9
 
 
 @dataclass(frozen=True)
@@ -132,6 +136,7 @@ def _do(
         shared=shared,
         steps=task.steps,
         lr=task.lr,
+        beta1=task.beta1,
         dtype=torch.float64 if task.double else torch.float32,
         device=task.device,
         record=plan.record,

@@ -43,6 +43,7 @@ class Job:
     lr: float
     dtype: torch.dtype
     device: str = "cpu"
+    beta1: float = 0.9
     record: Path | None = None  # the folder of a recording
 
 
@@ -67,7 +68,8 @@ def train(job: Job, comms: Transport, observe: Observer) -> Result:
     """One run of the job, the same on every rank."""
     device = device_of(job.device)
     model = job.build(comms).to(device, job.dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=job.lr, fused=True)
+    betas = (job.beta1, 0.999)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=job.lr, betas=betas, fused=True)
     called = model if job.shared else comms.data_parallel(model, optimizer)
     stream, streams = (0, 1) if job.shared else (comms.rank, comms.world_size)
     tokens = job.batch * (job.corpus.window - 1) * streams

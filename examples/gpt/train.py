@@ -32,6 +32,7 @@ from transformer import LanguageModel, Shape, read_shape
 from mcr_plus.errors import McrError
 
 HERE = Path(__file__).parent
+BETA1 = 0.9  # of AdamW; ways of --local have their own
 
 
 def main(
@@ -63,6 +64,7 @@ def main(
     batch: options.Batch = 8,
     steps: options.Steps = 200,
     lr: options.LearningRate = 5e-4,
+    beta1: options.Beta1 = BETA1,
     seed: options.Seed = 0,
     double: options.Double = False,
     comms: options.Comms = "mix",
@@ -84,6 +86,7 @@ def main(
             "--comms": comms != "mix",
             "--trace": trace is not None,
             "--record": record is not None,
+            "--beta1": beta1 != BETA1,
         }
         for option in [name for name, is_given in others.items() if is_given]:
             raise typer.BadParameter("does not go with --elastic", param_hint=option)
@@ -94,8 +97,8 @@ def main(
         elastic.train(shape, corpus, config, batch, steps, lr, seed)
         return
     if local:
-        if tensor_parallel_ or comms != "mix" or trace or record:
-            others_of_local = "--tensor-parallel, --comms, --trace and --record"
+        if tensor_parallel_ or comms != "mix" or trace or record or beta1 != BETA1:
+            others_of_local = "--tensor-parallel, --comms, --trace, --record and --beta1"
             raise typer.BadParameter(f"goes with none of {others_of_local}", param_hint="--local")
         shape = read_shape(Shape, model, given)
         task = outer_steps.Task(shape, batch, steps, lr, seed, every, fragments, delay, mix, warmup)
@@ -109,7 +112,7 @@ def main(
     options.start(
         lambda: read_shape(Shape, model, given),
         tensor_parallel.build if tensor_parallel_ else lambda shape, seed, _: LanguageModel(shape, seed),
-        options.Task(data, batch, steps, lr, seed, double),
+        options.Task(data, batch, steps, lr, seed, double, beta1=beta1),
         options.Plan(comms, config, compare, rounds, json, plot, trace, describe, record),
         shared=tensor_parallel_,
     )

@@ -45,6 +45,7 @@ def main(
     batch: options.Batch = 8,
     steps: options.Steps = 200,
     lr: options.LearningRate = 1e-3,
+    beta1: options.Beta1 = 0.9,
     seed: options.Seed = 0,
     double: options.Double = False,
     device: options.Device = "cpu",
@@ -74,7 +75,7 @@ def main(
     options.start(
         lambda: read_shape(ExpertShape, model, given),
         build,
-        options.Task(data, batch, steps, lr, seed, double, device),
+        options.Task(data, batch, steps, lr, seed, double, device, beta1),
         options.Plan(comms, config, compare, rounds, json, plot, trace, describe, record),
     )
 

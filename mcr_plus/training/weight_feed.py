@@ -21,6 +21,7 @@ _log = logging.getLogger("mcr_plus")
 _TRIES: Final = 8  # connections in a row that bring no answer
 _FAILURES: Final = 3  # answers in a row that cannot be used
 _UNKNOWN: Final = 0  # the digest of weights that are not usable
+_TIMED: Final = 4 << 20  # bytes; shorter messages may lie in the socket before they are read
 
 
 class Answer(NamedTuple):
@@ -34,8 +35,9 @@ class Answer(NamedTuple):
 class Feed:
     """The connection to a source rank, and the buffers for what it sends, with their version and digests.
 
-    One thread at a time uses it. `rank`: of this receiver, or its number, if it is outside the job, with the
-    `offer` that it takes; `ends`: whether it is to end.
+    One thread at a time uses it. `has_ended`: whether the source has closed the synchronisation. `rank`: of
+    this receiver, or its number, if it is outside the job, with the `offer` that it takes; `ends`: whether it
+    is to end.
     """
 
     def __init__(
@@ -49,7 +51,7 @@ class Feed:
         ends: Callable[[], bool],
         offer: int | None = None,
     ) -> None:
-        self.source, self.version, self.is_whole = source, 0, True
+        self.source, self.version, self.is_whole, self.has_ended = source, 0, True, False
         self.refused = self.received = self.anchors = 0
         self._what, self._place, self._secret, self._rank = what, place, secret, rank
         self._held, self._ends, self._offer = held, ends, offer
@@ -57,6 +59,13 @@ class Feed:
         self._most = 2 * sum(each.nbytes for each in held) + (1 << 20)
         self._link: Link | None = None
         self._fruitless = self._failures = 0
+        self._rate = 0.0  # bytes per second of the last long message
+        self._apply_s = 0.0  # of the changes of one version, in the last message with some
+
+    @property
+    def cost(self) -> int:
+        """Bytes that take as long to arrive as the changes of one version to be applied; 0 if not known."""
+        return int(self._rate * self._apply_s)
 
     def lacks(self, version: int) -> bool:
         """Whether it has to be fetched for this version."""
@@ -77,24 +86,30 @@ class Feed:
             BackendError: it has closed the synchronisation, or is of another version.
             Ended: this end is to end.
         """
+        began = 0.0
 
         def begun(answer: int, version: int) -> None:
+            nonlocal began
+            began = time.perf_counter()
             if announced is not None and answer == links.PAYLOADS:
                 announced(version)
 
         while True:
             try:
                 link = self.connected()
-                if aim:
-                    link.send(links.AIM, aim)
+                if aim or self.cost:
+                    link.send(links.AIM, aim, self.cost)
                 link.send(kind, self.version, combined(self._digests) if self.is_whole else _UNKNOWN)
                 answer, version, count, body = self._received(link, begun)
             except (OSError, EOFError) as error:  # the connection may have been the trouble
                 self._broken(error)
                 continue
             if answer == links.END:
+                self.has_ended = True
                 raise BackendError(f"{self._what}: rank {self.source} has closed it")
             self._fruitless = 0
+            if len(body) >= _TIMED:
+                self._rate = len(body) / (time.perf_counter() - began)
             return Answer(version, count, body)
 
     def connected(self) -> Link:
@@ -184,20 +199,27 @@ class Feed:
             raise BackendError(f"payloads of {sum(sizes)} bytes in {len(body) - 8 * count}")
         data = torch.frombuffer(body, dtype=torch.uint8)
         wires = data[8 * count :].split(list(sizes))
-        changed, anchors = 0, 0
+        changed, anchors, seconds = 0, 0, 0.0
         was, self.is_whole = self.is_whole, False
         for begin in range(0, count, parts):
             step = wires[begin : begin + parts]
             heads = [delta.header_of(wire) for wire in step]
             for head, digest in zip(heads, self._digests, strict=True):
                 delta.follow(head, self.version, digest if was else None)
+            begin = time.perf_counter()
             for wire, held in zip(step, self._held, strict=True):
                 delta.apply(wire, held)
                 changed += delta.changed(wire)
             self._digests = [head.digest for head in heads]
             self.version = heads[0].target
-            anchors += all(head.is_anchor for head in heads)
+            if all(head.is_anchor for head in heads):
+                anchors += 1
+            else:
+                seconds += time.perf_counter() - begin
             was = True
         self.is_whole = True
         self.anchors += anchors
+        steps = count // parts - anchors
+        if steps:
+            self._apply_s = seconds / steps
         return changed

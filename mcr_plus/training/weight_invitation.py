@@ -9,6 +9,7 @@ readable by its owner alone, and refused otherwise.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import secrets
@@ -24,19 +25,24 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from mcr_plus.errors import InvalidArgument, short
+from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.regions import Boxes, as_ints
-from mcr_plus.training.weight_parts import Held, Part, whole_of
+from mcr_plus.training.weight_parts import Held, Part, held_by, whole_of
+from mcr_plus.training.weights import Layouts
 
 FORMAT: Final = 1
 """Of invitations: increased where a reader of the one before would misunderstand the new one."""
 WHOLE: Final = -1
-"""In the place of a rank, among the receivers of a part: a receiver that holds all of all tensors."""
+"""In the place of a rank, among the receivers of a part: a receiver that holds all of all tensors. Receivers
+that only `offers` of `mcr.sync` describe have the numbers below."""
+Offers = Mapping[str, Layouts]
+"""Names for sets of layouts: those of the ranks of another job, by names of tensors."""
 _MOST: Final = 256 << 20
 _PRIVATE: Final = 0o600
 
 
 class Offer(NamedTuple):
-    """What a receiver outside the job may hold. `rank`: that of a receiver with the same, or `WHOLE`."""
+    """What a receiver outside the job may hold. `rank`: that of a receiver with the same, or see `WHOLE`."""
 
     name: str
     rank: int
@@ -174,13 +180,52 @@ class Invitation(_Entry):
         )
 
 
-def offers_of(held: Mapping[int, Sequence[Held]], sources: Sequence[int]) -> list[Offer]:
-    """What receivers outside the job may hold: all of all tensors, or the same as a receiver in it.
+def checked(offers: object) -> Offers:
+    """Argument `offers` of `mcr.sync`; raises `InvalidArgument`."""
+    if offers is None:
+        return {}
+    if not isinstance(offers, Mapping):
+        raise InvalidArgument(f"sync: offers: expected a mapping of names to layouts, got {short(offers)}")
+    for name, layouts in offers.items():
+        if not isinstance(name, str) or not isinstance(layouts, Mapping) or not layouts:
+            raise InvalidArgument(
+                f"sync: offers[{name!r}]: expected a name, and a mapping of names of tensors to mcr.Layout, "
+                f"got {short(layouts)}"
+            )
+        for tensor, layout in layouts.items():
+            if not isinstance(tensor, str) or not isinstance(layout, Layout) or layout.is_partial:
+                raise InvalidArgument(
+                    f"sync: offers[{name!r}][{tensor!r}]: expected the name of a tensor, and an mcr.Layout "
+                    f"of values, not of addends, got {short(layout)}"
+                )
+    return offers
 
-    `held`: of all ranks. Raises `InvalidArgument` if there is nothing to offer.
+
+def digest_of(offers: Offers) -> str:
+    """The same on ranks that have the same offers."""
+    content = [
+        (name, sorted((tensor, layout.digest) for tensor, layout in offers[name].items()))
+        for name in sorted(offers)
+    ]
+    return hashlib.sha256(repr(content).encode()).hexdigest()
+
+
+def offers_of(
+    held: Mapping[int, Sequence[Held]], sources: Sequence[int], named: Offers | None = None
+) -> list[Offer]:
+    """What receivers outside the job may hold: all, what `named` gives a rank, or what a rank holds.
+
+    `held`: of all ranks. Raises `InvalidArgument` if there is nothing to offer, or `named` does not fit.
     """
     whole = whole_of(held, sources)
     offers = [] if whole is None else [Offer("all of all tensors", WHOLE, whole)]
+    if named:
+        if whole is None:
+            raise InvalidArgument(
+                f"sync: offers: src={list(sources)} do not hold all of each tensor together, so that they "
+                f"cannot offer parts of them: {short(sorted(named))}"
+            )
+        offers += _named_offers(whole, named)
     offers += [Offer(f"what rank {rank} holds", rank, held[rank]) for rank in held if rank not in sources]
     if not offers:
         raise InvalidArgument(
@@ -195,6 +240,37 @@ def offers_of(held: Mapping[int, Sequence[Held]], sources: Sequence[int]) -> lis
             contents.append(content)
             different.append(each)
     return different
+
+
+def _named_offers(whole: Sequence[Held], named: Offers) -> list[Offer]:
+    """What each rank of each set of layouts holds; tensors without a layout are whole."""
+    tensors = {each.name: each for each in whole}
+    found: list[Offer] = []
+    for name, layouts in sorted(named.items()):
+        for tensor, layout in layouts.items():
+            if tensor not in tensors:
+                raise InvalidArgument(
+                    f"sync: offers[{name!r}]: there is no tensor {tensor!r}; "
+                    f"tensors: {short(sorted(tensors))}"
+                )
+            shape = tensors[tensor].shape
+            if shape[: len(layout.shape)] != layout.shape or shape[len(layout.shape) :] not in ((), (2,)):
+                raise InvalidArgument(
+                    f"sync: offers[{name!r}][{tensor!r}]: its layout, {layout}, is not of the tensor's shape "
+                    f"{list(shape)}"
+                )
+        for rank in sorted({rank for layout in layouts.values() for rank in layout.ranks}):
+            parts = [_part_of(each, layouts.get(each.name), rank) for each in whole]
+            some = [each for each in parts if _is_some(each)]
+            found.append(Offer(f"rank {rank} of {name!r}", WHOLE - 1 - len(found), some))
+    return found
+
+
+def _part_of(whole: Held, layout: Layout | None, rank: int) -> Held:
+    """What a rank holds of a tensor; of a complex one, whose parts are a last dimension here, both parts."""
+    if layout is None:
+        return whole
+    return held_by(whole.name, layout, rank, whole.dtype, whole.shape[len(layout.shape) :])
 
 
 def write(path: str, invitation: Invitation) -> Callable[[], None]:

@@ -48,7 +48,7 @@ def join_sync(
         module_or_state_dict: as for `mcr.sync`; written in place by `pull`.
         layout: as for `mcr.sync`.
         rank: which of the ranks of its layouts this process is: that of the receiver in the job that holds
-            the same.
+            the same, or one of those of `offers` of the trainers' `mcr.sync`.
         timeout: seconds to wait for the file to be there, and for its sources to answer.
 
     Raises:

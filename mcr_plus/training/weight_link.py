@@ -3,9 +3,10 @@
 Each receiver opens one TCP connection to each source. Both say which version of payloads and digests they
 have, and refuse another. Both prove that they have the key of the synchronisation by signatures of numbers
 that the other has drawn. A receiver outside the job says which offer it takes. Then the receiver asks for
-what is newer than the version that it holds; the source answers when there is something newer. A request
-behind an `AIM` is for one version, once the source has it, or for the newest where the source cannot lead to
-that one any more.
+what is newer than the version that it holds; the source answers when there is something newer. An `AIM`
+before a request has two numbers: the version that the request is for, once the source has it, or 0 for the
+newest, which is also the answer where the source cannot lead to that one any more; and how many bytes take as
+long to arrive as the changes of one version take to be applied.
 Nothing else travels, so that either end may close at any time. A frame:
 
     head, 32 bytes | SHA-256 of the body | HMAC-SHA-256 of both and the frame's number | the body
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
     import torch
 
 WAIT, POLL, PAYLOADS, END, AIM, JOIN = range(6)
-"""Kinds of frames: a request that waits for something newer, one that does not; answers; no more answers; the
-version that the request behind it is for; the offer that a receiver outside the job takes, and its number."""
+"""Kinds of frames: a request that waits for something newer, one that does not; answers; no more answers;
+what the request behind it is for; the offer that a receiver outside the job takes, and its number."""
 JOINER: Final = (1 << 32) - 1
 """In greetings, in place of a rank: a receiver outside the job. Such receivers draw numbers above this."""
 

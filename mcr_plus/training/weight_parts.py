@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from mcr_plus.errors import InvalidArgument, phrase_ranks
+from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.regions import Boxes, Regions, as_ints, cut_apart, meet_all
 
 
@@ -31,6 +32,16 @@ class Held(NamedTuple):
 
     def __str__(self) -> str:
         return f"'{self.name}' of shape {list(self.shape)}, {self.dtype}"
+
+
+def held_by(name: str, layout: Layout, rank: int, dtype: str, tail: Sequence[int] = ()) -> Held:
+    """What a rank holds of a tensor by its layout. `tail`: extents behind those of the layout."""
+    own = layout.pieces(rank)
+    lows, highs = (
+        np.concatenate([side[own], np.tile(as_ints(ends), (len(own), 1))], axis=1)
+        for side, ends in zip(layout.held, ([0] * len(tail), tail), strict=True)
+    )
+    return Held(name, (*layout.shape, *tail), dtype, Boxes(lows, highs))
 
 
 class Part(NamedTuple):

@@ -184,6 +184,7 @@ class WeightReceiver:
         finally:
             for helper in self._helpers:
                 helper.join()
+            is_intended = is_intended or any(feed.has_ended for feed in self._feeds)
             for feed in self._feeds:
                 feed.close(says_end=is_intended)
 

@@ -314,9 +314,9 @@ class WeightSource:
     def _answer(self, link: Link, rank: int, buffers: Sequence[int]) -> bool:
         """Answer one request; False if it was the last."""
         kind, version, digest, _ = link.receive(0)
-        aim = 0
+        aim = cost = 0
         if kind == links.AIM:
-            aim = version
+            aim, cost = version, digest
             kind, version, digest, _ = link.receive(0)
         if kind == links.END:
             return False
@@ -331,7 +331,7 @@ class WeightSource:
             raise BackendError("it asks again before it has an answer")
         with self._changed:
             newest = aim or self._version
-            payloads = self._chain(version, digest, newest, buffers) if newest > version else []
+            payloads = self._chain(version, digest, newest, buffers, cost) if newest > version else []
         if payloads is None:
             newest, payloads = self._anchored(buffers)
         with self._changed:
@@ -350,8 +350,13 @@ class WeightSource:
                 self._changed.wait(_LOOK_S)
         return True
 
-    def _chain(self, version: int, digest: int, newest: int, buffers: Sequence[int]) -> list[Payload] | None:
-        """The payloads from a version to another; None if an anchor is shorter, or some are gone."""
+    def _chain(
+        self, version: int, digest: int, newest: int, buffers: Sequence[int], cost: int
+    ) -> list[Payload] | None:
+        """The payloads from a version to another; None if an anchor is sooner there, or some are gone.
+
+        Each step takes the receiver a pass over the weights, which is worth `cost` bytes of its connection.
+        """
         steps = [step for step in self._steps if version <= step.base and step.target <= newest]
         if not steps or (steps[0].base, steps[-1].target) != (version, newest):
             return None
@@ -359,7 +364,7 @@ class WeightSource:
             return None
         payloads = [step.payloads[number] for step in steps for number in buffers]
         dense = sum(self._held[number].nbytes for number in buffers)
-        if len(steps) > 1 and sum(len(each.data) for each in payloads) > dense:
+        if len(steps) > 1 and sum(len(each.data) for each in payloads) + cost * len(steps) > dense + cost:
             return None
         return payloads
 

@@ -17,7 +17,7 @@ from mcr_plus.kernels import delta
 from mcr_plus.rendezvous.network import host_address
 from mcr_plus.runtime.init import current, member_of
 from mcr_plus.training import weight_invitation
-from mcr_plus.training.weight_invitation import Invitation, offers_of
+from mcr_plus.training.weight_invitation import Invitation, Offers, offers_of
 from mcr_plus.training.weight_link import key_of, listen
 from mcr_plus.training.weight_parts import Held, Part, parts_of
 from mcr_plus.training.weight_receiver import WeightReceiver
@@ -75,8 +75,8 @@ class WeightSync:
         `timeout` seconds (None: the deadline of operations of the source's job). Without `wait`, returns None
         at once if none has arrived. Versions that a newer one has overtaken are skipped. They are received,
         applied to a copy and compared with their digest beforehand, so that the program pauses for one copy
-        of the weights; at most for the application of one version before that. Values that the program has
-        written to the tensors are overwritten.
+        of the weights; at most for the application of what one message brings before that. Values that the
+        program has written to the tensors are overwritten.
 
         Raises:
             CommTimeout: nothing newer came in time; the text names source ranks that others wait for.
@@ -162,15 +162,16 @@ def sync(
     *,
     history: float = 1.0,
     invite: Path | None = None,
+    offers: Offers | None = None,
 ) -> WeightSync:
     """Bring the weights of source ranks to the other ranks, again and again; collective over `group`.
 
     Each `push` of the source is a version; a receiver's `pull` copies the newest one to its tensors. Only
     what changed since the version that a receiver holds travels, without loss (see the codec `delta`), and
-    all weights where that is shorter, where the receiver holds something else, such as after a restart, or
-    if what it received is damaged. That concerns no other rank, and never the source's program: encoding and
-    sending run on threads beside it. A receiver that has the source's weights at the beginning, for example
-    from the same checkpoint, gets changes alone from the first version on.
+    all weights where these are there sooner, where the receiver holds something else, such as after a
+    restart, or if what it received is damaged. That concerns no other rank, and never the source's program:
+    encoding and sending run on threads beside it. A receiver that has the source's weights at the beginning,
+    for example from the same checkpoint, gets changes alone from the first version on.
 
     Ranks may hold parts of tensors: several source ranks (`src=range(4)`) those of one layout, receivers
     those of another, such as FSDP2's shards and tensor parallel ones. A receiver gets from each source rank
@@ -196,15 +197,19 @@ def sync(
         history: payloads of earlier versions that a source keeps, as a multiple of the weights' bytes.
         invite: a file that the first rank of `src` writes, by which processes outside the job may receive
             the weights as well, at any time (`mcr.join_sync`): all of all tensors, if the sources hold that
-            together, or what a receiver in the job holds. The group then needs no receiver. The same on all
-            ranks. The file has a key of this synchronisation and is readable by its owner alone; `close`
-            removes it.
+            together, what a receiver in the job holds, or what is in `offers`. The group then needs no
+            receiver. The same on all ranks. The file has a key of this synchronisation and is readable by
+            its owner alone; `close` removes it.
+        offers: what receivers outside the job may hold as well, such as tensor parallel servers: names, each
+            for the layouts of tensors by name, whose ranks are those that receivers pass to `mcr.join_sync`,
+            numbered as they like. Tensors without a layout are whole on each of them. The same on all ranks.
 
     Raises:
         InvalidArgument: on all ranks if the tensors differ between ranks (the text names the first
             difference), a local tensor does not fit its layout, no source holds an element that a receiver
             has, or a rank cannot take part; a rank of `src` is not in the group; the tag is in use; the
-            invitation cannot be written, or would offer nothing.
+            invitation cannot be written, or would offer nothing; `offers` are not of the sources' tensors, or
+            are not the same on all ranks.
 
     Example:
         ```python
@@ -223,9 +228,11 @@ def sync(
     world = current().world
     weights, listener, mine = None, None, ""
     sources: tuple[int, ...] = ()
+    named: Offers = {}
     try:
         sources = _sources(src, comm)
         _check(comm, tag, history, invite)
+        named = _named(offers, invite)
         weights = Weights(module_or_state_dict, layout, rank)
         if rank in sources:
             listener = _listener(_address(world.single_host, invite is not None))
@@ -233,8 +240,9 @@ def sync(
         mine = str(error)
     place = listener.getsockname()[:2] if listener is not None else None
     file = os.fspath(invite) if invite is not None and not mine else ""
-    named = ((), "", "") if mine else (sources, tag, file)  # what is refused may be anything
-    own = _Answer(mine, place, named, weights is None or weights.is_whole, [], secrets.token_hex(32))
+    arguments = ((), "", "") if mine else (sources, tag, file)  # what is refused may be anything
+    is_whole, offered = weights is None or weights.is_whole, weight_invitation.digest_of(named)
+    own = _Answer(mine, place, arguments, is_whole, [], secrets.token_hex(32), offered)
     if weights is not None:
         own = own._replace(held=weights.held)
     withdraw: Callable[[], None] | None = None
@@ -243,15 +251,15 @@ def sync(
         answers = dict(zip(comm.ranks, (_Answer(*each) for each in gathered), strict=True))
         _compare(answers, mine)
         held = {each: answer.held for each, answer in answers.items()}
-        offers = offers_of(held, sources) if file else []
-        parts = parts_of({**held, **{each.rank: each.held for each in offers}}, sources)
+        found = offers_of(held, sources, named) if file else []
+        parts = parts_of({**held, **{each.rank: each.held for each in found}}, sources)
         places = {each: _place(answers[each]) for each in sources}
         lead = next(iter(places))
         key = key_of(world.secret, answers[lead].nonce)
         if file:
             invitation = None
             if rank == lead:
-                invitation = Invitation.of(tag, time.time(), key, world.timeout, places, offers, parts)
+                invitation = Invitation.of(tag, time.time(), key, world.timeout, places, found, parts)
             withdraw = _invited(comm, lead, file, invitation)
         assert weights is not None
         weights.lay([part for part in parts if rank == part.source or rank in part.receivers])
@@ -266,9 +274,9 @@ def sync(
         if rank in sources:
             own_parts = [part for part in parts if part.source == rank]
             buffers = {each: _needed(own_parts, each) for each in comm.ranks if each not in sources}
-            offered = [_needed(own_parts, each.rank) for each in offers]
+            of_offers = [_needed(own_parts, each.rank) for each in found]
             kept = int(history * weights.nbytes)
-            end = WeightSource(weights, what, key, listener, buffers, kept, ends, offered)
+            end = WeightSource(weights, what, key, listener, buffers, kept, ends, of_offers)
         else:
             there = buffers_from([part for part in parts if rank in part.receivers], places)
             end = WeightReceiver(weights, what, key, there, rank, ends)
@@ -350,8 +358,18 @@ def _check(comm: Communicator, tag: str, history: float, invite: object) -> None
         raise InvalidArgument(f"sync: invite={invite!r}; expected the name of a file, or None")
 
 
+def _named(offers: object, invite: object) -> Offers:
+    named = weight_invitation.checked(offers)
+    if named and invite is None:
+        raise InvalidArgument("sync: offers are for receivers outside the job, which need invite=")
+    return named
+
+
 class _Answer(NamedTuple):
-    """What a rank says to others. `place`: where a source listens; `is_whole`: whether it has no parts."""
+    """What a rank says to others.
+
+    `place`: where a source listens; `is_whole`: whether it has no parts; `offers`: their digest.
+    """
 
     mistake: str
     place: tuple[str, int] | None
@@ -359,6 +377,7 @@ class _Answer(NamedTuple):
     is_whole: bool
     held: list[Held]
     nonce: str
+    offers: str
 
 
 def _sources(src: int | Sequence[int], comm: Communicator) -> tuple[int, ...]:
@@ -387,6 +406,8 @@ def _compare(answers: Mapping[int, _Answer], mine: str) -> None:
                 f"sync: rank {one} has src, tag and invite {first.arguments}, rank {rank} has "
                 f"{answer.arguments}"
             )
+        if answer.offers != first.offers:
+            raise InvalidArgument(f"sync: rank {one} and rank {rank} have different offers")
     source, *others = first.arguments[0]
     if others or not all(answer.is_whole for answer in answers.values()):
         return  # `parts_of` compares tensor by tensor

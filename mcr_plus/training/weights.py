@@ -15,7 +15,7 @@ from mcr_plus.errors import InvalidArgument, short
 from mcr_plus.kernels.digest import digest
 from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.regions import Boxes, Ints, meet_all
-from mcr_plus.training.weight_parts import Held, Part
+from mcr_plus.training.weight_parts import Held, Part, held_by
 
 Source = torch.nn.Module | Mapping[str, torch.Tensor]
 Layouts = Mapping[str, Layout]
@@ -91,7 +91,8 @@ def _real(name: str, value: object) -> tuple[torch.Tensor, str]:
     if torch.nn.parameter.is_lazy(value):
         raise InvalidArgument(f"sync: '{name}' has no shape yet; expected a model that has run once")
     tensor = value.detach()
-    if any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
+    places = zip(tensor.shape, tensor.stride(), strict=True)
+    if tensor.numel() and any(step == 0 and size > 1 for size, step in places):
         raise InvalidArgument(
             f"sync: '{name}' is expanded, so that its elements share memory; expected a copy"
         )
@@ -246,13 +247,8 @@ def _local(named: Named, layout: Layout | None, rank: int) -> _Local:
             f"{list(found)}"
         )
     own = layout.pieces(rank)
-    lows, highs = (
-        np.concatenate([side[own], np.full((len(own), len(tail)), end)], axis=1)
-        for side, end in zip(layout.held, (0, 2), strict=True)
-    )
     places = np.concatenate([layout.places[own], np.zeros((len(own), len(tail)), np.int64)], axis=1)
-    held = Held(name, (*layout.shape, *tail), named.entry.dtype, Boxes(lows, highs))
-    return _Local(held, places, layout.packed)
+    return _Local(held_by(name, layout, rank, named.entry.dtype, tail), places, layout.packed)
 
 
 def _slices(local: _Local, boxes: Boxes, buffer: int, at: int) -> Iterator[_Slice]:

@@ -59,6 +59,14 @@ def test_a_receiver_that_is_late_or_idle_costs_the_source_nothing() -> None:
     assert results[2].stderr.count("which has pulled none of them") == 1
 
 
+def test_a_receiver_far_behind_gets_what_is_there_sooner() -> None:
+    _, late = (each.value for each in run_ranks(jobs.far_behind, 2, args=[4_000_037, 7]))
+    assert late["wrong"] == 0
+    assert late["anchors"] == [1, 1, 1, 2], "at the beginning, and where a version costs a second"
+    assert late["costs"][0] == 0, "the time of a version is not known yet"
+    assert late["costs"][1] > 0
+
+
 def test_damage_is_noticed_and_concerns_nobody_else() -> None:
     source, damaged, other = (each.value for each in run_ranks(jobs.corrupted, 3, args=[30]))
     assert source["same"] == damaged["same"] == other["same"] == 30

@@ -96,6 +96,27 @@ def test_sharded_sources_with_a_whole_and_a_tensor_parallel_receiver(tmp_path: P
     assert sum(each["stats"]["dense_bytes"] for each in ranks[:3]) == dense[0], "each element is encoded once"
 
 
+def test_servers_in_layouts_that_no_rank_of_the_job_has(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    names = ["first", "second", "all"]
+    with (
+        running(jobs.splits, 3, folder, names) as job,
+        outsider(jobs.serves_splits, folder, 0, 5, names[0]) as first,
+        outsider(jobs.serves_splits, folder, 1, 5, names[1]) as second,
+        outsider(jobs.serves_splits, folder, None, 5, names[2]) as whole,
+    ):
+        found = [each.result().value for each in (first, second, whole)]
+        ranks = [each.value for each in job.result()]
+    assert [value["wrong"] for value in found] == [0, 0, 0]
+    elements = [13 * 6 + 2 * 3 + 7, 13 * 4 + 2 * 9 + 7 + 5, 13 * 10 + 2 * 12 + 7 + 5]
+    assert [value["stats"]["dense_bytes"] for value in found] == [4 * each for each in elements]
+    assert sum(value["stats"]["dense_bytes"] for value in ranks) == 4 * elements[2], "each is encoded once"
+    choices = "all of all tensors; rank 0 of 'again'; rank 1 of 'again'"
+    for rank, value in enumerate(found[:2]):
+        assert value["refused"].startswith(f"join_sync: rank {rank} of 'again': there is 'w' of shape ")
+        assert value["refused"].endswith(f"what may be held: {choices}")
+
+
 def test_receivers_that_come_and_go_leave_nothing(tmp_path: Path) -> None:
     (value,) = (each.value for each in run_ranks(jobs.churn, 1, args=[str(tmp_path), 60], via="torch"))
     first, last = value["left"]
@@ -131,6 +152,16 @@ def test_what_cannot_be_written_is_refused_on_all_ranks(refusals: list[dict[str,
             assert texts[name].endswith(f"cannot be written: {reason}")
         assert "invite=5; expected the name of a file, or None" in texts["not a name"]
         assert "invite: src=[0, 1] do not hold all of each tensor together" in texts["no offer"]
+        for name, text in {
+            "without a file": "offers are for receivers outside the job, which need invite=",
+            "of no layouts": "offers['x']: expected a name, and a mapping of names of tensors to mcr.Layout",
+            "of a layout": "offers['a']: expected a name, and a mapping of names of tensors to mcr.Layout",
+            "of addends": "offers['x']['a']: expected the name of a tensor, and an mcr.Layout of values",
+            "of no tensor": "offers['x']: there is no tensor 'z'; tensors: ['a', 'b']",
+            "of another shape": "offers['x']['b']: its layout, S0 @2 [3], is not of the tensor's shape [2, ",
+            "on one rank": "rank 0 and rank 1 have different offers",
+        }.items():
+            assert f"sync: {text}" in texts[f"offers {name}"]
 
 
 def test_invitations_that_cannot_be_used_are_refused(refusals: list[dict[str, str]]) -> None:

@@ -75,6 +75,13 @@ def come(folder: str, name: str) -> None:
 # -- ranks ------------------------------------------------------------------------------------------------
 
 
+def let_receivers_follow(weights: mcr.WeightSync, version: int) -> None:
+    """Wait until no receiver outside the job is so far behind that all weights are shorter than changes."""
+    source: Any = weights._end
+    while any(version - each > 20 for each in list(source._joined.values())):
+        time.sleep(0.001)
+
+
 def trains(folder: str, numel: int, until: Sequence[str]) -> dict[str, Any]:
     """Rank 0 pushes, the others pull each version, until all these files are there."""
     with mcr.init(backends=["gloo"]) as comm:
@@ -88,6 +95,7 @@ def trains(folder: str, numel: int, until: Sequence[str]) -> dict[str, Any]:
                 for name, each in values(version, numel).items():
                     state[name].copy_(each)
                 weights.push()
+                let_receivers_follow(weights, version)
                 most = max(most, weights.stats()["joined"])
             else:
                 assert weights.pull(timeout=60) == version
@@ -118,6 +126,69 @@ def shards(folder: str, until: Sequence[str]) -> dict[str, Any]:
         stats = weights.stats()
         weights.close()
         return {"version": version, "wrong": bad, "stats": stats}
+
+
+def split_values(version: int) -> dict[str, Any]:
+    """Whole tensors of a version, which servers cut in ways that no rank of the job has."""
+    real = np.arange(13 * 10, dtype=np.float32).reshape(13, 10) * 0.5 + version
+    numbers = np.arange(12, dtype=np.float32).reshape(4, 3)
+    return {
+        "w": real,
+        "c": (numbers + 1j * (numbers * version)).astype(np.complex64),
+        "norm": np.arange(7, dtype=np.float32) - version,
+        "last": np.arange(5, dtype=np.float32) * (version + 1),
+    }
+
+
+def split_layouts() -> dict[str, mcr.Layout]:
+    """Those of two servers: columns of `w`, rows of `c`, and `last` on the second one alone."""
+    return {
+        "w": mcr.Layout.sharded((13, 10), [0, 1], 1, [6, 4]),
+        "c": mcr.Layout.sharded((4, 3), [0, 1], 0, [1, 3]),
+        "last": mcr.Layout.replicated((5,), [1]),
+    }
+
+
+def split_part(rank: int, version: int) -> dict[str, Any]:
+    """What a server holds, by slices."""
+    whole = split_values(version)
+    first = {"w": whole["w"][:, :6], "c": whole["c"][:1], "norm": whole["norm"]}
+    second = {"w": whole["w"][:, 6:], "c": whole["c"][1:], "norm": whole["norm"], "last": whole["last"]}
+    return (first, second)[rank]
+
+
+def splits(folder: str, until: Sequence[str]) -> dict[str, Any]:
+    """Three sources with rows of tensors, and no receiver in the job, until these files are there."""
+    with mcr.init(backends=["gloo"]) as comm:
+        layouts = {
+            name: mcr.Layout.sharded(each.shape, range(3), 0) for name, each in split_values(0).items()
+        }
+        bounds = {
+            name: next(
+                zip(*(side[layout.pieces(comm.rank), 0].tolist() for side in layout.held), strict=True),
+                (0, 0),
+            )
+            for name, layout in layouts.items()
+        }
+
+        def part(version: int) -> State:
+            whole = split_values(version)
+            return {name: torch.from_numpy(whole[name][slice(*bounds[name])].copy()) for name in whole}
+
+        state, version, ends = part(0), 0, False
+        weights = mcr.sync(
+            state, src=range(3), layout=layouts, invite=Path(folder, INVITATION),
+            offers={"tensor parallel": split_layouts(), "again": split_layouts()},
+        )  # fmt: skip
+        while not ends:
+            version += 1
+            for name, each in part(version).items():
+                state[name].copy_(each)
+            weights.push()
+            ends = comm.broadcast_object(all(Path(folder, name).exists() for name in until), 0)
+        stats = weights.stats()
+        weights.close()
+        return {"version": version, "stats": stats}
 
 
 # -- processes outside the job ----------------------------------------------------------------------------
@@ -199,6 +270,34 @@ def serves_shards(folder: str, rank: int | None, count: int, name: str) -> dict[
         stats = weights.stats()
     come(folder, name)
     return {"wrong": bad, "stats": stats, "version": version}
+
+
+def serves_splits(folder: str, rank: int | None, count: int, name: str) -> dict[str, Any]:
+    """As a rank of the layouts that the job offers; None: with all of all tensors."""
+
+    def expected(version: int) -> dict[str, Any]:
+        return split_values(version) if rank is None else split_part(rank, version)
+
+    state = {each: torch.zeros_like(torch.from_numpy(value.copy())) for each, value in expected(0).items()}
+    layout = None if rank is None else split_layouts()
+    refused, bad = "", 0
+    with mcr.join_sync(Path(folder, INVITATION), state, layout, rank=rank or 0) as weights:
+        if rank is not None:
+            other = {**state, "w": torch.zeros(13, 5)}
+            halves = {**split_layouts(), "w": mcr.Layout.sharded((13, 10), [0, 1], 1)}
+            try:
+                mcr.join_sync(Path(folder, INVITATION), other, halves, rank=rank)
+            except mcr.InvalidArgument as error:
+                refused = str(error)
+        for _ in range(count):
+            version = weights.pull(timeout=60) or 0
+            bad += any(
+                state[each].numpy().tobytes() != np.ascontiguousarray(value).tobytes()
+                for each, value in expected(version).items()
+            )
+        stats = weights.stats()
+    come(folder, name)
+    return {"wrong": bad, "stats": stats, "refused": refused}
 
 
 # -- in one process: a job of one rank, and receivers that join it ------------------------------------------
@@ -286,6 +385,18 @@ def refusals(folder: str) -> dict[str, str]:
         refused("no folder", lambda: mcr.sync(state, invite=f"{folder}/none/file"))
         refused("a folder", lambda: mcr.sync(state, invite=folder))
         refused("not a name", lambda: mcr.sync(state, invite=5))  # type: ignore[arg-type]
+        halves = {"a": mcr.Layout.sharded((3,), [0, 1], 0)}
+
+        def offered(name: str, offers: Any, **more: Any) -> None:
+            refused(name, lambda: mcr.sync(state, **{"invite": file, "offers": offers, **more}))
+
+        offered("offers without a file", {"x": halves}, invite=None)
+        offered("offers of no layouts", {"x": {}})
+        offered("offers of a layout", halves)
+        offered("offers of addends", {"x": {"a": mcr.Layout.mesh((3,), [0, 1], ["P"])}})
+        offered("offers of no tensor", {"x": {"z": halves["a"]}})
+        offered("offers of another shape", {"x": {"b": halves["a"]}})
+        offered("offers on one rank", {"x": halves} if rank else None)
         rows = mcr.Layout.sharded((6, 4), [0, 1, 2], 0)  # of a larger job
         part = {"w": torch.zeros(rows.locals[rank])}
         refused("no offer", lambda: mcr.sync(part, src=[0, 1], layout={"w": rows}, invite=file))

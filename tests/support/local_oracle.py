@@ -6,7 +6,7 @@ gradient needs no autograd.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,11 +112,12 @@ def simulate(
     outer: Sgd | None = None,
     weights: Sequence[float] | None = None,
     warmup: int = 0,
+    inner: Mapping[str, Any] = INNER,
 ) -> Course:
     """The whole algorithm, by the definitions of DiLoCo and Streaming DiLoCo."""
     share = np.array(weights or [1.0] * ranks) / sum(weights or [1.0] * ranks)
     local = [start() for _ in range(ranks)]
-    inners = [Sgd(**INNER) for _ in range(ranks)]
+    inners = [Sgd(**inner) for _ in range(ranks)]
     anchor = start()
     outers = [
         Sgd(0.7, 0.9, True) if outer is None else Sgd(outer.lr, outer.momentum, outer.nesterov)

@@ -15,7 +15,7 @@ import torch
 from ranks import wait_for_files
 
 import mcr_plus as mcr
-from mcr_plus.training import weight_sync
+from mcr_plus.training import weight_receiver, weight_sync
 from mcr_plus.training.weight_feed import Feed
 
 
@@ -162,6 +162,51 @@ def late_and_idle() -> dict[str, Any]:
         stats = weights.stats()
         comm.barrier()
         return {"version": found, "bits": bits(model), "stats": stats, "most": most}
+
+
+def counted(numel: int, version: int) -> torch.Tensor:
+    """Of each version, every 1009th element is one more than before, others each time."""
+    found = (torch.arange(numel, dtype=torch.int64) * 2654435761 % 65521).to(torch.int16)
+    for each in range(1, version + 1):
+        found[each::1009] += 1
+    return found
+
+
+def far_behind(numel: int, count: int) -> dict[str, Any]:
+    """A receiver is so many versions behind, as if a version took no time to be applied, then a second."""
+    with mcr.init(backends=["gloo"]) as comm, mock.patch.object(weight_receiver, "AHEAD", 1):
+        held = counted(numel, 0) if comm.rank == 0 else torch.zeros(numel, dtype=torch.int16)
+        weights = mcr.sync({"w": held}, history=2.0)
+        end: Any = weights._end
+        version, wrong, anchors, costs = 0, 0, [], []
+
+        def push(versions: int) -> int:
+            for number in range(version, version + versions):
+                held[number + 1 :: 1009] += 1
+                weights.push()
+            while weights.stats()["version"] < version + versions:
+                time.sleep(0.001)
+            return version + versions
+
+        for behind, apply_s in ((0, None), (0, None), (count, 0.0), (count, 1.0)):
+            if comm.rank == 0:
+                version = push(1)
+            while comm.rank and not end._is_paused:  # what follows is asked for by `pull`
+                time.sleep(0.001)
+            comm.barrier()
+            if comm.rank == 0:
+                version = push(behind)
+            version = comm.broadcast_object(version, 0)
+            if comm.rank and apply_s is not None:
+                end._feeds[0]._apply_s = apply_s
+            while comm.rank and (weights.pull(timeout=60) or 0) < version:
+                pass
+            comm.barrier()
+            wrong += int((held != counted(numel, version)).sum())
+            anchors.append(weights.stats()["anchors"])
+            costs.append(end._feeds[0].cost if comm.rank else 0)
+            comm.barrier()  # or the next version would be pulled already
+        return {"wrong": wrong, "anchors": anchors, "costs": costs}
 
 
 def corrupted(rounds: int) -> dict[str, Any]:

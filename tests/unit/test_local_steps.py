@@ -183,6 +183,53 @@ def test_checkpoints_at_every_step_restore_the_same_run() -> None:
         assert on_simulated_ranks(train, 2, at) == undisturbed, at
 
 
+class Descent(torch.optim.Optimizer):
+    """The steepest descent, by an optimizer that keeps nothing, and has no option but its rate."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(param.grad, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("kind", [SGD, Descent])
+def test_optimizers_without_state_are_saved_and_restored(kind: Any) -> None:
+    changed = {"every": 5, "fragments": 2, "delay": 3, "mix": 0.5}
+
+    def made_anew(comm: Any) -> tuple[Quadratic, Any]:
+        model = Quadratic(comm.rank)
+        return model, made(comm, model, partial(kind, lr=0.6), kind(model.parameters(), lr=0.05), **changed)
+
+    def train(comm: Any, at: int) -> list[tuple[list[float], list[float]]]:
+        model, local = made_anew(comm)
+        found = []
+        for step in range(14):
+            if step == at:
+                saved = copy.deepcopy([each.state_dict() for each in (model, local.inner, local)])
+                assert saved[1]["state"] == {}
+                assert [each["outer"]["state"] for each in saved[2]["fragments"]] == [{}, {}]
+                model, local = made_anew(comm)
+                load((model, local.inner, local), saved)
+            local.inner.zero_grad()
+            model.loss().backward()
+            local.step()
+            found.append((model.values(), outer_values(local)))
+        return found
+
+    undisturbed = on_simulated_ranks(train, 2, -1)
+    wanted = simulate(2, 14, 5, names_of(2), delay=3, mix=0.5, outer=Sgd(0.6), inner={"lr": 0.05})
+    for rank, course_ in enumerate(undisturbed):
+        for step, (parameters, outers) in enumerate(course_):
+            np.testing.assert_allclose(parameters, wanted.local[step][rank], rtol=1e-11, atol=1e-13)
+            np.testing.assert_allclose(outers, wanted.outer[step], rtol=1e-11, atol=1e-13)
+    for at in (0, 1, 4, 6, 9, 13):
+        assert on_simulated_ranks(train, 2, at) == undisturbed, at
+
+
 @pytest.mark.parametrize(("before", "after"), [(2, 4), (3, 2), (3, 1)])
 def test_a_checkpoint_fits_other_numbers_of_ranks(before: int, after: int) -> None:
     changed = {"every": 5, "fragments": 2, "delay": 3, "mix": 0.5}

@@ -1,0 +1,63 @@
+"""What a source of weights sends to a receiver that is several versions behind."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mcr_plus.training.weight_link import Payload
+from mcr_plus.training.weight_source import WeightSource, _Step
+from mcr_plus.training.weights import combined
+
+SIZES = [1000, 333]  # of the buffers, in bytes
+LAST = 12
+
+
+def source_of(lengths: Any) -> WeightSource:
+    """A source that holds these payloads (versions × buffers), and no connection."""
+    made: Any = WeightSource.__new__(WeightSource)
+    made._held = [torch.zeros(size, dtype=torch.uint8) for size in SIZES]
+    made._steps = deque(
+        _Step(base, [base, base + 100], base + 1, [Payload(memoryview(bytes(n)), b"") for n in row])
+        for base, row in enumerate(lengths.tolist())
+    )
+    found: WeightSource = made
+    return found
+
+
+@pytest.mark.parametrize("buffers", [[0], [1], [0, 1]])
+def test_the_answer_is_the_one_that_is_there_sooner(buffers: list[int]) -> None:
+    draw = np.random.default_rng(len(buffers) + buffers[0])
+    chosen = []
+    for _ in range(300):
+        lengths = draw.integers(1, 400, (LAST, len(SIZES)))
+        source = source_of(lengths)
+        cost = int(draw.choice([0, 1, 20, 150, 5000]))
+        version = int(draw.integers(LAST))
+        aim = int(draw.integers(version + 1, LAST + 1))
+        digest = combined([version + 100 * number for number in buffers])
+        payloads = source._chain(version, digest, aim, buffers, cost)
+        sent = lengths[version:aim, buffers]
+        # In units of the time of a byte: changes take their bytes and a pass each, all weights one pass.
+        changes = sent.sum() + cost * (aim - version)
+        everything = sum(SIZES[number] for number in buffers) + cost
+        is_chain = aim - version == 1 or changes <= everything
+        assert (payloads is not None) == is_chain
+        if payloads is not None:
+            assert [len(each.data) for each in payloads] == sent.ravel().tolist()
+        chosen.append(is_chain)
+    assert 50 < sum(chosen) < 250
+
+
+def test_changes_of_another_base_are_not_sent() -> None:
+    source = source_of(np.full((LAST, len(SIZES)), 5))
+    digest = combined([3, 103])
+    assert source._chain(3, digest, LAST, [0, 1], 0) is not None
+    assert source._chain(3, digest + 1, LAST, [0, 1], 0) is None
+    assert source._chain(4, digest, LAST, [0, 1], 0) is None
+    source._steps.popleft()
+    assert source._chain(0, combined([0, 100]), LAST, [0, 1], 0) is None

@@ -55,6 +55,7 @@ __all__ = [
     "Work",
     "WrappedStore",
     "gloo_group",
+    "look",
     "on_socket",
     "put",
 ]
@@ -69,6 +70,21 @@ def on_socket(listener: socket) -> dict[str, Any]:
     if TORCH < (2, 8):  # the default server takes no socket there
         arguments["use_libuv"] = False
     return arguments
+
+
+_ABSENT: Final = "mcr_plus: no value"
+
+
+def look(store: Store, key: str) -> bytes | None:
+    """The value that a key has now, in one request; None if it has none.
+
+    `get` after `check` would wait for as long as the store's timeout if the key was removed in between.
+    """
+    if isinstance(store, WrappedStore):
+        return store.look(key)
+    # Torch's stores answer so for a key without a value; nothing is written unless the value is this text.
+    found = store.compare_set(key, _ABSENT, _ABSENT)
+    return None if found == _ABSENT.encode() else found
 
 
 def put(store: Store, key: str, value: bytes) -> None:
@@ -86,6 +102,10 @@ class WrappedStore(Store):
     def get(self, key: str) -> bytes:
         """Wait for a value; raises the errors of the other store."""
         return self._store.get(key)
+
+    def look(self, key: str) -> bytes | None:
+        """See the function."""
+        return look(self._store, key)
 
     def add(self, key: str, value: int) -> int:
         """Add to a counter; returns its new value."""

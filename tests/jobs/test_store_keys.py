@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from mismatches import outcome_of
-from ranks import Via, own_rank, run_ranks
+from ranks import Via, has_come, meet, own_rank, run_ranks, stop_until, wait_for_ranks
 from torch_features import needs_list_keys
 
 import mcr_plus as mcr
@@ -23,6 +23,7 @@ from mcr_plus.dispatch.board.shared import SharedBoard
 from mcr_plus.dispatch.board.store import _FEW, _TEXT_PLACES, _TEXT_SETS, StoreBoard
 from mcr_plus.launch import mpi_usable
 from mcr_plus.rendezvous.group_store import GroupStore
+from mcr_plus.runtime import regroup
 
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
 EARLY = 10  # groups after which every key is there that stays
@@ -186,6 +187,56 @@ def test_arrivals_do_not_stay_in_the_store(how: str, left: list[int]) -> None:
         # Of each rank of the world and of the pair one part, and what it says of it.
         assert len(value["before"]) == 2 * (4 + 2), value
         assert value["after"] == []
+
+
+def declared_lost() -> dict[str, Any]:
+    """Runs on ranks: rank 3, which was stopped, leaves the old world before the others clear it."""
+    rank = own_rank()
+    with mock.patch("mcr_plus.runtime.init.host_name", return_value=f"host{rank // 2}"):
+        comm = mcr.init({**SETTINGS, "backends": ["gloo"]})
+    launchers = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+
+    def noted() -> list[str]:
+        return sorted(key.partition("board/")[2] for key in launchers.list_keys() if "/noted" in key)
+
+    with mcr.record():
+        comm.barrier()
+    meet("published", 4)
+    if rank == 3:
+        stop_until("removes", 3, "CONT")
+        with pytest.raises(mcr.Revoked):
+            mcr.shrink()
+        has_come("has gone")
+        return {}
+    found: dict[str, Any] = {}
+    remove = regroup.remove_arrivals
+
+    def removes(*args: Any) -> None:
+        meet("removes", 3)
+        wait_for_ranks("has gone", 1)
+        found["before"] = noted()
+        meet("has looked", 3)
+        remove(*args)
+
+    with suppress(mcr.PeerLost):
+        while True:
+            comm.all_reduce(torch.ones(8))
+    with mock.patch.object(regroup, "remove_arrivals", removes):
+        mcr.shrink()
+    mcr.barrier()
+    found["after"] = noted()
+    mcr.barrier()
+    mcr.finalize()
+    return found
+
+
+@needs_list_keys
+def test_a_lost_rank_removes_no_arrivals_that_others_may_read() -> None:
+    env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MCR_MIN_RANKS": "1"}
+    results = run_ranks(declared_lost, 4, via="torch", env=env, timeout=120)
+    for result in results[:3]:
+        assert [key for key in result.value["before"] if key == "world/3/noted"], result.value
+        assert result.value["after"] == []
 
 
 def test_the_last_rank_removes_the_keys_of_all() -> None:

@@ -55,6 +55,7 @@ __all__ = [
     "Work",
     "WrappedStore",
     "gloo_group",
+    "keys_of",
     "look",
     "on_socket",
     "put",
@@ -87,6 +88,13 @@ def look(store: Store, key: str) -> bytes | None:
     return None if found == _ABSENT.encode() else found
 
 
+def keys_of(store: Store) -> list[str]:
+    """The keys of a store, or of a part of one; none where this torch does not list them (before 2.10)."""
+    while isinstance(store, WrappedStore):
+        store = store.wrapped
+    return list(store.list_keys()) if hasattr(store, "list_keys") else []
+
+
 def put(store: Store, key: str, value: bytes) -> None:
     """Set a key of a store to bytes; the stubs have text only."""
     store.set(key, value)  # type: ignore[arg-type]
@@ -98,6 +106,11 @@ class WrappedStore(Store):
     def __init__(self, store: Store) -> None:
         super().__init__()
         self._store = store
+
+    @property
+    def wrapped(self) -> Store:
+        """The other store."""
+        return self._store
 
     def get(self, key: str) -> bytes:
         """Wait for a value; raises the errors of the other store."""

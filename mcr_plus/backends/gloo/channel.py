@@ -235,8 +235,9 @@ class GlooChannel(Channel):
 
         def start(message: Message) -> Poll:
             value = message.inputs[0]
+            finish: Callable[[], None] | None = None
             if is_root:
-                target, finish = message.outputs[0], None
+                target = message.outputs[0]
                 if op == "AVG":
                     finish = partial(_divide, target, size)
             else:  # gloo uses their tensors as scratch; our operations preserve their input

@@ -3,14 +3,18 @@
     python benchmarks/bench_observe.py --rounds 9 --operations 1000000
 
 A job of one rank, in which nothing waits for others, calls a synchronous all_reduce of 8 bytes, in turns
-without anything, recorded by `mcr.record`, and with metrics for Prometheus in a file. A time of a call is the
-median of the rounds, of the processor and not of a clock. Then `mcr-plus report` makes its page of recordings
-of two ranks with so many operations together, written for it; its time is that of the whole command.
+without anything, recorded by `mcr.record`, with metrics for Prometheus in a file, and by code from which the
+statements are taken out that remember the last operations for dumps and `mcr-plus top`, which are always on.
+A time of a call is the median of the rounds, of the processor and not of a clock. Then `mcr-plus report`
+makes its page of recordings of two ranks with so many operations together, written for it; its time is that
+of the whole command.
 The report goes to benchmarks/results/observe_<hardware>_<yyyymm>.md.
 """
 
 from __future__ import annotations
 
+import os
+import re
 import resource
 import tempfile
 import time
@@ -18,6 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
+from types import FunctionType
 from typing import Annotated, Any, Final
 
 import harness
@@ -28,11 +33,14 @@ from harness import HARDWARE, MCR_PLUS, Dated, Hardware, Rounds
 import mcr_plus as mcr
 from mcr_plus.api.record import Record
 from mcr_plus.api.record_file import file_of, save_recording
+from mcr_plus.dispatch import operation
 from mcr_plus.observe.options import ObserveOptions
 from mcr_plus.observe.publisher import open_publisher
 from mcr_plus.runtime.init import current
 
 CALLS: Final = 5000
+PLAIN: Final = "not observed"
+REMEMBERING: Final = 5  # statements in `dispatch/operation.py` that remember an operation
 GOAL_S, GOAL_BYTES = 20.0, 20_000_000
 KINDS: Final = (
     ("all_to_all", "embedding", "gloo"),
@@ -52,26 +60,54 @@ def published(folder: Path) -> Iterator[None]:
     publisher.close()
 
 
-def calls(rounds: int) -> dict[str, float]:
-    """Microseconds of the processor per call, by how it is observed."""
+@contextmanager
+def forgetful() -> Iterator[None]:
+    """Operations bound while the block runs are not remembered: the statement is not in their code."""
+    source, found = re.subn(
+        r"^( +)remember\(\(.*\)\)$", r"\1pass", Path(operation.__file__).read_text(), flags=re.MULTILINE
+    )
+    assert found == REMEMBERING
+    other: dict[str, Any] = {"__name__": operation.__name__}
+    exec(compile(source, operation.__file__, "exec"), other)
+    changed = [
+        (function, vars(other["Operation"])[name].__code__)
+        for name, function in vars(operation.Operation).items()
+        if isinstance(function, FunctionType)
+    ]
+    before = [function.__code__ for function, _ in changed]
+    for function, code in changed:
+        function.__code__ = code
+    try:
+        yield
+    finally:
+        for (function, _), code in zip(changed, before, strict=True):
+            function.__code__ = code
+
+
+def calls(rounds: int) -> dict[str, list[float]]:
+    """Microseconds of the processor per call, by how it is observed and round."""
     torch.set_num_threads(1)
-    with mcr.init({"version": 1}) as comm, tempfile.TemporaryDirectory() as folder:
-        tensor = torch.ones(2)
+    with tempfile.TemporaryDirectory() as folder:
         ways: dict[str, Any] = {
-            "not observed": nullcontext,
-            "recorded": mcr.record,
-            "metrics": lambda: published(Path(folder)),
+            PLAIN: (nullcontext, nullcontext),
+            "not even remembered": (forgetful, nullcontext),
+            "recorded": (nullcontext, mcr.record),
+            "metrics": (nullcontext, lambda: published(Path(folder))),
         }
 
         def turn(way: Any) -> float:
-            with way():
-                began = time.process_time()
-                for _ in range(CALLS):
+            around, within = way
+            with around(), mcr.init({"version": 1}) as comm:
+                tensor = torch.ones(2)
+                for _ in range(CALLS // 10):
                     comm.all_reduce(tensor, mcr.MAX)
-                return 1e6 * (time.process_time() - began) / CALLS
+                with within():
+                    began = time.process_time()
+                    for _ in range(CALLS):
+                        comm.all_reduce(tensor, mcr.MAX)
+                    return 1e6 * (time.process_time() - began) / CALLS
 
-        times = harness.in_turns(ways, rounds, turn)
-        return {name: median(each) for name, each in times.items()}
+        return harness.in_turns(ways, rounds, turn)
 
 
 def write_recordings(folder: Path, count: int) -> float:
@@ -133,8 +169,16 @@ def main(
     output: Dated = None,
 ) -> None:
     found = calls(rounds)
-    plain = found["not observed"]
-    rows = [[name, f"{us:.2f}", f"{us - plain:+.2f}"] for name, us in found.items()]
+    plain = found[PLAIN]
+    rows = [
+        [
+            name,
+            f"{median(times):.2f}",
+            f"{median(us - each for us, each in zip(times, plain, strict=True)):+.2f}",
+            f"{min(times):.2f}",
+        ]
+        for name, times in found.items()
+    ]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         written = write_recordings(folder, operations)
@@ -154,9 +198,10 @@ def main(
         "What it costs to observe a job",
         harness.command(),
         "a call is a synchronous all_reduce of 8 bytes in a job of one rank: time of the processor, the "
-        f"median of {rounds} turns of {CALLS:,} calls",
+        f"median of {rounds} turns of {CALLS:,} calls, and of its differences from one that is not observed "
+        f"in the same round; load average {os.getloadavg()[0]:.0f}",
         "### A call",
-        harness.markdown(["way", "µs of the processor", "more"], rows),
+        harness.markdown(["way", "µs of the processor", "more", "least"], rows),
         f"### The report of {operations:,} operations",
         harness.markdown(["what", "measured", "goal"], figures),
     )

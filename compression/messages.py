@@ -20,10 +20,10 @@ import torch
 
 from mcr_plus.compression.codec import Codec
 from mcr_plus.compression.schemes import MakeState, Scheme
+from mcr_plus.core.buffers import Pool
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.core.work import JointWork, Work
 from mcr_plus.errors import BackendError, InvalidArgument, Unsupported
-from mcr_plus.pipeline.buffers import Pool
 from mcr_plus.pipeline.stage import Issue, Next
 
 if TYPE_CHECKING:

@@ -16,11 +16,11 @@ import torch
 
 from mcr_plus.compression.codec import PayloadCodec
 from mcr_plus.compression.state import CompressorState
+from mcr_plus.core.buffers import Lease
 from mcr_plus.core.kinds import KINDS, REDUCING, Kind, collective, plain_kind
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.core.work import Work
 from mcr_plus.errors import BackendError
-from mcr_plus.pipeline.buffers import Lease
 from mcr_plus.pipeline.stage import Issue, Next
 
 Write = Callable[[int, torch.Tensor], int]

@@ -23,11 +23,11 @@ import torch
 from mcr_plus.compression.codec import Codec, PayloadCodec
 from mcr_plus.compression.payloads import MOVED, PayloadExchange
 from mcr_plus.compression.state import CompressorState
+from mcr_plus.core.buffers import Lease, Pool
 from mcr_plus.core.kinds import VECTOR, collective, dtype_name, plain_kind
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.core.work import JointWork, Work
 from mcr_plus.errors import BackendError
-from mcr_plus.pipeline.buffers import Lease, Pool
 from mcr_plus.pipeline.stage import Issue, Next
 
 MakeState = Callable[[torch.device, int], CompressorState]

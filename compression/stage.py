@@ -30,6 +30,7 @@ from mcr_plus.compression.scheme_bytes import payload_bytes, wire_bytes
 from mcr_plus.compression.schemes import scheme_of
 from mcr_plus.compression.state import CompressorState
 from mcr_plus.config.options import plain_options
+from mcr_plus.core.buffers import Pool
 from mcr_plus.core.kinds import SAME_RESULT
 from mcr_plus.core.message import Message, Signature, frozen, thawed
 from mcr_plus.core.streams import has_kernels
@@ -38,7 +39,6 @@ from mcr_plus.core.work import Work
 from mcr_plus.dispatch.streams import stage_through_host
 from mcr_plus.errors import InvalidArgument, Unsupported
 from mcr_plus.kernels.compiling import preparing
-from mcr_plus.pipeline.buffers import Pool
 from mcr_plus.pipeline.stage import Context, Issue, Next, Stage
 from mcr_plus.pipeline.treatment import NO_CODEC, Treatment
 

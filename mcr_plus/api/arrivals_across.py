@@ -95,14 +95,18 @@ class AcrossHosts:
         """Operations of which all ranks have published their arrivals by now, each of them once.
 
         Waits for ranks whose recordings are about to end, `PATIENCE` seconds at most in all. Of groups that
-        are closed, nothing more is compared.
+        are closed, nothing more is compared, also if they are closed meanwhile by another thread.
         """
         deadline = time.monotonic() + PATIENCE
         self.missing = set()
         for each in self._groups.values():
             if each.own and not _has_ended(each.state):
-                for found in self._of_group(each, deadline):
-                    yield each.state.group, found
+                try:
+                    for found in self._of_group(each, deadline):
+                        yield each.state.group, found
+                except ValueError:  # of memory that another thread has closed with the group
+                    if not _has_ended(each.state):
+                        raise
 
     def _of_group(self, of: _Group, deadline: float) -> Iterator[Compared]:
         group, board = of.state.group, of.state.board
@@ -134,16 +138,29 @@ class AcrossHosts:
             yield found
 
     def _awaited(self, of: _Group, rank: int, last: int, deadline: float) -> Published | None:
-        """What a rank has published, if its recording has come as far as `last`, or does so in time."""
-        while True:
-            found = of.state.board.published(rank)
+        """What a rank has published, if its recording has come as far as `last`, or does so in time.
+
+        Without a wait for one that publishes nothing more: it has left, has failed or is lost, or this rank
+        leaves the group meanwhile, in another thread.
+        """
+        board = of.state.board
+        while not (_has_ended(of.state) or self._engine.peers.store_is_lost()):
+            found = board.published(rank)
             if (found is not None and found.issued >= last) or rank in of.silent:
                 return found
+            if self._has_gone(of, rank):
+                return board.published(rank)  # what it has published last
             if time.monotonic() > deadline:
                 of.silent.add(rank)
                 return found
             self._engine.progress_once()  # of what it may wait for
             time.sleep(_LOOK_EVERY)
+        return None
+
+    def _has_gone(self, of: _Group, rank: int) -> bool:
+        board, group = of.state.board, of.state.group
+        has_ended = board.is_closed(rank) or board.failure(rank) is not None
+        return has_ended or self._engine.peers.is_away(group.ranks[rank])
 
     def _by_place(self, ranks: Sequence[int], each: Sequence[Any]) -> Iterator[tuple[str, Any]]:
         processes = self._engine.peers.processes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import reduce
+from typing import Final
 
 import torch
 
@@ -12,6 +13,8 @@ from mcr_plus.core.kinds import ReduceOp
 LocalReduce = Callable[[torch.Tensor, torch.Tensor], None]
 """Reduce `parts` over dim 0 into `out`: parts [ranks, n], out [n], same dtype, contiguous."""
 
+_PIECE: Final = 1 << 18
+"""Elements that are reduced at a time where that takes memory, which stays in the caches."""
 _HALVES = (torch.float16, torch.bfloat16)
 _LOGIC: dict[str, ReduceOp] = {"SUM": "BOR", "MAX": "BOR", "PRODUCT": "BAND", "MIN": "BAND"}
 _BITWISE = {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}
@@ -25,10 +28,18 @@ def local_reduce(op: ReduceOp, dtype: torch.dtype) -> LocalReduce:
     if dtype is torch.bool:
         op = _LOGIC.get(op, op)
     if op in _BITWISE:
-        return _bitwise(_BITWISE[op])
+        return _in_pieces(_bitwise(_BITWISE[op]))
     if op in ("MIN", "MAX"):
-        return _extreme(torch.amin if op == "MIN" else torch.amax)
-    return _arithmetic(op, torch.float32) if dtype in _HALVES else _in_place(op)
+        return _in_pieces(_extreme(torch.amin if op == "MIN" else torch.amax))
+    return _in_pieces(_arithmetic(op, torch.float32)) if dtype in _HALVES else _in_place(op)
+
+
+def _in_pieces(reduce_parts: LocalReduce) -> LocalReduce:
+    def run(parts: torch.Tensor, out: torch.Tensor) -> None:
+        for piece, target in zip(parts.split(_PIECE, dim=1), out.split(_PIECE), strict=True):
+            reduce_parts(piece, target)
+
+    return run
 
 
 def _bitwise(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> LocalReduce:

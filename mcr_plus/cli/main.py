@@ -7,50 +7,23 @@ stdout; errors go to stderr, one line each.
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from collections.abc import Iterable
+from importlib import import_module
+from typing import Annotated, Any, Final
 
 import typer
 
-from mcr_plus.cli.bench import bench
-from mcr_plus.cli.diagnose import diagnose
-from mcr_plus.cli.doctor import doctor
-from mcr_plus.cli.explain import explain
-from mcr_plus.cli.layout import layout
-from mcr_plus.cli.msccl import app as msccl
 from mcr_plus.cli.output import print_error
-from mcr_plus.cli.plan import plan
-from mcr_plus.cli.replay import replay
-from mcr_plus.cli.report import report
-from mcr_plus.cli.run import run
-from mcr_plus.cli.table import app as table
-from mcr_plus.cli.top import top
-from mcr_plus.cli.trace import app as trace
-from mcr_plus.cli.tune import tune
-from mcr_plus.cli.validate import validate
-from mcr_plus.cli.warmup import warmup
 from mcr_plus.core.environment import package_version
 from mcr_plus.errors import ConfigError, McrError
 
-_FAILED = 1
-_BAD_USAGE = 2
-
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
-app.command()(doctor)
-app.command(context_settings={"allow_interspersed_args": False})(run)
-app.command()(validate)
-app.command()(explain)
-app.command()(layout)
-app.command()(tune)
-app.command()(bench)
-app.command()(plan)
-app.command()(replay)
-app.command()(diagnose)
-app.command()(report)
-app.command()(warmup)
-app.command()(top)
-app.add_typer(table, name="table")
-app.add_typer(msccl, name="msccl")
-app.add_typer(trace, name="trace")
+_FAILED: Final = 1
+_BAD_USAGE: Final = 2
+_COMMANDS: Final = (
+    "doctor", "run", "validate", "explain", "layout", "tune", "bench", "plan", "replay", "diagnose", "report",
+    "warmup", "top", "table", "msccl", "trace",
+)  # fmt: skip
+"""Each a module of `mcr_plus.cli` with a function of that name, or an `app` with commands of its own."""
 
 
 def _print_version(requested: bool) -> None:
@@ -59,17 +32,32 @@ def _print_version(requested: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _common(
     _version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True)] = False,
 ) -> None:
     """Communication for distributed deep learning: start ranks, check configurations, explain and tune."""
 
 
+def app(names: Iterable[str] = _COMMANDS) -> typer.Typer:
+    """The command line with these commands."""
+    made = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+    made.callback()(_common)
+    for name in names:
+        module: Any = import_module(f"mcr_plus.cli.{name}")
+        if hasattr(module, "app"):
+            made.add_typer(module.app, name=name)
+        else:
+            words = {"allow_interspersed_args": False} if name == "run" else None
+            made.command(context_settings=words)(getattr(module, name))
+    return made
+
+
 def main() -> None:
     """Run the command line; an `McrError` is printed on stderr without a traceback."""
+    # The command that is called alone, where there is one: importing all of them takes three times as long.
+    named = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
     try:
-        app(prog_name="mcr-plus")
+        app([named] if named in _COMMANDS else _COMMANDS)(prog_name="mcr-plus")
     except McrError as error:
         print_error(str(error))
         sys.exit(_BAD_USAGE if isinstance(error, ConfigError) else _FAILED)

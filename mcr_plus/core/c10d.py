@@ -55,6 +55,8 @@ __all__ = [
     "Work",
     "WrappedStore",
     "gloo_group",
+    "keys_of",
+    "look",
     "on_socket",
     "put",
 ]
@@ -71,6 +73,28 @@ def on_socket(listener: socket) -> dict[str, Any]:
     return arguments
 
 
+_ABSENT: Final = "mcr_plus: no value"
+
+
+def look(store: Store, key: str) -> bytes | None:
+    """The value that a key has now, in one request; None if it has none.
+
+    `get` after `check` would wait for as long as the store's timeout if the key was removed in between.
+    """
+    if isinstance(store, WrappedStore):
+        return store.look(key)
+    # Torch's stores answer so for a key without a value; nothing is written unless the value is this text.
+    found = store.compare_set(key, _ABSENT, _ABSENT)
+    return None if found == _ABSENT.encode() else found
+
+
+def keys_of(store: Store) -> list[str]:
+    """The keys of a store, or of a part of one; none where this torch does not list them (before 2.10)."""
+    while isinstance(store, WrappedStore):
+        store = store.wrapped
+    return list(store.list_keys()) if hasattr(store, "list_keys") else []
+
+
 def put(store: Store, key: str, value: bytes) -> None:
     """Set a key of a store to bytes; the stubs have text only."""
     store.set(key, value)  # type: ignore[arg-type]
@@ -83,9 +107,18 @@ class WrappedStore(Store):
         super().__init__()
         self._store = store
 
+    @property
+    def wrapped(self) -> Store:
+        """The other store."""
+        return self._store
+
     def get(self, key: str) -> bytes:
         """Wait for a value; raises the errors of the other store."""
         return self._store.get(key)
+
+    def look(self, key: str) -> bytes | None:
+        """See the function."""
+        return look(self._store, key)
 
     def add(self, key: str, value: int) -> int:
         """Add to a counter; returns its new value."""

@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 
 import torch
 
+from mcr_plus.core.buffers import Lease, Pool
 from mcr_plus.core.deadline import Deadline
 from mcr_plus.core.kinds import Kind
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.core.work import JointWork, Work
 from mcr_plus.hierarchy.nodes import Nodes, Part
-from mcr_plus.pipeline.buffers import Lease, Pool
 from mcr_plus.pipeline.stage import Issue, Next
 
 Prepare = Callable[[], None] | None

@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 import torch
 
+from mcr_plus.core.buffers import Pool
 from mcr_plus.core.message import Extras, Message, Signature
 from mcr_plus.core.work import Work
 from mcr_plus.hierarchy.decompose import Decomposition
 from mcr_plus.hierarchy.nodes import Nodes, Part
-from mcr_plus.pipeline.buffers import Pool
 from mcr_plus.pipeline.stage import Issue, Next
 
 

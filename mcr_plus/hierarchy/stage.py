@@ -21,6 +21,7 @@ from dataclasses import replace
 
 from mcr_plus.backends import assumed_backends, backend_class
 from mcr_plus.config.options import plain_options
+from mcr_plus.core.buffers import Pool
 from mcr_plus.core.group import Group
 from mcr_plus.core.message import Signature, frozen
 from mcr_plus.core.units import format_size
@@ -34,7 +35,6 @@ from mcr_plus.hierarchy.forward import ForwardedBroadcast
 from mcr_plus.hierarchy.nodes import Nodes, Part, inner_groups, nodes_of
 from mcr_plus.hierarchy.options import HierarchicalOptions
 from mcr_plus.hierarchy.policy import codec_between
-from mcr_plus.pipeline.buffers import Pool
 from mcr_plus.pipeline.pipeline import Pipeline
 from mcr_plus.pipeline.stage import Context, Issue, Next, Stage
 from mcr_plus.pipeline.treatment import NO_CODEC, Treatment

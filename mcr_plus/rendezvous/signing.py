@@ -15,7 +15,7 @@ import os
 import secrets
 from typing import Any, Final
 
-from mcr_plus.core.c10d import PrefixStore, Store, WrappedStore, put
+from mcr_plus.core.c10d import PrefixStore, Store, WrappedStore, look, put
 from mcr_plus.errors import LaunchError
 from mcr_plus.liveness.proc import boot_id
 
@@ -79,7 +79,15 @@ class SignedStore(WrappedStore):
 
     def get(self, key: str) -> bytes:
         """Wait for a value; raises `LaunchError` if no rank of this job has signed it."""
-        value = unseal(self._secret, key, self._store.get(key))
+        return self._unsealed(key, self._store.get(key))
+
+    def look(self, key: str) -> bytes | None:
+        """The value that there is now, None without one; raises as `get` does."""
+        sealed = look(self._store, key)
+        return None if sealed is None else self._unsealed(key, sealed)
+
+    def _unsealed(self, key: str, sealed: bytes) -> bytes:
+        value = unseal(self._secret, key, sealed)
         if value is None:
             raise LaunchError(
                 f"'{key}' in the job's store was not written by a rank of this job, or MCR_SECRET differs "

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from torch.distributed import DistError
 
-from mcr_plus.core.c10d import Store, WrappedStore, put
+from mcr_plus.core.c10d import Store, WrappedStore, look, put
 from mcr_plus.core.deadline import Deadline
 from mcr_plus.errors import McrError
 
@@ -47,6 +47,10 @@ class WatchedStore(WrappedStore):
         """Wait for a value."""
         self.wait([key])
         return self._asked(lambda: self._store.get(key))
+
+    def look(self, key: str) -> bytes | None:
+        """The value that there is now, None without one."""
+        return self._asked(lambda: look(self._store, key))
 
     def check(self, keys: list[str]) -> bool:
         """Whether all of these keys are there."""

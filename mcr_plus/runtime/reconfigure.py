@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 import torch
 
 from mcr_plus.config.reader import fingerprint
-from mcr_plus.core.c10d import PrefixStore, Store, TCPStore
+from mcr_plus.core.c10d import PrefixStore, Store, TCPStore, look
 from mcr_plus.core.deadline import Deadline
 from mcr_plus.core.environment import (
     agent_has_store,
@@ -50,7 +50,13 @@ from mcr_plus.rendezvous.signing import Offer, SignedStore, read_offer
 from mcr_plus.rendezvous.store import own_server
 from mcr_plus.runtime import init
 from mcr_plus.runtime.process import job
-from mcr_plus.runtime.regroup import EpochWatch, begin_epoch, close_world, remove_arrivals
+from mcr_plus.runtime.regroup import (
+    EpochWatch,
+    begin_epoch,
+    close_world,
+    remove_arrivals,
+    remove_world,
+)
 from mcr_plus.runtime.runtime import Runtime
 
 _log = logging.getLogger("mcr_plus")
@@ -157,6 +163,7 @@ def reconfigure(runtime: Runtime, uuid: str, texts: Sequence[str], timeout: floa
             store = _signed(part, place, name)
         elif rank == 0 and not secret:
             _log.warning("reconfigure: values in the job's store are not signed; set MCR_SECRET on all ranks")
+        lost = {} if runtime.closed else runtime.lost_ranks()
         if not runtime.closed:
             release_waiting(runtime.engine, {}, "reconfigure")
         remove_arrivals(runtime, Decision())
@@ -166,7 +173,12 @@ def reconfigure(runtime: Runtime, uuid: str, texts: Sequence[str], timeout: floa
         if runtime.roster is not None:
             runtime.roster.note_training()
         runtime.leave_keepers()
-        return _begin(runtime, EpochWatch(Roster(store, 0, members, rank), runtime.loaded, sight))
+        roster = Roster(store, 0, members, rank)
+        new = _begin(runtime, EpochWatch(roster, runtime.loaded, sight))
+        if (before := runtime.roster) is not None:
+            dead = [before.members[each] for each, state in lost.items() if state == "dead"]
+            remove_world(before, runtime, roster, dead)
+        return new
 
 
 def _signed(part: Store, place: str, name: str) -> Store:
@@ -248,7 +260,9 @@ def _gather(store: Store, mine: _Coming, watch: EpochWatch, timeout: float) -> s
         store.compare_set(verdict, "", json.dumps(["argument", _DIFFERENT]))
         is_other = json.loads(store.get(verdict))[1] != _DIFFERENT
         raise InvalidArgument(f"reconfigure: {_USED if is_other else _DIFFERENT}")
-    if store.check([keys[rank]]):
+    known = look(store, verdict)
+    has_begun = known is not None and json.loads(known)[0] == _GO  # for which all have come before
+    if has_begun or store.check([keys[rank]]):
         raise InvalidArgument(f"reconfigure: {_USED}")
     store.set(keys[rank], json.dumps(mine))
     if not store.check([verdict]):

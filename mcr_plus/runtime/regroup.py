@@ -9,15 +9,17 @@ See docs/failures.md for the protocol, and `mcr_plus.membership` for its rules.
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
+from zlib import crc32
 
-from mcr_plus.core.c10d import PrefixStore, Store
-from mcr_plus.core.environment import host_name, launch_environment
+from mcr_plus.core.c10d import PrefixStore, Store, keys_of
+from mcr_plus.core.environment import agent_has_store, host_name, launch_environment
 from mcr_plus.dispatch.closing import completed, release_waiting
 from mcr_plus.errors import (
     BackendError,
@@ -47,6 +49,9 @@ if TYPE_CHECKING:
     from mcr_plus.config.schema import Config
     from mcr_plus.runtime.runtime import Runtime
 
+# Keys that stay in the store when a world is removed.
+_MET: Final = re.compile(r"(?!come/\d+).*")  # where the processes of `reconfigure` have met
+_DECIDED: Final = re.compile(r"leaving|outcome|attempt\d+/decision|store")  # by members, see `Roster`
 _REFUSED: Final[Mapping[str, type[McrError]]] = {
     "absent": CommTimeout,
     "living": InvalidArgument,
@@ -143,6 +148,8 @@ def _go_on(
     `seen`: returns the states of the lost members of the epoch of `roster`.
     """
     sight: Sight | None = None
+    left: list[Roster] = []
+    dead: set[Process] = set()
     with ExitStack() as ending:
         while True:
             lost = dict(seen())
@@ -167,15 +174,21 @@ def _go_on(
                 raise Revoked(f"{what}: {text}")
             ranks = f"{len(members)} rank{'' if len(members) == 1 else 's'}"
             close_world(runtime, f"epoch {changes.epoch} has begun, with {ranks}", decision)
+            left.append(roster)
+            dead |= {roster.members[rank] for rank, why in decision.lost.items() if why == "dead"}
             roster = roster.following(settled, members.index(roster.members[roster.rank]))
             watch = EpochWatch(roster, runtime.loaded, sight)
             try:
-                return begin_epoch(runtime, watch)
+                new = begin_epoch(runtime, watch)
             except McrError as error:
                 if not (isinstance(error, PeerLost) or watch.lost() or roster.is_being_left):
                     runtime.leave_keepers()
                     runtime.closed_because = f"{what} has failed ({error})"
                     raise
+            else:
+                for each in left:
+                    remove_world(each, runtime, roster, dead)
+                return new
             seen, proposal = watch.lost, replace(proposal, named=(), done={})
 
 
@@ -307,6 +320,33 @@ def remove_arrivals(runtime: Runtime, decision: Decision) -> None:
         local, left = state.group.local, [rank for rank in state.group.ranks if rank in decision.stay]
         lost = [local[rank] for rank in decision.lost if rank in local]
         state.board.remove_noted(lost if left and local.get(min(left)) == state.group.rank else ())
+
+
+def remove_world(roster: Roster, runtime: Runtime, following: Roster, dead: Collection[Process] = ()) -> None:
+    """Remove what a world has left in the store; by each of its ranks, in the world that follows.
+
+    Only where all others are `dead`: one that was stopped may still look. What the members have decided
+    stays, for processes that come later, and so does the first world of a job, whose keys are beside that.
+    `runtime`: that of the world, or of one before it if it was not made.
+    """
+    goes_on, gone = ({process[:3] for process in each} for each in (following.members, dead))
+    left = [process[:3] for process in roster.members if process[:3] in goes_on]
+    own = following.members[following.rank][:3]
+    if own not in left or any(process[:3] not in goes_on | gone for process in roster.members):
+        return
+    if roster.members[0][:3] not in left and (roster.kept is not None or not agent_has_store()):
+        return  # the store has gone with its process
+    stores = [roster.root] if roster.kept is None and roster.epoch == 0 else []  # where processes had met
+    if roster.kept is None:
+        stores.append(part_of(roster.root, roster.place))
+    elif runtime.world.roster is roster and runtime.world.store is not None:
+        stores.append(runtime.world.store)
+    with suppress(RuntimeError):
+        for store in stores:
+            keeps = _MET if store is roster.root else _DECIDED
+            for key in keys_of(store):
+                if crc32(key.encode()) % len(left) == left.index(own) and not keeps.fullmatch(key):
+                    store.delete_key(key)
 
 
 def close_world(runtime: Runtime, why: str, decision: Decision) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 from contextlib import suppress
 from typing import Any
@@ -12,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from mismatches import outcome_of
-from ranks import Via, own_rank, run_ranks
+from ranks import Via, has_come, meet, own_rank, run_ranks, stop_until, wait_for_ranks
 from torch_features import needs_list_keys
 
 import mcr_plus as mcr
@@ -23,8 +24,11 @@ from mcr_plus.dispatch.board.shared import SharedBoard
 from mcr_plus.dispatch.board.store import _FEW, _TEXT_PLACES, _TEXT_SETS, StoreBoard
 from mcr_plus.launch import mpi_usable
 from mcr_plus.rendezvous.group_store import GroupStore
+from mcr_plus.runtime import regroup
 
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
+DECIDED = re.compile(r"/(leaving|outcome|attempt0/decision|handles|decision|training)$")
+"""Keys of a world that stay when it is replaced."""
 EARLY = 10  # groups after which every key is there that stays
 
 SETTINGS: dict[str, Any] = {
@@ -186,6 +190,108 @@ def test_arrivals_do_not_stay_in_the_store(how: str, left: list[int]) -> None:
         # Of each rank of the world and of the pair one part, and what it says of it.
         assert len(value["before"]) == 2 * (4 + 2), value
         assert value["after"] == []
+
+
+def declared_lost() -> dict[str, Any]:
+    """Runs on ranks: rank 3, which was stopped, leaves the old world before the others clear it."""
+    rank = own_rank()
+    with mock.patch("mcr_plus.runtime.init.host_name", return_value=f"host{rank // 2}"):
+        comm = mcr.init({**SETTINGS, "backends": ["gloo"]})
+    launchers = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+
+    def noted() -> list[str]:
+        return sorted(key.partition("board/")[2] for key in launchers.list_keys() if "/noted" in key)
+
+    with mcr.record():
+        comm.barrier()
+    meet("published", 4)
+    if rank == 3:
+        stop_until("removes", 3, "CONT")
+        with pytest.raises(mcr.Revoked):
+            mcr.shrink()
+        has_come("has gone")
+        return {}
+    found: dict[str, Any] = {}
+    remove = regroup.remove_arrivals
+
+    def removes(*args: Any) -> None:
+        meet("removes", 3)
+        wait_for_ranks("has gone", 1)
+        found["before"] = noted()
+        meet("has looked", 3)
+        remove(*args)
+
+    with suppress(mcr.PeerLost):
+        while True:
+            comm.all_reduce(torch.ones(8))
+    with mock.patch.object(regroup, "remove_arrivals", removes):
+        mcr.shrink()
+    mcr.barrier()
+    found["after"] = noted()
+    mcr.barrier()
+    mcr.finalize()
+    return found
+
+
+@needs_list_keys
+def test_a_lost_rank_removes_no_arrivals_that_others_may_read() -> None:
+    env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MCR_MIN_RANKS": "1"}
+    results = run_ranks(declared_lost, 4, via="torch", env=env, timeout=120)
+    for result in results[:3]:
+        assert [key for key in result.value["before"] if key == "world/3/noted"], result.value
+        assert result.value["after"] == []
+
+
+def worlds(how: str, hosts: bool, rounds: int) -> list[list[str]]:
+    """Runs on ranks: the keys in the store after each change of the world, but for what was decided."""
+    found = []
+    host = f"host{own_rank() // 2}" if hosts else "host"
+    with mock.patch("mcr_plus.runtime.init.host_name", return_value=host):
+        comm = mcr.init({**SETTINGS, "backends": ["gloo"]})
+        for number in range(rounds):
+            with mcr.record():
+                comm.all_reduce(torch.ones(8))
+            comm.barrier()
+            if how == "reconfigure":
+                comm = mcr.reconfigure(f"attempt {number}", comm.all_gather_object(mcr.reconfigure_handle()))
+            elif how == "shrink":
+                comm = mcr.shrink()
+            else:
+                if comm.rank == comm.size - 1:
+                    comm.all_reduce(torch.ones(8))
+                    os.kill(os.getpid(), signal.SIGKILL)
+                with suppress(mcr.PeerLost):
+                    while True:
+                        comm.all_reduce(torch.ones(8))
+                comm = mcr.shrink(min_ranks=1)
+            comm.barrier()
+            found.append([key for key in _keys(comm) if not DECIDED.search(key)])
+            comm.barrier()
+        mcr.finalize()
+    return found
+
+
+@needs_list_keys
+@pytest.mark.parametrize(
+    ("how", "hosts", "rounds", "ranks"),
+    [
+        ("shrink", True, 5, 3),
+        ("reconfigure", False, 5, 3),
+        ("reconfigure", True, 5, 3),
+        ("death", True, 3, 5),
+    ],
+)
+@pytest.mark.parametrize("keeps", ["launcher", "ranks"])
+def test_worlds_that_are_replaced_leave_only_what_was_decided(
+    how: str, hosts: bool, rounds: int, ranks: int, keeps: str
+) -> None:
+    env = {"TORCHELASTIC_USE_AGENT_STORE": str(keeps == "launcher"), "MCR_MIN_RANKS": "1"}
+    results = run_ranks(worlds, ranks, args=[how, hosts, rounds], via="torch", env=env, check=False)
+    for result in results[: ranks - rounds if how == "death" else ranks]:
+        assert result.value is not None, result.stderr
+        _, second, *later = result.value
+        for keys in later:
+            assert len(keys) <= len(second), sorted(set(keys) - set(second))
 
 
 def test_the_last_rank_removes_the_keys_of_all() -> None:

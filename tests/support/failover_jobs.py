@@ -206,7 +206,7 @@ def messages_after_its_return(backends: list[str]) -> dict[str, Any]:
 
 def doctor(*words: str) -> str:
     """What `mcr-plus doctor` prints, in this process."""
-    return CliRunner().invoke(app, ["doctor", *words], env={"COLUMNS": "300"}).stdout
+    return CliRunner().invoke(app(), ["doctor", *words], env={"COLUMNS": "300"}).stdout
 
 
 def never_done(start: Start) -> Start:

@@ -88,7 +88,7 @@ MUTATIONS = (
     Mutation("order across lanes", "dispatch/engine.py", "if after is None:\n            return True", "if True:\n            return True", "test_hierarchical test_compressed test_progress"),
     # pipeline
     Mutation("several operations in flight", "pipeline/pipeline.py", "return changed if same else changed.replace(async_op=True)", "return changed", "test_pipeline test_seams"),
-    Mutation("bytes that a pool lends", "pipeline/buffers.py", "                self.nbytes -= size\n", "", "test_buffers test_compressed"),
+    Mutation("bytes that a pool lends", "core/buffers.py", "                self.nbytes -= size\n", "", "test_buffers test_compressed"),
     Mutation("values of an encoded operation", "pipeline/dispatch.py", "signature.encoding is not None and signature.kind in VECTOR", "False", "test_pipeline test_mismatch"),
     # selection, tables, tuning
     Mutation("margin of a trial", "trials/trial.py", "MARGIN: Final = 0.05", "MARGIN: Final = -0.5", "test_online test_never_slower"),

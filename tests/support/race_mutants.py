@@ -37,7 +37,7 @@ MODULES: Final[dict[str, tuple[str, ...]]] = {
     "dispatch.work": ("nccl, plain", "nccl, int8_block"),
     "fusion.buffers": ("nccl, fused", "gloo, fused"),
     "fusion.stage": ("nccl, fused", "gloo, fused", "nccl, fused, int8_block"),
-    "pipeline.buffers": ("gloo, int_shared", "nccl, int_shared", "nccl, int8_block"),
+    "core.buffers": ("gloo, int_shared", "nccl, int_shared", "nccl, int8_block"),
 }  # fmt: skip
 """The modules with orderings, each with the settings whose programs must find what is left out there."""
 ELSEWHERE: Final = {

@@ -15,8 +15,9 @@ import pytest
 from mcr_plus.api import arrivals_across
 from mcr_plus.api.arrivals_across import AcrossHosts, Compared
 from mcr_plus.api.stragglers import Arrivals, Stragglers
-from mcr_plus.core.c10d import HashStore
+from mcr_plus.core.c10d import HashStore, WrappedStore
 from mcr_plus.core.group import Group
+from mcr_plus.dispatch.board.base import Failure
 from mcr_plus.dispatch.board.noted import KEPT, PART, NotedParts, packed, unpacked
 from mcr_plus.dispatch.board.store import StoreBoard
 
@@ -32,6 +33,7 @@ class Job:
         self.places = places
         self.offsets = {host: self.chance.uniform(-1e4, 1e4) for host in places}
         self.ranks = tuple(range(others, others + len(places)))
+        self.away: set[int] = set()  # whose processes do not answer
         store = HashStore()
         processes = [SimpleNamespace(place="elsewhere")] * others
         processes += [SimpleNamespace(place=host) for host in places]
@@ -47,7 +49,12 @@ class Job:
                 for other in self.offsets
                 if other != host and beats
             }
-            peers = SimpleNamespace(processes=processes, clocks=lambda clocks=clocks: clocks)
+            peers = SimpleNamespace(
+                processes=processes,
+                clocks=lambda clocks=clocks: clocks,
+                is_away=lambda rank: rank in self.away,
+                store_is_lost=lambda: False,
+            )
             engine: Any = SimpleNamespace(peers=peers, progress_once=lambda: False)
             across = AcrossHosts(engine)
             self.logs.append((across, state))
@@ -209,6 +216,62 @@ def test_groups_that_have_ended_are_left_out(ended: dict[str, Any]) -> None:
     assert [each.rank for each in job.found(1, seconds)] == [1]
 
 
+@pytest.mark.parametrize("how", ["has left", "has failed", "is away"])
+def test_a_rank_that_publishes_nothing_more_is_not_waited_for(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arrivals_across, "PATIENCE", 1e9)
+    job = Job("aab", 1, others=4)
+    job.run(10, {2: 0.2})
+    job.publish()  # what rank 6 has published last
+    seconds = job.run(10, {2: 0.2}, first=11)
+    job.publish(but=(2,))
+    board = job.logs[2][1].board
+    if how == "has left":
+        board.mark_closed()
+    elif how == "has failed":
+        board.mark_failed(Failure(0, "it left the job"))
+    else:
+        job.away.add(6)
+    found = job.found(0, seconds)
+    assert (found.compared, found.left_out, found.missing) == (10, 10, (6,))
+
+
+def test_reading_ends_with_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrivals_across, "PATIENCE", 1e9)
+    job = Job("ab", 1)
+    seconds = job.run(20, {1: 0.2})
+    job.publish(but=(1,))
+    across, state = job.logs[0]
+
+    def progress_once() -> bool:  # while rank 1 is waited for, another thread ends the world
+        state.revoked = "epoch 1 has begun"
+        return False
+
+    across._engine.progress_once = progress_once  # type: ignore[method-assign]
+    found = job.found(0, seconds)
+    assert (list(found), found.compared, found.left_out) == ([], 0, 20)
+
+
+def test_memory_that_is_closed_meanwhile_ends_reading() -> None:
+    job = Job("ab", 1)
+    seconds = job.run(20, {1: 0.2})
+    job.publish()
+    across, state = job.logs[0]
+
+    def clocks() -> dict[int, float]:
+        memory = memoryview(bytearray(8))
+        memory.release()
+        return {0: float(memory[0])}
+
+    peers: Any = across._engine.peers
+    peers.clocks = clocks
+    with pytest.raises(ValueError, match="released"):  # in a group that is open, an error
+        job.found(0, seconds)
+    peers.clocks = lambda: vars(state).update(closed=True) or clocks()
+    assert (list(job.found(0, seconds)), job.logs[0][0].left) == ([], 20)
+
+
 def test_parts_hold_what_was_noted_to_the_microsecond() -> None:
     chance = random.Random(0)
     noted = {
@@ -261,6 +324,51 @@ def test_boards_across_hosts_give_back_what_ranks_have_published() -> None:
     assert boards[1].noted(0, [1, PART + 1, PART + 2]) == {PART + 1: (PART + 1.0, 0.5, PART + 1.25)}
     store.set("board/g/0/noted", "nonsense")
     assert boards[1].published(0) is None
+
+
+class Vanishing(WrappedStore):
+    """A store in which values are removed by another rank once this one has seen that they are there.
+
+    A request that would wait for a value that is gone fails.
+    """
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._store.set(key, value)  # type: ignore[arg-type]
+
+    def check(self, keys: list[str]) -> bool:
+        found = super().check(keys)
+        for key in keys:
+            self.delete_key(key)
+        return found
+
+    def get(self, key: str) -> bytes:
+        assert super().check([key]), f"waits for {key}"
+        return super().get(key)
+
+
+def test_what_another_rank_removes_meanwhile_is_not_waited_for() -> None:
+    store = HashStore()
+    writer = StoreBoard(store, Group("g", (3, 7), 0))
+    writer.note(5, 1.0, 0.5, 1.25)
+    writer.counter[0] = 5
+    writer.publish_noted({})
+    reader = StoreBoard(Vanishing(store), Group("g", (3, 7), 1))
+    assert reader.published(0) == (5, {})
+    assert reader.noted(0, [5]) == {5: (1.0, 0.5, 1.25)}
+    writer.remove_noted()
+    assert (reader.published(0), reader.noted(0, [5])) == (None, {})
+
+
+def test_what_a_lost_rank_has_published_is_removed_by_one_that_has_published_nothing() -> None:
+    store = HashStore()
+    boards = [StoreBoard(store, Group("g", (3, 7), rank)) for rank in range(2)]
+    before = store.num_keys()
+    boards[1].note(5, 1.0, 0.5, 1.25)
+    boards[1].counter[0] = 5
+    boards[1].publish_noted({})
+    assert store.num_keys() == before + 2
+    boards[0].remove_noted([1])
+    assert store.num_keys() == before
 
 
 def test_what_ranks_have_published_is_removed_with_their_group() -> None:

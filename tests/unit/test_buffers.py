@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mcr_plus.pipeline import buffers
-from mcr_plus.pipeline.buffers import Pool
+from mcr_plus.core import buffers
+from mcr_plus.core.buffers import Pool
 
 CPU = torch.device("cpu")
 

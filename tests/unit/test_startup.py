@@ -54,6 +54,20 @@ def test_a_shrink_compiles_nothing() -> None:
     assert loaded([sys.executable, "-c", program]) == ["[]"]
 
 
+def test_a_command_imports_no_other() -> None:
+    program = """
+import sys
+from mcr_plus.cli.main import main
+sys.argv = ["mcr-plus", "top", "--help"]
+try:
+    main()
+finally:
+    print("LOADED", sorted(name for name in sys.modules if name.startswith("mcr_plus.cli.")))
+"""
+    names = ["main", "output", "top"]
+    assert loaded([sys.executable, "-c", program]) == [str([f"mcr_plus.cli.{name}" for name in names])]
+
+
 def add_up() -> None:
     """Runs on ranks: what `PROGRAM` does."""
     with mcr.init() as comm:

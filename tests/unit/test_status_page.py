@@ -396,7 +396,7 @@ def test_a_process_of_another_user_is_refused_by_name() -> None:
 def test_the_command_imports_no_torch_and_shows_the_page(page: Page) -> None:
     page.show(picture())
     words = ["import sys", "sys.argv = ['mcr-plus', 'top', '--once', '--json']"]
-    words += ["from mcr_plus.cli.main import app", "app(standalone_mode=False)"]
+    words += ["from mcr_plus.cli.main import app", "app(['top'])(standalone_mode=False)"]
     words += ["assert 'torch' not in sys.modules and 'numpy' not in sys.modules"]
     shown = subprocess.run(
         [sys.executable, "-c", "\n".join(words)], capture_output=True, text=True, check=True

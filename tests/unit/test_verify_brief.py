@@ -13,6 +13,7 @@ import torch
 from mcr_plus.backends.base import NATIVE, Poll
 from mcr_plus.backends.shm.queue import done_at_once
 from mcr_plus.core.group import Group
+from mcr_plus.core.kinds import Kind, ReduceOp
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.dispatch.verify.channel import Attempt, VerifiedChannel
 from mcr_plus.dispatch.verify.flows import row_words
@@ -124,3 +125,69 @@ def test_what_is_interrupted_keeps_its_tensors_and_nothing_follows_it() -> None:
     assert kept[0][0] is world.tensors[0]
     with pytest.raises(BackendError, match="was interrupted"):  # its row would be taken for the next one's
         world.begin(0)
+
+
+class Exchange:
+    """A library for two ranks in one process, which start in turn: the second start moves the data."""
+
+    def __init__(self) -> None:
+        self._messages: list[Message] = []
+
+    def start(self, message: Message) -> Poll:
+        mine = len(self._messages)
+        self._messages.append(message)
+        if mine % 2:
+            self._move(*self._messages[-2:])
+        return lambda: len(self._messages) >= 2 * (mine // 2 + 1)
+
+    def _move(self, *pair: Message) -> None:
+        for rank, message in enumerate(pair):
+            for target in message.outputs:
+                parts = [other.inputs[0].view(-1) for other in pair]
+                if message.signature.kind == "all_to_all":
+                    parts = [part.chunk(2)[rank] for part in parts]
+                target.copy_(torch.cat(parts))
+
+
+def reduced(kind: Kind, op: ReduceOp, dtype: torch.dtype, damage: int = -1) -> list[torch.Tensor]:
+    """The results of a reduction on both ranks; element `damage` changes on its way to rank 0."""
+    library = Exchange()
+    world = World(library.start)
+    values = [torch.tensor([3, 5, -2, 7]).to(dtype) + rank for rank in range(2)]
+    numel = 2 if kind == "reduce_scatter" else 4
+    outputs = [
+        (torch.zeros(numel, dtype=dtype),) if kind != "reduce" or rank == 0 else () for rank in range(2)
+    ]
+    signature = Signature(
+        kind, dtype, (numel,), values[0].nbytes, "world", 2, reduce_op=op, backend="mpi",
+        root=0 if kind == "reduce" else None,
+    )  # fmt: skip
+    starts = [channel.bind(signature) for channel in world.channels]
+    polls = []
+    for start, value, output in zip(starts, values, outputs, strict=True):
+        polls.append(start(Message(signature, (value,), output)))
+    if damage >= 0:
+        library._messages[0].outputs[0][damage] += 1
+    for poll in polls:
+        poll()
+    assert [poll() for poll in polls] == [True, True]
+    return [each for output in outputs for each in output]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize(("op", "values"), [("SUM", [7, 11, -3, 15]), ("MAX", [4, 6, -1, 8])])
+def test_small_reductions_are_one_exchange(dtype: torch.dtype, op: ReduceOp, values: list[int]) -> None:
+    wanted = torch.tensor(values).to(dtype)
+    if dtype is torch.uint8 and op == "MAX":
+        wanted[2] = 255  # -1 is the larger one there, as 254 and 255 are compared
+    assert [each.tolist() for each in reduced("all_reduce", op, dtype)] == [wanted.tolist()] * 2
+    assert [each.tolist() for each in reduced("reduce", op, dtype)] == [wanted.tolist()]
+    halves = [half.tolist() for half in wanted.chunk(2)]
+    assert [each.tolist() for each in reduced("reduce_scatter", op, dtype)] == halves
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["all_reduce", "reduce", "reduce_scatter"])
+def test_a_value_that_has_changed_before_it_is_reduced_is_found(kind: Kind, dtype: torch.dtype) -> None:
+    with pytest.raises(DataCorrupted, match="values of rank 0 itself have changed"):
+        reduced(kind, "SUM", dtype, damage=1)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from bit_flips import missed
 
+from mcr_plus.backends import emulation
 from mcr_plus.backends.base import NATIVE, Poll
 from mcr_plus.core.group import Group
 from mcr_plus.core.message import Message, Signature
@@ -192,18 +193,22 @@ def test_rows_in_shared_memory_are_those_of_one_exchange() -> None:
 
 
 @pytest.mark.parametrize("op", ["SUM", "AVG", "PRODUCT", "MIN", "MAX"])
-@pytest.mark.parametrize("numel", [3, 2 * reducing._PIECE + 17])
-def test_reductions_in_pieces_are_those_of_numpy(op: str, numel: int) -> None:
+@pytest.mark.parametrize("numel", [3, 2 * emulation._PIECE + 17])
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float64, 1e-15), (torch.bfloat16, 2**-8)])
+def test_reductions_in_pieces_are_those_of_numpy(
+    op: str, numel: int, dtype: torch.dtype, error: float
+) -> None:
     generator = np.random.default_rng(7)
     parts = generator.integers(1, 5, (3, numel)).astype(np.float64)
     parts[1, 0] = np.nan
-    signature = Signature("all_reduce", torch.float64, (), 8 * numel, "world", 3, reduce_op=op)  # type: ignore[arg-type]
-    out = torch.empty(parts.shape[1], dtype=torch.float64)
-    reducing.reduction(signature)(torch.from_numpy(parts), out)
+    nbytes = dtype.itemsize * numel
+    signature = Signature("all_reduce", dtype, (), nbytes, "world", 3, reduce_op=op)  # type: ignore[arg-type]
+    out = torch.empty(parts.shape[1], dtype=dtype)
+    reducing.reduction(signature)(torch.from_numpy(parts).to(dtype), out)
     functions: dict[str, Callable[..., Any]]
     functions = {"SUM": np.sum, "AVG": np.mean, "PRODUCT": np.prod, "MIN": np.min, "MAX": np.max}
     expected = functions[op](parts, axis=0)
-    assert np.allclose(out.numpy(), expected, rtol=1e-15, equal_nan=True)
+    assert np.allclose(out.double().numpy(), expected, rtol=error, equal_nan=True)
 
 
 def test_steps_are_kept_apart_by_the_operation_that_they_belong_to() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mcr_plus.core.c10d import HashStore, WrappedStore
-from mcr_plus.errors import PeerLost
+from mcr_plus.core.c10d import FileStore, HashStore, PrefixStore, Store, TCPStore, WrappedStore, look, put
+from mcr_plus.errors import LaunchError, PeerLost
+from mcr_plus.rendezvous.signing import SignedStore
 from mcr_plus.rendezvous.watched_store import WatchedStore
 
 
@@ -24,7 +26,7 @@ class Lost(WrappedStore):
         self._store.set(key, value)
 
     def __getattribute__(self, name: str) -> Any:
-        if name in ("get", "set", "check") and object.__getattribute__(self, "has_died"):
+        if name in ("get", "set", "check", "look") and object.__getattribute__(self, "has_died"):
             raise RuntimeError("Connection reset by peer")
         return object.__getattribute__(self, name)
 
@@ -33,6 +35,7 @@ REQUESTS: list[Callable[[WatchedStore], object]] = [
     lambda store: store.get("here"),
     lambda store: store.set("mine", "1"),
     lambda store: store.check(["here"]),
+    lambda store: store.look("here"),
     lambda store: store.wait(["here"]),
 ]
 
@@ -72,3 +75,39 @@ def test_without_a_loss_the_error_stays(request_of: Callable[[WatchedStore], obj
     inner.has_died = True
     with pytest.raises(RuntimeError, match="Connection reset"):
         request_of(store)
+
+
+def _tcp(**options: Any) -> Store:
+    return TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False, **options)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda _: HashStore(),
+        lambda folder: FileStore(str(folder / "store"), 1),
+        lambda _: _tcp(),
+        lambda _: _tcp(use_libuv=False),
+        lambda _: PrefixStore("part", PrefixStore("part", _tcp())),
+        lambda _: SignedStore(HashStore(), b"secret", "part"),
+        lambda _: WatchedStore(SignedStore(_tcp(), b"secret", "part"), 30.0, lambda: None),
+    ],
+    ids=["hash", "file", "tcp", "tcp without libuv", "parts", "signed", "watched"],
+)
+def test_a_look_returns_what_there_is_and_writes_nothing(
+    make: Callable[[Path], Store], tmp_path: Path
+) -> None:
+    store = make(tmp_path)
+    assert look(store, "a") is None
+    assert not store.check(["a"])
+    for value in (b"\0\xff value", b"", b"x" * 100_000):
+        put(store, "a", value)
+        assert look(store, "a") == value == store.get("a")
+    assert look(store, "a/b") is None
+
+
+def test_a_look_at_a_value_that_is_not_signed_is_refused() -> None:
+    inner = HashStore()
+    put(inner, "a", b"of another program, long enough for a signature to precede it")
+    with pytest.raises(LaunchError, match="not written by a rank of this job"):
+        look(SignedStore(inner, b"secret", "part"), "a")

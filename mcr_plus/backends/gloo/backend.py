@@ -17,6 +17,7 @@ from mcr_plus.backends.base import NATIVE, Availability, Backend, Channel, Prefe
 from mcr_plus.backends.gloo.channel import GlooChannel, gloo_reduces, stuck
 from mcr_plus.backends.gloo.swap import swaps
 from mcr_plus.core import c10d
+from mcr_plus.core.buffers import Pool
 from mcr_plus.core.group import Group
 from mcr_plus.core.message import Signature
 from mcr_plus.core.sockets import of_peers, open_sockets, shut_down
@@ -54,6 +55,7 @@ class GlooBackend(Backend):
         self._timeout = timedelta(seconds=world.timeout) + _SLACK
         self._channels: list[GlooChannel] = []
         self._connections: dict[int, str] = {}
+        self._pool = Pool()
         self._address = "127.0.0.1" if world.single_host else host_address()
         self._device: Any = c10d.ProcessGroupGloo.create_device(hostname=self._address)
         self._disconnected = False
@@ -120,7 +122,7 @@ class GlooBackend(Backend):
         workers = threads() - others  # at least; threads of the program that have begun meanwhile, too
         hosts = self._world.hosts_of(group)
         channel = GlooChannel(
-            process_group, group, self._timeout, self._channels, connections, workers, hosts
+            process_group, group, self._timeout, self._channels, connections, workers, self._pool, hosts
         )
         self._channels.append(channel)
         return channel
@@ -152,6 +154,7 @@ class GlooBackend(Backend):
             stuck.remove(channel)
             channel.let_go()
         self._channels.clear()
+        self._pool.clear()
         self._device = None  # its thread and its files go with the last group
         del self._world  # the end of the process uses this object, but not the closed world
 

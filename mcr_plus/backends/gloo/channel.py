@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 from collections.abc import Callable, Set
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -15,6 +16,7 @@ from mcr_plus.backends.emulation import local_reduce
 from mcr_plus.backends.gloo.messages import SLOTS, WatchedReceive, WatchedSend, bytes_of, parts_of, slot_of
 from mcr_plus.backends.gloo.swap import Swaps, swaps, tag_of
 from mcr_plus.core import c10d
+from mcr_plus.core.buffers import Pool
 from mcr_plus.core.deadline import Deadline
 from mcr_plus.core.group import Group
 from mcr_plus.core.kinds import REDUCING, ReduceOp
@@ -95,19 +97,20 @@ class GlooChannel(Channel):
         open_ones: list[GlooChannel],
         connections: Sockets,
         workers: Set[str],
+        pool: Pool,
         hosts: int = 1,
     ) -> None:
         """`open_ones`: the backend's channels that are not closed.
 
-        `connections`: to the peers. `workers`: the threads that run operations, among others. `hosts`: on how
-        many the ranks are.
+        `connections`: to the peers. `workers`: the threads that run operations, among others. `pool`: of
+        memory for what arrives and is not a result. `hosts`: on how many the ranks are.
         """
         # None once closed. No other object keeps gloo's group alive: the last reference destroys it.
         self._pg: Any = process_group
         self._open_ones = open_ones
         self._running: set[object] = set()  # operations not known to be complete
         self._swaps = Swaps(group.rank, self._running)
-        self._group, self._hosts = group, hosts
+        self._group, self._hosts, self._pool = group, hosts, pool
         self._timeout = timeout
         self._connections = connections
         self._workers = workers
@@ -217,7 +220,7 @@ class GlooChannel(Channel):
             if out is not message.inputs[0]:
                 out.copy_(message.inputs[0])
             work = self._pg.allreduce([out.view(-1)], options)
-            return self._poll(work, (lambda: _divide(out, size)) if op == "AVG" else None)
+            return self._poll(work, partial(_divide, out, size) if op == "AVG" else None)
 
         return start
 
@@ -232,12 +235,17 @@ class GlooChannel(Channel):
 
         def start(message: Message) -> Poll:
             value = message.inputs[0]
-            # gloo uses the tensors of other ranks as scratch; our operations preserve their input.
-            target = message.outputs[0] if is_root else value.clone()
-            if is_root and target is not value:
-                target.copy_(value)
-            work = self._pg.reduce([target.view(-1)], options)
-            return self._poll(work, (lambda: _divide(target, size)) if op == "AVG" and is_root else None)
+            finish: Callable[[], None] | None = None
+            if is_root:
+                target = message.outputs[0]
+                if op == "AVG":
+                    finish = partial(_divide, target, size)
+            else:  # gloo uses their tensors as scratch; our operations preserve their input
+                lease = self._pool.lease(value.device)
+                target, finish = lease.tensor(value.numel(), value.dtype), lease.release
+            if target is not value:
+                target.view(-1).copy_(value.view(-1))
+            return self._poll(self._pg.reduce([target.view(-1)], options), finish)
 
         return start
 
@@ -249,12 +257,14 @@ class GlooChannel(Channel):
 
         def start(message: Message) -> Poll:
             value, out = message.inputs[0], message.outputs[0] if wanted else None
-            parts = value.new_empty((size, value.numel()))
+            lease = self._pool.lease(value.device)
+            parts = lease.tensor(size * value.numel(), value.dtype).view(size, -1)
             work = _gather_bytes(self._pg, parts, value, self._timeout)
 
             def finish() -> None:
                 if out is not None:
                     reduce_parts(parts, out.view(-1))
+                lease.release()
 
             return self._poll(work, finish)
 
@@ -267,10 +277,12 @@ class GlooChannel(Channel):
 
         def start(message: Message) -> Poll:
             value, out = message.inputs[0], message.outputs[0]
-            parts = torch.empty_like(value)
+            lease = self._pool.lease(value.device)
+            parts = lease.tensor(value.numel(), value.dtype)
 
             def finish() -> None:
                 reduce_parts(parts.view(size, -1), out.view(-1))
+                lease.release()
 
             if is_swap:
                 return self._swaps.halves(self._pg, tag, value, parts, finish)
@@ -285,9 +297,15 @@ class GlooChannel(Channel):
         def start(message: Message) -> Poll:
             value, out = message.inputs[0], message.outputs[0]
             counts = list(message.input_counts or ())
-            parts = value.new_empty(size * counts[rank])
+            lease = self._pool.lease(value.device)
+            parts = lease.tensor(size * counts[rank], value.dtype)
             work = self._exchange(parts, value, [counts[rank]] * size, counts)
-            return self._poll(work, lambda: reduce_parts(parts.view(size, -1), out.view(-1)))
+
+            def finish() -> None:
+                reduce_parts(parts.view(size, -1), out.view(-1))
+                lease.release()
+
+            return self._poll(work, finish)
 
         return start
 
@@ -342,8 +360,11 @@ class GlooChannel(Channel):
 
         def start(message: Message) -> Poll:
             value, counts = message.inputs[0].view(-1), list(message.output_counts or ())
-            copies = value.repeat(size)
-            return self._poll(self._exchange(message.outputs[0], copies, counts, [value.numel()] * size))
+            lease = self._pool.lease(value.device)
+            copies = lease.tensor(size * value.numel(), value.dtype)
+            copies.view(size, -1).copy_(value)
+            work = self._exchange(message.outputs[0], copies, counts, [value.numel()] * size)
+            return self._poll(work, lease.release)
 
         return start
 

@@ -132,9 +132,9 @@ class GroupBoard:
         return {}
 
     def remove_noted(self, others: Sequence[int] = ()) -> None:
-        """Remove what this rank has published with `publish_noted`, once no rank reads it any more.
+        """Remove what this rank has published with `publish_noted`, once no rank needs it any more.
 
-        `others`: ranks whose part is removed, too, since they cannot do it. Only if this one has published.
+        `others`: ranks whose part is removed, too, since they cannot do it.
         """
 
     def seen(self, rank: int) -> int:  # noqa: ARG002

@@ -9,7 +9,7 @@ from collections import deque
 from operator import methodcaller
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from mcr_plus.core.c10d import put
+from mcr_plus.core.c10d import look, put
 from mcr_plus.dispatch.board.base import (
     DIGEST_BITS,
     RING,
@@ -108,7 +108,7 @@ class StoreBoard(GroupBoard):
 
     def _read(self, rank: int, name: str) -> bytes | None:
         key = self._key(rank, name)
-        return self._ask(lambda store: store.get(key) if store.check([key]) else None, None)
+        return self._ask(lambda store: look(store, key), None)
 
     def _publish(self) -> None:
         self._issued[0] = self.counter[0]
@@ -234,9 +234,7 @@ class StoreBoard(GroupBoard):
         return found
 
     def remove_noted(self, others: Sequence[int] = ()) -> None:  # noqa: D102
-        if not self._has_published:
-            return
-        for rank in (self._group.rank, *others):
+        for rank in (*([self._group.rank] if self._has_published else []), *others):
             said = self.published(rank)
             places = range(min(said.issued // PART + 1, KEPT)) if said is not None else ()
             for name in ("noted", *(f"noted/{place}" for place in places)):

@@ -1,7 +1,8 @@
 """Small verified operations of one step: compiled code does in one call what follows the step.
 
-They are those that move data, and an all_reduce as an all_gather that each rank reduces itself. Where rows of
-checksums lie in shared memory and the library is polled, an operation may end in the call that starts it.
+They are those that move data, and reductions of which a rank gets the values of all and reduces them itself.
+Where rows of checksums lie in shared memory and the library is polled, an operation may end in the call that
+starts it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from mcr_plus.core.message import Message
 from mcr_plus.dispatch.verify import row_kernels as words
 from mcr_plus.dispatch.verify.course import Begins, derived, movement
 from mcr_plus.dispatch.verify.flows import GOT, LARGE, SENT, SENT_SUMS, Flows, Ledger, Plan
-from mcr_plus.dispatch.verify.reducing import EXACT, reduction
+from mcr_plus.dispatch.verify.reducing import EXACT, SMALL, reduction
 from mcr_plus.dispatch.verify.row_kernels import AGREE, DIFFER, MISSING, check_sent, settle
 from mcr_plus.dispatch.verify.rows import SharedRows
 from mcr_plus.dispatch.waiting import FIRST_POLLS, GLANCE
@@ -34,7 +35,9 @@ if TYPE_CHECKING:
 _Tensors = tuple[torch.Tensor, ...]
 
 WHOLE: Final = 8192
-"""Bytes of an all_reduce up to which every rank gets all values, and reduces them itself."""
+"""Bytes of an all_reduce or reduce up to which a rank gets all values, and reduces them itself."""
+_STEPS: Final = {"all_reduce": "all_gather", "reduce": "gather", "reduce_scatter": "all_to_all"}
+_MOST: Final = {"all_reduce": WHOLE, "reduce": WHOLE, "reduce_scatter": SMALL}  # bytes
 _TRIES: Final = 400  # looks at the rows of others in the call of a synchronous operation: a few microseconds
 
 
@@ -51,8 +54,9 @@ class Brief:
             return None
         if kind not in REDUCING:
             moved = _Moved(self._steps.bind(signature), signature, self._group, self._rows, self._judge)
-        elif kind == "all_reduce" and nbytes <= WHOLE:
-            step = derived(signature, "all_gather", nbytes=self._group.size * nbytes)
+        elif nbytes <= _MOST[kind]:
+            every = nbytes if kind == "reduce_scatter" else self._group.size * nbytes
+            step = derived(signature, _STEPS[kind], nbytes=every, root=signature.root)
             moved = _Reduced(self._steps.bind(step), signature, self._group, self._rows, self._judge)
         else:
             return None
@@ -68,6 +72,8 @@ class _Moved:
 
     combine: tuple[int, int, int, int] = 0, 0, 0, 0
     """Kernels that reduce what has arrived, elements of each rank, and bytes of one, see `settle`."""
+    by_torch: bool = False
+    """Whether torch reduces what has arrived, whose checksums are taken before."""
 
     def __init__(self, step: Step, signature: Signature, group: Group, rows: Rows, judge: Judge) -> None:
         self._step, self.signature, self.group, self._rows, self._judge = step, signature, group, rows, judge
@@ -136,28 +142,40 @@ class _Moved:
 
 
 class _Reduced(_Moved):
-    """All_reduces of which every rank gets all values."""
+    """Reductions of which a rank gets the values of all, and reduces them itself.
+
+    All ranks do so in an all_reduce, each with its part in a reduce_scatter, and the root in a reduce.
+    """
 
     def __init__(self, step: Step, signature: Signature, group: Group, rows: Rows, judge: Judge) -> None:
         super().__init__(step, signature, group, rows, judge)
-        dtype, nbytes, size = signature.dtype, signature.nbytes or 0, group.size
+        kind, dtype, size, root = signature.kind, signature.dtype, group.size, signature.root or 0
         assert dtype is not None
         assert signature.reduce_op is not None
-        self._parts = torch.empty(size, nbytes // dtype.itemsize, dtype=dtype, device="cpu")
-        self._gathered, self._place = (self._parts.view(-1),), self._parts.data_ptr()
-        self._reduce = None
-        if dtype in EXACT:
+        nbytes = (signature.nbytes or 0) // (size if kind == "reduce_scatter" else 1)
+        self._is_target = kind != "reduce" or group.rank == root
+        self._parts = torch.empty(
+            size if self._is_target else 0, nbytes // dtype.itemsize, dtype=dtype, device="cpu"
+        )
+        self._gathered = (self._parts.view(-1),) if self._is_target else ()
+        self._place, self._reduce = self._parts.data_ptr(), None
+        if self._is_target and dtype in EXACT:
             kernels = kernels_for(dtype, signature.reduce_op)
             self.combine = kernels.combine, kernels.divide, self._parts.shape[1], dtype.itemsize
-        else:
-            self._reduce = reduction(signature)
+        elif self._is_target:
+            self._reduce, self.by_torch = reduction(signature), True
+        self._plan = Plan(size, self._ends(kind, nbytes, size, root))
+
+    def _ends(self, kind: str, nbytes: int, size: int, root: int) -> dict[int, Flows]:
+        """What this rank sends and gets; `nbytes` to or from each rank."""
+        got = Flows.of_parts([nbytes] * size)
+        if kind == "reduce_scatter":
+            return {SENT: got, GOT: got}
+        if kind == "reduce":
+            sent = {SENT: Flows.one(root, nbytes)}
+            return {**sent, GOT: got} if self._is_target else sent
         # The sums of all ranks are equal: each has sent its own to all, and got it from all.
-        ends = {
-            SENT: Flows.one(0, nbytes, size),
-            GOT: Flows.of_parts([nbytes] * size),
-            SENT_SUMS: Flows.one(0, nbytes, 2 * size),
-        }
-        self._plan = Plan(size, ends)
+        return {SENT: Flows.one(0, nbytes, size), GOT: got, SENT_SUMS: Flows.one(0, nbytes, 2 * size)}
 
     def plan(self, message: Message) -> Plan:  # noqa: ARG002
         return self._plan
@@ -169,8 +187,8 @@ class _Reduced(_Moved):
     def settle(self, use: _Use, outputs: _Tensors) -> int:
         if self._reduce is not None:
             use.ledger.take(GOT, self._place)
-            self._reduce(self._parts, outputs[0])
-        found: int = settle(use.at, self._place, outputs[0].data_ptr())
+            self._reduce(self._parts, outputs[0].view(-1))
+        found: int = settle(use.at, self._place, outputs[0].data_ptr() if self._is_target else 0)
         return found
 
 
@@ -184,7 +202,7 @@ class _Use:
         flows, count, checksums, row = ledger.joined
         own: Any = np.zeros(words.WORDS, np.int64)
         ends = {words.SENT_CUT: SENT, words.GOT_CUT: GOT, words.SUMS_CUT: SENT_SUMS}
-        if moved.combine == (0, 0, 0, 0) and SENT_SUMS in plan.cuts:  # torch reduces, between the two
+        if moved.by_torch:
             del ends[words.GOT_CUT]
         for word, end in ends.items():
             own[word : word + 3] = ledger.cut(end)

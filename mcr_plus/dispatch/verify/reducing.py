@@ -13,25 +13,19 @@ from mcr_plus.dispatch.verify.row_kernels import reduce_rows
 if TYPE_CHECKING:
     from mcr_plus.core.message import Signature
 
-_PIECE: Final = 1 << 15  # elements
-_SMALL: Final = 64 << 10  # bytes of an operation, up to which a call of torch costs more than the values
+SMALL: Final = 64 << 10
+"""Bytes of an operation up to which a call of torch costs more than the values."""
 EXACT: Final = {torch.float32, torch.float64, torch.int32, torch.int64}
 """Dtypes whose compiled kernels give the same bits as torch."""
 
 
 def reduction(signature: Signature) -> LocalReduce:
-    """The reduction of `[ranks, n]` values in the order of ranks, in pieces that stay in the caches."""
+    """The reduction of values in the order of ranks, see `LocalReduce`."""
     assert signature.reduce_op is not None
     assert signature.dtype is not None
-    if signature.dtype in EXACT and (signature.nbytes or _SMALL + 1) <= _SMALL:
+    if signature.dtype in EXACT and (signature.nbytes or SMALL + 1) <= SMALL:
         return _compiled(signature)
-    reduce_parts = local_reduce(signature.reduce_op, signature.dtype)
-
-    def in_pieces(parts: torch.Tensor, out: torch.Tensor) -> None:
-        for piece, target in zip(parts.split(_PIECE, dim=1), out.view(-1).split(_PIECE), strict=True):
-            reduce_parts(piece, target)
-
-    return in_pieces
+    return local_reduce(signature.reduce_op, signature.dtype)
 
 
 def _compiled(signature: Signature) -> LocalReduce:

@@ -1,4 +1,4 @@
-"""Buffers for payloads and sums, reused: fresh pages cost more than encoding into them."""
+"""Buffers for payloads, sums and what arrives for them, reused: fresh pages cost more than filling them."""
 
 from __future__ import annotations
 
@@ -44,6 +44,12 @@ class Pool:
             if self.nbytes + size <= _KEPT:
                 self.nbytes += size
                 self._free.setdefault(size, []).append(space)
+
+    def clear(self) -> None:
+        """Free what is kept."""
+        with self._lock:
+            self.nbytes = 0
+            self._free.clear()
 
 
 class Lease:

@@ -59,7 +59,9 @@ def stack_of(frame: FrameType | None, limit: int = 24) -> Stack:
         code = frame.f_code
         file = code.co_filename
         if file.startswith(_PACKAGE):
-            if not found and not (call and code.co_name.startswith("<")):  # a generator has no name
+            # What the program has called, also where a library stands between that and the innermost.
+            within = not program and (call or not found)
+            if within and not (call and code.co_name.startswith("<")):  # a generator has no name
                 call = code.co_name
         elif len(found) < limit or not file.startswith(_OTHERS):
             del found[limit - 1 :]

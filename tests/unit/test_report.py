@@ -383,3 +383,6 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     for folder in (tmp_path / "file", tmp_path / "file" / "inside"):
         with pytest.raises(InvalidArgument, match="record: cannot write into"):
             prepare_folder(folder)
+    for wrong in (3, "a\0b"):
+        with pytest.raises(InvalidArgument, match="record: expected the path of a folder, got "):
+            prepare_folder(wrong)  # type: ignore[arg-type]

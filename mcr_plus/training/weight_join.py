@@ -71,7 +71,7 @@ def join_sync(
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
         raise InvalidArgument(f"join_sync: rank={rank!r}; expected a rank of the layouts")
     weights = Weights(module_or_state_dict, layout, rank)
-    for width in sorted({dtype.itemsize for dtype in weights.dtypes}):
+    for width in sorted({getattr(torch, each.dtype).itemsize for each in weights.held}):
         delta.prepare(width)  # before the sources are asked, as it may take seconds, in which they may end
     try:
         found = _answering(path, timeout)

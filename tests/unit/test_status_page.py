@@ -373,11 +373,13 @@ def test_the_call_is_the_function_that_the_program_has_called() -> None:
         "from contextlib import contextmanager\n"
         "@contextmanager\ndef _lock():\n    note()\n    yield\n"
         "def all_reduce():\n    with _lock():\n        return 1\n"
+        "def _hook():\n    return all_reduce()\n"
     )
     exec(compile(text, Path(stacks.__file__).parent / "calls.py", "exec"), scope)
     scope["all_reduce"]()
-    (stack,) = found
-    assert stack.call == "all_reduce"
+    scope["_hook"]()
+    stack, hook = found
+    assert (stack.call, hook.call) == ("all_reduce", "mcr_plus")
     assert Path(stack.frames[stack.program[0]].filename) == Path(__file__)
 
 

@@ -88,7 +88,8 @@ class CompressOptions(StageOptions):
     @classmethod
     def read(cls, document: Document, keys: Keys, base: Mapping[str, Any]) -> CompressOptions:
         """See `StageOptions.read`: the codec's own options stand beside those of the stage."""
-        return checked_compression(mapping_at(document, keys), document, keys, base)
+        given = mapping_at(document, keys, example="{codec: int8_block}")
+        return checked_compression(given, document, keys, base)
 
     def plain(self, *, units: bool = False) -> dict[str, Any]:
         """See `StageOptions.plain`: only what differs from the default, beside the codec's options."""

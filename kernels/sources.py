@@ -44,7 +44,8 @@ def _source(name: str) -> tuple[bytes, frozenset[str]]:
     file = getattr(module, "__file__", None)
     text = Path(file).read_bytes() if file else b""  # a folder without `__init__.py` has none
     named = {each.decode() for each in _IMPORTED.findall(text)}
-    named |= {each.__name__ for each in vars(module).values() if isinstance(each, ModuleType)}
+    if not hasattr(module, "__path__"):  # a package has all of its modules that the process has imported
+        named |= {each.__name__ for each in vars(module).values() if isinstance(each, ModuleType)}
     package = name.partition(".")[0] + "."
     imported = frozenset(each for each in named if each.startswith(package) and each in sys.modules)
     return blake2b(text, digest_size=16).digest(), imported

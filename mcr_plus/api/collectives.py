@@ -913,5 +913,5 @@ def record(path: str | Path | None = None) -> Iterator[Log]:
     current = runtime.current()
     with recording(current.engine, current.world.rank, current.world.size) as log, ExitStack() as stack:
         if path is not None:
-            stack.enter_context(collecting(log, current, Path(path)))
+            stack.enter_context(collecting(log, current, path))
         yield log

@@ -116,11 +116,14 @@ def explained(
     """As `explain`, with a readable form of the operations; `config` may have been read already."""
     checked = config if isinstance(config, Config) else load(config)
     use_algorithms(checked)
-    if isinstance(nbytes, str):
-        try:
-            nbytes = parse_size(nbytes)
-        except ValueError as error:
-            raise InvalidArgument(f"bytes: {error}") from None
+    try:
+        nbytes = parse_size(nbytes)
+    except ValueError as error:
+        raise InvalidArgument(f"bytes: {error}") from None
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+        raise InvalidArgument(f"ranks: expected an integer from 1, got {ranks!r}")
+    if isinstance(nodes, bool) or not isinstance(nodes, int) or not 1 <= nodes <= ranks:
+        raise InvalidArgument(f"nodes: expected 1 to {ranks}, the number of ranks, got {nodes!r}")
     signature = _signature(kind, nbytes, dtype, ranks, tag, device)
     signature = signature.replace(async_op=async_op or signature.is_p2p)  # a send is an isend and a wait
     if shape is not None:
@@ -128,8 +131,6 @@ def explained(
     gradient_steps: list[dict[str, Any]] = []
     if param is not None:
         signature, gradient_steps = _gradient(checked, signature, param, tag)
-    if not 1 <= nodes <= ranks:
-        raise InvalidArgument(f"nodes: expected 1 to {ranks}, the number of ranks, got {nodes}")
     hosts = tuple(f"node{rank * nodes // ranks}" for rank in range(ranks))
     world = World(0, ranks, hosts, 300.0, libraries=_libraries())
     group = Group("world", tuple(range(ranks)), 0)
@@ -223,8 +224,6 @@ def _signature(kind: str, nbytes: int, dtype: str, ranks: int, tag: str | None, 
     known = {dtype_name(torch_dtype): torch_dtype for torch_dtype in DTYPES}
     if dtype not in known:
         raise InvalidArgument(f"dtype: unknown {dtype!r}; known: {', '.join(known)}")
-    if nbytes < 0 or ranks < 1:
-        raise InvalidArgument(f"bytes and ranks: expected at least 0 and 1, got {nbytes} and {ranks}")
     torch_dtype: torch.dtype = known[dtype]
     if nbytes % torch_dtype.itemsize:
         raise InvalidArgument(

@@ -70,14 +70,17 @@ def file_of(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.npz"
 
 
-def prepare_folder(folder: Path) -> None:
+def prepare_folder(folder: str | os.PathLike[str]) -> Path:
     """Create a folder for recordings; raises `InvalidArgument` if nothing can be written there."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):  # ranks on several hosts may have one folder and one pid
-            pass
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):  # ranks on several hosts may have one folder and one pid
+            return path
     except OSError as error:
         raise InvalidArgument(f"record: cannot write into {str(folder)!r}: {error.strerror}") from None
+    except (TypeError, ValueError):
+        raise InvalidArgument(f"record: expected the path of a folder, got {folder!r}") from None
 
 
 def save_recording(

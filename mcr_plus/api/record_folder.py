@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcr_plus.api.expectations import expectations
@@ -27,15 +27,15 @@ _log = logging.getLogger("mcr_plus")
 
 
 @contextmanager
-def collecting(log: Log, runtime: Runtime, folder: Path) -> Iterator[None]:
+def collecting(log: Log, runtime: Runtime, path: str | os.PathLike[str]) -> Iterator[None]:
     """Write the file of this rank when the block ends, however it ends; an error of that is logged.
 
     Ends of steps are those of `step` of the first optimizer of torch that is seen. Raises `InvalidArgument`,
-    at the beginning, if nothing can be written into `folder`.
+    at the beginning, if `path` is not the path of a folder, or nothing can be written there.
     """
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    prepare_folder(folder)
+    folder = prepare_folder(path)
     steps: list[float] = []
     first: list[int] = []
 
@@ -70,10 +70,10 @@ def collecting(log: Log, runtime: Runtime, folder: Path) -> Iterator[None]:
             "config": dump(runtime.config),
             "versions": {"mcr_plus": package_version(), "torch": version("torch")},
         }
-        path = file_of(folder, world.rank)
+        file = file_of(folder, world.rank)
         try:
-            save_recording(path, log.records, steps, about)
+            save_recording(file, log.records, steps, about)
         except OSError as error:
             _log.error(
-                "record: cannot write %s: %s; the log itself is complete", path, error.strerror or error
+                "record: cannot write %s: %s; the log itself is complete", file, error.strerror or error
             )

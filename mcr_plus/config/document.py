@@ -198,15 +198,19 @@ def _copy(value: object, keys: Keys, document: Document) -> Any:
 # --- Checks of every kind of document -------------------------------------------------------------------
 
 
-def mapping_at(document: Document, keys: Keys) -> dict[str, Any]:
-    """Return the mapping at `keys`; an entry without a value (null) is an empty mapping."""
+def mapping_at(document: Document, keys: Keys, example: str = "") -> dict[str, Any]:
+    """Return the mapping at `keys`; an entry without a value (null) is an empty mapping.
+
+    `example`: one that the error shows where there is something else.
+    """
     value: Any = document.data
     for key in keys:
         value = value[key]
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise document.error(keys, f"expected a mapping, got {short(value)}")
+        such = f" such as {example}" if example else ""
+        raise document.error(keys, f"expected a mapping{such}, got {short(value)}")
     return value
 
 

@@ -42,7 +42,8 @@ class Stack(NamedTuple):
         frames: those outside mcr_plus, innermost first.
         program: indices of those in no installed library, the lines of the program; of the innermost if there
             are none.
-        call: the function of mcr_plus that the program has called and that has not returned; empty if none.
+        call: the function of mcr_plus that the program has called and that has not returned; `mcr_plus` if
+            that is no public one, such as a hook that torch has called; empty if none.
     """
 
     frames: tuple[Frame, ...] = ()
@@ -59,7 +60,9 @@ def stack_of(frame: FrameType | None, limit: int = 24) -> Stack:
         code = frame.f_code
         file = code.co_filename
         if file.startswith(_PACKAGE):
-            if not found and not (call and code.co_name.startswith("<")):  # a generator has no name
+            # What the program has called, also where a library stands between that and the innermost.
+            within = not program and (call or not found)
+            if within and not (call and code.co_name.startswith("<")):  # a generator has no name
                 call = code.co_name
         elif len(found) < limit or not file.startswith(_OTHERS):
             del found[limit - 1 :]
@@ -67,6 +70,7 @@ def stack_of(frame: FrameType | None, limit: int = 24) -> Stack:
                 program.append(len(found))
             found.append(Frame(code.co_name, file, frame.f_lineno or 0))
         frame, depth = frame.f_back, depth + 1
+    call = "mcr_plus" if call.startswith("_") else call
     return Stack(tuple(found), tuple(program) or (0,) * bool(found), call)
 
 

@@ -103,7 +103,7 @@ class DispatchOptions(StageOptions):
     ) -> tuple[Keys, str] | None:
         """See `StageOptions.problem`."""
         if self.failover and backends is not None and len(backends) < 2:
-            text = f"true, but `backends` names {backends[0]} alone; expected a second one that can take over"
+            text = f"true, but `backends` names only {backends[0]}; expected a second one that can take over"
             return ("failover",), text
         if self.failover and self.verify:
             return ("verify",), "cannot be used with `failover: true`, whose second libraries do not verify"

@@ -34,9 +34,9 @@ def files_of(path: str | os.PathLike[str], rank: int) -> DumpFiles:
     The name of the JSON file must not contain the prefix: torch's tools read every file of a folder whose
     name does. `dumps/rank_` gives `dumps/rank_0` and `dumps/rank.0.json`; a folder gives the same.
     """
-    text = os.fspath(path)
-    if "\0" in text:
-        raise InvalidArgument(f"path: expected the path of a file, got {text!r}")
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    if not isinstance(text, str) or "\0" in text:
+        raise InvalidArgument(f"path: expected the path of a file, got {path!r}")
     if not text or text.endswith(os.sep) or os.path.isdir(text):
         text = os.path.join(text, PREFIX)
     folder, prefix = os.path.split(text)

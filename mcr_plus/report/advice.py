@@ -39,11 +39,11 @@ class Advice:
 
 def advice(job: Job, groups: Sequence[Group], steps: Steps, skew: Skew) -> list[Advice]:
     """All findings: problems first, then by share of the time."""
+    waits = [*_of_waits(job, groups, skew), *_of_late_ranks(job, skew)]
     found = [
         *_of_files(job),
         *_of_failures(groups),
-        *_of_waits(job, groups, skew),
-        *_of_late_ranks(job, skew),
+        *(waits or _of_spread_waits(groups)),
         *_of_small_operations(job, groups, steps),
         *_of_codecs(groups),
     ]
@@ -251,6 +251,21 @@ def _of_late_ranks(job: Job, skew: Skew) -> Iterator[Advice]:
         "clock of its processor.",
         share=share,
     )
+
+
+def _of_spread_waits(groups: Sequence[Group]) -> Iterator[Advice]:
+    """Much of the time waits, but for many kinds of operations and ranks, or for what is encoded already."""
+    waited, late = sum(group.waited for group in groups), sum(group.late for group in groups)
+    if waited >= _MUCH:
+        most = max(groups, key=lambda group: group.waited)
+        encoded = f", encoded by {most.codec}" if most.codec else ""
+        yield Advice(
+            "note",
+            f"{waited:.0%} of the time waits for communication",
+            f"The most, {most.waited:.1%}, is for {most.name} on {most.backend}{encoded}. {late:.0%} of the time passes "
+            "before the last rank has issued the operation, which is not a matter of the library.",
+            share=waited,
+        )
 
 
 def _of_small_operations(job: Job, groups: Sequence[Group], steps: Steps) -> Iterator[Advice]:

@@ -71,14 +71,14 @@ def join_sync(
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
         raise InvalidArgument(f"join_sync: rank={rank!r}; expected a rank of the layouts")
     weights = Weights(module_or_state_dict, layout, rank)
+    for width in sorted({getattr(torch, each.dtype).itemsize for each in weights.held}):
+        delta.prepare(width)  # before the sources are asked, as it may take seconds, in which they may end
     try:
         found = _answering(path, timeout)
         offer, parts = found.choose(weights.held)
     except InvalidArgument as error:
         raise InvalidArgument(f"join_sync: {error}") from None
     weights.lay(parts)
-    for width in sorted({dtype.itemsize for dtype in weights.dtypes}):
-        delta.prepare(width)
     what = f"sync {found.tag!r} of {path!r}"
     places = buffers_from(parts, {each.rank: (each.host, each.port) for each in found.sources})
     number = (1 << _DRAWN_BITS) + secrets.randbits(_DRAWN_BITS)

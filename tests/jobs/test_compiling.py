@@ -308,6 +308,22 @@ def test_the_sources_of_a_kernel_are_those_of_all_that_is_compiled_into_it() -> 
         assert used <= covered, kernel.py_func.__qualname__
 
 
+def test_the_sources_of_a_kernel_do_not_depend_on_what_was_imported_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise processes with different imports would compile the kernels of each other again."""
+    folder = tmp_path / "some_package" / "kernels"
+    folder.mkdir(parents=True)
+    texts = {"earlier": "", "used": "", "kernel": "from some_package.kernels import used\n"}
+    for name, text in texts.items():
+        (folder / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("earlier", "kernel"):
+        importlib.import_module(f"some_package.kernels.{name}")
+    names = {f"some_package.kernels{name}" for name in ("", ".kernel", ".used")}
+    assert sources.modules("some_package.kernels.kernel") == names
+
+
 @pytest.mark.parametrize("name", ["above.py", "linked/below.py"])
 def test_kernels_are_prepared_again_by_one_process_when_a_source_has_changed(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

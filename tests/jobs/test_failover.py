@@ -134,6 +134,6 @@ def test_one_library_alone_is_refused(tmp_path: Path) -> None:
         "version: 1\nbackends: [gloo]\npipeline:\n  - select: {}\n  - dispatch: {failover: true}\n"
     )
     with pytest.raises(
-        mcr.ConfigError, match=r"run.yaml:5.*failover.*names gloo alone; expected a second one"
+        mcr.ConfigError, match=r"run.yaml:5.*failover.*names only gloo; expected a second one"
     ):
         load(path)

@@ -204,6 +204,10 @@ PIPE = "version: 1\npipeline:\n"
         ),
         (PIPE + "  - select: 5\n  - dispatch: {}\n", "3: pipeline[0].select: expected a mapping, got 5"),
         (
+            PIPE + "  - compress: bf16\n  - select: {}\n  - dispatch: {}\n",
+            "3: pipeline[0].compress: expected a mapping such as {codec: int8_block}, got 'bf16'",
+        ),
+        (
             PIPE + "  - hierarchical: {local: {compress: {}}}\n  - select: {}\n  - dispatch: {}\n",
             "3: pipeline[0].hierarchical.local.compress: unknown key 'compress'; known: backend",
         ),

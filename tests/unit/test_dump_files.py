@@ -284,6 +284,8 @@ def test_a_folder_gets_the_usual_names(tmp_path: Path) -> None:
     assert files_of(tmp_path, 0).record == tmp_path / "rank_0"
     with pytest.raises(InvalidArgument, match="path"):
         files_of("a\0b", 0)
+    with pytest.raises(InvalidArgument, match="path: expected the path of a file, got 3"):
+        files_of(3, 0)  # type: ignore[arg-type]
 
 
 def test_both_files_are_the_same_plain_data(tmp_path: Path) -> None:

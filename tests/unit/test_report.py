@@ -213,6 +213,21 @@ def test_nothing_stands_out(tmp_path: Path) -> None:
     assert "Nothing stands out" in report(job, "job")
 
 
+def test_waits_that_are_spread_over_operations_are_named_together(tmp_path: Path) -> None:
+    """Ten kinds, each waited for in 3 % of the time; the ranks come last by 20 ms in turns, every 100 ms."""
+    ranks: list[list[Record]] = [[], []]
+    for number in range(1, 101):
+        for rank, records in enumerate(ranks):
+            began, done = 0.02 * ((number + rank) % 2), 0.04
+            one = operation(number, 0.1 * number - 0.1 + began, done - began, done - began)
+            records.append(replace(one, tag=f"layer.{number % 10}"))
+    job = job_of(tmp_path, *ranks)
+    ((title, found),) = titles(job).items()
+    assert title == "30% of the time waits for communication"
+    assert "The most, 3.0%, is for all_reduce (layer." in found.text
+    assert "10% of the time passes before the last rank" in found.text
+
+
 @pytest.mark.parametrize("codec", ["bf16", "int8_block", "exp_window"])
 def test_errors_of_codecs(codec: str) -> None:
     error = relative_error(codec)
@@ -383,3 +398,6 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     for folder in (tmp_path / "file", tmp_path / "file" / "inside"):
         with pytest.raises(InvalidArgument, match="record: cannot write into"):
             prepare_folder(folder)
+    for wrong in (3, "a\0b"):
+        with pytest.raises(InvalidArgument, match="record: expected the path of a folder, got "):
+            prepare_folder(wrong)  # type: ignore[arg-type]

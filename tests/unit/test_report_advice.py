@@ -202,6 +202,8 @@ def test_codecs_that_save_nothing(tmp_path: Path, wire: int, is_useless: bool) -
     of = {"codec": "exp_window", "wire_bytes": wire, "bytes": 4096}
     records = [operation(n, 0.1 * n, 0.05, 0.045, **of) for n in range(1, 100)]
     found = titles(job_of(tmp_path, records, records))
+    waits = found.pop("45% of the time waits for communication")
+    assert "is for all_reduce on gloo, encoded by exp_window." in waits.text
     assert bool(found) is is_useless
     if is_useless:
         chosen = one(found, f"Codec exp_window saves {1 - wire / 4096:.0%} of all_reduce")

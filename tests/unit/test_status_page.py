@@ -365,6 +365,24 @@ def test_a_generator_of_the_library_is_named_by_what_it_calls() -> None:
     assert stack_of(found[0]).call == "inner"
 
 
+def test_the_call_is_the_function_that_the_program_has_called() -> None:
+    """Not one below it that a library has called, such as a context manager that waits."""
+    found: list[stacks.Stack] = []
+    scope: dict[str, Any] = {"note": lambda: found.append(stack_of(sys._getframe(1)))}
+    text = (
+        "from contextlib import contextmanager\n"
+        "@contextmanager\ndef _lock():\n    note()\n    yield\n"
+        "def all_reduce():\n    with _lock():\n        return 1\n"
+        "def _hook():\n    return all_reduce()\n"
+    )
+    exec(compile(text, Path(stacks.__file__).parent / "calls.py", "exec"), scope)
+    scope["all_reduce"]()
+    scope["_hook"]()
+    stack, hook = found
+    assert (stack.call, hook.call) == ("all_reduce", "mcr_plus")
+    assert Path(stack.frames[stack.program[0]].filename) == Path(__file__)
+
+
 # -- the command ----------------------------------------------------------------------------------
 
 

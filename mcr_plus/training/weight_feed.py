@@ -206,7 +206,7 @@ class Feed:
             heads = [delta.header_of(wire) for wire in step]
             for head, digest in zip(heads, self._digests, strict=True):
                 delta.follow(head, self.version, digest if was else None)
-            begin = time.perf_counter()
+            began = time.perf_counter()
             for wire, held in zip(step, self._held, strict=True):
                 delta.apply(wire, held)
                 changed += delta.changed(wire)
@@ -215,7 +215,7 @@ class Feed:
             if all(head.is_anchor for head in heads):
                 anchors += 1
             else:
-                seconds += time.perf_counter() - begin
+                seconds += time.perf_counter() - began
             was = True
         self.is_whole = True
         self.anchors += anchors

@@ -51,14 +51,15 @@ def _choose(way: str) -> None:
     """Have this process' sources decide for a way from now on."""
     chain, cost = _CHAIN, _COSTS[way]
 
-    def forced(self: WeightSource, *arguments: Any) -> Any:
+    def forced(self: Any, *arguments: Any) -> Any:
         *first, said = arguments
         return chain(self, *first, said if cost is None else cost)
 
-    WeightSource._chain = forced  # type: ignore[method-assign]
+    source: Any = WeightSource
+    source._chain = forced
 
 
-_CHAIN: Final = WeightSource._chain
+_CHAIN: Final[Any] = WeightSource._chain
 
 
 def on_hosts(numel: int, density: float, behind: Sequence[int], rounds: int) -> list[dict[str, Any]] | None:

@@ -151,9 +151,9 @@ def _gather_and_broadcast(
         padded[: end - begin].copy_(state["matrix"])
         gathered = [torch.empty_like(padded) for _ in SOURCES]
         dist.all_gather(gathered, padded, group=sources)
-        for each in SOURCES:
-            low, high = cut.row_bounds[each]
-            cut.matrix(scratch)[low:high].copy_(gathered[each][: high - low])
+        for source in SOURCES:
+            low, high = cut.row_bounds[source]
+            cut.matrix(scratch)[low:high].copy_(gathered[source][: high - low])
         cut.vector(scratch).copy_(state["vector"])
     if rank != 1:
         dist.broadcast(scratch, 0, group=receivers)
@@ -176,8 +176,7 @@ def _send_boxes(cut: Cut, rank: int, state: Mapping[str, torch.Tensor]) -> None:
             work.wait()
         return
     for source in SOURCES:
-        low, high = cut.row_bounds[source]
-        dist.recv(state["matrix"][low:high], source)
+        dist.recv(state["matrix"][slice(*cut.row_bounds[source])], source)
         if source == 0:
             dist.recv(state["vector"], source)
 

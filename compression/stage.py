@@ -39,6 +39,7 @@ from mcr_plus.core.work import Work
 from mcr_plus.dispatch.streams import stage_through_host
 from mcr_plus.errors import InvalidArgument, Unsupported
 from mcr_plus.kernels.compiling import preparing
+from mcr_plus.pipeline.inference import outside_of_inference_mode
 from mcr_plus.pipeline.stage import Context, Issue, Next, Stage
 from mcr_plus.pipeline.treatment import NO_CODEC, Treatment
 
@@ -238,7 +239,7 @@ class CompressStage(Stage):
             issue = never_slower(raw, issue, codec.name, plain, next, one_clock=self._one_clock)
         if options.warmup:
             issue = _after(options.warmup, next(plain), issue, instance)
-        return issue
+        return outside_of_inference_mode(issue)
 
 
 class CodecInstance:

@@ -71,7 +71,8 @@ class Layout:
         for buffer in self._buffers:  # too small: freed
             self._budget.nbytes -= buffer.nbytes
         self._buffers.clear()
-        buffer = BucketBuffer(self, 1 << (numel - 1).bit_length(), device)
+        with torch.inference_mode(False):  # inference tensors cannot be written outside of inference mode
+            buffer = BucketBuffer(self, 1 << (numel - 1).bit_length(), device)
         self._budget.nbytes += buffer.nbytes
         return buffer
 
@@ -154,9 +155,10 @@ def split(
     if whole.is_cpu:
         _pack().scatter(whole, numels, outputs, rows, steps)
         return
-    parts = [tensor.view(rows, -1) for tensor in outputs]
-    if steps is numels:
-        torch.split_with_sizes_copy(whole.view(rows, -1), list(numels), 1, out=parts)
-        return
-    for part, padded in zip(parts, whole.view(rows, -1).split(list(steps), 1), strict=True):
-        part.copy_(padded[:, : part.shape[1]])
+    with torch.inference_mode():  # outside of which outputs that were made in it cannot be written
+        parts = [tensor.view(rows, -1) for tensor in outputs]
+        if steps is numels:
+            torch.split_with_sizes_copy(whole.view(rows, -1), list(numels), 1, out=parts)
+            return
+        for part, padded in zip(parts, whole.view(rows, -1).split(list(steps), 1), strict=True):
+            part.copy_(padded[:, : part.shape[1]])

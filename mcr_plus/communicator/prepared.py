@@ -92,7 +92,8 @@ def _target(outputs: Sequence[torch.Tensor], packed: bool) -> tuple[torch.Tensor
 
 
 def _assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    tensor.copy_(value)
+    with torch.inference_mode():  # outside of which tensors that were made in it cannot be written
+        tensor.copy_(value)
 
 
 def repeated(ready: Prepared, tensors: Tensors, async_op: bool) -> Callable[..., Work | None] | None:

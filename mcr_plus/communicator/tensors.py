@@ -168,5 +168,6 @@ def pack_space(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, bool]:
 
 def unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     """Copy consecutive parts of `flat` into `tensors`."""
-    for part, tensor in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True):
-        tensor.copy_(part.view(tensor.shape))
+    with torch.inference_mode():  # outside of which tensors that were made in it cannot be written
+        for part, tensor in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True):
+            tensor.copy_(part.view(tensor.shape))

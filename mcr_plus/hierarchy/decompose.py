@@ -331,6 +331,7 @@ def _divide(values: torch.Tensor, number: int) -> Prepare:
         return None
 
     def divide() -> None:
-        values.div_(number)
+        with torch.inference_mode():  # outside of which tensors that were made in it cannot be written
+            values.div_(number)
 
     return divide

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from itertools import product
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -69,6 +70,56 @@ def both_ways() -> dict[str, Any]:
         time.sleep(0.5)  # nothing in flight: the thread sleeps
         found["idle"] = time.process_time() - busy
     return found
+
+
+INFERENCE = [(True, True, False), (True, True, True), (False, True, False), (False, False, False)]
+"""Whether tensors are made, operations issued, and waited for in torch's inference mode."""
+CODECS: dict[str, dict[str, Any]] = {"none": {}, "bf16": {}, "int8_block": {}, "powersgd": {"rank": 2}}
+
+
+def in_inference_mode(backend: str, progress: str, fuse: bool) -> list[str]:
+    """What differs from sums and means by hand; the mode changes between calls that share a residual."""
+    stages: list[dict[str, Any]] = [{"fuse": {}}] if fuse else []
+    stages += [{"compress": {}}, {"select": {}}, {"dispatch": {"timeout": "30s", "progress": progress}}]
+    wrong = []
+    with mcr.init({"version": 1, "backends": [backend], "pipeline": stages}) as comm:
+        total = sum(range(1, comm.size + 1))
+        for codec, feedback, (number, (made, used, waited)) in product(
+            CODECS, (False, True), enumerate(INFERENCE)
+        ):
+            if feedback and codec == "none":
+                continue
+            compress = {"codec": codec, **CODECS[codec], **({"error_feedback": True} if feedback else {})}
+            with torch.inference_mode(made):
+                # Of equal values, which all codecs keep but for the last bits; one is not contiguous.
+                large = torch.full((64, 1024), float(comm.rank + 1))
+                small = [torch.full((size,), float(comm.rank + 1)) for size in (33, 35)]
+                turned = torch.full((5, 7), float(comm.rank + 1)).t()
+            with torch.inference_mode(used):
+                keys: Any = {"async_op": True, "tag": f"{codec} {feedback}"}
+                if codec != "none":
+                    keys["compress"] = compress
+                works = [comm.all_reduce(large, "AVG", **keys)]
+                works += [comm.all_reduce(each, async_op=True) for each in small]
+                works.append(comm.all_reduce(turned, "AVG", async_op=True))
+            with torch.inference_mode(waited):
+                for work in works:
+                    assert work is not None
+                    work.wait()
+            for found, expected in ((large, total / comm.size), (turned, total / comm.size)):
+                if not torch.allclose(found, torch.tensor(expected), rtol=0.02):
+                    wrong.append(f"{codec} {feedback} {number}: {found.flatten()[:3]}")
+            wrong += [f"{codec} {number}: small" for each in small if not bool((each == total).all())]
+    return wrong
+
+
+@pytest.mark.parametrize("backend", ["mpi", "gloo"])
+@pytest.mark.parametrize(("progress", "fuse"), [("thread", True), ("thread", False), ("caller", True)])
+def test_inference_mode_may_end_before_an_operation(backend: str, progress: str, fuse: bool) -> None:
+    assert [each.value for each in run_ranks(in_inference_mode, 2, args=[backend, progress, fuse])] == [
+        [],
+        [],
+    ]
 
 
 def test_progress_thread_completes_operations_without_a_wait() -> None:

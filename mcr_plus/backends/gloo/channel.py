@@ -481,4 +481,5 @@ def _gather_bytes(pg: Any, output: torch.Tensor, value: torch.Tensor, timeout: t
 
 
 def _divide(tensor: torch.Tensor, size: int) -> None:
-    tensor.div_(size)
+    with torch.inference_mode():  # outside of which tensors that were made in it cannot be written
+        tensor.div_(size)

@@ -110,7 +110,8 @@ class Collectives:
             def finish() -> bool:
                 if not poll():
                     return False
-                out.div_(size)
+                with torch.inference_mode():  # outside of which tensors made in it cannot be written
+                    out.div_(size)
                 return True
 
             return finish

@@ -263,7 +263,7 @@ def _of_spread_waits(groups: Sequence[Group]) -> Iterator[Advice]:
             "note",
             f"{waited:.0%} of the time waits for communication",
             f"The most, {most.waited:.1%}, is for {most.name} on {most.backend}{encoded}. {late:.0%} of the "
-            "time passes before the last rank has issued the operation, which is not a matter of the library.",
+            "time passes before the last rank has issued the operation: not a matter of the library.",
             share=waited,
         )
 

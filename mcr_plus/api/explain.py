@@ -58,7 +58,9 @@ def explain(
     size measured, "at_least" beyond the largest if no slope is known, "unknown" if that bound is of other
     numbers of ranks or nodes. `bound_us` is the time measured for a bound, else None.
 
-    `nbytes` may be a text such as `1MiB`. `shape` is the shape of the tensor, for codecs that need matrices.
+    `config` is as for `mcr.init`: a file, a mapping, or None for that of MCR_CONFIG, or else the default.
+    That of a running job counts only where it is given here. `nbytes` may be a text such as `1MiB`. `shape`
+    is the shape of the tensor, for codecs that need matrices.
     With `param`, the name of a parameter, the operation is the all_reduce of its gradient in a bucket of its
     own, as `mcr.wrap` sends it, and the first step, `stage` "gradients", holds the configuration's decision
     for that gradient.

@@ -262,8 +262,8 @@ def _of_spread_waits(groups: Sequence[Group]) -> Iterator[Advice]:
         yield Advice(
             "note",
             f"{waited:.0%} of the time waits for communication",
-            f"The most, {most.waited:.1%}, is for {most.name} on {most.backend}{encoded}. {late:.0%} passes "
-            "before the last rank has issued the operation, for which no library can do anything.",
+            f"The most, {most.waited:.1%}, is for {most.name} on {most.backend}{encoded}. {late:.0%} of the "
+            "time passes before the last rank has issued the operation: not a matter of the library.",
             share=waited,
         )
 

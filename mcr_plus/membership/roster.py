@@ -15,6 +15,8 @@ the first epoch had for itself:
     newcomer/<k>                             a process that waits to be taken in; `newcomers` counts them
     newcomer/<k>/...                         see `mcr_plus.membership.request`
 
+Proposals are removed with the world of their epoch, see `runtime/regroup.py`; the others stay.
+
 The store must outlive the ranks that are lost: that of `mcr-plus run` or of torchrun's agent does, and so do
 the keepers of the hosts (`mcr_plus.rendezvous.keepers`).
 """

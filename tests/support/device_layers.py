@@ -10,7 +10,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
+from typing import Any, Final, Literal
 
 import late_streams
 import numpy as np
@@ -26,6 +26,15 @@ from mcr_plus import autograd, expert
 
 TIMEOUT: Final = 20.0
 EXPERTS, HIDDEN, PICKED = 5, 32, 2
+_ROUTED: Final[tuple[tuple[Literal["bf16", "fp8_block"] | None, float], ...]] = (
+    (None, 1e-5),
+    ("bf16", 2e-2),
+    ("fp8_block", 0.2),
+)  # and the error that each may have, of the largest result
+_OUTER: Final[tuple[dict[str, Any] | None, ...]] = (
+    None,
+    {"codec": "topk", "ratio": 0.25, "chunk": 64, "error_feedback": True},
+)
 
 
 def late(values: torch.Tensor) -> torch.Tensor:
@@ -56,7 +65,7 @@ def layouts(comm: mcr.Communicator, failures: Failures) -> None:
 
 def experts(comm: mcr.Communicator, failures: Failures) -> None:
     """Expert number e answers (e + 1) x; tokens of unlike numbers."""
-    for compress, error in ((None, 1e-5), ("bf16", 2e-2), ("fp8_block", 0.2)):
+    for compress, error in _ROUTED:
         tokens = 60 + 7 * comm.rank
         draw = torch.Generator().manual_seed(comm.rank)
         x = torch.randn(tokens, HIDDEN, generator=draw)
@@ -114,12 +123,12 @@ def _on_host(model: sync_jobs.Model) -> sync_jobs.Model:
 
 def outer_steps(comm: mcr.Communicator, failures: Failures) -> None:
     """`mcr.local`: Nesterov's outer steps of constant gradients in closed form; with a codec, equal bits."""
-    for compress in (None, {"codec": "topk", "ratio": 0.25, "chunk": 64, "error_feedback": True}):
+    for compress in _OUTER:
         model = nn.Linear(64, 3, bias=False).to(DEVICE)
         with torch.no_grad():
             model.weight.zero_()
         inner = torch.optim.SGD(model.parameters(), lr=0.5)
-        local = mcr.local(model, inner, every=2, **({"compress": compress} if compress else {}))
+        local = mcr.local(model, inner, every=2, compress=compress)
         for _ in range(4):
             inner.zero_grad()
             slope = late(torch.full((3, 64), comm.rank + 1.0))

@@ -80,7 +80,7 @@ class TopK(PayloadCodec):
         if self.options == adam and feedback == "momentum_correction":
             return (
                 "preset adam is for Adam or AdamW with betas=(0.0, …): the codec has the momentum; a small "
-                "GPT lost 1.4, 5.4 and 10.9 % with three seeds, int4_block with error feedback nothing with one"
+                "GPT lost 1.4, 5.4 and 10.9 % with three seeds, int4_block with error feedback nothing"
             )
         return (
             "not for gradients of every step under Adam or AdamW: a small GPT lost 23 % at ratio 0.01 and "

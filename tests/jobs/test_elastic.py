@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ def run(
     """Status and output of the launcher, and what each of its ranks had at the end."""
     options = ["-n", str(ranks), "--min-ranks", str(least), "--restart-failed", str(restarts)]
     program = [nursery().python, PROGRAM, str(folder), json.dumps(plan)]
-    command = [sys.executable, "-m", "mcr_plus.cli.main", "run", *options, *program]
+    command = [nursery().python, "-m", "mcr_plus.cli.main", "run", *options, *program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
     ends = {
         int(path.name.removeprefix("end.")): json.loads(path.read_text()) for path in folder.glob("end.*")

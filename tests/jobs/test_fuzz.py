@@ -225,7 +225,7 @@ def fuzz(first_seed: int, programs: int, backends: list[str], progress: str) -> 
 
 @pytest.mark.parametrize(
     ("ranks", "programs", "progress"),
-    [(2, 1500, "caller"), (3, 800, "caller"), (4, 500, "caller"), (2, 400, "thread"), (3, 150, "thread")],
+    [(2, 1500, "caller"), (3, 800, "caller"), (4, 500, "caller"), (2, 400, "thread"), (3, 60, "thread")],
 )
 def test_random_programs_give_the_oracles_results(ranks: int, programs: int, progress: str) -> None:
     programs = int(os.environ.get("MCR_FUZZ_PROGRAMS", programs))

@@ -76,7 +76,7 @@ def test_the_last_of_training_is_sent_by_the_codec_or_exactly(ranks: int) -> Non
         assert all(each["later"] == found[0]["later"] for each in found), name
     assert results[0]["uneven"]["steps"] > results[1]["uneven"]["steps"]
     dense = results[0]["float32"]["bytes"]
-    for name in (f"{way}{exact}" for way in jobs.ENDINGS for exact in ("", " exact")):
+    for name in (*jobs.ENDINGS, *(f"{way} exact" for way in jobs.EXACT)):
         found = [result[name] for result in results]
         first = found[0]
         assert all(each["ends"] == first["ends"] and each["equal"] for each in found), name

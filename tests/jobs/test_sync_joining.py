@@ -118,7 +118,7 @@ def test_servers_in_layouts_that_no_rank_of_the_job_has(tmp_path: Path) -> None:
 
 
 def test_receivers_that_come_and_go_leave_nothing(tmp_path: Path) -> None:
-    (value,) = (each.value for each in run_ranks(jobs.churn, 1, args=[str(tmp_path), 60], via="torch"))
+    (value,) = (each.value for each in run_ranks(jobs.churn, 1, args=[str(tmp_path), 20], via="torch"))
     first, last = value["left"]
     assert last == first
     assert (last["links"], last["joined"], last["lost"]) == (0, 0, 0)

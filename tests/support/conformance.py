@@ -430,8 +430,8 @@ def some_shapes(backends: Iterable[str | None], groups: Sequence[str]) -> Iterat
     of_a_cell = groupby(cases, lambda case: (case.name, case.backend, case.shape))
     for turn, (_, cell) in enumerate(of_a_cell):
         found = list(cell)
-        # Neighbours are one call, bound and then from the plan. Twelve shapes, an even number of turns: one
-        # more step after each backend lets all combinations occur.
+        # Neighbours are one call, bound and then from the plan. Twelve shapes and an even number of turns:
+        # one more step after each backend lets all combinations occur.
         at = (turn + turn // len(SHAPES)) % (len(found) // 2) * 2
         yield from found[at : at + 2]
 

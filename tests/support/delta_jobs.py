@@ -49,9 +49,9 @@ def every_kind(backends: list[str]) -> dict[str, Any]:  # noqa: C901 - one job f
     with mcr.init(backends=backends) as comm:
         root, ranks = comm.size - 1, comm.size
         for dtype in DTYPES:
-            for numel in (5003, 40_001):
+            for numel in (5003, 40_001) if dtype is DTYPES[0] else (5003,):
                 held = [first(dtype, numel, rank) for rank in range(ranks)]
-                for call in range(4):
+                for call in range(3):
                     held = [moved(each, 10 * call + rank, 0.01) for rank, each in enumerate(held)]
                     what = f"{dtype} {numel} call {call}"
                     x = held[root].clone() if comm.rank == root else torch.zeros_like(held[root])

@@ -22,7 +22,8 @@ TINY = (
 def launch(example: str, *arguments: object, ranks: int = 2) -> subprocess.CompletedProcess[str]:
     """`mcr-plus run -n RANKS examples/EXAMPLE/train.py ARGUMENTS`."""
     runner = ("-m", "mpi4py") if mpi_usable() else ()  # as `mcr-plus run` starts a Python file
-    command = [sys.executable, "-m", "mcr_plus.cli.main", "run", "-n", str(ranks), nursery().python, *runner]
+    python = nursery().python
+    command = [python, "-m", "mcr_plus.cli.main", "run", "-n", str(ranks), python, *runner]
     return _run([*command, str(EXAMPLES / example / "train.py"), *map(str, arguments)])
 
 

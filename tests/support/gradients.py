@@ -217,7 +217,7 @@ def _trained(compress: dict[str, Any], via: str) -> dict[str, Any]:
         else:
             mcr.wrap(model, optimizer)
         losses, codecs = [], set()
-        for step in range(150):
+        for step in range(90):
             x = batch(comm.rank, step)
             optimizer.zero_grad()
             loss = (model(x)[:, 0] - torch.sin(x.sum(1))).square().mean()
@@ -227,7 +227,7 @@ def _trained(compress: dict[str, Any], via: str) -> dict[str, Any]:
             codecs |= {(step > 0, str(each.codec)) for each in sent}
             optimizer.step()
             losses.append(float(loss.detach()))
-        total = torch.tensor(losses[-50:]).mean()
+        total = torch.tensor(losses[-30:]).mean()
         comm.all_reduce(total, "AVG", compress=False)
         prints = comm.all_gather_object(
             [float(param.detach().double().sum()) for param in model.parameters()]

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from arriving import RUN, STEPS, die, told_by
-from ranks import has_come, meet, own_rank, run_ranks, stop_until, wait_for_ranks
+from ranks import has_come, meet, nursery, own_rank, run_ranks, stop_until, wait_for_ranks
 from test_launch import Start, folder, start
 
 import mcr_plus as mcr
@@ -142,7 +142,7 @@ def test_a_rank_that_dies_before_or_in_reset_is_named(step: str, victim: int) ->
 
 
 def test_the_supervisor_says_that_a_rank_does_not_come(start: Start) -> None:
-    run = start("-n", "3", "--min-ranks", "2", PROGRAMS, "init_without", "3")
+    run = start("-n", "3", "--min-ranks", "2", nursery().python, PROGRAMS, "init_without", "3")
     assert run.wait() == 0, run.text()
     found = re.findall(r"(\d) told (\w+) (\[.*\]) (.*)\n", run.text())
     told = ("PeerLost", "[1]", "rank 1 of the job: exited with status 3")

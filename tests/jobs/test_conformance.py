@@ -22,7 +22,8 @@ GROUPS: Final = ("world", "reversed", "overlapping", "split")
 
 # Launcher, ranks, the backends that calls name (None lets the pipeline decide), and the tables to walk.
 LAUNCHES: Final = {
-    "one rank": ("torch", 1, (None, "local"), ("types", "shapes")),
+    "one rank": ("torch", 1, (None, "local"), ("types", "some shapes")),
+    "one rank, every shape": ("torch", 1, (None, "local"), ("shapes",)),
     "two ranks": ("mpi", 2, (None, "mpi", "gloo", "msccl"), ("some shapes",)),
     "two ranks, every type": ("mpi", 2, (None, "mpi", "gloo", "msccl"), ("types", "shapes")),
     "three ranks": ("mpi", 3, ("mpi", "gloo", "msccl"), ("types", "shapes")),

@@ -20,7 +20,6 @@ import mcr_plus as mcr
 from mcr_plus.launch import mpi_usable
 
 SECTIONS = (
-    "rough sums",
     "compressed",
     "messages",
     "objects",

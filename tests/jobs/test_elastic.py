@@ -27,7 +27,9 @@ def run(
     options = ["-n", str(ranks), "--min-ranks", str(least), "--restart-failed", str(restarts)]
     program = [nursery().python, PROGRAM, str(folder), json.dumps(plan)]
     command = [nursery().python, "-m", "mcr_plus.cli.main", "run", *options, *program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=limit, check=False, env=nursery().environ
+    )
     ends = {
         int(path.name.removeprefix("end.")): json.loads(path.read_text()) for path in folder.glob("end.*")
     }

@@ -27,7 +27,7 @@ def values(target: Any, ranks: int, *args: Any, **options: Any) -> list[dict[str
 @pytest.mark.parametrize("backends", PAIRS, ids="->".join)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_all_results_are_right_whenever_a_library_breaks(backends: list[str], ranks: int) -> None:
-    found = values(jobs.random_operations, ranks, backends, 17 + ranks, 250, 0.05)
+    found = values(jobs.random_operations, ranks, backends, 17 + ranks, 120, 0.05)
     for each in found:
         assert each["wrong"] == []
         assert set(each["libraries"]) <= set(backends)

@@ -91,7 +91,7 @@ def test_the_others_are_not_disturbed(start: Start, tmp_path: Path) -> None:
 
 def test_restarts_are_used_up_and_the_job_goes_on(start: Start, tmp_path: Path) -> None:
     words = ["--min-ranks", "2", "--restart-failed", "1"]
-    run = start("-n", "3", *words, PROGRAMS, "fail_and_wait", "3", str(tmp_path))
+    run = start("-n", "3", *words, nursery().python, PROGRAMS, "fail_and_wait", "3", str(tmp_path))
     run.wait_for("goes on")
     assert run.process.poll() is None
     (tmp_path / "go").touch()

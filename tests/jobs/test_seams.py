@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -16,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import nursery, run_ranks
 
 import mcr_plus as mcr
 from mcr_plus import registry
@@ -404,12 +406,9 @@ def test_outside_stage_takes_part_in_saved_state(tmp_path: Path) -> None:
 
 def test_doctor_lists_an_outside_backend(tmp_path: Path) -> None:
     _install_outside(tmp_path)
-    command = [sys.executable, "-m", "mcr_plus.cli.main", "doctor", "--json"]
-    path = {"PYTHONPATH": str(tmp_path)}
-    import json
-    import os
-
-    shown = subprocess.run(command, env={**os.environ, **path}, capture_output=True, text=True, check=True)
+    command = [nursery().python, "-m", "mcr_plus.cli.main", "doctor", "--json"]
+    path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    shown = subprocess.run(command, env=nursery().environ | path, capture_output=True, text=True, check=True)
     assert "toystore" in json.dumps(json.loads(shown.stdout))
 
 

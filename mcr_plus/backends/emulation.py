@@ -25,6 +25,16 @@ def local_reduce(op: ReduceOp, dtype: torch.dtype) -> LocalReduce:
 
     float16 and bfloat16 are summed and multiplied in float32 and rounded once.
     """
+    reduce_parts = _reduction(op, dtype)
+
+    def run(parts: torch.Tensor, out: torch.Tensor) -> None:
+        with torch.inference_mode():  # outside of which tensors that were made in it cannot be written
+            reduce_parts(parts, out)
+
+    return run
+
+
+def _reduction(op: ReduceOp, dtype: torch.dtype) -> LocalReduce:
     if dtype is torch.bool:
         op = _LOGIC.get(op, op)
     if op in _BITWISE:

@@ -92,7 +92,10 @@ def keys_of(store: Store) -> list[str]:
     """The keys of a store, or of a part of one; none where this torch does not list them (before 2.10)."""
     while isinstance(store, WrappedStore):
         store = store.wrapped
-    return list(store.list_keys()) if hasattr(store, "list_keys") else []
+    try:
+        return list(store.list_keys()) if hasattr(store, "list_keys") else []
+    except IndexError:  # of a part, if a key beside it has the very name of the part
+        return []
 
 
 def put(store: Store, key: str, value: bytes) -> None:

@@ -222,4 +222,6 @@ class Feed:
         steps = count // parts - anchors
         if steps:
             self._apply_s = seconds / steps
+        else:  # all weights do not show it, so a long one that was chance would last
+            self._apply_s /= 2
         return changed

@@ -161,7 +161,8 @@ def late_and_idle() -> dict[str, Any]:
         time.sleep(0.3)
         stats = weights.stats()
         comm.barrier()
-        return {"version": found, "bits": bits(model), "stats": stats, "most": most}
+        unused = weights._end._unused if comm.rank else 0  # type: ignore[union-attr]
+        return {"version": found, "bits": bits(model), "stats": stats, "most": most, "unused": unused}
 
 
 def counted(numel: int, version: int) -> torch.Tensor:

@@ -206,6 +206,20 @@ def test_states_that_are_refused() -> None:
         with pytest.raises(InvalidArgument, match=text):
             on_simulated_ranks(load, 1, before, steps, after)
     on_simulated_ranks(load, 1, {"every": 4}, 4, {"every": 5})
+
+    def load_of(comm: Any, before: list[int], after: list[int]) -> None:
+        first, second = (
+            torch.nn.Sequential(*(torch.nn.Linear(1, size, bias=False) for size in sizes))
+            for sizes in (before, after)
+        )
+        made(comm, second, fragments=2).load_state_dict(made(comm, first, fragments=2).state_dict())
+
+    for sizes, text in (
+        ([4, 3], r"fragment 1 has '1.weight' of shape \[4, 1\] in the state, and .* \[3, 1\] in the model"),
+        ([4, 4, 1], "its fragments are cut elsewhere"),
+    ):
+        with pytest.raises(InvalidArgument, match=text):
+            on_simulated_ranks(load_of, 1, [4, 4], sizes)
     with pytest.raises(InvalidArgument, match="expected what state_dict"):
         on_simulated_ranks(lambda comm: made(comm, Quadratic(0)).load_state_dict({"version": 1}), 1)
 

@@ -122,6 +122,42 @@ def test_inference_mode_may_end_before_an_operation(backend: str, progress: str,
     ]
 
 
+def sums_of_inference_mode(backend: str, verify: str) -> list[str]:
+    """Reductions that libraries lack or verification makes, issued in the mode and waited for outside."""
+    dispatch = {"dispatch": {"timeout": "30s", "verify": verify}}
+    wrong = []
+    with mcr.init({"version": 1, "backends": [backend], "pipeline": [{"select": {}}, dispatch]}) as comm:
+        total, last = sum(range(1, comm.size + 1)), comm.size
+        mean = total / comm.size
+        for dtype, op, expected in (
+            (torch.float32, "SUM", total), (torch.float32, "AVG", mean), (torch.bfloat16, "SUM", total),
+            (torch.int16, "MAX", last), (torch.int32, "SUM", total), (torch.bool, "MAX", 1),
+        ):  # fmt: skip
+            for numel in (3, 70_001):  # a small one is one step if it is verified
+                with torch.inference_mode():
+                    given = torch.full((comm.size * numel,), comm.rank + 1).to(dtype)
+                    part, whole = torch.zeros(numel, dtype=dtype), given.clone()
+                    works = [
+                        comm.reduce_scatter_tensor(part, given, op, async_op=True),
+                        comm.all_reduce(whole, op, async_op=True),
+                    ]
+                for work in works:
+                    assert work is not None
+                    work.wait()
+                wrong += [
+                    f"{dtype} {op} {numel}: {found[:3]}"
+                    for found in (part, whole)
+                    if not bool((found.double() == expected).all())
+                ]
+    return wrong
+
+
+@pytest.mark.parametrize("backend", ["mpi", "gloo"])
+@pytest.mark.parametrize("verify", ["off", "every"])
+def test_results_of_inference_mode_are_reduced_outside_of_it(backend: str, verify: str) -> None:
+    assert [each.value for each in run_ranks(sums_of_inference_mode, 2, args=[backend, verify])] == [[], []]
+
+
 def test_progress_thread_completes_operations_without_a_wait() -> None:
     for result in run_ranks(both_ways, 2):
         assert result.value["caller"] == [False, False]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections import deque
 from typing import Any
 
@@ -9,6 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from mcr_plus.kernels import delta
+from mcr_plus.kernels.digest import digest
+from mcr_plus.training.weight_feed import Feed
 from mcr_plus.training.weight_link import Payload
 from mcr_plus.training.weight_source import WeightSource, _Step
 from mcr_plus.training.weights import combined
@@ -61,3 +65,24 @@ def test_changes_of_another_base_are_not_sent() -> None:
     assert source._chain(4, digest, LAST, [0, 1], 0) is None
     source._steps.popleft()
     assert source._chain(0, combined([0, 100]), LAST, [0, 1], 0) is None
+
+
+def test_a_version_that_took_long_by_chance_is_forgotten() -> None:
+    """All weights do not show what changes cost, so the estimate that leads to them must not stay."""
+    held = torch.arange(5000, dtype=torch.int16)
+    feed = Feed("sync", 0, ("127.0.0.1", 1), b"", 1, [held], lambda: False)
+    feed._rate, feed._apply_s = 1e9, 1.0
+    wire = torch.empty(delta.most_nbytes(held.numel(), 2), dtype=torch.uint8)
+    for version in range(1, 41):
+        values = held + version
+        length = delta.encode_anchor(values, wire, version)
+        feed._apply(bytearray(struct.pack("<Q", length)) + wire[:length].numpy().tobytes(), 1)
+        assert torch.equal(held, values)
+    assert feed.anchors == 40
+    assert feed.cost == 0
+    values = held.clone()
+    values[17] += 1
+    length = delta.encode(values, held, wire, (40, 41), digest(held))
+    feed._apply(bytearray(struct.pack("<Q", length)) + wire[:length].numpy().tobytes(), 1)
+    assert torch.equal(held, values)
+    assert feed.cost > 0

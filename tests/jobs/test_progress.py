@@ -129,10 +129,11 @@ def sums_of_inference_mode(backend: str, verify: str) -> list[str]:
     with mcr.init({"version": 1, "backends": [backend], "pipeline": [{"select": {}}, dispatch]}) as comm:
         total, last = sum(range(1, comm.size + 1)), comm.size
         mean = total / comm.size
-        for dtype, op, expected in (
+        cases: list[tuple[torch.dtype, Any, float]] = [
             (torch.float32, "SUM", total), (torch.float32, "AVG", mean), (torch.bfloat16, "SUM", total),
             (torch.int16, "MAX", last), (torch.int32, "SUM", total), (torch.bool, "MAX", 1),
-        ):  # fmt: skip
+        ]  # fmt: skip
+        for dtype, op, expected in cases:
             for numel in (3, 70_001):  # a small one is one step if it is verified
                 with torch.inference_mode():
                     given = torch.full((comm.size * numel,), comm.rank + 1).to(dtype)

@@ -51,9 +51,9 @@ def _choose(way: str) -> None:
     """Have this process' sources decide for a way from now on."""
     chain, cost = _CHAIN, _COSTS[way]
 
-    def forced(self: Any, *arguments: Any) -> Any:
+    def forced(self: Any, *arguments: Any, exactly: bool) -> Any:
         *first, said = arguments
-        return chain(self, *first, said if cost is None else cost)
+        return chain(self, *first, said if cost is None else cost, exactly=exactly)
 
     source: Any = WeightSource
     source._chain = forced

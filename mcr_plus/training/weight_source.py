@@ -20,6 +20,8 @@ from mcr_plus.training.weights import Weights, combined, digest_of
 
 _log = logging.getLogger("mcr_plus")
 _LOOK_S: Final = 0.5
+SMALL: Final = 1 << 20
+"""Weights of so few bytes may be pushed faster than a receiver asks several sources for one version."""
 _RETURNS_WITHIN: Final = 5.0  # seconds in which a receiver connects again
 
 
@@ -71,6 +73,7 @@ class WeightSource:
         self._changed = threading.Condition()
         self._encoding = threading.Lock()  # of `_held`
         self._steps: deque[_Step] = deque()
+        self._kept = 0  # bytes of the payloads of `_steps`
         self._anchors: dict[int, Payload] = {}  # of the version that is held, by buffer
         self._version = self._pushed = 0
         self._pending: int | None = None
@@ -118,10 +121,9 @@ class WeightSource:
     def stats(self) -> dict[str, Any]:
         """See `WeightSync.stats`."""
         with self._changed:
-            kept = sum(step.nbytes for step in self._steps)
             return {
                 **self._stats, "version": self._version, "versions_behind": self._pushed - self._version,
-                "history_bytes": kept, "receivers": len(self._links), "joined": len(self._joined),
+                "history_bytes": self._kept, "receivers": len(self._links), "joined": len(self._joined),
                 "lost": sorted(self._lost),
             }  # fmt: skip
 
@@ -196,9 +198,10 @@ class WeightSource:
             step = _Step(self._version, before, version, [Payload.of(each) for each in payloads])
             with self._changed:
                 self._steps.append(step)
+                self._kept += step.nbytes
                 # The last one is always kept: it is no longer than what an anchor would be.
-                while len(self._steps) > 1 and sum(each.nbytes for each in self._steps) > self._history:
-                    self._steps.popleft()
+                while len(self._steps) > 1 and self._kept > self._history:
+                    self._kept -= self._steps.popleft().nbytes
                 self._version, self._pending = version, None
                 self._anchors.clear()
                 changed = sum(map(delta.changed, payloads))
@@ -331,7 +334,9 @@ class WeightSource:
             raise BackendError("it asks again before it has an answer")
         with self._changed:
             newest = aim or self._version
-            payloads = self._chain(version, digest, newest, buffers, cost) if newest > version else []
+            payloads: list[Payload] | None = []
+            if newest > version:
+                payloads = self._chain(version, digest, newest, buffers, cost, exactly=bool(aim))
         if payloads is None:
             newest, payloads = self._anchored(buffers)
         with self._changed:
@@ -351,11 +356,20 @@ class WeightSource:
         return True
 
     def _chain(
-        self, version: int, digest: int, newest: int, buffers: Sequence[int], cost: int
+        self,
+        version: int,
+        digest: int,
+        newest: int,
+        buffers: Sequence[int],
+        cost: int,
+        *,
+        exactly: bool = False,
     ) -> list[Payload] | None:
         """The payloads from a version to another; None if an anchor is sooner there, or some are gone.
 
         Each step takes the receiver a pass over the weights, which is worth `cost` bytes of its connection.
+        `exactly`: an anchor, which is of another version, would make the receiver ask all sources again, and
+        of small weights there is always a newer one by then.
         """
         steps = [step for step in self._steps if version <= step.base and step.target <= newest]
         if not steps or (steps[0].base, steps[-1].target) != (version, newest):
@@ -364,9 +378,10 @@ class WeightSource:
             return None
         payloads = [step.payloads[number] for step in steps for number in buffers]
         dense = sum(self._held[number].nbytes for number in buffers)
-        if len(steps) > 1 and sum(len(each.data) for each in payloads) + cost * len(steps) > dense + cost:
-            return None
-        return payloads
+        if len(steps) == 1 or (exactly and dense <= SMALL):
+            return payloads
+        sooner = sum(len(each.data) for each in payloads) + cost * len(steps) <= dense + cost
+        return payloads if sooner else None
 
     def _anchored(self, buffers: Sequence[int]) -> tuple[int, list[Payload]]:
         """The version that is held, and payloads of all its elements in these buffers."""

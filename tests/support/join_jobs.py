@@ -185,9 +185,6 @@ def splits(folder: str, until: Sequence[str]) -> dict[str, Any]:
             for name, each in part(version).items():
                 state[name].copy_(each)
             weights.push()
-            # A step of training. Of so few bytes sources keep hardly any history, so a receiver finds one
-            # version of all of them only if it asks them within this time.
-            time.sleep(0.05)
             ends = comm.broadcast_object(all(Path(folder, name).exists() for name in until), 0)
         stats = weights.stats()
         weights.close()

@@ -57,6 +57,16 @@ def test_the_answer_is_the_one_that_is_there_sooner(buffers: list[int]) -> None:
     assert 50 < sum(chosen) < 250
 
 
+@pytest.mark.parametrize(("size", "sent"), [(1 << 20, True), ((1 << 20) + 1, False)])
+def test_changes_to_one_version_of_small_weights_are_sent_in_any_case(size: int, sent: bool) -> None:
+    """Other sources answer for that version; after one for a newer version all are asked again."""
+    source = source_of(np.full((LAST, len(SIZES)), size // 4))
+    source._held = [torch.zeros(size, dtype=torch.uint8)]
+    assert source._chain(3, combined([3]), LAST, [0], 10_000) is None
+    payloads = source._chain(3, combined([3]), LAST, [0], 10_000, exactly=True)
+    assert (payloads is not None) == sent
+
+
 def test_changes_of_another_base_are_not_sent() -> None:
     source = source_of(np.full((LAST, len(SIZES)), 5))
     digest = combined([3, 103])

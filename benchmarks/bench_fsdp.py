@@ -4,12 +4,13 @@
     python benchmarks/bench_fsdp.py --hidden 512 --sequence 16 --windows 1   # bound by the wire
     python benchmarks/bench_fsdp.py --dtype bfloat16 --lr 1e-6 --ways 'mcr_plus;delta, int8_block'
     python benchmarks/bench_fsdp.py --ways 'int8_block, int4_block with error feedback;nothing is sent'
+    python benchmarks/bench_fsdp.py --per-host 2 --ways 'mcr_plus;in steps'
 
-The transformer of examples/gpt is sharded by `fully_shard`, block by block, over two ranks on two hosts
-(benchmarks/racks.py) with a link of the given rate; each block has the next one prefetched in the forward
-pass, and FSDP2 does the same in the backward pass. Each way trains the same model on the same text, in turns;
-the loss is that of held-out windows at the end. Bytes are those that a rank's interface sends in a step,
-headers included.
+The transformer of examples/gpt is sharded by `fully_shard`, block by block, over two hosts
+(benchmarks/racks.py) with one rank or several on each and a link of the given rate; each block has the next
+one prefetched in the forward pass, and FSDP2 does the same in the backward pass. Each way trains the same
+model on the same text, in turns; the loss is that of held-out windows at the end. Bytes are those that a
+host's interface sends in a step, headers included. "In steps": with the stage `hierarchical`.
 
 "Processor": of all threads of a rank in a step, gloo's among them; "alone": the same of forward and backward
 passes without sharding, and AdamW on half of the parameters. "Wire": the bytes of a step over the rate. Where
@@ -59,10 +60,12 @@ WAYS: Final[dict[str, dict[str, Any]]] = {
     "int8_block, int8_block": {"parameters": "int8_block", "gradients": "int8_block"},
     "int8_block, int4_block with error feedback": {"parameters": "int8_block", "gradients": INT4},
     "delta, int8_block": {"parameters": "delta", "gradients": "int8_block"},
+    "in steps": {},
+    "in steps, int8_block, int4_block with error feedback": {"parameters": "int8_block", "gradients": INT4},
     NOTHING: {},
 }
 """Codecs of parameters and of gradients, by the name of a way."""
-USUAL: Final = tuple(WAYS)[:-2]
+USUAL: Final = tuple(WAYS)[:4]
 HELD_OUT: Final = 16  # batches
 ALONE: Final = 20  # steps
 
@@ -83,6 +86,8 @@ def trained(way: str, steps: int, seed: int, settings: dict[str, Any]) -> dict[s
         dist.init_process_group("fake", store=FakeStore(), rank=int(os.environ["RANK"]), world_size=ranks)
     else:
         pipeline: list[dict[str, Any]] = [{"compress": {}}, {"select": {}}, {"dispatch": {"timeout": "60s"}}]
+        if way.startswith("in steps"):
+            pipeline.insert(0, {"hierarchical": {"kinds": ["all_gather", "reduce_scatter"]}})
         dist.init_process_group("mcr", pg_options={"version": 1, "backends": ["gloo"], "pipeline": pipeline})
     rank, ranks = dist.get_rank(), dist.get_world_size()
     shape, windows = Shape(**settings["sizes"]), settings["windows"]
@@ -213,6 +218,7 @@ def main(
     lr: Annotated[float, typer.Option(min=0.0, help="Of AdamW.")] = 1e-3,
     dtype: Annotated[str, typer.Option(help="Of gathered parameters and of computing.")] = "float32",
     ways: Annotated[str, typer.Option(help="Separated by semicolons.")] = ";".join(USUAL),
+    per_host: Annotated[int, typer.Option(min=1, help="Ranks on each host.")] = 1,
     hardware: Hardware = HARDWARE,
     output: Dated = None,
 ) -> None:
@@ -225,7 +231,8 @@ def main(
     found: dict[str, list[dict[str, Any]]] = {}
     for seed in range(seeds):
         for way in names:
-            found.setdefault(way, []).append(on_hosts(TWO, rate, trained, way, steps, seed, settings))
+            answer = on_hosts(TWO, rate, trained, way, steps, seed, settings, per_host=per_host)
+            found.setdefault(way, []).append(answer)
             print(f"{way}  seed {seed}  {found[way][-1]['ms']:.0f} ms", flush=True)
     table = rows(found, rate)
     harness.show(HEAD, table)
@@ -233,8 +240,8 @@ def main(
         f"FSDP2 over a link of {rate}, two hosts",
         harness.command(),
         f"examples/gpt with {hidden} channels, {windows} windows of {sequence} bytes per rank, {dtype}, "
-        f"AdamW at {lr:g}, {steps} steps of {seeds} seeds; codecs of parameters, of gradients; "
-        "a time is the median step of the slower rank",
+        f"AdamW at {lr:g}, {steps} steps of {seeds} seeds, ranks on each host: {per_host}; "
+        "codecs of parameters, of gradients; a time is the median step of the slower rank",
         harness.markdown(HEAD, table),
     )
     harness.write(text, output, f"fsdp_{hardware}-two-hosts")

@@ -24,9 +24,10 @@ from two_hosts import TwoHosts, need_two_hosts
 import mcr_plus as mcr
 from mcr_plus.core.kinds import ReduceOp
 from mcr_plus.core.units import format_size
+from mcr_plus.hierarchy.options import HIERARCHICAL
 from mcr_plus.tables.fingerprint import library_versions
 
-KINDS: Final = ("all_reduce", "broadcast", "all_to_all")
+KINDS: Final = HIERARCHICAL
 SIZES: Final = tuple(kib << 10 for kib in (4, 16, 32, 64, 256, 1024, 4096, 16384, 65536))
 FLAT: Final = ("mpi", "gloo")
 # What differs in the options of the stage, by the tag that the rules match.
@@ -41,7 +42,12 @@ CANDIDATES: Final = (*FLAT, *STEPS, CODEC)
 CONFIG: Final[dict[str, Any]] = {
     "version": 1,
     "backends": ["mpi", "gloo", "msccl"],
-    "pipeline": [{"hierarchical": {"min": 0}}, {"compress": {}}, {"select": {}}, {"dispatch": {}}],
+    "pipeline": [
+        {"hierarchical": {"min": 0, "kinds": list(KINDS)}},
+        {"compress": {}},
+        {"select": {}},
+        {"dispatch": {}},
+    ],
     "rules": [
         *({"match": {"tag": candidate}, "hierarchical": options} for candidate, options in STEPS.items()),
         {
@@ -62,15 +68,22 @@ def operation(
     numel = nbytes // 4
     named: Mapping[str, Any] = {"backend": candidate} if candidate in FLAT else {"tag": candidate}
     values = torch.full((numel,), float(comm.rank + 1))
+    # The largest value, so that it stays what it is when it is done again; codecs sum.
+    op: ReduceOp = mcr.AVG if candidate == CODEC else mcr.MAX
+    reduced = float((comm.size + 1) / 2 if candidate == CODEC else comm.size)
     if kind == "all_reduce":
-        # The largest value, so that it stays what it is when it is done again; codecs sum.
-        op: ReduceOp = mcr.AVG if candidate == CODEC else mcr.MAX
-        expected = (comm.size + 1) / 2 if candidate == CODEC else comm.size
-        return partial(comm.all_reduce, values, op, **named), values, torch.full((numel,), float(expected))
+        return partial(comm.all_reduce, values, op, **named), values, torch.full((numel,), reduced)
     if kind == "broadcast":
         return partial(comm.broadcast, values, 0, **named), values, torch.ones(numel)
+    if kind == "reduce_scatter":
+        block = torch.empty(numel // comm.size)
+        reduce_scatter = partial(comm.reduce_scatter_tensor, block, values, op, **named)
+        return reduce_scatter, block, torch.full_like(block, reduced)
     result = torch.empty(numel)
     blocks = torch.arange(1.0, comm.size + 1).repeat_interleave(numel // comm.size)
+    if kind == "all_gather":
+        own = values[: numel // comm.size]
+        return partial(comm.all_gather_into_tensor, result, own, **named), result, blocks
     return partial(comm.all_to_all_single, result, values, **named), result, blocks
 
 

@@ -114,11 +114,13 @@ def replayed(step: str, config: str) -> dict[str, Any] | None:
         return json.loads(answer.read_text()) if answer.exists() else None
 
 
-def on_hosts(setting: Setting, rate: str, program: Callable[..., Any], *arguments: Any) -> Any:
+def on_hosts(
+    setting: Setting, rate: str, program: Callable[..., Any], *arguments: Any, per_host: int = 1
+) -> Any:
     with Racks(setting.racks, setting.hosts, rate, rate) as racks:
 
         def launch(words: Sequence[str]) -> None:
-            racks.torchrun([sys.executable, *words], timeout=LIMIT_S)
+            racks.torchrun([sys.executable, *words], per_host=per_host, timeout=LIMIT_S)
 
         return harness.on_ranks(launch, program, *arguments)
 

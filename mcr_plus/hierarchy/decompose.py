@@ -280,12 +280,11 @@ class HierarchicalAllToAll(Decomposition):
             "inter": self.step("all_to_all", "inter", self.numel, nbytes),
             "intra2": self.step("all_to_all", "intra2", self.numel, nbytes),
         }
-        self._ranks = nodes.count * nodes.size
         order = [rank for node in nodes.ranks for rank in node]
         self._in_order = order == sorted(order)
         places = {rank: (j, k) for j, node in enumerate(nodes.ranks) for k, rank in enumerate(node)}
         inside = [j * nodes.size + k for k in range(nodes.size) for j in range(nodes.count)]
-        result = [places[rank][1] * nodes.count + places[rank][0] for rank in range(self._ranks)]
+        result = [places[rank][1] * nodes.count + places[rank][0] for rank in range(len(order))]
         self._order, self._inside, self._result = (
             torch.tensor(indices, device=signature.device) for indices in (order, inside, result)
         )
@@ -305,13 +304,13 @@ class HierarchicalAllToAll(Decomposition):
             if earlier is not None:
                 earlier()
             if not self._in_order:
-                self._pick(given, self._order, sent)
+                _pick(given, self._order, sent)
 
         def turn() -> None:
-            self._pick(received, self._inside, sent)
+            _pick(received, self._inside, sent)
 
         def unpack() -> None:
-            self._pick(received, self._result, result)
+            _pick(received, self._result, result)
             lease.release()
 
         first = given if self._in_order else sent
@@ -320,9 +319,120 @@ class HierarchicalAllToAll(Decomposition):
         intra2 = self.begin("intra2", (sent,), (received,), message, after=inter, prepare=turn)
         return self.handle([inter, intra2.then(unpack)], agreed)
 
-    def _pick(self, blocks: torch.Tensor, order: torch.Tensor, out: torch.Tensor) -> None:
-        """Write block `order[i]` to place i of `out`."""
-        torch.index_select(blocks.view(self._ranks, -1), 0, order, out=out.view(self._ranks, -1))
+
+class HierarchicalAllGather(Decomposition):
+    """A block from every rank: between nodes first, then in the node.
+
+    The blocks are reordered after the second step, in one copy:
+
+        received between nodes    [j]       from node j
+        received in the node      [k, j]    from rank k of node j
+    """
+
+    has_rest = False
+
+    def __init__(self, signature: Signature, nodes: Nodes, pool: Pool) -> None:
+        super().__init__(signature, nodes, pool)
+        nbytes = signature.nbytes or 0
+        self._part = self.numel // nodes.size
+        block = self._part // nodes.count
+        self.steps = {
+            "inter": self.step("all_gather", "inter", block, nbytes // nodes.size),
+            "intra2": self.step("all_gather", "intra2", self._part, nbytes),
+        }
+        places = [node[k] for k in range(nodes.size) for node in nodes.ranks]
+        self._in_order = places == sorted(places)
+        order = sorted(range(len(places)), key=places.__getitem__)
+        self._result = torch.tensor(order, device=signature.device)
+
+    @property
+    def summary(self) -> str:  # noqa: D102
+        return "all_gather between ranks of the same place in their nodes, then all_gather in the node"
+
+    def start(self, message: Message, agreed: Work | None = None) -> Work:  # noqa: D102
+        lease = self.lease()
+        given, result = message.inputs[0].view(-1), message.outputs[0].view(-1)
+        part = lease.tensor(self._part, self.dtype)
+        received = result if self._in_order else lease.tensor(self.numel, self.dtype)
+
+        def unpack() -> None:
+            if not self._in_order:
+                _pick(received, self._result, result)
+            lease.release()
+
+        after = self.following(message, agreed)
+        inter = self.begin("inter", (given,), (part,), message, after=after, prepare=message.prepare)
+        intra2 = self.begin("intra2", (part,), (received,), message, after=inter)
+        return self.handle([inter, intra2.then(unpack)], agreed)
+
+
+class HierarchicalReduceScatter(Decomposition):
+    """A block for every rank: summed in the node first, then between nodes.
+
+    The blocks are reordered before the first step, in one copy:
+
+        given in the node        [k, j]    for rank k of node j
+        given between nodes      [j]       for node j, sums of this node
+
+    AVG and codecs as in `HierarchicalAllReduce`.
+    """
+
+    has_rest = False
+
+    def __init__(self, signature: Signature, nodes: Nodes, pool: Pool) -> None:
+        super().__init__(signature, nodes, pool)
+        nbytes = signature.nbytes or 0
+        self._part = self.numel // nodes.size
+        block = self._part // nodes.count
+        op = "SUM" if signature.reduce_op == "AVG" else signature.reduce_op
+        self.steps = {
+            "intra": self.step("reduce_scatter", "intra", self._part, nbytes, reduce_op=op),
+            "inter": self.step("reduce_scatter", "inter", block, nbytes // nodes.size, reduce_op=op),
+        }
+        self._before, self._after = 1, nodes.size * nodes.count if signature.reduce_op == "AVG" else 1
+        order = [node[k] for k in range(nodes.size) for node in nodes.ranks]
+        self._in_order = order == sorted(order)
+        self._order = torch.tensor(order, device=signature.device)
+
+    @property
+    def summary(self) -> str:  # noqa: D102
+        return "reduce_scatter in the node, then between ranks of the same place in their nodes"
+
+    def prepare_for_codec(self) -> None:  # noqa: D102
+        if self.signature.reduce_op == "AVG":
+            self.steps["inter"] = self.steps["inter"].replace(reduce_op="AVG")
+            self._before, self._after = self.nodes.size, 1
+
+    def start(self, message: Message, agreed: Work | None = None) -> Work:  # noqa: D102
+        lease = self.lease()
+        given, result = message.inputs[0].view(-1), message.outputs[0].view(-1)
+        part = lease.tensor(self._part, self.dtype)
+        packed = given if self._in_order else lease.tensor(self.numel, self.dtype)
+        earlier, last = message.prepare, _divide(result, self._after)
+
+        def pack() -> None:
+            if earlier is not None:
+                earlier()
+            if not self._in_order:
+                _pick(given, self._order, packed)
+
+        def finish() -> None:
+            if last is not None:
+                last()
+            lease.release()
+
+        after = self.following(message, agreed)
+        intra = self.begin("intra", (packed,), (part,), message, after=after, prepare=pack)
+        divide = _divide(part, self._before)
+        inter = self.begin("inter", (part,), (result,), message, after=intra, prepare=divide)
+        return self.handle([intra, inter.then(finish)], agreed)
+
+
+def _pick(blocks: torch.Tensor, order: torch.Tensor, out: torch.Tensor) -> None:
+    """Write block `order[i]` to place i of `out`; both have as many blocks as `order`."""
+    count = len(order)
+    with torch.inference_mode():  # outside of which tensors that were made in it cannot be written
+        torch.index_select(blocks.view(count, -1), 0, order, out=out.view(count, -1))
 
 
 def _divide(values: torch.Tensor, number: int) -> Prepare:

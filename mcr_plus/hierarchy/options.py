@@ -21,7 +21,7 @@ from mcr_plus.config.names import backend_name, names_no_algorithm, stored_backe
 from mcr_plus.config.options import NOWHERE, Bytes, ReadContext, StageOptions, some_of
 from mcr_plus.errors import short, unknown
 
-HIERARCHICAL: tuple[str, ...] = ("all_reduce", "all_to_all", "broadcast")
+HIERARCHICAL: tuple[str, ...] = ("all_reduce", "broadcast", "all_to_all", "all_gather", "reduce_scatter")
 """Kinds that can be decomposed into steps in the nodes and between them."""
 
 

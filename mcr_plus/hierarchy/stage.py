@@ -1,9 +1,11 @@
 """hierarchical: decomposes an operation of several nodes into steps inside the nodes and between them.
 
-    all_reduce    reduce_scatter in the node, all_reduce of each part between nodes, all_gather in the node
-    broadcast     scatter in the root's node, broadcast of each part between nodes, all_gather in the node;
-                  with a codec that keeps what is received, of its payloads (`forward`)
-    all_to_all    exchange between ranks of the same local index, then exchange in the node
+    all_reduce      reduce_scatter in the node, all_reduce of each part between nodes, all_gather in the node
+    broadcast       scatter in the root's node, broadcast of each part between nodes, all_gather in the node;
+                    with a codec that keeps what is received, of its payloads (`forward`)
+    all_gather      between ranks of the same local index, then in the node
+    reduce_scatter  in the node, then between ranks of the same local index
+    all_to_all      exchange between ranks of the same local index, then exchange in the node
 
 Every value crosses the link once per node, not once per rank. The all_reduce is that of Horovod
 (hierarchical allreduce), Blink (Wang et al., MLSys 2020) and NCCL, the all_to_all that of DeepSpeed-MoE
@@ -27,9 +29,11 @@ from mcr_plus.core.message import Signature, frozen
 from mcr_plus.core.units import format_size
 from mcr_plus.hierarchy.decompose import (
     Decomposition,
+    HierarchicalAllGather,
     HierarchicalAllReduce,
     HierarchicalAllToAll,
     HierarchicalBroadcast,
+    HierarchicalReduceScatter,
 )
 from mcr_plus.hierarchy.forward import ForwardedBroadcast
 from mcr_plus.hierarchy.nodes import Nodes, Part, inner_groups, nodes_of
@@ -41,8 +45,10 @@ from mcr_plus.pipeline.treatment import NO_CODEC, Treatment
 
 _DECOMPOSITIONS: dict[str, type[Decomposition]] = {
     "all_reduce": HierarchicalAllReduce,
-    "all_to_all": HierarchicalAllToAll,
     "broadcast": HierarchicalBroadcast,
+    "all_to_all": HierarchicalAllToAll,
+    "all_gather": HierarchicalAllGather,
+    "reduce_scatter": HierarchicalReduceScatter,
 }
 
 

@@ -281,7 +281,7 @@ def test_the_state_of_a_codec_between_nodes_is_not_shared_in_buckets() -> None:
 
 
 def test_explain_of_other_operations_shows_nothing() -> None:
-    for kind in ("all_gather", "all_to_all_v", "send", "barrier"):
+    for kind in ("gather", "all_to_all_v", "send", "barrier"):
         assert all(
             "in steps" not in decision for _, decision in steps_of(kind, 0 if kind == "barrier" else 16)
         )
@@ -394,6 +394,10 @@ def outcomes() -> list[dict[str, str]]:
 @pytest.mark.parametrize("section", FOUR_RANKS)
 def test_on_four_ranks(outcomes: list[dict[str, str]], section: str) -> None:
     assert [each[section] for each in outcomes] == [""] * 4
+
+
+def test_parameters_and_gradients_of_fsdp() -> None:
+    run_ranks(hierarchical_jobs.parameters_and_gradients_of_fsdp, 4, via="torch", timeout=300)
 
 
 @pytest.mark.skipif(why_not() is not None, reason=f"two hosts: {why_not()}")

@@ -72,6 +72,26 @@ def reductions(comm: mcr.Communicator, failures: Failures, dtypes: Dtypes) -> No
                 failures.check(f"{op} {dtype} {count}", difference(values, expected, allowed))
 
 
+def scattered(comm: mcr.Communicator, failures: Failures, dtypes: Dtypes) -> None:
+    """Blocks of sums: every op and dtype that has a meaning, in every size."""
+    salt = 500
+    for op in REDUCE_OPS:
+        for dtype in REDUCIBLE[op]:
+            if dtype not in dtypes:
+                continue
+            for count in SIZES if dtype in (torch.float32, torch.int64) else (3, 1031):
+                salt += 1
+                product, whole = op == "PRODUCT", count * comm.size
+                parts = [inputs(dtype, rank, (whole,), salt, product=product) for rank in range(comm.size)]
+                values, result = tensor(comm.rank, dtype, whole, salt, product=product), torch.empty(count)
+                result = result.to(dtype)
+                comm.reduce_scatter_tensor(result, values, op)
+                failures.check("unchanged", difference(values, parts[comm.rank]))
+                expected = reduced(parts, op)[comm.rank * count :][:count]
+                allowed = np.abs(expected) * (torch.finfo(dtype).eps if op == "AVG" else 0.0)
+                failures.check(f"scattered {op} {dtype} {count}", difference(result, expected, allowed))
+
+
 def rough_sums(comm: mcr.Communicator, failures: Failures, dtypes: Dtypes) -> None:
     """Sums that depend on their order are within their bound, and the same on all ranks."""
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64):
@@ -88,7 +108,7 @@ def rough_sums(comm: mcr.Communicator, failures: Failures, dtypes: Dtypes) -> No
 
 
 def movements(comm: mcr.Communicator, failures: Failures, dtypes: Dtypes) -> None:
-    """Broadcasts from every root, and exchanges."""
+    """Broadcasts from every root, exchanges, and blocks of all ranks, also where the own one is in place."""
     for dtype in dtypes:
         for count in SIZES if dtype is torch.int64 else (3, 1031):
             for root in range(comm.size):
@@ -103,15 +123,26 @@ def movements(comm: mcr.Communicator, failures: Failures, dtypes: Dtypes) -> Non
             mine = slice(comm.rank * count, (comm.rank + 1) * count)
             whole = [inputs(dtype, rank, (count * comm.size,), 1)[mine] for rank in range(comm.size)]
             failures.check(f"all_to_all {dtype} {count}", difference(got, np.concatenate(whole)))
+            whole = [inputs(dtype, rank, (count,), 2) for rank in range(comm.size)]
+            comm.all_gather_into_tensor(got, tensor(comm.rank, dtype, count, 2))
+            failures.check(f"all_gather {dtype} {count}", difference(got, np.concatenate(whole)))
+            got.zero_()
+            got[mine] = tensor(comm.rank, dtype, count, 2)
+            comm.all_gather_into_tensor(got, got[mine])
+            failures.check(f"all_gather in place {dtype} {count}", difference(got, np.concatenate(whole)))
+            several = list(torch.zeros(comm.size, count, dtype=dtype))
+            comm.all_gather(several, tensor(comm.rank, dtype, count, 2))
+            for rank, (each, expected) in enumerate(zip(several, whole, strict=True)):
+                failures.check(f"all_gather, a list, {dtype} {count} {rank}", difference(each, expected))
 
 
 def in_flight(comm: mcr.Communicator, failures: Failures, _: Dtypes) -> None:
     """Many at once, of all kinds, waited for in another order on every rank."""
     works: list[tuple[str, mcr.Work, Callable[[], str | None]]] = []
-    for turn in range(12):
+    for turn in range(4 * len(HIERARCHICAL)):
         count, root = 1031 + turn, turn % comm.size
-        kind = ("all_reduce", "broadcast", "all_to_all")[turn % 3]
-        if kind == "all_to_all":
+        kind = HIERARCHICAL[turn % len(HIERARCHICAL)]
+        if kind in ("all_to_all", "reduce_scatter"):
             count *= comm.size
         values = tensor(comm.rank, torch.int64, count, turn)
         result = values
@@ -121,6 +152,14 @@ def in_flight(comm: mcr.Communicator, failures: Failures, _: Dtypes) -> None:
             work, expected = comm.all_reduce(values, async_op=True), reduced(every, "SUM")
         elif kind == "broadcast":
             work, expected = comm.broadcast(values, comm.ranks[root], async_op=True), every[root]
+        elif kind == "all_gather":
+            result = torch.empty(count * comm.size, dtype=values.dtype)
+            work = comm.all_gather_into_tensor(result, values, async_op=True)
+            expected = np.concatenate(every)
+        elif kind == "reduce_scatter":
+            result = torch.empty(count // comm.size, dtype=values.dtype)
+            work = comm.reduce_scatter_tensor(result, values, async_op=True)
+            expected = reduced(every, "SUM")[comm.rank * len(result) :][: len(result)]
         else:
             result = torch.empty_like(values)
             part = count // comm.size
@@ -164,6 +203,11 @@ def reductions_of_one(group: mcr.Communicator, failures: Failures) -> None:
     mine = slice(group.rank * 5, group.rank * 5 + 5)
     every = [inputs(torch.int64, rank, (5 * group.size,), 4)[mine] for rank in range(group.size)]
     failures.check(f"all_to_all {group!r}", difference(got, np.concatenate(every)))
+    group.all_gather_into_tensor(got, moved[:5])
+    every = [inputs(torch.int64, rank, (5 * group.size,), 4) for rank in range(group.size)]
+    failures.check(f"all_gather {group!r}", difference(got, np.concatenate([each[:5] for each in every])))
+    group.reduce_scatter_tensor(got[:5], moved)
+    failures.check(f"reduce_scatter {group!r}", difference(got[:5], reduced(every, "SUM")[mine]))
 
 
 def recorded(comm: mcr.Communicator, failures: Failures, _: Dtypes) -> None:
@@ -172,22 +216,26 @@ def recorded(comm: mcr.Communicator, failures: Failures, _: Dtypes) -> None:
     with mcr.record() as log:
         comm.all_reduce(torch.ones(1031), tag="seen")
         comm.all_reduce(torch.ones(1031), tag="seen", backend="gloo")
-        comm.all_gather_into_tensor(torch.ones(comm.size), torch.ones(1), tag="seen")
+        comm.all_gather_into_tensor(torch.ones(comm.size), torch.ones(1), tag="gathered")
+        comm.reduce_scatter_tensor(torch.ones(1), torch.ones(comm.size), tag="scattered")
     found = [(r.kind, r.group.rstrip("012345"), r.tag) for r in log.records]
-    steps = [
+    expected = [
         ("reduce_scatter", "world/node", "seen"),
         ("all_reduce", "world/across", "seen"),
         ("all_reduce", "world", "seen"),  # the last elements, which do not divide into equal parts
     ]
-    failures.expect("steps", all(step in found for step in steps), found)
+    failures.expect("steps", all(step in found for step in expected), found)
+    for tag, parts in (("gathered", ("across", "node/back")), ("scattered", ("node", "across"))):
+        groups = [group for _, group, each in steps(log, tag) if each is None and group != "world"]
+        failures.expect(tag, sorted(groups) == sorted(f"world/{part}" for part in parts), groups)
     kinds = [record.kind for record in log.records if record.group.endswith("/back")]
-    failures.expect("back", kinds == ["all_gather"], kinds)
+    failures.expect("back", kinds == ["all_gather", "all_gather"], kinds)
     sizes = [record.bytes for record in log.records if record.group == "world" and record.bytes]
     rest = 1031 % (len(comm.opened.parts[0].group.ranks))
-    failures.expect("flat", sorted(sizes) == sorted([4 * rest, 4124, 4 * comm.size]), sizes)
+    failures.expect("flat", sorted(sizes) == sorted([4 * rest, 4124]), sizes)
 
 
-SECTIONS: Final = (reductions, rough_sums, movements, in_flight, sub_groups, recorded)
+SECTIONS: Final = (reductions, scattered, rough_sums, movements, in_flight, sub_groups, recorded)
 
 
 def every_section(backends: list[str], options: dict[str, Any], every_type: bool) -> dict[str, Any]:
@@ -255,6 +303,23 @@ def compressed() -> None:
         comm.broadcast(values, 2)
         assert 0 < (values - noise(2)).abs().max() < 0.1
         equal_bits(comm, values)
+        blocks = torch.empty(comm.size, 4099)
+        with mcr.record() as log:
+            comm.all_gather_into_tensor(blocks, noise(comm.rank), tag="c")
+        assert {group for _, group, codec in steps(log, "c") if codec} == {"world/across"}, steps(log, "c")
+        every = torch.stack([noise(rank) for rank in range(comm.size)])
+        assert 0 < (blocks - every).abs().max() < 0.1
+        equal_bits(comm, blocks)
+        whole = 1031 * comm.size
+        for op, scale in (("SUM", 1), ("AVG", comm.size)):
+            block = torch.empty(1031)
+            with mcr.record() as log:
+                comm.reduce_scatter_tensor(block, noise(comm.rank, whole), op, tag="d")  # type: ignore[arg-type]
+            found = {group for _, group, codec in steps(log, "d") if codec}
+            assert found == {"world/across"}, steps(log, "d")
+            expected = summed(comm, whole)[comm.rank * 1031 :][:1031] / scale
+            error = (block - expected).abs().max().item() * scale
+            assert 0 < error < 0.1, f"reduce_scatter {op}: error {error}"
 
 
 def compressed_by_the_pipeline() -> None:
@@ -265,6 +330,46 @@ def compressed_by_the_pipeline() -> None:
             comm.all_reduce(values, tag="a")
         assert {group for _, group, codec in steps(log, "a") if codec} == {"world/across"}, steps(log, "a")
         equal_bits(comm, values)
+
+
+def parameters_and_gradients_of_fsdp() -> None:
+    """Gathers of parameters and blocks of gradients of FSDP2 take steps; what is trained stays the same."""
+    torch.set_num_threads(1)
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    def trained(options: dict[str, Any], codecs: dict[str, Any]) -> tuple[torch.Tensor, list[Any]]:
+        torch.manual_seed(3)
+        model = torch.nn.Sequential(torch.nn.Linear(40, 72), torch.nn.Tanh(), torch.nn.Linear(72, 9))
+        dist.init_process_group("mcr", pg_options=options)
+        for layer in (model[0], model[2], model):
+            fully_shard(layer)
+        mcr.fsdp(model, **codecs)
+        rank, optimizer = dist.get_rank(), torch.optim.SGD(model.parameters(), 0.05)
+        with mcr.record() as log:
+            for step in range(8):
+                optimizer.zero_grad()
+                model(noise(rank, 12 * 40, step).view(12, 40)).square().mean().backward()
+                optimizer.step()
+        weights = [parameter.full_tensor().flatten().detach() for parameter in model.parameters()]  # type: ignore[attr-defined]
+        dist.destroy_process_group()
+        between = [each for each in log.records if "across" in each.group]
+        return torch.cat(weights), between
+
+    stages: list[dict[str, Any]] = [{"compress": {}}, {"select": {}}, {"dispatch": {}}]
+    flat = {"version": 1, "backends": ["gloo"], "pipeline": stages}
+    expected, none = trained(flat, {})
+    assert not none
+    weights, between = trained(config(**NODES), {})
+    assert {each.kind for each in between} == {"all_gather", "reduce_scatter"}, between
+    assert (weights - expected).abs().max() < 1e-5
+    codecs = {"parameters": "int8_block", "gradients": {"codec": "int4_block", "error_feedback": True}}
+    weights, between = trained(config(**NODES), codecs)
+    assert {(each.kind, each.codec) for each in between} == {
+        ("all_gather", "int8_block"), ("all_to_all", "int4_block"),
+    }, between  # fmt: skip
+    error = (weights - expected).norm() / expected.norm()
+    assert 0 < error < 0.02, error
 
 
 def matrices_go_the_flat_way() -> None:
@@ -611,11 +716,12 @@ def a_missing_rank() -> None:
 FOUR_RANKS: Final[dict[str, Callable[[], None]]] = {
     section.__name__: section
     for section in (
-        compressed, compressed_by_the_pipeline, matrices_go_the_flat_way, feedback, fused, wrapped, rules,
-        uneven, first_steps_do_not_wait_for_last_ones, bad_nodes, what_one_node_lacks,
-        a_codec_between_nodes_with_an_algorithm, no_memory_on_one_node, no_memory_for_a_named_step,
-        no_memory_on_a_node_that_needs_none, another_thread, another_operation, known_operations_swapped,
-        ranks_that_do_nothing_more, a_missing_rank,
+        compressed, compressed_by_the_pipeline, matrices_go_the_flat_way, feedback, fused, wrapped,
+        rules, uneven, bad_nodes, what_one_node_lacks,
+        first_steps_do_not_wait_for_last_ones, a_codec_between_nodes_with_an_algorithm,
+        no_memory_on_one_node, no_memory_for_a_named_step, no_memory_on_a_node_that_needs_none,
+        another_thread, another_operation, known_operations_swapped, ranks_that_do_nothing_more,
+        a_missing_rank,
     )
 }  # fmt: skip
 

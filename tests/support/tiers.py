@@ -244,6 +244,7 @@ LONG: Final = (
     "test_gpt.py::test_two_ranks_train_and_report[tensor]",
     "test_gradients.py::test_gaps_between_gradients_do_not_change_results",
     "test_hierarchical.py::test_on_four_ranks",
+    "test_hierarchical.py::test_parameters_and_gradients_of_fsdp",
     "test_hierarchical.py::test_two_hosts_of_two_ranks",
     "test_launch.py::test_kill_9_of_a_rank_from_outside[torch]",
     "test_launch.py::test_the_cause_is_shown_before_its_consequences",

@@ -407,9 +407,10 @@ def main(
         return _report("Receivers that are late", note, [_late(rates, rounds)], output)
     with tempfile.TemporaryDirectory() as folder:
         path = kept or Path(folder, "versions.pt")
-        if not path.exists():
-            path.with_suffix(".json").write_text(json.dumps(train(steps, versions, hidden, path)))
-        done = json.loads(path.with_suffix(".json").read_text())
+        about = path.with_suffix(".json")
+        if not path.exists() or not about.exists():
+            about.write_text(json.dumps(train(steps, versions, hidden, path)))
+        done = json.loads(about.read_text())
         notes = (
             f"{done['parameters']:,} parameters, {done['steps']} steps at 5e-4: loss {done['loss'][0]:.3f} → "
             f"{done['loss'][1]:.3f} nats per byte, means of the first and the last tenth. "

@@ -310,14 +310,14 @@ def compressed() -> None:
         every = torch.stack([noise(rank) for rank in range(comm.size)])
         assert 0 < (blocks - every).abs().max() < 0.1
         equal_bits(comm, blocks)
-        whole = 1031 * comm.size
+        count = 1031 * comm.size
         for op, scale in (("SUM", 1), ("AVG", comm.size)):
             block = torch.empty(1031)
             with mcr.record() as log:
-                comm.reduce_scatter_tensor(block, noise(comm.rank, whole), op, tag="d")  # type: ignore[arg-type]
+                comm.reduce_scatter_tensor(block, noise(comm.rank, count), op, tag="d")  # type: ignore[arg-type]
             found = {group for _, group, codec in steps(log, "d") if codec}
             assert found == {"world/across"}, steps(log, "d")
-            expected = summed(comm, whole)[comm.rank * 1031 :][:1031] / scale
+            expected = summed(comm, count)[comm.rank * 1031 :][:1031] / scale
             error = (block - expected).abs().max().item() * scale
             assert 0 < error < 0.1, f"reduce_scatter {op}: error {error}"
 
@@ -363,6 +363,9 @@ def parameters_and_gradients_of_fsdp() -> None:
     weights, between = trained(config(**NODES), {})
     assert {each.kind for each in between} == {"all_gather", "reduce_scatter"}, between
     assert (weights - expected).abs().max() < 1e-5
+    same, between = trained(config(**NODES), {"parameters": "delta"})
+    assert {each.codec for each in between if each.kind == "all_gather_v"} == {"delta"}, between
+    assert torch.equal(same, weights), "delta loses nothing"
     codecs = {"parameters": "int8_block", "gradients": {"codec": "int4_block", "error_feedback": True}}
     weights, between = trained(config(**NODES), codecs)
     assert {(each.kind, each.codec) for each in between} == {

@@ -10,7 +10,8 @@ The transformer of examples/gpt is sharded by `fully_shard`, block by block, ove
 (benchmarks/racks.py) with one rank or several on each and a link of the given rate; each block has the next
 one prefetched in the forward pass, and FSDP2 does the same in the backward pass. Each way trains the same
 model on the same text, in turns; the loss is that of held-out windows at the end. Bytes are those that a
-host's interface sends in a step, headers included. "In steps": with the stage `hierarchical`.
+host's interface sends in a step, headers included. "In steps": with the stage `hierarchical`, and shared
+memory inside hosts.
 
 "Processor": of all threads of a rank in a step, gloo's among them; "alone": the same of forward and backward
 passes without sharding, and AdamW on half of the parameters. "Wire": the bytes of a step over the rate. Where
@@ -86,9 +87,12 @@ def trained(way: str, steps: int, seed: int, settings: dict[str, Any]) -> dict[s
         dist.init_process_group("fake", store=FakeStore(), rank=int(os.environ["RANK"]), world_size=ranks)
     else:
         pipeline: list[dict[str, Any]] = [{"compress": {}}, {"select": {}}, {"dispatch": {"timeout": "60s"}}]
+        backends = ["gloo"]
         if way.startswith("in steps"):
-            pipeline.insert(0, {"hierarchical": {"kinds": ["all_gather", "reduce_scatter"]}})
-        dist.init_process_group("mcr", pg_options={"version": 1, "backends": ["gloo"], "pipeline": pipeline})
+            kinds, local = ["all_gather", "reduce_scatter"], {"backend": "msccl"}
+            pipeline.insert(0, {"hierarchical": {"kinds": kinds, "local": local}})
+            backends.append("msccl")
+        dist.init_process_group("mcr", pg_options={"version": 1, "backends": backends, "pipeline": pipeline})
     rank, ranks = dist.get_rank(), dist.get_world_size()
     shape, windows = Shape(**settings["sizes"]), settings["windows"]
     corpus = read_corpus(None, shape.sequence, seed)
@@ -106,11 +110,11 @@ def trained(way: str, steps: int, seed: int, settings: dict[str, Any]) -> dict[s
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings["lr"], fused=True)
     took, sent, processor = torch.empty(steps), torch.empty(steps), torch.empty(steps)
     for step in range(steps):
-        began, before, spent = perf_counter(), sent_bytes(), process_time()
+        began, before, spent = perf_counter(), sent_bytes(within=False), process_time()
         optimizer.zero_grad()
         model(corpus.windows(step, rank, windows)).text.backward()
         optimizer.step()
-        took[step], sent[step] = perf_counter() - began, sent_bytes() - before
+        took[step], sent[step] = perf_counter() - began, sent_bytes(within=False) - before
         processor[step] = process_time() - spent
     with torch.no_grad():
         losses = [model(batch).text.item() for batch in corpus.held_out(rank, ranks, windows, HELD_OUT)]

@@ -293,10 +293,10 @@ def _alone(task: Task, corpus: Corpus, comms: Any) -> tuple[float, float]:
     return median(times[2:]), median(processor[2:])
 
 
-def sent_bytes() -> int:
-    """Bytes that have left this host's interfaces."""
-    lines = _NETWORK.read_text().splitlines()[2:]
-    return sum(int(line.partition(":")[2].split()[8]) for line in lines)
+def sent_bytes(*, within: bool = True) -> int:
+    """Bytes that have left this host's interfaces; `within`: those between its own processes, too."""
+    lines = [line.partition(":") for line in _NETWORK.read_text().splitlines()[2:]]
+    return sum(int(rest.split()[8]) for name, _, rest in lines if within or name.strip() != "lo")
 
 
 def _sharers(comms: Any) -> int:

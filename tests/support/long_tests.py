@@ -137,7 +137,6 @@ FUNCTIONS: Final[dict[str, str]] = {
         kill_9_of_the_launcher_ends_ranks_and_leaves_nothing the_others_are_not_disturbed
         too_few_ranks_end_the_job kill_9_of_the_supervisor_ends_ranks_and_leaves_nothing
         kill_9_of_all_processes_and_a_start_with_another_temporary_directory
-        restarts_are_used_up_and_the_job_goes_on
     """,
     "test_layouts.py": """
         all_pairs_on_a_mesh all_pairs_on_a_mesh_of_three_dimensions all_numbers_of_ranks_to_others
@@ -441,6 +440,7 @@ KEPT: Final[dict[str, tuple[str, ...]]] = {
     "test_redistribute.py::test_by_messages_between_pairs_of_ranks": ("calls-msccl",),
     "test_redistribute.py::test_collectives_in_groups_of_one_and_into_other_local_tensors": ("3-gloo",),
     "test_redistribute.py::test_addends_are_kept_where_the_target_is_the_source": ("2-mpi",),
+    "test_redistribute.py::test_plans_and_buffers_that_are_kept": ("limits",),
     "test_redistribute.py::test_later_calls_do_not_wait_for_ranks_that_are_late": ("msccl",),
     "test_redistribute.py::test_a_state_of_many_tensors_in_one_round_and_in_many": ("2-gloo",),
     "test_redistribute.py::test_a_codec_leaves_replicas_with_the_same_bits": ("2-gloo",),

@@ -6,8 +6,8 @@ from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
+import long_tests
 import pytest
-import tiers
 from tiers import sampled, stale
 
 SIZES = [1, 32, 1000, 5003]
@@ -76,7 +76,7 @@ def test_the_job_that_stays_is_none_that_is_marked_as_slow() -> None:
 
 
 def test_variants_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(tiers.KEPT, "test_x.py::test_it", ("32-", "1000-topk"))
+    monkeypatch.setitem(long_tests.KEPT, "test_x.py::test_it", ("32-", "1000-topk"))
     kept = params(sampled(variants(("codec", CODECS), ("size", SIZES))))
     assert kept == []
     kept = params(sampled(variants(("size", SIZES), ("codec", CODECS))))
@@ -86,7 +86,7 @@ def test_variants_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_functions_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(tiers.FUNCTIONS, "test_x.py", "this it")
+    monkeypatch.setitem(long_tests.FUNCTIONS, "test_x.py", "this it")
     assert sampled(variants(("size", SIZES))) == []
     assert len(sampled(variants(("size", SIZES), name="test_it_too"))) == len(SIZES)
     assert stale([("tests/unit/test_x.py", "test_it[1]"), ("tests/unit/test_x.py", "test_this_one")]) == [

@@ -42,7 +42,7 @@ _STARTERS = {
 def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # until tests are collected, which leaves hardly any garbage
     # Beside other work an example may take any time. Without long tests, random ones are shorter, too.
-    drawn = 30 if "not long" in config.option.markexpr else 100
+    drawn = 20 if "not long" in config.option.markexpr else 100
     settings.register_profile("untimed", deadline=None, max_examples=drawn)
     settings.load_profile("untimed")
     if not torch.cuda.is_available():

@@ -74,6 +74,15 @@ ALL: Final = [(program, client) for program, clients in CLIENTS.items() for clie
 Results = dict[tuple[str, int], Any]
 
 
+@pytest.fixture(scope="module")
+def started(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    """Those of `TOGETHER` that this run of pytest tests."""
+    tests = (each for each in request.session.items if isinstance(each, pytest.Function))
+    params = [each.callspec.params for each in tests if each.function is test_client_trains_as_on_gloo]
+    asked = {(each["program"], each["client"]) for each in params}
+    return tuple(client for program, client in ALL if program in TOGETHER and (program, client) in asked)
+
+
 @cache
 def results(program: str, backend: str, names: tuple[str, ...], ranks: int = 2) -> Results:
     """What every rank says of every client of a program, or what went wrong; one launch if nothing does."""
@@ -119,15 +128,17 @@ def under_torchrun(program: str, backend: str, names: list[str], ranks: int, set
     ).stdout  # fmt: skip
 
 
-def outcomes(program: str, client: str, backend: str, ranks: int = 2) -> Iterator[Any]:
-    """What each rank says of a client."""
+def outcomes(
+    program: str, client: str, backend: str, ranks: int = 2, started: tuple[str, ...] = ()
+) -> Iterator[Any]:
+    """What each rank says of a client; `started`: those of `TOGETHER` that one job has."""
     missing = [name for name in NEEDS.get(program, ()) if importlib.util.find_spec(name) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed")
     if client not in CLIENTS.get(program, ()):
         found = results(program, backend, (client,), ranks)
     elif program in TOGETHER:
-        found = results("core", backend, tuple(name for one in TOGETHER for name in CLIENTS[one]))
+        found = results("core", backend, started)
     else:
         found = results(program, backend, tuple(CLIENTS[program]))
     for rank in range(ranks):
@@ -139,8 +150,8 @@ def outcomes(program: str, client: str, backend: str, ranks: int = 2) -> Iterato
 @pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 @pytest.mark.parametrize("backend", ["gloo", "mcr"])
 @pytest.mark.parametrize(("program", "client"), ALL)
-def test_client_trains_as_on_gloo(program: str, client: str, backend: str) -> None:
-    same_as_gloo(program, client, backend, CLIENTS[program][client])
+def test_client_trains_as_on_gloo(program: str, client: str, backend: str, started: tuple[str, ...]) -> None:
+    same_as_gloo(program, client, backend, CLIENTS[program][client], started=started)
 
 
 @pytest.mark.slow
@@ -148,9 +159,11 @@ def test_hybrid_sharding_on_four_ranks() -> None:
     same_as_gloo("fsdp", "hsdp", "mcr", {*FSDP, "all_reduce"}, ranks=4)
 
 
-def same_as_gloo(program: str, client: str, backend: str, kinds: set[str], ranks: int = 2) -> None:
-    expected = [outcome["losses"] for outcome in outcomes(program, client, "gloo", ranks)]
-    for losses, outcome in zip(expected, outcomes(program, client, backend, ranks), strict=True):
+def same_as_gloo(
+    program: str, client: str, backend: str, kinds: set[str], ranks: int = 2, started: tuple[str, ...] = ()
+) -> None:
+    expected = [outcome["losses"] for outcome in outcomes(program, client, "gloo", ranks, started)]
+    for losses, outcome in zip(expected, outcomes(program, client, backend, ranks, started), strict=True):
         assert losses
         assert all(map(math.isfinite, losses))
         assert outcome["losses"] == pytest.approx(losses, rel=1e-6)

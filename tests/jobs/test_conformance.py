@@ -22,8 +22,8 @@ GROUPS: Final = ("world", "reversed", "overlapping", "split")
 
 # Launcher, ranks, the backends that calls name (None lets the pipeline decide), and the tables to walk.
 LAUNCHES: Final = {
-    "one rank": ("torch", 1, (None, "local"), ("types", "some shapes")),
-    "one rank, every shape": ("torch", 1, (None, "local"), ("shapes",)),
+    "one rank": ("torch", 1, (None, "local"), ("some types", "some shapes")),
+    "one rank, every type": ("torch", 1, (None, "local"), ("types", "shapes")),
     "two ranks": ("mpi", 2, (None, "mpi", "gloo", "msccl"), ("some shapes",)),
     "two ranks, every type": ("mpi", 2, (None, "mpi", "gloo", "msccl"), ("types", "shapes")),
     "three ranks": ("mpi", 3, ("mpi", "gloo", "msccl"), ("types", "shapes")),
@@ -51,6 +51,7 @@ FLOORS: Final = {
     "beside torch": 4,
     "again": 5,
     "types": 2500,
+    "some types": 480,
     "shapes": 960,
     "some shapes": 480,
 }
@@ -105,6 +106,19 @@ def test_the_table_has_every_operation_backend_type_mode_and_group() -> None:
     assert {(c.op, c.dtype) for c in cases if c.op} == {(op, d) for op in REDUCE_OPS for d in REDUCIBLE[op]}
     for name in conformance.OPERATIONS:
         assert {c.shape for c in cases if c.name == name and c.backend} == set(conformance.SHAPES), name
+
+
+def test_some_types_are_every_operation_type_and_mode_and_every_operation_in_every_group() -> None:
+    groups = ("world", "reversed")
+    cases = list(conformance.some_types((None, "local"), groups))
+    cells = {(c.name, c.op, c.dtype, c.backend) for c in conformance.every_type((None, "local"), groups)}
+    assert len(cases) == len(cells) == len({(c.name, c.op, c.dtype, c.backend) for c in cases})
+    of_local = [c for c in cases if c.backend == "local"]
+    ways = {(mode, group) for mode in (False, True) for group in groups}
+    for name in conformance.OPERATIONS:
+        assert {(c.async_op, c.group) for c in of_local if c.name == name} == ways, name
+    for dtype in DTYPES:
+        assert {(c.async_op, c.group) for c in of_local if c.dtype == dtype} == ways, dtype
 
 
 def test_the_table_has_every_operation_in_every_shape() -> None:

@@ -436,6 +436,15 @@ def some_shapes(backends: Iterable[str | None], groups: Sequence[str]) -> Iterat
         yield from found[at : at + 2]
 
 
+def some_types(backends: Iterable[str | None], groups: Sequence[str]) -> Iterator[Case]:
+    """Of `every_type` one mode and group for each operation, reduce op, dtype and backend, by turns."""
+    cases = every_type(backends, groups)
+    of_a_cell = groupby(cases, lambda case: (case.name, case.op, case.dtype, case.backend))
+    for turn, (_, cell) in enumerate(of_a_cell):
+        found = list(cell)
+        yield found[(turn + turn // len(DTYPES)) % len(found)]
+
+
 def run_table(cases: Iterable[Case], groups: dict[str, mcr.Communicator], failures: Failures) -> None:
     """Run the cases that this rank takes part in."""
     flying: list[tuple[Case, list[Check], Any]] = []
@@ -489,6 +498,12 @@ def types_table(comm: mcr.Communicator, backends: Sequence[str | None], failures
     run_table(every_type(backends, list(groups)), groups, failures)
 
 
+def some_types_table(comm: mcr.Communicator, backends: Sequence[str | None], failures: Failures) -> None:
+    """Run `some_types`."""
+    groups = make_groups(comm)
+    run_table(some_types(backends, list(groups)), groups, failures)
+
+
 def shapes_table(comm: mcr.Communicator, backends: Sequence[str | None], failures: Failures) -> None:
     """Run `every_shape`."""
     groups = make_groups(comm)
@@ -496,13 +511,19 @@ def shapes_table(comm: mcr.Communicator, backends: Sequence[str | None], failure
 
 
 def some_shapes_table(comm: mcr.Communicator, backends: Sequence[str | None], failures: Failures) -> None:
-    """Run `some_shapes`."""
+    """Run `some_shapes` on the backends that are named: what the pipeline chooses is one of them."""
     groups = make_groups(comm)
-    run_table(some_shapes(backends, _two_of(groups)), groups, failures)
+    named = [backend for backend in backends if backend is not None]
+    run_table(some_shapes(named, _two_of(groups)), groups, failures)
 
 
 def _two_of(groups: Iterable[str]) -> list[str]:
     return [name for name in groups if name in ("world", "reversed")]
 
 
-TABLES: Final = {"types": types_table, "shapes": shapes_table, "some shapes": some_shapes_table}
+TABLES: Final = {
+    "types": types_table,
+    "some types": some_types_table,
+    "shapes": shapes_table,
+    "some shapes": some_shapes_table,
+}

@@ -31,12 +31,12 @@ def hard_tensors(sizes: tuple[int, ...]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def for_triton(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Of hard tensors those that a Triton kernel is tried on: without a GPU and long tests every fourth.
+    """Of hard tensors those that a Triton kernel is tried on: without a GPU and long tests every seventh.
 
-    There are 15 of each size, so that every size and, over four sizes, each kind is among them.
+    There are 15 of each size, so that every size is among them, and other kinds of the next size.
     """
     all_of_them = torch.cuda.is_available() or examples(100) == 100
-    return islice(tensors, 0, None, 1 if all_of_them else 4)
+    return islice(tensors, 0, None, 1 if all_of_them else 7)
 
 
 def same_bits(what: str, first: torch.Tensor, *others: torch.Tensor) -> None:

@@ -91,8 +91,8 @@ def _walk(node: ast.AST, when: When) -> Iterator[tuple[ast.Import | ast.ImportFr
             for each in child.body:
                 if isinstance(each, ast.Import | ast.ImportFrom):
                     yield each, "typing"
-        else:
-            in_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        elif not isinstance(child, ast.expr):  # which are most of a tree, and hold no import
+            in_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
             inside: When = "running" if in_function else when
             yield from _walk(child, inside)
 

@@ -97,7 +97,7 @@ def test_no_personal_paths() -> None:
 
 
 def test_long_tests_exist(request: pytest.FixtureRequest) -> None:
-    assert request.config.stash[STALE] == [], "tests/support/tiers.py names tests that do not exist"
+    assert request.config.stash[STALE] == [], "tests/support/long_tests.py names tests that do not exist"
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from layout_mutants import found, mutants
 from layout_oracle import Side, Wrong
 from numpy.typing import NDArray
+from tiers import examples
 
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.layout import Layout, messages
@@ -456,7 +457,7 @@ def test_senders_of_any_boxes_share_the_work_within_limits() -> None:
 def test_chosen_plans_send_no_more_into_a_node_than_it_lacks() -> None:
     """Also where the ranks of a node lack unequal numbers of elements, or not all of its ranks lack any."""
     some = [each for each in pairs((2, 3)) if "P" not in each[0]]
-    for at in sample(len(some), 40):
+    for at in sample(len(some), examples(100)):
         source, target = (oracle.mesh((6, 7, 5), np.arange(6).reshape(2, 3), each) for each in some[at])
         for numbers in ([0, 0, 0, 0, 1, 1], [0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1], [0, 0, 1, 1, 2, 2]):
             judge_entering(source, target, np.array(numbers))

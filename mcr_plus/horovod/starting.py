@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from mcr_plus.core.units import whole_number
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.horovod.compression import Compression, codec_of
 from mcr_plus.horovod.handle import Handle
@@ -222,9 +223,9 @@ def _splits(splits: torch.Tensor | Sequence[int] | None, rows: int, ranks: int) 
             raise InvalidArgument(f"splits: expected integers, got {splits.dtype}")
         sizes = splits.flatten().tolist()
     else:
-        sizes = list(splits)
-    if not all(isinstance(size, int) and size >= 0 for size in sizes) or len(sizes) != ranks:
-        raise InvalidArgument(f"splits: expected {ranks} integers from 0, one per rank, got {sizes}")
+        sizes = [whole_number(size) for size in splits]
+    if not all(size is not None and size >= 0 for size in sizes) or len(sizes) != ranks:
+        raise InvalidArgument(f"splits: expected {ranks} integers from 0, one per rank, got {splits}")
     if sum(sizes) > rows:
         raise InvalidArgument(f"splits: {sizes} sum to {sum(sizes)}, more than dim 0 of tensor ({rows})")
     return tuple(sizes)

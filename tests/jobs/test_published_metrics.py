@@ -160,7 +160,7 @@ def hanging_collector(trickle: bytes) -> Iterator[tuple[str, threading.Event]]:
 def hangs(folder: str, trickle: str) -> dict[str, Any]:
     """Runs on ranks: a job whose collector never answers, and whose file does not wait for it."""
     torch.set_num_threads(1)
-    publisher._LATE = 0.5
+    vars(publisher)["_LATE"] = 0.5
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -185,14 +185,13 @@ def hangs(folder: str, trickle: str) -> dict[str, Any]:
 def answers_late() -> float:
     """Runs on ranks: a job whose collector answers only once its operations are over."""
     torch.set_num_threads(1)
-    publisher._LAST = 60.0
+    vars(publisher)["_LAST"] = vars(sinks)["_OTLP_TIMEOUT"] = 60.0
     has_come, may_answer = threading.Event(), threading.Event()
 
     def wait() -> None:
         has_come.set()
         assert may_answer.wait(60)
 
-    sinks._OTLP_TIMEOUT = 60.0
     with collector(wait) as (url, sent):
         comm = mcr.init({"version": 1, "backends": ["gloo"], "observe": {"otlp": url, "every": 0.1}})
         mcr.barrier()  # there is something to send

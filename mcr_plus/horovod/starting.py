@@ -223,12 +223,13 @@ def _splits(splits: torch.Tensor | Sequence[int] | None, rows: int, ranks: int) 
             raise InvalidArgument(f"splits: expected integers, got {splits.dtype}")
         sizes = splits.flatten().tolist()
     else:
-        sizes = [whole_number(size) for size in splits]
-    if not all(size is not None and size >= 0 for size in sizes) or len(sizes) != ranks:
-        raise InvalidArgument(f"splits: expected {ranks} integers from 0, one per rank, got {splits}")
-    if sum(sizes) > rows:
-        raise InvalidArgument(f"splits: {sizes} sum to {sum(sizes)}, more than dim 0 of tensor ({rows})")
-    return tuple(sizes)
+        sizes = list(splits)
+    numbers = [number for number in map(whole_number, sizes) if number is not None and number >= 0]
+    if len(numbers) != len(sizes) or len(sizes) != ranks:
+        raise InvalidArgument(f"splits: expected {ranks} integers from 0, one per rank, got {sizes}")
+    if sum(numbers) > rows:
+        raise InvalidArgument(f"splits: {numbers} sum to {sum(numbers)}, more than dim 0 of tensor ({rows})")
+    return tuple(numbers)
 
 
 def scatter_async(

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -160,7 +161,7 @@ def hanging_collector(trickle: bytes) -> Iterator[tuple[str, threading.Event]]:
 def hangs(folder: str, trickle: str) -> dict[str, Any]:
     """Runs on ranks: a job whose collector never answers, and whose file does not wait for it."""
     torch.set_num_threads(1)
-    vars(publisher)["_LATE"] = 0.5
+    mock.patch.object(publisher, "_LATE", 0.5).start()
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -185,7 +186,8 @@ def hangs(folder: str, trickle: str) -> dict[str, Any]:
 def answers_late() -> float:
     """Runs on ranks: a job whose collector answers only once its operations are over."""
     torch.set_num_threads(1)
-    vars(publisher)["_LAST"] = vars(sinks)["_OTLP_TIMEOUT"] = 60.0
+    mock.patch.object(publisher, "_LAST", 60.0).start()
+    mock.patch.object(sinks, "_OTLP_TIMEOUT", 60.0).start()
     has_come, may_answer = threading.Event(), threading.Event()
 
     def wait() -> None:

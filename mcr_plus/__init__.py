@@ -74,6 +74,7 @@ if TYPE_CHECKING:
         PeerLost,
         ResultMismatch,
         Revoked,
+        SyncClosed,
         Unsupported,
     )
     from mcr_plus.layout.layout import Layout
@@ -131,6 +132,7 @@ __all__ = [
     "Redistribution",
     "ResultMismatch",
     "Revoked",
+    "SyncClosed",
     "Unsupported",
     "WeightSync",
     "Work",

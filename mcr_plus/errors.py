@@ -10,6 +10,7 @@ McrError
 ├── BackendError       the library failed: its own message, op, sequence, backend
 │   ├── BackendUnavailable
 │   ├── PeerLost           ranks have died, are stopped or out of reach: names them
+│   ├── SyncClosed         no weights follow: the sources of `mcr.sync` have closed it
 │   └── Revoked            belongs to a world that has been replaced, without the lost ranks or with new ones
 ├── CommTimeout        names op, sequence, group, backend, missing ranks
 ├── OrderMismatch      ranks issued different ops: names both
@@ -102,6 +103,13 @@ class Revoked(BackendError):
     """A communicator, handle or model hook of a world that another one has replaced; see `mcr.shrink`.
 
     Also what a rank raises that the others have declared lost, and have gone on without.
+    """
+
+
+class SyncClosed(BackendError):
+    """`pull` has nothing more to expect: the sources of `mcr.sync` have closed it, or their job has ended.
+
+    The normal end of a receiver. Every version that they had sent by then has been pulled.
     """
 
 

@@ -43,7 +43,7 @@ def main(
                 waited = time.perf_counter() - begin
                 text = write(policy, shape.sequence, length, random)
                 report("server", version, waited, weights.stats(), text)
-    except mcr.BackendError as error:  # the trainers have closed it, or died
+    except (mcr.SyncClosed, mcr.PeerLost) as error:  # the trainers have closed it, or died
         print(f"server  ends: {error}")
     except mcr.McrError as error:
         print(f"error: {error}", file=sys.stderr)

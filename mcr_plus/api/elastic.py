@@ -19,6 +19,7 @@ from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.config import reader as configuration
 from mcr_plus.core import environment
 from mcr_plus.core.environment import package_version
+from mcr_plus.core.units import whole_number
 from mcr_plus.core.work import Work
 from mcr_plus.dispatch.closing import drain
 from mcr_plus.errors import (
@@ -394,7 +395,7 @@ def _check_arguments(
         raise InvalidArgument(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidArgument(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    if steps is not None and (not isinstance(steps, int) or steps < 0):
+    if steps is not None and ((count := whole_number(steps)) is None or count < 0):
         raise InvalidArgument(f"steps: expected a number of steps or None, got {steps!r}")
     for number, each in enumerate(state):
         if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):

@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from mcr_plus.api.expert_routing import DTYPES, WEIGHTS, Exchange, Facts, Routing, ready, spread
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.core.kinds import dtype_name
+from mcr_plus.core.units import whole_number
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.kernels import expert_routing as lists_of
 from mcr_plus.kernels import expert_rows
@@ -386,10 +387,11 @@ def _travelling(weights: Any) -> torch.Tensor | None:
 def _integer(value: Any, name: str, least: int, optional: bool = False) -> int | None:
     if value is None and optional:
         return None
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    number = whole_number(value)
+    if number is None or number < least:
         other = " or None" if optional else ""
         raise InvalidArgument(f"{name}: expected an integer from {least}{other}, got {value!r}")
-    return value
+    return number
 
 
 def _format(codec: Any, name: str) -> Format:

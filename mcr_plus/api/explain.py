@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from mcr_plus.backends import assumed_backends
@@ -17,7 +18,7 @@ from mcr_plus.config.schema import Config
 from mcr_plus.core.group import Group
 from mcr_plus.core.kinds import ALIASES, DTYPES, KINDS, REDUCING, ROOTED, VECTOR, dtype_name
 from mcr_plus.core.message import Signature, thawed
-from mcr_plus.core.units import parse_size
+from mcr_plus.core.units import parse_size, whole_number
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.launch import mpi_flavour
 from mcr_plus.msccl.catalog import kept
@@ -33,7 +34,7 @@ def explain(
     kind: str,
     nbytes: int | str,
     *,
-    dtype: str = "float32",
+    dtype: str | torch.dtype | np.dtype[Any] = "float32",
     ranks: int = 2,
     config: str | Path | Mapping[str, Any] | None = None,
     tag: str | None = None,
@@ -59,8 +60,8 @@ def explain(
     numbers of ranks or nodes. `bound_us` is the time measured for a bound, else None.
 
     `config` is as for `mcr.init`: a file, a mapping, or None for that of MCR_CONFIG, or else the default.
-    That of a running job counts only where it is given here. `nbytes` may be a text such as `1MiB`. `shape`
-    is the shape of the tensor, for codecs that need matrices.
+    That of a running job counts only where it is given here. `nbytes` may be a text such as `1MiB`, `dtype`
+    one of torch or NumPy. `shape` is the shape of the tensor, for codecs that need matrices.
     With `param`, the name of a parameter, the operation is the all_reduce of its gradient in a bucket of its
     own, as `mcr.wrap` sends it, and the first step, `stage` "gradients", holds the configuration's decision
     for that gradient.
@@ -105,7 +106,7 @@ def explained(
     kind: str,
     nbytes: int | str,
     *,
-    dtype: str = "float32",
+    dtype: str | torch.dtype | np.dtype[Any] = "float32",
     ranks: int = 2,
     config: str | Path | Mapping[str, Any] | Config | None = None,
     tag: str | None = None,
@@ -122,10 +123,11 @@ def explained(
         nbytes = parse_size(nbytes)
     except ValueError as error:
         raise InvalidArgument(f"bytes: {error}") from None
-    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+    if (size := whole_number(ranks)) is None or size < 1:
         raise InvalidArgument(f"ranks: expected an integer from 1, got {ranks!r}")
-    if isinstance(nodes, bool) or not isinstance(nodes, int) or not 1 <= nodes <= ranks:
-        raise InvalidArgument(f"nodes: expected 1 to {ranks}, the number of ranks, got {nodes!r}")
+    if (number := whole_number(nodes)) is None or not 1 <= number <= size:
+        raise InvalidArgument(f"nodes: expected 1 to {size}, the number of ranks, got {nodes!r}")
+    ranks, nodes, dtype = size, number, _named(dtype)
     signature = _signature(kind, nbytes, dtype, ranks, tag, device)
     signature = signature.replace(async_op=async_op or signature.is_p2p)  # a send is an isend and a wait
     if shape is not None:
@@ -186,9 +188,10 @@ def _shaped(signature: Signature, shape: Sequence[int]) -> Signature:
     """The operation on a tensor of this shape."""
     if signature.kind in VECTOR:
         raise InvalidArgument(f"shape: sizes of {signature.kind} differ between ranks; expected none")
-    if math.prod(shape) != math.prod(signature.shape):
+    sizes = tuple(size for size in map(whole_number, shape) if size is not None)
+    if len(sizes) != len(shape) or math.prod(sizes) != math.prod(signature.shape):
         raise InvalidArgument(f"shape: {tuple(shape)} is not {math.prod(signature.shape)} elements")
-    return signature.replace(shape=tuple(shape), parts=(tuple(shape),))
+    return signature.replace(shape=sizes, parts=(sizes,))
 
 
 def _gradient(
@@ -217,6 +220,13 @@ def _libraries() -> dict[str, str]:
     """The MPI that a job started here would use, by its launcher: MPI itself can be loaded only in a job."""
     launcher = mpi_flavour()
     return {} if launcher is None else {"mpi": launcher.library}
+
+
+def _named(dtype: str | torch.dtype | np.dtype[Any]) -> str:
+    """The name of a dtype, which may be given as torch's or NumPy's own."""
+    if isinstance(dtype, torch.dtype):
+        return dtype_name(dtype)
+    return dtype.name if isinstance(dtype, np.dtype) else dtype
 
 
 def _signature(kind: str, nbytes: int, dtype: str, ranks: int, tag: str | None, device: str) -> Signature:

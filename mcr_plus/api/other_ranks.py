@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from datetime import timedelta
 
 from mcr_plus.communicator.communicator import Communicator
-from mcr_plus.core.units import parse_duration
+from mcr_plus.core.units import parse_duration, whole_number
 from mcr_plus.errors import (
     InvalidArgument,
     NotInitialized,
@@ -75,7 +75,8 @@ def shrink(
     seconds = seconds_of(timeout)
     problem = _problem(runtime, dead, min_ranks)
     named = () if problem else tuple(map(operator.index, () if dead is None else dead))
-    proposal = Proposal(named=named, least=None if problem else min_ranks, problem=problem)
+    least = None if problem or min_ranks is None else operator.index(min_ranks)
+    proposal = Proposal(named=named, least=least, problem=problem)
     with inheriting(runtime) as inheritance:
         new, _ = leave_epoch(runtime, proposal, seconds, "shrink")
         inheritance.give(new)
@@ -93,14 +94,14 @@ def _own_world(what: str, instead: str) -> Runtime:
 def _problem(runtime: Runtime, dead: Sequence[int] | None, least: int | None) -> str:
     """Why arguments of `shrink` are wrong; empty if they are not."""
     size = runtime.world.size
-    if least is not None and not (isinstance(least, int) and 1 <= least <= size):
+    if least is not None and ((number := whole_number(least)) is None or not 1 <= number <= size):
         return f"min_ranks: expected a number of ranks from 1 to {size}, got {least!r}"
     try:
         ranks = () if dead is None else tuple(dead)
     except TypeError:
         return f"dead: expected ranks from 0 to {size - 1}, got {dead!r}"
     for rank in ranks:
-        if not (hasattr(rank, "__index__") and 0 <= rank < size):
+        if (number := whole_number(rank)) is None or not 0 <= number < size:
             return f"dead: expected ranks from 0 to {size - 1}, got {rank!r}"
         if rank == runtime.world.rank:
             return f"dead: {rank} is this rank itself"

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from numbers import Integral
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypedDict
 
 import torch
 
 from mcr_plus.communicator.tensors import as_tensor
 from mcr_plus.core.kinds import MESSAGES, REDUCE_OPS, Kind, ReduceOp, dtype_name
+from mcr_plus.core.units import whole_number
 from mcr_plus.errors import InvalidArgument, unknown
 
 if sys.version_info >= (3, 11):
@@ -264,7 +264,8 @@ def group_rank(group: Group, rank: int, name: str) -> int:
 
     Raises `InvalidArgument` if that is not a member; `name`: the name of the argument in the text.
     """
-    local = group.local.get(rank) if _is_int(rank) else None
+    number = whole_number(rank)
+    local = None if number is None else group.local.get(number)
     if local is None:
         raise InvalidArgument(
             f"{name}: rank {rank!r} is not in group '{group.name}'; its ranks: {list(group.ranks)}"
@@ -373,16 +374,17 @@ def _split_counts(
     if sizes is None:
         _divisible(group, tensor, name)
         sizes = [rows // group.size] * group.size
-    sizes = list(sequence_of(sizes, f"{name}_split_sizes"))
-    if not all(_is_int(size) and size >= 0 for size in sizes):
-        raise InvalidArgument(f"{name}_split_sizes: expected {group.size} integers from 0, got {sizes}")
-    if len(sizes) != group.size or sum(sizes) != rows:
+    given = list(sequence_of(sizes, f"{name}_split_sizes"))
+    counts = [number for number in map(whole_number, given) if number is not None and number >= 0]
+    if len(counts) != len(given):
+        raise InvalidArgument(f"{name}_split_sizes: expected {group.size} integers from 0, got {given}")
+    if len(counts) != group.size or sum(counts) != rows:
         raise InvalidArgument(
             f"{name}_split_sizes: expected {group.size} sizes that sum to dim 0 of {name} ({rows}), "
-            f"got {sizes} (sum {sum(sizes)})"
+            f"got {counts} (sum {sum(counts)})"
         )
     width = tensor.numel() // rows if rows else 0
-    return tuple(int(size) * width for size in sizes)
+    return tuple(count * width for count in counts)
 
 
 def _divisible(group: Group, tensor: torch.Tensor, name: str) -> None:
@@ -415,14 +417,10 @@ def _counts(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     return tuple(tensor.numel() for tensor in tensors)
 
 
-def _is_int(value: object) -> bool:
-    """Return True if `value` is an integer, NumPy's included, but not a bool."""
-    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
-
-
 def _match_tag(tag: int) -> int:
-    if not _is_int(tag) or not 0 <= tag < 2**24:
+    number = whole_number(tag)
+    if number is None or not 0 <= number < 2**24:
         raise InvalidArgument(
             f"tag: expected an integer from 0 to {2**24 - 1}, got {tag!r} (a name goes into label=)"
         )
-    return tag
+    return number

@@ -23,6 +23,7 @@ from mcr_plus.config.names import stored_backend
 from mcr_plus.core.group import Group
 from mcr_plus.core.kinds import REDUCE_OPS, REDUCING, ReduceOp, check_reducible
 from mcr_plus.core.message import Extras, Signature, frozen
+from mcr_plus.core.units import whole_number
 from mcr_plus.core.work import Work
 from mcr_plus.dispatch.group_runtime import SIGNATURES
 from mcr_plus.errors import InvalidArgument, Revoked, Unsupported
@@ -292,6 +293,9 @@ class Communicator(Operations):
             ranks = Counter(chosen for chosen, _ in choices if chosen is not None)
             return [0 if chosen is None else ranks[chosen] for chosen, _ in choices]
 
+        # The name of the group holds the color, which may be an integer of NumPy on one rank alone.
+        if (number := whole_number(color)) is not None:
+            color = number
         choices = self._runtime.agree(self, (color, key), "split", sizes)
         if color is None:
             return None

@@ -105,15 +105,16 @@ class OpenGroup:
             self._handle = weakref.ref(communicator)
         return communicator
 
-    def forget_attached(self) -> None:
+    def forget_attached(self, clean: bool) -> None:
         """Drop the attached objects of higher layers; groups among them close like dropped ones.
 
-        Those with a method `end_with_group`, such as ones that have threads, end first.
+        Those with a method `end_with_group`, such as ones that have threads, end first; they are told whether
+        the group ends in order.
         """
         if (communicator := self._handle()) is not None:
             for each in list(communicator.attached.values()):
                 if (end := getattr(each, "end_with_group", None)) is not None:
-                    end()
+                    end(clean)
             communicator.attached.clear()
 
     def take_over(self) -> None:
@@ -123,7 +124,7 @@ class OpenGroup:
 
     def shut(self, clean: bool) -> None:
         """Close the group's channels at the end of the job; no operation may be pending."""
-        self.forget_attached()
+        self.forget_attached(clean)
         self.runtime.forget()
         if not clean:
             give_up(each.channel for each in self.runtime.channels.values())

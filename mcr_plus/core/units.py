@@ -10,9 +10,11 @@ Any other text raises a `ValueError` with the expected form.
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import SupportsIndex, cast
 
 from mcr_plus.errors import short
 
@@ -98,9 +100,22 @@ def parse_count(value: object) -> int:
 
 
 def _whole(value: object, expected: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_INTEGER:
+    number = whole_number(value)
+    if number is None or not 0 <= number <= MAX_INTEGER:
         raise ValueError(f"expected {expected}, got {short(value)}")
-    return value
+    return number
+
+
+def whole_number(value: object) -> int | None:
+    """Return an integer, one of NumPy's too, as an int; None for anything else, and for a bool."""
+    if type(value) is int:
+        return value
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(cast("SupportsIndex", value))
+    except TypeError:
+        return None
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from mcr_plus.compression.options import CompressOptions, checked_compression
 from mcr_plus.config.document import Keys
 from mcr_plus.config.names import backend_name, names_no_algorithm, stored_backend
 from mcr_plus.config.options import NOWHERE, Bytes, ReadContext, StageOptions, some_of
+from mcr_plus.core.units import whole_number
 from mcr_plus.errors import short, unknown
 
 HIERARCHICAL: tuple[str, ...] = ("all_reduce", "broadcast", "all_to_all", "all_gather", "reduce_scatter")
@@ -35,7 +36,7 @@ def _nodes(value: object) -> tuple[tuple[int, ...], ...] | None:
     if not ranks or not all(value):
         raise ValueError("a node without ranks; expected at least one")
     for place, rank in enumerate(ranks):
-        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
+        if (number := whole_number(rank)) is None or number < 0:
             raise ValueError(f"expected ranks, which are integers from 0, got {short(rank)}")
         if rank in ranks[:place]:
             raise ValueError(f"rank {rank} is written twice; expected every rank once")

@@ -10,6 +10,7 @@ from typing import Any, Final, TypeVar
 
 import torch
 
+from mcr_plus.core.units import whole_number
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.horovod.compression import Compression
 from mcr_plus.horovod.handle import Handle
@@ -288,9 +289,10 @@ def _blank(kind: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
 
 
 def _positive(passes: int) -> int:
-    if not isinstance(passes, int) or passes < 1:
+    number = whole_number(passes)
+    if number is None or number < 1:
         raise InvalidArgument(f"backward_passes_per_step: expected an integer from 1, got {passes!r}")
-    return passes
+    return number
 
 
 def _count(optimizer: torch.optim.Optimizer) -> int:

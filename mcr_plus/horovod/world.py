@@ -14,6 +14,7 @@ import torch
 from mcr_plus.api.record import Log, recording
 from mcr_plus.backends import backend_class
 from mcr_plus.communicator.communicator import Communicator
+from mcr_plus.core.units import whole_number
 from mcr_plus.dispatch.options import DispatchOptions
 from mcr_plus.errors import InvalidArgument, McrError, NotInitialized
 from mcr_plus.horovod.handle import Handle
@@ -39,10 +40,11 @@ class ProcessSet:
 
     def __init__(self, ranks: Sequence[int]) -> None:
         try:
-            self.ranks = sorted(ranks)
+            numbers = [whole_number(rank) for rank in ranks]
         except TypeError:
             raise InvalidArgument(f"ranks: expected a list of ranks, got {ranks!r}") from None
-        if not all(type(rank) is int for rank in self.ranks):
+        self.ranks = sorted(number for number in numbers if number is not None)
+        if len(self.ranks) < len(numbers):
             raise InvalidArgument(f"ranks: expected integers, got {list(ranks)}")
         self.process_set_id: int | None = None
 

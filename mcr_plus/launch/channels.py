@@ -26,7 +26,8 @@ _TRACEBACK = "Traceback (most recent call last)"
 _DUMP = "Fatal Python error: "  # printed by faulthandler after a fatal signal
 _TORCH_TAG = re.compile(r"^\[rank\d+\]: ")  # prefix of torch.distributed on each line of a traceback
 _ABORT = re.compile(r"Abort\((-?\d+)\) on node \d+ ")
-_RUNNER_FRAMES = re.compile(r'  File "(?:<frozen runpy>|.*[/\\](?:runpy|mpi4py[/\\]\w+)\.py)", line \d+')
+_RUNNERS = r"runpy|mpi4py[/\\]\w+|mcr_plus[/\\]launch[/\\]uncaught"
+_RUNNER_FRAMES = re.compile(rf'  File "(?:<frozen runpy>|.*[/\\](?:{_RUNNERS})\.py)", line \d+')
 
 
 @dataclass(slots=True)
@@ -295,7 +296,7 @@ def _summary(dump: Sequence[str]) -> list[str]:
 
 
 def _without_runner(lines: list[str]) -> list[str]:
-    """A traceback without the frames of `python -m mpi4py`, which are not of the user's program."""
+    """A traceback without the frames of what runs the user's program, such as `python -m mpi4py`."""
     kept: list[str] = []
     in_runner = False
     for line in lines:

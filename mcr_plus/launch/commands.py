@@ -18,6 +18,7 @@ from mcr_plus.launch.flavour import MpiLauncher
 from mcr_plus.launch.scratch import JOB_VARIABLE, Scratch
 
 _WRAPPER = Path(__file__).with_name("wrapper.py")
+_PROGRAM = Path(__file__).with_name("uncaught.py")
 _LOOPBACK_SETTINGS = {
     "GLOO_SOCKET_IFNAME": "lo",
     "TP_SOCKET_IFNAME": "lo",
@@ -56,20 +57,20 @@ def cores() -> int:
 def mpi_command(launcher: MpiLauncher, command: Sequence[str], ranks: int) -> list[str]:
     """The command that starts `ranks` ranks of `command` under MPI on this host."""
     options = _openmpi_options(launcher, ranks) if launcher.flavour == "openmpi" else _hydra_options()
-    return [launcher.path, *options, "-n", str(ranks), *_wrapped(_abort_on_error(command))]
+    return [launcher.path, *options, "-n", str(ranks), *_wrapped(_reporting(command, with_mpi=True))]
 
 
 def torch_command(scratch: Scratch, command: Sequence[str], ranks: int) -> list[str]:
     """The command that starts `ranks` ranks of `command` under torchrun's elastic agent."""
     agent = [sys.executable, "-m", "mcr_plus.launch.agent", str(ranks), str(scratch.root)]
-    return [*agent, *_wrapped(command)]
+    return [*agent, *_wrapped(_reporting(command))]
 
 
 def supervisor_command(scratch: Scratch, command: Sequence[str], ranks: int, how: Supervised) -> list[str]:
     """The command that starts `ranks` ranks of `command` under our own supervisor."""
     numbers = map(str, (ranks, how.min_ranks, how.restarts))
     supervisor = [sys.executable, "-m", "mcr_plus.launch.supervisor", *numbers, str(scratch.root)]
-    return [*supervisor, *_wrapped(command)]
+    return [*supervisor, *_wrapped(_reporting(command))]
 
 
 def environment(
@@ -157,15 +158,17 @@ def _wrapped(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-I", "-S", str(_WRAPPER), *command]
 
 
-def _abort_on_error(command: Sequence[str]) -> list[str]:
-    """Run a Python program through `python -m mpi4py`, where that is possible.
+def _reporting(command: Sequence[str], *, with_mpi: bool = False) -> list[str]:
+    """Run a Python program so that its uncaught exceptions are reported, where that is possible.
 
-    It calls MPI_Abort after an uncaught exception; otherwise the rank would wait in MPI_Finalize for its
-    peers, and they for it.
+    With MPI it runs as by `python -m mpi4py`, which calls MPI_Abort after an uncaught exception; otherwise
+    the rank would wait in MPI_Finalize for its peers, and they for it.
     """
     words = list(command)
     is_program = words[:1] == [sys.executable] and len(words) > 1
-    runs_something = is_program and (words[1] in ("-m", "-c") or not words[1].startswith("-"))
-    if runs_something and importlib.util.find_spec("mpi4py") is not None:
-        return [words[0], "-m", "mpi4py", *words[1:]]
-    return words
+    if not is_program or (words[1].startswith("-") and words[1] not in ("-m", "-c")):
+        return words
+    has_mpi = with_mpi and importlib.util.find_spec("mpi4py") is not None
+    if words[1] == "-c" and not has_mpi:
+        return words
+    return [words[0], str(_PROGRAM), "mpi4py" if has_mpi else "python", *words[1:]]

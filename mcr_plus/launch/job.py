@@ -98,8 +98,7 @@ def run_job(
 
     `sink` is called with every line of output, its rank and its stream, in this thread. No process, file or
     shared memory of the job is left behind. `env` replaces the environment that the job inherits. With
-    `merge_errors`, ranks that import mcr_plus report an uncaught exception (`RankState.report`) instead of
-    printing it.
+    `merge_errors`, Python programs report an uncaught exception (`RankState.report`) instead of printing it.
     """
 
     def run() -> Outcome:

@@ -1,14 +1,21 @@
 """Report uncaught exceptions of a rank to `mcr-plus run`.
 
 The launcher prints one message for all ranks that failed alike: for an error of ours the line of the user's
-program that raised it, for any other exception the whole traceback. Uses the standard library only, because
-`import mcr_plus` imports this module.
+program that raised it, for any other exception the whole traceback.
+
+    python uncaught.py RUNNER FILE ARGS…           RUNNER: `python`, or `mpi4py` as in `python -m mpi4py`
+    python uncaught.py RUNNER -m MODULE ARGS…
+
+runs a program whose exceptions are reported from its first line on, also where it cannot be compiled, or
+fails before it imports mcr_plus. This module uses the standard library only, because `import mcr_plus`
+imports it, and because a program decides by itself when it imports mcr_plus and torch.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import runpy
 import sys
 import sysconfig
 import time
@@ -17,8 +24,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
-
-from mcr_plus.errors import McrError
 
 _PACKAGE: Final = Path(__file__).parents[1]
 _PATHS: Final = ("stdlib", "platstdlib", "purelib", "platlib")
@@ -59,12 +64,18 @@ def description(error: Exception, trace: TracebackType | None) -> dict[str, Any]
     lines = "".join(traceback.format_exception(type(error), error, trace)).splitlines()
     head = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(": ")
     report: dict[str, Any] = {"time": time.monotonic(), "traceback": lines, "error": head, "text": None}
-    if isinstance(error, McrError):
+    if _is_ours(error):
         report["text"] = "\n".join([f"{type(error).__name__}: {error}", *_notes(error), *_cause(error)])
     frame = _frame_of_user(traceback.extract_tb(trace))
     report["place"] = None if frame is None else f"{_shown(frame.filename)}:{frame.lineno}, in {frame.name}"
     report["source"] = None if frame is None else frame.line
     return report
+
+
+def _is_ours(error: Exception) -> bool:
+    """Whether it is an `McrError`, which a program that has not imported mcr_plus cannot raise."""
+    errors = sys.modules.get("mcr_plus.errors")
+    return errors is not None and isinstance(error, errors.McrError)
 
 
 def _notes(error: Exception) -> list[str]:
@@ -100,3 +111,28 @@ def _shown(name: str) -> str:
     """A path, relative to the working directory if it is inside."""
     path = Path(name)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else name
+
+
+def run_program(runner: str, words: Sequence[str]) -> None:
+    """Run a program, see the head of this file; an exception in it is raised here."""
+    is_module = words[0] == "-m"
+    if not getattr(sys.flags, "safe_path", False):  # else Python has put no folder there
+        sys.path[0] = str(Path.cwd() if is_module else Path(words[0]).resolve().parent)
+    if runner == "mpi4py":
+        from mpi4py.run import main
+
+        sys.argv = [runner, *words]
+        main()
+    elif is_module:
+        sys.argv = list(words[1:])
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(words)
+        runpy.run_path(str(Path(words[0]).absolute()), run_name="__main__")
+
+
+if __name__ == "__main__":
+    pid, _, pipe = os.environ.get("MCR_JOB_ERRORS", "").partition(":")
+    if pid == str(os.getpid()):
+        report_to(pipe)
+    run_program(sys.argv[1], sys.argv[2:])

@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
 from itertools import product
-from operator import index as whole
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
+from mcr_plus.core.units import whole_number
 from mcr_plus.errors import InvalidArgument, short
 from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.redistribute import bound
@@ -135,12 +135,13 @@ def check_single(layout: Layout, what: str) -> None:
 
 def whole_numbers(given: Any, dims: int) -> tuple[int, ...] | None:
     """Return one integer for each dimension; `given`: one for all, or one for each. None if it is neither."""
-    listed = [given] * dims if isinstance(given, int | np.integer) else given
+    one = whole_number(given)
     try:
-        found = tuple(map(whole, listed))
+        listed = [one] * dims if one is not None else [whole_number(each) for each in given]
     except TypeError:
         return None
-    return found if len(found) == dims else None
+    found = tuple(each for each in listed if each is not None)
+    return found if len(found) == len(listed) == dims else None
 
 
 def _widths(given: Widths, what: str, dims: int) -> Ints:

@@ -11,10 +11,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, Literal, cast
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 
+from mcr_plus.core.units import whole_number
 from mcr_plus.errors import InvalidArgument, short
 from mcr_plus.layout.regions import Boxes, Ints, Regions, as_ints, cut_apart, grids, runs
 
@@ -558,20 +559,20 @@ def _shape(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _whole(value: Any, what: str) -> int:
-    try:
-        number = int(value)
-    except (TypeError, ValueError):
-        number = -1
-    if number < 0 or number != value:
+    number = whole_number(value)
+    if number is None or number < 0:
         raise InvalidArgument(f"{what}: expected a whole number, 0 or more, got {value!r}")
     return number
 
 
 def _dim(dim: Any, shape: Sequence[int]) -> int:
-    if not -len(shape) <= dim < len(shape):
+    number = whole_number(dim)
+    if number is None:
+        raise InvalidArgument(f"dim: expected an integer, got {dim!r}")
+    if not -len(shape) <= number < len(shape):
         count = f"{len(shape)} dimension{'s' * (len(shape) != 1)}"
-        raise InvalidArgument(f"dimension {dim} is out of range for shape {list(shape)} ({count})")
-    return cast("int", dim % len(shape))
+        raise InvalidArgument(f"dimension {number} is out of range for shape {list(shape)} ({count})")
+    return number % len(shape)
 
 
 def mesh_text(ranks: Ints) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
+from mcr_plus.core.deadline import Deadline
 from mcr_plus.core.environment import slurm_job
 from mcr_plus.observe.metrics import Family, Metrics
 from mcr_plus.observe.options import ObserveOptions
@@ -17,14 +19,16 @@ if TYPE_CHECKING:
     from mcr_plus.rendezvous.world import World
 
 _LAST: Final = 1.0  # seconds that the end of a job waits for the last publication
+_LATE: Final = 10.0  # seconds after which a place that has not answered is logged
 _log = logging.getLogger("mcr_plus")
 
 
 class Publisher:
     """Sums up operations of an engine, and publishes the sums every few seconds until it is closed.
 
-    A place that cannot be reached is logged once. The job never waits for it, but for up to a second at its
-    end if that place has been reached before.
+    A place that cannot be reached is logged once. One that may answer late, or never, has a thread of its own
+    and misses publications then; the others get theirs. The job never waits for a place, but for up to a
+    second at its end.
     """
 
     def __init__(self, metrics: Metrics, sinks: Sequence[Sink], every: float) -> None:
@@ -34,6 +38,7 @@ class Publisher:
         self._every = every
         self._failed: set[str] = set()  # names of those whose failure has been logged
         self._silent: set[str] = set()  # names of those that could not be reached the last time
+        self._sending: dict[str, _Sending] = {}  # by the name of the place
         self._ends = threading.Event()
         self._thread: threading.Thread | None = None
         self._engine: Engine | None = None
@@ -46,29 +51,48 @@ class Publisher:
         self._thread.start()
 
     def close(self) -> None:
-        """Publish a last time, and let go of everything."""
+        """Publish a last time, and let go of everything; takes a second if a place does not answer."""
         self._ends.set()
         if self._engine is not None:
             engine, self._engine = self._engine, None
             engine.record_to(tuple(each for each in engine.recorders if each != self._metrics.add))
         if self._thread is not None:
-            self._thread.join(_LAST)
+            deadline = Deadline(_LAST)
+            self._thread.join(deadline.left())
+            for sending in list(self._sending.values()):
+                sending.join(deadline.left())
         for sink in self._sinks:
             sink.close()
 
     def abandon(self) -> None:
-        """In a forked child, in which the thread does not run."""
+        """In a forked child, in which the threads do not run."""
         for sink in self._sinks:
             sink.abandon()
 
     def _run(self) -> None:
         while not self._ends.wait(self._every):
-            self._publish(self._sinks)
-        self._publish([sink for sink in self._sinks if not (sink.waits and sink.name in self._silent)])
+            self._publish(is_last=False)
+        self._publish(is_last=True)
 
-    def _publish(self, sinks: Sequence[Sink]) -> None:
+    def _publish(self, *, is_last: bool) -> None:
         metrics = self._metrics.take()
-        for sink in sinks:
+        for sink in self._sinks:
+            if not sink.waits:
+                self._publish_to(sink, metrics)
+                continue
+            before = self._sending.get(sink.name)
+            if before is None or not before.is_alive() or is_last:
+                sending = _Sending(self._send, sink, metrics, before if is_last else None)
+                self._sending[sink.name] = sending
+                sending.start()
+            elif time.monotonic() - before.began > _LATE:
+                self._note_failure(sink, f"no answer for {_LATE:g} s")
+
+    def _send(self, sink: Sink, metrics: Sequence[Family], before: threading.Thread | None) -> None:
+        """`before`: the publication that must have ended before the last one, which waits for it."""
+        if before is not None:
+            before.join()
+        if not (self._ends.is_set() and sink.name in self._silent):
             self._publish_to(sink, metrics)
 
     def _publish_to(self, sink: Sink, metrics: Sequence[Family]) -> None:
@@ -77,10 +101,21 @@ class Publisher:
             self._silent.discard(sink.name)
         except Exception as error:  # of any library below: the job goes on
             self._silent.add(sink.name)
-            if sink.name not in self._failed:
-                self._failed.add(sink.name)
-                text = "%s: not published: %s; the job goes on, and further failures are not logged"
-                _log.warning(text, sink.name, error)
+            self._note_failure(sink, str(error))
+
+    def _note_failure(self, sink: Sink, what: str) -> None:
+        if sink.name not in self._failed:
+            self._failed.add(sink.name)
+            text = "%s: not published: %s; the job goes on, and further failures are not logged"
+            _log.warning(text, sink.name, what)
+
+
+class _Sending(threading.Thread):
+    """One publication to a place that may answer late."""
+
+    def __init__(self, send: Callable[..., None], *args: object) -> None:
+        super().__init__(target=send, args=args, name="mcr_plus metrics sender", daemon=True)
+        self.began = time.monotonic()
 
 
 def open_publisher(options: ObserveOptions, world: World, version: str) -> Publisher | None:

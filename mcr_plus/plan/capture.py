@@ -22,6 +22,7 @@ from mcr_plus.core.group import Group
 from mcr_plus.core.kinds import dtype_name
 from mcr_plus.core.message import Message
 from mcr_plus.core.streams import Streams, device_types
+from mcr_plus.core.units import whole_number
 from mcr_plus.core.work import Info, Work
 from mcr_plus.dispatch.board.base import Failure
 from mcr_plus.errors import InvalidArgument
@@ -87,11 +88,11 @@ class Capture:
             raise InvalidArgument(
                 f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}"
             )
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < LEAST:
+        if (count := whole_number(steps)) is None or count < LEAST:
             raise InvalidArgument(f"steps: {steps!r}; expected a number from {LEAST}, to take medians")
         self._model = model
         self._optimizer = optimizer
-        self._steps = steps
+        self._steps = count
         self._hold = hold
         self._step: Step | None = None
         self._names = {id(param): name for name, param in model.named_parameters() if param.requires_grad}

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from threading import Thread
 from typing import TYPE_CHECKING, Final
 from zlib import crc32
 
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
     from mcr_plus.config.schema import Config
     from mcr_plus.runtime.runtime import Runtime
 
+REMOVES: Final = "mcr_plus keys of the world before"
+"""The name of the thread of `remove_world`."""
 # Keys that stay in the store when a world is removed.
 _MET: Final = re.compile(r"(?!come/\d+).*")  # where the processes of `reconfigure` have met
 _DECIDED: Final = re.compile(r"leaving|outcome|attempt\d+/decision|store")  # by members, see `Roster`
@@ -323,10 +326,12 @@ def remove_arrivals(runtime: Runtime, decision: Decision) -> None:
 
 
 def remove_world(roster: Roster, runtime: Runtime, following: Roster, dead: Collection[Process] = ()) -> None:
-    """Remove what a world has left in the store; by each of its ranks, in the world that follows.
+    """Begin to remove what a world has left in the store; by each of its ranks, in the world that follows.
 
-    Only where all others are `dead`: one that was stopped may still look. What the members have decided
-    stays, for processes that come later, and so does the first world of a job, whose keys are beside that.
+    A request for each key takes tenths of a second after some hundreds of operations, so a thread makes them;
+    the end of the process waits for it. Only where all others are `dead`: one that was stopped may still
+    look. What the members have decided stays, for processes that come later, and so does the first world of a
+    job, whose keys are beside that.
     `runtime`: that of the world, or of one before it if it was not made.
     """
     goes_on, gone = ({process[:3] for process in each} for each in (following.members, dead))
@@ -341,12 +346,18 @@ def remove_world(roster: Roster, runtime: Runtime, following: Roster, dead: Coll
         stores.append(part_of(roster.root, roster.place))
     elif runtime.world.roster is roster and runtime.world.store is not None:
         stores.append(runtime.world.store)
-    with suppress(RuntimeError):
-        for store in stores:
-            keeps = _MET if store is roster.root else _DECIDED
-            for key in keys_of(store):
-                if crc32(key.encode()) % len(left) == left.index(own) and not keeps.fullmatch(key):
-                    store.delete_key(key)
+    share, number = len(left), left.index(own)
+
+    def remove() -> None:
+        with suppress(RuntimeError):  # of a store that does not answer any more
+            for store in stores:
+                keeps = _MET if store is roster.root else _DECIDED
+                for key in keys_of(store):
+                    if crc32(key.encode()) % share == number and not keeps.fullmatch(key):
+                        store.delete_key(key)
+
+    with suppress(RuntimeError):  # the process may have no more threads
+        Thread(target=remove, name=REMOVES).start()
 
 
 def close_world(runtime: Runtime, why: str, decision: Decision) -> None:

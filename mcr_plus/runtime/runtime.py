@@ -339,7 +339,7 @@ class Runtime:
     def remove(self, opened: OpenGroup, clean: bool, *, together: bool = False) -> None:
         """Close a group in which nothing is waited for any more; see `OpenGroup.shut_alone`."""
         off = self.libraries.disabled_on(opened.group.ranks) if together else ()
-        opened.forget_attached()
+        opened.forget_attached(clean)
         for open_group in opened.all:
             self._ended += [stage for stage in open_group.pipeline.stages if stage.needs_finish]
             self.idle_channels.add(open_group.group, open_group.shut_alone(clean, together=together, off=off))

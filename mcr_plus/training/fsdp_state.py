@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from mcr_plus.communicator.communicator import Communicator
+from mcr_plus.core.units import whole_number
 from mcr_plus.errors import BackendError, InvalidArgument, Unsupported
 from mcr_plus.runtime.init import member_of
 from mcr_plus.training.transfer import STATE, broadcast_tensors
@@ -103,7 +104,7 @@ def _had(model: object, optimizer: object, step: object, tensors: list[torch.Ten
         return _Had(-1)
     if not isinstance(model, torch.nn.Module):
         raise InvalidArgument(f"model: expected a torch.nn.Module or None, got {type(model).__name__}")
-    if not isinstance(step, int) or step < 0:
+    if (number := whole_number(step)) is None or number < 0:
         raise InvalidArgument(f"step: expected a number, got {step!r}")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidArgument(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
@@ -132,7 +133,7 @@ def _had(model: object, optimizer: object, step: object, tensors: list[torch.Ten
             tensors.append(local)
         else:
             plain[name] = value
-    return _Had(step, tuple(pieces), plain, groups)
+    return _Had(number, tuple(pieces), plain, groups)
 
 
 def _piece(name: Name, value: torch.Tensor) -> tuple[_Piece, torch.Tensor]:

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from mcr_plus.errors import BackendError, PeerLost
+from mcr_plus.errors import BackendError, PeerLost, SyncClosed
 from mcr_plus.kernels import delta
 from mcr_plus.training import weight_link as links
 from mcr_plus.training.weight_link import Ended, Link, Untrusted
@@ -83,7 +83,8 @@ class Feed:
 
         Raises:
             PeerLost: the source does not answer any more.
-            BackendError: it has closed the synchronisation, or is of another version.
+            SyncClosed: it has closed the synchronisation.
+            BackendError: it, or its job, has failed, or it is of another version.
             Ended: this end is to end.
         """
         began = 0.0
@@ -106,7 +107,10 @@ class Feed:
                 continue
             if answer == links.END:
                 self.has_ended = True
-                raise BackendError(f"{self._what}: rank {self.source} has closed it")
+                if version == links.FAILED:
+                    why = "it or its job has failed, or begun anew"
+                    raise BackendError(f"{self._what}: rank {self.source} sends no more: {why}")
+                raise SyncClosed(f"{self._what}: rank {self.source} has closed it")
             self._fruitless = 0
             if len(body) >= _TIMED:
                 self._rate = len(body) / (time.perf_counter() - began)

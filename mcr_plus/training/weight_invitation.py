@@ -253,8 +253,9 @@ def _named_offers(whole: Sequence[Held], named: Offers) -> list[Offer]:
                     f"sync: offers[{name!r}]: there is no tensor {tensor!r}; "
                     f"tensors: {short(sorted(tensors))}"
                 )
-            shape = tensors[tensor].shape
-            if shape[: len(layout.shape)] != layout.shape or shape[len(layout.shape) :] not in ((), (2,)):
+            whole_shape = tensors[tensor].shape
+            shape = whole_shape[:-1] if tensors[tensor].is_complex else whole_shape
+            if shape != layout.shape:
                 raise InvalidArgument(
                     f"sync: offers[{name!r}][{tensor!r}]: its layout, {layout}, is not of the tensor's shape "
                     f"{list(shape)}"

@@ -9,6 +9,7 @@ from typing import Final
 
 import torch
 
+from mcr_plus.core.units import whole_number
 from mcr_plus.errors import BackendError, CommTimeout, InvalidArgument, PeerLost
 from mcr_plus.kernels import delta
 from mcr_plus.training import weight_invitation
@@ -40,8 +41,9 @@ def join_sync(
     invitation offers; only its elements travel, and of these only what changes, after all of them once.
 
     The result is a receiver: its `pull`, `stats` and `close` are those of one in the job, but that `close`
-    waits for nobody. When the trainers have ended or called `mcr.sync` again, `pull` raises `BackendError` or
-    `PeerLost`; then call `join_sync` again, which reads the newer invitation.
+    waits for nobody. When the trainers have closed their `mcr.sync`, or their job has ended, `pull` raises
+    `SyncClosed`, and `PeerLost` when they have died; both are `BackendError`. A server that goes on then
+    calls `join_sync` again, which reads the newer invitation.
 
     Args:
         invitation: the file, which belongs to this user and nobody else can read. On another host, a copy.
@@ -49,7 +51,8 @@ def join_sync(
         layout: as for `mcr.sync`.
         rank: which of the ranks of its layouts this process is: that of the receiver in the job that holds
             the same, or one of those of `offers` of the trainers' `mcr.sync`.
-        timeout: seconds to wait for the file to be there, and for its sources to answer.
+        timeout: seconds to wait for the file to be there, and for its sources to answer; with 0 each is
+            looked at once, and a source has a quarter of a second.
 
     Raises:
         InvalidArgument: the file may be read by others or is not an invitation, or what this process holds is
@@ -68,9 +71,9 @@ def join_sync(
         ```
     """
     path = _checked(invitation, timeout)
-    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
+    if (place := whole_number(rank)) is None or place < 0:
         raise InvalidArgument(f"join_sync: rank={rank!r}; expected a rank of the layouts")
-    weights = Weights(module_or_state_dict, layout, rank)
+    weights = Weights(module_or_state_dict, layout, place)
     for width in sorted({getattr(torch, each.dtype).itemsize for each in weights.held}):
         delta.prepare(width)  # before the sources are asked, as it may take seconds, in which they may end
     try:
@@ -129,10 +132,13 @@ def _silence(invitation: Invitation, deadline: float) -> tuple[int, Exception] |
 
 def _trouble(place: tuple[str, int], key: bytes, deadline: float) -> Exception | None:
     """Why a source does not answer; it is greeted, and nothing is asked of it."""
+    within = max(_LOOK_S, deadline - time.monotonic())
     try:
-        link = links.connect(place, key, links.JOINER, lambda: time.monotonic() > deadline, 1)
-        link.send(links.END)
-        link.close()
+        link = links.connect(place, key, links.JOINER, lambda: time.monotonic() > deadline, 1, within=within)
+        try:
+            link.send(links.END)
+        finally:
+            link.close()
     except (OSError, EOFError, BackendError) as error:
         return error
     except Ended:

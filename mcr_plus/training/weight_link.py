@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 WAIT, POLL, PAYLOADS, END, AIM, JOIN = range(6)
 """Kinds of frames: a request that waits for something newer, one that does not; answers; no more answers;
 what the request behind it is for; the offer that a receiver outside the job takes, and its number."""
+FAILED: Final = 1
+"""In the first number of an `END`: this end has failed; 0 where it was closed in order."""
 JOINER: Final = (1 << 32) - 1
 """In greetings, in place of a rank: a receiver outside the job. Such receivers draw numbers above this."""
 
@@ -49,6 +51,7 @@ _HEAD: Final = struct.Struct("<4sBxxxQQQ")
 _MAGIC: Final = b"mcrw"
 _LOOK_S: Final = 0.25
 """How often a waiting end looks whether it is to end."""
+_CONNECTS_WITHIN: Final = 5.0  # seconds of a try
 _GREETS_WITHIN: Final = 10.0  # seconds; others may connect, too, and say nothing
 _ANSWERS_WITHIN_MS: Final = 30_000
 _NONCE: Final = 32
@@ -325,17 +328,19 @@ def connect(
     ends: Callable[[], bool],
     tries: int,
     offer: int | None = None,
+    within: float = _CONNECTS_WITHIN,
 ) -> Link:
     """Connect to the source; raises `OSError` or `EOFError` if it does not answer, `Ended`.
 
-    `rank`: of this receiver; of one outside the job, its number, and `offer` is what it takes.
+    `rank`: of this receiver; of one outside the job, its number, and `offer` is what it takes. `within`:
+    seconds that a try may wait for a connection, if that is less than usual.
 
     Raises `BackendError` if another process answers, or another version.
     """
     for left in reversed(range(tries)):
         link = None
         try:
-            link = Link(socket.create_connection(place, timeout=5.0), ends)
+            link = Link(socket.create_connection(place, timeout=min(within, _CONNECTS_WITHIN)), ends)
             greet(link, secret, min(rank, JOINER))
             if offer is not None:
                 link.send(JOIN, offer, rank)

@@ -16,12 +16,16 @@ from mcr_plus.layout.regions import Boxes, Regions, as_ints, cut_apart, meet_all
 
 
 class Held(NamedTuple):
-    """What a rank holds of a tensor. `shape`: of the whole tensor; `boxes`: None for all of it."""
+    """What a rank holds of a tensor. `shape`: of the whole tensor; `boxes`: None for all of it.
+
+    `is_complex`: whether the last dimension, of 2, and the dtype are of the parts of complex numbers.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     boxes: Boxes | None = None
+    is_complex: bool = False
 
     @property
     def bounds(self) -> Boxes:
@@ -31,17 +35,18 @@ class Held(NamedTuple):
         return Boxes(np.zeros((1, len(self.shape)), np.int64), as_ints(self.shape)[None, :])
 
     def __str__(self) -> str:
-        return f"'{self.name}' of shape {list(self.shape)}, {self.dtype}"
+        parts = " (parts of complex numbers)" if self.is_complex else ""
+        return f"'{self.name}' of shape {list(self.shape)}, {self.dtype}{parts}"
 
 
 def held_by(name: str, layout: Layout, rank: int, dtype: str, tail: Sequence[int] = ()) -> Held:
-    """What a rank holds of a tensor by its layout. `tail`: extents behind those of the layout."""
+    """What a rank holds of a tensor by its layout. `tail`: (2,) for a complex tensor."""
     own = layout.pieces(rank)
     lows, highs = (
         np.concatenate([side[own], np.tile(as_ints(ends), (len(own), 1))], axis=1)
         for side, ends in zip(layout.held, ([0] * len(tail), tail), strict=True)
     )
-    return Held(name, (*layout.shape, *tail), dtype, Boxes(lows, highs))
+    return Held(name, (*layout.shape, *tail), dtype, Boxes(lows, highs), is_complex=bool(tail))
 
 
 class Part(NamedTuple):
@@ -93,7 +98,7 @@ def whole_of(held: Mapping[int, Sequence[Held]], sources: Sequence[int]) -> list
             tensors.setdefault(each.name, []).append((rank, each))
     found = []
     for holders in tensors.values():
-        whole = Held(*_agreed(holders)[:3])
+        whole = _agreed(holders)._replace(boxes=None)
         regions = _regions(holders)
         if (0 if regions is None else int(regions.boxes.volumes.sum())) < math.prod(whole.shape):
             return None

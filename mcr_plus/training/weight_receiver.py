@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Final
 
-from mcr_plus.errors import BackendError, CommTimeout, McrError, phrase_ranks
+from mcr_plus.errors import BackendError, CommTimeout, McrError, SyncClosed, phrase_ranks
 from mcr_plus.training import weight_link as links
 from mcr_plus.training.weight_feed import Answer, Feed
 from mcr_plus.training.weight_link import Ended
@@ -105,7 +105,7 @@ class WeightReceiver:
             if self._error is not None and not self._is_new:
                 raise self._error
             if self._closed or self._group_ends():
-                raise BackendError(f"{self._what}: closed")
+                raise SyncClosed(f"{self._what}: closed")
             return True
 
     def _late(self, timeout: float) -> CommTimeout:
@@ -142,7 +142,7 @@ class WeightReceiver:
             }
             return {**self._stats, **counted, "version": self._applied, "versions_behind": behind}
 
-    def close(self) -> None:
+    def close(self, *, in_order: bool = True) -> None:  # noqa: ARG002 - as of a source
         """End the threads."""
         with self._changed:
             self._closed = True

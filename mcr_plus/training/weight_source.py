@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from mcr_plus.core.units import whole_number
 from mcr_plus.errors import BackendError, InvalidArgument, McrError, PeerLost, phrase_ranks
 from mcr_plus.kernels import delta
 from mcr_plus.training import weight_link as links
@@ -78,7 +79,7 @@ class WeightSource:
         self._version = self._pushed = 0
         self._pending: int | None = None
         self._error: McrError | None = None
-        self._closed = False
+        self._closed, self._is_in_order = False, True
         self._links: dict[int, Link] = {}
         self._lost: dict[int, float] = {}  # rank → since when
         self._joined: dict[int, int] = {}  # of receivers outside the job: the version that each asked from
@@ -97,10 +98,10 @@ class WeightSource:
 
     def push(self, version: int | None) -> int:
         """See `WeightSync.push`."""
-        number = self._pushed + 1 if version is None else version
-        if isinstance(number, bool) or not isinstance(number, int) or not self._pushed < number < 2**63:
+        number = self._pushed + 1 if version is None else whole_number(version)
+        if number is None or not self._pushed < number < 2**63:
             raise InvalidArgument(
-                f"push: version {number!r}; expected an integer above {self._pushed}, the last one pushed"
+                f"push: version {version!r}; expected an integer above {self._pushed}, the last one pushed"
             )
         with self._changed:
             while self._pending is not None and not self._ends():
@@ -154,10 +155,10 @@ class WeightSource:
                     return
                 self._changed.wait(min(left, _LOOK_S))
 
-    def close(self) -> None:
-        """End the threads; a transfer that has begun is given up."""
+    def close(self, *, in_order: bool = True) -> None:
+        """End the threads; a transfer that has begun is given up. `in_order`: what receivers are told."""
         with self._changed:
-            self._closed = True
+            self._closed, self._is_in_order = True, in_order
             self._changed.notify_all()
         for thread in [*self._threads, *self._serving]:
             thread.join(5.0)
@@ -270,7 +271,7 @@ class WeightSource:
         except Exception as error:  # such as memory that cannot be had
             _log.warning("%s: %s cannot be served: %s", self._what, links.named(rank), error)
             self._lose(rank, link, error)
-            self._say_end(link)
+            self._say_end(link, links.FAILED)
         finally:
             link.close()
 
@@ -288,10 +289,11 @@ class WeightSource:
             raise BackendError(f"{links.named(rank)} is not one of the receivers {sorted(self._receivers)}")
         return rank, self._receivers[rank]
 
-    def _say_end(self, link: Link) -> None:
+    def _say_end(self, link: Link, how: int = 0) -> None:
         with contextlib.suppress(OSError, Ended):
             if not link.is_sending:
-                link.send(links.END)
+                failed = not self._is_in_order or self._error is not None
+                link.send(links.END, links.FAILED if failed else how)
 
     def _lose(self, rank: int, link: Link, error: Exception) -> None:
         with self._changed:

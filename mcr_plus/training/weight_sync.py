@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from mcr_plus.communicator.communicator import Communicator
+from mcr_plus.core.units import whole_number
 from mcr_plus.errors import InvalidArgument, LaunchError, McrError, NotInitialized
 from mcr_plus.kernels import delta
 from mcr_plus.rendezvous.network import host_address
@@ -81,8 +82,11 @@ class WeightSync:
         Raises:
             CommTimeout: nothing newer came in time; the text names source ranks that others wait for.
             InvalidArgument: names, shapes or dtypes have changed since `mcr.sync`; the text names them.
+            SyncClosed: a source has closed it, or its job has ended, and nothing newer has arrived: the
+                normal end.
             PeerLost: a source has died, and nothing newer has arrived from it.
-            BackendError: a source has closed it, or three answers in a row were damaged.
+            BackendError: a source has failed, or three answers in a row were damaged. The two errors above
+                are of this type, too.
             NotInitialized: it is closed.
         """
         self._check()
@@ -125,18 +129,18 @@ class WeightSync:
         finally:
             self._end_here()
 
-    def end_with_group(self) -> None:
-        """End it here: its group is closed."""
+    def end_with_group(self, clean: bool) -> None:
+        """End it here: its group is closed, `clean` if that was not because of an error."""
         if not self._closed:
-            self._end_here()
+            self._end_here(in_order=clean)
 
-    def _end_here(self) -> None:
+    def _end_here(self, *, in_order: bool = True) -> None:
         self._closed = True
         if self._comm is not None:
             self._comm.attached.pop(f"{_ATTACHED}{self._tag}", None)
         if self._withdraw is not None:
             self._withdraw()
-        self._end.close()
+        self._end.close(in_order=in_order)
 
     def __enter__(self) -> WeightSync:
         return self
@@ -145,7 +149,7 @@ class WeightSync:
         if exception[0] is None:
             self.close()
         else:
-            self._end_here()
+            self._end_here(in_order=False)
 
     def _check(self) -> None:
         if self._closed or (self._comm is not None and self._comm.closed):
@@ -382,12 +386,13 @@ class _Answer(NamedTuple):
 
 
 def _sources(src: int | Sequence[int], comm: Communicator) -> tuple[int, ...]:
+    one = whole_number(src)
     try:
-        ranks = (src,) if isinstance(src, int) else tuple(src)
+        given = [one] if one is not None else [whole_number(each) for each in src]  # type: ignore[union-attr]
     except TypeError:
-        ranks = ()
-    wrong = [each for each in ranks if isinstance(each, bool) or each not in comm.ranks]
-    if not ranks or wrong or len(set(ranks)) < len(ranks):
+        given = []
+    ranks = tuple(each for each in given if each is not None and each in comm.ranks)
+    if not ranks or len(set(ranks)) < len(given):
         raise InvalidArgument(
             f"sync: src={src!r}; expected one of the group's ranks {list(comm.ranks)}, or several of them, "
             "each once"

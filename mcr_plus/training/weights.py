@@ -231,7 +231,8 @@ def _local(named: Named, layout: Layout | None, rank: int) -> _Local:
     name, local = named.entry.name, named.local
     if layout is None:
         if not _is_dtensor(named.given):
-            return _Local(Held(name, named.entry.shape, named.entry.dtype))
+            is_complex = named.given.is_complex()
+            return _Local(Held(name, named.entry.shape, named.entry.dtype, is_complex=is_complex))
         layout = Layout.of(named.given)  # type: ignore[arg-type]
     if layout.is_partial:
         raise InvalidArgument(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 import os
 import re
 import shutil
@@ -244,6 +245,75 @@ def test_one_mistake_of_all_ranks_is_one_message(start: Start, via: str) -> None
     assert source.strip() == "mcr.all_reduce(torch.ones(3), op)"
     assert text.startswith("  InvalidArgument: op: unknown reduce op 'sum'; known: SUM, AVG")
     assert text.endswith("; did you mean 'SUM'?")
+
+
+@both
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("x = = 1\n", "SyntaxError: invalid syntax"),
+        ("import no_such_module\n", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("def early():\n    raise ValueError('too early')\nearly()\n", "ValueError: too early"),
+    ],
+    ids=["syntax", "import", "exception"],
+)
+def test_an_error_before_the_import_of_mcr_plus_is_shown_once(
+    start: Start, tmp_path: Path, via: str, text: str, error: str
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(text)
+    run = start("-n", "2", "--via", via, str(program))
+    assert run.wait() == 1
+    lines = [line for line in run.text().splitlines() if not line.startswith("Abort(")]  # of MPICH itself
+    # A launcher may end one rank before it has said the same as the other.
+    assert re.fullmatch(r"mcr-plus: rank(s 0 and 1| [01]) of 2 failed:( it exited with status 1:)?", lines[0])
+    assert lines[-1].strip() == error
+    assert [line.split('"')[1] for line in lines if line.startswith('  File "') or "  File " in line] == [
+        str(program)
+    ] * (2 if "early()" in text else 1)
+    assert run.text().count(error) == 1
+
+
+@both
+def test_an_exit_before_the_import_of_mcr_plus_is_one_line(start: Start, tmp_path: Path, via: str) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import sys\nsys.exit(3)\n")
+    run = start("-n", "2", "--via", via, str(program))
+    assert run.wait() == 1
+    (line,) = (line for line in run.text().splitlines() if not line.startswith("Abort("))
+    assert re.fullmatch(r"mcr-plus: rank [01] of 2 failed: it exited with status 3, without a word", line)
+
+
+_ITSELF = """
+import json
+import multiprocessing
+import os
+import sys
+from pathlib import Path
+
+import beside  # in the folder of the program
+
+def here(number):
+    return [number, __name__]
+
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:  # imports the program again
+        there = pool.map(here, [5])
+    main = sys.modules["__main__"]
+    found = [sys.argv[1:], Path(sys.argv[0]).name, there, Path(__file__).name, main.here is here]
+    found += ["torch" in sys.modules, "mcr_plus" in sys.modules]
+    print(json.dumps(found) + "\\n", end="", flush=True)
+"""
+
+
+@both
+def test_a_program_finds_itself_as_when_python_runs_it(start: Start, tmp_path: Path, via: str) -> None:
+    (tmp_path / "beside.py").touch()
+    (tmp_path / "program.py").write_text(_ITSELF)
+    run = start("-n", "1", "--via", via, str(tmp_path / "program.py"), "-m", "two words")
+    assert run.wait() == 0, run.text()
+    words = [["-m", "two words"], "program.py", [[5, "__mp_main__"]], "program.py", True, False, False]
+    assert json.loads(run.text()) == words
 
 
 def test_whole_tracebacks_on_request(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,12 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from ranks import run_ranks
 
 import mcr_plus as mcr
 from mcr_plus.api.record import Log
+from mcr_plus.observe import publisher, sinks
 
 pytestmark = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("prometheus_client", "opentelemetry")),
@@ -121,8 +123,95 @@ def fails(port: int, folder: str) -> dict[str, Any]:
 
 
 @contextmanager
-def collector() -> Iterator[tuple[str, list[Any]]]:
-    """A collector of OpenTelemetry on a port of its own, and what it has been sent."""
+def hanging_collector(trickle: bytes) -> Iterator[tuple[str, threading.Event]]:
+    """A collector that takes a connection and never answers, and an event that is set once it has one.
+
+    `trickle`: what it sends again and again instead of an answer, so that no time-out of a read passes.
+    """
+    has_come, ends = threading.Event(), threading.Event()
+
+    def hold(connection: socket.socket) -> None:
+        with connection:
+            connection.recv(1)
+            has_come.set()
+            while not ends.wait(0.2):
+                with suppress(OSError):
+                    connection.sendall(trickle)
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                holder = threading.Thread(target=hold, args=[server.accept()[0]])
+                holders.append(holder)
+                holder.start()
+
+    holders: list[threading.Thread] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        accepts = threading.Thread(target=accept)
+        accepts.start()
+        try:
+            yield f"http://127.0.0.1:{server.getsockname()[1]}", has_come
+        finally:
+            ends.set()
+            server.shutdown(socket.SHUT_RDWR)
+            for thread in (accepts, *holders):
+                thread.join()
+
+
+def hangs(folder: str, trickle: str) -> dict[str, Any]:
+    """Runs on ranks: a job whose collector never answers, and whose file does not wait for it."""
+    torch.set_num_threads(1)
+    mock.patch.object(publisher, "_LATE", 0.5).start()
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("mcr_plus").addHandler(handler)
+    file = Path(folder) / "job.prom"
+    with hanging_collector(trickle.encode()) as (url, has_come):
+        observe = {"prometheus": str(file), "otlp": url, "every": 0.1}
+        comm = mcr.init({"version": 1, "backends": ["gloo"], "observe": observe})
+        written = file.with_name(f"job_rank{comm.rank}.prom")
+        mcr.barrier()  # there is something to send
+        assert has_come.wait(60)
+        operations(comm)
+        while totals(written.read_text()).get("mcr_operations_total", 0) < 8:  # publications go on
+            time.sleep(0.05)
+        while not any(url in line for line in lines):
+            time.sleep(0.05)
+        operations(comm)
+        mcr.finalize()
+        return {"lines": lines, "written": totals(written.read_text()), "url": url}
+
+
+def answers_late() -> float:
+    """Runs on ranks: a job whose collector answers only once its operations are over."""
+    torch.set_num_threads(1)
+    mock.patch.object(publisher, "_LAST", 60.0).start()
+    mock.patch.object(sinks, "_OTLP_TIMEOUT", 60.0).start()
+    has_come, may_answer = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        has_come.set()
+        assert may_answer.wait(60)
+
+    with collector(wait) as (url, sent):
+        comm = mcr.init({"version": 1, "backends": ["gloo"], "observe": {"otlp": url, "every": 0.1}})
+        mcr.barrier()  # there is something to send
+        assert has_come.wait(60)
+        operations(comm)
+        may_answer.set()
+        mcr.finalize()
+        metrics = sent[-1][1].resource_metrics[0].scope_metrics[0].metrics
+        (counter,) = [metric for metric in metrics if metric.name == "mcr_operations"]
+        return float(sum(point.as_double or point.as_int for point in counter.sum.data_points))
+
+
+@contextmanager
+def collector(before: Callable[[], None] = lambda: None) -> Iterator[tuple[str, list[Any]]]:
+    """A collector of OpenTelemetry on a port of its own, and what it has been sent.
+
+    It calls `before` ahead of each answer.
+    """
     from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 
     sent: list[Any] = []
@@ -134,6 +223,7 @@ def collector() -> Iterator[tuple[str, list[Any]]]:
                 body = gzip.decompress(body)
             request = ExportMetricsServiceRequest()
             request.ParseFromString(body)
+            before()
             sent.append((self.path, request))
             self.send_response(200)
             self.end_headers()
@@ -193,3 +283,16 @@ def test_what_cannot_be_opened_is_refused_and_what_is_down_is_logged_once(tmp_pa
         assert "No such file or directory" in value["errors"][1]
         assert len(value["lines"]) == 1, value["all"]
         assert "not published" in value["lines"][0]
+
+
+@pytest.mark.parametrize("trickle", ["", "HTTP/1.1 100 Continue\r\n\r\n"], ids=["silent", "trickling"])
+def test_a_collector_that_never_answers_delays_nothing(tmp_path: Path, trickle: str) -> None:
+    for result in run_ranks(hangs, 2, args=[str(tmp_path), trickle]):
+        value = result.value
+        assert value["written"]["mcr_operations_total"] == 15  # also the last ones, as `finalize` ends
+        assert len(value["lines"]) == 1, value["lines"]
+        assert f"observe.otlp: {value['url']}/v1/metrics: not published" in value["lines"][0]
+
+
+def test_a_slow_collector_gets_the_last_publication() -> None:
+    assert [result.value for result in run_ranks(answers_late, 2)] == [8, 8]

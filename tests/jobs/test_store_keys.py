@@ -6,6 +6,7 @@ import gc
 import os
 import re
 import signal
+import threading
 from contextlib import suppress
 from typing import Any
 from unittest import mock
@@ -264,6 +265,9 @@ def worlds(how: str, hosts: bool, rounds: int) -> list[list[str]]:
                     while True:
                         comm.all_reduce(torch.ones(8))
                 comm = mcr.shrink(min_ranks=1)
+            for thread in threading.enumerate():
+                if thread.name == regroup.REMOVES:
+                    thread.join()
             comm.barrier()
             found.append([key for key in _keys(comm) if not DECIDED.search(key)])
             comm.barrier()

@@ -159,6 +159,7 @@ def test_what_cannot_be_written_is_refused_on_all_ranks(refusals: list[dict[str,
             "of addends": "offers['x']['a']: expected the name of a tensor, and an mcr.Layout of values",
             "of no tensor": "offers['x']: there is no tensor 'z'; tensors: ['a', 'b']",
             "of another shape": "offers['x']['b']: its layout, S0 @2 [3], is not of the tensor's shape [2, ",
+            "without the last dimension": "offers['x']['b']: its layout, S0 @2 [2], is not of the tensor's",
             "on one rank": "rank 0 and rank 1 have different offers",
         }.items():
             assert f"sync: {text}" in texts[f"offers {name}"]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from sync_layout_jobs import SOURCES, layouts_of, same, state_of, wholes
 from sync_layout_jobs import step as step_to
@@ -396,6 +397,8 @@ def refusals(folder: str) -> dict[str, str]:
         offered("offers of addends", {"x": {"a": mcr.Layout.mesh((3,), [0, 1], ["P"])}})
         offered("offers of no tensor", {"x": {"z": halves["a"]}})
         offered("offers of another shape", {"x": {"b": halves["a"]}})
+        short = mcr.Layout.sharded((2,), [0, 1], 0)  # a layout of complex numbers would be such
+        offered("offers without the last dimension", {"x": {"b": short}})
         offered("offers on one rank", {"x": halves} if rank else None)
         rows = mcr.Layout.sharded((6, 4), [0, 1, 2], 0)  # of a larger job
         part = {"w": torch.zeros(rows.locals[rank])}
@@ -461,8 +464,10 @@ def ends_and_begins_again(folder: str) -> dict[str, Any]:
         text = ""
         try:
             receiver.pull(timeout=60)
-        except mcr.BackendError as error:
+        except mcr.SyncClosed as error:
             text = str(error)
+        with pytest.raises(mcr.SyncClosed):
+            receiver.pull(wait=False)
         receiver.close()
         assert not file.exists()
         first = mcr.sync(source, tag="first", invite=file)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, cast
 from unittest.mock import Mock
 
@@ -92,6 +93,20 @@ def test_one_request_answers_for_all_operations_that_a_peer_has_posted(
     assert not all_match(first, lap, 15)
     issue(second, lap, 15)
     assert all_match(first, lap, 15)
+
+
+def test_a_row_that_is_not_in_the_store_is_not_waited_for() -> None:
+    first, second = stored(2)
+    issue(second, 7, 5)
+    store = cast("StoreBoard", second)._store
+    assert store is not None
+    store.set_timeout(timedelta(seconds=5))  # of `get`, which would wait, and raise an error then
+    store.delete_key(cast("StoreBoard", second)._key(1, "row"))
+    assert first.read(1, 7).issued == 0
+    assert not all_match(first, 7, 5)
+    assert first.problem is None
+    issue(second, 8, 6)
+    assert first.read(1, 8).digest == 6
 
 
 @KINDS

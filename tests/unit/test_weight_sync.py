@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from mcr_plus.errors import BackendError, CommTimeout, InvalidArgument, PeerLost
+from mcr_plus.errors import BackendError, CommTimeout, InvalidArgument, PeerLost, SyncClosed
 from mcr_plus.kernels import delta
 from mcr_plus.kernels.digest import digest
 from mcr_plus.layout.layout import Layout
 from mcr_plus.training import weight_link as links
 from mcr_plus.training.weight_feed import Feed
+from mcr_plus.training.weight_join import _trouble
 from mcr_plus.training.weight_parts import parts_of
 from mcr_plus.training.weight_receiver import WeightReceiver
 from mcr_plus.training.weight_source import WeightSource
@@ -119,6 +120,65 @@ def test_a_source_without_threads_for_a_moment_serves_later(monkeypatch: pytest.
         assert pulls.pull(True, 60.0) == 1
         assert torch.equal(receiver["w"], source["w"])
     assert refused.is_set()
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_receiver_is_told_how_its_source_ended(in_order: bool) -> None:
+    source, receiver = {"w": torch.zeros(1000)}, {"w": torch.zeros(1000)}
+    with joined(source, receiver) as (pushes, pulls):
+        source["w"][3] = 7.0
+        pushes.push(1)
+        assert pulls.pull(True, 60.0) == 1
+        pushes.close(in_order=in_order)
+        for _ in range(2):  # again and again
+            with pytest.raises(BackendError) as caught:
+                pulls.pull(True, 60.0)
+            assert type(caught.value) is (SyncClosed if in_order else BackendError), caught.value
+        assert torch.equal(receiver["w"], source["w"])
+        assert pulls.stats()["version"] == 1
+
+
+def test_a_source_that_fails_has_not_closed_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any, **more: Any) -> int:
+        raise MemoryError("no room for a payload")
+
+    monkeypatch.setattr(delta, "encode", fails)
+    source, receiver = {"w": torch.zeros(1000)}, {"w": torch.zeros(1000)}
+    with joined(source, receiver) as (pushes, pulls):
+        pushes.push(1)
+        with pytest.raises(BackendError, match="rank 0 sends no more: it or its job has failed") as caught:
+            pulls.pull(True, 60.0)
+        assert not isinstance(caught.value, SyncClosed)
+
+
+def test_a_look_at_a_source_takes_no_longer_than_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+
+    def refuses(place: object, timeout: float) -> socket.socket:
+        given.append(timeout)
+        raise OSError("refused")
+
+    monkeypatch.setattr(socket, "create_connection", refuses)
+    for left in (0.0, 1000.0):
+        error = _trouble(("127.0.0.1", 1), b"secret", time.monotonic() + left)
+        assert isinstance(error, OSError)
+    assert given == [0.25, 5.0]
+
+
+def test_a_source_that_goes_while_it_is_looked_at_keeps_no_socket_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here, there = connected_pair()
+
+    def breaks(*args: object) -> None:
+        raise ConnectionResetError("reset by peer")
+
+    monkeypatch.setattr(here, "send", breaks)
+    monkeypatch.setattr(links, "connect", lambda *args, **more: here)
+    error = _trouble(("127.0.0.1", 1), b"secret", time.monotonic() + 60.0)
+    assert isinstance(error, ConnectionResetError)
+    assert here._socket.fileno() == -1
+    there.close()
 
 
 @contextmanager

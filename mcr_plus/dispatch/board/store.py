@@ -115,9 +115,8 @@ class StoreBoard(GroupBoard):
         self._write("row", bytes(self._row))
 
     def _row_of(self, rank: int) -> memoryview | None:
-        """The row of `rank`, in words; every rank writes its own before the board is open."""
-        key = self._key(rank, "row")
-        row = self._ask(lambda store: store.get(key), None)
+        """The row of `rank`, in words; None without one, as once its world has left the store."""
+        row = self._read(rank, "row")
         if row is None:
             return None
         words = memoryview(row).cast("Q")

@@ -15,6 +15,7 @@ from mcr_plus.compression.options import CompressOptions, codec_of
 from mcr_plus.compression.policy import options_from_call, refusal
 from mcr_plus.compression.stage import prepare
 from mcr_plus.core.message import Signature, frozen
+from mcr_plus.core.units import whole_number
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.training.local_steps.fragments import Fragment, Named, Outer, cut, layers_of
 
@@ -83,10 +84,11 @@ def checked(
 
 
 def _count(name: str, value: object, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    number = whole_number(value)
+    if number is None or number < least:
         what = "a number" if name == "fragments" else "a number of steps"
         raise InvalidArgument(f"{name}: expected {what} from {least}, got {value!r}")
-    return value
+    return number
 
 
 def check_call(inner: torch.optim.Optimizer, closure: object, scaler: object, *, warmup: bool) -> None:

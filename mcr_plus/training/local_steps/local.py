@@ -10,6 +10,7 @@ import torch
 
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.core.kinds import FLOATS
+from mcr_plus.core.units import whole_number
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.runtime.init import member_of
 from mcr_plus.training.local_steps import arguments, comparing
@@ -488,6 +489,6 @@ class LocalSteps:
             return 1
         if callable(tokens):
             raise InvalidArgument("tokens: expected a number from 1, got a function; pass closure=…")
-        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
+        if (number := whole_number(tokens)) is None or number < 1:
             raise InvalidArgument(f"tokens: expected a number from 1, got {tokens!r}")
-        return tokens
+        return number

@@ -442,7 +442,7 @@ KEPT: Final[dict[str, tuple[str, ...]]] = {
     "test_redistribute.py::test_addends_are_kept_where_the_target_is_the_source": ("2-mpi",),
     "test_redistribute.py::test_plans_and_buffers_that_are_kept": ("limits",),
     "test_redistribute.py::test_later_calls_do_not_wait_for_ranks_that_are_late": ("msccl",),
-    "test_redistribute.py::test_a_state_of_many_tensors_in_one_round_and_in_many": ("2-gloo",),
+    "test_redistribute.py::test_a_state_of_many_tensors_in_one_round_and_in_many": ("3-msccl",),
     "test_redistribute.py::test_a_codec_leaves_replicas_with_the_same_bits": ("2-gloo",),
     "test_redistribute.py::test_bad_calls_are_refused_on_all_ranks_alike": ("2-mpi",),
     "test_compiled_models.py::test_the_faster_cuts_stay_alike_on_all_ranks": ("whole",),

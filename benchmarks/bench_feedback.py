@@ -13,10 +13,14 @@ method can be replaced that a job cannot. Fields of a way:
     send       `update`: every rank has moments of its own gradients, and what is sent is AdamW's update
     scaled     decay of mean squares by whose root gradients are divided before they are encoded, and
                multiplied after; of what all ranks have received, so that they all have the same
-    momentum   momentum correction, with AdamW's beta1 at 0
+    momentum   momentum correction, with AdamW's beta1 at 0; without `compress`, momentum before AdamW alone
+    masking    false: the velocity of what has been sent is kept
+    exempt_beta1   AdamW's beta1 of biases and norms, which are never compressed; as of matrices without it
+    ramp       steps in which the learning rate grows to `lr`
 
 The final loss is the mean over the last twentieth of the steps and both ranks; differences are to the first
-way.
+way with the same seed. "update" is the root of the mean square of what AdamW subtracts from matrices, in
+learning rates, the mean over the second half of the steps.
 """
 
 from __future__ import annotations
@@ -59,18 +63,31 @@ class Way(BaseModel):
     send: str = "gradient"
     scaled: float | None = None
     momentum: float | None = None
+    masking: bool = True
+    exempt_beta1: float | None = None
+    ramp: int = 0
+
+    @property
+    def beta1_of_matrices(self) -> float:
+        return 0.0 if self.momentum is not None else self.beta1
+
+
+class Unmasked(MomentumCorrection):
+    """Momentum correction that keeps the velocity of what has been sent."""
+
+    def encode(self, values: torch.Tensor, lo: int, wire: torch.Tensor, scale: float = 1.0) -> int:
+        return ErrorFeedback.encode(self, values, lo, wire, scale)
 
 
 class Adam:
     """AdamW's moments of flat values."""
 
-    def __init__(self, way: Way, numel: int) -> None:
-        self.way, self.steps = way, 0
-        self.first, self.second = torch.zeros(numel), torch.zeros(numel)
+    def __init__(self, way: Way, beta1: torch.Tensor) -> None:
+        self.way, self.beta1, self.steps = way, beta1, 0
+        self.first, self.second = torch.zeros_like(beta1), torch.zeros_like(beta1)
 
     def update(self, gradient: torch.Tensor, squared_of: torch.Tensor) -> torch.Tensor:
-        way = self.way
-        beta1 = 0.0 if way.momentum is not None else way.beta1
+        way, beta1 = self.way, self.beta1
         self.steps += 1
         self.first.lerp_(gradient, 1 - beta1)
         self.second.mul_(way.beta2).addcmul_(squared_of, squared_of, value=1 - way.beta2)
@@ -86,7 +103,7 @@ class Channel:
         config = dict(way.compress)
         feedback = config.pop("error_feedback", {})
         self.codec = make(config) if config else None
-        self.squares = torch.zeros(numel)
+        self.squares, self.velocity = torch.zeros(numel), torch.zeros(numel)
         if self.codec is None:
             return
         assert isinstance(self.codec, PayloadCodec)
@@ -94,7 +111,7 @@ class Channel:
         self.states = [
             ErrorFeedback(self.codec, numel, cpu, **feedback)
             if way.momentum is None
-            else MomentumCorrection(self.codec, numel, cpu, way.momentum)
+            else (MomentumCorrection if way.masking else Unmasked)(self.codec, numel, cpu, way.momentum)
             for _ in range(RANKS)
         ]
         self.wire = torch.zeros(self.codec.wire_numel(numel), dtype=self.codec.wire_dtype)
@@ -105,6 +122,8 @@ class Channel:
         if self.codec is None or self.calls <= self.way.warmup:
             for each in values:
                 total.add_(each, alpha=1 / RANKS)
+            if self.codec is None and self.way.momentum is not None:
+                total = self.velocity.mul_(self.way.momentum).add_(total).clone()
         else:
             assert isinstance(self.codec, PayloadCodec)
             scale = self.scale()
@@ -128,8 +147,8 @@ class Channel:
         return roots + 0.1 * roots.mean() + 1e-12
 
 
-def train(way: Way, steps: int, seed: int) -> list[float]:
-    """The loss of each step, the mean over ranks."""
+def train(way: Way, steps: int, seed: int) -> tuple[list[float], float]:
+    """The loss of each step, the mean over ranks; the size of an update, see the top of the file."""
     from corpus import read_corpus
     from transformer import LanguageModel, Shape
 
@@ -139,8 +158,11 @@ def train(way: Way, steps: int, seed: int) -> list[float]:
     numel = sum(param.numel() for param in params)
     matrices = sum(param.numel() for param in params if param.ndim > 1)
     channel = Channel(way, matrices)
-    moments = [Adam(way, numel) for _ in range(RANKS if way.send == "update" else 1)]
-    losses = []
+    beta1 = torch.full((numel,), way.beta1_of_matrices)
+    if way.exempt_beta1 is not None:
+        beta1[matrices:] = way.exempt_beta1
+    moments = [Adam(way, beta1) for _ in range(RANKS if way.send == "update" else 1)]
+    losses, sizes = [], []
     for step in range(steps):
         gradients, loss = [], 0.0
         for rank in range(RANKS):
@@ -160,14 +182,18 @@ def train(way: Way, steps: int, seed: int) -> list[float]:
             update = sent(updates, torch.stack(updates).mean(0))
         else:
             got = sent(gradients)
+            if way.momentum is not None and way.variance == "exact":
+                got[:matrices] *= 1 - way.momentum  # to the scale of the gradients
             update = moments[0].update(got, exact if way.variance == "exact" else got)
+        sizes.append(update[:matrices].square().mean().sqrt().item())
+        lr = way.lr * min(1.0, (step + 1) / max(1, way.ramp))
         with torch.no_grad():
             at = 0
             for param in params:
                 part = update[at : at + param.numel()].view(param.shape)
-                param.mul_(1 - 0.01 * way.lr).sub_(part, alpha=way.lr)
+                param.mul_(1 - 0.01 * lr).sub_(part, alpha=lr)
                 at += param.numel()
-    return losses
+    return losses, mean(sizes[steps // 2 :])
 
 
 def bits(way: Way) -> float:
@@ -191,25 +217,48 @@ def read(text: str) -> Way:
 def main(
     ways: Annotated[list[str], typer.Argument(help="YAML mappings; the first is what others differ from.")],
     steps: int = 1000,
-    seed: int = 0,
+    seed: Annotated[list[int], typer.Option(help="Several with the option again.")] = [0],  # noqa: B006
     figures: Json = None,
 ) -> None:
     torch.set_num_threads(1)
     runs: list[dict[str, Any]] = []
     for text, way in [(text, read(text)) for text in ways]:  # all are read before the first is run
-        start = time.perf_counter()
-        losses = train(way, steps, seed)
-        final = mean(losses[-max(1, steps // TAIL) :])
-        first = runs[0]["final"] if runs else final
-        runs.append({"way": text, "bits": bits(way), "final": final, "difference": final / first - 1})
-        print(
-            f"{final:.4f} {final / first - 1:+.2%}  {time.perf_counter() - start:.0f} s  {text}", flush=True
+        finals, sizes = [], []
+        for number in seed:
+            start = time.perf_counter()
+            losses, size = train(way, steps, number)
+            finals.append(mean(losses[-max(1, steps // TAIL) :]))
+            sizes.append(size)
+            print(
+                f"{finals[-1]:.4f}  update {size:.3f}  {time.perf_counter() - start:.0f} s  "
+                f"seed {number}  {text}",
+                flush=True,
+            )
+        first = runs[0]["finals"] if runs else finals
+        differences = [final / other - 1 for final, other in zip(finals, first, strict=True)]
+        runs.append(
+            {
+                "way": text,
+                "bits": bits(way),
+                "finals": finals,
+                "differences": differences,
+                "update": mean(sizes),
+            }
         )
         write_json(runs, figures)
     rows = [
-        [run["way"], f"{run['bits']:.2f}", f"{run['final']:.4f}", f"{run['difference']:+.2%}"] for run in runs
+        [
+            run["way"],
+            f"{run['bits']:.2f}",
+            f"{mean(run['finals']):.4f}",
+            f"{mean(run['differences']):+.2%}",
+            " ".join(f"{each:+.2%}" for each in run["differences"]),
+            f"{run['update']:.3f}",
+        ]
+        for run in runs
     ]
-    show(["way", "bits a value", "final loss", "difference"], rows, "gpt, nats per byte")
+    head = ["way", "bits a value", "final loss", "difference", "… by seed", "update"]
+    show(head, rows, "gpt, nats per byte")
 
 
 if __name__ == "__main__":

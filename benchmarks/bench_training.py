@@ -66,7 +66,7 @@ class Method:
 
     gradients: Mapping[str, Any] = field(default_factory=dict)
     exchange: Mapping[str, Any] = field(default_factory=dict)
-    has_momentum: bool = False  # in the codec, and AdamW has none
+    beta1: float | None = None  # of AdamW, where the codec has momentum, or delays values as momentum does
 
     @property
     def needs_matrices(self) -> bool:
@@ -99,7 +99,11 @@ METHODS: Final = {
     "topk 25 % int2 + EF": Method(
         {"codec": "topk", "ratio": 0.25, "values": "int2", "chunk": 4096, "error_feedback": True}
     ),
-    "topk adam": Method({"codec": "topk", "preset": "adam"}, has_momentum=True),
+    "topk momentum": Method(
+        {"codec": "topk", "ratio": 0.18, "values": "int4", "chunk": 4096, "momentum_correction": True},
+        beta1=0.0,
+    ),
+    "topk adam + EF": Method({"codec": "topk", "preset": "adam"}, beta1=0.5),
     "topk 1 % + EF": Method({"codec": "topk", "ratio": 0.01, "error_feedback": True}),
     "powersgd 4 + EF": Method({"codec": "powersgd", "rank": 4, "error_feedback": True}),
 }
@@ -125,8 +129,9 @@ def train(name: str, method: str, seed: int, steps: int, folder: Path) -> Run:
     config = folder / "pipeline.yaml"
     config.write_text(json.dumps(METHODS[method].config()))
     words = [*EXAMPLES[name].options, "--steps", str(steps), "--seed", str(seed), "--config", str(config)]
-    if METHODS[method].has_momentum:
-        words += ["--beta1", "0"]
+    beta1 = METHODS[method].beta1
+    if beta1 is not None:
+        words += ["--beta1", str(beta1)]
     if name == "dlrm":
         words += ["--data", str(rows_for(steps, folder))]
     result = harness.train(harness.here(2), name, *words)
@@ -256,7 +261,7 @@ def main(
             example = EXAMPLES[name]
             if METHODS[method].needs_matrices and not example.matrices:
                 continue
-            if METHODS[method].has_momentum and not example.adam:
+            if METHODS[method].beta1 is not None and not example.adam:
                 continue
             runs.append(train(name, method, seed, steps or example.steps, Path(folder)))
             print(f"{name}  {method}  seed {seed}  final loss {runs[-1].final:.4f}", flush=True)

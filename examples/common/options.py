@@ -37,9 +37,7 @@ Data = Annotated[Path | None, typer.Option(help="text to learn; Python's own doc
 Batch = Annotated[int, typer.Option(min=1, help="windows of a step, on each rank")]
 Steps = Annotated[int, typer.Option(min=1)]
 LearningRate = Annotated[float, typer.Option(min=0.0)]
-Beta1 = Annotated[
-    float, typer.Option(min=0.0, max=0.9999, help="of AdamW; 0 where a codec has momentum (preset: adam)")
-]
+Beta1 = Annotated[float, typer.Option(min=0.0, max=0.9999, help="of AdamW; 0.5 with preset: adam of a codec")]
 Seed = Annotated[int, typer.Option(min=0)]
 Double = Annotated[bool, typer.Option("--double", help="compute in float64")]
 # --- libraries

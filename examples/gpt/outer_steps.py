@@ -41,7 +41,7 @@ class Way:
         gradients: `compress` of mcr.wrap; None for mcr.local and DDP.
         outer: makes the outer optimizer of mcr.local.
         compress: of mcr.local.
-        betas: of AdamW, whose momentum a codec may have instead.
+        betas: of AdamW; less momentum where a codec delays values.
     """
 
     kind: str  # ddp, wrap, local, or one with a `start` of its own
@@ -94,7 +94,11 @@ WAYS: Final[dict[str, Way]] = {
     "ddp": Way("ddp"),
     "wrap": Way("wrap"),
     "wrap int8": Way("wrap", {"codec": "int8_block"}),
-    "wrap topk": Way("wrap", {"codec": "topk", "preset": "adam"}, betas=(0.0, 0.999)),
+    "wrap topk": Way(
+        "wrap",
+        {"codec": "topk", "preset": "adam"},
+        betas=(0.5, 0.999),
+    ),
     "wrap powersgd": Way(
         "wrap", {"codec": "powersgd", "rank": 4, "error_feedback": True, "exempt": {"max_ndim": 1}}
     ),

@@ -16,7 +16,8 @@ from mcr_plus.config.options import stage_options
 from mcr_plus.config.reader import dump, load
 from mcr_plus.errors import ConfigError
 
-ADAM = {"codec": "topk", "preset": "adam"}
+OUTER = {"codec": "topk", "preset": "outer"}
+MOMENTUM = {"codec": "topk", "ratio": 0.18, "momentum_correction": True}
 
 
 def read(**written: Any) -> CompressOptions:
@@ -35,17 +36,17 @@ def config(compress: dict[str, Any], *rules: dict[str, Any], **hierarchical: Any
 def test_a_preset_is_its_options() -> None:
     for name, options in TopK.presets.items():
         assert read(codec="topk", preset=name) == read(codec="topk", **options)
-    assert read(**ADAM) != read(codec="topk")
+    assert read(**OUTER) != read(codec="topk")
 
 
 def test_what_stands_beside_a_preset_replaces_its_options() -> None:
-    changed = read(**ADAM, values="int2", momentum_correction={"momentum": 0.5}, audit_every=10)
-    others = {"values": "int2", "momentum_correction": {"momentum": 0.5}, "audit_every": 10}
-    assert changed == read(codec="topk", **{**TopK.presets["adam"], **others})
-    assert read(**ADAM, momentum_correction=False).feedback is None
-    other = read(**ADAM, error_feedback=True, warmup=10)
-    assert other.feedback == "error_feedback"
-    assert other.momentum_correction is None
+    others = {"values": "int4", "error_feedback": {"decay": 0.5}, "audit_every": 10}
+    changed = read(**OUTER, **others)
+    assert changed == read(codec="topk", **{**TopK.presets["outer"], **others})
+    assert read(**OUTER, error_feedback=False).feedback is None
+    other = read(**OUTER, momentum_correction=True)
+    assert other.feedback == "momentum_correction"
+    assert other.error_feedback is None
 
 
 def test_a_preset_in_a_rule_goes_before_the_options_of_the_stage() -> None:
@@ -55,24 +56,24 @@ def test_a_preset_in_a_rule_goes_before_the_options_of_the_stage() -> None:
     options = whole.options("compress", whole.rules[0])
     assert options == read(codec="topk", **TopK.presets["outer"], warmup=7)
     assert load(dump(whole)) == whole
-    other = config({"codec": "int8_block"}, {"match": {"tag": "x"}, "compress": ADAM})
-    assert other.options("compress", other.rules[0]) == read(**ADAM)
-    between = config({}, inter={"compress": ADAM}).options("hierarchical")
-    assert between.inter.compress == read(**ADAM)
+    other = config({"codec": "int8_block"}, {"match": {"tag": "x"}, "compress": OUTER})
+    assert other.options("compress", other.rules[0]) == read(**OUTER)
+    between = config({}, inter={"compress": OUTER}).options("hierarchical")
+    assert between.inter.compress == read(**OUTER)
 
 
 @pytest.mark.parametrize(
     ("written", "error"),
     [
         (
-            {"codec": "topk", "preset": "adm"},
-            r"preset: unknown preset 'adm'; known: adam, outer; did you mean 'adam'",
+            {"codec": "topk", "preset": "outr"},
+            r"preset: unknown preset 'outr'; known: adam, outer; did you mean 'outer'",
         ),
         ({"codec": "topk", "preset": 3}, "unknown preset 3"),
-        ({"codec": "int8_block", "preset": "adam"}, "preset: codec 'int8_block' has no presets"),
-        ({"preset": "adam"}, "preset: codec 'none' has no presets"),
-        ({**ADAM, "ratio": 2}, "ratio"),
-        ({**ADAM, "warmup": 5}, "momentum_correction and warmup exclude each other"),
+        ({"codec": "int8_block", "preset": "outer"}, "preset: codec 'int8_block' has no presets"),
+        ({"preset": "outer"}, "preset: codec 'none' has no presets"),
+        ({**OUTER, "ratio": 2}, "ratio"),
+        ({**MOMENTUM, "warmup": 5}, "momentum_correction and warmup exclude each other"),
         ({"codec": "topk", "values": "int2"}, "values: int2 needs chunk, such as chunk: 4096"),
         ({"codec": "topk", "chunk": 10}, "chunk"),
         ({"codec": "topk", "chunk": 65537}, "chunk"),
@@ -101,13 +102,19 @@ def test_cautions_are_about_gradients() -> None:
     assert note.startswith(
         "configuration: pipeline[0].compress: codec topk: not for gradients of every step under"
     )
-    (note,) = cautions(config(ADAM))
-    assert "betas=(0.0, …)" in note
-    (note,) = cautions(config({**ADAM, "error_feedback": True}))
-    assert "not for gradients of every step" in note
+    assert "mcr.local" in note
+    (note,) = cautions(config(MOMENTUM))
+    assert "which divide by the mean squares of gradients" in note
+    adam = {"codec": "topk", "preset": "adam"}
+    (note,) = cautions(config(adam))
+    assert "betas=(0.5, …)" in note
+    (note,) = cautions(config({**adam, "momentum_correction": True}))
+    assert "betas" not in note
+    (note,) = cautions(config(OUTER))
+    assert "which divide" not in note
     outer = {"match": {"tag": "outer.*"}, "compress": {"codec": "topk", "preset": "outer"}}
     assert cautions(config({}, outer)) == []
-    gathers = {"match": {"kind": "all_gather"}, "compress": ADAM}
+    gathers = {"match": {"kind": "all_gather"}, "compress": OUTER}
     gradients = {"match": {"tag": "grad*", "bytes": ">=1MiB"}, "compress": {"codec": "powersgd"}}
     (note,) = cautions(config({}, outer, gathers, gradients))
     assert "rules[2]: codec powersgd: " in note
@@ -134,11 +141,12 @@ def test_rules_whose_codec_is_for_none_of_their_kinds_are_noted() -> None:
 def test_validate_prints_cautions_beside_the_pipeline(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(
-        "version: 1\npipeline:\n  - compress: {codec: topk, preset: adam}\n  - select: {}\n  - dispatch: {}\n"
+        "version: 1\npipeline:\n"
+        "  - compress: {codec: topk, preset: outer}\n  - select: {}\n  - dispatch: {}\n"
     )
     answer = mcr_plus("validate", str(path))
     assert answer.returncode == 0
-    assert f"note: {path}:3: pipeline[0].compress: codec topk: preset adam is for Adam" in answer.stderr
-    assert "ratio: 0.18" in answer.stdout
+    assert f"note: {path}:3: pipeline[0].compress: codec topk: not for gradients" in answer.stderr
+    assert "ratio: 0.125" in answer.stdout
     assert "preset" not in answer.stdout
     assert "note" not in answer.stdout

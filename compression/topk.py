@@ -44,8 +44,8 @@ class TopKOptions(CodecOptions):
 
 
 _INSTEAD: Final = (
-    "use int4_block with error feedback, 7 times fewer bytes, or outer steps (mcr.local), some hundred times "
-    "fewer; see docs/compression.md, Under Adam"
+    "use int4_block with error feedback (7 times fewer bytes), preset adam (21 times) or outer steps "
+    "(mcr.local, some hundred times); see docs/compression.md, Under Adam"
 )
 _BITS: Final = {"float32": 32, "bf16": 16, "int4": 4, "int2": 2}
 
@@ -83,8 +83,9 @@ class TopK(PayloadCodec):
         adam = TopKOptions(**{key: self.presets["adam"][key] for key in TopKOptions.model_fields})
         if self.options == adam and feedback == "error_feedback":
             return (
-                "preset adam is for Adam or AdamW with betas=(0.5, …): what waits for later steps arrives as "
-                "a sum, as with momentum; see docs/compression.md, Under Adam"
+                "preset adam is for Adam or AdamW with betas=(0.5, …): a small GPT ended at -1.7, -1.6 and "
+                "+1.1 % of loss with three seeds, and lost 3.6 % in its first 300 steps with betas=(0.9, …); "
+                "see docs/compression.md, Under Adam"
             )
         if feedback == "momentum_correction":
             return (

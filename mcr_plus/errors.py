@@ -109,7 +109,7 @@ class Revoked(BackendError):
 class SyncClosed(BackendError):
     """`pull` has nothing more to expect: the sources of `mcr.sync` have closed it, or their job has ended.
 
-    The normal end of a receiver. Every version that they had sent by then has been pulled.
+    The normal end of a receiver. Every version that had come whole by then has been pulled.
     """
 
 

@@ -22,7 +22,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any, Final
 
 _PACKAGE: Final = Path(__file__).parents[1]
@@ -123,12 +123,22 @@ def run_program(runner: str, words: Sequence[str]) -> None:
 
         sys.argv = [runner, *words]
         main()
-    elif is_module:
+        return
+    # As `python` does, and other than runpy's functions, `__main__` stays the program's after its last line:
+    # threads and functions of atexit still run then.
+    sys.modules["__main__"] = program = ModuleType("__main__")
+    if is_module:
         sys.argv = list(words[1:])
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = list(words)
-        runpy.run_path(str(Path(words[0]).absolute()), run_name="__main__")
+        runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]
+        return
+    import zipfile
+
+    sys.argv, path = list(words), Path(words[0]).absolute()
+    if path.is_dir() or zipfile.is_zipfile(path):
+        runpy.run_path(str(path), run_name="__main__")
+        return
+    program.__file__ = str(path)
+    exec(compile(path.read_bytes(), path, "exec", dont_inherit=True), program.__dict__)
 
 
 if __name__ == "__main__":

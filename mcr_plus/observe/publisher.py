@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Final
 
 from mcr_plus.core.deadline import Deadline
@@ -38,7 +39,7 @@ class Publisher:
         self._every = every
         self._failed: set[str] = set()  # names of those whose failure has been logged
         self._silent: set[str] = set()  # names of those that could not be reached the last time
-        self._sending: dict[str, _Sending] = {}  # by the name of the place
+        self._senders = {sink: _Sender(self._send, sink) for sink in self._sinks if sink.waits}
         self._ends = threading.Event()
         self._thread: threading.Thread | None = None
         self._engine: Engine | None = None
@@ -48,7 +49,8 @@ class Publisher:
         self._engine = engine
         engine.record_to((*engine.recorders, self._metrics.add))
         self._thread = threading.Thread(target=self._run, name="mcr_plus metrics", daemon=True)
-        self._thread.start()
+        for thread in (self._thread, *self._senders.values()):  # none can be started when Python ends
+            thread.start()
 
     def close(self) -> None:
         """Publish a last time, and let go of everything; takes a second if a place does not answer."""
@@ -59,8 +61,8 @@ class Publisher:
         if self._thread is not None:
             deadline = Deadline(_LAST)
             self._thread.join(deadline.left())
-            for sending in list(self._sending.values()):
-                sending.join(deadline.left())
+            for sender in self._senders.values():
+                sender.join(deadline.left())
         for sink in self._sinks:
             sink.close()
 
@@ -77,21 +79,18 @@ class Publisher:
     def _publish(self, *, is_last: bool) -> None:
         metrics = self._metrics.take()
         for sink in self._sinks:
-            if not sink.waits:
+            sender = self._senders.get(sink)
+            if sender is None:
                 self._publish_to(sink, metrics)
-                continue
-            before = self._sending.get(sink.name)
-            if before is None or not before.is_alive() or is_last:
-                sending = _Sending(self._send, sink, metrics, before if is_last else None)
-                self._sending[sink.name] = sending
-                sending.start()
-            elif time.monotonic() - before.began > _LATE:
+            elif is_last:
+                sender.publish(metrics)
+                sender.publish(None)
+            elif (since := sender.since) is None:
+                sender.publish(metrics)
+            elif time.monotonic() - since > _LATE:
                 self._note_failure(sink, f"no answer for {_LATE:g} s")
 
-    def _send(self, sink: Sink, metrics: Sequence[Family], before: threading.Thread | None) -> None:
-        """`before`: the publication that must have ended before the last one, which waits for it."""
-        if before is not None:
-            before.join()
+    def _send(self, sink: Sink, metrics: Sequence[Family]) -> None:
         if not (self._ends.is_set() and sink.name in self._silent):
             self._publish_to(sink, metrics)
 
@@ -110,12 +109,25 @@ class Publisher:
             _log.warning(text, sink.name, what)
 
 
-class _Sending(threading.Thread):
-    """One publication to a place that may answer late."""
+class _Sender(threading.Thread):
+    """Sends to one place that may answer late, one publication after the other, until it gets None."""
 
-    def __init__(self, send: Callable[..., None], *args: object) -> None:
-        super().__init__(target=send, args=args, name="mcr_plus metrics sender", daemon=True)
-        self.began = time.monotonic()
+    def __init__(self, send: Callable[[Sink, Sequence[Family]], None], sink: Sink) -> None:
+        super().__init__(name="mcr_plus metrics sender", daemon=True)
+        self.since: float | None = None  # when what is being sent was given to it
+        self._send, self._sink = send, sink
+        self._given: SimpleQueue[Sequence[Family] | None] = SimpleQueue()
+
+    def publish(self, metrics: Sequence[Family] | None) -> None:
+        """Send these after what is being sent."""
+        if self.since is None:
+            self.since = time.monotonic()
+        self._given.put(metrics)
+
+    def run(self) -> None:
+        while (metrics := self._given.get()) is not None:
+            self._send(self._sink, metrics)
+            self.since = None
 
 
 def open_publisher(options: ObserveOptions, world: World, version: str) -> Publisher | None:

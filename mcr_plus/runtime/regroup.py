@@ -8,6 +8,7 @@ See docs/failures.md for the protocol, and `mcr_plus.membership` for its rules.
 
 from __future__ import annotations
 
+import atexit
 import json
 import re
 import secrets
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from mcr_plus.config.schema import Config
     from mcr_plus.runtime.runtime import Runtime
 
+_REMOVED_WITHIN: Final = 5.0  # seconds that the end of the process waits
 REMOVES: Final = "mcr_plus keys of the world before"
 """The name of the thread of `remove_world`."""
 # Keys that stay in the store when a world is removed.
@@ -329,9 +331,9 @@ def remove_world(roster: Roster, runtime: Runtime, following: Roster, dead: Coll
     """Begin to remove what a world has left in the store; by each of its ranks, in the world that follows.
 
     A request for each key takes tenths of a second after some hundreds of operations, so a thread makes them;
-    the end of the process waits for it. Only where all others are `dead`: one that was stopped may still
-    look. What the members have decided stays, for processes that come later, and so does the first world of a
-    job, whose keys are beside that.
+    the end of the process waits for it, but not for a store that does not answer. Only where all others are
+    `dead`: one that was stopped may still look. What the members have decided stays, for processes that come
+    later, and so does the first world of a job, whose keys are beside that.
     `runtime`: that of the world, or of one before it if it was not made.
     """
     goes_on, gone = ({process[:3] for process in each} for each in (following.members, dead))
@@ -357,7 +359,9 @@ def remove_world(roster: Roster, runtime: Runtime, following: Roster, dead: Coll
                         store.delete_key(key)
 
     with suppress(RuntimeError):  # the process may have no more threads
-        Thread(target=remove, name=REMOVES).start()
+        thread = Thread(target=remove, name=REMOVES, daemon=True)
+        thread.start()
+        atexit.register(thread.join, _REMOVED_WITHIN)
 
 
 def close_world(runtime: Runtime, why: str, decision: Decision) -> None:

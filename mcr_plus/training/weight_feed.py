@@ -56,7 +56,7 @@ class Feed:
         self._what, self._place, self._secret, self._rank = what, place, secret, rank
         self._held, self._ends, self._offer = held, ends, offer
         self._digests = digest_of(held)
-        self._most = 2 * sum(each.nbytes for each in held) + (1 << 20)
+        self._most = links.longest(sum(each.nbytes for each in held))
         self._link: Link | None = None
         self._fruitless = self._failures = 0
         self._rate = 0.0  # bytes per second of the last long message

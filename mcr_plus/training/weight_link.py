@@ -356,6 +356,11 @@ def connect(
     raise AssertionError(tries)
 
 
+def longest(nbytes: int) -> int:
+    """The most bytes of an answer that a receiver of so many bytes of weights takes."""
+    return 2 * nbytes + (1 << 20)
+
+
 def _signed(secret: bytes, role: bytes, nonces: bytes, rank: int) -> bytes:
     return hmac.digest(secret or b"\0", b"weights " + role + nonces + struct.pack("<I", rank), "sha256")
 

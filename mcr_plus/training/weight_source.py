@@ -380,8 +380,11 @@ class WeightSource:
             return None
         payloads = [step.payloads[number] for step in steps for number in buffers]
         dense = sum(self._held[number].nbytes for number in buffers)
-        if len(steps) == 1 or (exactly and dense <= SMALL):
+        if len(steps) == 1:
             return payloads
+        if exactly and dense <= SMALL:
+            fits = sum(8 + len(each.data) for each in payloads) <= links.longest(dense)
+            return payloads if fits else None
         sooner = sum(len(each.data) for each in payloads) + cost * len(steps) <= dense + cost
         return payloads if sooner else None
 

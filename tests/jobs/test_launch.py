@@ -316,6 +316,35 @@ def test_a_program_finds_itself_as_when_python_runs_it(start: Start, tmp_path: P
     assert json.loads(run.text()) == words
 
 
+_AFTERWARDS = """
+import atexit
+import pickle
+import sys
+import threading
+
+class Kept:
+    pass
+
+def still_itself(where):
+    pickle.dumps(Kept())  # looks its class up in __main__
+    sys.stdout.write(where + "\\n")
+
+def late():
+    threading.main_thread().join()  # ends with its last line
+    still_itself("thread")
+
+atexit.register(still_itself, "atexit")
+threading.Thread(target=late).start()
+"""
+
+
+def test_a_program_stays_itself_after_its_last_line(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(_AFTERWARDS)
+    run = start("-n", "1", "--via", "torch", str(tmp_path / "program.py"))
+    assert run.wait() == 0, run.text()
+    assert run.text().split() == ["thread", "atexit"]
+
+
 def test_whole_tracebacks_on_request(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MCR_TRACEBACK", "1")
     run = start("-n", "1", "--via", "torch", PROGRAMS, "mistake")

@@ -65,6 +65,13 @@ def test_changes_to_one_version_of_small_weights_are_sent_in_any_case(size: int,
     assert source._chain(3, combined([3]), LAST, [0], 10_000) is None
     payloads = source._chain(3, combined([3]), LAST, [0], 10_000, exactly=True)
     assert (payloads is not None) == sent
+    # What a receiver would refuse is not sent: at most twice its weights and 1 MiB.
+    source = source_of(np.full((LAST, len(SIZES)), size // 2))
+    source._held = [torch.zeros(size, dtype=torch.uint8)]
+    for version in range(LAST - 1):
+        payloads = source._chain(version, combined([version]), LAST, [0], 10_000, exactly=True)
+        count = LAST - version
+        assert (payloads is not None) == (sent and count * (size // 2 + 8) <= 2 * size + (1 << 20))
 
 
 def test_changes_of_another_base_are_not_sent() -> None:

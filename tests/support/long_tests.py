@@ -127,6 +127,7 @@ FUNCTIONS: Final[dict[str, str]] = {
         too_little_shared_memory_is_reported_under_mpiexec the_cause_is_shown_before_its_consequences
         the_store_of_torch_is_on_loopback whole_tracebacks_on_request
         one_mistake_of_all_ranks_is_one_message kill_9_of_a_rank_from_outside
+        a_program_stays_itself_after_its_last_line
         two_jobs_at_once_do_not_touch_each_other closed_output_and_error_pipes_end_the_job
     """,
     "test_launch_restarts.py": """
@@ -390,6 +391,8 @@ KEPT: Final[dict[str, tuple[str, ...]]] = {
     "test_launch.py::test_folders_of_a_job_are_for_their_owner_only": ("mpi",),
     "test_launch.py::test_closed_output_pipe_ends_the_job": ("mpi",),
     "test_launch.py::test_mpich": ("raise",),
+    "test_launch.py::test_an_exit_before_the_import_of_mcr_plus_is_one_line": ("mpi",),
+    "test_launch.py::test_a_program_finds_itself_as_when_python_runs_it": ("mpi",),
     "test_launch.py::test_all_listening_sockets_are_on_loopback": ("mpi",),
     "test_signing.py::test_forged_board_entries_fail_the_operation_and_its_group": ("row-gloo",),
     "test_membership_model.py::test_ranks_agree_and_none_is_stuck": (

@@ -198,8 +198,8 @@ def sync(
         layout: for the names of tensors of which this rank has a part, their layouts; each rank passes its
             own. Of a layout, only what it says of this rank counts.
         group: the communicator of the ranks that take part, None for all.
-        history: payloads of earlier versions that a source keeps, as a multiple of the weights' bytes; 1 MiB
-            at least, but with 0 none but the last.
+        history: payloads of earlier versions that a source keeps, as a multiple of the weights' bytes; of
+            several sources 1 MiB at least, but with 0 none but the last.
         invite: a file that the first rank of `src` writes, by which processes outside the job may receive
             the weights as well, at any time (`mcr.join_sync`): all of all tensors, if the sources hold that
             together, what a receiver in the job holds, or what is in `offers`. The group then needs no
@@ -280,7 +280,9 @@ def sync(
             own_parts = [part for part in parts if part.source == rank]
             buffers = {each: _needed(own_parts, each) for each in comm.ranks if each not in sources}
             of_offers = [_needed(own_parts, each.rank) for each in found]
-            kept = max(int(history * weights.nbytes), SMALL if history else 0)
+            kept = int(history * weights.nbytes)
+            if history and len(sources) > 1:
+                kept = max(kept, SMALL)
             end = WeightSource(weights, what, key, listener, buffers, kept, ends, of_offers)
         else:
             there = buffers_from([part for part in parts if rank in part.receivers], places)

@@ -280,9 +280,8 @@ def sync(
             own_parts = [part for part in parts if part.source == rank]
             buffers = {each: _needed(own_parts, each) for each in comm.ranks if each not in sources}
             of_offers = [_needed(own_parts, each.rank) for each in found]
-            kept = int(history * weights.nbytes)
-            if history and len(sources) > 1:
-                kept = max(kept, SMALL)
+            least = SMALL if history and len(sources) > 1 else 0
+            kept = max(int(history * weights.nbytes), least)
             end = WeightSource(weights, what, key, listener, buffers, kept, ends, of_offers)
         else:
             there = buffers_from([part for part in parts if rank in part.receivers], places)

@@ -52,12 +52,15 @@ class Outcome:
     def culprit(self) -> RankState | None:
         """The rank that failed first, which is usually the cause of the other failures.
 
-        Ranks ended by SIGTERM are left out: the launcher terminated them. A rank that exited without an
+        Ranks ended by SIGTERM are left out, because the launcher terminated them; but where all others have
+        raised an exception, those that had raised one before count, too. A rank that exited without an
         exception may have closed its connections, which makes its peers raise, well before its exit is
         reported.
         """
         failed = [state for state in self.states if state.failed]
         candidates = [state for state in failed if state.end != -signal.SIGTERM] or failed
+        if all(state.raised is not None for state in candidates):
+            candidates = [state for state in failed if state.raised is not None] or failed
         first = min(candidates, key=lambda state: state.failure_time, default=None)
         silent = min((s for s in candidates if s.raised is None), key=lambda s: s.ended, default=None)
         return silent if first and silent and silent.ended < first.ended else first

@@ -18,7 +18,7 @@ from mcr_plus.config.schema import Config
 from mcr_plus.core.group import Group
 from mcr_plus.core.kinds import ALIASES, DTYPES, KINDS, REDUCING, ROOTED, VECTOR, dtype_name
 from mcr_plus.core.message import Signature, thawed
-from mcr_plus.core.units import parse_size, whole_number
+from mcr_plus.core.units import parse_size, whole_number, whole_numbers
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.launch import mpi_flavour
 from mcr_plus.msccl.catalog import kept
@@ -188,9 +188,10 @@ def _shaped(signature: Signature, shape: Sequence[int]) -> Signature:
     """The operation on a tensor of this shape."""
     if signature.kind in VECTOR:
         raise InvalidArgument(f"shape: sizes of {signature.kind} differ between ranks; expected none")
-    sizes = tuple(size for size in map(whole_number, shape) if size is not None)
-    if len(sizes) != len(shape) or math.prod(sizes) != math.prod(signature.shape):
+    numbers = whole_numbers(shape)
+    if numbers is None or math.prod(numbers) != math.prod(signature.shape):
         raise InvalidArgument(f"shape: {tuple(shape)} is not {math.prod(signature.shape)} elements")
+    sizes = tuple(numbers)
     return signature.replace(shape=sizes, parts=(sizes,))
 
 

@@ -36,7 +36,7 @@ from mcr_plus.api import autograd
 from mcr_plus.communicator.calls import CallOptions, Unpack
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.errors import InvalidArgument, Unsupported
-from mcr_plus.layout.halo import HALF, Halo, check_single, lifted, whole_numbers
+from mcr_plus.layout.halo import HALF, Halo, check_single, lifted, one_per_dim
 from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.regions import Boxes, Ints, as_ints
 from mcr_plus.layout.stencil import Part, Range, Strip, Window, box_of, of_boxes, part_of
@@ -635,7 +635,7 @@ def _check(layout: Layout, dims: int, name: str) -> None:
 
 
 def _each(given: int | Sequence[int], dims: int, what: str) -> tuple[int, ...]:
-    found = whole_numbers(given, dims)
+    found = one_per_dim(given, dims)
     if found is None or min(found) < 1:
         raise InvalidArgument(f"{what}: expected a whole number from 1, or {dims} of them; got {given!r}")
     return found

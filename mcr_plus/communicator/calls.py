@@ -15,7 +15,7 @@ import torch
 
 from mcr_plus.communicator.tensors import as_tensor
 from mcr_plus.core.kinds import MESSAGES, REDUCE_OPS, Kind, ReduceOp, dtype_name
-from mcr_plus.core.units import whole_number
+from mcr_plus.core.units import whole_number, whole_numbers
 from mcr_plus.errors import InvalidArgument, unknown
 
 if sys.version_info >= (3, 11):
@@ -375,8 +375,8 @@ def _split_counts(
         _divisible(group, tensor, name)
         sizes = [rows // group.size] * group.size
     given = list(sequence_of(sizes, f"{name}_split_sizes"))
-    counts = [number for number in map(whole_number, given) if number is not None and number >= 0]
-    if len(counts) != len(given):
+    counts = whole_numbers(given)
+    if counts is None or any(count < 0 for count in counts):
         raise InvalidArgument(f"{name}_split_sizes: expected {group.size} integers from 0, got {given}")
     if len(counts) != group.size or sum(counts) != rows:
         raise InvalidArgument(

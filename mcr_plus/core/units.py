@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import SupportsIndex, cast
 
@@ -116,6 +116,16 @@ def whole_number(value: object) -> int | None:
         return operator.index(cast("SupportsIndex", value))
     except TypeError:
         return None
+
+
+def whole_numbers(values: object) -> list[int] | None:
+    """Return integers as ints; None if one of the values is none, or there is nothing to iterate over."""
+    try:
+        found = [whole_number(each) for each in cast("Iterable[object]", values)]
+    except TypeError:
+        return None
+    numbers = [each for each in found if each is not None]
+    return numbers if len(numbers) == len(found) else None
 
 
 @dataclass(frozen=True)

@@ -168,36 +168,47 @@ class _Steps(JointWork):
         super().wait(deadline.left())
 
 
-class HierarchicalAllReduce(Decomposition):
-    """reduce_scatter, all_reduce, all_gather.
+class _Reduction(Decomposition):
+    """Sums in the node and between nodes.
 
-    Values [n] are divided into L equal parts; the last n % L elements go through a flat all_reduce, so
-    nothing is padded or copied. AVG divides once, after the last sum. A codec gets means, which stay in its
-    range.
+    AVG divides once, after the last sum: by `_after`. A codec gets means, which stay in its range: values are
+    divided by `_before` ahead of it, and by the number of nodes in it.
     """
 
     def __init__(self, signature: Signature, nodes: Nodes, pool: Pool) -> None:
         super().__init__(signature, nodes, pool)
         self._part = self.numel // nodes.size
+        is_mean = signature.reduce_op == "AVG"
+        self._op = "SUM" if is_mean else signature.reduce_op
+        self._before, self._after = 1, nodes.size * nodes.count if is_mean else 1
+
+    def prepare_for_codec(self) -> None:
+        if self.signature.reduce_op == "AVG":
+            self.steps["inter"] = self.steps["inter"].replace(reduce_op="AVG")
+            self._before, self._after = self.nodes.size, 1
+
+
+class HierarchicalAllReduce(_Reduction):
+    """reduce_scatter, all_reduce, all_gather.
+
+    Values [n] are divided into L equal parts; the last n % L elements go through a flat all_reduce, so
+    nothing is padded or copied.
+    """
+
+    def __init__(self, signature: Signature, nodes: Nodes, pool: Pool) -> None:
+        super().__init__(signature, nodes, pool)
         self._whole = self._part * nodes.size
         nbytes = self._part * self.dtype.itemsize
-        self._op = "SUM" if signature.reduce_op == "AVG" else signature.reduce_op
         part, all_parts = self._part, nbytes * nodes.size
         self.steps = {
             "intra": self.step("reduce_scatter", "intra", part, all_parts, reduce_op=self._op),
             "inter": self.step("all_reduce", "inter", part, nbytes, reduce_op=self._op),
             "intra2": self.step("all_gather", "intra2", part, all_parts),
         }
-        self._before, self._after = 1, nodes.size * nodes.count if signature.reduce_op == "AVG" else 1
 
     @property
     def summary(self) -> str:  # noqa: D102
         return "reduce_scatter in the node, all_reduce of each part between nodes, all_gather in the node"
-
-    def prepare_for_codec(self) -> None:  # noqa: D102
-        if self.signature.reduce_op == "AVG":
-            self.steps["inter"] = self.steps["inter"].replace(reduce_op="AVG")
-            self._before, self._after = self.nodes.size, 1
 
     def start(self, message: Message, agreed: Work | None = None) -> Work:  # noqa: D102
         lease = self.lease()
@@ -366,30 +377,25 @@ class HierarchicalAllGather(Decomposition):
         return self.handle([inter, intra2.then(unpack)], agreed)
 
 
-class HierarchicalReduceScatter(Decomposition):
+class HierarchicalReduceScatter(_Reduction):
     """A block for every rank: summed in the node first, then between nodes.
 
     The blocks are reordered before the first step, in one copy:
 
         given in the node        [k, j]    for rank k of node j
         given between nodes      [j]       for node j, sums of this node
-
-    AVG and codecs as in `HierarchicalAllReduce`.
     """
 
     has_rest = False
 
     def __init__(self, signature: Signature, nodes: Nodes, pool: Pool) -> None:
         super().__init__(signature, nodes, pool)
-        nbytes = signature.nbytes or 0
-        self._part = self.numel // nodes.size
+        nbytes, op = signature.nbytes or 0, self._op
         block = self._part // nodes.count
-        op = "SUM" if signature.reduce_op == "AVG" else signature.reduce_op
         self.steps = {
             "intra": self.step("reduce_scatter", "intra", self._part, nbytes, reduce_op=op),
             "inter": self.step("reduce_scatter", "inter", block, nbytes // nodes.size, reduce_op=op),
         }
-        self._before, self._after = 1, nodes.size * nodes.count if signature.reduce_op == "AVG" else 1
         order = [node[k] for k in range(nodes.size) for node in nodes.ranks]
         self._in_order = order == sorted(order)
         self._order = torch.tensor(order, device=signature.device)
@@ -397,11 +403,6 @@ class HierarchicalReduceScatter(Decomposition):
     @property
     def summary(self) -> str:  # noqa: D102
         return "reduce_scatter in the node, then between ranks of the same place in their nodes"
-
-    def prepare_for_codec(self) -> None:  # noqa: D102
-        if self.signature.reduce_op == "AVG":
-            self.steps["inter"] = self.steps["inter"].replace(reduce_op="AVG")
-            self._before, self._after = self.nodes.size, 1
 
     def start(self, message: Message, agreed: Work | None = None) -> Work:  # noqa: D102
         lease = self.lease()
@@ -413,16 +414,16 @@ class HierarchicalReduceScatter(Decomposition):
         def pack() -> None:
             if earlier is not None:
                 earlier()
-            if not self._in_order:
-                _pick(given, self._order, packed)
+            _pick(given, self._order, packed)
 
         def finish() -> None:
             if last is not None:
                 last()
             lease.release()
 
+        first = earlier if self._in_order else pack
         after = self.following(message, agreed)
-        intra = self.begin("intra", (packed,), (part,), message, after=after, prepare=pack)
+        intra = self.begin("intra", (packed,), (part,), message, after=after, prepare=first)
         divide = _divide(part, self._before)
         inter = self.begin("inter", (part,), (result,), message, after=intra, prepare=divide)
         return self.handle([intra, inter.then(finish)], agreed)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mcr_plus.core.units import whole_number
+from mcr_plus.core.units import whole_numbers
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.horovod.compression import Compression, codec_of
 from mcr_plus.horovod.handle import Handle
@@ -224,8 +224,8 @@ def _splits(splits: torch.Tensor | Sequence[int] | None, rows: int, ranks: int) 
         sizes = splits.flatten().tolist()
     else:
         sizes = list(splits)
-    numbers = [number for number in map(whole_number, sizes) if number is not None and number >= 0]
-    if len(numbers) != len(sizes) or len(sizes) != ranks:
+    numbers = whole_numbers(sizes)
+    if numbers is None or any(number < 0 for number in numbers) or len(numbers) != ranks:
         raise InvalidArgument(f"splits: expected {ranks} integers from 0, one per rank, got {sizes}")
     if sum(numbers) > rows:
         raise InvalidArgument(f"splits: {numbers} sum to {sum(numbers)}, more than dim 0 of tensor ({rows})")

@@ -14,7 +14,7 @@ import torch
 from mcr_plus.api.record import Log, recording
 from mcr_plus.backends import backend_class
 from mcr_plus.communicator.communicator import Communicator
-from mcr_plus.core.units import whole_number
+from mcr_plus.core.units import whole_numbers
 from mcr_plus.dispatch.options import DispatchOptions
 from mcr_plus.errors import InvalidArgument, McrError, NotInitialized
 from mcr_plus.horovod.handle import Handle
@@ -39,13 +39,10 @@ class ProcessSet:
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
-        try:
-            numbers = [whole_number(rank) for rank in ranks]
-        except TypeError:
-            raise InvalidArgument(f"ranks: expected a list of ranks, got {ranks!r}") from None
-        self.ranks = sorted(number for number in numbers if number is not None)
-        if len(self.ranks) < len(numbers):
-            raise InvalidArgument(f"ranks: expected integers, got {list(ranks)}")
+        numbers = whole_numbers(ranks)
+        if numbers is None:
+            raise InvalidArgument(f"ranks: expected integers, got {ranks!r}")
+        self.ranks = sorted(numbers)
         self.process_set_id: int | None = None
 
     def size(self) -> int | None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from mcr_plus.core.units import whole_number
+from mcr_plus.core.units import whole_number, whole_numbers
 from mcr_plus.errors import InvalidArgument, short
 from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.redistribute import bound
@@ -133,19 +133,15 @@ def check_single(layout: Layout, what: str) -> None:
         )
 
 
-def whole_numbers(given: Any, dims: int) -> tuple[int, ...] | None:
+def one_per_dim(given: Any, dims: int) -> tuple[int, ...] | None:
     """Return one integer for each dimension; `given`: one for all, or one for each. None if it is neither."""
     one = whole_number(given)
-    try:
-        listed = [one] * dims if one is not None else [whole_number(each) for each in given]
-    except TypeError:
-        return None
-    found = tuple(each for each in listed if each is not None)
-    return found if len(found) == len(listed) == dims else None
+    found = whole_numbers(given) if one is None else [one] * dims
+    return tuple(found) if found is not None and len(found) == dims else None
 
 
 def _widths(given: Widths, what: str, dims: int) -> Ints:
-    found = whole_numbers(given, dims)
+    found = one_per_dim(given, dims)
     if found is None or min(found, default=0) < 0:
         raise InvalidArgument(
             f"{what}: expected a whole number from 0, or {dims}, one for each dimension; got {short(given)}"

@@ -15,7 +15,7 @@ from mcr_plus.config.schema import Config
 from mcr_plus.core.collector import collector_paused
 from mcr_plus.core.environment import msccl_library
 from mcr_plus.core.file_limit import descriptors_left, lacking_descriptors
-from mcr_plus.core.units import whole_number
+from mcr_plus.core.units import whole_numbers
 from mcr_plus.errors import BackendError, BackendUnavailable, ConfigError, InvalidArgument, short
 from mcr_plus.observe.files import check_folder
 from mcr_plus.rendezvous.store import exchange
@@ -93,13 +93,9 @@ def _difference(one: Any, other: Any, place: str = "") -> str:
 
 def distinct_ranks(ranks: Sequence[int], size: int) -> tuple[int, ...]:
     """The ranks of a new group in a job of `size`; raises `InvalidArgument` if they cannot form one."""
-    try:
-        numbers = [whole_number(rank) for rank in ranks]
-    except TypeError:
-        numbers = [None]
-    chosen = tuple(number for number in numbers if number is not None)
-    if len(chosen) != len(numbers):
+    if (numbers := whole_numbers(ranks)) is None:
         raise InvalidArgument(f"ranks: expected a list of ranks, got {ranks!r}")
+    chosen = tuple(numbers)
     wrong = [rank for rank in chosen if not 0 <= rank < size]
     if wrong or len(set(chosen)) != len(chosen) or not chosen:
         raise InvalidArgument(

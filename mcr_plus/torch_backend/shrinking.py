@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from mcr_plus.core.c10d import PrefixStore, ProcessGroup
-from mcr_plus.core.units import whole_number
+from mcr_plus.core.units import whole_numbers
 from mcr_plus.errors import InvalidArgument, NotInitialized
 from mcr_plus.torch_backend.jobs import torch_job
 from mcr_plus.torch_backend.living_group import SHRINK_ABORT, SHRINK_DEFAULT, LivingGroup
@@ -58,9 +58,8 @@ def shrink_group(
             "shrink_group: torch.distributed has no default group; for a world of mcr.init, use mcr.shrink"
         )
     target = distributed_c10d._get_default_group() if group is None else group
-    is_list = isinstance(ranks_to_exclude, list)
-    ranks = [n for n in map(whole_number, ranks_to_exclude) if n is not None] if is_list else []
-    if not is_list or len(ranks) < len(ranks_to_exclude):
+    ranks = whole_numbers(ranks_to_exclude) if isinstance(ranks_to_exclude, list) else None
+    if ranks is None:
         raise TypeError(f"ranks_to_exclude: expected a list of ranks, got {ranks_to_exclude!r}")
     ranks_to_exclude = ranks
     if not isinstance(target, LivingGroup):

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from mcr_plus.communicator.communicator import Communicator
-from mcr_plus.core.units import whole_number
+from mcr_plus.core.units import whole_number, whole_numbers
 from mcr_plus.errors import InvalidArgument, LaunchError, McrError, NotInitialized
 from mcr_plus.kernels import delta
 from mcr_plus.rendezvous.network import host_address
@@ -388,17 +388,13 @@ class _Answer(NamedTuple):
 
 def _sources(src: int | Sequence[int], comm: Communicator) -> tuple[int, ...]:
     one = whole_number(src)
-    try:
-        given = [one] if one is not None else [whole_number(each) for each in src]  # type: ignore[union-attr]
-    except TypeError:
-        given = []
-    ranks = tuple(each for each in given if each is not None and each in comm.ranks)
-    if not ranks or len(set(ranks)) < len(given):
+    ranks = whole_numbers(src) if one is None else [one]
+    if not ranks or len(set(ranks) & set(comm.ranks)) < len(ranks):
         raise InvalidArgument(
             f"sync: src={src!r}; expected one of the group's ranks {list(comm.ranks)}, or several of them, "
             "each once"
         )
-    return ranks
+    return tuple(ranks)
 
 
 def _compare(answers: Mapping[int, _Answer], mine: str) -> None:

@@ -53,43 +53,33 @@ def tensor(rank: int, dtype: torch.dtype, count: int, salt: int, *, product: boo
     return torch.tensor(inputs(dtype, rank, (count,), salt, product=product), dtype=dtype)
 
 
+def reduced_cases(dtypes: Dtypes) -> Iterator[tuple[ReduceOp, torch.dtype, int]]:
+    """Every op and dtype that has a meaning, in every size."""
+    for op in REDUCE_OPS:
+        for dtype in REDUCIBLE[op]:
+            if dtype in dtypes:
+                for count in SIZES if dtype in (torch.float32, torch.int64) else (3, 1031):
+                    yield op, dtype, count
+
+
 def reductions(comm: mcr.Communicator, failures: Failures, dtypes: Dtypes) -> None:
-    """Every op and dtype that has a meaning, in every size; equal bits on all ranks."""
-    salt = 0
-    for op in REDUCE_OPS:
-        for dtype in REDUCIBLE[op]:
-            if dtype not in dtypes:
-                continue
-            for count in SIZES if dtype in (torch.float32, torch.int64) else (3, 1031):
-                salt += 1
-                product = op == "PRODUCT"
-                parts = [inputs(dtype, rank, (count,), salt, product=product) for rank in range(comm.size)]
-                values = tensor(comm.rank, dtype, count, salt, product=product)
+    """Sums of all, and blocks of them; equal bits on all ranks."""
+    for salt, (op, dtype, count) in enumerate(reduced_cases(dtypes)):
+        for kind, numel in (("all_reduce", count), ("reduce_scatter", count * comm.size)):
+            product = op == "PRODUCT"
+            parts = [inputs(dtype, rank, (numel,), salt, product=product) for rank in range(comm.size)]
+            values = tensor(comm.rank, dtype, numel, salt, product=product)
+            result, expected = values, reduced(parts, op)
+            if kind == "all_reduce":
                 comm.all_reduce(values, op)
-                # Sums are exact; a mean is rounded once to its type.
-                expected = reduced(parts, op)
-                allowed = np.abs(expected) * (torch.finfo(dtype).eps if op == "AVG" else 0.0)
-                failures.check(f"{op} {dtype} {count}", difference(values, expected, allowed))
-
-
-def scattered(comm: mcr.Communicator, failures: Failures, dtypes: Dtypes) -> None:
-    """Blocks of sums: every op and dtype that has a meaning, in every size."""
-    salt = 500
-    for op in REDUCE_OPS:
-        for dtype in REDUCIBLE[op]:
-            if dtype not in dtypes:
-                continue
-            for count in SIZES if dtype in (torch.float32, torch.int64) else (3, 1031):
-                salt += 1
-                product, whole = op == "PRODUCT", count * comm.size
-                parts = [inputs(dtype, rank, (whole,), salt, product=product) for rank in range(comm.size)]
-                values, result = tensor(comm.rank, dtype, whole, salt, product=product), torch.empty(count)
-                result = result.to(dtype)
+            else:
+                result = torch.empty(count, dtype=dtype)
                 comm.reduce_scatter_tensor(result, values, op)
-                failures.check("unchanged", difference(values, parts[comm.rank]))
-                expected = reduced(parts, op)[comm.rank * count :][:count]
-                allowed = np.abs(expected) * (torch.finfo(dtype).eps if op == "AVG" else 0.0)
-                failures.check(f"scattered {op} {dtype} {count}", difference(result, expected, allowed))
+                failures.check(f"input {op} {dtype} {count}", difference(values, parts[comm.rank]))
+                expected = expected[comm.rank * count :][:count]
+            # Sums are exact; a mean is rounded once to its type.
+            allowed = np.abs(expected) * (torch.finfo(dtype).eps if op == "AVG" else 0.0)
+            failures.check(f"{kind} {op} {dtype} {count}", difference(result, expected, allowed))
 
 
 def rough_sums(comm: mcr.Communicator, failures: Failures, dtypes: Dtypes) -> None:
@@ -235,7 +225,7 @@ def recorded(comm: mcr.Communicator, failures: Failures, _: Dtypes) -> None:
     failures.expect("flat", sorted(sizes) == sorted([4 * rest, 4124]), sizes)
 
 
-SECTIONS: Final = (reductions, scattered, rough_sums, movements, in_flight, sub_groups, recorded)
+SECTIONS: Final = (reductions, rough_sums, movements, in_flight, sub_groups, recorded)
 
 
 def every_section(backends: list[str], options: dict[str, Any], every_type: bool) -> dict[str, Any]:

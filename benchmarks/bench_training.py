@@ -104,7 +104,7 @@ METHODS: Final = {
         beta1=0.0,
     ),
     "topk adam + EF": Method({"codec": "topk", "preset": "adam"}, beta1=0.5),
-    "beta1 0.5": Method(beta1=0.5),
+    "float32 beta1 0.5": Method(beta1=0.5),
     "topk 1 % + EF": Method({"codec": "topk", "ratio": 0.01, "error_feedback": True}),
     "powersgd 4 + EF": Method({"codec": "powersgd", "rank": 4, "error_feedback": True}),
 }

@@ -59,7 +59,7 @@ CANDIDATES: dict[str, dict[str, dict[str, Any]]] = {
 TORCH = "torch gloo (DDP)"
 COMPUTE = "computing alone"
 COMMUNICATE = "communicating alone"
-CODECS = [candidate for candidate in training.METHODS if candidate != training.FLOAT32]
+CODECS = [candidate for candidate, method in training.METHODS.items() if method.gradients]
 
 
 def pipeline(table: Path, candidate: str) -> dict[str, Any]:

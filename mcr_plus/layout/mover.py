@@ -259,8 +259,9 @@ class Mover:
     def next_match_tag(self) -> int:
         """Return the tag of the messages of the next round, the same on all ranks.
 
-        It differs from those of other rounds and plans in flight, since messages of later steps may start in
-        another order on each rank. Programs that use tags from 2²³ on may meet it.
+        It differs from those of other rounds and plans in flight. Messages of one tag start in the order in
+        which they were issued, so one that is ready would wait for those of other rounds that are not.
+        Programs that use tags from 2²³ on may meet it.
         """
         counter: list[int] = self.comm.attached.setdefault(_ROUNDS, [0])
         counter[0] += 1

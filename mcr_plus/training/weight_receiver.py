@@ -56,7 +56,7 @@ class WeightReceiver:
         self._unused = self._fetched = 0  # answers since the last pull, and all
         self._is_paused = self._was_said = self._is_idle = False
         self._error: McrError | None = None
-        self._closed = False
+        self._closed, self._is_in_order = False, True
         self._stats: dict[str, Any] = {"density": 0.0, "bytes": 0, "seconds": 0.0, "pause_seconds": 0.0}
         self._feeds: list[Feed] = []
         for source, (place, buffers) in sources.items():
@@ -105,7 +105,9 @@ class WeightReceiver:
             if self._error is not None and not self._is_new:
                 raise self._error
             if self._closed or self._group_ends():
-                raise SyncClosed(f"{self._what}: closed")
+                if self._is_in_order:
+                    raise SyncClosed(f"{self._what}: closed")
+                raise BackendError(f"{self._what}: its group was closed after an error, or for another world")
             return True
 
     def _late(self, timeout: float) -> CommTimeout:
@@ -142,10 +144,10 @@ class WeightReceiver:
             }
             return {**self._stats, **counted, "version": self._applied, "versions_behind": behind}
 
-    def close(self, *, in_order: bool = True) -> None:  # noqa: ARG002 - as of a source
-        """End the threads."""
+    def close(self, *, in_order: bool = True) -> None:
+        """End the threads. `in_order`: what a `pull` is told that waits in another thread."""
         with self._changed:
-            self._closed = True
+            self._closed, self._is_in_order = True, in_order
             self._changed.notify_all()
         self._thread.join(5.0)
 

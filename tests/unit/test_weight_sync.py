@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -136,6 +137,15 @@ def test_a_receiver_is_told_how_its_source_ended(in_order: bool) -> None:
             assert type(caught.value) is (SyncClosed if in_order else BackendError), caught.value
         assert torch.equal(receiver["w"], source["w"])
         assert pulls.stats()["version"] == 1
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_pull_in_another_thread_is_told_how_its_receiver_was_closed(in_order: bool) -> None:
+    with joined({"w": torch.zeros(1000)}, {"w": torch.zeros(1000)}) as (_, pulls), ThreadPoolExecutor() as pool:
+        waiting = pool.submit(pulls.pull, True, 60.0)
+        pulls.close(in_order=in_order)
+        error = waiting.exception(60.0)
+        assert type(error) is (SyncClosed if in_order else BackendError), error
 
 
 def test_a_source_that_fails_has_not_closed_in_order(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -228,3 +228,8 @@ def short(value: object) -> str:
     """Write a value as an error quotes it: its repr, cut at 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def is_normal_end(error: object) -> bool:
+    """Whether a `with` block that ends with `error` ends in order: with None, or `sys.exit` for success."""
+    return error is None or (isinstance(error, SystemExit) and error.code in (None, 0))

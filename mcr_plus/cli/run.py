@@ -100,7 +100,8 @@ def program(script: str, *, module: bool = False) -> list[str]:
     if module:
         return [sys.executable, "-m", script]
     if not Path(script).is_file():
-        raise typer.BadParameter(f"no such file: {script}", param_hint="SCRIPT")
+        what = "not a file" if Path(script).exists() else "no such file"
+        raise typer.BadParameter(f"{what}: {script}", param_hint="SCRIPT")
     if script.endswith(".py") or not os.access(script, os.X_OK):
         return [sys.executable, script]
     return [str(Path(script).resolve())]

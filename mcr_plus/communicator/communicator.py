@@ -26,7 +26,7 @@ from mcr_plus.core.message import Extras, Signature, frozen
 from mcr_plus.core.units import whole_number
 from mcr_plus.core.work import Work
 from mcr_plus.dispatch.group_runtime import SIGNATURES
-from mcr_plus.errors import InvalidArgument, Revoked, Unsupported
+from mcr_plus.errors import InvalidArgument, Revoked, Unsupported, is_normal_end
 from mcr_plus.fusion.coalesce import Coalescer
 from mcr_plus.pipeline.pipeline import Bound, Pipeline
 
@@ -109,7 +109,7 @@ class Communicator(Operations):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if exception[0] is None:
+        if is_normal_end(exception[1]):
             self.close()
         else:
             self._runtime.leave(self, clean=False)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mcr_plus.errors import BackendError
+from mcr_plus.errors import BackendError, InvalidArgument
 from mcr_plus.rendezvous.signing import seal, unseal
 
 if TYPE_CHECKING:
@@ -23,8 +23,15 @@ class SignedObjects:
         self._job = job
 
     def pickled(self, obj: Any) -> torch.Tensor:
-        """Return an object as bytes (uint8, on the CPU), signed as this rank of this group."""
-        written = pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
+        """Return an object as bytes (uint8, on the CPU), signed as this rank of this group.
+
+        Raises `InvalidArgument` if the object cannot be pickled.
+        """
+        try:
+            written = pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
+        except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
+            what = f"obj: {type(obj).__name__} cannot be pickled: {error}"
+            raise InvalidArgument(what) from error
         sealed = seal(self._job.world.secret, f"{self._group.name}/{self._group.rank}", written)
         return torch.frombuffer(bytearray(sealed), dtype=torch.uint8)
 

@@ -62,6 +62,8 @@ def tensor_on(array: Any) -> torch.Tensor:
     address, is_read_only = interface.get("data", (None, False))
     if is_read_only or interface.get("mask") is not None:
         raise InvalidArgument(f"{name}: the array is read-only or has a mask; pass a writeable one without")
+    if any(stride < 0 for stride in interface.get("strides") or ()):  # torch ends the process
+        raise InvalidArgument(f"{name}: the array has negative strides, which torch has not; pass a copy")
     error: Exception | None = None
     if hasattr(array, "__dlpack__"):
         try:
@@ -92,6 +94,8 @@ def _from_dlpack(value: Any, name: str) -> torch.Tensor:
     flags = getattr(value, "flags", None)
     if flags is not None and getattr(flags, "writeable", True) is False:
         raise InvalidArgument(f"{name}: the array is read-only; pass a writeable one")
+    if any(stride < 0 for stride in getattr(value, "strides", None) or ()):  # torch ends the process
+        raise InvalidArgument(f"{name}: the array has negative strides, which torch has not; pass a copy")
     try:
         return from_dlpack(value)
     except _NOT_SHARED as error:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -65,7 +66,7 @@ from mcr_plus.config.schema import (
     default_pipeline,
 )
 from mcr_plus.core import environment
-from mcr_plus.errors import short, unknown
+from mcr_plus.errors import InvalidArgument, short, unknown
 
 
 def load(source: str | Path | Mapping[str, Any] | None) -> Config:
@@ -73,12 +74,14 @@ def load(source: str | Path | Mapping[str, Any] | None) -> Config:
 
     None means the file that MCR_CONFIG names, or the default configuration if it is not set. Relative paths
     of tables are relative to the folder of the file, and in a dict to the working directory. Raises
-    `ConfigError`.
+    `ConfigError`, and `InvalidArgument` for other types.
     """
     if source is None:
         source = environment.config_file() or {}
     if isinstance(source, Mapping):
         return _config(dict_document(source))
+    if not isinstance(source, (str, os.PathLike)) or not str(source):
+        raise InvalidArgument(f"config: expected the path of a file, a dict or None, got {short(source)}")
     return _config(read_document(source))
 
 
@@ -163,7 +166,7 @@ def is_table(document: Document) -> bool:
     """Whether a document is a tuning table, which users may pass for a configuration."""
     rules = document.data.get("rules")
     of_table = isinstance(rules, list) and any(
-        isinstance(rule, dict) and "kind" in rule and "match" not in rule for rule in rules
+        isinstance(rule, dict) and {"kind", "bytes"} <= set(rule) and "match" not in rule for rule in rules
     )
     return "pipeline" not in document.data and ("fingerprint" in document.data or of_table)
 
@@ -352,6 +355,10 @@ def _check_rule_keys(document: Document, keys: Keys, pipeline: tuple[StageSpec, 
         if key in registry.names("stages") and key not in here:
             what = f"stage {key!r} is not in the pipeline, so a rule cannot change it"
             raise document.error((*keys, key), f"{what}; known: {', '.join(here)}")
+    outside = [key for key in data if key in Match.model_fields]
+    if outside and "match" not in data:
+        inside = ", ".join(f"{key}: {data[key]}" for key in outside)
+        raise document.error(keys, f"{outside[0]} is outside of match; expected match: {{{inside}}}")
     check_keys(document, keys, ("match", "backend", *here))
     if "match" not in data:
         raise document.error(keys, "no match; expected a mapping `match` that selects operations")

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import math
 from datetime import timedelta
+from numbers import Real
 from time import monotonic
+
+from mcr_plus.errors import InvalidArgument, short
+
+
+def check_timeout(timeout: object) -> None:
+    """Raise `InvalidArgument` unless it is a number of seconds, a timedelta, or None."""
+    if timeout is not None and (not isinstance(timeout, (Real, timedelta)) or timeout != timeout):
+        raise InvalidArgument(f"timeout: expected seconds, a timedelta or None, got {short(timeout)}")
 
 
 class Deadline:
@@ -13,6 +22,7 @@ class Deadline:
     __slots__ = ("_at",)
 
     def __init__(self, timeout: float | timedelta | None) -> None:
+        check_timeout(timeout)
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         self._at = math.inf if seconds is None else monotonic() + seconds
 

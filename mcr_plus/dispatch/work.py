@@ -9,6 +9,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, cast
 
 from mcr_plus.backends.base import ReceivePoll
+from mcr_plus.core.deadline import check_timeout
 from mcr_plus.core.work import Info, Work
 from mcr_plus.dispatch.failover.attempt import Attempt
 
@@ -82,6 +83,8 @@ class IssuedWork(Work):
         return earlier.matches(self)
 
     def wait(self, timeout: float | timedelta | None = None) -> None:  # noqa: D102
+        if timeout is not None:
+            check_timeout(timeout)
         if not self.is_done:
             operation = self.operation
             poll = self.poll

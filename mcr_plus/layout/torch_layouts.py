@@ -370,6 +370,9 @@ def redistribute_dtensor(
     """
     comm = member_of(group)
     if not isinstance(x, DTensor):  # before anything collective: other ranks may have passed layouts
+        if not isinstance(mesh, DeviceMesh):
+            what = f"expected a Layout, or the mesh of the result of a DTensor, got {short(mesh)}"
+            refuse(comm, InvalidArgument(f"source: {what}"))
         error = InvalidArgument(
             f"x: expected a DTensor, as the target is a mesh and placements, got {type(x).__name__}; ranks "
             "outside of its mesh pass a DTensor, too"

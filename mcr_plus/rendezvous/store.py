@@ -110,6 +110,8 @@ def _connect(environment: LaunchEnvironment, timeout: float) -> tuple[Store, byt
             store, secret = _through_mpi(environment, limit)
         else:
             store = _through_address(environment, limit)
+    except LaunchError as error:
+        raise LaunchError(f"rank {environment.rank} found no store: {error}") from error
     except (DistError, OSError, ValueError, RuntimeError) as error:
         if isinstance(error, OSError) and error.errno == EADDRINUSE:
             place = f"{environment.master_addr}:{environment.master_port}"

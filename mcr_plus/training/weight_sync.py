@@ -13,7 +13,7 @@ import torch
 
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.core.units import whole_number, whole_numbers
-from mcr_plus.errors import InvalidArgument, LaunchError, McrError, NotInitialized
+from mcr_plus.errors import InvalidArgument, LaunchError, McrError, NotInitialized, is_normal_end
 from mcr_plus.kernels import delta
 from mcr_plus.rendezvous.network import host_address
 from mcr_plus.runtime.init import current, member_of
@@ -146,7 +146,7 @@ class WeightSync:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if exception[0] is None:
+        if is_normal_end(exception[1]):
             self.close()
         else:
             self._end_here(in_order=False)

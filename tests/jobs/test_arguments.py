@@ -82,6 +82,12 @@ def _tensors() -> list[Bad]:
             ("float8_e4m3fn", "bfloat16"),
         ),
         ("read-only array", lambda p: do.all_reduce(read_only), WRONG, ("tensor", "read-only")),
+        (
+            "negative strides",
+            lambda p: do.all_reduce(np.arange(3.0)[::-1]),
+            WRONG,
+            ("tensor", "negative strides", "copy"),
+        ),
         ("array of objects", lambda p: do.all_reduce(np.array([{}])), WRONG, ("tensor", "ndarray")),
         ("swapped bytes", lambda p: do.all_reduce(np.ones(3, dtype=">f4")), WRONG, ("tensor", "ndarray")),
         ("expanded", lambda p: do.all_reduce(torch.ones(1).expand(4)), WRONG, ("share memory", "contiguous")),
@@ -221,6 +227,7 @@ def _ranks_and_groups() -> list[Bad]:
         ("src of scatter", lambda p: do.scatter(p.ones(), None, 99), WRONG, ("src", "99")),
         ("dst of send", lambda p: do.send(p.ones(), 99), WRONG, ("dst", "99")),
         ("src of recv", lambda p: do.recv(p.ones(), 99), WRONG, ("src", "99")),
+        ("a function as object", lambda p: do.all_gather_object(lambda: 1), WRONG, ("function", "pickled")),
         ("object from nowhere", lambda p: do.broadcast_object({}, 99), WRONG, ("src", "99")),
         ("no list on the root", lambda p: do.gather(p.ones(), None, p.rank), WRONG, ("gather_list", "None")),
         (

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -192,7 +193,32 @@ def _attempt_message(form: str, backend: str, group: mcr.Communicator) -> dict[s
     return {**outcome, "value": value.tolist()}
 
 
+def exits(status: int | None) -> dict[str, Any]:
+    """Runs on ranks: rank 1 leaves the block of the world by `sys.exit`; what rank 0 is told."""
+    found: dict[str, Any] = {}
+    with suppress(SystemExit), mcr.init(configuration(LONG_S)) as world:
+        mcr.all_reduce(torch.ones(3))
+        if world.rank == 1:
+            sys.exit(status)
+        found = _attempt(world, lambda: mcr.all_reduce(torch.ones(3)))
+    return found
+
+
 # -- faults ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("status", "why"),
+    [
+        (0, "rank 1 has left without issuing it"),
+        (None, "rank 1 has left"),
+        (3, "left the job after an error"),
+    ],
+)
+def test_an_exit_with_success_is_no_error(status: int | None, why: str) -> None:
+    first, _ = run_ranks(exits, 2, args=[status], via="torch", timeout=START_LIMIT_S)
+    assert first.value["error"] == "BackendError"
+    assert why in first.value["text"]
 
 
 @survivors

@@ -126,7 +126,7 @@ MUTATIONS = (
     # rendezvous, runtime, config, launch
     Mutation("signature not checked", "rendezvous/signing.py", "return value if hmac.compare_digest(tag, _sign(secret, what, value)) else None", "return value", "test_signing"),
     Mutation("groups dropped by some", "runtime/agreement.py", "if all(dropped[rank].get(name) == members for rank in members)", "if any(dropped[rank].get(name) == members for rank in members)", "test_groups test_leaks"),
-    Mutation("a table given as a configuration", "config/reader.py", '"kind" in rule and "match" not in rule', '"kind" in rule and "match" in rule', "test_config test_cli"),
+    Mutation("a table given as a configuration", "config/reader.py", '<= set(rule) and "match" not in rule', '<= set(rule) and "match" in rule', "test_config test_cli"),
     Mutation("a rank that failed", "launch/job.py", "all_zero = all(state.code == 0", "all_zero = any(state.code == 0", "test_launch"),
     Mutation("restarts of a job", "launch/supervisor.py", "again = self._used < self._limit", "again = self._used <= self._limit", "test_launch_restarts"),
     Mutation("report of another process", "launch/channels.py", 'if report["pid"] == state.pid:', "if True:", "test_launch_restarts"),

@@ -35,7 +35,7 @@ from mcr_plus.core.environment import (
 from mcr_plus.core.kinds import ALIASES, KINDS
 from mcr_plus.core.units import Range, about, format_size, parse_duration, parse_range, parse_size
 from mcr_plus.dispatch.options import DispatchOptions
-from mcr_plus.errors import ConfigError, LaunchError
+from mcr_plus.errors import ConfigError, InvalidArgument, LaunchError
 from mcr_plus.fusion.options import FuseOptions
 from mcr_plus.selection.options import SelectOptions
 from mcr_plus.tables.table import parse_table
@@ -360,6 +360,10 @@ def test_refused_options(options: dict[str, Any], expected: str) -> None:
     ("rule", "expected"),
     [
         ("{backend: mpi}", "rules[0]: no match"),
+        (
+            "{kind: all_reduce, backend: mpi}",
+            "rules[0]: kind is outside of match; expected match: {kind: all_reduce}",
+        ),
         ("{match: {}, backend: mpi}", "rules[0].match: empty match; expected at least one of kind"),
         ("{match: null, backend: mpi}", "rules[0].match: empty match"),
         ("{match: {tag: null}, backend: mpi}", "rules[0].match: empty match"),
@@ -492,6 +496,9 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     for odd in (tmp_path, "a\0b", "x" * 5000):
         with pytest.raises(ConfigError, match="cannot read"):
             load(odd)
+    for strange in (42, [], "", b"mcr.yaml"):
+        with pytest.raises(InvalidArgument, match="config: expected the path of a file, a dict or None, got"):
+            load(strange)  # type: ignore[arg-type]
 
 
 def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from datetime import timedelta
 import pytest
 
 from mcr_plus.core.deadline import Deadline
+from mcr_plus.errors import InvalidArgument
 
 
 @pytest.mark.parametrize("timeout", [100, 100.0, timedelta(minutes=1, seconds=40)])
@@ -36,3 +37,9 @@ def test_without_a_timeout_it_never_passes() -> None:
     deadline = Deadline(None)
     assert deadline.left() is None
     assert not deadline.passed()
+
+
+@pytest.mark.parametrize("timeout", ["soon", b"1", [1.0], float("nan")])
+def test_other_types_and_nan_are_refused(timeout: object) -> None:
+    with pytest.raises(InvalidArgument, match="timeout: expected seconds, a timedelta or None, got"):
+        Deadline(timeout)  # type: ignore[arg-type]

@@ -215,6 +215,17 @@ def test_a_lost_rank_explains_what_waits_for_it(tmp_path: Path) -> None:
     assert [place.rank for place in finding.waiting] == [0, 2]
 
 
+def test_a_stopped_rank_that_goes_on_when_the_job_ends_has_not_issued_what_it_was_waited_for(
+    tmp_path: Path,
+) -> None:
+    first = _world(0, [_entry(1), _waiting(2)], size=2)
+    first.peers = {1: 1}
+    _write(tmp_path, {1: [_world(1, [_entry(1), _entry(2), _entry(3)], size=2)]}, size=2)
+    (finding,) = _found(tmp_path, {0: [first]}, size=2, away={1: "stopped"})
+    assert (finding.fault, finding.ranks, finding.sequence) == ("stopped", (1,), 2)
+    assert "it has not issued all_reduce" in finding.text
+
+
 def test_a_rank_that_has_ended_is_no_fault(tmp_path: Path) -> None:
     assert not _found(tmp_path, {rank: [_world(rank, [_entry(1)])] for rank in (0, 2)}, away={1: "dead"})
 

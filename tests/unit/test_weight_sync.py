@@ -141,7 +141,8 @@ def test_a_receiver_is_told_how_its_source_ended(in_order: bool) -> None:
 
 @pytest.mark.parametrize("in_order", [True, False])
 def test_a_pull_in_another_thread_is_told_how_its_receiver_was_closed(in_order: bool) -> None:
-    with joined({"w": torch.zeros(1000)}, {"w": torch.zeros(1000)}) as (_, pulls), ThreadPoolExecutor() as pool:
+    source, receiver = {"w": torch.zeros(1000)}, {"w": torch.zeros(1000)}
+    with joined(source, receiver) as (_, pulls), ThreadPoolExecutor() as pool:
         waiting = pool.submit(pulls.pull, True, 60.0)
         pulls.close(in_order=in_order)
         error = waiting.exception(60.0)

@@ -104,7 +104,7 @@ def program(script: str, *, module: bool = False) -> list[str]:
         raise typer.BadParameter(f"{what}: {script}", param_hint="SCRIPT")
     if script.endswith(".py") or not os.access(script, os.X_OK):
         return [sys.executable, script]
-    return [str(Path(script).resolve())]
+    return [str(Path(script).absolute())]  # not resolved: the python of a virtual environment is a link
 
 
 def _configured_backends(config: Path | None) -> tuple[str, ...] | None:

@@ -54,6 +54,7 @@ class WeightReceiver:
         self._holding = threading.Lock()  # of `_held`
         self._applied = self._newest = 0
         self._unused = self._fetched = 0  # answers since the last pull, and all
+        self._waiting = 0  # calls of `pull` that wait
         self._is_paused = self._was_said = self._is_idle = False
         self._error: McrError | None = None
         self._closed, self._is_in_order = False, True
@@ -77,16 +78,21 @@ class WeightReceiver:
             fetched = self._fetched + 1 if self._is_paused and wait else 0
             self._unused = 0
             self._is_paused = False
+            self._waiting += wait
             self._changed.notify_all()
-        while self._awaits_newer(wait, fetched, deadline, timeout):
-            begin = time.perf_counter()
-            with self._holding:
-                if self._is_new:  # again: the next version may have been taken in meanwhile, and be damaged
-                    self._weights.write(self._held)
-                    self._applied = self._feeds[0].version
-                    self._stats["pause_seconds"] = time.perf_counter() - begin
-                    return self._applied
-        return None
+        try:
+            while self._awaits_newer(wait, fetched, deadline, timeout):
+                begin = time.perf_counter()
+                with self._holding:
+                    if self._is_new:  # again: the next version may have been taken in since, and be damaged
+                        self._weights.write(self._held)
+                        self._applied = self._feeds[0].version
+                        self._stats["pause_seconds"] = time.perf_counter() - begin
+                        return self._applied
+            return None
+        finally:
+            with self._changed:
+                self._waiting -= wait
 
     def _awaits_newer(self, wait: bool, fetched: int, deadline: float, timeout: float) -> bool:
         """Wait for a newer version, and so many answers; False if there is none and it does not wait."""
@@ -169,7 +175,7 @@ class WeightReceiver:
         kind, aim, is_intended = links.WAIT, 0, False
         try:
             while True:
-                if self._unused >= AHEAD:
+                if self._begins_pause():
                     self._pause()
                     kind = links.POLL
                 answers = self._answers(kind, aim)
@@ -234,10 +240,16 @@ class WeightReceiver:
         self._helpers.append(thread)
         return future
 
+    def _begins_pause(self) -> bool:
+        """Pause if the program has pulled none of the last answers, and does not wait for sources that have
+        not reached one version yet.
+        """
+        with self._changed:
+            self._is_paused = self._unused >= AHEAD and not self._waiting
+            return self._is_paused
+
     def _pause(self) -> None:
         """Fetch nothing until the program pulls."""
-        with self._changed:
-            self._is_paused = True
         if not self._was_said:
             self._was_said = True
             _log.warning(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,22 @@ PROGRAM = str(Path(program.__file__))
 
 
 def run(
-    folder: Path, ranks: int, plan: dict[str, Any], *, least: int = 2, restarts: int = 4, limit: float = 240
+    folder: Path,
+    ranks: int,
+    plan: dict[str, Any],
+    *,
+    least: int = 2,
+    restarts: int = 4,
+    limit: float = 240,
+    forked: bool = True,
 ) -> tuple[int, str, dict[int, dict[str, Any]]]:
-    """Status and output of the launcher, and what each of its ranks had at the end."""
+    """Status and output of the launcher, and what each of its ranks had at the end.
+
+    Ranks that are `forked` do not report their exceptions to the launcher.
+    """
+    python = nursery().python if forked else sys.executable
     options = ["-n", str(ranks), "--min-ranks", str(least), "--restart-failed", str(restarts)]
-    program = [nursery().python, PROGRAM, str(folder), json.dumps(plan)]
+    program = [python, PROGRAM, str(folder), json.dumps(plan)]
     command = [nursery().python, "-m", "mcr_plus.cli.main", "run", *options, *program]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=limit, check=False, env=nursery().environ
@@ -111,7 +123,7 @@ def test_a_rank_that_dies_before_the_loop_begins_makes_all_begin_anew(tmp_path: 
 @long
 def test_an_exception_of_one_rank_ends_no_other(tmp_path: Path) -> None:
     plan = {"steps": 50, "deaths": [[1, 5, 0, "raise"]], "logs": True, "full": 3, "nap": 0.2, "last_nap": 6.0}
-    status, text, ends = run(tmp_path, 3, plan, restarts=1)
+    status, text, ends = run(tmp_path, 3, plan, restarts=1, forked=False)
     assert status == 0, text
     assert "rank 1 ended with ValueError: a bug of one rank" in text
     assert sorted(ends) == [0, 1, 2]

@@ -112,6 +112,7 @@ def rank(folder: str, library: str, name: str, stopped: str, heartbeat: str) -> 
             **{name: getattr(error, name, None) for name in ("ranks", "operation", "group", "seen")},
         }
     written(Path(folder, f"told.{comm.rank}"), {"at": time.monotonic(), **told})
+    time.sleep(60)  # until it is ended: others that have not raised yet would name it, too
 
 
 def written(path: Path, content: dict[str, Any]) -> None:

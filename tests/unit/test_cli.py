@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 from command import mcr_plus, mcr_plus_process
 
@@ -564,6 +565,16 @@ def test_traces_are_regular_files(tmp_path: Path) -> None:
         assert done.returncode == 2
         assert f"{pipe}: cannot " in done.stderr
         assert "not a regular file" in done.stderr
+
+
+def test_links_to_programs_are_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By such a link Python finds its virtual environment."""
+    link = tmp_path / "python"
+    link.symlink_to(sys.executable)
+    monkeypatch.chdir(tmp_path)
+    assert program("python") == program("./python") == [str(link)]
+    with pytest.raises(typer.BadParameter, match="not a file"):
+        program(str(tmp_path))
 
 
 def test_version_and_help() -> None:

@@ -22,7 +22,7 @@ from mcr_plus.training import weight_link as links
 from mcr_plus.training.weight_feed import Feed
 from mcr_plus.training.weight_join import _trouble
 from mcr_plus.training.weight_parts import parts_of
-from mcr_plus.training.weight_receiver import WeightReceiver
+from mcr_plus.training.weight_receiver import AHEAD, WeightReceiver
 from mcr_plus.training.weight_source import WeightSource
 from mcr_plus.training.weights import Weights
 
@@ -147,6 +147,24 @@ def test_a_pull_in_another_thread_is_told_how_its_receiver_was_closed(in_order: 
         pulls.close(in_order=in_order)
         error = waiting.exception(60.0)
         assert type(error) is (SyncClosed if in_order else BackendError), error
+
+
+def test_nothing_is_paused_while_a_pull_waits() -> None:
+    """Answers of several sources may bring several versions before all have sent the same one."""
+    with (
+        joined({"w": torch.zeros(1000)}, {"w": torch.zeros(1000)}) as (_, pulls),
+        ThreadPoolExecutor() as pool,
+    ):
+        pulls._unused = AHEAD
+        assert pulls._begins_pause()
+        waiting = pool.submit(pulls.pull, True, 60.0)
+        while not pulls._waiting:
+            assert not waiting.done()
+        pulls._unused = AHEAD
+        assert not pulls._begins_pause()
+        pulls.close()
+        assert isinstance(waiting.exception(60.0), SyncClosed)
+    assert not pulls._waiting
 
 
 def test_a_source_that_fails_has_not_closed_in_order(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -496,9 +496,10 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     for odd in (tmp_path, "a\0b", "x" * 5000):
         with pytest.raises(ConfigError, match="cannot read"):
             load(odd)
-    for strange in (42, [], "", b"mcr.yaml"):
+    others: tuple[Any, ...] = (42, [], "", b"mcr.yaml")
+    for other in others:
         with pytest.raises(InvalidArgument, match="config: expected the path of a file, a dict or None, got"):
-            load(strange)  # type: ignore[arg-type]
+            load(other)
 
 
 def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:

@@ -789,7 +789,7 @@ def bad_calls(number: int) -> list[Bad]:
             "no source on one rank",
             lambda r, n: call(good(r, new[0]), None if r == last else new[0], new[1]),
             wrong,
-            ("x: expected a DTensor",),
+            ("source: expected a Layout", "None"),
         ),
         (
             "a list as compression on one rank",

@@ -62,8 +62,7 @@ def tensor_on(array: Any) -> torch.Tensor:
     address, is_read_only = interface.get("data", (None, False))
     if is_read_only or interface.get("mask") is not None:
         raise InvalidArgument(f"{name}: the array is read-only or has a mask; pass a writeable one without")
-    if any(stride < 0 for stride in interface.get("strides") or ()):  # torch ends the process
-        raise InvalidArgument(f"{name}: the array has negative strides, which torch has not; pass a copy")
+    _check_strides(interface.get("strides"), name)
     error: Exception | None = None
     if hasattr(array, "__dlpack__"):
         try:
@@ -82,6 +81,12 @@ def tensor_on(array: Any) -> torch.Tensor:
     ) from error
 
 
+def _check_strides(strides: object, name: str) -> None:
+    """Raise `InvalidArgument` for negative ones, with which torch ends the process."""
+    if isinstance(strides, tuple) and any(stride < 0 for stride in strides):
+        raise InvalidArgument(f"{name}: the array has negative strides, which torch has not; pass a copy")
+
+
 def _from_dlpack(value: Any, name: str) -> torch.Tensor:
     if type(value) is not np.ndarray and is_on_device(value):
         raise ArrayOnDevice(
@@ -94,8 +99,7 @@ def _from_dlpack(value: Any, name: str) -> torch.Tensor:
     flags = getattr(value, "flags", None)
     if flags is not None and getattr(flags, "writeable", True) is False:
         raise InvalidArgument(f"{name}: the array is read-only; pass a writeable one")
-    if any(stride < 0 for stride in getattr(value, "strides", None) or ()):  # torch ends the process
-        raise InvalidArgument(f"{name}: the array has negative strides, which torch has not; pass a copy")
+    _check_strides(getattr(value, "strides", None), name)
     try:
         return from_dlpack(value)
     except _NOT_SHARED as error:

@@ -7,7 +7,7 @@ which one fault explains others.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any, Final
@@ -155,8 +155,9 @@ class _Diagnosis:
             if not waiting and not named:
                 continue  # nobody needs it: it has ended
             name, each = (waiting[0][1], waiting[0][2]) if waiting else ("world", None)
-            last = self._seen(rank, name, AWAY)  # by its own dump, a stopped one may have gone on since
-            last = self._issued(rank, name) if last is None else last
+            last = self._issued(rank, name)
+            if status == "stopped" and (seen := self._seen(rank, name, status)) is not None:
+                last = seen  # by its own dump, it may have gone on since
             text = f"rank {rank} {AWAY[status]}"
             if each is not None and each.number:
                 behind = "has not issued" if last is not None and last < each.number else "has issued"
@@ -333,13 +334,13 @@ class _Diagnosis:
             return dump.groups[name].issued if name in dump.groups else None
         return self._seen(rank, name)
 
-    def _seen(self, rank: int, name: str, statuses: Container[str] | None = None) -> int | None:
-        """The same by the dumps of other ranks; with `statuses`, of those for which it had one of them."""
+    def _seen(self, rank: int, name: str, status: str | None = None) -> int | None:
+        """The same by the dumps of other ranks; with `status`, of those for which it had that one."""
         seen = [
             group.peers[group.ranks.index(rank)]
             for other in self.dumps.values()
             if (group := other.groups.get(name)) is not None
-            and (statuses is None or other.processes.get(rank) in statuses)
+            and status in (None, other.processes.get(rank))
             and rank in group.ranks
             and group.ranks.index(rank) in group.peers
         ]

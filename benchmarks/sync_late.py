@@ -65,14 +65,14 @@ _CHAIN: Final[Any] = WeightSource._chain
 def on_hosts(numel: int, density: float, behind: Sequence[int], rounds: int) -> list[dict[str, Any]] | None:
     """Bytes and seconds of the pull of a receiver that is so many versions behind; rank 0's answer."""
     torch.set_num_threads(1)
-    weight_receiver.AHEAD = 1  # type: ignore[misc]  # so that no more than one of the versions has come
+    weight_receiver.AHEAD = 1  # type: ignore[misc]  # so that no more than the first version has come
     weights, moves, version = _start(numel), _moves(numel, density), 0
     with mcr.init(backends=["gloo"]) as comm:
         sync = mcr.sync({"weights": weights}, history=2 * max(behind) * (2 * density + 0.01))
         results: dict[tuple[int, str], list[tuple[float, int, int]]] = {}
         for number, count, way in product(range(rounds + 1), behind, _COSTS):
             _choose(way)
-            for _ in range(count):
+            for _ in range(count + 1):  # the first one comes at once
                 version += 1
                 where, steps = moves[version % _SETS]
                 if comm.rank == 0:
@@ -82,7 +82,7 @@ def on_hosts(numel: int, density: float, behind: Sequence[int], rounds: int) -> 
                 time.sleep(0.001)
             comm.barrier()
             before, begin = sync.stats(), time.perf_counter()
-            while comm.rank and sync.stats()["version"] < version:  # at first, one version has come before
+            while comm.rank and sync.stats()["version"] < version:
                 sync.pull(timeout=120)
             taken, after = time.perf_counter() - begin, sync.stats()
             expected = weights.clone()

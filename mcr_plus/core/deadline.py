@@ -11,8 +11,8 @@ from mcr_plus.errors import InvalidArgument, short
 
 
 def check_timeout(timeout: object) -> None:
-    """Raise `InvalidArgument` unless it is a number of seconds, a timedelta, or None."""
-    if timeout is not None and (not isinstance(timeout, (Real, timedelta)) or timeout != timeout):
+    """Raise `InvalidArgument` unless it is a number of seconds or a timedelta."""
+    if not isinstance(timeout, (Real, timedelta)) or timeout != timeout:
         raise InvalidArgument(f"timeout: expected seconds, a timedelta or None, got {short(timeout)}")
 
 
@@ -22,9 +22,11 @@ class Deadline:
     __slots__ = ("_at",)
 
     def __init__(self, timeout: float | timedelta | None) -> None:
+        if timeout is None:
+            self._at = math.inf
+            return
         check_timeout(timeout)
-        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        self._at = math.inf if seconds is None else monotonic() + seconds
+        self._at = monotonic() + (timeout.total_seconds() if isinstance(timeout, timedelta) else timeout)
 
     def left(self) -> float | None:
         """Seconds left, at least 0.0; None without a timeout. What a `wait` takes."""

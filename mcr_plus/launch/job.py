@@ -60,7 +60,7 @@ class Outcome:
         failed = [state for state in self.states if state.failed]
         candidates = [state for state in failed if state.end != -signal.SIGTERM] or failed
         if all(state.raised is not None for state in candidates):
-            candidates = [state for state in failed if state.raised is not None] or failed
+            candidates = [state for state in failed if state.raised is not None]
         first = min(candidates, key=lambda state: state.failure_time, default=None)
         silent = min((s for s in candidates if s.raised is None), key=lambda s: s.ended, default=None)
         return silent if first and silent and silent.ended < first.ended else first

@@ -93,6 +93,7 @@ class WeightReceiver:
         finally:
             with self._changed:
                 self._waiting -= wait
+                self._unused = 0  # what came while it waited was not left unused
 
     def _awaits_newer(self, wait: bool, fetched: int, deadline: float, timeout: float) -> bool:
         """Wait for a newer version, and so many answers; False if there is none and it does not wait."""

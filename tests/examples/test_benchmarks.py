@@ -134,7 +134,8 @@ def test_methods_are_configurations_that_match_their_names() -> None:
         rule = config.rule_for("all_reduce", 1 << 20, "float32", "gradients")
         options = config.options("compress", rule)
         assert isinstance(options, CompressOptions)
-        assert name.split()[0] in (options.codec, FLOAT32)
+        assert name.split()[0] == (options.codec if method.gradients else FLOAT32)
+        assert (options.codec == "none") == (not method.gradients)
         assert (options.error_feedback is not None) == name.endswith("EF")
         assert options.exempt is None or options.exempt.covers("bias", 1, 1 << 20)
         exchange = config.options(

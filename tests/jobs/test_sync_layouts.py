@@ -16,8 +16,9 @@ def test_three_sources_and_two_receivers_at_their_own_pace(history: float) -> No
         assert value["wrong"] == []
         assert value["pulled"] == sorted(value["pulled"])
         assert value["pulled"][-1] == 30
-        # With a history, the last message may have the changes of several versions.
-        assert 0 < value["stats"]["bytes"] < value["stats"]["dense_bytes"] * (30 if history else 1.1)
+        assert value["stats"]["bytes"] > 0
+        if not history:  # with one, the last message may have the changes of several versions
+            assert value["stats"]["bytes"] < value["stats"]["dense_bytes"] * 1.1
     assert sum(value["stats"]["dense_bytes"] for value in values[:3]) < sum(
         value["stats"]["dense_bytes"] for value in values[3:]
     ), "what both receivers hold is encoded once"

@@ -129,7 +129,7 @@ class _Evil:
         self.path = path
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, (f"touch {self.path}",)
+        return Path.touch, (Path(self.path),)
 
 
 def visited(folder: str) -> list[str]:

@@ -243,16 +243,11 @@ def test_a_selector_of_the_first_msccl_is_refused_by_name() -> None:
         parse(text)
 
 
-BOMB = """\
-<!DOCTYPE algo [
-<!ENTITY a "aaaaaaaaaa">
-<!ENTITY b "&a;&a;&a;&a;&a;&a;&a;&a;&a;&a;">
-]>
-"""
-OUTSIDE = '<!DOCTYPE algo SYSTEM "file:///etc/passwd">\n'
+ENTITY = '<!DOCTYPE algo [<!ENTITY one "1">]>\n'
+OUTSIDE = '<!DOCTYPE algo SYSTEM "algo.dtd">\n'
 
 
-@pytest.mark.parametrize("head", [BOMB, OUTSIDE, "<!DOCTYPE algo>\n"])
+@pytest.mark.parametrize("head", [ENTITY, OUTSIDE, "<!DOCTYPE algo>\n"])
 def test_a_document_type_is_refused(head: str) -> None:
     with pytest.raises(ConfigError, match=r"^it.xml:1: document: a document type is refused"):
         parse(head + PAIR)

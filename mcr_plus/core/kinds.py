@@ -189,7 +189,7 @@ DTYPES: Final = (*FLOATS, *INTEGERS, torch.bool, *COMPLEX)
 # On bool, arithmetic means logic: SUM and MAX are OR, PRODUCT and MIN are AND.
 REDUCIBLE: Final[Mapping[str, tuple[torch.dtype, ...]]] = {
     "SUM": DTYPES,
-    "AVG": (*FLOATS, *COMPLEX),
+    "AVG": (*FLOATS, *INTEGERS, *COMPLEX),
     "PRODUCT": DTYPES,
     "MIN": (*FLOATS, *INTEGERS, torch.bool),
     "MAX": (*FLOATS, *INTEGERS, torch.bool),

@@ -44,7 +44,18 @@ def _reduction(op: ReduceOp, dtype: torch.dtype) -> LocalReduce:
         if dtype.is_floating_point:  # torch keeps NaN, but either zero
             return _compiled(op, dtype)
         return _in_pieces(_extreme(torch.amin if op == "MIN" else torch.amax))
+    if dtype.is_complex and op != "PRODUCT":
+        return _by_parts(_in_place(op))
     return _in_pieces(_arithmetic(op, torch.float32)) if dtype in _HALVES else _in_place(op)
+
+
+def _by_parts(reduce_parts: LocalReduce) -> LocalReduce:
+    """Sums of complex numbers: torch multiplies addends by 1+0j, and an infinite part makes the other NaN."""
+
+    def run(parts: torch.Tensor, out: torch.Tensor) -> None:
+        reduce_parts(torch.view_as_real(parts).flatten(1), torch.view_as_real(out).view(-1))
+
+    return run
 
 
 def _in_pieces(reduce_parts: LocalReduce) -> LocalReduce:
@@ -86,10 +97,10 @@ def _compiled(op: ReduceOp, dtype: torch.dtype) -> LocalReduce:
 
 
 def divide(total: torch.Tensor, number: int) -> None:
-    """Make the mean of a sum, in place: integers are rounded towards zero."""
+    """Make the mean of a sum, in place: integers are rounded towards zero, parts of complex ones divided."""
     with torch.inference_mode():  # outside of which tensors that were made in it cannot be written
-        inexact = total.is_floating_point() or total.is_complex()
-        total.div_(number, rounding_mode=None if inexact else "trunc")
+        values = torch.view_as_real(total) if total.is_complex() else total
+        values.div_(number, rounding_mode=None if values.is_floating_point() else "trunc")
 
 
 def _in_place(op: ReduceOp) -> LocalReduce:

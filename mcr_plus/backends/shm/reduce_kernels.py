@@ -307,7 +307,7 @@ def mpi_function(dtype: torch.dtype, op: ReduceOp) -> Any:
     Its arguments are `void* in, void* inout, int* count, void* datatype`; MPI gets its `address`.
     """
     if dtype.is_complex:
-        code, size = _DTYPES.index(dtype.to_real()), 2 * dtype.itemsize
+        code, size = _DTYPES.index(dtype.to_real()), dtype.itemsize
 
         def multiply(source, target, count, datatype):  # type: ignore[no-untyped-def]  # noqa: ARG001
             for index in range(count[0]):

@@ -118,6 +118,10 @@ class Cases:
 
     def all(self, backend: str | None, op: Any, dtype: torch.dtype, count: int) -> None:
         """All kinds, on `count` elements; those that scatter have them for each rank."""
+        if backend is not None and ":" in backend:  # algorithms of all_reduce
+            run = self._whole(backend, op, dtype, count)[0]
+            self.check(f"{backend} all_reduce", op, dtype, count, run)
+            return
         cuts = [sum(count * (rank + 1) // 2 for rank in range(end)) for end in range(self.comm.size + 1)]
         for what, numel, run in (
             *((each.__name__, count, each) for each in self._whole(backend, op, dtype, count)),
@@ -221,8 +225,9 @@ def walk(
                     if dtype in REDUCIBLE[op] and (op in OPS[:2] or not dtypes or str(dtype)[6:] in dtypes):
                         for count in sizes:
                             cases.all(backend, op, dtype, count)
-            integers(comm, failures, backend)
-            half_means(comm, failures, backend)
+            if backend is None or ":" not in backend:
+                integers(comm, failures, backend)
+                half_means(comm, failures, backend)
         layouts(cases, max(sizes))
     return failures.report()
 

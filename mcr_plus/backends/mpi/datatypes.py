@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 
-from mcr_plus.core.kinds import COMPLEX, FLOATS, ReduceOp, check_reducible, dtype_name
+from mcr_plus.core.kinds import COMPLEX, FLOATS, MOVED, ReduceOp, check_reducible, dtype_name
 from mcr_plus.errors import BackendUnavailable
 from mcr_plus.kernels.compiling import compiling
 from mcr_plus.rendezvous.mpi_library import load_mpi
@@ -36,6 +36,7 @@ _DATATYPES: Final = {
     torch.bool: "C_BOOL",
     torch.complex64: "C_FLOAT_COMPLEX",
     torch.complex128: "C_DOUBLE_COMPLEX",
+    **{dtype: f"UINT{8 * dtype.itemsize}_T" for dtype in MOVED},
 }
 _OPS: Final = {
     "SUM": "SUM",

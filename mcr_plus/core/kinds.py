@@ -187,10 +187,10 @@ COMPLEX: Final = (torch.complex64, torch.complex128)
 ARITHMETIC: Final = (*FLOATS, *INTEGERS, torch.bool, *COMPLEX)
 _MOVED: Final = (
     "uint16", "uint32", "uint64", "complex32", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz",
-    "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2",
+    "float8_e5m2fnuz", "float8_e8m0fnu",
 )  # fmt: skip
 MOVED: Final = tuple(getattr(torch, name) for name in _MOVED if hasattr(torch, name))
-"""Dtypes without reductions. Old versions of torch lack the last two."""
+"""Dtypes without reductions. Old versions of torch lack the last one."""
 DTYPES: Final = (*ARITHMETIC, *MOVED)
 """By their places in it messages name dtypes."""
 

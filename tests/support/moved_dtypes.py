@@ -25,13 +25,13 @@ ROWS: Final = 5
 def value(dtype: torch.dtype, rank: int, numel: int, salt: int = 0) -> torch.Tensor:
     """Any bits at all, NaN among them."""
     raw = _mixed(rank, numel * dtype.itemsize, salt).astype(np.uint8)
-    return torch.from_numpy(raw).view(dtype)
+    return torch.from_numpy(raw).view(dtype) if numel else torch.empty(0, dtype=dtype)
 
 
 def bits(tensor: torch.Tensor) -> list[int]:
     """What is compared."""
     flat = tensor.clone(memory_format=torch.contiguous_format).as_strided((tensor.numel(),), (1,))
-    found: list[int] = flat.view(torch.uint8).tolist()
+    found: list[int] = flat.view(torch.uint8).tolist() if flat.numel() else []
     return found
 
 
@@ -106,7 +106,9 @@ class Moves:
         whole = [value(self.dtype, each, size * self.numel, 2) for each in range(size)]
         out = torch.zeros_like(whole[rank])
         comm.all_to_all_single(out, whole[rank], **options)
-        self.expect("all_to_all_single", out, torch.cat([each.view(size, -1)[rank] for each in whole]))
+        self.expect(
+            "all_to_all_single", out, torch.cat([each.view(size, self.numel)[rank] for each in whole])
+        )
         sizes = [list(range(self.numel, self.numel + size))] * size  # rank r gets numel + r of each
         whole = [value(self.dtype, each, sum(sizes[each]), 3) for each in range(size)]
         cuts = np.cumsum([0, *sizes[0]]).tolist()
@@ -176,6 +178,8 @@ def _redistributed(comm: mcr.Communicator, failures: Failures, dtype: torch.dtyp
     found = mcr.redistribute(mine, rows, columns)
     wanted = whole[:, _range(ROWS, comm.size, comm.rank)]
     failures.expect(f"redistribute {dtype} to columns", bits(found) == bits(wanted), steps)
+    if comm.size == 1:  # nothing to reduce
+        return
     failures.raises(
         f"redistribute partial {dtype}",
         lambda: mcr.redistribute(
@@ -245,6 +249,8 @@ def by_torch() -> dict[str, Any]:
         elif rank == 1:
             dist.recv(out, 0)
             expect("recv", out, everyone[0])
+        if dtype.is_complex:  # torch passes sums as those of float16, and refuses others
+            continue
         for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX):
             failures.raises(
                 f"dist all_reduce {dtype} {op}", partial(dist.all_reduce, mine, op), mcr.Unsupported,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from functools import partial
-from typing import ClassVar, Final, TypeGuard
+from typing import ClassVar, TypeGuard
 
 import torch
 
@@ -17,14 +17,9 @@ from mcr_plus.compression.codec import CodecOptions, PayloadCodec, Traits
 from mcr_plus.compression.copies import Copies, Copy, Held
 from mcr_plus.compression.state import CompressorState
 from mcr_plus.config.options import BytesOrNone
+from mcr_plus.core.kinds import DTYPES
 from mcr_plus.errors import BackendError
 from mcr_plus.kernels import delta
-
-_FLOAT8: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
-DTYPES: Final = (
-    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.uint8, torch.int16,
-    torch.int32, torch.int64, torch.bool, *_FLOAT8, torch.complex64, torch.complex128,
-)  # fmt: skip
 
 
 class DeltaOptions(CodecOptions):

@@ -16,7 +16,7 @@ from mcr_plus.compression.policy import gradient_compression
 from mcr_plus.config.reader import load
 from mcr_plus.config.schema import Config
 from mcr_plus.core.group import Group
-from mcr_plus.core.kinds import ALIASES, DTYPES, KINDS, REDUCING, ROOTED, VECTOR, dtype_name
+from mcr_plus.core.kinds import ALIASES, DTYPES, KINDS, REDUCING, ROOTED, VECTOR, check_reducible, dtype_name
 from mcr_plus.core.message import Signature, thawed
 from mcr_plus.core.units import parse_size, whole_number, whole_numbers
 from mcr_plus.errors import InvalidArgument
@@ -242,6 +242,8 @@ def _signature(kind: str, nbytes: int, dtype: str, ranks: int, tag: str | None, 
         raise InvalidArgument(
             f"bytes: {nbytes} is not a whole number of {dtype} ({torch_dtype.itemsize} bytes)"
         )
+    if name in REDUCING:
+        check_reducible("SUM", torch_dtype)
     vector = name in VECTOR
     return Signature(
         kind=name,

@@ -8,7 +8,8 @@ from typing import Final
 
 import torch
 
-from mcr_plus.core.kinds import ReduceOp
+from mcr_plus.core.kinds import ReduceOp, dtype_name
+from mcr_plus.kernels.compiling import compiling
 
 LocalReduce = Callable[[torch.Tensor, torch.Tensor], None]
 """Reduce `parts` over dim 0 into `out`: parts [ranks, n], out [n], same dtype, contiguous."""
@@ -23,7 +24,7 @@ _BITWISE = {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bi
 def local_reduce(op: ReduceOp, dtype: torch.dtype) -> LocalReduce:
     """Return the reduction over ranks, in rank order on every rank, so that all ranks get the same bits.
 
-    float16 and bfloat16 are summed and multiplied in float32 and rounded once.
+    float16 and bfloat16 are summed and multiplied in float32 and rounded once. On tensors in host memory.
     """
     reduce_parts = _reduction(op, dtype)
 
@@ -40,8 +41,21 @@ def _reduction(op: ReduceOp, dtype: torch.dtype) -> LocalReduce:
     if op in _BITWISE:
         return _in_pieces(_bitwise(_BITWISE[op]))
     if op in ("MIN", "MAX"):
+        if dtype.is_floating_point:  # torch keeps NaN, but either zero
+            return _compiled(op, dtype)
         return _in_pieces(_extreme(torch.amin if op == "MIN" else torch.amax))
+    if dtype.is_complex and op != "PRODUCT":
+        return _by_parts(_in_place(op))
     return _in_pieces(_arithmetic(op, torch.float32)) if dtype in _HALVES else _in_place(op)
+
+
+def _by_parts(reduce_parts: LocalReduce) -> LocalReduce:
+    """Sums of complex numbers: torch multiplies addends by 1+0j, and an infinite part makes the other NaN."""
+
+    def run(parts: torch.Tensor, out: torch.Tensor) -> None:
+        reduce_parts(torch.view_as_real(parts).flatten(1), torch.view_as_real(out).view(-1))
+
+    return run
 
 
 def _in_pieces(reduce_parts: LocalReduce) -> LocalReduce:
@@ -66,6 +80,29 @@ def _extreme(function: Callable[..., torch.Tensor]) -> LocalReduce:
     return run
 
 
+def _compiled(op: ReduceOp, dtype: torch.dtype) -> LocalReduce:
+    from mcr_plus.backends.shm.reduce_kernels import kernels_for, reduce_rows  # numba, for these alone
+
+    with compiling(f"{op} on {dtype_name(dtype)}"):
+        combine = kernels_for(dtype, op).combine
+
+    def run(parts: torch.Tensor, out: torch.Tensor) -> None:
+        ranks, count = parts.shape
+        if ranks == 1:
+            out.copy_(parts[0])
+            return
+        reduce_rows(combine, 0, parts.data_ptr(), out.data_ptr(), ranks, count, dtype.itemsize)
+
+    return run
+
+
+def divide(total: torch.Tensor, number: int) -> None:
+    """Make the mean of a sum, in place: integers are rounded towards zero, parts of complex ones divided."""
+    with torch.inference_mode():  # outside of which tensors that were made in it cannot be written
+        values = torch.view_as_real(total) if total.is_complex() else total
+        values.div_(number, rounding_mode=None if values.is_floating_point() else "trunc")
+
+
 def _in_place(op: ReduceOp) -> LocalReduce:
     combine = torch.mul if op == "PRODUCT" else torch.add
 
@@ -77,7 +114,7 @@ def _in_place(op: ReduceOp) -> LocalReduce:
         for part in parts[2:]:
             combine(out, part, out=out)
         if op == "AVG":
-            out /= len(parts)
+            divide(out, len(parts))
 
     return run
 
@@ -87,8 +124,8 @@ def _arithmetic(op: ReduceOp, wide: torch.dtype) -> LocalReduce:
         total = parts[0].to(wide, copy=True)
         for part in parts[1:]:
             total = total.mul_(part) if op == "PRODUCT" else total.add_(part)
-        if op == "AVG":
-            total /= len(parts)
         out.copy_(total)
+        if op == "AVG":  # of the rounded sum, which may be infinite, as in all libraries
+            divide(out, len(parts))
 
     return run

@@ -137,9 +137,9 @@ def backend_names(text: str | None, config: Config, files: str) -> tuple[str, ..
 
 def dtype_names(text: str, option: str = "--dtypes") -> tuple[str, ...]:
     """Return the dtypes in `--dtypes`."""
-    from mcr_plus.config.names import DTYPE_NAMES
+    from mcr_plus.core.kinds import ARITHMETIC, dtype_name
 
-    return names(text, "dtype", DTYPE_NAMES, option) or ("float32",)
+    return names(text, "dtype", tuple(map(dtype_name, ARITHMETIC)), option) or ("float32",)
 
 
 def number(text: str | None, parse: Callable[[object], T], option: str) -> T | None:

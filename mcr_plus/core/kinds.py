@@ -184,13 +184,21 @@ BXOR: Final = "BXOR"
 FLOATS: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 INTEGERS: Final = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 COMPLEX: Final = (torch.complex64, torch.complex128)
-DTYPES: Final = (*FLOATS, *INTEGERS, torch.bool, *COMPLEX)
+ARITHMETIC: Final = (*FLOATS, *INTEGERS, torch.bool, *COMPLEX)
+_MOVED: Final = (
+    "uint16", "uint32", "uint64", "complex32", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz",
+    "float8_e5m2fnuz", "float8_e8m0fnu",
+)  # fmt: skip
+MOVED: Final = tuple(getattr(torch, name) for name in _MOVED if hasattr(torch, name))
+"""Dtypes without reductions. Old versions of torch lack the last one."""
+DTYPES: Final = (*ARITHMETIC, *MOVED)
+"""By their places in it messages name dtypes."""
 
 # On bool, arithmetic means logic: SUM and MAX are OR, PRODUCT and MIN are AND.
 REDUCIBLE: Final[Mapping[str, tuple[torch.dtype, ...]]] = {
-    "SUM": DTYPES,
-    "AVG": (*FLOATS, *COMPLEX),
-    "PRODUCT": DTYPES,
+    "SUM": ARITHMETIC,
+    "AVG": (*FLOATS, *INTEGERS, *COMPLEX),
+    "PRODUCT": ARITHMETIC,
     "MIN": (*FLOATS, *INTEGERS, torch.bool),
     "MAX": (*FLOATS, *INTEGERS, torch.bool),
     "BAND": (*INTEGERS, torch.bool),

@@ -5,10 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
+from mcr_plus.backends.emulation import divide
 from mcr_plus.core.buffers import Lease, Pool
 from mcr_plus.core.deadline import Deadline
 from mcr_plus.core.kinds import Kind
@@ -441,8 +443,4 @@ def _divide(values: torch.Tensor, number: int) -> Prepare:
     if number == 1:
         return None
 
-    def divide() -> None:
-        with torch.inference_mode():  # outside of which tensors that were made in it cannot be written
-            values.div_(number)
-
-    return divide
+    return partial(divide, values, number)

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from mcr_plus.communicator.costs import expected_us
+from mcr_plus.core.kinds import MOVED
 from mcr_plus.core.units import about
 from mcr_plus.errors import BackendError, InvalidArgument, Unsupported
 from mcr_plus.layout import proof
@@ -333,6 +334,8 @@ def no_reduction(source: Layout, dtype: torch.dtype) -> str | None:
     """Return the name of the layout's reduction if the dtype does not support it, else None."""
     if not source.is_partial:
         return None
+    if dtype in MOVED:
+        return f"{source.op} of {dtype}"
     if dtype is torch.bool and source.op in ("SUM", "AVG"):
         return "sums of bool"
     if source.op == "AVG" and not (dtype.is_floating_point or dtype.is_complex):

@@ -24,12 +24,36 @@ if TYPE_CHECKING:
 TAG: Final = "redistribute"
 _torch: Any = torch  # its type stubs lack the operations on lists
 _HALF: Final = (torch.float16, torch.bfloat16)
+_BITS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _extreme(
+    combine: Callable[..., Any],
+    of_equal: Callable[..., torch.Tensor],
+    targets: list[torch.Tensor],
+    values: list[torch.Tensor],
+) -> None:
+    """MIN or MAX as all libraries have them: torch keeps NaN, but of two zeros it takes either.
+
+    `of_equal`: combines the bits of equal numbers, which differ in the sign of zeros alone.
+    """
+    equal: list[torch.Tensor] = []
+    if targets[0].is_floating_point():
+        bits = _BITS[targets[0].itemsize]
+        for target, value in zip(targets, values, strict=True):
+            both = of_equal(target.view(bits), value.view(bits)).view(target.dtype)
+            equal.append(torch.where(target == value, both, float("nan")))
+    combine(targets, values)
+    for target, both in zip(targets, equal, strict=False):
+        torch.where(both == target, both, target, out=target)
+
+
 _REDUCE: Final[dict[str, Callable[..., Any]]] = {
     "SUM": _torch._foreach_add_,
     "AVG": _torch._foreach_add_,
     "PRODUCT": _torch._foreach_mul_,
-    "MAX": _torch._foreach_maximum_,
-    "MIN": _torch._foreach_minimum_,
+    "MAX": partial(_extreme, _torch._foreach_maximum_, torch.bitwise_and),
+    "MIN": partial(_extreme, _torch._foreach_minimum_, torch.bitwise_or),
 }
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
 from mcr_plus.core.kinds import REDUCE_OPS, ReduceOp, check_reducible
-from mcr_plus.core.work import JointWork, Work
 from mcr_plus.errors import Unsupported
 
 # By the hash of torch's reduce op, which is its number.
@@ -48,43 +47,6 @@ def rooted(opts: Any, root: Any) -> tuple[int, bool]:
     if given is None or hasattr(given, "__index__"):
         return operator.index(given or 0), True
     return given.rootRank, getattr(given, "asyncOp", True)
-
-
-def is_integral(tensor: torch.Tensor) -> bool:
-    """Whether the tensor holds integers.
-
-    The mean of integers is their sum, divided and truncated, as in NCCL; Lightning relies on it.
-    """
-    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
-
-
-def by_truncation(op: ReduceOp, tensors: Sequence[torch.Tensor]) -> list[tuple[bool, list[int]]]:
-    """Group tensors for a coalesced reduction: (is truncated mean, indices of the tensors) per operation."""
-    truncated = [op == "AVG" and is_integral(tensor) for tensor in tensors]
-    return [
-        (flag, [index for index, value in enumerate(truncated) if value == flag])
-        for flag in sorted(set(truncated)) or [False]
-    ]
-
-
-def as_one(works: Sequence[Work | None]) -> Work | None:
-    """One handle for several operations."""
-    return (
-        works[0] if len(works) == 1 else JointWork([w for w in works if w is not None], "coalesced", nbytes=0)
-    )
-
-
-def after(work: Work | None, function: Callable[[], None]) -> None:
-    """Run `function` when the operation is done; at once if there is no handle."""
-    if work is None:
-        function()
-    else:
-        work.then(function)
-
-
-def divide_truncated(total: torch.Tensor, number: int) -> None:
-    """Divide integers in place and round towards zero, as NCCL does for AVG."""
-    total.div_(number, rounding_mode="trunc")
 
 
 def scale(tensor: torch.Tensor, factor: Any) -> None:

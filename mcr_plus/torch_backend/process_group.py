@@ -23,10 +23,10 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from threading import get_ident
 from types import FrameType, SimpleNamespace
@@ -48,11 +48,6 @@ from mcr_plus.runtime.process import job
 from mcr_plus.torch_backend.arguments import (
     NAME,
     TORCH_REDUCE_OPS,
-    after,
-    as_one,
-    by_truncation,
-    divide_truncated,
-    is_integral,
     reduction_of,
     rooted,
     scale,
@@ -178,8 +173,7 @@ class McrProcessGroup(LivingGroup):
             name, factor, async_op = reduction_of(opts if op is None else op)
         if tensor.is_sparse:
             return self._sparse_all_reduce(tensor, name, factor, async_op)
-        truncated = name == "AVG" and is_integral(tensor)
-        is_scalar = tensor.numel() == 1 and not truncated
+        is_scalar = tensor.numel() == 1
         # Not `_call`: another function or context manager would dominate the overhead of this method.
         with Profiled(self._lock, "all_reduce", [tensor], self) if _profiler_enabled() else self._lock:
             group: Any = self._communicator if get_ident() == self._owner else self._group()
@@ -187,19 +181,13 @@ class McrProcessGroup(LivingGroup):
                 scale(tensor, factor)
             # Asynchronous for one element on all ranks: in DDP's `join`, only ranks without data wait.
             if self._keywords is None:
-                work = group.all_reduce(tensor, "SUM" if truncated else name, async_op or is_scalar)
+                work = group.all_reduce(tensor, name, async_op or is_scalar)
             else:
                 keywords = self._keywords.get(tensor, {})
-                work = group.all_reduce(
-                    tensor, "SUM" if truncated else name, async_op or is_scalar, **keywords
-                )
-        if work is None and not truncated:
+                work = group.all_reduce(tensor, name, async_op or is_scalar, **keywords)
+        if work is None:
             return DONE
-        if truncated:
-            after(work, partial(divide_truncated, tensor, self.size()))
-        if is_scalar:
-            return self._scalar_handle(work, tensor, async_op)
-        return DONE if work is None else self._started(work, [tensor])
+        return self._scalar_handle(work, tensor, async_op) if is_scalar else self._started(work, [tensor])
 
     def _scalar_handle(self, work: Work | None, tensor: torch.Tensor, async_op: bool) -> dist.Work:
         """The handle for one element, retained here: DDP passes it to C++, which holds no Python object."""
@@ -215,16 +203,12 @@ class McrProcessGroup(LivingGroup):
         if len(tensors) == 1:
             return self.allreduce(tensors, opts)
         op, factor, _ = reduction_of(opts)
-        works = []
         with self._call("all_reduce_coalesced", *tensors):
             group = self._group()
             for tensor in tensors if factor is not None else ():
                 scale(tensor, factor)
-            for truncated, indices in by_truncation(op, tensors):
-                alike = [tensors[index] for index in indices]
-                work = group.all_reduce_coalesced(alike, "SUM" if truncated else op, async_op=True)
-                works.append(self._divide_then(work, alike) if truncated else work)
-        return self._started(as_one(works), tensors)
+            work = group.all_reduce_coalesced(tensors, op, async_op=True)
+        return self._started(work, tensors)
 
     def reduce(  # type: ignore[override]
         self, tensors: Any, opts: Any = None, op: Any = None, *_: object, root: Any = None
@@ -233,16 +217,13 @@ class McrProcessGroup(LivingGroup):
         (tensor,) = tensors if isinstance(tensors, (list, tuple)) else (tensors,)
         root_rank, async_op = rooted(opts, root)
         name, factor, _async = reduction_of(op if hasattr(opts, "__index__") or opts is None else opts)
-        truncated = name == "AVG" and is_integral(tensor)
         is_root = self.rank() == root_rank
         with self._call("reduce", tensor):
             group = self._group()
             if factor is not None and is_root:
                 scale(tensor, factor)
             source = tensor if is_root else scaled([tensor], factor)[0]
-            work = group.reduce(source, group.ranks[root_rank], "SUM" if truncated else name, async_op)
-        if truncated and is_root:
-            after(work, partial(divide_truncated, tensor, self.size()))
+            work = group.reduce(source, group.ranks[root_rank], name, async_op)
         return DONE if work is None else self._started(work, [tensor])
 
     def reduce_scatter(  # type: ignore[override]
@@ -252,15 +233,12 @@ class McrProcessGroup(LivingGroup):
         nested = isinstance(outputs, (list, tuple))
         (output,), (parts,) = (outputs, inputs) if nested else ([outputs], [inputs])
         name, factor, async_op = reduction_of(opts if op is None else op)
-        truncated = name == "AVG" and is_integral(output)
         parts = scaled(parts, factor)
         with self._call("reduce_scatter", *parts):
             group = self._group()
             uneven = any(part.numel() != output.numel() for part in parts)
             call = group.reduce_scatter_v if uneven else group.reduce_scatter
-            work = call(output, parts, "SUM" if truncated else name, async_op)
-        if truncated:
-            after(work, partial(divide_truncated, output, self.size()))
+            work = call(output, parts, name, async_op)
         return DONE if work is None else self._started(work, [output])
 
     def reduce_scatter_single(  # type: ignore[override]  # callers pass them by position
@@ -271,15 +249,10 @@ class McrProcessGroup(LivingGroup):
         `keywords`: of `Communicator.reduce_scatter_tensor`.
         """
         op, factor, async_op = reduction_of(opts)
-        truncated = op == "AVG" and is_integral(output)
         (source,) = scaled([input], factor)
         with self._call("reduce_scatter_tensor", source):
             group = self._group()
-            work = group.reduce_scatter_tensor(
-                output, source, "SUM" if truncated else op, async_op, **keywords
-            )
-        if truncated:
-            after(work, partial(divide_truncated, output, self.size()))
+            work = group.reduce_scatter_tensor(output, source, op, async_op, **keywords)
         return DONE if work is None else self._started(work, [output])
 
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]  # before torch 2.13
@@ -294,25 +267,12 @@ class McrProcessGroup(LivingGroup):
         if len(inputs) == 1:
             return self.reduce_scatter_single(outputs[0], inputs[0], opts)
         op, factor, _ = reduction_of(opts)
-        works = []
         with self._call("reduce_scatter_coalesced", *inputs):
             group = self._group()
-            sources = scaled(inputs, factor)
-            for truncated, indices in by_truncation(op, outputs):
-                targets = [outputs[index] for index in indices]
-                parts = [sources[index] for index in indices]
-                work = group.reduce_scatter_coalesced(
-                    targets, parts, "SUM" if truncated else op, async_op=True
-                )
-                works.append(self._divide_then(work, targets) if truncated else work)
-        return self._started(as_one(works), outputs)
+            work = group.reduce_scatter_coalesced(outputs, scaled(inputs, factor), op, async_op=True)
+        return self._started(work, outputs)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
-
-    def _divide_then(self, work: Work | None, tensors: Sequence[torch.Tensor]) -> Work | None:
-        for tensor in tensors:
-            after(work, partial(divide_truncated, tensor, self.size()))
-        return work
 
     def _sparse_all_reduce(
         self, tensor: torch.Tensor, op: ReduceOp, factor: Any, async_op: bool

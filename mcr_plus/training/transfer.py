@@ -53,7 +53,7 @@ def broadcast_tensors(
     root = comm.ranks[0] if src is None else src
     for batch in chain.from_iterable(alike.values()):
         flat = torch.cat([tensor.reshape(-1) for tensor in batch])
-        # Operations have no float8 and no unsigned integers of more than 8 bits; weights may.
+        # Weights may have dtypes that operations have not, such as torch's bits8.
         sent = flat if flat.dtype in DTYPES else flat.view(torch.uint8)
         comm.broadcast(sent, root, compress=False if tag is None else _lossless(sent, comm, tag), tag=tag)
         offset = 0

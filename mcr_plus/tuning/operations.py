@@ -18,13 +18,13 @@ import torch
 from numpy.typing import NDArray
 
 from mcr_plus.communicator.communicator import Communicator
-from mcr_plus.core.kinds import DTYPES, PLAIN, REDUCING, SHARED, Kind, collective, dtype_name
+from mcr_plus.core.kinds import ARITHMETIC, PLAIN, REDUCING, SHARED, Kind, collective, dtype_name
 from mcr_plus.core.work import Work
 from mcr_plus.errors import Unsupported
 
 KINDS: Final[tuple[Kind, ...]] = tuple(kind for kind in PLAIN if kind != "recv")
 """`send` is measured as a message between neighbours and back; half of that is its time."""
-DTYPE_BY_NAME: Final = {dtype_name(dtype): dtype for dtype in DTYPES}
+DTYPE_BY_NAME: Final = {dtype_name(dtype): dtype for dtype in ARITHMETIC}
 
 TUNED: Final = "tuned"
 """The candidate without a backend: the pipeline decides."""

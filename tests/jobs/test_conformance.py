@@ -14,7 +14,7 @@ import torch
 from behaviour import LIVES, SECTIONS
 from ranks import RankResult, RanksFailed, run_ranks
 
-from mcr_plus.core.kinds import DTYPES, REDUCE_OPS, REDUCIBLE
+from mcr_plus.core.kinds import ARITHMETIC, REDUCE_OPS, REDUCIBLE
 from mcr_plus.launch import mpi_usable
 
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
@@ -101,7 +101,7 @@ def test_the_table_has_every_operation_backend_type_mode_and_group() -> None:
     backends = (None, "mpi", "gloo")
     cases = list(conformance.every_type(backends, GROUPS))
     found = {(c.name, c.op, c.dtype, c.backend, c.async_op, c.group) for c in cases}
-    kinds = len(conformance.REDUCTIONS) * len(conformance.PAIRS) + len(conformance.MOVES) * len(DTYPES)
+    kinds = len(conformance.REDUCTIONS) * len(conformance.PAIRS) + len(conformance.MOVES) * len(ARITHMETIC)
     assert len(cases) == len(found) == kinds * 2 * (2 * len(GROUPS) + 1)
     assert {(c.op, c.dtype) for c in cases if c.op} == {(op, d) for op in REDUCE_OPS for d in REDUCIBLE[op]}
     for name in conformance.OPERATIONS:
@@ -117,7 +117,7 @@ def test_some_types_are_every_operation_type_and_mode_and_every_operation_in_eve
     ways = {(mode, group) for mode in (False, True) for group in groups}
     for name in conformance.OPERATIONS:
         assert {(c.async_op, c.group) for c in of_local if c.name == name} == ways, name
-    for dtype in DTYPES:
+    for dtype in ARITHMETIC:
         assert {(c.async_op, c.group) for c in of_local if c.dtype == dtype} == ways, dtype
 
 
@@ -138,7 +138,7 @@ def test_the_table_has_every_operation_in_every_shape() -> None:
             assert {(c.async_op, c.group) for c in of_backend if c.shape == shape} == ways
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ARITHMETIC)
 def test_inputs_differ_between_ranks_and_salts(dtype: torch.dtype) -> None:
     """Swapped ranks, or the last operation's result, must not pass."""
     seen: Sequence[bytes] = [

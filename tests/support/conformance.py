@@ -17,7 +17,7 @@ import torch
 from reference import Array, Failures, Shape, difference, inputs, reduced, unit_roundoff
 
 import mcr_plus as mcr
-from mcr_plus.core.kinds import DTYPES, REDUCIBLE
+from mcr_plus.core.kinds import ARITHMETIC, REDUCIBLE
 
 Check = Callable[[], "str | None"]
 Runner = Callable[["Scene"], "tuple[Any, list[Check]]"]
@@ -400,7 +400,7 @@ OPERATIONS: Final = {**REDUCTIONS, **MOVES}
 def every_type(backends: Iterable[str | None], groups: Sequence[str]) -> Iterator[Case]:
     """Operation × backend × dtype × reduce op × sync and async × group; shapes take turns."""
     what = [(name, op, dtype) for name in REDUCTIONS for op, dtype in PAIRS]
-    what += [(name, None, dtype) for name in MOVES for dtype in DTYPES]  # type: ignore[misc]
+    what += [(name, None, dtype) for name in MOVES for dtype in ARITHMETIC]  # type: ignore[misc]
     shapes = cycle(SHAPES)
     cells = product(what, backends, (False, True), groups)
     for salt, ((name, op, dtype), backend, async_op, group) in enumerate(cells):
@@ -442,7 +442,7 @@ def some_types(backends: Iterable[str | None], groups: Sequence[str]) -> Iterato
     of_a_cell = groupby(cases, lambda case: (case.name, case.op, case.dtype, case.backend))
     for turn, (_, cell) in enumerate(of_a_cell):
         found = list(cell)
-        yield found[(turn + turn // len(DTYPES)) % len(found)]
+        yield found[(turn + turn // len(ARITHMETIC)) % len(found)]
 
 
 def run_table(cases: Iterable[Case], groups: dict[str, mcr.Communicator], failures: Failures) -> None:

@@ -25,7 +25,7 @@ import mcr_plus as mcr
 from mcr_plus.api.record import Log
 from mcr_plus.backends.shm import segment
 from mcr_plus.communicator.costs import expected_us
-from mcr_plus.core.kinds import DTYPES, REDUCE_OPS, REDUCIBLE, ReduceOp
+from mcr_plus.core.kinds import ARITHMETIC, REDUCE_OPS, REDUCIBLE, ReduceOp
 from mcr_plus.hierarchy.options import HIERARCHICAL
 from mcr_plus.runtime import init as runtime
 
@@ -233,7 +233,7 @@ def every_section(backends: list[str], options: dict[str, Any], every_type: bool
     failures = Failures()
     with mcr.init(config(backends=backends, **options)) as comm:
         for section in SECTIONS:
-            section(comm, failures, DTYPES if every_type else A_FEW)
+            section(comm, failures, ARITHMETIC if every_type else A_FEW)
     return failures.report()
 
 
@@ -741,7 +741,7 @@ def on_two_hosts(folder: Path) -> None:
         config(backends=["mpi", "gloo", "msccl"], local={"backend": "msccl"}, inter={"backend": "gloo"})
     ) as comm:
         for section in (rough_sums, in_flight, sub_groups):
-            section(comm, failures, DTYPES)
+            section(comm, failures, ARITHMETIC)
         report = {**failures.report(), "groups": " ".join(part.name for part in comm.opened.parts)}
     (folder / f"{comm.rank}").write_text(json.dumps(report))
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from mcr_plus.backends.base import NATIVE, Availability, Backend, Channel, Preference, Support
 from mcr_plus.backends.gloo.channel import GlooChannel, gloo_reduces, stuck
+from mcr_plus.backends.gloo.keys import compares_keys
 from mcr_plus.backends.gloo.swap import swaps
 from mcr_plus.core import c10d
 from mcr_plus.core.buffers import Pool
@@ -85,6 +86,8 @@ class GlooBackend(Backend):
             return Support("emulated", "staged through host memory")
         kind = signature.kind
         if kind in ("all_reduce", "reduce"):
+            if compares_keys(signature):
+                return Support("emulated", f"{signature.reduce_op} of integers in the order of the values")
             if gloo_reduces(signature):
                 native = signature.reduce_op != "AVG"
                 return NATIVE if native else Support("emulated", "SUM, then divided by the number of ranks")

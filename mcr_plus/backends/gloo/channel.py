@@ -12,7 +12,8 @@ from typing import Any, Final
 import torch
 
 from mcr_plus.backends.base import BlockingPoll, Channel, Corrupted, Poll, Start
-from mcr_plus.backends.emulation import local_reduce
+from mcr_plus.backends.emulation import divide, local_reduce
+from mcr_plus.backends.gloo.keys import compares_keys, keyed
 from mcr_plus.backends.gloo.messages import SLOTS, WatchedReceive, WatchedSend, bytes_of, parts_of, slot_of
 from mcr_plus.backends.gloo.swap import Swaps, swaps, tag_of
 from mcr_plus.core import c10d
@@ -213,6 +214,12 @@ class GlooChannel(Channel):
         if not gloo_reduces(signature):
             return self._gather_and_reduce(signature, op, root=None)
         options = _opts(c10d.AllreduceOptions(), reduceOp=_NATIVE_OP[op], timeout=self._timeout)
+        if compares_keys(signature):
+
+            def reduce(keys: torch.Tensor, finish: Callable[[], None]) -> Poll:
+                return self._poll(self._pg.allreduce([keys], options), finish)
+
+            return keyed(signature, self._pool, reduce)
         size = self._group.size
 
         def start(message: Message) -> Poll:
@@ -220,7 +227,7 @@ class GlooChannel(Channel):
             if out is not message.inputs[0]:
                 out.copy_(message.inputs[0])
             work = self._pg.allreduce([out.view(-1)], options)
-            return self._poll(work, partial(_divide, out, size) if op == "AVG" else None)
+            return self._poll(work, partial(divide, out, size) if op == "AVG" else None)
 
         return start
 
@@ -232,6 +239,12 @@ class GlooChannel(Channel):
             c10d.ReduceOptions(), reduceOp=_NATIVE_OP[op], rootRank=root, rootTensor=0, timeout=self._timeout
         )
         size, is_root = self._group.size, self._group.rank == root
+        if compares_keys(signature):
+
+            def reduce(keys: torch.Tensor, finish: Callable[[], None]) -> Poll:
+                return self._poll(self._pg.reduce([keys], options), finish)
+
+            return keyed(signature, self._pool, reduce, wanted=is_root)
 
         def start(message: Message) -> Poll:
             value = message.inputs[0]
@@ -239,7 +252,7 @@ class GlooChannel(Channel):
             if is_root:
                 target = message.outputs[0]
                 if op == "AVG":
-                    finish = partial(_divide, target, size)
+                    finish = partial(divide, target, size)
             else:  # gloo uses their tensors as scratch; our operations preserve their input
                 lease = self._pool.lease(value.device)
                 target, finish = lease.tensor(value.numel(), value.dtype), lease.release
@@ -478,8 +491,3 @@ stuck: Final[list[GlooChannel]] = []
 def _gather_bytes(pg: Any, output: torch.Tensor, value: torch.Tensor, timeout: timedelta) -> Any:
     options = _opts(c10d.AllgatherOptions(), timeout=timeout)
     return pg._allgather_base(bytes_of(output), bytes_of(value), options)
-
-
-def _divide(tensor: torch.Tensor, size: int) -> None:
-    with torch.inference_mode():  # outside of which tensors that were made in it cannot be written
-        tensor.div_(size)

@@ -23,7 +23,7 @@ from mcr_plus.backends.base import NATIVE, Availability, Backend, Channel, Prefe
 from mcr_plus.backends.mpi import shrinking
 from mcr_plus.backends.mpi.channel import MpiChannel
 from mcr_plus.backends.mpi.contexts import Contexts
-from mcr_plus.backends.mpi.datatypes import HALVES, SATURATED
+from mcr_plus.backends.mpi.datatypes import own_reduction
 from mcr_plus.backends.mpi.p2p import MatchingQueue
 from mcr_plus.core.environment import rank_by_mpi, started_by_mpi
 from mcr_plus.core.group import Group
@@ -157,10 +157,8 @@ class MpiBackend(Backend):
             return Support("no", f"more than {_MAX_COUNT} elements in one MPI call")
         if signature.kind not in REDUCING:
             return NATIVE
-        if signature.dtype in HALVES:
-            return Support("emulated", "an MPI_Op of our own that widens to float32 (compiled by numba)")
-        if signature.dtype in SATURATED and signature.reduce_op == "SUM":
-            return Support("emulated", "an MPI_Op of our own that wraps around (compiled by numba)")
+        if how := own_reduction(signature.reduce_op, signature.dtype):
+            return Support("emulated", f"an MPI_Op of our own that {how} (compiled by numba)")
         if signature.reduce_op == "AVG":
             return Support("emulated", "SUM, then divided by the number of ranks")
         return NATIVE

@@ -11,6 +11,7 @@ from typing import Any, Final
 import torch
 
 from mcr_plus.backends.base import Poll, Start
+from mcr_plus.backends.emulation import divide
 from mcr_plus.backends.mpi.datatypes import mpi_datatype, mpi_op
 from mcr_plus.core.group import Group
 from mcr_plus.core.kinds import REDUCING
@@ -110,8 +111,7 @@ class Collectives:
             def finish() -> bool:
                 if not poll():
                     return False
-                with torch.inference_mode():  # outside of which tensors made in it cannot be written
-                    out.div_(size)
+                divide(out, size)
                 return True
 
             return finish

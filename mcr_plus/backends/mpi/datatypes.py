@@ -1,4 +1,10 @@
-"""MPI's datatypes and reduce operations for torch's, with operations of this package where MPI has none."""
+"""MPI's datatypes and reduce operations for torch's, with operations of this package where MPI's do not fit.
+
+MPI has no float16 and no bfloat16. MIN and MAX of NaN and of zeros of both signs depend on the library, the
+position of an element and the rank: Open MPI 5.0.11 drops NaN of some ranks and keeps those of others. Its
+vectorised SUM saturates 8- and 16-bit integers (component op/avx) and the scalar one wraps around. PRODUCT of
+complex numbers recovers infinities, as C does and no other library of ours.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +15,13 @@ from typing import Any, Final
 
 import torch
 
-from mcr_plus.core.kinds import ReduceOp, dtype_name
-from mcr_plus.errors import BackendUnavailable, Unsupported
+from mcr_plus.core.kinds import COMPLEX, FLOATS, MOVED, ReduceOp, check_reducible, dtype_name
+from mcr_plus.errors import BackendUnavailable
 from mcr_plus.kernels.compiling import compiling
 from mcr_plus.rendezvous.mpi_library import load_mpi
 
-HALVES: Final = (torch.float16, torch.bfloat16)
-_HALF_OPS: Final = ("SUM", "AVG", "PRODUCT", "MIN", "MAX")
-SATURATED: Final = (torch.int8, torch.int16, torch.uint8)  # by Open MPI's vectorised SUM
+_HALVES: Final = (torch.float16, torch.bfloat16)
+_SATURATED: Final = (torch.int8, torch.int16, torch.uint8)
 
 _DATATYPES: Final = {
     torch.float64: "DOUBLE",
@@ -31,10 +36,10 @@ _DATATYPES: Final = {
     torch.bool: "C_BOOL",
     torch.complex64: "C_FLOAT_COMPLEX",
     torch.complex128: "C_DOUBLE_COMPLEX",
+    **{dtype: f"UINT{8 * dtype.itemsize}_T" for dtype in MOVED},
 }
 _OPS: Final = {
     "SUM": "SUM",
-    "AVG": "SUM",
     "PRODUCT": "PROD",
     "MIN": "MIN",
     "MAX": "MAX",
@@ -60,47 +65,43 @@ def mpi_datatype(dtype: torch.dtype) -> Any:
 def mpi_op(op: ReduceOp, dtype: torch.dtype) -> Any:
     """The MPI_Op of a reduction; SUM for AVG, whose result is divided afterwards.
 
-    Compiles an operation of this package where MPI lacks one. Raises `Unsupported` for one that nobody has.
+    Compiles one of this package where MPI's does not fit. Raises `Unsupported` for one that nobody has.
     """
-    if dtype in HALVES:
-        if op not in _HALF_OPS:
-            raise Unsupported(f"reduce op {op} on {dtype_name(dtype)}; known: {', '.join(_HALF_OPS)}")
-        return _half_op(op, dtype)
-    if dtype in SATURATED and op == "SUM":
-        return _wrapping_op(dtype)
+    check_reducible(op, dtype)
+    op = "SUM" if op == "AVG" else op
+    if own_reduction(op, dtype):
+        return _own_op(op, dtype)
     if dtype is torch.bool:
         return getattr(load_mpi(), _BOOL_OPS.get(op, "LXOR"))
     return getattr(load_mpi(), _OPS[op])
 
 
+def own_reduction(op: ReduceOp | None, dtype: torch.dtype | None) -> str:
+    """How an operation of this package differs from that of MPI; empty where MPI's own is used."""
+    if dtype in _HALVES:
+        return "widens to float32"
+    if dtype in FLOATS and op in ("MIN", "MAX"):
+        return "keeps NaN and orders zeros"
+    if dtype in _SATURATED and op in ("SUM", "AVG"):
+        return "wraps around"
+    return "multiplies complex numbers as torch does" if dtype in COMPLEX and op == "PRODUCT" else ""
+
+
 @cache
-def _half_op(name: str, dtype: torch.dtype) -> Any:
-    """Return the MPI_Op of a reduction of float16 or bfloat16, which MPI lacks."""
-    from mcr_plus.kernels.half_reduce import reducer
-
-    with compiling(f"{name} on {dtype_name(dtype)}"):
-        return _own_op(reducer("SUM" if name == "AVG" else name, dtype))
-
-
-@cache
-def _wrapping_op(dtype: torch.dtype) -> Any:
-    """Return the MPI_Op for SUM of small integers that wraps around."""
-    from mcr_plus.kernels.wrapping_sum import wrapping_sum
-
-    with compiling(f"SUM on {dtype_name(dtype)}"):
-        return _own_op(wrapping_sum(dtype))
-
-
-def _own_op(function: Any) -> Any:
+def _own_op(op: ReduceOp, dtype: torch.dtype) -> Any:
     """Return an MPI_Op of a function compiled by numba; a Python callback would take the GIL per segment."""
+    from mcr_plus.backends.shm.reduce_kernels import mpi_function
+
     mpi = load_mpi()
-    op = mpi.Op()
+    with compiling(f"{op} on {dtype_name(dtype)}"):
+        function = mpi_function(dtype, op)
+    made = mpi.Op()
     status = _libmpi().MPI_Op_create(
-        ctypes.c_void_p(function.address), ctypes.c_int(1), ctypes.c_void_p(mpi._addressof(op))
+        ctypes.c_void_p(function.address), ctypes.c_int(1), ctypes.c_void_p(mpi._addressof(made))
     )
     if status != 0:
         raise BackendUnavailable(f"backend mpi: MPI_Op_create failed with code {status}")
-    return op
+    return made
 
 
 @cache

@@ -2,7 +2,9 @@
 
 A library does not distinguish dtypes, and Open MPI 5.0.11 writes a message that is too long past the end of
 the buffer before it reports the truncation. So a receive is posted only when a message has arrived with the
-right size and dtype, which is part of the tag. So is whether it carries a checksum, see `checked`.
+right size and dtype, which is part of the tag. So is whether it carries a checksum, see `checked`. Of the 29
+bits of MPICH's tags 24 are the program's and 4 for the dtype: the last dtypes share a code, and leave the
+program fewer bits.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from mcr_plus.errors import OrderMismatch, Unsupported
 _CODES: Final = {dtype: code for code, dtype in enumerate(DTYPES)}
 _CHECKED: Final = 1 << 4  # in a tag: the message carries a checksum; the bits below are for the dtype
 _BITS: Final = 5
+_SHARED: Final = _CHECKED - 1  # the code of this dtype and of all after it
+_MORE: Final = 4  # bits that tell these apart
 _PROBE_OTHERS_EVERY: Final = 256  # polls without a message before probing for other dtypes
 CHECKSUM: Final = 8
 """Bytes of the checksum that a message may carry."""
@@ -89,9 +93,13 @@ class MatchingQueue:
 
     def tag(self, dtype: torch.dtype, match_tag: int, *, checked: bool = False) -> int:
         """Return the MPI tag for tensors of `dtype`; raises `Unsupported` if MPI has no such tag."""
-        if match_tag >= self._tag_limit:
-            raise Unsupported(f"tag: this MPI library takes tags below {self._tag_limit}, got {match_tag}")
-        return match_tag << _BITS | _CHECKED * checked | _CODES[dtype]
+        code, number, limit = _CODES[dtype], match_tag, self._tag_limit
+        if code >= _SHARED:
+            code, number, limit = _SHARED, match_tag << _MORE | code - _SHARED, limit >> _MORE
+        if match_tag >= limit:
+            of = f" of {dtype_name(dtype)}" if code == _SHARED else ""
+            raise Unsupported(f"tag: this MPI library takes tags below {limit}{of}, got {match_tag}")
+        return number << _BITS | _CHECKED * checked | code
 
     def post(self, receive: Receive) -> Receive:
         """Queue a receive; returns it."""
@@ -152,7 +160,8 @@ class MatchingQueue:
         if receive.polls % _PROBE_OTHERS_EVERY:
             return False
         for source in sources:
-            for dtype, checked in product(_CODES, (False, True)):
+            known = list(_CODES)[: None if receive.tag < self._tag_limit >> _MORE else _SHARED]
+            for dtype, checked in product(known, (False, True)):
                 other = self.tag(dtype, receive.tag, checked=checked)
                 if other != tag and self._comm.Iprobe(source, other, self._status):
                     return self._other(receive, source, tag, dtype, CHECKSUM * checked)

@@ -5,8 +5,13 @@ so the functions that move data are compiled once and not for every dtype. `targ
 or overlap neither. Blocks of 64 bytes are written as vector instructions, because a compiler that must rule
 out overlaps does not vectorise equal buffers.
 
-float16 and bfloat16 are widened to float32, combined, and rounded to nearest even, in every addition. MIN
-and MAX give NaN if either side is NaN, as torch does. Integers wrap around.
+float16 and bfloat16 are widened to float32, combined, and rounded to nearest even, in every addition.
+Integers wrap around, and their means are rounded towards zero. MIN and MAX are `minimum` and `maximum` of
+IEEE 754-2019: NaN if either side is NaN, and -0 is less than +0. MPI has these kernels by `mpi_function`, and
+gloo compares `Keys`, integers in the order of the values.
+
+PRODUCT of complex numbers multiplies by the definition, as torch does: infinities are not recovered where
+both parts are NaN, as they are in C.
 """
 
 from __future__ import annotations
@@ -17,13 +22,15 @@ from typing import Any, Final, NamedTuple
 
 import numba
 import numba.extending
+import numpy as np
 import torch
 from llvmlite import ir
 from numba.core.errors import TypingError
 
+from mcr_plus.backends.shm.atomics import call
 from mcr_plus.core.kinds import ReduceOp, dtype_name
 from mcr_plus.errors import Unsupported
-from mcr_plus.kernels.cpu import c_function
+from mcr_plus.kernels.cpu import c_function, compiled
 
 Emit = Callable[[Any, Any, Any], Any]
 """(llvmlite builder, value, value) → value."""
@@ -61,21 +68,35 @@ _FORMATS: Final[dict[torch.dtype, _Format]] = {
     torch.uint8: _Format(ir.IntType(8), ir.IntType(8), "u"),
 }
 _DTYPES: Final = tuple(_FORMATS)
+_INFINITE: Final[dict[torch.dtype, int]] = {
+    torch.float64: 0x7FF << 52,
+    torch.float32: 0xFF << 23,
+    torch.float16: 0x1F << 10,
+    torch.bfloat16: 0xFF << 7,
+}
+"""Bits of infinity: those of NaN without their sign are larger."""
 _LOGIC: Final[dict[str, str]] = {"SUM": "BOR", "MAX": "BOR", "PRODUCT": "BAND", "MIN": "BAND"}
 """Arithmetic on bool, whose bytes are 0 or 1."""
 _OPS: Final = ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "DIVIDE")
+_CONVERSIONS: Final = ("MIN", "MAX", "VALUE")  # to keys for one of two operations, or back
 
 
-def _chosen(builder: Any, better: Any, kind: str, a: Any, b: Any) -> Any:
-    """`a` where it is better or NaN, else `b`."""
-    if kind == "f":
-        better = builder.or_(better, builder.fcmp_unordered("uno", a, a))
-    return builder.select(better, a, b)
-
-
-def _compare(builder: Any, kind: str, sign: str, a: Any, b: Any) -> Any:
-    compare = {"f": builder.fcmp_ordered, "i": builder.icmp_signed, "u": builder.icmp_unsigned}[kind]
-    return compare(sign, a, b)
+def _extreme(builder: Any, kind: str, sign: str, a: Any, b: Any) -> Any:
+    """The larger value for `>`, the smaller one for `<`."""
+    if kind != "f":
+        compare = {"i": builder.icmp_signed, "u": builder.icmp_unsigned}[kind]
+        return builder.select(compare(sign, a, b), a, b)
+    # Not by `llvm.maximum`, which LLVM had no instructions for on x86 before version 17. `second` wins where
+    # neither is greater: of zeros it is the right one, and a NaN unless only `first` is one.
+    lanes = a.type.count if isinstance(a.type, ir.VectorType) else 1
+    integer = _I64 if a.type in (_DOUBLE, _spread(_DOUBLE, lanes)) else _I32
+    bits = builder.bitcast(a, _spread(integer, lanes))
+    negative = builder.icmp_signed("<", bits, _constant(integer, lanes, 0))
+    first, second = builder.select(negative, a, b), builder.select(negative, b, a)
+    if sign == "<":
+        first, second = second, first
+    chosen = builder.select(builder.fcmp_ordered(sign, first, second), first, second)
+    return builder.select(builder.fcmp_unordered("uno", first, first), first, chosen)
 
 
 def _emit(op: str, kind: str) -> Emit:
@@ -83,8 +104,8 @@ def _emit(op: str, kind: str) -> Emit:
     emits: dict[str, Emit] = {
         "SUM": lambda builder, a, b: (builder.fadd if floating else builder.add)(a, b),
         "PRODUCT": lambda builder, a, b: (builder.fmul if floating else builder.mul)(a, b),
-        "MIN": lambda builder, a, b: _chosen(builder, _compare(builder, kind, "<", a, b), kind, a, b),
-        "MAX": lambda builder, a, b: _chosen(builder, _compare(builder, kind, ">", a, b), kind, a, b),
+        "MIN": lambda builder, a, b: _extreme(builder, kind, "<", a, b),
+        "MAX": lambda builder, a, b: _extreme(builder, kind, ">", a, b),
         "BAND": lambda builder, a, b: builder.and_(a, b),
         "BOR": lambda builder, a, b: builder.or_(a, b),
         "BXOR": lambda builder, a, b: builder.xor(a, b),
@@ -151,23 +172,69 @@ def _combine(typing_context, dtype, op, lanes, target, left, right):  # type: ig
 
 @_numba.extending.intrinsic(prefer_literal=True)
 def _divide(typing_context, dtype, lanes, target, divisor):  # type: ignore[no-untyped-def]  # noqa: ARG001
-    """Divide `lanes` floating-point values in place by an integer."""
+    """Divide `lanes` values in place by an integer; integers are rounded towards zero."""
     form, count = _FORMATS[_DTYPES[dtype.literal_value]], lanes.literal_value
     stored = _spread(form.stored, count)
     size = _width(form.stored)
 
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]  # noqa: ARG001
         pointer = builder.inttoptr(args[2], stored.as_pointer())
-        value = _widened(builder, form, count, builder.load(pointer, align=size))
-        by = builder.sitofp(args[3], form.computed)
-        if count > 1:
-            vector = ir.Constant(_spread(form.computed, count), ir.Undefined)
-            for lane in range(count):
-                vector = builder.insert_element(vector, by, ir.Constant(_I32, lane))
-            by = vector
-        builder.store(_narrowed(builder, form, count, builder.fdiv(value, by)), pointer, align=size)
+        value = builder.load(pointer, align=size)
+        if form.kind != "f":  # in 64 bits, which hold every number of ranks
+            wide = _spread(_I64, count)
+            extend, divide = {"i": (builder.sext, builder.sdiv), "u": (builder.zext, builder.udiv)}[form.kind]
+            quotient = divide(extend(value, wide), _splat(builder, args[3], count))
+            builder.store(builder.trunc(quotient, stored), pointer, align=size)
+            return
+        by = _splat(builder, builder.sitofp(args[3], form.computed), count)
+        quotient = builder.fdiv(_widened(builder, form, count, value), by)
+        builder.store(_narrowed(builder, form, count, quotient), pointer, align=size)
 
     return _types.void(dtype, lanes, _types.int64, _types.int64), generate
+
+
+def _splat(builder: Any, value: Any, lanes: int) -> Any:
+    """A vector of equal values."""
+    if lanes == 1:
+        return value
+    vector = ir.Constant(_spread(value.type, lanes), ir.Undefined)
+    for lane in range(lanes):
+        vector = builder.insert_element(vector, value, ir.Constant(_I32, lane))
+    return vector
+
+
+@_numba.extending.intrinsic(prefer_literal=True)
+def _convert(typing_context, dtype, conversion, lanes, target, source):  # type: ignore[no-untyped-def]  # noqa: ARG001
+    """Convert `lanes` values to keys or back; the first three arguments are constants."""
+    floating, count = _DTYPES[dtype.literal_value], lanes.literal_value
+    kind, width = _CONVERSIONS[conversion.literal_value], 8 * floating.itemsize
+    bits, key = ir.IntType(width), ir.IntType(max(width, 32))
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]  # noqa: ARG001
+        def pointer(address: Any, element: Any) -> Any:
+            return builder.inttoptr(address, _spread(element, count).as_pointer())
+
+        def constant(value: int) -> Any:
+            return _constant(bits, count, value)
+
+        def reflected(value: Any) -> Any:
+            """In the order of integers from that of signs and magnitudes, and the other way round."""
+            return builder.xor(value, builder.and_(builder.ashr(value, constant(width - 1)), largest))
+
+        largest = constant((1 << (width - 1)) - 1)
+        if kind == "VALUE":
+            value = builder.load(pointer(args[4], key), align=key.width // 8)
+            value = value if key == bits else builder.trunc(value, _spread(bits, count))
+            builder.store(reflected(value), pointer(args[3], bits), align=width // 8)
+            return
+        value = builder.load(pointer(args[4], bits), align=width // 8)
+        is_nan = builder.icmp_unsigned(">", builder.and_(value, largest), constant(_INFINITE[floating]))
+        of_nan = largest if kind == "MAX" else constant(-1 << (width - 1))
+        value = builder.select(is_nan, of_nan, reflected(value))
+        value = value if key == bits else builder.sext(value, _spread(key, count))
+        builder.store(value, pointer(args[3], key), align=key.width // 8)
+
+    return _types.void(dtype, conversion, lanes, _types.int64, _types.int64), generate
 
 
 @_numba.extending.intrinsic(prefer_literal=True)
@@ -194,16 +261,24 @@ def _width(element: Any) -> int:
     return {_DOUBLE: 8, _FLOAT: 4}.get(element) or element.width // 8
 
 
-def _cfunc(function: Callable[..., Any]) -> Any:
-    return c_function(_types.void(*[_types.int64] * 4), function)
+def _cfunc(function: Callable[..., Any], third: Any = _types.int64) -> Any:
+    return c_function(_types.void(_types.int64, _types.int64, third, _types.int64), function)
+
+
+def _steps(dtype: torch.dtype) -> tuple[int, int, int]:
+    """The number of a dtype, the bytes of a value, and the values of a vector.
+
+    Functions close over integers only, since these are part of the key of the cache on disk.
+    """
+    form = _FORMATS[dtype]
+    return _DTYPES.index(dtype), _width(form.stored), _BLOCK // _width(form.computed)
 
 
 @cache
 def _kernel(dtype: torch.dtype, op: str) -> Any:
-    form = _FORMATS[dtype]
-    # The function closes over integers only, since they are part of the key of the cache on disk.
-    code, action, size = _DTYPES.index(dtype), _OPS.index(op), _width(form.stored)
-    lanes = _BLOCK // _width(form.computed)
+    (code, size, lanes), action = _steps(dtype), _OPS.index(op)
+    if op == "DIVIDE" and _FORMATS[dtype].kind != "f":
+        lanes = 1  # processors divide one integer at a time
     step = lanes * size
 
     def combine(target, left, right, count):  # type: ignore[no-untyped-def]
@@ -223,6 +298,89 @@ def _kernel(dtype: torch.dtype, op: str) -> Any:
             _divide(code, 1, target + index * size, right)
 
     return _cfunc(divide if op == "DIVIDE" else combine)
+
+
+@cache
+def mpi_function(dtype: torch.dtype, op: ReduceOp) -> Any:
+    """Return an MPI_User_function (MPI 4.1, section 6.9.5): `inout = in op inout`, for an op other than AVG.
+
+    Its arguments are `void* in, void* inout, int* count, void* datatype`; MPI gets its `address`.
+    """
+    if dtype.is_complex:
+        code, size = _DTYPES.index(dtype.to_real()), dtype.itemsize
+
+        def multiply(source, target, count, datatype):  # type: ignore[no-untyped-def]  # noqa: ARG001
+            for index in range(count[0]):
+                at = index * size
+                _multiply(code, target + at, source + at, target + at)
+
+        return _cfunc(multiply, _types.CPointer(_types.int32))
+
+    (code, size, lanes), action = _steps(dtype), _OPS.index(op)
+    step = lanes * size
+
+    def combine(source, target, count, datatype):  # type: ignore[no-untyped-def]  # noqa: ARG001
+        whole = count[0] // lanes
+        for block in range(whole):
+            at = block * step
+            _combine(code, action, lanes, target + at, source + at, target + at)
+        for index in range(whole * lanes, count[0]):
+            at = index * size
+            _combine(code, action, 1, target + at, source + at, target + at)
+
+    return _cfunc(combine, _types.CPointer(_types.int32))
+
+
+@cache
+def _conversion(dtype: torch.dtype, kind: str) -> Any:
+    """A function of the addresses of a target and a source, and the number of values."""
+    (code, size, lanes), which = _steps(dtype), _CONVERSIONS.index(kind)
+    key = max(size, 4)
+    to, of = (size, key) if kind == "VALUE" else (key, size)
+
+    def convert(target, source, count, unused):  # type: ignore[no-untyped-def]  # noqa: ARG001
+        whole = count // lanes
+        for block in range(whole):
+            _convert(code, which, lanes, target + block * lanes * to, source + block * lanes * of)
+        for index in range(whole * lanes, count):
+            _convert(code, which, 1, target + index * to, source + index * of)
+
+    return _cfunc(convert)
+
+
+class Keys(NamedTuple):
+    """Addresses of the functions that make keys of values for MIN or MAX and turn them back, for `convert`.
+
+    Keys of float64 are int64, all others int32: those of float64 and float32 may replace the values. The
+    largest key of MAX, and the smallest of MIN, is NaN.
+    """
+
+    of_values: int
+    to_values: int
+    dtype: torch.dtype
+
+
+@cache
+def keys_for(dtype: torch.dtype, op: ReduceOp) -> Keys:
+    """Return the functions for MIN or MAX of a floating-point dtype."""
+    key = torch.int64 if dtype is torch.float64 else torch.int32
+    return Keys(_conversion(dtype, op).address, _conversion(dtype, "VALUE").address, key)
+
+
+@compiled
+def convert(function, target, source, count):  # type: ignore[no-untyped-def]
+    """Convert `count` values to keys or back, by addresses; `function`: of `Keys`."""
+    call(function, target, source, count, np.int64(0))
+
+
+@compiled
+def reduce_rows(combine, divide, parts, out, ranks, count, width):  # type: ignore[no-untyped-def]
+    """Reduce `ranks` rows of `count` elements of `width` bytes in their order, by kernels of this module."""
+    call(combine, out, parts, parts + count * width, count)
+    for rank in range(2, ranks):
+        call(combine, out, out, parts + rank * count * width, count)
+    if divide:
+        call(divide, out, out, ranks, count)
 
 
 @cache
@@ -268,8 +426,8 @@ def kernels_for(dtype: torch.dtype, op: ReduceOp) -> ReduceKernels:
     if form is None:
         known = ", ".join(map(dtype_name, (*_FORMATS, torch.bool)))
         raise Unsupported(f"reduce op {op} on {dtype_name(dtype)}; known: {known}")
-    if op == "AVG" and form.kind == "f":
+    if op == "AVG":
         return ReduceKernels(_kernel(dtype, "SUM").address, _kernel(dtype, "DIVIDE").address)
-    if op == "AVG" or (op in ("BAND", "BOR", "BXOR") and form.kind == "f"):
+    if op in ("BAND", "BOR", "BXOR") and form.kind == "f":
         raise Unsupported(f"reduce op {op} on {dtype_name(dtype)}")
     return ReduceKernels(_kernel(dtype, op).address)

@@ -8,7 +8,8 @@ from typing import Any, Final
 import numba
 import numpy as np
 
-from mcr_plus.backends.shm.atomics import call, load_acquire, pause, store_release
+from mcr_plus.backends.shm.atomics import load_acquire, pause, store_release
+from mcr_plus.backends.shm.reduce_kernels import reduce_rows
 from mcr_plus.kernels.checksum import checksums, join
 from mcr_plus.kernels.cpu import compiled
 
@@ -95,16 +96,6 @@ def gathered(first, stride, ranks, number, tries):  # type: ignore[no-untyped-de
             tries -= 1
             pause()
     return compared(first + 8, stride, ranks)
-
-
-@compiled
-def reduce_rows(combine, divide, parts, out, ranks, count, width):  # type: ignore[no-untyped-def]
-    """Reduce `ranks` rows of `count` elements in their order, by the kernels of `reduce_kernels`."""
-    call(combine, out, parts, parts + count * width, count)
-    for rank in range(2, ranks):
-        call(combine, out, out, parts + rank * count * width, count)
-    if divide:
-        call(divide, out, out, ranks, count)
 
 
 @compiled

@@ -229,7 +229,7 @@ class CompressStage(Stage):
             notes.append("left out where it is measured to be slower")
         if options.warmup:
             notes.append(f"from call {options.warmup + 1} on")
-        next.note("; ".join(notes))
+        next.note("; ".join(notes), lambda: {"codec": codec.name, "never_slower": options.never_slower})
         issue = composed.bind(next)
         if audit_every is not None:
             issue = audited(issue, audit_every, codec.name, full, self._group, next)

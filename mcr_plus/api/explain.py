@@ -56,7 +56,7 @@ def explain(
     differences) and `strict`. The step of a codec has `codec` and `never_slower` (whether it is set), and
     where the table knows both times `payload_us` (of what the codec sends, without encoding and decoding),
     `without_codec_us`, and `comparison` (the sentence that `mcr-plus explain` prints about them). A stage
-    that does not apply has no step. Expected times of asynchronous operations are exposed times: the time that
+    that does not apply has no step. Expected times of asynchronous operations are exposed times: what
     remains beside a computation of the operation's own length.
 
     `figure` is the quality of an expected time: "measured", "extrapolated", "at_most" below the smallest

@@ -9,13 +9,14 @@ import hashlib
 
 import torch
 
+from mcr_plus.core.group import Group
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.core.work import JointWork, Work
 from mcr_plus.errors import ResultMismatch
 from mcr_plus.pipeline.stage import Issue, Next
 
 
-def audited(issue: Issue, every: int, codec: str, signature: Signature, next: Next) -> Issue:
+def audited(issue: Issue, every: int, codec: str, signature: Signature, group: Group, next: Next) -> Issue:
     """Compare digests of the ranks' results after every `every` calls of `issue`.
 
     A difference raises `ResultMismatch` on all ranks, when the call is waited for.
@@ -49,9 +50,9 @@ def audited(issue: Issue, every: int, codec: str, signature: Signature, next: Ne
                 usual = max(digests, key=digests.count)
                 others = [rank for rank, each in enumerate(digests) if each != usual]
                 raise ResultMismatch(
-                    f"{signature.describe()}, codec {codec}, call {call}: rank(s) "
-                    f"{', '.join(map(str, others))} of group '{signature.group}' hold other results than the "
-                    "rest; all should be equal bit for bit"
+                    f"{signature.describe()}, codec {codec}, call {call}: {group.named(*others)} of "
+                    f"group '{group.name}' and its other ranks hold different results; all should be equal "
+                    "bit for bit"
                 )
 
         audit = Message(digests, (mine,), (all_of_them,), after=work, prepare=digest)

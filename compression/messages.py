@@ -13,7 +13,7 @@ these wait for each other, and would be received in the place of one of them.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
@@ -39,13 +39,24 @@ Last = MutableMapping[tuple[str, int, int], Work]
 
 
 class Messages(Scheme):
-    """Both ends of a message; `last`: of a kind, peer and tag, the message in flight, which comes first."""
+    """Both ends of a message; `last`: of a kind, peer and tag, the message in flight, which comes first.
+
+    `named`: see `Group.named`.
+    """
 
     def __init__(
-        self, codec: Codec, signature: Signature, rank: int, make_state: MakeState, pool: Pool, last: Last
+        self,
+        codec: Codec,
+        signature: Signature,
+        rank: int,
+        make_state: MakeState,
+        pool: Pool,
+        *,
+        named: Callable[[int], str],
+        last: Last,
     ) -> None:
         super().__init__(codec, signature, rank, make_state, pool)
-        self._last = last
+        self._named, self._last = named, last
 
     @property
     def description(self) -> str:  # noqa: D102
@@ -133,8 +144,8 @@ class Messages(Scheme):
             nbytes = int(length)
             if not 0 <= nbytes <= self._room:
                 raise BackendError(
-                    f"codec {self.codec.name}: a payload of {nbytes} bytes from rank {peer}; expected at "
-                    f"most {self._room} for {self.signature.describe()}"
+                    f"codec {self.codec.name}: a payload of {nbytes} bytes from {self._named(peer)}; "
+                    f"expected at most {self._room} for {self.signature.describe()}"
                 )
             payload.outputs = (wire[:nbytes],)
 

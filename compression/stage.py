@@ -27,7 +27,7 @@ from mcr_plus.compression.policy import (
     refusal_of_any_shape,
 )
 from mcr_plus.compression.scheme_bytes import payload_bytes, wire_bytes
-from mcr_plus.compression.schemes import scheme_of
+from mcr_plus.compression.schemes import Scheme, scheme_of
 from mcr_plus.compression.state import CompressorState
 from mcr_plus.config.options import plain_options
 from mcr_plus.core.buffers import Pool
@@ -214,8 +214,7 @@ class CompressStage(Stage):
         if not self._explains:
             prepare(codec, plain.dtype)
         full = full.replace(call=full.as_call())
-        parts = (instance.codec, full, self._group.rank, instance.state, self._pool)
-        composed = Messages(*parts, self._last) if keeps_messages else scheme_of(codec, full)(*parts)
+        composed = self._scheme(instance, full, keeps_messages)
         audit_every = options.audit_every if plain.kind in SAME_RESULT else None
         notes = [f"codec {codec.name}: {composed.description}"]
         payload = payload_bytes(codec, full)
@@ -230,16 +229,22 @@ class CompressStage(Stage):
             notes.append("left out where it is measured to be slower")
         if options.warmup:
             notes.append(f"from call {options.warmup + 1} on")
-        next.note("; ".join(notes))
+        next.note("; ".join(notes), lambda: {"codec": codec.name, "never_slower": options.never_slower})
         issue = composed.bind(next)
         if audit_every is not None:
-            issue = audited(issue, audit_every, codec.name, full, next)
+            issue = audited(issue, audit_every, codec.name, full, self._group, next)
         if options.never_slower and not plain.is_p2p and not self._explains:
             raw = next(plain) if options.feedback is None else _with_residual(next(plain), instance)
             issue = never_slower(raw, issue, codec.name, plain, next, one_clock=self._one_clock)
         if options.warmup:
             issue = _after(options.warmup, next(plain), issue, instance)
         return outside_of_inference_mode(issue)
+
+    def _scheme(self, instance: CodecInstance, full: Signature, keeps_messages: bool) -> Scheme:
+        parts = (instance.codec, full, self._group.rank, instance.state, self._pool)
+        if keeps_messages:
+            return Messages(*parts, named=self._group.named, last=self._last)
+        return scheme_of(instance.codec, full)(*parts)
 
 
 class CodecInstance:
@@ -255,7 +260,7 @@ class CodecInstance:
         self.calls = 0
         self._options = options
         self._state: CompressorState | None = None
-        what = signature.replace(ranks=0, nbytes=None, backend=None, async_op=False)
+        what = signature.replace(ranks=0, nbytes=None, backend=None, async_op=False, root_in_job=None)
         self.name = what.describe()
         self._unit = signature.ranks if signature.reduce_op == "SUM" else 1
         codec.enter(rank, self.name)

@@ -1,5 +1,7 @@
 """fuse: small asynchronous operations that differ only in size are sent as one.
 
+Operations of different tags have buckets of their own: rules, records and the comparison of ranks go by tags.
+
 A bucket is sent when it is full or the next operation does not fit. All open buckets of the group are sent,
 in the order in which they were opened (or the reverse, `order: priority`), when any member is waited for or
 polled, and at `flush()`; so ranks may wait for their handles in different orders. All of this depends on the
@@ -66,8 +68,8 @@ class FuseStage(Stage):
             next.note(f"not fused: {reason}")
             return next(signature)
         next.note(
-            f"fused with operations like it, up to {format_size(options.bucket)}; sent when full, when one "
-            "of them is waited for, or by flush()"
+            "fused with operations that differ only in size, not in tag, up to "
+            f"{format_size(options.bucket)}; sent when full, when one of them is waited for, or by flush()"
         )
         unfused = next(signature)
         if runtime is None:

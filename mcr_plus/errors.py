@@ -1,5 +1,7 @@
 """Every error mcr_plus raises, and how their texts quote values and unknown names.
 
+Ranks in texts and attributes are ranks of the job (`Group.named`), whatever the group of the operation.
+
 McrError
 ├── ConfigError        YAML, tables, algorithm files: always with file and place
 │   └── AlgorithmError    an algorithm that would hang, race or compute something else
@@ -116,7 +118,7 @@ class SyncClosed(BackendError):
 class CommTimeout(McrError):
     """An operation passed its deadline; the message names the ranks that have not arrived.
 
-    `missing`: those, in the operation's group.
+    `missing`: those, as ranks of the job, also for an operation of another group than the world.
     """
 
     def __init__(self, text: str, missing: Sequence[int] = ()) -> None:

@@ -34,7 +34,8 @@ Errors that every operation can raise, in the call or from the `wait()` of its `
 - `Unsupported`: a dtype, layout, device, backend or codec that cannot do this; or this rank is not in the
   group.
 - `OrderMismatch`: ranks of the group issued different operations; the text names both.
-- `CommTimeout`: the deadline (`dispatch: {timeout: ...}`) has passed; the text names the missing ranks.
+- `CommTimeout`: the deadline (`dispatch: {timeout: ...}`) has passed; the text names the ranks of the job
+  that are missing.
 - `BackendError`: the library failed; `PeerLost`: ranks have died, are stopped or are out of reach.
 """
 

@@ -26,6 +26,7 @@ from mcr_plus.pipeline.pipeline import Note, Pipeline
 from mcr_plus.pipeline.stage import Context
 from mcr_plus.rendezvous.world import World
 from mcr_plus.selection.checks import use_algorithms
+from mcr_plus.tables.writing import microseconds
 from mcr_plus.training.policy import key_of, policy_for
 from mcr_plus.training.reducer import TAG
 
@@ -52,8 +53,11 @@ def explain(
     where nothing was measured) and `alternatives` (per choice: `support`, `how`, `expected_us`,
     `extrapolated`, `figure`, `bound_us`, `why` it was chosen or not). Steps in which a library is chosen have
     the last three too, and if the table was measured on another machine `measured_elsewhere` (the
-    differences) and `strict`. A stage that does not apply has no step. Expected times of asynchronous
-    operations are exposed times: the time that remains beside a computation of the operation's own length.
+    differences) and `strict`. The step of a codec has `codec` and `never_slower` (whether it is set), and
+    where the table knows both times `payload_us` (of what the codec sends, without encoding and decoding),
+    `without_codec_us`, and `comparison` (the sentence that `mcr-plus explain` prints about them). A stage
+    that does not apply has no step. Expected times of asynchronous operations are exposed times: what
+    remains beside a computation of the operation's own length.
 
     `figure` is the quality of an expected time: "measured", "extrapolated", "at_most" below the smallest
     size measured, "at_least" beyond the largest if no slope is known, "unknown" if that bound is of other
@@ -139,8 +143,9 @@ def explained(
     world = World(0, ranks, hosts, 300.0, libraries=_libraries())
     group = Group("world", tuple(range(ranks)), 0)
     context = Context(checked, world, group, assumed_backends(checked.backends, world, group))
-    notes = Pipeline(context).bind(signature).notes
-    steps = [*gradient_steps, *map(_step, notes)]
+    pipeline = Pipeline(context)
+    notes = pipeline.bind(signature).notes
+    steps = [*gradient_steps, *_compared(pipeline, signature, notes, list(map(_step, notes)))]
     operations = [Operation(step["operation"], signature.async_op) for step in gradient_steps]
     operations += [Operation(_words(note.signature), note.signature.async_op) for note in notes]
     choice = next((step for step in steps if "alternatives" in step), {})
@@ -182,6 +187,34 @@ def _step(note: Note) -> dict[str, Any]:
         **note.details(),
     }
     return step | {"backend": note.signature.choice} if note.stage == "dispatch" else step
+
+
+def _compared(
+    pipeline: Pipeline, signature: Signature, notes: Sequence[Note], steps: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Add to the step of a codec what the libraries take with it and without it, where both are known."""
+    at = next((at for at, step in enumerate(steps) if "codec" in step), None)
+    if at is None or any(note.signature.group != signature.group for note in notes):
+        return steps  # between nodes, the codec has a part of the operation
+    payloads = [
+        pipeline.expected_us(note.signature.replace(async_op=signature.async_op, compress=False))
+        for note in notes[at:]
+        if note.stage == "select" and note.signature.encoding is not None
+    ]
+    without = pipeline.expected_us(notes[at].signature.replace(compress=False))
+    if without is None or None in payloads or not payloads:
+        return steps
+    payload = sum(us for us in payloads if us is not None)
+    would = "leaves" if steps[at]["never_slower"] else "`never_slower: true` would leave"
+    subject = "`never_slower` " if steps[at]["never_slower"] else ""
+    limit = f" if encoding and decoding take more than {microseconds(without - payload)} µs"
+    steps[at] |= {
+        "payload_us": payload,
+        "without_codec_us": without,
+        "comparison": f"expected: {microseconds(payload)} µs for what it sends, {microseconds(without)} µs "
+        f"without the codec; {subject}{would} it out{limit * (payload < without)}",
+    }
+    return steps
 
 
 def _shaped(signature: Signature, shape: Sequence[int]) -> Signature:

@@ -68,6 +68,8 @@ def _print_explanation(explanation: Explanation) -> None:
     for step, operation in zip(document["steps"], explanation.operations, strict=True):
         print(f"{step['stage']}: {operation.words}")
         print(f"  {step['decision']}")
+        if "comparison" in step:
+            print(f"  {step['comparison']}")
         if step.get("rule"):
             print(f"  rule: {step['rule']}")
         table_rule = step.get("table_rule")

@@ -19,11 +19,16 @@ if TYPE_CHECKING:
 
 
 def plan(
-    step: Annotated[list[Path], typer.Argument(help="A step.json, or traces: files of ranks, or a folder.")],
+    step: Annotated[
+        list[Path],
+        typer.Argument(help="A step.json, or traces: of all ranks (files or a folder), or of one."),
+    ],
     config: Annotated[
         Path | None, typer.Option("--config", help="Pipeline YAML; its table has costs.")
     ] = None,
-    ranks: Annotated[int | None, typer.Option(min=1, help="Number of ranks; as captured by default.")] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Number of ranks; by default those of the step.")
+    ] = None,
     topology: Annotated[Path | None, typer.Option(help="cluster.yaml: nodes and links.")] = None,
     measured_on: Annotated[
         Path | None, typer.Option(help="cluster.yaml of the measured cluster, if it differs.")
@@ -47,7 +52,7 @@ def plan(
     if report is not None:
         _check_report(report)
     pipeline = load({"version": 1} if config is None else config)
-    captured = load_step(step)
+    captured = load_step(step, ranks)
     if output is not None:
         _check_output(output, captured)
     if config is not None:

@@ -346,6 +346,7 @@ class Communicator(Operations):
                 call.kind, dtype, tuple(call.shape), nbytes, self.name, self.size, device,
                 calls.reduce_op_name(call.reduce_op), call.root, tag, stored_backend(backend), codec,
                 async_op, None, call.parts, call.key, None, call.called, call.counts_agreed,
+                None if call.root is None else self.ranks[call.root],
             )  # fmt: skip
             plan = self._chain(signature)
             if (watcher := self._runtime.watcher) is not None:

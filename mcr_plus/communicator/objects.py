@@ -45,6 +45,7 @@ class SignedObjects:
         written = unseal(self._job.world.secret, f"{name}/{rank}", sealed)
         if written is None:
             raise BackendError(
-                f"the object of rank {rank} in group '{name}' was not signed by it, and is not unpickled"
+                f"the object of {self._group.named(rank)} in group '{name}' was not signed by it, and is not "
+                "unpickled"
             )
         return pickle.loads(written)

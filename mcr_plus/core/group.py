@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from mcr_plus.errors import phrase_ranks
+
 
 @dataclass(frozen=True)
 class Group:
@@ -28,3 +30,12 @@ class Group:
     def peers(self) -> tuple[int, ...]:
         """Group ranks of the others."""
         return tuple(rank for rank in range(self.size) if rank != self.rank)
+
+    @cached_property
+    def of_job(self) -> str:
+        """What error texts put after ranks: ` of the job`, unless this group's own numbers are the same."""
+        return "" if self.ranks == tuple(range(self.size)) else " of the job"
+
+    def named(self, *ranks: int) -> str:
+        """Name group ranks in an error text, as ranks of the job: `rank 2 of the job`."""
+        return f"{phrase_ranks([self.ranks[rank] for rank in ranks])}{self.of_job}"

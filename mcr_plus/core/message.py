@@ -59,7 +59,8 @@ class Signature(NamedTuple):
 
     `shape` is the shape of the tensor each rank passes, without dim 0 for vector collectives, whose
     sizes differ between ranks. `nbytes` is the payload in bytes by the convention of nccl-tests (the
-    larger of a rank's input and output), or None for vector collectives. `root` is a group rank.
+    larger of a rank's input and output), or None for vector collectives. `root` is a group rank, and
+    `root_in_job` the same rank in the job, for texts (None where no other numbering exists).
     `backend` is the caller's choice (`name` or `name:algorithm`) until the select stage splits it into
     `backend` and `algorithm`. `parts` are the shapes of the tensors that lie end to end in a bucket, and
     `key` identifies the bucket, for codecs with state between calls; both are None for operations on
@@ -89,6 +90,7 @@ class Signature(NamedTuple):
     encoding: str | None = None
     call: str | None = None
     counts_agreed: bool = False
+    root_in_job: int | None = None
 
     def replace(self, **changes: object) -> Self:
         """The same signature with some fields changed: a stage describes the operation it issues by this."""
@@ -116,7 +118,9 @@ class Signature(NamedTuple):
         if self.dtype is not None:
             dims = ",".join(map(str, self.shape))
             parts.append(f"{dtype_name(self.dtype)}[{'*,' * (self.kind in VECTOR)}{dims}]".replace(",]", "]"))
-        for name in ("root", "tag", "key", "encoding", "backend", "algorithm", "compress"):
+        if self.root is not None:
+            parts.append(f"root={self.root if self.root_in_job is None else self.root_in_job}")
+        for name in ("tag", "key", "encoding", "backend", "algorithm", "compress"):
             value = getattr(self, name)
             if value is not None:
                 parts.append(f"{name}={value}")

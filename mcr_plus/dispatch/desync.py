@@ -108,8 +108,8 @@ def _mismatch(work: IssuedWork, rank: int, digest: int | None) -> OrderMismatch:
     theirs = "" if digest is None else board.text(rank, work.sequence, digest)
     theirs = theirs or "another operation, issued before and not described"
     return OrderMismatch(
-        f"operation #{work.sequence} of group '{group.name}': rank {group.rank} issued {mine}; "
-        f"rank {rank} issued {theirs}. All ranks of a group must issue the same operations "
+        f"operation #{work.sequence} of group '{group.name}': {group.named(group.rank)} issued {mine}; "
+        f"{group.named(rank)} issued {theirs}. All ranks of a group must issue the same operations "
         "in the same order"
     )
 
@@ -126,7 +126,7 @@ def _count_mismatch_with(work: IssuedWork, rank: int) -> OrderMismatch | None:
     """The same for one peer; None too for operations without counts of their own."""
     if not work.message.compares_counts:
         return None
-    state = work.operation.state
+    state, named = work.operation.state, work.operation.state.group.named
     me = state.group.rank
     sent, expected = work.message.compared_flows(me)
     theirs = state.board.counts(rank, work.sequence)
@@ -134,8 +134,8 @@ def _count_mismatch_with(work: IssuedWork, rank: int) -> OrderMismatch | None:
         return None
     sends, expects = theirs
     if sends != expected[rank]:
-        text = f"rank {rank} sends {sends} elements to rank {me}, which expects {expected[rank]}"
+        text = f"{named(rank)} sends {sends} elements to {named(me)}, which expects {expected[rank]}"
     else:
-        text = f"rank {me} sends {sent[rank]} elements to rank {rank}, which expects {expects}"
+        text = f"{named(me)} sends {sent[rank]} elements to {named(rank)}, which expects {expects}"
     described = work.operation.signature.describe()
     return OrderMismatch(f"operation #{work.sequence} of group '{state.group.name}', {described}: {text}")

@@ -90,22 +90,22 @@ class Watchdog:
         relayed: list[FailedPeer] = []
         needed = _needed(work)
         for rank in needed or state.group.peers:
-            process = state.group.ranks[rank]
+            process, name = state.group.ranks[rank], state.group.named(rank)
             closed, failure = board.is_closed(rank), board.failure(rank)
             absent = not is_p2p and board.read(rank, sequence).issued < sequence
             if failure is not None and (absent or not sequence or 0 < failure.sequence <= sequence):
-                failed = FailedPeer(process, f"rank {rank} has given up: {failure.text}", failure.text)
+                failed = FailedPeer(process, f"{name} has given up: {failure.text}", failure.text)
                 (relayed if failure.sequence else root_causes).append(failed)
             elif closed and absent:
-                root_causes.append(FailedPeer(process, f"rank {rank} has left without issuing it"))
+                root_causes.append(FailedPeer(process, f"{name} has left without issuing it"))
             elif closed and _is_unmatched(work):
-                root_causes.append(FailedPeer(process, f"rank {rank} has left and takes no part in it"))
+                root_causes.append(FailedPeer(process, f"{name} has left and takes no part in it"))
             elif not closed and (loss := self._peers.lost(process)):
                 reason = _LOST[loss.status].format(seen=loss.seen)
-                root_causes.append(FailedPeer(process, f"rank {rank} {reason}", seen=loss.seen))
+                root_causes.append(FailedPeer(process, f"{name} {reason}", seen=loss.seen))
             elif not closed and self._peers.has_left(process):
                 # Its failure does not show, so the store was lost to it: this rank may have been stopped.
-                reason = f"rank {rank} has left this world, and may have gone on in another one"
+                reason = f"{name} has left this world, and may have gone on in another one"
                 root_causes.append(FailedPeer(process, reason, seen=LEFT))
         if not needed and len(root_causes) + len(relayed) < len(state.group.peers):
             return []
@@ -185,18 +185,19 @@ class Watchdog:
         """The error of a deadline, with the ranks that have not issued the operation."""
         operation = work.operation
         state, is_p2p = operation.state, operation.signature.is_p2p
-        missing, notes = [], []
+        group, missing, notes = state.group, [], []
         for rank in _needed(work):
             issued = state.board.read(rank, work.sequence).issued
-            status = self._peers.status(state.group.ranks[rank])
+            process = group.ranks[rank]
+            status = self._peers.status(process)
             absent = not is_p2p and issued < work.sequence
             if absent or is_p2p:
-                missing.append(rank)
+                missing.append(process)
             if absent or status not in ("running", "unknown"):
                 at = [f"last issued #{issued}"] if absent else []
                 at += [f"process {status}"] if status != "unknown" else []
-                notes.append(f"rank {rank}: {', '.join(at)}")
-        absence = f"missing ranks: {missing}" if missing else "all ranks have issued it"
+                notes.append(f"rank {process}: {', '.join(at)}")
+        absence = f"missing ranks{group.of_job}: {missing}" if missing else "all ranks have issued it"
         detail = f" ({'; '.join(notes)})" if notes else ""
         return CommTimeout(
             f"{operation.name(work.sequence)} on {operation.backend} not done after {waited:.1f} s "

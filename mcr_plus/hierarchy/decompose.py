@@ -69,7 +69,12 @@ class Decomposition(ABC):
         """The signature of a step on tensors of `numel` elements each."""
         ranks = self.nodes.count if part == "inter" else self.nodes.size
         like = self.signature.replace(
-            reduce_op=None, root=None, parts=None, async_op=True, call=self.signature.as_call()
+            reduce_op=None,
+            root=None,
+            root_in_job=None,
+            parts=None,
+            async_op=True,
+            call=self.signature.as_call(),
         )
         # The state of a codec belongs to the step that is compressed.
         key = self.signature.key if part == "inter" else None
@@ -244,9 +249,11 @@ class HierarchicalBroadcast(Decomposition):
         self._root_node, root_index = nodes.place(signature.root)
         self._is_root = (self._root_node, root_index) == (nodes.node, nodes.index)
         part, all_parts = self._part, nbytes * nodes.size
+        sender = nodes.in_job[nodes.ranks[self._root_node][nodes.index]]  # between nodes
+        roots = {"root": root_index, "root_in_job": nodes.in_job[signature.root]}
         self.steps = {
-            "intra": self.step("scatter", "intra", part, all_parts, root=root_index),
-            "inter": self.step("broadcast", "inter", part, nbytes, root=self._root_node),
+            "intra": self.step("scatter", "intra", part, all_parts, **roots),
+            "inter": self.step("broadcast", "inter", part, nbytes, root=self._root_node, root_in_job=sender),
             "intra2": self.step("all_gather", "intra2", part, all_parts),
         }
 

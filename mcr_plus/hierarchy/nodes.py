@@ -32,11 +32,15 @@ Part = Literal["intra", "inter", "intra2"]
 
 @dataclass(frozen=True)
 class Nodes:
-    """`ranks[j][i]`: the group rank with local index i on node j. `node`, `index`: this process's j and i."""
+    """`ranks[j][i]`: the group rank with local index i on node j. `node`, `index`: this process's j and i.
+
+    `in_job`: the ranks of the group in the job.
+    """
 
     ranks: tuple[tuple[int, ...], ...]
     node: int
     index: int
+    in_job: tuple[int, ...]
 
     @property
     def count(self) -> int:
@@ -88,7 +92,8 @@ def nodes_of(config: Config, hosts: Sequence[str], group: Group) -> Nodes | str:
         return "every node has one rank"
     ranks = tuple(map(tuple, members_of.values()))
     node = next((j for j, members in enumerate(ranks) if group.rank in members), 0)
-    return Nodes(ranks, node, ranks[node].index(group.rank) if group.rank in ranks[node] else 0)
+    index = ranks[node].index(group.rank) if group.rank in ranks[node] else 0
+    return Nodes(ranks, node, index, group.ranks)
 
 
 def check_nodes(config: Config, size: int) -> HierarchicalOptions | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import re
 import sys
+import zlib
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -59,7 +61,7 @@ _RANKS: Final = Form(
     "a list of ranks, or its text", lambda value: isinstance(value, str) or _are_ranks(value)
 )
 _ABOUT: Final = {"rank": within(0, MOST_RANKS - 1), "world_size": within(1, MOST_RANKS), "pg_config": LIST}
-_GROUP: Final = {"pg_name": LABEL, "ranks": _RANKS}
+_GROUP: Final = {"pg_name": LABEL, "ranks": _RANKS, "group_size": within(0, MOST_RANKS)}
 _GRADIENT: Final = {"Input Dims": _SIZES, "Input type": TEXTS, "Record function id": NUMBER}
 _OPERATION: Final = _GRADIENT | {
     "Concrete Inputs": TEXTS, "Collective name": TEXT, "dtype": TEXT, "In msg nelems": _COUNT,
@@ -176,12 +178,15 @@ class Graph:
     pid: int | str | None = None
     args: dict[int, dict[str, Any]] = field(default_factory=dict)
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    world: int = 0  # 0: unknown
 
 
 def read_file(path: Path) -> Trace | Graph | None:
     """Read a trace; returns None if the file is a step that `Step.save` wrote."""
     trace, graph = Trace(path), Graph(path)
     kinds: set[str] = set()
+    if _begins_as_chakra(path):
+        raise _is_chakra(path)
     try:
         for key, value, byte in members(path, _LISTS):
             if key in _LISTS:
@@ -190,7 +195,9 @@ def read_file(path: Path) -> Trace | Graph | None:
                 _take_event(trace, value, byte)
             elif key == "nodes":
                 _take_node(graph, value, byte)
-            elif key in ("version", "roles") and not kinds:
+            elif key in ("version", "roles", "workload_graph") and not kinds:
+                if key == "workload_graph" or isinstance(value, str):
+                    raise _is_chakra(path)
                 return None
             else:
                 _take_about(trace, graph, key, value, byte)
@@ -204,6 +211,46 @@ def read_file(path: Path) -> Trace | Graph | None:
             "(nodes) or a step that `step.save` wrote"
         )
     return trace
+
+
+def _is_chakra(path: Path) -> ConfigError:
+    return ConfigError(
+        f"{path}: a Chakra trace has operations and what they depend on, but not when gradients were ready; "
+        "expected the traces of torch's profiler that it was converted from, or a step of `mcr.capture`"
+    )
+
+
+def _begins_as_chakra(path: Path) -> bool:
+    """Return whether a file begins as Chakra's protobuf: a length, and so many bytes of fields 1 and 2.
+
+    These are the version and the attributes of `GlobalMetadata`; JSON begins with neither.
+    """
+    try:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+            data = file.read(1 << 16)
+    except (OSError, EOFError, zlib.error):
+        return False  # `members` says why
+    end, at = _varint(data, 0)
+    end += at
+    if at == end or len(data) < end:
+        return False
+    while at < end:
+        tag = data[at]
+        length, at = _varint(data, at + 1)
+        at += length
+        if tag not in (0x0A, 0x12):
+            return False
+    return at == end
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """Return a number of protobuf's wire format, and the place behind it."""
+    value = shift = 0
+    while at < len(data) and shift < 32:
+        value, shift, at = value | (data[at] & 0x7F) << shift, shift + 7, at + 1
+        if data[at - 1] < 0x80:
+            break
+    return value, at
 
 
 def _take_about(trace: Trace, graph: Graph, key: str, value: Any, byte: int) -> None:
@@ -368,7 +415,7 @@ def _take_node(graph: Graph, node: Any, byte: int) -> None:
         return
     place = Place(graph.path, byte, "node", name)
     if "process_group:init" in name:
-        graph.groups |= _initialized(place, _tensors(node, "inputs", place))
+        _take_groups(graph, place, _tensors(node, "inputs", place))
     elif name == _ACCUMULATE or _NESTED.match(name):
         attrs = _attrs(node, place)
         if "rf_id" in attrs:
@@ -380,16 +427,17 @@ def _take_node(graph: Graph, node: Any, byte: int) -> None:
             graph.args[attrs["rf_id"]] = _named_as_kineto(node, attrs, place)
 
 
-def _initialized(place: Place, inputs: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the groups in the text argument of the creation of groups."""
-    found: dict[str, tuple[int, ...]] = {}
+def _take_groups(graph: Graph, place: Place, inputs: dict[str, Any]) -> None:
+    """Store the groups in the text argument of the creation of groups; that of all ranks has no list."""
     for text in inputs.get("values", []):
         try:
             groups = json.loads(text)
         except (TypeError, ValueError, RecursionError):
             continue
-        found |= _groups(place, groups if isinstance(groups, list) else [])
-    return found
+        groups = groups if isinstance(groups, list) else []
+        graph.groups |= _groups(place, groups)
+        sizes = [place.fields(each, _GROUP, "pg_config").get("group_size", 0) for each in groups]
+        graph.world = max([graph.world, *sizes])
 
 
 def _attrs(node: dict[str, Any], place: Place) -> dict[str, Any]:

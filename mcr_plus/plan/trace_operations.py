@@ -216,7 +216,8 @@ class Arguments:
                 f"a group of ranks {short(list(ranks))}; expected ranks below {len(self._world)}, of which "
                 "there are traces",
             )
-        return tuple(ranks)
+        found = tuple(ranks)
+        return self._world if found == self._world else found
 
     def _wrong(self, operation: Operation, text: str) -> ConfigError:
         name = short(operation.names[0])
@@ -234,12 +235,12 @@ class Arguments:
             return (me,)
         return (me, peer) if kind == "send" else (peer, me)
 
-    @staticmethod
-    def key(operation: Operation, kind: str, group: tuple[int, ...]) -> str:
+    def key(self, operation: Operation, kind: str, group: tuple[int, ...]) -> str:
         """Return a name shared by operations that all their ranks issue in the same order."""
         if kind in MESSAGES:
             return f"{'>'.join(map(str, group))}{kind if len(set(group)) == 1 else ''}"
-        return f"{operation.get('Process Group Name') or ''} {group}"
+        named = "" if group is self._world else str(group)  # a text of all ranks may be long
+        return f"{operation.get('Process Group Name') or ''} {named}"
 
 
 def _plain(found: Range) -> str:

@@ -24,6 +24,7 @@ from itertools import islice
 from pathlib import Path
 
 from mcr_plus.errors import ConfigError, InvalidArgument
+from mcr_plus.plan.one_rank import of_all, ranks_of_job
 from mcr_plus.plan.step import MOST_RANKS, Issue, RankStep, Ready, Source, Step, model_hash
 from mcr_plus.plan.trace_files import Graph, Notes, Trace, read_file
 from mcr_plus.plan.trace_steps import Reader, usual_places
@@ -31,8 +32,8 @@ from mcr_plus.plan.trace_steps import Reader, usual_places
 _log = logging.getLogger("mcr_plus")
 
 
-def load_step(paths: str | Path | Sequence[str | Path]) -> Step:
-    """Read a step: the JSON that `Step.save` wrote, or the traces of all ranks of a job.
+def load_step(paths: str | Path | Sequence[str | Path], ranks: int | None = None) -> Step:
+    """Read a step: the JSON that `Step.save` wrote, or the traces of all ranks of a job, or of one.
 
     `paths`: a file, a folder of files that end with `.json` or `.json.gz`, or a list of these. Each rank
     needs one Kineto trace, with recorded shapes (`record_shapes=True`) or together with the execution trace
@@ -40,10 +41,13 @@ def load_step(paths: str | Path | Sequence[str | Path]) -> Step:
     1,048,576 ranks, and in a trace as many steps, gradients, operations, modules and threads together.
     Inexact data is reported in `Step.notes`, and logged.
 
+    With the trace of one rank alone, the others are assumed to do the same. `ranks`: of the job, where that
+    trace does not contain their number.
+
     Raises:
         ConfigError: a file cannot be read, is truncated or no trace; a field has a wrong type or exceeds its
-            limits; times are negative or steps overlap; ranks are missing or duplicate; there is no backward
-            pass. The text has the file and the byte offset.
+            limits; times are negative or steps overlap; ranks are missing or duplicate, or their number is
+            unknown; there is no backward pass. The text has the file and the byte offset.
     """
     listed = [paths] if isinstance(paths, (str, Path)) else list(paths)
     files = [file for path in listed for file in _files(Path(path))]
@@ -63,13 +67,25 @@ def load_step(paths: str | Path | Sequence[str | Path]) -> Step:
     notes = Notes()
     _join_graphs(traces, graphs)
     _number_ranks(traces, notes)
-    return _merged(traces, "et" if graphs else "kineto", notes)
+    source: Source = "et" if graphs else "kineto"
+    if len(traces) > 1:
+        _check_all_are_there(traces)
+        step = _merged(traces, len(traces), source, notes)
+    else:
+        world = ranks_of_job(traces[0], ranks, notes)
+        step = _merged(traces, world, source, notes)
+        step = of_all(step, traces[0], world) if world > 1 else step
+    for text in step.notes:
+        _log.warning("%s: %s", traces[0].path, text)
+    return step
 
 
 def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
-    found = [file for file in path.iterdir() if file.name.endswith((".json", ".json.gz"))]
+    inside = list(path.iterdir())
+    found = [file for file in inside if file.name.endswith((".json", ".json.gz"))]
+    found = found or [file for file in inside if file.suffix == ".et"]  # to be named as what they are
     return sorted(
         found, key=lambda file: [int(part) if part.isdecimal() else part for part in _parts(file.name)]
     )
@@ -100,7 +116,7 @@ def _join_graphs(traces: Sequence[Trace], graphs: Sequence[Graph]) -> None:
                 "both traces of one profile, whose events have a 'Record function id'"
             )
         (trace,) = same
-        trace.groups = trace.groups or graph.groups
+        trace.groups, trace.world = trace.groups or graph.groups, trace.world or graph.world
         for each in (trace.communication, trace.gradients):
             each[:] = [
                 found._replace(args=graph.args.get(found.args.get("Record function id", -1), {}) | found.args)
@@ -109,7 +125,7 @@ def _join_graphs(traces: Sequence[Trace], graphs: Sequence[Graph]) -> None:
 
 
 def _number_ranks(traces: list[Trace], notes: Notes) -> None:
-    """Set the rank of each trace; raises `ConfigError` if ranks are missing or duplicate."""
+    """Set the rank of each trace; raises `ConfigError` if ranks are duplicate."""
     for index, trace in enumerate(traces):
         in_name = re.search(r"(?:rank|worker)[_\-.]?(\d+)", trace.path.name, re.IGNORECASE)
         if trace.rank < 0 and in_name and int(in_name[1]) < MOST_RANKS:  # else it is a time
@@ -125,17 +141,23 @@ def _number_ranks(traces: list[Trace], notes: Notes) -> None:
                 f"{trace.path}: rank {trace.rank} is in {seen[trace.rank].path} too; expected it once"
             )
         seen[trace.rank] = trace
-    world = max(*(trace.world for trace in traces), len(traces), max(seen) + 1)
-    if missing := list(islice((rank for rank in range(world) if rank not in seen), 9)):
-        named = ", ".join(map(str, missing[:8])) + ", …" * (len(missing) > 8)
-        raise ConfigError(
-            f"{traces[0].path}: no trace of rank {named}; expected one of each of the job's {world} ranks"
-        )
     traces.sort(key=lambda trace: trace.rank)
 
 
-def _merged(traces: Sequence[Trace], source: Source, notes: Notes) -> Step:
-    drafts = {trace.rank: Reader(trace, len(traces), notes).drafts() for trace in traces}
+def _check_all_are_there(traces: Sequence[Trace]) -> None:
+    """Raise `ConfigError` if ranks are missing."""
+    seen = {trace.rank for trace in traces}
+    world = max(*(trace.world for trace in traces), max(seen) + 1)
+    if missing := list(islice((rank for rank in range(world) if rank not in seen), 9)):
+        named = ", ".join(map(str, missing[:8])) + ", …" * (len(missing) > 8)
+        raise ConfigError(
+            f"{traces[0].path}: no trace of rank {named}; expected one of each of the job's {world} ranks, "
+            "or one trace alone, which counts for all"
+        )
+
+
+def _merged(traces: Sequence[Trace], world: int, source: Source, notes: Notes) -> Step:
+    drafts = {trace.rank: Reader(trace, world, notes).drafts() for trace in traces}
     places = usual_places([draft for of_rank in drafts.values() for draft in of_rank])
     per_rank = {rank: [draft.step(places) for draft in of_rank] for rank, of_rank in drafts.items()}
     least = min(len(steps) for steps in per_rank.values())
@@ -150,21 +172,18 @@ def _merged(traces: Sequence[Trace], source: Source, notes: Notes) -> Step:
     hosts = {trace.host for trace in traces}
     params = [
         (mark.event.param, (mark.event.nbytes,), mark.event.like)
-        for step in per_rank[0][-1:]
+        for step in per_rank[traces[0].rank][-1:]
         for mark in step.marks
         if isinstance(mark.event, Ready)
     ]
     ours = any(each.name.startswith("mcr:") for trace in traces for each in trace.communication)
     try:
-        step = Step.merged(
+        return Step.merged(
             per_rank, nodes=len(hosts), model=model_hash(params), source=source, by_caller=ours, least=1,
             notes=notes.texts(),
         )  # fmt: skip
     except InvalidArgument as error:
         raise ConfigError(f"{traces[0].path}: {error}") from None
-    for text in step.notes:
-        _log.warning("%s: %s", traces[0].path, text)
-    return step
 
 
 def _check_models(per_rank: Mapping[int, Sequence[RankStep]], traces: Sequence[Trace]) -> None:

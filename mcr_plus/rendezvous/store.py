@@ -8,7 +8,7 @@ import secrets
 import socket
 from datetime import timedelta
 from errno import EADDRINUSE
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from torch.distributed import DistError
 
@@ -38,6 +38,9 @@ from mcr_plus.rendezvous.network import meeting_address
 from mcr_plus.rendezvous.parts import unused_name, unused_part
 from mcr_plus.rendezvous.signing import Offer, SignedStore, address_of, read_offer, unsigned
 from mcr_plus.rendezvous.watched_store import WatchedStore, unwatched
+
+if TYPE_CHECKING:
+    from mcr_plus.core.group import Group
 
 _CONNECTS_WITHIN: Final = 30.0  # seconds
 _REASONS: Final = 3  # at most, in a message
@@ -258,14 +261,21 @@ def _read_secret(part: Store, name: str, rank: int, timeout: float) -> tuple[byt
         raise LaunchError(f"rank 0 did not answer within {timeout:g} s: {error}") from error
 
 
-def exchange(store: Store, rank: int, size: int, what: str, value: str, timeout: float) -> list[str]:
+def exchange(
+    store: Store, rank: int, size: int, what: str, value: str, timeout: float, *, group: Group | None = None
+) -> list[str]:
     """Every rank's `value`, by rank; collective. `what` names the exchange and must be new.
+
+    `group`: that is being opened, whose ranks these are; None for the ranks of the job.
 
     Rank 0 collects and publishes the values, so that the store gets a few requests per rank and not one per
     pair. Raises `LaunchError` naming the ranks that have not called this within `timeout` seconds, or the key
     that another program has written.
     """
     call = "reset" if what.startswith("reset") else "init"
+    first = "rank 0"
+    if group is not None:
+        call, first = f"open group '{group.name}'", group.named(0)
     try:
         store.set(f"{what}/{rank}", value)
     except RuntimeError as error:
@@ -293,9 +303,11 @@ def exchange(store: Store, rank: int, size: int, what: str, value: str, timeout:
     except (LaunchError, PeerLost):
         raise
     except RuntimeError as error:
-        raise LaunchError(f"rank 0 did not answer within {timeout:g} s ({what}): {error}") from error
+        raise LaunchError(f"{first} did not answer within {timeout:g} s ({what}): {error}") from error
     if "missing" in result:
-        raise LaunchError(f"ranks {result['missing']} did not call {call} within {timeout:g} s")
+        missing = result["missing"]
+        late = f"ranks {missing}" if group is None else group.named(*missing)
+        raise LaunchError(f"{late} did not {'call ' * (group is None)}{call} within {timeout:g} s")
     raise_loss(result)
     if "problem" in result:
         raise LaunchError(result["problem"])

@@ -286,7 +286,7 @@ def _of_small_operations(job: Job, groups: Sequence[Group], steps: Steps) -> Ite
                 "gain",
                 f"{rate:,.0f} small operations per {per}: {group.name}",
                 f"Nearly all are of at most {about(SMALL)}, where latency counts and not bandwidth. Fused, "
-                f"they travel as few.{advised}",
+                f"they travel as few.{advised} Those of different tags are fused apart.",
                 f"pipeline:\n  - fuse: {{bucket: 25MiB, kinds: [{group.kind}]}}\n  - select: {{}}\n  - "
                 f"dispatch: {{}}",
                 group.waited,

@@ -123,7 +123,7 @@ class Libraries:
         if group.size > 1 and self._world.store is not None:
             store = self._world.store_of(group)
             with suppress(LaunchError, RuntimeError):  # the error at hand is the one to raise
-                exchange(store, group.rank, group.size, "unavailable", "", self._world.timeout)
+                exchange(store, group.rank, group.size, "unavailable", "", self._world.timeout, group=group)
 
     def close(self, clean: bool) -> None:
         """Close the backends; one that needs no call at the end of the process is forgotten."""

@@ -129,7 +129,9 @@ def _missing(
     `mine`: of this rank's group of the part, why it cannot be opened, its libraries, and those it lacks.
     """
     world, what = runtime.world, f"opened/{group.name}/{part}"
-    texts = exchange(world.store_of(group), group.rank, group.size, what, json.dumps(mine), world.timeout)
+    texts = exchange(
+        world.store_of(group), group.rank, group.size, what, json.dumps(mine), world.timeout, group=group
+    )
     answers = [json.loads(text) for text in texts]
     if problem := next((problem for problem, _, _ in answers if problem), ""):
         raise BackendUnavailable(problem)

@@ -241,7 +241,7 @@ class Runtime:
 
             def gather(mine: object) -> list[Any]:
                 what = f"opening/{name}/{next(rounds)}"
-                texts = exchange(store, rank, group.size, what, json.dumps(mine), world.timeout)
+                texts = exchange(store, rank, group.size, what, json.dumps(mine), world.timeout, group=group)
                 return [json.loads(text) for text in texts]
 
             what, sizes = f"group '{name}'", [group.size] * group.size

@@ -19,6 +19,7 @@ from mcr_plus.config import reader as configuration
 from mcr_plus.config.options import Scope, options_marked
 from mcr_plus.config.schema import Config
 from mcr_plus.core.c10d import HashStore, PrefixStore, Store
+from mcr_plus.core.group import Group
 from mcr_plus.dispatch.board.base import Failure
 from mcr_plus.dispatch.board.shared import SharedBoard
 from mcr_plus.dispatch.options import DispatchOptions
@@ -137,7 +138,7 @@ def communicator_of(
     # The store may be older than this group, and serve groups of other ranks.
     digest = hashlib.sha256(repr(members).encode()).hexdigest()[:16]
     group_store = signed_part(PrefixStore(f"mcr_plus/{digest}", store), rank, size, seconds)
-    job_ranks = _ranks_in_job(members, rank, group_store, seconds)
+    job_ranks = _ranks_in_job(Group(name, members, rank), group_store, seconds)
     running = job.runtime
     if job_ranks is None or running is None:
         loaded = readable(partial(_load, options))
@@ -181,19 +182,19 @@ def begin(store: Store, rank: int, size: int, timeout: timedelta, options: objec
     return running.communicator
 
 
-def _ranks_in_job(
-    members: tuple[int, ...], rank: int, store: Store, timeout: float
-) -> tuple[int, ...] | None:
+def _ranks_in_job(group: Group, store: Store, timeout: float) -> tuple[int, ...] | None:
     """The ranks of a group in the running job, or None without a job; collective over the group.
+
+    `group`: with the ranks of torch.distributed.
 
     Raises `Unsupported` on all ranks if only some are in a job: they would wait for each other.
     """
-    running, own = job.runtime, None
+    running, own, members = job.runtime, None, group.ranks
     if running is not None and not running.closed:
         if torch_job.runtime is not running:  # mcr.init has joined it
             torch_job.enter(running, tuple(range(running.world.size)), joined=False)
         own = [torch_job.ranks, running.world.rank]
-    answers = exchange(store, rank, len(members), "job", json.dumps(own), timeout)
+    answers = exchange(store, group.rank, group.size, "job", json.dumps(own), timeout, group=group)
     jobs = dict(zip(members, map(json.loads, answers), strict=True))
     running_jobs = [job for job in jobs.values() if job is not None]
     if not running_jobs:

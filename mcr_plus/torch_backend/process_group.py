@@ -434,14 +434,15 @@ class McrProcessGroup(LivingGroup):
     ) -> None:
         """Wait for all ranks; raises `CommTimeout` with the missing ranks, in gloo's words."""
         with self._call("monitored_barrier"):
-            work = self._group().barrier(async_op=True)
+            group = self._group()
+            work = group.barrier(async_op=True)
         assert work is not None
         try:
             work.wait(timeout)
         except CommTimeout as error:
             missing = ", ".join(map(str, error.missing))
             raise CommTimeout(
-                f"Rank {self.rank()} timed out in monitoredBarrier: "
+                f"Rank {group.ranks[group.rank]} timed out in monitoredBarrier: "
                 f"Rank{'s' * (len(error.missing) > 1)} {missing} failed to pass monitoredBarrier; {error}",
                 error.missing,
             ) from error

@@ -548,9 +548,9 @@ def test_explain_names_fused_operations(tmp_path: Any) -> None:
     path = tmp_path / "p.yaml"
     path.write_text("version: 1\npipeline:\n  - fuse: {bucket: 1MiB}\n  - select: {}\n  - dispatch: {}\n")
     for words, told in (
-        (["4KiB", "--async"], "fused with operations like it, up to 1MiB"),
+        (["4KiB", "--async"], "fused with operations that differ only in size, not in tag, up to 1MiB"),
         (["4KiB"], "not fused: it is waited for at once"),
-        (["1020KiB", "--async"], "fused with operations like it, up to 1MiB"),
+        (["1020KiB", "--async"], "fused with operations that differ only in size, not in tag, up to 1MiB"),
         (["1MiB", "--async"], "not fused: it fills a bucket of 1MiB by itself"),
     ):
         answer = mcr_plus("explain", "all_reduce", *words, "--ranks", "2", "--config", str(path))

@@ -266,7 +266,10 @@ def test_explain_prints_why_a_codec_is_not_used() -> None:
 
 
 def test_the_state_of_a_codec_between_nodes_is_not_shared_in_buckets() -> None:
-    for feedback, fused in ((False, "fused with operations like it"), (True, "not fused: its codec keeps")):
+    for feedback, fused in (
+        (False, "fused with operations that differ only in size"),
+        (True, "not fused: its codec keeps"),
+    ):
         inter = {"compress": {"codec": "int8_block", "error_feedback": feedback}}
         found = mcr.explain(
             "all_reduce",

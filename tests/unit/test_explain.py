@@ -126,6 +126,44 @@ def test_the_rule_that_decided(table: Path) -> None:
     assert (large["table_rule"], large["expected_us"], large["backends"]) == (f"{table}:12", 500.0, ["gloo"])
 
 
+@pytest.mark.parametrize(
+    ("codec", "nbytes", "payload", "never_slower", "words"),
+    [
+        ("bf16", 32 * K, 16 * K, False, "`never_slower: true` would leave it out if encoding and decoding"),
+        ("bf16", 32 * K, 16 * K, True, "`never_slower` leaves it out if encoding and decoding take more"),
+        ("bf16", 64 * K, 32 * K, True, "`never_slower` leaves it out if encoding and decoding take more"),
+    ],
+)
+def test_a_codec_is_compared_with_the_operation_without_it(
+    table: Path, codec: str, nbytes: int, payload: int, never_slower: bool, words: str
+) -> None:
+    plain = config(table.parent)
+    times = [mcr.explain("all_reduce", each, config=plain)["expected_us"] for each in (payload, nbytes)]
+    path = table.parent / "compressed.yaml"
+    options = f"{{codec: {codec}, never_slower: {str(never_slower).lower()}}}"
+    path.write_text(plain.read_text().replace("[{select", f"[{{compress: {options}}}, {{select"))
+    steps = mcr.explain("all_reduce", nbytes, config=path)["steps"]
+    (step,) = [step for step in steps if step["stage"] == "compress"]
+    assert (step["codec"], step["never_slower"]) == (codec, never_slower)
+    assert [step["payload_us"], step["without_codec_us"]] == pytest.approx(times)
+    assert words in step["comparison"]
+
+
+def test_a_codec_that_sends_longer_than_without_it(table: Path) -> None:
+    path = table.parent / "slower.yaml"
+    table.write_text(
+        "version: 1\nrules:\n"
+        "  - {kind: all_reduce, bytes: 0.., backend: mpi, measured: {mpi: {8B: 1, 64KiB: 20}}}\n"
+        "  - {kind: all_gather, bytes: 0.., backend: mpi, measured: {mpi: {8B: 30, 64KiB: 50}}}\n"
+    )
+    stages = "{compress: {codec: int8_block}}, {select: {table: table.yaml}}, {dispatch: {}}"
+    path.write_text(f"version: 1\nbackends: [mpi]\npipeline: [{stages}]\n")
+    steps = mcr.explain("all_reduce", 64 * K, config=path)["steps"]
+    (step,) = [step for step in steps if step["stage"] == "compress"]
+    assert step["payload_us"] > step["without_codec_us"] == 20.0
+    assert step["comparison"].endswith("20 µs without the codec; `never_slower: true` would leave it out")
+
+
 def test_every_alternative_and_why(table: Path) -> None:
     found = mcr.explain("all_reduce", 8, config=config(table.parent))["alternatives"]
     assert list(found) == ["mpi", "gloo", "quick", "quick:ring", "quick:star", "nccl"]

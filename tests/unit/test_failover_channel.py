@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mcr_plus.backends.base import Poll
+from mcr_plus.core.group import Group
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.dispatch.failover.attempt import Attempt
 from mcr_plus.dispatch.failover.channel import Binding, FailoverChannel
@@ -47,7 +48,7 @@ def channel_of(own: Library, *, stops_as_whole: bool = False) -> FailoverChannel
         lock=threading.RLock(), writes={}, off={}, peers=SimpleNamespace(keep=[]), ring=lambda: None,
         bound=[], backends=[],
     )  # fmt: skip
-    group = SimpleNamespace(name="world", rank=0, size=2, ranks=(0, 1))
+    group = Group("world", (0, 1), 0)
     board = SimpleNamespace(mark_moving=lambda: None)
     state: Any = SimpleNamespace(group=group, board=board, is_its_thread=lambda: False)
     store: Any = SimpleNamespace(compare_set=lambda *_: b"")

@@ -6,6 +6,7 @@ import gzip
 import json
 import random
 import re
+import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -17,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import examples
 
+from mcr_plus.cli.main import main
 from mcr_plus.errors import ConfigError
 from mcr_plus.plan.json_stream import members
 from mcr_plus.plan.step import Compute, Issue, Need, Probed, Ready, Role, Step, Wait
@@ -346,6 +348,170 @@ def test_of_traces_with_more_steps_the_last_ones_count(tmp_path: Path) -> None:
     assert [type(each) for each in step.roles[0].events] == [type(each) for each in whole.roles[0].events]
 
 
+# -- one rank's trace ---------------------------------------------------------------------------------------
+
+
+def one_rank(path: Path, events: Events, **about: Any) -> Path:
+    path.write_text(json.dumps({**about, "traceEvents": events}))
+    return path
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_one_ranks_trace_counts_for_all(tmp_path: Path, rank: int) -> None:
+    paths = written(tmp_path, host_traces(3, 0.0, 1))
+    whole, step = load_step(paths), load_step(paths[rank])
+    assert (step.ranks, step.model, len(step.roles)) == (3, whole.model, 1)
+    assert step.seconds == pytest.approx(whole.seconds, rel=1e-3)
+    for mine, theirs in zip(step.roles[0].events, whole.roles[0].events, strict=True):
+        assert type(mine) is type(theirs)
+        if isinstance(mine, Issue) and isinstance(theirs, Issue):
+            assert (mine.kind, mine.nbytes, mine.group, mine.gradients) == (
+                "all_reduce", theirs.nbytes, (0, 1, 2), theirs.gradients,
+            )  # fmt: skip
+    assert any(f"assumed: the other 2 ranks do the same as rank {rank}" in note for note in step.notes)
+    assert not any("assumed" in note for note in whole.notes)
+    step.save(tmp_path / "saved")
+    assert load_step(tmp_path / "saved") == step
+
+
+def test_a_trace_without_the_number_of_ranks_asks_for_it(tmp_path: Path) -> None:
+    path = one_rank(tmp_path / "trace.json", host_traces(2, 0.0, 1)[0])
+    with pytest.raises(ConfigError, match=r"between ranks, such as 'c10d::allreduce_', .*expected --ranks N"):
+        load_step(path)
+    step = load_step(path, ranks=5)
+    assert (step.ranks, step.roles[0].ranks) == (5, (0, 1, 2, 3, 4))
+    assert any("assumed: the job has 5 ranks, by --ranks" in note for note in step.notes)
+    by_rank = one_rank(tmp_path / "rank7.json", host_traces(2, 0.0, 1)[0])
+    with pytest.raises(ConfigError, match="the trace of rank 7 in a job of 5 ranks"):
+        load_step(by_rank, ranks=5)
+    alone = [each for each in host_traces(2, 0.0, 1)[0] if "all" not in each["name"]]
+    assert load_step(one_rank(by_rank, alone)).ranks == 1  # no communication: nothing to ask
+
+
+def test_the_number_of_ranks_is_taken_from_groups(tmp_path: Path) -> None:
+    step = load_step(one_rank(tmp_path / "trace.json", gpu_trace(0, 0.0)))
+    assert step.ranks == 2
+    assert any("assumed: the job has 2 ranks, as many as the largest group" in note for note in step.notes)
+    events = host_traces(2, 0.0, 1)[0]
+    nodes = moved_to_nodes([events])[0]
+    text = json.dumps([{"pg_name": "0", "ranks": [], "group_size": 6}])  # as torch writes the group of all
+    inputs = {"values": [text], "shapes": [[]], "types": ["String"]}
+    nodes.append({"id": 1, "name": "## process_group:init ##", "inputs": inputs, "attrs": []})
+    graph = tmp_path / "et.json"
+    graph.write_text(json.dumps({"schema": "1.1.1-chakra.0.0.4", "pid": events[0]["pid"], "nodes": nodes}))
+    assert load_step([one_rank(tmp_path / "trace.json", events), graph]).ranks == 6
+
+
+@pytest.mark.parametrize(
+    ("rank", "group", "world"),
+    [(0, [0, 2], 8), (5, [1, 3, 5, 7], 8), (3, [2, 3], 6), (4, [4, 1], 6), (0, [0], 3)],
+)
+def test_groups_of_one_rank_are_repeated_over_the_others(
+    tmp_path: Path, rank: int, group: list[int], world: int
+) -> None:
+    events = host_traces(2, 0.0, 1)[0]
+    first = next(each for each in events if each["name"] == "c10d::allreduce_")
+    for each in events:  # the first operation of every step
+        if each["name"] == "c10d::allreduce_" and each["args"]["Input Dims"] == first["args"]["Input Dims"]:
+            each["args"] |= {"Process Group Name": "1", "Process Group Ranks": str(group)}
+    info = {"rank": rank, "world_size": world}
+    step = load_step(one_rank(tmp_path / "trace.json", events, distributedInfo=info))
+    assert sorted(each for role in step.roles for each in role.ranks) == list(range(world))
+    by_id: dict[int, set[tuple[int, ...]]] = {}
+    small: set[tuple[int, ...]] = set()
+    for role in step.roles:
+        issues = [each for each in role.events if isinstance(each, Issue)]
+        assert {each.id for each in role.events if isinstance(each, Wait)} == {each.id for each in issues}
+        assert issues[1].group == tuple(range(world))
+        for issued in issues:
+            by_id.setdefault(issued.id, set()).add(issued.group)
+            assert set(role.ranks) <= set(issued.group)
+        small.add(issues[0].group)
+    assert all(len(groups) == 1 for groups in by_id.values())  # an operation has one group
+    assert sorted(each for group in small for each in group) == list(range(world))
+    assert tuple(sorted(group)) in {tuple(sorted(each)) for each in small}
+
+
+def test_groups_that_cannot_be_repeated_are_refused(tmp_path: Path) -> None:
+    for group, world in (([0, 1, 3], 6), ([0, 2], 6), ([1, 2], 4)):
+        events = host_traces(2, 0.0, 1)[0]
+        for each in events:
+            each["args"]["Process Group Ranks"] = group
+        info = {"rank": 0, "world_size": world}
+        with pytest.raises(ConfigError, match="expected the traces of all ranks"):
+            load_step(one_rank(tmp_path / "trace.json", events, distributedInfo=info))
+
+
+def test_messages_of_one_ranks_trace_are_left_out(tmp_path: Path) -> None:
+    events = host_traces(2, 0.0, 1)[0]
+    sends = [
+        {**each, "name": "c10d::send", "ts": each["ts"] + 50}
+        for each in events
+        if each["name"] == "c10d::allreduce_"
+    ]
+    info = {"rank": 0, "world_size": 4}
+    plain = load_step(one_rank(tmp_path / "plain.json", events, distributedInfo=info))
+    step = load_step(one_rank(tmp_path / "trace.json", [*events, *sends], distributedInfo=info))
+    kinds = [each.kind for role in step.roles for each in role.events if isinstance(each, Issue)]
+    assert kinds == [each.kind for each in plain.roles[0].events if isinstance(each, Issue)]
+    assert any("sends and receives, and waits for them, are left out" in note for note in step.notes)
+
+
+def test_plan_of_one_ranks_trace_says_what_it_assumes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = one_rank(tmp_path / "trace.json", host_traces(2, 0.0, 1)[0])
+
+    def run(*words: str) -> Any:
+        monkeypatch.setattr(sys, "argv", ["mcr-plus", "plan", str(path), *words])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code, capsys.readouterr()
+
+    status, said = run()
+    assert status == 2
+    assert "expected --ranks N" in said.err
+    assert "exposed communication" not in said.out
+    status, said = run("--ranks", "3", "--json")
+    assert status == 0
+    found = json.loads(said.out)
+    assert (found["ranks"], found["captured_ranks"]) == (3, 3)
+    assert found["captured_ms"] > found["compute_ms"] > 0
+    assert [note.partition(":")[0] for note in found["notes"][:2]] == ["assumed", "assumed"]
+
+
+CHAKRA_HEADS = {
+    "version": bytes([7, 0x0A, 5]) + b"0.0.4",
+    "attributes": bytes([18, 0x12, 16, 0x0A, 6]) + b"schema" + bytes([0xEA, 1, 5]) + b"1.0.1",
+}
+
+
+@pytest.mark.parametrize("head", CHAKRA_HEADS)
+@pytest.mark.parametrize("name", ["chakra.0.et", "trace.json", "trace.json.gz"])
+def test_chakra_traces_in_protobuf_are_named(tmp_path: Path, head: str, name: str) -> None:
+    path = tmp_path / name
+    node = b"\x08\x01\x12\x04aten"
+    data = CHAKRA_HEADS[head] + bytes([len(node)]) + node
+    path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    for place in (path, tmp_path):
+        with pytest.raises(ConfigError, match=rf"{re.escape(str(path))}: a Chakra trace has operations"):
+            load_step(place)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"version": "0.0.4"}{"id": "1", "name": "aten::mm", "type": "COMP_NODE"}',
+        '{"workload_graph": [{"Id": 1, "Name": "aten::mm", "NodeType": 4}]}',
+    ],
+)
+def test_chakra_traces_in_json_are_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "chakra.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="a Chakra trace has operations"):
+        load_step(path)
+
+
 def test_missing_and_repeated_ranks_are_named(tmp_path: Path) -> None:
     paths = written(tmp_path, host_traces(4, 0.0, 1))
     with pytest.raises(
@@ -576,13 +742,13 @@ def check_replaced(folder: Path, name: str, number: int, at: At, text: str | Non
     paths = documents(folder, name, number, at, text)
     refused = ""
     try:
-        load_step(paths).save(folder / "saved")
+        load_step(paths, ranks=1).save(folder / "saved")
     except ConfigError as error:
         refused = str(error)
     if refused:
         assert refused.startswith(f"{folder}/")
     else:
-        assert Step.load(folder / "saved") == load_step(paths)
+        assert Step.load(folder / "saved") == load_step(paths, ranks=1)
 
 
 @settings(max_examples=examples(300))
@@ -696,7 +862,7 @@ def test_of_events_only_what_counts_is_kept(tmp_path: Path) -> None:
             file.write(f"{json.dumps(each)},\n")
         file.write(f"{json.dumps(gradient(START + count // 8, 10))}]}}")
     tracemalloc.start()
-    step = load_step(path)
+    step = load_step(path, ranks=1)
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     kinds = [type(each) for each in step.roles[0].events]
@@ -711,15 +877,16 @@ def test_declared_ranks_take_no_memory(tmp_path: Path, declared: str) -> None:
     path.write_text(json.dumps({"distributedInfo": info, "traceEvents": host_traces(1, 0.0, 1)[0]}))
     tracemalloc.start()
     with pytest.raises(
-        ConfigError, match=r"no trace of rank 0, .*, …; expected one of each of .* 1048576 ranks"
+        ConfigError,
+        match=r"one rank's trace of 1,048,576 ranks|the trace of rank 1048575 in a job of 2 ranks",
     ):
-        load_step(path)
+        load_step(path, ranks=2)
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert most < 8 << 20
     path.rename(later := tmp_path / f"worker{10**12}.json")  # a time, as torch puts it into names
     later.write_text(json.dumps({"traceEvents": host_traces(1, 0.0, 1)[0]}))
-    assert load_step(later).ranks == 1
+    assert load_step(later, ranks=1).ranks == 1
 
 
 def test_events_that_are_kept_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -738,4 +905,4 @@ def test_formats_are_read_as_they_are(tmp_path: Path, name: str) -> None:
     paths = [tmp_path / f"{index}.json" for index in range(len(FORMATS[name]))]
     for path, document in zip(paths, FORMATS[name], strict=True):
         path.write_text(json.dumps(document))
-    assert load_step(paths).ranks == (1 if name == "events alone" else 2)
+    assert load_step(paths, ranks=1).ranks == (1 if name == "events alone" else 2)

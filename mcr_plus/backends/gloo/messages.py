@@ -161,9 +161,9 @@ class WatchedReceive(_Watched, ReceivePoll):
         target, group = self._target, self._group
         if (nbytes, dtype) != (target.nbytes, _dtype_text(target)):
             raise OrderMismatch(
-                f"message #{number} with tag {self._tag} in group '{group.name}': rank {self.source} issued "
-                f"{_text(text)} ({nbytes} bytes); rank {group.rank} issued {self._signature.describe()} "
-                f"({target.nbytes} bytes)"
+                f"message #{number} with tag {self._tag} in group '{group.name}': {group.named(self.source)} "
+                f"issued {_text(text)} ({nbytes} bytes); {group.named(group.rank)} issued "
+                f"{self._signature.describe()} ({target.nbytes} bytes)"
             )
         parts, words = [bytes_of(target)] if nbytes else [], None
         if carries:

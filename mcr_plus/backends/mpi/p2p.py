@@ -204,7 +204,7 @@ def mismatch(
 ) -> OrderMismatch:
     """Return the error of a receive of `wanted` whose message has `count` elements of `dtype`."""
     return OrderMismatch(
-        f"message with tag {tag} in group '{group.name}': rank {sender} issued send "
-        f"{dtype_name(dtype)}[{count}] ({count * dtype.itemsize} bytes); rank {group.rank} issued "
+        f"message with tag {tag} in group '{group.name}': {group.named(sender)} issued send "
+        f"{dtype_name(dtype)}[{count}] ({count * dtype.itemsize} bytes); {group.named(group.rank)} issued "
         f"{wanted.describe()} ({wanted.nbytes} bytes)"
     )

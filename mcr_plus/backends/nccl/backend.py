@@ -94,7 +94,7 @@ class NcclBackend(Backend):
             channel.connect()
         except NcclError as error:
             channel.abort()
-            where = f"backend nccl: group '{group.name}', rank {group.rank} of {group.size}"
+            where = f"backend nccl: group '{group.name}', {group.named(group.rank)}, {group.size} in all"
             raise BackendError(f"{where}: {error}{self._advice(error)}") from error
         except Exception:
             channel.abort()

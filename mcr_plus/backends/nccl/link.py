@@ -259,9 +259,8 @@ class Link:
                 return
             if deadline.passed():
                 raise CommTimeout(
-                    f"backend nccl: the {self.name} was not ready after {self.timeout:g} s on rank "
-                    f"{self._rank} of {self._size}; some rank has not come "
-                    "or cannot be reached (NCCL_DEBUG=INFO prints more)"
+                    f"backend nccl: the {self.name} was not ready after {self.timeout:g} s; one of its "
+                    f"{self._size} ranks has not come or cannot be reached (NCCL_DEBUG=INFO prints more)"
                 )
             time.sleep(_NAP)
 

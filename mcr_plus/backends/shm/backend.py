@@ -368,8 +368,8 @@ class _Stepping:
                 self._since = now  # the peer's description may follow, for a better error
             elif now - self._since > _PATIENCE_S:
                 raise OrderMismatch(
-                    f"{self._signature.describe()} in group '{self._group.name}': rank "
-                    f"{self._group.ranks[rank]} has issued another operation in its place"
+                    f"{self._signature.describe()} in group '{self._group.name}': "
+                    f"{self._group.named(rank)} has issued another operation in its place"
                 )
         return False
 
@@ -388,8 +388,8 @@ class _Uneven:
             rank, given = found
             group, expected = self._group, self._message.flows(self._group.rank)[1]
             raise OperationsDiffer(
-                f"rank {rank} sends {given // self._parts} elements to rank {group.rank}, which expects "
-                f"{expected[rank]}",
+                f"{group.named(rank)} sends {given // self._parts} elements to {group.named(group.rank)}, "
+                f"which expects {expected[rank]}",
                 explained=True,
             )
         return True

@@ -171,7 +171,7 @@ class _Opening:
         # Errors other than OSError: a size that no file or address can have.
         except (OSError, OverflowError, ValueError) as error:
             reason, place = getattr(error, "strerror", None) or error, getattr(error, "filename", None)
-            problem = f"rank {rank}: {reason} ({place or _FOLDER})"
+            problem = f"{self._group.named(rank)}: {reason} ({place or _FOLDER})"
             self._store.set(self._problem, problem)
         if rank == 0:
             self._store.set(self._file, f"{_FAILED}{problem}" if problem else f"{self._nbytes} {self._path}")
@@ -183,7 +183,7 @@ class _Opening:
         size, _, name = published.partition(" ")
         self._path = Path(name)
         if int(size) != self._nbytes:
-            raise OSError(0, f"wants {self._nbytes} bytes where rank 0 has made {size}", name)
+            raise OSError(0, f"wants {self._nbytes} bytes where {self._group.named(0)} has made {size}", name)
         self._memory = _map(self._path, self._nbytes)
 
     def meet(self) -> str:
@@ -204,7 +204,7 @@ class _Opening:
             if missing:
                 raise LaunchError(
                     f"group '{self._group.name}': memory of backend msccl was not open after "
-                    f"{time.monotonic() - self._began:.1f} s: ranks {missing} have not come"
+                    f"{time.monotonic() - self._began:.1f} s without {self._group.named(*missing)}"
                 ) from error
 
     def memory_taken(self) -> mmap.mmap:

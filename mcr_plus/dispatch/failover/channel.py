@@ -251,7 +251,7 @@ class FailoverChannel(Channel):
             switch_off(self._engine, self._first, broken)
             if not self.stands:  # this channel has been told on the way
                 return
-        self.why = f"rank {self._group.rank}: {why}"
+        self.why = f"{self._group.named(self._group.rank)}: {why}"
         try:
             self._store.compare_set(self._key("begun"), "", self.why)
             self._board.mark_moving()
@@ -351,7 +351,7 @@ class FailoverChannel(Channel):
         self._round += 1
         self._moves = self._board.moves()
         off = next((off for _, _, off, _ in texts if off), "")
-        verdict = decide(records)
+        verdict = decide(records, self._group.named)
         self._apply(replace(verdict, refusal=off) if off else verdict)
         self._stage = "works"
 

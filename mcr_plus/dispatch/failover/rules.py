@@ -7,7 +7,7 @@ these records, each rank derives the same `Verdict`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -63,8 +63,10 @@ class Verdict:
     refusal: str = ""
 
 
-def decide(records: Sequence[Record]) -> Verdict:
-    """The verdict for the records of all ranks of a group, in their order."""
+def decide(
+    records: Sequence[Record], named: Callable[..., str] = lambda *ranks: phrase_ranks(ranks)
+) -> Verdict:
+    """The verdict for the records of all ranks of a group, in their order. `named`: see `Group.named`."""
     first = min(record.first_open for record in records)
     sources: dict[int, int] = {}
     for number in range(first, max(record.next for record in records)):
@@ -88,7 +90,7 @@ def decide(records: Sequence[Record]) -> Verdict:
         if gone:
             return Verdict(
                 first,
-                refusal=f"{phrase_ranks(gone)} completed an operation that others have not, and its tensors "
+                refusal=f"{named(*gone)} completed an operation that others have not, and its tensors "
                 "have changed since",
             )
     return Verdict(first, sources)

@@ -258,15 +258,15 @@ class VerifiedChannel(SteppedChannel):
         raise self._corrupted(signature, ledger, found)
 
     def _corrupted(self, signature: Signature, ledger: Ledger, found: Difference) -> DataCorrupted:
-        ranks = self._group.ranks
+        ranks, named = self._group.ranks, self._group.named
         source, target = ranks[found.source], ranks[found.target]
         block = self._block(ledger, found)
         place = "" if block is None else f", first in block {block} (from byte {block * BLOCK})"
         what = "sums" if found.stage else "values"
         if source == target:
-            text = f"{what} of rank {source} itself have changed{place}"
+            text = f"{what} of {named(found.source)} itself have changed{place}"
         else:
-            text = f"{what} that rank {source} has sent to rank {target} have changed{place}"
+            text = f"{what} that {named(found.source)} has sent to {named(found.target)} have changed{place}"
         return self._error(signature, text, target, source, block)
 
     def _error(

@@ -86,12 +86,12 @@ class Messages:
     def corrupted(self, signature: Signature, source: int, block: int) -> DataCorrupted:
         """The error of a message from a group rank, with the first block that has changed."""
         group = self.group
-        sender, rank = group.ranks[source], group.ranks[group.rank]
+        sender, receiver = group.named(source), group.named(group.rank)
         operation = signature.describe()
         return DataCorrupted(
-            f"{operation} on {self.library} in group '{group.name}': what rank {sender} has sent to rank "
-            f"{rank} has changed, first in block {block} (from byte {block * BLOCK})",
-            operation, rank, sender, self.library, block, group.name,
+            f"{operation} on {self.library} in group '{group.name}': what {sender} has sent to "
+            f"{receiver} has changed, first in block {block} (from byte {block * BLOCK})",
+            operation, group.ranks[group.rank], group.ranks[source], self.library, block, group.name,
         )  # fmt: skip
 
     def _send(self, start: Start, checks: _Checks) -> Start:

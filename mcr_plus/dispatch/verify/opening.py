@@ -62,10 +62,14 @@ def _open_rows(world: World, engine: Engine, group: Group, steps: Steps) -> tupl
     store, what = world.store_of(group), f"verify/{group.name}/{name}"
     memory, descriptor, place = made(size, "mcr_plus") if group.rank == 0 else (None, None, "")
     try:
-        place = exchange(store, group.rank, group.size, f"{what}/memory", place, world.timeout)[0]
+        place = exchange(store, group.rank, group.size, f"{what}/memory", place, world.timeout, group=group)[
+            0
+        ]
         if memory is None and place:
             memory = mapped(place, size)
-        has = exchange(store, group.rank, group.size, f"{what}/mapped", "y" * bool(memory), world.timeout)
+        has = exchange(
+            store, group.rank, group.size, f"{what}/mapped", "y" * bool(memory), world.timeout, group=group
+        )
     finally:
         if descriptor is not None:
             os.close(descriptor)

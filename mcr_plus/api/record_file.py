@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import stat
@@ -202,7 +201,7 @@ def _about(path: Path, column: NDArray[Any]) -> dict[str, Any]:
 
 
 def _column(path: Path, archive: ZipFile, name: str, dtype: str) -> NDArray[Any]:
-    """Read one column; raises `ConfigError` unless it has this dtype, one dimension, and its stated length."""
+    """Read one column; raises `ConfigError` unless it has one dimension, this dtype and its stated length."""
     try:
         with archive.open(f"{name}.npy") as member:
             start = member.read(10)

@@ -172,7 +172,7 @@ def _read(path: Path) -> _Trace:
 
 
 def _unpacked(content: bytes) -> bytes:
-    """The content of a gzip file; raises `EOFError` if it ends too early, `OverflowError` if it is too large."""
+    """Unpack a gzip file; raises `EOFError` if it ends too early, `OverflowError` if it is too large."""
     unpacker = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)  # with the header of gzip
     most = min(_MOST_BYTES, _ROOM + _MOST_TIMES * len(content))
     unpacked = unpacker.decompress(content, most)

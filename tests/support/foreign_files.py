@@ -462,7 +462,7 @@ READERS: Final[dict[str, Reader]] = {
     ),
     "trace": Reader("t.json", "json", _trace, _command("plan", "FILE", "--json")),
     "packed trace": Reader("t.json.gz", "json.gz", lambda _: gzip.compress(_trace(_)), _command("plan", "FILE")),
-    "step": Reader("step.json", "json", _step, _command("plan", "FILE", "--json")),
+    "step": Reader("step.json", "json", _step, _command("plan", "FILE", "--json", good=(0, 1, 2))),
     "plan": Reader("plan.json", "json", _plan, _use_plan),
     "configuration": Reader("c.yaml", "yaml", _text(_CONFIG), _command("validate", "FILE")),
     "table": Reader("t.yaml", "yaml", _text(_TABLE), _command("table", "show", "FILE")),

@@ -463,4 +463,4 @@ def _collide(one: TableRule, other: TableRule) -> bool:
     return overlap(one.key, other.key) and intersection(one.sizes, other.sizes) is not None
 
 
-FORMAT: Final = Format("ucc", "mpi", export, import_)
+FORMAT: Final = Format("ucc", "mpi", COLLECTIVES, export, import_)

@@ -373,6 +373,8 @@ def _check(invitation: Invitation) -> None:
     ranks = [each.rank for each in invitation.sources]
     if not ranks or len(set(ranks)) < len(ranks) or len(invitation.secret) != 32:
         raise ValueError("expected source ranks, each once, and a key of 32 bytes")
+    if not invitation.offers:
+        raise ValueError("it offers nothing")
     for number, offer in enumerate(invitation.offers):
         tensors = {each.name: _held(each) for each in offer.tensors}
         left = {name: int(held.bounds.volumes.sum()) for name, held in tensors.items()}

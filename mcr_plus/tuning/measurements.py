@@ -108,7 +108,7 @@ class _Part(BaseModel):
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
 
-_Microseconds = Annotated[float, Field(ge=0, le=1e15)]
+_Microseconds = Annotated[float, Field(ge=1e-6, le=1e15)]
 
 
 class _Timing(_Part):

@@ -204,9 +204,9 @@ def test_nccl_usual_operations_come_before_others() -> None:
     assert rules_of(found) == [
         ("all_reduce", "0..50", "nccl:ring/ll/1/numPipeOps=1/regBuff=0"),
         ("all_reduce", "50..100", "nccl:tree/ll/1/numPipeOps=4/regBuff=1"),
-        ("all_reduce", "100B..", "nccl"),
+        ("all_reduce", "100..", "nccl"),
         ("reduce", "0..100", "nccl:tree/ll/regBuff=1"),
-        ("reduce", "100B..", "nccl"),
+        ("reduce", "100..", "nccl"),
     ]
     assert lost == ("t.conf:3: out of reach behind others", "t.conf:5: out of reach behind others")
     lines = export("nccl-csv", found).text.splitlines()

@@ -367,7 +367,10 @@ def algorithms(format: str, kind: str) -> list[str]:
     if format == "oneccl":
         return [f"mpi:{name}" for name in oneccl.ALGORITHMS[oneccl.COLLECTIVES[kind].name]]
     name = ucc.COLLECTIVES[kind].name
-    named = [f"mpi:ucp/{each}" for each in ucc.COMPONENTS["ucp"].algorithms.get(name, ())]
+    known = (
+        () if name == "gather" else ucc.COMPONENTS["ucp"].algorithms.get(name, ())
+    )  # listed, but not taken
+    named = [f"mpi:ucp/{each}" for each in known]
     return [*named, "mpi:ucp/7", "mpi:nccl/*/inf", "mpi:ucp/*/50"]
 
 
@@ -1108,11 +1111,11 @@ def test_ucc_unknown_algorithms_of_a_table_are_lost(algorithm: str) -> None:
     [
         ("UCC_TL_UPC_TUNE=allreduce:inf", "unknown variable 'UCC_TL_UPC_TUNE'; known: UCC_TL_UCP_TUNE"),
         ("UCC_TL_HIER_TUNE=allreduce:inf", "did you mean 'UCC_CL_HIER_TUNE'?"),
+        ("UCC_CLS=all", "UCC_CLS: not a TUNE string"),
         ("allreduec:inf", "unknown field 'allreduec'"),
-        ("allreduce:@ring", "unknown ucp algorithm of allreduce 'ring'; known: knomial"),
+        ("allreduce:@rings", "unknown ucp algorithm of allreduce 'rings'; known: knomial"),
         ("UCC_TL_SHARP_TUNE=allreduce:@ring", "known: none, sharp has one algorithm only"),
         ("@knomial", "@knomial without a collective"),
-        ("[vendor=nvidia team_size=64]", "a section '[vendor=nvidia team_size=64]', as in ucc.conf"),
         ("allreduce:0-4P:inf", "expected a size such as 4K or inf, got '4p'"),
         ("allreduce:4K-4K:inf", "empty range '4k-4k'"),
         ("allreduce:inf-4K:3", "empty range"),
@@ -1121,13 +1124,80 @@ def test_ucc_unknown_algorithms_of_a_table_are_lost(algorithm: str) -> None:
         ("allreduce:1:2", "unknown field '2', or a second one of its kind"),
         ("allreduce:gpu:inf", "memory types (host, cuda, cuda_managed, rocm, rocm_managed)"),
         ("allreduce::inf", "unknown field ''"),
-        ("allreduce:inf##bcast:inf", "unknown field ''"),
     ],
 )
-def test_ucc_refuses_unknown_names(text: str, what: str) -> None:
-    with pytest.raises(ConfigError, match=r"^ucc\.env:2: ") as caught:
+def test_ucc_unknown_names_cost_their_rule_alone(text: str, what: str) -> None:
+    with pytest.raises(ConfigError, match=r"^ucc\.env:1: no rules that a table can express") as caught:
         import_("ucc", f"# comment\n{text}\n", "ucc.env")
     assert what in str(caught.value)
+    found, lost = import_("ucc", f"UCC_TL_SELF_TUNE=reduce:inf\n{text}\n", "ucc.env")
+    assert rules_of(found) == [("reduce", "0..", "mpi:self/*/inf")]
+    assert all(line.startswith("ucc.env:2: ") for line in lost)
+    assert what in "; ".join(lost)
+
+
+def test_ucc_takes_every_name_that_it_registers() -> None:
+    """Those that `ucc_info -A` lists; some of them no string of UCC may have, so they are not written."""
+    for component, about in ucc.COMPONENTS.items():
+        for collective, names in about.algorithms.items():
+            kind = next((kind for kind, each in ucc.COLLECTIVES.items() if each.name == collective), None)
+            for name in names:
+                text = f"UCC_{about.layer}_{component.upper()}_TUNE={collective}:@{name}\n"
+                if kind is None:
+                    with pytest.raises(ConfigError, match=f"tables have no {collective}"):
+                        import_("ucc", text)
+                    continue
+                found, lost = import_("ucc", text)
+                assert lost == ()
+                assert found.rules[-1].backend == f"mpi:{component}/{name}"
+                written = export("ucc", found)
+                is_listed = collective in ("barrier", "gather", "gatherv", "scatterv") or (
+                    component == "cuda" and collective.startswith("reduce_scatter")
+                )
+                assert written.text == ("" if is_listed else text)
+                assert bool(written.lost) == is_listed
+
+
+UCC_CONF = """\
+UCC_CL_BASIC_TLS=^sharp,nccl  ; all but these
+
+#Intel Skylake:
+[vendor=intel model=skylake team_size=4 ppn=2 nnodes=2]
+UCC_TL_UCP_ALLREDUCE_KN_RADIX=2
+UCC_TL_UCP_TUNE=allreduce:0-4k:@0#allreduce:4k-inf:@sra_knomial
+
+[vendor=intel model=skylake ppn=8 nnodes=1]
+UCC_TL_UCP_TUNE = bcast:[2-8]:@dbt
+
+[vendor=amd model=rome team_size=2 ppn=1 nnodes=2]
+UCC_TL_UCP_TUNE=allreduce:@1
+
+[vendor=intel model=skylake nnodes=4 sock=2]
+UCC_TL_CUDA_TUNE=allreduce:inf
+UCC_TL_UCP_TUNE=reduce:@srg
+"""
+
+
+def test_ucc_conf_has_sections_and_other_variables() -> None:
+    found, lost = import_("ucc", UCC_CONF, "ucc.conf")
+    assert [(str(rule.key), rule.span(), rule.backend) for rule in found.rules if ":" in rule.backend] == [
+        ("all_reduce ranks 4 nodes 2", "0..4KiB", "mpi:ucp/0"),
+        ("all_reduce ranks 4 nodes 2", "4KiB..", "mpi:ucp/sra_knomial"),
+        ("broadcast ranks 8 nodes 1", "0..", "mpi:ucp/dbt"),
+        ("reduce nodes 4", "0..", "mpi:ucp/srg"),
+    ]
+    assert lost == (
+        "ucc.conf:1: UCC_CL_BASIC_TLS: not a TUNE string",
+        "ucc.conf:5: UCC_TL_UCP_ALLREDUCE_KN_RADIX: not a TUNE string",
+        "ucc.conf:11: [vendor=amd model=rome team_size=2 ppn=1 nnodes=2]: a table is for one processor, "
+        "here that of vendor=intel model=skylake",
+        "ucc.conf:14: [vendor=intel model=skylake nnodes=4 sock=2]: tables cannot express sock=2; "
+        "read without it",
+        "ucc.conf:15: UCC_TL_CUDA_TUNE: UCC takes strings for TL/UCP alone from a section",
+    )
+    found, lost = import_("ucc", f"UCC_TL_UCP_TUNE=allreduce:@dbt\n{UCC_CONF}", "ucc.conf")
+    assert [rule.backend for rule in found.rules] == ["mpi:ucp/dbt"]
+    assert "UCC_TL_UCP_TUNE of line 1 is taken instead of those in sections" in lost[-1]
 
 
 def test_ucc_refuses_a_variable_that_is_set_twice() -> None:

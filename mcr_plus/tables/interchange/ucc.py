@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
@@ -118,14 +119,14 @@ COMPONENTS: Final = {
     ),
     "doca_urom": Component("CL", 100, {}),
 }  # fmt: skip
-"""Components with all named algorithms that UCC registers (`ucc_info -A`), in `src/components/[ct]l/*/*/*.c` of
+"""Components with all named algorithms that UCC registers (`ucc_info -A`), in `src/components` of
 v1.1.0, v1.2.0, v1.3.0, v1.4.4, v1.5.1, v1.6.0, v1.7.0, v1.8.0 and v1.9.0-rc1."""
 _LISTED_ONLY: Final = {
     "ucp": ("barrier", "fanin", "fanout", "gather", "gatherv", "scatterv"),
     "cuda": ("reduce_scatter", "reduce_scatterv"),
 }
-"""Collectives whose algorithms `ucc_info -A` lists by names that no TUNE string may have (`alg_id_from_str` of
-tl_ucp_coll.c and tl_cuda_coll.c): UCC refuses the whole string."""
+"""Collectives whose algorithms `ucc_info -A` lists by names that no TUNE string may have (`alg_id_from_str`,
+in tl_ucp_coll.c and tl_cuda_coll.c): UCC refuses the whole string."""
 
 _KINDS: Final = {collective.name: kind for kind, collective in COLLECTIVES.items()}
 _NO_KIND: Final = ("fanin", "fanout")
@@ -133,6 +134,10 @@ _MEMORY: Final = {"host": "cpu", "cuda": "cuda"}
 _OTHER_MEMORY: Final = ("cuda_managed", "rocm", "rocm_managed")
 _UNITS: Final = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _ANY: Final = "*"
+_COMPONENT_OF: Final = {
+    "": "ucp",  # a string alone
+    **{f"UCC_{about.layer}_{name.upper()}_TUNE": name for name, about in COMPONENTS.items()},
+}
 
 
 class _Selection(NamedTuple):
@@ -309,106 +314,97 @@ class _Entry(NamedTuple):
     section: str = ""
 
 
-@dataclass
-class _Section:
-    """A section of ucc.conf: its text, the numbers that it is for, and whether it is left out."""
+class _Section(NamedTuple):
+    """A section of ucc.conf: its text, processor and numbers, and what a table cannot express of it."""
 
     text: str = ""
+    processor: str = ""
     ranks: Range | None = None
     nodes: Range | None = None
-    left_out: bool = False
+    more: tuple[str, ...] = ()
+
+
+_HEADER: Final = re.compile(r"\[(\w+=[^\]]*)\]", re.ASCII)
 
 
 def import_(text: str, name: str, backend: str) -> Imported:
-    """Read TUNE strings into a table; raises `ConfigError` for strings that overlap, or if nothing is left."""
+    """Read TUNE strings into a table; raises `ConfigError` for overlaps, or if no rule is left."""
     entries: list[_Entry] = []
     lost: list[str] = []
     seen: dict[tuple[str, str], int] = {}
-    section, processor = _Section(), ""
-    for assignment in assignments(text):
-        place = f"{name}:{assignment.line}"
-        if not assignment.variable and (header := _SECTION.fullmatch(assignment.value)):
-            section, own = _section(header[1], place, lost)
-            if processor and own and own != processor:
-                lost.append(
-                    f"{place}: [{section.text}]: a table is for one processor, here that of {processor}"
-                )
-                section.left_out = True
-            processor = processor or own
-            continue
-        component = _component(assignment, place, lost)
-        if component is None or section.left_out:
-            continue
+    for section, component, assignment in _tuned(text, name, lost):
         if (section.text, component) in seen:
             what = f"{component} is also tuned in line {seen[section.text, component]}; expected it once"
             raise mistake(name, assignment.line, what)
         seen[section.text, component] = assignment.line
-        if section.text and component != "ucp":
-            lost.append(f"{place}: {assignment.variable}: UCC takes strings for TL/UCP alone from a section")
-            continue
         for token in assignment.value.partition(" ;")[0].split("#"):
-            try:
-                found = list(_entries(token, component, section, name, assignment.line, backend, lost))
-            except ConfigError as error:
-                lost.append(str(error))
-                continue
-            entries += found
+            entries += _known_entries(token, component, section, name, assignment.line, backend, lost)
     if ("", "ucp") in seen and any(entry.section for entry in entries):
-        lost.append(
-            f"{name}: UCC_TL_UCP_TUNE of line {seen['', 'ucp']} is taken instead of those in sections"
-        )
+        line = seen["", "ucp"]
+        lost.append(f"{name}:{line}: UCC takes this string for TL/UCP instead of those in sections")
         entries = [entry for entry in entries if not entry.section]
     _check_overlaps(entries, lost)
     ranked = sorted(entries, key=lambda entry: (not entry.section, -entry.score))
     return imported([entry.rule for entry in ranked], lost, backend, name)
 
 
-_SECTION: Final = re.compile(r"\[(\w+=[^\]]*)\]", re.ASCII)
+def _known_entries(
+    token: str, component: str, section: _Section, name: str, line: int, backend: str, lost: list[str]
+) -> list[_Entry]:
+    """Return the rules of one token; none, and a line in `lost`, if it is malformed or has unknown names."""
+    try:
+        return list(_entries(token, component, section, name, line, backend, lost))
+    except ConfigError as error:
+        lost.append(str(error))
+        return []
 
 
-def _section(text: str, place: str, lost: list[str]) -> tuple[_Section, str]:
-    """Read the header of a section; returns its processor too."""
-    section, processor, more = _Section(text), "", []
-    per_node: Range | None = None
-    for word in text.split():
-        key, _, value = word.partition("=")
-        try:
-            numbers = None if key in ("vendor", "model") else _rank_range(value)
-        except ValueError:
-            key, numbers = "", None
-        if key in ("vendor", "model"):
-            processor = f"{processor} {word}".strip().lower()
-        elif key == "team_size":
-            section.ranks = numbers
-        elif key == "nnodes":
-            section.nodes = numbers
-        elif key == "ppn":
-            per_node = numbers
+def _tuned(text: str, name: str, lost: list[str]) -> Iterator[tuple[_Section, str, Assignment]]:
+    """Yield the TUNE strings of one processor, with section and component; report what else there is."""
+    section, processor = _Section(), ""
+    skipped: dict[str, list[int]] = {}  # lines by the reason
+    for assignment in assignments(text):
+        place = f"{name}:{assignment.line}"
+        if not assignment.variable and (header := _HEADER.fullmatch(assignment.value)):
+            section = _section(header[1])
+            processor = processor or section.processor
+            if section.processor not in ("", processor):
+                what = f"sections for {section.processor}: a table is for one processor, here {processor}"
+                skipped.setdefault(what, []).append(assignment.line)
+            elif section.more:
+                what = f"tables cannot express {', '.join(section.more)}; read without it"
+                lost.append(f"{place}: [{section.text}]: {what}")
+        elif section.processor not in ("", processor) or assignment.value.startswith(";"):
+            continue
+        elif (component := _COMPONENT_OF.get(assignment.variable)) is None:
+            what = f"{assignment.variable}: no TUNE string"
+            if assignment.variable.endswith("_TUNE"):
+                what = unknown("variable", assignment.variable, tuple(_COMPONENT_OF)[1:])
+            skipped.setdefault(what, []).append(assignment.line)
+        elif section.text and component != "ucp":
+            lost.append(f"{place}: {assignment.variable}: UCC takes strings for TL/UCP alone from a section")
         else:
-            more.append(word)
+            yield section, component, assignment
+    for what, lines in skipped.items():
+        lost.append(f"{name}:{lines[0]}: {what}" + f" ({len(lines)} times)" * (len(lines) > 1))
+
+
+def _section(text: str) -> _Section:
+    """Read the header of a section."""
+    words = dict(word.partition("=")[::2] for word in text.split())
+    processor = " ".join(f"{key}={words.pop(key).lower()}" for key in ("vendor", "model") if key in words)
+    numbers: dict[str, Range] = {}
+    for key in ("team_size", "nnodes", "ppn"):
+        with suppress(KeyError, ValueError):
+            numbers[key] = _rank_range(words[key])
+            del words[key]
+    ranks, nodes, per_node = (numbers.get(key) for key in ("team_size", "nnodes", "ppn"))
     if per_node is not None:
-        nodes, each = single(section.nodes), single(per_node)
-        known = Range(nodes * each, nodes * each + 1) if nodes and each else None
-        section.ranks = section.ranks or known
-        more += [] if known == section.ranks and known else ["ppn"]
-    if more:
-        lost.append(f"{place}: [{text}]: tables cannot express {', '.join(more)}; read without it")
-    return section, processor
-
-
-def _component(assignment: Assignment, place: str, lost: list[str]) -> str | None:
-    """Return the component of a variable; None, with a line in `lost`, if it is none of a TUNE string."""
-    known = {
-        f"UCC_{about.layer}_{component.upper()}_TUNE": component for component, about in COMPONENTS.items()
-    }
-    if not assignment.variable:
-        return None if assignment.value.startswith(";") else "ucp"
-    if assignment.variable not in known:
-        what = f"{assignment.variable}: not a TUNE string"
-        if assignment.variable.endswith("_TUNE"):
-            what = unknown("variable", assignment.variable, tuple(known))
-        lost.append(f"{place}: {what}")
-    return known.get(assignment.variable)
+        known = (single(nodes) or 0) * (single(per_node) or 0)
+        ranks = ranks or (Range(known, known + 1) if known else None)
+        if not known or single(ranks) != known:
+            words["ppn"] = f"{per_node}"
+    return _Section(text, processor, ranks, nodes, tuple(f"{key}={value}" for key, value in words.items()))
 
 
 def _entries(

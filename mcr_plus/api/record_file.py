@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
+import struct
 import tempfile
-import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
+from zipfile import ZIP_DEFLATED, ZIP_STORED, BadZipFile, ZipFile
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mcr_plus.api.record import Record
-from mcr_plus.errors import ConfigError, InvalidArgument
+from mcr_plus.config.document import path_text
+from mcr_plus.errors import ConfigError, InvalidArgument, short
 
 FORMAT: Final = 2
 TEXTS: Final = ("kind", "tag", "group", "backend", "codec", "dtype", "error")
@@ -27,12 +31,52 @@ NUMBERS: Final[Mapping[str, str]] = {
     "t_issue": "f8", "t_done": "f8", "waited": "f8", "is_async": "?",
 }  # fmt: skip
 _EXPECTED: Final = "expected a file that mcr.record(path) wrote"
-_ABOUT: Final[Mapping[str, type | tuple[type, ...]]] = {
-    "job": str, "rank": int, "size": int, "host": str, "hosts": list, "epoch_us": (int, float),
-    "began": (int, float), "ended": (int, float), "names": dict, "choices": list, "config": dict,
-    "versions": dict,
-}  # fmt: skip
 _MOST_BYTES: Final = 1 << 32
+_MOST_TIMES: Final = 32  # columns compress to an eighth; a file of 600 bytes may state any length
+_ROOM: Final = 1 << 26
+_HEADER: Final = re.compile(
+    rb"\{'descr': '([^']{1,9})', 'fortran_order': False, 'shape': \(([0-9]{1,12}),\), \} *\n"
+)
+_DTYPES: Final[Mapping[str, str]] = {
+    "steps": "f8", **dict.fromkeys(TEXTS, "i4"), **NUMBERS,
+}  # fmt: skip
+_LARGEST: Final = 1e18  # of times, as in traces: sums of them stay finite
+
+_Time = Annotated[float, Field(ge=-_LARGEST, le=_LARGEST)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+class _Expected(_Part):
+    expected_us: _Time | None = None
+    alternatives: dict[str, _Time] = {}
+
+
+class _Choice(_Part):
+    kind: str
+    tag: str | None
+    backend: str
+    bytes: int
+    count: int = Field(ge=1)
+    job: _Expected
+    usual: _Expected
+
+
+class _About(_Part):
+    job: str
+    rank: int = Field(ge=0)
+    size: int = Field(ge=1)
+    host: str
+    hosts: list[str]
+    epoch_us: _Time
+    began: _Time
+    ended: _Time
+    names: dict[str, list[str]]
+    choices: list[_Choice]
+    config: dict[str, Any]
+    versions: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -116,40 +160,82 @@ def load_recording(path: Path) -> Recording:
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # a FIFO may have no writer
             raise ConfigError(f"{path}: cannot read: not a regular file; {_EXPECTED}")
-        if path.stat().st_size > _MOST_BYTES:
+        size = path.stat().st_size
+        if size > _MOST_BYTES:
             raise ConfigError(f"{path}: larger than {_MOST_BYTES >> 30} GiB; {_EXPECTED}")
-        with path.open("rb") as file:
-            stored = np.load(file, allow_pickle=False)
-            arrays = {name: stored[name] for name in stored.files} if hasattr(stored, "files") else {}
+        with path.open("rb") as file, ZipFile(file) as archive:
+            _check_room(path, archive, _ROOM + _MOST_TIMES * size)
+            about = _about(path, _column(path, archive, "about", "u1"))
+            columns = {name: _column(path, archive, name, dtype) for name, dtype in _DTYPES.items()}
+    except ConfigError:
+        raise
     except OSError as error:
         raise ConfigError(f"{path}: cannot read: {error.strerror or error}") from None
-    except (ValueError, EOFError, KeyError, zlib.error, zipfile.BadZipFile):
+    except (ValueError, EOFError, RuntimeError, struct.error, zlib.error, BadZipFile):
+        # RuntimeError: encrypted, or compressed in a way that this Python lacks
         raise ConfigError(f"{path}: truncated, or of another kind; {_EXPECTED}") from None
-    if "about" not in arrays:
-        raise ConfigError(f"{path}: {_EXPECTED}")
+    _check(path, about, columns)
+    return Recording(path, about, columns.pop("steps"), columns)
+
+
+def _check_room(path: Path, archive: ZipFile, most: int) -> None:
+    """Raise `ConfigError` for more than `most` bytes: the size of the file decides, not what it states."""
+    if any(each.compress_type not in (ZIP_STORED, ZIP_DEFLATED) for each in archive.infolist()):
+        raise BadZipFile
+    stated = sum(info.file_size for info in archive.infolist())
+    if stated > most:
+        raise ConfigError(f"{path}: {stated:,} bytes of columns, more than such a file has; {_EXPECTED}")
+
+
+def _about(path: Path, column: NDArray[Any]) -> dict[str, Any]:
     try:
-        about = json.loads(arrays.pop("about").tobytes())
+        about: dict[str, Any] = json.loads(column.tobytes())
         version = about["format"]
     except (ValueError, KeyError, TypeError, RecursionError):
         raise ConfigError(f"{path}: about: malformed; {_EXPECTED}") from None
     if version != FORMAT:
-        raise ConfigError(f"{path}: of another version of mcr_plus: format {version!r}; expected {FORMAT}")
-    _check(path, about, arrays)
-    return Recording(path, about, arrays.pop("steps"), arrays)
+        raise ConfigError(
+            f"{path}: of another version of mcr_plus: format {short(version)}; expected {FORMAT}"
+        )
+    return about
 
 
-def _check(path: Path, about: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Raise `ConfigError` for a field or a column that is missing, or not what it should be."""
-    for name, kind in _ABOUT.items():
-        if not isinstance(about.get(name), kind):
-            raise ConfigError(f"{path}: {name}: missing or malformed; {_EXPECTED}")
-    dtypes = {**dict.fromkeys(TEXTS, "i4"), **NUMBERS, "steps": "f8"}
-    length = len(arrays["t_issue"]) if "t_issue" in arrays else 0
-    for name, dtype in dtypes.items():
-        column = arrays.get(name)
-        good = column is not None and column.ndim == 1 and column.dtype == np.dtype(dtype)
-        if not good or column is None or (name != "steps" and len(column) != length):
-            raise ConfigError(f"{path}: column {name!r} is missing or malformed; {_EXPECTED}")
-        known = about["names"].get(name, []) if name in TEXTS else None
-        if known is not None and length and not -1 <= int(column.min()) <= int(column.max()) < len(known):
+def _column(path: Path, archive: ZipFile, name: str, dtype: str) -> NDArray[Any]:
+    """Read one column; raises `ConfigError` unless it has one dimension, this dtype and its stated length."""
+    try:
+        with archive.open(f"{name}.npy") as member:
+            start = member.read(10)
+            header = _HEADER.fullmatch(member.read(int.from_bytes(start[8:], "little")))
+            content = member.read()
+    except KeyError:
+        raise ConfigError(f"{path}: column {name!r} is missing or malformed; {_EXPECTED}") from None
+    known = np.dtype(dtype)
+    if (
+        header is None
+        or start[:8] != b"\x93NUMPY\x01\x00"
+        or header[1].decode() != known.str
+        or int(header[2]) * known.itemsize != len(content)
+    ):
+        raise ConfigError(f"{path}: column {name!r} is missing or malformed; {_EXPECTED}")
+    return np.frombuffer(content, known)
+
+
+def _check(path: Path, about: Mapping[str, Any], columns: Mapping[str, NDArray[Any]]) -> None:
+    """Raise `ConfigError` for a field or a column that is not what it should be."""
+    try:
+        found = _About.model_validate(about)
+    except ValidationError as error:
+        keys = error.errors(include_url=False)[0]["loc"]
+        raise ConfigError(f"{path}: {path_text(keys)}: missing or malformed; {_EXPECTED}") from None
+    if len(found.hosts) != found.size or found.rank >= found.size:
+        what = f"rank {found.rank} of {short(found.size)} ranks on {len(found.hosts)} hosts"
+        raise ConfigError(f"{path}: {what}; {_EXPECTED}")
+    for name in TEXTS:
+        known, column = found.names.get(name, []), columns[name]
+        if len(column) and not -1 <= int(column.min()) <= int(column.max()) < len(known):
             raise ConfigError(f"{path}: column {name!r} has entries without a name; {_EXPECTED}")
+    for name, column in columns.items():
+        if name != "steps" and len(column) != len(columns["t_issue"]):
+            raise ConfigError(f"{path}: column {name!r} is missing or malformed; {_EXPECTED}")
+        if column.dtype.kind == "f" and not (np.abs(column) <= _LARGEST).all():
+            raise ConfigError(f"{path}: column {name!r} has values that are no times; {_EXPECTED}")

@@ -18,6 +18,10 @@ FORMAT: Final = 1
 """Of the files that `Log.save` writes."""
 _SAME_CLOCK_US: Final = 1e6  # clocks of one host that differ by more were read in different boots
 _MOST_BYTES: Final = 1 << 30
+_ROOM: Final = 1 << 25
+_MOST_TIMES: Final = (
+    64  # traces compress to a tenth or a thirtieth; gzip can make a thousandth of other texts
+)
 _LARGEST: Final = 1e18  # microseconds: 30,000 years
 _EXPECTED: Final = "expected a trace that log.save() or torch's profiler wrote"
 _ENDINGS: Final = (".json", ".json.gz")
@@ -142,6 +146,8 @@ def _read(path: Path) -> _Trace:
     content = read_bytes(path, str(path), most=_MOST_BYTES)
     try:
         document = json.loads(_unpacked(content) if path.name.endswith(".gz") else content)
+    except OverflowError:
+        raise ConfigError(f"{path}: unpacks to far more than a trace of its size; {_EXPECTED}") from None
     except (OSError, EOFError, zlib.error):
         raise ConfigError(f"{path}: truncated, or no gzip file; {_EXPECTED}") from None
     except (ValueError, RecursionError):  # of JSON or of UTF-8
@@ -166,11 +172,12 @@ def _read(path: Path) -> _Trace:
 
 
 def _unpacked(content: bytes) -> bytes:
-    """The content of a gzip file; raises `ValueError` if that is too large."""
+    """Unpack a gzip file; raises `EOFError` if it ends too early, `OverflowError` if it is too large."""
     unpacker = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)  # with the header of gzip
-    unpacked = unpacker.decompress(content, _MOST_BYTES)
+    most = min(_MOST_BYTES, _ROOM + _MOST_TIMES * len(content))
+    unpacked = unpacker.decompress(content, most)
     if not unpacker.eof:
-        raise EOFError
+        raise OverflowError if len(unpacked) == most else EOFError
     return unpacked
 
 

@@ -168,10 +168,11 @@ def import_(
     output: Output = None,
     backend: Backend = None,
 ) -> None:
-    """Convert FILE to a table, with a line on stderr for each omission."""
+    """Convert FILE to a table; stderr has a line for each omission, and one for each kind of operation."""
     from mcr_plus.config.document import read_bytes
     from mcr_plus.errors import ConfigError
     from mcr_plus.tables.interchange import import_ as import_table
+    from mcr_plus.tables.interchange import summary
 
     backend = _known_backend(backend)
     try:
@@ -180,6 +181,7 @@ def import_(
         raise ConfigError(f"{file}:1: not UTF-8 at byte {error.start}; expected text") from None
     table, lost = import_table(format.value, text, str(file), backend=backend)
     _report("not imported", lost)
+    _report("imported", summary(format.value, table))
     _write(table, output, comment=[f"imported from {file.name} ({format.value})"])
 
 

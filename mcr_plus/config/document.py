@@ -16,7 +16,7 @@ import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import IO, Any, Final, TypeVar
 
 from mcr_plus.core.collector import collector_paused
 from mcr_plus.errors import ConfigError, short, unknown
@@ -129,12 +129,23 @@ def read_bytes(path: Path, place: str, *, most: int = MAX_FILE_BYTES) -> bytes:
         with open(descriptor, "rb") as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise ConfigError(f"{place}: cannot read{name}: not a regular file")
-            content = file.read(most + 1)
+            content = read_up_to(file, most + 1)
     except (OSError, ValueError) as error:  # ValueError: the name has a null byte
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{place}: cannot read{name}: {reason}") from None
     if len(content) > most:
         raise ConfigError(f"{place}:{name or ' the file'} is larger than {most >> 20} MiB")
+    return content
+
+
+def read_up_to(file: IO[bytes], most: int) -> bytes:
+    """Read a file up to its end, and no more than `most` bytes.
+
+    `file.read(most)` allocates `most` bytes before it reads, however short the file is.
+    """
+    content = file.read(min(most, os.fstat(file.fileno()).st_size + 1))
+    while len(content) < most and (more := file.read(min(most - len(content), 1 << 20))):
+        content += more  # /proc states no sizes, and files grow
     return content
 
 

@@ -239,6 +239,7 @@ def _unit(role: Role, nbytes: Mapping[str, int], group: tuple[int, ...]) -> Unit
         if isinstance(each, Compute):
             done += each.seconds
         elif isinstance(each, Ready) and each.param in nbytes:
+            ready.pop(each.param, None)  # one that accumulates is ready with its last part
             ready[each.param] = done
         elif isinstance(each, Wait) and each.id in carrying:
             until = done

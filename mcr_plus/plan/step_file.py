@@ -131,6 +131,11 @@ class _Role(_Model):
             if isinstance(model, _Issue):
                 if outside := [rank for rank in model.group if rank >= ranks]:
                     raise _Wrong((*place, "group"), f"rank {outside[0]}; expected ranks below {ranks}")
+                if len(set(model.group)) < len(model.group):
+                    raise _Wrong((*place, "group"), f"{short(model.group)}; expected each rank once")
+                if absent := set(self.ranks).difference(model.group):
+                    what = f"without rank {min(absent)}, which issues it; expected a group with it"
+                    raise _Wrong((*place, "group"), what)
                 if model.id in issued:
                     raise _Wrong((*place, "id"), f"{model.id} again; expected another for each operation")
                 issued.add(model.id)

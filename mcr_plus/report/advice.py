@@ -185,7 +185,7 @@ def alternatives(row: dict[str, Any]) -> tuple[float, dict[str, float]] | None:
     for table in (row["job"], row["usual"]):
         times = table.get("alternatives", {})
         own = times.get(row["backend"], times.get(own_name))
-        others = {choice: us for choice, us in times.items() if choice.partition(":")[0] != own_name}
+        others = {each: us for each, us in times.items() if us > 0 and each.partition(":")[0] != own_name}
         if own and others:
             return own, others
     return None

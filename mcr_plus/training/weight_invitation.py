@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from mcr_plus.config.document import read_up_to
 from mcr_plus.errors import InvalidArgument, short
 from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.regions import Boxes, as_ints
@@ -332,7 +333,7 @@ def read(path: str) -> Invitation | None:
                 f"{path!r} has mode {stat.S_IMODE(status.st_mode):04o}, so that others may use or change it; "
                 f"expected {_PRIVATE:04o}"
             )
-        text = file.read(_MOST + 1)
+        text = read_up_to(file, _MOST + 1)
     if len(text) > _MOST:
         raise InvalidArgument(f"{path!r} is larger than {_MOST >> 20} MiB")
     return _parsed(path, text)
@@ -341,7 +342,7 @@ def read(path: str) -> Invitation | None:
 def _parsed(path: str, text: bytes) -> Invitation:
     try:
         data = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidArgument(
             f"{path!r} is not a whole invitation: {error}; {len(text)} bytes of JSON"
         ) from None
@@ -372,6 +373,8 @@ def _check(invitation: Invitation) -> None:
     ranks = [each.rank for each in invitation.sources]
     if not ranks or len(set(ranks)) < len(ranks) or len(invitation.secret) != 32:
         raise ValueError("expected source ranks, each once, and a key of 32 bytes")
+    if not invitation.offers:
+        raise ValueError("it offers nothing")
     for number, offer in enumerate(invitation.offers):
         tensors = {each.name: _held(each) for each in offer.tensors}
         left = {name: int(held.bounds.volumes.sum()) for name, held in tensors.items()}

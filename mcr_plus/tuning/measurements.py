@@ -11,14 +11,20 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
-from mcr_plus.errors import ConfigError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from mcr_plus.config.document import read_bytes
+from mcr_plus.core.kinds import Kind
+from mcr_plus.core.units import MAX_INTEGER
+from mcr_plus.errors import ConfigError, short
 from mcr_plus.tables.fingerprint import Fingerprint, differences
 from mcr_plus.tables.statistics import Timing
-from mcr_plus.tuning.operations import BenchCase
+from mcr_plus.tuning.operations import DTYPE_BY_NAME, BenchCase
 
 _VERSION: Final = 1
+_MOST_BYTES: Final = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -98,17 +104,48 @@ class MeasurementFile:
                 file.write(f"{json.dumps(sample.document())}\n")
 
 
+class _Part(BaseModel):
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+_Microseconds = Annotated[float, Field(ge=1e-6, le=1e15)]
+
+
+class _Timing(_Part):
+    p20: _Microseconds
+    p50: _Microseconds
+    p80: _Microseconds
+    low: _Microseconds
+    high: _Microseconds
+    samples: int = Field(ge=1, lt=MAX_INTEGER)
+
+
+class _Sample(_Part):
+    kind: Kind
+    nbytes: int = Field(ge=0, lt=MAX_INTEGER)
+    dtype: str
+    async_op: bool
+    way: str
+    overlap: bool
+    timing: _Timing | None
+    problem: str | None
+
+
+class _Head(_Part):
+    version: int
+    fingerprint: dict[str, tuple[str, ...]]
+
+
 def _read(path: Path, fingerprint: Fingerprint) -> list[Sample]:
-    lines = path.read_text(errors="replace").splitlines()
+    content = read_bytes(path, str(path), most=_MOST_BYTES)
+    lines = content.decode(errors="replace").splitlines()
     try:
-        head = json.loads(lines[0])
-        stated = {name: tuple(values) for name, values in head["fingerprint"].items()}
-        version = head["version"]
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+        head = _Head.model_validate_json(lines[0])
+    except (ValidationError, IndexError):
         raise ConfigError(f"{path}:1: not a file of measurements; name another with --measurements") from None
-    different = differences(stated, fingerprint)
-    if version != _VERSION or different:
-        what = "; ".join(different) or f"unknown version {version}; known: {_VERSION}"
+    different = differences(head.fingerprint, fingerprint)
+    if head.version != _VERSION or different:
+        what = "; ".join(different) or f"unknown version {short(head.version)}; known: {_VERSION}"
         raise ConfigError(
             f"{path}: measured elsewhere ({what}); name another file with --measurements, or use --fresh"
         )
@@ -125,6 +162,7 @@ def _read(path: Path, fingerprint: Fingerprint) -> list[Sample]:
 
 def _sample_of(line: str) -> Sample | None:
     try:
-        return Sample.from_document(json.loads(line))
-    except (ValueError, KeyError, TypeError):
+        found = _Sample.model_validate_json(line)
+    except ValidationError:
         return None
+    return Sample.from_document(found.model_dump()) if found.dtype in DTYPE_BY_NAME else None

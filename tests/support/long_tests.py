@@ -111,6 +111,7 @@ FUNCTIONS: Final[dict[str, str]] = {
         a_state_is_not_encoded_with_loss_between_nodes_because_a_rule_is_without
     """,
     "test_interchange.py": """
+        open_mpi_runs_each_algorithm_of_an_exported_file
         expressible_rules_survive_a_round_trip open_mpi_follows_an_exported_file
         open_mpi_follows_a_file_of_version_2_and_of_several_communicator_sizes
     """,

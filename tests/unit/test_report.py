@@ -362,7 +362,7 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
         saved(bytes=arrays["bytes"].astype("i4")): "column 'bytes' is missing or malformed",
         saved(waited=np.zeros(5)): "column 'waited' is missing or malformed",
         saved(kind=np.array([7], "i4")): "column 'kind' has entries without a name",
-        saved(tag=np.array([{}], object)): "truncated, or of another kind",  # no objects are unpickled
+        saved(tag=np.array([{}], object)): "column 'tag' is missing or malformed",  # no objects are unpickled
     }
     for bad, what in refused.items():
         good.write_bytes(bad)
@@ -374,7 +374,7 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="rank 0 is in"):
         load_job(tmp_path)
     (tmp_path / "again.npz").unlink()
-    save(tmp_path, 1, [], size=4)
+    save(tmp_path, 1, [], size=4, hosts=["node0"] * 4)
     with pytest.raises(ConfigError, match="of a job of 4 ranks, but"):
         load_job(tmp_path)
     save(tmp_path, 1, [], job="of yesterday")

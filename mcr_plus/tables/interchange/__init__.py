@@ -12,10 +12,10 @@ from __future__ import annotations
 from typing import Final
 
 from mcr_plus import registry
-from mcr_plus.config.names import stored_backend
+from mcr_plus.config.names import kind_matches, stored_backend
 from mcr_plus.errors import InvalidArgument, unknown
 from mcr_plus.tables.interchange import nccl, oneccl, openmpi, ucc
-from mcr_plus.tables.interchange.exchange import Exported, Format, Imported
+from mcr_plus.tables.interchange.exchange import Exported, Format, Imported, algorithm_of
 from mcr_plus.tables.table import Table
 
 FORMATS: Final[dict[str, Format]] = {
@@ -49,6 +49,25 @@ def import_(format: str, text: str, name: str = "<text>", *, backend: str | None
     """
     source = _format(format)
     return source.import_(text, name, _backend(backend, source))
+
+
+def summary(format: str, table: Table) -> list[str]:
+    """Return lines that say for each kind of a format what an imported table has.
+
+    The last one names the kinds without a rule that chooses an algorithm.
+    """
+    lines: list[str] = []
+    without: list[str] = []
+    for kind in _format(format).collectives:
+        rules = [rule for rule in table.rules if kind_matches(rule.key.kind, kind)]
+        count = sum(bool(algorithm_of(rule.backend)) for rule in rules)
+        if not count:
+            without.append(kind)
+            continue
+        left = len(rules) - count
+        more = f", {left} that leave{'s' * (left == 1)} the choice to the library" if left else ""
+        lines.append(f"{kind}: {count} rule{'s' * (count > 1)} with an algorithm{more}")
+    return [*lines, f"no rule with an algorithm: {', '.join(without)}"] if without else lines
 
 
 def _format(name: str) -> Format:

@@ -43,19 +43,6 @@ class Imported(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Format:
-    """One format: its name, the default backend of its rules, and its functions.
-
-    `export(table, backend)` and `import_(text, name, backend)`; `name` is used for the file in errors.
-    """
-
-    name: str
-    backend: str
-    export: Callable[[Table, str], Exported]
-    import_: Callable[[str, str, str], Imported]
-
-
-@dataclass(frozen=True)
 class Collective:
     """A library's name of a kind, and its convention of counting bytes.
 
@@ -65,6 +52,20 @@ class Collective:
     name: str
     basis: Basis = "total"
     sized: bool = True
+
+
+@dataclass(frozen=True)
+class Format:
+    """One format: its name, the default backend of its rules, its collectives by kind, and its functions.
+
+    `export(table, backend)` and `import_(text, name, backend)`; `name` is used for the file in errors.
+    """
+
+    name: str
+    backend: str
+    collectives: Mapping[str, Collective]
+    export: Callable[[Table, str], Exported]
+    import_: Callable[[str, str, str], Imported]
 
 
 def mistake(name: str, line: int, what: str) -> ConfigError:

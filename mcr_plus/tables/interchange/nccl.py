@@ -8,9 +8,12 @@ ranks, and optionally numPipeOps and regBuff; -1 means any, and the default numb
 matching line wins. Sizes count as in tables: the larger of a rank's input and output.
 
 Choices are `nccl:algorithm/protocol/channels`, such as `nccl:ring/simple/8`; `nccl:ring/simple` keeps the
-default number of channels. The plugin's own parser reads an unknown name as allreduce, ring or simple, and
-skips lines with too few fields; both are errors here. The plugin runs operations without a matching line on
-one channel.
+default number of channels. A line with numPipeOps or regBuff becomes a choice with it, such as
+`nccl:ring/ll128/numPipeOps=4` or `nccl:tree/simple/2/regBuff=1`. Tables do not look these up, so lines for
+usual operations (one at a time, in buffers that are not registered) come before those for others.
+
+The plugin's own parser reads an unknown name as allreduce, ring or simple, and skips lines with too few
+fields; both are errors here. The plugin runs operations without a matching line on one channel.
 """
 
 from __future__ import annotations
@@ -53,13 +56,14 @@ _FIELDS: Final = (
     "numPipeOps", "regBuff",
 )  # fmt: skip
 _REQUIRED: Final = 8
+_USUAL: Final = {"numPipeOps": 1, "regBuff": 0}
 _LIBRARY: Final = "NCCL's tuner"
 
 
 def export(table: Table, backend: str) -> Exported:
     """Write the rules of a table that the format can express, and report the others."""
     out = Exporter(table, backend, _LIBRARY, COLLECTIVES, ("ranks", "nodes"), numbers=True)
-    lines = [f"# {','.join(_FIELDS[:_REQUIRED])}"]
+    lines: list[str] = []
     for kind in COLLECTIVES:
         keys = [TableKey(kind, ranks=rule.key.ranks, nodes=rule.key.nodes) for rule in out.rules(kind)]
         known = areas(keys, table.name)
@@ -67,7 +71,8 @@ def export(table: Table, backend: str) -> Exported:
             wider = [other for other in known if other.includes(area)]
             nested = all(wide.includes(narrow) for narrow, wide in pairwise(wider))
             lines += _lines(out, kind, area, wider[1] if nested and len(wider) > 1 else None)
-    return out.exported(lines)
+    longest = max((line.count(",") + 1 for line in lines), default=_REQUIRED)
+    return out.exported([f"# {','.join(_FIELDS[:longest])}", *lines])
 
 
 def _lines(out: Exporter, kind: str, area: TableKey, wider: TableKey | None) -> Iterator[str]:
@@ -87,7 +92,7 @@ def _lines(out: Exporter, kind: str, area: TableKey, wider: TableKey | None) -> 
         else:
             largest = _LARGEST if sizes.hi is None else sizes.hi - 1
             numbers = [-1 if number is None else number.lo for number in (area.nodes, area.ranks)]
-            row = (COLLECTIVES[kind].name, sizes.lo, largest, *fields, *numbers)
+            row = (COLLECTIVES[kind].name, sizes.lo, largest, *fields[:3], *numbers, *fields[3:])
             yield ",".join(str(field) for field in row)
 
 
@@ -95,13 +100,16 @@ def _implies(piece: Piece, sizes: Range, rule: TableRule) -> bool:
     return piece.choice == rule.backend and intersection(piece.sizes, sizes) == sizes
 
 
-def _parse(algorithm: str) -> tuple[str, str, int] | None:
-    """Return algorithm, protocol and channels of `ring/simple/8`; None if NCCL has no such algorithm."""
-    name, protocol, *rest = [*algorithm.split("/"), ""]
-    channels = rest[0] if len(rest) == 2 else "-1"
-    known = name in ALGORITHMS and protocol in PROTOCOLS and len(rest) <= 2
-    number = re.fullmatch(r"-1|[1-9]\d{0,8}", channels)
-    return (name, protocol, int(channels)) if known and number else None
+def _parse(algorithm: str) -> list[str] | None:
+    """Return the fields of `ring/simple/8/numPipeOps=4`; None if NCCL has no such algorithm."""
+    names, protocols = "|".join(ALGORITHMS), "|".join(PROTOCOLS)
+    conditions = "".join(rf"((?:/{field}=\d{{1,20}})?)" for field in _USUAL)
+    form = rf"({names})/({protocols})(?:/(-1|[1-9]\d{{0,8}}))?{conditions}"
+    match = re.fullmatch(form, algorithm, re.ASCII)
+    if match is None:
+        return None
+    fields = [(value or "-1").rpartition("=")[2] for value in match.groups()]
+    return fields[: 5 if match[5] else 4 if match[4] else 3]
 
 
 def import_(text: str, name: str, backend: str) -> Imported:
@@ -110,11 +118,18 @@ def import_(text: str, name: str, backend: str) -> Imported:
     lost: list[str] = []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.startswith("#") and line.strip():
-            rules += _rules(line, name, number, backend, lost)
+            rules.append(_rule(line, name, number, backend))
+    rules.sort(key=_is_special)
     return imported(rules, lost, backend, name)
 
 
-def _rules(line: str, name: str, number: int, backend: str, lost: list[str]) -> Iterator[TableRule]:
+def _is_special(rule: TableRule) -> bool:
+    """Return whether a choice has other conditions than those of usual operations."""
+    conditions = (part.partition("=") for part in rule.backend.split("/"))
+    return any(name in _USUAL and int(value) != _USUAL[name] for name, _, value in conditions)
+
+
+def _rule(line: str, name: str, number: int, backend: str) -> TableRule:
     fields = [field.strip() for field in line.split(",")]
     if len(line) > _LONGEST:
         raise mistake(name, number, f"{len(line)} characters; expected at most {_LONGEST}")
@@ -129,17 +144,12 @@ def _rules(line: str, name: str, number: int, backend: str, lost: list[str]) -> 
     if hi < lo:
         raise mistake(name, number, f"max_bytes: {hi} is below min_bytes, {lo}")
     channels, nodes, ranks = (_any(row, field, 1, name, number) for field in _FIELDS[5:8])
-    odd = [field for field in _FIELDS[8:] if _any(row, field, 0, name, number) != -1]
-    if odd:
-        what = ", ".join(f"{field} {row[field]}" for field in odd)
-        lost.append(f"{name}:{number}: tables cannot express {what}; the line is left out")
-        return
+    conditions = [(field, _any(row, field, 0, name, number)) for field in _USUAL]
     key = TableKey(_KINDS[row["collective"]], ranks=_only(ranks), nodes=_only(nodes))
     parts = [row["algorithm"], row["protocol"], *([] if channels == -1 else [str(channels)])]
-    place = f"{name}:{number}"
-    yield TableRule(
-        f"{backend}:{'/'.join(parts)}", lo, hi + 1 if hi < MAX_INTEGER else None, key, place=place
-    )
+    parts += [f"{field}={value}" for field, value in conditions if value != -1]
+    end = hi + 1 if hi < MAX_INTEGER else None
+    return TableRule(f"{backend}:{'/'.join(parts)}", lo, end, key, place=f"{name}:{number}")
 
 
 def _integer(row: dict[str, str], field: str, least: int, name: str, number: int) -> int:
@@ -158,4 +168,4 @@ def _only(number: int) -> Range | None:
     return None if number == -1 else Range(number, number + 1)
 
 
-FORMAT: Final = Format("nccl-csv", "nccl", export, import_)
+FORMAT: Final = Format("nccl-csv", "nccl", COLLECTIVES, export, import_)

@@ -164,4 +164,4 @@ def _bounds(text: str, name: str, line: int) -> tuple[int, int | None]:
     return lo, None if hi is None or hi >= MAX_INTEGER else hi + 1
 
 
-FORMAT: Final = Format("oneccl", "mpi", export, import_)
+FORMAT: Final = Format("oneccl", "mpi", COLLECTIVES, export, import_)

@@ -27,12 +27,13 @@ except numbers, and silently drops an invalid file; both are errors here.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby, pairwise
 from typing import Final, NamedTuple
 
 from mcr_plus.core.units import MAX_INTEGER, Range, format_size, parse_count, parse_size
 from mcr_plus.errors import short
+from mcr_plus.tables.areas import intersection
 from mcr_plus.tables.interchange.exchange import (
     Collective,
     Exported,
@@ -96,7 +97,18 @@ ALGORITHMS: Final[Mapping[str, tuple[str, ...]]] = {
     "gather": ("ignore", "basic_linear", "binomial", "linear_sync"),
     "scatter": ("ignore", "basic_linear", "binomial", "linear_nb"),
 }  # fmt: skip
-"""Algorithms of Open MPI 5.0 by their numbers."""
+"""Algorithms of Open MPI 5.0 by their numbers; 4.1 has all but `sparbit`."""
+_TWO: Final = Range(2, 3)
+_FOR_TWO: Final = "two_proc"
+"""An algorithm that raises MPI_ERR_UNSUPPORTED_OPERATION on communicators of other sizes than 2."""
+_INSTEAD: Final[Mapping[tuple[str, str], tuple[str, str, Callable[[int], bool]]]] = {
+    ("allgather", "recursive_doubling"): ("bruck", "that are no power of two", lambda n: not n & (n - 1)),
+    ("allgather", "neighbor"): ("ring", "that are odd", lambda n: not n % 2),
+    ("allgatherv", "neighbor"): ("ring", "that are odd", lambda n: not n % 2),
+}
+"""What runs instead on some numbers of ranks (coll_base_allgather.c and coll_base_allgatherv.c of 4.1.8 and
+5.0.10): the other algorithm, these numbers in words, and a test for the numbers on which it runs as named.
+"""
 
 _KINDS: Final = {collective.name: kind for kind, collective in COLLECTIVES.items()}
 _NAMES: Final = {number: name for name, number in NUMBERS.items()}
@@ -135,23 +147,47 @@ def export(table: Table, backend: str) -> Exported:
 
 def _blocks(out: Exporter, kind: str) -> list[Block]:
     blocks: list[Block] = []
-    for cell in rank_cells(out.rules(kind)):
-        pieces = [(sizes.lo, _setting(out, kind, rule)) for sizes, rule in out.pieces(kind, ranks=cell)]
+    for cell in _cells(out.rules(kind)):
+        pieces = [(sizes.lo, _setting(out, kind, rule, cell)) for sizes, rule in out.pieces(kind, ranks=cell)]
         rows = [next(run) for _, run in groupby(pieces, key=lambda row: row[1])]
         if not blocks or blocks[-1][1] != rows:
             blocks.append((0 if cell is None else cell.lo, rows))
     return blocks
 
 
-def _setting(out: Exporter, kind: str, rule: TableRule | None) -> Setting:
+def _cells(rules: Sequence[TableRule]) -> list[Range | None]:
+    """Return the ranges of ranks with the same rules; that of 2 ranks alone if an algorithm is for these."""
+    cells = rank_cells(rules)
+    if not any(_name_of(algorithm_of(rule.backend)) == _FOR_TWO for rule in rules):
+        return cells
+    bounds = {0, 2, 3, *(cell.lo for cell in cells if cell is not None)}
+    return [Range(lo, hi) for lo, hi in pairwise([*sorted(bounds), None]) if lo is not None]
+
+
+def _name_of(algorithm: str) -> str:
+    return algorithm.partition("/")[0]
+
+
+def _setting(out: Exporter, kind: str, rule: TableRule | None, ranks: Range | None) -> Setting:
     algorithm = algorithm_of(rule.backend) if rule is not None else ""
     if rule is None or not algorithm:
         return Setting()
+    collective, name = COLLECTIVES[kind].name, _name_of(algorithm)
     try:
-        return setting(COLLECTIVES[kind].name, algorithm)
+        found = setting(collective, algorithm)
     except ValueError as error:
         out.report(rule, f"{error}; left to {_LIBRARY}")
         return Setting()
+    if name == _FOR_TWO and ranks != _TWO:
+        if ranks is None or ranks.hi is None or ranks.hi > _TWO.lo:
+            out.report(rule, f"{name} raises on other numbers of ranks than 2; these are left to {_LIBRARY}")
+        return Setting()
+    if (collective, name) in _INSTEAD:
+        other, numbers, runs = _INSTEAD[collective, name]
+        lo, hi = (0, None) if ranks is None else (max(ranks.lo, 2), ranks.hi)
+        if hi is None or not all(map(runs, range(lo, min(hi, lo + 3)))):
+            out.report(rule, f"on numbers of ranks {numbers} {_LIBRARY} runs {other} instead of {name}")
+    return found
 
 
 def setting(collective: str, text: str) -> Setting:
@@ -334,8 +370,17 @@ def _rules(
     basis: Basis = collective.basis if len(rows) > 1 else "total"
     ends = [*(size for _, size, _ in rows[1:]), None]
     for (line, size, setting), end in zip(rows, ends, strict=bool(rows)):
-        choice = f"{backend}:{_text(collective.name, setting)}" if setting.algorithm else backend
-        yield TableRule(choice, size, end, TableKey(kind, ranks=ranks, basis=basis), place=f"{name}:{line}")
+        text, applies = _text(collective.name, setting) if setting.algorithm else "", ranks
+        place = f"{name}:{line}"
+        if _name_of(text) == _FOR_TWO and ranks != _TWO:
+            has_two = ranks is None or intersection(ranks, _TWO) is not None
+            where = "; for these alone" if has_two else ""
+            lost.append(f"{place}: {_FOR_TWO} raises on other numbers of ranks than 2{where}")
+            text, applies = (text, _TWO) if has_two else ("", ranks)
+        choice = f"{backend}:{text}" if text else backend
+        yield TableRule(choice, size, end, TableKey(kind, ranks=applies, basis=basis), place=place)
+        if applies != ranks:
+            yield TableRule(backend, size, end, TableKey(kind, ranks=ranks, basis=basis), place=place)
 
 
 def _text(collective: str, setting: Setting) -> str:
@@ -349,4 +394,4 @@ def _text(collective: str, setting: Setting) -> str:
     return "/".join([ALGORITHMS[collective][setting.algorithm], *written])
 
 
-FORMAT: Final = Format("openmpi", "mpi", export, import_)
+FORMAT: Final = Format("openmpi", "mpi", COLLECTIVES, export, import_)

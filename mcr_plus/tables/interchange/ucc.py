@@ -7,7 +7,12 @@ Tokens are separated by `#`; their fields are recognised by their form, in any o
 types, `lo-hi` sizes (half-open; K, M, G and T are binary), `[lo-hi]` numbers of ranks (both included), a
 score and an `@algorithm`. A missing field matches everything. A string without a variable is read as
 UCC_TL_UCP_TUNE. Between components the highest score wins; ranges of one component must not overlap, as in
-UCC.
+UCC. A token with an unknown name is left out and reported (UCC drops the whole string), and so are other
+variables.
+
+`ucc.conf` has sections such as `[vendor=intel model=skylake team_size=4 ppn=2 nnodes=2]`. Strings for TL/UCP
+in them apply to these ranks and nodes, unless one stands outside of all sections. A table is for one
+processor: the first that the file names.
 
 Choices are `mpi:component/algorithm/score` (or those of another backend that uses UCC), with `*` for an
 unnamed algorithm: `mpi:ucp/knomial`, `mpi:nccl/*/inf`. Numbers of algorithms, which change between releases,
@@ -20,12 +25,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from mcr_plus.core.units import MAX_INTEGER, Range
 from mcr_plus.errors import ConfigError, short, unknown
-from mcr_plus.tables.areas import ALL_SIZES, intersection, overlap
+from mcr_plus.tables.areas import ALL_SIZES, intersection, overlap, single
 from mcr_plus.tables.interchange.exchange import (
     Assignment,
     Collective,
@@ -69,25 +75,36 @@ class Component:
     algorithms: Mapping[str, tuple[str, ...]]
 
 
+_CUDA: Final = ("auto", "ring", "linear", "nvls")
+_ONE_BY_ONE: Final = ("p2p", "bcopy", "bcast")
 COMPONENTS: Final = {
     "ucp": Component(
         "TL",
         10,
         {
-            "allreduce": ("knomial", "sra_knomial", "dbt", "sliding_window"),
+            "allreduce": ("knomial", "sra_knomial", "dbt", "sliding_window", "ring"),
             "allgather": ("knomial", "ring", "neighbor", "bruck", "sparbit", "linear", "batched"),
-            "allgatherv": ("knomial", "ring", "sparbit"),
+            "allgatherv": ("ring", "knomial"),
             "alltoall": ("pairwise", "bruck", "onesided"),
-            "alltoallv": ("pairwise", "hybrid", "onesided", "linear"),
+            "alltoallv": ("pairwise", "hybrid", "onesided"),
             "bcast": ("knomial", "sag_knomial", "dbt"),
             "reduce": ("knomial", "dbt", "srg"),
             "reduce_scatter": ("ring", "knomial"),
             "reduce_scatterv": ("ring",),
+            **dict.fromkeys(("barrier", "fanin", "fanout", "gather"), ("knomial",)),
+            **dict.fromkeys(("gatherv", "scatterv"), ("linear",)),
         },
     ),
-    "nccl": Component("TL", 20, {"allgatherv": ("p2p", "bcopy", "bcast")}),
-    "rccl": Component("TL", 20, {}),
-    "cuda": Component("TL", 40, dict.fromkeys(("allgather", "allgatherv"), ("auto", "ring", "linear"))),
+    "nccl": Component("TL", 20, {"allgatherv": _ONE_BY_ONE}),
+    "rccl": Component("TL", 20, {"allgatherv": _ONE_BY_ONE}),
+    "cuda": Component(
+        "TL",
+        40,
+        {
+            "allgather": _CUDA[:3], "allgatherv": _CUDA, "allreduce": ("nvls", "auto"),
+            "bcast": ("linear",), "reduce_scatter": _CUDA, "reduce_scatterv": _CUDA[:3],
+        },
+    ),
     "sharp": Component("TL", 30, {}),
     "mlx5": Component("TL", 1, {}),
     "self": Component("TL", 50, {}),
@@ -96,13 +113,20 @@ COMPONENTS: Final = {
         "CL",
         50,
         {
-            "allreduce": ("rab", "split_rail"),
-            "alltoall": ("node_split",),
-            "alltoallv": ("node_split",),
+            "allgatherv": ("gab",), "allreduce": ("rab", "split_rail"), "bcast": ("2step",),
+            "reduce": ("2step",), **dict.fromkeys(("alltoall", "alltoallv"), ("node_split",)),
         },
     ),
+    "doca_urom": Component("CL", 100, {}),
+}  # fmt: skip
+"""Components with all named algorithms that UCC registers (`ucc_info -A`), in `src/components` of
+v1.1.0, v1.2.0, v1.3.0, v1.4.4, v1.5.1, v1.6.0, v1.7.0, v1.8.0 and v1.9.0-rc1."""
+_LISTED_ONLY: Final = {
+    "ucp": ("barrier", "fanin", "fanout", "gather", "gatherv", "scatterv"),
+    "cuda": ("reduce_scatter", "reduce_scatterv"),
 }
-"""Components of UCC 1.1 to 1.5, with all named algorithms of these releases."""
+"""Collectives whose algorithms `ucc_info -A` lists by names that no TUNE string may have (`alg_id_from_str`,
+in tl_ucp_coll.c and tl_cuda_coll.c): UCC refuses the whole string."""
 
 _KINDS: Final = {collective.name: kind for kind, collective in COLLECTIVES.items()}
 _NO_KIND: Final = ("fanin", "fanout")
@@ -110,6 +134,10 @@ _MEMORY: Final = {"host": "cpu", "cuda": "cuda"}
 _OTHER_MEMORY: Final = ("cuda_managed", "rocm", "rocm_managed")
 _UNITS: Final = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _ANY: Final = "*"
+_COMPONENT_OF: Final = {
+    "": "ucp",  # a string alone
+    **{f"UCC_{about.layer}_{name.upper()}_TUNE": name for name, about in COMPONENTS.items()},
+}
 
 
 class _Selection(NamedTuple):
@@ -189,11 +217,18 @@ def _selection_of(out: Exporter, kind: str, rule: TableRule | None) -> _Selectio
     algorithm = algorithm_of(rule.backend) if rule is not None else ""
     if rule is None or not algorithm:
         return None
+    collective = COLLECTIVES[kind].name
     try:
-        return _parse_selection(algorithm, COLLECTIVES[kind].name)
+        selection = _parse_selection(algorithm, collective)
     except ValueError as error:
         out.report(rule, f"{error}; left to {_LIBRARY}")
         return None
+    named = selection.algorithm != _ANY and not _is_number(selection.algorithm)
+    if named and collective in _LISTED_ONLY.get(selection.component, ()):
+        what = f"{_LIBRARY} takes no names of {selection.component} algorithms for {collective}"
+        out.report(rule, f"{what}; left to {_LIBRARY}")
+        return None
+    return selection
 
 
 def _parse_selection(text: str, collective: str) -> _Selection:
@@ -271,47 +306,109 @@ class _Fields:
 
 
 class _Entry(NamedTuple):
-    """A rule, with the component and score that decide its precedence."""
+    """A rule, with the component and score that decide its precedence, and the section that it is from."""
 
     rule: TableRule
     component: str
     score: float
+    section: str = ""
+
+
+class _Section(NamedTuple):
+    """A section of ucc.conf: its text, processor and numbers, and what a table cannot express of it."""
+
+    text: str = ""
+    processor: str = ""
+    ranks: Range | None = None
+    nodes: Range | None = None
+    more: tuple[str, ...] = ()
+
+
+_HEADER: Final = re.compile(r"\[(\w+=[^\]]*)\]", re.ASCII)
 
 
 def import_(text: str, name: str, backend: str) -> Imported:
-    """Read TUNE strings into a table; raises `ConfigError` for text that UCC would refuse or skip."""
+    """Read TUNE strings into a table; raises `ConfigError` for overlaps, or if no rule is left."""
     entries: list[_Entry] = []
     lost: list[str] = []
-    seen: dict[str, int] = {}
-    for assignment in assignments(text):
-        component = _component(assignment, name)
-        if component in seen:
-            what = f"{component} is also tuned in line {seen[component]}; expected it once"
+    seen: dict[tuple[str, str], int] = {}
+    for section, component, assignment in _tuned(text, name, lost):
+        if (section.text, component) in seen:
+            what = f"{component} is also tuned in line {seen[section.text, component]}; expected it once"
             raise mistake(name, assignment.line, what)
-        seen[component] = assignment.line
-        for token in assignment.value.split("#"):
-            entries += _entries(token, component, name, assignment.line, backend, lost)
+        seen[section.text, component] = assignment.line
+        for token in assignment.value.partition(" ;")[0].split("#"):
+            entries += _known_entries(token, component, section, name, assignment.line, backend, lost)
+    if ("", "ucp") in seen and any(entry.section for entry in entries):
+        line = seen["", "ucp"]
+        lost.append(f"{name}:{line}: UCC takes this string for TL/UCP instead of those in sections")
+        entries = [entry for entry in entries if not entry.section]
     _check_overlaps(entries, lost)
-    ranked = sorted(entries, key=lambda entry: -entry.score)
+    ranked = sorted(entries, key=lambda entry: (not entry.section, -entry.score))
     return imported([entry.rule for entry in ranked], lost, backend, name)
 
 
-def _component(assignment: Assignment, name: str) -> str:
-    known = {
-        f"UCC_{about.layer}_{component.upper()}_TUNE": component for component, about in COMPONENTS.items()
-    }
-    if re.match(r"\[\w+=", assignment.value) and not assignment.variable:
-        what = f"a section {short(assignment.value)}, as in ucc.conf; expected variables only"
-        raise mistake(name, assignment.line, what)
-    if not assignment.variable:
-        return "ucp"
-    if assignment.variable not in known:
-        raise mistake(name, assignment.line, unknown("variable", assignment.variable, tuple(known)))
-    return known[assignment.variable]
+def _known_entries(
+    token: str, component: str, section: _Section, name: str, line: int, backend: str, lost: list[str]
+) -> list[_Entry]:
+    """Return the rules of one token; none, and a line in `lost`, if it is malformed or has unknown names."""
+    try:
+        return list(_entries(token, component, section, name, line, backend, lost))
+    except ConfigError as error:
+        lost.append(str(error))
+        return []
+
+
+def _tuned(text: str, name: str, lost: list[str]) -> Iterator[tuple[_Section, str, Assignment]]:
+    """Yield the TUNE strings of one processor, with section and component; report what else there is."""
+    section, processor = _Section(), ""
+    skipped: dict[str, list[int]] = {}  # lines by the reason
+    for assignment in assignments(text):
+        place = f"{name}:{assignment.line}"
+        if not assignment.variable and (header := _HEADER.fullmatch(assignment.value)):
+            section = _section(header[1])
+            processor = processor or section.processor
+            if section.processor not in ("", processor):
+                what = f"sections for {section.processor}: a table is for one processor, here {processor}"
+                skipped.setdefault(what, []).append(assignment.line)
+            elif section.more:
+                what = f"tables cannot express {', '.join(section.more)}; read without it"
+                lost.append(f"{place}: [{section.text}]: {what}")
+        elif section.processor not in ("", processor) or assignment.value.startswith(";"):
+            continue
+        elif (component := _COMPONENT_OF.get(assignment.variable)) is None:
+            what = f"{assignment.variable}: no TUNE string"
+            if assignment.variable.endswith("_TUNE"):
+                what = unknown("variable", assignment.variable, tuple(_COMPONENT_OF)[1:])
+            skipped.setdefault(what, []).append(assignment.line)
+        elif section.text and component != "ucp":
+            lost.append(f"{place}: {assignment.variable}: UCC takes strings for TL/UCP alone from a section")
+        else:
+            yield section, component, assignment
+    for what, lines in skipped.items():
+        lost.append(f"{name}:{lines[0]}: {what}" + f" ({len(lines)} times)" * (len(lines) > 1))
+
+
+def _section(text: str) -> _Section:
+    """Read the header of a section."""
+    words = dict(word.partition("=")[::2] for word in text.split())
+    processor = " ".join(f"{key}={words.pop(key).lower()}" for key in ("vendor", "model") if key in words)
+    numbers: dict[str, Range] = {}
+    for key in ("team_size", "nnodes", "ppn"):
+        with suppress(KeyError, ValueError):
+            numbers[key] = _rank_range(words[key])
+            del words[key]
+    ranks, nodes, per_node = (numbers.get(key) for key in ("team_size", "nnodes", "ppn"))
+    if per_node is not None:
+        known = (single(nodes) or 0) * (single(per_node) or 0)
+        ranks = ranks or (Range(known, known + 1) if known else None)
+        if not known or single(ranks) != known:
+            words["ppn"] = f"{per_node}"
+    return _Section(text, processor, ranks, nodes, tuple(f"{key}={value}" for key, value in words.items()))
 
 
 def _entries(
-    token: str, component: str, name: str, line: int, backend: str, lost: list[str]
+    token: str, component: str, section: _Section, name: str, line: int, backend: str, lost: list[str]
 ) -> Iterator[_Entry]:
     """Yield the rules of one token."""
     fields = _read(token, name, line)
@@ -333,13 +430,13 @@ def _entries(
         if collective in _NO_KIND:
             lost.append(f"{place}: {token}: tables have no {collective}")
             continue
-        for key in _keys(fields, collective, place, token, lost):
+        for key in _keys(fields, section, collective, place, token, lost):
             for sizes in _sizes(fields, collective, place, token, lost):
                 basis = COLLECTIVES[_KINDS[collective]].basis if collective != _ANY else "total"
                 own_basis: Basis = "total" if sizes == ALL_SIZES else basis
-                full = TableKey(key.kind, ranks=key.ranks, device=key.device, basis=own_basis)
+                full = replace(key, basis=own_basis)
                 rule = TableRule(f"{backend}:{selection.text()}", sizes.lo, sizes.hi, full, place=place)
-                yield _Entry(rule, component, score)
+                yield _Entry(rule, component, score, section.text)
 
 
 def _check_selection(selection: _Selection, collective: str, name: str, line: int) -> None:
@@ -349,7 +446,9 @@ def _check_selection(selection: _Selection, collective: str, name: str, line: in
         raise mistake(name, line, str(error)) from None
 
 
-def _keys(fields: _Fields, collective: str, place: str, token: str, lost: list[str]) -> Iterator[TableKey]:
+def _keys(
+    fields: _Fields, section: _Section, collective: str, place: str, token: str, lost: list[str]
+) -> Iterator[TableKey]:
     devices: list[str | None] = [None]
     if fields.memory is not None:
         known = sorted({_MEMORY[memory] for memory in fields.memory if memory in _MEMORY})
@@ -358,10 +457,12 @@ def _keys(fields: _Fields, collective: str, place: str, token: str, lost: list[s
             lost.append(f"{place}: {token}: tables have no memory type {', '.join(other)}")
         devices = [None] if len(known) == len(DEVICES) else [*known]
     kind = _ANY if collective == _ANY else _KINDS[collective]
-    ranges: list[Range | None] = [*fields.ranks] if fields.ranks is not None else [None]
+    ranges: list[Range | None] = [*fields.ranks] if fields.ranks is not None else [section.ranks]
+    if fields.ranks is not None and section.ranks is not None:
+        ranges = [both for each in fields.ranks if (both := intersection(each, section.ranks)) is not None]
     for device in devices:
         for ranks in ranges:
-            yield TableKey(kind, ranks=ranks, device=device)
+            yield TableKey(kind, ranks=ranks, nodes=section.nodes, device=device)
 
 
 def _sizes(fields: _Fields, collective: str, place: str, token: str, lost: list[str]) -> list[Range]:
@@ -442,7 +543,7 @@ def _check_overlaps(entries: list[_Entry], lost: list[str]) -> None:
     """Raise `ConfigError` for overlaps that UCC refuses or cannot order, and report fallbacks of UCC."""
     for index, one in enumerate(entries):
         for other in entries[:index]:
-            if not _collide(one.rule, other.rule):
+            if one.section != other.section or not _collide(one.rule, other.rule):
                 continue
             both = f"{one.rule.key} {one.rule.span()} overlaps {other.rule.span()}"
             if one.component == other.component:
@@ -463,4 +564,4 @@ def _collide(one: TableRule, other: TableRule) -> bool:
     return overlap(one.key, other.key) and intersection(one.sizes, other.sizes) is not None
 
 
-FORMAT: Final = Format("ucc", "mpi", export, import_)
+FORMAT: Final = Format("ucc", "mpi", COLLECTIVES, export, import_)

@@ -19,6 +19,7 @@ from typing import Final, NamedTuple
 # window or of an idle connection), tcpi_backoff, tcpi_unacked, and tcpi_last_ack_recv (milliseconds since the
 # last acknowledgement). The kernel of a process that is slow or stopped acknowledges, and answers probes.
 _INFO: Final = struct.Struct("=3xBB3x16xI28xI")
+_RECEIVED: Final = struct.Struct("=128xQ")  # tcpi_bytes_received, of Linux 4.1 and later
 _ESTABLISHED: Final = 1  # tcpi_state, the first byte
 _PROBES: Final = 2  # without an answer; that of one may be on its way
 _NAME_SIZE: Final = 128  # of struct sockaddr_storage
@@ -28,6 +29,8 @@ _KEEP_ALIVE: Final = (
     (socket.TCP_KEEPINTVL, _IDLE_S),
     (socket.TCP_KEEPCNT, 127),
 )
+_ATTACH_FILTER, _DETACH_FILTER = 26, 27  # SO_*, which Python's `socket` does not have
+_DROP: Final = struct.pack("=HBBI", 6, 0, 0, 0)  # of classic BPF: return 0, the bytes of the packet to keep
 _libc = ctypes.CDLL(None)
 
 Sockets = Mapping[int, str]
@@ -65,6 +68,47 @@ def of_peers(sockets: Iterable[tuple[int, str]], address: str) -> dict[int, str]
         for descriptor, name in sockets
         if peer_of(descriptor) and (own := _end(_libc.getsockname, descriptor)) and own.address == address
     }
+
+
+def listener_among(sockets: Iterable[tuple[int, str]]) -> dict[int, str]:
+    """The one that listens for TCP connections; empty if there are several."""
+    found = {
+        descriptor: name
+        for descriptor, name in sockets
+        if _is_tcp(descriptor) and _number(descriptor, socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    }
+    return found if len(found) == 1 else {}
+
+
+def take_connections(listeners: Sockets, accepts: bool) -> None:
+    """Let the kernel drop requests to connect to listening sockets, or pass them on again.
+
+    A request that was dropped is sent again, after a second at first. Does nothing where there are no socket
+    filters.
+    """
+    for descriptor, name in listeners.items():
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{descriptor}") != name:
+                continue
+            if accepts:
+                _set(descriptor, socket.SOL_SOCKET, _DETACH_FILTER, 0)
+            else:
+                code = ctypes.create_string_buffer(_DROP, len(_DROP))
+                program = struct.pack("@HP", 1, ctypes.addressof(code))  # struct sock_fprog
+                _libc.setsockopt(descriptor, socket.SOL_SOCKET, _ATTACH_FILTER, program, len(program))
+
+
+def accepted_in_silence(connections: Sockets, listeners: Sockets, least: int) -> dict[int, str]:
+    """The connections that came to these listening sockets and have brought fewer than `least` bytes."""
+    ports = {own.port for each in listeners if (own := _end(_libc.getsockname, each))}
+    found = {}
+    for descriptor, name in connections.items():
+        with contextlib.suppress(OSError):
+            own = _end(_libc.getsockname, descriptor)
+            info = _option(descriptor, socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED.size)
+            if own is not None and own.port in ports and _RECEIVED.unpack(info)[0] < least:
+                found[descriptor] = name
+    return found
 
 
 def shut_down(sockets: Sockets) -> None:

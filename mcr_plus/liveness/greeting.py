@@ -9,6 +9,8 @@ import struct
 from collections.abc import Callable
 from typing import Final
 
+from mcr_plus.liveness.acceptor import Acceptor
+
 _HELLO: Final = struct.Struct("<I16s")  # rank, and that the sender has read the job's store
 
 
@@ -24,31 +26,47 @@ class Door:
         strangers: their connections.
     """
 
-    def __init__(self, listener: socket.socket, key: bytes, prepare: Callable[[socket.socket], None]) -> None:
-        """`prepare`: called for each connection before anything is read from it."""
+    def __init__(
+        self,
+        listener: socket.socket,
+        key: bytes,
+        prepare: Callable[[socket.socket], None],
+        members: int = 0,
+    ) -> None:
+        """`prepare`: called for each connection before anything is read from it.
+
+        `members`: how many processes of the job may connect.
+        """
         listener.setblocking(False)
-        self.listener = listener
         self.strangers: dict[socket.socket, bytes] = {}  # and what they have said so far
+        self._acceptor = Acceptor(listener, "init", members=members)
         self._key, self._prepare = key, prepare
+
+    @property
+    def listener(self) -> socket.socket:
+        """The listening socket."""
+        return self._acceptor.listener
 
     def come(self) -> list[tuple[int, socket.socket]]:
         """The ranks that have greeted since the last call, and their connections; never blocks.
 
-        Connections of others are closed.
+        Connections of others are closed, also of those that have not greeted in time (`Acceptor`).
         """
-        while True:
-            try:
-                link, _ = self.listener.accept()
-            except OSError:  # nobody, or too few file descriptors: this one is not looked after
-                break
+        # What has come is read before others are accepted: only silent ones are given up for them.
+        greeted = [
+            (rank, link) for link in list(self.strangers) if (rank := self._greeted_by(link)) is not None
+        ]
+        while (link := self._acceptor.accept()) is not None:
             link.setblocking(False)
             self._prepare(link)
             self.strangers[link] = b""
-        return [(rank, link) for link in list(self.strangers) if (rank := self._greeted_by(link)) is not None]
+            if (rank := self._greeted_by(link)) is not None:
+                greeted.append((rank, link))
+        return greeted
 
     def close(self) -> None:
         """Close the socket and the connections of strangers."""
-        for each in (self.listener, *self.strangers):
+        for each in (self.listener, *self.strangers):  # in a forked child, too: nothing is shut down
             each.close()
         self.strangers.clear()
 
@@ -67,9 +85,9 @@ class Door:
             return None
         del self.strangers[link]
         rank, proof = _HELLO.unpack(said) if len(said) == _HELLO.size else (0, b"")
-        if hmac.compare_digest(proof, _proof(self._key, rank)):
+        if hmac.compare_digest(proof, _proof(self._key, rank)) and self._acceptor.admit(link):
             return int(rank)
-        link.close()
+        self._acceptor.refuse(link, "it has not greeted as a rank of this job")
         return None
 
 

@@ -21,6 +21,7 @@ import struct
 import sys
 from typing import Any, Final
 
+from mcr_plus.liveness.acceptor import Acceptor
 from mcr_plus.liveness.proc import state_of
 
 TOKEN: Final = 32  # bytes
@@ -42,7 +43,7 @@ class Keeper:
     def __init__(self, order: dict[str, Any], listener: socket.socket) -> None:
         self._token = bytes.fromhex(order["token"])
         self._values: dict[bytes, bytes] = {}
-        self._listener = listener
+        self._acceptor = Acceptor(listener, "keeper", members=len(order["processes"]))
         self._buffers: dict[socket.socket, bytearray] = {}
         self._greeted: set[socket.socket] = set()
         self._ranks = {(int(pid), started) for pid, started in order["processes"]}
@@ -57,12 +58,13 @@ class Keeper:
         """Answer requests until all ranks of the host have ended, or have left."""
         while self._ranks:
             for descriptor, _ in self._poll.poll(_LOOK_EVERY):
-                if descriptor == self._listener.fileno():
+                if descriptor == self._acceptor.listener.fileno():
                     self._accept()
                 elif (peer := self._by_descriptor.get(descriptor)) is not None:
                     self._serve(peer)
                 else:  # a rank has ended
                     self._poll.unregister(descriptor)
+            self._acceptor.expire()
             self._ranks = {each for each in self._ranks if state_of(*each) != "dead"}
 
     def answer(self, kind: int, key: bytes, value: bytes) -> bytes | None:
@@ -77,8 +79,7 @@ class Keeper:
         return self._values.get(key)
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            peer, _ = self._listener.accept()
+        if (peer := self._acceptor.accept()) is not None:
             peer.settimeout(_SENT_WITHIN)
             self._buffers[peer] = bytearray()
             self._by_descriptor[peer.fileno()] = peer
@@ -99,7 +100,7 @@ class Keeper:
         if peer not in self._greeted:
             if len(buffer) < TOKEN:
                 return True
-            if not hmac.compare_digest(bytes(buffer[:TOKEN]), self._token):
+            if not hmac.compare_digest(bytes(buffer[:TOKEN]), self._token) or not self._acceptor.admit(peer):
                 return False
             del buffer[:TOKEN]
             self._greeted.add(peer)
@@ -119,7 +120,7 @@ class Keeper:
         self._poll.unregister(peer)
         del self._by_descriptor[peer.fileno()], self._buffers[peer]
         self._greeted.discard(peer)
-        peer.close()
+        self._acceptor.refuse(peer, "it does not have the token of this job")
 
 
 def main() -> None:

@@ -84,7 +84,7 @@ class Presence:
             _log.debug("ranks of other hosts that are lost in init show at its deadline: %s", error)
             return None
         self._enter(name)
-        self._door = Door(listener, self._key, _watch)
+        self._door = Door(listener, self._key, _watch, members=ranks)
         own, its = listener.getsockname(), of_witness.getsockname()
         self._witness = self._start_witness(0, None, of_witness)
         of_witness.close()  # the witness has it

@@ -7,11 +7,13 @@ import socket
 import threading
 import time
 from collections import deque
+from queue import SimpleQueue
 from typing import Any, Final
 
 import torch
 
 from mcr_plus.errors import BackendError
+from mcr_plus.liveness.acceptor import Acceptor
 from mcr_plus.training import precopy
 from mcr_plus.training import weight_link as links
 from mcr_plus.training.precopy import Message
@@ -150,8 +152,7 @@ class PrecopySource:
     def _run(self) -> None:
         link: Link | None = None
         try:
-            with self._listener:
-                link = self._accepted()
+            link = self._accepted()
             self._send_all(link)
         except Ended:
             if not self._closed:
@@ -172,29 +173,33 @@ class PrecopySource:
             _log.info("elastic: a newcomer gets its state from this rank no more: %s", why)
 
     def _accepted(self) -> Link:
-        """The newcomer's connection; others are closed."""
+        """Return the newcomer's connection; others, which may say nothing, do not keep it waiting."""
         ends = time.monotonic() + _COMES_WITHIN
-        while not self._closed and time.monotonic() < ends:
-            try:
-                connection, _ = self._listener.accept()
-            except TimeoutError:
-                continue
-            if (link := self._greeted(connection)) is not None:
-                return link
+        came: SimpleQueue[Link] = SimpleQueue()
+        acceptor = Acceptor(self._listener, self._name, members=1)
+        try:
+            while not self._closed and time.monotonic() < ends:
+                if (connection := acceptor.accept()) is not None:
+                    greets = (acceptor, connection, came)
+                    threading.Thread(target=self._greet, args=greets, daemon=True).start()
+                if not came.empty():
+                    return came.get()
+        finally:
+            acceptor.close()
         raise EOFError("it has not come")
 
-    def _greeted(self, connection: socket.socket) -> Link | None:
-        """The link of a process that belongs to the job; None if this one does not."""
-        link = Link(connection, lambda: self._closed or time.monotonic() > link.moved + precopy.STALLED_S)
+    def _greet(self, acceptor: Acceptor, connection: socket.socket, came: SimpleQueue[Link]) -> None:
+        """Pass on the connection of a process that belongs to the job, and close that of another."""
         try:
+            link = Link(connection, lambda: self._closed or time.monotonic() > link.moved + precopy.STALLED_S)
             links.greeted(link, self._secret)
-            return link
-        except (OSError, EOFError, BackendError):
+        except (OSError, EOFError, BackendError, Ended) as error:
+            acceptor.refuse(connection, error)
+            return
+        if acceptor.admit(connection):
+            came.put(link)
+        else:  # there is one already
             link.close()
-            return None
-        except Ended:
-            link.close()
-            raise
 
     def _send_all(self, link: Link) -> None:
         number, has_copy, has_reached = 0, False, False

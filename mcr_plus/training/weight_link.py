@@ -120,6 +120,11 @@ class Link:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _ANSWERS_WITHIN_MS)
         connection.settimeout(_LOOK_S)
 
+    @property
+    def is_authenticated(self) -> bool:
+        """Whether both ends have proved that they know the secret."""
+        return self._own is not None
+
     def sign(self, secret: bytes, nonces: bytes, rank: int, *, is_source: bool) -> None:
         """Sign what is sent from now on, and expect signatures of what is received."""
         source, receiver = (_Signatures(secret, role, nonces, rank) for role in (b"source", b"receiver"))

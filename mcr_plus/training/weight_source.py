@@ -15,6 +15,7 @@ import torch
 from mcr_plus.core.units import whole_number
 from mcr_plus.errors import BackendError, InvalidArgument, McrError, PeerLost, phrase_ranks
 from mcr_plus.kernels import delta
+from mcr_plus.liveness.acceptor import Acceptor
 from mcr_plus.training import weight_link as links
 from mcr_plus.training.weight_link import JOINER, Ended, Link, Payload
 from mcr_plus.training.weights import Weights, combined, digest_of
@@ -59,7 +60,8 @@ class WeightSource:
         ends: Callable[[], bool],
         offers: Sequence[Sequence[int]] = (),
     ) -> None:
-        self._weights, self._what, self._secret, self._listener = weights, what, secret, listener
+        self._weights, self._what, self._secret = weights, what, secret
+        self._acceptor = Acceptor(listener, what, members=len(receivers))
         self._receivers, self._history, self._group_ends = receivers, history, ends
         self._offers = offers
         self._staging, self._held = weights.buffers(), weights.buffers()
@@ -214,17 +216,9 @@ class WeightSource:
     # -- of the threads of receivers ------------------------------------------------------------------
 
     def _accept_all(self) -> None:
-        with self._listener:
-            while not self._ends():
-                try:
-                    connection, _ = self._listener.accept()
-                except TimeoutError:
-                    continue
-                except OSError as error:
-                    if self._listener.fileno() < 0:
-                        return
-                    _log.warning("%s: a connection could not be accepted: %s", self._what, error)
-                    time.sleep(_LOOK_S)
+        with self._acceptor.listener as listener:
+            while not self._ends() and listener.fileno() >= 0:
+                if (connection := self._acceptor.accept()) is None:
                     continue
                 thread = threading.Thread(
                     target=self._serve, args=(connection,), name=f"mcr_plus-{self._what}", daemon=True
@@ -233,8 +227,7 @@ class WeightSource:
                 try:
                     thread.start()
                 except RuntimeError as error:  # the process may have no more; the receiver asks again
-                    _log.warning("%s: a connection could not be served: %s", self._what, error)
-                    connection.close()
+                    self._acceptor.refuse(connection, f"it could not be served: {error}")
                     time.sleep(_LOOK_S)
                     continue
                 self._serving.append(thread)
@@ -243,7 +236,7 @@ class WeightSource:
         """Answer one receiver until either end closes."""
         link, rank = Link(connection, self._ends), -1
         try:
-            asks, buffers = self._wanted(link)
+            asks, buffers = self._wanted(link, connection)
             if buffers is None:
                 return
             rank = asks
@@ -264,20 +257,24 @@ class WeightSource:
         except Ended:
             self._say_end(link)
         except (OSError, EOFError, BackendError) as error:
-            if rank < 0:
-                _log.warning("%s: a connection was refused: %s", self._what, error)
-            else:
+            if rank >= 0:
                 self._lose(rank, link, error)
+            elif link.is_authenticated:
+                _log.warning("%s: a receiver was refused: %s", self._what, error)
+            else:
+                self._acceptor.refuse(connection, error)
         except Exception as error:  # such as memory that cannot be had
             _log.warning("%s: %s cannot be served: %s", self._what, links.named(rank), error)
             self._lose(rank, link, error)
             self._say_end(link, links.FAILED)
         finally:
+            self._acceptor.admit(connection)
             link.close()
 
-    def _wanted(self, link: Link) -> tuple[int, Sequence[int] | None]:
+    def _wanted(self, link: Link, connection: Any) -> tuple[int, Sequence[int] | None]:
         """Who asks, and for which buffers; None if it only looked whether the source is there."""
         rank = links.greeted(link, self._secret)
+        self._acceptor.admit(connection)
         if rank == JOINER and self._offers:
             kind, offer, number, _ = link.receive(0)
             if kind == links.END:
@@ -291,7 +288,7 @@ class WeightSource:
 
     def _say_end(self, link: Link, how: int = 0) -> None:
         with contextlib.suppress(OSError, Ended):
-            if not link.is_sending:
+            if link.is_authenticated and not link.is_sending:
                 failed = not self._is_in_order or self._error is not None
                 link.send(links.END, links.FAILED if failed else how)
 

@@ -8,7 +8,23 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from mcr_plus.core.sockets import End, of_peers, open_sockets, peer_of, shut_down, torn, unacknowledged
+import pytest
+import torch
+from ranks import run_ranks
+
+import mcr_plus as mcr
+from mcr_plus.core.sockets import (
+    End,
+    accepted_in_silence,
+    listener_among,
+    of_peers,
+    open_sockets,
+    peer_of,
+    shut_down,
+    take_connections,
+    torn,
+    unacknowledged,
+)
 
 HERE = {"127.0.0.1"}
 
@@ -96,3 +112,70 @@ def test_ends_of_both_families() -> None:
         assert peer_of(other.fileno()) == End(*one.getsockname())
         shut_down({other.fileno(): open_sockets()[other.fileno()]})
         assert one.recv(1) == b""
+
+
+def test_a_listener_takes_connections_only_when_it_is_told_to() -> None:
+    before = open_sockets()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        listener = listener_among(open_sockets().items() - before.items())
+        assert listener.keys() == {server.fileno()}
+        place = server.getsockname()
+        with socket.create_connection(place) as old, server.accept()[0] as accepted:
+            take_connections(listener, accepts=False)
+            with pytest.raises(TimeoutError):
+                socket.create_connection(place, timeout=0.3)
+            old.sendall(b"x")  # connections that there are go on
+            assert accepted.recv(1) == b"x"
+            take_connections(listener, accepts=True)
+            with socket.create_connection(place, timeout=20) as new, server.accept()[0] as silent:
+                connections = {
+                    each.fileno(): open_sockets()[each.fileno()] for each in (accepted, silent, old, new)
+                }
+                assert accepted_in_silence(connections, listener, 1).keys() == {silent.fileno()}
+                assert accepted_in_silence(connections, listener, 2).keys() == {
+                    silent.fileno(),
+                    accepted.fileno(),
+                }
+        with socket.create_server(("127.0.0.1", 0)):
+            assert listener_among(open_sockets().items() - before.items()) == {}
+
+
+def strangers_at_gloo() -> list[int]:
+    """Nobody connects to gloo's port once a group is open, and groups are opened as before."""
+    before = open_sockets()
+    comm = mcr.init(backends=["gloo"], timeout=60)
+    (listener,) = (
+        descriptor
+        for descriptor, name in open_sockets().items() - before.items()
+        if listener_among([(descriptor, name)]) and gloo_listens_at(descriptor)
+    )
+    place = gloo_listens_at(listener)
+    assert place is not None
+    sums, started = [], time.monotonic()
+    for _ in range(2):
+        for _ in range(5):
+            with pytest.raises(TimeoutError):
+                socket.create_connection(place, timeout=0.05)
+        count = len(open_sockets())
+        with comm.split(0) as part:
+            x = torch.tensor([1 + comm.rank])
+            part.all_reduce(x)
+            sums.append(int(x))
+            part.barrier()
+        assert len(open_sockets()) <= count
+    assert time.monotonic() - started < 60
+    mcr.finalize()
+    return sums
+
+
+def gloo_listens_at(descriptor: int) -> tuple[str, int] | None:
+    """The place of a listening socket that is not the store's."""
+    copy = socket.socket(fileno=os.dup(descriptor))
+    with copy:
+        place: tuple[str, int] = copy.getsockname()[:2]
+    return place if place[1] != int(os.environ.get("MASTER_PORT", 0)) else None
+
+
+def test_gloo_keeps_no_strangers() -> None:
+    for result in run_ranks(strangers_at_gloo, 2, via="torch"):
+        assert result.value == [3, 3]

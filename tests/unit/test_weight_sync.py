@@ -321,7 +321,7 @@ def test_a_source_that_is_gone_is_named_although_the_lead_is_there() -> None:
         for each in sources:
             each.push(1)
         assert pulls.pull(True, 60.0) == 1
-        sources[1]._listener.close()
+        sources[1]._acceptor.listener.close()
         for link in list(sources[1]._links.values()):
             link.close()
         with pytest.raises(PeerLost) as raised:
@@ -338,7 +338,7 @@ def test_threads_end_and_a_superseded_connection_is_closed() -> None:
         pushes.push(1)
         assert pulls.pull(True, 20.0) == 1
         (first,) = pushes._links.values()
-        place = pushes._listener.getsockname()[:2]
+        place = pushes._acceptor.listener.getsockname()[:2]
         second = links.connect(place, b"secret", 1, lambda: False, 1)
         ends = time.monotonic() + 20
         while first._socket.fileno() >= 0 and time.monotonic() < ends:

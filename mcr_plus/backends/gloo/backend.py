@@ -7,6 +7,9 @@ threads; waiting ranks yield at once, because those threads need the cores.
 from __future__ import annotations
 
 import ctypes
+import os
+import sys
+import threading
 from datetime import timedelta
 from typing import Any, Final
 
@@ -21,13 +24,21 @@ from mcr_plus.core import c10d
 from mcr_plus.core.buffers import Pool
 from mcr_plus.core.group import Group
 from mcr_plus.core.message import Signature
-from mcr_plus.core.sockets import of_peers, open_sockets, shut_down
+from mcr_plus.core.sockets import (
+    accepted_in_silence,
+    listener_among,
+    of_peers,
+    open_sockets,
+    shut_down,
+    take_connections,
+)
 from mcr_plus.core.threads import threads
 from mcr_plus.errors import Unsupported
 from mcr_plus.rendezvous.network import host_address
 from mcr_plus.rendezvous.world import World
 
 _SLACK: Final = timedelta(seconds=30)  # gloo's own timeout must not expire before ours
+_FIRST_BYTES: Final = 8  # which a peer sends as soon as it has connected
 
 _EMULATIONS: Final = {
     "reduce_scatter": "all_to_all, then each rank reduces its part",
@@ -58,7 +69,9 @@ class GlooBackend(Backend):
         self._connections: dict[int, str] = {}
         self._pool = Pool()
         self._address = "127.0.0.1" if world.single_host else host_address()
+        before = open_sockets()
         self._device: Any = c10d.ProcessGroupGloo.create_device(hostname=self._address)
+        self._listener = listener_among(open_sockets().items() - before.items())
         self._disconnected = False
 
     @classmethod
@@ -112,7 +125,9 @@ class GlooBackend(Backend):
         store = c10d.PrefixStore(f"gloo/{group.name}", self._world.store_of(group))
         before, others = open_sockets(), threads()
         token = object()
-        _opening.append(token)
+        with _lock:
+            _opening.append(token)
+            take_connections(self._listener, accepts=True)
         try:
             process_group = c10d.gloo_group(
                 store, group.rank, group.size, devices=[self._device], threads=2, timeout=self._timeout
@@ -121,7 +136,9 @@ class GlooBackend(Backend):
             # Another thread of the program may have opened some, to other hosts or ports.
             connections = of_peers(open_sockets().items() - before.items(), self._address)
             self._connections.update(connections)
-            _opening.remove(token)
+            with _lock:
+                _opening.remove(token)
+        connections = self._without_strangers(connections)
         workers = threads() - others  # at least; threads of the program that have begun meanwhile, too
         hosts = self._world.hosts_of(group)
         channel = GlooChannel(
@@ -129,6 +146,19 @@ class GlooBackend(Backend):
         )
         self._channels.append(channel)
         return channel
+
+    def _without_strangers(self, connections: dict[int, str]) -> dict[int, str]:
+        """End connections of others, and let nobody connect until the next group is opened.
+
+        gloo keeps whatever connects to its port for as long as the job lasts. Once a group is made, all its
+        peers are connected; those of the next one connect after this rank has published its address for it.
+        """
+        silent = accepted_in_silence(connections, self._listener, _FIRST_BYTES)
+        shut_down(silent)
+        with _lock:
+            if not _opening and sys.platform == "linux" and "TORCH_GLOO_LAZY_INIT" not in os.environ:
+                take_connections(self._listener, accepts=False)
+        return {descriptor: name for descriptor, name in connections.items() if descriptor not in silent}
 
     def progress(self) -> None:
         """No-op: gloo has threads of its own."""
@@ -187,4 +217,5 @@ class GlooBackend(Backend):
 
 
 _never: list[GlooChannel] = []
+_lock = threading.Lock()  # of the next, and of whether others may connect
 _opening: list[object] = []  # in threads that may be inside gloo when the process ends

@@ -97,7 +97,7 @@ class TorchWork(dist.Work):
     def __init__(self, work: Work, tensors: Sequence[torch.Tensor], membership: Membership) -> None:
         super().__init__()
         self._work = work
-        self._tensors = _flat(tensors)
+        self._tensors = flat(tensors)
         self._membership = membership
         self._future: _Future | None = None
 
@@ -254,7 +254,8 @@ class _Future(torch.futures.Future[Any]):
         return self.poll() or super().done()
 
 
-def _flat(tensors: Sequence[Any]) -> list[torch.Tensor]:
+def flat(tensors: Sequence[Any]) -> list[torch.Tensor]:
+    """The tensors of a sequence of tensors, or of lists of tensors."""
     lists = (item if isinstance(item, (list, tuple)) else [item] for item in tensors)
     return [tensor for part in lists for tensor in part]
 

@@ -1,8 +1,8 @@
 """Hooks before and after the operations of a process group, and torch's NaN check, as of torch 2.15.
 
-Torch calls hooks in its dispatcher, which operations of a group in Python do not pass. The first hook that a
-group gets makes it an instance of a subclass whose operations call the hooks, the end of the last one makes it
-an instance of its own class again: without hooks an operation costs what it did.
+Torch calls hooks in its dispatcher, which operations of a group in Python do not pass. The first hook makes a
+group an instance of a subclass whose operations call the hooks, and the removal of the last one makes it an
+instance of its own class again: without hooks an operation costs what it did.
 """
 
 # pyright: reportIncompatibleMethodOverride=false
@@ -154,7 +154,7 @@ def _tensors(given: Any) -> list[torch.Tensor]:
 
 
 class GroupNanCheck:
-    """Torch's `NanCheckHook` for a group of the backend `mcr`: refuses floats with a NaN that it would send."""
+    """Torch's `NanCheckHook` for a group of the backend `mcr`: refuses to send floats with a NaN."""
 
     _numbers = count(0x4E414E43)  # torch's own, out of the way of numbers that people choose
 

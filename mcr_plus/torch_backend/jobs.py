@@ -94,10 +94,7 @@ class TorchJob:
         self, running: Runtime, parent: Communicator, ranks: Sequence[int], seconds: float | None
     ) -> Communicator:
         """Open a group with the pipeline of `parent`, of some of its ranks; collective over those."""
-        if seconds is None:
-            config = parent.opened.config
-        else:
-            config = self.configs.get(parent, running.loaded)
+        config = parent.opened.config if seconds is None else self.configs.get(parent, running.loaded)
         chosen = [parent.ranks[rank] for rank in ranks]
         return self.open(running, chosen, f"split/{'-'.join(map(str, chosen))}", config, seconds)
 

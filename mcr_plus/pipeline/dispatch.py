@@ -57,6 +57,11 @@ class DispatchStage(Stage):
             issue = runtime.operations[signature] = self._bind(signature, runtime)
         return issue
 
+    @property
+    def timeout(self) -> float:
+        """The deadline of operations in seconds."""
+        return self._options.timeout
+
     def set_timeout(self, seconds: float) -> None:
         """Set the deadline of operations that are bound from now on."""
         self._options = self._options.model_copy(update={"timeout": seconds})

@@ -11,6 +11,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -50,6 +51,8 @@ class TorchJob:
         self.joined = False
         self.dropped = deque[Communicator]()
         self.prepared: Communicator | None = None  # that of the group that torch makes next
+        # Of groups but the first: what they were opened with, where only the file names a timeout.
+        self.configs = WeakKeyDictionary[Communicator, Config]()
 
     def enter(self, running: Runtime, ranks: tuple[int, ...], *, joined: bool) -> None:
         """Start to use a job. `joined`: torch's first group has joined it, so it ends with the last one."""
@@ -68,13 +71,33 @@ class TorchJob:
             opened.state.changes_threads = True
         self.groups.add(communicator)
 
-    def open(self, running: Runtime, ranks: Sequence[int], name: str, config: Config) -> Communicator:
-        """Open a group of the job; collective over its ranks. `ranks`: of the job."""
+    def open(
+        self,
+        running: Runtime,
+        ranks: Sequence[int],
+        name: str,
+        config: Config,
+        seconds: float | None = None,
+    ) -> Communicator:
+        """Open a group of the job; collective over its ranks.
+
+        `ranks`: of the job. `seconds`: the deadline of the group's operations, unless `config` names one.
+        """
         self.names[name] += 1
         unique = f"torch/{name}/{self.names[name]}"  # torch may use a name again
-        communicator = running.open_group(unique, tuple(ranks), config)
+        timed = config if seconds is None else config.with_timeout(seconds)
+        communicator = running.open_group(unique, tuple(ranks), timed)
+        self.configs[communicator] = config
         self.use(communicator)
         return communicator
+
+    def split(
+        self, running: Runtime, parent: Communicator, ranks: Sequence[int], seconds: float | None
+    ) -> Communicator:
+        """Open a group with the pipeline of `parent`, of some of its ranks; collective over those."""
+        config = parent.opened.config if seconds is None else self.configs.get(parent, running.loaded)
+        chosen = [parent.ranks[rank] for rank in ranks]
+        return self.open(running, chosen, f"split/{'-'.join(map(str, chosen))}", config, seconds)
 
     def drop(self, communicator: Communicator, running: Runtime | None) -> None:
         """Mark a group of the job `running` as garbage-collected.
@@ -146,12 +169,12 @@ def communicator_of(
         torch_job.enter(running, members, joined=True)
         communicator = running.communicator
     else:
-        config = running.loaded.with_timeout(seconds)
+        config = running.loaded
         if options is not None:
             hosts = tuple(running.world.hosts[job_rank] for job_rank in job_ranks)
             world = World(rank, size, hosts, seconds, group_store, running.world.libraries)
-            config = _checked(options, running, world).with_timeout(seconds)
-        communicator = torch_job.open(running, job_ranks, name, config)
+            config = _checked(options, running, world)
+        communicator = torch_job.open(running, job_ranks, name, config, seconds)
         settle()
         return communicator
     torch_job.use(communicator)

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch.distributed as dist
 from torch._C import _distributed_c10d as bindings
 
-from mcr_plus.core.c10d import ProcessGroup, Store
+from mcr_plus.core.c10d import PrefixStore, Store
 from mcr_plus.errors import (
     BackendError,
     CommTimeout,
@@ -34,6 +35,7 @@ from mcr_plus.membership.rules import Proposal
 from mcr_plus.runtime import reconfigure as reconfiguring
 from mcr_plus.runtime.process import job
 from mcr_plus.runtime.regroup import leave_epoch
+from mcr_plus.torch_backend.hooks import HookableGroup
 from mcr_plus.torch_backend.jobs import torch_job
 from mcr_plus.torch_backend.work import DONE, Membership, untraced
 
@@ -53,7 +55,7 @@ def _inheriting() -> Callable[..., Any]:
 
 
 @untraced
-class LivingGroup(ProcessGroup):
+class LivingGroup(HookableGroup):
     """What `McrProcessGroup` has besides its operations.
 
     A group is left as by `abort` when it and all of its handles have been garbage-collected.
@@ -72,7 +74,7 @@ class LivingGroup(ProcessGroup):
         self._communicator: Communicator | None = None
         self._runtime: Runtime | None = None  # of the communicator, also after the end of that
         self._failure: BaseException | None = None  # of the last communicator
-        self._name = ""
+        self._name = self._desc = ""
 
     @property
     def communicator(self) -> Communicator:
@@ -181,7 +183,49 @@ class LivingGroup(ProcessGroup):
 
     # -- other ranks ------------------------------------------------------------------------------
 
-    supports_shrinking = supports_reconfigure = True
+    supports_shrinking = supports_reconfigure = supports_splitting = True
+
+    def split_group(
+        self,
+        new_ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: object = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: object = None,  # noqa: ARG002 - the group serves all devices
+    ) -> LivingGroup | None:
+        """Make a group of some ranks of this one, in the order given; None on other ranks.
+
+        Collective over `new_ranks`; others need not call it. The new group has the pipeline of this one, and
+        its timeout if `timeout` is None.
+
+        Raises:
+            InvalidArgument: `new_ranks` is empty, names a rank twice, or one that is not in the group.
+            Unsupported: `opts` is a pipeline, which `new_group` takes.
+        """
+        ranks = list(new_ranks)
+        if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(self._size)):
+            raise InvalidArgument(
+                f"new_ranks: expected different ranks of 0 to {self._size - 1}, got {ranks}"
+            )
+        if isinstance(opts, (str, Path, Mapping)):
+            raise Unsupported(
+                "pg_options: a split group keeps its parent's pipeline; new_group takes another"
+            )
+        if self._rank not in ranks:
+            return None
+        communicator, runtime = self.communicator, self._runtime
+        assert runtime is not None
+        seconds = None if timeout is None else timeout.total_seconds()
+        name = group_name or f"{self._name}:split:{ranks}"
+        group = self.over(
+            PrefixStore(f"{name}/", self._store), torch_job.split(runtime, communicator, ranks, seconds)
+        )
+        group._name, group._desc = name, group_desc or f"{self._desc}:split"
+        assert group.communicator
+        return group
+
+    splitGroup = split_group  # noqa: N815 - the name that C++ calls
 
     def shrink(
         self,

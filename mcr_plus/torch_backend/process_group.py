@@ -53,10 +53,11 @@ from mcr_plus.torch_backend.arguments import (
     scale,
     scaled,
 )
+from mcr_plus.torch_backend.hooks import let_torch_attach
 from mcr_plus.torch_backend.jobs import alone, begin, communicator_of, torch_job
 from mcr_plus.torch_backend.living_group import LivingGroup
 from mcr_plus.torch_backend.profiling import Profiled
-from mcr_plus.torch_backend.shrinking import let_torch_shrink
+from mcr_plus.torch_backend.shrinking import let_torch_shrink, let_torch_split
 from mcr_plus.torch_backend.work import DONE, TorchWork, joint, untraced
 
 Options = str | Path | Mapping[str, Any]
@@ -85,7 +86,6 @@ class McrProcessGroup(LivingGroup):
         self._batch: list[dist.Work] | None = None
         self._scalar_works = deque[dist.Work](maxlen=_RETAINED_WORKS)
         self._keywords: MutableMapping[torch.Tensor, Mapping[str, Any]] | None = None
-        self._desc = ""
 
     @staticmethod
     def begin(store: Store, rank: int, size: int, timeout: timedelta, config: object) -> McrProcessGroup:
@@ -128,11 +128,12 @@ class McrProcessGroup(LivingGroup):
     def _device_types(self) -> list[torch.device]:
         return [torch.device(kind) for kind in device_types() if kind != "cuda" or torch.cuda.is_available()]
 
-    def _get_backend(self, device: object) -> Any:  # noqa: ARG002 - one for all
+    def get_backend(self, device: object) -> Any:  # noqa: ARG002 - one for all
+        """The group itself, which is also the `Backend` object of every device."""
         return self
 
-    # This group is also the `Backend` object of every device, so it has the attributes of a backend.
-    supports_splitting = supports_coalescing = supports_time_estimate = False
+    _get_backend = get_backend
+
     options = None
 
     def _has_hooks(self) -> bool:
@@ -198,10 +199,12 @@ class McrProcessGroup(LivingGroup):
         handle.wait()
         return DONE
 
+    allreduce_sparse = allreduce  # the name of a backend's
+
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
         """Reduce tensors of any dtypes over all ranks as few operations."""
         if len(tensors) == 1:
-            return self.allreduce(tensors, opts)
+            return McrProcessGroup.allreduce(self, tensors, opts)  # not with hooks again
         op, factor, _ = reduction_of(opts)
         with self._call("all_reduce_coalesced", *tensors):
             group = self._group()
@@ -265,7 +268,7 @@ class McrProcessGroup(LivingGroup):
         Functional collectives, and DTensors with them, come here with one tensor, which needs no buffer.
         """
         if len(inputs) == 1:
-            return self.reduce_scatter_single(outputs[0], inputs[0], opts)
+            return McrProcessGroup.reduce_scatter_single(self, outputs[0], inputs[0], opts)
         op, factor, _ = reduction_of(opts)
         with self._call("reduce_scatter_coalesced", *inputs):
             group = self._group()
@@ -339,7 +342,7 @@ class McrProcessGroup(LivingGroup):
     ) -> dist.Work:
         """`all_gather_single` of several tensors as few operations; of one as of `reduce_scatter_single`."""
         if len(inputs) == 1:
-            return self.all_gather_single(outputs[0], inputs[0], opts)
+            return McrProcessGroup.all_gather_single(self, outputs[0], inputs[0], opts)
         with self._call("all_gather_coalesced", *inputs):
             works = self._group().all_gather_coalesced(outputs, inputs, async_op=True)
         return self._started(works, outputs)
@@ -351,7 +354,7 @@ class McrProcessGroup(LivingGroup):
     ) -> dist.Work:
         """`allgather` of several tensors: `output_lists[rank][index]`."""
         calls = zip(zip(*output_lists, strict=True), inputs, strict=True)
-        works = [self.allgather([list(parts)], [tensor], opts) for parts, tensor in calls]
+        works = [McrProcessGroup.allgather(self, [list(parts)], [tensor], opts) for parts, tensor in calls]
         return joint(works, [part for parts in output_lists for part in parts])
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, *_: object, root: Any = None) -> dist.Work:  # type: ignore[override]
@@ -364,6 +367,18 @@ class McrProcessGroup(LivingGroup):
             parts = lists[0] if self.rank() == root_rank else None
             work = group.gather(tensor, parts, group.ranks[root_rank], async_op)
         return DONE if work is None else self._started(work, outputs)
+
+    def gather_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
+        """Gather every rank's tensor on the root, as one tensor, which other ranks need not have."""
+        root_rank, async_op = rooted(opts, None)
+        is_root = self.rank() == root_rank
+        with self._call("gather", input):
+            group = self._group()
+            parts = list(output.view(group.size, -1).unbind()) if is_root else None
+            work = group.gather(input.reshape(-1), parts, group.ranks[root_rank], async_op)
+        return DONE if work is None else self._started(work, [output] if is_root else [])
+
+    gather_into_tensor = gather_single
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *_: object, root: Any = None) -> dist.Work:  # type: ignore[override]
         """Send every rank its tensor of the root's list."""
@@ -419,6 +434,8 @@ class McrProcessGroup(LivingGroup):
             work = self.communicator.irecv(tensor, None, tag)
         return self._started(work, tensors)
 
+    recvAnysource = recv_anysource  # noqa: N815 - the name that C++ calls
+
     # -- barriers ---------------------------------------------------------------------------------
 
     def barrier(self, opts: Any = None) -> dist.Work:
@@ -455,6 +472,8 @@ class McrProcessGroup(LivingGroup):
     def _end_coalescing(self, device: object) -> dist.Work:  # noqa: ARG002 - torch's signature
         works, self._batch = self._batch or [], None
         return joint(works, [])
+
+    start_coalescing, end_coalescing = _start_coalescing, _end_coalescing  # the names that C++ calls
 
     # -- inside -----------------------------------------------------------------------------------
 
@@ -599,3 +618,5 @@ _end_as_torch_does("_shutdown_backend", "shutdown")
 _end_as_torch_does("_abort_backend", "abort")
 job.leave_dropped = torch_job.leave_dropped
 let_torch_shrink()
+let_torch_split()
+let_torch_attach()

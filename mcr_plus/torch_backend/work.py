@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.autograd import Variable
 
 from mcr_plus.core.deadline import Deadline
+from mcr_plus.pipeline.dispatch import DispatchStage
 
 if TYPE_CHECKING:
     from mcr_plus.communicator.communicator import Communicator
@@ -23,6 +24,29 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
+# The numbers of c10d's OpType, which Python does not see by their names.
+_OP_TYPES: Final = {
+    "broadcast": 0,
+    "all_reduce": 1,
+    "all_reduce_coalesced": 2,
+    "reduce": 3,
+    "all_gather": 4,
+    "all_gather_v": 4,
+    "all_gather_coalesced": 20,
+    "gather": 7,
+    "scatter": 8,
+    "reduce_scatter": 9,
+    "reduce_scatter_v": 9,
+    "reduce_scatter_coalesced": 19,
+    "all_to_all_v": 10,
+    "all_to_all": 11,
+    "send": 12,
+    "recv": 13,
+    "barrier": 15,
+    "coalesced": 17,
+}
+_COALESCED: Final = 17
+_UNKNOWN: Final = 100
 _NO_BACKWARD: Final = -1
 _HALVES: Final = (torch.float16, torch.bfloat16)
 _PAUSE_S: Final = 100e-6  # between polls of the thread that completes futures
@@ -97,7 +121,7 @@ class TorchWork(dist.Work):
     def __init__(self, work: Work, tensors: Sequence[torch.Tensor], membership: Membership) -> None:
         super().__init__()
         self._work = work
-        self._tensors = _flat(tensors)
+        self._tensors = flat(tensors)
         self._membership = membership
         self._future: _Future | None = None
 
@@ -139,6 +163,18 @@ class TorchWork(dist.Work):
         return -1 if source is None else self._membership.communicator.ranks.index(source)
 
     _source_rank = source_rank
+
+    @property
+    def timeout(self) -> timedelta:
+        """The deadline of the group's operations."""
+        stages = self._membership.communicator.opened.pipeline.stages
+        return timedelta(seconds=next(each.timeout for each in stages if isinstance(each, DispatchStage)))
+
+    def _get_sequence_number(self) -> int:
+        return self._work.info.sequence
+
+    def _get_op_type(self) -> int:
+        return _OP_TYPES.get(self._work.info.kind, _UNKNOWN)
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of the tensors.
@@ -254,7 +290,8 @@ class _Future(torch.futures.Future[Any]):
         return self.poll() or super().done()
 
 
-def _flat(tensors: Sequence[Any]) -> list[torch.Tensor]:
+def flat(tensors: Sequence[Any]) -> list[torch.Tensor]:
+    """The tensors of a sequence of tensors, or of lists of tensors."""
     lists = (item if isinstance(item, (list, tuple)) else [item] for item in tensors)
     return [tensor for part in lists for tensor in part]
 
@@ -327,6 +364,16 @@ class _Joint(dist.Work):
 
     def result(self) -> list[torch.Tensor]:
         return self._tensors
+
+    @property
+    def timeout(self) -> timedelta:
+        return min((work.timeout for work in self._works), default=timedelta(0))  # type: ignore[attr-defined]
+
+    def _get_sequence_number(self) -> int:
+        return max((work._get_sequence_number() for work in self._works), default=0)  # type: ignore[attr-defined]
+
+    def _get_op_type(self) -> int:
+        return _COALESCED
 
     def get_future(self) -> torch.futures.Future[Any]:
         futures: list[Any] = [work.get_future() for work in self._works]

@@ -1,0 +1,215 @@
+"""Hooks before and after the operations of a process group, and torch's NaN check, as of torch 2.15.
+
+Torch calls hooks in its dispatcher, which operations of a group in Python do not pass. The first hook makes a
+group an instance of a subclass whose operations call the hooks, and the removal of the last one makes it an
+instance of its own class again: without hooks an operation costs what it did.
+"""
+
+# pyright: reportIncompatibleMethodOverride=false
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from functools import cache, wraps
+from inspect import signature
+from itertools import count
+from typing import Any, Final, NoReturn
+
+import torch
+from torch._C import _distributed_c10d as bindings
+from torch.distributed import distributed_c10d
+
+from mcr_plus.core.c10d import ProcessGroup
+from mcr_plus.errors import Unsupported
+from mcr_plus.torch_backend.arguments import NAME, rooted
+from mcr_plus.torch_backend.refusals import RefusingGroup
+from mcr_plus.torch_backend.work import flat, untraced
+
+Hook = Callable[[Any], object]
+
+_TORCH: Any = bindings  # untyped: older versions lack these members
+_HAS_HOOKS: Final = hasattr(_TORCH, "PreHookArgs")
+
+_OPERATIONS: Final = {
+    "allreduce": ("ALLREDUCE", "tensors", ""),
+    "allreduce_sparse": ("ALLREDUCE", "tensors", ""),
+    "allreduce_coalesced": ("ALLREDUCE_COALESCED", "tensors", ""),
+    "broadcast": ("BROADCAST", "tensors", ""),
+    "reduce": ("REDUCE", "tensors", ""),
+    "reduce_scatter": ("REDUCE_SCATTER", "inputs", "outputs"),
+    "reduce_scatter_single": ("REDUCE_SCATTER_BASE", "input", "output"),
+    "_reduce_scatter_base": ("REDUCE_SCATTER_BASE", "input", "output"),
+    "reduce_scatter_single_coalesced": ("REDUCE_SCATTER_TENSOR_COALESCED", "inputs", "outputs"),
+    "reduce_scatter_tensor_coalesced": ("REDUCE_SCATTER_TENSOR_COALESCED", "inputs", "outputs"),
+    "allgather": ("ALLGATHER", "inputs", "outputs"),
+    "all_gather_single": ("ALLGATHER_BASE", "input", "output"),
+    "_allgather_base": ("ALLGATHER_BASE", "input", "output"),
+    "all_gather_single_coalesced": ("ALLGATHER_INTO_TENSOR_COALESCED", "inputs", "outputs"),
+    "allgather_into_tensor_coalesced": ("ALLGATHER_INTO_TENSOR_COALESCED", "inputs", "outputs"),
+    "allgather_coalesced": ("ALLGATHER_COALESCED", "inputs", "output_lists"),
+    "gather": ("GATHER", "inputs", "outputs"),
+    "gather_single": ("GATHER", "input", "output"),
+    "gather_into_tensor": ("GATHER", "input", "output"),
+    "scatter": ("SCATTER", "inputs", "outputs"),
+    "alltoall": ("ALLTOALL", "inputs", "outputs"),
+    "all_to_all_single": ("ALLTOALL_BASE", "input", "output"),
+    "alltoall_base": ("ALLTOALL_BASE", "input", "output"),
+    "send": ("SEND", "tensors", ""),
+    "recv": ("RECV", "", "tensors"),
+    "recv_anysource": ("RECV", "", "tensors"),
+    "recvAnysource": ("RECV", "", "tensors"),
+    "barrier": ("BARRIER", "", ""),
+}
+"""The name that torch's hooks know a method by, and its parameters that hold inputs and outputs."""
+
+
+class HookableGroup(RefusingGroup):
+    """A process group that calls hooks around its operations; without these methods before torch 2.15."""
+
+    _before: Mapping[int, Hook] = {}
+    _after: Mapping[int, Hook] = {}
+    _numbers: count[int] | None = None  # of the operations with hooks
+
+    def register_pre_hook(self, hook_id: int, hook: Hook) -> None:
+        """Have `hook` called with a `PreHookArgs` before each operation; an error of it stops the operation.
+
+        Hooks are called in the order of their numbers. A number that is in use is given to the new hook.
+        """
+        self._set_hooks({**self._before, int(hook_id): _callable(hook)}, self._after)
+
+    def unregister_pre_hook(self, hook_id: int) -> None:
+        """Remove the hook of this number, if there is one."""
+        self._set_hooks({key: hook for key, hook in self._before.items() if key != hook_id}, self._after)
+
+    def register_post_hook(self, hook_id: int, hook: Hook) -> None:
+        """Have `hook` called with a `PostHookArgs` once an operation has been issued without an error."""
+        self._set_hooks(self._before, {**self._after, int(hook_id): _callable(hook)})
+
+    def unregister_post_hook(self, hook_id: int) -> None:
+        """Remove the hook of this number, if there is one."""
+        self._set_hooks(self._before, {key: hook for key, hook in self._after.items() if key != hook_id})
+
+    def _set_hooks(self, before: Mapping[int, Hook], after: Mapping[int, Hook]) -> None:
+        # New mappings each time: a hook may register hooks while the operation walks through the old ones.
+        self._before, self._after = dict(sorted(before.items())), dict(sorted(after.items()))
+        if self._numbers is None:
+            self._numbers = count()
+        plain = getattr(type(self), "_plain", type(self))
+        self.__class__ = _hooked(plain) if before or after else plain
+
+
+if not _HAS_HOOKS:
+    for _kind in ("pre", "post"):
+        delattr(HookableGroup, f"register_{_kind}_hook")
+        delattr(HookableGroup, f"unregister_{_kind}_hook")
+
+
+def _callable(hook: Hook) -> Hook:
+    if not callable(hook):
+        raise TypeError(f"hook: expected a function of one argument, got {hook!r}")
+    return hook
+
+
+@cache
+def _hooked(plain: type[HookableGroup]) -> type[HookableGroup]:
+    """A subclass whose operations call the group's hooks."""
+    methods = {name: _with_hooks(name, getattr(plain, name)) for name in _OPERATIONS if hasattr(plain, name)}
+    kind = type(plain.__name__, (plain,), {**methods, "_plain": plain, "__module__": plain.__module__})
+    return untraced(kind)
+
+
+def _with_hooks(method: str, usual: Callable[..., Any]) -> Callable[..., Any]:
+    """The method `usual` between the calls of hooks."""
+    operation, sent, received = _OPERATIONS[method]
+    name, bind = getattr(_TORCH.HookOpName, operation), signature(usual).bind
+
+    @wraps(usual)
+    def call(self: HookableGroup, *positional: Any, **keywords: Any) -> Any:
+        assert self._numbers is not None
+        number, given = next(self._numbers), bind(self, *positional, **keywords).arguments
+        opts = given.get("opts")
+        before = _TORCH.PreHookArgs()
+        before.name, before.op_id, before.async_op = name, number, getattr(opts, "asyncOp", True)
+        before.input_tensors, before.output_tensors = _tensors(given.get(sent)), _tensors(given.get(received))
+        if operation in ("BROADCAST", "REDUCE", "GATHER", "SCATTER"):
+            before.root = rooted(opts, given.get("root"))[0]
+        else:
+            before.root = given.get("dstRank", given.get("srcRank", -1))
+        for hook in self._before.values():
+            hook(before)
+        work = usual(self, *positional, **keywords)
+        if self._after:
+            after = _TORCH.PostHookArgs()
+            after.name, after.op_id, after.async_op, after.work = name, number, before.async_op, work
+            for hook in self._after.values():
+                hook(after)
+        return work
+
+    return call
+
+
+def _tensors(given: Any) -> list[torch.Tensor]:
+    return [] if given is None else flat(given if isinstance(given, (list, tuple)) else [given])
+
+
+class GroupNanCheck:
+    """Torch's `NanCheckHook` for a group of the backend `mcr`: refuses to send floats with a NaN."""
+
+    _numbers = count(0x4E414E43)  # torch's own, out of the way of numbers that people choose
+
+    def __init__(self, group: HookableGroup) -> None:
+        self._number = next(self._numbers)
+        self._group = weakref.ref(group)  # the group holds this object
+        group.register_pre_hook(self._number, self._check)
+
+    def remove(self) -> None:
+        """Check nothing any more."""
+        group = self._group()
+        if group is not None:
+            group.unregister_pre_hook(self._number)
+
+    def _check(self, operation: Any) -> None:
+        group = self._group()
+        names = _TORCH.HookOpName
+        if group is None or (
+            operation.name in (names.BROADCAST, names.SCATTER) and operation.root != group.rank()
+        ):
+            return  # in these only the root sends
+        for tensor in operation.input_tensors:
+            if tensor.is_floating_point():
+                torch.ops.c10d.check_for_nan(tensor)
+
+
+def _recorder(_group: HookableGroup, *_: object, **__: object) -> NoReturn:
+    raise Unsupported(
+        f"FlightRecorderHook: the backend {NAME} records its operations itself; mcr_plus.dump writes them in "
+        "torch's format"
+    )
+
+
+def let_torch_attach() -> None:
+    """Let torch attach its hooks written in C++ to groups of this backend, or refuse it (torch 2.15 on)."""
+    _attach("NanCheckHook", GroupNanCheck)
+    _attach("FlightRecorderHook", _recorder)
+    usual = getattr(distributed_c10d, "_maybe_attach_flight_recorder", None)
+    if usual is None:
+        return
+
+    def attach(pg: ProcessGroup, *others: Any, **keywords: Any) -> None:
+        if not isinstance(pg, HookableGroup):
+            usual(pg, *others, **keywords)
+
+    distributed_c10d._maybe_attach_flight_recorder = attach  # type: ignore[attr-defined]
+
+
+def _attach(name: str, ours: Callable[..., Any]) -> None:
+    kind = getattr(_TORCH, name, None)
+    if kind is None:
+        return
+    usual = kind.attach
+
+    def attach(pg: ProcessGroup, *others: Any, **keywords: Any) -> Any:
+        return (ours if isinstance(pg, HookableGroup) else usual)(pg, *others, **keywords)
+
+    kind.attach = staticmethod(attach)

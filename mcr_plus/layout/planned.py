@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 from typing import Any, Final, NamedTuple
 
@@ -17,6 +17,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard, _api, _dispatch, _redistribute
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.errors import InvalidArgument, Unsupported
@@ -24,11 +25,20 @@ from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.program import bound
 from mcr_plus.layout.regions import Ints
 from mcr_plus.layout.state import Redistribution
-from mcr_plus.layout.torch_layouts import check_ranks, job_ranks, layout_of_spec, layout_on, local_tensor
+from mcr_plus.layout.torch_layouts import (
+    check_ranks,
+    decoded,
+    job_ranks,
+    layout_of_spec,
+    layout_on,
+    local_tensor,
+)
 from mcr_plus.runtime.init import current, member_of
 from mcr_plus.runtime.process import job
 
 _FUNCTION: Final = "redistribute_local_tensor"
+_OPTIMIZE: Final = "_optimize_transform_infos"
+"""In newer versions of torch: it merges collectives along several mesh dimensions on a flattened mesh."""
 _TAKES: Final = ("local_tensor", "current_spec", "target_spec")
 _OPTIONS: Final = {"async_op", "is_backward", "use_graph_based_transform", "is_explicit"}
 """Keywords of torch 2.6 to 2.15; none changes the result where the target is not partial."""
@@ -98,9 +108,11 @@ def planned() -> Iterator[None]:
 
     This applies to `DTensor.redistribute` and its backward pass, and to redistributions inside operators. The
     plans for a pair of layouts are compared once, first by the largest volume that a rank receives or sends,
-    then by the volume that all ranks together receive; DTensor's own plan is used unless it moves more. It is
-    also used for partial targets, in traced code, and for placements that are not torch's own. All ranks of a
-    mesh must enter the block. Results equal DTensor's, except that sums of floats are added in another order.
+    then by the volume that all ranks together receive; DTensor's own plan is used unless it moves more, or
+    there are strided shards. It is also used for partial targets, in traced code, and for placements that are
+    not torch's own. All ranks of a mesh must enter the block. Results equal DTensor's, except that sums of
+    floats are added in another order, and where DTensor loses or reorders rows: uneven shards that it gathers
+    on a flattened mesh are gathered along one mesh dimension after the other.
 
     Raises:
         NotInitialized: there is no job, neither of `mcr.init` nor of the backend `mcr`.
@@ -127,16 +139,36 @@ def planned() -> Iterator[None]:
         return
     _check_internals(original)
     places = [module for module in (_redistribute, _dispatch, _api) if hasattr(module, _FUNCTION)]
-    _set(places, _Planned(original))
+    optimize = getattr(_redistribute, _OPTIMIZE, None)
+    _set(places, _FUNCTION, _Planned(original))
+    if optimize is not None:
+        _set([_redistribute], _OPTIMIZE, partial(_merged, optimize))
     try:
         yield
     finally:
-        _set(places, original)
+        _set(places, _FUNCTION, original)
+        if optimize is not None:
+            _set([_redistribute], _OPTIMIZE, optimize)
 
 
-def _set(places: Sequence[ModuleType], function: Any) -> None:
+def _set(places: Sequence[ModuleType], name: str, function: Any) -> None:
     for module in places:
-        setattr(module, _FUNCTION, function)
+        setattr(module, name, function)
+
+
+def _merged(optimize: Callable[..., Sequence[Any]], infos: Sequence[Any], *others: Any) -> Sequence[Any]:
+    """Return torch's steps with collectives merged on flattened meshes, or as they are if rows would be lost.
+
+    torch pads the shards of a merged gather as if the flattened mesh had cut the dimension at once; uneven
+    shards of nested cuts have other sizes (pytorch#194457). Equal on all ranks that take part in the gather.
+    """
+    merged = optimize(infos, *others)
+    for info in merged:
+        before, _ = info.src_dst_placements
+        is_gather = hasattr(info, "original_mesh_dims") and isinstance(before, Shard | _StridedShard)
+        if is_gather and info.logical_shape[before.dim] % info.mesh.size():
+            return infos
+    return merged
 
 
 def _check_internals(function: Any) -> None:
@@ -190,6 +222,7 @@ class _Planned:
             found = _moved(local_tensor, current_spec, target_spec)
             if found is not None:
                 return found
+        _refuse_strided(current_spec, target_spec)
         result: torch.Tensor = self.original(local_tensor, current_spec, target_spec, **options)
         return result
 
@@ -205,6 +238,22 @@ class _Planned:
             current_spec.tensor_meta is not None
             and current_spec.mesh.get_coordinate() is not None
             and not any(isinstance(each, Partial) for each in target_spec.placements)
+        )
+
+
+def _refuse_strided(current_spec: Any, target_spec: Any) -> None:
+    """Raise `Unsupported` for DTensor's plans that take strided shards for others; equal on all ranks."""
+    before, after = current_spec.placements, target_spec.placements
+    if before == after or not any(type(each) is _StridedShard for each in (*before, *after)):
+        return
+    sizes = current_spec.mesh.shape
+    strided = [each for each in (before, after) if any(type(one) is _StridedShard for one in each)]
+    if any(decoded(sizes, each) is None for each in strided) and any(
+        isinstance(new, Shard | _StridedShard) and new != old for old, new in zip(before, after, strict=True)
+    ):
+        raise Unsupported(
+            f"planned: from {before} to {after}: strided shards that encode no order of cuts, which "
+            "DTensor's own plan may take for others; redistribute to Replicate first"
         )
 
 
@@ -227,10 +276,10 @@ def _moved(local: torch.Tensor, current_spec: Any, target_spec: Any) -> torch.Te
 def _choose(
     choices: _Choices, local: torch.Tensor, current_spec: Any, target_spec: Any
 ) -> Redistribution | None:
-    """Return a redistribution if it moves less than DTensor's plan, else None.
+    """Return a redistribution if it moves less than DTensor's plan, or if that may be wrong, else None.
 
     The choice is the same on all ranks of the mesh. Collective over them, unless the lower bound shows that
-    DTensor's plan is as good.
+    DTensor's plan is as good. DTensor takes shards for others if a strided one encodes no order of cuts.
     """
     try:
         # The target of an operator may lack metadata. Its order of shards is kept.
@@ -238,13 +287,16 @@ def _choose(
         target_spec.tensor_meta = current_spec.tensor_meta
         source, target = layout_of_spec(current_spec), layout_of_spec(target_spec)
         ranks = job_ranks(current_spec.mesh)
-        theirs = _volume_of_plan(current_spec, target_spec, ranks)
+        strided = any(
+            type(each) is _StridedShard for each in (*current_spec.placements, *target_spec.placements)
+        )
+        theirs = None if strided else _volume_of_plan(current_spec, target_spec, ranks)
     except _UNKNOWN:  # on all ranks
         return None
-    if theirs is None:
+    if theirs is None and not strided:
         return None
     least = bound(source, target)
-    if (least.fullest, least.total) >= theirs[::-1]:
+    if theirs is not None and (least.fullest, least.total) >= theirs[::-1]:
         return None
     comm = _group(choices, tuple(ranks.ravel().tolist()))
     check_ranks(comm)
@@ -257,6 +309,8 @@ def _choose(
         (plan,) = move.prepare((local.dtype,), wrong, local.device)
     except (InvalidArgument, Unsupported):  # on all ranks
         return None
+    if theirs is None:
+        return move
     busiest = 0
     for sent, received, _, far_sent, far_received, _ in plan.loads[0].tolist():
         busiest += max(sent + far_sent, received + far_received)

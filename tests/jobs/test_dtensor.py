@@ -289,6 +289,64 @@ def test_redistribution_between_meshes_and_within_planned(every: bool) -> None:
     assert set(LEFT).isdisjoint(taken)
 
 
+def flattened(sizes: tuple[int, ...], step: int) -> int:
+    """All placements of small tensors that do not divide, on a mesh that is flattened, against `placed`.
+
+    torch itself loses rows there. Every `step`th pair; returns their number.
+    """
+    shape, names = (9, 5) if len(sizes) > 2 else (5, 3), "abc"[: len(sizes)]
+    checked = 0
+    with job():
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=tuple(names))
+        for number in range(2, len(sizes) + 1):
+            for some in itertools.combinations(names, number):
+                if "".join(some) in names and hasattr(mesh, "_flatten"):
+                    mesh[some]._flatten("".join(some))
+        kinds = [R, S0, S1, P]
+        if placeable(shape, [2], [_StridedShard(0, split_factor=2)]):
+            kinds.append(_StridedShard(0, split_factor=2))
+        pairs = [
+            (source, target)
+            for source, target in itertools.product(itertools.product(kinds, repeat=len(sizes)), repeat=2)
+            # torch cannot make addends, nor strided shards in the last dimension of a mesh
+            if all(old.is_partial() for old, new in zip(source, target, strict=True) if new.is_partial())
+            and not any(type(each[-1]) is _StridedShard for each in (source, target))
+        ]
+        lost = ((S0,) * len(sizes), (R,) * len(sizes))
+        for source, target in [lost, *pairs[::step]]:
+            x = distributed(mesh, source, shape)
+            with dtensor.planned():
+                try:
+                    y = x.redistribute(placements=target).to_local()
+                except mcr.Unsupported as error:
+                    y, refused = None, str(error)
+            if y is None:
+                assert "strided shards that encode no order" in refused, (source, target)
+                assert any(each.is_partial() for each in target)
+                continue
+            partial = [at for at, each in enumerate(target) if each.is_partial()]
+            for at in partial:
+                dist.all_reduce(y := y.contiguous(), group=mesh.get_group(at))
+            expected = placed(values(*shape), mesh, [R if each.is_partial() else each for each in target])
+            found = y.view(expected.to_local().shape) if y.numel() == 0 else y
+            assert torch.equal(found, expected.to_local()), (source, target)
+            checked += 1
+    return checked
+
+
+@needs_mpi
+@pytest.mark.parametrize(
+    ("sizes", "step", "least"),
+    [((2, 2), 13, 15), ((2, 2), 1, 220), ((2, 2, 2), 29, 150)],
+    ids=["some pairs", "every pair", "three dimensions"],
+)
+def test_uneven_shards_on_flattened_meshes_within_planned(
+    sizes: tuple[int, ...], step: int, least: int
+) -> None:
+    results = run_ranks(flattened, math.prod(sizes), args=[sizes, step], timeout=400)
+    assert all(result.value >= least for result in results)
+
+
 def small_tensors() -> list[str]:
     with job():
         return check_planned(init_device_mesh("cpu", (2, 2)), SHAPE)

@@ -20,7 +20,7 @@ def _config(*backends: str, first: dict[str, Any] | None = None, **dispatch: Any
     return {"version": 1, "backends": list(backends), "pipeline": [*([first] if first else []), *stages]}
 
 
-HIERARCHICAL: Final = {"hierarchical": {"kinds": ["all_reduce", "reduce", "reduce_scatter"], "min": 0}}
+HIERARCHICAL: Final = {"hierarchical": {"kinds": ["all_reduce", "reduce_scatter"], "min": 0}}
 JOBS: Final[dict[str, tuple[int, dict[str, Any] | None, tuple[str | None, ...], int]]] = {
     "one rank": (1, None, (None, "local"), 1),
     "two ranks": (2, None, ALL, 1),

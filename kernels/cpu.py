@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import cache
+from hashlib import blake2b
 from itertools import pairwise
 from typing import Any, Final
 
@@ -77,11 +78,36 @@ def c_function(signature: Any, function: Callable[..., Any]) -> Any:
 
 
 def _adapt(cache: Any, function: Callable[..., Any]) -> None:
-    """Change how numba's cache of a function on disk is compared with the sources, and loaded."""
+    """Change how numba's cache of a function on disk is named, compared with the sources, and loaded."""
     # Here, and not at the first use: the files may have changed by then, unlike the modules in memory.
     file = cache._cache_file
     file._source_stamp = (file._source_stamp, sources.stamp(function.__module__))
+    _name_by_key(file)
     _load_without_typing(cache)
+
+
+def _name_by_key(file: Any) -> None:
+    """Name files by what they contain.
+
+    numba counts, and keeps the numbers in an index that it writes before a file. A process that reads the
+    index between the two loads what had the number before: the code of another function of the same text, or
+    of older sources. So do processes after two that compile such functions at once.
+    """
+
+    def path_of(key: object) -> str:
+        return file._data_name(int.from_bytes(blake2b(repr(key).encode(), digest_size=8).digest(), "big"))  # type: ignore[no-any-return]
+
+    def save(key: object, data: object) -> None:
+        file._save_data(path_of(key), (file._source_stamp, data))
+
+    def load(key: object) -> object:
+        try:
+            stamp, data = file._load_data(path_of(key))
+        except OSError:
+            return None
+        return data if stamp == file._source_stamp else None
+
+    file.save, file.load, file.flush = save, load, lambda: None
 
 
 def _load_without_typing(cache: Any) -> None:

@@ -76,9 +76,10 @@ def all_reduce(
 
     Args:
         tensor: any shape, the same on all ranks; input and output.
-        op: the reduction, `mcr.SUM` by default. AVG takes floating-point and complex dtypes, MIN and MAX all
-            but complex ones, BAND, BOR and BXOR integers and bool. On bool, SUM and MAX are OR, PRODUCT and
-            MIN are AND. torch.distributed's names are understood too.
+        op: the reduction, `mcr.SUM` by default. AVG takes all dtypes but bool, and rounds integers towards
+            zero; MIN and MAX take all but complex ones, and are NaN where any rank has NaN; BAND, BOR and
+            BXOR take integers and bool. On bool, SUM and MAX are OR, PRODUCT and MIN are AND.
+            torch.distributed's names are understood too.
 
     Raises:
         Unsupported: `op` is not defined on the dtype.

@@ -82,11 +82,11 @@ def _tensors() -> list[Bad]:
             "unsigned 16",
             lambda p: do.all_reduce(torch.ones(3, dtype=torch.uint16)),
             UNSUPPORTED,
-            ("tensor", "uint16", "float32", "bool"),
+            ("SUM on uint16", "float32", "bool"),
         ),
         (
             "float8",
-            lambda p: do.broadcast(torch.ones(3).to(torch.float8_e4m3fn), 0),
+            lambda p: do.all_reduce(torch.ones(3).to(torch.float8_e4m3fn)),
             UNSUPPORTED,
             ("float8_e4m3fn", "bfloat16"),
         ),

@@ -17,14 +17,17 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numba
 import pytest
 import torch
 from command import mcr_plus
+from numba.core.caching import IndexDataCacheFile
 from ranks import has_come, run_ranks, wait_for_ranks
 
 import mcr_plus as mcr
 from mcr_plus.cli import warmup
 from mcr_plus.kernels import compiling, sources
+from mcr_plus.kernels.cpu import c_function
 from mcr_plus.launch import mpi_usable
 
 DEADLINE_S = 3.0
@@ -483,3 +486,29 @@ def test_functions_without_a_module_can_be_compiled() -> None:
     finally:
         compiling.watchers.remove(seen.append)
     assert seen == [True, False]
+
+
+def _adder(number: int) -> Any:
+    """A C function that adds; all of them have the same text."""
+
+    def add(value):  # type: ignore[no-untyped-def]
+        return value + number
+
+    return c_function("int64(int64)", add)
+
+
+def test_functions_of_one_text_that_are_compiled_at_once_are_kept_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two processes, both begin to write before either has, and the first one writes last."""
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    write, writes = IndexDataCacheFile._save_data, []
+    with monkeypatch.context() as both:
+        both.setattr(IndexDataCacheFile, "_load_index", lambda self: {})
+        both.setattr(IndexDataCacheFile, "_save_data", lambda *args: writes.append(args))
+        for number in (1, 2):
+            assert _adder(number).ctypes(40) == 40 + number
+    for args in reversed(writes):
+        write(*args)
+    assert [_adder(number).ctypes(40) for number in (1, 2)] == [41, 42]
+    assert len(list(tmp_path.rglob("*.nbc"))) == 2

@@ -20,7 +20,7 @@ def _config(*backends: str, first: dict[str, Any] | None = None, **dispatch: Any
     return {"version": 1, "backends": list(backends), "pipeline": [*([first] if first else []), *stages]}
 
 
-HIERARCHICAL: Final = {"hierarchical": {"kinds": ["all_reduce", "reduce", "reduce_scatter"], "min": 0}}
+HIERARCHICAL: Final = {"hierarchical": {"kinds": ["all_reduce", "reduce_scatter"], "min": 0}}
 JOBS: Final[dict[str, tuple[int, dict[str, Any] | None, tuple[str | None, ...], int]]] = {
     "one rank": (1, None, (None, "local"), 1),
     "two ranks": (2, None, ALL, 1),
@@ -40,7 +40,7 @@ def _run(job: str, sizes: tuple[int, ...], dtypes: tuple[str, ...] = ()) -> None
     args = [config, backends, sizes, hosts, dtypes]
     for result in run_ranks(special_values.walk, ranks, args=args, env=ENV, timeout=500):
         assert result.value["failures"] == [], f"rank {result.rank}: {result.value['failed']} failed"
-        assert result.value["cases"] > 100 * len(backends)
+        assert result.value["cases"] > 90 * len(backends)
 
 
 @needs_mpi
@@ -57,7 +57,7 @@ def test_one_meaning(job: str) -> None:
 @needs_mpi
 @pytest.mark.parametrize("job", ["two ranks", "three ranks", "hierarchical"])
 def test_one_meaning_of_long_vectors(job: str) -> None:
-    _run(job, (special_values.LONG,))
+    _run(job, (special_values.LONG,), ("float32",))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -170,6 +170,9 @@ FUNCTIONS: Final[dict[str, str]] = {
         all_libraries_train_the_same_experts ranks_refuse_together two_ranks_train_and_report
         the_large_shape_builds_without_memory
     """,
+    "test_moved_dtypes.py": """
+        they_move_in_all_sizes_and_layers dtypes_of_the_same_size_are_told_apart
+    """,
     "test_mpi_contexts.py": "communicators_are_bounded_in_a_process",
     "test_msccl_backend.py": "a_late_rank_is_named_with_its_last_operation",
     "test_msccl_verifier.py": "counts_of_refused_and_harmless_mutants",
@@ -236,6 +239,9 @@ FUNCTIONS: Final[dict[str, str]] = {
     """,
     "test_sockets.py": "a_peer_that_reads_nothing_is_not_silent",
     "test_spatial.py": "halos_over_gloo",
+    "test_special_values.py": """
+        one_meaning one_meaning_of_long_vectors
+    """,
     "test_startup.py": """
         kernels_from_the_cache_need_none_of_the_compiler the_sources_work_without_being_installed
         a_shrink_compiles_nothing

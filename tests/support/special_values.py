@@ -143,7 +143,9 @@ class Cases:
             return x, slice(None)
 
         def asynchronous(x: torch.Tensor) -> Any:
-            comm.all_reduce(x, op, async_op=True, backend=backend).wait()
+            work = comm.all_reduce(x, op, async_op=True, backend=backend)
+            assert work is not None
+            work.wait()
             return x, slice(None)
 
         def persistent(x: torch.Tensor) -> Any:

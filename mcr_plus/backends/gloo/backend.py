@@ -100,7 +100,9 @@ class GlooBackend(Backend):
         kind = signature.kind
         if kind in ("all_reduce", "reduce"):
             if compares_keys(signature):
-                return Support("emulated", f"{signature.reduce_op} of integers in the order of the values")
+                own = "exchange, then each rank compares"
+                keys = f"{signature.reduce_op} of integers in the order of the values"
+                return Support("emulated", own if kind == "all_reduce" and signature.ranks == 2 else keys)
             if gloo_reduces(signature):
                 native = signature.reduce_op != "AVG"
                 return NATIVE if native else Support("emulated", "SUM, then divided by the number of ranks")

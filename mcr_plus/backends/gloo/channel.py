@@ -13,7 +13,7 @@ import torch
 
 from mcr_plus.backends.base import BlockingPoll, Channel, Corrupted, Poll, Start
 from mcr_plus.backends.emulation import divide, local_reduce
-from mcr_plus.backends.gloo.keys import compares_keys, keyed
+from mcr_plus.backends.gloo.keys import compares_keys, exchanged, keyed
 from mcr_plus.backends.gloo.messages import SLOTS, WatchedReceive, WatchedSend, bytes_of, parts_of, slot_of
 from mcr_plus.backends.gloo.swap import Swaps, swaps, tag_of
 from mcr_plus.core import c10d
@@ -214,12 +214,11 @@ class GlooChannel(Channel):
         if not gloo_reduces(signature):
             return self._gather_and_reduce(signature, op, root=None)
         options = _opts(c10d.AllreduceOptions(), reduceOp=_NATIVE_OP[op], timeout=self._timeout)
+        if compares_keys(signature) and self._group.size == 2:
+            return exchanged(signature, self._group.rank, self._pool, self._exchange, self._poll)
         if compares_keys(signature):
-
-            def reduce(keys: torch.Tensor, finish: Callable[[], None]) -> Poll:
-                return self._poll(self._pg.allreduce([keys], options), finish)
-
-            return keyed(signature, self._pool, reduce)
+            reduce = lambda keys: self._pg.allreduce([keys], options)  # noqa: E731
+            return keyed(signature, self._pool, reduce, self._poll)
         size = self._group.size
 
         def start(message: Message) -> Poll:
@@ -240,11 +239,8 @@ class GlooChannel(Channel):
         )
         size, is_root = self._group.size, self._group.rank == root
         if compares_keys(signature):
-
-            def reduce(keys: torch.Tensor, finish: Callable[[], None]) -> Poll:
-                return self._poll(self._pg.reduce([keys], options), finish)
-
-            return keyed(signature, self._pool, reduce, wanted=is_root)
+            reduce = lambda keys: self._pg.reduce([keys], options)  # noqa: E731
+            return keyed(signature, self._pool, reduce, self._poll, wanted=is_root)
 
         def start(message: Message) -> Poll:
             value = message.inputs[0]

@@ -1,12 +1,14 @@
 """MIN and MAX of floating-point values in gloo: of integers in the order of the values, in place of these.
 
 gloo's own take the first or the second of two zeros, and of a NaN and a number, by the place of an element in
-the tensor.
+the tensor. Two ranks exchange their values, as much as gloo's all_reduce would send, and compare them by
+themselves: that is one pass over them and not two.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -25,16 +27,17 @@ def compares_keys(signature: Signature) -> bool:
 def keyed(
     signature: Signature,
     pool: Pool,
-    reduce: Callable[[torch.Tensor, Callable[[], None]], Poll],
+    reduce: Callable[[torch.Tensor], Any],
+    poll: Callable[[Any, Callable[[], None]], Poll],
     *,
     wanted: bool = True,
 ) -> Start:
     """Return the start of a MIN or MAX of keys.
 
-    `reduce`: starts it on keys, in place, and calls a function when it is done. `wanted`: of a rank that gets
-    the result.
+    `reduce`: starts it on keys, in place, and returns gloo's work, of which `poll` makes a poll that calls a
+    function at its end. `wanted`: of a rank that gets the result.
     """
-    from mcr_plus.backends.shm.reduce_kernels import convert, keys_for  # numba, for these alone
+    from mcr_plus.backends.shm.reduce_kernels import apply, keys_for  # numba, for these alone
 
     dtype, op = signature.dtype, signature.reduce_op
     assert dtype is not None
@@ -51,14 +54,48 @@ def keyed(
         else:
             lease = pool.lease(value.device)
             keys = lease.tensor(count, key)
-        convert(of_values, keys.data_ptr(), value.data_ptr(), count)
+        apply(of_values, keys.data_ptr(), value.data_ptr(), count, 0)
 
         def finish() -> None:
             if wanted:
-                convert(to_values, out.data_ptr(), keys.data_ptr(), count)
+                apply(to_values, out.data_ptr(), keys.data_ptr(), count, 0)
             if lease is not None:
                 lease.release()
 
-        return reduce(keys, finish)
+        return poll(reduce(keys), finish)
+
+    return start
+
+
+def exchanged(
+    signature: Signature,
+    rank: int,
+    pool: Pool,
+    exchange: Callable[[torch.Tensor, torch.Tensor, list[int], list[int]], Any],
+    poll: Callable[[Any, Callable[[], None]], Poll],
+) -> Start:
+    """Return the start of a MIN or MAX between two ranks.
+
+    `exchange`: starts all_to_all into its first argument of its second, by counts; `poll` as of `keyed`.
+    """
+    from mcr_plus.backends.shm.reduce_kernels import apply, kernels_for  # numba, for these alone
+
+    dtype, op = signature.dtype, signature.reduce_op
+    assert dtype is not None
+    assert op is not None
+    with compiling(f"{op} on {dtype_name(dtype)}"):
+        combine = kernels_for(dtype, op).combine
+
+    def start(message: Message) -> Poll:
+        value, out, lease = message.inputs[0], message.outputs[0], pool.lease(message.inputs[0].device)
+        other = lease.tensor(value.numel(), dtype)
+
+        def finish() -> None:
+            operands = (other, value) if rank else (value, other)  # in one order on both
+            apply(combine, out.data_ptr(), *(each.data_ptr() for each in operands), value.numel())
+            lease.release()
+
+        counts = [value.numel(), 0] if rank else [0, value.numel()]
+        return poll(exchange(other, value, counts, counts), finish)
 
     return start

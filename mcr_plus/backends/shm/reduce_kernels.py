@@ -22,7 +22,6 @@ from typing import Any, Final, NamedTuple
 
 import numba
 import numba.extending
-import numpy as np
 import torch
 from llvmlite import ir
 from numba.core.errors import TypingError
@@ -349,7 +348,7 @@ def _conversion(dtype: torch.dtype, kind: str) -> Any:
 
 
 class Keys(NamedTuple):
-    """Addresses of the functions that make keys of values for MIN or MAX and turn them back, for `convert`.
+    """Addresses of the functions that make keys of values for MIN or MAX and turn them back.
 
     Keys of float64 are int64, all others int32: those of float64 and float32 may replace the values. The
     largest key of MAX, and the smallest of MIN, is NaN.
@@ -368,9 +367,9 @@ def keys_for(dtype: torch.dtype, op: ReduceOp) -> Keys:
 
 
 @compiled
-def convert(function, target, source, count):  # type: ignore[no-untyped-def]
-    """Convert `count` values to keys or back, by addresses; `function`: of `Keys`."""
-    call(function, target, source, count, np.int64(0))
+def apply(function, target, first, second, third):  # type: ignore[no-untyped-def]
+    """Call a function of this module by its address: two operands and a number of values, or one and 0."""
+    call(function, target, first, second, third)
 
 
 @compiled

@@ -19,7 +19,17 @@ from tiers import examples
 from mcr_plus.core.units import Range
 from mcr_plus.errors import ConfigError, InvalidArgument
 from mcr_plus.launch import mpi_flavour, mpi_usable
-from mcr_plus.tables.interchange import FORMATS, export, import_, nccl, oneccl, openmpi, summary, ucc
+from mcr_plus.tables.interchange import (
+    FORMATS,
+    export,
+    import_,
+    nccl,
+    oneccl,
+    openmpi,
+    summary,
+    ucc,
+    ucc_names,
+)
 from mcr_plus.tables.table import Basis, Query, Table, TableKey, TableRule, parse_table
 from mcr_plus.tables.writing import table_text
 
@@ -368,7 +378,7 @@ def algorithms(format: str, kind: str) -> list[str]:
         return [f"mpi:{name}" for name in oneccl.ALGORITHMS[oneccl.COLLECTIVES[kind].name]]
     name = ucc.COLLECTIVES[kind].name
     known = (
-        () if name == "gather" else ucc.COMPONENTS["ucp"].algorithms.get(name, ())
+        () if name == "gather" else ucc_names.COMPONENTS["ucp"].algorithms.get(name, ())
     )  # listed, but not taken
     named = [f"mpi:ucp/{each}" for each in known]
     return [*named, "mpi:ucp/7", "mpi:nccl/*/inf", "mpi:ucp/*/50"]
@@ -1138,7 +1148,7 @@ def test_ucc_unknown_names_cost_their_rule_alone(text: str, what: str) -> None:
 
 def test_ucc_takes_every_name_that_it_registers() -> None:
     """Those that `ucc_info -A` lists; some of them no string of UCC may have, so they are not written."""
-    for component, about in ucc.COMPONENTS.items():
+    for component, about in ucc_names.COMPONENTS.items():
         for collective, names in about.algorithms.items():
             kind = next((kind for kind, each in ucc.COLLECTIVES.items() if each.name == collective), None)
             for name in names:

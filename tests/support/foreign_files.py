@@ -121,8 +121,8 @@ def _structured(content: bytes, kind: str, chance: random.Random) -> bytes:
                 del holder[key]
             case 1:
                 other, its_key = chance.choice(places)
-                value = other[its_key] if its_key in other or isinstance(other, list) else None
-                holder[key] = json.loads(json.dumps(value))
+                there = other[its_key] if its_key in other or isinstance(other, list) else None
+                holder[key] = json.loads(json.dumps(there))
             case 2 if isinstance(holder, list):
                 holder.insert(0, holder[key])
             case 2:
@@ -277,45 +277,26 @@ def _dump(folder: Path) -> bytes:
 
 def _trace(folder: Path) -> bytes:
     """Return a trace of torch's profiler with two steps."""
+    dims = {"Input Dims": [[1000]], "Input type": ["float"], "Record function id": 3}
+    sent = {
+        "Collective name": "allreduce", "In msg nelems": 1000, "dtype": "Float", "Process Group Name": "0",
+        "Process Group Ranks": "[0, 1]", "Group size": 2,
+    }  # fmt: skip
     events: list[dict[str, Any]] = []
-
-    def add(name: str, begin: float, end: float, cat: str = "cpu_op", **args: Any) -> None:
-        events.append(
-            {
-                "ph": "X",
-                "cat": cat,
-                "name": name,
-                "pid": 9,
-                "tid": 1,
-                "ts": begin,
-                "dur": end - begin,
-                "args": args,
-            }
-        )
-
     for step in range(3):
-        at = 1.7e15 + 40_000 * step
-        add(f"ProfilerStep#{step}", at, at + 39_000, "user_annotation")
-        add("aten::mm", at, at + 20_000)
-        dims: dict[str, Any] = {"Input Dims": [[1000]], "Input type": ["float"], "Record function id": 3}
-        add("torch::autograd::AccumulateGrad", at + 20_000, at + 20_010, **dims)
-        sent = {
-            "Collective name": "allreduce",
-            "In msg nelems": 1000,
-            "dtype": "Float",
-            "Process Group Name": "0",
-        }
-        add(
-            "c10d::allreduce_",
-            at + 20_020,
-            at + 27_000,
-            **sent,
-            **{"Process Group Ranks": "[0, 1]", "Group size": 2},
-        )
-        add("nn.Module: Linear_0", at, at + 10_000, "python_function")
-        add("Optimizer.step#SGD.step", at + 28_000, at + 32_000, "user_annotation")
-    groups = [{"pg_name": "0", "ranks": [0, 1]}]
-    about = {"rank": 0, "world_size": 2, "pg_config": groups}
+        rows: list[tuple[str, int, int, str, dict[str, Any]]] = [
+            (f"ProfilerStep#{step}", 0, 39_000, "user_annotation", {}),
+            ("aten::mm", 0, 20_000, "cpu_op", {}),
+            ("torch::autograd::AccumulateGrad", 20_000, 20_010, "cpu_op", dims),
+            ("c10d::allreduce_", 20_020, 27_000, "cpu_op", sent),
+            ("nn.Module: Linear_0", 0, 10_000, "python_function", {}),
+            ("Optimizer.step#SGD.step", 28_000, 32_000, "user_annotation", {}),
+        ]
+        for name, begin, end, cat, args in rows:
+            at = 1.7e15 + 40_000 * step + begin
+            times = {"ts": at, "dur": end - begin}
+            events.append({"ph": "X", "cat": cat, "name": name, "pid": 9, "tid": 1, **times, "args": args})
+    about = {"rank": 0, "world_size": 2, "pg_config": [{"pg_name": "0", "ranks": [0, 1]}]}
     return json.dumps({"schemaVersion": 1, "distributedInfo": about, "traceEvents": events}).encode()
 
 
@@ -563,4 +544,5 @@ def main(cases: int = 10_000, seed: int = 1, only: str = "") -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(bool(main(*map(int, sys.argv[1:3]), *sys.argv[3:4])))
+    numbers = [int(word) for word in sys.argv[1:3]] + [10_000, 1][len(sys.argv) - 1 :]
+    sys.exit(bool(main(numbers[0], numbers[1], *sys.argv[3:4])))

@@ -888,7 +888,11 @@ for name in sys.argv[2:]:
 
 
 def orders(
-    ranks: int, sizes: Sequence[int], names: Sequence[str], rules: str = "", **forced: int
+    ranks: int,
+    sizes: Sequence[int],
+    names: Sequence[str],
+    rules: str = "",
+    forced: Mapping[str, int] | None = None,
 ) -> dict[tuple[str, int], str]:
     """What rank 0 has after reductions that show their order, under rules and forced algorithms."""
     assert LAUNCHER is not None
@@ -899,7 +903,7 @@ def orders(
             "btl": "self,sm", "coll_tuned_use_dynamic_rules": "1",
             "coll_tuned_dynamic_rules_filename": str(path),
             "coll_tuned_reduce_algorithm_chain_fanout": "1",  # of what is forced; in a file, 0 is 1
-            **{f"coll_tuned_{name}_algorithm": str(number) for name, number in forced.items()},
+            **{f"coll_tuned_{name}_algorithm": str(number) for name, number in (forced or {}).items()},
         }  # fmt: skip
         options = [word for name, value in settings.items() for word in ("--mca", name, value)]
         root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
@@ -927,8 +931,8 @@ def test_open_mpi_runs_the_algorithms_of_an_exported_file() -> None:
     text = export("openmpi", found).text
     sizes, names = (4 * K - 8, 4 * K), ("Allreduce", "Reduce")
     by_rules = orders(3, sizes, names, text)
-    first = orders(3, sizes, names, text, allreduce=3, reduce=5)  # what is forced wins over the file
-    second = orders(3, sizes, names, allreduce=4, reduce=1)
+    first = orders(3, sizes, names, text, {"allreduce": 3, "reduce": 5})  # what is forced wins over the file
+    second = orders(3, sizes, names, forced={"allreduce": 4, "reduce": 1})
     assert all(first[key] != second[key] for key in first)
     assert by_rules == {key: (first if key[1] < 4 * K else second)[key] for key in by_rules}
 
@@ -943,7 +947,9 @@ def test_open_mpi_runs_each_algorithm_of_an_exported_file(ranks: int) -> None:
     for number in range(1, max(map(len, numbers.values()))):
         chosen = {kind: names[number] for kind, names in numbers.items() if number < len(names)}
         names = [kinds[kind] for kind in chosen]
-        forced = orders(ranks, sizes, names, **{openmpi.COLLECTIVES[kind].name: number for kind in chosen})
+        forced = orders(
+            ranks, sizes, names, forced={openmpi.COLLECTIVES[kind].name: number for kind in chosen}
+        )
         for size, spans in ((sizes[0], ("0..{}", "{}..")), (sizes[1], ("{}..", "0..{}"))):
             rules = []
             for kind, name in chosen.items():

@@ -98,7 +98,7 @@ class Handle:
             plain = json.loads(base64.urlsafe_b64decode(text.removeprefix(_FORM)))
             process, token, (host, port) = plain
             return cls(Process(*process), token, (host, port))
-        except (AssertionError, ValueError, TypeError, binascii.Error):
+        except (AssertionError, ValueError, TypeError, RecursionError, binascii.Error):
             raise InvalidArgument(
                 f"{place}: expected what mcr.reconfigure_handle() returned in some process, got {short(text)}"
             ) from None

@@ -320,10 +320,11 @@ def read(path: str) -> Invitation | None:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise InvalidArgument(f"{path!r} cannot be read: {reason}") from None
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise InvalidArgument(f"{path!r} is not a regular file")
     with open(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise InvalidArgument(f"{path!r} is not a regular file")
         if status.st_uid != os.geteuid():
             raise InvalidArgument(
                 f"{path!r} belongs to user {status.st_uid}; expected that of this process, {os.geteuid()}"

@@ -12,10 +12,11 @@ import gzip
 import io
 import json
 import random
+import re
 import sys
 import tempfile
-import tracemalloc
 import traceback
+import tracemalloc
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -43,13 +44,13 @@ from mcr_plus.tuning.plan import Request
 
 _DEEP: Final = 3_000
 _ODD: Final[tuple[Any, ...]] = (
-    None, True, False, -1, 0, 1, 1.5, -0.0, 1e308, float("nan"), float("inf"), 1 << 31, 1 << 63, -(1 << 63), 10**19,
-    10**400, "", "x", "-1", "\ud800", "\x00", [], {}, [[]], [None], [1, 2], {"x": 1}, "0" * 5000,
+    None, True, False, -1, 0, 1, 1.5, -0.0, 1e308, float("nan"), float("inf"), 1 << 31, 1 << 63, -(1 << 63),
+    10**19, 10**400, "", "x", "-1", "\ud800", "\x00", [], {}, [[]], [None], [1, 2], {"x": 1}, "0" * 5000,
 )  # fmt: skip
 _WORDS: Final = (
-    b"\xff\xfe", b"\x00", b"-1", b"0", b"1e999", b"NaN", b"99999999999999999999", b"9" * 5000, b"\n", b",", b":",
-    b"[", b"]", b"{", b"}", b'"', b"#", b"&a", b"*a", b"!!x ", b"<", b">", b"[" * _DEEP, b'{"a":' * _DEEP, b"- " * 99,
-    b"%", b"\t", b"\\ud800", "é".encode(), "\u2028".encode(),
+    b"\xff\xfe", b"\x00", b"-1", b"0", b"1e999", b"NaN", b"99999999999999999999", b"9" * 5000, b"\n", b",",
+    b":", b"[", b"]", b"{", b"}", b'"', b"#", b"&a", b"*a", b"!!x ", b"<", b">", b"[" * _DEEP,
+    b'{"a":' * _DEEP, b"- " * 99, b"%", b"\t", b"\\ud800", "é".encode(), "\u2028".encode(),
 )  # fmt: skip
 
 
@@ -120,8 +121,8 @@ def _structured(content: bytes, kind: str, chance: random.Random) -> bytes:
                 del holder[key]
             case 1:
                 other, its_key = chance.choice(places)
-                value = other[its_key] if its_key in other or isinstance(other, list) else None
-                holder[key] = json.loads(json.dumps(value))
+                there = other[its_key] if its_key in other or isinstance(other, list) else None
+                holder[key] = json.loads(json.dumps(there))
             case 2 if isinstance(holder, list):
                 holder.insert(0, holder[key])
             case 2:
@@ -234,7 +235,8 @@ def _command(*words: str, good: tuple[int, ...] = (0, 2)) -> Callable[[Path], No
         answer = mcr_plus(*(names.get(word, word) for word in words))
         assert answer.returncode in good, f"status {answer.returncode}: {answer.stderr}"
         if answer.returncode == 2 and "Invalid value: ranks: 8, but" not in answer.stderr:
-            assert path.name in answer.stderr, f"the file is not named: {answer.stderr}"
+            unwrapped = re.sub(r"[\s│]", "", answer.stderr)
+            assert path.name in unwrapped, f"the file is not named: {answer.stderr}"
 
     return read
 
@@ -251,8 +253,8 @@ def _dump(folder: Path) -> bytes:
     frames = [{"name": "step", "filename": "train.py", "line": 7}]
     mine = {
         "kind": "all_reduce", "operation": "all_reduce of 4", "reduce_op": "SUM", "root": None, "tag": "x",
-        "backend": "gloo", "shape": [4], "dtype": "float32", "state": "started", "issued_ns": 10**9, "waited": 2.0,
-        "waits": True, "error": "", "peer": None, "match_tag": 0,
+        "backend": "gloo", "shape": [4], "dtype": "float32", "state": "started", "issued_ns": 10**9,
+        "waited": 2.0, "waits": True, "error": "", "peer": None, "match_tag": 0,
     }  # fmt: skip
     message = {**mine, "kind": "send", "peer": 1, "frames": frames}
     for rank in (1, 0):
@@ -265,7 +267,8 @@ def _dump(folder: Path) -> bytes:
             "threads": [{"name": "MainThread", "frames": frames}], "groups": {"world": group},
         }  # fmt: skip
         entry = {
-            "is_p2p": False, "collective_seq_id": 1, "process_group": ["world", "world"], "frames": frames, "mcr": mine
+            "is_p2p": False, "collective_seq_id": 1, "process_group": ["world", "world"], "frames": frames,
+            "mcr": mine,
         }  # fmt: skip
         content = json.dumps({"entries": [entry], "mcr": own}).encode()
         (folder / f"rank.{rank}.json").write_bytes(content)
@@ -274,51 +277,33 @@ def _dump(folder: Path) -> bytes:
 
 def _trace(folder: Path) -> bytes:
     """Return a trace of torch's profiler with two steps."""
+    dims = {"Input Dims": [[1000]], "Input type": ["float"], "Record function id": 3}
+    sent = {
+        "Collective name": "allreduce", "In msg nelems": 1000, "dtype": "Float", "Process Group Name": "0",
+        "Process Group Ranks": "[0, 1]", "Group size": 2,
+    }  # fmt: skip
     events: list[dict[str, Any]] = []
-
-    def add(name: str, begin: float, end: float, cat: str = "cpu_op", **args: Any) -> None:
-        events.append(
-            {
-                "ph": "X",
-                "cat": cat,
-                "name": name,
-                "pid": 9,
-                "tid": 1,
-                "ts": begin,
-                "dur": end - begin,
-                "args": args,
-            }
-        )
-
     for step in range(3):
-        at = 1.7e15 + 40_000 * step
-        add(f"ProfilerStep#{step}", at, at + 39_000, "user_annotation")
-        add("aten::mm", at, at + 20_000)
-        dims: dict[str, Any] = {"Input Dims": [[1000]], "Input type": ["float"], "Record function id": 3}
-        add("torch::autograd::AccumulateGrad", at + 20_000, at + 20_010, **dims)
-        sent = {
-            "Collective name": "allreduce",
-            "In msg nelems": 1000,
-            "dtype": "Float",
-            "Process Group Name": "0",
-        }
-        add(
-            "c10d::allreduce_",
-            at + 20_020,
-            at + 27_000,
-            **sent,
-            **{"Process Group Ranks": "[0, 1]", "Group size": 2},
-        )
-        add("nn.Module: Linear_0", at, at + 10_000, "python_function")
-        add("Optimizer.step#SGD.step", at + 28_000, at + 32_000, "user_annotation")
-    groups = [{"pg_name": "0", "ranks": [0, 1]}]
-    about = {"rank": 0, "world_size": 2, "pg_config": groups}
+        rows: list[tuple[str, int, int, str, dict[str, Any]]] = [
+            (f"ProfilerStep#{step}", 0, 39_000, "user_annotation", {}),
+            ("aten::mm", 0, 20_000, "cpu_op", {}),
+            ("torch::autograd::AccumulateGrad", 20_000, 20_010, "cpu_op", dims),
+            ("c10d::allreduce_", 20_020, 27_000, "cpu_op", sent),
+            ("nn.Module: Linear_0", 0, 10_000, "python_function", {}),
+            ("Optimizer.step#SGD.step", 28_000, 32_000, "user_annotation", {}),
+        ]
+        for name, begin, end, cat, args in rows:
+            at = 1.7e15 + 40_000 * step + begin
+            times = {"ts": at, "dur": end - begin}
+            events.append({"ph": "X", "cat": cat, "name": name, "pid": 9, "tid": 1, **times, "args": args})
+    about = {"rank": 0, "world_size": 2, "pg_config": [{"pg_name": "0", "ranks": [0, 1]}]}
     return json.dumps({"schemaVersion": 1, "distributedInfo": about, "traceEvents": events}).encode()
 
 
 def _log(folder: Path) -> bytes:
     args = {
-        "kind": "all_reduce", "sequence": 1, "bytes": 4096, "t_issue": 1.0, "t_done": 1.1, "group": "world", "error": None
+        "kind": "all_reduce", "sequence": 1, "bytes": 4096, "t_issue": 1.0, "t_done": 1.1, "group": "world",
+        "error": None,
     }  # fmt: skip
     events = [
         {
@@ -397,7 +382,7 @@ rules:
 _TABLE = """version: 1
 fingerprint: {mcr_plus: "1", ranks: 2}
 rules:
-  - {kind: all_reduce, bytes: 0..4KiB, backend: mpi, ranks: 2..8, dtype: float32, measured: {mpi: {8: 1.5, 1KiB: 2.0}}}
+  - {kind: all_reduce, bytes: 0..4KiB, backend: mpi, ranks: 2..8, measured: {mpi: {8: 1.5, 1KiB: 2.0}}}
   - {kind: all_reduce, bytes: 4KiB.., backend: "msccl:ring", async: true, reason: "faster"}
   - {kind: "*", bytes: 0.., backend: gloo}
 """
@@ -437,7 +422,9 @@ UCC_TL_NCCL_TUNE=allreduce,bcast:cuda:inf
 UCC_TL_UCP_ALLREDUCE_KN_RADIX=2
 UCC_TL_UCP_TUNE=bcast:0-4k:@0#bcast:4k-inf:@1
 """
-_ONECCL = 'CCL_ALLREDUCE="recursive_doubling:0-8192;rabenseifner:8193-1048576;ring:1048577-max"\nCCL_BCAST=double_tree\n'
+_ONECCL = """CCL_ALLREDUCE="recursive_doubling:0-8192;rabenseifner:8193-1048576;ring:1048577-max"
+CCL_BCAST=double_tree
+"""
 
 
 def _use_plan(path: Path) -> None:
@@ -446,34 +433,38 @@ def _use_plan(path: Path) -> None:
 
 def _use_samples(path: Path) -> None:
     found = MeasurementFile(path, _HERE, fresh=False).samples
-    if not any(each.timing for each in found):
+    if not any(each.timing and each.candidate in ("mpi", "gloo") for each in found):
         return
     request = Request(("all_reduce",), 8, 8, 2, ("mpi", "gloo"), asynchronous=False)
     build_table(request, median_of_repeats(found), _HERE, 1)
 
 
+_PLANNED = _command("plan", "FILE", "--json", good=(0, 1, 2))
+_MERGED = _command("trace", "merge", "FILE", "-o", "OUT")
 READERS: Final[dict[str, Reader]] = {
     "recording": Reader("rank0.npz", "npz", _recording, _command("report", "FOLDER", "-o", "OUT")),
     "dump": Reader("rank.0.json", "json", _dump, _command("diagnose", "FOLDER", good=(0, 1, 2))),
     "log": Reader("rank0.json", "json", _log, _command("trace", "merge", "FOLDER", "-o", "OUT")),
-    "profile": Reader("t.json", "json", _trace, _command("trace", "merge", "FILE", "-o", "OUT")),
-    "packed profile": Reader(
-        "t.json.gz", "json.gz", lambda _: gzip.compress(_trace(_)), _command("trace", "merge", "FILE", "-o", "OUT")
-    ),
-    "trace": Reader("t.json", "json", _trace, _command("plan", "FILE", "--json")),
-    "packed trace": Reader("t.json.gz", "json.gz", lambda _: gzip.compress(_trace(_)), _command("plan", "FILE")),
-    "step": Reader("step.json", "json", _step, _command("plan", "FILE", "--json", good=(0, 1, 2))),
+    "profile": Reader("t.json", "json", _trace, _MERGED),
+    "packed profile": Reader("t.json.gz", "json.gz", lambda folder: gzip.compress(_trace(folder)), _MERGED),
+    "trace": Reader("t.json", "json", _trace, _PLANNED),
+    "packed trace": Reader("t.json.gz", "json.gz", lambda folder: gzip.compress(_trace(folder)), _PLANNED),
+    "step": Reader("step.json", "json", _step, _PLANNED),
     "plan": Reader("plan.json", "json", _plan, _use_plan),
     "configuration": Reader("c.yaml", "yaml", _text(_CONFIG), _command("validate", "FILE")),
     "table": Reader("t.yaml", "yaml", _text(_TABLE), _command("table", "show", "FILE")),
     "cluster": Reader(
-        "cluster.yaml", "yaml", lambda folder: _step(folder) and _CLUSTER.encode(), _command(
-            "plan", "STEP", "--topology", "FILE", "--ranks", "8", good=(0, 1, 2)
-        ),
+        "cluster.yaml",
+        "yaml",
+        lambda folder: _step(folder) and _CLUSTER.encode(),
+        _command("plan", "STEP", "--topology", "FILE", "--ranks", "8", good=(0, 1, 2)),
     ),
     "measurements": Reader("m.jsonl", "lines", _samples, _use_samples),
     "algorithm": Reader(
-        "a.xml", "text", lambda _: algorithm_text(all_pairs(3)).encode(), _command("msccl", "verify", "FILE", good=(0, 1, 2))
+        "a.xml",
+        "text",
+        lambda _: algorithm_text(all_pairs(3)).encode(),
+        _command("msccl", "verify", "FILE", good=(0, 1, 2)),
     ),
     "invitation": Reader("i.json", "json", _invitation, _read_invitation),
     **{
@@ -482,7 +473,7 @@ READERS: Final[dict[str, Reader]] = {
         )
         for name, text in (("nccl-csv", _NCCL), ("openmpi", _OPENMPI), ("ucc", _UCC), ("oneccl", _ONECCL))
     },
-}  # fmt: skip
+}
 
 
 # -- runs ---------------------------------------------------------------------------------------------------
@@ -496,6 +487,19 @@ class Fault:
     number: int
     what: str
     content: bytes
+
+
+def fault_of(reader: Reader, path: Path) -> str:
+    """Read a file; returns what was wrong with that, empty if nothing was."""
+    try:
+        reader.read(path)
+    except McrError as error:
+        return "" if path.name in str(error) else f"the file is not named: {error}"
+    except AssertionError as error:
+        return str(error)
+    except BaseException:
+        return traceback.format_exc()
+    return ""
 
 
 def faults(reader: str, numbers: range, seed: int, folder: Path) -> Iterator[Fault]:
@@ -514,16 +518,7 @@ def faults(reader: str, numbers: range, seed: int, folder: Path) -> Iterator[Fau
             path.write_bytes(mutant)
             before = tracemalloc.get_traced_memory()[0]
             tracemalloc.reset_peak()
-            what = ""
-            try:
-                about.read(path)
-            except McrError as error:
-                if path.name not in str(error):
-                    what = f"the file is not named: {error}"
-            except AssertionError as error:
-                what = str(error)
-            except BaseException:
-                what = traceback.format_exc()
+            what = fault_of(about, path)
             used = tracemalloc.get_traced_memory()[1] - before
             if used > most_bytes(len(mutant)):
                 what += f"{used:,} bytes for {len(mutant):,}"
@@ -549,4 +544,5 @@ def main(cases: int = 10_000, seed: int = 1, only: str = "") -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(bool(main(*map(int, sys.argv[1:3]), *sys.argv[3:4])))
+    numbers = [int(word) for word in sys.argv[1:3]] + [10_000, 1][len(sys.argv) - 1 :]
+    sys.exit(bool(main(numbers[0], numbers[1], *sys.argv[3:4])))

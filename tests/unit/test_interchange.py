@@ -19,7 +19,17 @@ from tiers import examples
 from mcr_plus.core.units import Range
 from mcr_plus.errors import ConfigError, InvalidArgument
 from mcr_plus.launch import mpi_flavour, mpi_usable
-from mcr_plus.tables.interchange import FORMATS, export, import_, nccl, oneccl, openmpi, summary, ucc
+from mcr_plus.tables.interchange import (
+    FORMATS,
+    export,
+    import_,
+    nccl,
+    oneccl,
+    openmpi,
+    summary,
+    ucc,
+    ucc_names,
+)
 from mcr_plus.tables.table import Basis, Query, Table, TableKey, TableRule, parse_table
 from mcr_plus.tables.writing import table_text
 
@@ -368,7 +378,7 @@ def algorithms(format: str, kind: str) -> list[str]:
         return [f"mpi:{name}" for name in oneccl.ALGORITHMS[oneccl.COLLECTIVES[kind].name]]
     name = ucc.COLLECTIVES[kind].name
     known = (
-        () if name == "gather" else ucc.COMPONENTS["ucp"].algorithms.get(name, ())
+        () if name == "gather" else ucc_names.COMPONENTS["ucp"].algorithms.get(name, ())
     )  # listed, but not taken
     named = [f"mpi:ucp/{each}" for each in known]
     return [*named, "mpi:ucp/7", "mpi:nccl/*/inf", "mpi:ucp/*/50"]
@@ -878,7 +888,11 @@ for name in sys.argv[2:]:
 
 
 def orders(
-    ranks: int, sizes: Sequence[int], names: Sequence[str], rules: str = "", **forced: int
+    ranks: int,
+    sizes: Sequence[int],
+    names: Sequence[str],
+    rules: str = "",
+    forced: Mapping[str, int] | None = None,
 ) -> dict[tuple[str, int], str]:
     """What rank 0 has after reductions that show their order, under rules and forced algorithms."""
     assert LAUNCHER is not None
@@ -889,7 +903,7 @@ def orders(
             "btl": "self,sm", "coll_tuned_use_dynamic_rules": "1",
             "coll_tuned_dynamic_rules_filename": str(path),
             "coll_tuned_reduce_algorithm_chain_fanout": "1",  # of what is forced; in a file, 0 is 1
-            **{f"coll_tuned_{name}_algorithm": str(number) for name, number in forced.items()},
+            **{f"coll_tuned_{name}_algorithm": str(number) for name, number in (forced or {}).items()},
         }  # fmt: skip
         options = [word for name, value in settings.items() for word in ("--mca", name, value)]
         root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
@@ -917,8 +931,8 @@ def test_open_mpi_runs_the_algorithms_of_an_exported_file() -> None:
     text = export("openmpi", found).text
     sizes, names = (4 * K - 8, 4 * K), ("Allreduce", "Reduce")
     by_rules = orders(3, sizes, names, text)
-    first = orders(3, sizes, names, text, allreduce=3, reduce=5)  # what is forced wins over the file
-    second = orders(3, sizes, names, allreduce=4, reduce=1)
+    first = orders(3, sizes, names, text, {"allreduce": 3, "reduce": 5})  # what is forced wins over the file
+    second = orders(3, sizes, names, forced={"allreduce": 4, "reduce": 1})
     assert all(first[key] != second[key] for key in first)
     assert by_rules == {key: (first if key[1] < 4 * K else second)[key] for key in by_rules}
 
@@ -933,7 +947,9 @@ def test_open_mpi_runs_each_algorithm_of_an_exported_file(ranks: int) -> None:
     for number in range(1, max(map(len, numbers.values()))):
         chosen = {kind: names[number] for kind, names in numbers.items() if number < len(names)}
         names = [kinds[kind] for kind in chosen]
-        forced = orders(ranks, sizes, names, **{openmpi.COLLECTIVES[kind].name: number for kind in chosen})
+        forced = orders(
+            ranks, sizes, names, forced={openmpi.COLLECTIVES[kind].name: number for kind in chosen}
+        )
         for size, spans in ((sizes[0], ("0..{}", "{}..")), (sizes[1], ("{}..", "0..{}"))):
             rules = []
             for kind, name in chosen.items():
@@ -1138,7 +1154,7 @@ def test_ucc_unknown_names_cost_their_rule_alone(text: str, what: str) -> None:
 
 def test_ucc_takes_every_name_that_it_registers() -> None:
     """Those that `ucc_info -A` lists; some of them no string of UCC may have, so they are not written."""
-    for component, about in ucc.COMPONENTS.items():
+    for component, about in ucc_names.COMPONENTS.items():
         for collective, names in about.algorithms.items():
             kind = next((kind for kind, each in ucc.COLLECTIVES.items() if each.name == collective), None)
             for name in names:

@@ -301,6 +301,8 @@ def test_measurements_of_the_job_are_part_of_the_file(tmp_path: Path) -> None:
         ('"like": "float32 cpu"', '"like": " "', ":15: roles[0].events[2].like: ' ': "),
         ('"seconds": 0.1}', '"seconds": 1e300}', ":13: roles[0].events[0].seconds: 1e+300: "),
         ('"group": [0, 2]', '"group": [0, 3]', ":16: roles[0].events[3].group: rank 3; expected"),
+        ('"group": [0, 2]', '"group": [0, 1]', ":16: roles[0].events[3].group: without rank 2, which issues"),
+        ('"group": [0, 2]', '"group": [0, 2, 2]', ":16: roles[0].events[3].group: (0, 2, 2); expected each"),
         ('{"event": "wait", "id": 3}', '{"event": "wait", "id": 4}', ":17: roles[0].events[4].id: 4 is not"),
         ('"ranks": [1]', '"ranks": [2]', ": roles[1].ranks: rank 2 is in roles[0] too"),
         ('"ranks": [1]', '"ranks": [5]', ": roles[1].ranks: rank 5 is beyond the last"),

@@ -7,12 +7,10 @@ Tokens are separated by `#`; their fields are recognised by their form, in any o
 types, `lo-hi` sizes (half-open; K, M, G and T are binary), `[lo-hi]` numbers of ranks (both included), a
 score and an `@algorithm`. A missing field matches everything. A string without a variable is read as
 UCC_TL_UCP_TUNE. Between components the highest score wins; ranges of one component must not overlap, as in
-UCC. A token with an unknown name is left out and reported (UCC drops the whole string), and so are other
-variables.
+UCC. A token with an unknown name is left out and reported (UCC drops the string), and so are other variables.
 
 `ucc.conf` has sections such as `[vendor=intel model=skylake team_size=4 ppn=2 nnodes=2]`. Strings for TL/UCP
-in them apply to these ranks and nodes, unless one stands outside of all sections. A table is for one
-processor: the first that the file names.
+in them apply there, unless one stands outside of all sections. A table is for the first processor of a file.
 
 Choices are `mpi:component/algorithm/score` (or those of another backend that uses UCC), with `*` for an
 unnamed algorithm: `mpi:ucp/knomial`, `mpi:nccl/*/inf`. Numbers of algorithms, which change between releases,
@@ -25,7 +23,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
@@ -45,6 +43,7 @@ from mcr_plus.tables.interchange.exchange import (
     mistake,
     rank_cells,
 )
+from mcr_plus.tables.interchange.ucc_names import COMPONENT_OF, COMPONENTS, LISTED_ONLY
 from mcr_plus.tables.table import DEVICES, Basis, Table, TableKey, TableRule
 
 _LIBRARY: Final = "UCC"
@@ -66,78 +65,12 @@ COLLECTIVES: Final = {
 }
 
 
-@dataclass(frozen=True)
-class Component:
-    """A transport (TL) or collective (CL) layer, with its default score and its algorithms by collective."""
-
-    layer: str
-    score: int
-    algorithms: Mapping[str, tuple[str, ...]]
-
-
-_CUDA: Final = ("auto", "ring", "linear", "nvls")
-_ONE_BY_ONE: Final = ("p2p", "bcopy", "bcast")
-COMPONENTS: Final = {
-    "ucp": Component(
-        "TL",
-        10,
-        {
-            "allreduce": ("knomial", "sra_knomial", "dbt", "sliding_window", "ring"),
-            "allgather": ("knomial", "ring", "neighbor", "bruck", "sparbit", "linear", "batched"),
-            "allgatherv": ("ring", "knomial"),
-            "alltoall": ("pairwise", "bruck", "onesided"),
-            "alltoallv": ("pairwise", "hybrid", "onesided"),
-            "bcast": ("knomial", "sag_knomial", "dbt"),
-            "reduce": ("knomial", "dbt", "srg"),
-            "reduce_scatter": ("ring", "knomial"),
-            "reduce_scatterv": ("ring",),
-            **dict.fromkeys(("barrier", "fanin", "fanout", "gather"), ("knomial",)),
-            **dict.fromkeys(("gatherv", "scatterv"), ("linear",)),
-        },
-    ),
-    "nccl": Component("TL", 20, {"allgatherv": _ONE_BY_ONE}),
-    "rccl": Component("TL", 20, {"allgatherv": _ONE_BY_ONE}),
-    "cuda": Component(
-        "TL",
-        40,
-        {
-            "allgather": _CUDA[:3], "allgatherv": _CUDA, "allreduce": ("nvls", "auto"),
-            "bcast": ("linear",), "reduce_scatter": _CUDA, "reduce_scatterv": _CUDA[:3],
-        },
-    ),
-    "sharp": Component("TL", 30, {}),
-    "mlx5": Component("TL", 1, {}),
-    "self": Component("TL", 50, {}),
-    "basic": Component("CL", 10, {}),
-    "hier": Component(
-        "CL",
-        50,
-        {
-            "allgatherv": ("gab",), "allreduce": ("rab", "split_rail"), "bcast": ("2step",),
-            "reduce": ("2step",), **dict.fromkeys(("alltoall", "alltoallv"), ("node_split",)),
-        },
-    ),
-    "doca_urom": Component("CL", 100, {}),
-}  # fmt: skip
-"""Components with all named algorithms that UCC registers (`ucc_info -A`), in `src/components` of
-v1.1.0, v1.2.0, v1.3.0, v1.4.4, v1.5.1, v1.6.0, v1.7.0, v1.8.0 and v1.9.0-rc1."""
-_LISTED_ONLY: Final = {
-    "ucp": ("barrier", "fanin", "fanout", "gather", "gatherv", "scatterv"),
-    "cuda": ("reduce_scatter", "reduce_scatterv"),
-}
-"""Collectives whose algorithms `ucc_info -A` lists by names that no TUNE string may have (`alg_id_from_str`,
-in tl_ucp_coll.c and tl_cuda_coll.c): UCC refuses the whole string."""
-
 _KINDS: Final = {collective.name: kind for kind, collective in COLLECTIVES.items()}
 _NO_KIND: Final = ("fanin", "fanout")
 _MEMORY: Final = {"host": "cpu", "cuda": "cuda"}
 _OTHER_MEMORY: Final = ("cuda_managed", "rocm", "rocm_managed")
 _UNITS: Final = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _ANY: Final = "*"
-_COMPONENT_OF: Final = {
-    "": "ucp",  # a string alone
-    **{f"UCC_{about.layer}_{name.upper()}_TUNE": name for name, about in COMPONENTS.items()},
-}
 
 
 class _Selection(NamedTuple):
@@ -224,7 +157,7 @@ def _selection_of(out: Exporter, kind: str, rule: TableRule | None) -> _Selectio
         out.report(rule, f"{error}; left to {_LIBRARY}")
         return None
     named = selection.algorithm != _ANY and not _is_number(selection.algorithm)
-    if named and collective in _LISTED_ONLY.get(selection.component, ()):
+    if named and collective in LISTED_ONLY.get(selection.component, ()):
         what = f"{_LIBRARY} takes no names of {selection.component} algorithms for {collective}"
         out.report(rule, f"{what}; left to {_LIBRARY}")
         return None
@@ -338,7 +271,8 @@ def import_(text: str, name: str, backend: str) -> Imported:
             raise mistake(name, assignment.line, what)
         seen[section.text, component] = assignment.line
         for token in assignment.value.partition(" ;")[0].split("#"):
-            entries += _known_entries(token, component, section, name, assignment.line, backend, lost)
+            with _reporting(lost):
+                entries += [*_entries(token, component, section, name, assignment.line, backend, lost)]
     if ("", "ucp") in seen and any(entry.section for entry in entries):
         line = seen["", "ucp"]
         lost.append(f"{name}:{line}: UCC takes this string for TL/UCP instead of those in sections")
@@ -348,15 +282,12 @@ def import_(text: str, name: str, backend: str) -> Imported:
     return imported([entry.rule for entry in ranked], lost, backend, name)
 
 
-def _known_entries(
-    token: str, component: str, section: _Section, name: str, line: int, backend: str, lost: list[str]
-) -> list[_Entry]:
-    """Return the rules of one token; none, and a line in `lost`, if it is malformed or has unknown names."""
+@contextmanager
+def _reporting(lost: list[str]) -> Iterator[None]:
     try:
-        return list(_entries(token, component, section, name, line, backend, lost))
+        yield
     except ConfigError as error:
         lost.append(str(error))
-        return []
 
 
 def _tuned(text: str, name: str, lost: list[str]) -> Iterator[tuple[_Section, str, Assignment]]:
@@ -376,10 +307,10 @@ def _tuned(text: str, name: str, lost: list[str]) -> Iterator[tuple[_Section, st
                 lost.append(f"{place}: [{section.text}]: {what}")
         elif section.processor not in ("", processor) or assignment.value.startswith(";"):
             continue
-        elif (component := _COMPONENT_OF.get(assignment.variable)) is None:
+        elif (component := COMPONENT_OF.get(assignment.variable)) is None:
             what = f"{assignment.variable}: no TUNE string"
             if assignment.variable.endswith("_TUNE"):
-                what = unknown("variable", assignment.variable, tuple(_COMPONENT_OF)[1:])
+                what = unknown("variable", assignment.variable, tuple(COMPONENT_OF)[1:])
             skipped.setdefault(what, []).append(assignment.line)
         elif section.text and component != "ucp":
             lost.append(f"{place}: {assignment.variable}: UCC takes strings for TL/UCP alone from a section")

@@ -26,6 +26,12 @@ _TRACEBACK = "Traceback (most recent call last)"
 _DUMP = "Fatal Python error: "  # printed by faulthandler after a fatal signal
 _TORCH_TAG = re.compile(r"^\[rank\d+\]: ")  # prefix of torch.distributed on each line of a traceback
 _ABORT = re.compile(r"Abort\((-?\d+)\) on node \d+ ")
+# Of Open MPI: rank in the world, if that was the communicator; the process by which it is known always (5.0).
+_ABORTS = re.compile(
+    r"MPI_ABORT was invoked on rank (?:(\d+) in communicator MPI_COMM_WORLD|\d+ in communicator .*)\s+"
+    r"(?:Proc: \[\[\d+,\d+\],(\d+)\]\s+Errorcode:|with errorcode) (-?\d+)"
+)
+_LEFT_MPI = re.compile(r"due to process rank (\d+)[^.]*?\bexiting\s+improperly")
 _RUNNERS = r"runpy|mpi4py[/\\]\w+|mcr_plus[/\\]launch[/\\]uncaught"
 _RUNNER_FRAMES = re.compile(rf'  File "(?:<frozen runpy>|.*[/\\](?:{_RUNNERS})\.py)", line \d+')
 
@@ -41,7 +47,9 @@ class RankState:
     raised: float | None = None  # when the last traceback began
     report: Mapping[str, Any] | None = None  # an uncaught exception, see `mcr_plus.launch.uncaught`
     shown: bool = False  # the report has been printed
-    aborted: int | None = None  # status printed by MPICH's MPI_Abort, which kills the rank before it exits
+    # What MPI_Abort was called with. MPICH kills the rank before it exits, and exits know the last 8 bits alone.
+    aborted: int | None = None
+    left_mpi: bool = False  # it ended without MPI_Finalize, for which Open MPI's launcher ends the others
     errors: deque[bytes] = field(default_factory=lambda: deque(maxlen=_REMEMBERED_LINES))
 
     @property
@@ -51,8 +59,8 @@ class RankState:
 
     @property
     def failed(self) -> bool:
-        """Whether the rank has ended with something other than 0."""
-        return self.end not in (None, 0)
+        """Whether the rank has ended with something other than 0, or has aborted with whatever status."""
+        return self.aborted is not None or self.end not in (None, 0)
 
     @property
     def failure_time(self) -> float:
@@ -66,8 +74,10 @@ class RankState:
         if self.report is not None and self.end == -signal.SIGTERM:
             # The launcher terminated this rank while it was exiting, because another rank had failed.
             return "ended with an exception"
+        if self.aborted is not None and self.aborted % 256 == 0:
+            return f"called MPI_Abort with {self.aborted}, of which an exit status keeps 0"
         if self.end >= 0:
-            return f"exited with status {self.end}"
+            return f"exited with status {self.end}{' without MPI_Finalize' * self.left_mpi}"
         return f"was killed by {signal_name(-self.end)}"
 
     def headline(self) -> str:
@@ -199,6 +209,16 @@ class Channels:
             if state.is_slow_to_end():
                 self._show(state)
         return bool(ready)
+
+    def note_ends(self, text: str) -> None:
+        """Store what Open MPI's launcher says of the rank for which it has ended the others."""
+        for where, process, status in _ABORTS.findall(text):
+            rank = int(process or where or len(self.states))
+            if rank < len(self.states) and self.states[rank].aborted is None:
+                self.states[rank].aborted = int(status)
+        for rank in map(int, _LEFT_MPI.findall(text)):
+            if rank < len(self.states):
+                self.states[rank].left_mpi = True
 
     def drain(self) -> None:
         """Forward everything that is left, incomplete last lines included."""

@@ -47,7 +47,7 @@ class RankState:
     raised: float | None = None  # when the last traceback began
     report: Mapping[str, Any] | None = None  # an uncaught exception, see `mcr_plus.launch.uncaught`
     shown: bool = False  # the report has been printed
-    # What MPI_Abort was called with. MPICH kills the rank before it exits, and exits know the last 8 bits alone.
+    # What MPI_Abort was called with: MPICH kills the rank before it exits, and an exit status has 8 bits.
     aborted: int | None = None
     left_mpi: bool = False  # it ended without MPI_Finalize, for which Open MPI's launcher ends the others
     errors: deque[bytes] = field(default_factory=lambda: deque(maxlen=_REMEMBERED_LINES))
@@ -119,7 +119,7 @@ class RankState:
             return self.rank
         text = self.report["text"]
         if text is None:
-            return tuple(self.last_words())
+            return tuple(self.traceback())
         return tuple(sorted(re.findall(r"\w+", text))) if text.startswith("OrderMismatch") else text
 
     def place(self) -> tuple[str, str] | None:
@@ -132,11 +132,19 @@ class RankState:
         assert self.report is not None
         if self.report["text"] is not None:
             return str(self.report["text"]).splitlines()
-        return _without_runner(self.report["traceback"])
+        if self.shown:
+            place = self.report["place"]
+            return [f"{self.report['error']}{'' if place is None else f' ({place})'}; its traceback is above"]
+        return self.traceback()
+
+    def traceback(self) -> list[str]:
+        """The lines of a reported traceback, without those of what runs the program."""
+        return [] if self.report is None else _without_runner(self.report["traceback"])
 
     def note_report(self, report: Mapping[str, Any]) -> None:
         """Store the uncaught exception that the rank has reported."""
         self.report, self.raised = report, report["time"]
+        self.shown = report.get("shown", False)
 
     def is_slow_to_end(self) -> bool:
         """Whether the rank still runs long after its exception, for instance because of another thread."""
@@ -270,10 +278,13 @@ class Channels:
             self._early[report["pid"]] = report
 
     def _show(self, state: RankState) -> None:
-        """Print the traceback of a report, as the rank would have done without `merge_errors`."""
-        assert state.report is not None
+        """Print the exception of a rank that does not end, once for all ranks that failed alike."""
         state.shown = True
-        for line in state.report["traceback"]:
+        kind = state.kind_of_failure()
+        if any(each.shown and each.kind_of_failure() == kind for each in self.states if each is not state):
+            return
+        head = f"mcr-plus: rank {state.rank} has raised this and has not ended for {_PATIENCE_S:g} s:"
+        for line in [head, *(f"  {line}" for line in state.traceback())]:
             self._sink(state.rank, "err", f"{line}\n".encode())
 
     def _line(self, rank: int, stream: Stream, line: bytes) -> None:

@@ -345,6 +345,65 @@ def test_a_program_stays_itself_after_its_last_line(start: Start, tmp_path: Path
     assert run.text().split() == ["thread", "atexit"]
 
 
+OWN_HOOK = """
+import sys, traceback
+import mcr_plus
+
+def show(kind, value, trace):
+    print("SHOWN", *traceback.format_tb(trace), kind.__name__, value, file=sys.stderr)
+
+sys.excepthook = show
+raise ValueError("of all ranks")
+"""
+
+
+@both
+def test_what_a_hook_of_the_program_shows_is_not_shown_again(start: Start, tmp_path: Path, via: str) -> None:
+    """As rich, IPython and debuggers install them."""
+    (tmp_path / "own.py").write_text(OWN_HOOK)
+    run = start("--via", via, "-n", "2", str(tmp_path / "own.py"))
+    assert run.wait() == 1
+    text = run.text()
+    assert re.search(
+        r"ranks 0 and 1 of 2 failed:\n  ValueError: of all ranks \(.*own.py:9.*\); its traceback", text
+    )
+    assert 1 <= text.count("SHOWN") <= 2  # a rank may be ended before it shows anything
+    assert text.count("raise ValueError") == text.count("SHOWN")
+    assert not re.search(r"runpy|uncaught\.py|mpi4py", text)
+
+
+def test_an_exception_of_ranks_that_are_slow_to_end_is_shown_once_and_without_what_runs_them(
+    tmp_path: Path,
+) -> None:
+    """The end of the interpreter takes long on a busy machine, with what torch's optimizers import."""
+    try:
+        exec(compile("raise ValueError('x')", "/home/me/train.py", "exec"))
+    except ValueError as error:
+        report = description(error, error.__traceback__)
+    report["traceback"][1:1] = ['  File "<frozen runpy>", line 88, in _run_code']
+    lines: list[tuple[int, str]] = []
+    channels = Channels(tmp_path, 3, lambda rank, _, line: lines.append((rank, line.decode())))
+    try:
+        for state in channels.states[1:]:
+            state.pid = 1
+            state.note_report(report | {"time": time.monotonic() - 60, "pid": 1})
+        channels.pump(0)
+        channels.pump(0)
+        assert lines[0] == (1, "mcr-plus: rank 1 has raised this and has not ended for 10 s:\n")
+        assert lines[-1] == (1, "  ValueError: x\n")
+        assert sum("ValueError" in line for _, line in lines) == 1
+        assert not any("runpy" in line for _, line in lines)
+        for state in channels.states:
+            state.code, state.ended = int(state.rank > 0), time.monotonic()
+        said = explanation(Outcome(tuple(channels.states), 1, None, False, ()), "torch")
+        assert len(said) == 2
+        assert said[0] == "mcr-plus: ranks 1 and 2 of 3 failed:"
+        assert said[1].startswith("  ValueError: x (")
+        assert said[1].endswith("; its traceback is above")
+    finally:
+        channels.close()
+
+
 def test_whole_tracebacks_on_request(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MCR_TRACEBACK", "1")
     run = start("-n", "1", "--via", "torch", PROGRAMS, "mistake")

@@ -26,6 +26,12 @@ _TRACEBACK = "Traceback (most recent call last)"
 _DUMP = "Fatal Python error: "  # printed by faulthandler after a fatal signal
 _TORCH_TAG = re.compile(r"^\[rank\d+\]: ")  # prefix of torch.distributed on each line of a traceback
 _ABORT = re.compile(r"Abort\((-?\d+)\) on node \d+ ")
+# Of Open MPI: rank in the world, if that was the communicator; the process by which it is known always (5.0).
+_ABORTS = re.compile(
+    r"MPI_ABORT was invoked on rank (?:(\d+) in communicator MPI_COMM_WORLD|\d+ in communicator .*)\s+"
+    r"(?:Proc: \[\[\d+,\d+\],(\d+)\]\s+Errorcode:|with errorcode) (-?\d+)"
+)
+_LEFT_MPI = re.compile(r"due to process rank (\d+)[^.]*?\bexiting\s+improperly")
 _RUNNERS = r"runpy|mpi4py[/\\]\w+|mcr_plus[/\\]launch[/\\]uncaught"
 _RUNNER_FRAMES = re.compile(rf'  File "(?:<frozen runpy>|.*[/\\](?:{_RUNNERS})\.py)", line \d+')
 
@@ -41,7 +47,9 @@ class RankState:
     raised: float | None = None  # when the last traceback began
     report: Mapping[str, Any] | None = None  # an uncaught exception, see `mcr_plus.launch.uncaught`
     shown: bool = False  # the report has been printed
-    aborted: int | None = None  # status printed by MPICH's MPI_Abort, which kills the rank before it exits
+    # What MPI_Abort was called with: MPICH kills the rank before it exits, and an exit status has 8 bits.
+    aborted: int | None = None
+    left_mpi: bool = False  # it ended without MPI_Finalize, for which Open MPI's launcher ends the others
     errors: deque[bytes] = field(default_factory=lambda: deque(maxlen=_REMEMBERED_LINES))
 
     @property
@@ -51,8 +59,8 @@ class RankState:
 
     @property
     def failed(self) -> bool:
-        """Whether the rank has ended with something other than 0."""
-        return self.end not in (None, 0)
+        """Whether the rank has ended with something other than 0, or has aborted with whatever status."""
+        return self.aborted is not None or self.end not in (None, 0)
 
     @property
     def failure_time(self) -> float:
@@ -66,8 +74,10 @@ class RankState:
         if self.report is not None and self.end == -signal.SIGTERM:
             # The launcher terminated this rank while it was exiting, because another rank had failed.
             return "ended with an exception"
+        if self.aborted is not None and self.aborted % 256 == 0:
+            return f"called MPI_Abort with {self.aborted}, of which an exit status keeps 0"
         if self.end >= 0:
-            return f"exited with status {self.end}"
+            return f"exited with status {self.end}{' without MPI_Finalize' * self.left_mpi}"
         return f"was killed by {signal_name(-self.end)}"
 
     def headline(self) -> str:
@@ -109,7 +119,7 @@ class RankState:
             return self.rank
         text = self.report["text"]
         if text is None:
-            return tuple(self.last_words())
+            return tuple(self.traceback())
         return tuple(sorted(re.findall(r"\w+", text))) if text.startswith("OrderMismatch") else text
 
     def place(self) -> tuple[str, str] | None:
@@ -122,11 +132,19 @@ class RankState:
         assert self.report is not None
         if self.report["text"] is not None:
             return str(self.report["text"]).splitlines()
-        return _without_runner(self.report["traceback"])
+        if self.shown:
+            place = self.report["place"]
+            return [f"{self.report['error']}{'' if place is None else f' ({place})'}; its traceback is above"]
+        return self.traceback()
+
+    def traceback(self) -> list[str]:
+        """The lines of a reported traceback, without those of what runs the program."""
+        return [] if self.report is None else _without_runner(self.report["traceback"])
 
     def note_report(self, report: Mapping[str, Any]) -> None:
         """Store the uncaught exception that the rank has reported."""
         self.report, self.raised = report, report["time"]
+        self.shown = report.get("shown", False)
 
     def is_slow_to_end(self) -> bool:
         """Whether the rank still runs long after its exception, for instance because of another thread."""
@@ -200,6 +218,16 @@ class Channels:
                 self._show(state)
         return bool(ready)
 
+    def note_ends(self, text: str) -> None:
+        """Store what Open MPI's launcher says of the rank for which it has ended the others."""
+        for where, process, status in _ABORTS.findall(text):
+            rank = int(process or where or len(self.states))
+            if rank < len(self.states) and self.states[rank].aborted is None:
+                self.states[rank].aborted = int(status)
+        for rank in map(int, _LEFT_MPI.findall(text)):
+            if rank < len(self.states):
+                self.states[rank].left_mpi = True
+
     def drain(self) -> None:
         """Forward everything that is left, incomplete last lines included."""
         while self.pump(0):
@@ -250,10 +278,13 @@ class Channels:
             self._early[report["pid"]] = report
 
     def _show(self, state: RankState) -> None:
-        """Print the traceback of a report, as the rank would have done without `merge_errors`."""
-        assert state.report is not None
+        """Print the exception of a rank that does not end, once for all ranks that failed alike."""
         state.shown = True
-        for line in state.report["traceback"]:
+        kind = state.kind_of_failure()
+        if any(each.shown and each.kind_of_failure() == kind for each in self.states if each is not state):
+            return
+        head = f"mcr-plus: rank {state.rank} has raised this and has not ended for {_PATIENCE_S:g} s:"
+        for line in [head, *(f"  {line}" for line in state.traceback())]:
             self._sink(state.rank, "err", f"{line}\n".encode())
 
     def _line(self, rank: int, stream: Stream, line: bytes) -> None:

@@ -55,10 +55,12 @@ class Outcome:
         Ranks ended by SIGTERM are left out, because the launcher terminated them; but where all others have
         raised an exception, those that had raised one before count, too. A rank that exited without an
         exception may have closed its connections, which makes its peers raise, well before its exit is
-        reported.
+        reported. A rank that ended with 0, but without MPI_Finalize, counts if the launcher has terminated
+        all that failed because of it.
         """
         failed = [state for state in self.states if state.failed]
-        candidates = [state for state in failed if state.end != -signal.SIGTERM] or failed
+        candidates = [state for state in failed if state.end != -signal.SIGTERM]
+        candidates = candidates or [state for state in self.states if state.left_mpi and failed] or failed
         if all(state.raised is not None for state in candidates):
             candidates = [state for state in failed if state.raised is not None]
         first = min(candidates, key=lambda state: state.failure_time, default=None)
@@ -78,7 +80,7 @@ class Outcome:
 
         Of a supervised job, enough ranks.
         """
-        all_zero = all(state.code == 0 for state in self.states)
+        all_zero = all(state.code == 0 and not state.failed for state in self.states)
         worked = self.status == 0 if self.supervised else all_zero
         return worked and self.interrupted is None and not self.timed_out
 
@@ -183,6 +185,7 @@ class _Job:
             finally:
                 self._end(driver)
         self._channels.drain()
+        self._channels.note_ends(self._log_path.read_text(errors="replace"))
         self._complete(driver.returncode)
         return Outcome(
             tuple(self._channels.states),

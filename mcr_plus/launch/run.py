@@ -125,6 +125,9 @@ def explanation(outcome: Outcome, via: Via) -> list[str]:
     else:
         program = "mpiexec" if via == "mpi" else "the elastic agent"
     head = f"mcr-plus: {program} ended with status {outcome.status} before rank {silent} did"
+    if via == "mpi" and (done := [state for state in outcome.states if state.code == 0]):
+        last = max(done, key=lambda state: state.ended)  # for its end, hydra kills the others without a word
+        head += f", after rank {last.rank} had exited with status 0, perhaps without MPI_Finalize"
     return [f"{head}; its last lines:", *(f"  {line}" for line in outcome.log)]
 
 

@@ -11,6 +11,9 @@ them has come there, its peers fail in the set-up of the program, and nobody wou
 started again: once none of the processes that had met is left, all ranks begin anew, with a store of their
 own.
 
+A program without `mcr.elastic` takes nobody in: a rank that is started again runs alone then, and does not
+count, whatever it ends with.
+
 Exit status: 0 if all ranks have ended with 0 except for those that the job went on without, 1 if fewer than
 MIN_RANKS were left, 128 + the signal number after SIGTERM or SIGINT.
 """
@@ -120,7 +123,12 @@ class Supervisor:
             self._note_end(rank, code)
             left = self._left()
             ranks = f"{left} rank{'' if left == 1 else 's'}"
-            if left >= self._min_ranks:
+            if self._nobody_takes_in():
+                verdict = (
+                    "the job ends: nobody is left to take in ranks that were started again, as none had come "
+                    "to mcr.elastic"
+                )
+            elif left >= self._min_ranks:
                 verdict = f"the job goes on with {ranks}, no restarts are left"
             else:
                 verdict = f"the job ends: {ranks} left, at least {self._min_ranks} needed"
@@ -162,8 +170,22 @@ class Supervisor:
             note_end(self._store, rank.number, how)
 
     def _left(self) -> int:
-        """Number of ranks that run, are going to, or have ended with 0."""
-        return sum(not rank.code for rank in self._ranks)
+        """Number of ranks that run, are going to, or have ended with 0.
+
+        Not of those that were started again and that nobody takes in: each is alone in its job.
+        """
+        alone = self._nobody_takes_in()
+        return sum(not rank.code and not (alone and rank.is_substitute) for rank in self._ranks)
+
+    def _nobody_takes_in(self) -> bool:
+        """Whether ranks were started again in vain: all that had met have ended, without `mcr.elastic`."""
+        if not any(rank.is_substitute and not rank.code for rank in self._ranks):
+            return False
+        if any(rank.code is None and not (rank.process and rank.is_substitute) for rank in self._ranks):
+            return False
+        with contextlib.suppress(RuntimeError):  # of the store, which is in this process
+            return have_met(self._store) and not have_trained(self._store)
+        return False
 
     def _environment(self, rank: _Rank) -> dict[str, str]:
         """The variables of torchrun's agent, and how often this rank has been started again."""

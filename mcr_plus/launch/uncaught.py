@@ -26,6 +26,7 @@ from types import ModuleType, TracebackType
 from typing import Any, Final
 
 _PACKAGE: Final = Path(__file__).parents[1]
+_PROCESS: Final = os.getpid()
 _PATHS: Final = ("stdlib", "platstdlib", "purelib", "platlib")
 
 
@@ -41,17 +42,36 @@ def report_to(channel: str) -> None:
     rank = os.getpid()
 
     def report(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-        if not isinstance(value, Exception) or os.getpid() != rank:  # Ctrl-C; a forked process
-            default(kind, value, trace)
-            return
-        try:
-            line = json.dumps({"pid": rank, **description(value, trace)}).encode() + b"\n"
-            with open(os.open(channel, os.O_WRONLY | os.O_CLOEXEC), "wb") as pipe:
-                pipe.write(line)
-        except Exception:  # a failure of the report must not hide the exception
+        # Ctrl-C and a forked process are no failures of this rank.
+        is_failure = isinstance(value, Exception) and os.getpid() == rank
+        if not is_failure or not _reported(channel, value, trace, time.monotonic()):
             default(kind, value, trace)
 
     sys.excepthook = report
+
+
+def _reported(
+    channel: str, value: BaseException, trace: TracebackType | None, when: float, *, shown: bool = False
+) -> bool:
+    """Write an exception to the launcher's pipe, once; returns whether that is done.
+
+    `shown`: whether the program has printed it, in its own way.
+    """
+    global _last
+    if value is _last:
+        return True
+    try:
+        report = description(value, trace)  # type: ignore[arg-type]
+        report |= {"pid": os.getpid(), "time": when, "shown": shown}
+        with open(os.open(channel, os.O_WRONLY | os.O_CLOEXEC), "wb") as pipe:
+            pipe.write(json.dumps(report).encode() + b"\n")
+    except Exception:
+        return False
+    _last = value
+    return True
+
+
+_last: BaseException | None = None  # that has been reported
 
 
 def description(error: Exception, trace: TracebackType | None) -> dict[str, Any]:
@@ -141,8 +161,45 @@ def run_program(runner: str, words: Sequence[str]) -> None:
     exec(compile(path.read_bytes(), path, "exec", dont_inherit=True), program.__dict__)
 
 
-if __name__ == "__main__":
+def _end_with(error: Exception, channel: str | None, when: float) -> None:
+    """Do what Python does after an uncaught exception, but for the frames of what runs the program.
+
+    Whatever hook the program has installed (such as rich's or IPython's) shows the frames of the program, and
+    what it has shown by itself the launcher does not show again.
+    """
+    trace = error.__traceback__
+    while trace is not None and (trace.tb_frame.f_globals is globals() or _is_runner(Path(_file(trace)))):
+        trace = trace.tb_next
+    if trace is None:  # it could not be run, such as a file that does not compile
+        trace = error.__traceback__
+    error.__traceback__ = trace
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
+    sys.last_exc = error
+    sys.excepthook(type(error), error, trace)
+    if channel is not None:
+        _reported(channel, error, trace, when, shown=True)
+
+
+def _file(trace: TracebackType) -> str:
+    return trace.tb_frame.f_code.co_filename
+
+
+def main() -> int | None:
+    """Run the program of the command line; returns the exit status after an exception."""
     pid, _, pipe = os.environ.get("MCR_JOB_ERRORS", "").partition(":")
-    if pid == str(os.getpid()):
-        report_to(pipe)
-    run_program(sys.argv[1], sys.argv[2:])
+    channel = pipe if pid == str(os.getpid()) else None
+    if channel is not None:
+        report_to(channel)
+    try:
+        run_program(sys.argv[1], sys.argv[2:])
+    except Exception as error:
+        when = time.monotonic()
+        if os.getpid() != _PROCESS:
+            raise
+        _end_with(error, channel, when)
+        return 1
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -13,6 +13,8 @@ from mcr_plus.errors import LaunchError, PeerLost
 from mcr_plus.membership.rules import Process
 from mcr_plus.rendezvous.arrivals import SLACK, Arrivals, loss_as_text, raise_loss
 from mcr_plus.rendezvous.identity import is_visible
+from mcr_plus.rendezvous.patience import logged_waiting, some_ranks
+from mcr_plus.rendezvous.signing import place_of
 from mcr_plus.rendezvous.watched_store import WatchedStore
 
 _LONGEST_NAP: Final = 0.02
@@ -37,13 +39,33 @@ def unused_part(store: Store, rank: int, size: int, timeout: float, launchers: S
 
 
 def unused_name(store: Store, rank: int, size: int, timeout: float, arrivals: Arrivals) -> str:
-    """The name of an `unused_part`; all `arrivals` are known then."""
+    """The name of an `unused_part`; all `arrivals` are known then. What is long waited for is logged."""
+    missing = list(range(1, size))
+    place = place_of(store)
+
+    def waits() -> str:
+        if rank and 0 not in arrivals.processes:
+            return (
+                f"rank {rank} of {size} has come to {place} and waits for rank 0, which knows of the others"
+            )
+        if rank:
+            return f"rank {rank} of {size} waits for others; rank 0 says for which"
+        here = [each for each in range(size) if each not in missing]
+        return f"{some_ranks(here)} of {size} have come to {place}; still awaited: {some_ranks(missing)}"
+
+    with logged_waiting(waits):
+        return _unused_name(store, rank, size, timeout, arrivals, missing)
+
+
+def _unused_name(
+    store: Store, rank: int, size: int, timeout: float, arrivals: Arrivals, missing: list[int]
+) -> str:
     name = mine = secrets.token_hex(8)
     if rank == 0:
         part = PrefixStore(mine, store)
         part.set("here/0", json.dumps([arrivals.own, arrivals.presence.listen(name, store, size)]))
         try:
-            missing = _answer(store, mine, size, timeout, arrivals)
+            _answer(store, mine, missing, timeout, arrivals)
         except PeerLost as error:
             part.set("here", loss_as_text(error))
             raise
@@ -72,15 +94,15 @@ def unused_name(store: Store, rank: int, size: int, timeout: float, arrivals: Ar
     return name
 
 
-def _answer(store: Store, name: str, size: int, timeout: float, arrivals: Arrivals) -> list[int]:
-    """On rank 0: send the part's `name` to every rank that requests it; returns the missing ranks.
+def _answer(store: Store, name: str, missing: list[int], timeout: float, arrivals: Arrivals) -> None:
+    """On rank 0: send the part's `name` to every rank that requests it; `missing` keeps those that have not.
 
     Raises `PeerLost` if a rank is seen to have died, unless a supervisor starts it again.
     """
     answered: dict[int, bytes] = {}
-    missing, deadline, nap, looks = list(range(1, size)), Deadline(timeout), 0.0005, Deadline(_LOOKS_AFTER)
+    deadline, nap, looks = Deadline(timeout), 0.0005, Deadline(_LOOKS_AFTER)
     while True:
-        for peer in missing:
+        for peer in tuple(missing):
             # The first request may be that of a process that has exited; another one follows.
             if store.check([f"asks/{peer}"]) and answered.get(peer) != (asked := store.get(f"asks/{peer}")):
                 store.set(f"answer/{asked.decode()}", name)
@@ -89,7 +111,7 @@ def _answer(store: Store, name: str, size: int, timeout: float, arrivals: Arriva
             arrivals.processes[peer] = Process(*json.loads(store.get(f"{name}/here/{peer}")))
             missing.remove(peer)
         if not missing or deadline.passed():
-            return missing
+            return
         if looks.passed():
             looks = Deadline(_LOOKS_AFTER)
             for peer in arrivals.forget_restarted():  # which have come

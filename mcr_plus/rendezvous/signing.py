@@ -149,6 +149,16 @@ def read_offer(place: str) -> bytes:
 
 def address_of(store: Any) -> str:
     """The address of one of torch's stores, empty if it has none."""
+    return str(getattr(_innermost(store), "host", ""))
+
+
+def place_of(store: Any) -> str:
+    """Address and port of one of torch's stores, for messages."""
+    found = _innermost(store)
+    return f"{found.host}:{found.port}" if hasattr(found, "host") else "the job's store"
+
+
+def _innermost(store: Any) -> Any:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
-    return str(getattr(store, "host", ""))
+    return store

@@ -36,6 +36,7 @@ from mcr_plus.rendezvous.known_stores import known_stores
 from mcr_plus.rendezvous.mpi_library import load_mpi
 from mcr_plus.rendezvous.network import meeting_address
 from mcr_plus.rendezvous.parts import unused_name, unused_part
+from mcr_plus.rendezvous.patience import logged_waiting
 from mcr_plus.rendezvous.signing import Offer, SignedStore, address_of, read_offer, unsigned
 from mcr_plus.rendezvous.watched_store import WatchedStore, unwatched
 
@@ -350,17 +351,13 @@ def _through_address(environment: LaunchEnvironment, limit: timedelta) -> Store:
     options: dict[str, Any] = {}
     if is_server and address in (LOOPBACK, "localhost"):
         options = on_socket(_listen(LOOPBACK, port))
-    # multi_tenant: the user's own init_process_group may use the same port in this process.
-    store = known_stores[address, port] = TCPStore(
-        address,
-        port,
-        environment.world_size,
-        is_server,
-        limit,
-        wait_for_workers=False,
-        multi_tenant=True,
-        **options,
-    )
+    size, who = environment.world_size, f"rank {environment.rank} of {environment.world_size}"
+    server = "the launcher" if environment.agent_store else "rank 0"
+    with logged_waiting(lambda: f"{who} cannot connect to {address}:{port}, where {server} should listen"):
+        # multi_tenant: the user's own init_process_group may use the same port in this process.
+        store = known_stores[address, port] = TCPStore(
+            address, port, size, is_server, limit, wait_for_workers=False, multi_tenant=True, **options
+        )
     return store
 
 

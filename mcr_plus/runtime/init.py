@@ -6,6 +6,7 @@ import json
 import logging
 import operator
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -178,6 +179,7 @@ def rendezvous(timeout: float) -> tuple[Store, int, int]:
     """A store that reaches all ranks of the launcher's job, this rank, and the number of ranks."""
     environment = launch_environment()
     if environment.world_size == 1:
+        _warn_of_siblings(environment)
         return HashStore(), 0, 1
     store = open_plain_store(environment, timeout)
     return store, environment.rank, environment.world_size
@@ -233,8 +235,20 @@ def _grace_of_stops(loaded: Config | ConfigError) -> float:
     return options.stop_grace
 
 
+def _warn_of_siblings(environment: LaunchEnvironment) -> None:
+    """Log that a process which multiprocessing has started is a job of its own, which may be intended."""
+    processes = sys.modules.get("multiprocessing.process")
+    if environment.launcher == "single" and processes is not None and processes.parent_process() is not None:
+        _log.warning(
+            "this process was started by multiprocessing, and is a job of one rank: no RANK and WORLD_SIZE "
+            "are set. Ranks of one job (torch.multiprocessing.spawn) need RANK, WORLD_SIZE, MASTER_ADDR and "
+            "MASTER_PORT in os.environ before init"
+        )
+
+
 def _find_ranks(environment: LaunchEnvironment, timeout: float, stopped: float) -> World:
     if environment.world_size == 1:
+        _warn_of_siblings(environment)
         return World(0, 1, (host_name(),), timeout)
     store = open_store(environment, timeout, stopped)
     return world_of(store, environment.rank, environment.world_size, timeout)

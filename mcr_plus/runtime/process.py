@@ -84,6 +84,8 @@ class Job:
         """End the job in good order if the program has ended so; wait for no rank that will not come."""
         self.leave_dropped()
         runtime = self.runtime
+        # A hook that the program has installed after ours may not call it. Interactive shells go on.
+        self.crashed |= hasattr(sys, "last_value") and not hasattr(sys, "ps1")
         if runtime is not None and self.crashed:
             runtime.crash()
         elif runtime is not None:

@@ -27,7 +27,7 @@ import mcr_plus as mcr
 from mcr_plus.core.c10d import HashStore
 from mcr_plus.errors import LaunchError
 from mcr_plus.launch import commands, launch, loopback, mpi_flavour, mpi_usable, scratch
-from mcr_plus.launch.channels import RankState
+from mcr_plus.launch.channels import Channels, RankState
 from mcr_plus.launch.flavour import MpiLauncher, parse_version
 from mcr_plus.launch.job import Outcome, run_job
 from mcr_plus.launch.run import explanation
@@ -343,6 +343,65 @@ def test_a_program_stays_itself_after_its_last_line(start: Start, tmp_path: Path
     run = start("-n", "1", "--via", "torch", str(tmp_path / "program.py"))
     assert run.wait() == 0, run.text()
     assert run.text().split() == ["thread", "atexit"]
+
+
+OWN_HOOK = """
+import sys, traceback
+import mcr_plus
+
+def show(kind, value, trace):
+    print("SHOWN", *traceback.format_tb(trace), kind.__name__, value, file=sys.stderr)
+
+sys.excepthook = show
+raise ValueError("of all ranks")
+"""
+
+
+@both
+def test_what_a_hook_of_the_program_shows_is_not_shown_again(start: Start, tmp_path: Path, via: str) -> None:
+    """As rich, IPython and debuggers install them."""
+    (tmp_path / "own.py").write_text(OWN_HOOK)
+    run = start("--via", via, "-n", "2", str(tmp_path / "own.py"))
+    assert run.wait() == 1
+    text = run.text()
+    assert re.search(
+        r"ranks 0 and 1 of 2 failed:\n  ValueError: of all ranks \(.*own.py:9.*\); its traceback", text
+    )
+    assert 1 <= text.count("SHOWN") <= 2  # a rank may be ended before it shows anything
+    assert text.count("raise ValueError") == text.count("SHOWN")
+    assert not re.search(r"runpy|uncaught\.py|mpi4py", text)
+
+
+def test_an_exception_of_ranks_that_are_slow_to_end_is_shown_once_and_without_what_runs_them(
+    tmp_path: Path,
+) -> None:
+    """The end of the interpreter takes long on a busy machine, with what torch's optimizers import."""
+    try:
+        exec(compile("raise ValueError('x')", "/home/me/train.py", "exec"))
+    except ValueError as error:
+        report = description(error, error.__traceback__)
+    report["traceback"][1:1] = ['  File "<frozen runpy>", line 88, in _run_code']
+    lines: list[tuple[int, str]] = []
+    channels = Channels(tmp_path, 3, lambda rank, _, line: lines.append((rank, line.decode())))
+    try:
+        for state in channels.states[1:]:
+            state.pid = 1
+            state.note_report(report | {"time": time.monotonic() - 60, "pid": 1})
+        channels.pump(0)
+        channels.pump(0)
+        assert lines[0] == (1, "mcr-plus: rank 1 has raised this and has not ended for 10 s:\n")
+        assert lines[-1] == (1, "  ValueError: x\n")
+        assert sum("ValueError" in line for _, line in lines) == 1
+        assert not any("runpy" in line for _, line in lines)
+        for state in channels.states:
+            state.code, state.ended = int(state.rank > 0), time.monotonic()
+        said = explanation(Outcome(tuple(channels.states), 1, None, False, ()), "torch")
+        assert len(said) == 2
+        assert said[0] == "mcr-plus: ranks 1 and 2 of 3 failed:"
+        assert said[1].startswith("  ValueError: x (")
+        assert said[1].endswith("; its traceback is above")
+    finally:
+        channels.close()
 
 
 def test_whole_tracebacks_on_request(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -718,6 +777,60 @@ def test_culprit(culprit: RankState, victim: RankState) -> None:
     outcome = Outcome((victim, culprit), 1, None, False, ())
     assert outcome.culprit is culprit
     assert not outcome.worked
+
+
+ABORTS = """
+import sys
+from mpi4py import MPI
+
+world = MPI.COMM_WORLD
+other = world.Split(0, -world.rank)  # in which the last rank is 0
+world.Barrier()
+if world.rank == world.size - 1:
+    (world if sys.argv[1] == "world" else other).Abort(int(sys.argv[2]))
+other.recv(source=0)
+"""
+
+
+@needs_mpi
+@pytest.mark.parametrize(
+    ("ranks", "where", "status"), [(3, "world", 256), (3, "other", 512), (1, "world", 0)]
+)
+def test_a_rank_that_aborts_is_named_whatever_its_status(
+    start: Start, tmp_path: Path, where: str, status: int, ranks: int
+) -> None:
+    """An exit status has 8 bits, so launchers of MPI take a multiple of 256 for success."""
+    (tmp_path / "aborts.py").write_text(ABORTS)
+    run = start("-n", str(ranks), str(tmp_path / "aborts.py"), where, str(status))
+    assert run.wait() == 1
+    (said,) = [line for line in run.text().splitlines() if line.startswith("mcr-plus:")]
+    assert said.startswith(f"mcr-plus: rank {ranks - 1} of {ranks} failed: it ")
+    assert f"called MPI_Abort with {status}, " in said
+
+
+@needs_mpi
+def test_a_rank_that_leaves_mpi_with_status_0_is_named(start: Start, tmp_path: Path) -> None:
+    program = "from mpi4py import MPI\nimport os\nw = MPI.COMM_WORLD\nw.Barrier()\n"
+    program += "if w.rank == 1:\n    os._exit(256)\nw.recv(source=1)\n"
+    (tmp_path / "leaves.py").write_text(program)
+    run = start("-n", "3", str(tmp_path / "leaves.py"))
+    assert run.wait() == 1
+    text = run.text()
+    assert re.search(r"mcr-plus: .*rank 1 (of 3 failed: it|had) exited with status 0.* MPI_Finalize", text)
+
+
+def test_aborts_as_open_mpi_4_writes_them(tmp_path: Path) -> None:
+    told = Channels(tmp_path, 3, lambda *_: None)
+    try:
+        told.note_ends(
+            "MPI_ABORT was invoked on rank 2 in communicator MPI_COMM_WORLD\nwith errorcode 256.\n\nNOTE: "
+            "MPI_ABORT was invoked on rank 0 in communicator MPI COMMUNICATOR 3 SPLIT FROM 0\n"
+            "with errorcode 7.\n"
+            "MPI_ABORT was invoked on rank 9 in communicator MPI_COMM_WORLD\nwith errorcode 1.\n"
+        )
+        assert [state.aborted for state in told.states] == [None, None, 256]
+    finally:
+        told.close()
 
 
 def test_abort_of_mpich_has_the_exit_status() -> None:

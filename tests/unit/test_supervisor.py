@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,6 +48,11 @@ class Job(Supervisor):
     def port(self) -> int:
         """That of the store, which is another one for ranks that begin anew."""
         return int(self._store.port)
+
+    def reports(self) -> list[str]:
+        """The verdicts so far."""
+        with open(f"/proc/self/fd/{self._status}") as file:
+            return [json.loads(line)["verdict"] for line in file]
 
     def end(self) -> None:
         """End all ranks."""
@@ -95,3 +101,28 @@ def test_ranks_that_train_go_on_after_each_has_been_replaced(job: Job) -> None:
         job.kill(number)
         job.start()
     assert (job.restarts, job.port) == ([2, 2], port)
+
+
+def test_a_rank_that_was_started_again_does_not_make_a_job_of_its_own(job: Job) -> None:
+    job._limit = 1
+    job.meet()
+    job.kill(1)
+    job.start()
+    assert job._left() == 2  # rank 0 may come to mcr.elastic yet
+    job.kill(0)
+    assert job._left() == 0
+    assert job.reports()[-1].startswith("the job ends: nobody is left to take in ranks")
+    job._ranks[1].code = 0  # the program does not know that it is alone
+    assert job._left() == 0
+    assert job._watch() == 1
+
+
+def test_a_rank_that_was_started_again_counts_once_ranks_train(job: Job) -> None:
+    job._limit = 1
+    job.meet()
+    job.train()
+    job.kill(1)
+    job.start()
+    job.kill(0)
+    assert job._left() == 1
+    assert job.reports()[-1] == "the job goes on with 1 rank, no restarts are left"

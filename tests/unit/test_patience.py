@@ -1,0 +1,71 @@
+"""What the log says while ranks wait for others, and in processes that are not ranks of one job."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import threading
+import time
+
+import pytest
+
+from mcr_plus.core.c10d import HashStore
+from mcr_plus.core.environment import LaunchEnvironment
+from mcr_plus.errors import LaunchError
+from mcr_plus.rendezvous import patience, store
+from mcr_plus.rendezvous.parts import unused_part
+from mcr_plus.runtime import init
+
+
+def test_ranks_that_wait_say_who_has_come_and_who_is_awaited(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patience, "_FIRST", 0.2)
+    meeting = HashStore()
+
+    def come(rank: int) -> None:
+        with pytest.raises(LaunchError, match="did not call init"):
+            unused_part(meeting, rank, 4, 3.0)
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in (2, 0)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.5)
+    for thread in threads:
+        thread.join()
+    said = [record.getMessage() for record in caplog.records]
+    assert any(line.startswith("rank 2 of 4 has come to ") and "waits for rank 0" in line for line in said)
+    assert any("ranks 0, 2 of 4 have come to" in line and "awaited: ranks 1, 3, for" in line for line in said)
+    assert 2 <= len(said) <= 12  # with growing pauses
+
+
+def test_a_rank_that_finds_no_store_says_where_it_looks(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, unused_port: int
+) -> None:
+    monkeypatch.setattr(patience, "_FIRST", 0.2)
+    place = LaunchEnvironment(1, 2, 1, 2, "env", "127.0.0.1", unused_port, False)
+    with pytest.raises(LaunchError):
+        store.open_plain_store(place, 2.0)
+    assert f"rank 1 of 2 cannot connect to 127.0.0.1:{unused_port}, where rank 0 should listen" in caplog.text
+
+
+@pytest.fixture
+def unused_port() -> int:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+def test_a_process_of_multiprocessing_without_a_rank_is_told(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    single = LaunchEnvironment(0, 1, 0, 1, "single", None, None, False)
+    init._warn_of_siblings(single)
+    assert caplog.text == ""
+    monkeypatch.setattr(multiprocessing.process, "parent_process", lambda: object())
+    init._warn_of_siblings(LaunchEnvironment(0, 1, 0, 1, "torchrun", None, None, False))
+    assert caplog.text == ""
+    with caplog.at_level(logging.WARNING):
+        init._warn_of_siblings(single)
+    assert "is a job of one rank: no RANK and WORLD_SIZE are set" in caplog.text

@@ -178,7 +178,7 @@ class GroupNanCheck:
             return  # in these only the root sends
         for tensor in operation.input_tensors:
             if tensor.is_floating_point():
-                torch.ops.c10d.check_for_nan(tensor)
+                torch.ops.c10d.check_for_nan(tensor._values() if tensor.is_sparse else tensor)
 
 
 def _recorder(_group: HookableGroup, *_: object, **__: object) -> NoReturn:

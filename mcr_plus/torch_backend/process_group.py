@@ -38,6 +38,7 @@ from torch._C._autograd import _profiler_enabled
 from torch.distributed import distributed_c10d
 from torch.utils.weak import WeakIdKeyDictionary
 
+from mcr_plus.communicator.calls import BUILDERS, CallOptions
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.core.c10d import TORCH, ProcessGroup, Store
 from mcr_plus.core.kinds import MESSAGES, ReduceOp
@@ -159,7 +160,8 @@ class McrProcessGroup(LivingGroup):
     def all_reduces_with(self, tensor: torch.Tensor, **keywords: Any) -> None:
         """Set keywords of `Communicator.all_reduce` for later all_reduces of `tensor`, this very object.
 
-        For callers inside torch, which cannot pass them. The group holds a weak reference to the tensor.
+        Also `called`: see `Signature.call`. For callers inside torch, which cannot pass them. The group holds
+        a weak reference to the tensor.
         """
         if self._keywords is None:
             self._keywords = WeakIdKeyDictionary()
@@ -190,9 +192,8 @@ class McrProcessGroup(LivingGroup):
                 work = group.all_reduce(tensor, "SUM" if truncated else name, async_op or is_scalar)
             else:
                 keywords = self._keywords.get(tensor, {})
-                work = group.all_reduce(
-                    tensor, "SUM" if truncated else name, async_op or is_scalar, **keywords
-                )
+                arguments = tensor, "SUM" if truncated else name
+                work = _issue(group, "all_reduce", arguments, async_op or is_scalar, **keywords)
         if work is None and not truncated:
             return DONE
         if truncated:
@@ -268,16 +269,15 @@ class McrProcessGroup(LivingGroup):
     ) -> dist.Work:
         """Reduce a tensor of one block per rank, and keep this rank's block.
 
-        `keywords`: of `Communicator.reduce_scatter_tensor`.
+        `keywords`: of `Communicator.reduce_scatter_tensor`, and `called`: see `Signature.call`.
         """
         op, factor, async_op = reduction_of(opts)
         truncated = op == "AVG" and is_integral(output)
         (source,) = scaled([input], factor)
         with self._call("reduce_scatter_tensor", source):
             group = self._group()
-            work = group.reduce_scatter_tensor(
-                output, source, "SUM" if truncated else op, async_op, **keywords
-            )
+            arguments = output, source, "SUM" if truncated else op
+            work = _issue(group, "reduce_scatter_tensor", arguments, async_op, **keywords)
         if truncated:
             after(work, partial(divide_truncated, output, self.size()))
         return DONE if work is None else self._started(work, [output])
@@ -527,6 +527,22 @@ class McrProcessGroup(LivingGroup):
     def _finished(self, result: Any) -> dist.Work:
         """The handle of an operation that is already complete."""
         return self._started(JointWork([], "done", nbytes=0), result)
+
+
+def _issue(
+    group: Communicator,
+    kind: str,
+    arguments: tuple[Any, ...],
+    async_op: bool,
+    called: str | None = None,
+    **keywords: Any,
+) -> Work | None:
+    """Issue an operation of a communicator. `called`: what ranks compare beside it."""
+    if called is None:
+        return getattr(group, kind)(*arguments, async_op, **keywords)  # type: ignore[no-any-return]
+    call = BUILDERS[kind](group.opened.group, *arguments)._replace(called=called)
+    ready = group.prepared(call, async_op, CallOptions(**keywords))  # type: ignore[typeddict-item]
+    return ready.start() if async_op else ready.run()
 
 
 def _called_from_cpp() -> bool:

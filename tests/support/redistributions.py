@@ -179,7 +179,33 @@ def everything(backend: str) -> dict[str, Any]:
             for after, index in (("R", 1), ("S0", 2), ("S1", 3)):
                 target = oracle.mesh((6, 5), range(comm.size), [after])
                 one_pair(report, comm.rank, source, target, dtype, index)
+        rounded_once(report, comm.rank, comm.size)
     return report.value()
+
+
+def rounded_once(report: Report, rank: int, number: int) -> None:
+    """Halves are reduced in float32, in the order of addends, and rounded once: on any ranks."""
+    ufuncs = {"sum": np.add, "avg": np.add, "product": np.multiply}
+    for (op, ufunc), dtype in itertools.product(ufuncs.items(), (torch.bfloat16, torch.float16)):
+        addends = [reference.rough(dtype, addend, 40).view(8, 5) for addend in range(number)]
+        if op == "avg":
+            addends[0][0], addends[1][0] = 40000, 50000  # whose sum is no float16
+        total = addends[0].float().numpy()
+        for addend in addends[1:]:
+            total = ufunc(total, addend.float().numpy())
+        right = torch.from_numpy(total / np.float32(number) if op == "avg" else total).to(dtype)
+        source = Layout.mesh((8, 5), range(number), ["P" if op == "sum" else f"P({op})"])
+        for target, whole in (
+            (Layout.replicated((8, 5), range(number)), right),
+            (Layout.replicated((8, 5), [number - 1]), right if rank == number - 1 else None),
+            (Layout.sharded((8, 5), range(number), 0), right.chunk(number)[rank] if number < 5 else None),
+        ):
+            found = mcr.redistribute(addends[rank], source, target)
+            if whole is None:
+                fine = found is None or number > 4
+            else:
+                fine = found is not None and torch.equal(found, whole)
+            report.add(f"{op} of {dtype} to {target}", None if fine else f"{found}, not {whole}")
 
 
 def one_pair(report: Report, rank: int, source: Side, target: Side, dtype: torch.dtype, index: int) -> None:

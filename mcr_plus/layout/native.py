@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 import numpy as np
+import torch
 
 from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.regions import Boxes, Ints, as_ints, contains
 
 if TYPE_CHECKING:
-    import torch
-
     from mcr_plus.communicator.communicator import Communicator
 
 GROUPS: Final = "groups of layouts"
@@ -194,6 +193,17 @@ def keeps_bits(one: Native, source: Layout, dtype: torch.dtype) -> bool:
     return source.addend_count == 2 and (
         source.op in ("SUM", "AVG") or (source.op == "PRODUCT" and not dtype.is_complex)
     )
+
+
+def may_reduce(one: Native, source: Layout, dtype: torch.dtype) -> bool:
+    """Return True if a collective's result is the one of exchanges, but for the order of addends.
+
+    Libraries round every partial sum of float16 and bfloat16; exchanges add in float32 and round once.
+    """
+    is_half = dtype in (torch.float16, torch.bfloat16)
+    if is_half and (source.op == "AVG" or (source.op in ("SUM", "PRODUCT") and source.addend_count > 2)):
+        return not source.is_partial
+    return keeps_bits(one, source, dtype)
 
 
 def _has_each_addend(group: Ints, sizes: Ints, source: Layout) -> bool:

@@ -19,7 +19,7 @@ from mcr_plus.layout.addends import to_itself
 from mcr_plus.layout.agreement import agree_on_specs
 from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.messages import Part
-from mcr_plus.layout.native import Native, Room, keeps_bits
+from mcr_plus.layout.native import Native, Room, may_reduce
 from mcr_plus.layout.program import (
     LOADS,
     Bound,
@@ -149,7 +149,7 @@ def make_plan(
     made = _Known(None if lossy else nodes)
     found = [made.programs(spec, index) for index, spec in enumerate(specs)]
     found = [
-        [each for each in some if each.native is None or keeps_bits(each.native, spec.source, spec.dtype)]
+        [each for each in some if each.native is None or may_reduce(each.native, spec.source, spec.dtype)]
         for spec, some in zip(specs, found, strict=True)
     ]
     if len(specs) > 1:  # small tensors share exchanges
@@ -336,10 +336,8 @@ def no_reduction(source: Layout, dtype: torch.dtype) -> str | None:
         return None
     if dtype in MOVED:
         return f"{source.op} of {dtype}"
-    if dtype is torch.bool and source.op in ("SUM", "AVG"):
-        return "sums of bool"
-    if source.op == "AVG" and not (dtype.is_floating_point or dtype.is_complex):
-        return f"means of {dtype}"
+    if source.op == "AVG" and dtype is torch.bool:
+        return "means of bool"
     if source.op in ("MAX", "MIN") and dtype.is_complex:
         return f"{source.op} of {dtype}"
     return None

@@ -248,9 +248,7 @@ def _refuse_strided(current_spec: Any, target_spec: Any) -> None:
         return
     sizes = current_spec.mesh.shape
     strided = [each for each in (before, after) if any(type(one) is _StridedShard for one in each)]
-    if any(decoded(sizes, each) is None for each in strided) and any(
-        isinstance(new, Shard | _StridedShard) and new != old for old, new in zip(before, after, strict=True)
-    ):
+    if any(decoded(sizes, each) is None for each in strided):
         raise Unsupported(
             f"planned: from {before} to {after}: strided shards that encode no order of cuts, which "
             "DTensor's own plan may take for others; redistribute to Replicate first"
@@ -286,6 +284,8 @@ def _choose(
         target_spec = copy(target_spec)
         target_spec.tensor_meta = current_spec.tensor_meta
         source, target = layout_of_spec(current_spec), layout_of_spec(target_spec)
+        if _rounds_between(current_spec.placements, local.dtype):
+            return None
         ranks = job_ranks(current_spec.mesh)
         strided = any(
             type(each) is _StridedShard for each in (*current_spec.placements, *target_spec.placements)
@@ -317,6 +317,12 @@ def _choose(
     # Where nothing is summed, all ranks together receive no more than the bound.
     ours = Volume(theirs.total if source.is_partial else least.total, -(-busiest // local.dtype.itemsize))
     return move if ours[::-1] < theirs[::-1] else None
+
+
+def _rounds_between(placements: Sequence[Placement], dtype: torch.dtype) -> bool:
+    """Return True for means of integers over several mesh dimensions, which DTensor rounds after each."""
+    means = sum(isinstance(each, Partial) and each.reduce_op == "avg" for each in placements)
+    return means > 1 and not (dtype.is_floating_point or dtype.is_complex)
 
 
 def _group(choices: _Choices, ranks: tuple[int, ...]) -> Communicator:

@@ -62,7 +62,8 @@ def redistribute(
     Returns:
         The local tensor in `target`, None where this rank has no part in it. With a `DTensor`, a `DTensor`.
         Values are exact, except for sums of floats, which depend on the order of the addends: by index in
-        exchanges, that of the library in native collectives.
+        exchanges, that of the library in native collectives. Halves are added in float32 and rounded once.
+        Sums of bool are "or"; means of integers are rounded towards zero.
 
     Raises:
         InvalidArgument: on all ranks: layouts, dtypes or shapes do not match or differ between ranks, or no

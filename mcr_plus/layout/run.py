@@ -57,6 +57,11 @@ _REDUCE: Final[dict[str, Callable[..., Any]]] = {
 }
 
 
+def rounding_of(dtype: torch.dtype) -> str | None:
+    """Return how means are rounded: those of integers towards zero, as by the torch backend and NCCL."""
+    return None if dtype.is_floating_point or dtype.is_complex else "trunc"
+
+
 class Run:
     """One run of a plan: its local tensors at every stage, and the operations in flight."""
 
@@ -283,7 +288,8 @@ class Run:
             if result is None:
                 continue
             into = result
-            if result.dtype in _HALF and len(addends.addends) > 2:  # summed in float32 and rounded once
+            # Summed in float32 and rounded once; a mean of two may be finite where their sum is not.
+            if result.dtype in _HALF and len(addends.addends) > 1 + (addends.op != "AVG"):
                 into = torch.zeros_like(result, dtype=torch.float32)  # some addends may lack elements
             for addend, (received, kept) in enumerate(addends.addends):
                 targets = [box.of(into) for box in received]
@@ -296,7 +302,7 @@ class Run:
                     values = [value.to(into.dtype) for value in values]
                     _REDUCE[addends.op](targets, values)
             if addends.op == "AVG":
-                into.div_(len(addends.addends))
+                into.div_(len(addends.addends), rounding_mode=rounding_of(into.dtype))
             if into is not result:
                 result.copy_(into)
 

@@ -16,7 +16,7 @@ from mcr_plus.layout import proof
 from mcr_plus.layout.addends import to_itself
 from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.messages import Part
-from mcr_plus.layout.native import keeps_bits
+from mcr_plus.layout.native import may_reduce
 from mcr_plus.layout.program import (
     LOADS,
     Bound,
@@ -150,7 +150,7 @@ def survey(
     found = []
     for program in programs(source, target, itemsize, nodes):
         one = program.native
-        if one is not None and dtype is not None and not keeps_bits(one, source, dtype):
+        if one is not None and dtype is not None and not may_reduce(one, source, dtype):
             continue
         loads = np.zeros((len(ranks), max(len(program.steps), 1), len(LOADS)), np.int64)
         links = np.zeros([int(node_of.max()) + 1] * 2, np.int64)

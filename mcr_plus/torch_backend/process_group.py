@@ -38,6 +38,7 @@ from torch._C._autograd import _profiler_enabled
 from torch.distributed import distributed_c10d
 from torch.utils.weak import WeakIdKeyDictionary
 
+from mcr_plus.communicator.calls import BUILDERS, CallOptions
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.core.c10d import TORCH, ProcessGroup, Store
 from mcr_plus.core.kinds import MESSAGES, ReduceOp
@@ -155,7 +156,8 @@ class McrProcessGroup(LivingGroup):
     def all_reduces_with(self, tensor: torch.Tensor, **keywords: Any) -> None:
         """Set keywords of `Communicator.all_reduce` for later all_reduces of `tensor`, this very object.
 
-        For callers inside torch, which cannot pass them. The group holds a weak reference to the tensor.
+        Also `called`: see `Signature.call`. For callers inside torch, which cannot pass them. The group holds
+        a weak reference to the tensor.
         """
         if self._keywords is None:
             self._keywords = WeakIdKeyDictionary()
@@ -185,7 +187,7 @@ class McrProcessGroup(LivingGroup):
                 work = group.all_reduce(tensor, name, async_op or is_scalar)
             else:
                 keywords = self._keywords.get(tensor, {})
-                work = group.all_reduce(tensor, name, async_op or is_scalar, **keywords)
+                work = _issue(group, "all_reduce", (tensor, name), async_op or is_scalar, **keywords)
         if work is None:
             return DONE
         return self._scalar_handle(work, tensor, async_op) if is_scalar else self._started(work, [tensor])
@@ -249,13 +251,13 @@ class McrProcessGroup(LivingGroup):
     ) -> dist.Work:
         """Reduce a tensor of one block per rank, and keep this rank's block.
 
-        `keywords`: of `Communicator.reduce_scatter_tensor`.
+        `keywords`: of `Communicator.reduce_scatter_tensor`, and `called`: see `Signature.call`.
         """
         op, factor, async_op = reduction_of(opts)
         (source,) = scaled([input], factor)
         with self._call("reduce_scatter_tensor", source):
             group = self._group()
-            work = group.reduce_scatter_tensor(output, source, op, async_op, **keywords)
+            work = _issue(group, "reduce_scatter_tensor", (output, source, op), async_op, **keywords)
         return DONE if work is None else self._started(work, [output])
 
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]  # before torch 2.13
@@ -507,6 +509,22 @@ class McrProcessGroup(LivingGroup):
     def _finished(self, result: Any) -> dist.Work:
         """The handle of an operation that is already complete."""
         return self._started(JointWork([], "done", nbytes=0), result)
+
+
+def _issue(
+    group: Communicator,
+    kind: str,
+    arguments: tuple[Any, ...],
+    async_op: bool,
+    called: str | None = None,
+    **keywords: Any,
+) -> Work | None:
+    """Issue an operation of a communicator. `called`: what ranks compare beside it."""
+    if called is None:
+        return getattr(group, kind)(*arguments, async_op, **keywords)  # type: ignore[no-any-return]
+    call = BUILDERS[kind](group.opened.group, *arguments)._replace(called=called)
+    ready = group.prepared(call, async_op, CallOptions(**keywords))  # type: ignore[typeddict-item]
+    return ready.start() if async_op else ready.run()
 
 
 def _called_from_cpp() -> bool:

@@ -37,7 +37,8 @@ def fsdp(
     On the CPU, parameters that FSDP2 prefetches, and gradients, travel while the passes compute: in the
     backward pass by themselves, in the forward pass where the program calls torch's
     `set_modules_to_forward_prefetch`. Gradients are complete when `backward()` returns; those of at most two
-    modules are in flight.
+    modules are in flight. Where a pass gives gradients to some parameters of a module alone, and to others on
+    another rank, the reduction raises `OrderMismatch`, which names both; torch would average them.
 
     Raises:
         InvalidArgument: no module of the model is sharded by `fully_shard`, or another existing model has the

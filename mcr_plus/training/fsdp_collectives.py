@@ -12,10 +12,12 @@ asynchronous:
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Final
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -27,6 +29,7 @@ from mcr_plus.errors import NotInitialized, Unsupported
 from mcr_plus.torch_backend.process_group import McrProcessGroup
 
 _NO_BACKWARD: Final = -1
+_NAMED: Final = 4  # parameters in an error
 
 
 class _Collective:
@@ -135,7 +138,8 @@ class ReduceScatter(_Collective):
         """
         values = super().allocate(size, dtype=dtype, device=device)
         if self._between is not None:
-            self._between.all_reduces_with(values, **self._later)
+            called = self._subset(sys._getframe(1).f_locals.get("fsdp_params", ()))
+            self._between.all_reduces_with(values, called=called, **self._later)
         return values
 
     def __call__(
@@ -151,8 +155,9 @@ class ReduceScatter(_Collective):
         options.reduceOp = op
         # Also if it is completed at once: hooks and gradients of an earlier pass may be those of one rank.
         options.asyncOp = async_op or output_tensor.is_cpu
+        called = self._subset(sys._getframe(1).f_locals.get("fsdp_params", ()))
         work = checked_group(group).reduce_scatter_single(
-            output_tensor, input_tensor, options, **self._options
+            output_tensor, input_tensor, options, called=called, **self._options
         )
         if async_op:
             return work
@@ -161,6 +166,26 @@ class ReduceScatter(_Collective):
         elif options.asyncOp:
             work.wait()
         return None
+
+    def _subset(self, reduced: Sequence[Any]) -> str | None:
+        """Return the names of the parameters that are reduced; None if they are all of the module.
+
+        FSDP2 reduces those that have gradients. Ranks whose passes took different branches may have gradients
+        of the same size for different parameters, which would be averaged: their names in the signature make
+        it differ. `reduced`: the caller's, as FSDP2 does not pass them on; empty in another torch.
+        """
+        shards = _param_groups(self._module())
+        names = [str(getattr(param, "_param_fqn", None)) for param in reduced]
+        trained = [
+            param for each in shards for param in each.fsdp_params if param.sharded_param.requires_grad
+        ]
+        if not names or len(names) == len(trained):
+            return None
+        some = ", ".join(names[:_NAMED])
+        if len(names) > _NAMED:
+            digest = crc32("\n".join(names).encode())
+            some += f" and {len(names) - _NAMED} more ({digest:08x})"
+        return f"gradients of {some} alone"
 
     def _may_be_late(self, output: torch.Tensor, op: Any) -> bool:
         """Whether the result is needed at the end of the backward pass only."""

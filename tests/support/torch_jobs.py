@@ -659,6 +659,37 @@ def fsdp_with_replicas() -> None:
     assert {("fsdp.0.replicas", "int4_block"), ("fsdp.2.replicas", "int4_block")} <= found, found
 
 
+class _Branches(nn.Module):
+    """Two parameters of the same size, of which a pass uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        result: torch.Tensor = getattr(self, name)(x)
+        return result
+
+
+def fsdp_refuses_gradients_of_other_branches() -> None:
+    """Between shards and between replicas; torch averages the gradients of two parameters there."""
+    for sizes in ((2,), (2, 1)):
+        for known in (True, False):
+            with job():
+                names = ("replicas", "shards")[-len(sizes) :]
+                mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+                model: Any = mcr.fsdp(fully_shard(_Branches(), mesh=mesh))
+                for name in "ab" if known else "":
+                    model(torch.full((1, 4), 2.0 * dist.get_rank()), name).sum().backward()
+                    grads = {each: getattr(model, each).weight.grad for each in "ab"}
+                    assert grads.pop(name).to_local().eq(1).all(), name
+                    model.zero_grad()
+                with pytest.raises(mcr.OrderMismatch) as caught:
+                    model(torch.ones(1, 4), "ab"[dist.get_rank()]).sum().backward()
+                for name in ("a.weight", "b.weight"):
+                    assert f"gradients of {name} alone" in str(caught.value), (sizes, known)
+
+
 def fsdp_moves_beside_passes() -> None:
     """Rank 0 computes while it waits for nothing: rank 1 takes part in a collective only when it has."""
     with job(QUICK):
@@ -857,6 +888,7 @@ OF_FSDP: Final = [
             fsdp_with_codecs_of_its_own,
             fsdp_of_two_models,
             fsdp_with_replicas,
+            fsdp_refuses_gradients_of_other_branches,
             fsdp_moves_beside_passes,
             fsdp_gradients_that_are_read_early,
         ]

@@ -74,8 +74,7 @@ def test_from_addends_to_the_same_ones_nothing_moves(layout_: str) -> None:
         (("S3 @2", "R @2", "--shape", "8"), "out of range for shape [8]"),
         (("S0 @2", "R @2", "--shape", "8", "--nodes", 5), "nodes: 5 nodes, but only 2 ranks"),
         (("S0 @2", "R @2", "--shape", "8", "--dtype", "float7"), "float7"),
-        (("P @2", "R @2", "--shape", "8", "--dtype", "bool"), "source P @2 [8]: sums of bool"),
-        (("P(avg) @2", "R @2", "--shape", "8", "--dtype", "int32"), "means of torch.int32"),
+        (("P(avg) @2", "R @2", "--shape", "8", "--dtype", "bool"), "source P(avg) @2 [8]: means of bool"),
     ],
 )
 def test_wrong_arguments(words: tuple[object, ...], error: str) -> None:

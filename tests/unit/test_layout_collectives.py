@@ -188,7 +188,8 @@ def test_collectives_take_no_more_than_there_is_room_for() -> None:
     ("addends", "dtype", "op", "same"),
     [
         (2, torch.float32, "P", True),
-        (2, torch.bfloat16, "P(avg)", True),
+        (2, torch.bfloat16, "P", True),
+        (2, torch.bfloat16, "P(avg)", False),  # sums that overflow
         (3, torch.float32, "P", False),
         (3, torch.int64, "P", True),
         (3, torch.float64, "P(max)", False),
@@ -209,3 +210,15 @@ def test_several_groups_sum_alike_where_no_order_matters(
         one = native(*(Layout.mesh(SHAPE, ranks, each) for each in (before, after)))
         assert one is not None  # no element is in two groups
         assert keeps_bits(one, source, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.int64, torch.bool])
+@pytest.mark.parametrize("op", ["P", "P(avg)", "P(max)", "P(min)", "P(product)"])
+@pytest.mark.parametrize("addends", [2, 3])
+def test_libraries_make_no_sums_that_they_would_round_several_times(
+    addends: int, op: str, dtype: torch.dtype
+) -> None:
+    source, target = (oracle.mesh(SHAPE, range(addends), [each]).layout for each in (op, "R"))
+    names = [each.program.name for each in survey(source, target, 4, None, dtype).outcomes]
+    rounded = dtype.itemsize == 2 and (op == "P(avg)" or (op in ("P", "P(product)") and addends > 2))
+    assert ("all_reduce" in names) is not rounded

@@ -140,6 +140,9 @@ class TorchWork(dist.Work):
 
     _source_rank = source_rank
 
+    def __repr__(self) -> str:
+        return repr(self._work)
+
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of the tensors.
 

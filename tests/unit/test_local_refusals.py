@@ -274,7 +274,7 @@ def test_a_step_of_the_optimizer_itself_is_refused_while_the_object_exists() -> 
         local.step()
         again = made(comm, model, inner=inner, every=2)
         again.step()
-        with pytest.raises(InvalidArgument, match="mcr.local"):
+        with pytest.raises(InvalidArgument, match=r"mcr\.local"):
             inner.step()
         steps = local.steps, again.steps
         del local, again

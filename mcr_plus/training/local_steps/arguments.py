@@ -243,9 +243,9 @@ def refuse_other_steps(local: object, inner: torch.optim.Optimizer) -> None:
     def before(optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
         if owner() is not None and optimizer not in _stepping:
             raise InvalidArgument(
-                "optimizer.step() was called on the optimizer of mcr.local, so nothing would be averaged; "
-                "call local.step() in its place (with a GradScaler: local.step(scaler=scaler)), or first delete "
-                "the object that mcr.local has returned"
+                "optimizer.step() was called on the optimizer of mcr.local, so nothing would be "
+                "averaged; call local.step() in its place (with a GradScaler: local.step(scaler=scaler)), or "
+                "first delete the object that mcr.local has returned"
             )
 
     handle = inner.register_step_pre_hook(before)

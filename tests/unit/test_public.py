@@ -98,5 +98,6 @@ def test_a_name_of_another_library_says_that_of_a_communicator(name: str, meant:
 def test_the_text_of_a_handle_says_kind_library_and_state() -> None:
     with mcr.init() as comm:
         work = comm.all_reduce(torch.ones(3), async_op=True, tag="mlp")
+        assert work is not None
         work.wait()
         assert repr(work) == "<Work: all_reduce of 12 bytes on local in group 'world', tag 'mlp': done>"

@@ -99,27 +99,38 @@ def _calls(comm: Any) -> Calls:
         "local of a wrapped model": (lambda: mcr.local(*mcr.wrap(*_model())), "averages gradients"),
         "elastic without with": (_elastic_without_with, "in a `with` block"),
         "fsdp before fully_shard": (lambda: mcr.fsdp(_model()[0]), "fully_shard"),
-        "group after close": (_after_close, "closed"),
+        "group after close": (_after_close, "is closed: "),
         "other thread": (_from_thread, "take_over"),
-        "codec on integers": (lambda: mcr.all_reduce(ints, compress="int8_block"), "int64"),
+        "codec on integers": (lambda: mcr.all_reduce(ints, compress="int8_block"), "takes float32"),
         "codec misspelt": (lambda: mcr.all_reduce(ones, compress="int8_blok"), "did you mean 'int8_block'"),
         "library misspelt": (lambda: mcr.all_reduce(ones, backend="glo"), "did you mean 'gloo'"),
-        "library not opened": (lambda: mcr.all_reduce(ones, backend="nccl"), "nccl"),
-        "tag of a wrong type": (lambda: mcr.all_reduce(ones, tag=3), "tag"),  # type: ignore[arg-type]
-        "message tag of a wrong type": (lambda: mcr.send(ones, peer, tag="a"), "tag"),  # type: ignore[arg-type]
+        "library not opened": (lambda: mcr.all_reduce(ones, backend="nccl"), "is not part of this job"),
+        "tag of a wrong type": (lambda: mcr.all_reduce(ones, tag=3), "tag: expected a string"),  # type: ignore[arg-type]
+        "message tag of a wrong type": (lambda: mcr.send(ones, peer, tag="a"), "tag: expected an integer"),  # type: ignore[arg-type]
         "op misspelt": (lambda: mcr.all_reduce(ones, "MEAN"), "unknown reduce op"),  # type: ignore[arg-type]
         "list in place of a tensor": (lambda: mcr.all_reduce([1.0, 2.0]), "expected"),  # type: ignore[arg-type]
-        "output too small": (lambda: mcr.all_gather_into_tensor(torch.ones(4), ones), "output"),
-        "indivisible": (lambda: mcr.reduce_scatter_tensor(torch.ones(2), torch.ones(5)), "input"),
-        "rank outside": (lambda: mcr.broadcast(ones, 7), "7"),
-        "group of a rank that is not there": (lambda: mcr.new_group([5]), "5"),
+        "output too small": (
+            lambda: mcr.all_gather_into_tensor(torch.ones(4), ones),
+            "does not fit 2 × input",
+        ),
+        "indivisible": (
+            lambda: mcr.reduce_scatter_tensor(torch.ones(2), torch.ones(5)),
+            "does not fit 2 × output",
+        ),
+        "rank outside": (lambda: mcr.broadcast(ones, 7), "rank 7 is not in group"),
+        "group of a rank that is not there": (
+            lambda: mcr.new_group([5]),
+            "expected distinct ranks from 0 to 1",
+        ),
         "init twice": (lambda: mcr.init(), "call finalize first"),
         "rank()": (lambda: getattr(mcr, "rank"), "did you mean 'get_rank'"),  # noqa: B009
         "size()": (lambda: getattr(mcr, "size"), "did you mean 'get_world_size'"),  # noqa: B009
         "allreduce": (lambda: comm.allreduce(ones), "did you mean 'all_reduce'"),
         "get_rank of a group": (lambda: comm.get_rank(), "did you mean 'rank'"),
-        "state of something else": (lambda: mcr.load_state_dict({"model": ones}), "state"),
-        "negative wait": (lambda: mcr.all_reduce(ones, async_op=True).wait(-1), "timeout"),  # type: ignore[union-attr]
+        "state of something else": (
+            lambda: mcr.load_state_dict({"model": ones}),
+            "expected what mcr.state_dict() returned",
+        ),
         "key misspelt": (lambda: load({"pipelin": []}), "did you mean 'pipeline'"),
         "None in place of a tensor": (lambda: mcr.all_reduce(None), "expected"),  # type: ignore[arg-type]
     }

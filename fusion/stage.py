@@ -425,3 +425,10 @@ class FusedWork(Work):
         info = bucket.work.info
         share = self._nbytes / info.bytes if info.bytes else 1.0
         return replace(info, bytes=self._nbytes, wire_bytes=round(info.wire_bytes * share))
+
+    def __repr__(self) -> str:
+        if self._bucket.work is not None:
+            return super().__repr__()
+        error = self._bucket.error
+        state = f"failed, {type(error).__name__}" if error else "held back in a bucket that has not been sent"
+        return f"<Work: operation of {self._nbytes} bytes in group {self._bucket.group.name!r}: {state}>"

@@ -206,16 +206,24 @@ def phrase_ranks(ranks: Sequence[int]) -> str:
 
 def unknown(what: str, value: object, known: Sequence[str]) -> str:
     """Phrase an unknown name: the bad value, the known ones, and the one that was probably meant."""
+    return f"unknown {what} {in_yaml(value)}; known: {', '.join(known)}{hint(value, known)}"
+
+
+def hint(value: object, known: Sequence[str]) -> str:
+    """Ask for the known name that was probably meant by `value`, or return an empty text."""
     meant = _meant(value, known) if isinstance(value, str) else None
-    hint = f"; did you mean {meant!r}?" if meant else ""
-    return f"unknown {what} {in_yaml(value)}; known: {', '.join(known)}{hint}"
+    return f"; did you mean {meant!r}?" if meant else ""
 
 
 def _meant(value: str, known: Sequence[str]) -> str | None:
-    """The one known name that begins with `value`, such as `int8_block` for `int8`, or the closest one."""
+    """Return the known name that was probably meant.
+
+    That is the only one that begins with `value`, such as `int8_block` for `int8`, or ends with it after a
+    `_`, such as `get_rank` for `rank`; else the closest one.
+    """
     names = {name.casefold(): name for name in known}
     text = value.casefold()
-    longer = [name for name in names if text and name.startswith(text)]
+    longer = [name for name in names if text and (name.startswith(text) or name.endswith(f"_{text}"))]
     close = longer if len(longer) == 1 else difflib.get_close_matches(text, names, n=1, cutoff=_CLOSE)
     return names[close[0]] if close else None
 

@@ -40,7 +40,8 @@ def _common(
 
 def app(names: Iterable[str] = _COMMANDS) -> typer.Typer:
     """The command line with these commands."""
-    made = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+    words_for_help = {"help_option_names": ["--help", "-h"]}  # commands inherit it
+    made = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, context_settings=words_for_help)
     made.callback()(_common)
     for name in names:
         module: Any = import_module(f"mcr_plus.cli.{name}")

@@ -21,6 +21,15 @@ class ViaChoice(str, Enum):
     torch = "torch"
 
 
+def _refuse_hosts(value: str | None) -> None:
+    """Refuse the options by which other launchers take hosts; says which of them start ranks there."""
+    if value is not None:
+        raise typer.BadParameter(
+            f"{value}: mcr-plus run starts ranks on this host alone. On several hosts, start the program by "
+            "mpirun -np 4 -host a:2,b:2 python SCRIPT, by srun, or by torchrun --nnodes 2 on each host"
+        )
+
+
 def run(
     script: Annotated[str, typer.Argument(help="A Python file, or an executable.")],
     args: Annotated[list[str] | None, typer.Argument(help="Its arguments.")] = None,
@@ -45,6 +54,12 @@ def run(
     ] = None,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as in python -m.")] = False,
     tag_output: Annotated[bool, typer.Option("--tag-output", help=r"Begin each line with \[rank].")] = False,
+    _hosts: Annotated[
+        str | None,
+        typer.Option(
+            "--hosts", "--host", "--hostfile", "--nodes", "--nnodes", hidden=True, callback=_refuse_hosts
+        ),
+    ] = None,
 ) -> None:
     """Run SCRIPT on -n ranks of this host; options after SCRIPT are passed to it."""
     backends = _configured_backends(config)

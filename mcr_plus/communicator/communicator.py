@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakSet
 
 import torch
@@ -374,6 +374,24 @@ class Communicator(Operations):
     def _check_open(self) -> None:
         if self.closed:
             self.state.check_thread()  # raises: the group is closed
+
+
+class _OtherName:
+    """A name of another library: its error says ours. A `__getattr__` would slow every call (3.11)."""
+
+    def __init__(self, name: str, ours: str) -> None:
+        self._text = f"'Communicator' object has no attribute '{name}'; did you mean '{ours}'?"
+
+    def __get__(self, instance: object, owner: object = None) -> NoReturn:
+        raise AttributeError(self._text, name=None)
+
+
+for _name, _ours in {
+    "allgather": "all_gather", "allreduce": "all_reduce", "alltoall": "all_to_all", "bcast": "broadcast",
+    "get_rank": "rank", "get_world_size": "size", "reducescatter": "reduce_scatter",
+    "world_size": "size",
+}.items():  # fmt: skip
+    setattr(Communicator, _name, _OtherName(_name, _ours))
 
 
 def _check_valid(signature: Signature, group: Group) -> None:

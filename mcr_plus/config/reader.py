@@ -225,7 +225,20 @@ def _pipeline(document: Document, mistakes: Mistakes) -> tuple[tuple[StageSpec, 
             )
     if None not in names and names:
         mistakes.collect(lambda: _check_order([spec.name for spec in stages], document), None)
+        stages = _with_required(stages)
     return tuple(stages), len(mistakes) == before
+
+
+def _with_required(stages: list[StageSpec]) -> list[StageSpec]:
+    """Add the stages that every pipeline has, with their defaults, where the document leaves them out."""
+    select, dispatch = (
+        []
+        if any(spec.name == name for spec in stages)
+        else [StageSpec(name, declared_options("stages", name)())]
+        for name in ("select", "dispatch")
+    )
+    end = len(stages) if dispatch else -1
+    return [*stages[:end], *select, *stages[end:], *dispatch] if select else [*stages, *dispatch]
 
 
 def _stage_names(document: Document, mistakes: Mistakes) -> list[str | None] | None:
@@ -234,7 +247,9 @@ def _stage_names(document: Document, mistakes: Mistakes) -> list[str | None] | N
     if items is None:
         return None
     if not items:
-        raise document.error(("pipeline",), "empty pipeline; expected at least select and dispatch")
+        raise document.error(
+            ("pipeline",), "empty pipeline; expected at least one stage, or no pipeline for the default one"
+        )
     return [mistakes.collect(partial(_stage_name, document, index), None) for index in range(len(items))]
 
 
@@ -266,10 +281,7 @@ def _check_order(names: Sequence[str], document: Document) -> None:
         if late is not None:
             what = f"stage {name!r} comes after {late!r}"
             raise document.error(keys, f"{what}; expected the order {', '.join(registry.STAGE_ORDER)}")
-    for required in ("select", "dispatch"):
-        if required not in names:
-            raise document.error(("pipeline",), f"no stage {required!r}; add '- {required}: {{}}'")
-    if names[-1] != "dispatch":
+    if "dispatch" in names and names[-1] != "dispatch":
         what = f"stage {names[-1]!r} comes after 'dispatch'; expected dispatch last"
         raise document.error(("pipeline", len(names) - 1, names[-1]), what)
 

@@ -97,6 +97,14 @@ class Work(ABC):
         """After a finished receive: the rank (of the whole job) it came from. None for anything else."""
         return None
 
+    def __repr__(self) -> str:
+        info, error = self.info, self.exception()
+        state = f"failed, {type(error).__name__}" if error else "done" if self.probe() else "in flight"
+        codec = f" with {info.codec}" if info.codec else ""
+        tag = f", tag {info.tag!r}" if info.tag else ""
+        where = f" on {info.backend}{codec} in group {info.group!r}{tag}"
+        return f"<Work: {info.kind} of {info.bytes} bytes{where}: {state}>"
+
 
 _NAP_S: Final = 20e-6  # between looks at another thread that copies the results out
 _retained: Final = Retained()

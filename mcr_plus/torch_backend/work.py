@@ -176,6 +176,9 @@ class TorchWork(dist.Work):
     def _get_op_type(self) -> int:
         return _OP_TYPES.get(self._work.info.kind, _UNKNOWN)
 
+    def __repr__(self) -> str:
+        return repr(self._work)
+
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of the tensors.
 

@@ -588,3 +588,24 @@ def test_installed_command_is_the_module() -> None:
         pytest.skip("not installed as a command")
     answer = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
     assert answer.stdout == mcr_plus("--version").stdout
+
+
+@pytest.mark.parametrize("words", [(), ("run",), ("table",), ("table", "show"), ("doctor",)])
+def test_short_help_is_help(words: tuple[str, ...]) -> None:
+    short, long = mcr_plus(*words, "-h"), mcr_plus(*words, "--help")
+    assert (short.returncode, short.stdout) == (0, long.stdout)
+    assert "Usage" in short.stdout
+
+
+def test_the_package_runs_as_the_command() -> None:
+    answer = subprocess.run(
+        [sys.executable, "-m", "mcr_plus", "--version"], capture_output=True, text=True, check=True
+    )
+    assert answer.stdout.startswith("mcr-plus ")
+
+
+@pytest.mark.parametrize("option", ["--hosts", "--hostfile", "--nnodes"])
+def test_options_for_several_hosts_name_the_launchers_for_them(option: str) -> None:
+    answer = mcr_plus("run", option, "2", "-n", "2", PROGRAMS)
+    assert answer.returncode == 2
+    assert all(word in answer.stderr for word in ("this host", "mpirun", "srun", "torchrun"))

@@ -184,8 +184,6 @@ PIPE = "version: 1\npipeline:\n"
             "3: pipeline[0].chunking: unknown stage 'chunking'; known: compress, dispatch",
         ),
         (PIPE + "  - dispach: {}\n", "3: pipeline[0].dispach: unknown stage 'dispach'; known: "),
-        (PIPE + "  - select: {}\n", "2: pipeline: no stage 'dispatch'"),
-        (PIPE + "  - dispatch: {}\n", "2: pipeline: no stage 'select'"),
         (
             PIPE + "  - dispatch: {}\n  - select: {}\n",
             "4: pipeline[1].select: stage 'select' comes after 'dispatch'",
@@ -1245,3 +1243,21 @@ def test_a_deadline_holds_for_rules_that_name_no_other() -> None:
     config = load({"version": 1, "pipeline": pipeline, "rules": rules}).with_timeout(2)
     found = [config.options("dispatch"), *(config.options("dispatch", rule) for rule in config.rules)]
     assert [options.timeout for options in found if isinstance(options, DispatchOptions)] == [2, 2, 7]
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        [{"dispatch": {"timeout": "8s"}}],
+        [{"select": {"vector_size": "1KiB"}}],
+        [{"fuse": {"bucket": "1MiB"}}],
+        [{"fuse": {}}, {"dispatch": {"timeout": "8s"}}],
+        [{"compress": {"codec": "bf16"}}, {"select": {}}],
+    ],
+)
+def test_select_and_dispatch_that_are_left_out_have_their_defaults(stages: list[dict[str, Any]]) -> None:
+    written = {name: options for stage in stages for name, options in stage.items()}
+    order = ["fuse", "compress", "select", "dispatch"]
+    whole = [{name: written.get(name, {})} for name in order if name in written or order.index(name) > 1]
+    assert load({"pipeline": stages}) == load({"pipeline": whole})
+    assert fingerprint(load({"pipeline": stages})) == fingerprint(load({"pipeline": whole}))

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "mcr_plus"
 AT_THE_ROOT = {
     "__init__",
+    "__main__",
     "autograd",
     "dtensor",
     "errors",
@@ -25,6 +26,7 @@ AT_THE_ROOT = {
 
 # From the top to the bottom. Folders of one row do not import each other.
 ORDER = (
+    {"__main__"},
     {"cli"},
     {"tuning", "report"},
     {"__init__", "autograd", "dtensor", "expert", "interfaces", "spatial", "torchft"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -256,3 +257,29 @@ def test_an_end_that_is_neither_exact_nor_not_is_refused() -> None:
             local.finish(exact=1)  # type: ignore[arg-type]
 
     on_simulated_ranks(train, 1)
+
+
+def test_a_step_of_the_optimizer_itself_is_refused_while_the_object_exists() -> None:
+    """Nothing changes by it; `local.step` may also be made by a scaler, and by a later `mcr.local`."""
+
+    def train(comm: Any) -> Any:
+        model = Quadratic(comm.rank)
+        local = made(comm, model, every=2)
+        inner = local.inner
+        model.loss().backward()
+        before = model.values().copy()
+        with pytest.raises(InvalidArgument, match=r"call local\.step\(\) in its place"):
+            inner.step()
+        np.testing.assert_array_equal(model.values(), before)
+        local.step()
+        again = made(comm, model, inner=inner, every=2)
+        again.step()
+        with pytest.raises(InvalidArgument, match=r"mcr\.local"):
+            inner.step()
+        steps = local.steps, again.steps
+        del local, again
+        gc.collect()
+        inner.step()
+        return steps
+
+    assert on_simulated_ranks(train, 2) == [(1, 1), (1, 1)]

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import mcr_plus as mcr
 from mcr_plus.api import collectives
@@ -73,3 +74,30 @@ def test_shrink_group_takes_what_torchs_takes() -> None:
     assert [(name, each.default, each.kind) for name, each in ours.items()] == [
         (name, each.default, each.kind) for name, each in theirs.items()
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("rank", "get_rank"), ("size", "get_world_size"), ("allreduce", "all_reduce"), ("elasti", "elastic"),
+     ("experts", "expert"), ("xyz", None)],
+)  # fmt: skip
+def test_an_unknown_name_of_the_package_says_which_was_meant(name: str, meant: str | None) -> None:
+    with pytest.raises(AttributeError) as caught:
+        getattr(mcr, name)
+    assert str(caught.value).endswith(f"did you mean {meant!r}?" if meant else f"attribute {name!r}")
+
+
+@pytest.mark.parametrize(("name", "meant"), [("get_rank", "rank"), ("allreduce", "all_reduce")])
+def test_a_name_of_another_library_says_that_of_a_communicator(name: str, meant: str) -> None:
+    with mcr.init() as comm:
+        assert not hasattr(comm, name)
+        with pytest.raises(AttributeError, match=f"did you mean '{meant}'"):
+            getattr(comm, name)
+
+
+def test_the_text_of_a_handle_says_kind_library_and_state() -> None:
+    with mcr.init() as comm:
+        work = comm.all_reduce(torch.ones(3), async_op=True, tag="mlp")
+        assert work is not None
+        work.wait()
+        assert repr(work) == "<Work: all_reduce of 12 bytes on local in group 'world', tag 'mlp': done>"

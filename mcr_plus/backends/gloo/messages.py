@@ -17,6 +17,7 @@ from typing import Any, Final, Literal
 import torch
 
 from mcr_plus.backends.base import BlockingPoll, Corrupted, ReceivePoll
+from mcr_plus.backends.mpi.p2p import advice
 from mcr_plus.core.group import Group
 from mcr_plus.core.kinds import dtype_name
 from mcr_plus.core.message import Message, Signature
@@ -164,6 +165,7 @@ class WatchedReceive(_Watched, ReceivePoll):
                 f"message #{number} with tag {self._tag} in group '{group.name}': {group.named(self.source)} "
                 f"issued {_text(text)} ({nbytes} bytes); {group.named(group.rank)} issued "
                 f"{self._signature.describe()} ({target.nbytes} bytes)"
+                f"{advice(dtype == _dtype_text(target), nbytes // target.itemsize)}"
             )
         parts, words = [bytes_of(target)] if nbytes else [], None
         if carries:

@@ -206,5 +206,12 @@ def mismatch(
     return OrderMismatch(
         f"message with tag {tag} in group '{group.name}': {group.named(sender)} issued send "
         f"{dtype_name(dtype)}[{count}] ({count * dtype.itemsize} bytes); {group.named(group.rank)} issued "
-        f"{wanted.describe()} ({wanted.nbytes} bytes)"
+        f"{wanted.describe()} ({wanted.nbytes} bytes){advice(wanted.dtype is dtype, count)}"
     )
+
+
+def advice(same_dtype: bool, count: int) -> str:
+    """Say what a receive of another size needs, which MPI would fill in part."""
+    if not same_dtype:
+        return ""
+    return f"; a message must fill its receive: send the size first, or receive into a tensor of {count}"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, cast
+from weakref import WeakSet
 
 import torch
 
@@ -215,3 +218,34 @@ def check_compression(compress: Any, fragments: Sequence[Fragment], comm: Commun
                 "vector: expected a codec for that, such as int8_block, int4_block or topk"
             )
         prepare(codec, anchor.dtype)  # its kernels are loaded here, not in the first window
+
+
+_stepping: Final = WeakSet[torch.optim.Optimizer]()
+
+
+@contextmanager
+def stepping(inner: torch.optim.Optimizer) -> Iterator[None]:
+    """Allow steps of an optimizer in this block, see `refuse_other_steps`."""
+    _stepping.add(inner)
+    try:
+        yield
+    finally:
+        _stepping.discard(inner)
+
+
+def refuse_other_steps(local: object, inner: torch.optim.Optimizer) -> None:
+    """Let steps outside of `local.step` raise `InvalidArgument`: nothing would be averaged after them.
+
+    They cannot count as steps of `local`: where a GradScaler leaves one out, ranks would count differently.
+    """
+    owner = weakref.ref(local, lambda _: handle.remove())
+
+    def before(optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
+        if owner() is not None and optimizer not in _stepping:
+            raise InvalidArgument(
+                "optimizer.step() was called on the optimizer of mcr.local, so nothing would be "
+                "averaged; call local.step() in its place (with a GradScaler: local.step(scaler=scaler)), or "
+                "first delete the object that mcr.local has returned"
+            )
+
+    handle = inner.register_step_pre_hook(before)

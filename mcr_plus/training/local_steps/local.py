@@ -42,7 +42,8 @@ def local(
 ) -> LocalSteps:
     """Train a model on ranks that are joined by slow links: with inner steps alone, and outer steps together.
 
-    Every rank calls `local.step()` instead of `inner.step()`. Every `every` steps, the ranks average how far
+    Every rank calls `local.step()` instead of `inner.step()`, which raises as long as `local` exists. Every
+    `every` steps, the ranks average how far
     their parameters have moved since the last outer step (the pseudo-gradient), and the outer optimizer makes
     one step of the outer parameters with it, alike on all ranks (DiLoCo; Douillard et al. 2023, arXiv
     2311.08105). The model continues from there; the inner optimizer keeps its state, which is not exchanged.
@@ -159,6 +160,7 @@ class LocalSteps:
         self._computing = self._in_window = self._waiting = self._outer = 0.0
         self._bytes = self._wire_bytes = 0
         self._left = time.perf_counter()
+        arguments.refuse_other_steps(self, inner)
 
     # -- steps ------------------------------------------------------------------------------------
 
@@ -204,10 +206,11 @@ class LocalSteps:
             self._average_gradients()
             self._waiting += time.perf_counter() - began
             self._left += time.perf_counter() - began
-        if scaler is not None:
-            returned = scaler.step(self.inner)
-        else:
-            returned = self.inner.step() if closure is None else self.inner.step(closure)
+        with arguments.stepping(self.inner):
+            if scaler is not None:
+                returned = scaler.step(self.inner)
+            else:
+                returned = self.inner.step() if closure is None else self.inner.step(closure)
         entered = time.perf_counter()
         self._computing += entered - self._left
         self._in_window += entered - self._left

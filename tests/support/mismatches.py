@@ -22,11 +22,11 @@ Program = Callable[[Group, str], object]
 
 @dataclass(frozen=True)
 class Case:
-    """What most ranks do, what the last rank does, and words by which a report must name both."""
+    """What most ranks do, what the last rank does, and patterns that a report must have."""
 
     good: Program
     bad: Program
-    words: tuple[str, str]
+    words: tuple[str, ...]
 
 
 def _value(group: Group, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

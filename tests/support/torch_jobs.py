@@ -678,7 +678,8 @@ def fsdp_refuses_gradients_of_other_branches() -> None:
             with job():
                 names = ("replicas", "shards")[-len(sizes) :]
                 mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
-                model: Any = mcr.fsdp(fully_shard(_Branches(), mesh=mesh))
+                sharded: Any = fully_shard(_Branches(), mesh=mesh)
+                model: Any = mcr.fsdp(sharded)
                 for name in "ab" if known else "":
                     model(torch.full((1, 4), 2.0 * dist.get_rank()), name).sum().backward()
                     grads = {each: getattr(model, each).weight.grad for each in "ab"}

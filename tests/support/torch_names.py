@@ -225,7 +225,7 @@ QUERIES: Final[dict[str, Call]] = {
     "eager_connect_single_device": _called("eager_connect_single_device", _CPU),
     "get_backend": lambda group: group.get_backend(_CPU).rank(),
     "get_error": lambda group: group.get_error().name,
-    "get_group_store": lambda group: isinstance(group.get_group_store(), dist.Store),
+    "get_group_store": lambda group: isinstance(group.get_group_store(), bindings.Store),
     "group_desc": _read("group_desc"),
     "group_name": lambda group: isinstance(group.group_name, str),
     "mem_allocator": _read("mem_allocator"),
@@ -484,7 +484,7 @@ def calls_of_hooks(masked: bool) -> dict[str, Any]:
 def errors_of_hooks() -> list[Any]:
     dist.init_process_group("mcr", timeout=timedelta(seconds=60))
     group: Any = dist.group.WORLD
-    plain, problems = type(group), []
+    plain, problems = type(group), list[Any]()
 
     def refuse(_: Any) -> None:
         raise KeyError("no")

@@ -19,7 +19,7 @@ import sysconfig
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 ROOT: Final = Path(__file__).parents[2]
 FOLDER: Final = ROOT / "build/versions"
@@ -90,7 +90,7 @@ def _run(name: str, row: Row) -> tuple[str, ...]:
     if problem:
         return "", "-", "-", "-", f"not installed: {problem}"
     env = os.environ | {"PATH": f"{python.parent}:{os.environ['PATH']}"}
-    command = [python, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", *row.tests.split()]
+    command: list[Any] = [python, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", *row.tests.split()]
     command += ["-m", "not slow and not long", "-p", "no:cacheprovider"]
     log = FOLDER / f"{name}.log"
     reason = ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -238,7 +239,13 @@ def test_closed_forms_of_the_course() -> None:
 def test_a_gradient_that_is_ready_twice_counts_with_its_last_part() -> None:
     """As one that accumulates; times of readiness ascend, which the search needs."""
     issue = Issue(0, "all_reduce", 8, (0, 1), "g", None, ("b", "a"))
-    times = [Ready("b", 4, "x"), Compute("", 1.0), Ready("a", 4, "x"), Compute("", 2.0), Ready("b", 4, "x")]
+    times: list[Any] = [
+        Ready("b", 4, "x"),
+        Compute("", 1.0),
+        Ready("a", 4, "x"),
+        Compute("", 2.0),
+        Ready("b", 4, "x"),
+    ]
     (unit,) = units_of(Step(2, 1, "", 3.0, 0.0, (Role((0, 1), (*times, issue, Wait(0))),)))
     assert list(unit.ready.items()) == [("a", 1.0), ("b", 3.0)]
     assert list(unit.sizes) == ["a", "b"]

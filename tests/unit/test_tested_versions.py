@@ -44,8 +44,8 @@ def test_a_version_within_or_not(installed: str, within: bool) -> None:
 
 def test_doctor_names_one_that_is_newer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tested, "_installed", lambda name: {"torch": "99.1", "numpy": "2.4.6"}.get(name))
-    found = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)["tested_versions"]
+    found = json.loads(CliRunner().invoke(app(), ["doctor", "--json"]).stdout)["tested_versions"]
     assert found["torch"]["version"] == "99.1"
     assert [found[name]["within_tested"] for name in ("torch", "numpy", "mpich")] == [False, True, None]
-    lines = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "200"}).stdout.splitlines()
+    lines = CliRunner().invoke(app(), ["doctor"], env={"COLUMNS": "200"}).stdout.splitlines()
     assert any("torch" in line and "99.1" in line and " no " in line for line in lines)

@@ -95,8 +95,9 @@ class HookableGroup(RefusingGroup):
         self._before, self._after = dict(sorted(before.items())), dict(sorted(after.items()))
         if self._numbers is None:
             self._numbers = count()
-        plain: Any = getattr(type(self), "_plain", type(self))  # Any: hashable for mypy, too
-        self.__class__ = _hooked(plain) if before or after else plain
+        plain: Any = getattr(type(self), "_plain", type(self))
+        chosen: Any = _hooked(plain) if before or after else plain
+        self.__class__ = chosen
 
 
 if not _HAS_HOOKS:

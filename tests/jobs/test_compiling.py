@@ -17,7 +17,6 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import numba
 import pytest
 import torch
 from command import mcr_plus
@@ -501,7 +500,7 @@ def test_functions_of_one_text_that_are_compiled_at_once_are_kept_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two processes, both begin to write before either has, and the first one writes last."""
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path))
     write: Any = IndexDataCacheFile._save_data
     writes: list[Any] = []
     with monkeypatch.context() as both:

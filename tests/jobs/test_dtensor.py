@@ -314,7 +314,7 @@ def flattened(sizes: tuple[int, ...], step: int) -> int:
         ]
         lost = ((S0,) * len(sizes), (R,) * len(sizes))
         for source, target in [lost, *pairs[::step]]:
-            x = distributed(mesh, source, shape)
+            x, refused = distributed(mesh, source, shape), ""
             with dtensor.planned():
                 try:
                     y = x.redistribute(placements=target).to_local()

@@ -376,10 +376,9 @@ def test_an_exception_of_ranks_that_are_slow_to_end_is_shown_once_and_without_wh
     tmp_path: Path,
 ) -> None:
     """The end of the interpreter takes long on a busy machine, with what torch's optimizers import."""
-    try:
+    with pytest.raises(ValueError, match="x") as caught:
         exec(compile("raise ValueError('x')", "/home/me/train.py", "exec"))
-    except ValueError as error:
-        report = description(error, error.__traceback__)
+    report = description(caught.value, caught.value.__traceback__)
     report["traceback"][1:1] = ['  File "<frozen runpy>", line 88, in _run_code']
     lines: list[tuple[int, str]] = []
     channels = Channels(tmp_path, 3, lambda rank, _, line: lines.append((rank, line.decode())))

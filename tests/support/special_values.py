@@ -64,10 +64,10 @@ def expected(parts: Sequence[Array], op: str) -> Array:
             if op != "PRODUCT":
                 total = total + part
             elif np.iscomplexobj(total):
-                made = np.empty_like(total)
-                made.real = total.real * part.real - total.imag * part.imag
-                made.imag = total.real * part.imag + total.imag * part.real
-                total = made
+                a, b, c, d = np.real(total), np.imag(total), np.real(part), np.imag(part)
+                made = np.empty((*total.shape, 2), a.dtype)
+                made[..., 0], made[..., 1] = a * c - b * d, a * d + b * c
+                total = made.view(total.dtype)[..., 0]
             else:
                 total = total * part
     if op == "AVG":

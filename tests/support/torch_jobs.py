@@ -678,8 +678,9 @@ def fsdp_refuses_gradients_of_other_branches() -> None:
             with job():
                 names = ("replicas", "shards")[-len(sizes) :]
                 mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
-                sharded: Any = fully_shard(_Branches(), mesh=mesh)
-                model: Any = mcr.fsdp(sharded)
+                branches: Any = _Branches()
+                fully_shard(branches, mesh=mesh)
+                model: Any = mcr.fsdp(branches)
                 for name in "ab" if known else "":
                     model(torch.full((1, 4), 2.0 * dist.get_rank()), name).sum().backward()
                     grads = {each: getattr(model, each).weight.grad for each in "ab"}

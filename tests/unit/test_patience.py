@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import threading
 import time
 
@@ -63,7 +62,7 @@ def test_a_process_of_multiprocessing_without_a_rank_is_told(
     single = LaunchEnvironment(0, 1, 0, 1, "single", None, None, False)
     init._warn_of_siblings(single)
     assert caplog.text == ""
-    monkeypatch.setattr(multiprocessing.process, "parent_process", lambda: object())
+    monkeypatch.setattr("multiprocessing.process.parent_process", lambda: object())
     init._warn_of_siblings(LaunchEnvironment(0, 1, 0, 1, "torchrun", None, None, False))
     assert caplog.text == ""
     with caplog.at_level(logging.WARNING):

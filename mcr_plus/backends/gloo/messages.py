@@ -156,13 +156,13 @@ class WatchedReceive(_Watched, ReceivePoll):
         pg, self._pg = self._pg, None  # a handle kept by the program must not keep gloo's group alive
         self._work.wait(LONGEST)
         self.arriving = True  # the header is there
-        if self.source is None:
-            self.source = self._work._source_rank()
+        source = self._work._source_rank() if self.source is None else self.source
+        self.source = source
         number, nbytes, dtype, text, carries, word = _HEADER.unpack(self._header.numpy().tobytes())
         target, group = self._target, self._group
         if (nbytes, dtype) != (target.nbytes, _dtype_text(target)):
             raise OrderMismatch(
-                f"message #{number} with tag {self._tag} in group '{group.name}': {group.named(self.source)} "
+                f"message #{number} with tag {self._tag} in group '{group.name}': {group.named(source)} "
                 f"issued {_text(text)} ({nbytes} bytes); {group.named(group.rank)} issued "
                 f"{self._signature.describe()} ({target.nbytes} bytes)"
                 f"{advice(dtype == _dtype_text(target), nbytes // target.itemsize)}"

@@ -322,7 +322,7 @@ def _tuned(text: str, name: str, lost: list[str]) -> Iterator[tuple[_Section, st
 
 def _section(text: str) -> _Section:
     """Read the header of a section."""
-    words = dict(word.partition("=")[::2] for word in text.split())
+    words = {key: value for key, _, value in (word.partition("=") for word in text.split())}
     processor = " ".join(f"{key}={words.pop(key).lower()}" for key in ("vendor", "model") if key in words)
     numbers: dict[str, Range] = {}
     for key in ("team_size", "nnodes", "ppn"):

@@ -3,8 +3,8 @@
 #
 # A good guess: torch.maximum gives NaN if either side is NaN, so the maximum over ranks is NaN everywhere; or else
 # 1.0 everywhere.
-# What happens (torch 2.13.0, CPU): a third of the elements, in one run, is NaN and two thirds are 1.0; which third
-# depends on the rank that has the NaN. The sign of zero is decided likewise. All ranks get the same result.
+# What happens (torch 2.13.0, CPU): some elements in one run are NaN and the others 1.0 (4, 4 and 1 of 9); which
+# ones depends on the rank that has the NaN. The sign of zero is decided likewise. All ranks get the same result.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -269,10 +269,10 @@ def _options() -> list[Bad]:
     """Reduce ops, backends, codecs, tags, and kinds of persistent operations."""
     return [
         (
-            "mean of integers",
-            lambda p: do.all_reduce(p.ones().int(), "AVG"),
+            "mean of bool",
+            lambda p: do.all_reduce(p.ones().bool(), "AVG"),
             UNSUPPORTED,
-            ("AVG", "int32", "float32"),
+            ("AVG on bool", "float32"),
         ),
         (
             "bits of floats",
@@ -409,9 +409,9 @@ def _several() -> list[Bad]:
         ("later tensor", lambda p: do.all_reduce_coalesced([p.ones(), None]), WRONG, ("tensor", "NoneType")),
         (
             "later dtype",
-            lambda p: do.all_reduce_coalesced([p.ones(), p.ones().int()], "AVG"),
+            lambda p: do.all_reduce_coalesced([p.ones(), p.ones().bool()], "AVG"),
             UNSUPPORTED,
-            ("AVG", "int32"),
+            ("AVG", "bool"),
         ),
         (
             "later pair",

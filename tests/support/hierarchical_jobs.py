@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import has_come, meet, wait_for_ranks
-from reference import Failures, difference, inputs, reduced, rough, sum_bound, wide
+from reference import Failures, difference, inputs, reduced, rough, sum_bound, unit_roundoff, wide
 
 import mcr_plus as mcr
 from mcr_plus.api.record import Log
@@ -78,7 +78,7 @@ def reductions(comm: mcr.Communicator, failures: Failures, dtypes: Dtypes) -> No
                 failures.check(f"input {op} {dtype} {count}", difference(values, parts[comm.rank]))
                 expected = expected[comm.rank * count :][:count]
             # Sums are exact; a mean is rounded once to its type.
-            allowed = np.abs(expected) * (torch.finfo(dtype).eps if op == "AVG" else 0.0)
+            allowed = np.abs(expected) * (2 * unit_roundoff(dtype) if op == "AVG" else 0.0)
             failures.check(f"{kind} {op} {dtype} {count}", difference(result, expected, allowed))
 
 

@@ -186,7 +186,9 @@ def combined(inputs: list[torch.Tensor], op: ReduceOp) -> torch.Tensor:
     result = stack[0]
     for each in stack[1:]:
         result = _COMBINED[op](result, each)
-    return result / len(inputs) if op == "AVG" else result
+    if op != "AVG":
+        return result
+    return torch.div(result, len(inputs), rounding_mode=None if result.is_floating_point() else "trunc")
 
 
 def layout(kind: str, ranks: int) -> tuple[int, int]:

@@ -121,12 +121,18 @@ def reduced(parts: Sequence[Array], op: str) -> Array:
         result: Array = _LOGIC[op].reduce(stack, axis=0)
         return result
     result = np.asarray(_UFUNCS[op].reduce(stack, axis=0, dtype=stack.dtype))
-    return result / len(parts) if op == "AVG" else result
+    if op != "AVG":
+        return result
+    if result.dtype.kind in "iu":  # rounded towards zero
+        means = [abs(total) // len(parts) * (1 if total >= 0 else -1) for total in result.ravel().tolist()]
+        return np.array(means, result.dtype).reshape(result.shape)
+    quotient: Array = result / len(parts)
+    return quotient
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
-    """The largest relative error of rounding to `dtype` once."""
-    return torch.finfo(dtype).eps / 2
+    """The largest relative error of rounding to `dtype` once; 0 for integers."""
+    return torch.finfo(dtype).eps / 2 if dtype.is_floating_point or dtype.is_complex else 0.0
 
 
 def sum_bound(parts: Sequence[Array], dtype: torch.dtype, roundings: int) -> Array:

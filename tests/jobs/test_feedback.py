@@ -151,7 +151,7 @@ def test_never_slower_warmup_exemption_and_audit() -> None:
         assert found["exempt"] == [None]
         assert found["not exempt"] == ["int8_block"]
         assert found["audited"] == ["bf16"] * 4
-        for part in ("SUM float32[3000] tag=bent", "codec crooked", "call 6", "rank(s) 1", "'world'"):
+        for part in ("SUM float32[3000] tag=bent", "codec crooked", "call 6", "rank 1 of group", "'world'"):
             assert part in found["bent"]
     assert results[0]["never slower"] == results[1]["never slower"]
 

@@ -377,7 +377,7 @@ def test_an_exception_of_ranks_that_are_slow_to_end_is_shown_once_and_without_wh
 ) -> None:
     """The end of the interpreter takes long on a busy machine, with what torch's optimizers import."""
     with pytest.raises(ValueError, match="x") as caught:
-        exec(compile("raise ValueError('x')", "/home/me/train.py", "exec"))
+        exec(compile("raise ValueError('x')", "train.py", "exec"))
     report = description(caught.value, caught.value.__traceback__)
     report["traceback"][1:1] = ['  File "<frozen runpy>", line 88, in _run_code']
     lines: list[tuple[int, str]] = []
@@ -390,7 +390,7 @@ def test_an_exception_of_ranks_that_are_slow_to_end_is_shown_once_and_without_wh
         channels.pump(0)
         assert lines[0] == (1, "mcr-plus: rank 1 has raised this and has not ended for 10 s:\n")
         assert lines[-1] == (1, "  ValueError: x\n")
-        assert sum("ValueError" in line for _, line in lines) == 1
+        assert [line for _, line in lines].count("  ValueError: x\n") == 1
         assert not any("runpy" in line for _, line in lines)
         for state in channels.states:
             state.code, state.ended = int(state.rank > 0), time.monotonic()

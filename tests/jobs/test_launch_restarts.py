@@ -431,8 +431,9 @@ def test_half_a_report_of_a_killed_process_is_dropped(tmp_path: Path) -> None:
         pipe.write(b'{"pid": 11, "error": "E')
     job.write("status", of_supervisor(-signal.SIGKILL, "again", again=True), of_wrapper(12, None))
     job.channels.drain()
-    job.write("error.0", of_process(12))
+    report = of_process(12) | {"time": time.monotonic()}
+    job.write("error.0", report)
     job.channels.drain()
     job.channels.close()
     assert job.lines == [b"mcr-plus: rank 0 was killed by SIGKILL; again\n"]
-    assert job.channels.states[0].report == of_process(12)
+    assert job.channels.states[0].report == report

@@ -663,7 +663,6 @@ def world(size: int = 2, hosts: int = 1, **libraries: str) -> World:
     [
         world(),
         world(gloo="gloo of torch 2.13.0"),
-        world(mpi="Intel MPI 2021.14"),
         world(mpi="MVAPICH 3.0"),
         world(1, mpi="Open MPI 5.0.11"),
         world(3, mpi="Open MPI 5.0.11"),

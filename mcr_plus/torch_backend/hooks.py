@@ -95,7 +95,7 @@ class HookableGroup(RefusingGroup):
         self._before, self._after = dict(sorted(before.items())), dict(sorted(after.items()))
         if self._numbers is None:
             self._numbers = count()
-        plain = getattr(type(self), "_plain", type(self))
+        plain: Any = getattr(type(self), "_plain", type(self))
         self.__class__ = _hooked(plain) if before or after else plain
 
 

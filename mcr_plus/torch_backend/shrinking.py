@@ -112,4 +112,4 @@ def let_torch_split() -> None:
     def source(pg: ProcessGroup, *requested: Any) -> Any:
         return None if isinstance(pg, LivingGroup) else usual(pg, *requested)
 
-    distributed_c10d._get_split_source = source  # type: ignore[assignment]
+    distributed_c10d._get_split_source = source

@@ -96,8 +96,7 @@ class HookableGroup(RefusingGroup):
         if self._numbers is None:
             self._numbers = count()
         plain: Any = getattr(type(self), "_plain", type(self))
-        chosen: Any = _hooked(plain) if before or after else plain
-        self.__class__ = chosen
+        self.__class__ = _hooked(plain) if before or after else plain
 
 
 if not _HAS_HOOKS:

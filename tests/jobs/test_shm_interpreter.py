@@ -113,7 +113,7 @@ def test_a_rank_that_dies_while_memory_is_opened_is_named(when: str, victim: int
             assert result.value is not None, result.stderr
             waited = re.fullmatch(
                 r"group 'of-three': memory of backend msccl was not open after (\d\.\d) s "
-                rf"without rank {victim}",
+                rf"without rank {4 + victim} of the job",
                 result.value,
             )
             assert waited is not None, result.value

@@ -96,7 +96,8 @@ class HookableGroup(RefusingGroup):
         if self._numbers is None:
             self._numbers = count()
         plain: Any = getattr(type(self), "_plain", type(self))
-        self.__class__ = _hooked(plain) if before or after else plain
+        chosen: Any = _hooked(plain) if before or after else plain
+        self.__class__ = chosen
 
 
 if not _HAS_HOOKS:

@@ -322,10 +322,13 @@ def outcomes_of_groups() -> dict[str, list[Outcome]]:
     dist.init_process_group("mcr", timeout=timedelta(seconds=60))
     groups = [dist.group.WORLD, dist.new_group(backend="gloo", timeout=timedelta(seconds=60))]
     found: dict[str, list[Outcome]] = {}
+    # Over gloo not what is refused here, since it has no checks of such calls, and not its splits before torch
+    # 2.15, of which one rank now and then waits without an end.
+    ours = refused() | (set() if SPLITS else {"split_group", "splitGroup"})
     for name in names("ProcessGroup", "Backend"):
         call = OPERATIONS.get(name) or QUERIES.get(name)
-        if call is not None:  # over gloo not what is refused here: it has no checks of such calls
-            found[name] = [outcome(call, _with(group, name)) for group in groups[: 2 - (name in refused())]]
+        if call is not None:
+            found[name] = [outcome(call, _with(group, name)) for group in groups[: 2 - (name in ours)]]
     dist.destroy_process_group()
     return found
 

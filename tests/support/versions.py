@@ -89,7 +89,12 @@ def _run(name: str, row: Row) -> tuple[str, ...]:
     python, problem = _environment(name, row)
     if problem:
         return "", "-", "-", "-", f"not installed: {problem}"
-    env = os.environ | {"PATH": f"{python.parent}:{os.environ['PATH']}"}
+    folders = [python.parent]
+    env = dict(os.environ)
+    if not row.python and row.tests != _MPI:  # the MPI of make's environment
+        folders.append(Path(sys.executable).parent)
+        env["MPI4PY_LIBMPI"] = str(Path(sys.prefix) / "lib/libmpi.so")
+    env["PATH"] = os.pathsep.join([*map(str, folders), env["PATH"]])
     command: list[Any] = [python, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", *row.tests.split()]
     command += ["-m", "not slow and not long", "-p", "no:cacheprovider"]
     log = FOLDER / f"{name}.log"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from functools import partial
-from typing import ClassVar, Final
+from typing import ClassVar, Final, TypeGuard
 
 import torch
 

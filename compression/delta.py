@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from functools import partial
-from typing import ClassVar, TypeGuard
+from typing import ClassVar, Final, TypeGuard
 
 import torch
 
@@ -17,9 +17,12 @@ from mcr_plus.compression.codec import CodecOptions, PayloadCodec, Traits
 from mcr_plus.compression.copies import Copies, Copy, Held
 from mcr_plus.compression.state import CompressorState
 from mcr_plus.config.options import BytesOrNone
-from mcr_plus.core.kinds import DTYPES
+from mcr_plus.core import kinds
 from mcr_plus.errors import BackendError
 from mcr_plus.kernels import delta
+
+DTYPES: Final = (torch.float32, *(each for each in kinds.DTYPES if each is not torch.float32))
+"""The first one is what kernels are prepared with."""
 
 
 class DeltaOptions(CodecOptions):

@@ -340,9 +340,7 @@ def prepare(codec: Codec, dtype: torch.dtype | None = None) -> None:
 
 def _use(codec: Codec) -> None:
     """Call everything that has a kernel."""
-    known = codec.traits.dtypes
-    dtype = torch.float32 if torch.float32 in known else known[0]  # `wire_numel` is for 4 bytes
-    values = torch.zeros(max(600, codec.traits.alignment + 1), dtype=dtype, device="cpu")
+    values = torch.zeros(max(600, codec.traits.alignment + 1), dtype=codec.traits.dtypes[0], device="cpu")
     if isinstance(codec, PayloadCodec):
         wire = torch.empty(3, codec.wire_numel(values.numel()), dtype=codec.wire_dtype, device="cpu")
         written = codec.encode(values, wire[0])

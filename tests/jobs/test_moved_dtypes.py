@@ -13,7 +13,7 @@ from mcr_plus.launch import mpi_usable
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
 ALL: Final = ("mpi", "gloo", "msccl")
 ENV: Final = {"GLOO_SOCKET_IFNAME": "lo"}
-KINDS: Final = ["broadcast", "all_gather", "all_to_all", "gather", "scatter"]
+KINDS: Final = ["broadcast", "all_gather", "all_to_all"]
 
 
 def _config(*first: dict[str, Any], **dispatch: Any) -> dict[str, Any]:

@@ -322,7 +322,7 @@ def outcomes_of_groups() -> dict[str, list[Outcome]]:
     dist.init_process_group("mcr", timeout=timedelta(seconds=60))
     groups = [dist.group.WORLD, dist.new_group(backend="gloo", timeout=timedelta(seconds=60))]
     found: dict[str, list[Outcome]] = {}
-    # Over gloo not what is refused here, since it has no checks of such calls, and not its splits before torch
+    # Over gloo not what is refused here, since it has no checks of such calls, and no splits before torch
     # 2.15, of which one rank now and then waits without an end.
     ours = refused() | (set() if SPLITS else {"split_group", "splitGroup"})
     for name in names("ProcessGroup", "Backend"):

@@ -183,8 +183,8 @@ def test_non_finite_values_stay_visible(case: Case, bad: float) -> None:
 def test_refusals_of_codecs(case: Case) -> None:
     codec = case.make_payload()
     wire = torch.zeros(codec.wire_numel(100), dtype=codec.wire_dtype)
-    with pytest.raises(Unsupported, match="bits8; expected one of"):
-        codec.encode(torch.empty(100, dtype=torch.bits8), wire)
+    with pytest.raises(Unsupported, match="bits16; expected one of"):
+        codec.encode(torch.empty(100, dtype=torch.bits16), wire)
     with pytest.raises(Unsupported, match="a payload of 100 values"):
         codec.encode(torch.zeros(100), wire[:-1])
     with pytest.raises(Unsupported, match="a payload of 100 values"):

@@ -93,7 +93,7 @@ def _run(name: str, row: Row) -> tuple[str, ...]:
     env = dict(os.environ)
     if not row.python and row.tests != _MPI:  # the MPI of make's environment
         folders.append(Path(sys.executable).parent)
-        env["MPI4PY_LIBMPI"] = str(Path(sys.prefix) / "lib/libmpi.so")
+        env["MPI4PY_LIBMPI"] = str(max(Path(sys.prefix).glob("lib/libmpi.so.*"), default=""))
     env["PATH"] = os.pathsep.join([*map(str, folders), env["PATH"]])
     command: list[Any] = [python, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", *row.tests.split()]
     command += ["-m", "not slow and not long", "-p", "no:cacheprovider"]

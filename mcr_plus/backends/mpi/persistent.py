@@ -29,9 +29,16 @@ _NAMES: Final = {
 
 @cache
 def has_persistent() -> bool:
-    """Whether the library has MPI 4's persistent collectives, as Open MPI 5, although it reports MPI 3.1."""
+    """Return True if the library has MPI 4's persistent collectives, as Open MPI 5, although it reports MPI 3.1.
+
+    Those of Intel MPI 2021.18 are not used: a gather, scatter or all_gather that is started again delivers what
+    it has sent first, and a gather nothing at all.
+    """
+    mpi = load_mpi()
+    if "Intel(R) MPI" in mpi.Get_library_version():
+        return False
     try:
-        load_mpi().COMM_SELF.Barrier_init().Free()
+        mpi.COMM_SELF.Barrier_init().Free()
     except NotImplementedError:
         return False
     return True

@@ -29,10 +29,10 @@ _NAMES: Final = {
 
 @cache
 def has_persistent() -> bool:
-    """Return True if the library has MPI 4's persistent collectives, as Open MPI 5, although it reports MPI 3.1.
+    """Return True if MPI 4's persistent collectives can be used, as in Open MPI 5, which reports MPI 3.1.
 
-    Those of Intel MPI 2021.18 are not used: a gather, scatter or all_gather that is started again delivers what
-    it has sent first, and a gather nothing at all.
+    Those of Intel MPI 2021.18 are wrong: a scatter or all_gather that is started again delivers what it has
+    sent first, and a gather nothing at all.
     """
     mpi = load_mpi()
     if "Intel(R) MPI" in mpi.Get_library_version():

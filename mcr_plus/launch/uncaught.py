@@ -174,7 +174,8 @@ def _end_with(error: Exception, channel: str | None, when: float) -> None:
         trace = error.__traceback__
     error.__traceback__ = trace
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
-    sys.last_exc = error
+    if sys.version_info >= (3, 12):
+        sys.last_exc = error
     sys.excepthook(type(error), error, trace)
     if channel is not None:
         _reported(channel, error, trace, when, shown=True)

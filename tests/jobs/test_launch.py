@@ -364,9 +364,7 @@ def test_what_a_hook_of_the_program_shows_is_not_shown_again(start: Start, tmp_p
     run = start("--via", via, "-n", "2", str(tmp_path / "own.py"))
     assert run.wait() == 1
     text = run.text()
-    assert re.search(
-        r"ranks 0 and 1 of 2 failed:\n  ValueError: of all ranks \(.*own.py:9.*\); its traceback", text
-    )
+    assert re.search(r"of 2 failed.*:\n  ValueError: of all ranks \(.*own.py:9.*\); its traceback", text)
     assert 1 <= text.count("SHOWN") <= 2  # a rank may be ended before it shows anything
     assert text.count("raise ValueError") == text.count("SHOWN")
     assert not re.search(r"runpy|uncaught\.py|mpi4py", text)
@@ -391,7 +389,7 @@ def test_an_exception_of_ranks_that_are_slow_to_end_is_shown_once_and_without_wh
         channels.pump(0)
         assert lines[0] == (1, "mcr-plus: rank 1 has raised this and has not ended for 10 s:\n")
         assert lines[-1] == (1, "  ValueError: x\n")
-        assert sum("ValueError" in line for _, line in lines) == 1
+        assert sum(line == "  ValueError: x\n" for _, line in lines) == 1
         assert not any("runpy" in line for _, line in lines)
         for state in channels.states:
             state.code, state.ended = int(state.rank > 0), time.monotonic()

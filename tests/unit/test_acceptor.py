@@ -72,7 +72,12 @@ def test_a_rank_greets_beside_strangers_who_do_not_stay(
             assert door.come() == []
             member.sendall(greeting(KEY, 3))
             came: list[tuple[int, socket.socket]] = []
-            wait_for(lambda: (came.extend(door.come()), bool(came))[1])
+
+            def has_come() -> bool:
+                came.extend(door.come())
+                return bool(came)
+
+            wait_for(has_come)
             ((rank, link),) = came
             assert rank == 3
             link.close()
@@ -155,18 +160,16 @@ def test_the_oldest_silent_connection_makes_room_and_lines_are_counted(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1000.0]
-    monkeypatch.setattr(acceptors.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as stack:
         acceptor = Acceptor(listener, "test", members=1, most=2, within=10.0)
 
         def connect() -> tuple[socket.socket, socket.socket]:
             far = stack.enter_context(socket.create_connection(listener.getsockname()))
-            wait_for(lambda: (accepted.append(acceptor.accept()) or accepted[-1]) is not None, 1e9)
-            near = accepted[-1]
-            assert near is not None
+            while (near := acceptor.accept()) is None:
+                pass
             return stack.enter_context(near), far
 
-        accepted: list[socket.socket | None] = []
         (first, its), (second, _), (third, _) = (connect() for _ in range(3))
         its.sendall(b"x")
         wait_for(lambda: first.recv(1, socket.MSG_PEEK) == b"x", 1e9)

@@ -157,7 +157,9 @@ def strangers_at_gloo() -> list[int]:
             with pytest.raises(TimeoutError):
                 socket.create_connection(place, timeout=0.05)
         count = len(open_sockets())
-        with comm.split(0) as part:
+        part = comm.split(0)
+        assert part is not None
+        with part:
             x = torch.tensor([1 + comm.rank])
             part.all_reduce(x)
             sums.append(int(x))

@@ -113,6 +113,11 @@ def agent_has_store(environ: Mapping[str, str] | None = None) -> bool:
     return env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
+def gloo_connects_late() -> bool:
+    """Whether torch's gloo connects two ranks only when they use the connection."""
+    return "TORCH_GLOO_LAZY_INIT" in os.environ
+
+
 def ranks_keep_their_own(hosts: int, environ: Mapping[str, str] | None = None) -> bool:
     """Whether ranks can outlive each other, on so many hosts, and no launcher has a store for all of them."""
     env = os.environ if environ is None else environ

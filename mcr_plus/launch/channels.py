@@ -280,11 +280,13 @@ class Channels:
     def _show(self, state: RankState) -> None:
         """Print the exception of a rank that does not end, once for all ranks that failed alike."""
         state.shown = True
-        kind = state.kind_of_failure()
-        if any(each.shown and each.kind_of_failure() == kind for each in self.states if each is not state):
+        kind, trace = state.kind_of_failure(), state.traceback()
+        if not trace or any(
+            each.shown and each.kind_of_failure() == kind for each in self.states if each is not state
+        ):
             return
         head = f"mcr-plus: rank {state.rank} has raised this and has not ended for {_PATIENCE_S:g} s:"
-        for line in [head, *(f"  {line}" for line in state.traceback())]:
+        for line in [head, *(f"  {line}" for line in trace)]:
             self._sink(state.rank, "err", f"{line}\n".encode())
 
     def _line(self, rank: int, stream: Stream, line: bytes) -> None:

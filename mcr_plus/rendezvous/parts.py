@@ -51,7 +51,7 @@ def unused_name(store: Store, rank: int, size: int, timeout: float, arrivals: Ar
         if rank:
             return f"rank {rank} of {size} waits for others; rank 0 says for which"
         here = [each for each in range(size) if each not in missing]
-        return f"{some_ranks(here)} of {size} have come to {place}; still awaited: {some_ranks(missing)}"
+        return f"{some_ranks(here)} of {size} arrived at {place}; still awaited: {some_ranks(missing)}"
 
     with logged_waiting(waits):
         return _unused_name(store, rank, size, timeout, arrivals, missing)

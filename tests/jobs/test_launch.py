@@ -364,9 +364,7 @@ def test_what_a_hook_of_the_program_shows_is_not_shown_again(start: Start, tmp_p
     run = start("--via", via, "-n", "2", str(tmp_path / "own.py"))
     assert run.wait() == 1
     text = run.text()
-    assert re.search(
-        r"ranks 0 and 1 of 2 failed:\n  ValueError: of all ranks \(.*own.py:9.*\); its traceback", text
-    )
+    assert re.search(r"of 2 failed.*:\n  ValueError: of all ranks \(.*own.py:9.*\); its traceback", text)
     assert 1 <= text.count("SHOWN") <= 2  # a rank may be ended before it shows anything
     assert text.count("raise ValueError") == text.count("SHOWN")
     assert not re.search(r"runpy|uncaught\.py|mpi4py", text)

@@ -34,7 +34,7 @@ def test_ranks_that_wait_say_who_has_come_and_who_is_awaited(
         thread.join()
     said = [record.getMessage() for record in caplog.records]
     assert any(line.startswith("rank 2 of 4 has come to ") and "waits for rank 0" in line for line in said)
-    assert any("ranks 0, 2 of 4 have come to" in line and "awaited: ranks 1, 3, for" in line for line in said)
+    assert any("ranks 0, 2 of 4 arrived at" in line and "awaited: ranks 1, 3, for" in line for line in said)
     assert 2 <= len(said) <= 12  # with growing pauses
 
 

@@ -7,7 +7,6 @@ threads; waiting ranks yield at once, because those threads need the cores.
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 import threading
 from datetime import timedelta
@@ -22,6 +21,7 @@ from mcr_plus.backends.gloo.keys import compares_keys
 from mcr_plus.backends.gloo.swap import swaps
 from mcr_plus.core import c10d
 from mcr_plus.core.buffers import Pool
+from mcr_plus.core.environment import gloo_connects_late
 from mcr_plus.core.group import Group
 from mcr_plus.core.message import Signature
 from mcr_plus.core.sockets import (
@@ -158,7 +158,7 @@ class GlooBackend(Backend):
         silent = accepted_in_silence(connections, self._listener, _FIRST_BYTES)
         shut_down(silent)
         with _lock:
-            if not _opening and sys.platform == "linux" and "TORCH_GLOO_LAZY_INIT" not in os.environ:
+            if not _opening and sys.platform == "linux" and not gloo_connects_late():
                 take_connections(self._listener, accepts=False)
         return {descriptor: name for descriptor, name in connections.items() if descriptor not in silent}
 

@@ -289,13 +289,22 @@ def test_redistribution_between_meshes_and_within_planned(every: bool) -> None:
     assert set(LEFT).isdisjoint(taken)
 
 
-def flattened(sizes: tuple[int, ...], step: int) -> int:
+def to_partial(mesh: DeviceMesh) -> bool:
+    """Whether torch lets programs redistribute to partial placements; 2.6 does not."""
+    try:
+        distributed(mesh, [P] * mesh.ndim).redistribute(placements=[P] * mesh.ndim)
+    except RuntimeError:
+        return False
+    return True
+
+
+def flattened(sizes: tuple[int, ...], step: int) -> tuple[int, int]:
     """All placements of small tensors that do not divide, on a mesh that is flattened, against `placed`.
 
-    torch itself loses rows there. Every `step`th pair; returns their number.
+    torch itself loses rows there. Every `step`th pair; returns how many were right, and how many refused.
     """
     shape, names = (9, 5) if len(sizes) > 2 else (5, 3), "abc"[: len(sizes)]
-    checked = 0
+    right = refused = 0
     with job():
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=tuple(names))
         for number in range(2, len(sizes) + 1):
@@ -305,9 +314,11 @@ def flattened(sizes: tuple[int, ...], step: int) -> int:
         kinds = [R, S0, S1, P]
         if placeable(shape, [2], [_StridedShard(0, split_factor=2)]):
             kinds.append(_StridedShard(0, split_factor=2))
+        partial_targets = to_partial(mesh)
         pairs = [
             (source, target)
             for source, target in itertools.product(itertools.product(kinds, repeat=len(sizes)), repeat=2)
+            if partial_targets or P not in target
             # torch cannot make addends, nor strided shards in the last dimension of a mesh
             if all(old.is_partial() for old, new in zip(source, target, strict=True) if new.is_partial())
             and not any(type(each[-1]) is _StridedShard for each in (source, target))
@@ -319,9 +330,10 @@ def flattened(sizes: tuple[int, ...], step: int) -> int:
                 try:
                     y = x.redistribute(placements=target).to_local()
                 except mcr.Unsupported as error:
-                    y, refused = None, str(error)
+                    y, said = None, str(error)
             if y is None:
-                assert "strided shards that encode no order" in refused, (source, target)
+                refused += 1
+                assert "strided shards that encode no order" in said, (source, target)
                 assert any(each.is_partial() for each in target)
                 continue
             partial = [at for at, each in enumerate(target) if each.is_partial()]
@@ -330,21 +342,21 @@ def flattened(sizes: tuple[int, ...], step: int) -> int:
             expected = placed(values(*shape), mesh, [R if each.is_partial() else each for each in target])
             found = y.view(expected.to_local().shape) if y.numel() == 0 else y
             assert torch.equal(found, expected.to_local()), (source, target)
-            checked += 1
-    return checked
+            right += 1
+    return right, refused
 
 
 @needs_mpi
 @pytest.mark.parametrize(
-    ("sizes", "step", "least"),
-    [((2, 2), 13, 15), ((2, 2), 1, 220), ((2, 2, 2), 29, 150)],
+    ("sizes", "step"),
+    [((2, 2), 13), ((2, 2), 1), ((2, 2, 2), 29)],
     ids=["some pairs", "every pair", "three dimensions"],
 )
-def test_uneven_shards_on_flattened_meshes_within_planned(
-    sizes: tuple[int, ...], step: int, least: int
-) -> None:
+def test_uneven_shards_on_flattened_meshes_within_planned(sizes: tuple[int, ...], step: int) -> None:
     results = run_ranks(flattened, math.prod(sizes), args=[sizes, step], timeout=400)
-    assert all(result.value >= least for result in results)
+    for result in results:
+        right, refused = result.value
+        assert right >= max(10, 9 * refused)
 
 
 def small_tensors() -> list[str]:

@@ -325,7 +325,7 @@ def flattened(sizes: tuple[int, ...], step: int) -> tuple[int, int]:
         ]
         lost = ((S0,) * len(sizes), (R,) * len(sizes))
         for source, target in [lost, *pairs[::step]]:
-            x, refused = distributed(mesh, source, shape), ""
+            x, said = distributed(mesh, source, shape), ""
             with dtensor.planned():
                 try:
                     y = x.redistribute(placements=target).to_local()

@@ -176,6 +176,7 @@ def test_the_oldest_silent_connection_makes_room_and_lines_are_counted(
             assert near is not None
             return stack.enter_context(near), far
 
+        accepted: list[socket.socket | None] = []
         (first, its), (second, _), (third, _) = (connect() for _ in range(3))
         its.sendall(b"x")
         wait_for(lambda: first.recv(1, socket.MSG_PEEK) == b"x", 1e9)

@@ -456,3 +456,10 @@ class _Completed(Channel):
 def done() -> bool:
     """The poll of a finished operation."""
     return True
+
+
+def advice(same_dtype: bool, count: int) -> str:
+    """Say what a receive of another size needs, which MPI would fill in part."""
+    if not same_dtype:
+        return ""
+    return f"; a message must fill its receive: send the size first, or receive into a tensor of {count}"

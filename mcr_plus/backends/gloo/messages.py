@@ -16,8 +16,7 @@ from typing import Any, Final, Literal
 
 import torch
 
-from mcr_plus.backends.base import BlockingPoll, Corrupted, ReceivePoll
-from mcr_plus.backends.mpi.p2p import advice
+from mcr_plus.backends.base import BlockingPoll, Corrupted, ReceivePoll, advice
 from mcr_plus.core.group import Group
 from mcr_plus.core.kinds import dtype_name
 from mcr_plus.core.message import Message, Signature

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import torch
 
-from mcr_plus.backends.base import ReceivePoll
+from mcr_plus.backends.base import ReceivePoll, advice
 from mcr_plus.core.group import Group
 from mcr_plus.core.kinds import DTYPES, dtype_name
 from mcr_plus.core.message import Signature
@@ -208,10 +208,3 @@ def mismatch(
         f"{dtype_name(dtype)}[{count}] ({count * dtype.itemsize} bytes); {group.named(group.rank)} issued "
         f"{wanted.describe()} ({wanted.nbytes} bytes){advice(wanted.dtype is dtype, count)}"
     )
-
-
-def advice(same_dtype: bool, count: int) -> str:
-    """Say what a receive of another size needs, which MPI would fill in part."""
-    if not same_dtype:
-        return ""
-    return f"; a message must fill its receive: send the size first, or receive into a tensor of {count}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, TypeVar
 
@@ -14,6 +15,7 @@ from mcr_plus.runtime.process import job
 
 Compress = str | Mapping[str, object] | bool | None
 Model = TypeVar("Model", bound=nn.Module)
+_log = logging.getLogger("mcr_plus")
 _ENTRIES: Final = ("set_custom_all_gather", "set_custom_reduce_scatter")
 
 
@@ -62,7 +64,13 @@ def fsdp(
     from torch.distributed.fsdp import FSDPModule
 
     from mcr_plus.torch_backend.process_group import McrProcessGroup
-    from mcr_plus.training.fsdp_collectives import BackwardPass, Gather, ReduceScatter, checked_group
+    from mcr_plus.training.fsdp_collectives import (
+        BackwardPass,
+        Gather,
+        ReduceScatter,
+        checked_group,
+        sees_reduced,
+    )
 
     shards: list[tuple[str, Any]] = [  # for type checkers, an FSDPModule is no module
         (name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)
@@ -71,6 +79,12 @@ def fsdp(
         raise InvalidArgument("model: none of its modules is sharded; call torch's fully_shard first")
     if not all(hasattr(module, entry) for _, module in shards for entry in _ENTRIES):
         raise Unsupported(f"fsdp: torch {torch.__version__} has no {' and '.join(_ENTRIES)}; update it")
+    if not sees_reduced():
+        _log.warning(
+            "fsdp: torch %s does not say which gradients it reduces: ranks whose passes give gradients to "
+            "different parameters are not found",
+            torch.__version__,
+        )
     groups = [_replica_group(module) for _, module in shards]
     if replicas is not None and not any(groups):
         raise Unsupported("fsdp: replicas: the model's mesh has no dimension of replicas; use a hybrid one")

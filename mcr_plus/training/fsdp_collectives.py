@@ -12,6 +12,7 @@ asynchronous:
 
 from __future__ import annotations
 
+import inspect
 import sys
 import weakref
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ from mcr_plus.torch_backend.process_group import McrProcessGroup
 
 _NO_BACKWARD: Final = -1
 _NAMED: Final = 4  # parameters in an error
+_REDUCED: Final = "fsdp_params"  # parameter of foreach_reduce of FSDP2: those with gradients
 
 
 class _Collective:
@@ -138,7 +140,7 @@ class ReduceScatter(_Collective):
         """
         values = super().allocate(size, dtype=dtype, device=device)
         if self._between is not None:
-            called = self._subset(sys._getframe(1).f_locals.get("fsdp_params", ()))
+            called = self._subset(sys._getframe(1).f_locals.get(_REDUCED, ()))
             self._between.all_reduces_with(values, called=called, **self._later)
         return values
 
@@ -155,7 +157,7 @@ class ReduceScatter(_Collective):
         options.reduceOp = op
         # Also if it is completed at once: hooks and gradients of an earlier pass may be those of one rank.
         options.asyncOp = async_op or output_tensor.is_cpu
-        called = self._subset(sys._getframe(1).f_locals.get("fsdp_params", ()))
+        called = self._subset(sys._getframe(1).f_locals.get(_REDUCED, ()))
         work = checked_group(group).reduce_scatter_single(
             output_tensor, input_tensor, options, called=called, **self._options
         )
@@ -172,7 +174,7 @@ class ReduceScatter(_Collective):
 
         FSDP2 reduces those that have gradients. Ranks whose passes took different branches may have gradients
         of the same size for different parameters, which would be averaged: their names in the signature make
-        it differ. `reduced`: the caller's, as FSDP2 does not pass them on; empty in another torch.
+        it differ. `reduced`: the caller's, as FSDP2 does not pass them on; empty if `sees_reduced` is false.
         """
         shards = _param_groups(self._module())
         names = [str(getattr(param, "_param_fqn", None)) for param in reduced]
@@ -227,6 +229,13 @@ def _reads_early(shard: Any, dtype: torch.dtype) -> bool:
             for param in params
         )
     )
+
+
+def sees_reduced() -> bool:
+    """Whether the function of this torch that starts a reduction has the parameters under the known name."""
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
+
+    return _REDUCED in inspect.signature(foreach_reduce).parameters
 
 
 def checked_group(group: Any) -> McrProcessGroup:

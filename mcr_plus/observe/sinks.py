@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from mcr_plus.core.environment import LOOPBACK
 from mcr_plus.errors import ConfigError, Unsupported
+from mcr_plus.liveness.acceptor import WITHIN
 from mcr_plus.observe.metrics import Family, families
 
 if TYPE_CHECKING:
@@ -101,6 +102,8 @@ class Port:
         self.name = f"observe.prometheus: port {port}"
         self._collector, registry = _registry()
         self._server, self._thread = start_http_server(port, LOOPBACK, registry)
+        handler = self._server.RequestHandlerClass  # without a timeout, a silent connection keeps its thread
+        self._server.RequestHandlerClass = type("Handler", (handler,), {"timeout": WITHIN})
 
     def publish(self, metrics: Sequence[Family]) -> None:
         """See `Sink.publish`."""

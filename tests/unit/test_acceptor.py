@@ -9,6 +9,7 @@ import os
 import socket
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -20,6 +21,7 @@ from mcr_plus.liveness.acceptor import Acceptor
 from mcr_plus.liveness.greeting import Door, greeting
 from mcr_plus.liveness.keeper import ANSWER, GET, REQUEST, SET, Keeper
 from mcr_plus.liveness.proc import read_stat
+from mcr_plus.observe import sinks
 from mcr_plus.training import precopy
 from mcr_plus.training import weight_link as links
 from mcr_plus.training.precopy_source import PrecopySource
@@ -154,6 +156,25 @@ def test_a_newcomer_gets_its_state_beside_strangers(said: bytes) -> None:
         assert newcomer.head(1 << 20)[0] == precopy.COPY
         newcomer.close()
     source.close()
+
+
+@SAYINGS
+def test_metrics_are_scraped_beside_strangers_who_do_not_stay(
+    said: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("prometheus_client")
+    monkeypatch.setattr(sinks, "WITHIN", WITHIN)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    sink = sinks.Port(port)
+    try:
+        before = descriptors()
+        with strangers(("127.0.0.1", port), said, 20):
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
+                assert answer.status == 200
+            wait_for(lambda: descriptors() <= before + 20)  # those of the strangers
+    finally:
+        sink.close()
 
 
 def test_the_oldest_silent_connection_makes_room_and_lines_are_counted(

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from mcr_plus.config.document import read_bytes
 from mcr_plus.core.stacks import Frame, call_site
+from mcr_plus.core.units import MAX_INTEGER
 from mcr_plus.errors import ConfigError, InvalidArgument
 from mcr_plus.observe.flight_record import OURS
 
@@ -171,9 +172,9 @@ def _dump(path: Path, data: dict[str, Any], own: dict[str, Any]) -> Dump:
     groups = {
         str(name): DumpedGroup(
             str(name),
-            tuple(int(rank) for rank in group["ranks"]),
-            int(group["issued"]),
-            {int(rank): int(issued) for rank, issued in group["peers"].items()},
+            tuple(_integer(rank) for rank in group["ranks"]),
+            _integer(group["issued"]),
+            {_integer(rank): _integer(issued) for rank, issued in group["peers"].items()},
             str(group["failed"]),
             messages=[_operation(0, each, each["frames"]) for each in group["messages"]],
         )
@@ -181,10 +182,10 @@ def _dump(path: Path, data: dict[str, Any], own: dict[str, Any]) -> Dump:
     }
     for entry in data["entries"]:
         if not entry["is_p2p"]:
-            number = int(entry["collective_seq_id"])
+            number = _integer(entry["collective_seq_id"])
             operation = _operation(number, entry["mcr"], entry["frames"])
             groups[entry["process_group"][0]].operations[number] = operation
-    rank, size = int(own["rank"]), int(own["world_size"])
+    rank, size = _integer(own["rank"]), _integer(own["world_size"])
     if size != len(own["hosts"]):
         raise ValueError(f"{size} ranks on {len(own['hosts'])} hosts")
     _check(rank, size, groups)
@@ -194,11 +195,11 @@ def _dump(path: Path, data: dict[str, Any], own: dict[str, Any]) -> Dump:
         rank,
         size,
         str(own["host"]),
-        int(own["written_by"]),
-        int(own["time_ns"]),
+        _integer(own["written_by"]),
+        _integer(own["time_ns"]),
         str(own["reason"]),
         _error(own["error"]),
-        {int(rank): str(status) for rank, status in own["processes"].items()},
+        {_integer(rank): str(status) for rank, status in own["processes"].items()},
         [(str(thread["name"]), _frames(thread["frames"])) for thread in own["threads"]],
         groups,
     )
@@ -218,7 +219,7 @@ def _check(rank: int, size: int, groups: Mapping[str, DumpedGroup]) -> None:
 
 
 def _error(own: dict[str, Any] | None) -> dict[str, Any] | None:
-    return None if own is None else {**own, "ranks": [int(rank) for rank in own.get("ranks", ())]}
+    return None if own is None else {**own, "ranks": [_integer(rank) for rank in own.get("ranks", ())]}
 
 
 def _operation(number: int, own: dict[str, Any], frames: Sequence[dict[str, Any]]) -> Operation:
@@ -228,21 +229,29 @@ def _operation(number: int, own: dict[str, Any], frames: Sequence[dict[str, Any]
         str(own["kind"]),
         str(own["operation"]),
         None if reduce_op is None else str(reduce_op),
-        None if root is None else int(root),
+        None if root is None else _integer(root),
         None if tag is None else str(tag),
         str(own["backend"]),
-        tuple(int(length) for length in own["shape"]),
+        tuple(_integer(length) for length in own["shape"]),
         str(own["dtype"]),
         str(own["state"]),
-        int(own["issued_ns"]),
+        _integer(own["issued_ns"]),
         float(own["waited"]),
         bool(own["waits"]),
         str(own["error"]),
-        None if peer is None else int(peer),
-        int(own["match_tag"]),
+        None if peer is None else _integer(peer),
+        _integer(own["match_tag"]),
         _frames(frames),
     )
 
 
+def _integer(value: Any) -> int:
+    """Convert a number or a text; raises what `int` does, and `OverflowError` beyond 64 bits."""
+    number = int(value)
+    if abs(number) > MAX_INTEGER:
+        raise OverflowError(f"a number of {number.bit_length()} bits")
+    return number
+
+
 def _frames(frames: Sequence[dict[str, Any]]) -> list[Frame]:
-    return [Frame(str(frame["name"]), str(frame["filename"]), int(frame["line"])) for frame in frames]
+    return [Frame(str(frame["name"]), str(frame["filename"]), _integer(frame["line"])) for frame in frames]

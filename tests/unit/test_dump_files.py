@@ -320,7 +320,7 @@ def test_what_is_written_halfway_is_never_seen(tmp_path: Path, monkeypatch: pyte
 
 
 def test_bad_files_are_left_out_and_named(tmp_path: Path) -> None:
-    _write(tmp_path, {0: [_world(0, [_entry(1)])]}, size=6)
+    _write(tmp_path, {0: [_world(0, [_entry(1)])]}, size=7)
     good = json.loads((tmp_path / "rank.0.json").read_text())
 
     def altered(**changes: Any) -> str:
@@ -333,11 +333,12 @@ def test_bad_files_are_left_out_and_named(tmp_path: Path) -> None:
     (tmp_path / "rank.3.json").write_text(altered(rank=3, job="another", time_ns=1))
     (tmp_path / "rank.4.json").write_text('{"entries": []}')
     (tmp_path / "rank.5.json").write_text(altered(rank=5, groups=[]))
+    (tmp_path / "rank.6.json").write_text(altered(rank=6, time_ns=10**400))
     folder = read_folder(tmp_path)
-    assert (list(folder.dumps), folder.absent) == ([0], [1, 2, 3, 4, 5])
+    assert (list(folder.dumps), folder.absent) == ([0], [1, 2, 3, 4, 5, 6])
     for file, why in {
         1: "cut off or damaged", 2: "format 99 of another version; expected 1", 3: "of another job",
-        4: "no dump of mcr_plus", 5: "not a dump",
+        4: "no dump of mcr_plus", 5: "not a dump", 6: "not a dump: a number of",
     }.items():  # fmt: skip
         assert any(f"rank.{file}.json" in problem and why in problem for problem in folder.problems), why
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +13,7 @@ from mcr_plus.core.work import JointWork, Work
 from mcr_plus.layout.native import GROUPS, root_of
 from mcr_plus.layout.regions import as_ints
 from mcr_plus.layout.rounds import Locals, Strided, copy_all, in_one_piece, strided
-from mcr_plus.layout.run import TAG, rounding_of
+from mcr_plus.layout.run import TAG
 
 if TYPE_CHECKING:
     from mcr_plus.communicator.calls import CallOptions
@@ -39,9 +38,6 @@ class Collective:
         self._is_alone = members is not None and len(members) == 1
         self._call = call
         self._op: ReduceOp = spec.source.op
-        self._divisor: int | None = None
-        if self._op == "AVG" and rounding_of(spec.dtype) is not None:  # libraries have no means of integers
-            self._op, self._divisor = "SUM", spec.source.addend_count
         self._group = _group(comm, native)
         self._options: CallOptions = {**options, "tag": options.get("tag") or TAG}
         # A codec would make replicas in different groups differ, and the source of a broadcast be written.
@@ -81,7 +77,6 @@ class Collective:
             _, finish = self._issue(self._group, sources, outputs, False)
             if finish is not None:
                 finish()
-            self._divide(outputs)
 
     def start(self, sources: Locals, outputs: Locals, nbytes: int) -> Work:
         """See `Mover.start`."""
@@ -93,8 +88,6 @@ class Collective:
             assert work is not None
             if finish is not None:
                 work.then(finish)
-            if self._divisor is not None:
-                work.then(partial(self._divide, outputs))
             works.append(work)
         return JointWork(works, TAG, nbytes=nbytes, tag=self._options.get("tag"))
 
@@ -136,12 +129,6 @@ class Collective:
             kept = flat
             return issue("reduce_scatter_tensor", result, flat, self._op), lambda: self._keep(kept)
         return issue("reduce_scatter_tensor", result, flat, self._op), None
-
-    def _divide(self, outputs: Locals) -> None:
-        """Make means of the sums of integers."""
-        for output in outputs:
-            if self._divisor is not None and output is not None:
-                output.div_(self._divisor, rounding_mode=rounding_of(output.dtype))
 
     def _space(self, like: torch.Tensor) -> torch.Tensor:
         """Return a buffer for all parts, which no pending call uses: the kept one or a new one."""

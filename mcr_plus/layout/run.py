@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from mcr_plus.backends.emulation import divide
 from mcr_plus.communicator.calls import Call, CallOptions
 from mcr_plus.core.message import Message
 from mcr_plus.core.work import JointWork, Work
@@ -48,18 +49,22 @@ def _extreme(
         torch.where(both == target, both, target, out=target)
 
 
+def _add(targets: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    """Add, complex numbers by their parts: torch multiplies them by 1 first, which makes NaN of inf."""
+    _torch._foreach_add_([_parts(each) for each in targets], [_parts(each.resolve_conj()) for each in values])
+
+
+def _parts(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 _REDUCE: Final[dict[str, Callable[..., Any]]] = {
-    "SUM": _torch._foreach_add_,
-    "AVG": _torch._foreach_add_,
+    "SUM": _add,
+    "AVG": _add,
     "PRODUCT": _torch._foreach_mul_,
     "MAX": partial(_extreme, _torch._foreach_maximum_, torch.bitwise_and),
     "MIN": partial(_extreme, _torch._foreach_minimum_, torch.bitwise_or),
 }
-
-
-def rounding_of(dtype: torch.dtype) -> str | None:
-    """Return how means are rounded: those of integers towards zero, as by the torch backend and NCCL."""
-    return None if dtype.is_floating_point or dtype.is_complex else "trunc"
 
 
 class Run:
@@ -302,7 +307,7 @@ class Run:
                     values = [value.to(into.dtype) for value in values]
                     _REDUCE[addends.op](targets, values)
             if addends.op == "AVG":
-                into.div_(len(addends.addends), rounding_mode=rounding_of(into.dtype))
+                divide(into, len(addends.addends))
             if into is not result:
                 result.copy_(into)
 

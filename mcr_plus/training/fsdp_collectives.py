@@ -172,16 +172,14 @@ class ReduceScatter(_Collective):
     def _subset(self, reduced: Sequence[Any]) -> str | None:
         """Return the names of the parameters that are reduced; None if they are all of the module.
 
-        FSDP2 reduces those that have gradients. Ranks whose passes took different branches may have gradients
-        of the same size for different parameters, which would be averaged: their names in the signature make
-        it differ. `reduced`: the caller's, as FSDP2 does not pass them on; empty if `sees_reduced` is false.
+        FSDP2 reduces those that have gradients. Ranks whose passes took different branches, or that have
+        frozen different parameters, may have gradients of the same size for different parameters, which would
+        be averaged: their names in the signature make it differ. `reduced`: the caller's, as FSDP2 does not
+        pass them on; empty if `sees_reduced` is false.
         """
         shards = _param_groups(self._module())
         names = [str(getattr(param, "_param_fqn", None)) for param in reduced]
-        trained = [
-            param for each in shards for param in each.fsdp_params if param.sharded_param.requires_grad
-        ]
-        if not names or len(names) == len(trained):
+        if not names or len(names) == sum(len(each.fsdp_params) for each in shards):
             return None
         some = ", ".join(names[:_NAMED])
         if len(names) > _NAMED:

@@ -7,6 +7,7 @@ other files, as what ranks run in one launch shares values, reports and pairs.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
@@ -180,6 +181,7 @@ def everything(backend: str) -> dict[str, Any]:
                 target = oracle.mesh((6, 5), range(comm.size), [after])
                 one_pair(report, comm.rank, source, target, dtype, index)
         rounded_once(report, comm.rank, comm.size)
+        infinite_parts(report, comm.rank, comm.size)
     return report.value()
 
 
@@ -206,6 +208,18 @@ def rounded_once(report: Report, rank: int, number: int) -> None:
             else:
                 fine = found is not None and torch.equal(found, whole)
             report.add(f"{op} of {dtype} to {target}", None if fine else f"{found}, not {whole}")
+
+
+def infinite_parts(report: Report, rank: int, number: int) -> None:
+    """Parts of complex numbers are added and divided by themselves: an infinite one leaves the other."""
+    total = number * (number + 1) / 2
+    for op, right in (("P", total), ("P(avg)", total / number)):
+        x = torch.full((8, 5), complex(math.inf, rank + 1.0))
+        source = Layout.mesh((8, 5), range(number), [op])
+        for ranks in (range(number), [number - 1]):
+            found = mcr.redistribute(x, source, Layout.replicated((8, 5), ranks))
+            want = np.full((8, 5), complex(math.inf, right)) if rank in ranks else None
+            report.add(f"{op} of complex numbers to {list(ranks)}", wrong(found, want))
 
 
 def one_pair(report: Report, rank: int, source: Side, target: Side, dtype: torch.dtype, index: int) -> None:

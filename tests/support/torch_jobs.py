@@ -674,11 +674,13 @@ class _Branches(nn.Module):
 def fsdp_refuses_gradients_of_other_branches() -> None:
     """Between shards and between replicas; torch averages the gradients of two parameters there."""
     for sizes in ((2,), (2, 1)):
-        for known in (True, False):
+        for known, frozen in ((True, False), (False, False), (False, True)):
             with job():
                 names = ("replicas", "shards")[-len(sizes) :]
                 mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
                 branches: Any = _Branches()
+                if frozen:
+                    getattr(branches, "ba"[dist.get_rank()]).weight.requires_grad_(False)
                 fully_shard(branches, mesh=mesh)
                 model: Any = mcr.fsdp(branches)
                 for name in "ab" if known else "":
@@ -689,7 +691,7 @@ def fsdp_refuses_gradients_of_other_branches() -> None:
                 with pytest.raises(mcr.OrderMismatch) as caught:
                     model(torch.ones(1, 4), "ab"[dist.get_rank()]).sum().backward()
                 for name in ("a.weight", "b.weight"):
-                    assert f"gradients of {name} alone" in str(caught.value), (sizes, known)
+                    assert f"gradients of {name} alone" in str(caught.value), (sizes, known, frozen)
 
 
 def fsdp_moves_beside_passes() -> None:

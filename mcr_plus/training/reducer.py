@@ -81,6 +81,7 @@ class Reducer:
                 before.detach()
         self.comm = comm = comm.branch_named(branch)
         self.syncing, config = True, comm.config
+        self.keeps = False  # True if a pass has accumulated gradients that no later one has averaged
         fuse = comm.stage_options("fuse")
         self._limits = fuse if isinstance(fuse, FuseOptions) else FuseOptions()
         self._alignment = largest_alignment(config, self._limits.codecs)  # in elements
@@ -285,6 +286,8 @@ class Reducer:
             owner = reducer()
             if owner is not None and owner.syncing:
                 owner._is_ready(owner._slots[index])
+            elif owner is not None:
+                owner.keeps = True
 
         return ready
 
@@ -390,6 +393,7 @@ class Reducer:
                     self._auto.used[flat.nbytes] = flat.work.info.backend
         finally:
             self._reset()
+        self.keeps = False
         self._assign(raised=failed)
 
     def _reset(self) -> None:

@@ -43,8 +43,8 @@ def drain(engine: Engine, only: Sequence[GroupState] | None = None) -> None:
         with contextlib.suppress(ValueError):
             engine.in_flight.remove(work)
             engine.unread.append(work)
-    for work in engine.unread if only is not None else ():
-        work.waited = work.waited or work.operation.state in only
+    for work in engine.unread:
+        work.waited = work.waited or (only is not None and work.operation.state in only)
     if errors:
         raise errors[0]
 

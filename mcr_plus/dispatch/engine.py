@@ -100,24 +100,24 @@ class Engine:
         for _ in range(_REAP):
             if not in_flight or not (in_flight[0].is_done or self.try_poll(in_flight[0])):
                 break
-            self._reap()
+            if not (done := in_flight.popleft()).waited:
+                self._keep_unread(done)
         in_flight.append(work)
         if self.progress_thread is not None:
             self.progress_thread.wake()
         self.ring()
 
-    def _reap(self) -> None:
-        work = self.in_flight.popleft()
-        if not work.waited:
-            self.unread.append(work)
-            if len(self.unread) > _UNREAD:  # half of the room is for those that come
-                self.unread = [work for work in self.unread if not work.waited][: _UNREAD // 2]
+    def _keep_unread(self, work: IssuedWork) -> None:
+        self.unread.append(work)
+        if len(self.unread) > _UNREAD:  # half of the room is for those that come
+            self.unread = [work for work in self.unread if not work.waited][: _UNREAD // 2]
 
     def occupied(self) -> bool:
         """Whether operations are in flight besides the one that the caller waits for."""
         with self.lock:  # those that are done would stay until the next one is issued
             while self.in_flight and self.in_flight[0].is_done:
-                self._reap()
+                if not (work := self.in_flight.popleft()).waited:
+                    self._keep_unread(work)
         return bool(self.in_flight or self.blocked or self.unordered)
 
     def ring(self) -> None:
@@ -317,7 +317,8 @@ class Engine:
         with self.lock:
             in_flight = self.in_flight
             while in_flight and (in_flight[0].is_done or self.try_poll(in_flight[0])):
-                self._reap()
+                if not (work := in_flight.popleft()).waited:
+                    self._keep_unread(work)
             if in_flight:
                 self.progress()
             return bool(in_flight)

@@ -289,6 +289,11 @@ def pairs(
     return list(zip(outputs, inputs, strict=True))
 
 
+_OTHER_NAMES: Final[Mapping[str, ReduceOp]] = {
+    "MEAN": "AVG", "AVERAGE": "AVG", "ADD": "SUM", "MUL": "PRODUCT", "AND": "BAND", "OR": "BOR",
+}  # fmt: skip
+
+
 def reduce_op_name(op: Any) -> ReduceOp | None:
     """Return the name of a reduce op, given by name or as one of torch.distributed's."""
     if op is None or op in REDUCE_OPS:
@@ -296,7 +301,9 @@ def reduce_op_name(op: Any) -> ReduceOp | None:
     name = str(op).rpartition(".")[2]
     if name in REDUCE_OPS and type(op).__module__.startswith("torch."):
         return name
-    raise InvalidArgument(f"op: {unknown('reduce op', op, REDUCE_OPS)}")
+    meant = _OTHER_NAMES.get(str(op).upper())
+    hint = f"; did you mean '{meant}'?" if meant else ""
+    raise InvalidArgument(f"op: {unknown('reduce op', op, REDUCE_OPS)}{hint}")
 
 
 def check_options(kind: Kind, op: object, options: Mapping[str, Any]) -> None:

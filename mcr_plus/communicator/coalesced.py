@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mcr_plus.communicator.calls import Call, CallOptions, Compress, check_options
-from mcr_plus.communicator.tensors import check_apart, is_plain, plain
+from mcr_plus.communicator.tensors import check_apart, check_distinct, is_plain, plain
 from mcr_plus.core.kinds import Kind, ReduceOp
 from mcr_plus.core.message import Signature, frozen
 from mcr_plus.core.work import JointWork, Work
@@ -60,6 +60,7 @@ def coalesced(
     For in-place operations, `outputs` is `inputs`. Unsupported operations raise before any data is sent.
     """
     check_options(kind, op, options)
+    check_distinct(outputs)
     strided = [index for index, output in enumerate(outputs) if not is_plain(output)]
     for index in strided:
         check_apart(outputs[index])

@@ -91,7 +91,7 @@ class Operations(ABC):
             run = self._plans[key]
         except KeyError:
             pass
-        except (TypeError, AttributeError):
+        except (TypeError, AttributeError, RuntimeError):
             key = None
         else:
             return run(tensor)  # type: ignore[no-any-return]
@@ -429,7 +429,7 @@ class Operations(ABC):
             run = self._plans[key]
         except KeyError:
             pass
-        except (TypeError, AttributeError):  # an unhashable option, or not a torch tensor
+        except (TypeError, AttributeError, RuntimeError):  # an unhashable option, or no dense tensor
             key = None
         else:
             return run(*tensors)  # type: ignore[no-any-return]

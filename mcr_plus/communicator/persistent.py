@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+import torch
+
 from mcr_plus.communicator.calls import BUILDERS, CallOptions
 from mcr_plus.communicator.tensors import as_tensor, is_on_device, is_plain
 from mcr_plus.core.message import Message
@@ -69,6 +71,7 @@ class Persistent:
         self._lost: int | None = None  # the root, if it has been lost
         self._stub: Any = None
         self._loan: Loan | None = None  # of arrays of another library on a device
+        self._memory: list[Any] = []
 
     @classmethod
     def of(
@@ -81,6 +84,7 @@ class Persistent:
         check_persistent(kind, tensors, options)
         own = {name: options.pop(name) for name in options.keys() - CallOptions.__annotations__.keys()}
         self, builder = cls(kind, options, group.size), BUILDERS[kind]
+        self._memory = [_pinned(as_tensor(each, kind)) for each in tensors if hasattr(each, "__dlpack__")]
         self._loan = loan
         operation, start = self._bound(group, builder(group.opened.group, *tensors, **own))
         arguments = inspect.signature(builder).bind(group, *tensors, **own).arguments
@@ -135,6 +139,14 @@ class Persistent:
         self._stub = lambda: bound()()  # kept, because it is replaced while it runs
         self._become(operation, partial(self._stub), lambda: bound().start(), group)
         group.persistents.add(operation)
+
+
+def _pinned(tensor: torch.Tensor) -> Any:
+    """Return what keeps the memory of a tensor where it is, on the CPU: libraries have the address.
+
+    `tensor.resize_` raises from now on; after `tensor.data = other` the old memory goes on being used.
+    """
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy() if tensor.is_cpu else None
 
 
 def _bound(now: Prepared, later: Prepared) -> tuple[Any, Any]:

@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from mcr_plus.communicator.tensors import check_apart, is_plain, overlap, pack, pack_space, plain, plain_like
+from mcr_plus.communicator.tensors import (
+    check_apart,
+    check_distinct,
+    is_plain,
+    overlap,
+    pack,
+    pack_space,
+    plain,
+    plain_like,
+)
 from mcr_plus.communicator.tensors import unpack as unpack_into
 from mcr_plus.core.kinds import IN_PLACE
 from mcr_plus.core.message import Message
@@ -74,6 +83,7 @@ def _laid_out(
         source = source.clone()
     copy_out = None
     if copied and target is not None:
+        check_distinct(outputs)
         for output in outputs:
             check_apart(output)
         flat = target.view(-1)

@@ -25,8 +25,9 @@ def as_tensor(value: Any, name: str) -> torch.Tensor:
     layouts, devices and dtypes that libraries cannot send.
     """
     tensor = value if isinstance(value, torch.Tensor) else _from_dlpack(value, name)
-    if tensor.layout is not torch.strided:
-        raise Unsupported(f"{name}: layout {tensor.layout}; only strided (dense) tensors are supported")
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        layout = "of nested tensors" if tensor.is_nested else tensor.layout
+        raise Unsupported(f"{name}: layout {layout}; only strided (dense) tensors are supported")
     if not has_kernels(tensor.device.type) and tensor.device.type not in (known := device_types()):
         raise Unsupported(f"{name}: device {tensor.device}; known: {', '.join(known)}")
     if tensor.dtype not in DTYPES:
@@ -133,6 +134,15 @@ def check_apart(tensor: torch.Tensor) -> None:
         raise InvalidArgument(
             f"a tensor of shape {list(tensor.shape)} is an output, but its elements share memory "
             f"(strides {list(tensor.stride())}, as from expand); pass a copy: tensor.contiguous()"
+        )
+
+
+def check_distinct(outputs: Sequence[torch.Tensor]) -> None:
+    """Raise `InvalidArgument` if a tensor is listed as an output twice."""
+    filled = [each.data_ptr() for each in outputs if each.numel()]
+    if len(set(filled)) < len(filled):
+        raise InvalidArgument(
+            "the same tensor is an output more than once, as in [tensor] * 2; pass a tensor for each"
         )
 
 

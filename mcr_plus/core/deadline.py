@@ -16,6 +16,13 @@ def check_timeout(timeout: object) -> None:
         raise InvalidArgument(f"timeout: expected seconds, a timedelta or None, got {short(timeout)}")
 
 
+def check_wait(timeout: float | timedelta | None) -> None:
+    """Raise `InvalidArgument` unless a program may wait for so long: -1 does not mean for ever."""
+    check_timeout(0 if timeout is None else timeout)
+    if timeout is not None and timeout < (timedelta(0) if isinstance(timeout, timedelta) else 0):  # type: ignore[operator]
+        raise InvalidArgument(f"timeout: {timeout} is negative; None waits until the operation is done")
+
+
 class Deadline:
     """The end of a timeout that begins now, in seconds or as a timedelta; with None it never passes."""
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
 
-from mcr_plus.core.deadline import Deadline
+from mcr_plus.core.deadline import Deadline, check_wait
 from mcr_plus.core.streams import Event, Retained, Streams
 
 
@@ -150,6 +150,7 @@ class JointWork(Work):
         self._end: Event | None = None  # behind the kernels of functions
 
     def wait(self, timeout: float | timedelta | None = None) -> None:  # noqa: D102
+        check_wait(timeout)
         deadline = Deadline(timeout)
         for member in self.members:
             member.wait(deadline.left())

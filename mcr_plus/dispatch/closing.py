@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import deque
-from typing import TYPE_CHECKING
+from collections import Counter, deque
+from typing import TYPE_CHECKING, Final
 
+from mcr_plus.core.stacks import site_at
 from mcr_plus.dispatch.board.base import Failure
 from mcr_plus.dispatch.disabling import why_off
 from mcr_plus.errors import BackendError, McrError, NotInitialized, PeerLost, Revoked
@@ -18,9 +19,14 @@ if TYPE_CHECKING:
     from mcr_plus.dispatch.group_state import GroupState
     from mcr_plus.dispatch.work import IssuedWork
 
+_OWN_TAGS: Final = ("elastic", "local", "outer")  # which leave their last operations to the end of the job
+
 
 def drain(engine: Engine, only: Sequence[GroupState] | None = None) -> None:
-    """Wait for the operations in flight, in `only` these groups; raises the first error at the end."""
+    """Wait for the operations in flight, in `only` these groups; raises the first error at the end.
+
+    The end of a group is a wait for all of its operations, that of the job is not: see `never_waited`.
+    """
     errors: list[BaseException] = []
     while True:
         issued = list(engine.in_flight)  # at once: a progress thread may drop some of them meanwhile
@@ -36,8 +42,39 @@ def drain(engine: Engine, only: Sequence[GroupState] | None = None) -> None:
             errors.append(work.error)
         with contextlib.suppress(ValueError):
             engine.in_flight.remove(work)
+            engine.unread.append(work)
+    for work in engine.unread:
+        work.waited = work.waited or (only is not None and work.operation.state in only)
     if errors:
         raise errors[0]
+
+
+def never_waited(engine: Engine) -> str | None:
+    """Describe the asynchronous operations that the program never waited for, at the end of the job.
+
+    None if there are none. Sends, which have no result here, do not count: programs drop their handles.
+    """
+    left = [work for work in engine.unread if not (work.waited or work.error or _is_ours(work))]
+    if not left:
+        return None
+    kinds = Counter(
+        f"{work.operation.signature.describe()} in group '{work.operation.state.group.name}'" for work in left
+    ).most_common()
+    named = ", ".join(f"{number} x {kind}" for kind, number in kinds[:3])
+    more = f" and {len(kinds) - 3} other kinds" * (len(kinds) > 3)
+    site = next((site_at(work.site) for work in left if work.site is not None), None)
+    return (
+        f"asynchronous operations were never waited for: {named}{more}"
+        f"{'' if site is None else f' (one issued at {site[0]}:{site[1]})'}; "
+        "a result is undefined until wait() of its handle has returned"
+    )
+
+
+def _is_ours(work: IssuedWork) -> bool:
+    """Whether nobody needs to wait for an operation through our handle."""
+    signature = work.operation.signature
+    tag = (signature.tag or "").partition(".")[0]
+    return signature.kind == "send" or tag in _OWN_TAGS or work.operation.state.own_handles
 
 
 def has_messages(engine: Engine, state: GroupState) -> bool:

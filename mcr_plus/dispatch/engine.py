@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 _VERY_LONG_WAIT: Final = 1.0  # seconds after which checks become rarer
 _REAP: Final = 2  # completed handles dropped per issue: amortised, never a scan
+_UNREAD: Final = 1024  # handles that are kept to see whether they are ever waited for
 
 
 class Engine:
@@ -41,6 +42,7 @@ class Engine:
 
     Attributes:
         in_flight: asynchronous operations, started or not.
+        unread: some that were done before the program waited for them, if it ever does.
         blocked: channels with deferred operations.
         unordered: deferred sends and receives, which no other operation waits behind.
         off: backends that are not called any more in this process, with the reason.
@@ -84,6 +86,7 @@ class Engine:
         )
         self.start_thread: ProgressThread | None = None
         self.in_flight: deque[IssuedWork] = deque()
+        self.unread: list[IssuedWork] = []
         self.blocked: list[BackendChannel] = []
         self.unordered: list[IssuedWork] = []
         self.waits: list[Wait] = []
@@ -97,17 +100,24 @@ class Engine:
         for _ in range(_REAP):
             if not in_flight or not (in_flight[0].is_done or self.try_poll(in_flight[0])):
                 break
-            in_flight.popleft()
+            if not (done := in_flight.popleft()).waited:
+                self._keep_unread(done)
         in_flight.append(work)
         if self.progress_thread is not None:
             self.progress_thread.wake()
         self.ring()
 
+    def _keep_unread(self, work: IssuedWork) -> None:
+        self.unread.append(work)
+        if len(self.unread) > _UNREAD:  # half of the room is for those that come
+            self.unread = [work for work in self.unread if not work.waited][: _UNREAD // 2]
+
     def occupied(self) -> bool:
         """Whether operations are in flight besides the one that the caller waits for."""
         with self.lock:  # those that are done would stay until the next one is issued
             while self.in_flight and self.in_flight[0].is_done:
-                self.in_flight.popleft()
+                if not (work := self.in_flight.popleft()).waited:
+                    self._keep_unread(work)
         return bool(self.in_flight or self.blocked or self.unordered)
 
     def ring(self) -> None:
@@ -307,7 +317,8 @@ class Engine:
         with self.lock:
             in_flight = self.in_flight
             while in_flight and (in_flight[0].is_done or self.try_poll(in_flight[0])):
-                in_flight.popleft()
+                if not (work := in_flight.popleft()).waited:
+                    self._keep_unread(work)
             if in_flight:
                 self.progress()
             return bool(in_flight)

@@ -63,6 +63,7 @@ class GroupState:
         notes: of operations that were waited for for long, or have failed.
         unfinished: libraries that may still work on operations that failed here.
         changes_threads: whether any thread may use it, one at a time, as groups of torch.distributed.
+        own_handles: whether programs wait by other handles than ours, those of torch or Horovod.
         blocked_channels: number of channels with deferred operations.
         when_stuck: called during a long wait, which may depend on a bucket that is held back here.
     """
@@ -82,6 +83,7 @@ class GroupState:
         "group",
         "messages",
         "notes",
+        "own_handles",
         "owner",
         "recorded",
         "remedy",
@@ -110,7 +112,7 @@ class GroupState:
         self.revoked = ""
         self.recorded = False
         self.blocked_channels = 0
-        self.changes_threads = False
+        self.changes_threads = self.own_handles = False
         self.when_stuck: list[Callable[[], None]] = []
         self._shared = False
         self._thread = threading.current_thread()

@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, cast
 
 from mcr_plus.backends.base import ReceivePoll
-from mcr_plus.core.deadline import check_timeout
+from mcr_plus.core.deadline import check_wait
 from mcr_plus.core.work import Info, Work
 from mcr_plus.dispatch.failover.attempt import Attempt
 
@@ -36,6 +36,7 @@ class IssuedWork(Work):
         "poll",
         "sequence",
         "source",
+        "waited",
     )
 
     # Defaults of what few operations need. They are no slots, which the constructor would have to
@@ -71,6 +72,7 @@ class IssuedWork(Work):
         self.finish: list[Callable[[], None]] | None = None
         self.gate: Poll | None = None  # of the library, which the operation has to pass before it starts
         self.source: int | None = None  # of a completed receive: rank of the job
+        self.waited = False  # or seen to be done: its results may be read
 
     def is_behind(self, issued: Iterable[IssuedWork]) -> bool:
         """Whether this send or receive must start after one of those issued before: messages of one peer and
@@ -84,7 +86,8 @@ class IssuedWork(Work):
 
     def wait(self, timeout: float | timedelta | None = None) -> None:  # noqa: D102
         if timeout is not None:
-            check_timeout(timeout)
+            check_wait(timeout)
+        self.waited = True
         if not self.is_done:
             operation = self.operation
             poll = self.poll
@@ -111,11 +114,13 @@ class IssuedWork(Work):
     def is_completed(self) -> bool:  # noqa: D102
         if not self.is_done:
             self.operation.engine.advance(self)
+        self.waited = self.waited or self.is_done
         return self.is_done and (self.late is None or self._is_late_done(self.late))
 
     def probe(self) -> bool:  # noqa: D102
         if not (self.is_done or self.operation.engine.try_poll(self)):
             return False
+        self.waited = True
         return self.late is None or self._is_late_done(self.late)
 
     def _is_late_done(self, late: StreamPoll) -> bool:

@@ -12,7 +12,7 @@ import torch
 
 from mcr_plus.backends.emulation import divide
 from mcr_plus.core.buffers import Lease, Pool
-from mcr_plus.core.deadline import Deadline
+from mcr_plus.core.deadline import Deadline, check_wait
 from mcr_plus.core.kinds import Kind
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.core.work import JointWork, Work
@@ -169,6 +169,7 @@ class _Steps(JointWork):
     agreed: Work | None
 
     def wait(self, timeout: float | timedelta | None = None) -> None:
+        check_wait(timeout)
         deadline = Deadline(timeout)
         if self.agreed is not None:
             self.agreed.wait(deadline.left())

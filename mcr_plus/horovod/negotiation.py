@@ -93,6 +93,8 @@ class Negotiator:
         self._rows = self._buffers[1]
         self._posted_at = 0.0
         self._flush = comm.flush if comm.stage_options("fuse") is not None else _nothing
+        for opened in comm.opened.all:
+            opened.state.own_handles = True
 
     # -- starting operations --------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from mcr_plus.communicator.open_group import OpenGroup, release_unused
 from mcr_plus.core.environment import min_ranks, quota_cores
 from mcr_plus.core.group import Group
 from mcr_plus.dispatch.board.base import Failure
-from mcr_plus.dispatch.closing import abandon, close_states, drain, forget, help_others
+from mcr_plus.dispatch.closing import abandon, close_states, drain, forget, help_others, never_waited
 from mcr_plus.dispatch.engine import Engine
 from mcr_plus.dispatch.options import DispatchOptions
 from mcr_plus.dispatch.progress_thread import ProgressThread
@@ -375,6 +375,8 @@ class Runtime:
             except McrError as failure:
                 error, clean = failure, False
         if clean:
+            if (text := never_waited(self.engine)) is not None:
+                _log.warning("rank %d: %s", self.world.rank, text)
             error = self._finish_stages()
         job.stop_publishing()
         for state in self.engine.states:

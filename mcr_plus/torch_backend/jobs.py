@@ -68,7 +68,7 @@ class TorchJob:
     def use(self, communicator: Communicator) -> None:
         """Have a group of torch, which any thread may use, one at a time, also by calls of mcr_plus."""
         for opened in communicator.opened.all:
-            opened.state.changes_threads = True
+            opened.state.changes_threads = opened.state.own_handles = True
         self.groups.add(communicator)
 
     def open(

@@ -80,7 +80,7 @@ class Reducer:
             if (before := _reducer_of(param)) is not None:
                 before.detach()
         self.comm = comm = comm.branch_named(branch)
-        self.syncing, config = True, comm.config
+        self.syncing, self.keeps, config = True, False, comm.config
         fuse = comm.stage_options("fuse")
         self._limits = fuse if isinstance(fuse, FuseOptions) else FuseOptions()
         self._alignment = largest_alignment(config, self._limits.codecs)  # in elements
@@ -282,9 +282,10 @@ class Reducer:
         reducer = weakref.ref(self)
 
         def ready(_: torch.Tensor) -> None:
-            owner = reducer()
-            if owner is not None and owner.syncing:
+            if (owner := reducer()) is not None and owner.syncing:
                 owner._is_ready(owner._slots[index])
+            elif owner is not None:
+                owner.keeps = True  # until a pass averages what this one accumulates
 
         return ready
 
@@ -393,14 +394,13 @@ class Reducer:
         self._assign(raised=failed)
 
     def _reset(self) -> None:
-        self._task, self._next = None, 0
+        self._task, self._next, self.keeps = None, 0, False
         for flat in self._flats:
             flat.reset()
 
     def _assign(self, *, raised: bool) -> None:
         """Assign the mean to every parameter with a gradient on some rank; raises if a pass failed."""
-        order, self._order = self._order, []
-        times, self._times = self._times, []
+        order, times, self._order, self._times = self._order, self._times, [], []
         if raised:
             self._began = perf_counter()
             return  # the gradients are not assigned: the program starts another pass

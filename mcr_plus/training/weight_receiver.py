@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from typing import Any, Final
 
 from mcr_plus.errors import BackendError, CommTimeout, McrError, SyncClosed, phrase_ranks
+from mcr_plus.rendezvous.patience import logged_waiting
 from mcr_plus.training import weight_link as links
 from mcr_plus.training.weight_feed import Answer, Feed
 from mcr_plus.training.weight_link import Ended
@@ -73,6 +74,12 @@ class WeightReceiver:
 
     def pull(self, wait: bool, timeout: float) -> int | None:
         """See `WeightSync.pull`."""
+        if self._newest or not wait:
+            return self._pull(wait, timeout)
+        with logged_waiting(lambda: f"{self._what}: waits for the first push of {self._sources}"):
+            return self._pull(wait, timeout)
+
+    def _pull(self, wait: bool, timeout: float) -> int | None:
         deadline = time.monotonic() + timeout
         with self._changed:
             fetched = self._fetched + 1 if self._is_paused and wait else 0
@@ -119,11 +126,16 @@ class WeightReceiver:
 
     def _late(self, timeout: float) -> CommTimeout:
         ranks = [feed.source for feed in self._feeds]
-        text = f"no version newer than {self._applied} from {phrase_ranks(ranks)} within {timeout:g} s"
+        text = f"no version newer than {self._applied} from {self._sources} within {timeout:g} s"
+        text += "; it has pushed none so far" * (not self._newest)
         late = [feed.source for feed, future in tuple(self._pending.items()) if not future.done()]
         if late:
             ranks, text = late, f"{text}: rank {ranks[0]} has one, {phrase_ranks(late)} not yet"
         return CommTimeout(f"{self._what}: {text}", tuple(ranks))
+
+    @property
+    def _sources(self) -> str:
+        return phrase_ranks([feed.source for feed in self._feeds])
 
     @property
     def _is_new(self) -> bool:

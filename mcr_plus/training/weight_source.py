@@ -82,6 +82,7 @@ class WeightSource:
         self._pending: int | None = None
         self._error: McrError | None = None
         self._closed, self._is_in_order = False, True
+        self.is_last: Callable[[], bool] = lambda: False  # whether the program pushes no more
         self._links: dict[int, Link] = {}
         self._lost: dict[int, float] = {}  # rank → since when
         self._joined: dict[int, int] = {}  # of receivers outside the job: the version that each asked from
@@ -347,7 +348,7 @@ class WeightSource:
         """Wait for a version; False if the receiver ends the connection before, or its process does."""
         with self._changed:
             while self._version < least:
-                if self._ends():
+                if self._ends() or (self.is_last() and self._version == self._pushed):
                     raise Ended
                 if link.has_come():
                     return False

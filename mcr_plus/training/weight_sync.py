@@ -122,6 +122,8 @@ class WeightSync:
         if self._closed:
             return
         try:
+            if isinstance(self._end, WeightSource):
+                self._end.is_last = lambda: True
             if self._comm is not None and not self._comm.closed:
                 self._comm.barrier()
             if isinstance(self._end, WeightSource):
@@ -283,6 +285,8 @@ def sync(
             least = SMALL if history and len(sources) > 1 else 0
             kept = max(int(history * weights.nbytes), least)
             end = WeightSource(weights, what, key, listener, buffers, kept, ends, of_offers)
+            runtime = current()
+            end.is_last = lambda: runtime.closed  # it waits in `finalize`, where receivers may wait for it
         else:
             there = buffers_from([part for part in parts if rank in part.receivers], places)
             end = WeightReceiver(weights, what, key, there, rank, ends)

@@ -87,9 +87,17 @@ class _Wrapped(_Inert):
             broadcast_tensors(buffers, self.comm)
 
     def before_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        """Call `check` if a cheap test indicates that parameters were added, removed, frozen or unfrozen."""
+        """Call `check` if a cheap test indicates that parameters were added, removed, frozen or unfrozen.
+
+        Raises `InvalidArgument` if no pass has averaged what passes in `no_sync` have accumulated.
+        """
+        if self.reducer.keeps:
+            raise InvalidArgument(
+                "optimizer.step: the gradients are of this rank alone, as the last backward pass was within "
+                "mcr.no_sync; leave the block before the last pass of a step, or use mcr.local"
+            )
         grown = _count(optimizer) != self.count or any(param.requires_grad for param in self.frozen)
-        if grown or not self.reducer.all_used:
+        if grown or not (self.reducer.all_used and all(param.requires_grad for _, param in self.named)):
             self.check()
 
     def check(self) -> None:

@@ -49,6 +49,32 @@ def _replaced(model: Any, _optimizer: Any) -> None:
     model.weight = torch.nn.Parameter(torch.zeros(2, 4))
 
 
+def _frozen(model: Any, _optimizer: Any) -> None:
+    model.weight.requires_grad_(False)
+
+
+def _step_in_no_sync() -> None:
+    model, optimizer = mcr.wrap(*_model())
+    with mcr.no_sync(model):
+        _step(model, optimizer)
+
+
+def _step_after_no_sync() -> None:
+    model, optimizer = mcr.wrap(*_model())
+    with mcr.no_sync(model):
+        model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+
+
+def _waits(timeout: float) -> None:
+    work = mcr.all_reduce(torch.ones(4), async_op=True)
+    assert work is not None
+    try:
+        work.wait(timeout)
+    finally:
+        work.wait()
+
+
 def _local_then_step() -> None:
     model, optimizer = _model()
     local = mcr.local(model, optimizer, every=2)
@@ -91,6 +117,9 @@ def _calls(comm: Any) -> Calls:
         "parameter replaced": (_wrapped_then(_replaced), "call mcr.wrap again"),
         "other dtype": (_wrapped_then(_other_dtype), "call mcr.wrap again"),
         "parameter added": (_wrapped_then(_added), "call mcr.wrap again"),
+        "parameter frozen": (_wrapped_then(_frozen), "call mcr.wrap again"),
+        "step in no_sync": (_step_in_no_sync, "leave the block before the last pass"),
+        "step after no_sync": (_step_after_no_sync, "leave the block before the last pass"),
         "optimizer of another model": (lambda: mcr.wrap(_model()[0], _model()[1]), "none of the model's"),
         "wrap without optimizer": (lambda: mcr.wrap(_model()[0], None), "expected a torch.optim"),  # type: ignore[type-var]
         "wrap swapped": (lambda: mcr.wrap(*_model()[::-1]), "expected a torch.nn.Module"),  # type: ignore[type-var]
@@ -107,7 +136,14 @@ def _calls(comm: Any) -> Calls:
         "library not opened": (lambda: mcr.all_reduce(ones, backend="nccl"), "is not part of this job"),
         "tag of a wrong type": (lambda: mcr.all_reduce(ones, tag=3), "tag: expected a string"),  # type: ignore[arg-type]
         "message tag of a wrong type": (lambda: mcr.send(ones, peer, tag="a"), "tag: expected an integer"),  # type: ignore[arg-type]
-        "op misspelt": (lambda: mcr.all_reduce(ones, "MEAN"), "unknown reduce op"),  # type: ignore[arg-type]
+        "op misspelt": (lambda: mcr.all_reduce(ones, "average"), "did you mean 'AVG'"),  # type: ignore[arg-type]
+        "wait(-1)": (lambda: _waits(-1), "-1 is negative"),
+        "one tensor for all outputs": (lambda: mcr.all_gather([ones.clone()] * 2, ones), "more than once"),
+        "one tensor twice": (lambda: mcr.all_reduce_coalesced([ones, ones]), "more than once"),
+        "expanded": (lambda: mcr.all_reduce(ones[:1].expand(4)), "share memory"),
+        "sparse": (lambda: mcr.all_reduce(torch.eye(3).to_sparse_csr()), "only strided"),
+        "nested": (lambda: mcr.all_reduce(torch.nested.nested_tensor([ones, ones])), "only strided"),
+        "scalar": (lambda: mcr.all_reduce(3.0), "expected a tensor"),  # type: ignore[arg-type]
         "list in place of a tensor": (lambda: mcr.all_reduce([1.0, 2.0]), "expected"),  # type: ignore[arg-type]
         "output too small": (
             lambda: mcr.all_gather_into_tensor(torch.ones(4), ones),
@@ -161,3 +197,72 @@ def test_wrong_calls_say_what_to_do() -> None:
         }
         assert not silent
         assert len(result.value) >= 30
+
+
+def unwaited() -> None:
+    """Runs on ranks: leave asynchronous operations, of which three are to be named."""
+    comm = mcr.init()
+    kept = mcr.all_reduce(torch.ones(4), async_op=True)
+    with mcr.record():
+        mcr.all_reduce(torch.ones(8)[::2], async_op=True)
+    mcr.isend(torch.ones(3), 1 - comm.rank, tag=1)
+    mcr.irecv(torch.ones(3), 1 - comm.rank, tag=1)
+    for _ in range(10):
+        mcr.all_reduce(torch.ones(2), async_op=True).wait()  # type: ignore[union-attr]
+    assert kept is not None
+
+
+def test_asynchronous_operations_that_are_never_waited_for_are_named_at_the_end() -> None:
+    for result in run_ranks(unwaited, 2):
+        (line,) = [each for each in result.stderr.splitlines() if "never waited for" in each]
+        assert line.startswith(f"rank {result.rank}: ")
+        assert "2 x all_reduce SUM float32[4]" in line
+        assert "1 x recv float32[3]" in line
+        assert "float32[2]" not in line
+        assert "send" not in line
+        assert f"{__file__}:" in line
+
+
+def waited_in_other_ways() -> None:
+    """Runs on ranks: what is complete without a `wait` by the program, or by layers above."""
+    comm = mcr.init()
+    polled = mcr.all_reduce(torch.ones(4), async_op=True)
+    while polled is not None and not polled.is_completed():
+        pass
+    mcr.isend(torch.ones(3), 1 - comm.rank)
+    mcr.recv(torch.ones(3), 1 - comm.rank)
+    works = [mcr.all_reduce(torch.ones(n), async_op=True) for n in range(1, 1500)]
+    for work in works:
+        work.wait()  # type: ignore[union-attr]
+    with mcr.new_group([0, 1]) as group:
+        group.all_reduce(torch.ones(5), async_op=True)
+    model, optimizer = mcr.wrap(*_model())
+    for step in mcr.elastic(model, optimizer, steps=3):
+        with step:
+            _step(model, optimizer)
+    for step in mcr.elastic(model, optimizer, steps=3):
+        with step:
+            _step(model, optimizer)
+        break
+    mcr.finalize()
+
+
+def test_operations_that_were_waited_for_are_not_named() -> None:
+    for result in run_ranks(waited_in_other_ways, 2):
+        assert "never waited for" not in result.stderr
+
+
+def pull_of_nothing() -> str:
+    """Runs on ranks: pull from a source that ends without a push."""
+    with mcr.init() as comm:
+        weights = mcr.sync(torch.nn.Linear(4, 2), src=0)
+        try:
+            if comm.rank == 1:
+                weights.pull()
+        except mcr.SyncClosed as closed:
+            return str(closed)
+    return ""
+
+
+def test_a_pull_ends_with_a_source_that_never_pushes() -> None:
+    assert "rank 0 has closed it" in run_ranks(pull_of_nothing, 2, timeout=120)[1].value

@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mcr_plus.core.kinds import ARITHMETIC
 from mcr_plus.errors import BackendError, InvalidArgument
 from mcr_plus.rendezvous.signing import seal, unseal
 
 if TYPE_CHECKING:
     from mcr_plus.communicator.job import Job
     from mcr_plus.core.group import Group
+
+
+class _Pickler(pickle.Pickler):
+    """Saves tensors of the dtypes that torch pickles but cannot unpickle, such as float8, by torch.save."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """See `pickle.Pickler`."""
+        if not isinstance(obj, torch.Tensor) or obj.dtype in ARITHMETIC:
+            return NotImplemented
+        written = io.BytesIO()
+        torch.save(obj, written)
+        return _loaded, (written.getvalue(),)
+
+
+def _loaded(written: bytes) -> torch.Tensor:
+    loaded: torch.Tensor = torch.load(io.BytesIO(written), weights_only=False)
+    return loaded
 
 
 class SignedObjects:
@@ -27,12 +46,13 @@ class SignedObjects:
 
         Raises `InvalidArgument` if the object cannot be pickled.
         """
+        written = io.BytesIO()
         try:
-            written = pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
+            _Pickler(written, protocol=pickle.HIGHEST_PROTOCOL).dump(obj)
         except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
             what = f"obj: {type(obj).__name__} cannot be pickled: {error}"
             raise InvalidArgument(what) from error
-        sealed = seal(self._job.world.secret, f"{self._group.name}/{self._group.rank}", written)
+        sealed = seal(self._job.world.secret, f"{self._group.name}/{self._group.rank}", written.getvalue())
         return torch.frombuffer(bytearray(sealed), dtype=torch.uint8)
 
     def unpickled(self, payload: torch.Tensor, rank: int) -> Any:

@@ -69,6 +69,8 @@ class Moves:
         sent = self.mine.clone()
         comm.broadcast(sent, root, **options)
         self.expect("broadcast", sent, self.all[number])
+        told = comm.broadcast_object({"x": self.mine} if is_root else None, root)
+        self.expect("broadcast_object", told["x"], self.all[number])
         if self.numel:
             sent = self.mine.clone()
             comm.persistent("broadcast", sent, src=root, **options)()

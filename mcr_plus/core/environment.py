@@ -15,6 +15,8 @@
     meeting_interface()     the one that MCR_SOCKET_IFNAME names, for the job's store and heartbeats
     min_ranks()             the least ranks with which `mcr-plus run` lets a job go on (MCR_MIN_RANKS)
     restarts()              how often it has started this rank again (MCR_RESTARTS)
+    mpi4pys_library()       the MPI library that MPI4PY_LIBMPI names for mpi4py
+    library_path()          where the loader looks for libraries first (LD_LIBRARY_PATH)
     slurm_job()             the number of Slurm's job (SLURM_JOB_ID)
     slurm_step()            the numbers of job and step (SLURM_STEP_ID)
     default_variable(...)   a default for a library's variable that is unset
@@ -223,6 +225,16 @@ def min_ranks(environ: Mapping[str, str] | None = None) -> int | None:
 def restarts(environ: Mapping[str, str] | None = None) -> int:
     """Return how often this rank has been started again after a failure, while the other ranks went on."""
     return _integer(_present(environ), "MCR_RESTARTS") or 0
+
+
+def mpi4pys_library() -> str | None:
+    """Return what MPI4PY_LIBMPI has mpi4py load: files, or folders of libraries; None if it is unset."""
+    return os.environ.get("MPI4PY_LIBMPI")
+
+
+def library_path() -> list[str]:
+    """Return the folders of LD_LIBRARY_PATH."""
+    return os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
 
 
 def slurm_job() -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import re
 import sys
 import sysconfig
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from types import CodeType, FrameType
 from typing import Final, NamedTuple
 
@@ -20,6 +22,12 @@ _LIBRARIES: Final = tuple(
 _OTHERS: Final = (*_LIBRARIES, _PACKAGE, "<")
 _is_program: Final[dict[str, bool]] = {}  # by file
 _INSTALLED: Final = re.compile(r"^<|/(site|dist)-packages/|/lib/python3\.\d+/")  # on whatever machine
+# Python 3.11 may end with SIGSEGV where a thread reads frame objects of another one that runs, as profilers
+# have found too; 3.12 makes them in the same way. There, frames come from faulthandler, which makes none and
+# takes up to some milliseconds for all threads of a process.
+_OTHERS_BY_TEXT: Final = (3, 11) <= sys.version_info < (3, 13)
+_LINE: Final = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+_ESCAPED: Final = re.compile(r"\\(?:x(..)|u(....)|U(.{8}))")
 
 Site = tuple[str, int, str]
 """File, line and function."""
@@ -52,24 +60,68 @@ class Stack(NamedTuple):
 
 
 def stack_of(frame: FrameType | None, limit: int = 24) -> Stack:
-    """The stack that ends in `frame`: at most `limit` frames, one of them the program's if it has any."""
+    """The stack that ends in `frame`: at most `limit` frames, one of them the program's if it has any.
+
+    Only for frames of the calling thread, or of one that has ended; `stack_in` is for others.
+    """
+    return _stack(_walked(frame), limit)
+
+
+def stack_in(thread: int, limit: int = 24) -> Stack:
+    """The same of any thread, by its `threading.get_ident()`; empty if it has ended."""
+    if thread == threading.get_ident():
+        return stack_of(sys._getframe(1), limit)
+    if _OTHERS_BY_TEXT:
+        return _stack(_frames_by_text(thread), limit)
+    return stack_of(sys._current_frames().get(thread), limit)
+
+
+def _walked(frame: FrameType | None) -> Iterator[Frame]:
+    for _ in range(_DEPTH):
+        if frame is None:
+            return
+        yield Frame(frame.f_code.co_name, frame.f_code.co_filename, frame.f_lineno or 0)
+        frame = frame.f_back
+
+
+def _frames_by_text(thread: int) -> Iterator[Frame]:
+    """The innermost 100 frames of a thread as faulthandler writes them."""
+    try:
+        with open(os.memfd_create("mcr_plus"), "rb") as file:
+            faulthandler.dump_traceback(file)
+            file.seek(0)
+            text = file.read().decode("ascii", "replace")
+    except OSError:  # no file descriptor is left
+        return
+    for line in text.partition(f"hread 0x{thread:016x} ")[2].splitlines()[1:]:
+        found = _LINE.match(line)
+        if found is None:
+            return
+        file_name, number, name = found.groups()
+        yield Frame(_unescaped(name), _unescaped(file_name), int(number))
+
+
+def _unescaped(text: str) -> str:
+    return _ESCAPED.sub(lambda found: chr(int(found[1] or found[2] or found[3], 16)), text)
+
+
+def _stack(frames: Iterable[Frame], limit: int) -> Stack:
     found: list[Frame] = []
     program: list[int] = []
-    call, depth = "", 0
-    while frame is not None and depth < _DEPTH and (len(found) < limit or not program):
-        code = frame.f_code
-        file = code.co_filename
-        if file.startswith(_PACKAGE):
+    call = ""
+    for frame in frames:
+        if len(found) >= limit and program:
+            break
+        if frame.filename.startswith(_PACKAGE):
             # What the program has called, also where a library stands between that and the innermost.
             within = not program and (call or not found)
-            if within and not (call and code.co_name.startswith("<")):  # a generator has no name
-                call = code.co_name
-        elif len(found) < limit or not file.startswith(_OTHERS):
+            if within and not (call and frame.name.startswith("<")):  # a generator has no name
+                call = frame.name
+        elif len(found) < limit or not frame.filename.startswith(_OTHERS):
             del found[limit - 1 :]
-            if not file.startswith(_OTHERS):
+            if not frame.filename.startswith(_OTHERS):
                 program.append(len(found))
-            found.append(Frame(code.co_name, file, frame.f_lineno or 0))
-        frame, depth = frame.f_back, depth + 1
+            found.append(frame)
     call = "mcr_plus" if call.startswith("_") else call
     return Stack(tuple(found), tuple(program) or (0,) * bool(found), call)
 
@@ -85,7 +137,7 @@ def waiting_frames(limit: int = FRAMES) -> list[Frame]:
 
 def frames_of(thread: int, limit: int = FRAMES) -> list[Frame]:
     """The same of any thread, by its `threading.get_ident()`; empty if it has ended."""
-    return list(stack_of(sys._current_frames().get(thread), limit).frames)
+    return list(stack_in(thread, limit).frames)
 
 
 def call_site(frames: Sequence[Frame]) -> Frame | None:

@@ -28,7 +28,9 @@ def has_kernels(kind: str) -> bool:
 
 def device_types() -> tuple[str, ...]:
     """Return the types of devices whose tensors calls take: the host, CUDA, and the accelerator of torch."""
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = None
+    with suppress(RuntimeError):  # torch 2.6 raises where there is none
+        accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type in _OWN_KERNELS:
         return _OWN_KERNELS
     return *_OWN_KERNELS, accelerator.type

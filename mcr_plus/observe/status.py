@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 import threading
 import time
 from collections import Counter, deque
@@ -17,7 +16,7 @@ from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
-from mcr_plus.core.stacks import Stack, stack_of
+from mcr_plus.core.stacks import Stack, stack_in
 from mcr_plus.liveness.page import Page
 from mcr_plus.observe.latecomers import Blame, Latecomers
 
@@ -170,7 +169,7 @@ class Drawing:
         if thread is None:
             owner = self._engine.states[0].owner if self._engine.states else 0
             thread = owner if owner > 0 else threading.main_thread().ident
-        return stack_of(sys._current_frames().get(thread or 0))
+        return stack_in(thread or 0)
 
 
 class _Traffic:

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
+import site
 import sys
 import time
 from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
 from typing import Any, Final
 
-from mcr_plus.core.environment import cores, default_variable, launch_environment
+from mcr_plus.core.environment import (
+    cores,
+    default_variable,
+    launch_environment,
+    library_path,
+    mpi4pys_library,
+)
 from mcr_plus.errors import BackendUnavailable
 from mcr_plus.rendezvous.shared_memory import MPICH_RANK, SHARED_MEMORY, lacking_shared_memory
 
@@ -45,6 +55,38 @@ def load_mpi() -> Any:
             f"backend mpi: no MPI library could be loaded ({error}); {REMEDY}"
         ) from error
     return MPI
+
+
+def missing_library() -> str:
+    """Return why mpi4py or its MPI library is missing, judged without loading it; empty if both are there.
+
+    It looks where mpi4py looks: what mpi4py was linked with, then what MPI4PY_LIBMPI names and nothing else,
+    then the environments of packages, and where the loader looks.
+    """
+    if "mpi4py.MPI" in sys.modules:
+        return ""
+    if importlib.util.find_spec("mpi4py") is None:
+        return MISSING
+    import mpi4py
+
+    if any(Path(mpi4py.__file__).with_name(f"MPI{suffix}").exists() for suffix in EXTENSION_SUFFIXES):
+        return ""  # built for one library, whose place it knows
+    if (named := mpi4pys_library()) is not None:
+        places = (os.path.expanduser(os.path.expandvars(each)) for each in named.split(os.pathsep))
+        found = any(Path(each).is_file() or os.sep not in each or _has_library(each) for each in places)
+        unset = "without it, mpi4py takes that of the environment"
+        return "" if found else f"MPI4PY_LIBMPI names no MPI library: {named} ({unset})"
+    users = [site.getuserbase()] if site.ENABLE_USER_SITE else []
+    prefixes = [f"{prefix}/lib" for prefix in (sys.prefix, *site.PREFIXES, *users)]
+    if any(map(_has_library, filter(None, [*prefixes, *library_path()]))):
+        return ""
+    import ctypes.util
+
+    return "" if ctypes.util.find_library("mpi") else "mpi4py is there, but no MPI library"
+
+
+def _has_library(folder: str) -> bool:
+    return any(Path(folder).glob("libmpi.so*"))
 
 
 def _have_idle_ranks_sleep() -> None:

@@ -1,4 +1,4 @@
-"""Hooks before and after the operations of a process group, and torch's NaN check, as of torch 2.15.
+"""Hooks before and after the operations of a process group, and torch's NaN check, as of torch 2.14.
 
 Torch calls hooks in its dispatcher, which operations of a group in Python do not pass. The first hook makes a
 group an instance of a subclass whose operations call the hooks, and the removal of the last one makes it an
@@ -65,7 +65,7 @@ _OPERATIONS: Final = {
 
 
 class HookableGroup(RefusingGroup):
-    """A process group that calls hooks around its operations; without these methods before torch 2.15."""
+    """A process group that calls hooks around its operations; without these methods before torch 2.14."""
 
     _before: Mapping[int, Hook] = {}
     _after: Mapping[int, Hook] = {}
@@ -123,6 +123,8 @@ def _hooked(plain: type[HookableGroup]) -> type[HookableGroup]:
 def _with_hooks(method: str, usual: Callable[..., Any]) -> Callable[..., Any]:
     """The method `usual` between the calls of hooks."""
     operation, sent, received = _OPERATIONS[method]
+    while not hasattr(_TORCH.HookOpName, operation):  # torch 2.14 has ALLGATHER for ALLGATHER_BASE too
+        operation = operation.rpartition("_")[0]
     name, bind = getattr(_TORCH.HookOpName, operation), signature(usual).bind
 
     @wraps(usual)
@@ -190,7 +192,7 @@ def _recorder(_group: HookableGroup, *_: object, **__: object) -> NoReturn:
 
 
 def let_torch_attach() -> None:
-    """Let torch attach its hooks written in C++ to groups of this backend, or refuse it (torch 2.15 on)."""
+    """Let torch attach its hooks written in C++ to groups of this backend, or refuse it (torch 2.14 on)."""
     _attach("NanCheckHook", GroupNanCheck)
     _attach("FlightRecorderHook", _recorder)
     usual = getattr(distributed_c10d, "_maybe_attach_flight_recorder", None)

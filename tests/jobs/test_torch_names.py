@@ -8,7 +8,7 @@ import pytest
 import torch_names as names
 from ranks import run_ranks
 
-HOOKS = pytest.mark.skipif(not names.SPLITS, reason="this torch has no hooks of groups (before 2.15)")
+HOOKS = pytest.mark.skipif(not names.HOOKS, reason="this torch has no hooks of groups (before 2.14)")
 
 
 def test_no_name_of_torch_is_unknown() -> None:
@@ -51,6 +51,8 @@ def test_every_method_of_a_handle_works_or_is_refused() -> None:
                 assert names.OF_TORCH[name] in mcr[1]
             elif name.endswith("source_rank"):
                 assert mcr == ["value", "-1"]  # gloo raises
+            elif "Unable to convert function return value" in gloo[1]:
+                assert mcr == ["value", "None"]  # torch 2.6 cannot return exceptions to Python
             else:
                 assert mcr == gloo, name
 
@@ -58,8 +60,8 @@ def test_every_method_of_a_handle_works_or_is_refused() -> None:
 def test_every_function_works_or_is_refused() -> None:
     for result in run_ranks(names.outcomes_of_functions, 2, via="torch", timeout=100):
         for name, (mcr, gloo) in result.value.items():
-            if name == "split_group" and not names.SPLITS:
-                assert mcr == gloo  # torch itself refuses groups without a device
+            if name == "split_group" and "No device associated" in gloo[1]:
+                assert mcr == gloo  # torch itself refuses groups without a device (before 2.15)
             else:
                 assert problems(name, result.rank, mcr, gloo) == []
 

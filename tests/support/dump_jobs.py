@@ -6,19 +6,18 @@ import logging
 import os
 import resource
 import signal
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, Final
 
 import torch
 from ranks import has_come, meet, stop_until, wait_for_files, wait_for_ranks
 
 import mcr_plus as mcr
+from mcr_plus.core.stacks import frames_of
 from mcr_plus.liveness.page import page_of
 from mcr_plus.liveness.proc import handles
 from mcr_plus.runtime.init import current
@@ -278,9 +277,9 @@ def signals(folder: str) -> dict[str, Any]:
 
 def _asks_as_well(waits: Path, asked: Path, answered: Path) -> None:
     """A signal to this process, which waits; then everything that the other one has asked for is answered."""
-    here, main = line_of("signal waits"), threading.main_thread().ident
+    here, main = line_of("signal waits"), threading.main_thread().ident or 0
     ends = time.monotonic() + LONG_S
-    while here not in _lines_of(sys._current_frames().get(main or 0)) and time.monotonic() < ends:
+    while here not in (frame.line for frame in frames_of(main)) and time.monotonic() < ends:
         time.sleep(0.01)
     time.sleep(0.1)  # it only has to enter its wait
     waits.touch()
@@ -288,14 +287,6 @@ def _asks_as_well(waits: Path, asked: Path, answered: Path) -> None:
     wait_for_files(asked)
     _settle()
     answered.touch()
-
-
-def _lines_of(frame: FrameType | None) -> Iterator[int]:
-    """The lines of this file at which a thread is."""
-    while frame is not None:
-        if frame.f_code.co_filename == __file__:
-            yield frame.f_lineno
-        frame = frame.f_back
 
 
 def _settle() -> None:

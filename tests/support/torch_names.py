@@ -135,7 +135,7 @@ def _message(receive: Callable[[Any, torch.Tensor], Any]) -> Call:
 
 
 def _split(group: Any) -> Any:
-    ranks = [1, 0] if SPLITS else [0, 1]  # whose order gloo forgets before torch 2.15
+    ranks = [1, 0] if HOOKS else [0, 1]  # whose order gloo forgets before torch 2.14
     part = group.split_group(ranks, timeout=_SHORT, group_name=f"part of {group.name()}", group_desc="part")
     tensor = own(part)
     part.allreduce([tensor]).wait()
@@ -323,8 +323,8 @@ def outcomes_of_groups() -> dict[str, list[Outcome]]:
     groups = [dist.group.WORLD, dist.new_group(backend="gloo", timeout=timedelta(seconds=60))]
     found: dict[str, list[Outcome]] = {}
     # Over gloo not what is refused here, since it has no checks of such calls, and no splits before torch
-    # 2.15, of which one rank now and then waits without an end.
-    ours = refused() | (set() if SPLITS else {"split_group", "splitGroup"})
+    # 2.14, of which one rank now and then waits without an end.
+    ours = refused() | (set() if HOOKS else {"split_group", "splitGroup"})
     for name in names("ProcessGroup", "Backend"):
         call = OPERATIONS.get(name) or QUERIES.get(name)
         if call is not None:
@@ -417,8 +417,8 @@ COVERED: Final = """
     reduce_scatter_tensor scatter scatter_object_list send send_object_list shrink_group
 """
 """Functions that torch's own tests (tests/torch_suite) and those of losses and hooks call over mcr."""
-SPLITS: Final = hasattr(bindings, "PreHookArgs")
-"""Whether `dist.split_group` of this torch splits groups on CPUs."""
+HOOKS: Final = hasattr(bindings, "PreHookArgs")
+"""Whether groups of this torch have hooks: 2.14 on, whose gloo splits groups in the order of ranks too."""
 
 
 def outcomes_of_functions() -> dict[str, list[Outcome]]:

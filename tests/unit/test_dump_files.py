@@ -6,11 +6,14 @@ import copy
 import json
 import os
 import pickle
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,6 +23,7 @@ from command import mcr_plus
 import mcr_plus as mcr
 from mcr_plus.cli import diagnose as cli
 from mcr_plus.config.reader import dump, fingerprint, load
+from mcr_plus.core import stacks
 from mcr_plus.core.group import Group
 from mcr_plus.core.message import Signature
 from mcr_plus.core.stacks import Frame, call_site, frames_of, waiting_frames
@@ -426,6 +430,34 @@ def test_ranks_begin_with_the_same_operation() -> None:
     assert first(80, 80) == 1
     assert {first(own, 1007) for own in range(1000, 1007)} == {930}
     assert all(first(own, own) > own - 80 for own in range(81, 300))
+
+
+@pytest.mark.parametrize("by_text", [True, False])
+def test_frames_of_another_thread(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, by_text: bool) -> None:
+    """Python 3.11 may end where a thread makes objects of frames that another one runs in."""
+    monkeypatch.setattr(stacks, "_OTHERS_BY_TEXT", by_text)
+    if by_text:
+        monkeypatch.setattr(sys, "_current_frames", Mock(side_effect=AssertionError("makes objects")))
+    file, ended = str(tmp_path / "schön☃ 𝄞.py"), threading.Event()
+    scope: dict[str, Any] = {"wait": ended.wait}
+    exec(compile("def größe():\n    def inner():\n        wait()\n\n    inner()", file, "exec"), scope)
+    thread = threading.Thread(target=scope["größe"])
+    thread.start()
+    try:
+        expected = [Frame("inner", file, 3), Frame("größe", file, 5)]
+        assert thread.ident is not None
+        ends = time.monotonic() + 20
+        while [each for each in frames_of(thread.ident) if each.filename == file] != expected:
+            assert time.monotonic() < ends, frames_of(thread.ident)
+        assert [each.filename for each in frames_of(thread.ident, 2)][-1] == file
+    finally:
+        ended.set()
+        thread.join()
+    assert frames_of(thread.ident) == []
+
+
+def test_other_threads_are_read_by_text_where_python_may_end() -> None:
+    assert (sys.version_info[:2] in ((3, 11), (3, 12))) == stacks._OTHERS_BY_TEXT
 
 
 def test_frames_are_of_the_program() -> None:

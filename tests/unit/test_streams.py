@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -154,6 +155,14 @@ def test_streams_of_other_libraries_and_other_devices_are_refused() -> None:
     with pytest.raises(Unsupported, match="only CUDA has these"):
         AcceleratorStreams(torch.device("xpu")).external(7)
     with pytest.raises(Unsupported, match="x: device meta; known: cpu, cuda, xpu"):
+        as_tensor(torch.empty(1, device="meta"), "x")
+
+
+def test_a_torch_that_raises_where_there_is_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    none = RuntimeError("Cannot access accelerator device when none is available.")  # torch 2.6
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", Mock(side_effect=none))
+    assert streams.device_types() == ("cpu", "cuda")
+    with pytest.raises(Unsupported, match=r"x: device meta; known: cpu, cuda$"):
         as_tensor(torch.empty(1, device="meta"), "x")
 
 

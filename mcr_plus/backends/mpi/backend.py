@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.util
 import logging
 import re
 import sys
@@ -30,7 +29,7 @@ from mcr_plus.core.group import Group
 from mcr_plus.core.kinds import REDUCING
 from mcr_plus.core.message import Signature
 from mcr_plus.errors import BackendError, BackendUnavailable, LaunchError
-from mcr_plus.rendezvous.mpi_library import MISSING, REMEDY, load_mpi
+from mcr_plus.rendezvous.mpi_library import REMEDY, load_mpi, missing_library
 from mcr_plus.rendezvous.store import exchange
 from mcr_plus.rendezvous.world import World
 
@@ -39,14 +38,6 @@ _HOW_TO_START: Final = "start the job with mcr-plus run or mpirun, or name no mp
 _BREAKING: Final = ("TRUNCATE", "IN_STATUS", "INTERN", "UNKNOWN")  # classes of errors
 
 _log = logging.getLogger("mcr_plus")
-
-
-def _library_found() -> bool:
-    """Whether an MPI library is installed as a wheel or on the system; loads nothing."""
-    import ctypes.util
-
-    prefix = Path(sys.prefix) / "lib"
-    return any(prefix.glob("libmpi.so*")) or ctypes.util.find_library("mpi") is not None
 
 
 class MpiBackend(Backend):
@@ -72,10 +63,8 @@ class MpiBackend(Backend):
     @classmethod
     def availability(cls) -> Availability:
         """Available with mpi4py and an MPI library."""
-        if importlib.util.find_spec("mpi4py") is None:
-            return Availability(False, reason=MISSING, remedy=REMEDY)
-        if not _library_found() and "mpi4py.MPI" not in sys.modules:
-            return Availability(False, reason="mpi4py is there, but no MPI library", remedy=REMEDY)
+        if reason := missing_library():
+            return Availability(False, reason=reason, remedy=REMEDY)
         import mpi4py
 
         return Availability(True, f"mpi4py {mpi4py.__version__}")

@@ -121,6 +121,8 @@ def explanation(outcome: Outcome, via: Via) -> list[str]:
         ]
     silent = ", ".join(str(state.rank) for state in outcome.states if state.code is None)
     if isinstance(via, Supervised):
+        if outcome.status == 1 and not outcome.log:
+            return []  # its verdict has been shown
         program = "the supervisor"
     else:
         program = "mpiexec" if via == "mpi" else "the elastic agent"

@@ -11,8 +11,8 @@ them has come there, its peers fail in the set-up of the program, and nobody wou
 started again: once none of the processes that had met is left, all ranks begin anew, with a store of their
 own.
 
-A program without `mcr.elastic` takes nobody in: a rank that is started again runs alone then, and does not
-count, whatever it ends with.
+A program without `mcr.elastic` takes nobody in: a rank that is started again runs alone then. Once all
+others have ended, in whatever way, the job ends as failed, and none is started again.
 
 Exit status: 0 if all ranks have ended with 0 except for those that the job went on without, 1 if fewer than
 MIN_RANKS were left, 128 + the signal number after SIGTERM or SIGINT.
@@ -41,6 +41,9 @@ from mcr_plus.rendezvous.arrivals import have_met, have_trained, note_end
 _POLL_S = 0.02
 _SHORTEST_LIFE_S = 1.0  # a rank that fails sooner waits for the rest of it before its next start
 _TERMINATE_S = 3.0
+_IN_VAIN = (
+    "the job ends: nobody is left to take in ranks that were started again, as none had come to mcr.elastic"
+)
 
 
 @dataclass(slots=True)
@@ -100,6 +103,8 @@ class Supervisor:
         elif (code := rank.process.poll()) == 0:
             rank.code = 0
             self._note_end(rank, 0)
+            if self._nobody_takes_in():
+                self._report(rank, 0, _IN_VAIN)
         elif code is not None:
             self._judge(rank, code)
 
@@ -123,15 +128,15 @@ class Supervisor:
             self._note_end(rank, code)
             left = self._left()
             ranks = f"{left} rank{'' if left == 1 else 's'}"
-            if self._nobody_takes_in():
-                verdict = (
-                    "the job ends: nobody is left to take in ranks that were started again, as none had come "
-                    "to mcr.elastic"
-                )
-            elif left >= self._min_ranks:
+            if left >= self._min_ranks:
                 verdict = f"the job goes on with {ranks}, no restarts are left"
             else:
                 verdict = f"the job ends: {ranks} left, at least {self._min_ranks} needed"
+        if self._nobody_takes_in():
+            verdict, again = _IN_VAIN, False
+        self._report(rank, code, verdict, again=again)
+
+    def _report(self, rank: _Rank, code: int, verdict: str, *, again: bool = False) -> None:
         report = {"rank": rank.number, "code": code, "time": time.monotonic(), "verdict": verdict}
         try:
             os.write(self._status, json.dumps(report | {"again": again}).encode() + b"\n")
@@ -170,18 +175,18 @@ class Supervisor:
             note_end(self._store, rank.number, how)
 
     def _left(self) -> int:
-        """Number of ranks that run, are going to, or have ended with 0.
-
-        Not of those that were started again and that nobody takes in: each is alone in its job.
-        """
-        alone = self._nobody_takes_in()
-        return sum(not rank.code and not (alone and rank.is_substitute) for rank in self._ranks)
+        """Number of ranks that run, are going to, or have ended with 0; none where nobody takes ranks in."""
+        return 0 if self._nobody_takes_in() else sum(not rank.code for rank in self._ranks)
 
     def _nobody_takes_in(self) -> bool:
-        """Whether ranks were started again in vain: all that had met have ended, without `mcr.elastic`."""
-        if not any(rank.is_substitute and not rank.code for rank in self._ranks):
-            return False
-        if any(rank.code is None and not (rank.process and rank.is_substitute) for rank in self._ranks):
+        """Whether ranks are started again in vain: all that had met have ended, without `mcr.elastic`.
+
+        Also if these have ended with 0: a rank that is alone computes something else than they did.
+        """
+        again = [rank for rank in self._ranks if rank.process is None or rank.is_substitute]
+        if all(rank.code for rank in again) or any(
+            rank.code is None for rank in self._ranks if rank not in again
+        ):
             return False
         with contextlib.suppress(RuntimeError):  # of the store, which is in this process
             return have_met(self._store) and not have_trained(self._store)

@@ -43,7 +43,7 @@ def report_to(channel: str) -> None:
 
     def report(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
         # Ctrl-C and a forked process are no failures of this rank.
-        is_failure = isinstance(value, Exception) and os.getpid() == rank
+        is_failure = not isinstance(value, KeyboardInterrupt) and os.getpid() == rank
         if not is_failure or not _reported(channel, value, trace, time.monotonic()):
             default(kind, value, trace)
 
@@ -61,7 +61,7 @@ def _reported(
     if value is _last:
         return True
     try:
-        report = description(value, trace)  # type: ignore[arg-type]
+        report = description(value, trace)
         report |= {"pid": os.getpid(), "time": when, "shown": shown}
         with open(os.open(channel, os.O_WRONLY | os.O_CLOEXEC), "wb") as pipe:
             pipe.write(json.dumps(report).encode() + b"\n")
@@ -74,7 +74,7 @@ def _reported(
 _last: BaseException | None = None  # that has been reported
 
 
-def description(error: Exception, trace: TracebackType | None) -> dict[str, Any]:
+def description(error: BaseException, trace: TracebackType | None) -> dict[str, Any]:
     """Return the report about an exception; JSON-serializable.
 
     `error`: the kind and the first line of the message. `text`: the whole message of an error of ours, else
@@ -92,18 +92,18 @@ def description(error: Exception, trace: TracebackType | None) -> dict[str, Any]
     return report
 
 
-def _is_ours(error: Exception) -> bool:
+def _is_ours(error: BaseException) -> bool:
     """Whether it is an `McrError`, which a program that has not imported mcr_plus cannot raise."""
     errors = sys.modules.get("mcr_plus.errors")
     return errors is not None and isinstance(error, errors.McrError)
 
 
-def _notes(error: Exception) -> list[str]:
+def _notes(error: BaseException) -> list[str]:
     notes = getattr(error, "__notes__", None)
     return [str(note) for note in notes] if isinstance(notes, (list, tuple)) else []
 
 
-def _cause(error: Exception) -> list[str]:
+def _cause(error: BaseException) -> list[str]:
     cause = error.__cause__
     return [] if cause is None else [f"caused by {type(cause).__name__}: {cause}"]
 
@@ -161,7 +161,7 @@ def run_program(runner: str, words: Sequence[str]) -> None:
     exec(compile(path.read_bytes(), path, "exec", dont_inherit=True), program.__dict__)
 
 
-def _end_with(error: Exception, channel: str | None, when: float) -> None:
+def _end_with(error: BaseException, channel: str | None, when: float) -> None:
     """Do what Python does after an uncaught exception, but for the frames of what runs the program.
 
     Whatever hook the program has installed (such as rich's or IPython's) shows the frames of the program, and
@@ -193,7 +193,9 @@ def main() -> int | None:
         report_to(channel)
     try:
         run_program(sys.argv[1], sys.argv[2:])
-    except Exception as error:
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # asyncio.CancelledError is no Exception
         when = time.monotonic()
         if os.getpid() != _PROCESS:
             raise

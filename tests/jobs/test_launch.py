@@ -254,8 +254,12 @@ def test_one_mistake_of_all_ranks_is_one_message(start: Start, via: str) -> None
         ("x = = 1\n", "SyntaxError: invalid syntax"),
         ("import no_such_module\n", "ModuleNotFoundError: No module named 'no_such_module'"),
         ("def early():\n    raise ValueError('too early')\nearly()\n", "ValueError: too early"),
+        (
+            "class Stop(BaseException): ...\ndef early():\n    raise Stop('too early')\nearly()\n",
+            "Stop: too early",
+        ),
     ],
-    ids=["syntax", "import", "exception"],
+    ids=["syntax", "import", "exception", "base"],
 )
 def test_an_error_before_the_import_of_mcr_plus_is_shown_once(
     start: Start, tmp_path: Path, via: str, text: str, error: str

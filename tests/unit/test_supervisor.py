@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,6 +37,16 @@ class Job(Supervisor):
         rank = self._ranks[number]
         assert rank.process is not None
         rank.process.kill()
+        rank.process.wait()
+        self._look_after(rank)
+
+    def finish(self, number: int) -> None:
+        """A rank ends with 0, and the supervisor finds out."""
+        rank = self._ranks[number]
+        assert rank.process is not None
+        self._stop([rank.process])
+        rank.process.wait()
+        rank.process = subprocess.Popen(["true"])
         rank.process.wait()
         self._look_after(rank)
 
@@ -115,6 +126,49 @@ def test_a_rank_that_was_started_again_does_not_make_a_job_of_its_own(job: Job) 
     job._ranks[1].code = 0  # the program does not know that it is alone
     assert job._left() == 0
     assert job._watch() == 1
+
+
+@pytest.mark.parametrize("first", ["fails", "ends"])
+@pytest.mark.parametrize("min_ranks", [1, 2])
+def test_a_job_ends_as_failed_when_others_ended_well_and_nobody_takes_the_failed_rank_in(
+    job: Job, first: str, min_ranks: int
+) -> None:
+    job._min_ranks = min_ranks
+    job.meet()
+    if first == "fails":  # and waits for its next start
+        job.kill(1)
+        assert job._left() == 2
+        job.finish(0)
+    else:
+        job.finish(0)
+        job.kill(1)
+    assert job._left() == 0
+    assert (job._watch(), job.restarts[1] and job._ranks[1].process) == (1, None)
+    assert job.reports()[-1].startswith("the job ends: nobody is left to take in ranks")
+
+
+def test_a_rank_that_runs_alone_once_the_others_have_ended_well_fails_the_job(job: Job) -> None:
+    job.meet()
+    job.kill(1)
+    job.start()
+    job._ranks[1].code = 0  # before the others have ended
+    assert job._left() == 2
+    job.finish(0)
+    assert job._left() == 0
+    assert job._watch() == 1
+    assert job.reports()[-1].startswith("the job ends: nobody is left to take in ranks")
+
+
+def test_a_rank_is_started_again_after_the_others_have_trained_to_their_end(job: Job) -> None:
+    job.meet()
+    job.train()
+    job.finish(0)
+    job.kill(1)
+    assert job.reports() == ["started again (1 of 9)"]
+    job.start()
+    assert job._left() == 2
+    job.finish(1)
+    assert job._watch() == 0
 
 
 def test_a_rank_that_was_started_again_counts_once_ranks_train(job: Job) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from typing import NamedTuple
@@ -310,6 +311,15 @@ def _counted(rule: TableRule, kind: str, basis: Basis) -> TableRule | None:
 
 
 # --- In -------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def reporting(lost: list[str]) -> Iterator[None]:
+    """Add a `ConfigError` to what is lost: a mistake costs its line or rule, not the file."""
+    try:
+        yield
+    except ConfigError as error:
+        lost.append(str(error))
 
 
 def imported(rules: Sequence[TableRule], lost: list[str], backend: str, name: str) -> Imported:

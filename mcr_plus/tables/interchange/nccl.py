@@ -12,8 +12,9 @@ default number of channels. A line with numPipeOps or regBuff becomes a choice w
 `nccl:ring/ll128/numPipeOps=4` or `nccl:tree/simple/2/regBuff=1`. Tables do not look these up, so lines for
 usual operations (one at a time, in buffers that are not registered) come before those for others.
 
-The plugin's own parser reads an unknown name as allreduce, ring or simple, and skips lines with too few
-fields; both are errors here. The plugin runs operations without a matching line on one channel.
+The plugin's own parser reads an unknown name (`AllReduce` too) as allreduce, ring or simple, and a header
+without # as a line; it skips lines with too few fields. Here all of these are skipped and reported. The
+plugin runs operations without a matching line on one channel.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from mcr_plus.tables.interchange.exchange import (
     algorithm_of,
     imported,
     mistake,
+    reporting,
 )
 from mcr_plus.tables.table import Table, TableKey, TableRule
 
@@ -113,12 +115,13 @@ def _parse(algorithm: str) -> list[str] | None:
 
 
 def import_(text: str, name: str, backend: str) -> Imported:
-    """Read the lines into a table; raises `ConfigError` for lines that the plugin would misread."""
+    """Read the lines into a table, without those that the plugin misreads; `ConfigError` if none is left."""
     rules: list[TableRule] = []
     lost: list[str] = []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.startswith("#") and line.strip():
-            rules.append(_rule(line, name, number, backend))
+            with reporting(lost):
+                rules.append(_rule(line, name, number, backend))
     rules.sort(key=_is_special)
     return imported(rules, lost, backend, name)
 

@@ -29,6 +29,7 @@ from mcr_plus.tables.interchange.exchange import (
     assignments,
     imported,
     mistake,
+    reporting,
 )
 from mcr_plus.tables.table import Basis, Table, TableKey, TableRule
 
@@ -96,23 +97,25 @@ def _lines(out: Exporter, kind: str) -> Iterator[str]:
 
 
 def import_(text: str, name: str, backend: str) -> Imported:
-    """Read lines `CCL_<COLLECTIVE>=...` into a table; raises `ConfigError` if oneCCL would misread them."""
-    rules: list[TableRule] = []
+    """Read lines `CCL_<COLLECTIVE>=...` into a table; raises `ConfigError` if no rule is left."""
+    rules: dict[str, list[TableRule]] = {}
     lost: list[str] = []
-    seen: dict[str, int] = {}
     for assignment in assignments(text):
-        collective = _collective(assignment, name)
-        if collective is None:
-            what = f"{assignment.variable}: tables have no separate choice for communication between hosts"
-            lost.append(f"{name}:{assignment.line}: {what}")
-            continue
-        kind = _KINDS[collective]
-        if kind in seen:
-            what = f"{assignment.variable}: {kind} is also set in line {seen[kind]}; expected it once"
-            raise mistake(name, assignment.line, what)
-        seen[kind] = assignment.line
-        rules += _rules(assignment, COLLECTIVES[kind], kind, name, backend, lost)
-    return imported(rules, lost, backend, name)
+        with reporting(lost):
+            collective = _collective(assignment, name)
+            if collective is None:
+                what = (
+                    f"{assignment.variable}: tables have no separate choice for communication between hosts"
+                )
+                raise mistake(name, assignment.line, what)
+            kind = _KINDS[collective]
+            own = _rules(assignment, COLLECTIVES[kind], kind, name, backend, lost)
+            if earlier := rules.pop(kind, None):
+                lost.append(
+                    f"{earlier[0].place}: {kind} is set again in line {assignment.line}, which is taken"
+                )
+            rules[kind] = own
+    return imported([rule for each in rules.values() for rule in each], lost, backend, name)
 
 
 def _collective(assignment: Assignment, name: str) -> str | None:

@@ -23,12 +23,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from mcr_plus.core.units import MAX_INTEGER, Range
-from mcr_plus.errors import ConfigError, short, unknown
+from mcr_plus.errors import short, unknown
 from mcr_plus.tables.areas import ALL_SIZES, intersection, overlap, single
 from mcr_plus.tables.interchange.exchange import (
     Assignment,
@@ -42,6 +42,7 @@ from mcr_plus.tables.interchange.exchange import (
     imported,
     mistake,
     rank_cells,
+    reporting,
 )
 from mcr_plus.tables.interchange.ucc_names import COMPONENT_OF, COMPONENTS, LISTED_ONLY
 from mcr_plus.tables.table import DEVICES, Basis, Table, TableKey, TableRule
@@ -261,33 +262,26 @@ _HEADER: Final = re.compile(r"\[(\w+=[^\]]*)\]", re.ASCII)
 
 
 def import_(text: str, name: str, backend: str) -> Imported:
-    """Read TUNE strings into a table; raises `ConfigError` for overlaps, or if no rule is left."""
-    entries: list[_Entry] = []
+    """Read TUNE strings into a table; raises `ConfigError` if no rule is left."""
     lost: list[str] = []
-    seen: dict[tuple[str, str], int] = {}
-    for section, component, assignment in _tuned(text, name, lost):
-        if (section.text, component) in seen:
-            what = f"{component} is also tuned in line {seen[section.text, component]}; expected it once"
-            raise mistake(name, assignment.line, what)
-        seen[section.text, component] = assignment.line
+    tuned = [*_tuned(text, name, lost)]
+    last = {(section.text, component): assignment.line for section, component, assignment in tuned}
+    entries: list[_Entry] = []
+    for section, component, assignment in tuned:
+        if (later := last[section.text, component]) != assignment.line:
+            what = f"{assignment.variable} is set again in line {later}, which a shell takes"
+            lost.append(f"{name}:{assignment.line}: {what}; UCC refuses a ucc.conf that has both")
+            continue
         for token in assignment.value.partition(" ;")[0].split("#"):
-            with _reporting(lost):
+            with reporting(lost):
                 entries += [*_entries(token, component, section, name, assignment.line, backend, lost)]
-    if ("", "ucp") in seen and any(entry.section for entry in entries):
-        line = seen["", "ucp"]
+    if ("", "ucp") in last and any(entry.section for entry in entries):
+        line = last["", "ucp"]
         lost.append(f"{name}:{line}: UCC takes this string for TL/UCP instead of those in sections")
         entries = [entry for entry in entries if not entry.section]
-    _check_overlaps(entries, lost)
+    entries = _without_overlaps(entries, lost)
     ranked = sorted(entries, key=lambda entry: (not entry.section, -entry.score))
     return imported([entry.rule for entry in ranked], lost, backend, name)
-
-
-@contextmanager
-def _reporting(lost: list[str]) -> Iterator[None]:
-    try:
-        yield
-    except ConfigError as error:
-        lost.append(str(error))
 
 
 def _tuned(text: str, name: str, lost: list[str]) -> Iterator[tuple[_Section, str, Assignment]]:
@@ -470,22 +464,32 @@ def _rank_range(text: str) -> Range:
     return Range(lo, None if hi == "inf" else int(hi) + 1)
 
 
-def _check_overlaps(entries: list[_Entry], lost: list[str]) -> None:
-    """Raise `ConfigError` for overlaps that UCC refuses or cannot order, and report fallbacks of UCC."""
-    for index, one in enumerate(entries):
-        for other in entries[:index]:
-            if one.section != other.section or not _collide(one.rule, other.rule):
-                continue
-            both = f"{one.rule.key} {one.rule.span()} overlaps {other.rule.span()}"
-            if one.component == other.component:
-                what = f"{both} of {other.rule.place}; UCC refuses overlapping ranges of one component"
-                raise ConfigError(f"{one.rule.place}: {what}")
-            if one.score == other.score:
-                what = f"{both} of {other.component} with the same score; expected one to be higher"
-                raise ConfigError(f"{one.rule.place}: {what}")
+def _without_overlaps(entries: list[_Entry], lost: list[str]) -> list[_Entry]:
+    """Return the rules without those that UCC refuses or cannot order; report these, and fallbacks of UCC."""
+    kept: list[_Entry] = []
+    for one in entries:
+        others = [each for each in kept if one.section == each.section and _collide(one.rule, each.rule)]
+        problems = [what for other in others if (what := _conflict(one, other))]
+        if problems:
+            lost.append(f"{one.rule.place}: {problems[0]}")
+            continue
+        for other in others:
             first, second = (one, other) if one.score > other.score else (other, one)
             what = f"{first.component} has the higher score; tables cannot express UCC's fallback to this"
             lost.append(f"{second.rule.place}: {second.rule.key} {second.rule.span()}: {what}")
+        kept.append(one)
+    return kept
+
+
+def _conflict(one: _Entry, other: _Entry) -> str:
+    """Say why the later of two rules that overlap is lost; empty if their scores decide."""
+    both = f"{one.rule.key} {one.rule.span()} overlaps {other.rule.span()} of"
+    if one.component == other.component:
+        return f"{both} {other.rule.place}, which is kept; UCC refuses overlapping ranges of one component"
+    if one.score == other.score:
+        kept = f"{other.component} in {other.rule.place} with the same score, which is kept"
+        return f"{both} {kept}; the order of UCC's components decides"
+    return ""
 
 
 def _collide(one: TableRule, other: TableRule) -> bool:

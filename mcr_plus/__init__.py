@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from mcr_plus.core.collector import collector_paused
 from mcr_plus.core.environment import autoloads, error_channel
-from mcr_plus.errors import hint
+from mcr_plus.core.other_names import no_attribute
 from mcr_plus.torch_backend.autoload import register
 
 if TYPE_CHECKING:
@@ -224,9 +224,7 @@ def __getattr__(name: str) -> object:
             if name in vars(module):
                 globals()[name] = vars(module)[name]
                 return globals()[name]
-    known = () if name.startswith("_") else (*__all__, *_MODULES)
-    # Without a name Python adds no suggestion of its own.
-    raise AttributeError(f"module 'mcr_plus' has no attribute '{name}'{hint(name, known)}", name=None)
+    raise no_attribute("mcr_plus", name, (*__all__, *_MODULES))
 
 
 def __dir__() -> list[str]:

@@ -1,5 +1,7 @@
 """Collectives that gradients flow back through; see `mcr_plus.api.autograd`."""
 
+from typing import NoReturn
+
 from mcr_plus.api.autograd import (
     all_gather,
     all_reduce,
@@ -9,6 +11,7 @@ from mcr_plus.api.autograd import (
     reduce_scatter,
     replicate,
 )
+from mcr_plus.core.other_names import no_attribute
 
 __all__ = [
     "all_gather",
@@ -19,3 +22,7 @@ __all__ = [
     "reduce_scatter",
     "replicate",
 ]
+
+
+def __getattr__(name: str) -> NoReturn:
+    raise no_attribute(__name__, name, __all__)

@@ -1,5 +1,7 @@
 """Convolutions and pooling of tensors that are spread over ranks in space; see `mcr_plus.api.spatial`."""
 
+from typing import NoReturn
+
 from mcr_plus.api.spatial import (
     AvgPool2d,
     AvgPool3d,
@@ -11,6 +13,7 @@ from mcr_plus.api.spatial import (
     local_part,
     sum_gradients,
 )
+from mcr_plus.core.other_names import no_attribute
 
 __all__ = [
     "AvgPool2d",
@@ -23,3 +26,7 @@ __all__ = [
     "local_part",
     "sum_gradients",
 ]
+
+
+def __getattr__(name: str) -> NoReturn:
+    raise no_attribute(__name__, name, __all__)

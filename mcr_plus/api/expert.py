@@ -429,8 +429,9 @@ def _refusal(
     rows = (sent.firsts[1:] - sent.firsts[:-1]).tolist()
     if max_rows is not None and max(rows) > max_rows:
         to = rows.index(max(rows))
+        named = comm.opened.group.named
         return InvalidArgument(
-            f"max_rows: {max(rows)} tokens of rank {comm.ranks[comm.rank]} go to rank {comm.ranks[to]}, "
+            f"max_rows: {max(rows)} tokens of {named(comm.rank)} go to {named(to)}, "
             f"expected {max_rows} at most"
         )
     return None

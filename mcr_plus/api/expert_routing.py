@@ -289,11 +289,11 @@ class Routing:
             self.load = torch.from_numpy(total.reshape(self.choices, self.experts))
 
     def _compare(self, numbers: npt.NDArray[np.int32]) -> None:
-        ranks = self._comm.ranks
+        named = self._comm.opened.group.named
         refusing = np.flatnonzero(numbers[:, 0])
         if len(refusing):
             raise InvalidArgument(
-                f"dispatch: rank {ranks[refusing[0]]} refuses its arguments; its error has the reason"
+                f"dispatch: {named(refusing[0])} refuses its arguments; its error has the reason"
             )
         facts = numbers[:, 1:_ROWS]
         different = np.argwhere(facts != facts[0])
@@ -301,8 +301,8 @@ class Routing:
             rank, fact = map(int, different[0])
             one, other = (_shown(fact, int(facts[at, fact])) for at in (0, rank))
             raise InvalidArgument(
-                f"dispatch: expected the same {_FACTS[fact]} on all ranks, got {one} on rank {ranks[0]} "
-                f"and {other} on rank {ranks[rank]}"
+                f"dispatch: expected the same {_FACTS[fact]} on all ranks, got {one} on {named(0)} "
+                f"and {other} on {named(rank)}"
             )
 
     # -- to the experts -----------------------------------------------------------------------------

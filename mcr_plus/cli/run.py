@@ -30,6 +30,14 @@ def _refuse_hosts(value: str | None) -> None:
         )
 
 
+def _refuse_number(value: str | None) -> None:
+    """Refuse the options by which other launchers take the number of ranks."""
+    if value is not None:
+        raise typer.BadParameter(
+            f"{value}: mcr-plus run takes the number of ranks on this host by -n {value}"
+        )
+
+
 def run(
     script: Annotated[str, typer.Argument(help="A Python file, or an executable.")],
     args: Annotated[list[str] | None, typer.Argument(help="Its arguments.")] = None,
@@ -57,7 +65,27 @@ def run(
     _hosts: Annotated[
         str | None,
         typer.Option(
-            "--hosts", "--host", "--hostfile", "--nodes", "--nnodes", hidden=True, callback=_refuse_hosts
+            "-H",
+            "--hosts",
+            "--host",
+            "--hostfile",
+            "--machinefile",
+            "--nodes",
+            "--nnodes",
+            hidden=True,
+            callback=_refuse_hosts,
+        ),
+    ] = None,
+    _number: Annotated[
+        str | None,
+        typer.Option(
+            "-np",
+            "--np",
+            "--nproc_per_node",
+            "--nproc-per-node",
+            "--ntasks",
+            hidden=True,
+            callback=_refuse_number,
         ),
     ] = None,
 ) -> None:

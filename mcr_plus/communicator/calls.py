@@ -268,7 +268,8 @@ def group_rank(group: Group, rank: int, name: str) -> int:
     local = None if number is None else group.local.get(number)
     if local is None:
         raise InvalidArgument(
-            f"{name}: rank {rank!r} is not in group '{group.name}'; its ranks: {list(group.ranks)}"
+            f"{name}: rank {rank!r} is not in group '{group.name}'; its ranks{group.of_job}: "
+            f"{list(group.ranks)}"
         )
     return local
 
@@ -363,7 +364,7 @@ def _root_list(
     """Return the tensors, one per rank on the root, none on other ranks; raises for others."""
     if root != group.rank:
         if tensors:
-            raise InvalidArgument(f"{name}: only the root, rank {group.ranks[root]}, may pass it")
+            raise InvalidArgument(f"{name}: only the root, {group.named(root)}, may pass it")
         return ()
     if tensors is None:
         raise InvalidArgument(f"{name}: expected {group.size} tensors on the root, got None")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
@@ -23,6 +23,7 @@ from mcr_plus.config.names import stored_backend
 from mcr_plus.core.group import Group
 from mcr_plus.core.kinds import REDUCE_OPS, REDUCING, ReduceOp, check_reducible
 from mcr_plus.core.message import Extras, Signature, frozen
+from mcr_plus.core.other_names import OF_COMMUNICATORS, name_others
 from mcr_plus.core.units import whole_number
 from mcr_plus.core.work import Work
 from mcr_plus.dispatch.group_runtime import SIGNATURES
@@ -376,29 +377,14 @@ class Communicator(Operations):
             self.state.check_thread()  # raises: the group is closed
 
 
-class _OtherName:
-    """A name of another library: its error says ours. A `__getattr__` would slow every call (3.11)."""
-
-    def __init__(self, name: str, ours: str) -> None:
-        self._text = f"'Communicator' object has no attribute '{name}'; did you mean '{ours}'?"
-
-    def __get__(self, instance: object, owner: object = None) -> NoReturn:
-        raise AttributeError(self._text, name=None)
-
-
-for _name, _ours in {
-    "allgather": "all_gather", "allreduce": "all_reduce", "alltoall": "all_to_all", "bcast": "broadcast",
-    "get_rank": "rank", "get_world_size": "size", "reducescatter": "reduce_scatter",
-    "world_size": "size",
-}.items():  # fmt: skip
-    setattr(Communicator, _name, _OtherName(_name, _ours))
+name_others(Communicator, OF_COMMUNICATORS)
 
 
 def _check_valid(signature: Signature, group: Group) -> None:
     """Raise `Unsupported` or `InvalidArgument` if no library could run it: no member, or a wrong op."""
     if group.rank < 0:
         raise Unsupported(
-            f"this rank is not a member of group '{group.name}' (ranks {list(group.ranks)}); "
+            f"this rank is not a member of group '{group.name}' (ranks{group.of_job} {list(group.ranks)}); "
             "only members may use it"
         )
     if signature.kind in REDUCING and signature.dtype is not None:

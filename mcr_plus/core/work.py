@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Final
 
 from mcr_plus.core.deadline import Deadline, check_wait
+from mcr_plus.core.other_names import OF_WORKS, name_others
 from mcr_plus.core.streams import Event, Retained, Streams
 
 
@@ -105,6 +106,8 @@ class Work(ABC):
         where = f" on {info.backend}{codec} in group {info.group!r}{tag}"
         return f"<Work: {info.kind} of {info.bytes} bytes{where}: {state}>"
 
+
+name_others(Work, OF_WORKS)
 
 _NAP_S: Final = 20e-6  # between looks at another thread that copies the results out
 _retained: Final = Retained()

@@ -3,4 +3,11 @@
 from mcr_plus.layout import Layout
 """
 
+from typing import NoReturn
+
+from mcr_plus.core.other_names import no_attribute
 from mcr_plus.layout.layout import Layout as Layout
+
+
+def __getattr__(name: str) -> NoReturn:
+    raise no_attribute(__name__, name, ("Layout",))

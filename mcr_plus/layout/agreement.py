@@ -70,28 +70,29 @@ def _difference(comm: Communicator, said: Sequence[Any]) -> InvalidArgument:
     }
     if errors:
         first = next(iter(errors.values()))
-        return InvalidArgument(f"{first} (on {_ranks([r for r, text in errors.items() if text == first])})")
-    one, (options, known) = comm.ranks[0], said[0]
+        where = _ranks([r for r, text in errors.items() if text == first])
+        return InvalidArgument(f"{first} (on {where}{comm.opened.group.of_job})")
+    of_job, one, (options, known) = comm.opened.group.of_job, comm.ranks[0], said[0]
     for rank, (others, specs) in zip(comm.ranks, said, strict=True):
         if others != options:
             return InvalidArgument(
-                f"ranks pass different options: rank {one} {options}; rank {rank} {others}"
+                f"ranks pass different options: rank {one}{of_job} {options}; rank {rank}{of_job} {others}"
             )
         for here, there, has, lacks in ((known, specs, one, rank), (specs, known, rank, one)):
             for name in here:
                 if name not in there:
                     return InvalidArgument(
-                        f"rank {has} passes {_words(name, here[name])}; rank {lacks} passes no layouts for "
-                        f"{name!r}"
+                        f"rank {has}{of_job} passes {_words(name, here[name])}; rank {lacks}{of_job} passes "
+                        f"no layouts for {name!r}"
                     )
         for name, mine in known.items():
             if specs[name][:2] != mine[:2]:
                 return InvalidArgument(
-                    f"ranks pass different layouts: rank {one} {_words(name, mine)}; "
-                    f"rank {rank} {_words(name, specs[name])}"
+                    f"ranks pass different layouts: rank {one}{of_job} {_words(name, mine)}; "
+                    f"rank {rank}{of_job} {_words(name, specs[name])}"
                 )
         if list(specs) != list(known):
-            orders = f"rank {one} {short(list(known))}; rank {rank} {short(list(specs))}"
+            orders = f"rank {one}{of_job} {short(list(known))}; rank {rank}{of_job} {short(list(specs))}"
             return InvalidArgument(f"ranks pass tensors in different orders: {orders}")
     dtypes = [{name: spec[2] for name, spec in specs.items()} for _, specs in said]
     return _different_dtypes(comm, dtypes) or InvalidArgument(
@@ -107,7 +108,8 @@ def _different_dtypes(comm: Communicator, said: Sequence[Mapping[str, str]]) -> 
             if name in each:
                 ranks_of.setdefault(each[name], []).append(rank)
         if len(ranks_of) > 1:
-            found = "; ".join(f"{dtype} on {_ranks(ranks)}" for dtype, ranks in ranks_of.items())
+            of_job = comm.opened.group.of_job
+            found = "; ".join(f"{dtype} on {_ranks(ranks)}{of_job}" for dtype, ranks in ranks_of.items())
             return InvalidArgument(f"{prefix(name)}ranks pass tensors of different dtypes: {found}")
     return None
 

@@ -317,7 +317,8 @@ def _refused(comm: Communicator, spec: Spec) -> str | None:
         outside = sorted(set(layout.ranks) - members)
         if outside:
             return (
-                f"{name}{what} {layout}: rank {outside[0]} is not in group '{comm.name}' ({list(comm.ranks)})"
+                f"{name}{what} {layout}: rank {outside[0]}{comm.opened.group.of_job} is not in group "
+                f"'{comm.name}' ({list(comm.ranks)})"
             )
     if target.is_partial and target != source:
         return f"{name}target {target}: values cannot be divided into addends, except for target == source"

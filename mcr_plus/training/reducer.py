@@ -413,8 +413,8 @@ class Reducer:
         self._began = perf_counter()
         if failed:
             raise McrError(
-                f"the backward pass of rank {self.comm.ranks[failed - 1]} failed; the gradients of this pass "
-                "are not complete on any rank"
+                f"the backward pass of {self.comm.opened.group.named(failed - 1)} failed; the gradients of "
+                "this pass are not complete on any rank"
             )
 
     def _replan(self, seen: list[int], times: list[float], whole: bool, *, tries: bool) -> None:

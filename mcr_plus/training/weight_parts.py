@@ -61,7 +61,7 @@ class Part(NamedTuple):
     boxes: list[tuple[str, Boxes]]
 
 
-def parts_of(held: Mapping[int, Sequence[Held]], sources: Sequence[int]) -> list[Part]:
+def parts_of(held: Mapping[int, Sequence[Held]], sources: Sequence[int], of_job: str = "") -> list[Part]:
     """Divide what receivers need among source ranks; the same result from the same arguments on all ranks.
 
     An element that several source ranks hold is sent by the one that has the fewest bytes to send so far.
@@ -79,11 +79,11 @@ def parts_of(held: Mapping[int, Sequence[Held]], sources: Sequence[int]) -> list
     sent = dict.fromkeys(sources, 0)
     found: dict[tuple[int, tuple[int, ...], str], list[tuple[str, Boxes]]] = defaultdict(list)
     for name, holders in tensors.items():
-        first = _agreed(holders)
+        first = _agreed(holders, of_job)
         here = _regions([row for row in holders if row[0] in sources])
         there = _regions([row for row in holders if row[0] not in sources])
         if receivers:
-            _match(first, here, there, sources, receivers)
+            _match(first, here, there, sources, receivers, of_job)
         for source, needed_by, boxes in _shared(here, there, sent, getattr(torch, first.dtype).itemsize):
             found[source, needed_by, first.dtype].append((name, boxes))
     place = {rank: number for number, rank in enumerate(sources)}
@@ -106,12 +106,14 @@ def whole_of(held: Mapping[int, Sequence[Held]], sources: Sequence[int]) -> list
     return found
 
 
-def _agreed(holders: Sequence[tuple[int, Held]]) -> Held:
+def _agreed(holders: Sequence[tuple[int, Held]], of_job: str = "") -> Held:
     """What is the same on all ranks that hold some of a tensor."""
     rank, first = holders[0]
     for other, held in holders:
         if held[:3] != first[:3]:
-            raise InvalidArgument(f"sync: rank {rank} has {first}, rank {other} has {held}, as whole tensors")
+            raise InvalidArgument(
+                f"sync: rank {rank}{of_job} has {first}, rank {other}{of_job} has {held}, as whole tensors"
+            )
     return first
 
 
@@ -136,6 +138,7 @@ def _match(
     there: Regions | None,
     sources: Sequence[int],
     receivers: Sequence[int],
+    of_job: str,
 ) -> None:
     """Raise `InvalidArgument` unless receivers need some of a tensor, and sources hold what they need."""
     if here is None and there is None:
@@ -143,7 +146,7 @@ def _match(
     if there is None:
         raise InvalidArgument(
             f"sync: {tensor} is a tensor of src={list(sources)}, and none of the receivers, "
-            f"{phrase_ranks(receivers)}, holds any of it"
+            f"{phrase_ranks(receivers)}{of_job}, holds any of it"
         )
     covered = np.zeros(len(there.boxes.lows), np.int64)
     if here is not None:
@@ -156,7 +159,7 @@ def _match(
         rank = int(there.members[there.starts[lacking[0]]])
         raise InvalidArgument(
             f"sync: {tensor}: src={list(sources)}, and no rank of these holds all elements in {box}, which "
-            f"rank {rank} has; are all ranks that hold parts of the source in src?"
+            f"rank {rank}{of_job} has; are all ranks that hold parts of the source in src?"
         )
 
 

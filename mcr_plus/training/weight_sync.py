@@ -256,10 +256,11 @@ def sync(
     try:
         gathered = comm.all_gather_object(tuple(own), tag="sync")
         answers = dict(zip(comm.ranks, (_Answer(*each) for each in gathered), strict=True))
-        _compare(answers, mine)
+        of_job = comm.opened.group.of_job
+        _compare(answers, mine, of_job)
         held = {each: answer.held for each, answer in answers.items()}
         found = offers_of(held, sources, named) if file else []
-        parts = parts_of({**held, **{each.rank: each.held for each in found}}, sources)
+        parts = parts_of({**held, **{each.rank: each.held for each in found}}, sources, of_job)
         places = {each: _place(answers[each]) for each in sources}
         lead = next(iter(places))
         key = key_of(world.secret, answers[lead].nonce)
@@ -353,7 +354,7 @@ def _invited(
             problem = str(error)
     problem = comm.broadcast_object(problem, lead)
     if problem:
-        raise InvalidArgument(f"rank {lead}: {problem}")
+        raise InvalidArgument(f"rank {lead}{comm.opened.group.of_job}: {problem}")
     return withdraw
 
 
@@ -395,31 +396,32 @@ def _sources(src: int | Sequence[int], comm: Communicator) -> tuple[int, ...]:
     ranks = whole_numbers(src) if one is None else [one]
     if not ranks or len(set(ranks) & set(comm.ranks)) < len(ranks):
         raise InvalidArgument(
-            f"sync: src={src!r}; expected one of the group's ranks {list(comm.ranks)}, or several of them, "
-            "each once"
+            f"sync: src={src!r}; expected one of the group's ranks{comm.opened.group.of_job} "
+            f"{list(comm.ranks)}, or several of them, each once"
         )
     return tuple(ranks)
 
 
-def _compare(answers: Mapping[int, _Answer], mine: str) -> None:
+def _compare(answers: Mapping[int, _Answer], mine: str, of_job: str) -> None:
     """Raise the same on all ranks if one cannot take part, or they differ."""
     for rank, answer in answers.items():
         if answer.mistake:
-            raise InvalidArgument(mine or f"rank {rank}: {answer.mistake}")
+            raise InvalidArgument(mine or f"rank {rank}{of_job}: {answer.mistake}")
     one, first = next(iter(answers.items()))
     for rank, answer in answers.items():
         if answer.arguments != first.arguments:
             raise InvalidArgument(
-                f"sync: rank {one} has src, tag and invite {first.arguments}, rank {rank} has "
-                f"{answer.arguments}"
+                f"sync: rank {one}{of_job} has src, tag and invite {first.arguments}, rank {rank}{of_job} "
+                f"has {answer.arguments}"
             )
         if answer.offers != first.offers:
-            raise InvalidArgument(f"sync: rank {one} and rank {rank} have different offers")
+            raise InvalidArgument(f"sync: rank {one}{of_job} and rank {rank}{of_job} have different offers")
     source, *others = first.arguments[0]
     if others or not all(answer.is_whole for answer in answers.values()):
         return  # `parts_of` compares tensor by tensor
     expected = answers[source].held
     for rank, answer in answers.items():
-        difference = first_difference(expected, answer.held, f"rank {source} has", f"rank {rank} has")
+        here, there = (f"rank {each}{of_job} has" for each in (source, rank))
+        difference = first_difference(expected, answer.held, here, there)
         if difference is not None:
             raise InvalidArgument(f"sync: {difference}")

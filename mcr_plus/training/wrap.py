@@ -373,11 +373,12 @@ def _count(optimizer: torch.optim.Optimizer) -> int:
 def compare(comm: Communicator, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
     """Raise `InvalidArgument` on every rank unless all have the same parameters."""
     own = [f"{name}: {list(param.shape)} of {param.dtype}" for name, param in named]
-    for rank, other in zip(comm.ranks, comm.all_gather_object(own), strict=True):
+    phrase = comm.opened.group.named
+    for rank, other in enumerate(comm.all_gather_object(own)):
         if other != own:
             pairs = zip([*own, *["nothing"] * len(other)], [*other, *["nothing"] * len(own)], strict=False)
             here, there = next((a, b) for a, b in pairs if a != b)
             raise InvalidArgument(
-                f"model: rank {rank} has other parameters; the first difference is '{there}' there and "
-                f"'{here}' on rank {comm.ranks[comm.rank]}"
+                f"model: {phrase(rank)} has other parameters; the first difference is '{there}' there and "
+                f"'{here}' on {phrase(comm.rank)}"
             )

@@ -191,7 +191,7 @@ class Stub:
     """Stands for an operation: done or not, and what happens while somebody looks at it."""
 
     error = poll = noted = None
-    inline = True
+    inline = waited = True
 
     def __init__(self, is_done: bool = True, look: Callable[[], object] = lambda: None) -> None:
         self.is_done = is_done

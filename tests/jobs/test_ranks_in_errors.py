@@ -144,6 +144,62 @@ def test_every_rank_in_an_error_is_of_the_job(backend: str, via: Via) -> None:
     assert ("death [2, 1, 0]" in results[1].value) == (via == "torch")
 
 
+def _linear(rank: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Linear(2 + (rank == VICTIM), 2)
+    return model, torch.optim.SGD(model.parameters(), 0.1)
+
+
+def _local(comm: mcr.Communicator, rank: int) -> None:
+    model = torch.nn.Linear(2, 2)
+    mcr.local(model, torch.optim.SGD(model.parameters(), 0.1), every=2 + (rank == VICTIM), group=comm)
+
+
+def _redistribute(comm: mcr.Communicator, rank: int) -> None:
+    x = torch.zeros(2, dtype=torch.float64 if rank == VICTIM else torch.float32)
+    there = mcr.Layout.replicated([4], list(comm.ranks)) if rank == VICTIM else None
+    source = mcr.Layout.sharded([4], list(comm.ranks), 0)
+    mcr.redistribute(x, source, there or mcr.Layout.sharded([4], list(comm.ranks)[::-1], 0), group=comm)
+
+
+ARGUMENTS: dict[str, Call] = {
+    "wrap": lambda comm, rank: mcr.wrap(*_linear(rank), group=comm),
+    "local": _local,
+    "sync": lambda comm, rank: mcr.sync({"w": torch.zeros(2 + (rank == VICTIM))}, src=2, group=comm),
+    "sync src": lambda comm, rank: mcr.sync({"w": torch.zeros(2)}, src=rank, group=comm),
+    "sync several": lambda comm, rank: mcr.sync(
+        {"w": torch.zeros(2 + (rank == VICTIM))}, src=[2, 0], group=comm
+    ),
+    "dispatch": lambda comm, rank: mcr.expert.dispatch(
+        torch.zeros(1, 2 + (rank == VICTIM)), torch.zeros(1, 1, dtype=torch.int64), experts=2, group=comm
+    ),
+    "scatter": lambda comm, rank: comm.scatter(torch.zeros(1), [torch.zeros(1)] * comm.size, 4 - rank - 2),
+    "redistribute": _redistribute,
+}
+
+
+def wrong_arguments() -> dict[str, str]:
+    """Runs on ranks: what each says about arguments that differ in a group of ranks 2 and 0."""
+    world = mcr.init({"version": 1, "backends": ["gloo"]})
+    said: dict[str, str] = {}
+    comm = mcr.new_group([2, 0])
+    for name, call in ARGUMENTS.items():
+        if world.rank in comm.ranks:
+            try:
+                call(comm, world.rank)
+            except mcr.McrError as error:
+                said[name] = str(error)
+        meet(name, world.size)
+    return said
+
+
+def test_ranks_in_errors_about_arguments_are_of_the_job() -> None:
+    results = run_ranks(wrong_arguments, 3, via="torch")
+    for name in ARGUMENTS:
+        texts = [results[rank].value[name] for rank in (0, 2) if name in results[rank].value]
+        ranks = [re.findall(r"ranks? \d(?:(?: and|,) \d)?( of the job)?", text) for text in texts]
+        assert ranks and all(named and all(named) for named in ranks), (name, texts)  # noqa: PT018
+
+
 def test_ranks_are_named_as_ranks_of_the_job() -> None:
     assert Group("world", (0, 1, 2), 1).named(2) == "rank 2"
     assert Group("group1", (0, 1), 1).named(0, 1) == "ranks 0, 1"

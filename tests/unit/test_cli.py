@@ -604,8 +604,15 @@ def test_the_package_runs_as_the_command() -> None:
     assert answer.stdout.startswith("mcr-plus ")
 
 
-@pytest.mark.parametrize("option", ["--hosts", "--hostfile", "--nnodes"])
+@pytest.mark.parametrize("option", ["--hosts", "--hostfile", "--nnodes", "-H", "--machinefile"])
 def test_options_for_several_hosts_name_the_launchers_for_them(option: str) -> None:
     answer = mcr_plus("run", option, "2", "-n", "2", PROGRAMS)
     assert answer.returncode == 2
     assert all(word in answer.stderr for word in ("this host", "mpirun", "srun", "torchrun"))
+
+
+@pytest.mark.parametrize("option", ["-np", "--np", "--nproc_per_node", "--nproc-per-node"])
+def test_other_options_for_the_number_of_ranks_name_ours(option: str) -> None:
+    answer = mcr_plus("run", option, "2", PROGRAMS)
+    assert answer.returncode == 2
+    assert "by -n 2" in answer.stderr

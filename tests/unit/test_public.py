@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -79,7 +80,9 @@ def test_shrink_group_takes_what_torchs_takes() -> None:
 @pytest.mark.parametrize(
     ("name", "meant"),
     [("rank", "get_rank"), ("size", "get_world_size"), ("allreduce", "all_reduce"), ("elasti", "elastic"),
-     ("experts", "expert"), ("xyz", None)],
+     ("experts", "expert"), ("xyz", None), ("split_group", "new_group"), ("ReduceOp", "SUM"),
+     ("local_rank", None), ("init_process_group", "init"), ("rank_size", "get_world_size"),
+     ("Allreduce", "all_reduce"), ("Bcast", "broadcast")],
 )  # fmt: skip
 def test_an_unknown_name_of_the_package_says_which_was_meant(name: str, meant: str | None) -> None:
     with pytest.raises(AttributeError) as caught:
@@ -87,7 +90,25 @@ def test_an_unknown_name_of_the_package_says_which_was_meant(name: str, meant: s
     assert str(caught.value).endswith(f"did you mean {meant!r}?" if meant else f"attribute {name!r}")
 
 
-@pytest.mark.parametrize(("name", "meant"), [("get_rank", "rank"), ("allreduce", "all_reduce")])
+@pytest.mark.parametrize(
+    ("module", "name", "meant"),
+    [("autograd", "allreduce", "all_reduce"), ("autograd", "reducescatter", "reduce_scatter"),
+     ("layout", "Layouts", "Layout"), ("expert", "dispach", "dispatch"), ("spatial", "Conv2D", "Conv2d"),
+     ("dtensor", "plan", "planned"), ("spatial", "split_group", None)],
+)  # fmt: skip
+def test_an_unknown_name_of_a_module_says_which_was_meant(module: str, name: str, meant: str | None) -> None:
+    found = import_module(f"mcr_plus.{module}")
+    assert not hasattr(found, name)
+    with pytest.raises(AttributeError) as caught:
+        getattr(found, name)
+    assert str(caught.value).endswith(f"did you mean {meant!r}?" if meant else f"attribute {name!r}")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("get_rank", "rank"), ("allreduce", "all_reduce"), ("Allreduce", "all_reduce"), ("Get_rank", "rank"),
+     ("Get_size", "size"), ("Split", "split"), ("Isend", "isend"), ("Free", "close")],
+)  # fmt: skip
 def test_a_name_of_another_library_says_that_of_a_communicator(name: str, meant: str) -> None:
     with mcr.init() as comm:
         assert not hasattr(comm, name)
@@ -100,4 +121,7 @@ def test_the_text_of_a_handle_says_kind_library_and_state() -> None:
         work = comm.all_reduce(torch.ones(3), async_op=True, tag="mlp")
         assert work is not None
         work.wait()
+        for name, meant in (("synchronize", "wait"), ("test", "is_completed"), ("done", "is_completed")):
+            with pytest.raises(AttributeError, match=f"has no attribute '{name}'; did you mean '{meant}'"):
+                getattr(work, name)
         assert repr(work) == "<Work: all_reduce of 12 bytes on local in group 'world', tag 'mlp': done>"

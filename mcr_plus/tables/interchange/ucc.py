@@ -6,8 +6,8 @@
 Tokens are separated by `#`; their fields are recognised by their form, in any order: collectives, memory
 types, `lo-hi` sizes (half-open; K, M, G and T are binary), `[lo-hi]` numbers of ranks (both included), a
 score and an `@algorithm`. A missing field matches everything. A string without a variable is read as
-UCC_TL_UCP_TUNE. Between components the highest score wins; ranges of one component must not overlap, as in
-UCC. A token with an unknown name is left out and reported (UCC drops the string), and so are other variables.
+UCC_TL_UCP_TUNE. Between components the highest score wins. A token with an unknown name, or a range that
+overlaps another of its component, is left out and reported (UCC drops the string); so are other variables.
 
 `ucc.conf` has sections such as `[vendor=intel model=skylake team_size=4 ppn=2 nnodes=2]`. Strings for TL/UCP
 in them apply there, unless one stands outside of all sections. A table is for the first processor of a file.
@@ -275,8 +275,7 @@ def import_(text: str, name: str, backend: str) -> Imported:
         for token in assignment.value.partition(" ;")[0].split("#"):
             with reporting(lost):
                 entries += [*_entries(token, component, section, name, assignment.line, backend, lost)]
-    if ("", "ucp") in last and any(entry.section for entry in entries):
-        line = last["", "ucp"]
+    if (line := last.get(("", "ucp"))) and any(entry.section for entry in entries):
         lost.append(f"{name}:{line}: UCC takes this string for TL/UCP instead of those in sections")
         entries = [entry for entry in entries if not entry.section]
     entries = _without_overlaps(entries, lost)
@@ -469,9 +468,8 @@ def _without_overlaps(entries: list[_Entry], lost: list[str]) -> list[_Entry]:
     kept: list[_Entry] = []
     for one in entries:
         others = [each for each in kept if one.section == each.section and _collide(one.rule, each.rule)]
-        problems = [what for other in others if (what := _conflict(one, other))]
-        if problems:
-            lost.append(f"{one.rule.place}: {problems[0]}")
+        if problem := next((what for other in others if (what := _conflict(one, other))), ""):
+            lost.append(f"{one.rule.place}: {problem}")
             continue
         for other in others:
             first, second = (one, other) if one.score > other.score else (other, one)

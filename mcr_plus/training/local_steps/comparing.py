@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from mcr_plus.errors import InvalidArgument, OrderMismatch, ResultMismatch, phrase_ranks
+from mcr_plus.errors import InvalidArgument, OrderMismatch, ResultMismatch
 from mcr_plus.training.local_steps import arguments
 from mcr_plus.training.wrap import is_wrapped
 
@@ -53,12 +53,13 @@ def agree(local: LocalSteps) -> int:
     live = {each.number for each in _live if comm in (each.comm, each.comm.succession.successor)}
     own = _Own(settings, comm.opened.numbers.get(_NUMBERS, 0), tuple(live))
     answers: list[_Own] = comm.all_gather_object(own, tag=CHECK)
-    for rank, other in zip(comm.ranks, answers, strict=True):
+    named = comm.opened.group.named
+    for rank, other in enumerate(answers):
         for name, value in settings.items():
             if other.settings[name] != value:
                 raise InvalidArgument(
-                    f"{name}: {value} on rank {comm.ranks[comm.rank]}, but {other.settings[name]} on "
-                    f"rank {rank}; ranks pass the same"
+                    f"{name}: {value} on {named(comm.rank)}, but {other.settings[name]} on {named(rank)}; "
+                    "ranks pass the same"
                 )
     number = max(each.number for each in answers)
     over = set(range(number)).difference(*(each.live for each in answers))
@@ -123,17 +124,17 @@ def compare_table(local: LocalSteps, fragment: Fragment, table: torch.Tensor, re
         table: int64, of the shape [ranks, columns].
         refusal: why this rank cannot go on, None if it can.
     """
-    ranks = local.comm.ranks
-    changed = [rank for rank, each in zip(ranks, table[:, CHANGED].tolist(), strict=True) if each]
+    named = local.comm.opened.group.named
+    changed = [rank for rank, each in enumerate(table[:, CHANGED].tolist()) if each]
     if changed:
         raise InvalidArgument(
             refusal
-            or f"model: trained parameters have changed on {phrase_ranks(changed)} since mcr.local, whose "
+            or f"model: trained parameters have changed on {named(*changed)} since mcr.local, whose "
             "error names them; call mcr.local again on all ranks"
         )
     steps = table[:, STEPS].tolist()
     if not local.settings.uneven and len(set(steps)) > 1:
-        listed = ", ".join(f"rank {rank}: {each}" for rank, each in zip(ranks, steps, strict=True))
+        listed = ", ".join(f"{named(rank)}: {each}" for rank, each in enumerate(steps))
         raise OrderMismatch(
             f"{fragment.tag}: ranks have made different numbers of steps ({listed}); call local.step() "
             "alike on all ranks, or pass uneven=True"
@@ -145,9 +146,10 @@ def compare_digests(local: LocalSteps, fragment: Fragment, digests: Sequence[int
     """Raise `ResultMismatch` on all ranks if their outer parameters differ."""
     if len(set(digests)) > 1:
         usual = max(digests, key=digests.count)
-        others = [rank for rank, each in zip(local.comm.ranks, digests, strict=True) if each != usual]
+        others = [rank for rank, each in enumerate(digests) if each != usual]
+        named = local.comm.opened.group.named
         raise ResultMismatch(
-            f"{fragment.tag}: other outer parameters on {phrase_ranks(others)} than on the rest, after "
+            f"{fragment.tag}: other outer parameters on {named(*others)} than on the rest, after "
             f"{fragment.rounds} outer steps with compress={local.settings.compress!r} and "
             f"{type(fragment.optimizer).__name__}; all of it must give ranks the same bits"
         )

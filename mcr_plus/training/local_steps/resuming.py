@@ -10,6 +10,7 @@ from mcr_plus.training.local_steps.comparing import share_of
 from mcr_plus.training.transfer import broadcast_state
 
 if TYPE_CHECKING:
+    from mcr_plus.communicator.communicator import Communicator
     from mcr_plus.training.local_steps.fragments import Fragment
     from mcr_plus.training.local_steps.local import LocalSteps
 
@@ -58,7 +59,7 @@ def resume(local: LocalSteps) -> None:
         repr([fragment.layout for fragment in local.fragments]),
     )
     answers: list[_Had] = comm.all_gather_object(own, tag=_TAG)
-    _check(answers, comm.ranks)
+    _check(answers, comm)
     foremost = max(range(comm.size), key=lambda rank: (answers[rank].steps, -rank))
     first = answers[foremost]
     is_new = own.steps == 0 and first.steps > 0
@@ -98,10 +99,11 @@ def _due(local: LocalSteps, fragment: Fragment) -> int | None:
     return 0 if local.settings.uneven else fragment.flight.due
 
 
-def _check(answers: list[_Had], ranks: tuple[int, ...]) -> None:
-    for rank, each in zip(ranks, answers, strict=True):
+def _check(answers: list[_Had], comm: Communicator) -> None:
+    named = comm.opened.group.named
+    for rank, each in enumerate(answers):
         if each.layout != answers[0].layout:
             raise InvalidArgument(
-                f"model: rank {rank} has cut its model into other fragments than rank {ranks[0]}; make "
+                f"model: {named(rank)} has cut its model into other fragments than {named(0)}; make "
                 "mcr.local with the same model and settings on all ranks"
             )

@@ -22,7 +22,10 @@ def logged_waiting(text: Callable[[], str]) -> Iterator[None]:
     def run() -> None:
         due = _FIRST
         while not ended.wait(began + due - time.monotonic()):
-            _log.warning("%s, for %.0f s so far", text(), time.monotonic() - began)
+            line = text()
+            if ended.is_set():  # it may have waited for a store that another thread asks
+                return
+            _log.warning("%s, for %.0f s so far", line, time.monotonic() - began)
             due *= 2
 
     thread = threading.Thread(target=run, name="mcr_plus waits", daemon=True)

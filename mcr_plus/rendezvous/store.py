@@ -6,8 +6,10 @@ import json
 import logging
 import secrets
 import socket
+from contextlib import suppress
 from datetime import timedelta
 from errno import EADDRINUSE
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from torch.distributed import DistError
@@ -36,7 +38,7 @@ from mcr_plus.rendezvous.known_stores import known_stores
 from mcr_plus.rendezvous.mpi_library import load_mpi
 from mcr_plus.rendezvous.network import meeting_address
 from mcr_plus.rendezvous.parts import unused_name, unused_part
-from mcr_plus.rendezvous.patience import logged_waiting
+from mcr_plus.rendezvous.patience import logged_waiting, some_ranks
 from mcr_plus.rendezvous.signing import Offer, SignedStore, address_of, read_offer, unsigned
 from mcr_plus.rendezvous.watched_store import WatchedStore, unwatched
 
@@ -271,8 +273,27 @@ def exchange(
 
     Rank 0 collects and publishes the values, so that the store gets a few requests per rank and not one per
     pair. Raises `LaunchError` naming the ranks that have not called this within `timeout` seconds, or the key
-    that another program has written.
+    that another program has written. What is long waited for is logged.
     """
+    waits = partial(_waits, store, rank, size, what, group)
+    with logged_waiting(waits):
+        return _exchanged(store, rank, size, what, value, timeout, group)
+
+
+def _waits(store: Store, rank: int, size: int, what: str, group: Group | None) -> str:
+    """Whom this rank waits for in an exchange, for the log."""
+    late: list[int] = []
+    with suppress(RuntimeError):  # the wait itself ends with it
+        late = [peer for peer in range(size) if not store.check([f"{what}/{peer}"])]
+    if group is not None:
+        late, rank = [group.ranks[peer] for peer in late], group.ranks[rank]
+    place = "init or reset" if group is None else f"the opening of group '{group.name}'"
+    return f"rank {rank} waits in {place} for {some_ranks(late) if late else 'an answer'}"
+
+
+def _exchanged(
+    store: Store, rank: int, size: int, what: str, value: str, timeout: float, group: Group | None
+) -> list[str]:
     call = "reset" if what.startswith("reset") else "init"
     first = "rank 0"
     if group is not None:

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from mcr_plus.core.file_limit import descriptors_left, lacking_descriptors
 from mcr_plus.dispatch.closing import has_messages
 from mcr_plus.errors import BackendError, McrError
+from mcr_plus.rendezvous.patience import logged_waiting, some_ranks
 
 if TYPE_CHECKING:
+    from mcr_plus.communicator.communicator import Communicator
     from mcr_plus.runtime.runtime import Runtime
 
 _log = logging.getLogger("mcr_plus")
@@ -39,6 +41,19 @@ def agree_before_opening(
             raise BackendError(f"{what}: {short}")
         if not short:
             return list(values)
+
+
+def gather_patiently(communicator: Communicator, what: str, value: object) -> list[Any]:
+    """Every rank's `value`, for the call `what`; collective. Ranks that are long awaited are logged."""
+    state, group = communicator.opened.state, communicator.opened.group
+
+    def waits() -> str:
+        late = [group.ranks[peer] for peer in group.peers if state.board.seen(peer) < state.sequence]
+        own = communicator.ranks[communicator.rank]
+        return f"rank {own} waits in {what} for {some_ranks(late) if late else 'others'}"
+
+    with logged_waiting(waits):
+        return communicator.all_gather_object(value, tag=what)
 
 
 def _dropped_groups(runtime: Runtime, ranks: Sequence[int]) -> dict[str, list[int]]:

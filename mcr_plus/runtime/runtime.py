@@ -35,7 +35,7 @@ from mcr_plus.pipeline.state import holds_tensors
 from mcr_plus.rendezvous.bells import open_bells
 from mcr_plus.rendezvous.exit_barrier import SHORT, abort_barrier, linger_for, shutdown_barrier
 from mcr_plus.rendezvous.store import exchange
-from mcr_plus.runtime.agreement import agree_before_opening
+from mcr_plus.runtime.agreement import agree_before_opening, gather_patiently
 from mcr_plus.runtime.checks import distinct_ranks
 from mcr_plus.runtime.groups import IdleChannels
 from mcr_plus.runtime.libraries import Libraries
@@ -288,7 +288,7 @@ class Runtime:
         all ranks to the size of each rank's new group. Raises `BackendError` on all ranks if one of them has
         not enough file descriptors left for it.
         """
-        gather = partial(communicator.all_gather_object, tag=what)
+        gather = partial(gather_patiently, communicator, what)
         return agree_before_opening(self, communicator.ranks, gather, value, what, sizes)
 
     def wait_in_flight(self, opened: OpenGroup) -> None:

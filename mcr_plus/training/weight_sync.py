@@ -16,6 +16,7 @@ from mcr_plus.core.units import whole_number, whole_numbers
 from mcr_plus.errors import InvalidArgument, LaunchError, McrError, NotInitialized, is_normal_end
 from mcr_plus.kernels import delta
 from mcr_plus.rendezvous.network import host_address
+from mcr_plus.runtime.agreement import gather_patiently
 from mcr_plus.runtime.init import current, member_of
 from mcr_plus.training import weight_invitation
 from mcr_plus.training.weight_invitation import Invitation, Offers, offers_of
@@ -254,7 +255,7 @@ def sync(
         own = own._replace(held=weights.held)
     withdraw: Callable[[], None] | None = None
     try:
-        gathered = comm.all_gather_object(tuple(own), tag="sync")
+        gathered = gather_patiently(comm, "sync", tuple(own))
         answers = dict(zip(comm.ranks, (_Answer(*each) for each in gathered), strict=True))
         of_job = comm.opened.group.of_job
         _compare(answers, mine, of_job)

@@ -5,14 +5,20 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from unittest import mock
 
 import pytest
+import torch
+from ranks import run_ranks
 
+import mcr_plus as mcr
 from mcr_plus.core.c10d import HashStore
 from mcr_plus.core.environment import LaunchEnvironment
+from mcr_plus.core.group import Group
 from mcr_plus.errors import LaunchError
 from mcr_plus.rendezvous import patience, store
 from mcr_plus.rendezvous.parts import unused_part
+from mcr_plus.rendezvous.watched_store import WatchedStore
 from mcr_plus.runtime import init
 
 
@@ -36,6 +42,53 @@ def test_ranks_that_wait_say_who_has_come_and_who_is_awaited(
     assert any(line.startswith("rank 2 of 4 has come to ") and "waits for rank 0" in line for line in said)
     assert any("ranks 0, 2 of 4 arrived at" in line and "awaited: ranks 1, 3, for" in line for line in said)
     assert 2 <= len(said) <= 12  # with growing pauses
+
+
+def test_ranks_that_open_a_group_say_who_is_awaited(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patience, "_FIRST", 0.1)
+    meeting, ranks = WatchedStore(HashStore(), 60.0, lambda: None), (4, 2, 7)
+
+    def come(rank: int) -> None:
+        group = Group("pair", ranks, rank)
+        assert store.exchange(meeting, rank, 3, "opened", str(rank), 60.0, group=group) == ["0", "1", "2"]
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in (1, 0, 2)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.4)
+    for thread in threads:
+        thread.join()
+    said = [record.getMessage() for record in caplog.records]
+    where = "waits in the opening of group 'pair' for"
+    assert said[0].startswith(f"rank 2 {where} ranks 4, 7, for 0 s")
+    assert any(line.startswith(f"rank 4 {where} rank 7, for") for line in said)
+    assert not any(line.startswith("rank 7") for line in said)
+
+
+@pytest.mark.parametrize(("backend", "call"), [("shm", "new_group"), ("gloo", "sync")])
+def test_ranks_that_set_up_say_who_is_awaited(backend: str, call: str) -> None:
+    first, second = run_ranks(setting_up, 2, args=[backend, call], via="torch")
+    assert any(line.startswith(f"rank 0 waits in {call} for rank 1, for") for line in first.value)
+    assert second.value == []
+
+
+def setting_up(backend: str, call: str) -> list[str]:
+    """Runs on ranks: rank 1 comes late to `new_group` or `sync`."""
+    comm = mcr.init(backends=[backend])
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("mcr_plus").addHandler(handler)
+    with mock.patch.object(patience, "_FIRST", 0.2 if comm.rank == 0 else 60.0):
+        time.sleep(2.0 * comm.rank)
+        if call == "sync":
+            mcr.sync({"w": torch.ones(3)}, src=0)
+        else:
+            mcr.new_group([1, 0])
+    mcr.finalize()
+    return [line for line in said if " waits in " in line]
 
 
 def test_a_rank_that_finds_no_store_says_where_it_looks(

@@ -102,7 +102,9 @@ class Port:
         self.name = f"observe.prometheus: port {port}"
         self._collector, registry = _registry()
         self._server, self._thread = start_http_server(port, LOOPBACK, registry)
-        handler = self._server.RequestHandlerClass  # without a timeout, a silent connection keeps its thread
+        handler: Any = (
+            self._server.RequestHandlerClass
+        )  # without a timeout, a silent connection keeps its thread
         self._server.RequestHandlerClass = type("Handler", (handler,), {"timeout": WITHIN})
 
     def publish(self, metrics: Sequence[Family]) -> None:

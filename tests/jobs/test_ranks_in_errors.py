@@ -12,6 +12,7 @@ import torch
 from ranks import Via, meet, run_ranks
 
 import mcr_plus as mcr
+from mcr_plus import expert
 from mcr_plus.core.group import Group
 from mcr_plus.launch import mpi_usable
 
@@ -169,7 +170,7 @@ ARGUMENTS: dict[str, Call] = {
     "sync several": lambda comm, rank: mcr.sync(
         {"w": torch.zeros(2 + (rank == VICTIM))}, src=[2, 0], group=comm
     ),
-    "dispatch": lambda comm, rank: mcr.expert.dispatch(
+    "dispatch": lambda comm, rank: expert.dispatch(
         torch.zeros(1, 2 + (rank == VICTIM)), torch.zeros(1, 1, dtype=torch.int64), experts=2, group=comm
     ),
     "scatter": lambda comm, rank: comm.scatter(torch.zeros(1), [torch.zeros(1)] * comm.size, 4 - rank - 2),

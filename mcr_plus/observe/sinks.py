@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 from urllib.parse import urlsplit
 
 from mcr_plus.core.environment import LOOPBACK
@@ -102,10 +102,9 @@ class Port:
         self.name = f"observe.prometheus: port {port}"
         self._collector, registry = _registry()
         self._server, self._thread = start_http_server(port, LOOPBACK, registry)
-        handler: Any = (
-            self._server.RequestHandlerClass
-        )  # without a timeout, a silent connection keeps its thread
-        self._server.RequestHandlerClass = type("Handler", (handler,), {"timeout": WITHIN})
+        server = cast("Any", self._server)
+        # Without a timeout, a silent connection keeps its thread.
+        server.RequestHandlerClass = type("Handler", (server.RequestHandlerClass,), {"timeout": WITHIN})
 
     def publish(self, metrics: Sequence[Family]) -> None:
         """See `Sink.publish`."""

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from mcr_plus.core.group import Group
+
 
 class _Work:
     def __init__(self, finish: Callable[[], None], nbytes: int) -> None:
@@ -66,7 +68,7 @@ class Simulated:
         self.state = SimpleNamespace(revoked=False)
         self.config = SimpleNamespace(options=lambda _: None)
         self.spoil: Callable[[torch.Tensor], object] | None = None
-        self.opened = SimpleNamespace(numbers={}, all=())
+        self.opened = SimpleNamespace(numbers={}, all=(), group=Group(self.name, self.ranks, rank))
         self.succession = SimpleNamespace(successor=None)
         self._number = 0
 

@@ -286,7 +286,7 @@ class _Job:
         ranks, queues = np.unique(rank_of), np.unique(queue_rep)
         rank_at = np.searchsorted(ranks, rank_of)
         queue_at = np.searchsorted(queues, queue_rep)
-        queue_of = np.where(self.queue_of[ranks] >= 0, queue_at[self.queue_of[ranks]], -1)
+        queue_of = np.append(queue_at, -1)[self.queue_of[ranks]]  # where there is none, -1
         members = self._members(queues, rank_at)
         made = self._queues(queues, members)
         shares = self._shares(queues, queue_at, link_rep, links)

@@ -613,6 +613,11 @@ def test_ranks_in_no_role_are_refused() -> None:
         simulate(step, None, given())
 
 
+def test_a_step_without_operations_takes_as_long_as_its_slowest_rank() -> None:
+    step = step_of([Compute("", 0.5)], [Compute("", 2.0)])
+    assert simulate(step, None, given()).step_s == 2.0
+
+
 def test_a_library_that_runs_by_itself_does_not_wait_for_the_program() -> None:
     """The second operation begins when the first has ended; of MPI, when the next gradient is ready."""
     events: list[Event] = [

@@ -36,9 +36,9 @@ from two_hosts import TwoHosts, why_not
 
 import mcr_plus as mcr
 from mcr_plus.core.sockets import shut_down
-from mcr_plus.dispatch.failover import comeback
-from mcr_plus.dispatch.failover.channel import FailoverChannel
-from mcr_plus.runtime.init import current
+from mcr_plus.job.init import current
+from mcr_plus.reliability.failover import reinstate
+from mcr_plus.reliability.failover.channel import FailoverChannel
 
 sys.path.insert(0, str(ROOT / "examples" / "common"))
 from corpus import VOCABULARY
@@ -85,7 +85,7 @@ def failing(backends: list[str], failures: int, seed: int) -> dict[str, Any] | N
     """Operations until the library has failed so often."""
     torch.set_num_threads(1)
     for name in ("_FIRST_TRY", "_LAST_TRY"):
-        setattr(comeback, name, 0.02)
+        setattr(reinstate, name, 0.02)
     shared, wrong, slow = random.Random(seed), 0, []
     with mcr.init(_config(backends)) as comm:
         channel, own = _channel(backends[0]), random.Random(f"{seed} {comm.rank}")

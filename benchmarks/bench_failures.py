@@ -32,8 +32,8 @@ sys.path.append(str(ROOT / "tests" / "support"))
 
 from losing import WAYS, Job, job_here, job_on
 
+from mcr_plus.hosts.protocol import silence
 from mcr_plus.launch import mpi_usable
-from mcr_plus.liveness.protocol import silence
 
 LIBRARIES: Final = ("msccl", "gloo", "mpi")
 FAULTS: Final = ("kill", "stop", "cut")

@@ -32,20 +32,20 @@ from numpy.typing import NDArray
 from two_hosts import TwoHosts, need_two_hosts
 
 import mcr_plus as mcr
+from mcr_plus.bucketing.advise import advise
+from mcr_plus.bucketing.bucket_plan import earliest
+from mcr_plus.bucketing.buckets import Unit, buckets_of, units_of
+from mcr_plus.bucketing.costs import OVERHEAD
+from mcr_plus.bucketing.network import simulate
+from mcr_plus.bucketing.probe import probe
+from mcr_plus.bucketing.programs import Bucket, Plan
+from mcr_plus.bucketing.saved import SavedBucket, SavedPlan
+from mcr_plus.bucketing.scaling import Costs, Measured, from_step
+from mcr_plus.bucketing.step import Step
+from mcr_plus.bucketing.topology import Topology
 from mcr_plus.fusion.bucket import Entry
-from mcr_plus.plan.advise import advise
-from mcr_plus.plan.buckets import Unit, buckets_of, units_of
-from mcr_plus.plan.costs import OVERHEAD
-from mcr_plus.plan.network import simulate
-from mcr_plus.plan.probe import probe
-from mcr_plus.plan.programs import Bucket, Plan
-from mcr_plus.plan.saved import SavedBucket, SavedPlan
-from mcr_plus.plan.scaling import Costs, Measured, from_step
-from mcr_plus.plan.step import Step
-from mcr_plus.plan.topology import Topology
 from mcr_plus.tables.cost import Curve, placed
 from mcr_plus.training import reducer
-from mcr_plus.training.bucket_plan import earliest
 
 sys.path.insert(0, str(ROOT / "examples" / "common"))
 sys.path.insert(0, str(ROOT / "examples" / "moe"))

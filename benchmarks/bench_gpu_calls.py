@@ -26,7 +26,7 @@ import mcr_plus as mcr
 from mcr_plus.core.c10d import PrefixStore
 from mcr_plus.core.units import format_size, parse_size
 from mcr_plus.errors import McrError
-from mcr_plus.runtime.init import current
+from mcr_plus.job.init import current
 
 LIBRARIES: Final = ("nccl", "msccl", "mpi", "gloo")
 CALLS: Final = 30

@@ -31,9 +31,9 @@ from two_hosts import TwoHosts, why_not
 
 import mcr_plus as mcr
 from mcr_plus.core.c10d import TCPStore
+from mcr_plus.elasticity import transfer
 from mcr_plus.kernels import delta
 from mcr_plus.kernels.digest import digest
-from mcr_plus.training import transfer
 
 MODELS: Final = ("dense", "adapters")
 WIDTH: Final = 384

@@ -31,16 +31,16 @@ import typer
 from harness import HARDWARE, MCR_PLUS, Dated, Hardware, Rounds
 
 import mcr_plus as mcr
-from mcr_plus.api.record import Record
-from mcr_plus.api.record_file import file_of, save_recording
-from mcr_plus.dispatch import operation
+from mcr_plus.engine import operation
+from mcr_plus.job.init import current
 from mcr_plus.observe.options import ObserveOptions
 from mcr_plus.observe.publisher import open_publisher
-from mcr_plus.runtime.init import current
+from mcr_plus.observe.record import Record
+from mcr_plus.observe.record_file import file_of, save_recording
 
 CALLS: Final = 5000
 PLAIN: Final = "not observed"
-REMEMBERING: Final = 5  # statements in `dispatch/operation.py` that remember an operation
+REMEMBERING: Final = 5  # statements in `engine/operation.py` that remember an operation
 GOAL_S, GOAL_BYTES = 20.0, 20_000_000
 KINDS: Final = (
     ("all_to_all", "embedding", "gloo"),

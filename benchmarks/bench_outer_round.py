@@ -24,8 +24,8 @@ from harness import HARDWARE, ROOT, Dated, Hardware
 from mcr_plus.compression.codec import PayloadCodec, make
 from mcr_plus.compression.error_feedback import ErrorFeedback
 from mcr_plus.compression.topk import TopK
-from mcr_plus.training.local_steps import arguments
-from mcr_plus.training.local_steps.fragments import Fragment, digest
+from mcr_plus.local_sgd import arguments
+from mcr_plus.local_sgd.fragments import Fragment, digest
 
 sys.path += [str(ROOT / "examples" / name) for name in ("gpt", "common")]
 import outer_steps

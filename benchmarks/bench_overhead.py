@@ -109,7 +109,7 @@ def beside_recording(comm: mcr.Communicator, rounds: int) -> dict[str, list[floa
 
 
 def remembering(count: int) -> float:
-    """Microseconds of what each operation does for dumps: the statement of `dispatch/operation.py`, alone."""
+    """Microseconds of what each operation does for dumps: the statement of `engine/operation.py`, alone."""
     remember, signature, clock = deque[object](maxlen=2000).append, ("all_reduce",), time.time_ns
     began = time.perf_counter()
     for sequence in range(count):

@@ -23,8 +23,8 @@ from harness import HARDWARE, ROOT, Dated, Hardware, Rate, Rounds
 from two_hosts import TwoHosts, need_two_hosts
 
 import mcr_plus as mcr
-from mcr_plus.plan.costs import Curve, prices
-from mcr_plus.plan.search import search
+from mcr_plus.bucketing.costs import Curve, prices
+from mcr_plus.bucketing.search import search
 
 sys.path.insert(0, str(ROOT / "examples" / "common"))
 from corpus import VOCABULARY

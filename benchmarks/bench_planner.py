@@ -30,15 +30,15 @@ import typer
 from harness import HARDWARE, Dated, Hardware, Rounds
 
 import mcr_plus as mcr
-from mcr_plus.plan.advise import advise
-from mcr_plus.plan.buckets import buckets_of, simulated
-from mcr_plus.plan.costs import OVERHEAD, prices
-from mcr_plus.plan.costs import Curve as Bucketed
-from mcr_plus.plan.programs import Plan
-from mcr_plus.plan.scaling import Costs, Measured
-from mcr_plus.plan.search import search
-from mcr_plus.plan.step import Compute, Event, Issue, Ready, Role, Step, Wait
-from mcr_plus.plan.topology import Topology
+from mcr_plus.bucketing.advise import advise
+from mcr_plus.bucketing.buckets import buckets_of, simulated
+from mcr_plus.bucketing.costs import OVERHEAD, prices
+from mcr_plus.bucketing.costs import Curve as Bucketed
+from mcr_plus.bucketing.programs import Plan
+from mcr_plus.bucketing.scaling import Costs, Measured
+from mcr_plus.bucketing.search import search
+from mcr_plus.bucketing.step import Compute, Event, Issue, Ready, Role, Step, Wait
+from mcr_plus.bucketing.topology import Topology
 from mcr_plus.tables.cost import Curve, placed
 from mcr_plus.tuning.replay import Request, run
 

@@ -3,7 +3,7 @@
     python benchmarks/bench_replay.py --rate 200mbit --rounds 3
 
 The step is captured on two hosts, and all_reduces of gloo are measured there; on two in two racks, how much
-longer a message takes between racks. From these the step is foretold (mcr_plus/plan/network) under five plans
+longer a message takes between racks. From these the step is foretold (mcr_plus/bucketing/network) under five plans
 of buckets on two, four and eight hosts in a rack and on two racks of two and of four, whose uplinks have the
 rate of a host.
 Then it is replayed there under the same plans, computing replaced by sleeping, so that two cores are enough
@@ -29,15 +29,15 @@ from hosts import need_hosts
 from racks import Racks
 
 import mcr_plus as mcr
-from mcr_plus.plan.advise import advise
-from mcr_plus.plan.buckets import buckets_of
-from mcr_plus.plan.costs import OVERHEAD
-from mcr_plus.plan.network import simulate
-from mcr_plus.plan.programs import Bucket, Plan
-from mcr_plus.plan.saved import SavedBucket, SavedPlan
-from mcr_plus.plan.scaling import Costs, Measured
-from mcr_plus.plan.step import Compute, Ready, Step
-from mcr_plus.plan.topology import Topology
+from mcr_plus.bucketing.advise import advise
+from mcr_plus.bucketing.buckets import buckets_of
+from mcr_plus.bucketing.costs import OVERHEAD
+from mcr_plus.bucketing.network import simulate
+from mcr_plus.bucketing.programs import Bucket, Plan
+from mcr_plus.bucketing.saved import SavedBucket, SavedPlan
+from mcr_plus.bucketing.scaling import Costs, Measured
+from mcr_plus.bucketing.step import Compute, Ready, Step
+from mcr_plus.bucketing.topology import Topology
 from mcr_plus.tables.cost import Curve, placed
 from mcr_plus.tuning.replay import Request, run
 

@@ -5,7 +5,7 @@
 
 Hosts are network namespaces on switches (racks.py), one rank on each. all_reduce, all_gather and all_to_all
 are measured by torch's gloo, and by mcr_plus over gloo, which compares operations before they start. Times
-of two hosts are scaled to four and eight in a rack and to two racks of four (mcr_plus/plan/scaling), and
+of two hosts are scaled to four and eight in a rack and to two racks of four (mcr_plus/bucketing/scaling), and
 compared with times measured there. A time is that of a call in a row of calls on the slowest rank; of
 several turns the least, since other work on the machine only adds to it, and of rounds the median. The
 report goes to benchmarks/results/scaling_<hardware>_<yyyymm>.md.
@@ -28,9 +28,9 @@ from hosts import need_hosts
 from racks import Racks
 
 import mcr_plus as mcr
+from mcr_plus.bucketing.scaling import Costs, Measured
+from mcr_plus.bucketing.topology import Topology
 from mcr_plus.core.units import format_size, parse_size
-from mcr_plus.plan.scaling import Costs, Measured
-from mcr_plus.plan.topology import Topology
 from mcr_plus.tables.cost import Curve, placed
 
 KINDS: Final = ("all_reduce", "all_gather", "all_to_all")

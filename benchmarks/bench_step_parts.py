@@ -30,10 +30,10 @@ from two_hosts import TwoHosts, need_two_hosts
 
 import mcr_plus as mcr
 from mcr_plus.compression.error_feedback import ErrorFeedback
-from mcr_plus.core.run_delay import RunDelay
-from mcr_plus.dispatch.engine import Engine
+from mcr_plus.engine.engine import Engine
 from mcr_plus.kernels import powersgd
 from mcr_plus.training.reducer import Reducer
+from mcr_plus.waiting.run_delay import RunDelay
 
 FIRST: Final = 8  # steps that do not count
 NONE: Final = "none"

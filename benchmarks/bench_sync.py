@@ -43,7 +43,7 @@ from two_hosts import TwoHosts, need_two_hosts
 import mcr_plus as mcr
 from mcr_plus.kernels import delta
 from mcr_plus.kernels.digest import digest
-from mcr_plus.training import weight_link
+from mcr_plus.weight_sync import stream
 
 zstandard: Any = None
 with suppress(ImportError):
@@ -312,12 +312,12 @@ def signatures(rounds: int, numel: int = 12_800_000) -> list[list[str]]:
             marks.append(time.thread_time())
             # As `Payload.of`, whose long pieces other threads hash.
             view: Any = wire[:nbytes].numpy()
-            hashes = [hashlib.sha256(piece).digest() for piece in weight_link._pieces(memoryview(view))]
+            hashes = [hashlib.sha256(piece).digest() for piece in stream._pieces(memoryview(view))]
             payload = hashlib.sha256(b"".join(hashes)).digest()
             marks.append(time.thread_time())
-            signer = weight_link._Signatures(b"secret", b"source", bytes(64), 1)
+            signer = stream._Signatures(b"secret", b"source", bytes(64), 1)
             for _ in range(2):
-                signer.next(bytes(32) + weight_link._hash_of_body(bytes(8), [payload]))
+                signer.next(bytes(32) + stream._hash_of_body(bytes(8), [payload]))
             marks.append(time.thread_time())
             for each, (begin, end) in zip(times, pairwise(marks), strict=True):
                 each.append(1e3 * (end - begin))
@@ -333,13 +333,13 @@ def handshake(rounds: int) -> float:
     """Milliseconds of processor time of both ends of the greeting of a connection; the median."""
     times = []
     for _ in range(rounds):
-        with weight_link.listen("127.0.0.1") as listener:
-            far = weight_link.Link(socket.create_connection(listener.getsockname()), lambda: False)
-            near = weight_link.Link(listener.accept()[0], lambda: False)
+        with stream.listen("127.0.0.1") as listener:
+            far = stream.Link(socket.create_connection(listener.getsockname()), lambda: False)
+            near = stream.Link(listener.accept()[0], lambda: False)
         begin = time.process_time()
-        other = threading.Thread(target=weight_link.greet, args=(far, b"secret", 1))
+        other = threading.Thread(target=stream.greet, args=(far, b"secret", 1))
         other.start()
-        weight_link.greeted(near, b"secret")
+        stream.greeted(near, b"secret")
         other.join()
         times.append(1e3 * (time.process_time() - begin))
         for link in (far, near):

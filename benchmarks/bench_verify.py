@@ -47,9 +47,9 @@ from mcr_plus.core.group import Group
 from mcr_plus.core.kinds import MESSAGES
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.core.units import parse_size
-from mcr_plus.dispatch.verify import checked, checked_kernels
-from mcr_plus.dispatch.verify.flows import Blocks, Ledger, row_words
-from mcr_plus.dispatch.verify.rows import SharedRows, shared_bytes
+from mcr_plus.reliability.verify import checked, checked_kernels
+from mcr_plus.reliability.verify.checksum_table import Blocks, Ledger, row_words
+from mcr_plus.reliability.verify.rows import SharedRows, shared_bytes
 
 sys.path.append(str(ROOT / "tests" / "support"))
 import verify_jobs

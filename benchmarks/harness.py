@@ -28,7 +28,7 @@ from rich.table import Table
 import mcr_plus as mcr
 from mcr_plus.core.c10d import HashStore, PrefixStore
 from mcr_plus.core.environment import cores
-from mcr_plus.runtime import init as runtime
+from mcr_plus.job import init as runtime
 from mcr_plus.tables.fingerprint import cpu_name
 
 ROOT: Final = Path(__file__).resolve().parent.parent

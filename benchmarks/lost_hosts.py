@@ -28,7 +28,7 @@ sys.path.append(str(ROOT / "tests" / "support"))
 from losing import SETTLES, written
 
 import mcr_plus as mcr
-from mcr_plus.liveness.protocol import silence
+from mcr_plus.hosts.protocol import silence
 
 RANKS: Final = 4
 FAULTS: Final = {

@@ -17,8 +17,8 @@ import harness
 import torch
 
 import mcr_plus as mcr
-from mcr_plus.training import weight_receiver
-from mcr_plus.training.weight_source import WeightSource
+from mcr_plus.weight_sync import receiver
+from mcr_plus.weight_sync.source import WeightSource
 
 CHANGES: Final = "changes"
 WHOLE: Final = "all weights"
@@ -65,7 +65,7 @@ _CHAIN: Final[Any] = WeightSource._chain
 def on_hosts(numel: int, density: float, behind: Sequence[int], rounds: int) -> list[dict[str, Any]] | None:
     """Bytes and seconds of the pull of a receiver that is so many versions behind; rank 0's answer."""
     torch.set_num_threads(1)
-    weight_receiver.AHEAD = 1  # type: ignore[misc]  # so that no more than the first version has come
+    receiver.AHEAD = 1  # type: ignore[misc]  # so that no more than the first version has come
     weights, moves, version = _start(numel), _moves(numel, density), 0
     with mcr.init(backends=["gloo"]) as comm:
         sync = mcr.sync({"weights": weights}, history=2 * max(behind) * (2 * density + 0.01))

@@ -24,7 +24,7 @@ from forked import forked
 
 import mcr_plus as mcr
 from mcr_plus.kernels import delta
-from mcr_plus.training.weight_feed import Feed
+from mcr_plus.weight_sync.connection import Feed
 
 BITS: Final = torch.int16
 SOAKED: Final = 100_000

@@ -36,7 +36,7 @@ from mcr_plus.core.message import Message, Signature, frozen, thawed
 from mcr_plus.core.streams import has_kernels
 from mcr_plus.core.units import format_size
 from mcr_plus.core.work import Work
-from mcr_plus.dispatch.streams import stage_through_host
+from mcr_plus.engine.streams import stage_through_host
 from mcr_plus.errors import InvalidArgument, Unsupported
 from mcr_plus.kernels.compiling import preparing
 from mcr_plus.pipeline.inference import outside_of_inference_mode

@@ -23,7 +23,7 @@ from mcr_plus.core.message import Message, Signature, bucket_text
 from mcr_plus.core.streams import Streams
 from mcr_plus.core.units import format_size
 from mcr_plus.core.work import Info, Work
-from mcr_plus.dispatch.group_runtime import GroupRuntime
+from mcr_plus.engine.group_runtime import GroupRuntime
 from mcr_plus.fusion.buffers import BucketBuffer, BufferBudget, Layout, join, prepare, split
 from mcr_plus.fusion.options import FuseOptions
 from mcr_plus.pipeline.pipeline import Pipeline

@@ -50,16 +50,14 @@ if TYPE_CHECKING:
         scatter_v,
         send,
     )
-    from mcr_plus.api.compiling import compile  # noqa: A004 - the name is the same as torch's
-    from mcr_plus.api.dump import dump
-    from mcr_plus.api.elastic import elastic
-    from mcr_plus.api.explain import explain
-    from mcr_plus.api.other_ranks import reconfigure, reconfigure_handle, shrink
-    from mcr_plus.api.planning import capture, plan_report
     from mcr_plus.api.state import load_state_dict, state_dict
+    from mcr_plus.bucketing.api import capture, plan_report
+    from mcr_plus.bucketing.compiling import compile  # noqa: A004 - the name is the same as torch's
     from mcr_plus.communicator.communicator import Communicator, P2POp
     from mcr_plus.core.kinds import AVG, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM
     from mcr_plus.core.work import Work
+    from mcr_plus.elasticity.api import reconfigure, reconfigure_handle, shrink
+    from mcr_plus.elasticity.loop import elastic
     from mcr_plus.errors import (
         AlreadyInitialized,
         BackendError,
@@ -78,10 +76,7 @@ if TYPE_CHECKING:
         SyncClosed,
         Unsupported,
     )
-    from mcr_plus.layout.layout import Layout
-    from mcr_plus.layout.redistribute import redistribute
-    from mcr_plus.layout.state import Redistribution, redistribution
-    from mcr_plus.runtime.init import (
+    from mcr_plus.job.init import (
         finalize,
         get_backends,
         get_rank,
@@ -92,14 +87,19 @@ if TYPE_CHECKING:
         reset,
         world,
     )
+    from mcr_plus.layout.layout import Layout
+    from mcr_plus.layout.redistribute import redistribute
+    from mcr_plus.layout.state import Redistribution, redistribution
+    from mcr_plus.local_sgd.local import LocalSteps, local
+    from mcr_plus.observe.dump import dump
+    from mcr_plus.observe.explain import explain
     from mcr_plus.torch_backend.shrinking import shrink_group
     from mcr_plus.training.ddp import DDPState, ddp_hook
     from mcr_plus.training.fsdp import fsdp
     from mcr_plus.training.fsdp_state import fsdp_state
-    from mcr_plus.training.local_steps.local import LocalSteps, local
-    from mcr_plus.training.weight_join import join_sync
-    from mcr_plus.training.weight_sync import WeightSync, sync
     from mcr_plus.training.wrap import DistributedOptimizer, broadcast_parameters, no_sync, wrap
+    from mcr_plus.weight_sync.join import join_sync
+    from mcr_plus.weight_sync.sync import WeightSync, sync
 
 __version__ = "0.1.0"
 
@@ -232,7 +232,7 @@ def __dir__() -> list[str]:
 
 
 if (_channel := error_channel()) is not None:
-    from mcr_plus.launch.uncaught import report_to
+    from mcr_plus.job.uncaught import report_to
 
     report_to(_channel)
 if "torch" in sys.modules or not autoloads():  # elsewhere, `import torch` does it

@@ -1,9 +1,9 @@
-"""Expert parallelism: tokens to the ranks of their experts, answers back; see `mcr_plus.api.expert`."""
+"""Expert parallelism: tokens to the ranks of their experts, answers back; see `mcr_plus.parallel.expert`."""
 
 from typing import NoReturn
 
-from mcr_plus.api.expert import Dispatched, Pending, Routing, combine, dispatch
 from mcr_plus.core.other_names import no_attribute
+from mcr_plus.parallel.expert import Dispatched, Pending, Routing, combine, dispatch
 
 __all__ = ["Dispatched", "Pending", "Routing", "combine", "dispatch"]
 

@@ -1,8 +1,9 @@
-"""Convolutions and pooling of tensors that are spread over ranks in space; see `mcr_plus.api.spatial`."""
+"""Convolutions and pooling of tensors that are spread over ranks in space; see `mcr_plus.parallel.spatial`."""
 
 from typing import NoReturn
 
-from mcr_plus.api.spatial import (
+from mcr_plus.core.other_names import no_attribute
+from mcr_plus.parallel.spatial import (
     AvgPool2d,
     AvgPool3d,
     Conv2d,
@@ -13,7 +14,6 @@ from mcr_plus.api.spatial import (
     local_part,
     sum_gradients,
 )
-from mcr_plus.core.other_names import no_attribute
 
 __all__ = [
     "AvgPool2d",

@@ -18,8 +18,8 @@ from torch import distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 import mcr_plus as mcr
-from mcr_plus.api.record import Log
 from mcr_plus.core.c10d import PrefixStore
+from mcr_plus.observe.record import Log
 
 OursT = TypeVar("OursT")
 TorchsT = TypeVar("TorchsT")

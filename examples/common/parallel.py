@@ -15,7 +15,8 @@ from torch.autograd import Function
 from torch.nn.parallel import DistributedDataParallel
 
 import mcr_plus as mcr
-from mcr_plus.api import autograd, expert
+from mcr_plus.api import autograd
+from mcr_plus.parallel import expert
 
 
 class Transport(libraries.Transport, Protocol):

@@ -21,8 +21,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from mcr_plus.api.record import Log
-from mcr_plus.api.record_table import CommunicationRow, table_text
+from mcr_plus.observe.record import Log
+from mcr_plus.observe.record_table import CommunicationRow, table_text
 
 STYLE: Any = {"box": SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False, "title_justify": "left"}
 WINDOW = 10  # steps at the start and at the end whose mean loss is reported

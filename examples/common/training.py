@@ -22,8 +22,8 @@ from rich.console import Console
 from torch import nn
 from transformer import LanguageModel, Losses
 
-from mcr_plus.api.record import Log
-from mcr_plus.api.record_table import communication
+from mcr_plus.observe.record import Log
+from mcr_plus.observe.record_table import communication
 
 HELD_OUT_BATCHES = 8  # on each rank
 COLUMNS: Columns = (("train loss", "final_loss", ".4f"), ("held out", "held_out_loss", ".4f"))

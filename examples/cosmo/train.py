@@ -33,10 +33,10 @@ from rich.console import Console
 from torch.nn import functional
 
 from mcr_plus import spatial
-from mcr_plus.api.record import Log
-from mcr_plus.api.record_table import communication
 from mcr_plus.core.units import format_size
 from mcr_plus.errors import McrError
+from mcr_plus.observe.record import Log
+from mcr_plus.observe.record_table import communication
 
 TRAINED, HELD_OUT = 0, 1  # streams of fields
 HELD_OUT_BATCHES = 8

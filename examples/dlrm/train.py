@@ -39,10 +39,10 @@ from reporting import RECORDED, Monitor, Observer, known, write_json
 from rich.console import Console
 from transports import Transport, open_transport
 
-from mcr_plus.api.record import Log
-from mcr_plus.api.record_table import communication
 from mcr_plus.core.units import format_size
 from mcr_plus.errors import McrError
+from mcr_plus.observe.record import Log
+from mcr_plus.observe.record_table import communication
 from mcr_plus.tuning.load import busy_words, used_share
 
 HERE = Path(__file__).parent

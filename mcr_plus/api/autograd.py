@@ -31,12 +31,12 @@ from torch.autograd import Function
 from mcr_plus.communicator.calls import CallOptions, Compress, Unpack, check_options
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.errors import InvalidArgument, Unsupported
+from mcr_plus.job.init import member_of
 from mcr_plus.layout.addends import as_addends, as_source, whole
 from mcr_plus.layout.halo import Halo, Widths, halo
 from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.redistribute import redistribute as _redistributed
 from mcr_plus.layout.state import refuse
-from mcr_plus.runtime.init import member_of
 
 __all__ = [
     "all_gather",

@@ -50,16 +50,16 @@ from typing import Any
 
 import torch
 
-from mcr_plus.api.record import Log, recording
-from mcr_plus.api.record_folder import collecting
 from mcr_plus.communicator.calls import CallOptions, Compress, MessageOptions, Unpack
 from mcr_plus.communicator.communicator import Communicator, P2POp
 from mcr_plus.communicator.persistent import PersistentOp
 from mcr_plus.core.kinds import ReduceOp
 from mcr_plus.core.work import Work
-from mcr_plus.runtime import init as runtime
-from mcr_plus.runtime.init import member_of as _of
-from mcr_plus.runtime.process import job
+from mcr_plus.job import init as runtime
+from mcr_plus.job.init import member_of as _of
+from mcr_plus.job.process import job
+from mcr_plus.observe.record import Log, recording
+from mcr_plus.observe.record_folder import collecting
 
 
 def all_reduce(

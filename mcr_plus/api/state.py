@@ -7,12 +7,12 @@ from typing import Any, Final
 
 import torch
 
+from mcr_plus.bucketing.given_plan import is_plan
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.errors import InvalidArgument
+from mcr_plus.job.init import current
+from mcr_plus.job.runtime import Runtime
 from mcr_plus.pipeline.state import StateTensor, holds_tensors
-from mcr_plus.runtime.init import current
-from mcr_plus.runtime.runtime import Runtime
-from mcr_plus.training.given_plan import is_plan
 
 _VERSION: Final = 1
 _KEYS: Final = {

@@ -19,7 +19,7 @@ from mcr_plus.launch import MpiLauncher, mpi_flavour
 if TYPE_CHECKING:
     from mcr_plus.backends import OperationRow
     from mcr_plus.backends.base import Availability
-    from mcr_plus.dispatch.failover.notices import Notice
+    from mcr_plus.reliability.failover.notices import Notice
 
 _CUDAS: Final = ("12", "13")
 """For which there are extras."""
@@ -33,7 +33,7 @@ def doctor(
 ) -> None:
     """Show the version of each backend, or the reason why it is unavailable and an installation hint."""
     from mcr_plus.backends import availability, operations_table
-    from mcr_plus.dispatch.failover import notices
+    from mcr_plus.reliability.failover import notices
 
     launcher, backends = mpi_flavour(), availability()
     operations = operations_table() if ops else []

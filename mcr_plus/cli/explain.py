@@ -10,7 +10,7 @@ import typer
 from mcr_plus.cli.output import print_json, print_result, print_table
 
 if TYPE_CHECKING:
-    from mcr_plus.api.explain import Explanation
+    from mcr_plus.observe.explain import Explanation
 
 _BOUNDS = {"at_most": "at most", "at_least": "at least"}
 
@@ -35,10 +35,10 @@ def explain(
 ) -> None:
     """Show the path of an operation of KIND and BYTES through the pipeline, and the reasons for it."""
     # Imported here: torch takes seconds, and other commands do not need it.
-    from mcr_plus.api.explain import explained
     from mcr_plus.config.names import DTYPE_NAMES
     from mcr_plus.core.kinds import ALIASES, KINDS
     from mcr_plus.errors import InvalidArgument
+    from mcr_plus.observe.explain import explained
 
     check_known("kind", kind, (*KINDS, *ALIASES), "KIND")
     check_known("dtype", dtype, DTYPE_NAMES, "--dtype")

@@ -12,10 +12,10 @@ import typer
 from mcr_plus.cli.output import print_json, print_table, print_written
 
 if TYPE_CHECKING:
+    from mcr_plus.bucketing.advise import Advice
+    from mcr_plus.bucketing.scaling import Costs
+    from mcr_plus.bucketing.step import Step
     from mcr_plus.config.schema import Config
-    from mcr_plus.plan.advise import Advice
-    from mcr_plus.plan.scaling import Costs
-    from mcr_plus.plan.step import Step
 
 
 def plan(
@@ -44,10 +44,10 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Search the best buckets of a captured step; predict its time, its bound and the gain of changes."""
+    from mcr_plus.bucketing.advise import advise
+    from mcr_plus.bucketing.traces import load_step
     from mcr_plus.config.reader import load
     from mcr_plus.errors import InvalidArgument, McrError
-    from mcr_plus.plan.advise import advise
-    from mcr_plus.plan.traces import load_step
 
     if report is not None:
         _check_report(report)
@@ -75,8 +75,8 @@ def plan(
     if output is not None:
         _write_plan(output, pipeline, captured, advice)
     if report is not None:
+        from mcr_plus.bucketing.report import html_report
         from mcr_plus.config.document import write_text
-        from mcr_plus.plan.report import html_report
 
         write_text(report, html_report(captured, advice, f"Plan for {', '.join(map(str, step))}"))
     if as_json:
@@ -104,7 +104,7 @@ def _check_report(path: Path) -> None:
 
 def _check_output(path: Path, step: Step) -> None:
     """Raise a usage error for `-o` if the plan could not be written, or no job could use it."""
-    from mcr_plus.plan.programs import gradients_of
+    from mcr_plus.bucketing.programs import gradients_of
 
     problem = None
     if path.is_dir() or not path.absolute().parent.is_dir():
@@ -120,8 +120,8 @@ def _check_output(path: Path, step: Step) -> None:
 def _by_caller(pipeline: Config) -> bool:
     """Return whether operations of one of the pipeline's libraries progress only in calls of the program."""
     from mcr_plus import registry
-    from mcr_plus.dispatch.options import DispatchOptions
-    from mcr_plus.plan.network import is_polled
+    from mcr_plus.bucketing.network import is_polled
+    from mcr_plus.engine.options import DispatchOptions
 
     options = pipeline.options("dispatch")
     if isinstance(options, DispatchOptions) and options.progress == "thread":
@@ -131,10 +131,10 @@ def _by_caller(pipeline: Config) -> bool:
 
 def _codec(step: Step, pipeline: Config) -> tuple[str | None, list[str]]:
     """Return the gradients' codec, None if the prediction cannot include it, and notes on omissions."""
+    from mcr_plus.bucketing.scaling import wire_bytes
+    from mcr_plus.bucketing.step import Ready
     from mcr_plus.compression.options import CompressOptions
     from mcr_plus.errors import Unsupported
-    from mcr_plus.plan.scaling import wire_bytes
-    from mcr_plus.plan.step import Ready
 
     options = pipeline.options("compress")
     codec = options.codec if isinstance(options, CompressOptions) else "none"
@@ -156,9 +156,9 @@ def _codec(step: Step, pipeline: Config) -> tuple[str | None, list[str]]:
 
 
 def _costs(step: Step, pipeline: Config, topology: Path | None, measured_on: Path | None) -> Costs:
+    from mcr_plus.bucketing.scaling import Costs, from_probe, from_step, from_table
+    from mcr_plus.bucketing.topology import Topology
     from mcr_plus.config.names import backend_name
-    from mcr_plus.plan.scaling import Costs, from_probe, from_step, from_table
-    from mcr_plus.plan.topology import Topology
     from mcr_plus.tables.table import load_table
 
     of_tables = (each for ref in pipeline.tables for each in from_table(load_table(ref.resolve())))
@@ -217,13 +217,13 @@ def _write_plan(path: Path, pipeline: Config, step: Step, advice: Advice) -> Non
     """Write the pipeline with the plan, and the buckets in a file beside it."""
     import yaml
 
+    from mcr_plus.bucketing.buckets import unused_in
+    from mcr_plus.bucketing.saved import SavedBucket, SavedPlan, digests
+    from mcr_plus.bucketing.scaling import CAPTURED
     from mcr_plus.config.document import write_text
     from mcr_plus.config.reader import dump, load
     from mcr_plus.fusion.options import FuseOptions
     from mcr_plus.msccl.catalog import kept
-    from mcr_plus.plan.buckets import unused_in
-    from mcr_plus.plan.saved import SavedBucket, SavedPlan, digests
-    from mcr_plus.plan.scaling import CAPTURED
     from mcr_plus.selection.checks import checked_tables, use_algorithms
 
     data = dump(_moved(pipeline, path.absolute().parent), units=True)
@@ -284,7 +284,7 @@ def _print_notes(step: Step) -> None:
 
 
 def _print(advice: Advice) -> None:
-    from mcr_plus.plan.report import costs_of, summary
+    from mcr_plus.bucketing.report import costs_of, summary
 
     typer.echo(summary(advice))
     plans = [("searched", advice.timeline), *advice.others.items()]

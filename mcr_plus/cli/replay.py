@@ -18,7 +18,7 @@ from mcr_plus.cli.run import ViaChoice, choose_via
 from mcr_plus.launch import launch
 
 if TYPE_CHECKING:
-    from mcr_plus.plan.step import Step
+    from mcr_plus.bucketing.step import Step
 
 
 class Compute(str, Enum):
@@ -44,8 +44,8 @@ def replay(
 
     Under mpirun, torchrun or srun, on any number of hosts, every process is a rank, and rank 0 prints.
     """
+    from mcr_plus.bucketing.step import Step
     from mcr_plus.config.reader import load
-    from mcr_plus.plan.step import Step
     from mcr_plus.tuning.replay import Request, run
 
     captured = Step.load(step)

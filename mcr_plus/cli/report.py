@@ -18,7 +18,7 @@ def report(
 ) -> None:
     """Write a page: a step's timeline, its operations, choices, codecs, late ranks, and what to change."""
     from mcr_plus.errors import phrase_ranks
-    from mcr_plus.report.page import write_report
+    from mcr_plus.observe.report.page import write_report
 
     job = write_report(folder, output)
     count = len(job.ranks)

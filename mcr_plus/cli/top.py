@@ -20,7 +20,7 @@ from mcr_plus.core.units import about
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from mcr_plus.observe.survey import GroupTraffic, Job, Member, Survey
+    from mcr_plus.observe.job_status import GroupTraffic, Job, Member, Survey
 
 _COLUMNS: Final = (
     "rank", "process", "state", "since", "group", "#", "operation", "waits for", "op/s", "B/s", "line",
@@ -45,7 +45,7 @@ def top(
     It reads what ranks publish, and disturbs none of them; one that hangs or is stopped is shown too.
     Ctrl-C ends it.
     """
-    from mcr_plus.observe.survey import survey
+    from mcr_plus.observe.job_status import survey
 
     if dump:
         _dump(process, as_json)
@@ -71,7 +71,7 @@ def top(
 
 
 def _dump(process: int | None, as_json: bool) -> None:
-    from mcr_plus.observe.demand import demand_dumps
+    from mcr_plus.observe.remote_dump import demand_dumps
 
     answers = demand_dumps(process)
     if as_json:
@@ -90,7 +90,7 @@ def _dump(process: int | None, as_json: bool) -> None:
 
 
 def _nothing() -> str:
-    from mcr_plus.observe.survey import user_name
+    from mcr_plus.observe.job_status import user_name
 
     return (
         f"no running job of {user_name(os.geteuid())} on {socket.gethostname()} (jobs of one rank, those of "
@@ -112,8 +112,8 @@ def _document(found: Survey) -> dict[str, Any]:
 def _refresh(process: int | None, interval: float) -> None:
     from rich.live import Live
 
-    from mcr_plus.observe.elsewhere import Elsewhere
-    from mcr_plus.observe.survey import survey
+    from mcr_plus.observe.job_status import survey
+    from mcr_plus.observe.remote_status import Elsewhere
 
     with closing(Elsewhere()) as elsewhere, Live(screen=True, auto_refresh=False) as live:
         try:

@@ -29,7 +29,7 @@ def merge(
     ] = None,
 ) -> None:
     """Merge the traces of several ranks, with one clock, for Perfetto or chrome://tracing."""
-    from mcr_plus.api.traces import described, merge_traces
+    from mcr_plus.observe.traces import described, merge_traces
 
     merged = merge_traces(files, output, hta=hta)
     count = len(merged.ranks)

@@ -61,7 +61,7 @@ def validate(
 
 
 def _plan(file: TableRef) -> None:
-    from mcr_plus.plan.saved import SavedPlan
+    from mcr_plus.bucketing.saved import SavedPlan
 
     SavedPlan.load(file.resolve(), file.place)
 

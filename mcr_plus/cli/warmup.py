@@ -93,8 +93,8 @@ def _buffers() -> None:
 
 
 def _plans() -> None:
+    from mcr_plus.bucketing import cut_search, events, search, simulate
     from mcr_plus.kernels.compiling import preparing
-    from mcr_plus.plan import cut_search, events, search, simulate
 
     with preparing("plans"):
         search.prepare()
@@ -104,19 +104,19 @@ def _plans() -> None:
 
 
 def _experts() -> None:
-    from mcr_plus.kernels import expert_routing, expert_rows
+    from mcr_plus.parallel import routing_kernels, row_kernels
 
-    expert_routing.prepare()
-    for dtype in expert_rows.DTYPES:
-        for form in expert_rows.FORMATS:
-            expert_rows.prepare(dtype, form)
+    routing_kernels.prepare()
+    for dtype in row_kernels.DTYPES:
+        for form in row_kernels.FORMATS:
+            row_kernels.prepare(dtype, form)
 
 
 def _checksums() -> None:
     from mcr_plus.backends.shm import p2p_checks
-    from mcr_plus.dispatch.verify import checked_kernels, row_kernels
     from mcr_plus.kernels import checksum
     from mcr_plus.kernels.compiling import preparing
+    from mcr_plus.reliability.verify import checked_kernels, row_kernels
 
     with preparing("checksums"):
         for module in (checksum, row_kernels, checked_kernels, p2p_checks):

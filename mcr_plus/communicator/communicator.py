@@ -18,7 +18,7 @@ from mcr_plus.communicator.operations import Operations
 from mcr_plus.communicator.operations import P2POp as P2POp
 from mcr_plus.communicator.persistent import Persistent, PersistentOp
 from mcr_plus.communicator.prepared import Prepared, prepare
-from mcr_plus.communicator.succession import Succession
+from mcr_plus.communicator.successors import Succession
 from mcr_plus.config.names import stored_backend
 from mcr_plus.core.group import Group
 from mcr_plus.core.kinds import REDUCE_OPS, REDUCING, ReduceOp, check_reducible
@@ -26,7 +26,7 @@ from mcr_plus.core.message import Extras, Signature, frozen
 from mcr_plus.core.other_names import OF_COMMUNICATORS, name_others
 from mcr_plus.core.units import whole_number
 from mcr_plus.core.work import Work
-from mcr_plus.dispatch.group_runtime import SIGNATURES
+from mcr_plus.engine.group_runtime import SIGNATURES
 from mcr_plus.errors import InvalidArgument, Revoked, Unsupported, is_normal_end
 from mcr_plus.fusion.coalesce import Coalescer
 from mcr_plus.pipeline.pipeline import Bound, Pipeline
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from mcr_plus.communicator.job import Job
     from mcr_plus.communicator.open_group import OpenGroup
     from mcr_plus.communicator.watcher import Watcher
-    from mcr_plus.dispatch.group_state import GroupState
+    from mcr_plus.engine.group_state import GroupState
 
 _OPTIONS = CallOptions.__annotations__.keys()
 _PLANS = 4 * SIGNATURES  # several for each signature: different arguments may have the same one

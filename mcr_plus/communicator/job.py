@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from mcr_plus.communicator.open_group import OpenGroup
     from mcr_plus.communicator.watcher import Watcher
     from mcr_plus.config.schema import Config
-    from mcr_plus.dispatch.engine import Engine
+    from mcr_plus.engine.engine import Engine
     from mcr_plus.rendezvous.world import World
 
 ValueT = TypeVar("ValueT")
 
 
 class Job(Protocol):
-    """The interface of a running job for communicators; `mcr_plus.runtime.runtime.Runtime` documents it."""
+    """The interface of a running job for communicators; `mcr_plus.job.runtime.Runtime` documents it."""
 
     engine: Engine
     watcher: Watcher | None

@@ -6,10 +6,10 @@ import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from mcr_plus.board.base import Failure
 from mcr_plus.communicator.arrays import ArrayStreams
 from mcr_plus.communicator.communicator import Communicator
-from mcr_plus.dispatch.board.base import Failure
-from mcr_plus.dispatch.closing import forget
+from mcr_plus.engine.closing import forget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from mcr_plus.config.schema import Config
     from mcr_plus.core.group import Group
     from mcr_plus.core.message import Signature
-    from mcr_plus.dispatch.group_runtime import GroupRuntime
-    from mcr_plus.dispatch.group_state import BackendChannel, GroupState
+    from mcr_plus.engine.group_runtime import GroupRuntime
+    from mcr_plus.engine.group_state import BackendChannel, GroupState
     from mcr_plus.pipeline.pipeline import Bound, Pipeline
 
 

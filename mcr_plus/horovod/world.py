@@ -11,19 +11,19 @@ from typing import Any, Final
 
 import torch
 
-from mcr_plus.api.record import Log, recording
 from mcr_plus.backends import backend_class
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.core.units import whole_numbers
-from mcr_plus.dispatch.options import DispatchOptions
+from mcr_plus.engine.options import DispatchOptions
 from mcr_plus.errors import InvalidArgument, McrError, NotInitialized
 from mcr_plus.horovod.handle import Handle
 from mcr_plus.horovod.launching import launch
 from mcr_plus.horovod.negotiation import Agreed, Negotiations, Negotiator
 from mcr_plus.horovod.request import HorovodInternalError, Request
-from mcr_plus.runtime import init as runtime
-from mcr_plus.runtime.init import Source
-from mcr_plus.runtime.process import job
+from mcr_plus.job import init as runtime
+from mcr_plus.job.init import Source
+from mcr_plus.job.process import job
+from mcr_plus.observe.record import Log, recording
 
 
 class NotReady(NotInitialized, ValueError):

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcr_plus.core.environment import LOOPBACK
-from mcr_plus.launch.flavour import MpiLauncher
 from mcr_plus.launch.scratch import JOB_VARIABLE, Scratch
+from mcr_plus.rendezvous.mpi_launcher import MpiLauncher
 
 _WRAPPER = Path(__file__).with_name("wrapper.py")
 _PROGRAM = Path(__file__).with_name("uncaught.py")

@@ -16,12 +16,12 @@ from types import FrameType
 from typing import Literal
 
 from mcr_plus.core.deadline import Deadline
+from mcr_plus.core.proc import handles
 from mcr_plus.errors import LaunchError
 from mcr_plus.launch import commands, loopback, scratch
 from mcr_plus.launch.channels import Channels, RankState, Sink
 from mcr_plus.launch.commands import Supervised
-from mcr_plus.launch.flavour import mpi_flavour
-from mcr_plus.liveness.proc import handles
+from mcr_plus.rendezvous.mpi_launcher import mpi_flavour
 from mcr_plus.rendezvous.shared_memory import MPICH_RANK, lacking_shared_memory
 
 Via = Literal["mpi", "torch"] | Supervised

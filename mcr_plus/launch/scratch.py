@@ -25,8 +25,8 @@ from pathlib import Path
 from types import TracebackType
 
 from mcr_plus.core.deadline import Deadline
+from mcr_plus.core.proc import boot_id, read_stat
 from mcr_plus.errors import LaunchError
-from mcr_plus.liveness.proc import boot_id, read_stat
 
 JOB_VARIABLE = "MCR_JOB_ID"
 

@@ -21,6 +21,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.errors import InvalidArgument, Unsupported
+from mcr_plus.job.init import current, member_of
+from mcr_plus.job.process import job
 from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.program import bound
 from mcr_plus.layout.regions import Ints
@@ -33,8 +35,6 @@ from mcr_plus.layout.torch_layouts import (
     layout_on,
     local_tensor,
 )
-from mcr_plus.runtime.init import current, member_of
-from mcr_plus.runtime.process import job
 
 _FUNCTION: Final = "redistribute_local_tensor"
 _OPTIMIZE: Final = "_optimize_transform_infos"

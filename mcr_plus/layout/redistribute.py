@@ -12,9 +12,9 @@ import torch
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.core.message import frozen
 from mcr_plus.errors import InvalidArgument, short
+from mcr_plus.job.init import member_of
 from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.state import Redistribution, refuse
-from mcr_plus.runtime.init import member_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -16,6 +16,7 @@ from mcr_plus.core.streams import current_accelerator
 from mcr_plus.core.units import about, parse_size
 from mcr_plus.core.work import JointWork, Work
 from mcr_plus.errors import InvalidArgument, McrError, NotInitialized, Unsupported, short
+from mcr_plus.job.init import member_of
 from mcr_plus.layout.agreement import agree_on_dtypes
 from mcr_plus.layout.buffers import Chain, Pool
 from mcr_plus.layout.collective import Collective
@@ -35,7 +36,6 @@ from mcr_plus.layout.mover import Mover
 from mcr_plus.layout.native import Room
 from mcr_plus.layout.plan import Plan, Spec, make_plan
 from mcr_plus.layout.run import TAG
-from mcr_plus.runtime.init import member_of
 
 _Dtypes = tuple[torch.dtype, ...]
 _Named = tuple[list[str], Mover | Collective]

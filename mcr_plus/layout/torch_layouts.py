@@ -22,12 +22,12 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.errors import InvalidArgument, Unsupported, short
+from mcr_plus.job.init import member_of
+from mcr_plus.job.process import job
 from mcr_plus.layout.layout import Layout, mesh_text
 from mcr_plus.layout.redistribute import bound
 from mcr_plus.layout.regions import Boxes, Ints, as_ints
 from mcr_plus.layout.state import refuse
-from mcr_plus.runtime.init import member_of
-from mcr_plus.runtime.process import job
 
 if TYPE_CHECKING:
     from mcr_plus.communicator.calls import Compress

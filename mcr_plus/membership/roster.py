@@ -15,10 +15,10 @@ the first epoch had for itself:
     newcomer/<k>                             a process that waits to be taken in; `newcomers` counts them
     newcomer/<k>/...                         see `mcr_plus.membership.request`
 
-Proposals are removed with the world of their epoch, see `runtime/regroup.py`; the others stay.
+Proposals are removed with the world of their epoch, see `job/epoch_change.py`; the others stay.
 
 The store must outlive the ranks that are lost: that of `mcr-plus run` or of torchrun's agent does, and so do
-the keepers of the hosts (`mcr_plus.rendezvous.keepers`).
+the keepers of the hosts (`mcr_plus.rendezvous.key_replicas`).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from mcr_plus.core.deadline import Deadline
 from mcr_plus.core.environment import min_ranks
+from mcr_plus.core.proc import state_of
 from mcr_plus.errors import LaunchError
-from mcr_plus.liveness.proc import state_of
 from mcr_plus.membership.request import Request
 from mcr_plus.membership.rules import Decision, Process, Proposal, decide, members_after
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from mcr_plus.errors import phrase_ranks
-from mcr_plus.observe.survey import LOST, Job, Line, Member, Waiting
+from mcr_plus.observe.job_status import LOST, Job, Line, Member, Waiting
 
 _LONG: Final = 1.0  # seconds of waiting that are worth a sentence, unless a rank is lost
 _LINES: Final = 3  # of the program that are shown

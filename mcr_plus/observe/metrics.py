@@ -16,8 +16,8 @@ from mcr_plus.core.kinds import bus_factor, collective
 
 if TYPE_CHECKING:
     from mcr_plus.core.kinds import Kind
-    from mcr_plus.dispatch.operation import Operation
-    from mcr_plus.dispatch.work import IssuedWork
+    from mcr_plus.engine.operation import Operation
+    from mcr_plus.engine.work import IssuedWork
     from mcr_plus.rendezvous.world import World
 
 _NCCL_NAMES: Final[Mapping[Kind, str]] = {

@@ -16,7 +16,7 @@ from mcr_plus.observe.options import ObserveOptions
 from mcr_plus.observe.sinks import Sink, open_sinks
 
 if TYPE_CHECKING:
-    from mcr_plus.dispatch.engine import Engine
+    from mcr_plus.engine.engine import Engine
     from mcr_plus.rendezvous.world import World
 
 _LAST: Final = 1.0  # seconds that the end of a job waits for the last publication

@@ -12,21 +12,21 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from mcr_plus.dispatch.observer import Noted
+from mcr_plus.engine.observer import Noted
 from mcr_plus.errors import McrError
-from mcr_plus.liveness.asking import EVERYBODY, ask
-from mcr_plus.liveness.relay import SAME_FAILURE
+from mcr_plus.hosts.dump_request import EVERYBODY, ask
+from mcr_plus.hosts.relay import SAME_FAILURE
 from mcr_plus.observe.files import default_folder, files_of, make_private, write_dump
 from mcr_plus.observe.flight_record import flight_record
 from mcr_plus.observe.options import dump_folder_of
+from mcr_plus.observe.proxy_dumps import substitutes
 from mcr_plus.observe.snapshot import frames_for, take_snapshot
-from mcr_plus.observe.substitutes import substitutes
 from mcr_plus.observe.watcher import Watcher
 
 if TYPE_CHECKING:
     from mcr_plus.config.schema import Config
-    from mcr_plus.dispatch.engine import Engine
-    from mcr_plus.dispatch.work import IssuedWork
+    from mcr_plus.engine.engine import Engine
+    from mcr_plus.engine.work import IssuedWork
     from mcr_plus.observe.snapshot import Snapshot
     from mcr_plus.rendezvous.world import World
 
@@ -122,7 +122,7 @@ class Recorder:
         return str(files.record)
 
     def _ask_others(self, name: str, reason: str) -> None:
-        """Ask all other ranks for their dumps; see `mcr_plus.liveness.asking`."""
+        """Ask all other ranks for their dumps; see `mcr_plus.hosts.dump_request`."""
         peers, text = self._engine.peers, f"{name}\0{reason}"
         ask(peers.beside(), text)
         peers.ask_elsewhere(text)

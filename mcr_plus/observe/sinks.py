@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from mcr_plus.core.environment import LOOPBACK
 from mcr_plus.errors import ConfigError, Unsupported
-from mcr_plus.liveness.acceptor import WITHIN
+from mcr_plus.hosts.acceptor import WITHIN
 from mcr_plus.observe.metrics import Family, families
 
 if TYPE_CHECKING:

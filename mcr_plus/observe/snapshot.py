@@ -12,15 +12,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
+from mcr_plus.board.shared import SharedBoard
 from mcr_plus.core.stacks import Frame, frames_of, waiting_frames
-from mcr_plus.dispatch.board.shared import SharedBoard
 
 if TYPE_CHECKING:
     from mcr_plus.core.message import Signature
-    from mcr_plus.dispatch.engine import Engine
-    from mcr_plus.dispatch.group_state import GroupState
-    from mcr_plus.dispatch.observer import Noted
-    from mcr_plus.dispatch.work import IssuedWork
+    from mcr_plus.engine.engine import Engine
+    from mcr_plus.engine.group_state import GroupState
+    from mcr_plus.engine.observer import Noted
+    from mcr_plus.engine.work import IssuedWork
 
 State = Literal["scheduled", "started", "completed"]
 _OWN_THREADS: Final = "mcr_plus"  # how the names of all threads of mcr_plus begin

@@ -17,14 +17,14 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 from mcr_plus.core.stacks import Stack, stack_in
-from mcr_plus.liveness.page import Page
-from mcr_plus.observe.latecomers import Blame, Latecomers
+from mcr_plus.hosts.page import Page
+from mcr_plus.observe.persistent_stragglers import Blame, Latecomers
 
 if TYPE_CHECKING:
     from mcr_plus.core.message import Signature
-    from mcr_plus.dispatch.engine import Engine
-    from mcr_plus.dispatch.group_state import GroupState
-    from mcr_plus.dispatch.work import IssuedWork
+    from mcr_plus.engine.engine import Engine
+    from mcr_plus.engine.group_state import GroupState
+    from mcr_plus.engine.work import IssuedWork
 
 PERIOD: Final = 0.5
 """Seconds between two pictures."""

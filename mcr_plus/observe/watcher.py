@@ -18,8 +18,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from mcr_plus.liveness.asking import address_of, opened, received
-from mcr_plus.liveness.proc import handles
+from mcr_plus.core.proc import handles
+from mcr_plus.hosts.dump_request import address_of, opened, received
 
 _SIGNAL: Final = signal.SIGUSR2
 _BEGINNING: Final = b"Stack (most recent call first)"

@@ -9,17 +9,17 @@ from typing import NoReturn
 from mcr_plus.backends.base import Backend, Poll, Start, done
 from mcr_plus.core.kinds import REDUCING, VECTOR
 from mcr_plus.core.message import Message, Signature
-from mcr_plus.dispatch.failover.channel import FailoverChannel
-from mcr_plus.dispatch.failover.rules import second_of
-from mcr_plus.dispatch.group_runtime import GroupRuntime
-from mcr_plus.dispatch.issue import refusing
-from mcr_plus.dispatch.operation import Operation, burst_of
-from mcr_plus.dispatch.options import DispatchOptions
-from mcr_plus.dispatch.streams import stage_through_host
-from mcr_plus.dispatch.verify.stepped import bound_every
+from mcr_plus.engine.group_runtime import GroupRuntime
+from mcr_plus.engine.issue import refusing
+from mcr_plus.engine.operation import Operation, burst_of
+from mcr_plus.engine.options import DispatchOptions
+from mcr_plus.engine.streams import stage_through_host
 from mcr_plus.errors import Unsupported
 from mcr_plus.pipeline.stage import Context, Issue, Next, Stage
 from mcr_plus.pipeline.treatment import Treatment
+from mcr_plus.reliability.failover.channel import FailoverChannel
+from mcr_plus.reliability.failover.rules import second_of
+from mcr_plus.reliability.verify.multi_step import bound_every
 
 
 class DispatchStage(Stage):

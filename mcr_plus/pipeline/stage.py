@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 from mcr_plus.backends.base import Backend
 from mcr_plus.core.group import Group
 from mcr_plus.core.message import Message, Signature
-from mcr_plus.dispatch.issue import Issue as Issue
+from mcr_plus.engine.issue import Issue as Issue
 from mcr_plus.rendezvous.world import World
 
 if TYPE_CHECKING:
     from mcr_plus.config.schema import Config
     from mcr_plus.core.work import Work
-    from mcr_plus.dispatch.group_runtime import GroupRuntime
+    from mcr_plus.engine.group_runtime import GroupRuntime
     from mcr_plus.pipeline.pipeline import Pipeline
     from mcr_plus.pipeline.treatment import Treatment
 

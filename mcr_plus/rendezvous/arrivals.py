@@ -1,7 +1,7 @@
 """The ranks that come to `init`: what shows that one of them will not, before they know each other.
 
 A rank that has come says which process it is, so that ranks which share its /proc see its death and its
-stop; those of other hosts have connections for that (`mcr_plus.rendezvous.presence`). Of one that has not
+stop; those of other hosts have connections for that (`mcr_plus.rendezvous.init_connections`). Of one that has not
 come, the supervisor of `mcr-plus run --min-ranks` says in the job's store that it has ended for good.
 """
 
@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mcr_plus.core.c10d import PrefixStore, Store
 from mcr_plus.core.environment import agent_has_store, host_name, job_secret, min_ranks
+from mcr_plus.core.proc import Stop, state_of
 from mcr_plus.errors import PeerLost, phrase_ranks
-from mcr_plus.liveness.proc import Stop, state_of
 from mcr_plus.membership.roster import TRAINING
 from mcr_plus.rendezvous.identity import DIED, STOPPED, is_visible, own_process
-from mcr_plus.rendezvous.presence import Presence
+from mcr_plus.rendezvous.init_connections import Presence
 from mcr_plus.rendezvous.signing import SignedStore
 
 if TYPE_CHECKING:

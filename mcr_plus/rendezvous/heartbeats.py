@@ -1,6 +1,6 @@
 """Heartbeats between the hosts of a job, as its ranks see them: the start of the agents, and what they find.
 
-The lowest rank of each host starts the host's agent (`mcr_plus.liveness.agent`), a small process of its own.
+The lowest rank of each host starts the host's agent (`mcr_plus.hosts.agent`), a small process of its own.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mcr_plus.core.environment import package_version
+from mcr_plus.core.mapped_memory import made, mapped
 from mcr_plus.errors import LaunchError
-from mcr_plus.liveness.asking import address_of, opened
-from mcr_plus.liveness.findings import Findings
+from mcr_plus.hosts.dump_request import address_of, opened
+from mcr_plus.hosts.findings import Findings
 from mcr_plus.membership.rules import Process
-from mcr_plus.rendezvous.memory import made, mapped
 from mcr_plus.rendezvous.network import meeting_address
 from mcr_plus.rendezvous.side_processes import start_once
 from mcr_plus.rendezvous.store import exchange
@@ -125,7 +125,7 @@ def _start(order: dict[str, Any]) -> None:
     """Start the agent of this host."""
     descriptors = [order[name] for name in ("memory", "socket", "requests") if order[name] is not None]
     try:
-        problem = start_once("mcr_plus.liveness.agent", order, descriptors)
+        problem = start_once("mcr_plus.hosts.agent", order, descriptors)
     except OSError as error:
         problem = str(error)
     if problem:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Final
 
-from mcr_plus.liveness.proc import read_stat
+from mcr_plus.core.proc import read_stat
 from mcr_plus.membership.rules import Process
 
 DIED: Final = "process has died"

@@ -7,10 +7,10 @@ import math
 import time
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
+from mcr_plus.core.proc import Stop, state_of
 from mcr_plus.core.sockets import open_sockets, unacknowledged
-from mcr_plus.liveness.asking import send
-from mcr_plus.liveness.proc import Stop, state_of
-from mcr_plus.liveness.protocol import Finding, silence
+from mcr_plus.hosts.dump_request import send
+from mcr_plus.hosts.protocol import Finding, silence
 from mcr_plus.membership.rules import Process
 from mcr_plus.rendezvous.heartbeats import open_findings
 from mcr_plus.rendezvous.identity import DIED, is_visible, own_process
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from mcr_plus.core.c10d import Store
-    from mcr_plus.liveness.findings import Findings
+    from mcr_plus.hosts.findings import Findings
 
 Status = Literal["running", "stopped", "dead", "silent", "left", "unknown"]
 LEFT: Final = "has left"
@@ -167,7 +167,7 @@ class Peers:
         ]
 
     def ask_elsewhere(self, text: str) -> None:
-        """Ask the ranks of other hosts for their dumps; see `mcr_plus.liveness.asking`."""
+        """Ask the ranks of other hosts for their dumps; see `mcr_plus.hosts.dump_request`."""
         findings = self._findings
         if findings is not None:
             send([findings.requests], text)

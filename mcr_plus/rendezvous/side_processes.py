@@ -1,4 +1,4 @@
-"""The small processes beside ranks (`mcr_plus.liveness`): how they are started, without a long wait.
+"""The small processes beside ranks (`mcr_plus.hosts`): how they are started, without a long wait.
 
 On a busy host a process may begin late, and a rank that waited for it would hold up all others.
 """
@@ -34,7 +34,7 @@ def start_once(module: str, order: Mapping[str, Any], descriptors: Sequence[int]
     """Start a process that ends as soon as its child has the order; returns why it has not, empty if it has.
 
     If it takes long, another one is started: the first of them to read takes the order, and the other one
-    ends (`mcr_plus.liveness.order`). So one that was not waited for any longer may still do its work.
+    ends (`mcr_plus.hosts.arguments`). So one that was not waited for any longer may still do its work.
     Raises `OSError` if no process can be made.
     """
     begun: list[subprocess.Popen[bytes]] = []

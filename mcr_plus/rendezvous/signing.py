@@ -16,8 +16,8 @@ import secrets
 from typing import Any, Final
 
 from mcr_plus.core.c10d import PrefixStore, Store, WrappedStore, look, put
+from mcr_plus.core.proc import boot_id
 from mcr_plus.errors import LaunchError
-from mcr_plus.liveness.proc import boot_id
 
 _NAME: Final = "mcr_plus_secret"
 _BYTES: Final = 32

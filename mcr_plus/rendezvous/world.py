@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from mcr_plus.core.c10d import Store
     from mcr_plus.membership.roster import Roster
-    from mcr_plus.rendezvous.bells import Bells
-    from mcr_plus.rendezvous.keepers import KeptStore
+    from mcr_plus.rendezvous.key_replicas import KeptStore
+    from mcr_plus.waiting.futex import Bells
 
 
 @dataclass(frozen=True)

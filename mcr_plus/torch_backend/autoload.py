@@ -53,7 +53,7 @@ def _rendezvous(
     **_: object,
 ) -> Iterator[Rendezvous]:
     """`init_method="mcr://"`: rendezvous under any launcher of `mcr.init`, MPI's and Slurm's included."""
-    from mcr_plus.runtime.init import rendezvous
+    from mcr_plus.job.init import rendezvous
 
     yield rendezvous(timeout.total_seconds())
 

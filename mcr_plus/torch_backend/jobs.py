@@ -15,25 +15,25 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from mcr_plus.board.base import Failure
+from mcr_plus.board.shared import SharedBoard
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.config import reader as configuration
 from mcr_plus.config.options import Scope, options_marked
 from mcr_plus.config.schema import Config
 from mcr_plus.core.c10d import HashStore, PrefixStore, Store
 from mcr_plus.core.group import Group
-from mcr_plus.dispatch.board.base import Failure
-from mcr_plus.dispatch.board.shared import SharedBoard
-from mcr_plus.dispatch.options import DispatchOptions
+from mcr_plus.engine.options import DispatchOptions
 from mcr_plus.errors import ConfigError, Unsupported
 from mcr_plus.hierarchy.nodes import check_nodes
+from mcr_plus.job.checks import check_tables, compare_configs
+from mcr_plus.job.init import join, readable
+from mcr_plus.job.process import job
+from mcr_plus.job.runtime import Runtime
 from mcr_plus.msccl.catalog import kept
-from mcr_plus.rendezvous.presence import settle
+from mcr_plus.rendezvous.init_connections import settle
 from mcr_plus.rendezvous.store import exchange, signed_part
 from mcr_plus.rendezvous.world import World
-from mcr_plus.runtime.checks import check_tables, compare_configs
-from mcr_plus.runtime.init import join, readable
-from mcr_plus.runtime.process import job
-from mcr_plus.runtime.runtime import Runtime
 from mcr_plus.selection.checks import use_algorithms
 from mcr_plus.torch_backend.arguments import NAME
 

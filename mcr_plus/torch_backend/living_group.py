@@ -31,17 +31,17 @@ from mcr_plus.errors import (
     Revoked,
     Unsupported,
 )
+from mcr_plus.job import reconfigure as reconfiguring
+from mcr_plus.job.epoch_change import leave_epoch
+from mcr_plus.job.process import job
 from mcr_plus.membership.rules import Proposal
-from mcr_plus.runtime import reconfigure as reconfiguring
-from mcr_plus.runtime.process import job
-from mcr_plus.runtime.regroup import leave_epoch
 from mcr_plus.torch_backend.hooks import HookableGroup
 from mcr_plus.torch_backend.jobs import torch_job
 from mcr_plus.torch_backend.work import DONE, Membership, untraced
 
 if TYPE_CHECKING:
     from mcr_plus.communicator.communicator import Communicator
-    from mcr_plus.runtime.runtime import Runtime
+    from mcr_plus.job.runtime import Runtime
 
 SHRINK_DEFAULT: Final = 0
 SHRINK_ABORT: Final = 1
@@ -50,7 +50,7 @@ _log = logging.getLogger("mcr_plus")
 
 def _inheriting() -> Callable[..., Any]:
     """That of training, which stands above: loaded when a world changes, as models may have to follow."""
-    inheriting: Callable[..., Any] = import_module("mcr_plus.training.inheritance").inheriting
+    inheriting: Callable[..., Any] = import_module("mcr_plus.elasticity.rebind").inheriting
     return inheriting
 
 

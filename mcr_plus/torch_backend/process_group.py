@@ -45,7 +45,7 @@ from mcr_plus.core.kinds import MESSAGES, ReduceOp
 from mcr_plus.core.streams import device_types
 from mcr_plus.core.work import JointWork, Work
 from mcr_plus.errors import CommTimeout, Unsupported
-from mcr_plus.runtime.process import job
+from mcr_plus.job.process import job
 from mcr_plus.torch_backend.arguments import (
     NAME,
     TORCH_REDUCE_OPS,

@@ -11,7 +11,7 @@ from torch.autograd import Variable
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.core.kinds import AVG
 from mcr_plus.core.work import Work
-from mcr_plus.runtime.init import member_of
+from mcr_plus.job.init import member_of
 from mcr_plus.training.flat import keeps_inputs
 from mcr_plus.training.policy import policy_for_bucket
 from mcr_plus.training.reducer import TAG

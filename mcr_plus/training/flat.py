@@ -16,7 +16,7 @@ import torch
 
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.core.work import Work
-from mcr_plus.dispatch.options import DispatchOptions
+from mcr_plus.engine.options import DispatchOptions
 from mcr_plus.errors import InvalidArgument, Unsupported
 from mcr_plus.fusion.bucket import Bucket
 from mcr_plus.training.policy import Choice, GradientPolicy, key_of, with_codec

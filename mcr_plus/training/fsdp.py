@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mcr_plus.errors import InvalidArgument, Unsupported
-from mcr_plus.runtime.process import job
+from mcr_plus.job.process import job
 
 Compress = str | Mapping[str, object] | bool | None
 Model = TypeVar("Model", bound=nn.Module)

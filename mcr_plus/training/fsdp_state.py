@@ -10,9 +10,9 @@ import torch
 
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.core.units import whole_number
+from mcr_plus.elasticity.transfer import STATE, broadcast_tensors
 from mcr_plus.errors import BackendError, InvalidArgument, Unsupported
-from mcr_plus.runtime.init import member_of
-from mcr_plus.training.transfer import STATE, broadcast_tensors
+from mcr_plus.job.init import member_of
 
 _WRAPPERS: Final = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch.compile and of checkpointing
 Name = tuple[str, ...]

@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch.autograd import Variable
 
+from mcr_plus.bucketing.bucket_plan import all_reduce_costs, earliest, first_waiting
+from mcr_plus.bucketing.trials import trials
 from mcr_plus.communicator.calls import Compress
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.compression.policy import largest_alignment
@@ -32,15 +34,13 @@ from mcr_plus.core.work import Work
 from mcr_plus.errors import McrError
 from mcr_plus.fusion.bucket import Bucket, Entry, by_size, packed
 from mcr_plus.fusion.options import FuseOptions
-from mcr_plus.training.bucket_plan import all_reduce_costs, earliest, first_waiting
 from mcr_plus.training.flat import Flat, Slot, flat_of, move_into_bucket
 from mcr_plus.training.policy import Choice, policy_for, warn_of_unmatched
-from mcr_plus.training.trials import trials
 
 if TYPE_CHECKING:
-    from mcr_plus.plan.saved import SavedPlan
-    from mcr_plus.training.auto_plan import AutoPlan
-    from mcr_plus.training.compiled import CompiledCall
+    from mcr_plus.bucketing.auto_plan import AutoPlan
+    from mcr_plus.bucketing.compiled import CompiledCall
+    from mcr_plus.bucketing.saved import SavedPlan
 
 _log = logging.getLogger("mcr_plus")
 TAG: Final = "gradients"
@@ -184,7 +184,7 @@ class Reducer:
             call.set_cuts(call.places)  # the buckets are planned only once, for the order with these cuts
             return
         # Imported here: most jobs need neither the search nor numba.
-        from mcr_plus.training.cut_plan import CutPlan
+        from mcr_plus.bucketing.cut_plan import CutPlan
 
         entries = [self._entry(slot.index) for slot in self._slots]
         curves = {} if self._auto is None else self._auto.curves
@@ -231,7 +231,7 @@ class Reducer:
         """Return the plan of a file or of a loaded state, or None."""
         if self._limits.plan in ("size", "exact") or (self._limits.plan == "auto" and self.comm.size == 1):
             return None
-        from mcr_plus.training import given_plan  # imported here: most jobs have no plan
+        from mcr_plus.bucketing import given_plan
 
         return given_plan.found(self._limits.plan, self.comm, self._group, self._named)
 
@@ -241,7 +241,7 @@ class Reducer:
 
     def _adopt(self, plan: SavedPlan) -> None:
         """Use these buckets from now on; gradients without a bucket in the plan are sent last, by size."""
-        from mcr_plus.training import given_plan  # imported here: most jobs have no plan
+        from mcr_plus.bucketing import given_plan
 
         self._alignment = math.lcm(self._alignment, largest_alignment(self.comm.config, plan.codecs))
         index = {slot.name: slot.index for slot in self._slots}
@@ -268,7 +268,7 @@ class Reducer:
         if not self._slots:
             return None
         # Imported here: the search is compiled by numba, which starts slowly.
-        from mcr_plus.training.auto_plan import begun
+        from mcr_plus.bucketing.auto_plan import begun
 
         entries = [self._entry(slot.index) for slot in self._slots]
         return begun(
@@ -495,6 +495,6 @@ class Reducer:
             # The graph's cuts differ from the captured ones, so the next pass sets the usual order.
             self._last_order = None if auto.is_of_cuts else []
             if auto.has_verdict:
-                from mcr_plus.training import given_plan
+                from mcr_plus.bucketing import given_plan
 
                 given_plan.keep(self._group, self._named, self.comm, auto.report)

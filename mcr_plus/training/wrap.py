@@ -10,12 +10,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from mcr_plus.bucketing.compiled import CompiledCall
 from mcr_plus.communicator.communicator import Communicator
+from mcr_plus.elasticity.transfer import broadcast_tensors
 from mcr_plus.errors import InvalidArgument
-from mcr_plus.runtime.init import member_of
-from mcr_plus.training.compiled import CompiledCall
+from mcr_plus.job.init import member_of
 from mcr_plus.training.reducer import Reducer
-from mcr_plus.training.transfer import broadcast_tensors
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)

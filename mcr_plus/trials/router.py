@@ -18,7 +18,7 @@ import torch
 
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.core.work import Work
-from mcr_plus.dispatch.issue import Issue
+from mcr_plus.engine.issue import Issue
 from mcr_plus.trials.trial import Trial, Turn
 
 

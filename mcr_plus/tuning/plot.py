@@ -9,9 +9,9 @@ from math import ceil, log2
 from pathlib import Path
 from typing import Any, Final
 
-from mcr_plus.api.record_plot import COLOURS, ENDINGS
 from mcr_plus.core.units import size_words
 from mcr_plus.errors import BackendUnavailable, ConfigError
+from mcr_plus.observe.record_plot import COLOURS, ENDINGS
 from mcr_plus.tables.table import BUILT_IN, Query, Table
 from mcr_plus.tuning.measurements import Sample, median_of_repeats
 from mcr_plus.tuning.operations import TORCH, TUNED

@@ -4,7 +4,7 @@ Operations are real, through the pipeline of the configuration. Computation is r
 GPU, or by spinning, as on cores that communication shares. The gradients of the step are replaced by those of
 parameters with the same names and sizes, in a model under `mcr.wrap`: the events before a gradient run in the
 backward pass that computes it, so that buckets, plans and codecs apply as in the program. If there are more
-ranks than were captured, they are copies of the captured ones, as in `mcr_plus.plan.network`.
+ranks than were captured, they are copies of the captured ones, as in `mcr_plus.bucketing.network`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ import torch
 from torch import nn
 
 import mcr_plus as mcr
+from mcr_plus.bucketing.saved import SavedPlan
+from mcr_plus.bucketing.step import Compute, Event, Issue, Ready, Role, Step, Wait, model_hash
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.config.reader import dump, load
 from mcr_plus.config.schema import TableRef
@@ -32,8 +34,6 @@ from mcr_plus.core.kinds import KINDS, MAX, MESSAGES, PLAIN, Kind, dtype_name
 from mcr_plus.core.work import Work
 from mcr_plus.errors import ConfigError, InvalidArgument
 from mcr_plus.fusion.options import FuseOptions
-from mcr_plus.plan.saved import SavedPlan
-from mcr_plus.plan.step import Compute, Event, Issue, Ready, Role, Step, Wait, model_hash
 from mcr_plus.training.reducer import TAG
 from mcr_plus.tuning.operations import DTYPE_BY_NAME, TUNED, BenchCase, OpUnderTest, whole_size
 

@@ -28,8 +28,8 @@ from mcr_plus.config.names import backend_name
 from mcr_plus.core.c10d import HashStore, PrefixStore
 from mcr_plus.core.kinds import Kind
 from mcr_plus.errors import Unsupported
+from mcr_plus.job import init as runtime
 from mcr_plus.rendezvous.world import World
-from mcr_plus.runtime import init as runtime
 from mcr_plus.tables.fingerprint import fingerprint_here
 from mcr_plus.tables.statistics import algorithm_bandwidth, bus_bandwidth
 from mcr_plus.tables.writing import save_table

@@ -35,8 +35,8 @@ from transports import Transport
 from typer.testing import CliRunner
 
 import mcr_plus
-from mcr_plus.api.record_table import CommunicationRow, communication
 from mcr_plus.errors import BackendUnavailable
+from mcr_plus.observe.record_table import CommunicationRow, communication
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "dlrm"
 T = TypeVar("T")

@@ -14,10 +14,10 @@ from ranks import has_come, meet, nursery, own_rank, run_ranks, stop_until, wait
 from test_launch import Start, folder, start
 
 import mcr_plus as mcr
-from mcr_plus.rendezvous import presence
-from mcr_plus.rendezvous.presence import Presence
-from mcr_plus.runtime import init
-from mcr_plus.runtime.runtime import Runtime
+from mcr_plus.job import init
+from mcr_plus.job.runtime import Runtime
+from mcr_plus.rendezvous import init_connections
+from mcr_plus.rendezvous.init_connections import Presence
 
 PROGRAMS = str(Path(__file__).parents[1] / "support" / "restarting.py")
 __all__ = ["folder", "start"]  # fixtures
@@ -57,14 +57,14 @@ def refusing() -> int:
         usual(self, name)
 
     with (
-        mock.patch.object(presence, "on_one_host", return_value=False),
-        mock.patch.object(presence, "address_of", return_value="192.0.2.1"),
-        mock.patch.object(presence, "meeting_address", return_value="127.0.0.1"),
+        mock.patch.object(init_connections, "on_one_host", return_value=False),
+        mock.patch.object(init_connections, "address_of", return_value="192.0.2.1"),
+        mock.patch.object(init_connections, "meeting_address", return_value="127.0.0.1"),
         mock.patch.object(Presence, "_enter", enter),
     ):
         told = told_by(lambda: mcr.init(RUN if own_rank() else {**RUN, "backends": ["gloo", "local"]}))
     assert told["error"] == "ConfigError", told
-    return -1 if presence._open else len(begun)
+    return -1 if init_connections._open else len(begun)
 
 
 def test_a_job_that_all_ranks_refuse_leaves_no_process_beside_them() -> None:

@@ -12,8 +12,8 @@ from ranks import run_ranks
 from torch import nn
 
 import mcr_plus as mcr
-from mcr_plus.plan.step import Compute, Issue, Need, Ready, Step, Wait
-from mcr_plus.runtime.init import current
+from mcr_plus.bucketing.step import Compute, Issue, Need, Ready, Step, Wait
+from mcr_plus.job.init import current
 from mcr_plus.training import wrap as wrapping
 
 CONFIG: dict[str, Any] = {"version": 1, "backends": ["gloo"], "pipeline": [{"select": {}}, {"dispatch": {}}]}

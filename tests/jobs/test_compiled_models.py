@@ -18,10 +18,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import mcr_plus as mcr
-from mcr_plus.plan.step import Ready
+from mcr_plus.bucketing.compiled import CompiledCall, Part, blocks
+from mcr_plus.bucketing.step import Ready
 from mcr_plus.training import reducer
 from mcr_plus.training import wrap as wrapping
-from mcr_plus.training.compiled import CompiledCall, Part, blocks
 
 WIDTH = 8
 LAYERS = 4

@@ -36,7 +36,7 @@ COMPILES_S = 5.0
 def compiles_late(across: bool) -> dict[str, Any]:
     """Runs on ranks: rank 1 compiles for longer than the deadline, in every way that rank 0 can wait."""
     if across:  # as between hosts
-        mock.patch("mcr_plus.dispatch.board.opening.map_shared", return_value=(None, None)).start()
+        mock.patch("mcr_plus.board.opening.map_shared", return_value=(None, None)).start()
     dispatch = {"dispatch": {"timeout": f"{DEADLINE_S}s"}}
     comm = mcr.init({"version": 1, "backends": ["msccl", "gloo"], "pipeline": [{"select": {}}, dispatch]})
     groups = {form: mcr.new_group([0, 1]) for form in ("sync", "asked", "known", "receive", "never")}

@@ -14,7 +14,7 @@ from ranks import run_ranks
 
 import mcr_plus as mcr
 from mcr_plus.config.reader import load
-from mcr_plus.dispatch.failover import notices
+from mcr_plus.reliability.failover import notices
 
 PAIRS = [["gloo", "mpi"], ["msccl", "gloo"], ["mpi", "msccl"], ["gloo", "msccl"]]
 

@@ -16,7 +16,7 @@ from ranks import has_come, run_ranks, wait_for_ranks
 import mcr_plus as mcr
 from mcr_plus.config.reader import load
 from mcr_plus.core.message import Signature
-from mcr_plus.dispatch.group_runtime import GroupRuntime
+from mcr_plus.engine.group_runtime import GroupRuntime
 from mcr_plus.errors import ConfigError
 from mcr_plus.fusion.options import FuseOptions
 from mcr_plus.launch import mpi_usable
@@ -276,7 +276,7 @@ def bound_at_the_same_places(codec: str | None) -> list[Any]:
     longer = 1 if codec != "int8_block" else 600  # so that it is used
     with (
         mock.patch.object(DispatchStage, "_bind", noted),
-        mock.patch("mcr_plus.dispatch.group_runtime.SIGNATURES", 7),
+        mock.patch("mcr_plus.engine.group_runtime.SIGNATURES", 7),
         mcr.init(config("gloo", *more)) as comm,
     ):
         for numel in [*range(1, 30), *range(1, 30)]:

@@ -14,14 +14,14 @@ from ranks import run_ranks
 from torch import nn
 
 import mcr_plus as mcr
+from mcr_plus.bucketing import auto_plan
+from mcr_plus.bucketing.auto_plan import AutoPlan, Captured
+from mcr_plus.bucketing.saved import SavedBucket, SavedPlan, digests
+from mcr_plus.bucketing.search import Found
+from mcr_plus.bucketing.step import model_hash
 from mcr_plus.config.reader import load
 from mcr_plus.core.kinds import dtype_name
-from mcr_plus.plan.saved import SavedBucket, SavedPlan, digests
-from mcr_plus.plan.search import Found
-from mcr_plus.plan.step import model_hash
-from mcr_plus.training import auto_plan
 from mcr_plus.training import wrap as wrapping
-from mcr_plus.training.auto_plan import AutoPlan, Captured
 
 NAMES = ("0.weight", "0.bias", "1.weight", "1.bias", "2.weight", "2.bias")
 

@@ -20,7 +20,7 @@ from ranks import has_come, meet, own_rank, run_ranks, wait_for_ranks
 import mcr_plus as mcr
 from mcr_plus.backends.gloo.backend import GlooBackend
 from mcr_plus.backends.gloo.messages import watchers
-from mcr_plus.runtime import init as runtime
+from mcr_plus.job import init as runtime
 
 CONFIG: dict[str, Any] = {
     "version": 1,
@@ -36,7 +36,7 @@ GLOO_S = 0.2
 
 def _begin() -> mcr.Communicator:
     """A world of ranks that take themselves for ranks of two hosts."""
-    with mock.patch("mcr_plus.runtime.init.host_name", return_value=f"host{own_rank()}"):
+    with mock.patch("mcr_plus.job.init.host_name", return_value=f"host{own_rank()}"):
         return mcr.init(CONFIG)
 
 

@@ -78,7 +78,7 @@ def test_the_rank_that_sleeps_in_its_backward_pass_is_named_by_all() -> None:
 
 def logs() -> list[str]:
     """Runs on ranks: rank 1 is late without being recorded; what each rank logs."""
-    from mcr_plus.observe import latecomers, status
+    from mcr_plus.observe import persistent_stragglers, status
 
     status.PERIOD = 0.02  # type: ignore[misc]
     status._LEAST_SHARE = 10  # type: ignore[misc]
@@ -88,7 +88,7 @@ def logs() -> list[str]:
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
-    assert latecomers._SAMPLES == 60
+    assert persistent_stragglers._SAMPLES == 60
     with mcr.init(backends=["msccl"]) as comm:
         stop = torch.zeros(1)
         deadline = time.monotonic() + 60

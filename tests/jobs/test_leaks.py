@@ -12,9 +12,9 @@ import torch.distributed as dist
 from ranks import Via, run_ranks
 
 import mcr_plus as mcr
-from mcr_plus.dispatch import group_runtime
+from mcr_plus.engine import group_runtime
+from mcr_plus.job.process import job
 from mcr_plus.launch import mpi_usable
-from mcr_plus.runtime.process import job
 
 GLOO = {"version": 1, "backends": ["gloo"]}
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs MPI")

@@ -14,8 +14,8 @@ from ranks import own_rank, run_ranks
 
 import mcr_plus as mcr
 from mcr_plus.backends.mpi.contexts import Contexts
+from mcr_plus.job.init import current
 from mcr_plus.launch import mpi_usable
-from mcr_plus.runtime.init import current
 
 pytestmark = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
 
@@ -198,7 +198,7 @@ def one_after_another(seed: int) -> list[int]:
     long an operation that was let in waits for the one before it. Ranks come to each at different times.
     """
     stages = [{"compress": {"codec": "int8_block"}}, *ONLY_MPI["pipeline"]]
-    with mock.patch("mcr_plus.runtime.init.host_name", return_value=f"host{own_rank()}"):
+    with mock.patch("mcr_plus.job.init.host_name", return_value=f"host{own_rank()}"):
         comm = mcr.init({**ONLY_MPI, "pipeline": stages})
     program, own = random.Random(seed), random.Random(seed * 100 + comm.rank)
     for step in range(40):

@@ -24,11 +24,11 @@ from mcr_plus.backends.shm.queue import WorkQueue
 from mcr_plus.core.group import Group
 from mcr_plus.core.message import Signature
 from mcr_plus.errors import ConfigError
+from mcr_plus.job.init import current
 from mcr_plus.msccl import catalog
 from mcr_plus.msccl.generators import GENERATORS
 from mcr_plus.msccl.writer import write_algorithm
 from mcr_plus.rendezvous.world import World
-from mcr_plus.runtime.init import current
 
 COUNTS = (1, 5, 1031, 70_001)  # elements of a rank's block
 Check = Callable[[torch.Tensor, torch.Tensor, str], None]

@@ -20,23 +20,23 @@ from ranks import run_ranks
 from torch import nn
 
 import mcr_plus as mcr
-from mcr_plus.api.record import Record
+from mcr_plus.bucketing import auto_plan
+from mcr_plus.bucketing import probe as probing
+from mcr_plus.bucketing.auto_plan import AutoPlan, Captured
+from mcr_plus.bucketing.bucket_plan import _of_operations, earliest
+from mcr_plus.bucketing.costs import Curve
+from mcr_plus.bucketing.probe import probe
+from mcr_plus.bucketing.saved import SavedBucket, SavedPlan
+from mcr_plus.bucketing.search import Found
+from mcr_plus.bucketing.step import model_hash
 from mcr_plus.communicator.costs import expected_us
 from mcr_plus.compression.codec import PayloadCodec, make
 from mcr_plus.compression.scheme_bytes import as_all_reduces
 from mcr_plus.core.message import Signature
 from mcr_plus.fusion.bucket import Cost, Entry
 from mcr_plus.fusion.options import FuseOptions
-from mcr_plus.plan import probe as probing
-from mcr_plus.plan.costs import Curve
-from mcr_plus.plan.probe import probe
-from mcr_plus.plan.saved import SavedBucket, SavedPlan
-from mcr_plus.plan.search import Found
-from mcr_plus.plan.step import model_hash
-from mcr_plus.training import auto_plan
+from mcr_plus.observe.record import Record
 from mcr_plus.training import wrap as wrapping
-from mcr_plus.training.auto_plan import AutoPlan, Captured
-from mcr_plus.training.bucket_plan import _of_operations, earliest
 from mcr_plus.training.policy import Choice
 from mcr_plus.training.reducer import Reducer
 
@@ -369,7 +369,7 @@ def hierarchically() -> dict[str, Any]:
     with (
         mcr.init({"version": 1, "backends": ["gloo"], "pipeline": stages}) as comm,
         patch.object(AutoPlan, "_searched", by_pipeline),
-        patch("mcr_plus.training.auto_plan.MARGIN", -1e9),
+        patch("mcr_plus.bucketing.auto_plan.MARGIN", -1e9),
     ):
         torch.manual_seed(1)
         model: Any = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))

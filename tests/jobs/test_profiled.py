@@ -16,8 +16,8 @@ from ranks import run_ranks
 from torch import nn
 from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile, schedule
 
-from mcr_plus.plan.step import Compute, Issue, Ready, Wait
-from mcr_plus.plan.traces import load_step
+from mcr_plus.bucketing.step import Compute, Issue, Ready, Wait
+from mcr_plus.bucketing.traces import load_step
 
 SLEEP = 0.02
 LATE = 0.3

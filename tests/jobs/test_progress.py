@@ -17,15 +17,15 @@ from ranks import run_ranks
 
 import mcr_plus as mcr
 from mcr_plus.backends.base import Poll
+from mcr_plus.board.base import Failure, GroupBoard
 from mcr_plus.core.group import Group
 from mcr_plus.core.message import Message, Signature
-from mcr_plus.dispatch.board.base import Failure, GroupBoard
-from mcr_plus.dispatch.closing import drain
-from mcr_plus.dispatch.disabling import refuse_if_off
-from mcr_plus.dispatch.engine import Engine
-from mcr_plus.dispatch.group_state import BackendChannel, GroupState
-from mcr_plus.dispatch.operation import Operation
-from mcr_plus.dispatch.work import IssuedWork
+from mcr_plus.engine.closing import drain
+from mcr_plus.engine.disabled_backends import refuse_if_off
+from mcr_plus.engine.engine import Engine
+from mcr_plus.engine.group_state import BackendChannel, GroupState
+from mcr_plus.engine.operation import Operation
+from mcr_plus.engine.work import IssuedWork
 from mcr_plus.launch import mpi_usable
 from mcr_plus.rendezvous.processes import Peers
 

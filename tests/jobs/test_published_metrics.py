@@ -23,8 +23,8 @@ from ports import free_ports
 from ranks import run_ranks
 
 import mcr_plus as mcr
-from mcr_plus.api.record import Log
 from mcr_plus.observe import publisher, sinks
+from mcr_plus.observe.record import Log
 
 pytestmark = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("prometheus_client", "opentelemetry")),

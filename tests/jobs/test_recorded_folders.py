@@ -11,8 +11,8 @@ from command import mcr_plus
 from ranks import run_ranks
 
 import mcr_plus as mcr
-from mcr_plus.api.record import Log
-from mcr_plus.api.record_file import file_of, load_recording
+from mcr_plus.observe.record import Log
+from mcr_plus.observe.record_file import file_of, load_recording
 
 STEPS = 6
 

@@ -20,9 +20,9 @@ from steps import step_of
 
 import mcr_plus as mcr
 import mcr_plus.tuning.replay as replaying
+from mcr_plus.bucketing.saved import SavedBucket, SavedPlan
+from mcr_plus.bucketing.step import Compute, Issue, Role, Step, Wait
 from mcr_plus.config.document import write_text
-from mcr_plus.plan.saved import SavedBucket, SavedPlan
-from mcr_plus.plan.step import Compute, Issue, Role, Step, Wait
 from mcr_plus.tuning.operations import BenchCase, OpUnderTest
 from mcr_plus.tuning.replay import Replay, Request, _Clock, run
 

@@ -27,10 +27,10 @@ from mcr_plus.config.reader import load
 from mcr_plus.core import c10d
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.core.work import Info, JointWork, Work
+from mcr_plus.job import runtime
+from mcr_plus.job.runtime import Runtime
 from mcr_plus.pipeline.stage import Context, Issue, Next
 from mcr_plus.pipeline.state import StateTensor
-from mcr_plus.runtime import runtime
-from mcr_plus.runtime.runtime import Runtime
 
 # -- fusion's shape: holds two messages, issues one ---------------------------------------------------
 

@@ -27,8 +27,8 @@ from torch_features import needs_list_keys
 
 import mcr_plus as mcr
 import mcr_plus.horovod as hvd
+from mcr_plus.board.store import StoreBoard
 from mcr_plus.core.c10d import HashStore, PrefixStore, Store, TCPStore, put
-from mcr_plus.dispatch.board.store import StoreBoard
 from mcr_plus.errors import LaunchError
 from mcr_plus.launch import mpi_usable
 from mcr_plus.rendezvous.signing import Offer, SignedStore, address_of, read_offer, seal, unseal
@@ -233,7 +233,7 @@ def test_forged_objects_are_refused_in_horovod_programs(tmp_path: Path) -> None:
 def _on_several_hosts(library: str) -> mcr.Communicator:
     """A job whose ranks take each other for ranks of other hosts, so that their board lies in the store."""
     host = f"host{own_rank()}"
-    with mock.patch("mcr_plus.runtime.init.host_name", return_value=host):
+    with mock.patch("mcr_plus.job.init.host_name", return_value=host):
         comm = mcr.init({**GLOO, "backends": [library]}, timeout=60.0)
     assert isinstance(comm.opened.state.board, StoreBoard)
     return comm
@@ -316,7 +316,7 @@ def without_a_store(library: str, port: int, server: int, folder: str) -> None:
     found["group"] = outcome_of(lambda: mcr.new_group([1, 0]))
     found["new"] = outcome_of(lambda: reduce(comm, 4))
     if comm.rank == 0:
-        with mock.patch("mcr_plus.dispatch.watchdog._UNSEEN", 2.0):
+        with mock.patch("mcr_plus.engine.watchdog._UNSEEN", 2.0):
             found["alone"] = outcome_of(lambda: reduce(other, 3))
     found["reset"] = outcome_of(mcr.reset)
     own, other_rank = (Path(folder, str(rank)) for rank in (comm.rank, 1 - comm.rank))
@@ -479,7 +479,7 @@ UNDER_TORCHRUN = """
 import os
 import torch.distributed as dist
 import mcr_plus as mcr
-from mcr_plus.runtime.init import current
+from mcr_plus.job.init import current
 dist.init_process_group("mcr")
 dist.barrier()
 bits = [8 * len(current().world.secret)]

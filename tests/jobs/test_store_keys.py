@@ -18,14 +18,14 @@ from ranks import Via, has_come, meet, own_rank, run_ranks, stop_until, wait_for
 from torch_features import needs_list_keys
 
 import mcr_plus as mcr
+from mcr_plus.board.base import pad
+from mcr_plus.board.shared import SharedBoard
+from mcr_plus.board.store import _FEW, _TEXT_PLACES, _TEXT_SETS, StoreBoard
 from mcr_plus.core.c10d import HashStore, TCPStore
 from mcr_plus.core.group import Group
-from mcr_plus.dispatch.board.base import pad
-from mcr_plus.dispatch.board.shared import SharedBoard
-from mcr_plus.dispatch.board.store import _FEW, _TEXT_PLACES, _TEXT_SETS, StoreBoard
+from mcr_plus.job import epoch_change
 from mcr_plus.launch import mpi_usable
 from mcr_plus.rendezvous.group_store import GroupStore
-from mcr_plus.runtime import regroup
 
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
 DECIDED = re.compile(r"/(leaving|outcome|attempt0/decision|handles|decision|training)$")
@@ -58,7 +58,7 @@ def _use(group: mcr.Communicator, step: int) -> None:
 def groups(hosts: bool, rounds: int) -> dict[str, Any]:
     """Runs on ranks: groups that end in every way, on one host or as on several."""
     host = f"host{own_rank()}" if hosts else "host"
-    with mock.patch("mcr_plus.runtime.init.host_name", return_value=host):
+    with mock.patch("mcr_plus.job.init.host_name", return_value=host):
         comm = mcr.init(SETTINGS)
     everybody = list(range(comm.size))
     assert isinstance(comm.opened.state.board, StoreBoard if hosts else SharedBoard)
@@ -133,7 +133,7 @@ def arrivals(how: str) -> dict[str, list[str]]:
     Rank 2 dies with `shrink`, and a rank of each host with `one of each host`.
     """
     host = f"host{own_rank() // 2}"
-    with mock.patch("mcr_plus.runtime.init.host_name", return_value=host):
+    with mock.patch("mcr_plus.job.init.host_name", return_value=host):
         comm = mcr.init({**SETTINGS, "backends": ["gloo"]})
     launchers = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
 
@@ -196,7 +196,7 @@ def test_arrivals_do_not_stay_in_the_store(how: str, left: list[int]) -> None:
 def declared_lost() -> dict[str, Any]:
     """Runs on ranks: rank 3, which was stopped, leaves the old world before the others clear it."""
     rank = own_rank()
-    with mock.patch("mcr_plus.runtime.init.host_name", return_value=f"host{rank // 2}"):
+    with mock.patch("mcr_plus.job.init.host_name", return_value=f"host{rank // 2}"):
         comm = mcr.init({**SETTINGS, "backends": ["gloo"]})
     launchers = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
 
@@ -213,7 +213,7 @@ def declared_lost() -> dict[str, Any]:
         has_come("has gone")
         return {}
     found: dict[str, Any] = {}
-    remove = regroup.remove_arrivals
+    remove = epoch_change.remove_arrivals
 
     def removes(*args: Any) -> None:
         meet("removes", 3)
@@ -225,7 +225,7 @@ def declared_lost() -> dict[str, Any]:
     with suppress(mcr.PeerLost):
         while True:
             comm.all_reduce(torch.ones(8))
-    with mock.patch.object(regroup, "remove_arrivals", removes):
+    with mock.patch.object(epoch_change, "remove_arrivals", removes):
         mcr.shrink()
     mcr.barrier()
     found["after"] = noted()
@@ -247,7 +247,7 @@ def worlds(how: str, hosts: bool, rounds: int) -> list[list[str]]:
     """Runs on ranks: the keys in the store after each change of the world, but for what was decided."""
     found = []
     host = f"host{own_rank() // 2}" if hosts else "host"
-    with mock.patch("mcr_plus.runtime.init.host_name", return_value=host):
+    with mock.patch("mcr_plus.job.init.host_name", return_value=host):
         comm = mcr.init({**SETTINGS, "backends": ["gloo"]})
         for number in range(rounds):
             with mcr.record():
@@ -266,7 +266,7 @@ def worlds(how: str, hosts: bool, rounds: int) -> list[list[str]]:
                         comm.all_reduce(torch.ones(8))
                 comm = mcr.shrink(min_ranks=1)
             for thread in threading.enumerate():
-                if thread.name == regroup.REMOVES:
+                if thread.name == epoch_change.REMOVES:
                     thread.join()
             comm.barrier()
             found.append([key for key in _keys(comm) if not DECIDED.search(key)])

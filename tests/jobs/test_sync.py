@@ -10,7 +10,7 @@ import sync_jobs as jobs
 from ranks import run_ranks
 
 import mcr_plus as mcr
-from mcr_plus.training.weight_receiver import AHEAD
+from mcr_plus.weight_sync.receiver import AHEAD
 
 PAGE = Path(__file__).parents[2] / "docs" / "slow-links.md"
 

@@ -20,11 +20,11 @@ from ranks import RankResult, Via, nursery, run_ranks
 from two_hosts import TwoHosts, why_not
 
 import mcr_plus as mcr
+from mcr_plus.hosts.exchange import HOSTS
 from mcr_plus.launch import mpi_usable
-from mcr_plus.liveness.exchange import HOSTS
-from mcr_plus.observe import survey as survey_module
+from mcr_plus.observe import job_status as survey_module
 from mcr_plus.observe.findings import findings
-from mcr_plus.observe.survey import Job, Member, survey
+from mcr_plus.observe.job_status import Job, Member, survey
 
 LIMIT_S = 60.0
 RANKS_WAIT = re.compile(r"ranks 0, 2 have waited [\d.]+ s for rank 1 in ")

@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 import mcr_plus as mcr
 from mcr_plus.api import autograd
 from mcr_plus.core.c10d import PrefixStore
+from mcr_plus.job import init as runtime
 from mcr_plus.launch import mpi_usable
-from mcr_plus.runtime import init as runtime
 from mcr_plus.training import wrap as wrapping
 
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")

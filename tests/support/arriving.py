@@ -20,8 +20,8 @@ from typing import Any, Final, NoReturn
 from losing import _MARK, written
 
 import mcr_plus as mcr
+from mcr_plus.job import init
 from mcr_plus.rendezvous import store as stores
-from mcr_plus.runtime import init
 
 RUN: Final = {"version": 1, "backends": ["gloo"], "pipeline": [{"select": {}}, {"dispatch": {}}]}
 WITHIN: Final = 60.0

@@ -11,10 +11,10 @@ from device_model import Shared
 from device_tensors import ranges
 
 from mcr_plus.backends.base import NATIVE, Backend, Channel, Poll, Preference, Start, Support
+from mcr_plus.board.base import GroupBoard, PeerStatus
 from mcr_plus.core.c10d import HashStore, WrappedStore
 from mcr_plus.core.group import Group
 from mcr_plus.core.message import Message, Signature
-from mcr_plus.dispatch.board.base import GroupBoard, PeerStatus
 from mcr_plus.errors import BackendError
 
 if TYPE_CHECKING:

@@ -38,10 +38,10 @@ from mcr_plus.core import streams as core_streams
 from mcr_plus.core import work as core_work
 from mcr_plus.core.group import Group
 from mcr_plus.core.streams import Retained
-from mcr_plus.dispatch import desync, engine
-from mcr_plus.dispatch.engine import Engine
-from mcr_plus.dispatch.group_runtime import GroupRuntime
-from mcr_plus.dispatch.group_state import BackendChannel, GroupState
+from mcr_plus.engine import desync, engine
+from mcr_plus.engine.engine import Engine
+from mcr_plus.engine.group_runtime import GroupRuntime
+from mcr_plus.engine.group_state import BackendChannel, GroupState
 from mcr_plus.hierarchy.nodes import inner_groups
 from mcr_plus.pipeline.pipeline import Pipeline
 from mcr_plus.pipeline.stage import Context

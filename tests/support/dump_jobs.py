@@ -17,10 +17,10 @@ import torch
 from ranks import has_come, meet, stop_until, wait_for_files, wait_for_ranks
 
 import mcr_plus as mcr
+from mcr_plus.core.proc import handles
 from mcr_plus.core.stacks import frames_of
-from mcr_plus.liveness.page import page_of
-from mcr_plus.liveness.proc import handles
-from mcr_plus.runtime.init import current
+from mcr_plus.hosts.page import page_of
+from mcr_plus.job.init import current
 
 Group = mcr.Communicator
 DEADLINE_S: Final = 2.0

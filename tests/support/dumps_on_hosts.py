@@ -19,9 +19,9 @@ from hanging import idles
 from losing import written
 
 import mcr_plus as mcr
-from mcr_plus.liveness.exchange import HOSTS
-from mcr_plus.observe import survey
-from mcr_plus.observe.demand import demand_dumps
+from mcr_plus.hosts.exchange import HOSTS
+from mcr_plus.observe import job_status
+from mcr_plus.observe.remote_dump import demand_dumps
 
 DEADLINE = 2.0
 """Seconds of the operation that fails."""
@@ -59,17 +59,18 @@ def begin(timeout: float) -> None:
 
 def demand(folder: str, here: int) -> None:
     """As on two machines: of the pages of ranks, those of the first host alone can be seen."""
-    everything = survey._descriptors
+    everything = job_status._descriptors
 
     def seen() -> Iterator[tuple[int, str, str]]:
         for pid, path, name in everything():
             if pid == here or (name == HOSTS and of_host(pid, here)):
                 yield pid, path, name
 
-    survey._descriptors = seen
+    job_status._descriptors = seen
     answers = [asdict(each) for each in demand_dumps(here, 60.0)]
     written(
-        Path(folder, "answers"), {"answers": answers, "state": survey.survey(here).jobs[0].member(1).state}
+        Path(folder, "answers"),
+        {"answers": answers, "state": job_status.survey(here).jobs[0].member(1).state},
     )
 
 

@@ -25,7 +25,7 @@ import torch
 from ranks import wait_for_files
 
 import mcr_plus as mcr
-from mcr_plus.training import newcomers, precopy, transfer
+from mcr_plus.elasticity import newcomers, state_stream, transfer
 
 WINDOWS = 12  # in a step, on all ranks together
 
@@ -63,11 +63,11 @@ def watch_precopy(plan: dict[str, Any], places: set[str], sent: list[int]) -> No
 
     `sent`: gets the bytes of each broadcast of what newcomers lack.
     """
-    send, receive, broadcast = precopy.send, precopy.receive, transfer.broadcast_tensors
+    send, receive, broadcast = state_stream.send, state_stream.receive, transfer.broadcast_tensors
 
-    def slow_send(link: Any, secret: bytes, name: str, message: precopy.Message) -> None:
+    def slow_send(link: Any, secret: bytes, name: str, message: state_stream.Message) -> None:
         send(link, secret, name, message)
-        if message.kind == precopy.COPY:
+        if message.kind == state_stream.COPY:
             Path(plan["folder"], "giving").touch()
             if "giving" in places:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -75,7 +75,7 @@ def watch_precopy(plan: dict[str, Any], places: set[str], sent: list[int]) -> No
 
     def counted_receive(link: Any, secret: bytes, name: str) -> tuple[int, Any]:
         kind, state = receive(link, secret, name)
-        if kind == precopy.COPY and "receiving" in places:
+        if kind == state_stream.COPY and "receiving" in places:
             os.kill(os.getpid(), signal.SIGKILL)
         return kind, state
 
@@ -86,7 +86,7 @@ def watch_precopy(plan: dict[str, Any], places: set[str], sent: list[int]) -> No
 
     changed: dict[Any, dict[str, Any]] = {
         newcomers: {"WORTH": 0 if plan["precopy"] else 1 << 40},
-        precopy: {"send": slow_send, "receive": counted_receive},
+        state_stream: {"send": slow_send, "receive": counted_receive},
         transfer: {"broadcast_tensors": counted_broadcast},
     }
     for module, names in changed.items():

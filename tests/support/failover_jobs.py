@@ -23,11 +23,11 @@ from mcr_plus.backends.base import Poll, Start
 from mcr_plus.cli.main import app
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.core.sockets import shut_down
-from mcr_plus.dispatch.failover import channel as failover
-from mcr_plus.dispatch.failover import comeback, notices
-from mcr_plus.dispatch.failover import kept as kept_operations
-from mcr_plus.dispatch.failover.kept import Kept
-from mcr_plus.runtime.init import current
+from mcr_plus.job.init import current
+from mcr_plus.reliability.failover import channel as failover
+from mcr_plus.reliability.failover import kept as kept_operations
+from mcr_plus.reliability.failover import notices, reinstate
+from mcr_plus.reliability.failover.kept import Kept
 
 KINDS = ("all_reduce", "all_gather", "broadcast", "reduce_scatter", "all_to_all", "reduce", "all_to_all_v")
 
@@ -160,7 +160,7 @@ def completed(operation: Operation) -> str:
 def try_at_once(seconds: float) -> None:
     """Let libraries come back so soon."""
     for name in ("_FIRST_TRY", "_LAST_TRY"):
-        setattr(comeback, name, seconds)
+        setattr(reinstate, name, seconds)
 
 
 def that_says_what_it_did(backends: list[str]) -> dict[str, Any]:

@@ -31,16 +31,16 @@ from msccl_samples import all_pairs
 from recordings import expected, operation, save
 from steps import step_of
 
+from mcr_plus.bucketing.saved import SavedBucket, SavedPlan
 from mcr_plus.errors import McrError
 from mcr_plus.msccl.writer import algorithm_text
-from mcr_plus.plan.saved import SavedBucket, SavedPlan
 from mcr_plus.tables.statistics import Timing
-from mcr_plus.training import weight_invitation
-from mcr_plus.training.weight_parts import Held, Part
 from mcr_plus.tuning.build_table import build_table
 from mcr_plus.tuning.measurements import MeasurementFile, Sample, median_of_repeats
 from mcr_plus.tuning.operations import BenchCase
 from mcr_plus.tuning.plan import Request
+from mcr_plus.weight_sync import endpoint_file
+from mcr_plus.weight_sync.shards import Held, Part
 
 _DEEP: Final = 3_000
 _ODD: Final[tuple[Any, ...]] = (
@@ -353,15 +353,15 @@ def _samples(folder: Path) -> bytes:
 
 def _invitation(folder: Path) -> bytes:
     whole = [Held("w", (8, 4), "float32"), Held("b", (3,), "bfloat16")]
-    parts = [Part(0, (weight_invitation.WHOLE,), each.dtype, [(each.name, each.bounds)]) for each in whole]
-    offers = [weight_invitation.Offer("all of all tensors", weight_invitation.WHOLE, whole)]
-    made = weight_invitation.Invitation.of("t", 1.0, b"k" * 32, 10.0, {0: ("127.0.0.1", 1234)}, offers, parts)
+    parts = [Part(0, (endpoint_file.WHOLE,), each.dtype, [(each.name, each.bounds)]) for each in whole]
+    offers = [endpoint_file.Offer("all of all tensors", endpoint_file.WHOLE, whole)]
+    made = endpoint_file.Invitation.of("t", 1.0, b"k" * 32, 10.0, {0: ("127.0.0.1", 1234)}, offers, parts)
     return made.model_dump_json(exclude_none=True).encode()
 
 
 def _read_invitation(path: Path) -> None:
     path.chmod(0o600)
-    found = weight_invitation.read(str(path))
+    found = endpoint_file.read(str(path))
     assert found is not None
     found.choose([Held("w", (8, 4), "float32"), Held("b", (3,), "bfloat16")])
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mcr_plus as mcr
 from mcr_plus.core.c10d import PrefixStore
-from mcr_plus.runtime import init as runtime
+from mcr_plus.job import init as runtime
 
 
 def config(compress: dict[str, Any], *rules: dict[str, Any], **fuse: Any) -> dict[str, Any]:

@@ -22,12 +22,12 @@ from ranks import has_come, meet, wait_for_ranks
 from reference import Failures, difference, inputs, reduced, rough, sum_bound, unit_roundoff, wide
 
 import mcr_plus as mcr
-from mcr_plus.api.record import Log
 from mcr_plus.backends.shm import segment
 from mcr_plus.communicator.costs import expected_us
 from mcr_plus.core.kinds import ARITHMETIC, REDUCE_OPS, REDUCIBLE, ReduceOp
 from mcr_plus.hierarchy.options import HIERARCHICAL
-from mcr_plus.runtime import init as runtime
+from mcr_plus.job import init as runtime
+from mcr_plus.observe.record import Log
 
 SIZES: Final = (0, 1, 3, 4, 1031)
 A_FEW: Final = (torch.float32, torch.bfloat16, torch.int64)

@@ -14,8 +14,8 @@ import torch
 from ranks import meet
 
 import mcr_plus as mcr
-from mcr_plus.training import inheritance
-from mcr_plus.training.transfer import broadcast_state
+from mcr_plus.elasticity import rebind
+from mcr_plus.elasticity.transfer import broadcast_state
 
 
 def _begin(*stages: dict[str, Any], backends: list[str] | None = None) -> mcr.Communicator:
@@ -245,7 +245,7 @@ def a_loss_meanwhile(when: str) -> dict[str, Any]:
     _lose(comm, 3)
     if rank == 1:
         place = "followers_of" if when == "asked" else "put_into"
-        setattr(inheritance, place, lambda *_: _die())
+        setattr(rebind, place, lambda *_: _die())
     attempts = 0
     while True:
         attempts += 1

@@ -17,8 +17,8 @@ from redistributions import Model, Report, do, do_state, expected, job, local, o
 
 import mcr_plus as mcr
 from mcr_plus import autograd
+from mcr_plus.job.init import current
 from mcr_plus.layout import Layout
-from mcr_plus.runtime.init import current
 
 
 def caught(call: Callable[[], Any]) -> tuple[str, str]:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from local_oracle import INNER
 
-from mcr_plus.training.local_steps import arguments
-from mcr_plus.training.local_steps.local import LocalSteps
+from mcr_plus.local_sgd import arguments
+from mcr_plus.local_sgd.local import LocalSteps
 
 DEFAULTS: dict[str, Any] = {
     "every": 4, "fragments": 1, "delay": 0, "mix": 1.0, "compress": None, "uneven": False, "weighted": False,

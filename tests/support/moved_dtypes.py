@@ -155,7 +155,7 @@ def walk(
 ) -> dict[str, Any]:
     """Runs on ranks. `hosts`: on how many the ranks take themselves to be."""
     failures = Failures()
-    elsewhere = mock.patch("mcr_plus.runtime.init.host_name", return_value=f"host{own_rank() % hosts}")
+    elsewhere = mock.patch("mcr_plus.job.init.host_name", return_value=f"host{own_rank() % hosts}")
     with elsewhere if hosts > 1 else nullcontext():
         comm = mcr.init(config)
     with comm:

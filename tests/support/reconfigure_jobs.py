@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import mcr_plus as mcr
-from mcr_plus.runtime import init, reconfigure
+from mcr_plus.job import init, reconfigure
 
 _CONFIG = {"version": 1, "pipeline": [{"fuse": {}}, {"select": {}}, {"dispatch": {"timeout": "30s"}}]}
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mcr_plus.api.record import Record
-from mcr_plus.api.record_file import file_of, save_recording
-from mcr_plus.report.advice import advice
-from mcr_plus.report.analysis import groups, skew, steps
-from mcr_plus.report.job import Job, load_job
+from mcr_plus.observe.record import Record
+from mcr_plus.observe.record_file import file_of, save_recording
+from mcr_plus.observe.report.advice import advice
+from mcr_plus.observe.report.analysis import groups, skew, steps
+from mcr_plus.observe.report.job import Job, load_job
 
 BEGAN, SECONDS = 1000.0, 10.0
 PLAIN = Record(

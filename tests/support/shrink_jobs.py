@@ -16,9 +16,9 @@ from ranks import wait_for_files
 
 import mcr_plus as mcr
 from mcr_plus.core.c10d import TCPStore
+from mcr_plus.job import epoch_change, init
 from mcr_plus.membership.rules import Proposal
 from mcr_plus.rendezvous.arrivals import have_trained
-from mcr_plus.runtime import init, regroup
 
 
 def _begin(backends: list[str] | None, **dispatch: Any) -> mcr.Communicator:
@@ -185,10 +185,10 @@ def refused_during_a_build(folder: str) -> dict[str, Any]:
         _die_beside(comm)
     _wait_for_loss(comm)
     seen: list[str] = []
-    usual, watches = vars(regroup)["exchange"], list[regroup.EpochWatch]()
+    usual, watches = vars(epoch_change)["exchange"], list[epoch_change.EpochWatch]()
     if rank == 1:
 
-        class Watch(regroup.EpochWatch):
+        class Watch(epoch_change.EpochWatch):
             def __init__(self, *arguments: Any) -> None:
                 super().__init__(*arguments)
                 watches.append(self)
@@ -204,17 +204,17 @@ def refused_during_a_build(folder: str) -> dict[str, Any]:
                 raise error
             return texts
 
-        setattr(regroup, "exchange", late)  # noqa: B010 - mypy takes it for a name of another module
-        regroup.EpochWatch = Watch  # type: ignore[assignment, misc]
-    world, _ = regroup.leave_epoch(init.current(), Proposal(), 10, "shrink")
+        setattr(epoch_change, "exchange", late)  # noqa: B010 - mypy takes it for a name of another module
+        epoch_change.EpochWatch = Watch  # type: ignore[assignment, misc]
+    world, _ = epoch_change.leave_epoch(init.current(), Proposal(), 10, "shrink")
     error = ""
     if rank == 0:
-        error = _error(lambda: regroup.leave_epoch(world, Proposal(), 0.3, "shrink"))
+        error = _error(lambda: epoch_change.leave_epoch(world, Proposal(), 0.3, "shrink"))
         refused.touch()
     x = torch.ones(3)
     world.communicator.all_reduce(x)
     if rank == 1:
-        setattr(regroup, "exchange", usual)  # noqa: B010
+        setattr(epoch_change, "exchange", usual)  # noqa: B010
         error = _error(mcr.shrink)  # the attempt that rank 0 has begun
     later = mcr.shrink()
     y = torch.ones(3)
@@ -408,7 +408,7 @@ def _keepers() -> list[int]:
     for place in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended
             words, variables = ((place / name).read_bytes() for name in ("cmdline", "environ"))
-            if b"mcr_plus.liveness.keeper" in words and f"PMIX_NAMESPACE={job}".encode() in variables:
+            if b"mcr_plus.hosts.key_replica" in words and f"PMIX_NAMESPACE={job}".encode() in variables:
                 found.append(int(place.name))
     return sorted(found)
 

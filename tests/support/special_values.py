@@ -216,7 +216,7 @@ def walk(
     """
     failures = Failures()
     name = f"host{own_rank() % hosts}"
-    elsewhere = mock.patch("mcr_plus.runtime.init.host_name", return_value=name)
+    elsewhere = mock.patch("mcr_plus.job.init.host_name", return_value=name)
     with elsewhere if hosts > 1 else nullcontext():
         comm = mcr.init(config)
     with comm:

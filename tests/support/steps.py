@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mcr_plus.plan.step import Compute, Event, Issue, Ready, Role, Step, Wait
+from mcr_plus.bucketing.step import Compute, Event, Issue, Ready, Role, Step, Wait
 
 Gradients = Sequence[tuple[str, int, float]]
 """Name, bytes, and seconds of computing before it, since the one before."""

@@ -27,8 +27,8 @@ import torch
 from losing import _MARK, SETTLES, ended, errors_in, read, written
 
 import mcr_plus as mcr
+from mcr_plus.job import init
 from mcr_plus.launch import mpi_flavour
-from mcr_plus.runtime import init
 
 _LIMIT: Final = 150.0
 

@@ -15,8 +15,8 @@ import torch
 from ranks import wait_for_files
 
 import mcr_plus as mcr
-from mcr_plus.training import weight_receiver, weight_sync
-from mcr_plus.training.weight_feed import Feed
+from mcr_plus.weight_sync import receiver, sync
+from mcr_plus.weight_sync.connection import Feed
 
 
 class Model(torch.nn.Module):
@@ -175,7 +175,7 @@ def counted(numel: int, version: int) -> torch.Tensor:
 
 def far_behind(numel: int, count: int) -> dict[str, Any]:
     """A receiver is so many versions behind, as if a version took no time to be applied, then a second."""
-    with mcr.init(backends=["gloo"]) as comm, mock.patch.object(weight_receiver, "AHEAD", 1):
+    with mcr.init(backends=["gloo"]) as comm, mock.patch.object(receiver, "AHEAD", 1):
         held = counted(numel, 0) if comm.rank == 0 else torch.zeros(numel, dtype=torch.int16)
         weights = mcr.sync({"w": held}, history=2.0)
         end: Any = weights._end
@@ -328,7 +328,7 @@ def refusals() -> list[str]:
         refused(lambda: mcr.sync({"a": one}, src=5 if comm.rank else 0))
         refused(lambda: mcr.sync({"a": one}, tag="" if comm.rank else "x"))
         refused(lambda: mcr.sync({"a": one}, history=-1))
-        with mock.patch.object(weight_sync, "listen", side_effect=OSError("Cannot assign requested address")):
+        with mock.patch.object(sync, "listen", side_effect=OSError("Cannot assign requested address")):
             refused(lambda: mcr.sync({"a": one}))
         state = {"a": torch.zeros(3), "b": torch.zeros(2)}
         weights = mcr.sync(state)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ranks import wait_for_files
 
 import mcr_plus as mcr
-from mcr_plus.training.weight_feed import Feed
+from mcr_plus.weight_sync.connection import Feed
 
 SOURCES, RECEIVERS = [0, 1, 2], [3, 4]
 State = dict[str, torch.Tensor]

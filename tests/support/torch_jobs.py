@@ -31,7 +31,7 @@ from torch_features import FSDP2_ON_CPU, FSDP_HOOKS
 
 import mcr_plus as mcr
 from mcr_plus.core.c10d import PrefixStore, TCPStore
-from mcr_plus.runtime.init import current
+from mcr_plus.job.init import current
 from mcr_plus.torch_backend import process_group as torch_backend
 from mcr_plus.torch_backend.process_group import McrProcessGroup
 from mcr_plus.torch_backend.work import TorchWork

@@ -20,8 +20,8 @@ from mcr_plus.backends.shm.backend import SharedMemoryChannel
 from mcr_plus.backends.shm.queue import Run
 from mcr_plus.core.kinds import REDUCING
 from mcr_plus.core.message import Message, Signature
-from mcr_plus.dispatch.verify import checked_kernels as words
 from mcr_plus.kernels import checksum
+from mcr_plus.reliability.verify import checked_kernels as words
 
 if TYPE_CHECKING:
     from verify_jobs import Flipper

@@ -21,13 +21,13 @@ from mcr_plus.backends.shm.queue import Run
 from mcr_plus.core.kinds import KINDS as KINDS_OF_ALL
 from mcr_plus.core.kinds import VECTOR, Kind, collective, plain_kind
 from mcr_plus.core.message import Message, Signature
-from mcr_plus.dispatch.verify import checked, course, opening
-from mcr_plus.dispatch.verify.channel import VerifiedChannel
-from mcr_plus.dispatch.verify.rows import LibraryRows
-from mcr_plus.dispatch.verify.steps import Step
+from mcr_plus.job.init import current
 from mcr_plus.kernels import checksum
 from mcr_plus.kernels.checksum import BLOCK
-from mcr_plus.runtime.init import current
+from mcr_plus.reliability.verify import checked, opening, verified_run
+from mcr_plus.reliability.verify.channel import VerifiedChannel
+from mcr_plus.reliability.verify.rows import LibraryRows
+from mcr_plus.reliability.verify.steps import Step
 
 
 def config(*backends: str, verify: Any = "every", **options: Any) -> dict[str, Any]:
@@ -152,14 +152,16 @@ def case(
 
 def _cut_small() -> None:
     """Operations of some hundred kB run in pieces, over gloo as between hosts."""
-    course.PIECE = PIECE  # type: ignore[misc]
+    verified_run.PIECE = PIECE  # type: ignore[misc]
     checked.AREA = 3 * BLOCK  # type: ignore[misc]
-    begin = course.Courses.__init__
+    begin = verified_run.Courses.__init__
 
-    def between_hosts(self: course.Courses, steps: Any, group: Any, compare: Any, _: bool = False) -> None:
+    def between_hosts(
+        self: verified_run.Courses, steps: Any, group: Any, compare: Any, _: bool = False
+    ) -> None:
         begin(self, steps, group, compare, between_hosts=True)
 
-    course.Courses.__init__ = between_hosts  # type: ignore[method-assign,assignment]
+    verified_run.Courses.__init__ = between_hosts  # type: ignore[method-assign,assignment]
 
 
 def flips_in_pieces(backend: str, seed: int, operations: int) -> list[Any]:

@@ -13,7 +13,7 @@ import torch
 import verify_jobs as jobs
 
 import mcr_plus as mcr
-from mcr_plus.runtime.init import current
+from mcr_plus.job.init import current
 
 
 def main(operations: int, log: Path) -> list[list[object]]:

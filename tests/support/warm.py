@@ -35,15 +35,20 @@ _IMPORTS: Final = (
     *("pytest", "hypothesis", "torch.distributed.fsdp", "torch.distributed.tensor", "numba", "mpi4py"),
     "torch._dynamo",  # which the first optimizer imports, for a second
     *(
-        "mcr_plus.runtime.init",
+        "mcr_plus.job.init",
         "mcr_plus.api.collectives",
         "mcr_plus.torch_backend.process_group",
         "mcr_plus.api.state",
     ),
-    *("mcr_plus.api.explain", "mcr_plus.api.record", "mcr_plus.training.wrap", "mcr_plus.training.ddp"),
+    *(
+        "mcr_plus.observe.explain",
+        "mcr_plus.observe.record",
+        "mcr_plus.training.wrap",
+        "mcr_plus.training.ddp",
+    ),
     *("mcr_plus.backends.gloo.backend", "mcr_plus.backends.mpi.backend", "mcr_plus.backends.shm.backend"),
     *("mcr_plus.backends.local", "mcr_plus.backends.msccl", "mcr_plus.backends.nccl.backend"),
-    *("mcr_plus.api.planning", "mcr_plus.training.inheritance", "mcr_plus.plan.capture"),
+    *("mcr_plus.bucketing.api", "mcr_plus.elasticity.rebind", "mcr_plus.bucketing.capture"),
     *("mcr_plus.compression.stage", "mcr_plus.fusion.stage", "mcr_plus.hierarchy.stage"),
     *("mcr_plus.selection.stage", "mcr_plus.selection.online", "mcr_plus.layout"),
 )

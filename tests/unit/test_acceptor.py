@@ -16,16 +16,16 @@ import pytest
 import torch
 from test_weight_sync import laid
 
-from mcr_plus.liveness import acceptor as acceptors
-from mcr_plus.liveness.acceptor import Acceptor
-from mcr_plus.liveness.greeting import Door, greeting
-from mcr_plus.liveness.keeper import ANSWER, GET, REQUEST, SET, Keeper
-from mcr_plus.liveness.proc import read_stat
+from mcr_plus.core.proc import read_stat
+from mcr_plus.elasticity import state_stream
+from mcr_plus.elasticity.state_source import PrecopySource
+from mcr_plus.hosts import acceptor as acceptors
+from mcr_plus.hosts.acceptor import Acceptor
+from mcr_plus.hosts.handshake import Door, greeting
+from mcr_plus.hosts.key_replica import ANSWER, GET, REQUEST, SET, Keeper
 from mcr_plus.observe import sinks
-from mcr_plus.training import precopy
-from mcr_plus.training import weight_link as links
-from mcr_plus.training.precopy_source import PrecopySource
-from mcr_plus.training.weight_source import WeightSource
+from mcr_plus.weight_sync import stream as links
+from mcr_plus.weight_sync.source import WeightSource
 
 STRANGERS = 200
 KEY = b"k" * 32
@@ -153,7 +153,7 @@ def test_a_newcomer_gets_its_state_beside_strangers(said: bytes) -> None:
     source = PrecopySource(model, torch.optim.SGD(model.parameters(), 0.1), b"secret", "state", "127.0.0.1")
     with strangers(source.place, said, 20):
         newcomer = links.connect(source.place, b"secret", 1, lambda: False, 1)
-        assert newcomer.head(1 << 20)[0] == precopy.COPY
+        assert newcomer.head(1 << 20)[0] == state_stream.COPY
         newcomer.close()
     source.close()
 
@@ -181,7 +181,7 @@ def test_the_oldest_silent_connection_makes_room_and_lines_are_counted(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1000.0]
-    monkeypatch.setattr("mcr_plus.liveness.acceptor.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("mcr_plus.hosts.acceptor.time.monotonic", lambda: now[0])
     with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as stack:
         acceptor = Acceptor(listener, "test", members=1, most=2, within=10.0)
 

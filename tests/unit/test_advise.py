@@ -13,17 +13,17 @@ import pytest
 from command import mcr_plus
 from steps import step_of
 
+from mcr_plus.bucketing.advise import advise
+from mcr_plus.bucketing.buckets import searched
+from mcr_plus.bucketing.costs import OVERHEAD
+from mcr_plus.bucketing.network import simulate
+from mcr_plus.bucketing.programs import Bucket, Plan
+from mcr_plus.bucketing.saved import SavedBucket, SavedPlan, digests
+from mcr_plus.bucketing.scaling import Costs, Measured, from_step
+from mcr_plus.bucketing.step import Compute, Issue, Ready, Role, Step, Wait
+from mcr_plus.bucketing.topology import Topology
 from mcr_plus.config.reader import load
 from mcr_plus.errors import ConfigError, InvalidArgument
-from mcr_plus.plan.advise import advise
-from mcr_plus.plan.buckets import searched
-from mcr_plus.plan.costs import OVERHEAD
-from mcr_plus.plan.network import simulate
-from mcr_plus.plan.programs import Bucket, Plan
-from mcr_plus.plan.saved import SavedBucket, SavedPlan, digests
-from mcr_plus.plan.scaling import Costs, Measured, from_step
-from mcr_plus.plan.step import Compute, Issue, Ready, Role, Step, Wait
-from mcr_plus.plan.topology import Topology
 from mcr_plus.tables.cost import Curve, placed
 
 ALPHA, BETA = 2e-3, 1e-9  # seconds, and seconds per byte

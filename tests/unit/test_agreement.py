@@ -20,17 +20,17 @@ import pytest
 import torch
 
 from mcr_plus.backends.base import Poll
+from mcr_plus.board import store as store_board
+from mcr_plus.board.base import GroupBoard
+from mcr_plus.board.shared import SharedBoard
+from mcr_plus.board.store import StoreBoard
 from mcr_plus.core.c10d import HashStore
 from mcr_plus.core.group import Group
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.core.work import Work
-from mcr_plus.dispatch.board import store as store_board
-from mcr_plus.dispatch.board.base import GroupBoard
-from mcr_plus.dispatch.board.shared import SharedBoard
-from mcr_plus.dispatch.board.store import StoreBoard
-from mcr_plus.dispatch.engine import Engine
-from mcr_plus.dispatch.group_state import BackendChannel, GroupState
-from mcr_plus.dispatch.operation import Operation
+from mcr_plus.engine.engine import Engine
+from mcr_plus.engine.group_state import BackendChannel, GroupState
+from mcr_plus.engine.operation import Operation
 from mcr_plus.errors import McrError, OperationsDiffer
 from mcr_plus.pipeline.stage import Issue
 from mcr_plus.rendezvous.processes import Peers

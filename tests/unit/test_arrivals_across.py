@@ -12,14 +12,14 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
-from mcr_plus.api import arrivals_across
-from mcr_plus.api.arrivals_across import AcrossHosts, Compared
-from mcr_plus.api.stragglers import Arrivals, Stragglers
+from mcr_plus.board.base import Failure
+from mcr_plus.board.noted import KEPT, PART, NotedParts, packed, unpacked
+from mcr_plus.board.store import StoreBoard
 from mcr_plus.core.c10d import HashStore, WrappedStore
 from mcr_plus.core.group import Group
-from mcr_plus.dispatch.board.base import Failure
-from mcr_plus.dispatch.board.noted import KEPT, PART, NotedParts, packed, unpacked
-from mcr_plus.dispatch.board.store import StoreBoard
+from mcr_plus.observe import cross_host_stragglers
+from mcr_plus.observe.cross_host_stragglers import AcrossHosts, Compared
+from mcr_plus.observe.stragglers import Arrivals, Stragglers
 
 TRANSIT: Final = 200e-6
 """The most that a message takes, in seconds; the least is half of that."""
@@ -173,7 +173,7 @@ def test_clocks_of_unlike_speed_show_in_the_error() -> None:
 def test_ranks_that_have_not_published_are_named_and_compared_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(arrivals_across, "PATIENCE", 0.05)
+    monkeypatch.setattr(cross_host_stragglers, "PATIENCE", 0.05)
     job = Job("aab", 1, others=4)
     seconds = job.run(20, {2: 0.2})
     job.publish(but=(2,))
@@ -190,7 +190,7 @@ def test_ranks_that_have_not_published_are_named_and_compared_later(
 def test_operations_that_another_rank_has_not_recorded_are_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(arrivals_across, "PATIENCE", 0.05)
+    monkeypatch.setattr(cross_host_stragglers, "PATIENCE", 0.05)
     job = Job("ab", 1)
     seconds = job.run(20, {1: 0.2})
     job.publish()
@@ -220,7 +220,7 @@ def test_groups_that_have_ended_are_left_out(ended: dict[str, Any]) -> None:
 def test_a_rank_that_publishes_nothing_more_is_not_waited_for(
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arrivals_across, "PATIENCE", 1e9)
+    monkeypatch.setattr(cross_host_stragglers, "PATIENCE", 1e9)
     job = Job("aab", 1, others=4)
     job.run(10, {2: 0.2})
     job.publish()  # what rank 6 has published last
@@ -238,7 +238,7 @@ def test_a_rank_that_publishes_nothing_more_is_not_waited_for(
 
 
 def test_reading_ends_with_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrivals_across, "PATIENCE", 1e9)
+    monkeypatch.setattr(cross_host_stragglers, "PATIENCE", 1e9)
     job = Job("ab", 1)
     seconds = job.run(20, {1: 0.2})
     job.publish(but=(1,))

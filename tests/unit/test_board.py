@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mcr_plus.board.base import RING, Failure, GroupBoard, pad
+from mcr_plus.board.shared import SharedBoard
+from mcr_plus.board.store import _FEW, _STORED, StoreBoard
 from mcr_plus.core.c10d import HashStore, Store
 from mcr_plus.core.group import Group
-from mcr_plus.dispatch.board.base import RING, Failure, GroupBoard, pad
-from mcr_plus.dispatch.board.shared import SharedBoard
-from mcr_plus.dispatch.board.store import _FEW, _STORED, StoreBoard
 
 Boards = list[GroupBoard]
 

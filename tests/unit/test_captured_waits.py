@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from mcr_plus.bucketing.capture import Capture
+from mcr_plus.bucketing.step import Issue, Wait
 from mcr_plus.core.group import Group
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.core.work import JointWork
 from mcr_plus.pipeline.stage import Issue as BoundIssue
-from mcr_plus.plan.capture import Capture
-from mcr_plus.plan.step import Issue, Wait
 
 SUM = Signature("all_reduce", torch.float32, (4,), 16, "world", 2, reduce_op="SUM", async_op=True)
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from mcr_plus.api.clocks import Key, Span, align, spans
-from mcr_plus.api.traces import files_of, merge_traces
 from mcr_plus.errors import ConfigError
+from mcr_plus.observe.clocks import Key, Span, align, spans
+from mcr_plus.observe.traces import files_of, merge_traces
 
 Offsets = dict[str, float]
 

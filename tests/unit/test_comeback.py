@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from mcr_plus.dispatch.failover import comeback
-from mcr_plus.dispatch.failover.comeback import Comeback
+from mcr_plus.reliability.failover import reinstate
+from mcr_plus.reliability.failover.reinstate import Comeback
 
 
 class _Channel:
@@ -28,9 +28,9 @@ def _wait_for(condition: Callable[[], bool]) -> None:
 
 
 def test_attempts_that_hang_hold_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comeback, "_FIRST_TRY", 0.0)
-    monkeypatch.setattr(comeback, "_LAST_TRY", 0.0)
-    monkeypatch.setattr(comeback, "_PATIENCE", 60.0)  # nothing below waits for a thread
+    monkeypatch.setattr(reinstate, "_FIRST_TRY", 0.0)
+    monkeypatch.setattr(reinstate, "_LAST_TRY", 0.0)
+    monkeypatch.setattr(reinstate, "_PATIENCE", 60.0)  # nothing below waits for a thread
     opened: list[Any] = [_Channel() for _ in range(7)]
     may_go_on = threading.Event()
 

@@ -34,7 +34,7 @@ from mcr_plus.core.environment import (
 )
 from mcr_plus.core.kinds import ALIASES, KINDS
 from mcr_plus.core.units import Range, about, format_size, parse_duration, parse_range, parse_size
-from mcr_plus.dispatch.options import DispatchOptions
+from mcr_plus.engine.options import DispatchOptions
 from mcr_plus.errors import ConfigError, InvalidArgument, LaunchError
 from mcr_plus.fusion.options import FuseOptions
 from mcr_plus.selection.options import SelectOptions

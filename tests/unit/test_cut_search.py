@@ -11,9 +11,9 @@ import pytest
 from test_plan import every_plan, some_prices
 from tiers import examples
 
-from mcr_plus.plan.costs import Curve, prices
-from mcr_plus.plan.cut_search import search_cuts
-from mcr_plus.plan.search import Prices, search
+from mcr_plus.bucketing.costs import Curve, prices
+from mcr_plus.bucketing.cut_search import search_cuts
+from mcr_plus.bucketing.search import Prices, search
 
 
 def end_of(

@@ -21,14 +21,14 @@ import typer
 from command import mcr_plus
 
 import mcr_plus as mcr
+from mcr_plus.board.base import GroupBoard
 from mcr_plus.cli import diagnose as cli
 from mcr_plus.config.reader import dump, fingerprint, load
 from mcr_plus.core import stacks
 from mcr_plus.core.group import Group
 from mcr_plus.core.message import Signature
 from mcr_plus.core.stacks import Frame, call_site, frames_of, waiting_frames
-from mcr_plus.dispatch.board.base import GroupBoard
-from mcr_plus.dispatch.group_state import GroupState
+from mcr_plus.engine.group_state import GroupState
 from mcr_plus.errors import ConfigError, InvalidArgument, McrError, PeerLost
 from mcr_plus.observe import files, snapshot
 from mcr_plus.observe.diagnosis import Finding, diagnose

@@ -13,9 +13,9 @@ import torch
 from mcr_plus.backends.base import Poll
 from mcr_plus.core.group import Group
 from mcr_plus.core.message import Message, Signature
-from mcr_plus.dispatch.failover.attempt import Attempt
-from mcr_plus.dispatch.failover.channel import Binding, FailoverChannel
 from mcr_plus.errors import BackendError
+from mcr_plus.reliability.failover.attempt import Attempt
+from mcr_plus.reliability.failover.channel import Binding, FailoverChannel
 
 SIGNATURE = Signature("all_reduce", torch.float32, (4,), 16, "world", 2, reduce_op="SUM", backend="gloo")
 

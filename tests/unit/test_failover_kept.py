@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from mcr_plus.core.message import Message, Signature
-from mcr_plus.dispatch.failover import kept as module
-from mcr_plus.dispatch.failover.attempt import Attempt, _is_in_place
-from mcr_plus.dispatch.failover.kept import Kept
-from mcr_plus.dispatch.failover.rules import Operation
-from mcr_plus.dispatch.failover.state import WeakTensor
+from mcr_plus.reliability.failover import kept as module
+from mcr_plus.reliability.failover.attempt import Attempt, _is_in_place
+from mcr_plus.reliability.failover.kept import Kept
+from mcr_plus.reliability.failover.rules import Operation
+from mcr_plus.reliability.failover.state import WeakTensor
 
 NUMEL = 300
 NBYTES = 4 * NUMEL

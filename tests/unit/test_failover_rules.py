@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from mcr_plus.dispatch.failover.rules import Operation, Record, decide
+from mcr_plus.reliability.failover.rules import Operation, Record, decide
 
 OPEN = Operation(1, is_done=False, has_input=True, has_result=False)
 DONE = [

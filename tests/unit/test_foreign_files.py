@@ -11,9 +11,9 @@ import pytest
 from command import mcr_plus
 from foreign_files import READERS, fault_of, faults
 
-from mcr_plus.api import traces
 from mcr_plus.config.document import read_bytes
 from mcr_plus.errors import ConfigError
+from mcr_plus.observe import traces
 
 
 @pytest.mark.parametrize("reader", READERS)

@@ -20,10 +20,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcr_plus.liveness import agent as agents
-from mcr_plus.liveness.findings import Findings
-from mcr_plus.liveness.proc import read_stat, state_of
-from mcr_plus.liveness.protocol import PERIOD, Finding, Heartbeat, Received, State, distances, silence
+from mcr_plus.core.proc import read_stat, state_of
+from mcr_plus.hosts import agent as agents
+from mcr_plus.hosts.findings import Findings
+from mcr_plus.hosts.protocol import PERIOD, Finding, Heartbeat, Received, State, distances, silence
 from mcr_plus.rendezvous.store_release import release
 
 KEY: Final = b"secret"

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 from torch.distributed import DistError
 
-from mcr_plus.liveness.keeper import COMPARE_SET, TOKEN, Keeper
-from mcr_plus.liveness.proc import read_stat
-from mcr_plus.rendezvous.keepers import KeptStore, _Keeper, _start
+from mcr_plus.core.proc import read_stat
+from mcr_plus.hosts.key_replica import COMPARE_SET, TOKEN, Keeper
+from mcr_plus.rendezvous.key_replicas import KeptStore, _Keeper, _start
 
 TOKENS = bytes(range(TOKEN))
 

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcr_plus.kernels import expert_routing as lists_of
-from mcr_plus.kernels import expert_rows as rows_of
-from mcr_plus.kernels.expert_rows import Format, Lists, Wire
+from mcr_plus.parallel import routing_kernels as lists_of
+from mcr_plus.parallel import row_kernels as rows_of
+from mcr_plus.parallel.row_kernels import Format, Lists, Wire
 
 Lines = list[list[int]]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mcr_plus.observe.latecomers import Blame, Latecomers
+from mcr_plus.observe.persistent_stragglers import Blame, Latecomers
 
 
 def blame(rank: int, number: int) -> Blame:

@@ -16,7 +16,7 @@ from local_simulated import DEFAULTS, made, outer_values
 from simulated_ranks import on_simulated_ranks
 from tiers import examples
 
-from mcr_plus.training.local_steps.fragments import Fragment, cut, digest
+from mcr_plus.local_sgd.fragments import Fragment, cut, digest
 
 SGD = torch.optim.SGD
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mcr_plus.dispatch.work import IssuedWork, start_messages
+from mcr_plus.engine.work import IssuedWork, start_messages
 
 CHANNELS = tuple(SimpleNamespace() for _ in range(2))
 

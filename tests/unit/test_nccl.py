@@ -28,16 +28,16 @@ from mcr_plus.backends.nccl import NcclBackend, abi, link
 from mcr_plus.backends.nccl.abi import Nccl, NcclError
 from mcr_plus.backends.nccl.channel import NcclChannel
 from mcr_plus.backends.nccl.link import StreamPoll
+from mcr_plus.board.base import GroupBoard
 from mcr_plus.core.c10d import FileStore, HashStore
 from mcr_plus.core.deadline import Deadline
 from mcr_plus.core.group import Group
 from mcr_plus.core.kinds import DTYPES, KINDS, REDUCIBLE, REDUCING, ROOTED, VECTOR, Kind
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.core.threads import Background
-from mcr_plus.dispatch.board.base import GroupBoard
-from mcr_plus.dispatch.engine import Engine
-from mcr_plus.dispatch.group_state import BackendChannel, GroupState
-from mcr_plus.dispatch.operation import Operation
+from mcr_plus.engine.engine import Engine
+from mcr_plus.engine.group_state import BackendChannel, GroupState
+from mcr_plus.engine.operation import Operation
 from mcr_plus.errors import BackendError, BackendUnavailable, CommTimeout, PeerLost, Unsupported
 from mcr_plus.rendezvous.processes import Peers
 from mcr_plus.rendezvous.world import World

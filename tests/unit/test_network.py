@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 from tiers import examples
 
+from mcr_plus.bucketing.course import Timeline
+from mcr_plus.bucketing.events import fill
+from mcr_plus.bucketing.network import simulate
+from mcr_plus.bucketing.programs import Bucket, Plan
+from mcr_plus.bucketing.scaling import Cost, Costs, Use
+from mcr_plus.bucketing.simulate import simulate as course
+from mcr_plus.bucketing.step import Compute, Event, Issue, Need, Ready, Role, Step, Wait
+from mcr_plus.bucketing.topology import Topology
 from mcr_plus.errors import InvalidArgument
-from mcr_plus.plan.course import Timeline
-from mcr_plus.plan.events import fill
-from mcr_plus.plan.network import simulate
-from mcr_plus.plan.programs import Bucket, Plan
-from mcr_plus.plan.scaling import Cost, Costs, Use
-from mcr_plus.plan.simulate import simulate as course
-from mcr_plus.plan.step import Compute, Event, Issue, Need, Ready, Role, Step, Wait
-from mcr_plus.plan.topology import Topology
 from mcr_plus.tables.scaling import LinkClass, Placement
 
 NO_LINKS = Topology.of({"nodes": 64})

@@ -28,7 +28,6 @@ from tiers import examples
 
 import mcr_plus as mcr
 from mcr_plus import registry
-from mcr_plus.api.explain import explain
 from mcr_plus.backends import backend_class
 from mcr_plus.backends.base import Channel, Poll, Start
 from mcr_plus.backends.mpi.backend import MpiBackend
@@ -41,6 +40,7 @@ from mcr_plus.errors import ConfigError
 from mcr_plus.launch import mpi_usable
 from mcr_plus.msccl import catalog
 from mcr_plus.msccl.writer import write_algorithm
+from mcr_plus.observe.explain import explain
 from mcr_plus.pipeline.stage import Context, Issue
 from mcr_plus.pipeline.treatment import Treatment
 from mcr_plus.rendezvous.world import World

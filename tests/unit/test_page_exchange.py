@@ -11,10 +11,10 @@ from typing import NamedTuple
 import pytest
 from test_status_page import about, picture
 
-from mcr_plus.liveness.exchange import HOSTS, Exchange
-from mcr_plus.liveness.page import Page, read
-from mcr_plus.liveness.protocol import Heartbeat
-from mcr_plus.observe.elsewhere import Elsewhere
+from mcr_plus.hosts.exchange import HOSTS, Exchange
+from mcr_plus.hosts.page import Page, read
+from mcr_plus.hosts.protocol import Heartbeat
+from mcr_plus.observe.remote_status import Elsewhere
 
 KEY = b"k" * 32
 JOB = f"exchange{os.getpid()}"

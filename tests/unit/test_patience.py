@@ -16,10 +16,10 @@ from mcr_plus.core.c10d import HashStore
 from mcr_plus.core.environment import LaunchEnvironment
 from mcr_plus.core.group import Group
 from mcr_plus.errors import LaunchError
+from mcr_plus.job import init
 from mcr_plus.rendezvous import patience, store
-from mcr_plus.rendezvous.parts import unused_part
+from mcr_plus.rendezvous.store_namespaces import unused_part
 from mcr_plus.rendezvous.watched_store import WatchedStore
-from mcr_plus.runtime import init
 
 
 def test_ranks_that_wait_say_who_has_come_and_who_is_awaited(

@@ -12,9 +12,9 @@ import pytest
 
 from mcr_plus.backends.base import BlockingPoll, Poll
 from mcr_plus.backends.gloo.channel import _Started
-from mcr_plus.dispatch.pausing import pause_wait
-from mcr_plus.dispatch.verify.stepped import SteppedPoll
-from mcr_plus.dispatch.waiting import Pause, Waiting
+from mcr_plus.engine.backoff import pause_wait
+from mcr_plus.reliability.verify.multi_step import SteppedPoll
+from mcr_plus.waiting.policy import Pause, Waiting
 
 
 @pytest.mark.parametrize("seconds", [1e-9, 0.002, 0.02])

@@ -17,23 +17,23 @@ from unittest import mock
 import pytest
 
 import mcr_plus as mcr
+from mcr_plus.board.base import Failure, GroupBoard
 from mcr_plus.core.c10d import HashStore
 from mcr_plus.core.group import Group
-from mcr_plus.dispatch.board.base import Failure, GroupBoard
-from mcr_plus.dispatch.group_state import GroupState
-from mcr_plus.dispatch.options import DispatchOptions
-from mcr_plus.dispatch.peer_errors import FailedPeer, peer_error
-from mcr_plus.dispatch.watchdog import LONG_WAIT, Watchdog
+from mcr_plus.core.proc import read_stat
+from mcr_plus.engine.group_state import GroupState
+from mcr_plus.engine.options import DispatchOptions
+from mcr_plus.engine.peer_errors import FailedPeer, peer_error
+from mcr_plus.engine.watchdog import LONG_WAIT, Watchdog
 from mcr_plus.errors import following
-from mcr_plus.liveness.findings import Findings
-from mcr_plus.liveness.proc import read_stat
-from mcr_plus.liveness.protocol import Finding, State
+from mcr_plus.hosts.findings import Findings
+from mcr_plus.hosts.protocol import Finding, State
+from mcr_plus.job.members import observed
 from mcr_plus.membership.rules import Process
 from mcr_plus.rendezvous import processes
 from mcr_plus.rendezvous.identity import own_process
 from mcr_plus.rendezvous.processes import Loss, Peers
 from mcr_plus.rendezvous.world import World
-from mcr_plus.runtime.members import observed
 
 LOST = mcr.PeerLost("rank 2 has died", [2], "all_reduce (#7)", "world", "process has died")
 

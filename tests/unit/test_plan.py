@@ -12,13 +12,13 @@ import pytest
 from numpy.typing import NDArray
 from tiers import examples
 
-from mcr_plus.plan.buckets import units_of
-from mcr_plus.plan.costs import Curve, prices
-from mcr_plus.plan.scaling import Costs, from_table
-from mcr_plus.plan.search import Prices, rest, search
-from mcr_plus.plan.simulate import simulate
-from mcr_plus.plan.step import Compute, Issue, Ready, Role, Step, Wait
-from mcr_plus.plan.topology import Topology
+from mcr_plus.bucketing.buckets import units_of
+from mcr_plus.bucketing.costs import Curve, prices
+from mcr_plus.bucketing.scaling import Costs, from_table
+from mcr_plus.bucketing.search import Prices, rest, search
+from mcr_plus.bucketing.simulate import simulate
+from mcr_plus.bucketing.step import Compute, Issue, Ready, Role, Step, Wait
+from mcr_plus.bucketing.topology import Topology
 from mcr_plus.tables.table import parse_table
 
 Floats = NDArray[np.float64]

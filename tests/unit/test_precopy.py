@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from mcr_plus.core.c10d import HashStore
+from mcr_plus.elasticity import state_stream
+from mcr_plus.elasticity.state_receiver import PrecopyReceiver
+from mcr_plus.elasticity.state_source import PrecopySource
 from mcr_plus.membership.request import TRIES, Request
-from mcr_plus.training import precopy
-from mcr_plus.training.precopy_receiver import PrecopyReceiver
-from mcr_plus.training.precopy_source import PrecopySource
 
 WITHIN_S = 20.0
 Made = tuple[torch.nn.Module, torch.optim.Optimizer]
@@ -152,21 +152,21 @@ def test_steps_that_cannot_be_repeated_are_given_up() -> None:
 
 
 def test_steps_that_come_too_fast_are_given_up_and_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, goes_on, send = threading.Event(), threading.Event(), precopy.send
+    begun, goes_on, send = threading.Event(), threading.Event(), state_stream.send
 
-    def slow(link: object, secret: bytes, name: str, message: precopy.Message) -> None:
+    def slow(link: object, secret: bytes, name: str, message: state_stream.Message) -> None:
         begun.set()
         goes_on.wait(WITHIN_S)
         send(link, secret, name, message)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(precopy, "send", slow)
+    monkeypatch.setattr(state_stream, "send", slow)
     pair = Pair()
     pair.poll_until(begun.is_set)
     kinds: list[list[int]] = []
     for step in range(2, 12):
         train(pair.old, 1, step)
         kinds.append([each.kind for each in pair.source._waiting])
-    assert [precopy.GIVEN_UP] in kinds
+    assert [state_stream.GIVEN_UP] in kinds
     assert max(map(len, kinds)) <= 5
     goes_on.set()
     pair.poll_until(lambda: pair.request.is_ready)
@@ -176,14 +176,14 @@ def test_steps_that_come_too_fast_are_given_up_and_do_not_pile_up(monkeypatch: p
 
 
 def test_a_copy_that_waits_for_what_is_frozen_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, goes_on, send = threading.Event(), threading.Event(), precopy.send
+    begun, goes_on, send = threading.Event(), threading.Event(), state_stream.send
 
-    def slow(link: object, secret: bytes, name: str, message: precopy.Message) -> None:
+    def slow(link: object, secret: bytes, name: str, message: state_stream.Message) -> None:
         begun.set()
         goes_on.wait(WITHIN_S)
         send(link, secret, name, message)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(precopy, "send", slow)
+    monkeypatch.setattr(state_stream, "send", slow)
     pair = Pair(frozen=True)
     pair.poll_until(begun.is_set)
     for step in range(2, 22):

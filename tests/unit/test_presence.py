@@ -19,15 +19,15 @@ from typing import Any, Final
 import pytest
 
 from mcr_plus.core.environment import on_one_host
-from mcr_plus.liveness import witness
-from mcr_plus.liveness.greeting import greeting
-from mcr_plus.liveness.proc import read_stat
-from mcr_plus.liveness.witness import REPORT, Witness
+from mcr_plus.core.proc import read_stat
+from mcr_plus.hosts import stop_detector
+from mcr_plus.hosts.handshake import greeting
+from mcr_plus.hosts.stop_detector import REPORT, Witness
 from mcr_plus.membership.rules import Process
-from mcr_plus.rendezvous import arrivals, presence
+from mcr_plus.rendezvous import arrivals, init_connections
 from mcr_plus.rendezvous.arrivals import Arrivals
 from mcr_plus.rendezvous.identity import DIED, STOPPED
-from mcr_plus.rendezvous.presence import Presence
+from mcr_plus.rendezvous.init_connections import Presence
 
 STORE: Final[Any] = SimpleNamespace(host="192.0.2.1", port=1)  # not on loopback, as that of several hosts
 
@@ -35,9 +35,9 @@ STORE: Final[Any] = SimpleNamespace(host="192.0.2.1", port=1)  # not on loopback
 @pytest.fixture(autouse=True)
 def of_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """All presences are open at a time, and loopback is the network."""
-    monkeypatch.setattr(presence, "meeting_address", lambda: "127.0.0.1")
-    monkeypatch.setattr(presence, "on_one_host", lambda *, ranks: False)
-    monkeypatch.setattr(presence, "settle", lambda: None)
+    monkeypatch.setattr(init_connections, "meeting_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(init_connections, "on_one_host", lambda *, ranks: False)
+    monkeypatch.setattr(init_connections, "settle", lambda: None)
 
 
 @contextmanager
@@ -130,7 +130,7 @@ def test_strangers_are_no_ranks(name: str | None) -> None:
 def test_a_launcher_of_fewer_ranks_says_nothing_of_their_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one task of srun on each host, which starts ranks itself."""
     by_torch = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-    monkeypatch.setattr(presence, "on_one_host", partial(on_one_host, by_torch))
+    monkeypatch.setattr(init_connections, "on_one_host", partial(on_one_host, by_torch))
     assert Presence(math.inf).listen("name", STORE, 2) is None
     rank = Presence(math.inf)
     assert rank.listen("name", STORE, 4) is not None
@@ -139,7 +139,7 @@ def test_a_launcher_of_fewer_ranks_says_nothing_of_their_hosts(monkeypatch: pyte
 
 def test_a_job_on_one_host_and_one_without_a_network_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Presence(math.inf).listen("name", SimpleNamespace(host="127.0.0.1"), 2) is None  # type: ignore[arg-type]
-    monkeypatch.setattr(presence, "meeting_address", lambda: "192.0.2.1")  # of another host
+    monkeypatch.setattr(init_connections, "meeting_address", lambda: "192.0.2.1")  # of another host
     assert Presence(math.inf).listen("name", STORE, 2) is None
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
@@ -179,7 +179,7 @@ def test_beats_that_were_not_read_do_not_hide_that_a_rank_has_its_world(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The kernel resets a connection that is closed while something on it has not been read."""
-    monkeypatch.setattr(presence, "_BEAT_EVERY", 0.0)
+    monkeypatch.setattr(init_connections, "_BEAT_EVERY", 0.0)
     with job(3) as ranks:
         for _ in range(100):
             assert [each.lost() for each in ranks] == [{}] * 3
@@ -198,8 +198,8 @@ def test_a_process_beside_a_rank_says_that_it_is_stopped(monkeypatch: pytest.Mon
         subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in "01"
     )
     pid = [rank_0.pid]
-    monkeypatch.setattr(presence, "read_stat", lambda _: read_stat(pid[0]))
-    monkeypatch.setattr(presence, "os", SimpleNamespace(getpid=lambda: pid[0]))
+    monkeypatch.setattr(init_connections, "read_stat", lambda _: read_stat(pid[0]))
+    monkeypatch.setattr(init_connections, "os", SimpleNamespace(getpid=lambda: pid[0]))
     try:
         first, second = Presence(0.2), Presence(0.2)
         listening = first.listen("name", STORE, 2)
@@ -257,7 +257,7 @@ def test_a_rank_that_does_not_listen_hears_of_all_stops_later() -> None:
         far.send(b"s")
     thread = threading.Thread(target=found.run, daemon=True)
     thread.start()
-    wait_for(lambda: not any(presence._unacknowledged(far) for far, _ in ends.values()))
+    wait_for(lambda: not any(init_connections._unacknowledged(far) for far, _ in ends.values()))
     heard = set[int]()
     own.settimeout(30)
     while heard != set(ranks):
@@ -274,7 +274,7 @@ def test_a_rank_that_does_not_listen_hears_of_all_stops_later() -> None:
 def test_a_stop_of_the_witness_itself_is_no_stop_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a scheduler suspends a job: the one that goes on first sees the other stopped still."""
     now = 100.0
-    monkeypatch.setattr(witness, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(stop_detector, "time", SimpleNamespace(monotonic=lambda: now))
     own, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with own, its:
         found = witness_of_this_process(its)
@@ -304,7 +304,7 @@ def test_a_process_forked_in_init_does_not_hide_the_end_of_its_parent() -> None:
     with job(2) as ranks:
         assert [each.lost() for each in ranks] == [{}] * 2
         for each in ranks:
-            presence._open.append(each)
+            init_connections._open.append(each)
         ready, go = os.pipe()
         if (child := os.fork()) == 0:
             os.close(go)
@@ -317,7 +317,7 @@ def test_a_process_forked_in_init_does_not_hide_the_end_of_its_parent() -> None:
         finally:
             os.close(go)
             os.waitpid(child, 0)
-            presence._open.clear()
+            init_connections._open.clear()
 
 
 def test_a_kernel_without_a_limit_of_silence_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

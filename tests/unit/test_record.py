@@ -15,9 +15,9 @@ import torch
 from ranks import run_ranks, wait_for_files
 
 import mcr_plus as mcr
-from mcr_plus.api.record import Log, Record, size_class
 from mcr_plus.core.kinds import bus_factor
-from mcr_plus.runtime.init import current
+from mcr_plus.job.init import current
+from mcr_plus.observe.record import Log, Record, size_class
 
 
 def while_it_waits(file: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from mcr_plus.liveness.relay import Relay
+from mcr_plus.hosts.relay import Relay
 from mcr_plus.rendezvous import heartbeats
 from mcr_plus.rendezvous.identity import own_process
 

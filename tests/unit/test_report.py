@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 from recordings import BEGAN, SECONDS, expected, job_of, operation, save, titles
 
-from mcr_plus.api.record import Record
-from mcr_plus.api.record_file import load_recording, prepare_folder
 from mcr_plus.core.kinds import bus_factor
 from mcr_plus.errors import ConfigError, InvalidArgument
-from mcr_plus.report.analysis import groups, merged, shares_of, skew, steps
-from mcr_plus.report.codec_error import relative_error
-from mcr_plus.report.job import load_job
-from mcr_plus.report.page import report, write_report
+from mcr_plus.observe.record import Record
+from mcr_plus.observe.record_file import load_recording, prepare_folder
+from mcr_plus.observe.report.analysis import groups, merged, shares_of, skew, steps
+from mcr_plus.observe.report.codec_error import relative_error
+from mcr_plus.observe.report.job import load_job
+from mcr_plus.observe.report.page import report, write_report
 
 
 def random_records(seed: int, count: int) -> list[Record]:

@@ -9,12 +9,12 @@ import pytest
 import yaml
 from recordings import SECONDS, collective, expected, job_of, operation, save, titles
 
-from mcr_plus.api.explain import explained
-from mcr_plus.api.record import Record
 from mcr_plus.config.reader import loads
-from mcr_plus.report.advice import Advice
-from mcr_plus.report.analysis import groups
-from mcr_plus.report.job import load_job
+from mcr_plus.observe.explain import explained
+from mcr_plus.observe.record import Record
+from mcr_plus.observe.report.advice import Advice
+from mcr_plus.observe.report.analysis import groups
+from mcr_plus.observe.report.job import load_job
 
 HOSTS: dict[str, Any] = {"hosts": ["node0", "node1"]}
 

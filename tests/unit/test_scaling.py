@@ -13,13 +13,13 @@ import pytest
 import torch
 from steps import step_of
 
+from mcr_plus.bucketing import probe as probing
+from mcr_plus.bucketing.advise import advise
+from mcr_plus.bucketing.network import simulate
+from mcr_plus.bucketing.scaling import Costs, Measured, from_probe, from_step, from_table, wire_bytes
+from mcr_plus.bucketing.step import Issue, Probed, Ready, Role, Step
+from mcr_plus.bucketing.topology import Topology, parse_latency, parse_rate
 from mcr_plus.errors import ConfigError, InvalidArgument, Unsupported
-from mcr_plus.plan import probe as probing
-from mcr_plus.plan.advise import advise
-from mcr_plus.plan.network import simulate
-from mcr_plus.plan.scaling import Costs, Measured, from_probe, from_step, from_table, wire_bytes
-from mcr_plus.plan.step import Issue, Probed, Ready, Role, Step
-from mcr_plus.plan.topology import Topology, parse_latency, parse_rate
 from mcr_plus.tables.cost import CostModel, Curve, placed
 from mcr_plus.tables.table import Query, parse_table
 

@@ -14,14 +14,14 @@ from typing import Any, Final
 import losing
 import pytest
 
-from mcr_plus.liveness.asking import address_of, opened
-from mcr_plus.liveness.findings import Findings
-from mcr_plus.liveness.order import NOTHING_LEFT
-from mcr_plus.liveness.proc import read_stat
+from mcr_plus.core.mapped_memory import made
+from mcr_plus.core.proc import read_stat
+from mcr_plus.hosts.arguments import NOTHING_LEFT
+from mcr_plus.hosts.dump_request import address_of, opened
+from mcr_plus.hosts.findings import Findings
 from mcr_plus.rendezvous import heartbeats, side_processes
-from mcr_plus.rendezvous.memory import made
 
-_AGENT: Final = "mcr_plus.liveness.agent"
+_AGENT: Final = "mcr_plus.hosts.agent"
 _IN_REAL_TIME: Final = "import os; os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))"
 
 
@@ -107,7 +107,7 @@ def test_of_two_processes_that_begin_late_one_works(host: Host, monkeypatch: pyt
 
 
 def test_a_process_that_fails_is_not_waited_for(host: Host) -> None:
-    problem = side_processes.start_once("mcr_plus.liveness.no_such_module", host.order, host.descriptors)
+    problem = side_processes.start_once("mcr_plus.hosts.no_such_module", host.order, host.descriptors)
     assert problem == "the process has ended with status 1"
 
 

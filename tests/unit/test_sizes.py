@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from mcr_plus.compression.options import CompressOptions
 from mcr_plus.config.options import Scope, StageOptions, options_marked
-from mcr_plus.dispatch.options import DispatchOptions
+from mcr_plus.engine.options import DispatchOptions
 
 ROOT = Path(__file__).parents[2]
 MOST_METHODS = 30

@@ -19,14 +19,14 @@ import pytest
 from command import mcr_plus, mcr_plus_process
 
 from mcr_plus.core import stacks
+from mcr_plus.core.proc import read_stat, tracer_of
 from mcr_plus.core.stacks import stack_of
 from mcr_plus.errors import InvalidArgument
-from mcr_plus.liveness import page as pages
-from mcr_plus.liveness.page import LAYOUT, NAME, Page, Unreadable, page_of, read
-from mcr_plus.liveness.proc import read_stat, tracer_of
+from mcr_plus.hosts import page as pages
+from mcr_plus.hosts.page import LAYOUT, NAME, Page, Unreadable, page_of, read
 from mcr_plus.observe.findings import clean, condition, findings
+from mcr_plus.observe.job_status import GroupTraffic, Job, Line, Member, Waiting, survey
 from mcr_plus.observe.status import Drawing, StatusThread
-from mcr_plus.observe.survey import GroupTraffic, Job, Line, Member, Waiting, survey
 
 
 def about(**changes: Any) -> dict[str, Any]:

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from mcr_plus.errors import ConfigError, InvalidArgument
-from mcr_plus.plan.step import (
+from mcr_plus.bucketing.step import (
     Compute,
     Issue,
     Mark,
@@ -26,7 +25,8 @@ from mcr_plus.plan.step import (
     Wait,
     model_hash,
 )
-from mcr_plus.plan.step_file import line_of
+from mcr_plus.bucketing.step_file import line_of
+from mcr_plus.errors import ConfigError, InvalidArgument
 
 COMPUTED = {"a": 0.010, "b": 0.020, "end": 0.005}
 """Seconds of computing before each mark, and after the last one."""

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mcr_plus.api.stragglers import LATE, Arrivals, Stragglers
+from mcr_plus.board.base import RING
+from mcr_plus.board.shared import SharedBoard, arrival_times, map_shared
 from mcr_plus.core.group import Group
-from mcr_plus.dispatch.board.base import RING
-from mcr_plus.dispatch.board.shared import SharedBoard, arrival_times, map_shared
+from mcr_plus.observe.stragglers import LATE, Arrivals, Stragglers
 
 
 def add(

@@ -732,7 +732,7 @@ def by_other_keys(folder: str, *, two_hosts: bool) -> list[str]:
     """The backends of one operation of each sort, on one host or as if on two."""
     host = f"host{own_rank() * two_hosts}"
     with (
-        mock.patch("mcr_plus.runtime.init.host_name", return_value=host),
+        mock.patch("mcr_plus.job.init.host_name", return_value=host),
         mcr.init(select_by(folder)) as comm,
     ):
         x, part = torch.ones(4), torch.ones(16 * K)

@@ -18,11 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import examples
 
+from mcr_plus.bucketing.json_stream import members
+from mcr_plus.bucketing.step import Compute, Issue, Need, Probed, Ready, Role, Step, Wait
+from mcr_plus.bucketing.traces import load_step
 from mcr_plus.cli.main import main
 from mcr_plus.errors import ConfigError
-from mcr_plus.plan.json_stream import members
-from mcr_plus.plan.step import Compute, Issue, Need, Probed, Ready, Role, Step, Wait
-from mcr_plus.plan.traces import load_step
 
 FORWARD, BACKWARD, OPTIMIZER, SENT = 20_000.0, 10_000.0, 4_000.0, 7_000.0
 """Microseconds: of the forward pass, of each of two gradients, of the optimizer, of each all_reduce."""
@@ -566,7 +566,7 @@ def test_a_cut_archive_is_refused(tmp_path: Path) -> None:
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mcr_plus.plan.json_stream._CHUNK", 1 << 16)
+    monkeypatch.setattr("mcr_plus.bucketing.json_stream._CHUNK", 1 << 16)
     path = tmp_path / "large.json"
     filler = json.dumps(event("user note é", START, START + 1, cat="other", text="x" * 1000))
     with path.open("w") as file:
@@ -584,7 +584,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, monkeypatch: pytest.
 def test_pieces_of_any_size_give_the_same_values(
     tmp_path: Path, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mcr_plus.plan.json_stream._CHUNK", chunk)
+    monkeypatch.setattr("mcr_plus.bucketing.json_stream._CHUNK", chunk)
     events = [{"é": "ü\u2028\n", "n": [1, -2.5e-3, True, None]}, {}, 12, '\\"', [[]], 3.25]
     document = {"a": 1, "b": {"traceEvents": []}, "traceEvents": events, "é": "z", "last": 123456}
     path = tmp_path / "x.json"
@@ -890,7 +890,7 @@ def test_declared_ranks_take_no_memory(tmp_path: Path, declared: str) -> None:
 
 
 def test_events_that_are_kept_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mcr_plus.plan.trace_files._MOST_KEPT", 30)
+    monkeypatch.setattr("mcr_plus.bucketing.trace_files._MOST_KEPT", 30)
     paths = written(tmp_path, host_traces(1, 0.0, 1, steps=4))
     assert load_step(paths).ranks == 1
     paths = written(tmp_path, host_traces(1, 0.0, 1, steps=5))

@@ -15,11 +15,11 @@ from mcr_plus.backends.shm.queue import done_at_once
 from mcr_plus.core.group import Group
 from mcr_plus.core.kinds import Kind, ReduceOp
 from mcr_plus.core.message import Message, Signature
-from mcr_plus.dispatch.verify.channel import Attempt, VerifiedChannel
-from mcr_plus.dispatch.verify.flows import row_words
-from mcr_plus.dispatch.verify.rows import SharedRows, shared_bytes
-from mcr_plus.dispatch.verify.steps import Steps
 from mcr_plus.errors import BackendError, DataCorrupted, OperationsDiffer
+from mcr_plus.reliability.verify.channel import Attempt, VerifiedChannel
+from mcr_plus.reliability.verify.checksum_table import row_words
+from mcr_plus.reliability.verify.rows import SharedRows, shared_bytes
+from mcr_plus.reliability.verify.steps import Steps
 
 Start = Callable[[Message], Poll]
 SIGNATURE = Signature("broadcast", torch.float32, (3,), 12, "world", 2, root=0, backend="mpi")

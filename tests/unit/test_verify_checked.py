@@ -17,9 +17,10 @@ from mcr_plus.backends.shm import faults
 from mcr_plus.backends.shm.collectives import DirectCollectives
 from mcr_plus.backends.shm.reduce_kernels import kernels_for
 from mcr_plus.backends.shm.segment import Segment, Shape
-from mcr_plus.dispatch.verify import checked
-from mcr_plus.dispatch.verify import checked_kernels as kernels
-from mcr_plus.dispatch.verify.flows import (
+from mcr_plus.kernels.checksum import BLOCK
+from mcr_plus.reliability.verify import checked
+from mcr_plus.reliability.verify import checked_kernels as kernels
+from mcr_plus.reliability.verify.checksum_table import (
     GOT,
     SENT,
     Ledger,
@@ -28,9 +29,8 @@ from mcr_plus.dispatch.verify.flows import (
     first_difference,
     row_words,
 )
-from mcr_plus.dispatch.verify.row_kernels import AGREE, DIFFER
-from mcr_plus.dispatch.verify.rows import SharedRows, shared_bytes
-from mcr_plus.kernels.checksum import BLOCK
+from mcr_plus.reliability.verify.row_kernels import AGREE, DIFFER
+from mcr_plus.reliability.verify.rows import SharedRows, shared_bytes
 
 KINDS = {
     "all_reduce": plain.ALL_REDUCE,

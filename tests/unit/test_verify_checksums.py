@@ -19,10 +19,14 @@ from mcr_plus.backends import emulation
 from mcr_plus.backends.base import NATIVE, Poll
 from mcr_plus.core.group import Group
 from mcr_plus.core.message import Message, Signature
-from mcr_plus.dispatch.options import DispatchOptions
-from mcr_plus.dispatch.verify import course, reducing
-from mcr_plus.dispatch.verify.channel import Attempt
-from mcr_plus.dispatch.verify.flows import (
+from mcr_plus.engine.options import DispatchOptions
+from mcr_plus.errors import BackendError, Unsupported
+from mcr_plus.kernels import checksum
+from mcr_plus.kernels.checksum import BLOCK, CHAIN_BYTES
+from mcr_plus.pipeline.dispatch import DispatchStage
+from mcr_plus.reliability.verify import reducing, verified_run
+from mcr_plus.reliability.verify.channel import Attempt
+from mcr_plus.reliability.verify.checksum_table import (
     GOT,
     GOT_SUMS,
     SENT,
@@ -38,12 +42,8 @@ from mcr_plus.dispatch.verify.flows import (
     operations_differ,
     row_words,
 )
-from mcr_plus.dispatch.verify.rows import SharedRows, shared_bytes
-from mcr_plus.dispatch.verify.steps import Step, Steps
-from mcr_plus.errors import BackendError, Unsupported
-from mcr_plus.kernels import checksum
-from mcr_plus.kernels.checksum import BLOCK, CHAIN_BYTES
-from mcr_plus.pipeline.dispatch import DispatchStage
+from mcr_plus.reliability.verify.rows import SharedRows, shared_bytes
+from mcr_plus.reliability.verify.steps import Step, Steps
 
 
 def taken(values: torch.Tensor) -> list[int]:
@@ -216,14 +216,14 @@ def test_steps_are_kept_apart_by_the_operation_that_they_belong_to() -> None:
     assert group.size == 2
     one = Signature("all_reduce", torch.float32, (9,), 36, "world", 2, reduce_op="SUM", tag="a")
     other = one.replace(tag="b")
-    steps = [course.derived(each, "all_gather", nbytes=72) for each in (one, other)]
+    steps = [verified_run.derived(each, "all_gather", nbytes=72) for each in (one, other)]
     assert steps[0].digest() != steps[1].digest()
 
 
 def test_nothing_is_kept_of_operations_that_are_dropped() -> None:
     channel: Any = SimpleNamespace(bind=lambda _: lambda _: bool, gate=lambda *_: None)
     backend: Any = SimpleNamespace(name="gloo", supports=lambda _: NATIVE, rings=False, host_driven=False)
-    courses = course.Courses(Steps(backend, channel), Group("world", (0, 1), 0), lambda *_: iter(()))
+    courses = verified_run.Courses(Steps(backend, channel), Group("world", (0, 1), 0), lambda *_: iter(()))
 
     def alive() -> int:
         gc.collect()

@@ -26,11 +26,11 @@ import mcr_plus as mcr
 from mcr_plus.backends.shm.wakeup import give_way, may_yield, ring
 from mcr_plus.core.environment import quota_cores
 from mcr_plus.core.work import JointWork, Work
-from mcr_plus.dispatch.relay import Relay
-from mcr_plus.dispatch.waiting import Pause, Waiting
+from mcr_plus.job.process import job
 from mcr_plus.launch import mpi_usable
-from mcr_plus.rendezvous.bells import Bells
-from mcr_plus.runtime.process import job
+from mcr_plus.waiting.futex import Bells
+from mcr_plus.waiting.policy import Pause, Waiting
+from mcr_plus.waiting.relay import Relay
 
 LONG = 600.0  # seconds; nobody sleeps for so long here, or for half of it
 RANKS = (3, 4, 7)  # of the job, on one host
@@ -467,7 +467,7 @@ def test_a_second_waiter_returns_once_the_first_has_copied_the_results_out() -> 
 
 
 def test_hand_overs_of_several_threads_all_return(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mcr_plus.dispatch.relay._LONGEST", LONG)  # one without an answer is seen
+    monkeypatch.setattr("mcr_plus.waiting.relay._LONGEST", LONG)  # one without an answer is seen
     relay, turns = Relay(), 500
 
     def call() -> None:
@@ -485,7 +485,7 @@ def test_hand_overs_of_several_threads_all_return(monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_answer_that_came_too_late_is_not_taken_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mcr_plus.dispatch.relay._LONGEST", LONG)
+    monkeypatch.setattr("mcr_plus.waiting.relay._LONGEST", LONG)
     relay = Relay()
     relay._number = 1  # a hand-over that has given up
     relay._answers.put(1)
@@ -517,7 +517,7 @@ def test_relays_are_rare_while_another_thread_has_the_interpreter(
 ) -> None:
     """Each would take as long as that thread keeps it. Here time passes in relays and operations alone."""
     now, relays = 100.0, 0
-    monkeypatch.setattr("mcr_plus.dispatch.waiting.time", mock.Mock(monotonic=lambda: now))
+    monkeypatch.setattr("mcr_plus.waiting.policy.time", mock.Mock(monotonic=lambda: now))
     found = waiting("sleep", bells=bells[0])
 
     def hand_over() -> None:

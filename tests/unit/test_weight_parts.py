@@ -11,8 +11,8 @@ import torch
 
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.layout.layout import Layout
-from mcr_plus.training.weight_parts import Part, parts_of
-from mcr_plus.training.weights import Weights
+from mcr_plus.weight_sync.shards import Part, parts_of
+from mcr_plus.weight_sync.weights import Weights
 
 SOURCES, RECEIVERS = [0, 1, 2], [3, 4, 5, 6]
 Pair = tuple[oracle.Side, oracle.Side]

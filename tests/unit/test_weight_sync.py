@@ -18,13 +18,13 @@ from mcr_plus.errors import BackendError, CommTimeout, InvalidArgument, PeerLost
 from mcr_plus.kernels import delta
 from mcr_plus.kernels.digest import digest
 from mcr_plus.layout.layout import Layout
-from mcr_plus.training import weight_link as links
-from mcr_plus.training.weight_feed import Feed
-from mcr_plus.training.weight_join import _trouble
-from mcr_plus.training.weight_parts import parts_of
-from mcr_plus.training.weight_receiver import AHEAD, WeightReceiver
-from mcr_plus.training.weight_source import WeightSource
-from mcr_plus.training.weights import Weights
+from mcr_plus.weight_sync import stream as links
+from mcr_plus.weight_sync.connection import Feed
+from mcr_plus.weight_sync.join import _trouble
+from mcr_plus.weight_sync.receiver import AHEAD, WeightReceiver
+from mcr_plus.weight_sync.shards import parts_of
+from mcr_plus.weight_sync.source import WeightSource
+from mcr_plus.weight_sync.weights import Weights
 
 Tensors = dict[str, torch.Tensor]
 

@@ -17,7 +17,7 @@ import numba.extending
 from llvmlite import ir
 from numba.core import cgutils
 
-from mcr_plus.rendezvous.bell_memory import EVERYBODY, SYSTEM_CALL, WAKE
+from mcr_plus.waiting.futex_memory import EVERYBODY, SYSTEM_CALL, WAKE
 
 _numba: Any = numba  # partly annotated, which type checkers report here
 _types: Any = _numba.types

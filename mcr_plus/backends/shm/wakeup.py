@@ -1,4 +1,4 @@
-"""Wakes sleeping peers from compiled code; the protocol is that of `mcr_plus.rendezvous.bells`."""
+"""Wakes sleeping peers from compiled code; the protocol is that of `mcr_plus.waiting.futex`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mcr_plus.backends.shm.atomics import (
     store_release,
 )
 from mcr_plus.kernels.cpu import compiled
-from mcr_plus.rendezvous.bell_memory import BYTES, LINE
+from mcr_plus.waiting.futex_memory import BYTES, LINE
 
 _AWAY_NS: Final = 1_000_000  # a peer returns the core sooner; other work uses its time slice
 

@@ -1,0 +1,277 @@
+"""The best buckets for a captured step, on its own ranks or on another cluster, and the gain of changes.
+
+    advice = advise(step, costs, ranks=4096)
+    advice.timeline.step_s, advice.plan, advice.scaling, advice.what_ifs
+
+Buckets come from `buckets`; all other figures are simulated (`network`). Every figure states whether its
+costs were measured, scaled or assumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Final
+
+import numpy as np
+
+from mcr_plus import registry
+from mcr_plus.bucketing.buckets import (
+    Unit,
+    best_library,
+    buckets_of,
+    in_order,
+    libraries_of,
+    searched,
+    simulated,
+    units_of,
+)
+from mcr_plus.bucketing.course import Timeline
+from mcr_plus.bucketing.programs import Bucket, Plan
+from mcr_plus.bucketing.scaling import CAPTURED, Costs, How
+from mcr_plus.bucketing.step import Compute, Issue, Step
+from mcr_plus.errors import ConfigError, InvalidArgument, McrError, Unsupported, unknown
+
+SECONDS: Final = 4.0
+"""Time limit of all searches together."""
+_CODEC: Final = "int8_block"
+_MIB: Final = 1 << 20
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Prediction for the same plan on another number of ranks. `how`, `times_how`: see `Timeline`."""
+
+    ranks: int
+    step_s: float
+    bound: float
+    how: How
+    times_how: How
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """Prediction of the step after a change. `gain`: seconds by which the step becomes shorter."""
+
+    change: str
+    step_s: float
+    gain: float
+    how: How
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A plan for a step, with predictions.
+
+    `bound`: lower bound in seconds over all buckets; `timeline.bound` is the lower bound for those of `plan`.
+    `gap`: upper bound of the relative distance of `plan` to the best buckets: by the search if there is one
+    channel, else the distance to `bound` (`to_bound`), which no buckets may reach. `exact`: the buckets are
+    the best ones. `others`: the step under other plans, by name. `scaling`: the step on other numbers of
+    ranks. `what_ifs`: the largest gain first. `skipped`: changes that could not be simulated, with the
+    reasons.
+    """
+
+    plan: Plan
+    timeline: Timeline
+    bound: float
+    gap: float
+    to_bound: bool
+    exact: bool
+    others: dict[str, Timeline]
+    scaling: tuple[Scaled, ...]
+    what_ifs: tuple[WhatIf, ...]
+    skipped: tuple[str, ...]
+
+
+def advise(
+    step: Step,
+    costs: Costs,
+    *,
+    ranks: int | None = None,
+    what_ifs: Sequence[str] = (),
+    codec: str | None = None,
+    seconds: float = SECONDS,
+) -> Advice:
+    """Search the best buckets for `ranks` ranks, and simulate the step with these and with other plans.
+
+    Args:
+        costs: of operations, on the target topology. ranks: None for the captured number.
+        what_ifs: changes to try besides the usual ones: `compress=CODEC` for gradients, `compute=0.8` to
+            scale the computation time, or those of `Topology.changed`. codec: compresses all buckets; the
+            encoding time is unknown, so their costs are assumed. seconds: time limit of all searches; usual
+            changes that would exceed it are skipped.
+
+    Raises:
+        ConfigError: an unknown change. InvalidArgument, Unsupported: see `network.simulate`.
+    """
+    world = step.ranks if ranks is None else ranks
+    if world > costs.topology.ranks:
+        raise InvalidArgument(f"ranks: {world}, but the cluster has {costs.topology.ranks}")
+    for change in what_ifs:
+        _check_change(step, costs, change)
+    end = perf_counter() + seconds
+    found = searched(step, costs, world, until=perf_counter() + seconds / 3, codec=codec)
+    plan = found.plan
+    timeline = simulated(step, plan, costs, world)
+    others = _others(step, costs, world, codec)
+    scaling = tuple(_scaled(step, plan, costs, world))
+    tried = [*what_ifs, *(change for change in _usual(step, costs, world, codec) if change not in what_ifs)]
+    changed, skipped = [], []
+    for number, change in enumerate(tried):
+        now = perf_counter()
+        if now > end and change not in what_ifs:
+            skipped.append(f"{change}: skipped, as the searches have used their {seconds:g} s")
+            continue
+        try:
+            until = now + (end - now) / (len(tried) - number)
+            after = _changed(step, costs, world, change, plan, codec, until)
+        except ConfigError:
+            continue  # a usual change that this cluster does not support
+        except McrError as problem:
+            skipped.append(f"{change}: {problem}")
+            continue
+        changed.append(WhatIf(change, after.step_s, timeline.step_s - after.step_s, after.how))
+    known = (timeline, *others.values())
+    bound = min(found.bound, *(each.step_s for each in known))
+    return Advice(
+        plan=plan,
+        timeline=timeline,
+        bound=bound,
+        gap=timeline.step_s / bound - 1 if found.gap is None and bound else found.gap or 0.0,
+        to_bound=found.gap is None,
+        exact=found.exact,
+        others=others,
+        scaling=scaling,
+        what_ifs=tuple(sorted(changed, key=lambda each: -each.gain)),
+        skipped=tuple(skipped),
+    )
+
+
+# -- other plans, other clusters ----------------------------------------------------------------------------
+
+
+def _others(step: Step, costs: Costs, world: int, codec: str | None) -> dict[str, Timeline]:
+    """Return the step as captured, and with the usual buckets, compressed by `codec`."""
+    plans: dict[str, Plan | None] = {"as captured": None}
+    units, base = units_of(step), best_library(costs)
+    if units:
+        library = next(iter(libraries_of(costs)), CAPTURED)
+        for name, limit in [*((f"buckets of {limit} MiB", limit * _MIB) for limit in (1, 4, 25))]:
+            plans[name] = Plan(_usual_buckets(units, limit, library, codec), base)
+        plans["each gradient alone"] = Plan(_usual_buckets(units, 1, library, codec), base)
+    found = {name: _known(step, plan, costs, world) for name, plan in plans.items()}
+    return {name: each for name, each in found.items() if each is not None}
+
+
+def _usual_buckets(units: Sequence[Unit], limit: int, library: str, codec: str | None) -> list[Bucket]:
+    """Return buckets of up to `limit` bytes; gradients of different units never share one."""
+    return in_order(
+        (unit.ready[bucket.params[-1]], bucket._replace(codec=codec))
+        for unit in units
+        for bucket in buckets_of(unit.sizes, limit, library)
+    )
+
+
+def _known(step: Step, plan: Plan | None, costs: Costs, world: int) -> Timeline | None:
+    """Return the step's timeline; None if the cost of an operation is unknown on these ranks."""
+    try:
+        return simulated(step, plan, costs, world)
+    except Unsupported:
+        return None
+
+
+def _spreads(step: Step, ranks: int) -> bool:
+    """Return whether the step can be simulated on `ranks` ranks.
+
+    A step with a single role and a single group of all ranks scales to any number, others to multiples of the
+    captured one.
+    """
+    whole = tuple(range(step.ranks))
+    groups = {each.group for role in step.roles for each in role.events if isinstance(each, Issue)}
+    return ranks % step.ranks == 0 or (len(step.roles) == 1 and groups <= {whole})
+
+
+def _scaled(step: Step, plan: Plan, costs: Costs, world: int) -> list[Scaled]:
+    """Return the step on 1, 2, 4, … ranks and on doublings of the captured number, up to `world`."""
+    numbers = {step.ranks, world}
+    for first in (1, step.ranks):
+        while first < world:
+            numbers.add(first)
+            first *= 2
+    return [
+        Scaled(ranks, at.step_s, at.bound, at.how, at.times_how)
+        for ranks in sorted(numbers)
+        if ranks <= costs.topology.ranks and _spreads(step, ranks)
+        if (at := _known(step, plan, costs, ranks)) is not None
+    ]
+
+
+def _usual(step: Step, costs: Costs, world: int, codec: str | None) -> list[str]:
+    """Return the changes that are always tried: links twice as fast, a codec, faster computation."""
+    links = costs.topology.links
+    changes = []
+    if links.nic is not None:
+        changes.append(f"nic={2 * 8 * links.nic.rate / 1e9:g}Gbit/s")
+    if links.rack is not None:
+        changes.append(f"uplink={2 * 8 * links.rack.uplink / 1e9:g}Gbit/s")
+    if links.inside is not None:
+        changes.append(f"inside={2 * 8 * links.inside.rate / 1e9:g}Gbit/s")
+    if units_of(step) and world > 1 and codec is None:
+        changes.append(f"compress={_CODEC}")
+    return [*changes, "compute=0.8"]
+
+
+def _check_change(step: Step, costs: Costs, change: str) -> None:
+    """Raise `ConfigError` for an unknown change."""
+    name, _, value = (part.strip() for part in change.partition("="))
+    if name == "compute":
+        _factor(change, value)
+    elif name == "compress":
+        if value not in (known := registry.names("codecs")):
+            raise ConfigError(f"{change}: {unknown('codec', value, known)}")
+        if not units_of(step):
+            raise ConfigError(f"{change}: the step sends no gradients to compress")
+    else:
+        costs.topology.changed([change])
+
+
+def _changed(
+    step: Step, costs: Costs, world: int, change: str, plan: Plan, codec: str | None, until: float
+) -> Timeline:
+    """Return the step after a change, with the best buckets for it; `plan`, `codec`: without the change."""
+    name, _, value = (part.strip() for part in change.partition("="))
+    if name == "compute":
+        step = _faster(step, _factor(change, value))
+    elif name == "compress":
+        codec = value
+    else:
+        costs = costs.on(costs.topology.changed([change]))
+    found = searched(step, costs, world, until=until, codec=codec, start=plan)
+    after = simulated(step, found.plan, costs, world)
+    return replace(after, how="assumed") if name == "compute" else after
+
+
+def _factor(change: str, value: str) -> float:
+    try:
+        factor = float(value)
+    except ValueError:
+        factor = -1.0
+    if not 0 < factor < np.inf:
+        raise ConfigError(f"{change}: expected a factor of the computation time, such as compute=0.8")
+    return factor
+
+
+def _faster(step: Step, factor: float) -> Step:
+    """Return the step with computation times multiplied by `factor`."""
+    roles = tuple(
+        replace(
+            role,
+            events=tuple(
+                each._replace(seconds=factor * each.seconds) if isinstance(each, Compute) else each
+                for each in role.events
+            ),
+        )
+        for role in step.roles
+    )
+    return replace(step, roles=roles)

@@ -1,0 +1,287 @@
+"""The file of a captured step: JSON of version 1, checked, with errors that have file, line and key."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from mcr_plus.bucketing.step import (
+    MOST_BYTES,
+    MOST_RANKS,
+    VERSION,
+    Compute,
+    Event,
+    Issue,
+    Need,
+    Probed,
+    Ready,
+    Role,
+    Source,
+    Step,
+    Wait,
+)
+from mcr_plus.config.document import Keys, path_text, read_bytes
+from mcr_plus.core.kinds import KINDS
+from mcr_plus.errors import ConfigError, short
+
+_LARGEST_FILE: Final = 1 << 28
+
+
+def read(path: Path) -> Step:
+    """Read a file written by `Step.save`; see `Step.load`."""
+    place = str(path)
+    content = read_bytes(path, place, most=_LARGEST_FILE)
+    text, data = _decoded(content, place)
+    if not isinstance(data, dict) or "version" not in data:
+        raise ConfigError(f"{place}:1: version: missing; expected a step that `step.save` wrote")
+    if data["version"] != VERSION:
+        line = line_of(text, ("version",))
+        raise ConfigError(
+            f"{place}:{line}: version: {short(data['version'])}; expected {VERSION}, which this release reads"
+        )
+    try:
+        return _Step.model_validate_json(content).built()
+    except ValidationError as error:
+        problems = _problems(error)
+    except _Wrong as error:
+        problems = [(error.keys, str(error))]
+    raise ConfigError(
+        "\n".join(f"{place}:{line_of(text, keys)}: {path_text(keys)}: {what}" for keys, what in problems)
+    )
+
+
+class _Wrong(Exception):
+    """An error that the types of fields do not exclude, and its key."""
+
+    def __init__(self, keys: Keys, text: str) -> None:
+        super().__init__(text)
+        self.keys = keys
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+_Seconds = Annotated[float, Field(ge=0, le=1e13)]  # as traces have them; sums must stay finite
+_Share = Annotated[float, Field(ge=0)]
+_Bytes = Annotated[int, Field(ge=0, le=MOST_BYTES)]
+_Rank = Annotated[int, Field(ge=0, lt=MOST_RANKS)]
+_Count = Annotated[int, Field(ge=1, le=MOST_RANKS)]
+
+
+class _Compute(_Model):
+    event: Literal["compute"]
+    name: str
+    seconds: _Seconds
+
+
+class _Ready(_Model):
+    event: Literal["ready"]
+    param: str
+    nbytes: _Bytes
+    like: str = Field(pattern=r"\S")
+
+
+class _Need(_Model):
+    event: Literal["need"]
+    module: str
+
+
+class _Issue(_Model):
+    event: Literal["issue"]
+    id: int
+    kind: str
+    nbytes: _Bytes
+    group: tuple[_Rank, ...] = Field(min_length=1)
+    tag: str | None = None
+    seconds: _Seconds | None = None
+    gradients: tuple[str, ...] = ()
+    dtype: str | None = None
+
+
+class _Wait(_Model):
+    event: Literal["wait"]
+    id: int
+
+
+_EVENTS: Final[dict[str, type[Event]]] = {
+    "compute": Compute, "ready": Ready, "need": Need, "issue": Issue, "wait": Wait,
+}  # fmt: skip
+
+
+class _Role(_Model):
+    ranks: tuple[_Rank, ...] = Field(min_length=1)
+    events: tuple[Annotated[_Compute | _Ready | _Need | _Issue | _Wait, Field(discriminator="event")], ...]
+
+    @property
+    def unknown(self) -> set[str]:
+        """Kinds of operations that there are not; they become barriers."""
+        return {each.kind for each in self.events if isinstance(each, _Issue) and each.kind not in KINDS}
+
+    def built(self, ranks: int, keys: Keys) -> Role:
+        events: list[Event] = []
+        issued: set[int] = set()
+        for index, model in enumerate(self.events):
+            place = (*keys, "events", index)
+            if isinstance(model, _Issue):
+                if outside := [rank for rank in model.group if rank >= ranks]:
+                    raise _Wrong((*place, "group"), f"rank {outside[0]}; expected ranks below {ranks}")
+                if len(set(model.group)) < len(model.group):
+                    raise _Wrong((*place, "group"), f"{short(model.group)}; expected each rank once")
+                if absent := set(self.ranks).difference(model.group):
+                    what = f"without rank {min(absent)}, which issues it; expected a group with it"
+                    raise _Wrong((*place, "group"), what)
+                if model.id in issued:
+                    raise _Wrong((*place, "id"), f"{model.id} again; expected another for each operation")
+                issued.add(model.id)
+            elif isinstance(model, _Wait) and model.id not in issued:
+                raise _Wrong((*place, "id"), f"{model.id} is not issued before; expected an issue's id")
+            fields = model.model_dump(exclude={"event"})
+            if isinstance(model, _Issue) and model.kind in self.unknown:
+                fields |= {"kind": "barrier", "nbytes": 0}
+            events.append(_EVENTS[model.event](**fields))
+        return Role(self.ranks, tuple(events))
+
+
+class _Probed(_Model):
+    kind: str
+    sizes: tuple[Annotated[float, Field(ge=0, le=MOST_BYTES)], ...] = Field(min_length=1)
+    seconds: tuple[_Seconds, ...]
+    shares: tuple[_Share, ...]
+
+    def built(self, keys: Keys) -> Probed:
+        if any(not low < high for low, high in pairwise(self.sizes)):
+            raise _Wrong((*keys, "sizes"), f"{short(self.sizes)}; expected ascending bytes")
+        for name, values in (("seconds", self.seconds), ("shares", self.shares)):
+            if len(values) != len(self.sizes):
+                raise _Wrong(
+                    (*keys, name), f"{len(values)} values; expected {len(self.sizes)}, one for each size"
+                )
+        return Probed(self.kind, self.sizes, self.seconds, self.shares)
+
+
+class _Step(_Model):
+    version: Literal[1]
+    source: Source
+    ranks: _Count
+    nodes: _Count
+    model: str
+    seconds: _Seconds
+    spread: _Share
+    by_caller: bool
+    notes: tuple[str, ...] = ()
+    measured: dict[str, _Probed] = {}
+    roles: tuple[_Role, ...] = Field(min_length=1)
+
+    def built(self) -> Step:
+        seen: dict[int, int] = {}
+        for index, role in enumerate(self.roles):
+            for rank in role.ranks:
+                if rank >= self.ranks or rank in seen:
+                    what = f"is in roles[{seen[rank]}] too" if rank in seen else "is beyond the last"
+                    raise _Wrong(
+                        ("roles", index, "ranks"),
+                        f"rank {rank} {what}; expected each of the {self.ranks} ranks once",
+                    )
+                seen[rank] = index
+        if not any(role.events for role in self.roles):
+            raise _Wrong(("roles",), "no event; expected computing, gradients or operations")
+        missing = next((rank for rank in range(self.ranks) if rank not in seen), None)
+        if missing is not None:
+            raise _Wrong(("roles",), f"rank {missing} is in no role; expected each of {self.ranks} ranks")
+        roles = tuple(role.built(self.ranks, ("roles", index)) for index, role in enumerate(self.roles))
+        events = [event for role in roles for event in role.events]
+        if any(isinstance(each, Issue) and each.gradients for each in events) and not any(
+            isinstance(each, Ready) for each in events
+        ):
+            raise _Wrong(("roles",), "no gradient is ready; expected those that operations carry")
+        unknown = sorted(set().union(*(role.unknown for role in self.roles)))
+        notes = [f"an unknown operation, {short(kind)}, counts as a barrier" for kind in unknown]
+        return Step(
+            self.ranks, self.nodes, self.model, self.seconds, self.spread, roles, self.source, self.by_caller,
+            (*self.notes, *notes),
+            {name: each.built(("measured", name)) for name, each in self.measured.items()},
+        )  # fmt: skip
+
+
+def _decoded(content: bytes, place: str) -> tuple[str, Any]:
+    """Return the text of a file, and its parsed JSON."""
+    try:
+        text = content.decode()
+    except UnicodeDecodeError:
+        raise ConfigError(f"{place}: not JSON; expected a step that `step.save` wrote") from None
+    try:
+        return text, json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{place}:{error.lineno}: not JSON: {error.msg}; expected a step") from None
+    except RecursionError:
+        raise ConfigError(f"{place}: not JSON; expected a step that `step.save` wrote") from None
+    except ValueError:  # Python converts at most 4,300 digits; this error has no position
+        found = re.search(r"\d{4301}", text)
+        line = text.count("\n", 0, found.start() if found else 0) + 1
+        raise ConfigError(
+            f"{place}:{line}: not JSON that can be read: a whole number of thousands of digits; expected a "
+            "step that `step.save` wrote"
+        ) from None
+
+
+def _problems(error: ValidationError) -> list[tuple[Keys, str]]:
+    """Return keys and texts of pydantic's first errors; those of missing fields of an object are one."""
+    found: list[tuple[Keys, str]] = []
+    missing: dict[Keys, list[str]] = {}
+    for each in error.errors(include_url=False)[:8]:
+        # Keys without the tags of unions.
+        keys = tuple(key for at, key in enumerate(each["loc"]) if not (at and key in _EVENTS))
+        if each["type"] == "missing":
+            missing.setdefault(keys[:-1], []).append(str(keys[-1]))
+        else:
+            text = f"{short(each['input'])}: {each['msg'][:1].lower()}{each['msg'][1:]}"
+            found.append((keys, text))
+    for keys, names in missing.items():
+        place = (*keys, names[0]) if len(names) == 1 else keys
+        fields = "field" if len(names) == 1 else f"fields {', '.join(names)}"
+        found.append((place, f"missing {fields}; expected what `step.save` wrote"))
+    # A list whose elements are wrong is reported as too short, too.
+    within = [keys for keys, _ in found]
+    return [
+        (keys, text)
+        for keys, text in found
+        if not any(other != keys and other[: len(keys)] == keys for other in within if keys)
+    ]
+
+
+def line_of(text: str, keys: Keys) -> int:
+    """Return the line of the value at `keys` in a JSON document, or of the closest enclosing value."""
+    decoder, at = json.JSONDecoder(), _after_space(text, 0)
+    for key in keys:
+        found = _member(decoder, text, at, key)
+        if found is None:
+            break
+        at = found
+    return text.count("\n", 0, at) + 1
+
+
+def _after_space(text: str, at: int) -> int:
+    while at < len(text) and text[at] in " \t\r\n,:":
+        at += 1
+    return at
+
+
+def _member(decoder: json.JSONDecoder, text: str, at: int, key: str | int) -> int | None:
+    """Return the start of the value of `key` in the object or array at `at`; None if it is absent."""
+    closing = {"{": "}", "[": "]"}.get(text[at])
+    at, index = _after_space(text, at + 1), 0
+    while closing is not None and text[at] != closing:
+        name: Any = index
+        if closing == "}":
+            name, at = decoder.raw_decode(text, at)
+            at = _after_space(text, at)
+        if name == key:
+            return at
+        at, index = _after_space(text, decoder.raw_decode(text, at)[1]), index + 1
+    return None

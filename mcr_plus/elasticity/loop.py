@@ -1,0 +1,432 @@
+"""A training loop that goes on when ranks are lost, and takes ranks in: `mcr.elastic`."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Final, Protocol
+
+import torch
+
+from mcr_plus.communicator.communicator import Communicator
+from mcr_plus.config import reader as configuration
+from mcr_plus.core import environment
+from mcr_plus.core.environment import package_version
+from mcr_plus.core.units import whole_number
+from mcr_plus.core.work import Work
+from mcr_plus.elasticity.api import seconds_of
+from mcr_plus.elasticity.newcomers import GIVE, TAKE_IN, Errand, Newcomers
+from mcr_plus.elasticity.rebind import Inheritance, inheriting
+from mcr_plus.elasticity.state_receiver import PrecopyReceiver
+from mcr_plus.elasticity.transfer import Has, broadcast_state
+from mcr_plus.engine.closing import drain
+from mcr_plus.errors import (
+    BackendError,
+    InvalidArgument,
+    NotInitialized,
+    PeerLost,
+    Revoked,
+    phrase_ranks,
+)
+from mcr_plus.job.epoch_change import join_job, leave_epoch
+from mcr_plus.job.init import current
+from mcr_plus.job.runtime import Runtime
+from mcr_plus.membership.request import Request
+from mcr_plus.membership.rules import Proposal
+
+_LOOK_EVERY: Final = 0.25  # seconds between looks at the store for processes that want to join
+_TAG: Final = "elastic"
+_log = logging.getLogger("mcr_plus")
+
+
+class Stateful(Protocol):
+    """What a newcomer gets the state of: a sampler, a scheduler, a data loader."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> object:
+        """Set the state."""
+        ...
+
+
+@dataclass
+class Step:
+    """One step of `elastic`, a context in which the program computes it.
+
+    Attributes:
+        number: of the step, from 0.
+        lost: the loss that ended the step; None if the step is complete.
+        failed: another error has ended it.
+    """
+
+    number: int
+    lost: PeerLost | None = None
+    failed: bool = False
+    _is_loss: Callable[[BaseException], bool] = lambda error: isinstance(error, PeerLost)
+    _entered: bool = False
+
+    def __enter__(self) -> Step:
+        self._entered = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if error is not None and self._is_loss(error):
+            # A new one: the frames of its traceback would keep the old world alive.
+            self.lost = error.again(str(error)) if isinstance(error, PeerLost) else PeerLost(str(error))
+            return True
+        self.failed = error is not None
+        return False
+
+
+def elastic(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *state: Stateful,
+    steps: int | None = None,
+    min_ranks: int | None = None,
+    timeout: float | str | timedelta | None = None,
+    precopy: bool = True,
+) -> Iterator[Step]:
+    """Yield the steps of a training loop which goes on when ranks are lost, and takes ranks in.
+
+    `model` and `optimizer` have been wrapped (`mcr.wrap`). Where a rank is lost within a step, the others
+    go on without it and repeat the step. Replicas are equal between steps, so nothing is saved for this: a
+    rank that had not completed the last step gets the state of one that has. A process that `mcr-plus run
+    --min-ranks` has started again is alone in its job until its loop begins; the others take it in between
+    two steps, and it gets model, optimizer and `state` from them, model and optimizer beforehand, while they
+    train (`precopy`). What happened is one line on stderr of the first rank that has gone on.
+
+    The ranks may change between two steps: read `mcr.get_rank()` and `mcr.get_world_size()` in each, so that
+    the step's data is divided among the ranks that there are. Communicators of before are revoked then, and
+    have successors without the newcomers (`Communicator.successor`). Gradients are dropped, so accumulate
+    them within one step. A sampler that
+    counts calls is a step ahead after a repeated one: derive the data from the number of the step.
+
+    Args:
+        model: replicated on all ranks; changed in place.
+        optimizer: of the model; its state is replicated too.
+        state: anything else to give to newcomers, with `state_dict` and `load_state_dict`.
+        steps: their number; None for no end.
+        min_ranks: the ranks with which training goes on; None for those of `mcr-plus run --min-ranks`, or a
+            majority. Fewer wait for newcomers until `timeout`.
+        timeout: how long ranks wait for each other, and for newcomers where they are too few; None for the
+            timeout of the job.
+        precopy: whether one rank sends a newcomer a copy of model and optimizer, if they have 16 MiB or more,
+            and the gradients of the steps that follow, while all train on. It has that copy in memory of the
+            CPU until it is sent. Without, all of it is sent while all wait. The same on all ranks.
+
+    Raises:
+        InvalidArgument: arguments of another type; parameters that are not replicated (`mcr_skip`, DTensor),
+            which are lost with their rank; `min_ranks` above the number of ranks.
+        NotInitialized: `init` has not been called, or a step was used without `with`.
+        BackendError: fewer ranks than `min_ranks` are left.
+        Revoked: the others have declared this rank lost, such as after a SIGSTOP.
+        LaunchError: the job has not taken this process in: it differs in its version, configuration or model.
+        SystemExit: this process was started again, and the others have completed the last step meanwhile.
+
+    Example:
+        ```python
+        model = torch.nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = mcr.wrap(model, optimizer)
+        for step in mcr.elastic(model, optimizer, steps=3):
+            with step:
+                optimizer.zero_grad()
+                model(torch.ones(8 // mcr.get_world_size(), 4)).sum().backward()
+                optimizer.step()
+        ```
+    """
+    loop = _Loop(model, optimizer, state, steps, min_ranks, timeout, precopy)
+    return loop.steps()
+
+
+class _Loop:
+    """The state of one `elastic`."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        state: Sequence[Stateful],
+        steps: int | None,
+        min_ranks: int | None,
+        timeout: float | str | timedelta | None,
+        precopy: bool,
+    ) -> None:
+        runtime = current()
+        _check_arguments(model, optimizer, state, steps)
+        if not isinstance(precopy, bool):
+            raise InvalidArgument(f"precopy: expected True or False, got {precopy!r}")
+        self._model, self._optimizer, self._state = model, optimizer, state
+        self._steps = steps
+        self._least = environment.min_ranks() if min_ranks is None else min_ranks
+        self._timeout = runtime.world.timeout if timeout is None else seconds_of(timeout)
+        self._passport = _passport(runtime, model, optimizer)
+        self._done = 0  # steps, of which model and optimizer have the state; -1 while they have that of none
+        self._looked = 0.0
+        self._asking: tuple[Work, torch.Tensor] | None = None
+        self._applied = False  # whether the optimizer has made its step in the current one
+        self._newcomers = Newcomers(model, optimizer, precopies=precopy)
+        self._receiver: PrecopyReceiver | None = None  # until this process has the state
+        self._precopy = precopy
+        several = environment.launch_environment().world_size > 1
+        joins = several and environment.restarts() > 0 and runtime.roster is None
+        if not joins and self._least is not None and not 1 <= self._least <= runtime.world.size:
+            raise InvalidArgument(
+                f"min_ranks: expected a number of ranks from 1 to {runtime.world.size}, got {self._least}"
+            )
+        if joins:
+            self._join()
+        elif runtime.roster is not None:
+            runtime.roster.passport = self._passport
+            runtime.roster.note_training()
+
+    def steps(self) -> Iterator[Step]:
+        """See `elastic`. The hook on the optimizer lives as long as this runs."""
+        hook = self._optimizer.register_step_post_hook(self._note_applied)
+        try:
+            yield from self._steps_left()
+        finally:
+            hook.remove()
+            self._newcomers.end()
+
+    def _steps_left(self) -> Iterator[Step]:
+        while not self._ended():
+            step = Step(self._done, _is_loss=self._is_loss)
+            self._applied = False
+            try:
+                yield step
+            except GeneratorExit:  # the program has left the loop
+                if not step.failed:
+                    self._end()
+                raise
+            if not step._entered:
+                raise NotInitialized("elastic: use each step in a `with` block, so that losses are caught")
+            regroups = step.lost is not None
+            # A rank that has lost another one after its optimizer's step does not repeat the step.
+            if not regroups or self._applied:
+                self._done += 1
+            if not regroups:
+                try:
+                    regroups = self._meet_newcomers()
+                    if regroups:
+                        drain(current().engine)
+                except BackendError as error:
+                    if not self._is_loss(error):
+                        raise
+                    regroups = True
+            if regroups:
+                self._regroup()
+
+    def _note_applied(self, *_: object) -> None:
+        self._applied = True
+
+    @staticmethod
+    def _is_loss(error: BaseException) -> bool:
+        """Whether ranks have been lost, or have left the job by an exception of their program."""
+        return isinstance(error, PeerLost) or (
+            isinstance(error, BackendError) and not isinstance(error, Revoked) and current().has_leavers()
+        )
+
+    def _ended(self) -> bool:
+        """Whether all ranks have completed the last step; then nobody is taken in any more."""
+        while self._steps is not None and self._done >= self._steps:
+            runtime = current()
+            try:
+                runtime.communicator.barrier(tag=_TAG)
+            except BackendError as error:  # ranks that have not completed it need this one
+                if not self._is_loss(error):
+                    raise
+                self._regroup()
+                continue
+            self._end()
+            return True
+        return False
+
+    def _end(self) -> None:
+        """Take nobody in any more."""
+        runtime = current()
+        if runtime.roster is not None and runtime.world.rank == 0:
+            with suppress(RuntimeError):  # of a store that does not answer
+                runtime.roster.end()
+
+    def _meet_newcomers(self) -> bool:
+        """Do what rank 0 has seen one step ago to be done for processes that wait to be taken in.
+
+        Returns whether they are to be taken in now, the same on all ranks.
+        """
+        runtime = current()
+        if runtime.roster is None:
+            return False
+        comm, wanted = runtime.communicator, Errand()
+        now = time.monotonic()
+        if comm.rank == 0 and now - self._looked >= _LOOK_EVERY:
+            self._looked = now
+            wanted = self._newcomers.look(runtime.roster)
+        agreed = wanted
+        if comm.size > 1:
+            agreed = Errand()
+            if self._asking is not None:
+                work, errand = self._asking
+                work.wait()
+                agreed = Errand(*errand.tolist())
+            self._asking = None
+            if agreed.what != TAKE_IN:
+                errand = torch.tensor(wanted, device="cpu")
+                asks = comm.broadcast(errand, 0, async_op=True, compress=False, tag=_TAG)
+                if asks is not None:
+                    self._asking = asks, errand
+        if agreed.what == GIVE:
+            self._newcomers.give(runtime.roster, agreed)
+        return agreed.what == TAKE_IN
+
+    def _join(self) -> None:
+        """Become a rank of the job."""
+        self._done = -1
+        self._receiver = PrecopyReceiver(self._model, self._optimizer)
+        poll = self._receiver.poll if self._precopy else _be_ready
+        try:
+            with inheriting(current()) as inheritance:
+                joined = join_job(self._passport, self._proposal(), self._timeout, "elastic", poll)
+                if joined is None:
+                    _log.warning(
+                        "elastic: the job has ended before this process could join it, so it ends too"
+                    )
+                    raise SystemExit(0)
+                has_begun = self._begin(joined, inheritance)
+        except BaseException:
+            self._receiver.close()
+            raise
+        if not has_begun:
+            self._regroup()
+
+    def _proposal(self) -> Proposal:
+        return Proposal(least=self._least, patient=True)
+
+    def _regroup(self) -> None:
+        """Go on with the ranks that are left, and those that wait to join; again if one is lost meanwhile."""
+        began, lost = time.monotonic(), dict[int, str]()
+        while True:
+            self._asking = None
+            if (roster := current().roster) is not None:
+                roster.precopies = self._newcomers.precopies()
+            with inheriting(current()) as inheritance:
+                runtime, changes = leave_epoch(current(), self._proposal(), self._timeout, "elastic")
+                lost.update(changes.lost)
+                if runtime.roster is not None:
+                    self._newcomers.have_joined(runtime.roster)
+                for param in self._model.parameters():
+                    param.grad = None  # of a pass that has failed, or of a bucket that is gone
+                has_begun = self._begin(runtime, inheritance)
+            if not has_begun:
+                continue
+            first = next(rank for rank, before in enumerate(changes.former) if before is not None)
+            if runtime.world.rank == first:
+                seconds = time.monotonic() - began
+                line = _line(lost, changes.joined, self._done, runtime.world.size, seconds)
+                _log.warning("%s", line)
+            return
+
+    def _begin(self, runtime: Runtime, inheritance: Inheritance) -> bool:
+        """Begin in a new world, with the model hooked into it and the state of the foremost rank.
+
+        Returns False if a rank has been lost meanwhile.
+        """
+        inheritance.is_new = self._done < 0
+        try:
+            inheritance.give(runtime)
+            self._receive(runtime.communicator)
+        except PeerLost:
+            return False
+        return True
+
+    def _receive(self, comm: Communicator) -> None:
+        """Give all ranks the state of one that has completed the most steps."""
+        if self._receiver is not None:
+            self._receiver.finish()
+        has_parts = self._receiver is not None and self._receiver.has_parts
+        own = self._done, has_parts, self._newcomers.gives
+        answers: list[tuple[int, bool, bool]] = comm.all_gather_object(own, tag=_TAG)
+        foremost = max(done for done, _, _ in answers)
+        if foremost < 0:
+            raise BackendError("elastic: all ranks that had the state of the model are lost")
+        has: list[Has] = [
+            "all" if done == foremost else "parts" if parts else "nothing" for done, parts, _ in answers
+        ]
+        if set(has) != {"all"}:
+            if self._done < foremost:
+                self._done = -1
+                self._newcomers.end()  # its steps are not those that it has given
+            # What a newcomer has is best compared with the rank that has given it.
+            src = max(range(comm.size), key=lambda rank: (has[rank] == "all", answers[rank][2], -rank))
+            self._receive_state(comm, src, has)
+        self._done, self._receiver = foremost, None
+
+    def _receive_state(self, comm: Communicator, src: int, has: Sequence[Has]) -> None:
+        beside = [*self._model.parameters(), *self._model.buffers()]
+        states = [self._optimizer.state_dict(), *(each.state_dict() for each in self._state)]
+        received = broadcast_state(states, comm, src, beside, has)
+        if self._done < 0:
+            for target, state in zip([self._optimizer, *self._state], received, strict=True):
+                target.load_state_dict(state)
+
+
+def _be_ready(request: Request) -> bool:
+    """For a process that gets the state once it has been taken in."""
+    if not request.is_ready:
+        request.be_ready()
+    return False
+
+
+def _check_arguments(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: Sequence[Stateful], steps: int | None
+) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise InvalidArgument(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InvalidArgument(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if steps is not None and ((count := whole_number(steps)) is None or count < 0):
+        raise InvalidArgument(f"steps: expected a number of steps or None, got {steps!r}")
+    for number, each in enumerate(state):
+        if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+            raise InvalidArgument(
+                f"state {number}: expected an object with state_dict and load_state_dict, got "
+                f"{type(each).__name__}"
+            )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if getattr(tensor, "mcr_skip", False) or hasattr(tensor, "placements"):
+            raise InvalidArgument(
+                f"model: '{name}' is not replicated, so it is lost with a rank; elastic needs replicas"
+            )
+
+
+def _passport(runtime: Runtime, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """What a newcomer must have in common with the job."""
+    shapes = ", ".join(f"{name} {list(each.shape)} {each.dtype}" for name, each in model.named_parameters())
+    digest = hashlib.sha256(shapes.encode()).hexdigest()[:12]
+    count = sum(1 for _ in model.parameters())
+    return {
+        "mcr_plus": package_version(),
+        "torch": torch.__version__,
+        "the configuration": configuration.fingerprint(runtime.config),
+        "the model": f"{type(model).__name__} with {count} parameters (digest of their shapes: {digest})",
+        "the optimizer": type(optimizer).__name__,
+    }
+
+
+def _line(lost: Mapping[int, str], joined: Sequence[int], step: int, size: int, seconds: float) -> str:
+    """What has happened, in one line."""
+    losses = [f"{phrase_ranks([rank])} was lost ({why})" for rank, why in lost.items()]
+    what = ", ".join([*losses, *([f"{phrase_ranks(joined)} joined"] if joined else [])]) or "no rank was lost"
+    who = "1 rank goes" if size == 1 else f"{size} ranks go"
+    return f"elastic: {what}; {who} on with step {step} after {seconds:.2f} s"

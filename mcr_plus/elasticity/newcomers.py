@@ -1,0 +1,112 @@
+"""What ranks that train do for processes that wait to join: they give them the state, and take them in."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import torch
+
+from mcr_plus.elasticity.state_source import PrecopySource
+from mcr_plus.elasticity.state_stream import WORTH, nbytes_of
+from mcr_plus.kernels.digest import digest
+from mcr_plus.rendezvous.network import host_address
+from mcr_plus.rendezvous.store import secret_of
+
+if TYPE_CHECKING:
+    from mcr_plus.membership.roster import Roster
+
+_log = logging.getLogger("mcr_plus")
+NOTHING, TAKE_IN, GIVE = range(3)
+_OURS: Final = "127.0.0.1"
+
+
+class Errand(NamedTuple):
+    """What rank 0 wants to be done between two steps; the same on all ranks.
+
+    Attributes:
+        what: nothing, newcomers are to be taken in, or one is to be given the state.
+        rank, number, attempt: who gives it to whom, and how many have failed.
+    """
+
+    what: int = NOTHING
+    rank: int = 0
+    number: int = 0
+    attempt: int = 0
+
+
+class Newcomers:
+    """The part of one rank. `precopies`: newcomers get the state before they are taken in."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, precopies: bool) -> None:
+        self._model, self._optimizer, self._allowed = model, optimizer, precopies
+        self._given: dict[tuple[int, int], int] = {}  # request and attempt → rank, in this epoch
+        self._sources: dict[int, PrecopySource] = {}
+
+    def precopies(self) -> bool:
+        """Whether newcomers get the state before they are taken in."""
+        return self._allowed and nbytes_of(self._model, self._optimizer) >= WORTH
+
+    @property
+    def gives(self) -> bool:
+        """Whether this rank gives a newcomer the state."""
+        return any(not source.is_over for source in self._sources.values())
+
+    def look(self, roster: Roster) -> Errand:
+        """What is to be done for those that wait; for rank 0."""
+        waiting = roster.newcomers()
+        if not waiting:
+            return Errand()
+        if not self.precopies():
+            return Errand(TAKE_IN)
+        requests = [roster.request(number) for number in waiting]
+        if any(request.is_ready for request in requests):
+            return Errand(TAKE_IN)
+        for request in requests:
+            attempt = request.attempt()
+            if (request.number, attempt) in self._given or request.has_source(attempt):
+                continue
+            place, busy = waiting[request.number].place, list(self._given.values())
+            rank = min(
+                range(len(roster.members)),
+                key=lambda each: (roster.members[each].place != place, busy.count(each), each),
+            )
+            self._given[request.number, attempt] = rank
+            return Errand(GIVE, rank, request.number, attempt)
+        return Errand()
+
+    def give(self, roster: Roster, errand: Errand) -> None:
+        """Begin to give a newcomer the state of now, on the rank that the errand names."""
+        if roster.rank != errand.rank:
+            return
+        request, place = roster.request(errand.number), None
+        try:
+            newcomer = roster.newcomers().get(errand.number)
+            if newcomer is None:  # it has died
+                return
+            address = _OURS if newcomer.place == roster.members[roster.rank].place else host_address()
+            name = f"{request.key}/{errand.attempt}"
+            source = PrecopySource(self._model, self._optimizer, secret_of(roster.root), name, address)
+            digest(torch.zeros(1, device="cpu"))  # compiles it before the others wait for that
+            self.end(errand.number)
+            self._sources[errand.number], place = source, source.place
+        except (OSError, MemoryError, RuntimeError) as error:
+            _log.warning("elastic: a newcomer cannot get the state from this rank: %s", error)
+        with suppress(RuntimeError):  # of a store that does not answer, which the next look finds
+            request.offer(errand.attempt, place)
+
+    def have_joined(self, roster: Roster) -> None:
+        """A new epoch has begun: those that were taken in get what is left to be sent, and no more."""
+        self._given.clear()
+        for number, source in list(self._sources.items()):
+            if source.is_over:
+                self.end(number)
+            elif number in roster.taken:
+                source.finish()
+
+    def end(self, number: int | None = None) -> None:
+        """Give a newcomer nothing more, or all of them."""
+        for each in list(self._sources) if number is None else [number]:
+            if (source := self._sources.pop(each, None)) is not None:
+                source.close()

@@ -1,0 +1,226 @@
+"""The rank that gives a newcomer its state, while it trains on; see `precopy` for the messages."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections import deque
+from queue import SimpleQueue
+from typing import Any, Final
+
+import torch
+
+from mcr_plus.elasticity import state_stream
+from mcr_plus.elasticity.state_stream import Message
+from mcr_plus.errors import BackendError
+from mcr_plus.hosts.acceptor import Acceptor
+from mcr_plus.weight_sync import stream as links
+from mcr_plus.weight_sync.stream import Ended, Link
+
+_log = logging.getLogger("mcr_plus")
+_COMES_WITHIN: Final = 20.0  # seconds, of the newcomer
+_NAP_S: Final = 0.25
+_SAYS_EVERY: Final = 5.0  # seconds
+_STEPS: Final = 4
+"""Steps that may wait to be sent: a newcomer that is behind by more does not catch up any more, as sending
+the state takes as long as the gradients of about three."""
+
+
+class PrecopySource:
+    """Sends a copy of model and optimizer, and the steps that follow, to one newcomer, on a thread.
+
+    Memory: one copy of what the optimizer changes, until it is sent, and as much of gradients that wait to be
+    sent, or four steps of them. Parameters that it does not change are sent from where they are.
+
+    To be made between two steps, in the thread that trains. `secret`: of the job. `name`: of the transfer,
+    the same at its other end. `address`: where the newcomer can connect.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        secret: bytes,
+        name: str,
+        address: str,
+    ) -> None:
+        self._model, self._optimizer, self._secret, self._name = model, optimizer, secret, name
+        self._changed = threading.Condition()
+        self._closed = False
+        self._follows = True  # steps of the optimizer
+        self._copy_nbytes = 0
+        self._waiting: deque[Message] = deque()
+        held = {
+            id(each) for group in optimizer.param_groups for each in group["params"] if each.requires_grad
+        }
+        params = list(model.parameters())
+        self._changing = {n: each for n, each in enumerate(params) if id(each) in held}
+        frozen = {n: each for n, each in enumerate(params) if n not in self._changing}
+        if frozen:
+            self._waiting.append(state_stream.referring(state_stream.FROZEN, {"params": frozen}))
+        self._append_copy()
+        self._hook = optimizer.register_step_pre_hook(self._note_step)
+        self._listener = links.listen(address)
+        self._thread = threading.Thread(target=self._run, name=f"mcr_plus-{name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Where the newcomer is to connect."""
+        address, port = self._listener.getsockname()[:2]
+        return str(address), int(port)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all is sent, or nothing can be sent any more."""
+        return not self._thread.is_alive()
+
+    def finish(self) -> None:
+        """The newcomer has been taken in: what waits to be sent is sent still, and nothing follows."""
+        self._hook.remove()
+        with self._changed:
+            self._follows = False
+            self._waiting.append(Message(state_stream.LAST))
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End it, whatever has been sent; a second call does nothing."""
+        self._hook.remove()
+        with self._changed:
+            self._closed, self._follows = True, False
+            self._waiting.clear()
+            self._changed.notify_all()
+        self._thread.join(5.0)
+
+    # -- of the thread that trains --------------------------------------------------------------------
+
+    def _append_copy(self) -> None:
+        copy = state_stream.copied(
+            state_stream.COPY,
+            {
+                "params": self._changing,
+                "buffers": list(self._model.buffers()),
+                "optimizer": self._optimizer.state_dict(),
+            },
+        )
+        self._copy_nbytes = copy.nbytes
+        self._waiting.append(copy)
+
+    def _note_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Keep the gradients of a step that the optimizer is about to make."""
+        if not self._follows:
+            return
+        if any(value is not None for value in (*args[1:], *kwargs.values())):
+            self._give_up("the optimizer's step has arguments")
+            return
+        groups = optimizer.param_groups
+        grads = [[each.grad for each in group["params"]] for group in groups]
+        dense = [each for group in grads for each in group if each is not None]
+        if any(each.layout is not torch.strided for each in dense):
+            self._give_up("gradients are sparse")
+            return
+        nbytes = sum(each.nbytes for each in dense)
+        with self._changed:
+            waits = sum(each.nbytes for each in self._waiting if each.kind == state_stream.STEP)
+            if waits + nbytes > max(self._copy_nbytes, _STEPS * nbytes):
+                if all(each.kind != state_stream.COPY for each in self._waiting):
+                    self._give_up("the training steps are faster than their gradients can be sent")
+                    return
+                # What is frozen takes this long: a copy of now is shorter than the steps since the last one.
+                kept = [each for each in self._waiting if each.kind == state_stream.FROZEN]
+                self._waiting.clear()
+                self._waiting.extend(kept)
+                self._append_copy()
+            settings = [{key: group[key] for key in group if key != "params"} for group in groups]
+            self._waiting.append(
+                state_stream.copied(state_stream.STEP, {"settings": settings, "grads": grads})
+            )
+            self._changed.notify_all()
+
+    def _give_up(self, why: str) -> None:
+        """Send no steps; the newcomer is to be taken in with what it has."""
+        _log.info("elastic: newcomers get the rest of the state between two steps: %s", why)
+        with self._changed:
+            kept = [each for each in self._waiting if each.kind == state_stream.FROZEN]
+            self._waiting.clear()
+            self._waiting.extend([*kept, Message(state_stream.GIVEN_UP)])
+            self._follows = False
+            self._changed.notify_all()
+
+    # -- of the thread that sends ---------------------------------------------------------------------
+
+    def _run(self) -> None:
+        link: Link | None = None
+        try:
+            link = self._accepted()
+            self._send_all(link)
+        except Ended:
+            if not self._closed:
+                self._say(f"it has taken nothing for {state_stream.STALLED_S:g} s")
+        except (OSError, EOFError, BackendError) as error:
+            self._say(str(error))
+        except Exception as error:  # such as memory that cannot be had
+            self._say(f"{type(error).__name__}: {error}")
+        finally:
+            with self._changed:
+                self._follows = False
+                self._waiting.clear()
+            if link is not None:
+                link.close()
+
+    def _say(self, why: str) -> None:
+        if not self._closed:
+            _log.info("elastic: a newcomer gets its state from this rank no more: %s", why)
+
+    def _accepted(self) -> Link:
+        """Return the newcomer's connection; others, which may say nothing, do not keep it waiting."""
+        ends = time.monotonic() + _COMES_WITHIN
+        came: SimpleQueue[Link] = SimpleQueue()
+        acceptor = Acceptor(self._listener, self._name, members=1)
+        try:
+            while not self._closed and time.monotonic() < ends:
+                if (connection := acceptor.accept()) is not None:
+                    greets = (acceptor, connection, came)
+                    threading.Thread(target=self._greet, args=greets, daemon=True).start()
+                if not came.empty():
+                    return came.get()
+        finally:
+            acceptor.close()
+        raise EOFError("it has not come")
+
+    def _greet(self, acceptor: Acceptor, connection: socket.socket, came: SimpleQueue[Link]) -> None:
+        """Pass on the connection of a process that belongs to the job, and close that of another."""
+        try:
+            link = Link(
+                connection, lambda: self._closed or time.monotonic() > link.moved + state_stream.STALLED_S
+            )
+            links.greeted(link, self._secret)
+        except (OSError, EOFError, BackendError, Ended) as error:
+            acceptor.refuse(connection, error)
+            return
+        if acceptor.admit(connection):
+            came.put(link)
+        else:  # there is one already
+            link.close()
+
+    def _send_all(self, link: Link) -> None:
+        number, has_copy, has_reached = 0, False, False
+        while not self._closed:
+            with self._changed:
+                if not self._waiting:
+                    self._changed.wait(_NAP_S)
+                message = self._waiting.popleft() if self._waiting else Message(state_stream.ALIVE)
+            if message.kind == state_stream.ALIVE:
+                link.check()
+                if time.monotonic() < link.moved + _SAYS_EVERY:
+                    continue
+            state_stream.send(link, self._secret, f"{self._name}/{number}", message)
+            number += 1
+            has_copy |= message.kind == state_stream.COPY
+            if message.kind == state_stream.LAST:
+                return
+            if has_copy and not has_reached and not self._waiting:
+                state_stream.send(link, self._secret, f"{self._name}/{number}", Message(state_stream.REACHED))
+                number, has_reached = number + 1, True

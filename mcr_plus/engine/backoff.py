@@ -1,0 +1,59 @@
+"""What a thread does between two polls of a wait: polls on, yields, naps, or has a library wake it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from mcr_plus.backends.base import BlockingPoll
+from mcr_plus.reliability.verify.multi_step import SteppedPoll
+
+if TYPE_CHECKING:
+    from mcr_plus.engine.engine import Engine
+    from mcr_plus.engine.work import IssuedWork
+    from mcr_plus.waiting.policy import Pause
+
+_SHARED_NAP: Final = 200e-6  # seconds of sleep at most while something else needs polls too
+_BLOCK: Final = 2e-3  # seconds in a library that wakes this thread itself, at first
+_LONGEST_BLOCK: Final = 0.02
+
+
+def pause_wait(engine: Engine, work: IssuedWork, pause: Pause, now: float, waited: float) -> None:
+    """Let others run in a wait for `work` of so far `waited` seconds: the library's threads, or peers."""
+    poll = work.poll
+    if isinstance(poll, SteppedPoll):
+        poll = poll.current
+    if isinstance(poll, BlockingPoll) and engine.waiting.may_block and not _has_others(engine, work):
+        poll.block(min(max(waited, _BLOCK), _LONGEST_BLOCK))
+    elif pause.before(now):
+        with engine.lock:
+            if engine.try_poll(work):
+                return
+            engine.progress()
+        pause.sleep(_SHARED_NAP if _has_others(engine, work) else 1.0)
+    else:
+        pause.idle(waited)
+
+
+def _has_others(engine: Engine, work: IssuedWork) -> bool:
+    """Whether anything else may need polls while this thread waits for `work`.
+
+    What follows an operation in flight does not, nor does what a library's threads complete.
+    """
+    if engine.unordered or engine.failovers:
+        return True
+    with engine.lock:
+        if any(channel.needs_polls(work.poll) for channel in engine.verified):
+            return True
+        heads = [channel.pending[0] for channel in engine.blocked if channel.pending]
+        return any(
+            other is not work and not other.is_done and _needs_polls(other)
+            for other in (*heads, *engine.in_flight)
+        )
+
+
+def _needs_polls(work: IssuedWork) -> bool:
+    """Whether an operation in flight may be held up by a thread that does not poll it. Under the lock."""
+    if work.poll is not None:
+        return work.operation.polled or work.operation.on_stream
+    after = work.message.after
+    return after is None or after.probe()

@@ -1,0 +1,493 @@
+"""Order and progress: the part of the runtime that all operations of a process share."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final, cast
+from weakref import WeakSet
+
+from mcr_plus.board.base import Failure
+from mcr_plus.engine.backoff import pause_wait
+from mcr_plus.engine.desync import compare_signatures, explain_difference, find_mismatch
+from mcr_plus.engine.disabled_backends import switch_off_after, why_off
+from mcr_plus.engine.observer import Observer, Wait
+from mcr_plus.engine.watchdog import LONG_WAIT, Watchdog
+from mcr_plus.engine.work import start_messages
+from mcr_plus.errors import BackendError, McrError, OperationsDiffer, OrderMismatch, following
+from mcr_plus.waiting.policy import Pause, Waiting, WaitPolicy
+from mcr_plus.waiting.progress_thread import ProgressThread
+from mcr_plus.waiting.wait_time import IdleTime
+
+if TYPE_CHECKING:
+    from mcr_plus.backends.base import Backend, StreamPoll
+    from mcr_plus.engine.group_state import BackendChannel, GroupState
+    from mcr_plus.engine.operation import Operation
+    from mcr_plus.engine.work import IssuedWork
+    from mcr_plus.reliability.failover.channel import FailoverChannel
+    from mcr_plus.reliability.verify.channel import VerifiedChannel
+    from mcr_plus.rendezvous.processes import Peers
+    from mcr_plus.waiting.futex import Bells
+
+_VERY_LONG_WAIT: Final = 1.0  # seconds after which checks become rarer
+_REAP: Final = 2  # completed handles dropped per issue: amortised, never a scan
+_UNREAD: Final = 1024  # handles that are kept to see whether they are ever waited for
+
+
+class Engine:
+    """Starts operations in order, and makes progress on all of them while the program waits for any.
+
+    Attributes:
+        in_flight: asynchronous operations, started or not.
+        unread: some that were done before the program waited for them, if it ever does.
+        blocked: channels with deferred operations.
+        unordered: deferred sends and receives, which no other operation waits behind.
+        off: backends that are not called any more in this process, with the reason.
+        writes: address of a storage → number of the last operation with failover that writes there.
+        failovers, verified: libraries that another one may replace, or whose operations are verified.
+        failed: whether any operation has failed.
+        idle: while arrivals are noted, for how long the program has waited for operations or for a core.
+        waits: the waits that the program is in, beyond the first polls.
+        observer: is told of long waits and of failures.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        *,
+        wait: WaitPolicy,
+        oversubscribed: bool,
+        bells: Bells | None = None,
+        beside: Sequence[int] = (),
+        ranks: int = 1,
+        short: bool = False,
+    ) -> None:
+        """`bells`, `beside`, `ranks`, `short`: see `Waiting`, whose `peers` are `beside`."""
+        self.lock = threading.RLock()
+        self.peers = peers
+        self.recorders: tuple[Callable[[IssuedWork], None], ...] = ()
+        self.states: list[GroupState] = []
+        self.backends: list[Backend] = []
+        self.bound: WeakSet[Operation] = WeakSet()
+        self.off: dict[str, str] = {}
+        self.writes: dict[int, int] = {}
+        self.failovers: list[FailoverChannel] = []
+        self.verified: list[VerifiedChannel] = []
+        self.failed = False
+        self.idle: IdleTime | None = None
+        self._failing_dependents = False
+        self.watchdog = Watchdog(peers)
+        self.progress_thread: ProgressThread | None = None
+        self.waiting = Waiting(
+            wait, short=short, ranks=ranks, bells=bells, peers=beside, oversubscribed=oversubscribed
+        )
+        self.start_thread: ProgressThread | None = None
+        self.in_flight: deque[IssuedWork] = deque()
+        self.unread: list[IssuedWork] = []
+        self.blocked: list[BackendChannel] = []
+        self.unordered: list[IssuedWork] = []
+        self.waits: list[Wait] = []
+        self.observer: Observer | None = None
+
+    # -- starting ---------------------------------------------------------------------------------
+
+    def keep_alive(self, work: IssuedWork) -> None:
+        """Keep an asynchronous operation alive until it is done, even if the caller drops its handle."""
+        in_flight = self.in_flight
+        for _ in range(_REAP):
+            if not in_flight or not (in_flight[0].is_done or self.try_poll(in_flight[0])):
+                break
+            if not (done := in_flight.popleft()).waited:
+                self._keep_unread(done)
+        in_flight.append(work)
+        if self.progress_thread is not None:
+            self.progress_thread.wake()
+        self.ring()
+
+    def _keep_unread(self, work: IssuedWork) -> None:
+        self.unread.append(work)
+        if len(self.unread) > _UNREAD:  # half of the room is for those that come
+            self.unread = [work for work in self.unread if not work.waited][: _UNREAD // 2]
+
+    def occupied(self) -> bool:
+        """Whether operations are in flight besides the one that the caller waits for."""
+        with self.lock:  # those that are done would stay until the next one is issued
+            while self.in_flight and self.in_flight[0].is_done:
+                if not (work := self.in_flight.popleft()).waited:
+                    self._keep_unread(work)
+        return bool(self.in_flight or self.blocked or self.unordered)
+
+    def ring(self) -> None:
+        """Wake ranks of this host that wait for this one: something has been posted or started."""
+        bells = self.waiting.bells
+        if bells is not None and bells.wanted[0]:
+            bells.ring()
+
+    def defer(self, work: IssuedWork) -> None:
+        """Queue an operation that may not start yet; later ones on the same channel queue behind it."""
+        operation = work.operation
+        channel = operation.backend_channel
+        if operation.on_stream:
+            work.position = channel.start_order.position()
+        if operation.compared:
+            self.post(work)
+        if not channel.pending:
+            self.mark_blocked(channel, operation.state, True)
+        channel.pending.append(work)
+        self._start_ready(channel)
+        if channel.pending and operation.signature.async_op and _runs_by_itself(work):
+            self._start_in_background()
+
+    def _start_in_background(self) -> None:
+        """Have a thread start an operation once all ranks have issued it: its library then needs no polls."""
+        if self.progress_thread is None:
+            if self.start_thread is None:
+                self.start_thread = ProgressThread(self.start_pending)
+            self.start_thread.wake()
+
+    def start_pending(self) -> bool:
+        """Start pending operations of libraries with own threads, for a thread; whether some are left."""
+        with self.lock:
+            channels = [channel for channel in self.blocked if _runs_by_itself(channel.pending[0])]
+            for channel in channels:
+                self._start_ready(channel)
+            return any(channel.pending for channel in channels)
+
+    def record_to(self, recorders: tuple[Callable[[IssuedWork], None], ...]) -> None:
+        """Call these with every operation that completes."""
+        self.recorders = recorders
+        for state in self.states:
+            state.recorded = bool(recorders)
+            state.refresh()
+
+    def mark_blocked(self, channel: BackendChannel, state: GroupState, blocked: bool) -> None:
+        """Note whether a channel has deferred operations."""
+        (self.blocked.append if blocked else self.blocked.remove)(channel)
+        state.blocked_channels += 1 if blocked else -1
+        state.refresh()
+
+    def post(self, work: IssuedWork) -> None:
+        """Publish the number and signature of an operation on the group's board."""
+        operation = work.operation
+        state = operation.state
+        state.publish()
+        if work.message.compares_counts:
+            state.board.post_counts(work.sequence, *work.message.compared_flows(state.group.rank))
+        if not operation.signature.is_p2p:
+            state.board.post(work.sequence, operation.digest, operation.text)
+        self.ring()
+
+    def _start_ready(self, channel: BackendChannel) -> None:
+        """Start the deferred operations of a channel, in order, as far as they may start."""
+        pending = channel.pending
+        while pending and (pending[0].is_done or self._may_start(pending[0])):
+            work = pending.popleft()
+            if not work.is_done:
+                self._start(work)
+            if not pending:  # only now: the fast path takes no lock, and must not overtake this start
+                self.mark_blocked(channel, work.operation.state, False)
+
+    def _may_start(self, work: IssuedWork) -> bool:
+        """Whether a deferred operation can start; it may fail here instead."""
+        if work.operation.deferred and not self._is_admitted(work):
+            return work.is_done
+        after = work.message.after
+        if after is None:
+            return True
+        if not after.probe():
+            return False
+        if (error := after.exception()) is not None:
+            self.fail(work, error)
+        return True
+
+    def _is_admitted(self, work: IssuedWork) -> bool:
+        """Whether all ranks have issued the same, and the library is ready for it; may fail `work`."""
+        operation, gate = work.operation, work.gate
+        if gate is _admitted:  # it waits for something else, and must not pass the gate twice
+            return True
+        try:
+            if gate is None and operation.compared and (match := compare_signatures(work)) is not True:
+                if match is not False:
+                    self.fail(work, self.watchdog.board_failed(work, match))
+                return False
+            if gate is None:
+                gate = None if operation.gate is None else operation.gate(work.message)
+            if gate is not None:
+                work.gate = gate
+                if not gate():
+                    return False
+        except Exception as error:
+            self.fail(work, error)
+            return False
+        operation.update_checks()
+        work.gate = _admitted
+        return True
+
+    def _start(self, work: IssuedWork) -> None:
+        message, operation = work.message, work.operation
+        try:
+            if work.position is None:
+                operation.prepare(message)
+                work.poll = operation.start(message)
+            else:
+                with operation.backend_channel.start_order.after(work.position):
+                    operation.prepare(message)
+                    work.poll = operation.start(message)
+        except Exception as error:
+            self.fail(work, error)
+            return
+        if work.finish and operation.on_stream:
+            finish, work.finish = work.finish, None
+            for function in finish:
+                _stream(work).chain(function)
+
+    # -- waiting ----------------------------------------------------------------------------------
+
+    def advance(self, work: IssuedWork) -> None:
+        """Poll one operation and let deferred ones start."""
+        with self.lock:
+            if not work.is_done and not self.try_poll(work):
+                self.progress()
+                if not work.is_done:
+                    self._check_polled(work)
+
+    def _check_polled(self, work: IssuedWork) -> None:
+        """Check deadline and peers for a caller that polls repeatedly instead of waiting.
+
+        Pending buckets are not flushed here: the caller may be our own progress thread.
+        """
+        now = time.monotonic()
+        if work.polled_since is None:
+            work.polled_since = now
+            work.next_check = now + work.operation.state.board.first_check
+        since = work.polled_since
+        self.waiting.may_yield(now - since)
+        if now >= work.next_check:
+            work.next_check = now + max(work.operation.state.board.check_every, LONG_WAIT)
+            self._check(work, now - since, flushes=False)
+        if not work.is_done and self.watchdog.is_overdue(work, since, now):
+            self.fail(work, self.watchdog.timeout_error(work, now - since))
+
+    def try_poll(self, work: IssuedWork) -> bool:
+        """Poll; True when done. Under the lock, or by the only thread that has the operation."""
+        poll = work.poll
+        if poll is None or work.is_done:
+            return work.is_done
+        if self.off and (reason := why_off(self, work.operation)) is not None:
+            self.fail(work, BackendError(f"{work.operation.name(work.sequence)}: {reason}"))
+            return True
+        try:
+            if poll():
+                work.complete()
+                if work.operation.polled:
+                    self.ring()
+        except Exception as error:
+            self.fail(work, error)
+        return work.is_done
+
+    def progress(self) -> None:
+        """Advance everything that needs the host: deferred operations and the libraries themselves."""
+        for backend in self.backends:
+            backend.progress()
+        for failover in self.failovers:
+            failover.tick()
+        for verified in self.verified:
+            verified.tick()
+        for channel in list(self.blocked):
+            self._start_ready(channel)
+        if self.unordered:
+            self.unordered = start_messages(self.unordered, self._start)
+
+    def stop_thread(self) -> None:
+        """End the threads, if there are any: from now on only callers make progress."""
+        threads = self.progress_thread, self.start_thread
+        self.progress_thread = self.start_thread = None
+        for thread in filter(None, threads):
+            thread.stop()
+
+    def progress_once(self) -> bool:
+        """Make progress on operations in flight, for the progress thread; False if there are none.
+
+        Operations complete here, so that what follows them (decoding, copying out) is done before the program
+        waits.
+        """
+        with self.lock:
+            in_flight = self.in_flight
+            while in_flight and (in_flight[0].is_done or self.try_poll(in_flight[0])):
+                if not (work := in_flight.popleft()).waited:
+                    self._keep_unread(work)
+            if in_flight:
+                self.progress()
+            return bool(in_flight)
+
+    def _polled_first(self, work: IssuedWork) -> bool:
+        """Poll at full speed, but for an inline operation, which has had that; whether `work` is done."""
+        operation = work.operation
+        if operation.inline or work.poll is None:
+            return False
+        for _ in operation.spins if self.waiting.calm else operation.glance:
+            with self.lock:
+                if self.try_poll(work):
+                    return True
+            if operation.on_stream:
+                break
+        return False
+
+    def wait(
+        self, work: IssuedWork, timeout: float | timedelta | None = None, *, until_done: bool = False
+    ) -> None:
+        """Poll until `work` is done, and make progress on everything else.
+
+        Past its own deadline the operation fails; after `timeout` seconds `CommTimeout` is raised.
+
+        An operation on a stream is waited for only until it has been handed to the stream, and the current
+        stream ordered after it, unless `until_done`.
+        """
+        if not self._polled_first(work):
+            wait = Wait(work, threading.get_ident(), time.time_ns())
+            self.waits.append(wait)
+            try:
+                self._wait(work, timeout, until_done)
+            finally:
+                self.waits.remove(wait)
+                self.waiting.may_yield(0.0)
+                if work.noted is not None:
+                    work.noted.ended = time.time_ns()
+        if not self.waiting.calm and work.operation.polled:
+            self.waiting.relay()
+
+    def _wait(self, work: IssuedWork, timeout: float | timedelta | None, until_done: bool) -> None:
+        operation, waiting = work.operation, self.waiting
+        pause: Pause | None = None
+        began = time.monotonic()
+        patience = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        board = operation.state.board
+        next_check, next_look = began + board.first_check, began + LONG_WAIT
+        while not work.is_done:
+            with self.lock:
+                polls = operation.burst if waiting.calm else operation.glance
+                if any(self.try_poll(work) for _ in polls):
+                    return
+                if operation.on_stream and not until_done and work.poll is not None and _stream(work).ready:
+                    _stream(work).order_current_stream()
+                    return
+                self.progress()
+                now = time.monotonic()
+                if now >= next_check:
+                    self._check(work, now - began)
+                    longer = 1 if now - began < _VERY_LONG_WAIT else 25
+                    next_check = now + min(board.check_every * longer, 1.0)
+                    next_look = now + LONG_WAIT
+                elif now >= next_look:
+                    next_look = now + LONG_WAIT
+                    if (lost := self.watchdog.look(work, now - began)) is not None:
+                        self.fail(work, lost)
+            if work.is_done:
+                return
+            waited = now - began
+            if waited >= operation.timeout and self.watchdog.is_overdue(work, began, now):
+                self.fail(work, self.watchdog.timeout_error(work, waited))
+                return
+            if patience is not None and waited >= patience:
+                raise self.watchdog.timeout_error(work, waited)
+            if pause is None:
+                pause = Pause(waiting, operation.polled, operation.rings, operation.state.group.ranks)
+            pause_wait(self, work, pause, now, waited)
+
+    def compiles(self, begins: bool) -> None:
+        """Publish that this process begins or has ended compiling kernels; from any thread."""
+        for state in list(self.states):
+            if not state.closed:
+                state.board.mark_compiling(begins)
+
+    def _check(self, work: IssuedWork, waited: float, *, flushes: bool = True) -> None:
+        """Slow path of a long wait: publish this rank's position, then look for mismatches and failed peers.
+
+        `flushes`: also flush pending buckets.
+        """
+        if waited > _VERY_LONG_WAIT and work.noted is None and self.observer is not None:
+            self.observer.waits_long(work)
+        for state in self.states if flushes else ():
+            for flush in state.when_stuck:
+                flush()
+        operation = work.operation
+        if operation.state.group.size == 1:
+            return
+        self.post(work)
+        mismatch = None if operation.signature.is_p2p else find_mismatch(work)
+        if (error := mismatch or self.watchdog.check(work, waited)) is not None:
+            self.fail(work, error)
+
+    def fail(self, work: IssuedWork, error: BaseException) -> None:
+        """Complete an operation with an error, and fail its group."""
+        report: Callable[[], None] | None = None
+        if not work.is_done:
+            # The library may still write to these tensors: they are never freed.
+            self.peers.keep.append((work.message, work.message.inputs, work.message.outputs, work.poll))
+            work.operation.state.unfinished.add(work.operation.signature.backend)
+            if isinstance(error, OperationsDiffer):
+                self.post(work)
+                error = explain_difference(work, error, self.watchdog)
+            switch_off_after(self, work, error)
+            if isinstance(error, Exception) and not isinstance(error, McrError):
+                error = self.watchdog.library_error(work, error)
+            if self.observer is not None and not self._failing_dependents:
+                report = self.observer.fails(work, error)
+            work.fail(error)
+        error = work.error or error
+        self.failed = True
+        state = work.operation.state
+        state.publish()
+        pending = work.operation.backend_channel.pending
+        unstarted = [other for other in pending if other is not work and not other.is_done]
+        # Deferred operations before it do not start any more either, and peers wait for them.
+        others = [other.sequence for other in unstarted]
+        first = min([work.sequence, *others])
+        relayed = error.passed_on if isinstance(error, McrError) else ""
+        state.board.mark_failed(Failure(first, relayed or f"{type(error).__name__}: {error}"))
+        state.fail(error, min((number for number in (work.sequence, *others) if number), default=0))
+        text = f"not started: another operation has failed: {error}"
+        for other in unstarted:
+            other.fail(OrderMismatch(text) if isinstance(error, OrderMismatch) else following(error, text))
+        self._fail_dependents()
+        if report is not None:
+            report()
+
+    def _fail_dependents(self) -> None:
+        """Fail deferred operations that follow a failed one, now: this rank may never wait for them."""
+        if self._failing_dependents:
+            return
+        self._failing_dependents = True
+        try:
+            any_failed = True
+            while any_failed:
+                deferred = [work for channel in self.blocked for work in channel.pending if not work.is_done]
+                failed = [(work, error) for work in deferred if (error := _error_before(work)) is not None]
+                for work, error in failed:
+                    self.fail(work, error)
+                any_failed = bool(failed)
+        finally:
+            self._failing_dependents = False
+
+
+def _stream(work: IssuedWork) -> StreamPoll:
+    return cast("StreamPoll", work.poll)
+
+
+def _error_before(work: IssuedWork) -> BaseException | None:
+    """The error of the operation that `work` is to follow; None unless that has failed."""
+    after = work.message.after
+    return after.exception() if after is not None and after.probe() else None
+
+
+def _runs_by_itself(work: IssuedWork) -> bool:
+    """Whether its library has threads of its own, so that it progresses without being polled."""
+    return len(work.operation.burst) == 1 and not work.operation.on_stream
+
+
+def _admitted() -> bool:
+    """The gate of an operation that has passed its library's."""
+    return True

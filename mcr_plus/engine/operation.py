@@ -1,0 +1,458 @@
+"""An operation bound to one library for one signature: the end of the pipeline."""
+
+from __future__ import annotations
+
+import sys
+from copy import copy
+from functools import partial
+from threading import get_ident
+from time import perf_counter, time_ns
+from typing import TYPE_CHECKING, Final, NoReturn
+
+from mcr_plus.backends.base import FirstCalls
+from mcr_plus.board.base import pad
+from mcr_plus.core.kinds import IN_PLACE
+from mcr_plus.core.message import Message
+from mcr_plus.core.stacks import position_of
+from mcr_plus.core.work import Work
+from mcr_plus.engine.disabled_backends import refuse_if_off
+from mcr_plus.engine.issue import Issue
+from mcr_plus.engine.work import IssuedWork
+from mcr_plus.reliability.failover.channel import FailoverChannel
+from mcr_plus.waiting.policy import FIRST_POLLS, GLANCE, SHORT_NAPS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from mcr_plus.backends.base import Backend, Channel, Gate, Persistent, Poll, Start
+    from mcr_plus.core.message import Signature
+    from mcr_plus.engine.engine import Engine
+    from mcr_plus.engine.group_state import BackendChannel, GroupState
+
+
+_BURST: Final = 16
+_WEIGHED: Final = 16  # of so many issues of an operation without a size, the bytes of one are noted
+
+
+class Operation:
+    """The end of a bound chain: everything an issue needs is resolved.
+
+    Attributes:
+        inline: a synchronous host operation: only the calling thread polls it, so it needs no lock.
+        spins: polls at full speed before the engine's waiting loop takes over, as long as waits are calm;
+            `first` of them otherwise.
+        burst: polls in each round of that loop; `glance` where waits are not calm.
+        polled: the library moves only while it is polled. `rings`: it wakes peers itself when it has.
+        channel: where the library's own persistent requests come from; None if no library is involved.
+        deferred: whether the next issue is queued, to be compared or to pass the library's gate.
+        has_failover: another library takes over where this one fails.
+        compared: whether the next issue compares signatures with the peers before it starts.
+        gate: the library's requirement before it is handed the operation; None if it has none.
+    """
+
+    def __init__(
+        self,
+        signature: Signature,
+        start: Start,
+        engine: Engine,
+        state: GroupState,
+        backend_channel: BackendChannel,
+        *,
+        channel: Channel | None,
+        on_stream: bool,
+        spins: int,
+        burst: range,
+        timeout: float,
+        compare_every: bool = False,
+        rings: bool = False,
+    ) -> None:
+        self.signature = signature
+        self.backend = signature.choice
+        self.start = self._weighed(start) if signature.nbytes is None else start
+        if isinstance(self.start, FirstCalls):
+            self.start.on_settled = partial(setattr, self, "start")
+        self.channel = channel
+        self.engine = engine
+        self.state = state
+        self.backend_channel = backend_channel
+        self.on_stream = on_stream
+        self.has_failover = False
+        if isinstance(channel, FailoverChannel) and not signature.is_p2p:
+            self.has_failover = True
+            self.backend = channel.library if channel.moved else signature.choice
+        self.inline = not (signature.async_op or on_stream or signature.is_p2p)
+        # Lists, which `stop_polling` empties under a loop of another thread.
+        self.spins = [None] * spins
+        self.first = [None] * min(spins, GLANCE if rings else FIRST_POLLS)
+        self.more = [None] * (spins - len(self.first))
+        self.burst = burst
+        self.glance = burst[: len(self.first)]
+        self.polled = len(burst) > 1
+        self.rings = rings
+        self.timeout = timeout
+        self.digest = signature.digest()
+        self.text = pad(signature.describe())
+        self.compare_every = compare_every
+        self.gate = _gate_of(channel, signature, self.digest)
+        self.deferred = self.compared = state.group.size > 1 and not signature.is_p2p
+        engine.bound.add(self)
+        refuse_if_off(engine, self)
+
+    def update_checks(self) -> None:
+        """Set the requirements of the next issue, once an operation may start."""
+        gate = self.gate
+        self.compared = self.compare_every or (gate is not None and gate.again)
+        self.deferred = self.compared or (gate is not None and gate.every)
+
+    @property
+    def mean_bytes(self) -> float:
+        """Bytes of one issue by the convention of nccl-tests, this rank's own where sizes differ."""
+        if self.signature.nbytes is not None:
+            return self.signature.nbytes
+        return self._weight[1] / max(self._weight[0], 1)
+
+    def _weighed(self, start: Start) -> Start:
+        """Note the bytes of one issue in 16 of an operation whose messages differ in size."""
+        calls = 0
+        self._weight = 0, 0
+
+        def started(message: Message) -> Poll:
+            nonlocal calls
+            if not calls % _WEIGHED:
+                self._weight = self._weight[0] + 1, self._weight[1] + message.own_bytes()
+            calls += 1
+            return start(message)
+
+        return started
+
+    def runs_on(self, backend: Backend) -> None:
+        """Take note of another library, which may have to be polled more often, or less."""
+        self.backend = backend.name
+        self.burst = burst_of(backend)
+        self.glance = self.burst[: len(self.first) or 1]
+        self.polled, self.rings = backend.host_driven, backend.rings
+
+    def stop_polling(self) -> None:
+        """End the loops that poll at full speed, in any thread: the library is not to be called again."""
+        for polls in (self.spins, self.first, self.more):
+            polls.clear()
+
+    def prepare(self, message: Message) -> None:
+        """Do what stages do before the operation starts."""
+        if self.on_stream:
+            self.backend_channel.start_order.prepare(message)
+        elif message.prepare is not None:
+            message.prepare()
+
+    def name(self, sequence: int) -> str:
+        """For error messages: `all_reduce SUM float32[4] (#7 in group 'world')`."""
+        number = "point-to-point" if self.signature.is_p2p else f"#{sequence}"
+        return f"{self.signature.describe()} ({number} in group '{self.state.group.name}')"
+
+    def bind(self) -> Issue:
+        """How this operation is issued; a synchronous one also without a handle while all goes well."""
+        start = self._bind_p2p() if self.signature.is_p2p else self._bind_collective()
+        if not self.inline:
+            return Issue(start, operation=self)
+        in_place = self._bind_run_in_place(start) if self.signature.kind in IN_PLACE else None
+        return Issue(start, self._bind_run(start), operation=self, run_in_place=in_place)
+
+    def persistent(self, message: Message) -> tuple[Issue, Callable[[], None]] | None:
+        """The same operation by the library's persistent request for the message's tensors, if it has one.
+
+        Returns how to issue it (with a handle of its own life) and how to run it. The request is made by the
+        first start, when all ranks have issued it. Persistent and ordinary calls cannot meet in a library, so
+        the two have different digests.
+        """
+        digest = self.digest ^ 1
+        is_off = self.signature.backend in self.engine.off
+        if is_off or self.channel is None:
+            return None
+        request = self.channel.bind_persistent(self.signature, message, digest)
+        if request is None:
+            return None
+
+        def start(message: Message) -> Poll:  # noqa: ARG001 - a Start
+            request.begin()
+            return request.test
+
+        twin = copy(self)
+        twin.start = twin._weighed(start) if self.signature.nbytes is None else start
+        twin.digest = digest
+        twin.gate = _gate_of(self.channel, self.signature, digest)
+        twin.text = pad(f"persistent {self.signature.describe()}")
+        twin.deferred = twin.compared = self.state.group.size > 1
+        handled = copy(twin)
+        handled.inline = False
+        self.engine.bound.update((twin, handled))
+        return handled.bind(), twin.bind_request(message, request)
+
+    def _bind_collective(self) -> Callable[[Message], Work]:
+        engine, state = self.engine, self.state
+        lock, counter, pending = engine.lock, state.board.counter, self.backend_channel.pending
+        inline, remember, signature, clock = self.inline, state.ring.append, self.signature, time_ns
+
+        def issue(message: Message) -> Work:
+            if get_ident() != state.owner:
+                state.check_thread()
+            with lock:
+                counter[0] = state.sequence = sequence = state.sequence + 1
+                remember((sequence, signature, clock()))
+                work = IssuedWork(self, message, None, sequence)
+                if engine.recorders:
+                    self._note_issue(work)
+                if self.deferred or pending or message.after is not None:
+                    engine.defer(work)
+                else:
+                    try:
+                        if message.prepare is not None:
+                            self.prepare(message)
+                        work.poll = self.start(message)
+                    except Exception as error:
+                        engine.fail(work, error)
+                if not inline:
+                    engine.keep_alive(work)
+            return work
+
+        return issue
+
+    def _note_issue(self, work: IssuedWork) -> None:
+        """Note when an operation was issued, and for logs of this rank and of its peers, where."""
+        work.t_issue = now = perf_counter()
+        if (idle := self.engine.idle) is not None:
+            work.site = position_of(sys._getframe(2))
+            if work.sequence:
+                work.idle = until_now = idle.seconds(now)
+                self.state.board.arrive(work.sequence, now, until_now)
+
+    def _bind_run(self, issue: Callable[[Message], Work]) -> Callable[[Message], None]:
+        state, counter = self.state, self.state.board.counter
+        first, waiting, (wanted, ring) = self.first, self.engine.waiting, self._bells()
+        remember, signature, clock = state.ring.append, self.signature, time_ns
+
+        # No lock: `fast_path_thread` is this thread only while no other thread uses the group and nothing is
+        # deferred in it.
+        def run(message: Message) -> None:
+            if get_ident() != state.fast_path_thread or self.deferred:
+                issue(message).wait()
+                return
+            counter[0] = state.sequence = sequence = state.sequence + 1
+            remember((sequence, signature, clock()))
+            poll = None
+            try:
+                poll = self.start(message)
+                for _ in first:
+                    if poll():
+                        if wanted[0]:
+                            ring()
+                        if waiting.calm:
+                            return
+                        is_done = True
+                        break
+                else:
+                    is_done = self._poll_longer(poll)
+            except BaseException as error:
+                self._fail_run(message, poll, error)
+            if is_done:
+                waiting.relay()
+            else:
+                self._wait_run(message, poll)
+
+        return run
+
+    def _bind_run_in_place(self, issue: Callable[[Message], Work]) -> Callable[[torch.Tensor], None]:
+        """As `run`, with one message for all calls, as making one takes a tenth of a microsecond."""
+        state, counter = self.state, self.state.board.counter
+        first, waiting, (wanted, ring) = self.first, self.engine.waiting, self._bells()
+        remember, signature, clock = state.ring.append, self.signature, time_ns
+        spare: Message | None = None  # not while it is in use, so that a signal's handler may call this
+
+        def run_in_place(tensor: torch.Tensor) -> None:
+            nonlocal spare
+            if get_ident() != state.fast_path_thread or self.deferred:
+                issue(Message(signature, (tensor,), (tensor,))).wait()
+                return
+            counter[0] = state.sequence = sequence = state.sequence + 1
+            remember((sequence, signature, clock()))
+            message, spare = spare or Message(signature), None
+            message.inputs = message.outputs = (tensor,)
+            poll = None
+            try:
+                poll = self.start(message)
+                for _ in first:
+                    if poll():
+                        if wanted[0]:
+                            ring()
+                        message.inputs = message.outputs = ()
+                        spare = message
+                        if waiting.calm:
+                            return
+                        is_done = True
+                        break
+                else:
+                    is_done = self._poll_longer(poll)
+            except BaseException as error:
+                self._fail_run(message, poll, error)
+            if is_done:
+                waiting.relay()
+            else:
+                self._wait_run(message, poll)
+
+        return run_in_place
+
+    def _bells(self) -> tuple[Sequence[int] | memoryview, Callable[[], None]]:
+        """How to find out and ring if a peer waits: none does if the library rings."""
+        bells = self.engine.waiting.bells
+        if bells is None or not self.polled or self.rings:
+            return (0,), self.engine.ring
+        return bells.wanted, self.engine.ring
+
+    def bind_request(self, message: Message, request: Persistent) -> Callable[[], None]:
+        """As `run` for one message and a persistent request, without even a call to start it."""
+        state, counter = self.state, self.state.board.counter
+        first, waiting, (wanted, ring) = self.first, self.engine.waiting, self._bells()
+        issue, begin, test = self.bind().start, request.begin, request.test
+        remember, signature, clock = state.ring.append, self.signature, time_ns
+
+        def run() -> None:
+            nonlocal begin, test
+            if self.deferred or get_ident() != state.fast_path_thread:
+                issue(message).wait()
+                begin, test = request.begin, request.test
+                return
+            counter[0] = state.sequence = sequence = state.sequence + 1
+            remember((sequence, signature, clock()))
+            try:
+                begin()
+                for _ in first:
+                    if test():
+                        if wanted[0]:
+                            ring()
+                        if waiting.calm:
+                            return
+                        is_done = True
+                        break
+                else:
+                    is_done = self._poll_longer(test)
+            except BaseException as error:
+                self._fail_run(message, test, error)
+            if is_done:
+                waiting.relay()
+            else:
+                self._wait_run(message, test)
+
+        return run
+
+    def _poll_longer(self, poll: Poll) -> bool:
+        """Poll on after the first polls, and nap where waits are not calm; returns whether it is done."""
+        waiting = self.engine.waiting
+        for _ in self.more if waiting.calm else ():
+            if poll():
+                if self.polled and not self.rings:
+                    self.engine.ring()
+                return True
+        return not waiting.calm and self._nap(poll)
+
+    def _nap(self, poll: Poll) -> bool:
+        """Sleep a few times until a peer rings, where waits are not calm; whether `poll` is done then.
+
+        Deadline and peers are left to `Engine.wait`. So is everything if there is more in flight.
+        """
+        engine, waiting = self.engine, self.engine.waiting
+        if engine.occupied() or not (self.polled and waiting.may_nap()):
+            return False
+        for _ in SHORT_NAPS:
+            if self.signature.backend in engine.off:
+                return False
+            waiting.arm(self.state.group.ranks)
+            if poll():
+                break
+            if not self.rings:
+                engine.ring()  # this rank's polls may have moved what others wait for
+            waiting.nap(self.rings)
+            if poll():
+                break
+        else:
+            return False
+        if not self.rings:
+            engine.ring()
+        return True
+
+    def _wait_run(self, message: Message, poll: Poll | None) -> None:
+        work = IssuedWork(self, message, poll, self.state.sequence)
+        try:
+            work.wait()
+        except Exception:
+            raise
+        except BaseException:
+            self._keep(work)
+            raise
+
+    def _keep(self, work: IssuedWork) -> None:
+        """After an interrupt: the operation goes on, and the library still has the tensors."""
+        with self.engine.lock:
+            self.engine.keep_alive(work)
+
+    def _fail_run(self, message: Message, poll: Poll | None, error: BaseException) -> NoReturn:
+        work = IssuedWork(self, message, poll, self.state.sequence)
+        if poll is not None and not isinstance(error, Exception):
+            self._keep(work)
+            raise error
+        self.engine.fail(work, error)
+        self.state.failure_raised = True
+        raise work.error or error
+
+    def _bind_p2p(self) -> Callable[[Message], Work]:
+        # Send and receive are matched by peer and tag: they have no number, and queue only behind those that
+        # would be matched in their place. Not on a stream, which runs all in order: there they queue.
+        engine, state = self.engine, self.state
+        pending = self.backend_channel.pending if self.on_stream else ()
+        any_thread = not self.on_stream and _allows_threads(engine, self.signature.backend)
+        remember, signature = state.messages.append, self.signature
+
+        def issue(message: Message) -> Work:
+            if get_ident() != state.owner:
+                state.check_thread(any_thread=any_thread)
+            with engine.lock:
+                work = IssuedWork(self, message, None, 0)
+                work.issued = issued = time_ns()
+                remember((message.peer, message.match_tag, signature, issued))
+                if engine.recorders:
+                    self._note_issue(work)
+                if pending or (self.on_stream and message.after is not None):
+                    engine.defer(work)
+                elif message.after is not None or (engine.unordered and work.is_behind(engine.unordered)):
+                    engine.unordered.append(work)
+                else:
+                    try:
+                        if message.prepare is not None:
+                            self.prepare(message)
+                        work.poll = self.start(message)
+                    except Exception as error:
+                        engine.fail(work, error)
+                engine.keep_alive(work)
+            return work
+
+        return issue
+
+
+def burst_of(backend: Backend) -> range:
+    """Polls in a row in a longer wait, of libraries that need them: large operations take many.
+
+    With threads of its own, a library may need the core that polls would take: also where an operation
+    consists of several, of which the next one starts in a poll.
+    """
+    return range(_BURST if backend.host_driven else 1)
+
+
+def _gate_of(channel: Channel | None, signature: Signature, digest: int) -> Gate | None:
+    """The library's gate for the operations of a signature, if it has one."""
+    return None if channel is None or signature.is_p2p else channel.gate(signature, digest)
+
+
+def _allows_threads(engine: Engine, name: str | None) -> bool:
+    """Whether a library may be called while another thread is inside it."""
+    backend = next((each for each in engine.backends if each.name == name), None)
+    return backend is None or not backend.thread_restriction()

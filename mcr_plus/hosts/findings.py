@@ -1,0 +1,98 @@
+"""What the agent of a host has found out about ranks, in memory that the ranks of the host have mapped."""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from mcr_plus.hosts.protocol import STATES, Finding
+
+_HEADER: Final = 8  # words; the first is when the agent last looked, in ns of the monotonic clock
+_LONGEST: Final = (1 << 28) - 1  # ms
+_FRESH: Final = 2.0  # seconds after which findings of an agent that does not run any more count for nothing
+
+
+class Findings:
+    """Of each rank of the job a word with its state, written by the agent, and one that it has left.
+
+    Beside these, of the lowest rank of each host, what the agent knows of that host's clock.
+
+    Attributes:
+        addresses: at which this host meets the others.
+        requests: address at which the agent takes requests for dumps of all other hosts.
+    """
+
+    def __init__(
+        self, memory: mmap.mmap, ranks: int, addresses: Iterable[str] = (), requests: str = ""
+    ) -> None:
+        self.addresses = frozenset(addresses)
+        self.requests = requests
+        self._ranks = ranks
+        self._memory: mmap.mmap | None = memory
+        self._words = memoryview(memory).cast("Q")
+        self._clocks = memoryview(memory).cast("d")
+
+    @staticmethod
+    def size(ranks: int) -> int:
+        """Bytes of the memory in a job of so many ranks."""
+        return -(-8 * (_HEADER + 3 * ranks) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+    def publish(self, found: Iterable[tuple[int, Finding]]) -> None:
+        """Write what is known of ranks, for the agent."""
+        for rank, (state, age, most) in found:
+            # One aligned store, so that a reader never sees the state without its age.
+            self._words[_HEADER + rank] = STATES.index(state) | _ms(age) << 8 | _ms(most) << 36
+        self._words[0] = time.monotonic_ns()
+
+    def publish_clocks(self, ahead: Mapping[int, float]) -> None:
+        """Write `Heartbeat.ahead`, for the agent."""
+        for rank, seconds in ahead.items():
+            self._clocks[_HEADER + 2 * self._ranks + rank] = seconds
+
+    def ahead(self, rank: int) -> float | None:
+        """By how many seconds at most this host's clock is ahead of that of another one; None if unknown.
+
+        `rank`: the lowest one of that host.
+        """
+        if self._memory is None:
+            return None
+        return self._clocks[_HEADER + 2 * self._ranks + rank] or None  # 0: nothing has been written
+
+    def of(self, rank: int) -> Finding:
+        """What is known of a rank of another host; `unknown` if no agent has looked lately."""
+        if self._memory is None or time.monotonic_ns() - self._words[0] > _FRESH * 1e9:
+            return Finding("unknown")
+        return self.last(rank)
+
+    @property
+    def looked(self) -> float:
+        """When the agent last looked, by the monotonic clock."""
+        return self._words[0] / 1e9 if self._memory is not None else 0.0
+
+    def last(self, rank: int) -> Finding:
+        """What the agent has written of a rank, however long ago."""
+        word = self._words[_HEADER + rank]
+        return Finding(STATES[word & 0xFF], (word >> 8 & _LONGEST) / 1e3, (word >> 36) / 1e3)
+
+    def leave(self, rank: int) -> None:
+        """Note that a rank of this host ends in good order: its end is no death."""
+        if self._memory is not None:
+            self._words[_HEADER + self._ranks + rank] = 1
+
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank of this host has ended in good order."""
+        return bool(self._words[_HEADER + self._ranks + rank])
+
+    def close(self) -> None:
+        """Unmap the memory; every rank is `unknown` afterwards."""
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            self._words.release()
+            self._clocks.release()
+            memory.close()
+
+
+def _ms(seconds: float) -> int:
+    return min(max(0, round(seconds * 1e3)), _LONGEST)

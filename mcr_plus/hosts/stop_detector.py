@@ -1,0 +1,124 @@
+"""The witness of a rank: a small process beside it in `init`, which says when the rank is stopped.
+
+A stopped process says nothing, and its kernel answers for it as ever; a thread of it could not tell a stop
+from an extension that holds the interpreter's lock. So another process looks into /proc. It imports the
+standard library alone, and ends when the rank lets go of it or has ended.
+
+The witnesses of ranks on other hosts connect to that of rank 0. Each says on its connections when its rank
+stops and goes on, and tells its own rank what the others say (`REPORT`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import socket
+import struct
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, Final
+
+from mcr_plus.core.proc import Stop, state_of
+from mcr_plus.hosts.handshake import Door, greeting
+
+REPORT: Final = struct.Struct("<I?")
+"""What a witness tells its rank: another rank, and whether that is stopped."""
+_LOOK_EVERY: Final = 0.1  # seconds between looks at the rank, whose stop nothing announces
+_CONNECTS_WITHIN: Final = 2.0  # seconds
+_STOPPED: Final = b"s"
+_RUNS: Final = b"r"
+
+
+class Witness:
+    """One rank's witness.
+
+    `order` is what `mcr_plus.rendezvous.init_connections` writes: process id and start time of its rank (`process`),
+    the number of that (`rank`), the `key` of greetings (hexadecimal), the seconds after which it counts as
+    stopped (`grace`), and `address`, of the witness of rank 0; None for that one itself.
+    """
+
+    def __init__(
+        self, order: Mapping[str, Any], control: socket.socket, listener: socket.socket | None
+    ) -> None:
+        """`control`: the connection with its rank. `listener`: of the witness of rank 0, None for others."""
+        self._pid, self._started = order["process"]
+        self._grace: float = order["grace"]
+        self._control = control
+        key = bytes.fromhex(order["key"])
+        self._door = None if listener is None else Door(listener, key, lambda _: None)
+        self._links: dict[int, socket.socket] = {}
+        self._reports: dict[int, bool] = {}  # the latest of each rank that have not been sent
+        self._is_stopped = False
+        self._stop: Stop | None = None  # of the rank, if it is stopped
+        if order["address"] is not None:
+            host, port = order["address"]
+            with contextlib.suppress(OSError):  # then nothing is known of a stop
+                link = socket.create_connection((host, port), _CONNECTS_WITHIN)
+                link.sendall(greeting(key, order["rank"]))
+                link.setblocking(False)
+                self._links[0] = link
+
+    def run(self) -> None:
+        """Work until the rank lets go, or has ended."""
+        poll = select.poll()
+        poll.register(self._control, select.POLLIN)  # which becomes readable when the rank closes its end
+        while not poll.poll(1e3 * _LOOK_EVERY):
+            state = state_of(self._pid, self._started)
+            if state == "dead":
+                return
+            self._judge(state == "stopped")
+            for rank, link in self._door.come() if self._door is not None else ():
+                self._links[rank] = link
+                if self._is_stopped:
+                    self._say(link, _STOPPED)
+            for rank, link in list(self._links.items()):
+                self._hear(rank, link)
+            self._report()
+
+    def _judge(self, stands: bool) -> None:
+        """Take in whether the rank is stopped now, and say so if that has become certain."""
+        now = time.monotonic()
+        self._stop = (self._stop or Stop(self._grace, now)) if stands else None
+        is_stopped = self._stop is not None and self._stop.is_certain(now)
+        if is_stopped != self._is_stopped:
+            self._is_stopped = is_stopped
+            for link in self._links.values():
+                self._say(link, _STOPPED if is_stopped else _RUNS)
+
+    def _say(self, link: socket.socket, what: bytes) -> None:
+        with contextlib.suppress(OSError):  # it shows when the link is read
+            link.send(what)
+
+    def _hear(self, rank: int, link: socket.socket) -> None:
+        try:
+            said = link.recv(64)
+        except BlockingIOError:
+            return
+        except OSError:
+            said = b""
+        if not said:  # that witness has ended, which says nothing of its rank
+            self._links.pop(rank).close()
+        self._reports[rank] = said[-1:] == _STOPPED
+
+    def _report(self) -> None:
+        """Tell the own rank what the others have said; what the kernel does not hold any more, later."""
+        for rank, is_stopped in list(self._reports.items()):
+            try:
+                self._control.send(REPORT.pack(rank, is_stopped))
+            except OSError:
+                return
+            del self._reports[rank]
+
+
+def main() -> None:
+    """Read an order from standard input, and be the witness."""
+    order = json.loads(sys.stdin.buffer.read())
+    os.chdir("/")
+    control = socket.socket(fileno=order["control"])
+    control.setblocking(False)
+    listener = None if order["listener"] is None else socket.socket(fileno=order["listener"])
+    Witness(order, control, listener).run()
+    os._exit(0)

@@ -1,0 +1,380 @@
+"""How the ranks of a job go on after a failure, or take newcomers in: one epoch ends and the next begins.
+
+    leave_epoch()    decide with the other members who goes on, and make the world of the next epoch
+    join_job()       the same for a process that waits to be taken in
+
+See docs/failures.md for the protocol, and `mcr_plus.membership` for its rules.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import re
+import secrets
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
+from threading import Thread
+from typing import TYPE_CHECKING, Final
+from zlib import crc32
+
+from mcr_plus.core.c10d import PrefixStore, Store, keys_of
+from mcr_plus.core.environment import agent_has_store, host_name, launch_environment
+from mcr_plus.engine.closing import completed, release_waiting
+from mcr_plus.errors import (
+    BackendError,
+    CommTimeout,
+    InvalidArgument,
+    LaunchError,
+    McrError,
+    NotInitialized,
+    PeerLost,
+    Revoked,
+    phrase_ranks,
+)
+from mcr_plus.job import init
+from mcr_plus.job.loss_watch import Watch
+from mcr_plus.job.process import job
+from mcr_plus.membership.request import Request
+from mcr_plus.membership.roster import Roster, join
+from mcr_plus.membership.rules import Decision, Process, Proposal
+from mcr_plus.rendezvous.identity import own_process
+from mcr_plus.rendezvous.processes import Sight
+from mcr_plus.rendezvous.signing import SignedStore
+from mcr_plus.rendezvous.store import exchange, join_store, met_in, own_server, part_of, secret_of
+from mcr_plus.rendezvous.store_release import StoreRelease
+from mcr_plus.rendezvous.watched_store import WatchedStore
+
+if TYPE_CHECKING:
+    from mcr_plus.config.schema import Config
+    from mcr_plus.job.runtime import Runtime
+
+_REMOVED_WITHIN: Final = 5.0  # seconds that the end of the process waits
+REMOVES: Final = "mcr_plus keys of the world before"
+"""The name of the thread of `remove_world`."""
+# Keys that stay in the store when a world is removed.
+_MET: Final = re.compile(r"(?!come/\d+).*")  # where the processes of `reconfigure` have met
+_DECIDED: Final = re.compile(r"leaving|outcome|attempt\d+/decision|store")  # by members, see `Roster`
+_REFUSED: Final[Mapping[str, type[McrError]]] = {
+    "absent": CommTimeout,
+    "living": InvalidArgument,
+    "argument": InvalidArgument,
+}
+
+
+@dataclass
+class Regrouping:
+    """What has changed with the last epoch.
+
+    Attributes:
+        epoch: its number; a job begins with epoch 0.
+        members: by rank.
+        former: by rank, the rank that each had before; None for newcomers.
+        lost: the rank that its launcher gave it → why it has not gone on (`dead`, `stopped`, `silent`, ...).
+        done: group → number of the last operation of which all up to it are complete on all that went on.
+        seconds: from the call to the new world.
+    """
+
+    epoch: int
+    members: tuple[Process, ...]
+    former: tuple[int | None, ...]
+    lost: dict[int, str] = field(default_factory=dict)
+    done: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def joined(self) -> list[int]:
+        """The newcomers, by the rank that their launcher gave them."""
+        return [
+            process.number
+            for process, before in zip(self.members, self.former, strict=True)
+            if before is None
+        ]
+
+    def take(self, decision: Decision, members: tuple[Process, ...]) -> None:
+        """Apply a decision of the members so far, after which there are these."""
+        self.epoch += 1
+        for rank, why in decision.lost.items():
+            if self.former[rank] is not None:
+                self.lost[self.members[rank].number] = why
+        former = dict(zip(self.members, self.former, strict=True))
+        self.members, self.former = members, tuple(former.get(process) for process in members)
+        for group, number in decision.done.items():
+            self.done.setdefault(group, number)
+
+
+def leave_epoch(
+    runtime: Runtime, proposal: Proposal, timeout: float, what: str
+) -> tuple[Runtime, Regrouping]:
+    """Decide with the other members who goes on, and make the world of the next epoch; collective over them.
+
+    `runtime`: that of this process. `proposal`: without what is found out here, lost ranks and completed
+    operations. `what`: the call of the program, for messages. If a member is lost while the new world is
+    made, the others decide again.
+
+    Raises:
+        NotInitialized: the job has one rank, and no store.
+        CommTimeout: ranks that live have not called this within `timeout` seconds. As with the next two
+            errors, the old world stays as it is, and all may call this again.
+        InvalidArgument: `proposal` declares living ranks dead, or a rank has passed a wrong argument.
+        BackendError: fewer ranks are left than must be.
+        Revoked: the others have declared this rank lost.
+        LaunchError: the job's store does not answer.
+    """
+    began = time.monotonic()
+    roster = runtime.roster
+    if roster is None:
+        raise NotInitialized(f"{what}: this job has one rank and no store in which others could meet it")
+    states = [state for state in runtime.engine.states if state.group.rank >= 0]
+    done = {state.group.name: completed(runtime.engine, state) for state in states}
+    for state in runtime.engine.states:
+        if isinstance(state.failure, PeerLost):  # which may be what another rank has seen
+            runtime.suspect(state.failure.ranks)
+    changes = Regrouping(roster.epoch, roster.members, tuple(range(len(roster.members))))
+    new = _go_on(runtime, roster, runtime.lost_ranks, replace(proposal, done=done), timeout, what, changes)
+    roster.note_training()
+    changes.seconds = time.monotonic() - began
+    return new, changes
+
+
+def _go_on(
+    runtime: Runtime,
+    roster: Roster,
+    seen: Callable[[], Mapping[int, str]],
+    proposal: Proposal,
+    timeout: float,
+    what: str,
+    changes: Regrouping,
+) -> Runtime:
+    """Leave epochs until the members of one have made its world; notes the decisions in `changes`.
+
+    `seen`: returns the states of the lost members of the epoch of `roster`.
+    """
+    sight: Sight | None = None
+    left: list[Roster] = []
+    dead: set[Process] = set()
+    with ExitStack() as ending:
+        while True:
+            lost = dict(seen())
+            if not runtime.closed and (lost or runtime.engine.failed or proposal.named):
+                release_waiting(runtime.engine, lost, what)
+            settled = roster.settle(replace(proposal, lost=lost), seen, timeout)
+            decision, members = settled.decision, settled.members
+            if decision.refusal is not None:
+                raise _REFUSED.get(decision.refusal, BackendError)(f"{what}: {decision.text}")
+            if roster.rank in decision.stay:  # they remove the parts of the others
+                remove_arrivals(runtime, decision)
+            if sight is None and (sight := runtime.hand_over()) is not None:
+                ending.callback(sight.close)
+            changes.take(decision, members)
+            if roster.rank not in decision.stay:
+                why = decision.lost[roster.rank]
+                text = (
+                    f"the other ranks have gone on without this one (epoch {changes.epoch}), which was {why}"
+                )
+                close_world(runtime, text, decision)
+                runtime.leave_keepers()
+                raise Revoked(f"{what}: {text}")
+            ranks = f"{len(members)} rank{'' if len(members) == 1 else 's'}"
+            close_world(runtime, f"epoch {changes.epoch} has begun, with {ranks}", decision)
+            left.append(roster)
+            dead |= {roster.members[rank] for rank, why in decision.lost.items() if why == "dead"}
+            roster = roster.following(settled, members.index(roster.members[roster.rank]))
+            watch = EpochWatch(roster, runtime.loaded, sight)
+            try:
+                new = begin_epoch(runtime, watch)
+            except McrError as error:
+                if not (isinstance(error, PeerLost) or watch.lost() or roster.is_being_left):
+                    runtime.leave_keepers()
+                    runtime.closed_because = f"{what} has failed ({error})"
+                    raise
+            else:
+                for each in left:
+                    remove_world(each, runtime, roster, dead)
+                return new
+            seen, proposal = watch.lost, replace(proposal, named=(), done={})
+
+
+def join_job(
+    passport: Mapping[str, str],
+    proposal: Proposal,
+    timeout: float,
+    what: str,
+    meanwhile: Callable[[Request], bool] = lambda _: False,
+) -> Runtime | None:
+    """Wait until the members of the launcher's job take this process in, and make its world with them.
+
+    The process has a world of its own, in which it is alone. `passport`: what has to be the same in the job.
+    `proposal`: see `leave_epoch`, if a member is lost while the new world is made. `meanwhile`: see `join`.
+
+    Returns None if the job has ended.
+
+    Raises `LaunchError` if the members refuse it, or do not take it in within `timeout` seconds.
+    """
+    alone = init.current()
+    environment = launch_environment()
+    root = join_store(environment, alone.world.timeout)
+    mine = own_process(host_name(), environment.rank)
+    joined = join(root, mine, passport, timeout, meanwhile)
+    if joined is None:
+        return None
+    epoch, settled = joined
+    members = settled.members
+    roster = Roster(root, epoch, members, members.index(mine), passport, settled.taken)
+    close_world(alone, "this process has joined a job", Decision())
+    watch = EpochWatch(roster, alone.loaded)
+    try:
+        return begin_epoch(alone, watch)
+    except McrError as error:
+        if not (isinstance(error, PeerLost) or watch.lost() or roster.is_being_left):
+            raise
+    changes = Regrouping(epoch, members, tuple(None for _ in members))
+    return _go_on(alone, roster, watch.lost, proposal, timeout, what, changes)
+
+
+class EpochWatch(Watch):
+    """Looks at the processes of an epoch's members while its world is made, and at what they do."""
+
+    def __init__(self, roster: Roster, config: Config, sight: Sight | None = None) -> None:
+        """`sight`: what the agents of the world before see, of members on other hosts."""
+        super().__init__(roster.members, roster.rank, config, sight)
+        self.roster = roster
+
+    def error(self) -> PeerLost | None:
+        """The error of a wait for a value of the members."""
+        if lost := self.lost():
+            seen = ", ".join(dict.fromkeys(lost.values()))
+            text = f"{phrase_ranks(list(lost))} of epoch {self.roster.epoch}: {seen}"
+            return PeerLost(text, list(lost), seen=seen)
+        if self.roster.is_being_left:
+            return PeerLost(self.given_up, seen="reported by another rank")
+        return None
+
+    @property
+    def given_up(self) -> str:
+        """What another member has done."""
+        return f"a rank of epoch {self.roster.epoch} has seen the loss of another one"
+
+
+def begin_epoch(before: Runtime, watch: EpochWatch) -> Runtime:
+    """Make the world of an epoch, by the configuration of the one before; collective over its members.
+
+    Either all members that live return it, also where one of them is lost by then, or none does: a rank that
+    went no further would not be told of by the boards of a world that others have.
+    """
+    roster, limit = watch.roster, before.world.timeout
+    if not roster.is_remnant:
+        job.disabled.add("mpi")  # whose end would wait for ranks that live and are not left
+    new, failure = None, None
+    release: StoreRelease | None = None
+    try:
+        store = WatchedStore(_meeting_place(roster, watch, limit), limit, watch.error)
+        if roster.rank != 0 and roster.kept is not None:
+            release = StoreRelease(store, lambda: watch.is_away(0))
+        world = init.world_of(store, roster.rank, len(roster.members), limit)
+        new = init.begin(
+            before.loaded, replace(world, roster=roster), before.timeout, native=before.is_native
+        )
+        exchange(store, roster.rank, len(roster.members), "made", "", limit)
+    except McrError as error:
+        failure = error
+    except RuntimeError as error:  # of a store that is lost
+        failure = LaunchError(f"the store of epoch {roster.epoch} does not answer: {error}")
+    finally:
+        if release is not None:
+            release.close()
+    if roster.conclude(made=failure is None) and new is not None:
+        return new
+    if failure is None:
+        failure = PeerLost(watch.given_up, seen="reported by another rank")
+    if new is not None:
+        close_world(new, f"epoch {roster.epoch} has not begun: {failure}", Decision())
+    raise failure
+
+
+def _meeting_place(roster: Roster, watch: EpochWatch, timeout: float) -> Store:
+    """The store of an epoch's world, in which its ranks exchange what they need to reach each other.
+
+    It is a part of that in which they agree, where a launcher has one; otherwise it is in the epoch's rank 0,
+    and is lost with it, as its world is.
+    """
+    if roster.kept is None:
+        return part_of(roster.root, roster.place)
+    roster.watch(watch.is_cut_off)
+    places = {process.place for process in roster.members}
+    key = f"{roster.place}/store"
+    if roster.rank == 0:
+        host, port = own_server(timeout, everywhere=len(places) > 1)
+        roster.root.set(key, json.dumps([host, port, secrets.token_hex(8)]))
+    found = WatchedStore(roster.root, timeout, watch.error).get(key)
+    host, port, name = json.loads(found)
+    part, secret = PrefixStore(name, met_in(host, port, timeout)), secret_of(roster.root)
+    return SignedStore(part, secret, name) if secret else part
+
+
+def remove_arrivals(runtime: Runtime, decision: Decision) -> None:
+    """Remove from the store what `log.stragglers()` reads of a world that all ranks are about to leave.
+
+    Each rank removes its own part, and the first one of a group that stays also those of the lost.
+    """
+    if runtime.closed or runtime.engine.peers.store_is_lost():
+        return
+    for state in runtime.engine.states:
+        local, left = state.group.local, [rank for rank in state.group.ranks if rank in decision.stay]
+        lost = [local[rank] for rank in decision.lost if rank in local]
+        state.board.remove_noted(lost if left and local.get(min(left)) == state.group.rank else ())
+
+
+def remove_world(roster: Roster, runtime: Runtime, following: Roster, dead: Collection[Process] = ()) -> None:
+    """Begin to remove what a world has left in the store; by each of its ranks, in the world that follows.
+
+    A request for each key takes tenths of a second after some hundreds of operations, so a thread makes them;
+    the end of the process waits for it, but not for a store that does not answer. Only where all others are
+    `dead`: one that was stopped may still look. What the members have decided stays, for processes that come
+    later, and so does the first world of a job, whose keys are beside that.
+    `runtime`: that of the world, or of one before it if it was not made.
+    """
+    goes_on, gone = ({process[:3] for process in each} for each in (following.members, dead))
+    left = [process[:3] for process in roster.members if process[:3] in goes_on]
+    own = following.members[following.rank][:3]
+    if own not in left or any(process[:3] not in goes_on | gone for process in roster.members):
+        return
+    if roster.members[0][:3] not in left and (roster.kept is not None or not agent_has_store()):
+        return  # the store has gone with its process
+    stores = [roster.root] if roster.kept is None and roster.epoch == 0 else []  # where processes had met
+    if roster.kept is None:
+        stores.append(part_of(roster.root, roster.place))
+    elif runtime.world.roster is roster and runtime.world.store is not None:
+        stores.append(runtime.world.store)
+    share, number = len(left), left.index(own)
+
+    def remove() -> None:
+        with suppress(RuntimeError):  # of a store that does not answer any more
+            for store in stores:
+                keeps = _MET if store is roster.root else _DECIDED
+                for key in keys_of(store):
+                    if crc32(key.encode()) % share == number and not keeps.fullmatch(key):
+                        store.delete_key(key)
+
+    with suppress(RuntimeError):  # the process may have no more threads
+        thread = Thread(target=remove, name=REMOVES, daemon=True)
+        thread.start()
+        atexit.register(thread.join, _REMOVED_WITHIN)
+
+
+def close_world(runtime: Runtime, why: str, decision: Decision) -> None:
+    """Close a world that no rank uses any more; its groups and handles raise `Revoked` from now on."""
+    if runtime.closed:
+        return
+    for state in runtime.engine.states:
+        state.revoked = why
+        state.agreed = decision.done.get(state.group.name)
+    runtime.prepare_reset()
+    for backend in runtime.engine.backends:
+        backend.disconnect()
+    runtime.close(clean=False)
+    runtime.closed_because, runtime.superseded = why, True
+    for state in runtime.engine.states:
+        state.board.close()

@@ -1,0 +1,461 @@
+"""The functions that begin and end a job, and that answer for the job of this process."""
+
+from __future__ import annotations
+
+import json
+import logging
+import operator
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial, reduce
+from pathlib import Path
+from typing import Any, Final
+
+from mcr_plus.backends import preferred_backends
+from mcr_plus.communicator.communicator import Communicator
+from mcr_plus.config import reader as configuration
+from mcr_plus.config.schema import Config
+from mcr_plus.core.c10d import HashStore, Store
+from mcr_plus.core.deadline import Deadline
+from mcr_plus.core.environment import (
+    LaunchEnvironment,
+    host_name,
+    launch_environment,
+    min_ranks,
+    package_version,
+    restarts,
+    usable_cores,
+)
+from mcr_plus.engine.closing import release_waiting
+from mcr_plus.engine.options import DispatchOptions
+from mcr_plus.errors import (
+    AlreadyInitialized,
+    ConfigError,
+    InvalidArgument,
+    LaunchError,
+    McrError,
+    NotInitialized,
+    PeerLost,
+)
+from mcr_plus.hierarchy.nodes import check_nodes
+from mcr_plus.job.checks import (
+    check_descriptors,
+    check_tables,
+    choose_backends,
+    compare_configs,
+    versions_on_rank_0,
+)
+from mcr_plus.job.exit_barrier import shutdown_barrier
+from mcr_plus.job.loss_watch import Watch
+from mcr_plus.job.process import job
+from mcr_plus.job.runtime import Runtime
+from mcr_plus.observe.options import observed
+from mcr_plus.observe.publisher import open_publisher
+from mcr_plus.rendezvous.arrivals import STOPPED_FOR
+from mcr_plus.rendezvous.init_connections import dismiss_witness, settle
+from mcr_plus.rendezvous.store import (
+    exchange,
+    job_announced,
+    open_plain_store,
+    open_store,
+    part_of,
+    secret_of,
+)
+from mcr_plus.rendezvous.watched_store import WatchedStore, unwatched
+from mcr_plus.rendezvous.world import World
+from mcr_plus.selection.checks import use_algorithms
+
+Source = str | Path | Mapping[str, Any] | None
+"""The forms in which a configuration may be given, see `config.load`."""
+_LOSS_SHOWS: Final = 0.3  # seconds after an error of the store in which the death behind it shows
+_NAP: Final = 0.01
+_lock = threading.Lock()
+_log = logging.getLogger("mcr_plus")
+
+
+def init(
+    config: Source = None,
+    *,
+    backends: Sequence[str] | None = None,
+    timeout: float | timedelta | None = None,
+) -> Communicator:
+    """Join the job and return the communicator of all its ranks; collective.
+
+    Works under `mcr-plus run`, torchrun, mpirun and mpiexec (Open MPI, MPICH), srun, and as a single
+    process. A default process group of torch.distributed may exist; it is not touched.
+
+    Args:
+        config: path of a YAML file, a mapping of the same form, or None: every backend that is found, the
+            built-in preference, nothing compressed.
+        backends: names in fallback order; overrides the configuration.
+        timeout: seconds that ranks may take to find each other, and the deadline of operations unless the
+            configuration's dispatch stage sets one.
+
+    Raises:
+        ConfigError: the configuration is wrong, or differs between ranks.
+        AlreadyInitialized: `init` was called before without `finalize`.
+        BackendUnavailable: a backend that was asked for is missing on some rank.
+        BackendError: a rank has too few file descriptors left.
+        LaunchError: the ranks cannot find each other.
+        PeerLost: a rank has died in it, or its host is cut off; or a rank has ended before it, for good,
+            under `mcr-plus run --min-ranks`.
+
+    Example:
+        ```python
+        with mcr.init(backends=["gloo"], timeout=60) as comm:  # or `mcr.finalize()` at the end
+            x = torch.full((4,), 1.0 + comm.rank)
+            comm.all_reduce(x)
+        assert x.tolist() == [3, 3, 3, 3]  # of two ranks
+        ```
+    """
+    with _lock:
+        job.leave_dropped()
+        if job.runtime is not None and not job.runtime.closed:
+            raise AlreadyInitialized(
+                "init was called before; use mcr.world(), or call finalize first (`with mcr.init(...)` does)"
+            )
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        loaded = readable(partial(_load, config, backends, seconds))
+        limit = seconds if isinstance(seconds, (int, float)) and seconds > 0 else 300.0
+        try:
+            environment = launch_environment()
+            if restarts() and min_ranks() is not None and job_announced(environment, limit):
+                world = World(0, 1, (host_name(),), limit)
+                _log.warning(
+                    "rank %d was started again: it is alone until mcr.elastic joins the other ranks",
+                    environment.rank,
+                )
+            else:
+                world = _find_ranks(environment, limit, _grace_of_stops(loaded))
+        except McrError:
+            dismiss_witness()
+            if isinstance(loaded, ConfigError):  # nearer to the cause
+                raise loaded.with_traceback(None) from None
+            raise
+        try:
+            return begin(loaded, world, seconds).communicator
+        except ConfigError as error:  # its text names the file and the line; our frames add nothing
+            raise error.with_traceback(None) from None
+
+
+def _load(config: Source, backends: Sequence[str] | None, seconds: float | None) -> Config:
+    """Read a configuration with the arguments of `init` in it, and check its timeout."""
+    loaded = configuration.load(config)
+    if isinstance(backends, str):
+        known = ", ".join(preferred_backends())
+        raise ConfigError(f"backends: expected a list of names, got {backends!r}; known: {known}")
+    if backends is not None:
+        loaded = loaded.with_backends(tuple(backends))
+    if seconds is not None:
+        loaded.with_timeout(seconds)
+    return loaded
+
+
+def readable(load: Callable[[], Config]) -> Config | ConfigError:
+    """Return the result of `load`, or its error, which `compare_configs` raises on all ranks."""
+    try:
+        return load()
+    except ConfigError as error:
+        return error
+
+
+def join(loaded: Config | ConfigError, store: Store, rank: int, size: int, timeout: float) -> Runtime:
+    """`init` for ranks that have found each other: `store`, a new one, reaches all. Raises as `init` does.
+
+    `loaded`: see `readable`.
+    """
+    with _lock:
+        alone = World(0, 1, (host_name(),), timeout)
+        world = alone if size == 1 else world_of(store, rank, size, timeout)
+        return begin(loaded, world, timeout, native=False)
+
+
+def rendezvous(timeout: float) -> tuple[Store, int, int]:
+    """A store that reaches all ranks of the launcher's job, this rank, and the number of ranks."""
+    environment = launch_environment()
+    if environment.world_size == 1:
+        _warn_of_siblings(environment)
+        return HashStore(), 0, 1
+    store = open_plain_store(environment, timeout)
+    return store, environment.rank, environment.world_size
+
+
+def begin(
+    loaded: Config | ConfigError, world: World, timeout: float | None, *, native: bool = True
+) -> Runtime:
+    """Make the runtime of a world; collective over its ranks. Raises as `init` does."""
+    job.install_hooks()
+    loaded = _ready_to_publish(loaded, world)
+    try:
+        loaded = compare_configs(loaded, world, timeout)
+        config = loaded if timeout is None else loaded.with_timeout(timeout)
+        use_algorithms(config)
+        check_descriptors(world)
+        chosen = choose_backends(config, world)
+        world = replace(world, libraries=versions_on_rank_0(chosen, world))
+        check_tables(config, world)
+        check_nodes(config, world.size)
+        runtime = Runtime(config, world, chosen, loaded, timeout, native=native)
+    except PeerLost:  # nobody is waited for
+        job.stop_publishing()
+        dismiss_witness()
+        raise
+    except McrError:
+        job.stop_publishing()
+        job.all_ended = shutdown_barrier(world, "refused")  # so that every rank can read the reason
+        if job.all_ended:  # all ranks refuse: nobody is looked after any more
+            settle()
+        raise
+    job.begin(runtime)
+    settle()
+    return runtime
+
+
+def _ready_to_publish(loaded: Config | ConfigError, world: World) -> Config | ConfigError:
+    """Open the places where the configuration wants metrics; an error of that is one of the configuration."""
+    if isinstance(loaded, ConfigError):
+        return loaded
+    try:
+        job.publish(open_publisher(observed(loaded), world, package_version()))
+    except ConfigError as error:
+        return ConfigError(f"{loaded.name}: {error}")
+    return loaded
+
+
+def _grace_of_stops(loaded: Config | ConfigError) -> float:
+    """Seconds after which a rank that is stopped is lost, by the configuration."""
+    options = None if isinstance(loaded, ConfigError) else loaded.options("dispatch")
+    if not isinstance(options, DispatchOptions):
+        return STOPPED_FOR
+    return options.stop_grace
+
+
+def _warn_of_siblings(environment: LaunchEnvironment) -> None:
+    """Log that a process which multiprocessing has started is a job of its own, which may be intended."""
+    processes = sys.modules.get("multiprocessing.process")
+    if environment.launcher == "single" and processes is not None and processes.parent_process() is not None:
+        _log.warning(
+            "this process was started by multiprocessing, and is a job of one rank: no RANK and WORLD_SIZE "
+            "are set. Ranks of one job (torch.multiprocessing.spawn) need RANK, WORLD_SIZE, MASTER_ADDR and "
+            "MASTER_PORT in os.environ before init"
+        )
+
+
+def _find_ranks(environment: LaunchEnvironment, timeout: float, stopped: float) -> World:
+    if environment.world_size == 1:
+        _warn_of_siblings(environment)
+        return World(0, 1, (host_name(),), timeout)
+    store = open_store(environment, timeout, stopped)
+    return world_of(store, environment.rank, environment.world_size, timeout)
+
+
+def world_of(store: Store, rank: int, size: int, timeout: float) -> World:
+    """The world of ranks that share a part of a store; collective over them."""
+    mine = json.dumps([host_name(), sum(1 << core for core in usable_cores())])
+    places = [json.loads(text) for text in exchange(store, rank, size, "hosts", mine, timeout)]
+    hosts = tuple(host for host, _ in places)
+    here = reduce(operator.or_, (mask for host, mask in places if host == hosts[rank]))
+    return World(rank, size, hosts, timeout, store, cores=here.bit_count(), secret=secret_of(store))
+
+
+def finalize() -> None:
+    """Wait for operations in flight, leave the job in good order, and release everything.
+
+    After the first, further calls do nothing. Raises `NotInitialized` if `init` has never been called, or the
+    first error of an operation in flight.
+    """
+    runtime = job.runtime or current()
+    if not runtime.closed:
+        runtime.close(clean=True)
+
+
+def reset() -> Communicator:
+    """Make a fresh world of the same ranks, by the same configuration, in place of one that has failed.
+
+    Collective over all ranks of the job, all of which must live. For programs that carry on after a failed
+    operation, such as an `OrderMismatch`: its group is of no use any more, and where that is the group of all
+    ranks, neither is the world. Nothing in flight is waited for; tensors of what had not ended must not be
+    used again. Communicators, wrapped models, hooks and persistent operations of the old world are closed;
+    what codecs keep between calls is gone unless it was saved (`mcr.state_dict`). Memory of operations that
+    never ended stays taken until the end of the process, but for gloo's, whose connections are closed. So do
+    MPI's communicators of a group in which an operation on MPI has not ended well, or is in flight: three,
+    and one per signature that the group has used on MPI more than once, 192 at most. Those of other groups
+    are freed.
+
+    Returns the communicator of all ranks. Where it raises, the old world is closed all the same, and all
+    ranks may call `init` again, with another configuration if need be.
+
+    Raises:
+        NotInitialized: there is no world, or torch.distributed has made it: destroy its process group then.
+        PeerLost: a rank is lost, which the others see within about a second. Before all ranks have called
+            this, the old world stays as it is, so that those that are left may call `shrink`.
+        LaunchError: a rank has not called it within the time that `init` gave ranks to find each other.
+        BackendUnavailable: the configuration names a library that has become unusable, as MPI does after an
+            error inside it.
+
+    Example:
+        ```python
+        comm = mcr.init(backends=["gloo"])
+        try:
+            comm.all_reduce(torch.ones(2 + comm.rank))  # another size on each rank
+        except mcr.OrderMismatch:
+            comm = mcr.reset()
+        x = torch.ones(2)
+        comm.all_reduce(x)
+        assert x.tolist() == [2, 2]  # of two ranks
+        mcr.finalize()
+        ```
+    """
+    runtime = current()
+    if not runtime.is_native:
+        raise NotInitialized(
+            "reset: this world belongs to torch.distributed; destroy its process group and make a new one"
+        )
+    failure = _await_callers_of_reset(runtime)
+    runtime.prepare_reset()
+    sight, roster = runtime.hand_over(), runtime.roster
+    watch = None if roster is None else Watch(roster.members, roster.rank, runtime.config, sight)
+    if failure is None:  # so all ranks are here, and none uses the old world any more
+        for backend in runtime.engine.backends:
+            backend.disconnect()
+    runtime.close(clean=False)
+    try:
+        if failure is not None:
+            raise failure
+        with _lock:
+            return begin(runtime.loaded, _fresh_world(runtime, watch), runtime.timeout).communicator
+    except McrError as error:
+        runtime.closed_because = f"reset has failed ({error})"
+        cause = error if watch is None or isinstance(error, PeerLost) else watch.error() or error
+        text = f"reset: {cause}. The world that there was is closed"
+        if isinstance(cause, PeerLost):
+            raise cause.again(text) from error
+        raise type(cause)(f"{text}; to go on, let all ranks call mcr.init") from error
+    finally:
+        if sight is not None:
+            sight.close()
+
+
+def _await_callers_of_reset(runtime: Runtime) -> LaunchError | None:
+    """Wait until all ranks have called `reset`, so that no world is closed if one is lost before.
+
+    Returns the error if one does not come. Raises `PeerLost` if one is lost.
+    """
+    world = runtime.world
+    if world.store is None:
+        return None
+    release_waiting(runtime.engine, runtime.lost_ranks(), "reset")
+    lost = partial(runtime.lost_among, range(world.size))
+    store = WatchedStore(unwatched(world.store), world.timeout, lost)
+    try:
+        exchange(store, world.rank, world.size, "reset/called", "", world.timeout)
+    except PeerLost as error:
+        loss = error
+    except LaunchError as error:
+        shows = Deadline(_LOSS_SHOWS)  # of the rank that had the store
+        while (found := lost()) is None:
+            if shows.passed():
+                return error
+            time.sleep(_NAP)
+        loss = found
+    else:
+        return None
+    raise loss.again(f"reset: {loss}; the ranks that are left go on with mcr.shrink()")
+
+
+def _fresh_world(runtime: Runtime, watch: Watch | None) -> World:
+    world = runtime.world
+    if world.store is not None:
+        assert watch is not None
+        plain, idle = unwatched(world.store), runtime.idle_channels
+        store = WatchedStore(plain, world.timeout, watch.error)
+        mine = json.dumps([secrets.token_hex(8), idle.closable(runtime.engine.off)])
+        texts = exchange(store, world.rank, world.size, "reset", mine, world.timeout)
+        (name, _), *_ = answers = [json.loads(text) for text in texts]
+        # From here on no rank uses anything of the old world.
+        idle.close_common(
+            world.rank, [{(of, tuple(ranks), by) for of, ranks, by in closable} for _, closable in answers]
+        )
+        for group in list(world.stores):
+            runtime.leave_store(group)
+        kept = runtime.roster.kept if runtime.roster is not None else None
+        part = WatchedStore(part_of(plain, name), world.timeout, watch.error)
+        world = world_of(part, world.rank, world.size, world.timeout)
+        world = replace(world, kept=None if kept is None else kept.part(f"members/{name}"))
+    for state in runtime.engine.states:  # all ranks have left
+        state.board.close()
+    return world
+
+
+def current() -> Runtime:
+    """The runtime between `init` and `finalize`."""
+    runtime = job.runtime
+    if runtime is None:
+        raise NotInitialized("mcr.init has not been called in this process")
+    if runtime.closed:
+        raise NotInitialized(f"{runtime.closed_because}; call mcr.init again to join a job")
+    return runtime
+
+
+def is_initialized() -> bool:
+    """Whether `init` has been called, and `finalize` not since."""
+    return job.runtime is not None and not job.runtime.closed
+
+
+def world() -> Communicator:
+    """The communicator of all ranks."""
+    return job.communicator or current().communicator
+
+
+def member_of(group: Communicator | None) -> Communicator:
+    """`group`, or the communicator of all ranks for None."""
+    if group is None:
+        return job.communicator or current().communicator
+    if not isinstance(group, Communicator):
+        raise InvalidArgument(f"group: expected a Communicator or None, got {group!r}")
+    return group
+
+
+def get_backends() -> list[str]:
+    """Names of the libraries this job uses, in fallback order."""
+    return current().libraries.names
+
+
+def get_rank(group: Communicator | None = None) -> int:
+    """This process's rank in `group` (None: in the job); -1 if it is not a member."""
+    return member_of(group).rank
+
+
+def get_world_size(group: Communicator | None = None) -> int:
+    """Number of ranks in `group` (None: in the job)."""
+    return member_of(group).size
+
+
+def new_group(ranks: Sequence[int]) -> Communicator:
+    """Create the communicator of `ranks`, which keep the given order; collective over the whole job.
+
+    Other ranks get a communicator too; its `rank` is -1 and it refuses operations. A group is closed by its
+    `close()`, at the end of a `with` block, or some time after all its ranks have dropped it.
+
+    Args:
+        ranks: distinct ranks of the job, at least one; the same on all ranks of the job.
+
+    Raises:
+        InvalidArgument: `ranks` are no ranks of the job, or one is there twice.
+        OrderMismatch: ranks have passed different ones.
+        BackendError: a rank has too few file descriptors left.
+
+    Example:
+        ```python
+        with mcr.new_group([1, 0]) as pair:
+            x = torch.full((2,), float(pair.rank))  # 1 on rank 0 of the job, 0 on rank 1
+            mcr.broadcast(x, 1, group=pair)  # `src` is a rank of the job
+        assert x.tolist() == [0, 0]
+        ```
+    """
+    return current().new_group(ranks)

@@ -1,0 +1,135 @@
+"""The libraries of a job: its backends, those that a rank no longer calls, and channels for a group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+
+from mcr_plus.backends import backend_class, backends_for, preferred_backends
+from mcr_plus.backends.base import Backend, complete_channel
+from mcr_plus.communicator.open_group import release_unused
+from mcr_plus.config.schema import Config
+from mcr_plus.core.collector import collector_paused
+from mcr_plus.core.file_limit import descriptors_for
+from mcr_plus.core.group import Group
+from mcr_plus.engine.group_state import BackendChannel
+from mcr_plus.engine.options import DispatchOptions
+from mcr_plus.errors import BackendUnavailable, LaunchError
+from mcr_plus.job.process import job
+from mcr_plus.rendezvous.store import exchange
+from mcr_plus.rendezvous.world import World
+
+
+class Libraries:
+    """The backends of one job.
+
+    Attributes:
+        classes: those that the ranks have agreed on, in fallback order, and `local`.
+        backends: an object of each that this job uses.
+        disabled: by rank, the names of the libraries that it no longer calls, and why, as last agreed on.
+        dropped: those that the group of all ranks goes without.
+    """
+
+    def __init__(self, config: Config, world: World, classes: Mapping[str, type[Backend]]) -> None:
+        self.classes = classes
+        self.backends: dict[str, Backend] = {}
+        self.disabled: dict[int, Mapping[str, str]] = {}
+        self.dropped: frozenset[str] = frozenset()
+        self._config = config
+        self._world = world
+
+    def open(self) -> None:
+        """Make the backends; a single process needs no library, whatever is named."""
+        for name, kind in self.classes.items():
+            if self._world.size > 1 or name == "local":
+                with collector_paused():
+                    self.backends[name] = kind(self._world)
+
+    @property
+    def names(self) -> list[str]:
+        """The backends of the job in fallback order, but for those that the group `world` goes without.
+
+        In a single process that has named none: all that are installed, with `local` last.
+        """
+        if self._world.size == 1 and self._config.backends is None:
+            names = [name for name in preferred_backends() if name != "local"]
+            return [*(name for name in names if backend_class(name).availability().available), "local"]
+        return [
+            name
+            for name in self.classes
+            if name not in self.dropped and (name != "local" or self._world.size == 1)
+        ]
+
+    def descriptors(self, size: int) -> int:
+        """File descriptors that a group of `size` ranks may take in each of them."""
+        groups = 1 + 3 * (self._config.options("hierarchical") is not None)
+        if self._has_failover:
+            groups *= 2  # each library takes over for another one, by a channel of its own
+        if any(isinstance(each, DispatchOptions) and each.verify for each in self._config.all_options):
+            groups *= 2  # verified operations have a channel of their own
+        return groups * descriptors_for(self.classes, size) if size > 1 else 0
+
+    @property
+    def _has_failover(self) -> bool:
+        options = self._config.options("dispatch")
+        return isinstance(options, DispatchOptions) and options.failover
+
+    def disabled_on(self, ranks: Sequence[int]) -> dict[str, str]:
+        """The libraries that one of these ranks no longer calls, and why; the same on all of them."""
+        return {
+            name: f"rank {rank}: {reason}"
+            for rank in reversed(ranks)
+            for name, reason in self.disabled.get(rank, {}).items()
+        }
+
+    def note_disabled(self, ranks: Sequence[int], disabled: Sequence[Mapping[str, str]]) -> None:
+        """Take over the disabled libraries that `ranks` have exchanged."""
+        self.disabled.update(zip(ranks, disabled, strict=True))
+
+    def open_channels(self, group: Group) -> tuple[dict[str, BackendChannel], dict[str, str]]:
+        """A channel of every library that can serve a group, and why the others are left out.
+
+        A library that turns out to be unusable for the group is left out if the configuration names no
+        backends; otherwise this raises `BackendUnavailable`, on all ranks of the group.
+        """
+        names = backends_for(self.backends, self._world, group)
+        channels: dict[str, BackendChannel] = {}
+        dropped = {name: reason for name, reason in self.disabled_on(group.ranks).items() if name in names}
+        for name, reason in dropped.items():
+            if (self._config.backends is not None and not self._has_failover) or len(names) == len(dropped):
+                raise BackendUnavailable(f"backend {name}: {reason}")
+        with ExitStack() as undo:
+            undo.callback(release_unused, channels)
+            for name in names:
+                if name in dropped:
+                    continue
+                backend = self.backends[name]
+                try:
+                    channels[name] = BackendChannel(backend, complete_channel(backend.open(group)))
+                except BackendUnavailable as error:  # raised on all ranks of the group alike
+                    if self._config.backends is not None or len(names) == 1:
+                        if channels:
+                            self._wait_for_others(group)
+                        raise
+                    dropped[name] = str(error)
+            undo.pop_all()
+        return channels, dropped
+
+    def _wait_for_others(self, group: Group) -> None:
+        """Wait until all ranks of a group have come to the library that cannot serve it.
+
+        Those that are still connecting by another library would fail in it, if it were closed here.
+        """
+        if group.size > 1 and self._world.store is not None:
+            store = self._world.store_of(group)
+            with suppress(LaunchError, RuntimeError):  # the error at hand is the one to raise
+                exchange(store, group.rank, group.size, "unavailable", "", self._world.timeout, group=group)
+
+    def close(self, clean: bool) -> None:
+        """Close the backends; one that needs no call at the end of the process is forgotten."""
+        for backend in self.backends.values():
+            backend.close(clean)
+            kind = type(backend)
+            at_exit = kind.before_exit is not Backend.before_exit and not clean
+            if kind.finalize is Backend.finalize and not at_exit:
+                job.backends.pop(id(backend), None)

@@ -1,0 +1,126 @@
+"""The one job of a process, and the end of the process: in good order, after an exception, or in a fork."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from mcr_plus.backends import backend_class
+from mcr_plus.errors import McrError
+
+if TYPE_CHECKING:
+    from mcr_plus.backends.base import Backend
+    from mcr_plus.communicator.communicator import Communicator
+    from mcr_plus.job.runtime import Runtime
+    from mcr_plus.observe.publisher import Publisher
+
+
+class Job:
+    """The process's one runtime, and the end of its libraries with the process.
+
+    Attributes:
+        runtime: the last one that `init` has made, also after `finalize`; None before.
+        communicator: of all ranks, between `init` and `finalize`.
+        crashed: whether an exception has reached the interpreter.
+        all_ended: whether all ranks have ended the job together. Only then may the end of a library be called
+            that waits for the other ranks.
+        backends: those that have a part in the end of the process, by their ids.
+        disabled: the names of those that some rank no longer calls.
+        publisher: publishes metrics of the runtime's operations; None if the configuration asks for none.
+        leave_dropped: leaves the groups of torch.distributed that the program has dropped; set by the
+            torch backend.
+    """
+
+    def __init__(self) -> None:
+        self.runtime: Runtime | None = None
+        self.communicator: Communicator | None = None
+        self.crashed = False
+        self.all_ended = True
+        self.backends: dict[int, Backend] = {}
+        self.disabled: set[str] = set()
+        self.publisher: Publisher | None = None
+        self.leave_dropped: Callable[[], None] = lambda: None
+        self._has_hooks = False
+
+    def begin(self, runtime: Runtime) -> None:
+        """Make this the process's runtime."""
+        self.runtime, self.communicator, self.all_ended = runtime, runtime.communicator, False
+        self.backends.update({id(backend): backend for backend in runtime.engine.backends})
+        if self.publisher is not None:
+            self.publisher.start(runtime.engine)
+
+    def publish(self, publisher: Publisher | None) -> None:
+        """Take the publisher of the runtime that is about to begin, in place of another one's."""
+        self.stop_publishing()
+        self.publisher = publisher
+
+    def stop_publishing(self) -> None:
+        """Publish metrics a last time, if they are published."""
+        publisher, self.publisher = self.publisher, None
+        if publisher is not None:
+            publisher.close()
+
+    def install_hooks(self) -> None:
+        """Install the handlers of the end of the process, of uncaught exceptions and of forks, once."""
+        if self._has_hooks:
+            return
+        self._has_hooks = True
+        atexit.register(self._at_exit)
+        os.register_at_fork(after_in_child=self._after_fork)
+        previous = sys.excepthook
+
+        def note_crash(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+            self.crashed = True
+            previous(kind, value, trace)
+
+        sys.excepthook = note_crash
+
+    def _at_exit(self) -> None:
+        """End the job in good order if the program has ended so; wait for no rank that will not come."""
+        self.leave_dropped()
+        runtime = self.runtime
+        # A hook that the program has installed after ours may not call it. Interactive shells go on.
+        self.crashed |= hasattr(sys, "last_value") and not hasattr(sys, "ps1")
+        if runtime is not None and self.crashed:
+            runtime.crash()
+        elif runtime is not None:
+            with contextlib.suppress(McrError):
+                self.all_ended &= runtime.closed
+                runtime.leave(runtime.communicator)
+            if not self.all_ended:
+                runtime.wait_for_all_to_end()
+        for backend in self.backends.values():
+            backend.before_exit()
+        if self.all_ended and not self.crashed:
+            for backend in self.backends.values():
+                if backend.name not in self.disabled:
+                    backend.finalize()
+                else:
+                    backend.leave_launcher()
+            if all(backend.name != "mpi" for backend in self.backends.values()):
+                _end_unused_mpi(waits="mpi" not in self.disabled)
+
+    def _after_fork(self) -> None:
+        """Take the forked child out of the job."""
+        atexit.unregister(self._at_exit)
+        if self.publisher is not None:
+            self.publisher.abandon()
+            self.publisher = None
+        if self.runtime is not None:
+            self.runtime.abandon()
+            self.runtime = None
+
+
+def _end_unused_mpi(*, waits: bool) -> None:
+    """End MPI if it only carried the address of the job's store. `waits`: for the other ranks."""
+    if "mpi4py.MPI" in sys.modules:
+        mpi: Any = backend_class("mpi")
+        (mpi.end_library if waits else mpi.leave_unfinalized)()
+
+
+job = Job()

@@ -1,0 +1,307 @@
+"""A new world of processes that a program names by their handles, old ranks and new ones.
+
+The meaning is that of c10d's `reconfigure` (torch 2.14): the order of the handles is that of the ranks, and
+an attempt that fails before all have come leaves each process in the world that it has.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+import hashlib
+import json
+import logging
+import secrets
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Final, NamedTuple
+
+import torch
+
+from mcr_plus.config.reader import fingerprint
+from mcr_plus.core.c10d import PrefixStore, Store, TCPStore, look
+from mcr_plus.core.deadline import Deadline
+from mcr_plus.core.environment import (
+    agent_has_store,
+    host_name,
+    job_secret,
+    launch_environment,
+    package_version,
+)
+from mcr_plus.engine.closing import release_waiting
+from mcr_plus.errors import (
+    BackendError,
+    CommTimeout,
+    ConfigError,
+    InvalidArgument,
+    LaunchError,
+    McrError,
+    PeerLost,
+    phrase_ranks,
+    short,
+)
+from mcr_plus.job import init
+from mcr_plus.job.epoch_change import (
+    EpochWatch,
+    begin_epoch,
+    close_world,
+    remove_arrivals,
+    remove_world,
+)
+from mcr_plus.job.process import job
+from mcr_plus.job.runtime import Runtime
+from mcr_plus.membership.roster import Roster
+from mcr_plus.membership.rules import Decision, Process
+from mcr_plus.rendezvous.identity import own_process
+from mcr_plus.rendezvous.signing import Offer, SignedStore, read_offer
+from mcr_plus.rendezvous.store import own_server
+
+_log = logging.getLogger("mcr_plus")
+_FORM: Final = "mcr1:"
+_GO: Final = "go"
+_ERRORS: Final[Mapping[str, type[McrError]]] = {
+    "argument": InvalidArgument,
+    "absent": CommTimeout,
+    "lost": BackendError,
+    "differs": ConfigError,
+}
+_USED: Final = "uuid: already used; each attempt needs a new one"
+_DIFFERENT: Final = "handles: processes have passed different ones with this uuid"
+_FIRST_NAP: Final = 0.0005  # seconds between looks at the store
+_NAP: Final = 0.02
+_LOOKS_AFTER: Final = 0.1  # seconds between looks at the processes
+_LOSS_SHOWS: Final = 0.3  # seconds after an error of a library in which the death behind it shows
+
+
+@dataclass(frozen=True)
+class Handle:
+    """What a handle says: the process, what is new with each of its worlds, and a store that it reaches."""
+
+    process: Process
+    token: str
+    address: tuple[str, int]
+
+    def text(self) -> str:
+        """The handle as programs pass it on."""
+        plain = json.dumps([self.process, self.token, self.address])
+        return _FORM + base64.urlsafe_b64encode(plain.encode()).decode()
+
+    @classmethod
+    def read(cls, text: object, place: str) -> Handle:
+        """The opposite; raises `InvalidArgument` for anything else."""
+        try:
+            assert isinstance(text, str)
+            assert text.startswith(_FORM)
+            plain = json.loads(base64.urlsafe_b64decode(text.removeprefix(_FORM)))
+            process, token, (host, port) = plain
+            return cls(Process(*process), token, (host, port))
+        except (AssertionError, ValueError, TypeError, RecursionError, binascii.Error):
+            raise InvalidArgument(
+                f"{place}: expected what mcr.reconfigure_handle() returned in some process, got {short(text)}"
+            ) from None
+
+
+def latest() -> Runtime:
+    """The runtime of this process whose place another world may take: the present one, or the last one if it
+    has ended by a change of its members. Raises `NotInitialized` if there is none.
+    """
+    runtime = job.runtime
+    return runtime if runtime is not None and runtime.superseded else init.current()
+
+
+def handle(runtime: Runtime) -> str:
+    """The handle of this process in its world `runtime`."""
+    return _own(runtime).text()
+
+
+def _own(runtime: Runtime) -> Handle:
+    token = runtime.attached.setdefault("handle", secrets.token_hex(16))
+    return Handle(own_process(host_name(), 0), token, _address(runtime))
+
+
+def _address(runtime: Runtime) -> tuple[str, int]:
+    """The store in which this process can be met: one that outlives all ranks, or one of its own."""
+    if agent_has_store():
+        environment = launch_environment()
+        if environment.master_addr and environment.master_port:
+            return environment.master_addr, environment.master_port
+    return own_server(runtime.world.timeout, everywhere=not runtime.world.single_host)
+
+
+def reconfigure(runtime: Runtime, uuid: str, texts: Sequence[str], timeout: float) -> Runtime:
+    """See `mcr.reconfigure`. `runtime`: whose place the new world takes."""
+    if not isinstance(uuid, str) or not uuid:
+        raise InvalidArgument(f"uuid: expected a text that is new for each attempt, got {uuid!r}")
+    handles = [Handle.read(text, f"handles[{index}]") for index, text in enumerate(texts)]
+    mine = own_process(host_name(), 0)
+    places = [index for index, each in enumerate(handles) if each.process == mine]
+    if len({each.process for each in handles}) < len(handles):
+        raise InvalidArgument("handles: a process is in them twice")
+    if not places:
+        raise InvalidArgument("handles: that of this process is not in them")
+    rank = places[0]
+    members = tuple(each.process._replace(number=number) for number, each in enumerate(handles))
+    part, name = _meet(handles[0], uuid, timeout), f"reconfigure/{uuid}"
+    secret = job_secret()
+    store = SignedStore(part, secret, name) if secret else part
+    offer = Offer() if rank == 0 and not secret and len({each.place for each in members}) == 1 else None
+    stale = handles[rank].token != _own(runtime).token
+    coming = _Coming(
+        handles=hashlib.sha256("\n".join(texts).encode()).hexdigest(),
+        problem=f"handles[{rank}] is stale: its process has another world now" if stale else "",
+        passport=_passport(runtime),
+        offer="" if offer is None else offer.place,
+    )
+    with contextlib.ExitStack() as ending:
+        if offer is not None:
+            ending.callback(offer.close)
+        place = _gather(store, coming, EpochWatch(Roster(store, 0, members, rank), runtime.loaded), timeout)
+        if place:
+            store = _signed(part, place, name)
+        elif rank == 0 and not secret:
+            _log.warning("reconfigure: values in the job's store are not signed; set MCR_SECRET on all ranks")
+        lost = {} if runtime.closed else runtime.lost_ranks()
+        if not runtime.closed:
+            release_waiting(runtime.engine, {}, "reconfigure")
+        remove_arrivals(runtime, Decision())
+        if (sight := runtime.hand_over()) is not None:
+            ending.callback(sight.close)
+        close_world(runtime, f"the program has made another one of {len(handles)} processes", Decision())
+        if runtime.roster is not None:
+            runtime.roster.note_training()
+        runtime.leave_keepers()
+        roster = Roster(store, 0, members, rank)
+        new = _begin(runtime, EpochWatch(roster, runtime.loaded, sight))
+        if (before := runtime.roster) is not None:
+            dead = [before.members[each] for each, state in lost.items() if state == "dead"]
+            remove_world(before, runtime, roster, dead)
+        return new
+
+
+def _signed(part: Store, place: str, name: str) -> Store:
+    """The part of a store with values that are signed by the secret in this place."""
+    try:
+        return SignedStore(part, read_offer(place), name)
+    except LaunchError:
+        part.set("epoch0/leaving", "")  # so that the others do not wait for this process
+        raise
+
+
+def _begin(runtime: Runtime, watch: EpochWatch) -> Runtime:
+    """Make the world; raises `PeerLost` if a process is lost meanwhile."""
+    try:
+        return begin_epoch(runtime, watch)
+    except McrError as error:
+        # A library may raise an error of its own before the death behind it shows.
+        loss = _soon(watch)
+        with contextlib.suppress(RuntimeError):  # so that ranks that do not see it learn it as well
+            watch.roster.root.set(f"{watch.roster.place}/leaving", "")
+        if loss is None or isinstance(error, PeerLost):
+            raise
+        raise loss from error
+
+
+def _soon(watch: EpochWatch) -> PeerLost | None:
+    """The loss that shows within a short time."""
+    deadline = Deadline(_LOSS_SHOWS)
+    while (loss := watch.error()) is None and not deadline.passed():
+        time.sleep(_NAP)
+    return loss
+
+
+def _meet(first: Handle, uuid: str, timeout: float) -> Store:
+    """The part, for one attempt, of the store that the first handle names."""
+    host, port = first.address
+    try:
+        server = TCPStore(
+            host, port, None, False, timedelta(seconds=timeout), wait_for_workers=False, multi_tenant=True
+        )
+    except RuntimeError as error:
+        raise LaunchError(f"reconfigure: no store at {host}:{port}, where all meet: {error}") from error
+    return PrefixStore(f"reconfigure/{uuid}", server)
+
+
+class _Coming(NamedTuple):
+    """What a process brings to an attempt.
+
+    Attributes:
+        handles: a digest of them.
+        problem: why it cannot come; empty if it can.
+        passport: what must be equal.
+        offer: on rank 0, the place of the secret with which values are signed; empty for none.
+    """
+
+    handles: str
+    problem: str
+    passport: dict[str, str]
+    offer: str
+
+
+def _passport(runtime: Runtime) -> dict[str, str]:
+    return {
+        "mcr_plus": package_version(),
+        "torch": torch.__version__,
+        "the configuration's digest": fingerprint(runtime.config)[:16],
+    }
+
+
+def _gather(store: Store, mine: _Coming, watch: EpochWatch, timeout: float) -> str:
+    """Wait until all processes have come; raises on all that have if one does not, or cannot.
+
+    Returns what rank 0 offers.
+    """
+    rank, verdict = watch.roster.rank, "decision"
+    keys = [f"come/{each}" for each in range(len(watch.roster.members))]
+    first = store.compare_set("handles", "", mine.handles)
+    if first.decode() != mine.handles:
+        store.compare_set(verdict, "", json.dumps(["argument", _DIFFERENT]))
+        is_other = json.loads(store.get(verdict))[1] != _DIFFERENT
+        raise InvalidArgument(f"reconfigure: {_USED if is_other else _DIFFERENT}")
+    known = look(store, verdict)
+    has_begun = known is not None and json.loads(known)[0] == _GO  # for which all have come before
+    if has_begun or store.check([keys[rank]]):
+        raise InvalidArgument(f"reconfigure: {_USED}")
+    store.set(keys[rank], json.dumps(mine))
+    if not store.check([verdict]):
+        store.compare_set(verdict, "", json.dumps(_verdict(store, keys, watch, timeout)))
+    kind, text = json.loads(store.get(verdict))
+    if kind != _GO:
+        raise _ERRORS[kind](f"reconfigure: {text}")
+    return _Coming(*json.loads(store.get(keys[0]))).offer
+
+
+def _verdict(store: Store, keys: list[str], watch: EpochWatch, timeout: float) -> list[str]:
+    """What becomes of an attempt, as this process sees it: a kind, and a text."""
+    deadline, looks, nap = Deadline(timeout), Deadline(_LOOKS_AFTER), _FIRST_NAP
+    while not store.check(keys):
+        if store.check(["decision"]):
+            decided: list[str] = json.loads(store.get("decision"))
+            return decided
+        if looks.passed():
+            looks = Deadline(_LOOKS_AFTER)
+            lost = {rank: state for rank, state in watch.lost().items() if not store.check([keys[rank]])}
+            if lost:
+                return ["lost", f"{phrase_ranks(list(lost))} of those in handles: {_all(lost.values())}"]
+        if deadline.passed():
+            absent = [each for each, key in enumerate(keys) if not store.check([key])]
+            return ["absent", f"{phrase_ranks(absent)} of those in handles: not come within {timeout:g} s"]
+        time.sleep(nap)
+        nap = min(1.5 * nap, _NAP)
+    come = [_Coming(*json.loads(store.get(key))) for key in keys]
+    for rank, each in enumerate(come):
+        if each.problem:
+            return ["argument", each.problem]
+        for name, value in come[0].passport.items():
+            if each.passport.get(name) != value:
+                other = each.passport.get(name)
+                return ["differs", f"{name} is {other!r} on rank {rank} and {value!r} on rank 0"]
+    if lost := watch.lost():
+        return ["lost", f"{phrase_ranks(list(lost))} of those in handles: {_all(lost.values())}"]
+    return [_GO, ""]
+
+
+def _all(states: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(states))

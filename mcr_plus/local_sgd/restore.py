@@ -1,0 +1,109 @@
+"""What ranks agree on when they go on in another world."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from mcr_plus.elasticity.transfer import broadcast_state
+from mcr_plus.errors import InvalidArgument, McrError
+from mcr_plus.local_sgd.consistency import share_of
+
+if TYPE_CHECKING:
+    from mcr_plus.communicator.communicator import Communicator
+    from mcr_plus.local_sgd.fragments import Fragment
+    from mcr_plus.local_sgd.local import LocalSteps
+
+_TAG: Final = "local.resume"
+
+
+class _Had(NamedTuple):
+    """What one rank has.
+
+    Attributes:
+        number: of the group's `LocalSteps`, a part of tags.
+        pace: nanoseconds per step; 0 if the rank has not measured them.
+        dues: by fragment, the step after which what has arrived is applied; None if nothing has.
+    """
+
+    number: int
+    pace: int
+
+    steps: int
+    position: int
+    rounds: int
+    done: tuple[int, ...]
+    dues: tuple[int | None, ...]
+    layout: str
+
+
+def resume(local: LocalSteps) -> None:
+    """See `LocalSteps.resume`."""
+    comm = local.comm.successor()
+    local.catch_up()
+    for fragment in local.fragments:
+        if fragment.flight is not None:
+            try:
+                local.arrived(fragment)  # the ranks of its table are those of the world that is gone
+            except McrError:  # the flight is over
+                continue
+    local.comm = comm
+    own = _Had(
+        local.number,
+        local.pace,
+        local.steps,
+        local.position,
+        local.rounds,
+        tuple(fragment.rounds for fragment in local.fragments),
+        tuple(_due(local, each) for each in local.fragments),
+        repr([fragment.layout for fragment in local.fragments]),
+    )
+    answers: list[_Had] = comm.all_gather_object(own, tag=_TAG)
+    _check(answers, comm)
+    foremost = max(range(comm.size), key=lambda rank: (answers[rank].steps, -rank))
+    first = answers[foremost]
+    is_new = own.steps == 0 and first.steps > 0
+    local.take_number(first.number)
+    if local.settings.uneven:  # ranks are at steps of their own, so all begin a window
+        local.steps = first.steps if is_new else local.steps
+        local.rounds = max(each.rounds for each in answers)
+        local.begin_window(share_of(local, own.pace, [each.pace for each in answers]))
+    else:
+        local.steps, local.position, local.rounds = first.steps, first.position, first.rounds
+    for index, fragment in enumerate(local.fragments):
+        done = [each.done[index] for each in answers]
+        src = done.index(max(done))
+        if min(done) < max(done) or (any(each.steps == 0 for each in answers) and first.steps):
+            state = (fragment.anchor, fragment.optimizer.state_dict())
+            anchor, outer = broadcast_state(state if comm.rank == src else None, comm, src)
+            if fragment.rounds < max(done) or is_new:
+                fragment.anchor.copy_(anchor)
+                fragment.load_outer(outer)
+                fragment.draw(1.0 if is_new or first.steps <= local.settings.warmup else local.settings.mix)
+                fragment.rounds = max(done)
+        # One verdict: what is in flight counts if it has arrived on all of them.
+        if own.done[index] < max(done):
+            fragment.flight = None  # it has been applied elsewhere
+        elif min(done) < max(done) or len({each.dues[index] for each in answers}) > 1:
+            fragment.drop()
+        if is_new:
+            fragment.tokens = 0.0
+    local.forget_weights()
+    local._left = time.perf_counter()
+
+
+def _due(local: LocalSteps, fragment: Fragment) -> int | None:
+    """The step after which what has arrived is applied, alike on all ranks but with `uneven`."""
+    if fragment.flight is None:
+        return None
+    return 0 if local.settings.uneven else fragment.flight.due
+
+
+def _check(answers: list[_Had], comm: Communicator) -> None:
+    named = comm.opened.group.named
+    for rank, each in enumerate(answers):
+        if each.layout != answers[0].layout:
+            raise InvalidArgument(
+                f"model: {named(rank)} has cut its model into other fragments than {named(0)}; make "
+                "mcr.local with the same model and settings on all ranks"
+            )

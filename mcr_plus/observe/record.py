@@ -1,0 +1,420 @@
+"""Recording of operations, without any synchronisation of its own."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mcr_plus.board.shared import arrival_times
+from mcr_plus.core.collector import collector_paused
+from mcr_plus.core.environment import host_name
+from mcr_plus.core.kinds import bus_factor, dtype_name
+from mcr_plus.core.stacks import site_at
+from mcr_plus.observe.clocks import TOGETHER
+from mcr_plus.observe.cross_host_stragglers import AcrossHosts
+from mcr_plus.observe.stragglers import Arrivals, Stragglers, site_text
+from mcr_plus.waiting.wait_time import IdleTime
+
+if TYPE_CHECKING:
+    from mcr_plus.core.group import Group
+    from mcr_plus.core.message import Signature
+    from mcr_plus.core.stacks import Position, Site
+    from mcr_plus.engine.engine import Engine
+    from mcr_plus.engine.group_state import GroupState
+    from mcr_plus.engine.work import IssuedWork
+
+
+@dataclass(frozen=True)
+class Record:
+    """One operation. Times are `time.perf_counter()` seconds.
+
+    `t_done` is when completion was noticed: at the wait, or earlier if another call drove progress. For
+    operations on a CUDA stream that is the host's next poll. `bytes` and `wire_bytes` are this rank's own if
+    sizes differ between ranks. `waited` is the part of the time, in seconds, that a thread spent in a wait:
+    the exposed cost of the operation; the rest was overlapped with other work. `site` is the line of the
+    program that issued it, `file:line, in function`. `skew` is the time, in seconds, from the median of the
+    ranks' arrivals to the last one; None where they are not known, see `Log.stragglers`.
+    `dtype` is that of the data that the library was handed, `none` without data.
+    """
+
+    sequence: int
+    kind: str
+    tag: str | None
+    group: str
+    backend: str
+    codec: str | None
+    bytes: int
+    wire_bytes: int
+    fused: int
+    t_issue: float
+    t_done: float
+    waited: float
+    ranks: int
+    error: str | None
+    dtype: str = "none"
+    is_async: bool = False
+    site: str = ""
+    skew: float | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a summary; `size_class` is the smallest power of two ≥ the operations' bytes."""
+
+    kind: str
+    backend: str
+    size_class: int
+    count: int
+    bytes: int
+    p50_us: float
+    p95_us: float
+    algbw_GBps: float  # noqa: N815 - the field's unit
+    busbw_GBps: float  # noqa: N815
+    ranks: int
+    codec: str | None = None
+    wire_bytes: int = 0
+
+    @property
+    def p50(self) -> float:
+        """Median time in seconds."""
+        return self.p50_us / 1e6
+
+    @property
+    def p95(self) -> float:
+        """95th percentile of the times in seconds."""
+        return self.p95_us / 1e6
+
+    @property
+    def algbw(self) -> float:
+        """`algbw_GBps`."""
+        return self.algbw_GBps
+
+    @property
+    def busbw(self) -> float:
+        """`busbw_GBps`."""
+        return self.busbw_GBps
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in (*(field.name for field in fields(self)), "p50", "p95", "algbw", "busbw"):
+            raise KeyError(name)
+        return getattr(self, name)
+
+
+class Summary(list[Row]):
+    """The rows of `Log.summary`; prints as a table."""
+
+    def __str__(self) -> str:
+        from mcr_plus.observe.record_table import summary_text  # it imports this module
+
+        return summary_text(self)
+
+
+def size_class(nbytes: int) -> int:
+    """The smallest power of two that is at least `nbytes`; 0 for none."""
+    return 0 if nbytes == 0 else 1 << (nbytes - 1).bit_length()
+
+
+_Noted = tuple[Any, ...]
+"""The arguments of `Log._record`."""
+
+
+class Log:
+    """Records in the order in which completion was noticed.
+
+    `print(log)` shows times and waits by kind, tag and backend.
+    """
+
+    def __init__(self, rank: int, size: int | None = None, across: AcrossHosts | None = None) -> None:
+        """`size`: the number of ranks of the job, if it is known. `across`: for groups across hosts."""
+        self._records: list[Record] = []
+        self._noted: list[_Noted] = []
+        self._lock = threading.RLock()
+        self._rank = rank
+        self._size = size
+        self._began = time.perf_counter()
+        self._ended: float | None = None
+        self._arrivals = Arrivals(across)
+        self._sites: dict[tuple[int, int], tuple[Position, Site, str]] = {}
+
+    @property
+    def records(self) -> list[Record]:
+        """The records so far. Operations that have been noted since the last look become records now."""
+        self._take_in()
+        return self._records
+
+    def _take_in(self) -> None:
+        # Nothing here is garbage, and looking for some among so many new objects takes most of the time.
+        with self._lock, collector_paused():
+            count = len(self._noted)
+            noted = self._noted[:count]
+            del self._noted[:count]  # first, for a signal's handler that looks at the records meanwhile
+            self._records += [self._record(*each) for each in noted]
+
+    @property
+    def seconds(self) -> float:
+        """Duration of the recording, up to now if it has not ended."""
+        return (time.perf_counter() if self._ended is None else self._ended) - self._began
+
+    def stop(self) -> None:
+        """Note the end of recording."""
+        self._ended = time.perf_counter()
+
+    def publish(self) -> None:
+        """Publish when this rank has arrived at operations, for ranks of other hosts."""
+        if (across := self._arrivals.across) is not None:
+            across.publish()
+
+    def __str__(self) -> str:
+        """The table of this rank's operations."""
+        from mcr_plus.observe.record_table import communication, table_text  # it imports this module
+
+        seconds = self.seconds
+        title = f"Communication of rank {self._rank} in {seconds:.3g} s"
+        good = [record for record in self.records if record.error is None]
+        failed = len(self.records) - len(good)
+        if failed:
+            title += f", without {failed} operation{'' if failed == 1 else 's'} that failed"
+        return table_text(title, communication(good, seconds)) if good else f"{title}: nothing was recorded"
+
+    def plot(self, path: str | Path) -> None:
+        """Draw a timeline of this rank's operations, as .png, .svg or .pdf.
+
+        Raises:
+            Unsupported: matplotlib is not installed.
+            InvalidArgument: another ending, a missing folder, or an empty log.
+        """
+        from mcr_plus.observe.record_plot import plot_records
+
+        plot_records(self.records, f"Communication of rank {self._rank}", Path(path))
+
+    def add(self, work: IssuedWork) -> None:
+        """Note a finished operation, of which `records` makes a record later. Called by the engine."""
+        if not work.t_issue:
+            return  # issued before recording began
+        operation, message, number, error = work.operation, work.message, work.sequence, work.error
+        signature, state = operation.signature, operation.state
+        times = work.t_issue, work.t_done or work.t_issue, work.t_wait
+        words, apart = None, None
+        if number and error is None and state.group.size > 1:
+            words = state.board.arrival_words(number)
+            across = self._arrivals.across
+            if words is None and work.idle is not None and across is not None:
+                apart = state, (times[0], work.idle, times[1])
+                across.note(state, number, apart[1])
+        self._noted.append(
+            (
+                signature,
+                state.group,
+                number,
+                work.ran_on or operation.backend,
+                message.codec,
+                message.uncompressed_bytes,
+                message.own_bytes() if signature.nbytes is None else signature.nbytes,
+                message.fused,
+                times,
+                None if error is None else str(error),
+                work.site,
+                words,
+                apart,
+            )
+        )
+
+    def _record(
+        self,
+        signature: Signature,
+        group: Group,
+        number: int,
+        ran_on: str,
+        codec: str | None,
+        uncompressed: int | None,
+        nbytes: int,
+        fused: int,
+        times: tuple[float, float, float],
+        error: str | None,
+        position: Position | None,
+        words: tuple[list[int], list[int]] | None,
+        apart: tuple[GroupState, tuple[float, float, float]] | None,
+    ) -> Record:
+        issued, done, began_wait = times
+        site, site_name = (None, "") if position is None else self._site(position)
+        skew = None
+        if apart is not None and self._arrivals.across is not None:
+            together = signature.kind in TOGETHER and (nbytes > 0 or signature.kind == "barrier")
+            key = self._arrivals.key(signature, site)
+            self._arrivals.across.add(apart[0], number, key, together, apart[1])
+        elif number and error is None and group.size > 1:
+            known = None if words is None else arrival_times(words, number)
+            skew = self._arrivals.add(group, signature, number, known, site)
+        library = ran_on.partition(":")[0]
+        values = {
+            "sequence": number,
+            "kind": signature.kind,
+            "tag": signature.tag,
+            "group": signature.group,
+            "backend": signature.choice if library == (signature.backend or "") else library,
+            "codec": codec,
+            "bytes": nbytes if uncompressed is None else uncompressed,
+            "wire_bytes": nbytes,
+            "fused": fused,
+            "t_issue": issued,
+            "t_done": done,
+            "waited": max(0.0, done - began_wait),
+            "ranks": signature.ranks,
+            "error": error,
+            "dtype": dtype_name(signature.dtype),
+            "is_async": signature.async_op,
+            "site": site_name,
+            "skew": skew,
+        }
+        # One by one, so that records share keys. The constructor of a frozen class takes ten times as long.
+        record = Record.__new__(Record)
+        attributes = vars(record)
+        for name, value in values.items():
+            attributes[name] = value
+        return record
+
+    def _site(self, position: Position) -> tuple[Site, str]:
+        """The line of a position, also as text. Code is known by its identity: its hash takes long."""
+        key = id(position[0]), position[1]
+        found = self._sites.get(key)
+        if found is None:
+            site = site_at(position)
+            found = self._sites[key] = position, site, site_text(site)
+        return found[1:]
+
+    def stragglers(self) -> Stragglers:
+        """The ranks that keep others waiting all the time, the latest first; an empty list if none does.
+
+        From operations that all ranks of a group have recorded. A rank is named if it is late by its own
+        doing for 5 % of the time, in at least four of five equal parts of it, and three times as much as the
+        others. `print` shows how late each rank is, by kind, tag and line of the program.
+
+        For groups on one host, no communication is needed. For those across hosts, the arrivals of the other
+        ranks are read from the job's store, where each rank publishes its own when its recording ends: before
+        `mcr.finalize`, with up to five seconds of waiting for ranks that still record.
+
+        Example:
+            ```python
+            with mcr.init() as comm:
+                with mcr.record() as log:
+                    for _ in range(20):
+                        time.sleep(0.02 * (comm.rank == 1))
+                        comm.all_reduce(torch.ones(1000))
+                if comm.rank == 0:
+                    print([each.rank for each in log.stragglers()])  # [1]
+            ```
+        """
+        with self._lock:
+            self._take_in()
+            if self._ended is None:
+                self.publish()
+            return self._arrivals.stragglers(self._began, self.seconds)
+
+    def summary(self) -> Summary:
+        """One row per kind, backend, size class, ranks and codec, sorted; failed operations are left out.
+
+        A list that prints as a table. Bandwidths are bytes over the summed time of the row, busbw by the
+        formulas of nccl-tests.
+        """
+        groups: dict[_Key, list[Record]] = defaultdict(list)
+        for record in self.records:
+            if record.error is None:
+                size = size_class(record.bytes)
+                key = (record.kind, record.backend, size, record.ranks, record.codec or "")
+                groups[key].append(record)
+        return Summary(_row(key, records) for key, records in sorted(groups.items()))
+
+    def save(self, path: str | Path) -> None:
+        """Write a trace that Perfetto and chrome://tracing read: one row per group and backend.
+
+        The folder is made if it is missing. `mcr-plus trace merge` merges the traces of several ranks.
+
+        Raises `OSError` if it cannot be written.
+        """
+        lanes = sorted({(record.group, record.backend) for record in self.records})
+        events: list[dict[str, Any]] = [
+            {
+                "ph": "M",
+                "name": "process_name",
+                "pid": self._rank,
+                "tid": 0,
+                "args": {"name": f"rank {self._rank}"},
+            }
+        ]
+        for index, (group, backend) in enumerate(lanes):
+            name = {"name": f"{group} {backend}"}
+            events.append({"ph": "M", "name": "thread_name", "pid": self._rank, "tid": index, "args": name})
+        for record in self.records:
+            events.extend(_events(record, self._rank, lanes.index((record.group, record.backend))))
+        epoch = time.time() - time.perf_counter()
+        about = {
+            "format": 1,
+            "rank": self._rank,
+            "size": self._size,
+            "host": host_name(),
+            "epoch_us": epoch * 1e6,
+        }
+        document = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps(document))
+
+
+def _events(record: Record, pid: int, tid: int) -> Iterator[dict[str, Any]]:
+    # Asynchronous events ("b"/"e"): operations of one row overlap.
+    unique = f"{pid}/{record.group}#{record.sequence}@{record.t_issue}"  # also in a merged trace
+    common = {"cat": "communication", "id": unique, "pid": pid}
+    name = record.kind if record.tag is None else f"{record.kind} {record.tag}"
+    yield {**common, "ph": "b", "name": name, "tid": tid, "ts": record.t_issue * 1e6, "args": asdict(record)}
+    yield {**common, "ph": "e", "name": name, "tid": tid, "ts": record.t_done * 1e6}
+
+
+_Key = tuple[str, str, int, int, str]
+"""Kind, backend, size class, ranks, codec or the empty string."""
+
+
+def _row(key: _Key, records: Sequence[Record]) -> Row:
+    kind, backend, size, ranks, codec = key
+    seconds = np.array([record.t_done - record.t_issue for record in records])
+    total = sum(record.bytes for record in records)
+    algbw = total / max(float(seconds.sum()), 1e-12) / 1e9
+    return Row(
+        kind=kind,
+        backend=backend,
+        size_class=size,
+        count=len(records),
+        bytes=total,
+        p50_us=float(np.percentile(seconds, 50)) * 1e6,
+        p95_us=float(np.percentile(seconds, 95)) * 1e6,
+        algbw_GBps=algbw,
+        busbw_GBps=algbw * bus_factor(kind, ranks),
+        ranks=ranks,
+        codec=codec or None,
+        wire_bytes=sum(record.wire_bytes for record in records),
+    )
+
+
+@contextmanager
+def recording(engine: Engine, rank: int, size: int) -> Iterator[Log]:
+    """Record every operation that is issued and noticed as complete inside the block. Blocks may nest."""
+    apart = len({process.place for process in engine.peers.processes}) > 1
+    log, outer = Log(rank, size, AcrossHosts(engine) if apart else None), engine.idle
+    engine.idle = idle = outer or IdleTime()
+    engine.record_to((*engine.recorders, log.add))
+    try:
+        yield log
+    finally:
+        log.stop()
+        engine.record_to(tuple(recorder for recorder in engine.recorders if recorder != log.add))
+        if outer is None:
+            engine.idle = None
+            idle.close()
+        log.publish()

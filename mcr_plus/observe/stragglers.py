@@ -1,0 +1,319 @@
+"""Ranks that keep others waiting: who arrives late at operations, by how much, and where.
+
+A rank arrives at an operation when it issues it. How late it is by its own doing is the lesser of two
+differences, both to the median of the other ranks: of its arrival, and of its own time since the operation
+before, which is without waits for operations and for a core. The second is small for a rank that arrives late
+because another rank, or another process on its core, has kept it waiting.
+
+The arrivals are on the boards of groups on one host, whose ranks share a clock: they are exact to a
+microsecond or two. Those of groups across hosts come from `arrivals_across`, with an error; a rank is late by
+what is beyond it. Sends and receives are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from mcr_plus.core.group import Group
+    from mcr_plus.core.message import Signature
+    from mcr_plus.core.stacks import Site
+    from mcr_plus.observe.cross_host_stragglers import AcrossHosts
+
+Times = tuple[list[float], list[float]]
+Floats = npt.NDArray[np.float64]
+LATE: Final = 0.005
+"""Seconds; a smaller delay is the operating system's."""
+LEAST_SHARE: Final = 0.05
+"""Share of the time by which a straggler keeps the others waiting."""
+_LEAST_EVENTS: Final = 4
+_WINDOWS: Final = 5  # equal parts of the time
+_LATE_WINDOWS: Final = 4  # of them with at least half that share
+_TIMES_OTHERS: Final = 3.0  # so many times as late as the other ranks are
+_CHUNK: Final = 512  # operations that are evaluated together
+
+
+@dataclass(frozen=True)
+class Lateness:
+    """How late one rank is at the operations of one kind and tag that one line of the program issues.
+
+    Attributes:
+        rank: of the job.
+        site: the line, `file:line, in function`.
+        count: operations; `late` of them it issued `LATE` seconds or more after the others, by its own doing.
+        seconds: of that in all; `mean` and `longest` of those operations.
+    """
+
+    rank: int
+    kind: str
+    tag: str | None
+    site: str
+    count: int
+    late: int
+    seconds: float
+    longest: float
+
+    @property
+    def mean(self) -> float:
+        """Seconds by which it was late when it was late."""
+        return self.seconds / self.late if self.late else 0.0
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that keeps others waiting all the time.
+
+    Attributes:
+        rank: of the job.
+        seconds, share: by which it was late in all, and as a part of the time of the recording.
+        events: how often it was late.
+        sites: where, most seconds first.
+    """
+
+    rank: int
+    seconds: float
+    share: float
+    events: int
+    sites: tuple[Lateness, ...]
+
+    def __str__(self) -> str:
+        site = self.sites[0]
+        tag = f" {site.tag}" if site.tag else ""
+        return (
+            f"rank {self.rank} keeps the others waiting for {self.share:.0%} of the time: "
+            f"{self.seconds:.3g} s, {self.events} times, mostly {1e3 * site.mean:.3g} ms "
+            f"before {site.kind}{tag} at {site.site}"
+        )
+
+
+class Stragglers(list[Straggler]):
+    """The ranks that are persistently late, the latest first; empty if none is. Prints as a table.
+
+    Attributes:
+        rows: how late each rank is, by kind, tag and line of the program, most seconds first.
+        compared: operations of which all arrivals are known.
+        left_out: those of which they are not.
+        missing: ranks on other hosts that have not recorded some of these, or still record.
+        error: seconds by which the clocks of two hosts may differ after they were compared, at most; 0 for
+            operations on one host.
+    """
+
+    def __init__(
+        self,
+        found: Sequence[Straggler],
+        rows: Sequence[Lateness],
+        compared: int,
+        left_out: int,
+        missing: Sequence[int] = (),
+        error: float = 0.0,
+    ) -> None:
+        super().__init__(found)
+        self.rows = list(rows)
+        self.compared, self.left_out = compared, left_out
+        self.missing, self.error = tuple(missing), error
+
+    def __str__(self) -> str:
+        from mcr_plus.observe.record_table import lateness_text  # it imports this module
+
+        return lateness_text(self)
+
+
+class _Group:
+    """The operations of a group that have not been evaluated yet, and the last one that has been."""
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        self.keys: list[int] = []
+        self.numbers: list[int] = []
+        self.arrivals: list[list[float]] = []
+        self.idle: list[list[float]] = []
+        self.last: Floats | None = None  # own times at the last operation
+        self.sites: dict[int, _Site] = {}
+
+
+class Arrivals:
+    """Collects when ranks arrive at recorded operations.
+
+    Its memory grows with late arrivals, and with the operations of groups across hosts.
+
+    Attributes:
+        across: these; None where there is one host.
+    """
+
+    def __init__(self, across: AcrossHosts | None = None) -> None:
+        self.across = across
+        self._error = 0.0
+        self._groups: dict[tuple[str, tuple[int, ...]], _Group] = {}
+        self._keys: dict[_Key, int] = {}
+        self._events: list[tuple[float, int, float]] = []  # when, rank, seconds
+        self._compared = self._left_out = 0
+
+    def add(
+        self, of: Group, signature: Signature, number: int, known: Times | None, site: Site | None
+    ) -> float | None:
+        """Take in operation `number` of a group; returns its skew, the last arrival less the median one.
+
+        `known`: the arrivals of the group ranks, NaN where unknown, and their idle times until then.
+        """
+        if known is None:
+            self._left_out += 1
+            return None
+        arrivals = sorted(known[0])
+        if not sum(arrivals) > 0:  # NaN
+            self._left_out += 1
+            return None
+        group = self._group(of)
+        group.keys.append(self.key(signature, site))
+        group.numbers.append(number)
+        group.arrivals.append(known[0])
+        group.idle.append(known[1])
+        self._compared += 1
+        if len(group.keys) == _CHUNK:
+            self._evaluate(group)
+        return arrivals[-1] - arrivals[(len(arrivals) - 1) // 2]
+
+    def key(self, signature: Signature, site: Site | None) -> int:
+        """A number for the kind and tag of an operation and the line that issued it."""
+        return self._keys.setdefault((signature.kind, signature.tag, site), len(self._keys))
+
+    def _group(self, of: Group) -> _Group:
+        name = of.name, of.ranks
+        if name not in self._groups:
+            self._groups[name] = _Group(of.ranks)
+        return self._groups[name]
+
+    def _evaluate(self, group: _Group) -> None:
+        if not group.keys:
+            return
+        order = np.argsort(group.numbers, kind="stable")  # they are in the order of completion
+        arrivals, idle = np.array(group.arrivals)[order], np.array(group.idle)[order]
+        self._take(group, np.array(group.keys)[order], arrivals, idle)
+        for each in (group.keys, group.numbers, group.arrivals, group.idle):
+            each.clear()
+
+    def _take(
+        self,
+        group: _Group,
+        keys: npt.NDArray[np.int64],
+        arrivals: Floats,
+        idle: Floats,
+        shifts: Floats | float = 0.0,
+        error: float = 0.0,
+    ) -> None:
+        """Take in operations in their order; a row has the times of all ranks, see `Compared`."""
+        own = arrivals - idle
+        before = np.vstack([own[:1] if group.last is None else group.last, own[:-1]])
+        arrivals = arrivals + shifts
+        late = np.minimum(_beyond_others(arrivals) - error, _beyond_others(own - before))
+        late[late < LATE] = 0.0
+        for key in np.unique(keys).tolist():
+            if key not in group.sites:
+                group.sites[key] = _Site(len(group.ranks))
+            group.sites[key].count(late[keys == key])
+        for row, column in zip(*np.nonzero(late), strict=True):
+            event = float(arrivals[row, column]), group.ranks[column], float(late[row, column])
+            self._events.append(event)
+        group.last = own[-1:]
+
+    def _evaluate_across(self, across: AcrossHosts) -> None:
+        for of, some in across.compared():
+            group = self._group(of)
+            self._take(group, np.array(some.keys), some.arrivals, some.idle, some.shifts, some.error)
+            self._compared += len(some.keys)
+            self._error = max(self._error, some.error)
+
+    def stragglers(self, began: float, seconds: float) -> Stragglers:
+        """Those of a recording that began at `began`, in seconds of `perf_counter`, and took `seconds`."""
+        for group in self._groups.values():
+            self._evaluate(group)
+        left_out, missing = self._left_out, list[int]()
+        if self.across is not None:
+            self._evaluate_across(self.across)
+            left_out, missing = left_out + self.across.left, sorted(self.across.missing)
+        rows = self._rows()
+        rows.sort(key=lambda row: (-row.seconds, row.rank))
+        ranks = sorted({rank for group in self._groups.values() for rank in group.ranks})
+        totals = {rank: sum(late for _, who, late in self._events if who == rank) for rank in ranks}
+        found = [
+            self._straggler(rank, rows, seconds)
+            for rank in ranks
+            if self._is_persistent(rank, totals, began, seconds)
+        ]
+        found.sort(key=lambda each: -each.seconds)
+        return Stragglers(found, rows, self._compared, left_out, missing, self._error)
+
+    def _rows(self) -> list[Lateness]:
+        """Of each rank, kind, tag and line, summed over the groups."""
+        names = list(self._keys)
+        sums: dict[tuple[int, int], Floats] = {}
+        for group in self._groups.values():
+            for key, site in group.sites.items():
+                for rank, figures in zip(group.ranks, site.figures, strict=True):
+                    known = sums.setdefault((key, rank), np.zeros(4))
+                    known[:3] += figures[:3]
+                    known[3] = max(known[3], figures[3])
+        rows = []
+        for (key, rank), (count, late, seconds, longest) in sums.items():
+            kind, tag, at = names[key]
+            line = site_text(at)
+            rows.append(
+                Lateness(rank, kind, tag, line, int(count), int(late), float(seconds), float(longest))
+            )
+        return rows
+
+    def _is_persistent(self, rank: int, totals: dict[int, float], began: float, seconds: float) -> bool:
+        events = [(when, late) for when, who, late in self._events if who == rank]
+        others = [total for other, total in totals.items() if other != rank]
+        if len(events) < _LEAST_EVENTS or totals[rank] < LEAST_SHARE * seconds:
+            return False
+        if totals[rank] < _TIMES_OTHERS * float(np.median(others)):
+            return False
+        length = seconds / _WINDOWS
+        windows = np.zeros(_WINDOWS)
+        for when, late in events:
+            windows[min(max(int((when - began) / length), 0), _WINDOWS - 1)] += late
+        return bool(np.sum(windows >= LEAST_SHARE / 2 * length) >= _LATE_WINDOWS)
+
+    def _straggler(self, rank: int, rows: Sequence[Lateness], seconds: float) -> Straggler:
+        sites = tuple(row for row in rows if row.rank == rank and row.late)
+        total = sum(row.seconds for row in sites)
+        return Straggler(rank, total, total / seconds, sum(row.late for row in sites), sites)
+
+
+_Key = tuple[str, "str | None", "Site | None"]
+"""Kind, tag, line of the program."""
+
+
+class _Site:
+    """Sums over the operations of one kind, tag and line: of each rank count, late ones, seconds, longest."""
+
+    def __init__(self, ranks: int) -> None:
+        self.figures = np.zeros((ranks, 4))
+
+    def count(self, late: Floats) -> None:
+        """Add operations, of each of which a row has the seconds of lateness of all ranks."""
+        self.figures[:, 0] += len(late)
+        self.figures[:, 1] += (late > 0).sum(axis=0)
+        self.figures[:, 2] += late.sum(axis=0)
+        self.figures[:, 3] = np.maximum(self.figures[:, 3], late.max(axis=0))
+
+
+def site_text(site: Site | None) -> str:
+    """A line of the program for people; empty if it is not known."""
+    return "" if site is None else f"{site[0]}:{site[1]}, in {site[2]}"
+
+
+def _beyond_others(times: Floats) -> Floats:
+    """Of each row and column, the time less the median of the other columns."""
+    ranks = times.shape[1]
+    if ranks == 2:
+        return times - times[:, ::-1]
+    beyond = np.empty_like(times)
+    for rank in range(ranks):
+        beyond[:, rank] = times[:, rank] - np.median(np.delete(times, rank, axis=1), axis=1)
+    return beyond

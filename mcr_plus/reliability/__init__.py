@@ -1,0 +1,1 @@
+"""Operations that survive a failing library (`failover`), and that check their payloads (`verify`)."""

@@ -1,0 +1,465 @@
+"""A library in a group, with a second one that takes over when it fails.
+
+    works ── an operation fails, on any rank ──► stopping ──► settling ── records of all ranks ──► moved
+      ▲                                                                                              │
+      └──────────── the library is opened anew in the background, and all ranks agree ◄──────────────┘
+
+A rank whose library fails says so on the group's board and in its store. All ranks then stop calling the
+library, wait until it writes to no tensor any more, and write down which operations are complete (`Record`).
+From all records, each derives what runs again on the second library (`decide`): the operations that are not
+complete on every rank, in the order of their numbers. All later ones run there too. The second library has a
+channel for this alone, so that its other operations keep their order.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import deque
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from mcr_plus.backends.base import Channel, Gate, Persistent, Poll, Start
+from mcr_plus.core.message import Message, Signature
+from mcr_plus.engine.disabled_backends import switch_off
+from mcr_plus.errors import BackendError, McrError, PeerLost
+from mcr_plus.reliability.failover import notices
+from mcr_plus.reliability.failover.attempt import Attempt
+from mcr_plus.reliability.failover.fallback import SecondLibrary
+from mcr_plus.reliability.failover.gate import FirstGate
+from mcr_plus.reliability.failover.kept import Kept
+from mcr_plus.reliability.failover.reinstate import Comeback, Reopen
+from mcr_plus.reliability.failover.rules import Operation, Record, Verdict, decide
+from mcr_plus.reliability.failover.state import note_writes
+
+if TYPE_CHECKING:
+    from mcr_plus.backends.base import Backend
+    from mcr_plus.core.c10d import Store
+    from mcr_plus.engine.engine import Engine
+    from mcr_plus.engine.group_state import BackendChannel, GroupState
+
+_LOOK_EVERY: Final = 0.01  # seconds between looks for failures of other ranks, at least
+_DOUBT_EVERY: Final = 0.1  # seconds between looks at the connections of the library
+_ASK_EVERY: Final = 0.002  # seconds between looks for the records of others
+_VOTE_EVERY: Final = 16  # operations between two votes on the return of the library
+_log = logging.getLogger("mcr_plus")
+
+
+class Binding:
+    """A signature on the library, which may have been opened anew since."""
+
+    __slots__ = ("digest", "generation", "signature", "start")
+
+    def __init__(self, signature: Signature, start: Start, generation: int) -> None:
+        self.signature, self.digest = signature, signature.digest()
+        self.start, self.generation = start, generation
+
+
+class FailoverChannel(Channel):
+    """See the module.
+
+    Attributes:
+        slot: where the engine has this channel.
+        library: that runs operations now; `moved`: it is the second one.
+        lock: the engine's.
+        why: the last failure.
+    """
+
+    def __init__(
+        self,
+        slot: BackendChannel,
+        second: Backend,
+        spare: Channel,
+        state: GroupState,
+        store: Store,
+        engine: Engine,
+        reopen: Reopen,
+    ) -> None:
+        """`spare`: the channel of the second library. `reopen`: collective, and called in a thread."""
+        self.slot = slot
+        self._first, self._own = slot.backend, slot.channel
+        self._state, self._board, self._store, self._engine = state, state.board, store, engine
+        self._group = state.group
+        self.lock = engine.lock
+        self._second = SecondLibrary(second, spare, state.group.rank)
+        self.closes_alone = self._own.closes_alone and spare.closes_alone
+        self.outlives_library = self._own.outlives_library or spare.outlives_library
+        self.library = self._first.name
+        self.moved = False
+        self.why = ""
+        self._stage: Literal["works", "stopping", "settling"] = "works"
+        self._refused: BackendError | None = None
+        self._starts_at_once = True  # the library runs operations, and none waits that has to start before
+        self._broken = False  # the library cannot come back
+        self._round = 0  # failures that have been settled
+        self._generation = 0  # of the library's channel
+        self._count = 0  # operations so far
+        self._open: dict[int, Attempt] = {}  # not complete, by number
+        self._kept = Kept()
+        self._queue: deque[Attempt] = deque()  # of the second library
+        self._sources: dict[int, int] = {}
+        self._voted = -1  # the number before which the last vote was taken
+        self._comeback = Comeback(reopen)
+        self._moves = 0
+        self._next_look = self._next_doubt = self._next_ask = 0.0
+
+    # -- as a Channel -------------------------------------------------------------------------------
+
+    def bind(self, signature: Signature) -> Start:
+        """See `Channel`. Sends and receives stay on the library, and fail with it."""
+        binding = Binding(signature, self._own.bind(signature), self._generation)
+        if signature.is_p2p:
+
+            def message_begins(message: Message) -> Poll:
+                note_writes(self._engine.writes, message.outputs)
+                if binding.generation != self._generation:
+                    self._bind_anew(binding)
+                return binding.start(message)
+
+            return message_begins
+
+        def begin(message: Message) -> Poll:
+            # A synchronous operation comes here without the lock. Its own thread alone takes stock here, so
+            # others can at most stop the library now, which `_begin` sees.
+            if self._starts_at_once:
+                attempt = self._opened(binding, message)
+                self._begin(attempt)
+                return attempt
+            with self.lock:
+                if self._refused is not None:
+                    raise self._refused
+                attempt = self._opened(binding, message)
+                self._queue.append(attempt)
+                self.advance()
+            return attempt
+
+        return begin
+
+    def gate(self, signature: Signature, digest: int) -> Gate | None:
+        """See `Channel`."""
+        gate = self._own.gate(signature, digest)
+        if gate is None:
+            return None
+        self._broken = True  # operations that passed no gate meanwhile could not be started on it again
+        return FirstGate(self, gate)
+
+    def bind_persistent(self, signature: Signature, message: Message, digest: int) -> Persistent | None:  # noqa: ARG002
+        """None: a request of the library cannot run on another one."""
+        return None
+
+    def close(self) -> None:
+        """See `Channel`."""
+        self._end()
+        for channel in (self._own, self._second.channel):
+            channel.close()
+
+    def release(self) -> None:
+        """See `Channel`."""
+        self._end()
+        for channel in (self._own, self._second.channel):
+            channel.release()
+
+    def give_up(self) -> None:
+        """See `Channel`."""
+        for channel in (self._own, self._second.channel):
+            channel.give_up()
+
+    def _end(self) -> None:
+        if self in self._engine.failovers:
+            self._engine.failovers.remove(self)
+        notices.remove(self)
+        self._comeback.give_up()
+        self._kept.clear()
+        self._open.clear()
+        self._queue.clear()
+        self._second.clear()
+
+    # -- operations ---------------------------------------------------------------------------------
+
+    def _opened(self, binding: Binding, message: Message) -> Attempt:
+        """Number an operation that is about to start."""
+        note_writes(self._engine.writes, message.outputs)
+        number = self._count
+        self._open[number] = attempt = Attempt(self, binding, message, number)
+        self._count = number + 1
+        return attempt
+
+    def _begin(self, attempt: Attempt) -> None:
+        """Start an operation on the library itself."""
+        attempt.library = self._first.name
+        attempt.keep_inputs(self._kept.copied)
+        binding = attempt.binding
+        try:
+            if binding.generation != self._generation:
+                self._bind_anew(binding)
+            attempt.poll = binding.start(attempt.message)
+        except Exception as error:
+            with self.lock:
+                self.on_error(attempt, error)
+            return
+        if self._stage != "works":  # another thread has stopped it meanwhile, and may not have seen this one
+            with self.lock:
+                if self._first.stops_as_whole:
+                    self._engine.peers.keep.append(attempt.held)
+                attempt.poll = None
+
+    def _bind_anew(self, binding: Binding) -> None:
+        """Bind a signature to the library's present channel."""
+        binding.start, binding.generation = self._own.bind(binding.signature), self._generation
+
+    def on_complete(self, attempt: Attempt) -> None:
+        """Keep a complete operation for a while, as other ranks may need it again."""
+        del self._open[attempt.number]
+        attempt.complete()
+        if attempt.library != self._first.name:
+            attempt.let_go()
+            self._engine.ring()  # who has issued it may know of the library alone that needed none
+            return
+        attempt.note_state(self._engine.writes)
+        self._kept.add(attempt)
+
+    def on_error(self, attempt: Attempt, error: Exception) -> None:
+        """The library that runs `attempt` has raised `error`; raises it if that is no failure to settle."""
+        attempt.poll = None
+        is_of_library = not isinstance(error, McrError) or type(error) is BackendError
+        if self.moved or self._refused is not None or not is_of_library:
+            attempt.error = error
+            raise error
+        self.fail(f"{type(error).__name__}: {error}", self._first.breaks(error))
+
+    # -- a failure ----------------------------------------------------------------------------------
+
+    @property
+    def stands(self) -> bool:
+        """The library itself runs operations."""
+        return self._stage == "works" and not self.moved and self._refused is None
+
+    def on_library_off(self, backend: Backend, reason: str) -> None:
+        """A library is not called any more in this process."""
+        if backend is self._first:
+            self.fail(reason, broken=reason)
+        elif backend is self._second.backend and self.moved:
+            self._refuse(f"it has failed too: {reason}")
+
+    def fail(self, why: str, broken: str = "") -> None:
+        """The library has failed on this rank. `broken`: why it is not called any more in this process."""
+        if not self.stands:
+            return
+        if broken:
+            self._broken = True
+            switch_off(self._engine, self._first, broken)
+            if not self.stands:  # this channel has been told on the way
+                return
+        self.why = f"{self._group.named(self._group.rank)}: {why}"
+        try:
+            self._store.compare_set(self._key("begun"), "", self.why)
+            self._board.mark_moving()
+        except (RuntimeError, McrError) as error:
+            self._refuse(f"the job's store does not answer: {error}")
+            return
+        self._stop()
+
+    def _key(self, what: object) -> str:
+        return f"failover/{self._group.name}/{self._first.name}/{self._round}/{what}"
+
+    def _stop(self) -> None:
+        """Call the library no more."""
+        self._stage, self._starts_at_once = "stopping", False
+        if self._first.stops_as_whole:
+            self._broken = True
+            reason = f"{self._first.name} is not used any more in this process, after a failure: {self.why}"
+            switch_off(self._engine, self._first, reason)
+            # Other programs in this process may call it.
+            self._engine.peers.keep += [each.held for each in self._running_here()]
+        for attempt in self._running_here():
+            attempt.poll = None
+        self._engine.ring()
+        self.advance()
+
+    def _running_here(self) -> list[Attempt]:
+        """The operations in flight on the library itself: others may still run on the second one."""
+        # A synchronous operation may end meanwhile, in another thread.
+        return [each for each in list(self._open.values()) if each.library == self._first.name]
+
+    def tick(self) -> None:
+        """Look for failures, and go on with what waits; often, and under the engine's lock."""
+        if self._stage != "works" or self._queue or self._second.is_busy:
+            self.advance()
+            return
+        now = time.monotonic()
+        if now < self._next_look or not self.stands:
+            return
+        self._next_look = now + max(self._board.check_every, _LOOK_EVERY)
+        if (self._open or self.slot.pending) and now >= self._next_doubt:
+            self._next_doubt = now + _DOUBT_EVERY
+            if problem := self._own.silent_failure():
+                self.fail(problem)
+                return
+        moves = self._board.moves()
+        if moves != self._moves:
+            try:
+                begun = self._store.check([self._key("begun")])
+                self.why = self._store.get(self._key("begun")).decode() if begun else self.why
+            except (RuntimeError, McrError) as error:
+                self._refuse(f"the job's store does not answer: {error}")
+                return
+            self._moves = moves
+            if begun:
+                self._stop()
+
+    def advance(self) -> None:
+        """Go on with a failure that is being settled, or with operations of the second library."""
+        if self._stage != "works":
+            now = time.monotonic()
+            if now < self._next_ask:
+                return
+            self._next_ask = now + _ASK_EVERY
+            try:
+                self._settle()
+            except PeerLost:
+                return  # whoever waits for an operation of that rank is told
+            except (RuntimeError, McrError) as error:
+                self._refuse(f"the job's store does not answer: {error}")
+                return
+        if self._stage == "works":
+            self._start_queued()
+
+    def _settle(self) -> None:
+        keys = [self._key(rank) for rank in range(self._group.size)]
+        if self._stage == "stopping":
+            # Not while the program changes its tensors in another thread: torch counts a change at its end.
+            if not self._state.is_its_thread() or not self._own.stop_operations():
+                return
+            known = {
+                each.number: each.record(self._engine.writes) for each in (*self._kept, *self._running_here())
+            }
+            off = self._engine.off.get(self._second.backend.name, "")
+            text = json.dumps([self._count, self._broken, off, known])
+            self._store.set(keys[self._group.rank], text)
+            self._stage = "settling"
+        if not self._store.check(keys):
+            return
+        texts: list[tuple[int, bool, str, dict[str, Any]]]
+        texts = [json.loads(self._store.get(key)) for key in keys]
+        records = [
+            Record(count, {int(number): Operation(*each) for number, each in known.items()})
+            for count, _, _, known in texts
+        ]
+        self._broken = any(broken for _, broken, _, _ in texts)
+        self.why = self._store.get(self._key("begun")).decode()
+        self._round += 1
+        self._moves = self._board.moves()
+        off = next((off for _, _, off, _ in texts if off), "")
+        verdict = decide(records, self._group.named)
+        self._apply(replace(verdict, refusal=off) if off else verdict)
+        self._stage = "works"
+
+    def _apply(self, verdict: Verdict) -> None:
+        if verdict.refusal:
+            self._refuse(verdict.refusal)
+            return
+        self.moved, self._sources = True, dict(verdict.sources)
+        later = {id(each) for each in self._queue}
+        repeated = sorted(
+            (
+                each
+                for each in (*self._kept, *self._running_here())
+                if each.number >= verdict.first and id(each) not in later
+            ),
+            key=lambda each: each.number,
+        )
+        self._queue.extendleft(reversed(repeated))
+        self._kept.clear()
+        self._use(self._second.backend)
+        self._comeback.after_failure()
+        group, over = self._group, self._second.backend.name
+        notices.put(self, group.ranks[group.rank], group.name, self._first.name, over, self.why)
+        if self._group.rank == 0:
+            _log.warning(
+                "group '%s': %s has failed (%s); its operations go over %s now, %d of them again",
+                group.name, self._first.name, self.why, over, len(repeated),
+            )  # fmt: skip
+
+    def _refuse(self, reason: str) -> None:
+        why = f" ({self.why})" if self.why else ""
+        self._refused = BackendError(
+            f"{self._first.name} has failed{why}, and {self._second.backend.name} cannot take over: {reason}"
+        )
+        self._stage, self._starts_at_once = "works", False
+        self._queue.clear()
+        for attempt in list(self._open.values()):
+            if attempt.poll is None or attempt.library != self._first.name:
+                attempt.poll, attempt.error = None, self._refused
+
+    def _use(self, backend: Backend) -> None:
+        """Let the engine wait for operations as this library needs it."""
+        self.library = backend.name
+        self.slot.backend = backend
+        for operation in list(self._engine.bound):
+            if operation.backend_channel is self.slot and not operation.signature.is_p2p:
+                operation.runs_on(backend)
+
+    # -- the second library -------------------------------------------------------------------------
+
+    def _start_queued(self) -> None:
+        """Start operations in order, as far as gates and votes let them."""
+        try:
+            while self._queue and self._start_next():
+                pass
+            if self._second.is_busy:
+                self._second.advance()
+        except Exception as error:
+            self._refuse(f"it has failed too: {error}")
+        self._starts_at_once = self.stands and not self._queue
+
+    def _start_next(self) -> bool:
+        """Start the first operation that waits; returns whether the next one may follow."""
+        attempt = self._queue[0]
+        if not self.moved:
+            self._queue.popleft()
+            self._begin(attempt)
+            return self.stands
+        if attempt.number % _VOTE_EVERY == 0 and self._voted != attempt.number and not self._broken:
+            if self._vote():
+                self._voted = attempt.number
+                return True
+            return False
+        if not self._second.start(attempt, self._sources):
+            return False
+        self._queue.popleft()
+        return True
+
+    # -- the return of the library ------------------------------------------------------------------
+
+    def _vote(self) -> bool:
+        """Take part in a vote, at the same operation on all ranks; whether operations may go on."""
+        comeback = self._comeback
+        if comeback.is_voting:
+            result = comeback.result()
+            if result is None:
+                return False
+            channel = comeback.decided(result)
+            if channel is not None:
+                self._return_to(channel)
+                return True
+        message = comeback.ballot(self._group, self._second.backend.name)
+        if comeback.gate is None:
+            comeback.gate = self._second.gate(message)
+        if not comeback.gate():
+            return False
+        comeback.begin(self._second.poll(message))
+        return True
+
+    def _return_to(self, channel: Channel) -> None:
+        """Go back to the library, over a new channel."""
+        former, self._own = self._own, channel
+        self.moved = False
+        self._generation += 1
+        self._use(self._first)
+        notices.remove(self)
+        former.release()
+        if self._group.rank == 0:
+            _log.warning(
+                "group '%s': %s works again, and has its operations back", self._group.name, self._first.name
+            )

@@ -1,0 +1,93 @@
+"""Operations that are complete here, kept for ranks on which they are not.
+
+What is kept takes a limited amount of memory: copies, and tensors that the program has dropped since. Beyond
+it, the oldest operations keep their tensors alive no longer. That loses nothing as long as the program has
+them, as it has the buckets of gradients.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from threading import RLock
+from typing import TYPE_CHECKING, Final
+
+from mcr_plus.reliability.failover.state import Copy, copy_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    import torch
+
+    from mcr_plus.reliability.failover.attempt import Attempt
+
+_MOST: Final = 64
+_MOST_BYTES: Final = 256 << 20  # of tensors that are kept alive and copies; those of the last one in any case
+_FREE: Final = 4  # copies of a size that wait to be used again
+_MOST_FREE_BYTES: Final = 256 << 20  # of all of those
+
+
+class Kept:
+    """The last complete operations, and memory for copies of inputs."""
+
+    def __init__(self) -> None:
+        self._attempts: deque[Attempt] = deque()
+        self._nbytes = 0
+        # `add` comes from synchronous operations without the engine's lock, and from other threads with it.
+        self._making_room = RLock()
+        self._free: dict[int, list[torch.Tensor]] = {}  # by bytes
+        self._free_nbytes = 0
+
+    def __iter__(self) -> Iterator[Attempt]:
+        return iter(self._attempts)
+
+    def add(self, attempt: Attempt) -> None:
+        """Keep an operation, and let go of the oldest ones."""
+        self._attempts.append(attempt)
+        self._nbytes += attempt.kept_bytes
+        if len(self._attempts) > _MOST:
+            oldest = self._attempts.popleft()
+            self._nbytes -= oldest.kept_bytes
+            self._take_back(oldest.let_go())
+        if self._nbytes > _MOST_BYTES:
+            with self._making_room:
+                self._make_room()
+
+    def _make_room(self) -> None:
+        """Let go of tensors first, the oldest before the others, and then of copies."""
+        *older, _ = self._attempts
+        for give_copies in (False, True):
+            for attempt in older:
+                if self._nbytes <= _MOST_BYTES:
+                    return
+                self._nbytes -= attempt.kept_bytes
+                if give_copies:
+                    self._take_back(attempt.give_copies())
+                else:
+                    attempt.weaken()
+                self._nbytes += attempt.kept_bytes
+
+    def _take_back(self, copies: Iterable[Copy]) -> None:
+        for copy in copies:
+            if isinstance(copy, bytes):
+                continue
+            free = self._free.setdefault(copy.nbytes, [])
+            if len(free) < _FREE and copy.numel():
+                free.append(copy.view(-1))
+                self._free_nbytes += copy.nbytes
+        if self._free_nbytes > _MOST_FREE_BYTES:  # of many sizes, which may not come again
+            self._free.clear()
+            self._free_nbytes = 0
+
+    def copied(self, tensor: torch.Tensor) -> Copy:
+        """A copy, in the memory of a former one if there is some: new memory is slow."""
+        free = self._free.get(tensor.nbytes)
+        if not free:
+            return copy_of(tensor)
+        self._free_nbytes -= tensor.nbytes
+        return free.pop().view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        self._attempts.clear()
+        self._free.clear()
+        self._nbytes = self._free_nbytes = 0

@@ -1,0 +1,42 @@
+"""Opening the second libraries of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from mcr_plus.engine.extra_channels import open_further
+from mcr_plus.reliability.failover.channel import FailoverChannel
+from mcr_plus.reliability.failover.rules import second_of
+
+if TYPE_CHECKING:
+    from mcr_plus.backends.base import Backend, Channel
+    from mcr_plus.engine.engine import Engine
+    from mcr_plus.engine.group_state import BackendChannel, GroupState
+    from mcr_plus.rendezvous.world import World
+
+
+def open_failover(
+    world: World, engine: Engine, state: GroupState, channels: Mapping[str, BackendChannel]
+) -> None:
+    """Give every library of a group a second one; collective over its ranks.
+
+    Libraries whose operations run on a stream neither fail over nor take over.
+    """
+    group = state.group
+    slots = {name: slot for name, slot in channels.items() if not slot.backend.on_stream and name != "local"}
+    names = list(slots)
+    if len(names) < 2 or group.size < 2:
+        return
+
+    store = world.store_of(group)
+    for name, slot in slots.items():
+        second = slots[second_of(names, name) or name].backend
+        spare = open_further(world, second, group, f"for-{name}")
+        own = slot.backend
+
+        def reopen(number: int, is_given_up: Callable[[], bool], own: Backend = own) -> Channel:
+            return open_further(world, own, group, f"{own.name}-again{number}", is_given_up)
+
+        slot.channel = FailoverChannel(slot, second, spare, state, store, engine, reopen)
+        engine.failovers.append(slot.channel)

@@ -1,0 +1,166 @@
+"""Operations of shared memory whose checksums are taken by the functions that move the data."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from mcr_plus.backends.shm import collectives_kernels as plain
+from mcr_plus.backends.shm.backend import SharedMemoryChannel
+from mcr_plus.backends.shm.collectives_kernels import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_REDUCE_WHOLE,
+    ALL_TO_ALL,
+    BROADCAST,
+    REDUCE_SCATTER,
+)
+from mcr_plus.backends.shm.queue import done_at_once
+from mcr_plus.core.kinds import REDUCING, VECTOR
+from mcr_plus.core.message import Message
+from mcr_plus.kernels.checksum import BLOCK, CHAIN_BYTES
+from mcr_plus.reliability.verify import checked_kernels as kernels
+from mcr_plus.reliability.verify.checksum_table import GOT, GOT_SUMS, SENT, SENT_SUMS, Flows, Ledger, Plan
+from mcr_plus.reliability.verify.row_kernels import AGREE
+from mcr_plus.reliability.verify.rows import SharedRows
+from mcr_plus.reliability.verify.verified_run import Begins
+
+if TYPE_CHECKING:
+    from mcr_plus.backends.base import Poll
+    from mcr_plus.backends.shm.queue import Run
+    from mcr_plus.core.group import Group
+    from mcr_plus.core.message import Signature
+    from mcr_plus.reliability.verify.rows import Rows
+    from mcr_plus.reliability.verify.steps import Steps
+    from mcr_plus.reliability.verify.verified_run import Course, Judge
+
+AREA: Final = 1 << 20
+"""Bytes of a slot that are used at most: so many stay in the core's cache until a peer takes them."""
+
+
+class Checking:
+    """Binds operations of a library of a group, if that is shared memory and has a function for them."""
+
+    def __init__(self, steps: Steps, group: Group, rows: Rows, judge: Judge) -> None:
+        self._channel = steps.channel if isinstance(steps.channel, SharedMemoryChannel) else None
+        self._rows = rows if isinstance(rows, SharedRows) else None
+        self._group, self._judge = group, judge
+
+    def bind(self, signature: Signature) -> Begins | None:
+        """How operations of a signature begin; None for those that are made of steps."""
+        channel, rows, judge = self._channel, self._rows, self._judge
+        if channel is None or rows is None or not signature.nbytes or signature.kind in VECTOR:
+            return None
+        if signature.algorithm is not None and signature.kind not in REDUCING:
+            return None  # it runs as it is, as a step
+        state = channel.direct(signature)
+        if int(state[plain.KIND]) not in kernels.KINDS or not fit(state):
+            return None
+        ledger = Ledger(plan(state), signature.digest())
+        state = extended(state, ledger, rows)
+        start = self.run(channel, signature, state)
+
+        verdict = memoryview(state)[kernels.VERDICT :]
+
+        # One operation at a time, so it has the state, the ledger and the rows for itself.
+        def at_once(message: Message) -> Course | None:
+            inputs, outputs = message.inputs, message.outputs
+            target = outputs[0].data_ptr() if outputs else 0
+            source = inputs[0].data_ptr() if inputs else target
+            poll = start(source, target, (inputs, outputs, ledger))  # whose memory the queue writes to
+            if poll is done_at_once and verdict[0] == AGREE:
+                return None
+            return ended(poll)
+
+        def ended(poll: Poll) -> Course:
+            yield poll
+            if verdict[0] != AGREE:
+                judge(signature, ledger)
+
+        def begin(message: Message) -> Course:
+            return later(Message(signature, message.inputs, message.outputs))  # it lets go of its tensors
+
+        def later(message: Message) -> Course:
+            yield from at_once(message) or ()
+
+        return Begins(begin, at_once)
+
+    def run(self, channel: SharedMemoryChannel, signature: Signature, state: Any) -> Run:
+        """How operations of a state start."""
+        return channel.run_by(signature, state, kernels.begin, kernels.advance)
+
+
+def fit(state: Any) -> bool:
+    """Let the slices of a state consist of whole blocks; False if a slot has no place for one."""
+    kind, ranks, width = (int(state[word]) for word in (plain.KIND, plain.RANKS, plain.WIDTH))
+    area = min(AREA, int(state[plain.AREA]))
+    # A flow has as many blocks in each slice; a slot holds one flow for each rank, or one for all.
+    flows = ranks if kind in (ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER) else 1
+    blocks = area // (flows * BLOCK)
+    if not blocks:
+        return False
+    elements = blocks * BLOCK // width * (ranks if kind == ALL_REDUCE else 1)
+    state[plain.SLICE] = elements
+    state[plain.SLICES] = -(-int(state[plain.COUNT]) // elements)
+    return True
+
+
+def plan(state: Any) -> Plan:
+    """What an operation of a state that is `fit` sends and gets here."""
+    kind, ranks, me, root, count, width, elements, slices = (
+        int(state[word])
+        for word in (
+            plain.KIND, plain.RANKS, plain.RANK, plain.ROOT, plain.COUNT, plain.WIDTH, plain.SLICE,
+            plain.SLICES,
+        )
+    )  # fmt: skip
+    nbytes, ends = count * width, dict[int, Flows]()
+    others = [rank for rank in range(ranks) if rank != me]
+    if kind == ALL_REDUCE:
+        left, line = count - (slices - 1) * elements, 64 // width
+        part = -(-left // (ranks * line)) * line
+        of = [
+            width * ((slices - 1) * elements // ranks + max(0, min(part, left - rank * part)))
+            for rank in range(ranks)
+        ]
+        ends[SENT] = _flows({rank: of[rank] for rank in others})
+        ends[GOT] = _flows(dict.fromkeys(others, of[me]))
+        ends[SENT_SUMS] = Flows.one(0, of[me], ranks)
+        ends[GOT_SUMS] = Flows.of_parts(of)
+    elif kind == ALL_REDUCE_WHOLE:
+        ends[SENT], ends[GOT] = Flows.one(0, nbytes, ranks), Flows.of_parts([nbytes] * ranks)
+        ends[SENT_SUMS] = Flows.one(0, nbytes, 2 * ranks)  # equal on all ranks
+    elif kind == REDUCE_SCATTER:
+        ends[SENT], ends[GOT] = (_flows(dict.fromkeys(others, nbytes)) for _ in range(2))
+    elif kind == BROADCAST:
+        ends[GOT] = Flows.one(root, nbytes)
+        if me == root:
+            ends[SENT] = Flows.one(0, nbytes, ranks)
+    else:
+        ends[SENT] = Flows.one(0, nbytes, ranks) if kind == ALL_GATHER else Flows.of_parts([nbytes] * ranks)
+        ends[GOT] = Flows.of_parts([nbytes] * ranks)
+    return Plan(ranks, ends)
+
+
+def _flows(nbytes: dict[int, int]) -> Flows:
+    return Flows([(rank, 1) for rank in nbytes], [0] * len(nbytes), list(nbytes.values()))
+
+
+def extended(state: Any, ledger: Ledger, rows: SharedRows) -> Any:
+    """The state with the words of `checked_kernels`, and memory for the chains of checksums at its end."""
+    ranks, width = int(state[plain.RANKS]), int(state[plain.WIDTH])
+    chains = kernels.TABLE + 4 * ranks
+    whole: Any = np.zeros(chains + (ranks + 1) * CHAIN_BYTES // 8, np.int64)
+    whole[: len(state)] = state
+    flows, count, checksums, row = ledger.joined
+    whole[kernels.COUNTER], whole[kernels.ROWS], whole[kernels.STRIDE] = rows.addresses
+    whole[kernels.CHAINS] = whole.ctypes.data + 8 * chains
+    shared = ranks if state[plain.KIND] == ALL_REDUCE else 1
+    whole[kernels.STEP] = int(state[plain.SLICE]) // shared * width // BLOCK
+    whole[kernels.FLOWS], whole[kernels.FLOW_COUNT] = flows, count
+    whole[kernels.CHECKSUMS], whole[kernels.ROW] = checksums, row
+    whole[kernels.ROW_WORDS] = len(ledger.row)
+    for first, _, word, _ in ledger.plan.flows.tolist():
+        whole[kernels.TABLE + word] = checksums + 8 * first
+    return whole

@@ -1,0 +1,172 @@
+"""The exchange of checksums: every rank gets the rows of 64-bit words of all ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import numpy as np
+import torch
+
+from mcr_plus.core.message import Message, Signature
+from mcr_plus.reliability.verify.row_kernels import AGREE, claim, compared, gathered, post
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mcr_plus.backends.base import Poll
+    from mcr_plus.reliability.verify.steps import Steps
+
+_LINE: Final = 8  # words
+_TRIES: Final = 100  # looks at the rows of others in a poll: as long as a poll of shared memory
+
+
+class Rows(Protocol):
+    """Exchanges of rows of one length, one at a time and in the same order on all ranks."""
+
+    @property
+    def number(self) -> int:
+        """Of the last exchange that this rank has begun."""
+        ...
+
+    def post(self, row: Any) -> Poll:
+        """Publish this rank's row of int64, with its sum; the poll is true once all rows are there."""
+        ...
+
+    def ring(self) -> None:
+        """Wake ranks that wait for a row that compiled code has posted."""
+        ...
+
+    def agree(self) -> bool:
+        """Whether all rows are as they were sent, of the same operation, and say that what was sent has
+        arrived.
+        """
+        ...
+
+    def read(self) -> list[list[int]]:
+        """The rows of all ranks, in their order."""
+        ...
+
+
+class SharedRows:
+    """Rows in memory that the ranks of a host share.
+
+    A rank posts the next row only once it has read all of the present ones, so two rows for each rank are
+    enough: the one before is not read any more when it is overwritten.
+    """
+
+    def __init__(
+        self, memory: memoryview, rank: int, ranks: int, words: int, ring: Callable[[], None]
+    ) -> None:
+        """`memory`: of `shared_bytes`, zeros at first. `ring`: wakes ranks that wait."""
+        self._all: Any = np.frombuffer(memory, np.int64)
+        self._base = self._all.ctypes.data
+        self._row, self._words, self._ranks, self.ring = 8 * _stride(words), words, ranks, ring
+        self._mine = rank * 2 * self._row
+        self._counter: Any = np.zeros(1, np.int64)
+        self._verdict = 0
+
+    @property
+    def number(self) -> int:
+        """See `Rows`."""
+        return int(self._counter[0])
+
+    @property
+    def addresses(self) -> tuple[int, int, int]:
+        """What compiled code needs that carries out exchanges itself.
+
+        Addresses of the number of the last exchange and of the first row, and bytes from a rank's rows to
+        those of the next one.
+        """
+        return self._counter.ctypes.data, self._base, 2 * self._row
+
+    def post(self, row: Any) -> Poll:
+        """See `Rows`."""
+        number = claim(self._counter.ctypes.data)
+        post(row.ctypes.data, self._words, self._base + number % 2 * self._row + self._mine, number)
+        self.ring()
+        return self.poll()
+
+    def poll(self) -> Poll:
+        """Whether all rows of the exchange that this rank has begun are there."""
+        number, ranks, stride = self.number, self._ranks, 2 * self._row
+        first = self._base + number % 2 * self._row
+
+        def is_there() -> bool:
+            if not self._base:  # closed: the memory is gone
+                return False
+            self._verdict = verdict = gathered(first, stride, ranks, number, _TRIES)
+            return bool(verdict)
+
+        return is_there
+
+    def agree(self) -> bool:
+        """See `Rows`."""
+        return self._verdict == AGREE
+
+    def read(self) -> list[list[int]]:
+        """See `Rows`."""
+        first = self.number % 2 * self._row // 8 + 1
+        rows: list[list[int]] = self._all.reshape(self._ranks, -1)[:, first : first + self._words].tolist()
+        return rows
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._base, self._all = 0, None
+
+
+class LibraryRows:
+    """Rows by an all_gather of a library, for ranks of several hosts."""
+
+    def __init__(self, steps: Steps, group: str, ranks: int, words: int) -> None:
+        self._ranks = ranks
+        self._step = steps.bind(
+            Signature(
+                "all_gather", torch.int64, (words,), 8 * words * ranks, group, ranks, tag="verify",
+                backend=steps.backend.name, async_op=True,
+            )
+        )  # fmt: skip
+        self._all = torch.empty(ranks, words, dtype=torch.int64, device="cpu")
+        self.number = 0
+
+    def post(self, row: Any) -> Poll:
+        """See `Rows`."""
+        self.number += 1
+        row[-1] = row[:-1].sum()
+        self._all = torch.empty_like(self._all)
+        message = Message(self._step.signature, (torch.from_numpy(row),), (self._all.view(-1),))
+        gate, poll = self._step.gate(message), None
+
+        def is_there() -> bool:
+            nonlocal gate, poll
+            if gate is not None:
+                if not gate():
+                    return False
+                gate = None
+            if poll is None:
+                poll = self._step.start(message)
+            return poll()
+
+        return is_there
+
+    def ring(self) -> None:
+        """Nothing: the library wakes them."""
+
+    def agree(self) -> bool:
+        """See `Rows`."""
+        rows = self._all
+        return bool(compared(rows.data_ptr(), 8 * rows.shape[1], self._ranks) == AGREE)
+
+    def read(self) -> list[list[int]]:
+        """See `Rows`."""
+        rows: list[list[int]] = self._all.tolist()
+        return rows
+
+
+def _stride(words: int) -> int:
+    """Words of a row in shared memory: its number, and whole cache lines."""
+    return -(-(1 + words) // _LINE) * _LINE
+
+
+def shared_bytes(ranks: int, words: int) -> int:
+    """Bytes of the memory of `SharedRows`."""
+    return 8 * 2 * ranks * _stride(words)

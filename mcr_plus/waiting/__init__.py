@@ -1,0 +1,1 @@
+"""How a waiting thread spends its time: spinning, yielding, sleeping until a peer wakes it."""

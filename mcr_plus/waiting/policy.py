@@ -1,0 +1,354 @@
+"""How a rank idles while it waits, decided per wait by the load of this host.
+
+A rank that polls at full speed finds its peer's answer at once, and takes a core, which is harmless as long
+as every rank has a core of its own. Beside other work the core may be the one that the peer needs: then a
+waiting rank sleeps on its bell (`bells`), and the peer wakes it. The scheduler favours a rank that wakes over
+one that has been running; one that yields goes to the end of the queue, behind the other work.
+
+Signs of other work, checked only in waits that take longer than the first polls:
+
+- more threads want to run than there are cores, or ranks if there are more of them (/proc/loadavg), at every
+  check for some time;
+- this thread has polled for some time and was without the core for a good part of it: another thread had it,
+  or the quota of the cgroup was used up;
+- where this process may not use all cores: a peer was kept waiting for one since the last check
+  (/proc/PID/schedstat).
+
+Each is remembered for a while. Where the cgroup's quota gives ranks less than a core each, no check is
+needed. Where there are more ranks than cores and no other work, yielding is best at first: the core goes to a
+peer. Every wait that takes longer sleeps (decision 16).
+All of this concerns how this rank waits, never what is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, Literal
+
+from mcr_plus.core.environment import usable_cores
+from mcr_plus.waiting.relay import Relay
+
+if TYPE_CHECKING:
+    from mcr_plus.waiting.futex import Bells
+
+WaitPolicy = Literal["auto", "spin", "yield", "sleep"]
+
+FIRST_POLLS: Final = 20
+"""Polls at full speed under any load: a peer that is about to answer is faster than going to sleep."""
+GLANCE: Final = 4
+"""The same for a library whose polls wait for a moment themselves."""
+SHORT_NAPS: Final = range(4)
+"""Naps before the waiting loop takes over, with its deadline and its checks of peers."""
+_CHECK_EVERY: Final = 50e-6  # seconds between checks of the load in one wait
+_LOST: Final = 0.2  # share of the polling time without the core that is no accident
+_LEAST_LOST: Final = 200e-6  # seconds
+_BUSY_FOR: Final = 0.01  # seconds for which too many runnable threads are remembered at first
+_BUSY_LONGEST: Final = 0.3  # the same where they are found again and again
+_BUSY_AFTER: Final = 300e-6  # seconds of too many threads at every check: some run for a moment only
+_SEEN_WITHIN: Final = 2e-3  # seconds between two checks that count as consecutive
+_LOST_FOR: Final = 10  # a lost core is remembered for so many times as long as it was lost
+_KEPT_FOR: Final = 0.1  # seconds for which a peer's wait for a core is remembered
+_PEERS_EVERY: Final = 2e-3
+_SLOW_FILE: Final = 50e-6  # seconds of reading /proc/loadavg where a container emulates it
+_TRIES: Final = range(8)  # of reading it: during some, this thread may have been without a core
+_WATCHED: Final = 8  # peers
+_SPIN_FOR: Final = 2e-3  # seconds of polling a polled library before a rank yields a core of its own
+# Seconds of yielding before a waiting rank begins to sleep. Not longer: since Linux 6.18 a task that yields
+# all the time can keep others from the core for many seconds.
+_YIELD_FOR: Final = 0.002
+_POLL_FOR: Final = 0.5  # seconds of short naps, for operations that advance only while they are polled
+_NAP: Final = 20e-6
+_LONG_NAP: Final = 200e-6
+# For a library with threads of its own, which may need this core: a part of the time waited so far, so that
+# looks cost little of the core, and the end of the operation is noticed late by half of that part on average.
+_NAP_SHARE: Final = 1 / 128
+_POLLED_NAP: Final = (
+    50e-6  # on the bell, for a library that moves only while polled: peers ring for most of it
+)
+_RUNG_NAP: Final = 1e-3  # where peers ring for all of it
+_LONGEST_NAP: Final = 2e-3
+_RELAY_EVERY: Final = 200e-6  # seconds between two relays: each takes some 30 µs
+_LONG_RELAY: Final = 4e-3  # seconds that one takes where another thread of the program has the interpreter
+_RELAYS_RARELY: Final = 1.0  # seconds between two where all of them take so long
+
+
+class Waiting:
+    """The load of the host as this process sees it, and how it idles.
+
+    Attributes:
+        calm: whether a wait may poll at full speed for longer than `FIRST_POLLS`.
+        own_cores: whether there are as many cores as ranks. Where there are not, a yield is for a peer.
+        yields: whether polls may yield, in compiled code as well.
+    """
+
+    def __init__(
+        self,
+        policy: WaitPolicy,
+        *,
+        short: bool = False,
+        ranks: int = 1,
+        bells: Bells | None = None,
+        peers: Sequence[int] = (),
+        oversubscribed: bool = False,
+    ) -> None:
+        """`short`: ranks may use less than a core each. `ranks`: of this host. `peers`: their processes.
+
+        `oversubscribed`: they have fewer cores than they are, so that polling at full speed is kept short.
+        """
+        self.policy = policy
+        self._oversubscribed = oversubscribed
+        self.bells = bells
+        self.calm = policy in ("spin", "yield") or (policy == "auto" and not short)
+        self.yields = True
+        self._never_calm = not self.calm
+        self._relay: Relay | None = None
+        self._next_relay, self._relay_every = 0.0, _RELAY_EVERY
+        self._busy_until = 0.0
+        self._busy_since = math.inf  # the first of the latest checks that all found too many threads
+        self._busy_began = 0.0
+        self._last_check = 0.0
+        self._cores = os.cpu_count() or 1
+        self._most = max(self._cores, ranks)  # threads that run where there is no other work
+        self.own_cores = ranks <= self._cores
+        # A rank that yields beside other work has the core again after a time slice or two.
+        self._seen_within = _SEEN_WITHIN if self.own_cores else 10 * _SEEN_WITHIN
+        self._busy_least = self._busy_for = _BUSY_FOR if self.own_cores else 5 * _BUSY_FOR
+        self._loadavg = _opened("/proc/loadavg")
+        # Where ranks may use all cores, the number of threads is enough.
+        watched = peers[:_WATCHED] if len(usable_cores()) < self._cores else ()
+        self._peers = {_opened(f"/proc/{pid}/schedstat"): (0.0, 0) for pid in watched}
+        self._peers.pop(-1, None)
+        self._peers_next = 0.0
+        if self._loadavg >= 0 and min(map(self._time_a_check, _TRIES)) > _SLOW_FILE:
+            os.close(self._loadavg)
+            self._loadavg = -1
+
+    def _time_a_check(self, _: int) -> float:
+        began = time.monotonic()
+        self._too_many_run()
+        return time.monotonic() - began
+
+    def close(self) -> None:
+        """Close the files of /proc, and end the thread."""
+        relay, self._relay = self._relay, None
+        if relay is not None:
+            relay.close()
+        for descriptor in (self._loadavg, *self._peers):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._loadavg = -1
+        self._peers.clear()
+
+    def abandon(self) -> None:
+        """In a forked child: the bells belong to its parent, as does the thread."""
+        self.bells = self._relay = None
+
+    @property
+    def may_block(self) -> bool:
+        """Whether a wait may leave it to a library's own threads to wake this one."""
+        return self.policy in ("auto", "sleep")
+
+    def spins_for(self, backend_spins: int) -> int:
+        """Polls at full speed at the start of a wait, for a library that suggests `backend_spins`."""
+        if self.policy == "spin":
+            return 1 << 16
+        if self.policy == "sleep":
+            return 1
+        return min(backend_spins, 20) if self._oversubscribed else backend_spins
+
+    # -- load ----------------------------------------------------------------------------------------
+
+    def may_nap(self) -> bool:
+        """Whether waits have lately not been calm, and there are bells."""
+        return bool(self.bells) and self._is_busy(time.monotonic())
+
+    def _is_busy(self, now: float) -> bool:
+        return now < self._busy_until or self._never_calm
+
+    def arm(self, ranks: tuple[int, ...]) -> None:
+        """See `Bells.arm`."""
+        assert self.bells is not None
+        self.bells.arm(ranks)
+
+    def nap(self, rings: bool) -> None:
+        """Sleep until a peer rings; `rings`: the library rings for everything that a wait depends on."""
+        assert self.bells is not None
+        self.bells.sleep(_RUNG_NAP if rings else _POLLED_NAP)
+
+    def relay(self) -> None:
+        """Block for a moment after an operation, where waits are not calm.
+
+        The scheduler chooses the core of a thread that wakes, and leaves one that never sleeps where it is
+        (decision 41).
+        """
+        now = time.monotonic()
+        if self.calm or now < self._next_relay or not self._is_busy(now):
+            return
+        self._next_relay = math.inf  # until it is over, and if no thread can be started
+        if self._relay is None:
+            with contextlib.suppress(RuntimeError):
+                self._relay = Relay()
+        relay = self._relay
+        if relay is None:
+            return
+        try:
+            relay.hand_over()
+        finally:  # a signal's handler may raise
+            ended = time.monotonic()
+            is_long = ended - now >= _LONG_RELAY
+            self._relay_every = (
+                min(max(2 * self._relay_every, ended - now), _RELAYS_RARELY) if is_long else _RELAY_EVERY
+            )
+            self._next_relay = ended + self._relay_every
+
+    def check_load(self, now: float, polled: float, had: float) -> None:
+        """Decide whether waits are calm, after `polled` seconds of polling, `had` of them with the core."""
+        if self.policy != "auto" or self._never_calm:
+            self._publish()
+            return
+        lost = polled - had
+        # Where ranks share cores, they lose them to each other.
+        if lost > _LEAST_LOST and lost > _LOST * polled and self.own_cores:
+            self._busy_until = max(self._busy_until, now + _LOST_FOR * lost)
+        anew = now - max(self._last_check, self._busy_until) > self._seen_within
+        self._last_check = now
+        if not self._too_many_run():
+            self._busy_since = math.inf
+        elif anew or self._busy_since == math.inf:
+            self._busy_since = now
+        elif now - self._busy_since > _BUSY_AFTER:
+            self._remember(now)
+        if self._peers and now >= self._peers_next:
+            self._peers_next = now + _PEERS_EVERY
+            if self._peers_are_kept_waiting(now):
+                self._busy_until = max(self._busy_until, now + _KEPT_FOR)
+        self.calm = now >= self._busy_until
+        self._publish()
+
+    def _remember(self, now: float) -> None:
+        """Remember other work, for longer if it has been there since the last time.
+
+        A program that computes between its operations would otherwise detect it anew in each of them, and
+        spend the time in which the scheduler prefers this rank to the other work.
+        """
+        if now - self._busy_until > _BUSY_LONGEST:  # for a while there was none
+            self._busy_began, self._busy_for = now, self._busy_least
+        elif now - self._busy_began > self._busy_for:
+            self._busy_for = min(2 * self._busy_for, _BUSY_LONGEST)
+        self._busy_until = max(self._busy_until, now + self._busy_for)
+
+    def _publish(self) -> None:
+        """Tell compiled code whether it may yield; it stops by itself if a yield has cost the core."""
+        if self.bells is not None:
+            self.bells.set_calm(self.calm and self.yields)
+
+    def may_yield(self, waited: float) -> None:
+        """Let compiled code yield only at the beginning of a wait, which has taken so many seconds so far."""
+        yields = waited < _YIELD_FOR or self.policy == "yield"
+        if yields != self.yields:
+            self.yields = yields
+            self._publish()
+
+    def _too_many_run(self) -> bool:
+        if self._loadavg < 0:
+            return False
+        try:
+            text = os.pread(self._loadavg, 64, 0)
+            running = int(text[: text.index(b"/")].rsplit(b" ", 1)[1])
+        except (OSError, ValueError, IndexError):
+            return False
+        if running > self._most:
+            return True
+        # Where ranks share cores, sleeping ranks leave room in the count for other work.
+        return not self.own_cores and bool(self.bells) and running > max(self._cores, self._awake())
+
+    def _awake(self) -> int:
+        assert self.bells is not None
+        return self._most - self.bells.asleep()
+
+    def _peers_are_kept_waiting(self, now: float) -> bool:
+        crowded = False
+        for descriptor, (seen_at, seen) in list(self._peers.items()):
+            try:
+                delay = int(os.pread(descriptor, 64, 0).split()[1])
+            except (OSError, ValueError, IndexError):  # it has ended
+                del self._peers[descriptor]
+                with contextlib.suppress(OSError):
+                    os.close(descriptor)
+                continue
+            self._peers[descriptor] = (now, delay)
+            lost = (delay - seen) * 1e-9
+            crowded |= seen_at > 0 and lost > _LEAST_LOST and lost > _LOST * (now - seen_at)
+        return crowded
+
+
+class Pause:
+    """The idling between two polls of one wait.
+
+    `polled`: the library moves only while it is polled. `rings`: it rings whenever it has moved something.
+    `peers`: ranks of the job that may ring.
+    """
+
+    __slots__ = ("_had", "_nap", "_next_check", "_peers", "_polled", "_since", "_waiting")
+
+    def __init__(self, waiting: Waiting, polled: bool, rings: bool, peers: tuple[int, ...]) -> None:
+        self._waiting, self._polled, self._peers = waiting, polled, peers
+        self._next_check = 0.0
+        self._since = self._had = 0.0
+        self._nap = _RUNG_NAP if rings else _POLLED_NAP
+
+    def before(self, now: float) -> bool:
+        """Whether to sleep: then the caller polls once more and calls `sleep`; otherwise it calls `idle`."""
+        waiting = self._waiting
+        if waiting.policy == "spin" or not self._polled:
+            return False  # a library's own threads would count as other work
+        if now >= self._next_check:
+            self._next_check = now + _CHECK_EVERY
+            had = time.thread_time()
+            since = self._since or now
+            waiting.check_load(now, now - since, had - self._had if self._since else 0.0)
+            self._since, self._had = now, had
+        bells = waiting.bells
+        if waiting.calm or not bells:
+            return False
+        bells.arm(self._peers)
+        return True
+
+    def sleep(self, longest: float) -> None:
+        """Sleep until a peer rings, for a time that grows with every call."""
+        waiting = self._waiting
+        assert waiting.bells is not None
+        if waiting.bells.wanted[0]:  # this rank's polls may have moved what others wait for
+            waiting.bells.ring()
+        waiting.bells.sleep(min(self._nap, longest))
+        self._nap = min(2 * self._nap, _LONGEST_NAP)
+        self._since = 0.0
+
+    def idle(self, waited: float) -> None:
+        """Without bells: yield, then nap."""
+        waiting = self._waiting
+        policy = waiting.policy
+        calm = waiting.calm or not self._polled
+        if policy == "spin":
+            return
+        if policy == "auto" and calm and self._polled and waiting.own_cores and waited < _SPIN_FOR:
+            return
+        waiting.may_yield(waited)
+        if policy == "yield" or (policy == "auto" and calm and waited < _YIELD_FOR):
+            os.sched_yield()
+        elif self._polled:
+            time.sleep(_NAP if waited < _POLL_FOR + 0.05 else _LONG_NAP)
+            self._since = 0.0
+        else:
+            time.sleep(min(max(_NAP, waited * _NAP_SHARE), _LONGEST_NAP))
+
+
+def _opened(path: str) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return -1

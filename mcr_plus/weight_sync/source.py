@@ -1,0 +1,402 @@
+"""The source of weights: encodes what changed between two pushes, and answers receivers, beside training."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from mcr_plus.core.units import whole_number
+from mcr_plus.errors import BackendError, InvalidArgument, McrError, PeerLost, phrase_ranks
+from mcr_plus.hosts.acceptor import Acceptor
+from mcr_plus.kernels import delta
+from mcr_plus.weight_sync import stream as links
+from mcr_plus.weight_sync.stream import JOINER, Ended, Link, Payload
+from mcr_plus.weight_sync.weights import Weights, combined, digest_of
+
+_log = logging.getLogger("mcr_plus")
+_LOOK_S: Final = 0.5
+SMALL: Final = 1 << 20
+"""Weights of so few bytes may be pushed faster than a receiver asks several sources for one version."""
+_RETURNS_WITHIN: Final = 5.0  # seconds in which a receiver connects again
+
+
+class _Step(NamedTuple):
+    """The payloads that lead from one version to the next, and the digests of that one, for each buffer."""
+
+    base: int
+    base_digests: list[int]
+    target: int
+    payloads: list[Payload]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(len(payload.data) for payload in self.payloads)
+
+
+class WeightSource:
+    """Holds the last version encoded, its payloads from the versions before, and a thread per receiver.
+
+    `secret`: the key of the synchronisation. `listener`: what receivers connect to. `ends`: whether the group
+    is closed. `receivers`: the ranks that may ask, with the numbers of the buffers that each gets. Payloads
+    of earlier versions are kept up to `history` bytes. `offers`: the buffers of each offer that receivers
+    outside the job may take, which come and go at any time; with some, no receiver need be left.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        what: str,
+        secret: bytes,
+        listener: Any,
+        receivers: Mapping[int, Sequence[int]],
+        history: int,
+        ends: Callable[[], bool],
+        offers: Sequence[Sequence[int]] = (),
+    ) -> None:
+        self._weights, self._what, self._secret = weights, what, secret
+        self._acceptor = Acceptor(listener, what, members=len(receivers))
+        self._receivers, self._history, self._group_ends = receivers, history, ends
+        self._offers = offers
+        self._staging, self._held = weights.buffers(), weights.buffers()
+        weights.read(self._held)
+        self._digests = digest_of(self._held)
+        self._wires = [
+            torch.empty(
+                delta.most_nbytes(buffer.numel(), buffer.element_size()), dtype=torch.uint8, device="cpu"
+            )
+            for buffer in self._held
+        ]
+        self._changed = threading.Condition()
+        self._encoding = threading.Lock()  # of `_held`
+        self._steps: deque[_Step] = deque()
+        self._kept = 0  # bytes of the payloads of `_steps`
+        self._anchors: dict[int, Payload] = {}  # of the version that is held, by buffer
+        self._version = self._pushed = 0
+        self._pending: int | None = None
+        self._error: McrError | None = None
+        self._closed, self._is_in_order = False, True
+        self.is_last: Callable[[], bool] = lambda: False  # whether the program pushes no more
+        self._links: dict[int, Link] = {}
+        self._lost: dict[int, float] = {}  # rank → since when
+        self._joined: dict[int, int] = {}  # of receivers outside the job: the version that each asked from
+        self._stats: dict[str, Any] = {
+            "density": 0.0, "bytes": 0, "seconds": 0.0, "anchors": 0, "sent_bytes": 0, "push_seconds": 0.0,
+        }  # fmt: skip
+        self._serving: list[threading.Thread] = []
+        self._threads = [
+            threading.Thread(target=each, name=f"mcr_plus-{what}", daemon=True)
+            for each in (self._encode_all, self._accept_all)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # -- of the program's thread --------------------------------------------------------------------
+
+    def push(self, version: int | None) -> int:
+        """See `WeightSync.push`."""
+        number = self._pushed + 1 if version is None else whole_number(version)
+        if number is None or not self._pushed < number < 2**63:
+            raise InvalidArgument(
+                f"push: version {version!r}; expected an integer above {self._pushed}, the last one pushed"
+            )
+        with self._changed:
+            while self._pending is not None and not self._ends():
+                self._changed.wait(_LOOK_S)
+            self._check()
+            begin = time.perf_counter()
+            self._weights.read(self._staging)
+            self._stats["push_seconds"] = time.perf_counter() - begin
+            self._pushed = self._pending = number
+            self._changed.notify_all()
+        return number
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights."""
+        return self._weights.nbytes
+
+    def stats(self) -> dict[str, Any]:
+        """See `WeightSync.stats`."""
+        with self._changed:
+            return {
+                **self._stats, "version": self._version, "versions_behind": self._pushed - self._version,
+                "history_bytes": self._kept, "receivers": len(self._links), "joined": len(self._joined),
+                "lost": sorted(self._lost),
+            }  # fmt: skip
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._closed or self._group_ends():
+            raise BackendError(f"{self._what}: closed")
+        now = time.monotonic()
+        gone = [rank for rank, since in self._lost.items() if now - since > _RETURNS_WITHIN]
+        if self._receivers and not self._offers and len(gone) == len(self._receivers):
+            ranks = sorted(self._lost)
+            raise PeerLost(
+                f"{self._what}: no receiver is left: {phrase_ranks(ranks)} closed the connection without a "
+                "word and did not come back",
+                ranks,
+                self._what,
+                seen="connection closed",
+            )
+
+    def settle(self, within: float) -> None:
+        """Wait until receivers outside the job have the last version, at most so many seconds."""
+        deadline = time.monotonic() + within
+        with self._changed:
+            while any(version < self._pushed for version in self._joined.values()) and not self._ends():
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return
+                self._changed.wait(min(left, _LOOK_S))
+
+    def close(self, *, in_order: bool = True) -> None:
+        """End the threads; a transfer that has begun is given up. `in_order`: what receivers are told."""
+        with self._changed:
+            self._closed, self._is_in_order = True, in_order
+            self._changed.notify_all()
+        for thread in [*self._threads, *self._serving]:
+            thread.join(5.0)
+
+    def _ends(self) -> bool:
+        return self._closed or self._group_ends() or self._error is not None
+
+    # -- of the thread that encodes -------------------------------------------------------------------
+
+    def _encode_all(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    while self._pending is None:
+                        if self._ends():
+                            return
+                        self._changed.wait(_LOOK_S)
+                    version = self._pending
+                self._encode(version)
+        except Exception as error:
+            self._error = error if isinstance(error, McrError) else BackendError(f"{self._what}: {error}")
+        finally:
+            with self._changed:
+                self._pending = None
+                self._changed.notify_all()
+
+    def _encode(self, version: int) -> None:
+        begin = time.perf_counter()
+        payloads, before = [], list(self._digests)
+        with self._encoding:
+            for number, (new, old, wire) in enumerate(
+                zip(self._staging, self._held, self._wires, strict=True)
+            ):
+                versions = (self._version, version)
+                nbytes = delta.encode(new, old, wire, versions, self._digests[number], update=True)
+                payloads.append(wire[:nbytes].clone())
+                self._digests[number] = delta.header_of(wire).digest
+            step = _Step(self._version, before, version, [Payload.of(each) for each in payloads])
+            with self._changed:
+                self._steps.append(step)
+                self._kept += step.nbytes
+                # The last one is always kept: it is no longer than what an anchor would be.
+                while len(self._steps) > 1 and self._kept > self._history:
+                    self._kept -= self._steps.popleft().nbytes
+                self._version, self._pending = version, None
+                self._anchors.clear()
+                changed = sum(map(delta.changed, payloads))
+                self._stats["density"] = changed / max(1, self._weights.numel)
+                self._stats["bytes"] = step.nbytes
+                self._stats["seconds"] = time.perf_counter() - begin
+                self._changed.notify_all()
+
+    # -- of the threads of receivers ------------------------------------------------------------------
+
+    def _accept_all(self) -> None:
+        with self._acceptor.listener as listener:
+            while not self._ends() and listener.fileno() >= 0:
+                if (connection := self._acceptor.accept()) is None:
+                    continue
+                thread = threading.Thread(
+                    target=self._serve, args=(connection,), name=f"mcr_plus-{self._what}", daemon=True
+                )
+                self._serving = [each for each in self._serving if each.is_alive()]
+                try:
+                    thread.start()
+                except RuntimeError as error:  # the process may have no more; the receiver asks again
+                    self._acceptor.refuse(connection, f"it could not be served: {error}")
+                    time.sleep(_LOOK_S)
+                    continue
+                self._serving.append(thread)
+
+    def _serve(self, connection: Any) -> None:
+        """Answer one receiver until either end closes."""
+        link, rank = Link(connection, self._ends), -1
+        try:
+            asks, buffers = self._wanted(link, connection)
+            if buffers is None:
+                return
+            rank = asks
+            with self._changed:
+                superseded = self._links.get(rank)
+                self._links[rank] = link
+                self._lost.pop(rank, None)
+                if rank > JOINER:
+                    self._joined[rank] = 0
+            if superseded is not None:  # or its thread would keep what it was sending
+                superseded.close()
+            elif rank > JOINER:
+                _log.info("%s: %s has come", self._what, links.named(rank))
+            while self._answer(link, rank, buffers):
+                pass
+            if self._forget(rank, link) and rank > JOINER:
+                _log.info("%s: %s has gone", self._what, links.named(rank))
+        except Ended:
+            self._say_end(link)
+        except (OSError, EOFError, BackendError) as error:
+            if rank >= 0:
+                self._lose(rank, link, error)
+            elif link.is_authenticated:
+                _log.warning("%s: a receiver was refused: %s", self._what, error)
+            else:
+                self._acceptor.refuse(connection, error)
+        except Exception as error:  # such as memory that cannot be had
+            _log.warning("%s: %s cannot be served: %s", self._what, links.named(rank), error)
+            self._lose(rank, link, error)
+            self._say_end(link, links.FAILED)
+        finally:
+            self._acceptor.admit(connection)
+            link.close()
+
+    def _wanted(self, link: Link, connection: Any) -> tuple[int, Sequence[int] | None]:
+        """Who asks, and for which buffers; None if it only looked whether the source is there."""
+        rank = links.greeted(link, self._secret)
+        self._acceptor.admit(connection)
+        if rank == JOINER and self._offers:
+            kind, offer, number, _ = link.receive(0)
+            if kind == links.END:
+                return rank, None
+            if kind != links.JOIN or offer >= len(self._offers) or number <= JOINER:
+                raise BackendError(f"a receiver outside the job asked for offer {offer} ({kind}, {number:x})")
+            return number, self._offers[offer]
+        if rank not in self._receivers:
+            raise BackendError(f"{links.named(rank)} is not one of the receivers {sorted(self._receivers)}")
+        return rank, self._receivers[rank]
+
+    def _say_end(self, link: Link, how: int = 0) -> None:
+        with contextlib.suppress(OSError, Ended):
+            if link.is_authenticated and not link.is_sending:
+                failed = not self._is_in_order or self._error is not None
+                link.send(links.END, links.FAILED if failed else how)
+
+    def _lose(self, rank: int, link: Link, error: Exception) -> None:
+        with self._changed:
+            if not self._forget(rank, link) or self._ends():
+                return
+            if rank < JOINER:
+                self._lost[rank] = time.monotonic()
+        _log.warning(
+            "%s: %s does not receive weights any more: %s (others go on)",
+            self._what, links.named(rank), error,
+        )  # fmt: skip
+
+    def _forget(self, rank: int, link: Link) -> bool:
+        """Drop a connection; False if the receiver has another one."""
+        with self._changed:
+            if self._links.get(rank) is not link:
+                return False
+            del self._links[rank]
+            self._joined.pop(rank, None)
+            self._changed.notify_all()
+            return True
+
+    def _answer(self, link: Link, rank: int, buffers: Sequence[int]) -> bool:
+        """Answer one request; False if it was the last."""
+        kind, version, digest, _ = link.receive(0)
+        aim = cost = 0
+        if kind == links.AIM:
+            aim, cost = version, digest
+            kind, version, digest, _ = link.receive(0)
+        if kind == links.END:
+            return False
+        least = aim or (version + 1 if kind == links.WAIT else 0)
+        with self._changed:
+            if self._links.get(rank) is link and rank > JOINER:
+                self._joined[rank] = version
+                self._changed.notify_all()
+        if not self._waited(link, least):
+            if link.receive(0)[0] == links.END:
+                return False
+            raise BackendError("it asks again before it has an answer")
+        with self._changed:
+            newest = aim or self._version
+            payloads: list[Payload] | None = []
+            if newest > version:
+                payloads = self._chain(version, digest, newest, buffers, cost, exactly=bool(aim))
+        if payloads is None:
+            newest, payloads = self._anchored(buffers)
+        with self._changed:
+            self._stats["sent_bytes"] += sum(8 + len(payload.data) for payload in payloads)
+        link.send(links.PAYLOADS, newest, len(payloads), payloads)
+        return True
+
+    def _waited(self, link: Link, least: int) -> bool:
+        """Wait for a version; False if the receiver ends the connection before, or its process does."""
+        with self._changed:
+            while self._version < least:
+                if self._ends() or (self.is_last() and self._version == self._pushed):
+                    raise Ended
+                if link.has_come():
+                    return False
+                self._changed.wait(_LOOK_S)
+        return True
+
+    def _chain(
+        self,
+        version: int,
+        digest: int,
+        newest: int,
+        buffers: Sequence[int],
+        cost: int,
+        *,
+        exactly: bool = False,
+    ) -> list[Payload] | None:
+        """The payloads from a version to another; None if an anchor is sooner there, or some are gone.
+
+        Each step takes the receiver a pass over the weights, which is worth `cost` bytes of its connection.
+        `exactly`: an anchor, which is of another version, would make the receiver ask all sources again, and
+        of small weights there is always a newer one by then.
+        """
+        steps = [step for step in self._steps if version <= step.base and step.target <= newest]
+        if not steps or (steps[0].base, steps[-1].target) != (version, newest):
+            return None
+        if combined([steps[0].base_digests[number] for number in buffers]) != digest:
+            return None
+        payloads = [step.payloads[number] for step in steps for number in buffers]
+        dense = sum(self._held[number].nbytes for number in buffers)
+        if len(steps) == 1:
+            return payloads
+        if exactly and dense <= SMALL:
+            fits = sum(8 + len(each.data) for each in payloads) <= links.longest(dense)
+            return payloads if fits else None
+        sooner = sum(len(each.data) for each in payloads) + cost * len(steps) <= dense + cost
+        return payloads if sooner else None
+
+    def _anchored(self, buffers: Sequence[int]) -> tuple[int, list[Payload]]:
+        """The version that is held, and payloads of all its elements in these buffers."""
+        with self._encoding:  # the next version waits for it, not the program
+            for number in buffers:
+                if number not in self._anchors:
+                    held = self._held[number]
+                    room = delta.most_nbytes(held.numel(), held.element_size())
+                    wire = torch.empty(room, dtype=torch.uint8, device="cpu")
+                    nbytes = delta.encode_anchor(held, wire, self._version)
+                    self._anchors[number] = Payload.of(wire[:nbytes])
+            anchors = self._version, [self._anchors[number] for number in buffers]
+        with self._changed:
+            self._stats["anchors"] += 1
+        return anchors

@@ -33,7 +33,6 @@ from two_hosts import TwoHosts, need_two_hosts
 
 import mcr_plus as mcr
 from mcr_plus.bucketing.advise import advise
-from mcr_plus.bucketing.bucket_plan import earliest
 from mcr_plus.bucketing.buckets import Unit, buckets_of, units_of
 from mcr_plus.bucketing.costs import OVERHEAD
 from mcr_plus.bucketing.network import simulate
@@ -46,6 +45,7 @@ from mcr_plus.bucketing.topology import Topology
 from mcr_plus.fusion.bucket import Entry
 from mcr_plus.tables.cost import Curve, placed
 from mcr_plus.training import reducer
+from mcr_plus.training.bucket_plan import earliest
 
 sys.path.insert(0, str(ROOT / "examples" / "common"))
 sys.path.insert(0, str(ROOT / "examples" / "moe"))

@@ -30,8 +30,8 @@ from harness import HARDWARE, Dated, Hardware
 from two_hosts import TwoHosts, why_not
 
 import mcr_plus as mcr
+from mcr_plus.communicator import transfer
 from mcr_plus.core.c10d import TCPStore
-from mcr_plus.elasticity import transfer
 from mcr_plus.kernels import delta
 from mcr_plus.kernels.digest import digest
 

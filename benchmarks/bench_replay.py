@@ -3,7 +3,7 @@
     python benchmarks/bench_replay.py --rate 200mbit --rounds 3
 
 The step is captured on two hosts, and all_reduces of gloo are measured there; on two in two racks, how much
-longer a message takes between racks. From these the step is foretold (mcr_plus/bucketing/network) under five plans
+longer a message takes between racks. From these the step is foretold (bucketing/network) under five plans
 of buckets on two, four and eight hosts in a rack and on two racks of two and of four, whose uplinks have the
 rate of a host.
 Then it is replayed there under the same plans, computing replaced by sleeping, so that two cores are enough

@@ -43,7 +43,7 @@ from two_hosts import TwoHosts, need_two_hosts
 import mcr_plus as mcr
 from mcr_plus.kernels import delta
 from mcr_plus.kernels.digest import digest
-from mcr_plus.weight_sync import stream
+from mcr_plus.rendezvous import stream
 
 zstandard: Any = None
 with suppress(ImportError):

@@ -59,7 +59,7 @@ class FuseOptions(StageOptions):
     computed from the times at which gradients become ready and the table's costs, so that the last operation
     completes as early as possible; `bucket` has no effect then. With `auto` they are searched in the job and
     tried in turns with those by `size`, and the better ones stay: no table is needed. Anything else is the
-    path of a file with the buckets of a model, see `mcr_plus.bucketing.saved`. `codecs`: lossy codecs, by name,
+    path of a file with the buckets of a model, see `mcr-plus plan`. `codecs`: lossy codecs, by name,
     that `auto` may choose for buckets, where they shorten the step; none by default.
     """
 

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
         irecv,
         isend,
         persistent,
-        record,
         recv,
         reduce,
         reduce_scatter,
@@ -52,7 +51,6 @@ if TYPE_CHECKING:
     )
     from mcr_plus.api.state import load_state_dict, state_dict
     from mcr_plus.bucketing.api import capture, plan_report
-    from mcr_plus.bucketing.compiling import compile  # noqa: A004 - the name is the same as torch's
     from mcr_plus.communicator.communicator import Communicator, P2POp
     from mcr_plus.core.kinds import AVG, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM
     from mcr_plus.core.work import Work
@@ -93,7 +91,9 @@ if TYPE_CHECKING:
     from mcr_plus.local_sgd.local import LocalSteps, local
     from mcr_plus.observe.dump import dump
     from mcr_plus.observe.explain import explain
+    from mcr_plus.observe.record import record
     from mcr_plus.torch_backend.shrinking import shrink_group
+    from mcr_plus.training.compiling import compile  # noqa: A004 - the name is the same as torch's
     from mcr_plus.training.ddp import DDPState, ddp_hook
     from mcr_plus.training.fsdp import fsdp
     from mcr_plus.training.fsdp_state import fsdp_state
@@ -200,16 +200,44 @@ __all__ = [
     "wrap",
 ]
 
-_HOMES = (
-    "errors", "core.kinds", "core.work", "api.collectives", "communicator.communicator", "runtime.init",
-    "api.other_ranks",  # early: `mcr.shrink` is called in a hurry, and those before it are imported with it
-    "api.explain", "api.planning", "api.compiling", "training.wrap", "training.ddp", "training.fsdp",
-    "training.fsdp_state", "training.weight_sync", "training.weight_join", "training.local_steps.local",
-    "api.state", "api.elastic", "api.dump",
-    "layout.layout", "layout.redistribute", "layout.state", "torch_backend.shrinking",
-)  # fmt: skip
-
-
+_NAMES = {
+    "api.collectives": (
+        "all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_gather_v all_reduce "
+        "all_reduce_coalesced all_to_all all_to_all_single barrier batch_isend_irecv broadcast "
+        "broadcast_object flush gather gather_v irecv isend persistent recv reduce reduce_scatter "
+        "reduce_scatter_coalesced reduce_scatter_tensor reduce_scatter_v scatter scatter_v send"
+    ),
+    "api.state": "load_state_dict state_dict",
+    "bucketing.api": "capture plan_report",
+    "communicator.communicator": "Communicator P2POp",
+    "core.kinds": "AVG BAND BOR BXOR MAX MIN PRODUCT SUM",
+    "core.work": "Work",
+    "elasticity.api": "reconfigure reconfigure_handle shrink",
+    "elasticity.loop": "elastic",
+    "errors": (
+        "AlreadyInitialized BackendError BackendUnavailable CommTimeout ConfigError DataCorrupted "
+        "InvalidArgument LaunchError McrError NotInitialized OrderMismatch PeerLost ResultMismatch Revoked "
+        "SyncClosed Unsupported"
+    ),
+    "job.init": "finalize get_backends get_rank get_world_size init is_initialized new_group reset world",
+    "layout.layout": "Layout",
+    "layout.redistribute": "redistribute",
+    "layout.state": "Redistribution redistribution",
+    "local_sgd.local": "LocalSteps local",
+    "observe.dump": "dump",
+    "observe.explain": "explain",
+    "observe.record": "record",
+    "torch_backend.shrinking": "shrink_group",
+    "training.compiling": "compile",
+    "training.ddp": "DDPState ddp_hook",
+    "training.fsdp": "fsdp",
+    "training.fsdp_state": "fsdp_state",
+    "training.wrap": "DistributedOptimizer broadcast_parameters no_sync wrap",
+    "weight_sync.join": "join_sync",
+    "weight_sync.sync": "WeightSync sync",
+}
+"""The public names of each module, which is imported when one of them is first used."""
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 _MODULES = ("autograd", "expert", "spatial")  # `mcr.expert.dispatch` without an import of its own
 
 
@@ -217,13 +245,11 @@ def __getattr__(name: str) -> object:
     if name in _MODULES:
         return import_module(f"mcr_plus.{name}")
     # Importing torch takes seconds; `mcr-plus run` and `--help` can do without.
-    if name in __all__:
-        for home in _HOMES:
-            with collector_paused():
-                module = import_module(f"mcr_plus.{home}")
-            if name in vars(module):
-                globals()[name] = vars(module)[name]
-                return globals()[name]
+    if name in _HOMES:
+        with collector_paused():
+            value: object = getattr(import_module(f"mcr_plus.{_HOMES[name]}"), name)
+        globals()[name] = value
+        return value
     raise no_attribute("mcr_plus", name, (*__all__, *_MODULES))
 
 
@@ -232,7 +258,7 @@ def __dir__() -> list[str]:
 
 
 if (_channel := error_channel()) is not None:
-    from mcr_plus.job.uncaught import report_to
+    from mcr_plus.launch.uncaught import report_to
 
     report_to(_channel)
 if "torch" in sys.modules or not autoloads():  # elsewhere, `import torch` does it

@@ -1,17 +1,13 @@
-"""Collectives that gradients flow back through; see `mcr_plus.api.autograd`."""
+"""Collectives that gradients flow back through; see `api.autograd` and `layout.autograd`."""
 
-from typing import NoReturn
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-from mcr_plus.api.autograd import (
-    all_gather,
-    all_reduce,
-    all_to_all_single,
-    halo_exchange,
-    redistribute,
-    reduce_scatter,
-    replicate,
-)
+from mcr_plus.api.autograd import all_gather, all_reduce, all_to_all_single, reduce_scatter, replicate
 from mcr_plus.core.other_names import no_attribute
+
+if TYPE_CHECKING:
+    from mcr_plus.layout.autograd import halo_exchange, redistribute
 
 __all__ = [
     "all_gather",
@@ -24,5 +20,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> NoReturn:
+def __getattr__(name: str) -> object:
+    if name in ("halo_exchange", "redistribute"):
+        return getattr(import_module("mcr_plus.layout.autograd"), name)
     raise no_attribute(__name__, name, __all__)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 from collections.abc import Iterable
 from typing import Any
 
@@ -53,15 +54,22 @@ BACKEND_ORDER: tuple[str, ...] = tuple(BACKENDS)
 """Our backends in the order of a configuration that names none; those of others follow."""
 OTHER_NAMES: dict[str, dict[str, str]] = {"backends": {"shm": "msccl"}}
 """Further names that users may write, and the names that are stored and shown for them."""
+HOOKS: dict[str, object] = {"observe": "mcr_plus.observe.hook:ObserveHook"}
+"""Parts of capabilities in each job, see `mcr_plus.job.hooks.JobHook`."""
 OBSERVE: str = "mcr_plus.observe.options:ObserveOptions"
 """The options under `observe:` of a configuration, which stand above it in the order of imports."""
-REGISTRIES: dict[str, dict[str, object]] = {"stages": STAGES, "codecs": CODECS, "backends": BACKENDS}
+REGISTRIES: dict[str, dict[str, object]] = {
+    "stages": STAGES,
+    "codecs": CODECS,
+    "backends": BACKENDS,
+    "hooks": HOOKS,
+}
 
 _found: dict[str, dict[str, importlib.metadata.EntryPoint]] = {}  # read once per kind; see refresh()
 
 
 def names(kind: str) -> tuple[str, ...]:
-    """Return every known name of a kind ("stages", "codecs" or "backends"), sorted; imports none of them."""
+    """Return every known name of a kind, such as "codecs", sorted; imports none of them."""
     return tuple(sorted({*_registry(kind), *_entry_points(kind)}))
 
 
@@ -86,9 +94,22 @@ def get(kind: str, name: str) -> object:
     return _load(points[name])
 
 
+def installed(kind: str) -> list[object]:
+    """Return everything of a kind, imported, without those of our capabilities that are not installed."""
+    ours = _registry(kind)
+    return [get(kind, name) for name in names(kind) if _is_here(ours.get(name))]
+
+
 def observe_options() -> Any:
-    """Return the pydantic model of the options under `observe:`."""
-    return _import("observer", "observe", OBSERVE)
+    """Return the pydantic model of the options under `observe:`; None where `observe/` is not installed."""
+    return _import("observer", "observe", OBSERVE) if _is_here(OBSERVE) else None
+
+
+def _is_here(reference: object) -> bool:
+    """Return False for the `module:attr` text of a folder that does not exist."""
+    if not isinstance(reference, str):
+        return True
+    return importlib.util.find_spec(".".join(reference.split(".")[:2])) is not None
 
 
 def register(kind: str, name: str, obj: object) -> None:

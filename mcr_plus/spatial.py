@@ -1,4 +1,4 @@
-"""Convolutions and pooling of tensors that are spread over ranks in space; see `mcr_plus.parallel.spatial`."""
+"""Convolutions and pooling of tensors that are spread over ranks in space; see `parallel.spatial`."""
 
 from typing import NoReturn
 

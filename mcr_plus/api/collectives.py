@@ -43,9 +43,7 @@ Errors that every operation can raise, in the call or from the `wait()` of its `
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -55,11 +53,8 @@ from mcr_plus.communicator.communicator import Communicator, P2POp
 from mcr_plus.communicator.persistent import PersistentOp
 from mcr_plus.core.kinds import ReduceOp
 from mcr_plus.core.work import Work
-from mcr_plus.job import init as runtime
 from mcr_plus.job.init import member_of as _of
 from mcr_plus.job.process import job
-from mcr_plus.observe.record import Log, recording
-from mcr_plus.observe.record_folder import collecting
 
 
 def all_reduce(
@@ -882,38 +877,3 @@ def flush(group: Communicator | None = None) -> None:
         ```
     """
     _of(group).flush()
-
-
-@contextmanager
-def record(path: str | Path | None = None) -> Iterator[Log]:
-    """Record the operations of this process that are issued and end inside the block.
-
-    Nothing is synchronised for it, so the program runs as it does without. Records hold sizes in bytes and
-    times in seconds, no tensors, whatever their shapes and dtypes.
-
-    Args:
-        path: a folder for a file of each rank, `rank0.npz` and so on, from which `mcr-plus report` makes a
-            page. It is created if it is missing. The files are written when the block ends; an error of that
-            is logged.
-
-    Returns:
-        A context manager that yields a `Log`: `records`, `summary()`, `save()`, `plot()`, and `print(log)`.
-
-    Raises:
-        NotInitialized: there is no job.
-        InvalidArgument: nothing can be written into `path`.
-
-    Example:
-        ```python
-        with mcr.record() as log:
-            mcr.all_reduce(torch.ones(1000), tag="example")
-        assert [(each.kind, each.tag, each.bytes) for each in log.records] == [
-            ("all_reduce", "example", 4000)
-        ]
-        ```
-    """
-    current = runtime.current()
-    with recording(current.engine, current.world.rank, current.world.size) as log, ExitStack() as stack:
-        if path is not None:
-            stack.enter_context(collecting(log, current, path))
-        yield log

@@ -35,13 +35,13 @@ from mcr_plus.bucketing.simulate import Course, simulate
 from mcr_plus.bucketing.step import Probed
 from mcr_plus.communicator.calls import Compress
 from mcr_plus.communicator.communicator import Communicator
+from mcr_plus.communicator.gradient_policy import Choice, GradientPolicy, not_choosable, with_codec
 from mcr_plus.core.kinds import MAX
 from mcr_plus.core.work import Work
 from mcr_plus.errors import ConfigError, Unsupported
 from mcr_plus.fusion.bucket import Bucket, Entry, by_size, packed
 from mcr_plus.fusion.options import FuseOptions
 from mcr_plus.job.init import current
-from mcr_plus.training.policy import Choice, GradientPolicy, not_choosable, with_codec
 
 _log = logging.getLogger("mcr_plus")
 WARM: Final = 1

@@ -41,10 +41,10 @@ from mcr_plus.bucketing.auto_plan import (
 from mcr_plus.bucketing.compiled import CompiledCall, Cuts, Part
 from mcr_plus.bucketing.costs import OVERHEAD, groups, prices
 from mcr_plus.bucketing.given_plan import named_choices
+from mcr_plus.communicator.gradient_policy import Choice
 from mcr_plus.core.kinds import MAX
 from mcr_plus.fusion.bucket import packed
 from mcr_plus.job.init import current
-from mcr_plus.training.policy import Choice
 
 _log = logging.getLogger("mcr_plus")
 _PLACES: Final = 24  # largest number of places in a search; of more, evenly spread ones are used

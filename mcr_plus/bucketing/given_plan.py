@@ -14,12 +14,12 @@ from mcr_plus.bucketing import REPORT
 from mcr_plus.bucketing.saved import SavedBucket, SavedPlan, digests
 from mcr_plus.bucketing.step import model_hash
 from mcr_plus.communicator.communicator import Communicator
+from mcr_plus.communicator.gradient_policy import Choice, not_choosable
 from mcr_plus.config.schema import TableRef
 from mcr_plus.core.kinds import dtype_name
 from mcr_plus.errors import ConfigError
 from mcr_plus.fusion.options import FuseOptions
 from mcr_plus.job.init import current
-from mcr_plus.training.policy import Choice, not_choosable
 
 STATE: Final = "plan"
 """Key of plans in a group's state, beside the keys of stages; plans are stored by the hash of the model."""

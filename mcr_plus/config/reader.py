@@ -96,7 +96,7 @@ def dump(config: Config, *, units: bool = False) -> dict[str, Any]:
     `units`: write sizes and durations with units.
     """
     data = _dump(config, partial(plain_options, units=units))
-    if config.observe != default_observe():
+    if config.observe is not None and config.observe != default_observe():
         data["observe"] = plain_options(config.observe, units=units)
     return data
 
@@ -175,7 +175,9 @@ def _observe(document: Document) -> BaseModel | None:
     if "observe" not in document.data:
         return None
     keys: Keys = ("observe",)
-    options: BaseModel = validate(registry.observe_options(), mapping_at(document, keys), document, keys)
+    if (known := registry.observe_options()) is None:
+        raise document.error(keys, "this installation of mcr_plus has no folder `observe`")
+    options: BaseModel = validate(known, mapping_at(document, keys), document, keys)
     _check_beside(options, document, keys, (), None)
     return options
 

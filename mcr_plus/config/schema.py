@@ -231,9 +231,10 @@ def default_pipeline() -> tuple[StageSpec, ...]:
     )
 
 
-def default_observe() -> BaseModel:
-    """Return the options under `observe:` of a configuration without them."""
-    return registry.observe_options()()  # type: ignore[no-any-return]
+def default_observe() -> BaseModel | None:
+    """Return the options under `observe:` of a configuration without them; None without `observe/`."""
+    options = registry.observe_options()
+    return None if options is None else options()
 
 
 @dataclass(frozen=True)
@@ -250,7 +251,7 @@ class Config:
     rules: tuple[Rule, ...] = ()
     algorithms: tuple[AlgorithmsRef, ...] = ()
     name: str = field(default=NO_FILE, compare=False)
-    observe: BaseModel = field(default_factory=default_observe)
+    observe: BaseModel | None = field(default_factory=default_observe)
 
     def rule_for(
         self,

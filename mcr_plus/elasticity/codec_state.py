@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mcr_plus.elasticity.transfer import broadcast_state
+from mcr_plus.communicator.transfer import broadcast_state
 from mcr_plus.job.runtime import Runtime
 from mcr_plus.pipeline.state import StateTensor, holds_tensors
 

@@ -15,6 +15,7 @@ from typing import Any, Final, Protocol
 import torch
 
 from mcr_plus.communicator.communicator import Communicator
+from mcr_plus.communicator.transfer import Has, broadcast_state
 from mcr_plus.config import reader as configuration
 from mcr_plus.core import environment
 from mcr_plus.core.environment import package_version
@@ -24,7 +25,6 @@ from mcr_plus.elasticity.api import seconds_of
 from mcr_plus.elasticity.newcomers import GIVE, TAKE_IN, Errand, Newcomers
 from mcr_plus.elasticity.rebind import Inheritance, inheriting
 from mcr_plus.elasticity.state_receiver import PrecopyReceiver
-from mcr_plus.elasticity.transfer import Has, broadcast_state
 from mcr_plus.engine.closing import drain
 from mcr_plus.errors import (
     BackendError,

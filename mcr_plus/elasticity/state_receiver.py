@@ -15,9 +15,9 @@ from mcr_plus.elasticity import state_stream
 from mcr_plus.errors import BackendError
 from mcr_plus.kernels.digest import digest
 from mcr_plus.membership.request import TRIES, Request
+from mcr_plus.rendezvous import stream as links
 from mcr_plus.rendezvous.store import secret_of
-from mcr_plus.weight_sync import stream as links
-from mcr_plus.weight_sync.stream import Ended, Link
+from mcr_plus.rendezvous.stream import Ended, Link
 
 _log = logging.getLogger("mcr_plus")
 _ENDS_WITHIN: Final = 5.0  # seconds without a byte, once the others wait for this process

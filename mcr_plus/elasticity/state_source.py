@@ -16,8 +16,8 @@ from mcr_plus.elasticity import state_stream
 from mcr_plus.elasticity.state_stream import Message
 from mcr_plus.errors import BackendError
 from mcr_plus.hosts.acceptor import Acceptor
-from mcr_plus.weight_sync import stream as links
-from mcr_plus.weight_sync.stream import Ended, Link
+from mcr_plus.rendezvous import stream as links
+from mcr_plus.rendezvous.stream import Ended, Link
 
 _log = logging.getLogger("mcr_plus")
 _COMES_WITHIN: Final = 20.0  # seconds, of the newcomer

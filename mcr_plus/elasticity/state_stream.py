@@ -20,10 +20,10 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from mcr_plus.elasticity.transfer import outline, rebuilt
+from mcr_plus.communicator.transfer import outline, rebuilt
 from mcr_plus.errors import BackendError
 from mcr_plus.rendezvous.signing import seal, unseal
-from mcr_plus.weight_sync.stream import Link
+from mcr_plus.rendezvous.stream import Link
 
 FROZEN, COPY, STEP, REACHED, GIVEN_UP, LAST, ALIVE = range(16, 23)
 WORTH: Final = 16 << 20

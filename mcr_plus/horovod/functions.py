@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mcr_plus.communicator.communicator import Communicator
-from mcr_plus.elasticity.transfer import outline, rebuilt
+from mcr_plus.communicator.transfer import outline, rebuilt
 from mcr_plus.errors import BackendError, InvalidArgument
 from mcr_plus.horovod.request import HorovodInternalError
 from mcr_plus.horovod.starting import gather_async, send_async, synchronize

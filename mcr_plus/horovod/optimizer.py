@@ -10,6 +10,7 @@ from typing import Any, Final, TypeVar
 
 import torch
 
+from mcr_plus.communicator.gradient_policy import TAG
 from mcr_plus.core.units import whole_number
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.horovod.compression import Compression
@@ -17,7 +18,6 @@ from mcr_plus.horovod.handle import Handle
 from mcr_plus.horovod.reducing import Average, HorovodReduceOp, Sum, reduce_op_of
 from mcr_plus.horovod.starting import reduce_async, synchronize
 from mcr_plus.horovod.world import ProcessSet, global_process_set
-from mcr_plus.training.reducer import TAG
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 Param = torch.Tensor

@@ -36,7 +36,7 @@ _SENT_WITHIN: Final = 1.0  # seconds
 class Keeper:
     """The values, and the ranks of the host that may need them.
 
-    `order` is what `mcr_plus.rendezvous.key_replicas` writes: the `token` (hexadecimal), and process id and start
+    `order` is what `rendezvous.key_replicas` writes: the `token` (hexadecimal), and process id and start
     time of each rank of this host (`processes`).
     """
 

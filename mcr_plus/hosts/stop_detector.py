@@ -35,7 +35,7 @@ _RUNS: Final = b"r"
 class Witness:
     """One rank's witness.
 
-    `order` is what `mcr_plus.rendezvous.init_connections` writes: process id and start time of its rank (`process`),
+    `order` is what `rendezvous.init_connections` writes: process id and start time of its rank (`process`),
     the number of that (`rank`), the `key` of greetings (hexadecimal), the seconds after which it counts as
     stopped (`grace`), and `address`, of the witness of rank 0; None for that one itself.
     """

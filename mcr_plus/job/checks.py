@@ -18,7 +18,6 @@ from mcr_plus.core.file_limit import descriptors_left, lacking_descriptors
 from mcr_plus.core.units import whole_numbers
 from mcr_plus.errors import BackendError, BackendUnavailable, ConfigError, InvalidArgument, short
 from mcr_plus.job.process import job
-from mcr_plus.observe.files import check_folder
 from mcr_plus.rendezvous.store import exchange
 from mcr_plus.rendezvous.world import World
 from mcr_plus.selection.checks import check_targets, checked_tables
@@ -40,7 +39,8 @@ def compare_configs(loaded: Config | ConfigError, world: World, timeout: float |
     try:
         if isinstance(loaded, ConfigError):
             raise loaded
-        check_folder(loaded)
+        for hook in job.hooks:
+            hook.check(loaded)
         if world.store is None:
             return loaded
         fingerprint = configuration.fingerprint(loaded if timeout is None else loaded.with_timeout(timeout))

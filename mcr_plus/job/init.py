@@ -27,7 +27,6 @@ from mcr_plus.core.environment import (
     host_name,
     launch_environment,
     min_ranks,
-    package_version,
     restarts,
     usable_cores,
 )
@@ -54,8 +53,6 @@ from mcr_plus.job.exit_barrier import shutdown_barrier
 from mcr_plus.job.loss_watch import Watch
 from mcr_plus.job.process import job
 from mcr_plus.job.runtime import Runtime
-from mcr_plus.observe.options import observed
-from mcr_plus.observe.publisher import open_publisher
 from mcr_plus.rendezvous.arrivals import STOPPED_FOR
 from mcr_plus.rendezvous.init_connections import dismiss_witness, settle
 from mcr_plus.rendezvous.store import (
@@ -189,8 +186,8 @@ def begin(
     loaded: Config | ConfigError, world: World, timeout: float | None, *, native: bool = True
 ) -> Runtime:
     """Make the runtime of a world; collective over its ranks. Raises as `init` does."""
-    job.install_hooks()
-    loaded = _ready_to_publish(loaded, world)
+    job.install_handlers()
+    loaded = _prepared(loaded, world)
     try:
         loaded = compare_configs(loaded, world, timeout)
         config = loaded if timeout is None else loaded.with_timeout(timeout)
@@ -202,11 +199,11 @@ def begin(
         check_nodes(config, world.size)
         runtime = Runtime(config, world, chosen, loaded, timeout, native=native)
     except PeerLost:  # nobody is waited for
-        job.stop_publishing()
+        job.hooks_closing()
         dismiss_witness()
         raise
     except McrError:
-        job.stop_publishing()
+        job.hooks_closing()
         job.all_ended = shutdown_barrier(world, "refused")  # so that every rank can read the reason
         if job.all_ended:  # all ranks refuse: nobody is looked after any more
             settle()
@@ -216,12 +213,13 @@ def begin(
     return runtime
 
 
-def _ready_to_publish(loaded: Config | ConfigError, world: World) -> Config | ConfigError:
-    """Open the places where the configuration wants metrics; an error of that is one of the configuration."""
+def _prepared(loaded: Config | ConfigError, world: World) -> Config | ConfigError:
+    """Let the hooks open what the configuration wants; an error of that is one of the configuration."""
     if isinstance(loaded, ConfigError):
         return loaded
     try:
-        job.publish(open_publisher(observed(loaded), world, package_version()))
+        for hook in job.hooks:
+            hook.prepare(loaded, world)
     except ConfigError as error:
         return ConfigError(f"{loaded.name}: {error}")
     return loaded

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Final
 
-from mcr_plus.core.environment import agent_has_store, package_version, ranks_keep_their_own
+from mcr_plus.core.environment import agent_has_store, ranks_keep_their_own
 from mcr_plus.hosts.protocol import silence
 from mcr_plus.membership.roster import Roster
-from mcr_plus.observe.status import StatusThread
-from mcr_plus.rendezvous.heartbeats import job_id
 from mcr_plus.rendezvous.key_replicas import open_keepers
 from mcr_plus.rendezvous.processes import Peers
 from mcr_plus.rendezvous.signing import SignedStore
 from mcr_plus.rendezvous.watched_store import unwatched
 
 if TYPE_CHECKING:
-    from mcr_plus.engine.engine import Engine
     from mcr_plus.engine.options import DispatchOptions
-    from mcr_plus.observe.recorder import Recorder
     from mcr_plus.rendezvous.world import World
 
 _SILENT: Final = 30.0  # seconds; on overloaded hosts, agents have not run for more than two
@@ -55,27 +50,3 @@ def first_roster(world: World, peers: Peers, *, native: bool) -> Roster:
         return Roster(unwatched(store), 0, members, world.rank)
     root = SignedStore(kept, world.secret, "members") if world.secret else kept
     return Roster(root, 0, members, world.rank, kept=kept)
-
-
-def published(engine: Engine, world: World, peers: Peers, recorder: Recorder) -> StatusThread:
-    """The status of this process for `mcr-plus top`; without a page in a job of one rank."""
-    if not peers.processes:
-        return StatusThread(engine, None)
-    own = peers.processes[world.rank]
-    others = [rank for rank, process in enumerate(peers.processes) if process.place != own.place]
-    processes = [[process.pid, process.started] for process in peers.processes]
-    about = {
-        "job": job_id(peers.processes),
-        "rank": world.rank,
-        "hosts": world.hosts,
-        "processes": processes,
-        "elsewhere": others,
-        "began": time.time(),
-    }
-    return StatusThread(
-        engine,
-        about,
-        package_version(),
-        lambda: {rank: peers.status(rank) for rank in others},
-        lambda: recorder.dumped,
-    )

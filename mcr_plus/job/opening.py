@@ -18,7 +18,6 @@ from mcr_plus.engine.options import DispatchOptions
 from mcr_plus.errors import BackendUnavailable
 from mcr_plus.hierarchy.nodes import Part, inner_groups
 from mcr_plus.hierarchy.options import HierarchicalOptions
-from mcr_plus.observe.options import observed
 from mcr_plus.pipeline.pipeline import Pipeline
 from mcr_plus.pipeline.stage import Context
 from mcr_plus.reliability.failover.opening import open_failover
@@ -48,7 +47,7 @@ def open_with_parts(
         voting = [each.channel for each in channels.values() if each.channel.takes_ballots]
         if voting:  # one library only: the n-th ballot of each rank must be for the same operation
             voting[0].ballots = board.ballots
-        state = GroupState(group, board, _remedy(runtime, name), ring=observed(config).ring)
+        state = GroupState(group, board, _remedy(runtime, name), ring=getattr(config.observe, "ring", 0))
         options = config.options("dispatch")
         assert isinstance(options, DispatchOptions)
         if options.failover:

@@ -8,16 +8,17 @@ import os
 import sys
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+from mcr_plus import registry
 from mcr_plus.backends import backend_class
 from mcr_plus.errors import McrError
 
 if TYPE_CHECKING:
     from mcr_plus.backends.base import Backend
     from mcr_plus.communicator.communicator import Communicator
+    from mcr_plus.job.hooks import JobHook
     from mcr_plus.job.runtime import Runtime
-    from mcr_plus.observe.publisher import Publisher
 
 
 class Job:
@@ -31,7 +32,7 @@ class Job:
             that waits for the other ranks.
         backends: those that have a part in the end of the process, by their ids.
         disabled: the names of those that some rank no longer calls.
-        publisher: publishes metrics of the runtime's operations; None if the configuration asks for none.
+        hooks: what capabilities do in jobs; made for the first one.
         leave_dropped: leaves the groups of torch.distributed that the program has dropped; set by the
             torch backend.
     """
@@ -43,33 +44,31 @@ class Job:
         self.all_ended = True
         self.backends: dict[int, Backend] = {}
         self.disabled: set[str] = set()
-        self.publisher: Publisher | None = None
+        self.hooks: tuple[JobHook, ...] = ()
         self.leave_dropped: Callable[[], None] = lambda: None
-        self._has_hooks = False
+        self._has_handlers = False
 
     def begin(self, runtime: Runtime) -> None:
         """Make this the process's runtime."""
         self.runtime, self.communicator, self.all_ended = runtime, runtime.communicator, False
         self.backends.update({id(backend): backend for backend in runtime.engine.backends})
-        if self.publisher is not None:
-            self.publisher.start(runtime.engine)
 
-    def publish(self, publisher: Publisher | None) -> None:
-        """Take the publisher of the runtime that is about to begin, in place of another one's."""
-        self.stop_publishing()
-        self.publisher = publisher
+    def hooks_closing(self) -> None:
+        """Tell the hooks that the runtime's operations have ended, or that none begins."""
+        for hook in self.hooks:
+            hook.closing()
 
-    def stop_publishing(self) -> None:
-        """Publish metrics a last time, if they are published."""
-        publisher, self.publisher = self.publisher, None
-        if publisher is not None:
-            publisher.close()
+    def hooks_closed(self) -> None:
+        """Tell the hooks that the runtime has ended."""
+        for hook in self.hooks:
+            hook.closed()
 
-    def install_hooks(self) -> None:
-        """Install the handlers of the end of the process, of uncaught exceptions and of forks, once."""
-        if self._has_hooks:
+    def install_handlers(self) -> None:
+        """Make the hooks, and install the handlers of exit, uncaught exceptions and forks; once."""
+        if self._has_handlers:
             return
-        self._has_hooks = True
+        self._has_handlers = True
+        self.hooks = tuple(cast("type[JobHook]", hook)() for hook in registry.installed("hooks"))
         atexit.register(self._at_exit)
         os.register_at_fork(after_in_child=self._after_fork)
         previous = sys.excepthook
@@ -108,9 +107,8 @@ class Job:
     def _after_fork(self) -> None:
         """Take the forked child out of the job."""
         atexit.unregister(self._at_exit)
-        if self.publisher is not None:
-            self.publisher.abandon()
-            self.publisher = None
+        for hook in self.hooks:
+            hook.abandon()
         if self.runtime is not None:
             self.runtime.abandon()
             self.runtime = None

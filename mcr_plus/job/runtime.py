@@ -32,16 +32,15 @@ from mcr_plus.job.exit_barrier import SHORT, abort_barrier, linger_for, shutdown
 from mcr_plus.job.groups import IdleChannels
 from mcr_plus.job.libraries import Libraries
 from mcr_plus.job.loss_watch import loss_of
-from mcr_plus.job.members import first_roster, observed, published
+from mcr_plus.job.members import first_roster, observed
 from mcr_plus.job.opening import open_with_parts, warn_of_missing
 from mcr_plus.job.process import job
+from mcr_plus.job.wakeups import open_bells
 from mcr_plus.kernels import compiling
-from mcr_plus.observe.recorder import Recorder
 from mcr_plus.pipeline.dispatch import DispatchStage
 from mcr_plus.pipeline.pipeline import finish
 from mcr_plus.pipeline.state import holds_tensors
 from mcr_plus.rendezvous.store import exchange
-from mcr_plus.waiting.futex import open_bells
 from mcr_plus.waiting.progress_thread import ProgressThread
 
 if TYPE_CHECKING:
@@ -76,8 +75,7 @@ class Runtime:
         tagged: models by the tags of their operations. Two models that share one would share codec state.
         attached: objects of layers above that live as long as the job, by a name of theirs.
         roster: the members of the job; None in a single process that nobody has taken in.
-        watcher: the receiver of the program's operations, see `watch`. recorder: of dumps.
-        status: what `mcr-plus top` shows of this process.
+        watcher: the receiver of the program's operations, see `watch`.
     """
 
     def __init__(
@@ -135,12 +133,12 @@ class Runtime:
             if options.progress == "thread":
                 self._start_progress_thread()
             self.communicator = self.open_group("world", tuple(range(world.size)))
-            self.recorder = Recorder(self.engine, world, config)
+            for hook in job.hooks:
+                hook.begin(self)
         except BaseException:
             self._abort_start()
             raise
         compiling.watchers.append(self.engine.compiles)
-        self.status = published(self.engine, world, self._peers, self.recorder)
 
     def lost_ranks(self) -> dict[int, str]:
         """The state of each rank of the job that is lost, as far as this process can see."""
@@ -378,7 +376,7 @@ class Runtime:
             if (text := never_waited(self.engine)) is not None:
                 _log.warning("rank %d: %s", self.world.rank, text)
             error = self._finish_stages()
-        job.stop_publishing()
+        job.hooks_closing()
         for state in self.engine.states:
             state.publish()
             if clean:
@@ -386,8 +384,7 @@ class Runtime:
             else:
                 state.board.mark_failed(Failure(0, "it left the job after an error"))
         clean = clean and self.wait_for_all_to_end(self.world.timeout)
-        self.status.close()
-        self.recorder.stop()
+        job.hooks_closed()
         for opened in reversed(self.groups):
             opened.shut(clean)
         self.idle_channels.give_up()
@@ -487,9 +484,7 @@ class Runtime:
     def abandon(self) -> None:
         """In a forked child: let go of the parent's groups and libraries without closing them."""
         self.closed = True
-        self.status.abandon()
         self._stop_watching()
-        self.recorder.abandon()
         abandon(self.engine)
         for state in self.engine.states:
             state.abandon()

@@ -45,7 +45,7 @@ class RankState:
     code: int | None = None  # exit status, or minus the signal that killed it
     ended: float = 0.0
     raised: float | None = None  # when the last traceback began
-    report: Mapping[str, Any] | None = None  # an uncaught exception, see `mcr_plus.job.uncaught`
+    report: Mapping[str, Any] | None = None  # an uncaught exception, see `mcr_plus.launch.uncaught`
     shown: bool = False  # the report has been printed
     # What MPI_Abort was called with: MPICH kills the rank before it exits, and an exit status has 8 bits.
     aborted: int | None = None

@@ -9,9 +9,9 @@ from typing import Any, Final, Literal
 import torch
 
 from mcr_plus.communicator.communicator import Communicator
+from mcr_plus.communicator.transfer import broadcast_tensors
 from mcr_plus.core.kinds import FLOATS
 from mcr_plus.core.units import whole_number
-from mcr_plus.elasticity.transfer import broadcast_tensors
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.job.init import member_of
 from mcr_plus.local_sgd import arguments, consistency

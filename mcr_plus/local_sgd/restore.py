@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from mcr_plus.elasticity.transfer import broadcast_state
+from mcr_plus.communicator.transfer import broadcast_state
 from mcr_plus.errors import InvalidArgument, McrError
 from mcr_plus.local_sgd.consistency import share_of
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from mcr_plus.job.init import current
+from mcr_plus.observe.hook import current_recorder
 
 
 def dump(path: str | os.PathLike[str]) -> str:
@@ -32,4 +33,5 @@ def dump(path: str | os.PathLike[str]) -> str:
         path = mcr.dump("dumps/rank_")  # dumps/rank_0 and dumps/rank.0.json on rank 0
         ```
     """
-    return current().recorder.dump(path)
+    current()  # raises without a job
+    return current_recorder().dump(path)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from mcr_plus.backends import assumed_backends
+from mcr_plus.communicator.gradient_policy import TAG, key_of, policy_for
 from mcr_plus.compression.policy import gradient_compression
 from mcr_plus.config.reader import load
 from mcr_plus.config.schema import Config
@@ -27,8 +28,6 @@ from mcr_plus.pipeline.stage import Context
 from mcr_plus.rendezvous.world import World
 from mcr_plus.selection.checks import use_algorithms
 from mcr_plus.tables.writing import microseconds
-from mcr_plus.training.policy import key_of, policy_for
-from mcr_plus.training.reducer import TAG
 
 
 def explain(

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from mcr_plus.core.collector import collector_paused
 from mcr_plus.core.environment import host_name
 from mcr_plus.core.kinds import bus_factor, dtype_name
 from mcr_plus.core.stacks import site_at
+from mcr_plus.job.init import current
 from mcr_plus.observe.clocks import TOGETHER
 from mcr_plus.observe.cross_host_stragglers import AcrossHosts
 from mcr_plus.observe.stragglers import Arrivals, Stragglers, site_text
@@ -418,3 +419,40 @@ def recording(engine: Engine, rank: int, size: int) -> Iterator[Log]:
             engine.idle = None
             idle.close()
         log.publish()
+
+
+@contextmanager
+def record(path: str | Path | None = None) -> Iterator[Log]:
+    """Record the operations of this process that are issued and end inside the block.
+
+    Nothing is synchronised for it, so the program runs as it does without. Records hold sizes in bytes and
+    times in seconds, no tensors, whatever their shapes and dtypes.
+
+    Args:
+        path: a folder for a file of each rank, `rank0.npz` and so on, from which `mcr-plus report` makes a
+            page. It is created if it is missing. The files are written when the block ends; an error of that
+            is logged.
+
+    Returns:
+        A context manager that yields a `Log`: `records`, `summary()`, `save()`, `plot()`, and `print(log)`.
+
+    Raises:
+        NotInitialized: there is no job.
+        InvalidArgument: nothing can be written into `path`.
+
+    Example:
+        ```python
+        with mcr.record() as log:
+            mcr.all_reduce(torch.ones(1000), tag="example")
+        assert [(each.kind, each.tag, each.bytes) for each in log.records] == [
+            ("all_reduce", "example", 4000)
+        ]
+        ```
+    """
+    job = current()
+    with recording(job.engine, job.world.rank, job.world.size) as log, ExitStack() as stack:
+        if path is not None:
+            from mcr_plus.observe.record_folder import collecting  # it imports what explains choices
+
+            stack.enter_context(collecting(log, job, path))
+        yield log

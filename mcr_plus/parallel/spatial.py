@@ -37,6 +37,7 @@ from mcr_plus.communicator.calls import CallOptions, Unpack
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.errors import InvalidArgument, Unsupported
 from mcr_plus.job.init import member_of
+from mcr_plus.layout.autograd import check_ranks
 from mcr_plus.layout.halo import HALF, Halo, check_single, lifted, one_per_dim
 from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.regions import Boxes, Ints, as_ints
@@ -250,7 +251,7 @@ class _Layer(nn.Module):
 
     def _checked(self, x: torch.Tensor, channels: int | None = None) -> Communicator:
         comm = member_of(self.group)
-        autograd.check_ranks(comm, self.layout, type(self).__name__)
+        check_ranks(comm, self.layout, type(self).__name__)
         local = self.layout.locals[comm.ranks[comm.rank]]
         expected = f"[N, {'C' if channels is None else channels}, {', '.join(map(str, local))}]"
         if not isinstance(x, torch.Tensor):
@@ -525,7 +526,7 @@ def global_mean(
         ```
     """
     comm = member_of(group)
-    autograd.check_ranks(comm, layout, "global_mean")
+    check_ranks(comm, layout, "global_mean")
     local = layout.locals[comm.ranks[comm.rank]]
     if not isinstance(x, torch.Tensor):
         raise InvalidArgument(f"x: expected a torch.Tensor, got {type(x).__name__}")
@@ -553,7 +554,7 @@ def local_part(x: torch.Tensor, layout: Layout, *, group: Communicator | None = 
     """
     comm = member_of(group)
     check_single(layout, "local_part")
-    autograd.check_ranks(comm, layout, "local_part")
+    check_ranks(comm, layout, "local_part")
     front = x.ndim - len(layout.shape)
     if front < 0 or tuple(x.shape[front:]) != layout.shape:
         raise InvalidArgument(f"expected a tensor that ends with {list(layout.shape)}, got {list(x.shape)}")
@@ -600,7 +601,7 @@ def sum_gradients(
         if not isinstance(layer, _Conv):
             continue
         comm = member_of(group if layer.group is None else layer.group)
-        autograd.check_ranks(comm, layer.layout, f"sum_gradients of a {type(layer).__name__}")
+        check_ranks(comm, layer.layout, f"sum_gradients of a {type(layer).__name__}")
         groups[comm.name] = comm
         for param in layer.parameters():
             if not param.requires_grad:

@@ -1,7 +1,7 @@
 """The ranks that come to `init`: what shows that one of them will not, before they know each other.
 
 A rank that has come says which process it is, so that ranks which share its /proc see its death and its
-stop; those of other hosts have connections for that (`mcr_plus.rendezvous.init_connections`). Of one that has not
+stop; those of other hosts have connections for that (`rendezvous.init_connections`). Of one that has not
 come, the supervisor of `mcr-plus run --min-ranks` says in the job's store that it has ended for good.
 """
 

@@ -1,6 +1,6 @@
 """What the members of a job agree on, in several places: on each host a keeper has a copy.
 
-A keeper (`mcr_plus.hosts.key_replica`) is a process of its own, so that it does not end with the rank that has
+A keeper (`hosts.key_replica`) is a process of its own, so that it does not end with the rank that has
 started it. The keepers are in an order, that of the hosts' first ranks. A value is written to all of them in
 this order. One that is agreed on is written by `compare_set`: the first keeper says which value it is, and
 each further one is given what the one before it has answered. What the last one answers counts: all others

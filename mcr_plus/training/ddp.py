@@ -9,12 +9,11 @@ from torch._C._distributed_c10d import GradBucket
 from torch.autograd import Variable
 
 from mcr_plus.communicator.communicator import Communicator
+from mcr_plus.communicator.gradient_policy import TAG, policy_for_bucket
 from mcr_plus.core.kinds import AVG
 from mcr_plus.core.work import Work
 from mcr_plus.job.init import member_of
 from mcr_plus.training.flat import keeps_inputs
-from mcr_plus.training.policy import policy_for_bucket
-from mcr_plus.training.reducer import TAG
 
 Result = torch.futures.Future[torch.Tensor]
 

@@ -15,11 +15,11 @@ from typing import Final
 import torch
 
 from mcr_plus.communicator.communicator import Communicator
+from mcr_plus.communicator.gradient_policy import Choice, GradientPolicy, key_of, with_codec
 from mcr_plus.core.work import Work
 from mcr_plus.engine.options import DispatchOptions
 from mcr_plus.errors import InvalidArgument, Unsupported
 from mcr_plus.fusion.bucket import Bucket
-from mcr_plus.training.policy import Choice, GradientPolicy, key_of, with_codec
 
 _TURNS: Final = 3  # tensors of a bucket with failover
 

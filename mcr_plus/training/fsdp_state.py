@@ -9,8 +9,8 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from mcr_plus.communicator.communicator import Communicator
+from mcr_plus.communicator.transfer import STATE, broadcast_tensors
 from mcr_plus.core.units import whole_number
-from mcr_plus.elasticity.transfer import STATE, broadcast_tensors
 from mcr_plus.errors import BackendError, InvalidArgument, Unsupported
 from mcr_plus.job.init import member_of
 

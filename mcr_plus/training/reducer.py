@@ -23,10 +23,9 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch.autograd import Variable
 
-from mcr_plus.bucketing.bucket_plan import all_reduce_costs, earliest, first_waiting
-from mcr_plus.bucketing.trials import trials
 from mcr_plus.communicator.calls import Compress
 from mcr_plus.communicator.communicator import Communicator
+from mcr_plus.communicator.gradient_policy import TAG, Choice, policy_for, warn_of_unmatched
 from mcr_plus.compression.policy import largest_alignment
 from mcr_plus.core.kinds import AVG, MAX, SUM, ReduceOp
 from mcr_plus.core.units import format_size
@@ -34,8 +33,9 @@ from mcr_plus.core.work import Work
 from mcr_plus.errors import McrError
 from mcr_plus.fusion.bucket import Bucket, Entry, by_size, packed
 from mcr_plus.fusion.options import FuseOptions
+from mcr_plus.training.bucket_plan import all_reduce_costs, earliest, first_waiting
 from mcr_plus.training.flat import Flat, Slot, flat_of, move_into_bucket
-from mcr_plus.training.policy import Choice, policy_for, warn_of_unmatched
+from mcr_plus.training.trials import trials
 
 if TYPE_CHECKING:
     from mcr_plus.bucketing.auto_plan import AutoPlan
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from mcr_plus.bucketing.saved import SavedPlan
 
 _log = logging.getLogger("mcr_plus")
-TAG: Final = "gradients"
 _MEASURED_PASS: Final = 3  # `plan: exact` uses the times of this pass; earlier ones allocate and warm up
 _WHOLE, _CAPTURED = 1, 2  # see `_outcome`
 _PARAMS: Final = 3  # index of the first parameter in `_outcome`

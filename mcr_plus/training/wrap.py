@@ -6,16 +6,18 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
-from mcr_plus.bucketing.compiled import CompiledCall
 from mcr_plus.communicator.communicator import Communicator
-from mcr_plus.elasticity.transfer import broadcast_tensors
+from mcr_plus.communicator.transfer import broadcast_tensors
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.job.init import member_of
 from mcr_plus.training.reducer import Reducer
+
+if TYPE_CHECKING:
+    from mcr_plus.bucketing.compiled import CompiledCall
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
@@ -55,8 +57,11 @@ class _Wrapped(_Inert):
             model.register_forward_pre_hook(self.before_forward),
             optimizer.register_step_pre_hook(self.before_step),
         ]
-        if isinstance(model._compiled_call_impl, CompiledCall):
-            self.use(model._compiled_call_impl)
+        if model._compiled_call_impl is not None:
+            from mcr_plus.bucketing.compiled import CompiledCall  # for models of `mcr.compile` alone
+
+            if isinstance(model._compiled_call_impl, CompiledCall):
+                self.use(model._compiled_call_impl)
 
     def use(self, call: CompiledCall) -> None:
         """Replace the forward hook of a compiled model, since this hook cannot be part of a graph."""

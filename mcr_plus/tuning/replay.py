@@ -27,6 +27,7 @@ import mcr_plus as mcr
 from mcr_plus.bucketing.saved import SavedPlan
 from mcr_plus.bucketing.step import Compute, Event, Issue, Ready, Role, Step, Wait, model_hash
 from mcr_plus.communicator.communicator import Communicator
+from mcr_plus.communicator.gradient_policy import TAG
 from mcr_plus.config.reader import dump, load
 from mcr_plus.config.schema import TableRef
 from mcr_plus.core.environment import launch_environment
@@ -34,7 +35,6 @@ from mcr_plus.core.kinds import KINDS, MAX, MESSAGES, PLAIN, Kind, dtype_name
 from mcr_plus.core.work import Work
 from mcr_plus.errors import ConfigError, InvalidArgument
 from mcr_plus.fusion.options import FuseOptions
-from mcr_plus.training.reducer import TAG
 from mcr_plus.tuning.operations import DTYPE_BY_NAME, TUNED, BenchCase, OpUnderTest, whole_size
 
 _WARM: Final = 2

@@ -16,20 +16,13 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
-import sys
 import time
 from array import array
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from mcr_plus.core.mapped_memory import made, mapped
-from mcr_plus.rendezvous.store import exchange
 from mcr_plus.waiting.futex_memory import BYTES, EVERYBODY, LINE, SYSTEM_CALL, WAIT, WAKE, WANTED
-
-if TYPE_CHECKING:
-    from mcr_plus.core.c10d import Store
 
 _KNOWN: Final = 64  # sets of ranks whose positions are cached
 
@@ -146,25 +139,3 @@ class Bells:
             self._words[line * LINE // 8] = 0
             address = ctypes.c_void_p(self._base + line * LINE)
             _system_call()(SYSTEM_CALL, address, WAKE, EVERYBODY, None, None, 0)
-
-
-def open_bells(store: Store | None, rank: int, hosts: Sequence[str], timeout: float) -> Bells:
-    """Open the bells of this host; collective over the ranks of the job.
-
-    Where the ranks of a host cannot map the same memory, they sleep without bells, which is no error.
-    """
-    ranks = [peer for peer, host in enumerate(hosts) if host == hosts[rank]]
-    if store is None or len(set(hosts)) == len(hosts) or not SYSTEM_CALL or sys.byteorder != "little":
-        return Bells(None, ranks, rank)
-    size = -(-len(ranks) * LINE // mmap.PAGESIZE) * mmap.PAGESIZE
-    memory, descriptor, place = made(size, "mcr_plus bells") if rank == ranks[0] else (None, None, "")
-    try:
-        places = exchange(store, rank, len(hosts), "bells/memory", place, timeout)
-        if rank != ranks[0]:
-            memory = mapped(places[ranks[0]], size)
-        answers = exchange(store, rank, len(hosts), "bells/mapped", "yes" if memory else "no", timeout)
-    finally:
-        if descriptor is not None:  # all ranks have mapped it, or never will
-            os.close(descriptor)
-    usable = all(answers[peer] == "yes" for peer in ranks)
-    return Bells(memory if usable else None, ranks, rank)

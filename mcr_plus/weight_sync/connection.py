@@ -13,8 +13,8 @@ import torch
 
 from mcr_plus.errors import BackendError, PeerLost, SyncClosed
 from mcr_plus.kernels import delta
-from mcr_plus.weight_sync import stream as links
-from mcr_plus.weight_sync.stream import Ended, Link, Untrusted
+from mcr_plus.rendezvous import stream as links
+from mcr_plus.rendezvous.stream import Ended, Link, Untrusted
 from mcr_plus.weight_sync.weights import combined, digest_of
 
 _log = logging.getLogger("mcr_plus")

@@ -12,11 +12,11 @@ import torch
 from mcr_plus.core.units import whole_number
 from mcr_plus.errors import BackendError, CommTimeout, InvalidArgument, PeerLost
 from mcr_plus.kernels import delta
+from mcr_plus.rendezvous import stream as links
+from mcr_plus.rendezvous.stream import Ended
 from mcr_plus.weight_sync import endpoint_file
-from mcr_plus.weight_sync import stream as links
 from mcr_plus.weight_sync.endpoint_file import Invitation
 from mcr_plus.weight_sync.receiver import WeightReceiver
-from mcr_plus.weight_sync.stream import Ended
 from mcr_plus.weight_sync.sync import Path, WeightSync, buffers_from
 from mcr_plus.weight_sync.weights import Layouts, Source, Weights
 

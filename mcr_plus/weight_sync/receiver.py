@@ -19,10 +19,10 @@ from concurrent.futures import Future
 from typing import Any, Final
 
 from mcr_plus.errors import BackendError, CommTimeout, McrError, SyncClosed, phrase_ranks
+from mcr_plus.rendezvous import stream as links
 from mcr_plus.rendezvous.patience import logged_waiting
-from mcr_plus.weight_sync import stream as links
+from mcr_plus.rendezvous.stream import Ended
 from mcr_plus.weight_sync.connection import Answer, Feed
-from mcr_plus.weight_sync.stream import Ended
 from mcr_plus.weight_sync.weights import Weights
 
 _log = logging.getLogger("mcr_plus")

@@ -16,8 +16,8 @@ from mcr_plus.core.units import whole_number
 from mcr_plus.errors import BackendError, InvalidArgument, McrError, PeerLost, phrase_ranks
 from mcr_plus.hosts.acceptor import Acceptor
 from mcr_plus.kernels import delta
-from mcr_plus.weight_sync import stream as links
-from mcr_plus.weight_sync.stream import JOINER, Ended, Link, Payload
+from mcr_plus.rendezvous import stream as links
+from mcr_plus.rendezvous.stream import JOINER, Ended, Link, Payload
 from mcr_plus.weight_sync.weights import Weights, combined, digest_of
 
 _log = logging.getLogger("mcr_plus")

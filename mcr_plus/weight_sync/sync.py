@@ -18,12 +18,12 @@ from mcr_plus.job.agreement import gather_patiently
 from mcr_plus.job.init import current, member_of
 from mcr_plus.kernels import delta
 from mcr_plus.rendezvous.network import host_address
+from mcr_plus.rendezvous.stream import key_of, listen
 from mcr_plus.weight_sync import endpoint_file
 from mcr_plus.weight_sync.endpoint_file import Invitation, Offers, offers_of
 from mcr_plus.weight_sync.receiver import WeightReceiver
 from mcr_plus.weight_sync.shards import Held, Part, parts_of
 from mcr_plus.weight_sync.source import SMALL, WeightSource
-from mcr_plus.weight_sync.stream import key_of, listen
 from mcr_plus.weight_sync.weights import Layouts, Source, Weights, first_difference
 
 _ATTACHED: Final = "weight_sync."

@@ -14,7 +14,7 @@ from ranks import run_ranks
 from test_elastic import check, run
 
 import mcr_plus as mcr
-from mcr_plus.elasticity.transfer import Has, broadcast_differences
+from mcr_plus.communicator.transfer import Has, broadcast_differences
 
 long = pytest.mark.long
 

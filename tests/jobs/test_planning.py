@@ -23,13 +23,13 @@ import mcr_plus as mcr
 from mcr_plus.bucketing import auto_plan
 from mcr_plus.bucketing import probe as probing
 from mcr_plus.bucketing.auto_plan import AutoPlan, Captured
-from mcr_plus.bucketing.bucket_plan import _of_operations, earliest
 from mcr_plus.bucketing.costs import Curve
 from mcr_plus.bucketing.probe import probe
 from mcr_plus.bucketing.saved import SavedBucket, SavedPlan
 from mcr_plus.bucketing.search import Found
 from mcr_plus.bucketing.step import model_hash
 from mcr_plus.communicator.costs import expected_us
+from mcr_plus.communicator.gradient_policy import Choice
 from mcr_plus.compression.codec import PayloadCodec, make
 from mcr_plus.compression.scheme_bytes import as_all_reduces
 from mcr_plus.core.message import Signature
@@ -37,7 +37,7 @@ from mcr_plus.fusion.bucket import Cost, Entry
 from mcr_plus.fusion.options import FuseOptions
 from mcr_plus.observe.record import Record
 from mcr_plus.training import wrap as wrapping
-from mcr_plus.training.policy import Choice
+from mcr_plus.training.bucket_plan import _of_operations, earliest
 from mcr_plus.training.reducer import Reducer
 
 TABLE = """\

@@ -21,6 +21,7 @@ from mcr_plus.core.proc import handles
 from mcr_plus.core.stacks import frames_of
 from mcr_plus.hosts.page import page_of
 from mcr_plus.job.init import current
+from mcr_plus.observe.hook import current_recorder
 
 Group = mcr.Communicator
 DEADLINE_S: Final = 2.0
@@ -162,14 +163,14 @@ def _raised(library: str, folder: Path) -> str:
         each.all_reduce(job.value(), backend=library)
         each.broadcast(job.value(), 0, backend=library)
     meet(f"before {folder.name}", group.size)
-    current().recorder.folder = str(folder)
+    current_recorder().folder = str(folder)
     raised = ""
     try:
         FAULTS[folder.name](job)
     except mcr.McrError as error:
         raised = type(error).__name__
     wait_for_files(folder / f"rank_{group.rank}")
-    current().recorder.folder = None
+    current_recorder().folder = None
     meet(f"after {folder.name}", group.size)
     for each in (group, other):
         current().leave(each, clean=False)
@@ -180,7 +181,7 @@ def losing(name: str, library: str, folder: str) -> str:
     """Runs on two ranks, of which one dies or is stopped; what the other one has raised."""
     comm = _begun(library, LONG_S)
     comm.all_reduce(torch.ones(4), backend=library)
-    current().recorder.folder = f"{folder}/{name}"
+    current_recorder().folder = f"{folder}/{name}"
     meet("before the loss", comm.size)
     if comm.rank == VICTIM:
         _is_drawn()
@@ -222,7 +223,7 @@ def signals(folder: str) -> dict[str, Any]:
     logging.getLogger("mcr_plus").addHandler(_Listener(complaints))
     with _begun("msccl", LONG_S) as comm:
         comm.barrier()
-        current().recorder.folder = f"{folder}/hang"
+        current_recorder().folder = f"{folder}/hang"
         waits, asked, answered = (Path(folder, name) for name in ("waits", "asked", "answered"))
         beside = threading.Thread(target=_asks_as_well, args=(waits, asked, answered))
         if comm.rank == VICTIM:
@@ -243,7 +244,7 @@ def signals(folder: str) -> dict[str, Any]:
         found["signals"] = len(complaints)
 
         # A failure whose dump fails: a limit of the process stands for a full disk.
-        current().recorder.folder = f"{folder}/full"
+        current_recorder().folder = f"{folder}/full"
         groups = mcr.new_group([0, 1]), mcr.new_group([0, 1])
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         for _ in range(300):  # of which dumps are larger than the limit
@@ -261,7 +262,7 @@ def signals(folder: str) -> dict[str, Any]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         found["left"] = sorted(os.listdir(f"{folder}/full"))
         found["complaints"] = complaints[found["signals"] :]
-        current().recorder.folder = None
+        current_recorder().folder = None
         comm.barrier()
 
     # Handlers of the program stay, and there is none of ours after the end.
@@ -293,13 +294,13 @@ def _settle() -> None:
     """Return when what had come for the thread that writes dumps has been answered."""
     # The thread takes these before the signals and requests that woke it together with them.
     for _ in range(2):
-        current().recorder._watcher.do(lambda: None)
+        current_recorder()._watcher.do(lambda: None)
 
 
 def asked_through_the_launcher(launcher: int, folder: str) -> None:
     """Runs on two ranks: SIGUSR2 to the process that has started them."""
     with _begun("msccl", LONG_S) as comm:
-        current().recorder.folder = folder
+        current_recorder().folder = folder
         comm.barrier()
         if comm.rank == VICTIM:
             os.kill(launcher, signal.SIGUSR2)

@@ -25,7 +25,8 @@ import torch
 from ranks import wait_for_files
 
 import mcr_plus as mcr
-from mcr_plus.elasticity import newcomers, state_stream, transfer
+from mcr_plus.communicator import transfer
+from mcr_plus.elasticity import newcomers, state_stream
 
 WINDOWS = 12  # in a step, on all ranks together
 

@@ -14,8 +14,8 @@ import torch
 from ranks import meet
 
 import mcr_plus as mcr
+from mcr_plus.communicator.transfer import broadcast_state
 from mcr_plus.elasticity import rebind
-from mcr_plus.elasticity.transfer import broadcast_state
 
 
 def _begin(*stages: dict[str, Any], backends: list[str] | None = None) -> mcr.Communicator:

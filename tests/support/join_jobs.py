@@ -22,8 +22,8 @@ from sync_layout_jobs import SOURCES, layouts_of, same, state_of, wholes
 from sync_layout_jobs import step as step_to
 
 import mcr_plus as mcr
+from mcr_plus.rendezvous.stream import Link
 from mcr_plus.weight_sync.connection import Feed
-from mcr_plus.weight_sync.stream import Link
 
 LARGE = 4_000_037
 SHORT = 5_003  # its messages with all weights are no windows of exponents

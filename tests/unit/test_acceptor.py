@@ -24,7 +24,7 @@ from mcr_plus.hosts.acceptor import Acceptor
 from mcr_plus.hosts.handshake import Door, greeting
 from mcr_plus.hosts.key_replica import ANSWER, GET, REQUEST, SET, Keeper
 from mcr_plus.observe import sinks
-from mcr_plus.weight_sync import stream as links
+from mcr_plus.rendezvous import stream as links
 from mcr_plus.weight_sync.source import WeightSource
 
 STRANGERS = 200

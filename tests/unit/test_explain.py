@@ -23,6 +23,7 @@ from mcr_plus.backends import backend_class
 from mcr_plus.backends.base import Availability, Support
 from mcr_plus.backends.gloo.backend import GlooBackend
 from mcr_plus.cli.main import main
+from mcr_plus.communicator.gradient_policy import warn_of_unmatched
 from mcr_plus.config.reader import load
 from mcr_plus.core.message import Signature
 from mcr_plus.core.units import parse_size
@@ -31,7 +32,6 @@ from mcr_plus.rendezvous.world import World
 from mcr_plus.selection import stage
 from mcr_plus.selection.stage import built_in_table
 from mcr_plus.tables.table import Query
-from mcr_plus.training.policy import warn_of_unmatched
 
 K = 1024
 TABLE = """\

@@ -12,9 +12,9 @@ import torch
 
 from mcr_plus.kernels import delta
 from mcr_plus.kernels.digest import digest
+from mcr_plus.rendezvous.stream import Payload
 from mcr_plus.weight_sync.connection import Feed
 from mcr_plus.weight_sync.source import WeightSource, _Step
-from mcr_plus.weight_sync.stream import Payload
 from mcr_plus.weight_sync.weights import combined
 
 SIZES = [1000, 333]  # of the buffers, in bytes

@@ -18,7 +18,7 @@ from mcr_plus.errors import BackendError, CommTimeout, InvalidArgument, PeerLost
 from mcr_plus.kernels import delta
 from mcr_plus.kernels.digest import digest
 from mcr_plus.layout.layout import Layout
-from mcr_plus.weight_sync import stream as links
+from mcr_plus.rendezvous import stream as links
 from mcr_plus.weight_sync.connection import Feed
 from mcr_plus.weight_sync.join import _trouble
 from mcr_plus.weight_sync.receiver import AHEAD, WeightReceiver

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.communicator.costs import expected_us
+from mcr_plus.communicator.gradient_policy import GradientPolicy
 from mcr_plus.compression.options import codec_of
 from mcr_plus.compression.policy import refusal, resolve_options
 from mcr_plus.compression.scheme_bytes import as_all_reduces
@@ -18,7 +19,6 @@ from mcr_plus.core.kinds import AVG, dtype_name
 from mcr_plus.core.message import Signature
 from mcr_plus.errors import ConfigError
 from mcr_plus.fusion.bucket import Bucket, Cost, Entry, earliest_finish
-from mcr_plus.training.policy import GradientPolicy
 
 _OVERHEAD: Final = 50e-6  # seconds of a rank to issue an operation and wait for it
 

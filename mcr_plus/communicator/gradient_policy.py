@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -20,6 +20,8 @@ from mcr_plus.core.message import Signature, frozen, thawed
 from mcr_plus.hierarchy.policy import between_nodes, codec_between
 
 _log = logging.getLogger("mcr_plus")
+TAG: Final = "gradients"
+"""Tag of the all_reduces of gradients."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,36 @@
+"""What capabilities do at the turning points of a job, so that the job need not know them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mcr_plus.config.schema import Config
+    from mcr_plus.job.runtime import Runtime
+    from mcr_plus.rendezvous.world import World
+
+
+class JobHook:
+    """Base class of a capability's part in the jobs of this process; every method does nothing.
+
+    `registry.HOOKS` names those that come with mcr_plus, and entry points of the group `mcr_plus.hooks` those
+    of other packages. The process makes one of each. A process has one job at a time, and several in turn.
+    """
+
+    def check(self, config: Config) -> None:
+        """Raise `ConfigError` if this rank cannot do what `config` wants, before ranks compare theirs."""
+
+    def prepare(self, config: Config, world: World) -> None:
+        """Open what `config` wants, before there are any groups. Raises `ConfigError` on this rank alone."""
+
+    def begin(self, runtime: Runtime) -> None:
+        """Take part in a job whose first group is open."""
+
+    def closing(self) -> None:
+        """The job's operations have ended here, or the job cannot begin; peers may still be at work."""
+
+    def closed(self) -> None:
+        """All ranks have ended the job, or none of them is waited for. Called after `closing`."""
+
+    def abandon(self) -> None:
+        """Let go of everything in a forked child, in which the parent's threads do not run."""

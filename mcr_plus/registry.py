@@ -54,8 +54,17 @@ BACKEND_ORDER: tuple[str, ...] = tuple(BACKENDS)
 """Our backends in the order of a configuration that names none; those of others follow."""
 OTHER_NAMES: dict[str, dict[str, str]] = {"backends": {"shm": "msccl"}}
 """Further names that users may write, and the names that are stored and shown for them."""
-HOOKS: dict[str, object] = {"observe": "mcr_plus.observe.hook:ObserveHook"}
+HOOKS: dict[str, object] = {
+    "bucketing": "mcr_plus.bucketing.hook:BucketingHook",
+    "observe": "mcr_plus.observe.hook:ObserveHook",
+}
 """Parts of capabilities in each job, see `mcr_plus.job.hooks.JobHook`."""
+WRAPPERS: dict[str, object] = {
+    "failover": "mcr_plus.reliability.failover.opening:open_failover",
+    "verify": "mcr_plus.reliability.verify.opening:open_verification",
+}
+"""Called when a group is opened whose options ask for them: they put channels of their own in the place of
+those of libraries, see `mcr_plus.engine.channel_wrapper`."""
 OBSERVE: str = "mcr_plus.observe.options:ObserveOptions"
 """The options under `observe:` of a configuration, which stand above it in the order of imports."""
 REGISTRIES: dict[str, dict[str, object]] = {
@@ -63,6 +72,7 @@ REGISTRIES: dict[str, dict[str, object]] = {
     "codecs": CODECS,
     "backends": BACKENDS,
     "hooks": HOOKS,
+    "wrappers": WRAPPERS,
 }
 
 _found: dict[str, dict[str, importlib.metadata.EntryPoint]] = {}  # read once per kind; see refresh()

@@ -7,10 +7,10 @@ from typing import Any, Final
 
 import torch
 
-from mcr_plus.bucketing.given_plan import is_plan
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.job.init import current
+from mcr_plus.job.process import job
 from mcr_plus.job.runtime import Runtime
 from mcr_plus.pipeline.state import StateTensor, holds_tensors
 
@@ -117,6 +117,9 @@ def load_state_dict(state: Mapping[str, Any]) -> None:
 def _is_valid(state: Mapping[str, Any]) -> bool:
     def is_choice(entry: object) -> bool:
         return isinstance(entry, Mapping) and "choice" in entry
+
+    def is_plan(entry: object) -> bool:
+        return all(hook.accepts("plan", entry) for hook in job.hooks)
 
     def is_group(entries: object) -> bool:
         return isinstance(entries, Mapping)

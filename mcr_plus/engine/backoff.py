@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from mcr_plus.backends.base import BlockingPoll
-from mcr_plus.reliability.verify.multi_step import SteppedPoll
+from mcr_plus.engine.channel_wrapper import SteppedPoll
 
 if TYPE_CHECKING:
     from mcr_plus.engine.engine import Engine
@@ -39,10 +39,10 @@ def _has_others(engine: Engine, work: IssuedWork) -> bool:
 
     What follows an operation in flight does not, nor does what a library's threads complete.
     """
-    if engine.unordered or engine.failovers:
+    if engine.unordered:
         return True
     with engine.lock:
-        if any(channel.needs_polls(work.poll) for channel in engine.verified):
+        if any(wrapper.needs_polls(work.poll) for wrapper in engine.wrappers):
             return True
         heads = [channel.pending[0] for channel in engine.blocked if channel.pending]
         return any(

@@ -166,8 +166,8 @@ def release_waiting(engine: Engine, lost: Mapping[int, str], what: str) -> None:
 def help_others(engine: Engine) -> None:
     """Take part in what other ranks settle about a library that has failed, where this one has ended."""
     with engine.lock:
-        for failover in list(engine.failovers):
-            failover.tick()
+        for wrapper in list(engine.wrappers):
+            wrapper.tick()
 
 
 def close_states(engine: Engine, clean: bool) -> None:

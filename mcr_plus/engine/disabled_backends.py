@@ -40,8 +40,8 @@ def switch_off(engine: Engine, backend: Backend, reason: str, work: IssuedWork |
     engine.backends.remove(backend)
     engine.off[backend.name] = reason
     backend.switched_off(reason)
-    for failover in engine.failovers:
-        failover.on_library_off(backend, reason)
+    for wrapper in engine.wrappers:
+        wrapper.on_library_off(backend, reason)
     for operation in engine.bound:
         refuse_if_off(engine, operation)
     deferred = [pending for channel in engine.blocked for pending in channel.pending]

@@ -24,11 +24,10 @@ from mcr_plus.waiting.wait_time import IdleTime
 
 if TYPE_CHECKING:
     from mcr_plus.backends.base import Backend, StreamPoll
+    from mcr_plus.engine.channel_wrapper import ChannelWrapper
     from mcr_plus.engine.group_state import BackendChannel, GroupState
     from mcr_plus.engine.operation import Operation
     from mcr_plus.engine.work import IssuedWork
-    from mcr_plus.reliability.failover.channel import FailoverChannel
-    from mcr_plus.reliability.verify.channel import VerifiedChannel
     from mcr_plus.rendezvous.processes import Peers
     from mcr_plus.waiting.futex import Bells
 
@@ -47,7 +46,7 @@ class Engine:
         unordered: deferred sends and receives, which no other operation waits behind.
         off: backends that are not called any more in this process, with the reason.
         writes: address of a storage → number of the last operation with failover that writes there.
-        failovers, verified: libraries that another one may replace, or whose operations are verified.
+        wrappers: channels in place of those of libraries, for failover or verification.
         failed: whether any operation has failed.
         idle: while arrivals are noted, for how long the program has waited for operations or for a core.
         waits: the waits that the program is in, beyond the first polls.
@@ -74,8 +73,7 @@ class Engine:
         self.bound: WeakSet[Operation] = WeakSet()
         self.off: dict[str, str] = {}
         self.writes: dict[int, int] = {}
-        self.failovers: list[FailoverChannel] = []
-        self.verified: list[VerifiedChannel] = []
+        self.wrappers: list[ChannelWrapper] = []
         self.failed = False
         self.idle: IdleTime | None = None
         self._failing_dependents = False
@@ -292,10 +290,8 @@ class Engine:
         """Advance everything that needs the host: deferred operations and the libraries themselves."""
         for backend in self.backends:
             backend.progress()
-        for failover in self.failovers:
-            failover.tick()
-        for verified in self.verified:
-            verified.tick()
+        for wrapper in self.wrappers:
+            wrapper.tick()
         for channel in list(self.blocked):
             self._start_ready(channel)
         if self.unordered:

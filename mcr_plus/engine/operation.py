@@ -15,10 +15,10 @@ from mcr_plus.core.kinds import IN_PLACE
 from mcr_plus.core.message import Message
 from mcr_plus.core.stacks import position_of
 from mcr_plus.core.work import Work
+from mcr_plus.engine.channel_wrapper import ChannelWrapper, has_failover
 from mcr_plus.engine.disabled_backends import refuse_if_off
 from mcr_plus.engine.issue import Issue
 from mcr_plus.engine.work import IssuedWork
-from mcr_plus.reliability.failover.channel import FailoverChannel
 from mcr_plus.waiting.policy import FIRST_POLLS, GLANCE, SHORT_NAPS
 
 if TYPE_CHECKING:
@@ -78,10 +78,9 @@ class Operation:
         self.state = state
         self.backend_channel = backend_channel
         self.on_stream = on_stream
-        self.has_failover = False
-        if isinstance(channel, FailoverChannel) and not signature.is_p2p:
-            self.has_failover = True
-            self.backend = channel.library if channel.moved else signature.choice
+        self.has_failover = has_failover(channel, signature)
+        if self.has_failover and isinstance(channel, ChannelWrapper):
+            self.backend = channel.taken_over_by or signature.choice
         self.inline = not (signature.async_op or on_stream or signature.is_p2p)
         # Lists, which `stop_polling` empties under a loop of another thread.
         self.spins = [None] * spins

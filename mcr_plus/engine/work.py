@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 from mcr_plus.backends.base import ReceivePoll
 from mcr_plus.core.deadline import check_wait
 from mcr_plus.core.work import Info, Work
-from mcr_plus.reliability.failover.attempt import Attempt
+from mcr_plus.engine.channel_wrapper import PollOfEither
 
 if TYPE_CHECKING:
     from mcr_plus.backends.base import Poll, StreamPoll
@@ -209,7 +209,7 @@ class IssuedWork(Work):
 
     def _complete(self) -> None:
         operation = self.operation
-        if operation.has_failover and isinstance(self.poll, Attempt):
+        if operation.has_failover and isinstance(self.poll, PollOfEither):
             self.ran_on = self.poll.library
         if operation.engine.recorders:
             self.t_done = perf_counter()

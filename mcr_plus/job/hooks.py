@@ -23,6 +23,10 @@ class JobHook:
     def prepare(self, config: Config, world: World) -> None:
         """Open what `config` wants, before there are any groups. Raises `ConfigError` on this rank alone."""
 
+    def accepts(self, stage: str, entry: object) -> bool:  # noqa: ARG002
+        """Return False for an entry of a loaded state that this capability will not be able to use."""
+        return True
+
     def begin(self, runtime: Runtime) -> None:
         """Take part in a job whose first group is open."""
 

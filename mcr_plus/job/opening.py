@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
+from mcr_plus import registry
 from mcr_plus.board.opening import open_board
 from mcr_plus.communicator.open_group import OpenGroup, release_unused
 from mcr_plus.config.schema import Config
@@ -20,11 +21,14 @@ from mcr_plus.hierarchy.nodes import Part, inner_groups
 from mcr_plus.hierarchy.options import HierarchicalOptions
 from mcr_plus.pipeline.pipeline import Pipeline
 from mcr_plus.pipeline.stage import Context
-from mcr_plus.reliability.failover.opening import open_failover
 from mcr_plus.rendezvous.store import exchange
 
 if TYPE_CHECKING:
+    from mcr_plus.engine.engine import Engine
     from mcr_plus.job.runtime import Runtime
+    from mcr_plus.rendezvous.world import World
+
+    Wrap = Callable[[World, Engine, GroupState, Mapping[str, BackendChannel], DispatchOptions], None]
 
 _log = logging.getLogger("mcr_plus")
 
@@ -50,12 +54,9 @@ def open_with_parts(
         state = GroupState(group, board, _remedy(runtime, name), ring=getattr(config.observe, "ring", 0))
         options = config.options("dispatch")
         assert isinstance(options, DispatchOptions)
-        if options.failover:
-            open_failover(world, runtime.engine, state, channels)
-        if any(isinstance(each, DispatchOptions) and each.verify for each in config.all_options):
-            from mcr_plus.reliability.verify.opening import open_verification
-
-            open_verification(world, runtime.engine, group, channels, options.verify)
+        for name in _wrappers(config, options):
+            wrap = cast("Wrap", registry.get("wrappers", name))
+            wrap(world, runtime.engine, state, channels, options)
         restored = runtime.restored.setdefault(name, {})
         of_group = GroupRuntime(runtime.engine, state, channels, {}, restored=restored)
         classes = runtime.libraries.classes
@@ -75,6 +76,14 @@ def open_with_parts(
         of_group.caches.append(below.runtime.forget)
         parts[part] = below.pipeline
     return opened
+
+
+def _wrappers(config: Config, options: DispatchOptions) -> Iterator[str]:
+    """Return the names of what stands between the libraries of a group and the engine."""
+    if options.failover:
+        yield "failover"
+    if any(isinstance(each, DispatchOptions) and each.verify for each in config.all_options):
+        yield "verify"
 
 
 def warn_of_missing(group: Group, missing: Mapping[str, str]) -> None:

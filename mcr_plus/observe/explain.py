@@ -21,10 +21,10 @@ from mcr_plus.core.kinds import ALIASES, DTYPES, KINDS, REDUCING, ROOTED, VECTOR
 from mcr_plus.core.message import Signature, thawed
 from mcr_plus.core.units import parse_size, whole_number, whole_numbers
 from mcr_plus.errors import InvalidArgument
-from mcr_plus.launch import mpi_flavour
 from mcr_plus.msccl.catalog import kept
 from mcr_plus.pipeline.pipeline import Note, Pipeline
 from mcr_plus.pipeline.stage import Context
+from mcr_plus.rendezvous.mpi_launcher import mpi_flavour
 from mcr_plus.rendezvous.world import World
 from mcr_plus.selection.checks import use_algorithms
 from mcr_plus.tables.writing import microseconds

@@ -9,6 +9,7 @@ from typing import NoReturn
 from mcr_plus.backends.base import Backend, Poll, Start, done
 from mcr_plus.core.kinds import REDUCING, VECTOR
 from mcr_plus.core.message import Message, Signature
+from mcr_plus.engine.channel_wrapper import bound_every, has_failover, second_of
 from mcr_plus.engine.group_runtime import GroupRuntime
 from mcr_plus.engine.issue import refusing
 from mcr_plus.engine.operation import Operation, burst_of
@@ -17,9 +18,6 @@ from mcr_plus.engine.streams import stage_through_host
 from mcr_plus.errors import Unsupported
 from mcr_plus.pipeline.stage import Context, Issue, Next, Stage
 from mcr_plus.pipeline.treatment import Treatment
-from mcr_plus.reliability.failover.channel import FailoverChannel
-from mcr_plus.reliability.failover.rules import second_of
-from mcr_plus.reliability.verify.multi_step import bound_every
 
 
 class DispatchStage(Stage):
@@ -130,8 +128,8 @@ class DispatchStage(Stage):
         start: Start
         if empty:
             start = _nothing
-        elif (reason := runtime.engine.off.get(backend.name)) is not None and not (
-            isinstance(channel.channel, FailoverChannel) and not signature.is_p2p
+        elif (reason := runtime.engine.off.get(backend.name)) is not None and not has_failover(
+            channel.channel, signature
         ):
             start = refusing(reason)
         else:

@@ -11,7 +11,7 @@ import torch
 from ranks import run_ranks
 
 import mcr_plus as mcr
-from mcr_plus.api import autograd
+from mcr_plus import autograd
 from mcr_plus.launch import mpi_usable
 from mcr_plus.layout import Layout
 from mcr_plus.layout.autograd import Replicas

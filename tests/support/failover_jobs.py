@@ -45,6 +45,10 @@ def channel_of(name: str) -> failover.FailoverChannel:
     return slot.channel
 
 
+def _failovers() -> list[failover.FailoverChannel]:
+    return [each for each in current().engine.wrappers if isinstance(each, failover.FailoverChannel)]
+
+
 def break_connections(name: str, channel: failover.FailoverChannel | None = None) -> None:
     """What a torn connection is to gloo; an error of the library elsewhere."""
     channel = channel or channel_of(name)
@@ -288,7 +292,7 @@ def through_the_pipeline(backends: list[str], codec: str | None) -> dict[str, An
             model = torch.nn.Sequential(torch.nn.Linear(40, 60), torch.nn.Tanh(), torch.nn.Linear(60, 10))
             model, optimizer = mcr.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
             # That of the model's own group, the last one that was opened.
-            failovers = current().engine.failovers
+            failovers = _failovers()
             *_, channel = [each for each in failovers if each.slot.backend.name == backends[0]]
             random_ = torch.Generator().manual_seed(comm.rank)
             step = 0
@@ -382,7 +386,7 @@ def ahead_by_a_pass(backends: list[str], way: str) -> dict[str, Any]:
         if way.startswith("DDP"):
             torch.distributed.init_process_group("mcr")
         model, optimizer = _with_hook(way)
-        channel = [each for each in current().engine.failovers if each.slot.backend.name == backends[0]][-1]
+        channel = [each for each in _failovers() if each.slot.backend.name == backends[0]][-1]
         if way.startswith("DDP"):
             channel = channel_of(backends[0])
         is_late, bind, copy = [False], channel._own.bind, Kept.copied

@@ -531,7 +531,7 @@ def channels_without(backend: str) -> list[Any]:
         (issue,) = runtime.operations.values()
         assert issue.operation is not None
         slot = runtime.channels[backend]
-        return [type(slot.channel).__name__, issue.operation.inline, len(current().engine.verified)]
+        return [type(slot.channel).__name__, issue.operation.inline, len(current().engine.wrappers)]
 
 
 def after_a_death(backend: str) -> list[Any]:

@@ -13,7 +13,7 @@ import pytest
 from mcr_plus.backends.base import BlockingPoll, Poll
 from mcr_plus.backends.gloo.channel import _Started
 from mcr_plus.engine.backoff import pause_wait
-from mcr_plus.reliability.verify.multi_step import SteppedPoll
+from mcr_plus.engine.channel_wrapper import SteppedPoll
 from mcr_plus.waiting.policy import Pause, Waiting
 
 
@@ -112,7 +112,7 @@ def test_a_verified_operation_waits_in_the_library_of_its_step(needs_polls: bool
         asked.append(beside)
         return needs_polls
 
-    engine.verified.append(SimpleNamespace(needs_polls=needs))
+    engine.wrappers.append(SimpleNamespace(needs_polls=needs))
     pause_wait(engine, work, Pause(engine.waiting, False, False, (0, 1)), time.monotonic(), 0.0)
     assert bool(step.limits) == (is_blocking and not needs_polls)
     assert asked == [poll] * is_blocking

@@ -8,6 +8,7 @@ import torch
 
 from mcr_plus.core.kinds import IN_PLACE, SAME_RESULT
 from mcr_plus.core.message import Message, Signature
+from mcr_plus.engine.channel_wrapper import PollOfEither
 from mcr_plus.reliability.failover.rules import Operation
 from mcr_plus.reliability.failover.state import Copy, TensorState, WeakTensor, nbytes_of, restored
 
@@ -21,7 +22,7 @@ Tensors = tuple[torch.Tensor, ...]
 Copies = tuple[Copy, ...]
 
 
-class Attempt:
+class Attempt(PollOfEither):
     """The poll of an operation of a library with failover.
 
     Attributes:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from mcr_plus.backends.base import Channel, Gate, Persistent, Poll, Start
 from mcr_plus.core.message import Message, Signature
+from mcr_plus.engine.channel_wrapper import ChannelWrapper
 from mcr_plus.engine.disabled_backends import switch_off
 from mcr_plus.errors import BackendError, McrError, PeerLost
 from mcr_plus.reliability.failover import notices
@@ -56,7 +57,7 @@ class Binding:
         self.start, self.generation = start, generation
 
 
-class FailoverChannel(Channel):
+class FailoverChannel(ChannelWrapper):
     """See the module.
 
     Attributes:
@@ -65,6 +66,8 @@ class FailoverChannel(Channel):
         lock: the engine's.
         why: the last failure.
     """
+
+    has_failover = True
 
     def __init__(
         self,
@@ -105,6 +108,15 @@ class FailoverChannel(Channel):
         self._next_look = self._next_doubt = self._next_ask = 0.0
 
     # -- as a Channel -------------------------------------------------------------------------------
+
+    @property
+    def taken_over_by(self) -> str | None:
+        """See `ChannelWrapper`."""
+        return self.library if self.moved else None
+
+    def needs_polls(self, beside: Poll | None) -> bool:  # noqa: ARG002
+        """See `ChannelWrapper`: a failure is seen by looking alone."""
+        return True
 
     def bind(self, signature: Signature) -> Start:
         """See `Channel`. Sends and receives stay on the library, and fail with it."""
@@ -166,8 +178,8 @@ class FailoverChannel(Channel):
             channel.give_up()
 
     def _end(self) -> None:
-        if self in self._engine.failovers:
-            self._engine.failovers.remove(self)
+        if self in self._engine.wrappers:
+            self._engine.wrappers.remove(self)
         notices.remove(self)
         self._comeback.give_up()
         self._kept.clear()
@@ -236,7 +248,7 @@ class FailoverChannel(Channel):
         return self._stage == "works" and not self.moved and self._refused is None
 
     def on_library_off(self, backend: Backend, reason: str) -> None:
-        """A library is not called any more in this process."""
+        """See `ChannelWrapper`."""
         if backend is self._first:
             self.fail(reason, broken=reason)
         elif backend is self._second.backend and self.moved:
@@ -283,7 +295,7 @@ class FailoverChannel(Channel):
         return [each for each in list(self._open.values()) if each.library == self._first.name]
 
     def tick(self) -> None:
-        """Look for failures, and go on with what waits; often, and under the engine's lock."""
+        """See `ChannelWrapper`: look for failures, and go on with what waits."""
         if self._stage != "works" or self._queue or self._second.is_busy:
             self.advance()
             return

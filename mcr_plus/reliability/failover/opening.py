@@ -5,19 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from mcr_plus.engine.channel_wrapper import second_of
 from mcr_plus.engine.extra_channels import open_further
 from mcr_plus.reliability.failover.channel import FailoverChannel
-from mcr_plus.reliability.failover.rules import second_of
 
 if TYPE_CHECKING:
     from mcr_plus.backends.base import Backend, Channel
     from mcr_plus.engine.engine import Engine
     from mcr_plus.engine.group_state import BackendChannel, GroupState
+    from mcr_plus.engine.options import DispatchOptions
     from mcr_plus.rendezvous.world import World
 
 
 def open_failover(
-    world: World, engine: Engine, state: GroupState, channels: Mapping[str, BackendChannel]
+    world: World,
+    engine: Engine,
+    state: GroupState,
+    channels: Mapping[str, BackendChannel],
+    options: DispatchOptions,  # noqa: ARG001 - see `registry.WRAPPERS`
 ) -> None:
     """Give every library of a group a second one; collective over its ranks.
 
@@ -39,4 +44,4 @@ def open_failover(
             return open_further(world, own, group, f"{own.name}-again{number}", is_given_up)
 
         slot.channel = FailoverChannel(slot, second, spare, state, store, engine, reopen)
-        engine.failovers.append(slot.channel)
+        engine.wrappers.append(slot.channel)

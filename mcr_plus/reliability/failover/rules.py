@@ -94,11 +94,3 @@ def decide(
                 "have changed since",
             )
     return Verdict(first, sources)
-
-
-def second_of(names: Sequence[str], name: str) -> str | None:
-    """The library that takes over for `name`: the next one in this order, after the last one the first."""
-    if name not in names:
-        return None
-    at = names.index(name)
-    return next(iter((*names[at + 1 :], *names[:at])), None)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 from mcr_plus.backends.base import Channel, Gate, Persistent, Poll, Start
 from mcr_plus.backends.shm.queue import done_at_once
+from mcr_plus.engine.channel_wrapper import ChannelWrapper, SteppedPoll
 from mcr_plus.errors import BackendError, DataCorrupted, OperationsDiffer
 from mcr_plus.kernels.checksum import BLOCK
 from mcr_plus.reliability.verify.checked import Checking
@@ -27,7 +28,6 @@ from mcr_plus.reliability.verify.checksum_table import (
     operations_differ,
 )
 from mcr_plus.reliability.verify.messages import Messages
-from mcr_plus.reliability.verify.multi_step import SteppedChannel, SteppedPoll
 from mcr_plus.reliability.verify.rows import LibraryRows
 from mcr_plus.reliability.verify.small_ops import Brief
 from mcr_plus.reliability.verify.verified_run import Begins, Course, Courses
@@ -99,7 +99,7 @@ class Attempt(SteppedPoll):
             raise
 
 
-class VerifiedChannel(SteppedChannel):
+class VerifiedChannel(ChannelWrapper):
     """See the module."""
 
     def __init__(
@@ -135,11 +135,11 @@ class VerifiedChannel(SteppedChannel):
         return self.bind_every(signature, self._every)
 
     def needs_polls(self, beside: Poll | None) -> bool:
-        """See `SteppedChannel`: what waits behind an operation moves on with it."""
+        """See `ChannelWrapper`: what waits behind an operation moves on with it."""
         return (bool(self._queue) and self._queue[0] is not beside) or self._messages.needs_polls
 
     def bind_every(self, signature: Signature, every: int) -> Start:
-        """See `SteppedChannel`."""
+        """See `ChannelWrapper`."""
         if signature.is_p2p:
             return self._messages.bind(signature)
         if signature.kind == "barrier" or not every:
@@ -218,9 +218,9 @@ class VerifiedChannel(SteppedChannel):
 
     def _end(self) -> bool:
         """End the operations; returns whether rows are to be closed."""
-        is_open = self in self._engine.verified
+        is_open = self in self._engine.wrappers
         if is_open:
-            self._engine.verified.remove(self)
+            self._engine.wrappers.remove(self)
         self._queue.clear()
         return is_open
 

@@ -21,17 +21,23 @@ from mcr_plus.rendezvous.store import exchange
 if TYPE_CHECKING:
     from mcr_plus.core.group import Group
     from mcr_plus.engine.engine import Engine
-    from mcr_plus.engine.group_state import BackendChannel
+    from mcr_plus.engine.group_state import BackendChannel, GroupState
+    from mcr_plus.engine.options import DispatchOptions
     from mcr_plus.rendezvous.world import World
 
 
 def open_verification(
-    world: World, engine: Engine, group: Group, channels: Mapping[str, BackendChannel], every: int
+    world: World,
+    engine: Engine,
+    state: GroupState,
+    channels: Mapping[str, BackendChannel],
+    options: DispatchOptions,
 ) -> None:
     """Verify the operations of every library of a group; collective over its ranks.
 
-    Those on a stream are not: dispatch refuses to bind them. `every`: see `DispatchOptions.verify`.
+    Those on a stream are not: dispatch refuses to bind them.
     """
+    group, every = state.group, options.verify
     slots = {name: slot for name, slot in channels.items() if not slot.backend.on_stream and name != "local"}
     if group.rank < 0 or group.size < 2:
         return
@@ -48,7 +54,7 @@ def open_verification(
         slot.channel = VerifiedChannel(
             slot.channel, steps, group, world.store_of(group), engine, rows, every, close
         )
-        engine.verified.append(slot.channel)
+        engine.wrappers.append(slot.channel)
 
 
 def _open_rows(world: World, engine: Engine, group: Group, steps: Steps) -> tuple[Rows, Callable[[], None]]:

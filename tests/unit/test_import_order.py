@@ -24,33 +24,46 @@ AT_THE_ROOT = {
     "torchft",
 }  # autograd, dtensor, expert, interfaces, spatial and torchft only forward
 
+FACADES = {"__init__", "autograd", "dtensor", "expert", "interfaces", "spatial", "torchft"}
+
 # From the top to the bottom. Folders of one row do not import each other.
 ORDER = (
     {"__main__"},
     {"cli"},
-    {"tuning", "report"},
-    {"__init__", "autograd", "dtensor", "expert", "interfaces", "spatial", "torchft"},
-    {"horovod"},
-    {"api"},
-    {"training"},
-    {"plan"},
-    {"torch_backend"},
-    {"layout"},
-    {"runtime"},
-    {"observe"},
+    {"tuning"},
+    FACADES,
+    {"elasticity", "local_sgd", "parallel", "weight_sync"},
+    {"horovod", "layout", "training"},
+    {"api", "bucketing", "observe", "torch_backend"},
+    {"job"},
     {"communicator"},
-    {"selection", "fusion", "hierarchy"},
-    {"compression"},
-    {"trials"},
-    {"pipeline"},
-    {"dispatch", "tables"},
-    {"backends"},
-    {"launch", "msccl"},
-    {"rendezvous", "config"},
-    {"membership"},
-    {"registry", "core", "kernels", "liveness"},
+    {"hierarchy"},
+    {"compression", "fusion", "selection"},
+    {"pipeline", "reliability", "trials"},
+    {"engine"},
+    {"board", "tables"},
+    {"backends", "launch"},
+    {"msccl", "rendezvous"},
+    {"config", "hosts", "membership", "waiting"},
+    {"core", "kernels", "registry"},
     {"errors"},
 )
+# Folders that can be taken out, and those of them that each uses. The path of an operation uses none.
+CAPABILITIES: dict[str, set[str]] = {
+    "bucketing": set(),
+    "cli": {"bucketing", "launch", "layout", "observe", "reliability", "tuning", "parallel"},
+    "elasticity": {"training"},
+    "horovod": {"observe"},
+    "launch": set(),
+    "layout": set(),
+    "local_sgd": {"training"},
+    "observe": set(),
+    "parallel": {"layout"},
+    "reliability": set(),
+    "training": {"bucketing"},
+    "tuning": {"bucketing", "observe"},
+    "weight_sync": {"layout"},
+}
 HEIGHT = {name: -row for row, names in enumerate(ORDER) for name in names}
 STAGES = {"fusion", "hierarchy", "compression", "selection"}
 
@@ -135,6 +148,24 @@ def test_no_stage_imports_another() -> None:
         if {each.importer, each.imported} <= STAGES and each.importer != each.imported
     ]
     assert {each.partition(": ")[2] for each in between} == {"mcr_plus.compression.options"}, between
+
+
+def test_the_core_imports_no_capability() -> None:
+    wrong = [
+        f"{each.file}:{each.line}: {each.module} ({each.when})"
+        for each in imports()
+        if each.importer not in CAPABILITIES.keys() | FACADES | {"__main__"}
+        and each.imported in CAPABILITIES
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_capabilities_use_those_that_are_listed() -> None:
+    uses: dict[str, set[str]] = {name: set() for name in CAPABILITIES}
+    for each in imports():
+        if each.importer in CAPABILITIES and each.imported in CAPABILITIES.keys() - {each.importer}:
+            uses[each.importer].add(each.imported)
+    assert uses == CAPABILITIES
 
 
 def test_every_folder_has_its_place_and_few_files_lie_at_the_root() -> None:

@@ -57,6 +57,7 @@ OTHER_NAMES: dict[str, dict[str, str]] = {"backends": {"shm": "msccl"}}
 HOOKS: dict[str, object] = {
     "bucketing": "mcr_plus.bucketing.hook:BucketingHook",
     "observe": "mcr_plus.observe.hook:ObserveHook",
+    "training": "mcr_plus.training.hook:TrainingHook",
 }
 """Parts of capabilities in each job, see `mcr_plus.job.hooks.JobHook`."""
 WRAPPERS: dict[str, object] = {

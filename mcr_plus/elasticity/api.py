@@ -8,7 +8,6 @@ from datetime import timedelta
 
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.core.units import parse_duration, whole_number
-from mcr_plus.elasticity.rebind import inheriting
 from mcr_plus.errors import (
     InvalidArgument,
     NotInitialized,
@@ -16,6 +15,7 @@ from mcr_plus.errors import (
 from mcr_plus.job import reconfigure as reconfiguring
 from mcr_plus.job.epoch_change import leave_epoch
 from mcr_plus.job.init import current, member_of
+from mcr_plus.job.rebind import inheriting
 from mcr_plus.job.runtime import Runtime
 from mcr_plus.membership.rules import Proposal
 

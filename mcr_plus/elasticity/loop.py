@@ -23,7 +23,6 @@ from mcr_plus.core.units import whole_number
 from mcr_plus.core.work import Work
 from mcr_plus.elasticity.api import seconds_of
 from mcr_plus.elasticity.newcomers import GIVE, TAKE_IN, Errand, Newcomers
-from mcr_plus.elasticity.rebind import Inheritance, inheriting
 from mcr_plus.elasticity.state_receiver import PrecopyReceiver
 from mcr_plus.engine.closing import drain
 from mcr_plus.errors import (
@@ -36,6 +35,7 @@ from mcr_plus.errors import (
 )
 from mcr_plus.job.epoch_change import join_job, leave_epoch
 from mcr_plus.job.init import current
+from mcr_plus.job.rebind import Inheritance, inheriting
 from mcr_plus.job.runtime import Runtime
 from mcr_plus.membership.request import Request
 from mcr_plus.membership.rules import Proposal

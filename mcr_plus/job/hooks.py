@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    import torch
+
+    from mcr_plus.communicator.communicator import Communicator
     from mcr_plus.config.schema import Config
     from mcr_plus.job.runtime import Runtime
     from mcr_plus.rendezvous.world import World
+
+
+class Follower(NamedTuple):
+    """What is hooked into the world that takes the place of its own.
+
+    Attributes:
+        what: for messages.
+        comm: the group over whose ranks its gradients are averaged.
+        branch: the name of the group in which that is done.
+        named: its parameters.
+        follow: hooks it into another group, with a branch of this name; collective over it. Nothing is
+            broadcast.
+    """
+
+    what: str
+    comm: Communicator
+    branch: str
+    named: Sequence[tuple[str, torch.nn.Parameter]]
+    follow: Callable[[Communicator, str], None]
 
 
 class JobHook:
@@ -29,6 +52,13 @@ class JobHook:
 
     def begin(self, runtime: Runtime) -> None:
         """Take part in a job whose first group is open."""
+
+    def followers(self, groups: Sequence[Communicator]) -> list[Follower]:  # noqa: ARG002
+        """Return what is hooked into these groups and moves to the world that replaces theirs; local.
+
+        The result keeps it alive.
+        """
+        return []
 
     def closing(self) -> None:
         """The job's operations have ended here, or the job cannot begin; peers may still be at work."""

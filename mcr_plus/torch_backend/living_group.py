@@ -13,7 +13,6 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -34,6 +33,7 @@ from mcr_plus.errors import (
 from mcr_plus.job import reconfigure as reconfiguring
 from mcr_plus.job.epoch_change import leave_epoch
 from mcr_plus.job.process import job
+from mcr_plus.job.rebind import inheriting
 from mcr_plus.membership.rules import Proposal
 from mcr_plus.torch_backend.hooks import HookableGroup
 from mcr_plus.torch_backend.jobs import torch_job
@@ -46,12 +46,6 @@ if TYPE_CHECKING:
 SHRINK_DEFAULT: Final = 0
 SHRINK_ABORT: Final = 1
 _log = logging.getLogger("mcr_plus")
-
-
-def _inheriting() -> Callable[..., Any]:
-    """That of training, which stands above: loaded when a world changes, as models may have to follow."""
-    inheriting: Callable[..., Any] = import_module("mcr_plus.elasticity.rebind").inheriting
-    return inheriting
 
 
 @untraced
@@ -271,7 +265,7 @@ class LivingGroup(HookableGroup):
             ranks = [communicator.ranks[rank] for rank in stay]
             return self._with(torch_job.open(runtime, ranks, self._name, communicator.opened.config))
         proposal = Proposal(named=tuple(excluded), least=len(stay))
-        with _inheriting()(runtime, takes_codecs=True) as inheritance:
+        with inheriting(runtime, takes_codecs=True) as inheritance:
             new, _ = leave_epoch(runtime, proposal, runtime.world.timeout, "shrink")
             torch_job.go_on(new)
             inheritance.give(new)
@@ -310,7 +304,7 @@ class LivingGroup(HookableGroup):
         seconds = runtime.world.timeout
         if timeout is not None and timeout > timedelta(0):
             seconds = timeout.total_seconds()
-        with _inheriting()(runtime, takes_codecs=True) as inheritance:
+        with inheriting(runtime, takes_codecs=True) as inheritance:
             new = reconfiguring.reconfigure(runtime, f"torch {opts.uuid}", texts, seconds)
             self.detach()
             torch_job.go_on(new)

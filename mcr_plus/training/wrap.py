@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.communicator.transfer import broadcast_tensors
 from mcr_plus.errors import InvalidArgument
+from mcr_plus.job.hooks import Follower
 from mcr_plus.job.init import member_of
 from mcr_plus.training.reducer import Reducer
 
@@ -218,25 +219,6 @@ def use_compiled(model: torch.nn.Module, call: CompiledCall) -> None:
 def is_wrapped(model: torch.nn.Module) -> bool:
     """Whether `wrap` has hooked the model's gradients."""
     return model in _wrapped
-
-
-class Follower(NamedTuple):
-    """What is hooked into the world that takes the place of its own.
-
-    Attributes:
-        what: for messages.
-        comm: the group over whose ranks its gradients are averaged.
-        branch: the name of the group in which that is done.
-        named: its parameters.
-        follow: hooks it into another group, with a branch of this name; collective over it. Nothing is
-            broadcast.
-    """
-
-    what: str
-    comm: Communicator
-    branch: str
-    named: Sequence[tuple[str, torch.nn.Parameter]]
-    follow: Callable[[Communicator, str], None]
 
 
 def followers_of(groups: Sequence[Communicator]) -> list[Follower]:

@@ -15,7 +15,7 @@ from ranks import meet
 
 import mcr_plus as mcr
 from mcr_plus.communicator.transfer import broadcast_state
-from mcr_plus.elasticity import rebind
+from mcr_plus.job import rebind
 
 
 def _begin(*stages: dict[str, Any], backends: list[str] | None = None) -> mcr.Communicator:
@@ -244,7 +244,7 @@ def a_loss_meanwhile(when: str) -> dict[str, Any]:
     operation = mcr.persistent("all_reduce", x)
     _lose(comm, 3)
     if rank == 1:
-        place = "followers_of" if when == "asked" else "put_into"
+        place = "_digest" if when == "asked" else "put_into"
         setattr(rebind, place, lambda *_: _die())
     attempts = 0
     while True:

@@ -48,7 +48,7 @@ _IMPORTS: Final = (
     ),
     *("mcr_plus.backends.gloo.backend", "mcr_plus.backends.mpi.backend", "mcr_plus.backends.shm.backend"),
     *("mcr_plus.backends.local", "mcr_plus.backends.msccl", "mcr_plus.backends.nccl.backend"),
-    *("mcr_plus.bucketing.api", "mcr_plus.elasticity.rebind", "mcr_plus.bucketing.capture"),
+    *("mcr_plus.bucketing.api", "mcr_plus.job.rebind", "mcr_plus.bucketing.capture"),
     *("mcr_plus.compression.stage", "mcr_plus.fusion.stage", "mcr_plus.hierarchy.stage"),
     *("mcr_plus.selection.stage", "mcr_plus.selection.online", "mcr_plus.layout"),
 )

@@ -19,11 +19,12 @@ from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.communicator.persistent import Persistent
 from mcr_plus.communicator.successors import succeed
 from mcr_plus.core.environment import host_name
-from mcr_plus.elasticity.codec_state import Carried, Key, put_into, taken_from
 from mcr_plus.errors import phrase_ranks
+from mcr_plus.job.codec_state import Carried, Key, put_into, taken_from
+from mcr_plus.job.hooks import Follower
+from mcr_plus.job.process import job
 from mcr_plus.job.runtime import Runtime
 from mcr_plus.rendezvous.identity import own_process
-from mcr_plus.training.wrap import Follower, followers_of
 
 _ATTACHED: Final = "inheritance"
 _log = logging.getLogger("mcr_plus")
@@ -105,7 +106,8 @@ class Inheritance:
         assert new.roster is not None or comm.size == 1
         processes = [_member(each) for each in new.roster.members] if new.roster is not None else [_own()]
         places = {process: rank for rank, process in enumerate(processes)}
-        self._followers = followers_of([self.world, *self.groups.values()])
+        groups = [self.world, *self.groups.values()]
+        self._followers = [follower for hook in job.hooks for follower in hook.followers(groups)]
         answers: list[_Had] = comm.all_gather_object(self._had())
         new.groups_made = max(new.groups_made, *(each.made for each in answers))
         comm.splits = max(comm.splits, *(each.splits for each in answers))

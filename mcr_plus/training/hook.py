@@ -1,0 +1,21 @@
+"""The part of wrapped models in each job."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from mcr_plus.job.hooks import Follower, JobHook
+
+if TYPE_CHECKING:
+    from mcr_plus.communicator.communicator import Communicator
+
+
+class TrainingHook(JobHook):
+    """Lets wrapped models and optimizers follow their groups into another world."""
+
+    def followers(self, groups: Sequence[Communicator]) -> list[Follower]:
+        """See `JobHook`."""
+        wrap = sys.modules.get("mcr_plus.training.wrap")  # a program without wrapped models never loads it
+        return [] if wrap is None else wrap.followers_of(groups)

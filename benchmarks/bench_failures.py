@@ -33,7 +33,7 @@ sys.path.append(str(ROOT / "tests" / "support"))
 from losing import WAYS, Job, job_here, job_on
 
 from mcr_plus.hosts.protocol import silence
-from mcr_plus.launch import mpi_usable
+from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 
 LIBRARIES: Final = ("msccl", "gloo", "mpi")
 FAULTS: Final = ("kill", "stop", "cut")

@@ -23,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from mcr_plus.launch import mpi_flavour
+from mcr_plus.rendezvous.mpi_launcher import mpi_flavour
 
 if sys.version_info >= (3, 11):
     from typing import Self

@@ -7,14 +7,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 from pydantic import BaseModel
 
 from mcr_plus import registry
 from mcr_plus.config.options import NoOptions, StageOptions
-from mcr_plus.core.kinds import ReduceOp, dtype_name
+from mcr_plus.core.kinds import KINDS, REDUCING, ReduceOp, dtype_name
 from mcr_plus.errors import Unsupported
 
 if TYPE_CHECKING:
@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from mcr_plus.compression.state import CompressorState
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+MOVED: Final = tuple(kind for kind in KINDS if kind not in REDUCING and kind != "barrier")
+"""Kinds whose values arrive as they were sent."""
+ENCODED: Final = frozenset({*MOVED, "all_reduce", "reduce", "reduce_scatter", "reduce_scatter_v"})
+"""Kinds with a scheme. A kind without one is not compressed, whatever its row in `core.kinds` says."""
 
 
 class CodecOptions(StageOptions):

@@ -17,7 +17,7 @@ import torch
 from mcr_plus.compression.codec import PayloadCodec
 from mcr_plus.compression.state import CompressorState
 from mcr_plus.core.buffers import Lease
-from mcr_plus.core.kinds import KINDS, REDUCING, Kind, collective, plain_kind
+from mcr_plus.core.kinds import Kind, collective, plain_kind
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.core.work import Work
 from mcr_plus.errors import BackendError
@@ -27,9 +27,6 @@ Write = Callable[[int, torch.Tensor], int]
 """Encode part `index` into a wire; returns its length in elements, 0 if no rank needs it."""
 
 _WISH: Final = 1 << 62  # added to a length: the rank needs all values of all parts
-
-MOVED: Final = tuple(kind for kind in KINDS if kind not in REDUCING and kind != "barrier")
-"""Kinds whose values arrive as they were sent."""
 
 
 @dataclass

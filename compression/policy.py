@@ -8,9 +8,8 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Any, cast
 
-from mcr_plus.compression.codec import Codec
+from mcr_plus.compression.codec import ENCODED, Codec
 from mcr_plus.compression.options import CompressOptions, codec_of
-from mcr_plus.compression.schemes import ENCODED
 from mcr_plus.config.names import kind_matches
 from mcr_plus.config.options import stage_options
 from mcr_plus.config.schema import Config, Rule

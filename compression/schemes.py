@@ -20,8 +20,8 @@ from typing import Any, Final
 
 import torch
 
-from mcr_plus.compression.codec import Codec, PayloadCodec
-from mcr_plus.compression.payloads import MOVED, PayloadExchange
+from mcr_plus.compression.codec import MOVED, Codec, PayloadCodec
+from mcr_plus.compression.payloads import PayloadExchange
 from mcr_plus.compression.state import CompressorState
 from mcr_plus.core.buffers import Lease, Pool
 from mcr_plus.core.kinds import VECTOR, collective, dtype_name, plain_kind
@@ -439,10 +439,6 @@ class GatherReduce(Scheme):
 
         sent.works[-1].then(lease.release_after(add))
         return self.handle(sent.works, rest)
-
-
-ENCODED: Final = frozenset({*MOVED, "all_reduce", "reduce", "reduce_scatter", "reduce_scatter_v"})
-"""Kinds with a scheme. A kind without one is not compressed, whatever its row in `core.kinds` says."""
 
 
 def scheme_of(codec: Codec, signature: Signature) -> type[Scheme]:

@@ -7,17 +7,12 @@ import logging
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import replace
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mcr_plus.compression.audit import audited
 from mcr_plus.compression.codec import Codec, PayloadCodec
 from mcr_plus.compression.copies import Copies
-from mcr_plus.compression.ef21 import Ef21
-from mcr_plus.compression.error_feedback import ErrorFeedback, MomentumCorrection
-from mcr_plus.compression.messages import Messages
-from mcr_plus.compression.never_slower import never_slower
 from mcr_plus.compression.options import LOCAL, CompressOptions, codec_of
 from mcr_plus.compression.policy import (
     is_stateful,
@@ -26,8 +21,6 @@ from mcr_plus.compression.policy import (
     refusal,
     refusal_of_any_shape,
 )
-from mcr_plus.compression.scheme_bytes import payload_bytes, wire_bytes
-from mcr_plus.compression.schemes import Scheme, scheme_of
 from mcr_plus.compression.state import CompressorState
 from mcr_plus.config.options import plain_options
 from mcr_plus.core.buffers import Pool
@@ -42,6 +35,9 @@ from mcr_plus.kernels.compiling import preparing
 from mcr_plus.pipeline.inference import outside_of_inference_mode
 from mcr_plus.pipeline.stage import Context, Issue, Next, Stage
 from mcr_plus.pipeline.treatment import NO_CODEC, Treatment
+
+if TYPE_CHECKING:
+    from mcr_plus.compression.schemes import Scheme
 
 _log = logging.getLogger("mcr_plus")
 
@@ -217,6 +213,8 @@ class CompressStage(Stage):
         composed = self._scheme(instance, full, keeps_messages)
         audit_every = options.audit_every if plain.kind in SAME_RESULT else None
         notes = [f"codec {codec.name}: {composed.description}"]
+        from mcr_plus.compression.scheme_bytes import payload_bytes
+
         payload = payload_bytes(codec, full)
         if payload is not None:
             most = "" if codec.traits.fixed_rate else " at most"
@@ -232,8 +230,12 @@ class CompressStage(Stage):
         next.note("; ".join(notes), lambda: {"codec": codec.name, "never_slower": options.never_slower})
         issue = composed.bind(next)
         if audit_every is not None:
+            from mcr_plus.compression.audit import audited
+
             issue = audited(issue, audit_every, codec.name, full, self._group, next)
         if options.never_slower and not plain.is_p2p and not self._explains:
+            from mcr_plus.compression.never_slower import never_slower
+
             raw = next(plain) if options.feedback is None else _with_residual(next(plain), instance)
             issue = never_slower(raw, issue, codec.name, plain, next, one_clock=self._one_clock)
         if options.warmup:
@@ -243,7 +245,11 @@ class CompressStage(Stage):
     def _scheme(self, instance: CodecInstance, full: Signature, keeps_messages: bool) -> Scheme:
         parts = (instance.codec, full, self._group.rank, instance.state, self._pool)
         if keeps_messages:
+            from mcr_plus.compression.messages import Messages
+
             return Messages(*parts, named=self._group.named, last=self._last)
+        from mcr_plus.compression.schemes import scheme_of  # here: most operations have no codec
+
         return scheme_of(instance.codec, full)(*parts)
 
 
@@ -309,6 +315,9 @@ class CodecInstance:
             ) from None
 
     def _made(self, device: torch.device, numel: int) -> CompressorState:
+        from mcr_plus.compression.ef21 import Ef21
+        from mcr_plus.compression.error_feedback import ErrorFeedback, MomentumCorrection
+
         options = self._options
         if options.error_feedback is not None:
             return ErrorFeedback(self.codec, numel, device, options.error_feedback.decay, self._unit)
@@ -433,6 +442,8 @@ def _useless(codec: Codec, options: CompressOptions, signature: Signature, *, as
         return None
     if options.exempt is not None and nbytes < options.exempt.below:
         return f"{format_size(nbytes)} is exempt"
+    from mcr_plus.compression.scheme_bytes import wire_bytes
+
     wire = wire_bytes(codec, signature)
     assert wire is not None
     raw = nbytes * (2 if signature.kind in ("all_reduce", "reduce") else 1)

@@ -29,6 +29,9 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from mcr_plus.kernels import cpu
+from mcr_plus.kernels.checksum_sizes import BLOCK
+from mcr_plus.kernels.checksum_sizes import CHAIN_BYTES as _ROW
+from mcr_plus.kernels.checksum_sizes import LANES as _LANES
 from mcr_plus.kernels.digest import FACTOR, FOLD, SEED, mix, mixed, to_signed
 
 
@@ -37,20 +40,14 @@ def _signed_half(value: int) -> int:
     return (value & 0xFFFFFFFF ^ 1 << 31) - (1 << 31)
 
 
-BLOCK: Final = 64 << 10
-"""Bytes of a block."""
 CUT_WORDS: Final = 3
 """Words of a part of a cut: offset and bytes of the part, number of its first block."""
 FLOW_WORDS: Final = 4
 """Words of a flow: number of its first block, number of blocks, first word of a row, number of words."""
-_LANES: Final = 64
-_ROW: Final = 8 * _LANES
 _VECTOR: Final = 8
 _TURN: Final = 17
 _HALF_FOLD: Final = 15
 _FACTORS: Final = tuple(_signed_half(int(FACTOR) >> shift) for shift in (0, 32))  # of lower and upper halves
-CHAIN_BYTES: Final = _ROW
-"""Bytes of the chains of a block under way, and of a row."""
 _SEEDS: Final = tuple(to_signed(SEED * (2 * lane + 1) & (2**64 - 1)) for lane in range(_LANES))
 
 _numba: Any = numba  # partly annotated, which type checkers report here

@@ -14,7 +14,7 @@ from mcr_plus.cli.output import print_json, print_table
 from mcr_plus.cli.tested import tested_versions
 from mcr_plus.core.environment import package_version
 from mcr_plus.errors import BackendUnavailable
-from mcr_plus.launch import MpiLauncher, mpi_flavour
+from mcr_plus.rendezvous.mpi_launcher import MpiLauncher, mpi_flavour
 
 if TYPE_CHECKING:
     from mcr_plus.backends import OperationRow

@@ -16,7 +16,7 @@ import typer
 from mcr_plus.cli.run import ViaChoice, choose_via
 from mcr_plus.core.environment import launch_environment
 from mcr_plus.errors import BackendUnavailable, unknown
-from mcr_plus.launch import launch
+from mcr_plus.launch.run import launch
 
 if TYPE_CHECKING:
     from mcr_plus.config.schema import Config

@@ -15,7 +15,7 @@ import typer
 from mcr_plus.cli.measuring import rank_here
 from mcr_plus.cli.output import print_json, print_table
 from mcr_plus.cli.run import ViaChoice, choose_via
-from mcr_plus.launch import launch
+from mcr_plus.launch.run import launch
 
 if TYPE_CHECKING:
     from mcr_plus.bucketing.step import Step

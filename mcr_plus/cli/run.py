@@ -10,7 +10,10 @@ from typing import Annotated
 
 import typer
 
-from mcr_plus.launch import Supervised, Via, launch, mpi_usable
+from mcr_plus.launch.commands import Supervised
+from mcr_plus.launch.job import Via
+from mcr_plus.launch.run import launch
+from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 
 
 class ViaChoice(str, Enum):

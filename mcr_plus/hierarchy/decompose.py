@@ -452,3 +452,12 @@ def _divide(values: torch.Tensor, number: int) -> Prepare:
         return None
 
     return partial(divide, values, number)
+
+
+DECOMPOSITIONS: dict[str, type[Decomposition]] = {
+    "all_reduce": HierarchicalAllReduce,
+    "broadcast": HierarchicalBroadcast,
+    "all_to_all": HierarchicalAllToAll,
+    "all_gather": HierarchicalAllGather,
+    "reduce_scatter": HierarchicalReduceScatter,
+}

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from mcr_plus.backends import assumed_backends, backend_class
 from mcr_plus.config.options import plain_options
@@ -27,15 +28,6 @@ from mcr_plus.core.buffers import Pool
 from mcr_plus.core.group import Group
 from mcr_plus.core.message import Signature, frozen
 from mcr_plus.core.units import format_size
-from mcr_plus.hierarchy.decompose import (
-    Decomposition,
-    HierarchicalAllGather,
-    HierarchicalAllReduce,
-    HierarchicalAllToAll,
-    HierarchicalBroadcast,
-    HierarchicalReduceScatter,
-)
-from mcr_plus.hierarchy.forward import ForwardedBroadcast
 from mcr_plus.hierarchy.nodes import Nodes, Part, inner_groups, nodes_of
 from mcr_plus.hierarchy.options import HierarchicalOptions
 from mcr_plus.hierarchy.policy import codec_between
@@ -43,13 +35,8 @@ from mcr_plus.pipeline.pipeline import Pipeline
 from mcr_plus.pipeline.stage import Context, Issue, Next, Stage
 from mcr_plus.pipeline.treatment import NO_CODEC, Treatment
 
-_DECOMPOSITIONS: dict[str, type[Decomposition]] = {
-    "all_reduce": HierarchicalAllReduce,
-    "broadcast": HierarchicalBroadcast,
-    "all_to_all": HierarchicalAllToAll,
-    "all_gather": HierarchicalAllGather,
-    "reduce_scatter": HierarchicalReduceScatter,
-}
+if TYPE_CHECKING:
+    from mcr_plus.hierarchy.decompose import Decomposition
 
 
 class HierarchicalStage(Stage):
@@ -106,7 +93,9 @@ class HierarchicalStage(Stage):
             return self._nodes
         if (reason := self._refusal(signature, self._nodes)) is not None:
             return reason
-        steps = _DECOMPOSITIONS[signature.kind](signature, self._nodes, self._pool)
+        from mcr_plus.hierarchy.decompose import DECOMPOSITIONS  # here: most jobs have one node
+
+        steps = DECOMPOSITIONS[signature.kind](signature, self._nodes, self._pool)
         local, inter = self._options.local.backend, self._options.inter.backend
         for part, step in steps.steps.items():
             named = {"backend": inter} if part == "inter" else {"backend": local, "compress": False}
@@ -117,6 +106,8 @@ class HierarchicalStage(Stage):
         treatment = next.treatment(steps.steps["inter"])
         if signature.kind == "broadcast" and treatment.forwards and treatment.compress is not False:
             whole = signature.replace(compress=treatment.compress if compress is None else compress)
+            from mcr_plus.hierarchy.forward import ForwardedBroadcast
+
             steps = ForwardedBroadcast(whole, self._nodes, self._pool)
             for part, step in steps.steps.items():
                 steps.steps[part] = step.replace(backend=inter if part == "inter" else local)

@@ -13,6 +13,8 @@ import struct
 from collections.abc import Iterable
 from typing import Final
 
+SAME_FAILURE: Final = 10.0
+"""Seconds within which failures of a group on several ranks are one."""
 EVERYBODY: Final = "*"
 LONGEST: Final = 1024
 """Bytes of a request."""

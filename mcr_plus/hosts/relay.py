@@ -12,15 +12,13 @@ import struct
 from collections import deque
 from typing import Final
 
-from mcr_plus.hosts.dump_request import EVERYBODY
+from mcr_plus.hosts.dump_request import EVERYBODY, SAME_FAILURE
 from mcr_plus.hosts.exchange import Datagram
 
 _HEAD: Final = struct.Struct("<4sHQ")  # magic, sender, number
 _MAGIC: Final = b"mcrd"
 _TAG: Final = 16
 _AGAIN: Final = (0.05, 0.2)  # seconds after which a request is sent again: a datagram may be lost
-SAME_FAILURE: Final = 10.0
-"""Seconds within which failures of a group on several ranks are one."""
 
 
 class Relay:

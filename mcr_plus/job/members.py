@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Final
 from mcr_plus.core.environment import agent_has_store, ranks_keep_their_own
 from mcr_plus.hosts.protocol import silence
 from mcr_plus.membership.roster import Roster
-from mcr_plus.rendezvous.key_replicas import open_keepers
 from mcr_plus.rendezvous.processes import Peers
 from mcr_plus.rendezvous.signing import SignedStore
 from mcr_plus.rendezvous.watched_store import unwatched
@@ -45,6 +44,8 @@ def first_roster(world: World, peers: Peers, *, native: bool) -> Roster:
     store, members, kept = world.store, peers.processes, world.kept
     assert store is not None
     if kept is None and native and ranks_keep_their_own(len({process.place for process in members})):
+        from mcr_plus.rendezvous.key_replicas import open_keepers
+
         kept = open_keepers(store, world.rank, members, world.timeout)
     if kept is None:
         return Roster(unwatched(store), 0, members, world.rank)

@@ -18,7 +18,6 @@ from mcr_plus.core import kinds
 from mcr_plus.core.kinds import ROOTED
 from mcr_plus.core.units import Range, size_words
 from mcr_plus.errors import ConfigError, unknown
-from mcr_plus.msccl.generators import GENERATORS
 
 if TYPE_CHECKING:
     from mcr_plus.core.kinds import Kind
@@ -183,6 +182,7 @@ def algorithm_of(signature: Signature) -> Algorithm:
 
 @cache
 def _made(name: str, ranks: int, root: int | None) -> Algorithm:
+    from mcr_plus.msccl.generators import GENERATORS
     from mcr_plus.msccl.verifier import verify_all
 
     options = {} if root is None else {"root": root}
@@ -192,6 +192,8 @@ def _made(name: str, ranks: int, root: int | None) -> Algorithm:
 
 
 def _generated(kind: Kind) -> list[str]:
+    from mcr_plus.msccl.generators import GENERATORS
+
     collective = COLLECTIVES.get(kind)
     return [
         name.removeprefix(f"{kind}_")

@@ -10,7 +10,6 @@ from mcr_plus.job.hooks import JobHook
 from mcr_plus.job.process import job
 from mcr_plus.observe.files import check_folder
 from mcr_plus.observe.options import observed
-from mcr_plus.observe.publisher import open_publisher
 from mcr_plus.observe.recorder import Recorder
 from mcr_plus.observe.status import StatusThread
 from mcr_plus.rendezvous.heartbeats import job_id
@@ -42,7 +41,11 @@ class ObserveHook(JobHook):
     def prepare(self, config: Config, world: World) -> None:
         """See `JobHook`: metrics need their files and ports."""
         self.closing()  # of another job, whose ports these may be
-        self._publisher = open_publisher(observed(config), world, package_version())
+        options = observed(config)
+        if options.prometheus is not None or options.otlp is not None:
+            from mcr_plus.observe.publisher import open_publisher
+
+            self._publisher = open_publisher(options, world, package_version())
 
     def begin(self, runtime: Runtime) -> None:
         """See `JobHook`."""

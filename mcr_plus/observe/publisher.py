@@ -130,13 +130,11 @@ class _Sender(threading.Thread):
             self.since = None
 
 
-def open_publisher(options: ObserveOptions, world: World, version: str) -> Publisher | None:
-    """The publisher of a rank, with everything open; None if the options name no place.
+def open_publisher(options: ObserveOptions, world: World, version: str) -> Publisher:
+    """Return the publisher of a rank, with everything open.
 
     `version`: of mcr_plus. Raises `ConfigError` if a place cannot be opened.
     """
-    if options.prometheus is None and options.otlp is None:
-        return None
     local = world.hosts[: world.rank].count(world.hosts[world.rank])
     sinks = open_sinks(options.prometheus, options.otlp, rank=world.rank, local=local)
     return Publisher(Metrics(world, version=f"mcr_plus {version}", job=slurm_job()), sinks, options.every)

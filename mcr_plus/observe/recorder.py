@@ -14,12 +14,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mcr_plus.engine.observer import Noted
 from mcr_plus.errors import McrError
-from mcr_plus.hosts.dump_request import EVERYBODY, ask
-from mcr_plus.hosts.relay import SAME_FAILURE
+from mcr_plus.hosts.dump_request import EVERYBODY, SAME_FAILURE, ask
 from mcr_plus.observe.files import default_folder, files_of, make_private, write_dump
-from mcr_plus.observe.flight_record import flight_record
 from mcr_plus.observe.options import dump_folder_of
-from mcr_plus.observe.proxy_dumps import substitutes
 from mcr_plus.observe.snapshot import frames_for, take_snapshot
 from mcr_plus.observe.watcher import Watcher
 
@@ -194,6 +191,8 @@ class Recorder:
                 record = self._record(snapshot)
                 write_dump(files, record)
                 instead = {}
+                from mcr_plus.observe.proxy_dumps import substitutes  # as most of this, for dumps alone
+
                 for rank, other in substitutes(record, self._engine, self._world, folder).items():
                     theirs = files_of(os.path.join(folder, ""), rank)
                     write_dump(theirs, other)
@@ -215,6 +214,8 @@ class Recorder:
     def _record(self, snapshot: Snapshot) -> dict[str, Any]:
         world, peers = self._world, self._engine.peers
         lost = {rank: peers.status(rank) for rank in range(world.size) if rank != world.rank}
+        from mcr_plus.observe.flight_record import flight_record
+
         return flight_record(
             snapshot,
             {

@@ -13,7 +13,6 @@ from mcr_plus.config.options import StageOptions
 from mcr_plus.config.schema import Config
 from mcr_plus.errors import ConfigError
 from mcr_plus.selection.options import SelectOptions
-from mcr_plus.selection.refined_table import check_target
 from mcr_plus.tables.table import BUILT_IN, Table, load_table
 
 
@@ -115,5 +114,7 @@ def _choices(config: Config) -> Iterator[tuple[str, str]]:
 def check_targets(config: Config) -> None:
     """Raise `ConfigError` if this process could not write the table of online refinement."""
     for options in config.all_options:
-        if isinstance(options, SelectOptions):
+        if isinstance(options, SelectOptions) and options.online:
+            from mcr_plus.selection.refined_table import check_target
+
             check_target(options)

@@ -32,18 +32,6 @@ _log = logging.getLogger("mcr_plus")
 TAG: Final = "select.online"  # the tag of the all_reduce by which ranks share times
 
 
-def tunable(signature: Signature) -> bool:
-    """Return True if the choice of an operation may change while the job runs.
-
-    It may not if a call or rule names a backend; for send and receive, because both ends must agree;
-    for operations on a GPU, because the host does not observe their end; and for asynchronous operations,
-    because issuing one never waits.
-    """
-    fixed = signature.backend is not None or signature.is_p2p or signature.kind == "barrier"
-    waits = not signature.async_op and signature.device == "cpu"
-    return waits and not fixed and signature.ranks > 1 and signature.nbytes != 0
-
-
 class Refinement:
     """Online refinement of one select stage: its trials, and the file for their results."""
 
@@ -57,6 +45,18 @@ class Refinement:
         self._settled: dict[str, Learnt] = {}  # ended in an earlier job, or before `forget`
         self._hosts = {context.world.hosts[rank] for rank in context.group.ranks}
         self._trials: list[tuple[Router, OnlineTrial, Query, Callable[[int], str | None]]] = []
+
+    @staticmethod
+    def tunes(signature: Signature) -> bool:
+        """Return True if the choice of an operation may change while the job runs.
+
+        It may not if a call or rule names a backend; for send and receive, because both ends must agree;
+        for operations on a GPU, because the host does not observe their end; and for asynchronous
+        operations, because issuing one never waits.
+        """
+        fixed = signature.backend is not None or signature.is_p2p or signature.kind == "barrier"
+        waits = not signature.async_op and signature.device == "cpu"
+        return waits and not fixed and signature.ranks > 1 and signature.nbytes != 0
 
     def bind(
         self,

@@ -33,13 +33,10 @@ _LEAST_US: Final = 1e-3
 
 def check_target(options: SelectOptions) -> None:
     """Raise `ConfigError` at the start of the job if the refined table could not be written at its end."""
-    if options.online:
-        folder = target_path(options).parent
-        if not (folder.is_dir() and os.access(folder, os.W_OK)):
-            what = "is not writable" if folder.is_dir() else "is not a folder"
-            raise ConfigError(
-                f"select: online: {folder} {what}; expected 'refined: FILE' in a writable folder"
-            )
+    folder = target_path(options).parent
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        what = "is not writable" if folder.is_dir() else "is not a folder"
+        raise ConfigError(f"select: online: {folder} {what}; expected 'refined: FILE' in a writable folder")
 
 
 def target_path(options: SelectOptions) -> Path:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, MutableMapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from mcr_plus import registry, tables
 from mcr_plus.backends import backend_class
@@ -18,12 +18,13 @@ from mcr_plus.core.units import size_words
 from mcr_plus.errors import InvalidArgument, Unsupported
 from mcr_plus.pipeline.stage import Context, Issue, Next, Stage
 from mcr_plus.rendezvous.world import World
-from mcr_plus.selection.online import Refinement, tunable
 from mcr_plus.selection.options import SelectOptions
-from mcr_plus.selection.refined_table import save_refined
 from mcr_plus.tables.cost import CostModel, Estimate
 from mcr_plus.tables.fingerprint import differences, fingerprint_here
 from mcr_plus.tables.table import BUILT_IN, CLEAR, Query, Table, TableRule, load_table
+
+if TYPE_CHECKING:
+    from mcr_plus.selection.online import Refinement
 
 # Inside a host, shared memory is the fastest, then MPI. Between hosts, MPI is faster for small messages, gloo
 # from about 64 KiB on. Measured with Open MPI 5.0 and gloo of torch 2.13 on two x86 cores; `tune` measures
@@ -74,9 +75,13 @@ class SelectStage(Stage):
         self._costs = CostModel(self._table) if self._table is not None else None
         hosts = Counter(context.world.hosts[rank] for rank in context.group.ranks)
         self._nodes, self._ranks_per_node = len(hosts), max(hosts.values())
-        self._refinement = Refinement(options, context, self._table) if options.online else None
-        if self._refinement is not None and context.runtime is not None:
-            context.runtime.caches.append(self._refinement.forget)
+        self._refinement: Refinement | None = None
+        if options.online:
+            from mcr_plus.selection.online import Refinement  # here: most jobs do without
+
+            self._refinement = Refinement(options, context, self._table)
+            if context.runtime is not None:
+                context.runtime.caches.append(self._refinement.forget)
 
     def bind(self, signature: Signature, next: Next) -> Issue:
         """Bind to the chosen backend."""
@@ -100,6 +105,8 @@ class SelectStage(Stage):
     @classmethod
     def finish(cls, stages: Sequence[SelectStage]) -> None:
         """Write the results of online refinement, at the regular end of the job."""
+        from mcr_plus.selection.refined_table import save_refined
+
         save_refined([stage._refinement for stage in stages if stage._refinement is not None])
 
     @property
@@ -196,7 +203,7 @@ class SelectStage(Stage):
 
     def _rivals(self, chosen: str, signature: Signature) -> list[str]:
         """Return the rivals that online refinement compares with the choice; none if it does not apply."""
-        if self._refinement is None or not tunable(signature):
+        if self._refinement is None or not self._refinement.tunes(signature):
             return []
         known = self._context.backends
         measured = self._costs.choices(self._query(signature)) if self._costs is not None else []

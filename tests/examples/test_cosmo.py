@@ -13,7 +13,7 @@ from fields import SPREAD, Fields
 from libraries import JobError
 from network import spread
 
-from mcr_plus.launch import mpi_usable
+from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
 TINY = ("--size", 8, "--levels", 2, "--channels", 2, "--batch", 2)

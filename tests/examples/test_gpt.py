@@ -29,7 +29,7 @@ from torch.nn import functional
 from transformer import LanguageModel, Shape, read_shape
 
 from mcr_plus.errors import BackendUnavailable
-from mcr_plus.launch import mpi_usable
+from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
 

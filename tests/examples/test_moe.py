@@ -27,7 +27,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from transformer import LanguageModel, parameters, read_shape
 
-from mcr_plus.launch import mpi_usable
+from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
 

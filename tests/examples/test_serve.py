@@ -15,7 +15,7 @@ from ranks import nursery
 from serving import layout_of, share_of, whole_shapes
 from transformer import Shape
 
-from mcr_plus.launch import mpi_usable
+from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
 SHAPE = Shape(layers=2, hidden=24, heads=4, sequence=10)

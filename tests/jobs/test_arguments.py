@@ -15,7 +15,7 @@ from ranks import RankResult, RanksFailed, run_ranks
 from reference import Failures
 
 import mcr_plus as mcr
-from mcr_plus.launch import mpi_usable
+from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 
 TIMEOUT: Final = 20.0
 WRONG: Final = mcr.InvalidArgument

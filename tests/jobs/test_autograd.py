@@ -11,7 +11,7 @@ from ranks import run_ranks
 
 import mcr_plus as mcr
 from mcr_plus.api import autograd
-from mcr_plus.launch import mpi_usable
+from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
 

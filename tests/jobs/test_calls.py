@@ -14,7 +14,7 @@ from ranks import Via, run_ranks
 import mcr_plus as mcr
 from mcr_plus.communicator.calls import BUILDERS
 from mcr_plus.errors import McrError
-from mcr_plus.launch import mpi_usable
+from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 
 both = pytest.mark.parametrize(
     "via",

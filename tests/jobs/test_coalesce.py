@@ -11,7 +11,7 @@ from ranks import run_ranks
 
 import mcr_plus as mcr
 from mcr_plus.fusion.coalesce import LARGE
-from mcr_plus.launch import mpi_usable
+from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 
 DTYPES = [torch.float32, torch.int64]
 NUMELS = [3, 1, 0, 17, LARGE // 4 + 5, 64, 5]  # per part; one goes by itself

@@ -27,7 +27,7 @@ import mcr_plus as mcr
 from mcr_plus.cli import warmup
 from mcr_plus.kernels import compiling, sources
 from mcr_plus.kernels.cpu import c_function
-from mcr_plus.launch import mpi_usable
+from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 
 DEADLINE_S = 3.0
 COMPILES_S = 5.0

@@ -15,7 +15,7 @@ from behaviour import LIVES, SECTIONS
 from ranks import RankResult, RanksFailed, run_ranks
 
 from mcr_plus.core.kinds import ARITHMETIC, REDUCE_OPS, REDUCIBLE
-from mcr_plus.launch import mpi_usable
+from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
 GROUPS: Final = ("world", "reversed", "overlapping", "split")

@@ -17,7 +17,7 @@ from reference import Failures, difference
 from torch import nn
 
 import mcr_plus as mcr
-from mcr_plus.launch import mpi_usable
+from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 
 SECTIONS = (
     "compressed",

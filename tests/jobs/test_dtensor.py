@@ -32,8 +32,8 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import mcr_plus as mcr
 from mcr_plus import dtensor
-from mcr_plus.launch import mpi_usable
 from mcr_plus.layout import Layout, planned
+from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
 

@@ -15,9 +15,9 @@ from dump_jobs import VICTIM, line_of
 from ranks import run_ranks
 from test_faults import _has_fault_tolerance
 
-from mcr_plus.launch import mpi_usable
 from mcr_plus.observe.diagnosis import Place, diagnose
 from mcr_plus.observe.dumps import read_folder
+from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 
 libraries = pytest.mark.parametrize(
     "library",

@@ -24,7 +24,8 @@ from ranks import RankResult, Via, has_come, meet, run_ranks, stop_until, wait_f
 from test_launch import END_LIMIT_S, Start, folder, gone, is_loopback, leftovers, start
 
 import mcr_plus as mcr
-from mcr_plus.launch import loopback, mpi_flavour, mpi_usable, scratch
+from mcr_plus.launch import loopback, scratch
+from mcr_plus.rendezvous.mpi_launcher import mpi_flavour, mpi_usable
 
 DEADLINE_S = 3.0  # of operations with ranks that live and do not come
 LONG_S = 90.0  # of those with ranks that are lost, which nobody waits for

@@ -19,9 +19,9 @@ from mcr_plus.core.message import Signature
 from mcr_plus.engine.group_runtime import GroupRuntime
 from mcr_plus.errors import ConfigError
 from mcr_plus.fusion.options import FuseOptions
-from mcr_plus.launch import mpi_usable
 from mcr_plus.pipeline.dispatch import DispatchStage
 from mcr_plus.pipeline.stage import Issue
+from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
 KINDS = ["all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all"]

@@ -11,7 +11,7 @@ import torch
 from ranks import RankResult, RanksFailed, run_ranks
 
 from mcr_plus.backends.nccl.abi import load
-from mcr_plus.launch import mpi_usable
+from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 
 pytestmark = [
     pytest.mark.gpu,

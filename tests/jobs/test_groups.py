@@ -16,7 +16,7 @@ from ranks import Via, meet, run_ranks, wait_for_files
 import mcr_plus as mcr
 from mcr_plus.config import reader as configuration
 from mcr_plus.job.process import job
-from mcr_plus.launch import mpi_usable
+from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 
 both = pytest.mark.parametrize(
     "via",

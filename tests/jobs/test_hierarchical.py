@@ -22,7 +22,7 @@ from mcr_plus.errors import ConfigError
 from mcr_plus.hierarchy.decompose import _Steps
 from mcr_plus.hierarchy.nodes import Nodes, inner_groups, nodes_of
 from mcr_plus.hierarchy.options import HierarchicalOptions
-from mcr_plus.launch import mpi_usable
+from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
 

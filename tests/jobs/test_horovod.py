@@ -11,7 +11,7 @@ from ranks import run_ranks
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.horovod import Compression, ProcessSet
 from mcr_plus.horovod.request import Request, disagreement
-from mcr_plus.launch import mpi_usable
+from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
 

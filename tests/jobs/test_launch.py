@@ -26,12 +26,12 @@ from ranks import RanksFailed, run_ranks
 import mcr_plus as mcr
 from mcr_plus.core.c10d import HashStore
 from mcr_plus.errors import LaunchError
-from mcr_plus.launch import commands, launch, loopback, mpi_flavour, mpi_usable, scratch
+from mcr_plus.launch import commands, loopback, scratch
 from mcr_plus.launch.channels import Channels, RankState
 from mcr_plus.launch.job import Outcome, run_job
-from mcr_plus.launch.run import explanation
+from mcr_plus.launch.run import explanation, launch
 from mcr_plus.launch.uncaught import description
-from mcr_plus.rendezvous.mpi_launcher import MpiLauncher, parse_version
+from mcr_plus.rendezvous.mpi_launcher import MpiLauncher, mpi_flavour, mpi_usable, parse_version
 from mcr_plus.rendezvous.store import exchange
 from mcr_plus.rendezvous.store_namespaces import unused_part
 

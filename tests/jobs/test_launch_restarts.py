@@ -22,8 +22,9 @@ from ranks import nursery
 from test_launch import END_LIMIT_S, SHARED_MEMORY, Run, Start, folder, gone, leftovers, start
 
 from mcr_plus.errors import LaunchError
-from mcr_plus.launch import Supervised, commands, scratch
+from mcr_plus.launch import commands, scratch
 from mcr_plus.launch.channels import Channels
+from mcr_plus.launch.commands import Supervised
 
 PROGRAMS = str(Path(__file__).parents[1] / "support" / "restarting.py")
 

@@ -9,7 +9,8 @@ import pytest
 from ranks import RanksFailed, run_ranks
 
 import mcr_plus as mcr
-from mcr_plus.launch import commands, mpi_usable
+from mcr_plus.launch import commands
+from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 
 pytestmark = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
 TEXT = "The PMIx server's listener thread failed to start. We cannot continue."

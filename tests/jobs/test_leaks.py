@@ -14,7 +14,7 @@ from ranks import Via, run_ranks
 import mcr_plus as mcr
 from mcr_plus.engine import group_runtime
 from mcr_plus.job.process import job
-from mcr_plus.launch import mpi_usable
+from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 
 GLOO = {"version": 1, "backends": ["gloo"]}
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs MPI")

@@ -15,7 +15,7 @@ import pytest
 from local_oracle import Sgd, simulate
 from ranks import run_ranks
 
-from mcr_plus.launch import mpi_usable
+from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
 NAMES = {1: ["abcde"], 3: ["a", "b", "cde"], 4: ["a", "b", "c", "de"]}

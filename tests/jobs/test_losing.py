@@ -19,7 +19,7 @@ from racks import Racks
 from ranks import nursery
 from two_hosts import TwoHosts, why_not
 
-from mcr_plus.launch import mpi_flavour, mpi_usable
+from mcr_plus.rendezvous.mpi_launcher import mpi_flavour, mpi_usable
 
 LIMIT_S = 30.0  # half of the deadline of operations; benchmarks/bench_failures.py measures
 SILENT = "2s"

@@ -19,7 +19,7 @@ from mismatches import CASES, Group, outcome_of, try_case
 from ranks import Via, own_rank, run_ranks
 
 import mcr_plus as mcr
-from mcr_plus.launch import mpi_usable
+from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 
 DEADLINE_S = 10.0
 START_LIMIT_S = 180.0

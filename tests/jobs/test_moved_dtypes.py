@@ -8,7 +8,7 @@ import moved_dtypes
 import pytest
 from ranks import run_ranks
 
-from mcr_plus.launch import mpi_usable
+from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
 ALL: Final = ("mpi", "gloo", "msccl")

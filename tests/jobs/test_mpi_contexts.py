@@ -15,7 +15,7 @@ from ranks import own_rank, run_ranks
 import mcr_plus as mcr
 from mcr_plus.backends.mpi.contexts import Contexts
 from mcr_plus.job.init import current
-from mcr_plus.launch import mpi_usable
+from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 
 pytestmark = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
 

@@ -14,7 +14,7 @@ import openreg_jobs
 import pytest
 from ranks import RankResult, RanksFailed, run_ranks
 
-from mcr_plus.launch import mpi_usable
+from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 
 _MISSING: Final = openreg.missing()
 pytestmark = pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))

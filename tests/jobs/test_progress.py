@@ -26,7 +26,7 @@ from mcr_plus.engine.engine import Engine
 from mcr_plus.engine.group_state import BackendChannel, GroupState
 from mcr_plus.engine.operation import Operation
 from mcr_plus.engine.work import IssuedWork
-from mcr_plus.launch import mpi_usable
+from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 from mcr_plus.rendezvous.processes import Peers
 
 pytestmark = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")

@@ -14,7 +14,7 @@ from ranks import Via, meet, run_ranks
 import mcr_plus as mcr
 from mcr_plus import expert
 from mcr_plus.core.group import Group
-from mcr_plus.launch import mpi_usable
+from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 
 Call = Callable[[mcr.Communicator, int], object]
 VICTIM = 0  # of the job: the last member of both groups

@@ -14,10 +14,10 @@ from ranks import Via, run_ranks
 from redistributions import bad_calls
 
 import mcr_plus as mcr
-from mcr_plus.launch import mpi_usable
 from mcr_plus.layout.plan import costs_of
 from mcr_plus.layout.program import Costs
 from mcr_plus.layout.survey import survey
+from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
 LIBRARIES = ["msccl", "gloo", pytest.param("mpi", marks=needs_mpi)]

@@ -22,7 +22,7 @@ from mcr_plus.backends.mpi.contexts import Contexts
 from mcr_plus.config import reader as configuration
 from mcr_plus.engine.operation import Operation
 from mcr_plus.job.init import current
-from mcr_plus.launch import mpi_usable
+from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
 both = pytest.mark.parametrize("via", [pytest.param("mpi", marks=needs_mpi), "torch"])

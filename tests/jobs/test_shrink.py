@@ -11,7 +11,7 @@ import shrink_jobs as jobs
 import torch
 from ranks import run_ranks
 
-from mcr_plus.launch import mpi_flavour, mpi_usable
+from mcr_plus.rendezvous.mpi_launcher import mpi_flavour, mpi_usable
 
 
 def survivors(target: Any, ranks: int, lost: list[int], **options: Any) -> list[dict[str, Any]]:

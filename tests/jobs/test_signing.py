@@ -30,7 +30,7 @@ import mcr_plus.horovod as hvd
 from mcr_plus.board.store import StoreBoard
 from mcr_plus.core.c10d import HashStore, PrefixStore, Store, TCPStore, put
 from mcr_plus.errors import LaunchError
-from mcr_plus.launch import mpi_usable
+from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 from mcr_plus.rendezvous.signing import Offer, SignedStore, address_of, read_offer, seal, unseal
 from mcr_plus.rendezvous.store import signed_part
 from mcr_plus.rendezvous.watched_store import unwatched

@@ -17,7 +17,7 @@ from slurm import Slurm, free_ports, why_no_slurm
 from slurm_program import LENGTH
 from two_hosts import TwoHosts, why_not
 
-from mcr_plus.launch import mpi_flavour, mpi_usable
+from mcr_plus.rendezvous.mpi_launcher import mpi_flavour, mpi_usable
 
 LIMIT_S: Final = 120.0
 REASON: Final = why_no_slurm()

@@ -17,9 +17,9 @@ from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
 import mcr_plus as mcr
 from mcr_plus import autograd, spatial
-from mcr_plus.launch import mpi_usable
 from mcr_plus.layout import state
 from mcr_plus.layout.halo import Halo
+from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
 

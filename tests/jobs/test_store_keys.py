@@ -24,8 +24,8 @@ from mcr_plus.board.store import _FEW, _TEXT_PLACES, _TEXT_SETS, StoreBoard
 from mcr_plus.core.c10d import HashStore, TCPStore
 from mcr_plus.core.group import Group
 from mcr_plus.job import epoch_change
-from mcr_plus.launch import mpi_usable
 from mcr_plus.rendezvous.group_store import GroupStore
+from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
 DECIDED = re.compile(r"/(leaving|outcome|attempt0/decision|handles|decision|training)$")

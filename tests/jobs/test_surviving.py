@@ -22,7 +22,7 @@ from ranks import nursery
 from test_elastic import PROGRAM, check
 from two_hosts import TwoHosts, why_not
 
-from mcr_plus.launch import mpi_flavour, mpi_usable
+from mcr_plus.rendezvous.mpi_launcher import mpi_flavour, mpi_usable
 
 # From a loss to the new world, on two busy cores; benchmarks/bench_survive.py measures. Shorter than the
 # deadline of operations and the usual silence of a host, by which ranks would find the loss at last.

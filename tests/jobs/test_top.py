@@ -21,10 +21,10 @@ from two_hosts import TwoHosts, why_not
 
 import mcr_plus as mcr
 from mcr_plus.hosts.exchange import HOSTS
-from mcr_plus.launch import mpi_usable
 from mcr_plus.observe import job_status as survey_module
 from mcr_plus.observe.findings import findings
 from mcr_plus.observe.job_status import Job, Member, survey
+from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 
 LIMIT_S = 60.0
 RANKS_WAIT = re.compile(r"ranks 0, 2 have waited [\d.]+ s for rank 1 in ")

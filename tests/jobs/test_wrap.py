@@ -22,7 +22,7 @@ import mcr_plus as mcr
 from mcr_plus.api import autograd
 from mcr_plus.core.c10d import PrefixStore
 from mcr_plus.job import init as runtime
-from mcr_plus.launch import mpi_usable
+from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 from mcr_plus.training import wrap as wrapping
 
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")

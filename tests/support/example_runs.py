@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ranks import nursery
 
-from mcr_plus.launch import mpi_usable
+from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RANKS_ENV = {"PYTHONPATH": os.pathsep.join(sys.path)}  # so that ranks find the examples' modules too

@@ -25,7 +25,7 @@ from typing import Any, Final
 import torch
 
 import mcr_plus as mcr
-from mcr_plus.launch import mpi_flavour
+from mcr_plus.rendezvous.mpi_launcher import mpi_flavour
 
 _MARK: Final = "MCR_TEST_FOLDER"
 SETTLES: Final = 0.4

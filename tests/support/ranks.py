@@ -153,7 +153,7 @@ Codes = list["int | None"]
 def _run_mpi(
     command: list[str], ranks: int, folder: Path, env: dict[str, str], timeout: float
 ) -> tuple[Codes, bool]:
-    from mcr_plus.launch import run_job
+    from mcr_plus.launch.job import run_job
 
     def keep(rank: int, stream: str, line: bytes) -> None:
         with (folder / f"{stream}.{rank}").open("ab") as file:
@@ -175,8 +175,9 @@ def _run_mpi(
 def _run_ulfm(
     command: list[str], ranks: int, folder: Path, env: dict[str, str], timeout: float
 ) -> tuple[Codes, bool]:
-    from mcr_plus.launch import commands, mpi_flavour, scratch
+    from mcr_plus.launch import commands, scratch
     from mcr_plus.launch.channels import Channels
+    from mcr_plus.rendezvous.mpi_launcher import mpi_flavour
 
     def keep(rank: int, stream: str, line: bytes) -> None:
         with (folder / f"{stream}.{rank}").open("ab") as file:

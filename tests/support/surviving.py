@@ -28,7 +28,7 @@ from losing import _MARK, SETTLES, ended, errors_in, read, written
 
 import mcr_plus as mcr
 from mcr_plus.job import init
-from mcr_plus.launch import mpi_flavour
+from mcr_plus.rendezvous.mpi_launcher import mpi_flavour
 
 _LIMIT: Final = 150.0
 

@@ -23,7 +23,7 @@ from mcr_plus.core.kinds import VECTOR, Kind, collective, plain_kind
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.job.init import current
 from mcr_plus.kernels import checksum
-from mcr_plus.kernels.checksum import BLOCK
+from mcr_plus.kernels.checksum_sizes import BLOCK
 from mcr_plus.reliability.verify import checked, opening, verified_run
 from mcr_plus.reliability.verify.channel import VerifiedChannel
 from mcr_plus.reliability.verify.rows import LibraryRows

@@ -18,7 +18,7 @@ from tiers import examples
 
 from mcr_plus.core.units import Range
 from mcr_plus.errors import ConfigError, InvalidArgument
-from mcr_plus.launch import mpi_flavour, mpi_usable
+from mcr_plus.rendezvous.mpi_launcher import mpi_flavour, mpi_usable
 from mcr_plus.tables.interchange import (
     FORMATS,
     export,

@@ -17,7 +17,7 @@ from mcr_plus.backends.nccl.channel import NcclChannel
 from mcr_plus.backends.shm import collectives_kernels as kernels
 from mcr_plus.backends.shm.backend import MscclBackend, kernel_of
 from mcr_plus.communicator.calls import BUILDERS
-from mcr_plus.compression.schemes import ENCODED
+from mcr_plus.compression.codec import ENCODED
 from mcr_plus.core.kinds import COLLECTIVES, KINDS, PLAIN, VECTOR, Collective, plain_kind
 from mcr_plus.core.message import Signature
 from mcr_plus.msccl import postconditions

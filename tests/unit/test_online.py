@@ -37,12 +37,12 @@ from mcr_plus.core.message import Message, Signature
 from mcr_plus.core.units import Range
 from mcr_plus.core.work import JointWork, Work
 from mcr_plus.errors import ConfigError
-from mcr_plus.launch import mpi_usable
 from mcr_plus.msccl import catalog
 from mcr_plus.msccl.writer import write_algorithm
 from mcr_plus.observe.explain import explain
 from mcr_plus.pipeline.stage import Context, Issue
 from mcr_plus.pipeline.treatment import Treatment
+from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 from mcr_plus.rendezvous.world import World
 from mcr_plus.selection import online
 from mcr_plus.selection.options import SelectOptions

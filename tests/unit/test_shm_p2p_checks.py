@@ -18,7 +18,7 @@ from mcr_plus.backends.shm.p2p import PointToPoint
 from mcr_plus.backends.shm.segment import Segment, Shape
 from mcr_plus.core.group import Group
 from mcr_plus.core.message import Message, Signature
-from mcr_plus.kernels.checksum import BLOCK
+from mcr_plus.kernels.checksum_sizes import BLOCK
 
 SLOTS = (640, 2048, 128 << 10)
 SIZES = (1, 8, 511, 512, 513, 5000, BLOCK, BLOCK + 1, 3 * BLOCK + 77)

@@ -19,7 +19,7 @@ import mcr_plus as mcr
 from mcr_plus.config import parsing
 from mcr_plus.config.document import Document
 from mcr_plus.core.collector import collector_paused
-from mcr_plus.launch import mpi_usable
+from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("numba", "typer", "rich", "matplotlib", "yaml")

@@ -38,8 +38,8 @@ from mcr_plus.core.kinds import Kind
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.core.units import Range, size_words
 from mcr_plus.errors import ConfigError, Unsupported
-from mcr_plus.launch import mpi_flavour, mpi_usable
 from mcr_plus.msccl.writer import write_algorithm
+from mcr_plus.rendezvous.mpi_launcher import mpi_flavour, mpi_usable
 from mcr_plus.tables.statistics import Timing, bus_bandwidth, confidence_rank
 from mcr_plus.tables.table import Query, load_table, parse_table
 from mcr_plus.tables.writing import table_text

@@ -17,7 +17,7 @@ from mcr_plus.backends.shm import faults
 from mcr_plus.backends.shm.collectives import DirectCollectives
 from mcr_plus.backends.shm.reduce_kernels import kernels_for
 from mcr_plus.backends.shm.segment import Segment, Shape
-from mcr_plus.kernels.checksum import BLOCK
+from mcr_plus.kernels.checksum_sizes import BLOCK
 from mcr_plus.reliability.verify import checked
 from mcr_plus.reliability.verify import checked_kernels as kernels
 from mcr_plus.reliability.verify.checksum_table import (

@@ -22,7 +22,7 @@ from mcr_plus.core.message import Message, Signature
 from mcr_plus.engine.options import DispatchOptions
 from mcr_plus.errors import BackendError, Unsupported
 from mcr_plus.kernels import checksum
-from mcr_plus.kernels.checksum import BLOCK, CHAIN_BYTES
+from mcr_plus.kernels.checksum_sizes import BLOCK, CHAIN_BYTES
 from mcr_plus.pipeline.dispatch import DispatchStage
 from mcr_plus.reliability.verify import reducing, verified_run
 from mcr_plus.reliability.verify.channel import Attempt

@@ -27,7 +27,7 @@ from mcr_plus.backends.shm.wakeup import give_way, may_yield, ring
 from mcr_plus.core.environment import quota_cores
 from mcr_plus.core.work import JointWork, Work
 from mcr_plus.job.process import job
-from mcr_plus.launch import mpi_usable
+from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 from mcr_plus.waiting.futex import Bells
 from mcr_plus.waiting.policy import Pause, Waiting
 from mcr_plus.waiting.relay import Relay

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 import torch
 
 from mcr_plus.backends.base import Availability, Backend, Channel, Preference, Support
-from mcr_plus.backends.nccl.abi import INVALID_USAGE, REMEDY, Nccl, NcclError, load
-from mcr_plus.backends.nccl.channel import NcclChannel, support
 from mcr_plus.core.environment import default_variable
 from mcr_plus.core.group import Group
 from mcr_plus.core.message import Signature
 from mcr_plus.core.streams import Streams, streams_of
 from mcr_plus.errors import BackendError, BackendUnavailable, Unsupported
 from mcr_plus.rendezvous.world import World
+
+if TYPE_CHECKING:
+    from mcr_plus.backends.nccl.abi import Nccl, NcclError
+    from mcr_plus.backends.nccl.channel import NcclChannel
 
 _ABORT_PATIENCE: Final = 10.0
 
@@ -46,6 +48,8 @@ class NcclBackend(Backend):
         if world.single_host:
             # By default NCCL listens on the network; a single host does not need it.
             default_variable("NCCL_SOCKET_IFNAME", "lo")
+        from mcr_plus.backends.nccl.abi import load
+
         self._nccl = nccl or load(self.library)
         self._streams = streams
         self._channels: list[NcclChannel] = []
@@ -53,6 +57,8 @@ class NcclBackend(Backend):
     @classmethod
     def library_version(cls) -> str:
         """The NCCL in use: `NCCL 2.28.3`."""
+        from mcr_plus.backends.nccl.abi import load
+
         return f"NCCL {load(cls.library).version_text}"
 
     @classmethod
@@ -70,11 +76,15 @@ class NcclBackend(Backend):
         try:
             return Availability(True, cls.library_version())
         except BackendUnavailable as error:
+            from mcr_plus.backends.nccl.abi import REMEDY
+
             return Availability(False, reason=str(error), remedy=REMEDY)
 
     @classmethod
     def supports(cls, signature: Signature) -> Support:
         """All operations on CUDA tensors except reductions that NCCL lacks."""
+        from mcr_plus.backends.nccl.channel import support  # here: without a GPU it is not needed
+
         return support(signature)
 
     def open(self, group: Group) -> Channel:
@@ -86,6 +96,9 @@ class NcclBackend(Backend):
         """
         if self._world.store is None and group.size > 1:
             raise Unsupported("backend nccl needs the store of a running job")
+        from mcr_plus.backends.nccl.abi import NcclError
+        from mcr_plus.backends.nccl.channel import NcclChannel
+
         channel = NcclChannel(
             self._nccl, self._streams(), group, self._world, self.progress, self._channels.remove, self.name
         )
@@ -102,6 +115,8 @@ class NcclBackend(Backend):
         return channel
 
     def _advice(self, error: NcclError) -> str:
+        from mcr_plus.backends.nccl.abi import INVALID_USAGE
+
         if error.code != INVALID_USAGE and "duplicate gpu" not in str(error).lower():
             return ""
         return (

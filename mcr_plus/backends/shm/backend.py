@@ -8,9 +8,8 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
 from mcr_plus.backends.base import NATIVE, Availability, Backend, Channel, Preference, Support
-from mcr_plus.backends.shm import collectives_kernels, interpreter_kernels, p2p_kernels
+from mcr_plus.backends.shm import collectives_kernels, p2p_kernels
 from mcr_plus.backends.shm.collectives import DirectCollectives, mismatch
-from mcr_plus.backends.shm.interpreter import Interpreter, mismatched_peer
 from mcr_plus.backends.shm.p2p import PointToPoint
 from mcr_plus.backends.shm.p2p_kernels import CHECKED
 from mcr_plus.backends.shm.queue import Advance, Begin, Run, WorkQueue, done_at_once
@@ -23,6 +22,8 @@ from mcr_plus.kernels.compiling import preparing
 from mcr_plus.msccl import catalog
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from mcr_plus.backends.base import Corrupted, Poll, Start
     from mcr_plus.core.group import Group
     from mcr_plus.core.message import Message, Signature
@@ -274,6 +275,9 @@ class SharedMemoryChannel(Channel):
         return self._queue.bind(begin, advance, state, in_thread=in_thread)
 
     def _bind_algorithm(self, signature: Signature) -> Start:
+        from mcr_plus.backends.shm import interpreter_kernels  # here: the tables of most jobs name none
+        from mcr_plus.backends.shm.interpreter import Interpreter, mismatched_peer
+
         width, kernels = _values(signature)
         count, algorithm = _count(signature, width), catalog.algorithm_of(signature)
         with preparing("msccl's algorithms"):
@@ -292,7 +296,11 @@ class SharedMemoryChannel(Channel):
 
             def run(source: int, target: int, keep: object) -> Poll:
                 poll = begin(source, target, keep)
-                return poll if poll is done_at_once else _Stepping(poll, state, signature, group)
+                return (
+                    poll
+                    if poll is done_at_once
+                    else _Stepping(poll, state, signature, group, mismatched_peer)
+                )
 
             return run
 
@@ -355,14 +363,22 @@ class SharedMemoryChannel(Channel):
 class _Stepping:
     """The poll of an algorithm; raises `OrderMismatch` if a peer has issued another operation."""
 
-    def __init__(self, poll: Poll, state: Any, signature: Signature, group: Group) -> None:
+    def __init__(
+        self,
+        poll: Poll,
+        state: Any,
+        signature: Signature,
+        group: Group,
+        mismatched: Callable[[Any], int | None],
+    ) -> None:
         self._poll, self._state, self._signature, self._group = poll, state, signature, group
+        self._mismatched = mismatched
         self._since: float | None = None
 
     def __call__(self) -> bool:
         if self._poll():
             return True
-        if (rank := mismatched_peer(self._state)) is not None:
+        if (rank := self._mismatched(self._state)) is not None:
             now = monotonic()
             if self._since is None:
                 self._since = now  # the peer's description may follow, for a better error

@@ -17,7 +17,6 @@ import numpy as np
 
 from mcr_plus.backends.base import Corrupted, ReceivePoll
 from mcr_plus.backends.mpi.p2p import mismatch
-from mcr_plus.backends.shm import p2p_checks
 from mcr_plus.backends.shm.p2p_kernels import (
     BELLS,
     CARRY_IN,
@@ -44,7 +43,7 @@ from mcr_plus.backends.shm.p2p_kernels import (
 )
 from mcr_plus.backends.shm.segment import LINE
 from mcr_plus.core.kinds import DTYPES
-from mcr_plus.kernels.checksum import BLOCK, CHAIN_BYTES, changed, take_all
+from mcr_plus.kernels.checksum_sizes import BLOCK, CHAIN_BYTES
 
 if TYPE_CHECKING:
     import torch
@@ -182,6 +181,8 @@ class PointToPoint:
             self._chains = np.empty((len(rows), CHAIN_BYTES), np.uint8)
             for row, chains in zip(rows, self._chains, strict=True):
                 self._state[row + CHAINS] = chains.ctypes.data
+            from mcr_plus.backends.shm import p2p_checks  # here: verified messages alone
+
             self._state[CARRY_OUT], self._state[CARRY_IN] = p2p_checks.prepare()
         return True
 
@@ -283,6 +284,8 @@ class PointToPoint:
     def _send_to_self(self, tag: int, code: int, nbytes: int, mark: int, address: int) -> None:
         early = self._new_unexpected(self._group.rank, tag, code, nbytes, mark)
         if early.kept is not None:
+            from mcr_plus.kernels.checksum import take_all
+
             take_all(address, nbytes, early.kept.ctypes.data)
         ctypes.memmove(early.data.ctypes.data, address, nbytes)
         early.complete = True
@@ -431,6 +434,8 @@ class PointToPoint:
             self._in_flight -= 1
             damaged = -1
             if early.kept is not None:
+                from mcr_plus.kernels.checksum import changed
+
                 nbytes, kept = early.data.nbytes, early.kept.ctypes.data
                 damaged = changed(receive.target.data_ptr(), nbytes, kept, 0, -(-nbytes // BLOCK))
             receive.end(early.source, damaged)

@@ -30,7 +30,6 @@ from mcr_plus.backends.shm.p2p_kernels import (
 )
 from mcr_plus.kernels import checksum
 from mcr_plus.kernels.checksum import (
-    BLOCK,
     begin_block,
     block_checksum,
     copy_block,
@@ -39,6 +38,7 @@ from mcr_plus.kernels.checksum import (
     stream_part,
     take_part,
 )
+from mcr_plus.kernels.checksum_sizes import BLOCK
 from mcr_plus.kernels.cpu import c_function, compiled
 
 _types: Any = numba.types  # partly annotated, which type checkers report here

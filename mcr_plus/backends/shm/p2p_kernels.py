@@ -22,7 +22,7 @@ import numpy as np
 from mcr_plus.backends.shm.atomics import call, copy, load_acquire, pause, store_release
 from mcr_plus.backends.shm.faults import FAULT_WORDS
 from mcr_plus.backends.shm.wakeup import give_way, may_yield, ring
-from mcr_plus.kernels.checksum import CHAIN_BYTES
+from mcr_plus.kernels.checksum_sizes import CHAIN_BYTES
 from mcr_plus.kernels.cpu import compiled
 
 _types: Any = numba.types  # partly annotated, which type checkers report here

@@ -16,7 +16,7 @@ from mcr_plus.backends.base import Channel, Gate, Persistent, Poll, Start
 from mcr_plus.backends.shm.queue import done_at_once
 from mcr_plus.engine.channel_wrapper import ChannelWrapper, SteppedPoll
 from mcr_plus.errors import BackendError, DataCorrupted, OperationsDiffer
-from mcr_plus.kernels.checksum import BLOCK
+from mcr_plus.kernels.checksum_sizes import BLOCK
 from mcr_plus.reliability.verify.checked import Checking
 from mcr_plus.reliability.verify.checksum_table import (
     GOT,

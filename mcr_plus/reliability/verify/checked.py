@@ -19,7 +19,7 @@ from mcr_plus.backends.shm.collectives_kernels import (
 from mcr_plus.backends.shm.queue import done_at_once
 from mcr_plus.core.kinds import REDUCING, VECTOR
 from mcr_plus.core.message import Message
-from mcr_plus.kernels.checksum import BLOCK, CHAIN_BYTES
+from mcr_plus.kernels.checksum_sizes import BLOCK, CHAIN_BYTES
 from mcr_plus.reliability.verify import checked_kernels as kernels
 from mcr_plus.reliability.verify.checksum_table import GOT, GOT_SUMS, SENT, SENT_SUMS, Flows, Ledger, Plan
 from mcr_plus.reliability.verify.row_kernels import AGREE

@@ -76,8 +76,6 @@ from mcr_plus.backends.shm.faults import FAULT_WORDS, damage
 from mcr_plus.backends.shm.segment import LINE
 from mcr_plus.backends.shm.wakeup import give_way, may_yield, ring
 from mcr_plus.kernels.checksum import (
-    BLOCK,
-    CHAIN_BYTES,
     begin_block,
     block_checksum,
     copy_block,
@@ -86,6 +84,7 @@ from mcr_plus.kernels.checksum import (
     stream_block,
     take_part,
 )
+from mcr_plus.kernels.checksum_sizes import BLOCK, CHAIN_BYTES
 from mcr_plus.kernels.cpu import compiled
 from mcr_plus.reliability.verify.checksum_table import GOT, GOT_SUMS, SENT, SENT_SUMS
 from mcr_plus.reliability.verify.row_kernels import MISSING, claim, gathered, post

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from mcr_plus.kernels import cpu
-from mcr_plus.kernels.checksum import BLOCK, changed, checksums, join
+from mcr_plus.kernels.checksum import changed, checksums, join
+from mcr_plus.kernels.checksum_sizes import BLOCK
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

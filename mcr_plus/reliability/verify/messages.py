@@ -15,7 +15,7 @@ import torch
 from mcr_plus.backends.base import ReceivePoll
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.errors import DataCorrupted
-from mcr_plus.kernels.checksum import BLOCK
+from mcr_plus.kernels.checksum_sizes import BLOCK
 from mcr_plus.reliability.verify.checksum_table import Blocks
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ import torch
 from mcr_plus.backends.base import Poll
 from mcr_plus.core.kinds import REDUCING, VECTOR, plain_kind
 from mcr_plus.core.message import Message, Signature
-from mcr_plus.kernels.checksum import BLOCK
+from mcr_plus.kernels.checksum_sizes import BLOCK
 from mcr_plus.reliability.verify.checksum_table import GOT, GOT_SUMS, SENT, SENT_SUMS, Flows, Ledger, Plan
 from mcr_plus.reliability.verify.reducing import reduction
 

@@ -41,17 +41,15 @@ help:
 venv: $(stamp)
 
 $(runs): pyproject.toml constraints.txt
-	@echo "1/4 making $(venv)"
+	@echo "1/3 making $(venv)"
 	@test -x $(bin)/python || $(PYTHON) -m venv $(venv)
 	@rm -f $(venv)/.runs-* $(venv)/.installed-*
 	@$(pip) uninstall -qq --yes $(others) 2>/dev/null
-	@echo "2/4 installing torch, the largest part: minutes, and with CUDA gigabytes (docs/installation.md)"
+	@echo "2/3 installing torch, the largest part: minutes, and with CUDA gigabytes (docs/installation.md)"
 	@$(pip) install -c constraints.txt torch
-	@echo "3/4 installing mcr_plus, $(MPI) and the rest"
+	@echo "3/3 installing mcr_plus, $(MPI) and the rest"
 	@$(pip) install -qq -c constraints.txt -e ".[$(extra)]"
-	@echo "4/4 compiling kernels, once; about a minute"
-	@$(bin)/mcr-plus warmup
-	@touch $@ $(warm)
+	@touch $@
 
 $(stamp): $(runs)
 	@echo "installing tools for tests and checks"
@@ -60,10 +58,13 @@ $(stamp): $(runs)
 
 # After a pull or an edit: many processes of tests would compile the same kernels at once.
 $(warm): $(runs) $(kernels)
+	@echo "compiling kernels, once; one to two minutes on two cores"
 	@$(bin)/mcr-plus warmup > /dev/null
 	@touch $@
 
+# Of the kernels, those that it uses.
 demo: $(runs)
+	@$(bin)/mcr-plus warmup --only msccl --only reductions
 	@$(bin)/mcr-plus run -n 2 examples/dlrm/train.py --against-torch
 
 # All in one run, so that each worker collects them once; file by file, since tests of one file may share a job.

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
+from multiprocessing import get_context
 from typing import Annotated, Any, Final
 
 import typer
 
 from mcr_plus.cli.output import print_json
+from mcr_plus.errors import unknown
 
 _REDUCED: Final = ("float32", "float16", "bfloat16", "float64", "int32", "int64")
 _OPTIONS: Final[dict[str, list[dict[str, Any]]]] = {
@@ -20,12 +23,30 @@ _OPTIONS: Final[dict[str, list[dict[str, Any]]]] = {
     "topk": [{}, {"chunk": 4096}],
 }
 """Codec options that select among kernels."""
+_WORKERS: Final = 8  # processes; each takes some 300 MiB
+_LONG: Final = (
+    "delta",
+    "int2_block",
+    "int4_block",
+    "topk",
+    "plans",
+    "experts",
+    "msccl",
+    "fp8_block",
+    "checksums",
+)
 
 
 def warmup(
     codec: Annotated[
         list[str] | None,
         typer.Option(help="Compile only the kernels of this codec; repeatable.", metavar="NAME"),
+    ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Compile only these, by a name that this command prints; repeatable.", metavar="NAME"
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
@@ -35,32 +56,52 @@ def warmup(
 
     from mcr_plus.kernels import compiling
 
-    todo = tasks(codec)
+    todo = list(tasks(codec, only))
     console = Console(stderr=True)
-    begins: list[bool] = []
-    rows: list[dict[str, Any]] = []
-    compiling.watchers.append(begins.append)
-    compiling.say_nothing()
+    rows: dict[str, dict[str, Any]] = {}
     with Progress(console=console, transient=True, disable=as_json or not console.is_terminal) as bar:
-        task = bar.add_task("", total=len(todo))
-        for name, prepare in todo.items():
-            bar.update(task, description=name)
-            begins.clear()
-            began = time.perf_counter()
-            prepare()
-            seconds = round(time.perf_counter() - began, 3)
-            rows.append({"name": name, "seconds": seconds, "compiled": any(begins)})
-            bar.advance(task)
+        task = bar.add_task(f"{len(todo)} to compile", total=len(todo))
+        for row in _compile(todo):
+            name = row["name"]
+            rows[name] = row
+            bar.update(task, advance=1, description=name)
             if not as_json:
-                print(f"{name}: {'compiled' if any(begins) else 'cached'}, {seconds:.1f} s", flush=True)
-    compiling.watchers.remove(begins.append)
+                what, number = "compiled" if row["compiled"] else "cached", f"{len(rows)} of {len(todo)}"
+                print(f"{number} {name}: {what}, {row['seconds']:.1f} s", flush=True)
     folder = compiling.cache_folder()
     if as_json:
-        print_json({"folder": None if folder is None else str(folder), "kernels": rows})
+        kernels = [rows[name] for name in todo]
+        print_json({"folder": None if folder is None else str(folder), "kernels": kernels})
     elif folder is None:
         print("Jobs will compile them again: no cache folder is writable; set one in NUMBA_CACHE_DIR.")
     else:
         print(f"Jobs load them from {folder}; NUMBA_CACHE_DIR selects another folder.")
+
+
+def _compile(names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Compile kernels by their names, on all cores, the longest first; yields a row for each that is done."""
+    from mcr_plus.core.environment import usable_cores
+
+    ordered = sorted(names, key=lambda name: name not in _LONG)
+    workers = min(len(usable_cores()), len(names), _WORKERS)
+    if workers < 2:
+        yield from map(_compiled, ordered)
+        return
+    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+        for done in as_completed([pool.submit(_compiled, name) for name in ordered]):
+            yield done.result()
+
+
+def _compiled(name: str) -> dict[str, Any]:
+    from mcr_plus.kernels import compiling
+
+    begins: list[bool] = []
+    compiling.watchers.append(begins.append)
+    compiling.say_nothing()
+    began = time.perf_counter()
+    tasks(None, [name])[name]()
+    compiling.watchers.remove(begins.append)
+    return {"name": name, "seconds": round(time.perf_counter() - began, 3), "compiled": any(begins)}
 
 
 def _shared_memory() -> None:
@@ -77,10 +118,11 @@ def _shared_memory() -> None:
 def _reductions() -> None:
     import torch
 
-    from mcr_plus.backends.shm.reduce_kernels import kernels_for
+    from mcr_plus.backends.shm.reduce_kernels import kernels_for, prepare
     from mcr_plus.kernels.compiling import preparing
 
     with preparing("reductions"):
+        prepare()
         for dtype in (getattr(torch, name) for name in _REDUCED):
             for op in ("SUM", "AVG", "MAX") if dtype.is_floating_point else ("SUM", "MAX"):
                 kernels_for(dtype, op)
@@ -133,17 +175,21 @@ _LIBRARIES: Final = {
 }
 
 
-def tasks(codecs: list[str] | None) -> dict[str, Callable[[], None]]:
-    """What compiles the kernels of these codecs, by name; None: all kernels of the package.
+def tasks(codecs: list[str] | None, only: list[str] | None = None) -> dict[str, Callable[[], None]]:
+    """Return what compiles the kernels of these codecs, or `only` these, by name; None: all of the package.
 
     Those of MPI's reductions of 16-bit floats are left out: they are made anew in every process.
     """
-    return _codecs(codecs) if codecs else {**_LIBRARIES, **_codecs(None)}
+    if not only:
+        return _codecs(codecs) if codecs else {**_LIBRARIES, **_codecs(None)}
+    known = {**_LIBRARIES, **_codecs(None)}
+    if unknown_names := [name for name in only if name not in known]:
+        raise typer.BadParameter(unknown("kernels", unknown_names[0], tuple(known)), param_hint="--only")
+    return {name: known[name] for name in (*only, *(codecs or ()))}
 
 
 def _codecs(names: list[str] | None) -> dict[str, Callable[[], None]]:
     from mcr_plus import registry
-    from mcr_plus.errors import unknown
 
     known = [name for name in registry.names("codecs") if name != "none"]
     for name in names or ():

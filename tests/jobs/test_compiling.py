@@ -420,7 +420,12 @@ def test_warmup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row["name"] for row in told["kernels"]] == ["bf16", "randk"]
     assert all(row["seconds"] >= 0 for row in told["kernels"])
     answer = mcr_plus("warmup", "--codec", "bf16")
-    assert answer.stdout.splitlines()[0].startswith("bf16: cached, ")
+    assert answer.stdout.splitlines()[0].startswith("1 of 1 bf16: ")
+    answer = mcr_plus("warmup", "--only", "reductions", "--only", "randk", "--json")
+    assert [row["name"] for row in json.loads(answer.stdout)["kernels"]] == ["reductions", "randk"]
+    wrong = mcr_plus("warmup", "--only", "reduction")
+    assert wrong.returncode == 2
+    assert "did you mean 'reductions'" in wrong.stderr
     wrong = mcr_plus("warmup", "--codec", "bf61")
     assert wrong.returncode == 2
     assert "did you mean 'bf16'" in wrong.stderr

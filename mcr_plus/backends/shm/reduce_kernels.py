@@ -372,6 +372,11 @@ def apply(function, target, first, second, third):  # type: ignore[no-untyped-de
     call(function, target, first, second, third)
 
 
+def prepare() -> None:
+    """Compile what calls the kernels by their addresses, or load it from disk."""
+    apply.compile((_types.int64,) * 5)
+
+
 @compiled
 def reduce_rows(combine, divide, parts, out, ranks, count, width):  # type: ignore[no-untyped-def]
     """Reduce `ranks` rows of `count` elements of `width` bytes in their order, by kernels of this module."""

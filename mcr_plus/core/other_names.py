@@ -19,7 +19,24 @@ _OF_MODULES: Final[Mapping[str, str | None]] = {
     "destroy_process_group": "finalize", "init_process_group": "init", "num_ranks": "get_world_size",
     "rank_size": "get_world_size", "reduceop": "SUM", "shutdown": "finalize", "split": "new_group",
     "split_group": "new_group",
-    "local_rank": None, "local_size": None,  # we have none, and none of ours is like it
+    "all_gather_single": "all_gather_into_tensor", "all_gather_tensor": "all_gather_into_tensor",
+    "reduce_scatter_single": "reduce_scatter_tensor", "monitored_barrier": "barrier",
+    "all_gather_into_tensor_coalesced": "all_gather_coalesced",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_coalesced",
+    "allgather_object": "all_gather_object", "broadcast_object_list": "broadcast_object",
+    "grouped_allgather": "all_gather_coalesced", "grouped_allreduce": "all_reduce_coalesced",
+    "grouped_reducescatter": "reduce_scatter_coalesced", "new_subgroups": "new_group",
+    "distbackenderror": "BackendError", "backend": "get_backends", "get_backend": "get_backends",
+    # We have none, and what is spelt like it does something else.
+    **dict.fromkeys((
+        "gather_object", "get_backend_config", "get_global_rank", "get_group_rank", "get_local_rank",
+        "get_local_size", "get_local_world_size", "get_node_local_rank", "get_process_group_ranks", "group",
+        "is_backend_available", "local_rank", "local_size", "record_comm", "reducer", "scatter_object_list",
+        "tcpstore", *(f"{name}options" for name in (
+            "allgather", "allreduce", "allreducecoalesced", "alltoall", "barrier", "broadcast", "gather",
+            "reduce", "reducescatter", "scatter",
+        )),
+    )),
 }  # fmt: skip
 OF_COMMUNICATORS: Final = {
     **_OPERATIONS,

@@ -204,16 +204,19 @@ def _compared(
     if without is None or None in payloads or not payloads:
         return steps
     payload = sum(us for us in payloads if us is not None)
-    would = "leaves" if steps[at]["never_slower"] else "`never_slower: true` would leave"
-    subject = "`never_slower` " if steps[at]["never_slower"] else ""
-    limit = f" if encoding and decoding take more than {microseconds(without - payload)} µs"
-    steps[at] |= {
-        "payload_us": payload,
-        "without_codec_us": without,
-        "comparison": f"expected: {microseconds(payload)} µs for what it sends, {microseconds(without)} µs "
-        f"without the codec; {subject}{would} it out{limit * (payload < without)}",
-    }
+    comparison = f"expected: {microseconds(payload)} µs for what it sends, {microseconds(without)} µs "
+    comparison += "without the codec"
+    if not signature.is_p2p:  # the two ends of a message decide nothing together
+        would = "`never_slower` leaves" if steps[at]["never_slower"] else "`never_slower: true` would leave"
+        limit = f" if encoding and decoding take more than {microseconds(without - payload)} µs"
+        alone = " (for this call alone, without those that it is fused with)" if _is_fused(notes) else ""
+        comparison += f"; {would} it out{limit * (payload < without)}{alone}"
+    steps[at] |= {"payload_us": payload, "without_codec_us": without, "comparison": comparison}
     return steps
+
+
+def _is_fused(notes: Sequence[Note]) -> bool:
+    return any(note.stage == "fuse" and not note.text.startswith("not fused") for note in notes)
 
 
 def _shaped(signature: Signature, shape: Sequence[int]) -> Signature:

@@ -149,6 +149,27 @@ def test_a_codec_is_compared_with_the_operation_without_it(
     assert words in step["comparison"]
 
 
+def test_never_slower_is_not_said_to_apply_to_messages(table: Path) -> None:
+    path = table.parent / "message.yaml"
+    table.write_text(
+        "version: 1\nrules:\n  - {kind: send, bytes: 0.., backend: mpi, measured: {mpi: {8B: 1, 1MiB: 20}}}\n"
+    )
+    stages = "{compress: {codec: bf16, never_slower: true}}, {select: {table: table.yaml}}, {dispatch: {}}"
+    path.write_text(f"version: 1\nbackends: [mpi]\npipeline: [{stages}]\n")
+    steps = mcr.explain("send", 64 * K, config=path)["steps"]
+    (step,) = [step for step in steps if step["stage"] == "compress"]
+    assert step["comparison"].endswith("µs without the codec")
+
+
+def test_a_comparison_of_a_fused_operation_is_of_this_call_alone(table: Path) -> None:
+    path = table.parent / "fused.yaml"
+    stages = "{fuse: {}}, {compress: {codec: bf16}}, {select: {table: table.yaml}}, {dispatch: {}}"
+    path.write_text(config(table.parent).read_text().split("pipeline")[0] + f"pipeline: [{stages}]\n")
+    steps = mcr.explain("all_reduce", 32 * K, config=path, async_op=True)["steps"]
+    (step,) = [step for step in steps if step["stage"] == "compress"]
+    assert step["comparison"].endswith("(for this call alone, without those that it is fused with)")
+
+
 def test_a_codec_that_sends_longer_than_without_it(table: Path) -> None:
     path = table.parent / "slower.yaml"
     table.write_text(

@@ -90,6 +90,28 @@ def test_an_unknown_name_of_the_package_says_which_was_meant(name: str, meant: s
     assert str(caught.value).endswith(f"did you mean {meant!r}?" if meant else f"attribute {name!r}")
 
 
+# Names of torch.distributed that are hinted; the others get no hint, as nothing of ours does the same.
+_HINTS = {
+    "Backend": "get_backends", "DistBackendError": "BackendError", "ReduceOp": "SUM",
+    "all_gather_coalesced": "all_gather_coalesced", "all_gather_single": "all_gather_into_tensor",
+    "broadcast_object_list": "broadcast_object", "destroy_process_group": "finalize",
+    "get_backend": "get_backends", "init_process_group": "init", "monitored_barrier": "barrier",
+    "new_subgroups": "new_group", "reduce_scatter_single": "reduce_scatter_tensor",
+    "split_group": "new_group",
+}  # fmt: skip
+
+
+def test_names_of_torch_are_hinted_at_what_does_the_same() -> None:
+    functions = [name for name, each in vars(torch.distributed).items() if name[0] != "_" and callable(each)]
+    assert len(functions) > 60
+    for name in {*functions, "all_gather_single", "reduce_scatter_single", "get_local_rank"}:
+        if name not in {*mcr.__all__, "rendezvous"}:  # a folder of ours
+            with pytest.raises(AttributeError) as caught:
+                getattr(mcr, name)
+            meant = _HINTS.get(name)
+            assert str(caught.value).endswith(f"did you mean {meant!r}?" if meant else f"attribute {name!r}")
+
+
 @pytest.mark.parametrize(
     ("module", "name", "meant"),
     [("autograd", "allreduce", "all_reduce"), ("autograd", "reducescatter", "reduce_scatter"),

@@ -5,9 +5,10 @@
 
 Tokens are separated by `#`; their fields are recognised by their form, in any order: collectives, memory
 types, `lo-hi` sizes (half-open; K, M, G and T are binary), `[lo-hi]` numbers of ranks (both included), a
-score and an `@algorithm`. A missing field matches everything. A string without a variable is read as
-UCC_TL_UCP_TUNE. Between components the highest score wins. A token with an unknown name, or a range that
-overlaps another of its component, is left out and reported (UCC drops the string); so are other variables.
+score and an `@algorithm`. A missing field matches everything. Strings without a variable are read as
+UCC_TL_UCP_TUNE, if that is not set. Between components the highest score wins. A token with an unknown name,
+or a range that overlaps another of its component, is left out and reported (UCC drops the string); so are
+other variables.
 
 `ucc.conf` has sections such as `[vendor=intel model=skylake team_size=4 ppn=2 nnodes=2]`. Strings for TL/UCP
 in them apply there, unless one stands outside of all sections. A table is for the first processor of a file.
@@ -268,7 +269,7 @@ def import_(text: str, name: str, backend: str) -> Imported:
     last = {(section.text, component): assignment.line for section, component, assignment in tuned}
     entries: list[_Entry] = []
     for section, component, assignment in tuned:
-        if (later := last[section.text, component]) != assignment.line:
+        if assignment.variable and (later := last[section.text, component]) != assignment.line:
             what = f"{assignment.variable} is set again in line {later}, which a shell takes"
             lost.append(f"{name}:{assignment.line}: {what}; UCC refuses a ucc.conf that has both")
             continue
@@ -286,6 +287,7 @@ def import_(text: str, name: str, backend: str) -> Imported:
 def _tuned(text: str, name: str, lost: list[str]) -> Iterator[tuple[_Section, str, Assignment]]:
     """Yield the TUNE strings of one processor, with section and component; report what else there is."""
     section, processor = _Section(), ""
+    is_set = any(each.variable == "UCC_TL_UCP_TUNE" for each in assignments(text))
     skipped: dict[str, list[int]] = {}  # lines by the reason
     for assignment in assignments(text):
         place = f"{name}:{assignment.line}"
@@ -300,6 +302,8 @@ def _tuned(text: str, name: str, lost: list[str]) -> Iterator[tuple[_Section, st
                 lost.append(f"{place}: [{section.text}]: {what}")
         elif section.processor not in ("", processor) or assignment.value.startswith(";"):
             continue
+        elif not assignment.variable and is_set:
+            skipped.setdefault("sets no variable, and is no section", []).append(assignment.line)
         elif (component := COMPONENT_OF.get(assignment.variable)) is None:
             what = f"{assignment.variable}: no TUNE string"
             if assignment.variable.endswith("_TUNE"):

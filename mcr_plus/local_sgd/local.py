@@ -160,7 +160,7 @@ class LocalSteps:
         self._computing = self._in_window = self._waiting = self._outer = 0.0
         self._bytes = self._wire_bytes = 0
         self._left = time.perf_counter()
-        arguments.refuse_other_steps(self, inner)
+        arguments.refuse_other_steps(self)
 
     # -- steps ------------------------------------------------------------------------------------
 

@@ -59,6 +59,11 @@ def _reducer_of(param: torch.nn.Parameter) -> Reducer | None:
     return reducer if is_current else None
 
 
+def is_averaged(param: torch.nn.Parameter) -> bool:
+    """Whether there is a reducer for the gradient."""
+    return _reducer_of(param) is not None
+
+
 class Reducer:
     """The gradients of some parameters, averaged over the ranks of `comm` in every backward pass.
 
@@ -137,6 +142,11 @@ class Reducer:
     def active(self) -> bool:
         """True if a backward pass is in progress."""
         return self._task is not None
+
+    @property
+    def attached(self) -> bool:
+        """True if it has parameters, and no later reducer has any of them."""
+        return bool(self._slots)
 
     @property
     def _captured(self) -> bool:

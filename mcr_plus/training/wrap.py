@@ -439,7 +439,7 @@ def unaveraged(named: Iterable[tuple[str, torch.nn.Parameter]]) -> str | None:
 def refuse_lazy(named: Iterable[tuple[str, object]]) -> None:
     """Raise `InvalidArgument` for parameters and buffers of lazy modules that have no values yet."""
     for name, tensor in named:
-        if is_lazy(tensor):
+        if isinstance(tensor, torch.Tensor) and is_lazy(tensor):
             raise InvalidArgument(
                 f"model: '{name}' of a lazy module has no shape yet; run a forward pass on all ranks first"
             )

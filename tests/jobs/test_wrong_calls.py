@@ -6,7 +6,7 @@ import copy
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import torch
 from ranks import run_ranks
@@ -359,7 +359,7 @@ def _frozen_for_a_pass() -> None:
 
 def _alternating() -> None:
     model, optimizer = mcr.wrap(*_model())
-    another = torch.optim.SGD([model.bias], lr=0.1)
+    another = torch.optim.SGD([cast("torch.Tensor", model.bias)], lr=0.1)
     model.weight.requires_grad_(False)
     _step(model, another)
     model.weight.requires_grad_(True)
@@ -415,7 +415,7 @@ def _accumulated() -> None:
         _step(model, another)
 
 
-@mcr.record()
+@mcr.record()  # type: ignore[operator]
 def _recorded() -> None:
     mcr.all_reduce(torch.ones(2))
 

@@ -106,12 +106,13 @@ def elastic(
 ) -> Iterator[Step]:
     """Yield the steps of a training loop which goes on when ranks are lost, and takes ranks in.
 
-    `model` and `optimizer` have been wrapped (`mcr.wrap`). Where a rank is lost within a step, the others
-    go on without it and repeat the step. Replicas are equal between steps, so nothing is saved for this: a
-    rank that had not completed the last step gets the state of one that has. A process that `mcr-plus run
-    --min-ranks` has started again is alone in its job until its loop begins; the others take it in between
-    two steps, and it gets model, optimizer and `state` from them, model and optimizer beforehand, while they
-    train (`precopy`). What happened is one line on stderr of the first rank that has gone on.
+    `model` and `optimizer` have been wrapped (`mcr.wrap`), or the result of `mcr.local` is in `state`. Where
+    a rank is lost within a step, the others go on without it and repeat the step. Replicas are equal between
+    steps, so nothing is saved for this: a rank that had not completed the last step gets the state of one
+    that has. A process that `mcr-plus run --min-ranks` has started again is alone in its job until its loop
+    begins; the others take it in between two steps, and it gets model, optimizer and `state` from them, model
+    and optimizer beforehand, while they train (`precopy`). What happened is one line on stderr of the first
+    rank that has gone on.
 
     The ranks may change between two steps: read `mcr.get_rank()` and `mcr.get_world_size()` in each, so that
     the step's data is divided among the ranks that there are. Communicators of before are revoked then, and

@@ -57,6 +57,8 @@ def has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():  # a graph of a step has no place for this
+        return
     count = count_parameters(optimizer)
     known = _known.get(optimizer)
     is_new = known is None or known[0] != count

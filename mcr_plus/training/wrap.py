@@ -19,7 +19,7 @@ from mcr_plus.communicator.transfer import broadcast_tensors
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.job.init import member_of
 from mcr_plus.training.other_steps import count_parameters, has_closure, watch_steps
-from mcr_plus.training.reducer import Reducer, is_averaged
+from mcr_plus.training.reducer import Reducer, reducer_of
 
 if TYPE_CHECKING:
     from mcr_plus.bucketing.compiled import CompiledCall
@@ -71,11 +71,6 @@ class _Wrapped(_Inert):
             if isinstance(model._compiled_call_impl, CompiledCall):
                 self.use(model._compiled_call_impl)
 
-    @property
-    def is_replaced(self) -> bool:
-        """Whether a later wrapping, or a `DistributedOptimizer`, has some of its parameters."""
-        return bool(self.named) and not self.reducer.attached
-
     def use(self, call: CompiledCall) -> None:
         """Replace the forward hook of a compiled model, since this hook cannot be part of a graph."""
         self.is_compiled = True
@@ -114,7 +109,7 @@ class _Wrapped(_Inert):
         Raises `InvalidArgument` if no pass has averaged what passes in `no_sync` have accumulated.
         """
         self.refuse_sums(has_closure(args, kwargs))
-        if self.is_replaced and (name := unaveraged(self.named)) is not None:
+        if self.reducer.detached and (name := unaveraged(self.named)) is not None:
             raise InvalidArgument(
                 f"model: '{name}' is not averaged any more, as mcr.wrap has since been called on a part "
                 "of the model; call it on the whole model last"
@@ -125,7 +120,7 @@ class _Wrapped(_Inert):
 
     def before_other_step(self, optimizer: torch.optim.Optimizer, is_new: bool, has_closure: bool) -> None:
         """Look at the step of an optimizer that trains parameters of the model, see `watch_steps`."""
-        if optimizer is self.optimizer() or self.is_replaced:
+        if optimizer is self.optimizer() or self.reducer.detached:
             return
         self.refuse_sums(has_closure)
         if is_new or any(param.requires_grad for param in self.frozen):
@@ -145,7 +140,7 @@ class _Wrapped(_Inert):
         `missing`: also if some are gone or frozen, which lets no ranks differ.
         """
         model = self.model()
-        if model is None or self.is_replaced:
+        if model is None or self.reducer.detached:
             return
         now, then = dict(trainable(model)), dict(self.named)
         for name in [*now, *(then if missing else ())]:
@@ -182,7 +177,7 @@ class _Averaged:
         self.reducer.recover()
         known = self.trained
         if _optimizers.get(optimizer) is self and any(
-            id(param) not in known and param.requires_grad and not (_skipped(param) or is_averaged(param))
+            id(param) not in known and param.requires_grad and not (_skipped(param) or reducer_of(param))
             for group in optimizer.param_groups
             for param in group["params"]
         ):
@@ -230,8 +225,10 @@ def wrap(
 
     Raises:
         InvalidArgument: `model` or `optimizer` has another type, the optimizer has no parameter of the model,
-            or ranks have different parameters. At the next forward pass or `step()`: parameters have been
-            added, removed, frozen or unfrozen since.
+            a parameter of a lazy module has no shape yet, or ranks have different parameters. At the next
+            forward pass, or `step()` of any optimizer of these parameters: parameters have been added,
+            replaced, unfrozen or removed since, or frozen at `step()` of this one; or, at `step()`, gradients
+            are those of passes in `no_sync` alone.
         Unsupported: in a backward pass, a gradient is sparse or has a graph (`create_graph=True`).
 
     Example:
@@ -409,7 +406,9 @@ def broadcast_parameters(
     if isinstance(params, torch.nn.Module):
         params = params.state_dict()
     pairs: Any = params.items() if isinstance(params, Mapping) else params
-    items = [pairs] if isinstance(pairs, torch.Tensor) or not isinstance(pairs, Iterable) else list(pairs)
+    items: list[Any] = (
+        [pairs] if isinstance(pairs, torch.Tensor) or not isinstance(pairs, Iterable) else list(pairs)
+    )
     are_pairs = all(isinstance(item, tuple) and len(item) == 2 for item in items)
     tensors = [tensor for _, tensor in items if isinstance(tensor, torch.Tensor)] if are_pairs else []
     if items and not tensors:
@@ -433,7 +432,7 @@ def trainable(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
 
 def unaveraged(named: Iterable[tuple[str, torch.nn.Parameter]]) -> str | None:
     """Return the name of the first trained parameter whose gradient is not averaged; None: all are."""
-    return next((name for name, param in named if param.requires_grad and not is_averaged(param)), None)
+    return next((name for name, param in named if param.requires_grad and reducer_of(param) is None), None)
 
 
 def refuse_lazy(named: Iterable[tuple[str, object]]) -> None:

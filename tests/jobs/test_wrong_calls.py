@@ -415,6 +415,13 @@ def _accumulated() -> None:
         _step(model, another)
 
 
+def _compiled_step() -> None:
+    model, _ = mcr.wrap(*_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(1, 4)).sum().backward()
+    torch.compile(optimizer.step, backend="eager", fullgraph=True)()
+
+
 @mcr.record()  # type: ignore[operator]
 def _recorded() -> None:
     mcr.all_reduce(torch.ones(2))
@@ -432,7 +439,7 @@ def _broadcast_module() -> None:
 
 RIGHT = (
     _frozen_for_a_pass, _alternating, _functional, _distributed_after_wrap, _local_then_wrap,
-    _local_then_alone, _accumulated, _recorded, _broadcast_module,
+    _local_then_alone, _accumulated, _compiled_step, _recorded, _broadcast_module,
 )  # fmt: skip
 
 

@@ -37,8 +37,10 @@ from mcr_plus.job.epoch_change import join_job, leave_epoch
 from mcr_plus.job.init import current
 from mcr_plus.job.rebind import Inheritance, inheriting
 from mcr_plus.job.runtime import Runtime
+from mcr_plus.local_sgd.local import LocalSteps
 from mcr_plus.membership.request import Request
 from mcr_plus.membership.rules import Proposal
+from mcr_plus.training.wrap import unaveraged
 
 _LOOK_EVERY: Final = 0.25  # seconds between looks at the store for processes that want to join
 _TAG: Final = "elastic"
@@ -74,6 +76,11 @@ class Step:
     _entered: bool = False
 
     def __enter__(self) -> Step:
+        if self._entered:
+            raise InvalidArgument(
+                f"elastic: step {self.number} has had a `with` block; put all of a step into one block, as "
+                "all of it is repeated after a loss"
+            )
         self._entered = True
         return self
 
@@ -99,12 +106,13 @@ def elastic(
 ) -> Iterator[Step]:
     """Yield the steps of a training loop which goes on when ranks are lost, and takes ranks in.
 
-    `model` and `optimizer` have been wrapped (`mcr.wrap`). Where a rank is lost within a step, the others
-    go on without it and repeat the step. Replicas are equal between steps, so nothing is saved for this: a
-    rank that had not completed the last step gets the state of one that has. A process that `mcr-plus run
-    --min-ranks` has started again is alone in its job until its loop begins; the others take it in between
-    two steps, and it gets model, optimizer and `state` from them, model and optimizer beforehand, while they
-    train (`precopy`). What happened is one line on stderr of the first rank that has gone on.
+    `model` and `optimizer` have been wrapped (`mcr.wrap`), or the result of `mcr.local` is in `state`. Where
+    a rank is lost within a step, the others go on without it and repeat the step. Replicas are equal between
+    steps, so nothing is saved for this: a rank that had not completed the last step gets the state of one
+    that has. A process that `mcr-plus run --min-ranks` has started again is alone in its job until its loop
+    begins; the others take it in between two steps, and it gets model, optimizer and `state` from them, model
+    and optimizer beforehand, while they train (`precopy`). What happened is one line on stderr of the first
+    rank that has gone on.
 
     The ranks may change between two steps: read `mcr.get_rank()` and `mcr.get_world_size()` in each, so that
     the step's data is divided among the ranks that there are. Communicators of before are revoked then, and
@@ -126,8 +134,9 @@ def elastic(
             CPU until it is sent. Without, all of it is sent while all wait. The same on all ranks.
 
     Raises:
-        InvalidArgument: arguments of another type; parameters that are not replicated (`mcr_skip`, DTensor),
-            which are lost with their rank; `min_ranks` above the number of ranks.
+        InvalidArgument: arguments of another type; a model that neither `wrap` nor `local` averages, or with
+            parameters that are not replicated (`mcr_skip`, DTensor), which are lost with their rank;
+            `min_ranks` above the number of ranks; a second `with` block of a step.
         NotInitialized: `init` has not been called, or a step was used without `with`.
         BackendError: fewer ranks than `min_ranks` are left.
         Revoked: the others have declared this rank lost, such as after a SIGSTOP.
@@ -408,6 +417,14 @@ def _check_arguments(
             raise InvalidArgument(
                 f"model: '{name}' is not replicated, so it is lost with a rank; elastic needs replicas"
             )
+    local = {id(param) for each in state if isinstance(each, LocalSteps) for _, param in each.named}
+    alone = unaveraged((name, param) for name, param in model.named_parameters() if id(param) not in local)
+    if alone is not None:
+        raise InvalidArgument(
+            f"model: '{alone}' is averaged neither by mcr.wrap nor by an mcr.local among `state`, so "
+            "replicas would not stay equal; call mcr.wrap(model, optimizer) first (without "
+            "DistributedDataParallel around it), or mcr.local, and pass what it returns as `state`"
+        )
 
 
 def _passport(runtime: Runtime, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:

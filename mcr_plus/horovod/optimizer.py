@@ -18,6 +18,7 @@ from mcr_plus.horovod.handle import Handle
 from mcr_plus.horovod.reducing import Average, HorovodReduceOp, Sum, reduce_op_of
 from mcr_plus.horovod.starting import reduce_async, synchronize
 from mcr_plus.horovod.world import ProcessSet, global_process_set
+from mcr_plus.training.other_steps import count_parameters, watch_steps
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 Param = torch.Tensor
@@ -55,13 +56,14 @@ class _Gradients:
         self._factors = (1.0 / predivide, predivide) if op == Average else (1.0, 1.0)
         self._sparse_as_dense = sparse_as_dense
         self._process_set = process_set
-        self._count = _count(optimizer)
+        self._count = count_parameters(optimizer)
         self._units = units  # parameters whose gradients are reduced as one operation
         self._unit_of = {param: unit for unit in units for param in unit}
         self._left: dict[Param, int] = {}  # backward passes until a gradient is complete
         self._handles: dict[tuple[Param, ...], Handle] = {}
         self._dense: dict[Param, torch.Tensor] = {}  # dense copies of sparse gradients
         self._hooks: list[Any] = [optimizer.register_step_pre_hook(self.before_step)]
+        watch_steps(self, list(self._unit_of), _Gradients.before_other_step)
         self.begin()
 
     @property
@@ -153,7 +155,7 @@ class _Gradients:
         self, _optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Hook before `step`: waits for the gradients, and wraps a closure to reduce after each run."""
-        if _count(self._optimizer) != self._count:
+        if count_parameters(self._optimizer) != self._count:
             raise InvalidArgument(
                 "optimizer: its parameters have changed since hvd.DistributedOptimizer; call it again"
             )
@@ -168,6 +170,15 @@ class _Gradients:
             self.synchronize()
         self.synchronized = False
         return again
+
+    def before_other_step(self, optimizer: torch.optim.Optimizer, *_: bool) -> None:
+        """Raise `InvalidArgument` if another optimizer would use gradients before they are reduced."""
+        if optimizer is not self._optimizer and self.under_way:
+            raise InvalidArgument(
+                f"optimizer.step() was called on another optimizer ({type(optimizer).__name__}) of the "
+                "parameters of hvd.DistributedOptimizer, whose gradients are being reduced; pass that one to "
+                "hvd.DistributedOptimizer in its place, or call synchronize() first"
+            )
 
     def _closed(self, closure: Callable[[], Any]) -> Any:
         with torch.enable_grad():
@@ -293,10 +304,6 @@ def _positive(passes: int) -> int:
     if number is None or number < 1:
         raise InvalidArgument(f"backward_passes_per_step: expected an integer from 1, got {passes!r}")
     return number
-
-
-def _count(optimizer: torch.optim.Optimizer) -> int:
-    return sum(len(group["params"]) for group in optimizer.param_groups)
 
 
 def _names(

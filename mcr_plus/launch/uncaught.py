@@ -42,9 +42,8 @@ def report_to(channel: str) -> None:
     rank = os.getpid()
 
     def report(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-        # Ctrl-C and a forked process are no failures of this rank.
-        is_failure = not isinstance(value, KeyboardInterrupt) and os.getpid() == rank
-        if not is_failure or not _reported(channel, value, trace, time.monotonic()):
+        is_own = os.getpid() == rank  # what a forked process raises is no failure of this rank
+        if not is_own or not _reported(channel, value, trace, time.monotonic()):
             default(kind, value, trace)
 
     sys.excepthook = report
@@ -82,10 +81,10 @@ def description(error: BaseException, trace: TracebackType | None) -> dict[str, 
     None if unknown. `traceback`: the lines of the whole traceback.
     """
     lines = "".join(traceback.format_exception(type(error), error, trace)).splitlines()
-    head = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(": ")
+    head = _named(error).splitlines()[0].rstrip(": ")
     report: dict[str, Any] = {"time": time.monotonic(), "traceback": lines, "error": head, "text": None}
     if _is_ours(error):
-        report["text"] = "\n".join([f"{type(error).__name__}: {error}", *_notes(error), *_cause(error)])
+        report["text"] = "\n".join([_named(error), *_notes(error), *_cause(error)])
     frame = _frame_of_user(traceback.extract_tb(trace))
     report["place"] = None if frame is None else f"{_shown(frame.filename)}:{frame.lineno}, in {frame.name}"
     report["source"] = None if frame is None else frame.line
@@ -98,6 +97,14 @@ def _is_ours(error: BaseException) -> bool:
     return errors is not None and isinstance(error, errors.McrError)
 
 
+def _named(error: BaseException) -> str:
+    """The kind and the message of an exception, in Python's words if its `__str__` raises."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return f"{type(error).__name__}: <exception str() failed>"
+
+
 def _notes(error: BaseException) -> list[str]:
     notes = getattr(error, "__notes__", None)
     return [str(note) for note in notes] if isinstance(notes, (list, tuple)) else []
@@ -105,7 +112,7 @@ def _notes(error: BaseException) -> list[str]:
 
 def _cause(error: BaseException) -> list[str]:
     cause = error.__cause__
-    return [] if cause is None else [f"caused by {type(cause).__name__}: {cause}"]
+    return [] if cause is None else [f"caused by {_named(cause)}"]
 
 
 def _frame_of_user(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
@@ -193,13 +200,15 @@ def main() -> int | None:
         report_to(channel)
     try:
         run_program(sys.argv[1], sys.argv[2:])
-    except (SystemExit, KeyboardInterrupt):
+    except SystemExit:
         raise
     except BaseException as error:  # asyncio.CancelledError is no Exception
         when = time.monotonic()
         if os.getpid() != _PROCESS:
             raise
         _end_with(error, channel, when)
+        if isinstance(error, KeyboardInterrupt):  # Python ends by the signal, for shells
+            raise
         return 1
     return None
 

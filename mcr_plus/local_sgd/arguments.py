@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 from weakref import WeakSet
 
 import torch
@@ -21,6 +21,11 @@ from mcr_plus.core.message import Signature, frozen
 from mcr_plus.core.units import whole_number
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.local_sgd.fragments import Fragment, Named, Outer, cut, layers_of
+from mcr_plus.training.other_steps import watch_steps
+from mcr_plus.training.wrap import refuse_lazy, unaveraged
+
+if TYPE_CHECKING:
+    from mcr_plus.local_sgd.local import LocalSteps
 
 GATES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
 DEFAULT_OUTER: Final[Outer] = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
@@ -119,6 +124,7 @@ def needs_closure(inner: torch.optim.Optimizer) -> bool:
 
 def trained(model: torch.nn.Module, inner: torch.optim.Optimizer) -> list[Named]:
     """The parameters that take part: those that are trained, each once, without `mcr_skip`."""
+    refuse_lazy((*model.named_parameters(), *model.named_buffers()))
     named = [
         (name, param)
         for name, param in model.named_parameters()
@@ -233,7 +239,7 @@ def stepping(inner: torch.optim.Optimizer) -> Iterator[None]:
         _stepping.discard(inner)
 
 
-def refuse_other_steps(local: object, inner: torch.optim.Optimizer) -> None:
+def refuse_other_steps(local: LocalSteps) -> None:
     """Let steps outside of `local.step` raise `InvalidArgument`: nothing would be averaged after them.
 
     They cannot count as steps of `local`: where a GradScaler leaves one out, ranks would count differently.
@@ -248,4 +254,15 @@ def refuse_other_steps(local: object, inner: torch.optim.Optimizer) -> None:
                 "first delete the object that mcr.local has returned"
             )
 
-    handle = inner.register_step_pre_hook(before)
+    handle = local.inner.register_step_pre_hook(before)
+    watch_steps(local, local.model, _refuse_another)
+
+
+def _refuse_another(local: LocalSteps, optimizer: torch.optim.Optimizer, *_: bool) -> None:
+    if optimizer is local.inner or optimizer in _stepping or unaveraged(local.named) is None:
+        return
+    raise InvalidArgument(
+        f"optimizer.step() was called on another optimizer ({type(optimizer).__name__}) of the model of "
+        "mcr.local, so nothing would be averaged; pass that optimizer to mcr.local, and call local.step() in "
+        "place of its step(), or first delete the object that mcr.local has returned"
+    )

@@ -42,8 +42,8 @@ def local(
 ) -> LocalSteps:
     """Train a model on ranks that are joined by slow links: with inner steps alone, and outer steps together.
 
-    Every rank calls `local.step()` instead of `inner.step()`, which raises as long as `local` exists. Every
-    `every` steps, the ranks average how far
+    Every rank calls `local.step()` instead of `inner.step()`, which raises as long as `local` exists, as does
+    the step of another optimizer of the model. Every `every` steps, the ranks average how far
     their parameters have moved since the last outer step (the pseudo-gradient), and the outer optimizer makes
     one step of the outer parameters with it, alike on all ranks (DiLoCo; Douillard et al. 2023, arXiv
     2311.08105). The model continues from there; the inner optimizer keeps its state, which is not exchanged.
@@ -160,7 +160,7 @@ class LocalSteps:
         self._computing = self._in_window = self._waiting = self._outer = 0.0
         self._bytes = self._wire_bytes = 0
         self._left = time.perf_counter()
-        arguments.refuse_other_steps(self, inner)
+        arguments.refuse_other_steps(self)
 
     # -- steps ------------------------------------------------------------------------------------
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
+from weakref import finalize
 
 import numpy as np
 
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from mcr_plus.engine.engine import Engine
     from mcr_plus.engine.group_state import GroupState
     from mcr_plus.engine.work import IssuedWork
+
+_log = logging.getLogger("mcr_plus")
 
 
 @dataclass(frozen=True)
@@ -421,8 +425,7 @@ def recording(engine: Engine, rank: int, size: int) -> Iterator[Log]:
         log.publish()
 
 
-@contextmanager
-def record(path: str | Path | None = None) -> Iterator[Log]:
+def record(path: str | Path | None = None) -> AbstractContextManager[Log]:
     """Record the operations of this process that are issued and end inside the block.
 
     Nothing is synchronised for it, so the program runs as it does without. Records hold sizes in bytes and
@@ -449,6 +452,36 @@ def record(path: str | Path | None = None) -> Iterator[Log]:
         ]
         ```
     """
+    return _Recording(path)
+
+
+class _Recording(ContextDecorator, AbstractContextManager[Log]):
+    def __init__(self, path: str | Path | None) -> None:
+        self._path = path
+        self._entered: list[AbstractContextManager[Log]] = []
+        text = "record: nothing was recorded, because mcr.record() was used without `with`"
+        self._unused = finalize(self, _log.warning, text)
+
+    def __call__(self, function: Any) -> Any:
+        self._unused.detach()  # not every function is called
+        return super().__call__(function)
+
+    def __enter__(self) -> Log:
+        self._unused.detach()
+        self._entered.append(_recorded(self._path))
+        return self._entered[-1].__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.pop().__exit__(*error)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"record: no {name!r}; `with mcr.record() as log:` begins a block, and gives the log"
+        )
+
+
+@contextmanager
+def _recorded(path: str | Path | None) -> Iterator[Log]:
     job = current()
     with recording(job.engine, job.world.rank, job.world.size) as log, ExitStack() as stack:
         if path is not None:

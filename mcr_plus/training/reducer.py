@@ -53,7 +53,8 @@ _ALIGNMENT: Final = 64  # bytes: a cache line, and the widest vector register
 _reducers: dict[int, weakref.ref[Reducer]] = {}
 
 
-def _reducer_of(param: torch.nn.Parameter) -> Reducer | None:
+def reducer_of(param: torch.nn.Parameter) -> Reducer | None:
+    """Return what averages the gradient of a parameter."""
     reducer = _reducers.get(id(param), lambda: None)()
     is_current = reducer is not None and any(slot.param is param for slot in reducer._slots)
     return reducer if is_current else None
@@ -76,10 +77,10 @@ class Reducer:
     ) -> None:
         self._group = comm.name
         for param in {id(param): param for _, param in params}.values():
-            if (before := _reducer_of(param)) is not None:
+            if (before := reducer_of(param)) is not None:
                 before.detach()
         self.comm = comm = comm.branch_named(branch)
-        self.syncing, self.keeps, config = True, False, comm.config
+        self.syncing, self.keeps, self.detached, config = True, False, False, comm.config
         fuse = comm.stage_options("fuse")
         self._limits = fuse if isinstance(fuse, FuseOptions) else FuseOptions()
         self._alignment = largest_alignment(config, self._limits.codecs)  # in elements
@@ -164,7 +165,7 @@ class Reducer:
             hook.remove()
         for slot in self._slots:
             _reducers.pop(id(slot.param), None)
-        self._hooks, self._slots, self._task, self._auto = [], [], None, None
+        self._hooks, self._slots, self._task, self._auto, self.detached = [], [], None, None, True
 
     def recover(self) -> None:
         """Complete a backward pass that raised, so that the peers do not wait for it.

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch.nn.parameter import is_lazy
+from torch.nn.utils import stateless
 
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.communicator.transfer import broadcast_tensors
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.job.hooks import Follower
 from mcr_plus.job.init import member_of
-from mcr_plus.training.reducer import Reducer
+from mcr_plus.training.other_steps import count_parameters, has_closure, watch_steps
+from mcr_plus.training.reducer import Reducer, reducer_of
 
 if TYPE_CHECKING:
     from mcr_plus.bucketing.compiled import CompiledCall
@@ -46,18 +51,21 @@ class _Wrapped(_Inert):
         self.model = weakref.ref(model)
         self.optimizer = weakref.ref(optimizer)
         self.comm = comm
-        self.named = _trainable(model)
+        self.named = trainable(model)
         self.frozen = [
             param for param in model.parameters() if not param.requires_grad and not _skipped(param)
         ]
-        self.count = _count(optimizer)
-        self.parameters = sum(1 for _ in model.parameters())
+        self.count = count_parameters(optimizer)
+        params, _ = _held(model)
+        self.parameters = len(params)
+        self.trained = {id(param): param for param in params if param.requires_grad}
         self.reducer = Reducer(self.named, comm, branch)
         self.is_compiled = False
         self.handles = [
             model.register_forward_pre_hook(self.before_forward),
             optimizer.register_step_pre_hook(self.before_step),
         ]
+        watch_steps(self, model, _Wrapped.before_other_step)
         if model._compiled_call_impl is not None:
             from mcr_plus.bucketing.compiled import CompiledCall  # for models of `mcr.compile` alone
 
@@ -83,36 +91,60 @@ class _Wrapped(_Inert):
     def begin_forward(self, module: torch.nn.Module) -> None:
         """Complete a failed pass, and broadcast buffers."""
         self.reducer.recover()
-        if not (module.training and torch.is_grad_enabled() and self.reducer.syncing):
+        if not (torch.is_grad_enabled() and self.reducer.syncing):
             return
-        if sum(1 for _ in module.parameters()) != self.parameters:
+        # Listed in every pass: a module may have assigned others.
+        params, buffers = _held(module)
+        trained = self.trained
+        if len(params) != self.parameters:
             self.check()
-        # Listed in every pass: a module may have assigned other buffers.
-        buffers = [buffer for buffer in module.buffers() if not _skipped(buffer)]
-        if buffers:
+        elif any(param.requires_grad and id(param) not in trained for param in params) and not _is_swapped():
+            self.check(missing=False)  # some are frozen for a pass and nothing else, such as by GANs
+        buffers = [buffer for buffer in buffers if not _skipped(buffer)]
+        if buffers and module.training:
             broadcast_tensors(buffers, self.comm)
 
-    def before_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Call `check` if a cheap test indicates that parameters were added, removed, frozen or unfrozen.
 
         Raises `InvalidArgument` if no pass has averaged what passes in `no_sync` have accumulated.
         """
-        if self.reducer.keeps:
+        self.refuse_sums(has_closure(args, kwargs))
+        if self.reducer.detached and (name := unaveraged(self.named)) is not None:
+            raise InvalidArgument(
+                f"model: '{name}' is not averaged any more, as mcr.wrap has since been called on a part "
+                "of the model; call it on the whole model last"
+            )
+        grown = count_parameters(optimizer) != self.count or any(p.requires_grad for p in self.frozen)
+        if grown or not (self.reducer.all_used and all(param.requires_grad for _, param in self.named)):
+            self.check()
+
+    def before_other_step(self, optimizer: torch.optim.Optimizer, is_new: bool, has_closure: bool) -> None:
+        """Look at the step of an optimizer that trains parameters of the model, see `watch_steps`."""
+        if optimizer is self.optimizer() or self.reducer.detached:
+            return
+        self.refuse_sums(has_closure)
+        if is_new or any(param.requires_grad for param in self.frozen):
+            self.check(missing=False)  # those that it has not got may be frozen for its steps
+
+    def refuse_sums(self, has_closure: bool) -> None:
+        """Raise `InvalidArgument` if gradients are, or those of a closure will be, of this rank alone."""
+        if self.reducer.keeps or (has_closure and not self.reducer.syncing):
             raise InvalidArgument(
                 "optimizer.step: the gradients are of this rank alone, as the last backward pass was within "
                 "mcr.no_sync; leave the block before the last pass of a step, or use mcr.local"
             )
-        grown = _count(optimizer) != self.count or any(param.requires_grad for param in self.frozen)
-        if grown or not (self.reducer.all_used and all(param.requires_grad for _, param in self.named)):
-            self.check()
 
-    def check(self) -> None:
-        """Raise `InvalidArgument` if the model's parameters differ from the wrapped ones."""
+    def check(self, *, missing: bool = True) -> None:
+        """Raise `InvalidArgument` if the model's parameters differ from the wrapped ones.
+
+        `missing`: also if some are gone or frozen, which lets no ranks differ.
+        """
         model = self.model()
-        if model is None:
+        if model is None or self.reducer.detached:
             return
-        now, then = dict(_trainable(model)), dict(self.named)
-        for name in [*now, *then]:
+        now, then = dict(trainable(model)), dict(self.named)
+        for name in [*now, *(then if missing else ())]:
             if now.get(name) is not then.get(name):
                 new, old = name not in then, name not in now
                 what = "was added or unfrozen" if new else "was removed or frozen" if old else "was replaced"
@@ -133,12 +165,27 @@ class _Averaged:
 
     def __init__(self, named: list[tuple[str, torch.nn.Parameter]], comm: Communicator) -> None:
         self.named = named
+        self.trained = {id(param) for _, param in named}
         self.average(comm)
 
     def average(self, comm: Communicator, branch: str | None = None) -> None:
         """Average them over this group from now on."""
         self.comm = comm
         self.reducer = Reducer(self.named, comm, branch)
+
+    def before_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        """Complete a failed pass; raises `InvalidArgument` for a parameter that is not averaged."""
+        self.reducer.recover()
+        known = self.trained
+        if _optimizers.get(optimizer) is self and any(
+            id(param) not in known and param.requires_grad and not (_skipped(param) or reducer_of(param))
+            for group in optimizer.param_groups
+            for param in group["params"]
+        ):
+            raise InvalidArgument(
+                "optimizer: since mcr.DistributedOptimizer a parameter was added, replaced or unfrozen; "
+                "call it again on all ranks"
+            )
 
     def move(self, comm: Communicator, branch: str) -> None:
         """See `Follower.follow`."""
@@ -179,8 +226,10 @@ def wrap(
 
     Raises:
         InvalidArgument: `model` or `optimizer` has another type, the optimizer has no parameter of the model,
-            or ranks have different parameters. At the next forward pass or `step()`: parameters have been
-            added, removed, frozen or unfrozen since.
+            a parameter of a lazy module has no shape yet, or ranks have different parameters. At the next
+            forward pass, or `step()` of any optimizer of these parameters: parameters have been added,
+            replaced, unfrozen or removed since, or frozen at `step()` of this one; or, at `step()`, gradients
+            are those of passes in `no_sync` alone.
         Unsupported: in a backward pass, a gradient is sparse or has a graph (`create_graph=True`).
 
     Example:
@@ -201,7 +250,8 @@ def wrap(
     held = {id(param) for param_group in optimizer.param_groups for param in param_group["params"]}
     if not any(id(param) in held for param in model.parameters()):
         raise InvalidArgument("optimizer: holds none of the model's parameters, so it cannot train the model")
-    compare(comm, _trainable(model))
+    refuse_lazy((*model.named_parameters(), *model.named_buffers()))
+    compare(comm, trainable(model))
     both = [*model.parameters(), *model.buffers()]
     broadcast_tensors([tensor for tensor in both if not _skipped(tensor)], comm)
     if (before := _wrapped.pop(model, None)) is not None:
@@ -299,14 +349,15 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         for index, param in enumerate(params)
         if param.requires_grad and not _skipped(param)
     ]
+    refuse_lazy(named)
     compare(comm, named)
     _optimizers[optimizer] = averaged = _Averaged(named, comm)
-    optimizer.register_step_pre_hook(lambda *_: averaged.reducer.recover())
+    optimizer.register_step_pre_hook(averaged.before_step)
     return optimizer
 
 
 def broadcast_parameters(
-    params: dict[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+    params: torch.nn.Module | Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]],
     root_rank: int = 0,
     *,
     group: Communicator | None = None,
@@ -317,12 +368,12 @@ def broadcast_parameters(
 
     Args:
         params: pairs of a name and a tensor, or a mapping; shapes, dtypes and order are equal on all ranks.
-            Values other than tensors are ignored.
+            Values other than tensors are ignored. A module stands for its `state_dict()`.
         root_rank: a rank of the whole job.
         group: the participating ranks; None is the whole job.
 
     Raises:
-        InvalidArgument: `root_rank` is not in the group.
+        InvalidArgument: `root_rank` is not in the group, or `params` is something else.
         OrderMismatch: ranks have passed tensors of different sizes or dtypes.
 
     Example:
@@ -334,13 +385,25 @@ def broadcast_parameters(
         assert values.equal(model.weight)  # those of rank 0 everywhere
         ```
     """
-    items = params.items() if isinstance(params, dict) else params
-    broadcast_tensors(
-        [tensor for _, tensor in items if isinstance(tensor, torch.Tensor)], member_of(group), root_rank
+    if isinstance(params, torch.nn.Module):
+        params = params.state_dict()
+    pairs: Any = params.items() if isinstance(params, Mapping) else params
+    items: list[Any] = (
+        [pairs] if isinstance(pairs, torch.Tensor) or not isinstance(pairs, Iterable) else list(pairs)
     )
+    are_pairs = all(isinstance(item, tuple) and len(item) == 2 for item in items)
+    tensors = [tensor for _, tensor in items if isinstance(tensor, torch.Tensor)] if are_pairs else []
+    if items and not tensors:
+        kinds = dict.fromkeys(type(each).__name__ for each in (params, items[0]))
+        raise InvalidArgument(
+            "params: expected a module, its state_dict() or its named_parameters(), got "
+            + (f"a {type(params).__name__} without tensors" if are_pairs else " of ".join(kinds))
+        )
+    refuse_lazy(items)
+    broadcast_tensors(tensors, member_of(group), root_rank)
 
 
-def _trainable(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+def trainable(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
     """Return the parameters that are averaged; a shared parameter is listed once."""
     return [
         (name, param)
@@ -349,12 +412,49 @@ def _trainable(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
     ]
 
 
+def unaveraged(named: Iterable[tuple[str, torch.nn.Parameter]]) -> str | None:
+    """Return the name of the first trained parameter whose gradient is not averaged; None: all are."""
+    return next((name for name, param in named if param.requires_grad and reducer_of(param) is None), None)
+
+
+def refuse_lazy(named: Iterable[tuple[str, object]]) -> None:
+    """Raise `InvalidArgument` for parameters and buffers of lazy modules that have no values yet."""
+    for name, tensor in named:
+        if isinstance(tensor, torch.Tensor) and is_lazy(tensor):
+            raise InvalidArgument(
+                f"model: '{name}' of a lazy module has no shape yet; run a forward pass on all ranks first"
+            )
+
+
 def _skipped(tensor: torch.Tensor) -> bool:
     return bool(getattr(tensor, "mcr_skip", False))
 
 
-def _count(optimizer: torch.optim.Optimizer) -> int:
-    return sum(len(group["params"]) for group in optimizer.param_groups)
+def _held(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], list[torch.Tensor]]:
+    """Return parameters and buffers, each once; `parameters()` takes longer, as it makes names."""
+    modules, seen = [model], {model}
+    params: dict[int, torch.nn.Parameter] = {}
+    buffers: dict[int, torch.Tensor] = {}
+    for module in modules:  # which grows
+        for param in module._parameters.values():
+            if param is not None:
+                params[id(param)] = param
+        for buffer in module._buffers.values():
+            if buffer is not None:
+                buffers[id(buffer)] = buffer
+        for child in module._modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                modules.append(child)
+    return list(params.values()), list(buffers.values())
+
+
+def _is_swapped() -> bool:
+    """Whether the present pass is one of `torch.func.functional_call`, with other tensors for a time."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not stateless._functional_call.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def compare(comm: Communicator, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
-from typing import Any
+from contextlib import suppress
+from typing import Any, cast
 
 import torch
 from ranks import run_ranks
 
 import mcr_plus as mcr
+import mcr_plus.horovod as hvd
 from mcr_plus.config.reader import load
 
 Calls = dict[str, tuple[Callable[[], object], str]]
@@ -53,17 +56,96 @@ def _frozen(model: Any, _optimizer: Any) -> None:
     model.weight.requires_grad_(False)
 
 
-def _step_in_no_sync() -> None:
-    model, optimizer = mcr.wrap(*_model())
-    with mcr.no_sync(model):
+def _unfrozen(model: Any, _optimizer: Any) -> None:
+    model.bias.requires_grad_(True)
+
+
+def _assigned(model: Any, _optimizer: Any) -> None:
+    model.load_state_dict({name: each.clone() for name, each in model.state_dict().items()}, assign=True)
+
+
+def _another(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def _changed_with_another(
+    change: Callable[[Any, Any], None], *, by_forward: bool = True, is_frozen: bool = False
+) -> Callable[[], object]:
+    """Train, change the model, and train with another optimizer; in evaluation mode, or past the hooks."""
+
+    def call() -> None:
+        model, optimizer = _model()
+        if is_frozen:
+            model.bias.requires_grad_(False)
+        mcr.wrap(model, optimizer)
         _step(model, optimizer)
+        change(model, optimizer)
+        if by_forward:
+            model.eval()(torch.ones(1, 4))
+        else:
+            _step(model.forward, _another(model))
+
+    return call
 
 
-def _step_after_no_sync() -> None:
+def _step_in_no_sync(*, another: bool, closure: bool = False) -> None:
     model, optimizer = mcr.wrap(*_model())
+    optimizer = _another(model) if another else optimizer
+
+    def backward() -> float:
+        loss = model(torch.ones(1, 4)).sum()
+        loss.backward()
+        return float(loss)
+
+    with mcr.no_sync(model):
+        if closure:
+            optimizer.step(backward)
+        else:
+            _step(model, optimizer)
+
+
+def _step_after_no_sync(*, another: bool) -> None:
+    model, optimizer = mcr.wrap(*_model())
+    optimizer = _another(model) if another else optimizer
+    _step(model, optimizer)
     with mcr.no_sync(model):
         model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
+
+
+def _part_wrapped() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mcr.wrap(model, optimizer)
+    mcr.wrap(model[0], optimizer)
+    _step(model, optimizer)
+
+
+def _distributed_then_added() -> None:
+    model, optimizer = _model()
+    model.bias.requires_grad_(False)
+    mcr.DistributedOptimizer(optimizer)
+    model.bias.requires_grad_(True)
+    _step(model, optimizer)
+
+
+def _lazy() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.LazyLinear(2)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def _horovod_with_another() -> None:
+    hvd.init()
+    try:
+        model, optimizer = _model()
+        hvd.DistributedOptimizer(optimizer)
+        model(torch.ones(1, 4)).sum().backward()
+        try:
+            _another(model).step()
+        finally:
+            optimizer.step()
+    finally:
+        hvd.shutdown()
 
 
 def _waits(timeout: float) -> None:
@@ -78,14 +160,57 @@ def _waits(timeout: float) -> None:
 def _local_then_step() -> None:
     model, optimizer = _model()
     local = mcr.local(model, optimizer, every=2)
-    _step(model, optimizer)
-    local.finish()
+    try:
+        _step(model, optimizer)
+    finally:
+        local.finish()
+
+
+def _local_then_another(change: Callable[[Any, Any], None] | None = None) -> None:
+    model, optimizer = _model()
+    local = mcr.local(model, optimizer, every=2)
+    if change is not None:
+        change(model, optimizer)
+    for _ in range(2):
+        with suppress(mcr.McrError):
+            _step(model, _another(model))
+    _step(model, _another(model))
+    assert local
 
 
 def _elastic_without_with() -> None:
     model, optimizer = mcr.wrap(*_model())
     for _ in mcr.elastic(model, optimizer, steps=3):
         _step(model, optimizer)
+
+
+def _elastic_unwrapped() -> None:
+    model, optimizer = _model()
+    for step in mcr.elastic(model, optimizer, steps=2):
+        with step:
+            _step(model, optimizer)
+
+
+def _elastic_with_twice() -> None:
+    model, optimizer = mcr.wrap(*_model())
+    for step in mcr.elastic(model, optimizer, steps=2):
+        with step:
+            _step(model, optimizer)
+        with step:
+            _step(model, optimizer)
+
+
+def _elastic_in_ddp() -> None:
+    model, optimizer = _model()
+    _elastic = mcr.elastic(_InDDP(model), optimizer, steps=2)
+
+
+class _InDDP(torch.nn.Module):
+    """What is around a model, such as DistributedDataParallel."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
 
 
 def _from_thread() -> None:
@@ -118,14 +243,62 @@ def _calls(comm: Any) -> Calls:
         "other dtype": (_wrapped_then(_other_dtype), "call mcr.wrap again"),
         "parameter added": (_wrapped_then(_added), "call mcr.wrap again"),
         "parameter frozen": (_wrapped_then(_frozen), "call mcr.wrap again"),
-        "step in no_sync": (_step_in_no_sync, "leave the block before the last pass"),
-        "step after no_sync": (_step_after_no_sync, "leave the block before the last pass"),
+        "layer replaced, another optimizer": (_changed_with_another(_replaced), "'weight' was replaced"),
+        "assigned, another optimizer": (_changed_with_another(_assigned), "'weight' was replaced"),
+        "unfrozen, another optimizer": (
+            _changed_with_another(_unfrozen, is_frozen=True),
+            "or unfrozen; call",
+        ),
+        "replaced, no hooks": (_changed_with_another(_replaced, by_forward=False), "'weight' was replaced"),
+        "assigned, no hooks": (_changed_with_another(_assigned, by_forward=False), "'weight' was replaced"),
+        "part wrapped after the whole": (_part_wrapped, "call it on the whole model last"),
+        "lazy module": (lambda: mcr.wrap(*_lazy()), "run a forward pass on all ranks first"),
+        "local of a lazy module": (lambda: mcr.local(*_lazy()), "run a forward pass on all ranks first"),
+        "DistributedOptimizer, then unfrozen": (
+            _distributed_then_added,
+            "added, replaced or unfrozen; call it",
+        ),
+        "broadcast of parameters": (
+            lambda: mcr.broadcast_parameters(_model()[0].parameters()),  # type: ignore[arg-type]
+            "its named_parameters(), got generator of Parameter",
+        ),
+        "broadcast of a list": (
+            lambda: mcr.broadcast_parameters([ones.view(2, 2)]),  # type: ignore[list-item]
+            "got list of Tensor",
+        ),
+        "broadcast of an optimizer": (
+            lambda: mcr.broadcast_parameters(_model()[1].state_dict()),
+            "got a dict without tensors",
+        ),
+        "broadcast of an optimizer itself": (
+            lambda: mcr.broadcast_parameters(_model()[1]),  # type: ignore[arg-type]
+            "expected a module, its state_dict()",
+        ),
+        "record without with": (lambda: mcr.record().records, "`with mcr.record() as log:`"),  # type: ignore[attr-defined]
+        "step in no_sync": (lambda: _step_in_no_sync(another=False), "leave the block before the last"),
+        "step in no_sync of another": (lambda: _step_in_no_sync(another=True), "leave the block before"),
+        "closure in no_sync": (lambda: _step_in_no_sync(another=False, closure=True), "leave the block"),
+        "closure in no_sync of another": (
+            lambda: _step_in_no_sync(another=True, closure=True),
+            "leave the block before the last pass",
+        ),
+        "step after no_sync": (lambda: _step_after_no_sync(another=False), "leave the block before the last"),
+        "step after no_sync of another": (
+            lambda: _step_after_no_sync(another=True),
+            "leave the block before",
+        ),
         "optimizer of another model": (lambda: mcr.wrap(_model()[0], _model()[1]), "none of the model's"),
         "wrap without optimizer": (lambda: mcr.wrap(_model()[0], None), "expected a torch.optim"),  # type: ignore[type-var]
         "wrap swapped": (lambda: mcr.wrap(*_model()[::-1]), "expected a torch.nn.Module"),  # type: ignore[type-var]
         "no_sync before wrap": (lambda: mcr.no_sync(_model()[0]).__enter__(), "mcr.wrap has not been called"),
         "local then optimizer.step": (_local_then_step, "call local.step()"),
         "local of a wrapped model": (lambda: mcr.local(*mcr.wrap(*_model())), "averages gradients"),
+        "another optimizer than Horovod's": (_horovod_with_another, "whose gradients are being reduced"),
+        "local then another optimizer": (_local_then_another, "another optimizer (AdamW) of the model of"),
+        "local, then assigned": (lambda: _local_then_another(_assigned), "another optimizer (AdamW) of the"),
+        "elastic of a model alone": (_elastic_unwrapped, "call mcr.wrap(model, optimizer) first"),
+        "elastic of a model in DDP": (_elastic_in_ddp, "without DistributedDataParallel around it"),
+        "elastic with two blocks": (_elastic_with_twice, "put all of a step into one block"),
         "elastic without with": (_elastic_without_with, "in a `with` block"),
         "fsdp before fully_shard": (lambda: mcr.fsdp(_model()[0]), "fully_shard"),
         "group after close": (_after_close, "is closed: "),
@@ -172,10 +345,111 @@ def _calls(comm: Any) -> Calls:
     }
 
 
+def _frozen_for_a_pass() -> None:
+    """A discriminator's parameters are frozen while the generator is trained through it."""
+    model, optimizer = mcr.wrap(*_model())
+    _step(model, optimizer)
+    generator, another = mcr.wrap(*_model())
+    model.requires_grad_(False)
+    model(generator(torch.ones(1, 4)).repeat(1, 2)).sum().backward()
+    another.step()
+    model.requires_grad_(True)
+    _step(model, optimizer)
+
+
+def _alternating() -> None:
+    model, optimizer = mcr.wrap(*_model())
+    another = torch.optim.SGD([cast("torch.Tensor", model.bias)], lr=0.1)
+    model.weight.requires_grad_(False)
+    _step(model, another)
+    model.weight.requires_grad_(True)
+    _step(model, optimizer)
+    _step(model, another)
+
+
+def _functional() -> None:
+    model, optimizer = mcr.wrap(*_model())
+    average = copy.deepcopy(model)
+    with mcr.no_sync(model):
+        _step(average, _another(average))
+    torch.func.functional_call(model, dict(average.named_parameters()), torch.ones(1, 4)).sum().backward()
+    torch.func.functional_call(
+        model, {name: 2 * each for name, each in model.named_parameters()}, torch.ones(1, 4)
+    ).sum().backward()
+    optimizer.step()
+
+
+def _distributed_after_wrap() -> None:
+    model, optimizer = mcr.wrap(*_model())
+    _step(model, optimizer)
+    _replaced(model, optimizer)
+    optimizer = mcr.DistributedOptimizer(_another(model))
+    _step(model, optimizer)
+
+
+def _local_then_wrap() -> None:
+    model, optimizer = _model()
+    local = mcr.local(model, optimizer, every=2)
+    model, optimizer = mcr.wrap(model, _another(model))
+    _step(model, optimizer)
+    assert local
+
+
+def _local_then_alone() -> None:
+    model, optimizer = _model()
+    local = mcr.local(model, optimizer, every=2)
+    with suppress(mcr.InvalidArgument):
+        _step(model, _another(model))
+    another = _another(model)
+    local.finish()
+    del local
+    _step(model, another)
+
+
+def _accumulated() -> None:
+    model, _ = mcr.wrap(*_model())
+    another = _another(model)
+    for _ in range(2):
+        with mcr.no_sync(model):
+            model(torch.ones(1, 4)).sum().backward()
+        _step(model, another)
+
+
+def _compiled_step() -> None:
+    model, _ = mcr.wrap(*_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(1, 4)).sum().backward()
+    torch.compile(optimizer.step, backend="eager", fullgraph=True)()
+
+
+@mcr.record()  # type: ignore[operator]
+def _recorded() -> None:
+    mcr.all_reduce(torch.ones(2))
+
+
+def _broadcast_module() -> None:
+    model = torch.nn.Linear(4, 2)
+    mcr.broadcast_parameters(model)
+    mcr.broadcast_parameters(model.named_parameters())
+    mcr.broadcast_parameters({})
+    sums = model.weight.detach().clone()
+    mcr.all_reduce(sums, mcr.MAX)
+    assert sums.equal(model.weight)
+
+
+RIGHT = (
+    _frozen_for_a_pass, _alternating, _functional, _distributed_after_wrap, _local_then_wrap,
+    _local_then_alone, _accumulated, _compiled_step, _recorded, _broadcast_module,
+)  # fmt: skip
+
+
 def wrong_calls() -> dict[str, str]:
     """Runs on ranks: make every call, and return what each has said."""
     said = {}
     with mcr.init() as comm:
+        for right in RIGHT:
+            right()
+            comm.barrier()
         for name, (call, _) in _calls(comm).items():
             try:
                 call()

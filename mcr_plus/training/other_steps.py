@@ -1,0 +1,81 @@
+"""Steps of optimizers that train what others were passed for, to `mcr.wrap`, `mcr.local` or Horovod's API."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+Before = Callable[[Any, torch.optim.Optimizer, bool, bool], None]
+
+
+class _Watched(NamedTuple):
+    params: Callable[[], Iterable[torch.Tensor]]
+    before: Before
+
+
+_watched: weakref.WeakKeyDictionary[object, _Watched] = weakref.WeakKeyDictionary()
+# By optimizer: how many parameters it had when it was compared with the models, and whose it trains.
+_known: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, weakref.WeakSet[Any]]]
+_known = weakref.WeakKeyDictionary()
+
+
+def watch_steps(owner: object, of: torch.nn.Module | Sequence[torch.Tensor], before: Before) -> None:
+    """Call `before` ahead of each step of an optimizer that trains some of these parameters.
+
+    This lasts as long as `owner`, which is passed to it, with the optimizer, whether the optimizer makes
+    such a step for the first time, or has other parameters than before, and whether the step has a closure.
+    """
+    params = partial(_parameters, weakref.ref(of)) if isinstance(of, torch.nn.Module) else partial(iter, of)
+    _watched[owner] = _Watched(params, before)
+    _known.clear()
+    _register()
+
+
+def _parameters(model: weakref.ref[torch.nn.Module]) -> Iterable[torch.Tensor]:
+    found = model()
+    return () if found is None else found.parameters()
+
+
+@cache
+def _register() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def count_parameters(optimizer: torch.optim.Optimizer) -> int:
+    """Return how many parameters an optimizer has."""
+    return sum(len(group["params"]) for group in optimizer.param_groups)
+
+
+def has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a step has a closure, by the arguments of its hooks, which begin with the optimizer."""
+    return any(callable(each) for each in (*args[1:], *kwargs.values()))
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():  # a graph of a step has no place for this
+        return
+    count = count_parameters(optimizer)
+    known = _known.get(optimizer)
+    is_new = known is None or known[0] != count
+    owners = _owners_of(optimizer) if known is None or is_new else known[1]
+    for owner in owners:
+        _watched[owner].before(owner, optimizer, is_new, has_closure(args, kwargs))
+    if is_new:  # not before: a step that is refused may be tried again
+        _known[optimizer] = count, owners
+
+
+def _owners_of(optimizer: torch.optim.Optimizer) -> weakref.WeakSet[Any]:
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    return weakref.WeakSet(
+        owner
+        for owner, (params, _) in list(_watched.items())
+        if any(
+            id(param) in held and param.requires_grad and not getattr(param, "mcr_skip", False)
+            for param in params()
+        )
+    )

@@ -15,7 +15,7 @@ from mcr_plus.core.c10d import PrefixStore, Store
 from mcr_plus.core.environment import agent_has_store, host_name, job_secret, min_ranks
 from mcr_plus.core.proc import Stop, state_of
 from mcr_plus.errors import PeerLost, phrase_ranks
-from mcr_plus.membership.roster import TRAINING
+from mcr_plus.membership.roster import NEWCOMERS, TRAINING
 from mcr_plus.rendezvous.identity import DIED, STOPPED, is_visible, own_process
 from mcr_plus.rendezvous.init_connections import Presence
 from mcr_plus.rendezvous.signing import SignedStore
@@ -114,6 +114,12 @@ def have_trained(store: Store) -> bool:
     """Whether a rank of a job whose ranks `have_met` has come to `mcr.elastic`, or made another world."""
     part = PrefixStore(PREFIX, store)
     return PrefixStore(part.get(NAME_OF_JOB).decode(), part).check([TRAINING])
+
+
+def joined(store: Store) -> int:
+    """How many processes have asked the ranks of a job that `have_met` to take them in."""
+    part = PrefixStore(PREFIX, store)
+    return PrefixStore(part.get(NAME_OF_JOB).decode(), part).add(NEWCOMERS, 0)
 
 
 def note_end(store: Store, rank: int, how: str) -> None:

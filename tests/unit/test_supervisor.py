@@ -11,7 +11,7 @@ import pytest
 
 from mcr_plus.core.c10d import PrefixStore
 from mcr_plus.launch.supervisor import Supervisor
-from mcr_plus.membership.roster import TRAINING
+from mcr_plus.membership.roster import NEWCOMERS, TRAINING
 from mcr_plus.rendezvous.arrivals import NAME_OF_JOB, PREFIX
 
 
@@ -31,6 +31,10 @@ class Job(Supervisor):
     def train(self) -> None:
         """Do what a rank does in `mcr.elastic`."""
         PrefixStore("part", PrefixStore(PREFIX, self._store)).set(TRAINING, "")
+
+    def ask(self) -> None:
+        """Do what a rank that was started again does in `mcr.elastic`."""
+        PrefixStore("part", PrefixStore(PREFIX, self._store)).add(NEWCOMERS, 1)
 
     def kill(self, number: int) -> None:
         """A rank dies, and the supervisor finds out."""
@@ -157,6 +161,20 @@ def test_a_rank_that_runs_alone_once_the_others_have_ended_well_fails_the_job(jo
     assert job._left() == 0
     assert job._watch() == 1
     assert job.reports()[-1].startswith("the job ends: nobody is left to take in ranks")
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_rank_that_runs_alone_beside_others_that_go_on_fails_the_job(job: Job, asks: bool) -> None:
+    job.meet()
+    job.kill(1)
+    job.train()  # as mcr.shrink notes, too
+    job.start()
+    if asks:
+        job.ask()
+    job.finish(1)
+    job.finish(0)
+    assert job._watch() == (0 if asks else 1)
+    assert ("has run the program alone" in "".join(job.reports())) != asks
 
 
 def test_a_rank_is_started_again_after_the_others_have_trained_to_their_end(job: Job) -> None:

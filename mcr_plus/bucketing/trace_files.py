@@ -1,5 +1,7 @@
 """Incremental reading of Kineto's JSON and of execution traces: the data of one rank's steps."""
 
+# Long because profilers of several versions write events and sizes in several forms.
+
 from __future__ import annotations
 
 import gzip

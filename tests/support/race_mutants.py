@@ -29,12 +29,12 @@ MODULES: Final[dict[str, tuple[str, ...]]] = {
         "nccl, int8_block", "gloo, int8_block", "nccl, fused, int8_block", *_HIERARCHICAL,
         "nccl, arrays, int8_block", "gloo, arrays, int8_block",
     ),
-    "dispatch.engine": ("nccl, plain",),
-    "dispatch.streams": (
+    "engine.engine": ("nccl, plain",),
+    "engine.streams": (
         "nccl, plain", "gloo, plain", "gloo, fused", "nccl, sign1, error feedback", "gloo, int8_block",
         "gloo, sign1, error feedback", "gloo, int_shared", *_HIERARCHICAL,
     ),
-    "dispatch.work": ("nccl, plain", "nccl, int8_block"),
+    "engine.work": ("nccl, plain", "nccl, int8_block"),
     "fusion.buffers": ("nccl, fused", "gloo, fused"),
     "fusion.stage": ("nccl, fused", "gloo, fused", "nccl, fused, int8_block"),
     "core.buffers": ("gloo, int_shared", "nccl, int_shared", "nccl, int8_block"),

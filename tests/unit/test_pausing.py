@@ -56,7 +56,7 @@ def operation(poll: Any, *, polled: bool, after: Any = None, done: bool = False)
 def engine_of(policy: Any, *others: Any) -> Any:
     waiting = Waiting(policy)
     return SimpleNamespace(
-        waiting=waiting, unordered=[], failovers=[], verified=[], blocked=[], in_flight=list(others),
+        waiting=waiting, unordered=[], wrappers=[], blocked=[], in_flight=list(others),
         lock=threading.RLock(), try_poll=lambda work: False, progress=lambda: None,
     )  # fmt: skip
 

@@ -185,6 +185,7 @@ def test_a_rank_is_started_again_after_the_others_have_trained_to_their_end(job:
     assert job.reports() == ["started again (1 of 9)"]
     job.start()
     assert job._left() == 2
+    job.ask()
     job.finish(1)
     assert job._watch() == 0
 

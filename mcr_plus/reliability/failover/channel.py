@@ -114,10 +114,6 @@ class FailoverChannel(ChannelWrapper):
         """See `ChannelWrapper`."""
         return self.library if self.moved else None
 
-    def needs_polls(self, beside: Poll | None) -> bool:  # noqa: ARG002
-        """See `ChannelWrapper`: a failure is seen by looking alone."""
-        return True
-
     def bind(self, signature: Signature) -> Start:
         """See `Channel`. Sends and receives stay on the library, and fail with it."""
         binding = Binding(signature, self._own.bind(signature), self._generation)

@@ -20,6 +20,8 @@ looked up with 0 bytes. At a size that is the end of one range and the beginning
 with the higher score, and tables the second.
 """
 
+# Long because the format is read and written, with its sections and numbers of ranks.
+
 from __future__ import annotations
 
 import re

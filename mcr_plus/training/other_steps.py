@@ -43,7 +43,8 @@ def _parameters(model: weakref.ref[torch.nn.Module]) -> Iterable[torch.Tensor]:
 
 @cache
 def _register() -> None:
-    register_optimizer_step_pre_hook(_before_step)
+    # A compiled step is more than one graph anyway.
+    register_optimizer_step_pre_hook(torch.compiler.disable(_before_step))
 
 
 def count_parameters(optimizer: torch.optim.Optimizer) -> int:
@@ -57,8 +58,6 @@ def has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling():  # a graph of a step has no place for this
-        return
     count = count_parameters(optimizer)
     known = _known.get(optimizer)
     is_new = known is None or known[0] != count

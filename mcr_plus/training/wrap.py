@@ -91,7 +91,7 @@ class _Wrapped(_Inert):
     def begin_forward(self, module: torch.nn.Module) -> None:
         """Complete a failed pass, and broadcast buffers."""
         self.reducer.recover()
-        if not (torch.is_grad_enabled() and self.reducer.syncing):
+        if not (module.training and torch.is_grad_enabled() and self.reducer.syncing):
             return
         # Listed in every pass: a module may have assigned others.
         params, buffers = _held(module)
@@ -101,7 +101,7 @@ class _Wrapped(_Inert):
         elif any(param.requires_grad and id(param) not in trained for param in params) and not _is_swapped():
             self.check(missing=False)  # some are frozen for a pass and nothing else, such as by GANs
         buffers = [buffer for buffer in buffers if not _skipped(buffer)]
-        if buffers and module.training:
+        if buffers:
             broadcast_tensors(buffers, self.comm)
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

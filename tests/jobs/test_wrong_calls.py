@@ -71,7 +71,7 @@ def _another(model: torch.nn.Module) -> torch.optim.Optimizer:
 def _changed_with_another(
     change: Callable[[Any, Any], None], *, by_forward: bool = True, is_frozen: bool = False
 ) -> Callable[[], object]:
-    """Train, change the model, and train with another optimizer; in evaluation mode, or past the hooks."""
+    """Train, change the model, and train with another optimizer, which tells if the forward pass does not."""
 
     def call() -> None:
         model, optimizer = _model()
@@ -81,9 +81,9 @@ def _changed_with_another(
         _step(model, optimizer)
         change(model, optimizer)
         if by_forward:
-            model.eval()(torch.ones(1, 4))
+            model(torch.ones(1, 4))
         else:
-            _step(model.forward, _another(model))
+            _step(model.eval(), _another(model))
 
     return call
 
@@ -249,8 +249,14 @@ def _calls(comm: Any) -> Calls:
             _changed_with_another(_unfrozen, is_frozen=True),
             "or unfrozen; call",
         ),
-        "replaced, no hooks": (_changed_with_another(_replaced, by_forward=False), "'weight' was replaced"),
-        "assigned, no hooks": (_changed_with_another(_assigned, by_forward=False), "'weight' was replaced"),
+        "replaced, in evaluation mode": (
+            _changed_with_another(_replaced, by_forward=False),
+            "'weight' was replaced",
+        ),
+        "assigned, in evaluation mode": (
+            _changed_with_another(_assigned, by_forward=False),
+            "'weight' was replaced",
+        ),
         "part wrapped after the whole": (_part_wrapped, "call it on the whole model last"),
         "lazy module": (lambda: mcr.wrap(*_lazy()), "run a forward pass on all ranks first"),
         "local of a lazy module": (lambda: mcr.local(*_lazy()), "run a forward pass on all ranks first"),
@@ -419,7 +425,7 @@ def _compiled_step() -> None:
     model, _ = mcr.wrap(*_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.ones(1, 4)).sum().backward()
-    torch.compile(optimizer.step, backend="eager", fullgraph=True)()
+    torch.compile(optimizer.step, backend="eager")()
 
 
 @mcr.record()  # type: ignore[operator]

@@ -121,7 +121,7 @@ def test_libraries_are_those_of_backends_that_name_one(monkeypatch: pytest.Monke
 def test_nccl_from_a_path_of_ones_own_is_named_by_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = {"own/libnccl.so.2": SimpleNamespace(version_text="2.28.3")}
     monkeypatch.setattr(NcclBackend, "library", "own/libnccl.so.2")
-    monkeypatch.setattr("mcr_plus.backends.nccl.backend.load", loaded.__getitem__)
+    monkeypatch.setattr("mcr_plus.backends.nccl.abi.load", loaded.__getitem__)
     assert library_versions(["nccl"]) == {"nccl": "NCCL 2.28.3"}
 
 

@@ -135,6 +135,21 @@ def test_the_wait_for_a_late_rank_is_not_the_library_s(tmp_path: Path) -> None:
     assert group.served_us == pytest.approx(SERVED_S * 1e6)
 
 
+@pytest.mark.parametrize(("waited", "title"), [(0.001, None), (0.02, "for rank 1 for 20% of the time")])
+def test_a_late_arrival_costs_what_others_wait_for_it(
+    tmp_path: Path, waited: float, title: str | None
+) -> None:
+    """Rank 1 issues by 30 ms later; rank 0 computes meanwhile, and waits for `waited` seconds of them."""
+    ranks: tuple[list[Record], list[Record]] = ([], [])
+    for number in range(1, 99):
+        for rank, by in enumerate((0.0, 0.03)):
+            own = waited * (not rank)
+            ranks[rank].append(operation(number, 0.1 * number + by, 0.03 - by, own, is_async=True, ranks=2))
+    found = titles(job_of(tmp_path, *ranks))
+    named = [each.title for each in found.values() if "for rank" in each.title]
+    assert named == ([] if title is None else [f"The others wait {title}"])
+
+
 def test_ranks_that_are_late_in_turns_are_not_named(tmp_path: Path) -> None:
     found = titles(job_of(tmp_path, *steps_with(1, varies=True)))
     assert all("for rank" not in each.title for each in found.values())

@@ -39,7 +39,7 @@ class Advice:
 
 def advice(job: Job, groups: Sequence[Group], steps: Steps, skew: Skew) -> list[Advice]:
     """All findings: problems first, then by share of the time."""
-    waits = [*_of_waits(job, groups, skew), *_of_late_ranks(job, skew)]
+    waits = [*_of_waits(job, groups, skew), *_of_late_ranks(job, groups, skew)]
     found = [
         *_of_files(job),
         *_of_failures(groups),
@@ -231,11 +231,13 @@ def _rule(group: Group, what: str) -> str:
     return f"rules:\n  - match: {{kind: {group.kind}{tag}{size}}}\n    {what}"
 
 
-def _of_late_ranks(job: Job, skew: Skew) -> Iterator[Advice]:
-    if len(job.ranks) < 2 or not skew.count:
+def _of_late_ranks(job: Job, groups: Sequence[Group], skew: Skew) -> Iterator[Advice]:
+    if (size := len(job.ranks)) < 2 or not skew.count:
         return
     worst = max(skew.ranks, key=lambda each: each.total)
-    share = worst.total / max(job.ranks[worst.rank].seconds, 1e-12)
+    # A late arrival costs only what others wait for it: behind computing, nobody notices.
+    waited = sum(group.late for group in groups) * size / (size - 1)
+    share = min(worst.total / max(job.ranks[worst.rank].seconds, 1e-12), waited)
     times = worst.last * skew.count
     if worst.blame < _MOSTLY or share < _MUCH / 2 or worst.total / times < 2e-6 * (skew.error_us or 0.0):
         return

@@ -43,12 +43,12 @@ MODULES: Final[dict[str, tuple[str, ...]]] = {
 ELSEWHERE: Final = {
     **dict.fromkeys(("layout.buffers", "layout.mover"), "redistributions, which are not in the model"),
     "core.accelerators": "streams of other devices, on which `test_openreg.py` runs",
-    "plan.capture": "an event for times alone",
+    "bucketing.capture": "an event for times alone",
     **dict.fromkeys(
         (
             "backends.gloo.backend", "backends.gloo.channel", "compression.delta", "core.threads",
-            "training.inheritance",
-            "torch_backend.process_group", "training.reducer", "training.weight_feed",
+            "job.rebind",
+            "torch_backend.process_group", "training.reducer", "weight_sync.connection",
         ),
         "other methods of the same names",
     ),

@@ -31,12 +31,12 @@ kernels := $(wildcard kernels/*.py kernels/*/*.py mcr_plus/backends/shm/*.py mcr
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all test-again check mypy pyright docs gpu-check gpu-bundle torch-suite clients test-launchers test-openreg test-versions bench-overhead clean
+.PHONY: help venv demo test test-all test-again check mypy pyright docs gpu-check gpu-bundle torch-suite clients test-launchers test-openreg test-versions test-rooms bench-overhead clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -5
 	@echo "targets: venv demo test test-all check docs gpu-check gpu-bundle torch-suite clients test-launchers test-openreg"
-	@echo "         test-versions bench-overhead clean"
+	@echo "         test-versions test-rooms bench-overhead clean"
 
 venv: $(stamp)
 
@@ -104,6 +104,10 @@ gpu-check: $(if $(bundle),,$(stamp))
 
 gpu-bundle: $(stamp)
 	@$(bin)/python tests/support/gpu_bundle.py
+
+# Each capability out of a copy in turn: the core works without it.
+test-rooms: $(stamp)
+	@$(bin)/python tests/support/rooms.py
 
 torch-suite: $(stamp)
 	@$(bin)/python tests/torch_suite

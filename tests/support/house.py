@@ -1,0 +1,103 @@
+"""Count what the library asks of its readers and of a job: sizes, names, and what is loaded.
+
+    python tests/support/house.py
+
+Lines are those of files of the package, linked folders included. What a job loads is measured on rank 0 of
+two, under torchrun; calls are Python calls of the package, by `sys.setprofile`.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).parents[2]
+PACKAGE: Final = ROOT / "mcr_plus"
+JOB: Final = """
+import json, os, sys
+import torch
+
+def resident():
+    with open("/proc/self/status") as file:
+        return int(next(line for line in file if line.startswith("VmRSS")).split()[1]) / 1024
+
+def calls(run):
+    count = 0
+    def note(frame, event, _):
+        nonlocal count
+        count += event == "call" and frame.f_globals.get("__name__", "").startswith("mcr_plus")
+    sys.setprofile(note)
+    run()
+    sys.setprofile(None)
+    return count
+
+before = resident()
+import mcr_plus as mcr
+with mcr.init() as comm:
+    x, y = torch.ones(4), torch.ones(9)
+    first = calls(lambda: mcr.all_reduce(x))
+    second = calls(lambda: mcr.all_reduce(y))
+    ours = [module for name, module in sys.modules.items() if name[:8] == "mcr_plus"]
+    files = [module.__file__ for module in ours if getattr(module, "__file__", None)]
+    if comm.rank == 0:
+        print(json.dumps({
+            "modules": len(files), "lines": sum(sum(1 for _ in open(file)) for file in files),
+            "first collective, calls": first, "next new signature, calls": second,
+            "resident MiB": round(resident() - before, 1),
+        }))
+"""
+
+
+def sources() -> Iterator[Path]:
+    """Yield the files of the package."""
+    for place, _, names in os.walk(PACKAGE, followlinks=True):
+        yield from (Path(place, name) for name in names if name.endswith(".py"))
+
+
+def words(paths: list[Path]) -> int:
+    """Return the number of words of texts."""
+    return sum(len(path.read_text().split()) for path in paths)
+
+
+def loaded() -> dict[str, float]:
+    """Return what `mcr.init` and one all_reduce load."""
+    with tempfile.TemporaryDirectory() as folder:
+        job = Path(folder, "job.py")
+        job.write_text(JOB)
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(job)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    found: dict[str, float] = json.loads(next(line for line in done.stdout.splitlines() if line[:1] == "{"))
+    return found
+
+
+def main() -> None:
+    """Print all counts."""
+    files = sorted(sources())
+    texts = {path: path.read_text() for path in files}
+    trees = {path: ast.parse(text) for path, text in texts.items()}
+    classes = Counter(
+        node.name for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
+    )
+    shared = sorted(name for name, count in classes.items() if count > 1)
+    scatter = [path for path, text in texts.items() if re.search(r"\bscatter\b", text)]
+    docs = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    print(f"library: {sum(text.count(chr(10)) for text in texts.values()):,} lines in {len(files)} files")
+    print(f"class names used more than once: {len(shared)}: {', '.join(shared)}")
+    print(f"files that name `scatter`: {len(scatter)}")
+    print(f"words of README.md and docs/*.md: {words(docs):,}")
+    for name, value in loaded().items():
+        print(f"init and one all_reduce: {name}: {value:,}")
+
+
+if __name__ == "__main__":
+    main()

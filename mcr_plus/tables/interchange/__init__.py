@@ -48,7 +48,7 @@ def import_(format: str, text: str, name: str = "<text>", *, backend: str | None
         InvalidArgument: unknown format or backend.
     """
     source = _format(format)
-    return source.import_(text, name, _backend(backend, source))
+    return source.import_(text.removeprefix("\ufeff"), name, _backend(backend, source))
 
 
 def summary(format: str, table: Table) -> list[str]:

@@ -69,7 +69,8 @@ class FuseStage(Stage):
             return next(signature)
         next.note(
             "fused with operations that differ only in size, not in tag, up to "
-            f"{format_size(options.bucket)}; sent when full, when one of them is waited for, or by flush()"
+            f"{format_size(options.bucket)}; sent when full, when one of them is waited for, or by flush()",
+            lambda: {"fused": True},
         )
         unfused = next(signature)
         if runtime is None:

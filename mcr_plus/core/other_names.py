@@ -7,41 +7,119 @@ from typing import Final, NoReturn
 
 from mcr_plus.errors import hint
 
-_OPERATIONS: Final = {
+_MPI: Final = {
     "allgather": "all_gather", "allgatherv": "all_gather_v", "allreduce": "all_reduce",
     "alltoall": "all_to_all", "alltoallv": "all_to_all_single", "alltoallw": "all_to_all",
-    "bcast": "broadcast", "gatherv": "gather_v", "iallreduce": "all_reduce", "ibcast": "broadcast",
-    "reducescatter": "reduce_scatter", "reduce_scatter_block": "reduce_scatter_tensor",
+    "bcast": "broadcast", "gatherv": "gather_v", "reduce_scatter_block": "reduce_scatter_tensor",
     "scatterv": "scatter_v",
 }  # fmt: skip
-_OF_MODULES: Final[Mapping[str, str | None]] = {
-    **_OPERATIONS,
-    "destroy_process_group": "finalize", "init_process_group": "init", "num_ranks": "get_world_size",
-    "rank_size": "get_world_size", "reduceop": "SUM", "shutdown": "finalize", "split": "new_group",
-    "split_group": "new_group",
-    "all_gather_single": "all_gather_into_tensor", "all_gather_tensor": "all_gather_into_tensor",
-    "reduce_scatter_single": "reduce_scatter_tensor", "monitored_barrier": "barrier",
-    "all_gather_into_tensor_coalesced": "all_gather_coalesced",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter_coalesced",
+_ALIKE: Final = ("barrier", "gather", "reduce", "reduce_scatter", "scatter")
+_PERSISTENT: Final = (
+    "allgather", "allreduce", "alltoall", "barrier", "bcast", "reduce", "reduce_scatter_block",
+)  # fmt: skip
+_OBJECTS: Final = "objects go by broadcast_object and all_gather_object"
+_OPERATIONS: Final = {
+    **_MPI,
+    **{f"i{name}": ours for name, ours in (*_MPI.items(), *zip(_ALIKE, _ALIKE, strict=True))},
+    **dict.fromkeys([f"{name}_init" for name in _PERSISTENT], "persistent"),
+    "_all_gather_base": "all_gather_into_tensor", "_reduce_scatter_base": "reduce_scatter_tensor",
+    "all_gather_into_tensor_coalesced": "all_gather_coalesced", "all_gather_list": "all_gather",
+    "all_gather_single": "all_gather_into_tensor", "all_gather_single_coalesced": "all_gather_coalesced",
+    "all_gather_tensor": "all_gather_into_tensor", "allgather_fn": "all_gather_into_tensor",
     "allgather_object": "all_gather_object", "broadcast_object_list": "broadcast_object",
+    "gather_into_tensor": "gather", "gather_object": "all_gather_object", "gather_single": "gather",
+    "gather_tensor": "gather",
     "grouped_allgather": "all_gather_coalesced", "grouped_allreduce": "all_reduce_coalesced",
-    "grouped_reducescatter": "reduce_scatter_coalesced", "new_subgroups": "new_group",
-    "distbackenderror": "BackendError", "backend": "get_backends", "get_backend": "get_backends",
-    # We have none, and what is spelt like it does something else.
-    **dict.fromkeys((
-        "gather_object", "get_backend_config", "get_global_rank", "get_group_rank", "get_local_rank",
-        "get_local_size", "get_local_world_size", "get_node_local_rank", "get_process_group_ranks", "group",
-        "is_backend_available", "local_rank", "local_size", "record_comm", "reducer", "scatter_object_list",
-        "tcpstore", *(f"{name}options" for name in (
-            "allgather", "allreduce", "allreducecoalesced", "alltoall", "barrier", "broadcast", "gather",
-            "reduce", "reducescatter", "scatter",
-        )),
-    )),
+    "grouped_reducescatter": "reduce_scatter_coalesced", "inference_all_reduce": "all_reduce",
+    "isendrecv": "batch_isend_irecv", "monitored_barrier": "barrier", "pad_across_processes": "all_gather_v",
+    "recv_object_list": _OBJECTS, "reduce_scatter_fn": "reduce_scatter_tensor",
+    "reduce_scatter_single": "reduce_scatter_tensor",
+    "reduce_scatter_single_coalesced": "reduce_scatter_coalesced",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_coalesced", "reducescatter": "reduce_scatter",
+    "scatter_object_list": _OBJECTS, "scatter_tensor": "scatter", "send_object_list": _OBJECTS,
+    "sendrecv": "batch_isend_irecv", "wait_for_everyone": "barrier",
+    **dict.fromkeys(("bsend", "rsend", "ssend"), "send"),
+    **dict.fromkeys(("ibsend", "irsend", "issend"), "isend"),
+}  # fmt: skip
+_LOCAL_RANK: Final = "launchers set it: LOCAL_RANK in the environment, or OMPI_COMM_WORLD_LOCAL_RANK"
+_LOCAL_SIZE: Final = "launchers set it: LOCAL_WORLD_SIZE in the environment, or OMPI_COMM_WORLD_LOCAL_SIZE"
+_RANKS: Final = "the `ranks` of a group are those of the job, in its order"
+_LIBRARIES: Final = "`mcr-plus doctor` shows which libraries are available"
+_DEADLINES: Final = "deadlines are the `timeout` of `dispatch` in the configuration"
+_MESHES: Final = "meshes are torch's: init_device_mesh after torch.distributed.init_process_group('mcr')"
+_HANDLES: Final = "operations with async_op=True return a handle, which has wait() and is_completed()"
+_NONE: Final = (
+    "abort", "adasum", "add_error_string", "allgatherv_init", "allreducecoalescedoptions",
+    "allreduceoptions", "alltoallv_init", "alltoallw_init", "backend", "backendconfig",
+    "barrieroptions", "broadcastoptions", "compare", "compress", "configure", "cross_rank",
+    "cross_size", "default_backend_for_device", "device", "exscan", "file", "free", "gather_init",
+    "gatherv_init", "get_backend_impl", "get_config", "get_debug_level",
+    "get_default_backend_for_device", "get_node_rank", "get_parent", "get_pg_count", "gradbucket",
+    "groupmember", "handle", "has_all_gather_into_tensor", "has_reduce_scatter_tensor", "idup",
+    "iexscan", "is_revoked", "iscan", "join", "load_state", "maxloc", "minloc", "node_rank",
+    "open_port", "premul_sum", "print", "probe", "record_comm", "reduce_op_to_str",
+    "reduce_scatter_init", "reduce_scatter_object", "reducer", "reducescatteroptions", "reducing",
+    "request", "revoke", "save_state", "scan", "scatter_init", "scatteroptions", "scatterv_init",
+    "set_attr", "set_backend", "sparse_allreduce", "tcpstore", "toint", "win",
+)  # fmt: skip
+_OF_MODULES: Final[Mapping[str, str | None]] = {
+    **dict.fromkeys(_NONE),  # we have none, and none of ours is like it
+    **_OPERATIONS,
+    **dict.fromkeys(
+        ("get_local_rank", "get_node_local_rank", "local_process_index", "local_rank"), _LOCAL_RANK
+    ),
+    **dict.fromkeys(
+        ("get_local_size", "get_local_world_size", "local_size", "local_world_size"), _LOCAL_SIZE
+    ),
+    **dict.fromkeys(
+        ("get_all_ranks_from_group", "get_global_rank", "get_group_rank", "get_process_group_ranks"), _RANKS
+    ),
+    **dict.fromkeys(
+        [f"{each}_built" for each in ("ccl", "cuda", "ddl", "gloo", "mpi", "nccl", "rocm")]
+        + [f"is_{each}_available" for each in ("backend", "gloo", "mpi", "nccl", "ucc", "xccl")]
+        + ["gloo_enabled", "is_available", "mpi_enabled"],
+        _LIBRARIES,
+    ),
+    **dict.fromkeys(("default_pg_timeout", "set_timeout", "timeout"), _DEADLINES),
+    **dict.fromkeys(("devicemesh", "init_device_mesh", "initialize_mesh_device"), _MESHES),
+    **dict.fromkeys(("poll", "synchronize", "wait", "wait_all", "wait_tensor", "waitall"), _HANDLES),
+    **dict.fromkeys(("launch", "run", "spawn"), "`mcr-plus run` starts the ranks of a job"),
+    **dict.fromkeys(("cleanup", "destroy", "destroy_process_group", "shutdown"), "finalize"),
+    **dict.fromkeys(("init_distributed", "init_process_group", "init_thread", "initialize"), "init"),
+    **dict.fromkeys(
+        ("comm_size", "get_num_ranks", "get_size", "nranks", "num_processes", "num_ranks", "rank_size"),
+        "get_world_size",
+    ),
+    **dict.fromkeys(("comm_rank", "is_main_process", "is_master", "process_index"), "get_rank"),
+    **dict.fromkeys(
+        ("add_process_set", "clone", "create", "create_group", "dup", "new_subgroups", "processset",
+         "new_subgroups_by_enumeration", "split", "split_group", "split_type"), "new_group",
+    ),
+    **dict.fromkeys(("get_group", "get_world_group", "global_process_set", "group"), "world"),
+    **dict.fromkeys(("comm", "intracomm", "processgroup"), "Communicator"),
+    **dict.fromkeys(
+        ("allreduce_gradients", "average_gradients", "ddp", "distributeddataparallel", "prepare",
+         "sync_gradients"), "wrap",
+    ),
+    **dict.fromkeys(("fully_shard", "fullyshardeddataparallel"), "fsdp"),
+    **dict.fromkeys(("broadcast_model", "broadcast_weights"), "broadcast_parameters"),
+    **dict.fromkeys(("get_backend", "get_backend_config"), "get_backends"),
+    **dict.fromkeys(("reduce_op", "reduceop"), "SUM"),
+    "allreduce_hook": "ddp_hook", "any_source": "recv takes None for any source", "average": "AVG",
+    "broadcast_optimizer_state": "mcr_plus.horovod has it",
+    "disterror": "McrError", "gather_for_metrics": "all_gather", "horovodinternalerror": "McrError",
+    "mean": "AVG", "start_timeline": "record",
+    "all_gather_single_autograd": "autograd.all_gather", "all_gather_tensor_autograd": "autograd.all_gather",
+    "all_to_all_single_autograd": "autograd.all_to_all_single",
+    "reduce_scatter_single_autograd": "autograd.reduce_scatter",
+    "reduce_scatter_tensor_autograd": "autograd.reduce_scatter",
 }  # fmt: skip
 OF_COMMUNICATORS: Final = {
     **_OPERATIONS,
-    "barrier": "barrier", "free": "close", "gather": "gather", "get_rank": "rank", "get_size": "size",
-    "get_world_size": "size", "irecv": "irecv", "isend": "isend", "recv": "recv", "reduce": "reduce",
+    "barrier": "barrier", "free": "close", "gather": "gather", "get_global_rank": _RANKS,
+    "get_group_rank": _RANKS, "get_local_rank": _LOCAL_RANK, "get_rank": "rank", "get_size": "size",
+    "get_world_size": "size", "irecv": "irecv", "isend": "isend", "local_rank": _LOCAL_RANK, "recv": "recv",
+    "reduce": "reduce",
     "reduce_scatter": "reduce_scatter", "scatter": "scatter", "send": "send", "split": "split",
     "world_size": "size",
 }  # fmt: skip
@@ -53,12 +131,19 @@ OF_WORKS: Final = {
 
 def no_attribute(module: str, name: str, known: Sequence[str]) -> AttributeError:
     """The error for a name that a module lacks, with the one that was probably meant."""
-    said = "" if name.startswith("_") else hint(name, known)
-    if (key := name.casefold()) in _OF_MODULES:
-        ours = _OF_MODULES[key]
-        said = f"; did you mean {ours!r}?" if ours in known else said if ours else ""
+    key = name.casefold().removesuffix("_").removesuffix("_async").removesuffix("_inplace")
+    ours = _OF_MODULES.get(key, key)
+    said = "" if ours is None else _said(ours)
+    if ours is not None and " " not in ours and ours.partition(".")[0] not in known:
+        # A function is none of the classes and constants that its name may be like.
+        alike = [each for each in known if each.islower() or not name.islower() or each.casefold() == key]
+        said = "" if name.startswith("_") else hint(key, alike)
     # Without a name Python adds no suggestion of its own.
     return AttributeError(f"module '{module}' has no attribute '{name}'{said}", name=None)
+
+
+def _said(ours: str) -> str:
+    return f"; {ours}" if " " in ours else f"; did you mean {ours!r}?"
 
 
 def name_others(cls: type, names: Mapping[str, str]) -> None:
@@ -73,7 +158,7 @@ class _OtherName:
     """An attribute whose error says our name. A `__getattr__` would slow every call (3.11)."""
 
     def __init__(self, text: str, ours: str) -> None:
-        self._text = f"{text}; did you mean '{ours}'?"
+        self._text = text + _said(ours)
 
     def __get__(self, instance: object, owner: object = None) -> NoReturn:
         raise AttributeError(self._text, name=None)

@@ -197,9 +197,8 @@ class Watchdog:
                 at = [f"last issued #{issued}"] if absent else []
                 at += [f"process {status}"] if status != "unknown" else []
                 notes.append(f"rank {process}: {', '.join(at)}")
-        absence = f"missing ranks{group.of_job}: {missing}"
-        if not missing:
-            absence = "no rank has sent it" if is_p2p else "all ranks have issued it"
+        absence = "no rank has sent a message for it" if is_p2p else "all ranks have issued it"
+        absence = f"missing ranks{group.of_job}: {missing}" if missing else absence
         detail = f" ({'; '.join(notes)})" if notes else ""
         return CommTimeout(
             f"{operation.name(work.sequence)} on {operation.backend} not done after {waited:.1f} s "

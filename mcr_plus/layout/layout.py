@@ -23,14 +23,15 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-Op = Literal["SUM", "AVG", "MAX", "MIN", "PRODUCT"]
+Op = Literal["SUM", "AVG", "MAX", "MIN", "PRODUCT", "BAND", "BOR", "BXOR"]
 _OPS: Final[Mapping[str, Op]] = {
     "P": "SUM", "P(sum)": "SUM", "P(avg)": "AVG", "P(max)": "MAX", "P(min)": "MIN", "P(product)": "PRODUCT",
+    "P(band)": "BAND", "P(bor)": "BOR", "P(bxor)": "BXOR",
 }  # fmt: skip
 _NAMED: Final = 8  # ranks of a mesh in the name of a layout
 _PLACEMENTS: Final = (
     "R (replicated), S0, S1, … (sharded along a dimension), P (an addend of a sum), P(avg), P(max), P(min), "
-    "P(product)"
+    "P(product), P(band), P(bor), P(bxor)"
 )
 Box = Sequence[tuple[int, int]]
 
@@ -119,8 +120,9 @@ class Layout:
             ranks: an array of ranks (nested lists, NumPy, torch), one dimension for each placement, in the
                 order of the shards.
             placements: for each mesh dimension, `R` (replicas), `S<dim>` (shards as by `torch.chunk`), or
-                `P` (addends of a sum), `P(avg)`, `P(max)`, `P(min)`, `P(product)`. If several mesh
-                dimensions shard the same dimension of the tensor, each cuts the shards of the one before it.
+                `P` (addends of a sum), `P(avg)`, `P(max)`, `P(min)`, `P(product)`, `P(band)`, `P(bor)`,
+                `P(bxor)`. If several mesh dimensions shard the same dimension of the tensor, each cuts the
+                shards of the one before it.
 
         Raises:
             InvalidArgument: a rank appears twice, a placement is unknown, their number is not that of the

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from mcr_plus.communicator.costs import expected_us
-from mcr_plus.core.kinds import MOVED
+from mcr_plus.core.kinds import REDUCIBLE
 from mcr_plus.core.units import about
 from mcr_plus.errors import BackendError, InvalidArgument, Unsupported
 from mcr_plus.layout import proof
@@ -335,13 +335,9 @@ def no_reduction(source: Layout, dtype: torch.dtype) -> str | None:
     """Return the name of the layout's reduction if the dtype does not support it, else None."""
     if not source.is_partial:
         return None
-    if dtype in MOVED:
-        return f"{source.op} of {dtype}"
     if source.op == "AVG" and dtype is torch.bool:
         return "means of bool"
-    if source.op in ("MAX", "MIN") and dtype.is_complex:
-        return f"{source.op} of {dtype}"
-    return None
+    return None if dtype in REDUCIBLE[source.op] else f"{source.op} of {dtype}"
 
 
 def _agree_on_loads(

@@ -435,4 +435,4 @@ def _placement(text: str | Placement) -> Placement:
         return Partial()
     if text[:2] == "P(" and text[-1:] == ")":
         return Partial(text[2:-1])
-    raise InvalidArgument(f"unknown placement {text!r}; known: R, S0, S1, …, P, P(avg), P(max)")
+    raise InvalidArgument(f"unknown placement {text!r}; known: R, S0, S1, …, P, P(avg), …, P(bxor)")

@@ -54,6 +54,11 @@ def _add(targets: list[torch.Tensor], values: list[torch.Tensor]) -> None:
     _torch._foreach_add_([_parts(each) for each in targets], [_parts(each.resolve_conj()) for each in values])
 
 
+def _bitwise(combine: Callable[..., Any], targets: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    for target, value in zip(targets, values, strict=True):
+        combine(target, value, out=target)
+
+
 def _parts(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
@@ -64,6 +69,9 @@ _REDUCE: Final[dict[str, Callable[..., Any]]] = {
     "PRODUCT": _torch._foreach_mul_,
     "MAX": partial(_extreme, _torch._foreach_maximum_, torch.bitwise_and),
     "MIN": partial(_extreme, _torch._foreach_minimum_, torch.bitwise_or),
+    "BAND": partial(_bitwise, torch.bitwise_and),
+    "BOR": partial(_bitwise, torch.bitwise_or),
+    "BXOR": partial(_bitwise, torch.bitwise_xor),
 }
 
 

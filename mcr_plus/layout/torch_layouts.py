@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 Order = Sequence[int]
 """The dimensions of a mesh, in the order in which they cut the tensor."""
 
-_REDUCTIONS: Final = {"sum": "P", "avg": "P(avg)", "max": "P(max)", "min": "P(min)", "product": "P(product)"}
+_REDUCTIONS: Final = {"sum": "P"} | {
+    op: f"P({op})" for op in ("avg", "max", "min", "product", "band", "bor", "bxor")
+}
 _KEPT: Final = 1024  # layouts on a mesh
 
 _known: WeakKeyDictionary[DeviceMesh, dict[Any, Layout]] = WeakKeyDictionary()
@@ -149,8 +151,7 @@ def layout_on(
     shards as torch makes them.
 
     Raises:
-        Unsupported: a placement is not one of torch's own, or has another reduce op than sum, avg, max, min
-            and product.
+        Unsupported: a placement is not one of torch's own, or has another reduce op than those of torch.
     """
     words = [_word(placement) for placement in placements]
     name = f"{','.join(words)} @{mesh_text(ranks)}"

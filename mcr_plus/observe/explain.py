@@ -52,11 +52,11 @@ def explain(
     where nothing was measured) and `alternatives` (per choice: `support`, `how`, `expected_us`,
     `extrapolated`, `figure`, `bound_us`, `why` it was chosen or not). Steps in which a library is chosen have
     the last three too, and if the table was measured on another machine `measured_elsewhere` (the
-    differences) and `strict`. The step of a codec has `codec` and `never_slower` (whether it is set), and
-    where the table knows both times `payload_us` (of what the codec sends, without encoding and decoding),
-    `without_codec_us`, and `comparison` (the sentence that `mcr-plus explain` prints about them). A stage
-    that does not apply has no step. Expected times of asynchronous operations are exposed times: what
-    remains beside a computation of the operation's own length.
+    differences) and `strict`. The step of `fuse` has `fused` where it fuses. That of a codec has `codec` and
+    `never_slower` (whether it is set), and where the table knows both times `payload_us` (of what the codec
+    sends, without encoding and decoding), `without_codec_us`, and `comparison` (the sentence that `mcr-plus
+    explain` prints about them). A stage that does not apply has no step. Expected times of asynchronous
+    operations are exposed times: what remains beside a computation of the operation's own length.
 
     `figure` is the quality of an expected time: "measured", "extrapolated", "at_most" below the smallest
     size measured, "at_least" beyond the largest if no slope is known, "unknown" if that bound is of other
@@ -204,14 +204,23 @@ def _compared(
     if without is None or None in payloads or not payloads:
         return steps
     payload = sum(us for us in payloads if us is not None)
-    comparison = f"expected: {microseconds(payload)} µs for what it sends, {microseconds(without)} µs "
-    comparison += "without the codec"
-    if not signature.is_p2p:  # the two ends of a message decide nothing together
-        would = "`never_slower` leaves" if steps[at]["never_slower"] else "`never_slower: true` would leave"
-        limit = f" if encoding and decoding take more than {microseconds(without - payload)} µs"
-        alone = " (for this call alone, without those that it is fused with)" if _is_fused(notes) else ""
-        comparison += f"; {would} it out{limit * (payload < without)}{alone}"
-    steps[at] |= {"payload_us": payload, "without_codec_us": without, "comparison": comparison}
+    fused = any("fused" in step for step in steps)
+    by_itself = " if sent by itself" if fused else ""
+    is_set = steps[at]["never_slower"]
+    if signature.is_p2p:
+        choice = "`never_slower` is for collectives alone"
+    elif fused:
+        choice = f"`never_slower{'` compares' if is_set else ': true` would compare'} whole buckets"
+    else:
+        choice = f"`never_slower{'` leaves' if is_set else ': true` would leave'} it out"
+        if payload < without:
+            choice += f" if encoding and decoding take more than {microseconds(without - payload)} µs"
+    steps[at] |= {
+        "payload_us": payload,
+        "without_codec_us": without,
+        "comparison": f"expected{by_itself}: {microseconds(payload)} µs for what it sends, "
+        f"{microseconds(without)} µs without the codec; {choice}",
+    }
     return steps
 
 

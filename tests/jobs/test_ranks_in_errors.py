@@ -30,6 +30,11 @@ def _receive(comm: mcr.Communicator, rank: int) -> None:
         comm.recv(torch.ones(3), src=VICTIM)
 
 
+def _receive_any(comm: mcr.Communicator, rank: int) -> None:
+    if rank == 2:
+        comm.recv(torch.ones(3), src=None)
+
+
 def _sizes(comm: mcr.Communicator, rank: int) -> None:
     comm.all_reduce(torch.ones(3 + (rank == VICTIM)))
 
@@ -63,6 +68,7 @@ def _close(comm: mcr.Communicator, rank: int) -> None:
 CASES: dict[str, Call] = {
     "timeout": _late,
     "receive": _receive,
+    "any source": _receive_any,
     "sizes": _sizes,
     "counts": _counts,
     "messages": _messages,
@@ -105,6 +111,10 @@ def _ranks_in(text: str) -> set[int]:
 
 
 def _check(name: str, kind: str, text: str, missing: list[int], lost: list[int]) -> None:
+    if name == "any source":
+        assert (kind, missing) == ("CommTimeout", []), text
+        assert text.endswith("(its timeout is 1 s); no rank has sent a message for it")
+        return
     named = _ranks_in(text)
     if name in ("timeout", "receive"):
         assert (kind, missing, named) == ("CommTimeout", [VICTIM], {VICTIM}), text

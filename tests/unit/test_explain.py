@@ -149,25 +149,43 @@ def test_a_codec_is_compared_with_the_operation_without_it(
     assert words in step["comparison"]
 
 
-def test_never_slower_is_not_said_to_apply_to_messages(table: Path) -> None:
-    path = table.parent / "message.yaml"
-    table.write_text(
-        "version: 1\nrules:\n  - {kind: send, bytes: 0.., backend: mpi, measured: {mpi: {8B: 1, 1MiB: 20}}}\n"
+def _comparison(folder: Path, kind: str, stages: str, never_slower: bool, **options: Any) -> tuple[str, str]:
+    """What is said of a message or an asynchronous operation by bf16: of the codec, and of its times."""
+    path = folder / "compressed.yaml"
+    rule = "{kind: '*', bytes: 0.., backend: gloo, measured: {gloo: {8B: 1, 1MiB: 100}}}"
+    (folder / "table.yaml").write_text(f"version: 1\nrules: [{rule}]\n")
+    stages += f"{{compress: {{codec: bf16, never_slower: {str(never_slower).lower()}}}}}, "
+    stages += "{select: {table: table.yaml}}, {dispatch: {}}"
+    path.write_text(f"version: 1\nbackends: [gloo]\npipeline: [{stages}]\n")
+    steps = mcr.explain(kind, 64 * K, config=path, **options)["steps"]
+    (step,) = [step for step in steps if step["stage"] == "compress"]
+    return step["decision"], step["comparison"]
+
+
+@pytest.mark.parametrize("never_slower", [False, True])
+@pytest.mark.parametrize("kind", ["send", "recv"])
+def test_never_slower_is_not_promised_for_messages(tmp_path: Path, kind: str, never_slower: bool) -> None:
+    decision, comparison = _comparison(tmp_path, kind, "", never_slower)
+    assert "slower" not in decision
+    assert re.fullmatch(
+        "expected: .* µs for what it sends, .* µs without the codec; `never_slower` is for collectives alone",
+        comparison,
     )
-    stages = "{compress: {codec: bf16, never_slower: true}}, {select: {table: table.yaml}}, {dispatch: {}}"
-    path.write_text(f"version: 1\nbackends: [mpi]\npipeline: [{stages}]\n")
-    steps = mcr.explain("send", 64 * K, config=path)["steps"]
-    (step,) = [step for step in steps if step["stage"] == "compress"]
-    assert step["comparison"].endswith("µs without the codec")
 
 
-def test_a_comparison_of_a_fused_operation_is_of_this_call_alone(table: Path) -> None:
-    path = table.parent / "fused.yaml"
-    stages = "{fuse: {}}, {compress: {codec: bf16}}, {select: {table: table.yaml}}, {dispatch: {}}"
-    path.write_text(config(table.parent).read_text().split("pipeline")[0] + f"pipeline: [{stages}]\n")
-    steps = mcr.explain("all_reduce", 32 * K, config=path, async_op=True)["steps"]
-    (step,) = [step for step in steps if step["stage"] == "compress"]
-    assert step["comparison"].endswith("(for this call alone, without those that it is fused with)")
+@pytest.mark.parametrize("kind", ["all_reduce", "broadcast"])
+def test_a_fused_operation_is_not_compared_as_if_it_were_sent_by_itself(tmp_path: Path, kind: str) -> None:
+    fuse = "{fuse: {kinds: [all_reduce, broadcast]}}, "
+    for never_slower, choice in (
+        (True, "`never_slower` compares"),
+        (False, "`never_slower: true` would compare"),
+    ):
+        _, comparison = _comparison(tmp_path, kind, fuse, never_slower, async_op=True)
+        assert comparison.startswith("expected if sent by itself: ")
+        assert comparison.endswith(f"without the codec; {choice} whole buckets")
+        _, comparison = _comparison(tmp_path, kind, fuse, never_slower)  # waited for at once
+        assert comparison.startswith("expected: ")
+        assert "buckets" not in comparison
 
 
 def test_a_codec_that_sends_longer_than_without_it(table: Path) -> None:

@@ -313,6 +313,8 @@ def test_nccl_unknown_algorithms_of_a_table_are_lost(algorithm: str) -> None:
         ("allreduce,0,8,ring,ll,0,1,1", "channels: expected a whole number from 1 on, got '0'"),
         ("allreduce,0,8,ring,ll,1,-2,1", "nNodes: expected"),
         ("allreduce,0,8,ring,ll,1,1,2x", "nRanks: expected"),
+        ("allreduce,0,8,ring,ll,1,1,1,1,2", "regBuff: NCCL passes 0 or 1, so 2 never applies"),
+        ("allreduce,0,8,ring,ll,1,1,1,0,1", "numPipeOps: NCCL passes a number from 1 on, so 0 never applies"),
         ("allreduce,0,8,ring,ll,1,1,1," + " " * 250, "characters; expected at most 255"),
         (" # a comment that NCCL does not know for one", "1 fields; expected"),
     ],
@@ -1164,10 +1166,68 @@ def test_ucc_unknown_names_cost_their_rule_alone(text: str, what: str) -> None:
     with pytest.raises(ConfigError, match=r"^ucc\.env:1: no rules that a table can express") as caught:
         import_("ucc", f"# comment\n{text}\n", "ucc.env")
     assert what in str(caught.value)
-    found, lost = import_("ucc", f"UCC_TL_SELF_TUNE=reduce:inf\n{text}\n", "ucc.env")
-    assert rules_of(found) == [("reduce", "0..", "mpi:self/*/inf")]
+    good, of = ("UCC_TL_SELF_TUNE=reduce:inf", "self") if "=" in text else ("reduce:inf", "ucp")
+    found, lost = import_("ucc", f"{good}\n{text}\n", "ucc.env")
+    assert rules_of(found) == [("reduce", "0..", f"mpi:{of}/*/inf")]
     assert all(line.startswith("ucc.env:2: ") for line in lost)
     assert what in "; ".join(lost)
+
+
+@pytest.mark.parametrize(
+    ("format", "rule"),
+    [
+        ("ucc", "UCC_TL_UCP_TUNE=bcast:@knomial"),
+        ("ucc", "export UCC_TL_UCP_TUNE='bcast:@knomial'"),
+        ("oneccl", "export CCL_BCAST=ring"),
+        ("nccl-csv", "broadcast,0,8,ring,ll,1,1,1"),
+    ],
+)
+@pytest.mark.parametrize(
+    "junk",
+    ["nonsense", "set -e", "mpirun -n 2 ./a.out", "mpirun -x UCC_TL_UCP_TUNE=bcast:@dbt ./a", "fi", "10"],
+)
+@pytest.mark.parametrize("before", [False, True])
+def test_a_line_that_is_no_rule_costs_that_line_alone(
+    format: str, rule: str, junk: str, before: bool
+) -> None:
+    alone = import_(format, rule, "job.sh")
+    found, lost = import_(format, f"{junk}\n{rule}\n" if before else f"{rule}\n{junk}\n", "job.sh")
+    assert rules_of(found) == rules_of(alone.table)
+    (said,) = [line for line in lost if line not in alone.lost]
+    assert said.startswith(f"job.sh:{1 if before else 2}: ")
+    assert "set again" not in said
+    assert junk in said or format == "nccl-csv"
+
+
+@pytest.mark.parametrize(
+    ("format", "rule"),
+    [
+        ("ucc", "UCC_TL_UCP_TUNE=bcast:@knomial"),
+        ("oneccl", "CCL_BCAST=ring"),
+        ("nccl-csv", "broadcast,0,8,ring,ll,1,1,1"),
+        ("openmpi", "1\n7\n1\n0\n1\n0 3 0 0"),
+    ],
+)
+def test_a_byte_order_mark_costs_nothing(format: str, rule: str) -> None:
+    found, lost = import_(format, f"\ufeff{rule}\n", "f")
+    assert (rules_of(found), lost) == (rules_of(import_(format, rule, "f").table), ())
+
+
+def test_a_value_without_quotes_ends_at_a_space_as_in_a_shell() -> None:
+    for line in ("UCC_TL_UCP_TUNE=bcast:@dbt mpirun ./a", 'export UCC_TL_UCP_TUNE="bcast:@dbt" # best'):
+        found, (lost,) = import_("ucc", line, "j")
+        assert rules_of(found) == [("broadcast", "0..", "mpi:ucp/dbt")]
+        assert lost.startswith("j:1: no VARIABLE=value: '")
+    found, lost = import_("oneccl", "export CCL_BCAST=ring CCL_REDUCE='tree'", "j")
+    assert rules_of(found) == [("broadcast", "0..", "mpi:ring"), ("reduce", "0..", "mpi:tree")]
+    assert lost == ()
+
+
+def test_ucc_strings_alone_add_up() -> None:
+    found, lost = import_("ucc", "bcast:@dbt\nnonsense\nreduce:@dbt\n", "u")
+    assert rules_of(found) == [("broadcast", "0..", "mpi:ucp/dbt"), ("reduce", "0..", "mpi:ucp/dbt")]
+    assert len(lost) == 1
+    assert lost[0].startswith("u:2: 'nonsense': unknown field")
 
 
 def test_ucc_takes_every_name_that_it_registers() -> None:

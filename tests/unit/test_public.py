@@ -81,8 +81,14 @@ def test_shrink_group_takes_what_torchs_takes() -> None:
     ("name", "meant"),
     [("rank", "get_rank"), ("size", "get_world_size"), ("allreduce", "all_reduce"), ("elasti", "elastic"),
      ("experts", "expert"), ("xyz", None), ("split_group", "new_group"), ("ReduceOp", "SUM"),
-     ("local_rank", None), ("init_process_group", "init"), ("rank_size", "get_world_size"),
-     ("Allreduce", "all_reduce"), ("Bcast", "broadcast")],
+     ("init_process_group", "init"), ("rank_size", "get_world_size"),
+     ("Allreduce", "all_reduce"), ("Bcast", "broadcast"), ("abort", None), ("close", None), ("win", None),
+     ("sum", "SUM"), ("Average", "AVG"), ("initialize", "init"), ("allreduce_async_", "all_reduce"),
+     ("Iallgatherv", "all_gather_v"), ("Allreduce_init", "persistent"), ("Gatherv_init", None),
+     ("Sendrecv", "batch_isend_irecv"), ("grouped_allreduce_async", "all_reduce_coalesced"),
+     ("_all_gather_base", "all_gather_into_tensor"), ("all_gather_inplace", "all_gather"),
+     ("reduce_scatter_tensor_autograd", "autograd.reduce_scatter"), ("DistributedDataParallel", "wrap"),
+     ("num_processes", "get_world_size"), ("init_distributed", "init"), ("wait_for_everyone", "barrier")],
 )  # fmt: skip
 def test_an_unknown_name_of_the_package_says_which_was_meant(name: str, meant: str | None) -> None:
     with pytest.raises(AttributeError) as caught:
@@ -90,26 +96,63 @@ def test_an_unknown_name_of_the_package_says_which_was_meant(name: str, meant: s
     assert str(caught.value).endswith(f"did you mean {meant!r}?" if meant else f"attribute {name!r}")
 
 
-# Names of torch.distributed that are hinted; the others get no hint, as nothing of ours does the same.
-_HINTS = {
-    "Backend": "get_backends", "DistBackendError": "BackendError", "ReduceOp": "SUM",
-    "all_gather_coalesced": "all_gather_coalesced", "all_gather_single": "all_gather_into_tensor",
-    "broadcast_object_list": "broadcast_object", "destroy_process_group": "finalize",
-    "get_backend": "get_backends", "init_process_group": "init", "monitored_barrier": "barrier",
-    "new_subgroups": "new_group", "reduce_scatter_single": "reduce_scatter_tensor",
-    "split_group": "new_group",
+OF_TORCH: dict[str, str | None] = {
+    **dict.fromkeys(
+        ("AllToAllOptions", "AllreduceCoalescedOptions", "AllreduceOptions", "Backend", "BackendConfig",
+         "BarrierOptions", "BroadcastOptions", "BuiltinCommHookType", "DebugLevel", "DistNetworkError",
+         "DistStoreError", "FileStore", "GatherOptions", "GradBucket", "GroupMember", "GroupName",
+         "HashStore", "Logger", "PrefixStore", "ProcessGroupGloo", "ProcessGroupMPI", "ProcessGroupNCCL",
+         "ProcessGroupNCCL2", "ProcessGroupNCCLLazy", "QueueEmptyError", "RankType", "ReduceOptions",
+         "ReduceScatterOptions", "Reducer", "ScatterOptions", "Store", "TCPStore", "breakpoint",
+         "get_backend_impl", "get_debug_level", "get_default_backend_for_device", "get_pg_count",
+         "is_torchelastic_launched", "log", "record_comm", "register_rendezvous_handler",
+         "set_debug_level", "set_debug_level_from_env", "supports_complex", "timedelta")
+    ),
+    **dict.fromkeys(
+        ("is_available", "is_backend_available", "is_gloo_available", "is_mpi_available",
+         "is_nccl_available", "is_ucc_available", "is_xccl_available"), "`mcr-plus doctor` shows"
+    ),
+    **dict.fromkeys(("get_global_rank", "get_group_rank", "get_process_group_ranks"), "`ranks` of a group"),
+    **dict.fromkeys(("recv_object_list", "scatter_object_list", "send_object_list"), "by broadcast_object"),
+    **dict.fromkeys(("new_subgroups", "new_subgroups_by_enumeration", "split_group"), "'new_group'?"),
+    **dict.fromkeys(("DeviceMesh", "init_device_mesh"), "meshes are torch's"),
+    **dict.fromkeys(("default_pg_timeout", "set_timeout"), "`timeout` of `dispatch`"),
+    **dict.fromkeys(("gather_into_tensor", "gather_single"), "'gather'?"),
+    **dict.fromkeys(("get_backend", "get_backend_config"), "'get_backends'?"),
+    **dict.fromkeys(("ReduceOp", "reduce_op"), "'SUM'?"),
+    "DistBackendError": "'BackendError'?", "DistError": "'McrError'?", "ProcessGroup": "'Communicator'?",
+    "all_gather_single": "'all_gather_into_tensor'?", "broadcast_object_list": "'broadcast_object'?",
+    "destroy_process_group": "'finalize'?", "gather_object": "'all_gather_object'?",
+    "get_node_local_rank": "LOCAL_RANK", "group": "'world'?", "init_process_group": "'init'?",
+    "monitored_barrier": "'barrier'?", "reduce_scatter_single": "'reduce_scatter_tensor'?",
 }  # fmt: skip
+"""What is said about the public names of torch.distributed 2.6 to 2.15 that are not ours too."""
 
 
-def test_names_of_torch_are_hinted_at_what_does_the_same() -> None:
-    functions = [name for name, each in vars(torch.distributed).items() if name[0] != "_" and callable(each)]
-    assert len(functions) > 60
-    for name in {*functions, "all_gather_single", "reduce_scatter_single", "get_local_rank"}:
-        if name not in {*mcr.__all__, "rendezvous"}:  # a folder of ours
-            with pytest.raises(AttributeError) as caught:
-                getattr(mcr, name)
-            meant = _HINTS.get(name)
-            assert str(caught.value).endswith(f"did you mean {meant!r}?" if meant else f"attribute {name!r}")
+@pytest.mark.filterwarnings("ignore:.*reduce_op")
+def test_each_name_of_torch_distributed_is_ours_or_hinted_at_the_right_one() -> None:
+    dist = pytest.importorskip("torch.distributed")
+    theirs = {
+        name for name in dir(dist) if not (name.startswith("_") or inspect.ismodule(getattr(dist, name)))
+    }
+    ours = {*mcr.__all__, "rendezvous"}  # a folder here
+    assert theirs - ours - set(OF_TORCH) == set()
+    for name, expected in OF_TORCH.items():
+        with pytest.raises(AttributeError) as caught:
+            getattr(mcr, name)
+        _, _, said = str(caught.value).partition(f"has no attribute '{name}'")
+        assert bool(said) == bool(expected), name
+        assert (expected or "") in said, name
+
+
+def test_a_local_rank_is_said_to_come_from_the_launcher() -> None:
+    with mcr.init() as comm:
+        for name in ("local_rank", "get_local_rank"):
+            for place in (mcr, comm):
+                with pytest.raises(
+                    AttributeError, match=r"has no attribute .*; launchers set it: LOCAL_RANK"
+                ):
+                    getattr(place, name)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +172,9 @@ def test_an_unknown_name_of_a_module_says_which_was_meant(module: str, name: str
 @pytest.mark.parametrize(
     ("name", "meant"),
     [("get_rank", "rank"), ("allreduce", "all_reduce"), ("Allreduce", "all_reduce"), ("Get_rank", "rank"),
-     ("Get_size", "size"), ("Split", "split"), ("Isend", "isend"), ("Free", "close")],
+     ("Get_size", "size"), ("Split", "split"), ("Isend", "isend"), ("Free", "close"),
+     ("all_gather_single", "all_gather_into_tensor"), ("Ireduce_scatter", "reduce_scatter"),
+     ("reduce_scatter_single", "reduce_scatter_tensor"), ("Sendrecv", "batch_isend_irecv")],
 )  # fmt: skip
 def test_a_name_of_another_library_says_that_of_a_communicator(name: str, meant: str) -> None:
     with mcr.init() as comm:

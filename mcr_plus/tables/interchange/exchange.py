@@ -365,17 +365,20 @@ class Assignment(NamedTuple):
     value: str
 
 
-_ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)\s*=\s*(.*)", re.ASCII)
+_ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)\s*=\s*(\"[^\"]*\"|'[^']*'|\S*)(.*)", re.ASCII)
 
 
 def assignments(text: str) -> Iterator[Assignment]:
-    """Yield the lines of an environment; `export` and quotes are optional, and `#` begins a comment line."""
+    """Yield the lines of an environment; `export` and quotes are optional, and `#` begins a comment line.
+
+    As in a shell, a value without quotes ends at a space; what follows is yielded by itself.
+    """
     for number, raw in enumerate(text.splitlines(), 1):
-        line = raw.strip()
-        if not line or line.startswith("#"):
-            continue
-        match = _ASSIGNMENT.fullmatch(line)
-        variable, value = match.groups() if match else ("", line)
-        if len(value) > 1 and value[0] in "\"'" and value[-1] == value[0]:
-            value = value[1:-1]
-        yield Assignment(number, variable, value)
+        line = "" if raw.lstrip().startswith("#") else raw.strip()
+        while line:
+            match = _ASSIGNMENT.fullmatch(line)
+            variable, value, line = match.groups() if match else ("", line, "")
+            if len(value) > 1 and value[0] in "\"'" and value[-1] == value[0]:
+                value = value[1:-1]
+            yield Assignment(number, variable, value)
+            line = line.strip()

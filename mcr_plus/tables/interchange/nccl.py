@@ -59,6 +59,7 @@ _FIELDS: Final = (
 )  # fmt: skip
 _REQUIRED: Final = 8
 _USUAL: Final = {"numPipeOps": 1, "regBuff": 0}
+_PASSED: Final = {"numPipeOps": range(1, 1 << 31), "regBuff": range(2)}  # by NCCL
 _LIBRARY: Final = "NCCL's tuner"
 
 
@@ -148,6 +149,10 @@ def _rule(line: str, name: str, number: int, backend: str) -> TableRule:
         raise mistake(name, number, f"max_bytes: {hi} is below min_bytes, {lo}")
     channels, nodes, ranks = (_any(row, field, 1, name, number) for field in _FIELDS[5:8])
     conditions = [(field, _any(row, field, 0, name, number)) for field in _USUAL]
+    for field, value in conditions:
+        if value != -1 and value not in _PASSED[field]:
+            known = " or ".join(map(str, _PASSED[field])) if field == "regBuff" else "a number from 1 on"
+            raise mistake(name, number, f"{field}: NCCL passes {known}, so {value} never applies")
     key = TableKey(_KINDS[row["collective"]], ranks=_only(ranks), nodes=_only(nodes))
     parts = [row["algorithm"], row["protocol"], *([] if channels == -1 else [str(channels)])]
     parts += [f"{field}={value}" for field, value in conditions if value != -1]

@@ -5,10 +5,10 @@
 
 Tokens are separated by `#`; their fields are recognised by their form, in any order: collectives, memory
 types, `lo-hi` sizes (half-open; K, M, G and T are binary), `[lo-hi]` numbers of ranks (both included), a
-score and an `@algorithm`. A missing field matches everything. Strings without a variable are read as
-UCC_TL_UCP_TUNE, if that is not set. Between components the highest score wins. A token with an unknown name,
-or a range that overlaps another of its component, is left out and reported (UCC drops the string); so are
-other variables.
+score and an `@algorithm`. A missing field matches everything. In a text without such variables,
+strings alone are read as UCC_TL_UCP_TUNE. Between components the highest score wins. A token with an unknown
+name, or a range that overlaps another of its component, is left out and reported (UCC drops the string); so
+are other variables and other lines.
 
 `ucc.conf` has sections such as `[vendor=intel model=skylake team_size=4 ppn=2 nnodes=2]`. Strings for TL/UCP
 in them apply there, unless one stands outside of all sections. A table is for the first processor of a file.
@@ -268,10 +268,13 @@ def import_(text: str, name: str, backend: str) -> Imported:
     """Read TUNE strings into a table; raises `ConfigError` if no rule is left."""
     lost: list[str] = []
     tuned = [*_tuned(text, name, lost)]
-    last = {(section.text, component): assignment.line for section, component, assignment in tuned}
+    last = {(section.text, component): each.line for section, component, each in tuned if each.variable}
     entries: list[_Entry] = []
     for section, component, assignment in tuned:
-        if assignment.variable and (later := last[section.text, component]) != assignment.line:
+        if not assignment.variable and last:
+            lost.append(f"{name}:{assignment.line}: no VARIABLE=value: {short(assignment.value)}")
+            continue
+        if (later := last.get((section.text, component), assignment.line)) != assignment.line:
             what = f"{assignment.variable} is set again in line {later}, which a shell takes"
             lost.append(f"{name}:{assignment.line}: {what}; UCC refuses a ucc.conf that has both")
             continue

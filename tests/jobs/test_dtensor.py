@@ -406,17 +406,17 @@ BITWISE = {"band": np.bitwise_and, "bor": np.bitwise_or, "bxor": np.bitwise_xor}
 def bitwise() -> None:
     with job():
         rank, mesh, other = dist.get_rank(), init_device_mesh("cpu", (3,)), DeviceMesh("cpu", [2, 0])
-        for dtype, (op, reduce) in itertools.product((np.bool_, np.uint8, np.int64), BITWISE.items()):
+        kinds: list[Any] = [np.bool_, np.uint8, np.int64]
+        for kind, (op, reduce) in itertools.product(kinds, BITWISE.items()):
             chance = np.random.default_rng(7)
-            parts = [
-                chance.integers(0, 2 if dtype is np.bool_ else 99, SHAPE).astype(dtype) for _ in range(3)
-            ]
+            most = 2 if kind is np.bool_ else 99
+            parts: Any = [chance.integers(0, most, SHAPE).astype(kind) for _ in range(3)]
             expected = torch.from_numpy(reduce.reduce(parts))
             x = DTensor.from_local(torch.from_numpy(parts[rank]), mesh, [Partial(op)], run_check=False)
             for on, to in itertools.product((mesh, other), (R, S0, S1)):
                 y = mcr.redistribute(x, on, [to])
                 whole = placed(expected, on, [to])
-                assert on.get_coordinate() is None or torch.equal(y.to_local(), whole.to_local()), (dtype, op)
+                assert on.get_coordinate() is None or torch.equal(y.to_local(), whole.to_local()), (kind, op)
         for dtype in (torch.float32, torch.complex64, torch.uint16):
             some = DTensor.from_local(torch.ones(SHAPE, dtype=dtype), mesh, [Partial("bor")], run_check=False)
             with pytest.raises(mcr.InvalidArgument, match=f"source P.bor. .*: BOR of {dtype}"):

@@ -68,7 +68,7 @@ def _close(comm: mcr.Communicator, rank: int) -> None:
 CASES: dict[str, Call] = {
     "timeout": _late,
     "receive": _receive,
-    "any source": _receive_any,
+    "anyone": _receive_any,
     "sizes": _sizes,
     "counts": _counts,
     "messages": _messages,
@@ -111,7 +111,7 @@ def _ranks_in(text: str) -> set[int]:
 
 
 def _check(name: str, kind: str, text: str, missing: list[int], lost: list[int]) -> None:
-    if name == "any source":
+    if name == "anyone":
         assert (kind, missing) == ("CommTimeout", []), text
         assert text.endswith("(its timeout is 1 s); no rank has sent a message for it")
         return

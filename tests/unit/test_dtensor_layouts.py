@@ -144,7 +144,7 @@ def test_a_part_of_a_mesh(name: str, expected: list[str]) -> None:
 
 def test_partial_placements_and_their_names() -> None:
     ranks = np.arange(6).reshape(2, 3)
-    for name in ("sum", "avg", "max", "min", "product"):
+    for name in ("sum", "avg", "max", "min", "product", "band", "bor", "bxor"):
         layout = layout_on((4, 5), ranks, [Partial(name), S1])
         word = "P" if name == "sum" else f"P({name})"
         assert layout == Layout.mesh((4, 5), ranks, [word, "S1"])
@@ -153,8 +153,8 @@ def test_partial_placements_and_their_names() -> None:
     assert strided.addend_count == 2
     assert str(strided) == "P,S0/2 @2x3 [6, 5]"
     strided.check_source()
-    with pytest.raises(mcr.Unsupported, match=r"placement Partial\(bor\) of a DTensor; known: Replicate"):
-        layout_on((4, 5), ranks, [Partial("bor"), R])
+    with pytest.raises(mcr.Unsupported, match=r"placement Partial\(nor\) of a DTensor; known: Replicate"):
+        layout_on((4, 5), ranks, [Partial("nor"), R])
     with pytest.raises(mcr.InvalidArgument, match=r"P and P\(max\) in one layout"):
         layout_on((4, 5), ranks, [Partial(), Partial("max")])
 

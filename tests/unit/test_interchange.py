@@ -1218,9 +1218,9 @@ def test_a_value_without_quotes_ends_at_a_space_as_in_a_shell() -> None:
         found, (lost,) = import_("ucc", line, "j")
         assert rules_of(found) == [("broadcast", "0..", "mpi:ucp/dbt")]
         assert lost.startswith("j:1: no VARIABLE=value: '")
-    found, lost = import_("oneccl", "export CCL_BCAST=ring CCL_REDUCE='tree'", "j")
-    assert rules_of(found) == [("broadcast", "0..", "mpi:ring"), ("reduce", "0..", "mpi:tree")]
-    assert lost == ()
+    several = import_("oneccl", "export CCL_BCAST=ring CCL_REDUCE='tree'", "j")
+    assert rules_of(several.table) == [("broadcast", "0..", "mpi:ring"), ("reduce", "0..", "mpi:tree")]
+    assert several.lost == ()
 
 
 def test_ucc_strings_alone_add_up() -> None:

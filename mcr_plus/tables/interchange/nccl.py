@@ -151,8 +151,8 @@ def _rule(line: str, name: str, number: int, backend: str) -> TableRule:
     conditions = [(field, _any(row, field, 0, name, number)) for field in _USUAL]
     for field, value in conditions:
         if value != -1 and value not in _PASSED[field]:
-            known = " or ".join(map(str, _PASSED[field])) if field == "regBuff" else "a number from 1 on"
-            raise mistake(name, number, f"{field}: NCCL passes {known}, so {value} never applies")
+            passed = "0 or 1" if field == "regBuff" else "a number from 1 on"
+            raise mistake(name, number, f"{field}: NCCL passes {passed}, so {value} never applies")
     key = TableKey(_KINDS[row["collective"]], ranks=_only(ranks), nodes=_only(nodes))
     parts = [row["algorithm"], row["protocol"], *([] if channels == -1 else [str(channels)])]
     parts += [f"{field}={value}" for field, value in conditions if value != -1]

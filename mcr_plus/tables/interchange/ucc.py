@@ -5,10 +5,9 @@
 
 Tokens are separated by `#`; their fields are recognised by their form, in any order: collectives, memory
 types, `lo-hi` sizes (half-open; K, M, G and T are binary), `[lo-hi]` numbers of ranks (both included), a
-score and an `@algorithm`. A missing field matches everything. In a text without such variables,
-strings alone are read as UCC_TL_UCP_TUNE. Between components the highest score wins. A token with an unknown
-name, or a range that overlaps another of its component, is left out and reported (UCC drops the string); so
-are other variables and other lines.
+score and an `@algorithm`. A missing field matches everything. In a text without such variables, strings alone
+are read as UCC_TL_UCP_TUNE. Between components the highest score wins. Other lines, and tokens with unknown
+names or ranges that overlap others of their component (UCC drops the string), are reported and left out.
 
 `ucc.conf` has sections such as `[vendor=intel model=skylake team_size=4 ppn=2 nnodes=2]`. Strings for TL/UCP
 in them apply there, unless one stands outside of all sections. A table is for the first processor of a file.
@@ -67,14 +66,13 @@ COLLECTIVES: Final = {
     "scatter_v": Collective("scatterv", sized=False),
     "barrier": Collective("barrier", sized=False),
 }
-
-
 _KINDS: Final = {collective.name: kind for kind, collective in COLLECTIVES.items()}
 _NO_KIND: Final = ("fanin", "fanout")
 _MEMORY: Final = {"host": "cpu", "cuda": "cuda"}
 _OTHER_MEMORY: Final = ("cuda_managed", "rocm", "rocm_managed")
 _UNITS: Final = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _ANY: Final = "*"
+_HEADER: Final = re.compile(r"\[(\w+=[^\]]*)\]", re.ASCII)
 
 
 class _Selection(NamedTuple):
@@ -259,9 +257,6 @@ class _Section(NamedTuple):
     ranks: Range | None = None
     nodes: Range | None = None
     more: tuple[str, ...] = ()
-
-
-_HEADER: Final = re.compile(r"\[(\w+=[^\]]*)\]", re.ASCII)
 
 
 def import_(text: str, name: str, backend: str) -> Imported:

@@ -107,7 +107,10 @@ def _named(error: BaseException) -> str:
 
 def _notes(error: BaseException) -> list[str]:
     notes = getattr(error, "__notes__", None)
-    return [str(note) for note in notes] if isinstance(notes, (list, tuple)) else []
+    try:
+        return [str(note) for note in notes] if isinstance(notes, (list, tuple)) else []
+    except Exception:
+        return []
 
 
 def _cause(error: BaseException) -> list[str]:

@@ -224,10 +224,6 @@ def _compared(
     return steps
 
 
-def _is_fused(notes: Sequence[Note]) -> bool:
-    return any(note.stage == "fuse" and not note.text.startswith("not fused") for note in notes)
-
-
 def _shaped(signature: Signature, shape: Sequence[int]) -> Signature:
     """The operation on a tensor of this shape."""
     if signature.kind in VECTOR:

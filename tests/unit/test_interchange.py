@@ -1294,22 +1294,6 @@ def test_ucc_conf_has_sections_and_other_variables() -> None:
     assert lost[-1] == "ucc.conf:1: UCC takes this string for TL/UCP instead of those in sections"
 
 
-@pytest.mark.parametrize("at", [0, 1, 2])
-def test_ucc_other_lines_cost_nothing_but_themselves(at: int) -> None:
-    lines = ["UCC_TL_UCP_TUNE=allreduce:0-4K:@knomial", "UCC_TL_NCCL_TUNE=bcast:cuda:inf"]
-    lines.insert(at, "mpirun -n 2 ./a.out")
-    found, lost = import_("ucc", "\ufeff" + "\n".join(lines), "job.sh")
-    assert rules_of(found) == rules_of(import_("ucc", "\n".join(each for each in lines if "=" in each)).table)
-    assert lost == (f"job.sh:{at + 1}: sets no variable, and is no section",)
-
-
-def test_ucc_strings_without_a_variable_are_read_one_after_the_other() -> None:
-    found, lost = import_("ucc", "allreduce:0-4K:@knomial\nnonsense\nallgather:@ring\n")
-    assert {kind for kind, *_ in rules_of(found)} >= {"all_gather", "all_reduce"}
-    assert len(lost) == 1
-    assert "nonsense" in lost[0]
-
-
 def test_ucc_takes_the_later_value_of_a_variable() -> None:
     text = "export UCC_TL_UCP_TUNE=allreduce:@dbt\nexport UCC_TL_UCP_TUNE=bcast:@knomial\n"
     found, (lost,) = import_("ucc", text, "u")

@@ -19,8 +19,6 @@ looked up with 0 bytes. At a size that is the end of one range and the beginning
 with the higher score, and tables the second.
 """
 
-# Long because the format is read and written, with its sections and numbers of ranks.
-
 from __future__ import annotations
 
 import re
@@ -287,7 +285,6 @@ def import_(text: str, name: str, backend: str) -> Imported:
 def _tuned(text: str, name: str, lost: list[str]) -> Iterator[tuple[_Section, str, Assignment]]:
     """Yield the TUNE strings of one processor, with section and component; report what else there is."""
     section, processor = _Section(), ""
-    is_set = any(each.variable == "UCC_TL_UCP_TUNE" for each in assignments(text))
     skipped: dict[str, list[int]] = {}  # lines by the reason
     for assignment in assignments(text):
         place = f"{name}:{assignment.line}"
@@ -302,8 +299,6 @@ def _tuned(text: str, name: str, lost: list[str]) -> Iterator[tuple[_Section, st
                 lost.append(f"{place}: [{section.text}]: {what}")
         elif section.processor not in ("", processor) or assignment.value.startswith(";"):
             continue
-        elif not assignment.variable and is_set:
-            skipped.setdefault("sets no variable, and is no section", []).append(assignment.line)
         elif (component := COMPONENT_OF.get(assignment.variable)) is None:
             what = f"{assignment.variable}: no TUNE string"
             if assignment.variable.endswith("_TUNE"):

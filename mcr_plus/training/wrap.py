@@ -128,8 +128,17 @@ class _Wrapped(_Inert):
             self.check(missing=False)  # those that it has not got may be frozen for its steps
 
     def refuse_sums(self, has_closure: bool) -> None:
-        """Raise `InvalidArgument` if gradients are, or those of a closure will be, of this rank alone."""
-        if self.reducer.keeps or (has_closure and not self.reducer.syncing):
+        """Raise `InvalidArgument` if gradients are, or those of a closure will be, of this rank alone.
+
+        Also within a backward pass whose gradients are being averaged.
+        """
+        if self.reducer.active and torch._C._current_graph_task_id() != -1:
+            raise InvalidArgument(
+                "optimizer.step: called within the backward pass, before its gradients are averaged; "
+                "step once backward() has returned"
+            )
+        keeps = self.reducer.keeps and any(param.grad is not None for _, param in self.named)
+        if keeps or (has_closure and not self.reducer.syncing):
             raise InvalidArgument(
                 "optimizer.step: the gradients are of this rank alone, as the last backward pass was within "
                 "mcr.no_sync; leave the block before the last pass of a step, or use mcr.local"
@@ -143,14 +152,21 @@ class _Wrapped(_Inert):
         model = self.model()
         if model is None or self.reducer.detached:
             return
-        now, then = dict(trainable(model)), dict(self.named)
-        for name in [*now, *(then if missing else ())]:
-            if now.get(name) is not then.get(name):
-                new, old = name not in then, name not in now
-                what = "was added or unfrozen" if new else "was removed or frozen" if old else "was replaced"
-                raise InvalidArgument(
-                    f"model: since mcr.wrap parameter '{name}' {what}; call mcr.wrap again on all ranks"
-                )
+        now, then = trainable(model), self.named
+        have, had = {id(param) for _, param in now}, {id(param) for _, param in then}
+        names = {name for name, _ in then}
+        # By identity: pruning, for one, gives a parameter another name.
+        found = [
+            (name, "was replaced" if name in names else "was added or unfrozen")
+            for name, param in now
+            if id(param) not in had
+        ]
+        if missing:
+            found += [(name, "was removed or frozen") for name, param in then if id(param) not in have]
+        for name, what in found:
+            raise InvalidArgument(
+                f"model: since mcr.wrap parameter '{name}' {what}; call mcr.wrap again on all ranks"
+            )
 
     def detach(self) -> None:
         if not self.comm.closed:

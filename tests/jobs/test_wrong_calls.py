@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 from ranks import run_ranks
+from torch.nn.utils import prune
 
 import mcr_plus as mcr
 import mcr_plus.horovod as hvd
@@ -86,6 +87,15 @@ def _changed_with_another(
             _step(model.eval(), _another(model))
 
     return call
+
+
+def _step_within_backward() -> None:
+    model, optimizer = mcr.wrap(*_model())
+    hook = cast("torch.Tensor", model.weight).register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    try:
+        model(torch.ones(1, 4)).sum().backward()
+    finally:
+        hook.remove()
 
 
 def _step_in_no_sync(*, another: bool, closure: bool = False) -> None:
@@ -258,6 +268,7 @@ def _calls(comm: Any) -> Calls:
             "'weight' was replaced",
         ),
         "part wrapped after the whole": (_part_wrapped, "call it on the whole model last"),
+        "step within backward": (_step_within_backward, "step once backward() has returned"),
         "lazy module": (lambda: mcr.wrap(*_lazy()), "run a forward pass on all ranks first"),
         "local of a lazy module": (lambda: mcr.local(*_lazy()), "run a forward pass on all ranks first"),
         "DistributedOptimizer, then unfrozen": (
@@ -443,7 +454,24 @@ def _broadcast_module() -> None:
     assert sums.equal(model.weight)
 
 
+def _dropped_in_no_sync() -> None:
+    model, optimizer = mcr.wrap(*_model())
+    with mcr.no_sync(model):
+        model(torch.ones(1, 4)).sum().backward()
+    optimizer.zero_grad()
+    optimizer.step()
+    _step(model, optimizer)
+
+
+def _pruned() -> None:
+    model, optimizer = mcr.wrap(*_model())
+    prune.random_unstructured(model, "weight", 0.5)
+    _step(model, _another(model))
+    _step(model, optimizer)
+
+
 RIGHT = (
+    _dropped_in_no_sync, _pruned,
     _frozen_for_a_pass, _alternating, _functional, _distributed_after_wrap, _local_then_wrap,
     _local_then_alone, _accumulated, _compiled_step, _recorded, _broadcast_module,
 )  # fmt: skip

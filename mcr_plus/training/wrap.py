@@ -330,7 +330,7 @@ def no_sync(model: torch.nn.Module) -> Iterator[None]:
         assert model.weight.grad.unique().tolist() == [1.0]  # the mean of 0 + 0 and 1 + 1 on two ranks
         ```
     """
-    wrapped = _wrapped.get(model)
+    wrapped = _wrapped.get(getattr(model, "_orig_mod", model))  # of torch.compile
     if wrapped is None:
         raise InvalidArgument("model: mcr.wrap has not been called on it")
     reducer = wrapped.reducer

@@ -198,7 +198,7 @@ class _Loop:
             self._join()
         elif runtime.roster is not None:
             runtime.roster.passport = self._passport
-            runtime.roster.note_training()
+            runtime.roster.note_training(takes_in=True)
 
     def steps(self) -> Iterator[Step]:
         """See `elastic`. The hook on the optimizer lives as long as this runs."""

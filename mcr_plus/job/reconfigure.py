@@ -171,7 +171,8 @@ def reconfigure(runtime: Runtime, uuid: str, texts: Sequence[str], timeout: floa
             ending.callback(sight.close)
         close_world(runtime, f"the program has made another one of {len(handles)} processes", Decision())
         if runtime.roster is not None:
-            runtime.roster.note_training()
+            old = {each[:3] for each in runtime.roster.members}
+            runtime.roster.note_training(takes_in=any(each[:3] not in old for each in members))
         runtime.leave_keepers()
         roster = Roster(store, 0, members, rank)
         new = _begin(runtime, EpochWatch(roster, runtime.loaded, sight))

@@ -71,8 +71,9 @@ class RankState:
         """`exited with status 3`, `was killed by SIGKILL` or `ended with an exception`."""
         if self.end is None:
             return "did not end"
-        if self.report is not None and self.end == -signal.SIGTERM:
-            # The launcher terminated this rank while it was exiting, because another rank had failed.
+        if self.report is not None and self.end in (-signal.SIGTERM, -signal.SIGINT):
+            # The launcher terminated this rank while it was exiting, because another rank had failed, or the
+            # exception is a KeyboardInterrupt.
             return "ended with an exception"
         if self.aborted is not None and self.aborted % 256 == 0:
             return f"called MPI_Abort with {self.aborted}, of which an exit status keeps 0"
@@ -287,7 +288,7 @@ class Channels:
             return
         head = f"mcr-plus: rank {state.rank} has raised this and has not ended for {_PATIENCE_S:g} s:"
         for line in [head, *(f"  {line}" for line in trace)]:
-            self._sink(state.rank, "err", f"{line}\n".encode())
+            self._sink(state.rank, "err", f"{line}\n".encode(errors="backslashreplace"))
 
     def _line(self, rank: int, stream: Stream, line: bytes) -> None:
         if stream == "err":
@@ -316,7 +317,7 @@ class Channels:
         if state.code is None:  # the wrapper was killed together with the rank
             state.code, state.ended = verdict["code"], verdict["time"]
         line = f"mcr-plus: rank {state.rank} {state.headline()}; {verdict['verdict']}\n"
-        self._sink(state.rank, "err", line.encode())
+        self._sink(state.rank, "err", line.encode(errors="backslashreplace"))
         if verdict["again"]:
             self.states[state.rank] = RankState(state.rank)
 

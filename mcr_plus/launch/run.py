@@ -111,9 +111,11 @@ def explanation(outcome: Outcome, via: Via) -> list[str]:
     """The message about a failed job, in lines; the rank that failed first comes first."""
     if outcome.interrupted is not None:
         return [f"mcr-plus: stopped by {signal_name(outcome.interrupted)}; all ranks ended"]
-    # A supervisor that was killed took ranks along that had not failed, whatever others did before.
-    killed = outcome.supervised and outcome.status < 0
-    if outcome.culprit is not None and not killed:
+    # A supervisor that was killed took ranks along that had not failed, whatever others did before. One that
+    # has given its verdict ends those that run.
+    failed = [state for state in outcome.states if state.failed]
+    ended = all(state.end == -signal.SIGTERM and state.report is None for state in failed)
+    if outcome.culprit is not None and not (outcome.supervised and (outcome.status < 0 or ended)):
         first, *others = _failures(outcome, outcome.culprit)
         return [
             *_message(first, outcome),
@@ -165,7 +167,8 @@ def _message(alike: Sequence[RankState], outcome: Outcome, *, then: bool = False
     lines = []
     for (location, source), at in places.items():
         lines += [f"  {location}{f' ({_ranks(at)})' if len(places) > 1 else ''}:", f"      {source}"]
-    return [f"{head} (MCR_TRACEBACK=1 shows more):" if lines or then else f"{head}:", *lines, *words]
+    more = lines or (then and len(words) < len(example.traceback()))
+    return [f"{head} (MCR_TRACEBACK=1 shows more):" if more else f"{head}:", *lines, *words]
 
 
 def _ranks(numbers: Iterable[int]) -> str:

@@ -11,9 +11,9 @@ them has come there, its peers fail in the set-up of the program, and nobody wou
 started again: once none of the processes that had met is left, all ranks begin anew, with a store of their
 own.
 
-A program without `mcr.elastic` takes nobody in: a rank that is started again runs alone then. Once all
-others have ended, in whatever way, the job ends as failed, and none is started again. Where others go on by
-`mcr.shrink`, the job counts as failed once a rank that was started again has ended without `mcr.elastic`.
+A program without `mcr.elastic` takes nobody in, also where ranks go on by `mcr.shrink`: a rank that is
+started again runs alone then. Once all others have ended, in whatever way, the job ends as failed, and none
+is started again.
 
 Exit status: 0 if all ranks have ended with 0 except for those that the job went on without, 1 if fewer than
 MIN_RANKS were left or a rank has run alone, 128 + the signal number after SIGTERM or SIGINT.
@@ -37,7 +37,7 @@ from mcr_plus.core.environment import LOOPBACK
 from mcr_plus.launch import scratch
 from mcr_plus.launch.channels import signal_name
 from mcr_plus.launch.store import loopback_store
-from mcr_plus.rendezvous.arrivals import have_met, have_trained, joined, note_end
+from mcr_plus.rendezvous.arrivals import have_met, have_trained, note_end, takes_in
 
 _POLL_S = 0.02
 _SHORTEST_LIFE_S = 1.0  # a rank that fails sooner waits for the rest of it before its next start
@@ -198,7 +198,7 @@ class Supervisor:
         ):
             return False
         with contextlib.suppress(RuntimeError):  # of the store, which is in this process
-            return have_met(self._store) and not have_trained(self._store)
+            return have_met(self._store) and not takes_in(self._store)
         return False
 
     def _has_run_alone(self) -> bool:

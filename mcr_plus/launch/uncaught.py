@@ -13,6 +13,7 @@ imports it, and because a program decides by itself when it imports mcr_plus and
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import runpy
@@ -42,8 +43,8 @@ def report_to(channel: str) -> None:
     rank = os.getpid()
 
     def report(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-        is_own = os.getpid() == rank  # what a forked process raises is no failure of this rank
-        if not is_own or not _reported(channel, value, trace, time.monotonic()):
+        # A forked process is no failure of this rank.
+        if os.getpid() != rank or not _reported(channel, value, trace, time.monotonic()):
             default(kind, value, trace)
 
     sys.excepthook = report
@@ -76,19 +77,43 @@ _last: BaseException | None = None  # that has been reported
 def description(error: BaseException, trace: TracebackType | None) -> dict[str, Any]:
     """Return the report about an exception; JSON-serializable.
 
-    `error`: the kind and the first line of the message. `text`: the whole message of an error of ours, else
-    None. `place`, `source`: file and line of the user's program that raised it, and the text of the line,
-    None if unknown. `traceback`: the lines of the whole traceback.
+    `error`: the kind and the first line of the message. `text`: the whole message of an error of ours, and
+    that of `sys.exit`, else None. `place`, `source`: file and line of the user's program that raised it, and
+    the text of the line, None if unknown. `traceback`: the lines of the whole traceback.
     """
-    lines = "".join(traceback.format_exception(type(error), error, trace)).splitlines()
-    head = _named(error).splitlines()[0].rstrip(": ")
-    report: dict[str, Any] = {"time": time.monotonic(), "traceback": lines, "error": head, "text": None}
-    if _is_ours(error):
-        report["text"] = "\n".join([_named(error), *_notes(error), *_cause(error)])
-    frame = _frame_of_user(traceback.extract_tb(trace))
-    report["place"] = None if frame is None else f"{_shown(frame.filename)}:{frame.lineno}, in {frame.name}"
-    report["source"] = None if frame is None else frame.line
+    words = _words(error)
+    report: dict[str, Any] = {"time": time.monotonic(), "error": words.splitlines()[0].rstrip(": ")}
+    if isinstance(error, SystemExit):
+        text = _text(error.code)
+        return report | {"text": text, "traceback": text.splitlines(), "place": None, "source": None}
+    frames = [
+        traceback.FrameSummary(frame.f_code.co_filename, line, frame.f_code.co_name, lookup_line=False)
+        for frame, line in traceback.walk_tb(trace)
+    ]
+    try:
+        lines = "".join(traceback.format_exception(type(error), error, trace)).splitlines()
+    except BaseException:  # of the exception's own methods, or of what loads the text of a module
+        places = [f'  File "{each.filename}", line {each.lineno}, in {each.name}' for each in frames]
+        lines = ["Traceback (most recent call last):", *places, *words.splitlines()]
+    ours = "\n".join([words, *_notes(error), *_cause(error)]) if _is_ours(error) else None
+    report |= {"traceback": lines, "text": ours, "place": None, "source": None}
+    if (frame := _frame_of_user(frames)) is not None:
+        report["place"] = f"{_shown(frame.filename)}:{frame.lineno}, in {frame.name}"
+        with contextlib.suppress(Exception):
+            report["source"] = frame.line
     return report
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {_text(error)}"
+
+
+def _text(value: object) -> str:
+    """Return `str(value)`, or what Python shows where that raises."""
+    try:
+        return str(value)
+    except BaseException:
+        return "<exception str() failed>"
 
 
 def _is_ours(error: BaseException) -> bool:
@@ -106,16 +131,13 @@ def _named(error: BaseException) -> str:
 
 
 def _notes(error: BaseException) -> list[str]:
-    notes = getattr(error, "__notes__", None)
-    try:
-        return [str(note) for note in notes] if isinstance(notes, (list, tuple)) else []
-    except Exception:
-        return []
+    notes = error.__dict__.get("__notes__")
+    return [_text(note) for note in notes] if isinstance(notes, (list, tuple)) else []
 
 
 def _cause(error: BaseException) -> list[str]:
     cause = error.__cause__
-    return [] if cause is None else [f"caused by {_named(cause)}"]
+    return [] if cause is None else [f"caused by {_words(cause)}"]
 
 
 def _frame_of_user(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
@@ -133,14 +155,14 @@ def _is_runner(path: Path) -> bool:
 
 
 def _within(name: str, folders: Sequence[Path]) -> bool:
-    path = Path(name).absolute()
-    return any(path.is_relative_to(folder) for folder in folders)
+    return any(Path(name).is_relative_to(folder) for folder in folders)
 
 
 def _shown(name: str) -> str:
     """A path, relative to the working directory if it is inside."""
-    path = Path(name)
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else name
+    with contextlib.suppress(ValueError, OSError):  # elsewhere; the working directory is gone
+        return str(Path(name).relative_to(Path.cwd()))
+    return name
 
 
 def run_program(runner: str, words: Sequence[str]) -> None:
@@ -203,14 +225,16 @@ def main() -> int | None:
         report_to(channel)
     try:
         run_program(sys.argv[1], sys.argv[2:])
-    except SystemExit:
-        raise
     except BaseException as error:  # asyncio.CancelledError is no Exception
         when = time.monotonic()
-        if os.getpid() != _PROCESS:
+        if os.getpid() != _PROCESS:  # a forked process is no failure of this rank
+            channel = None
+        if not isinstance(error, SystemExit):
+            _end_with(error, channel, when)
+        elif isinstance(error.code, int | None) or not (channel and _reported(channel, error, None, when)):
             raise
-        _end_with(error, channel, when)
-        if isinstance(error, KeyboardInterrupt):  # Python ends by the signal, for shells
+        if isinstance(error, KeyboardInterrupt):  # has been shown; by it, Python dies of SIGINT in the end
+            sys.excepthook = lambda *_: None
             raise
         return 1
     return None

@@ -11,6 +11,7 @@ the first epoch had for itself:
     epoch<n>/attempt<a>/decision             leads to epoch n+1, or is refused, and attempt a+1 follows
     members                                  of epoch 0, where newcomers may come
     training                                 a member has come to `mcr.elastic`, or gone on in another world
+    takes_in                                 a member has come to `mcr.elastic`, or taken a new process in
     ended                                    nobody is taken in any more
     newcomer/<k>                             a process that waits to be taken in; `newcomers` counts them
     newcomer/<k>/...                         see `mcr_plus.membership.request`
@@ -44,6 +45,8 @@ NEWCOMERS: Final = "newcomers"
 """Key of the number of processes that have asked to be taken in."""
 TRAINING: Final = "training"
 """The key which says that a rank has come to `mcr.elastic`, or has gone on in another world."""
+TAKES_IN: Final = "takes_in"
+"""The key which says that processes which are started again do not stay alone."""
 _FIRST_NAP: Final = 0.001
 _LONGEST_NAP: Final = 0.02
 _MOST_NEWCOMERS: Final = 100_000  # the counter in the store is not signed
@@ -198,11 +201,15 @@ class Roster:
         """Publish the members, for newcomers."""
         self.root.set("members", json.dumps(self.members))
 
-    def note_training(self) -> None:
-        """Tell a supervisor that a member trains from now on: what it has is lost if all members are."""
+    def note_training(self, *, takes_in: bool = False) -> None:
+        """Tell a supervisor that a member trains from now on: what it has is lost if all members are.
+
+        `takes_in`: and that processes which are started again are taken in.
+        """
         if min_ranks() is not None:
             with suppress(RuntimeError):  # of a store that does not answer
-                self.root.set(TRAINING, "")
+                for key in [TRAINING, *[TAKES_IN] * takes_in]:
+                    self.root.set(key, "")
 
     def end(self) -> None:
         """Take nobody in any more: processes that wait go away."""

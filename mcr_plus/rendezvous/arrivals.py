@@ -15,7 +15,7 @@ from mcr_plus.core.c10d import PrefixStore, Store
 from mcr_plus.core.environment import agent_has_store, host_name, job_secret, min_ranks
 from mcr_plus.core.proc import Stop, state_of
 from mcr_plus.errors import PeerLost, phrase_ranks
-from mcr_plus.membership.roster import NEWCOMERS, TRAINING
+from mcr_plus.membership.roster import TAKES_IN, TRAINING
 from mcr_plus.rendezvous.identity import DIED, STOPPED, is_visible, own_process
 from mcr_plus.rendezvous.init_connections import Presence
 from mcr_plus.rendezvous.signing import SignedStore
@@ -112,8 +112,17 @@ def have_met(store: Store) -> bool:
 
 def have_trained(store: Store) -> bool:
     """Whether a rank of a job whose ranks `have_met` has come to `mcr.elastic`, or made another world."""
+    return _part_of_job(store).check([TRAINING])
+
+
+def takes_in(store: Store) -> bool:
+    """Whether a rank of a job whose ranks `have_met` takes in processes that are started again."""
+    return _part_of_job(store).check([TAKES_IN])
+
+
+def _part_of_job(store: Store) -> Store:
     part = PrefixStore(PREFIX, store)
-    return PrefixStore(part.get(NAME_OF_JOB).decode(), part).check([TRAINING])
+    return PrefixStore(part.get(NAME_OF_JOB).decode(), part)
 
 
 def joined(store: Store) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import ipaddress
 import json
 import os
@@ -36,6 +37,7 @@ from mcr_plus.rendezvous.store import exchange
 from mcr_plus.rendezvous.store_namespaces import unused_part
 
 PROGRAMS = str(Path(__file__).parents[1] / "support" / "programs.py")
+PACKAGE = Path(mcr.__file__).parent
 SHARED_MEMORY = Path("/dev/shm")
 START_LIMIT_S = 120.0
 END_LIMIT_S = 60.0  # on a machine with much else to do; ranks would go on for minutes
@@ -258,8 +260,17 @@ def test_one_mistake_of_all_ranks_is_one_message(start: Start, via: str) -> None
             "class Stop(BaseException): ...\ndef early():\n    raise Stop('too early')\nearly()\n",
             "Stop: too early",
         ),
+        (
+            "def early():\n    raise KeyboardInterrupt('too early')\nearly()\n",
+            "KeyboardInterrupt: too early",
+        ),
+        (
+            "class Odd(Exception):\n    def __str__(self): raise self\n"
+            "def early():\n    raise Odd\nearly()\n",
+            "Odd: <exception str() failed>",
+        ),
     ],
-    ids=["syntax", "import", "exception", "base"],
+    ids=["syntax", "import", "exception", "base", "interrupt", "str"],
 )
 def test_an_error_before_the_import_of_mcr_plus_is_shown_once(
     start: Start, tmp_path: Path, via: str, text: str, error: str
@@ -270,7 +281,8 @@ def test_an_error_before_the_import_of_mcr_plus_is_shown_once(
     assert run.wait() == 1
     lines = [line for line in run.text().splitlines() if not line.startswith("Abort(")]  # of MPICH itself
     # A launcher may end one rank before it has said the same as the other.
-    assert re.fullmatch(r"mcr-plus: rank(s 0 and 1| [01]) of 2 failed:( it exited with status 1:)?", lines[0])
+    how = r"exited with status (1|130)|ended with an exception"
+    assert re.fullmatch(rf"mcr-plus: rank(s 0 and 1| [01]) of 2 failed:( it ({how}):)?", lines[0])
     assert lines[-1].strip() == error
     assert [line.split('"')[1] for line in lines if line.startswith('  File "') or "  File " in line] == [
         str(program)
@@ -279,13 +291,37 @@ def test_an_error_before_the_import_of_mcr_plus_is_shown_once(
 
 
 @both
-def test_an_exit_before_the_import_of_mcr_plus_is_one_line(start: Start, tmp_path: Path, via: str) -> None:
+@pytest.mark.parametrize(
+    ("said", "status", "lines"),
+    [
+        ("3", 3, []),
+        ("'no data:\\nnone at all'", 1, ["  no data:", "  none at all"]),
+    ],
+    ids=["status", "text"],
+)
+def test_an_exit_before_the_import_of_mcr_plus_is_told_once(
+    start: Start, tmp_path: Path, via: str, said: str, status: int, lines: list[str]
+) -> None:
     program = tmp_path / "program.py"
-    program.write_text("import sys\nsys.exit(3)\n")
+    program.write_text(f"import sys\nsys.exit({said})\n")
     run = start("-n", "2", "--via", via, str(program))
     assert run.wait() == 1
-    (line,) = (line for line in run.text().splitlines() if not line.startswith("Abort("))
-    assert re.fullmatch(r"mcr-plus: rank [01] of 2 failed: it exited with status 3, without a word", line)
+    head, *rest = (line for line in run.text().splitlines() if not line.startswith("Abort("))
+    end = ":" if lines else ", without a word"
+    one = rf"rank [01] of 2 failed: it exited with status {status}{end}"
+    assert re.fullmatch(rf"mcr-plus: ({one}|ranks 0 and 1 of 2 failed{end})", head)
+    assert rest == lines
+
+
+@pytest.mark.parametrize("error", ["KeyboardInterrupt", "KeyboardInterrupt('by hand')"])
+def test_an_interrupted_program_dies_as_under_python(tmp_path: Path, error: str) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(f"import atexit\natexit.register(print, 'atexit')\nraise {error}\n")
+    command = [sys.executable, str(PACKAGE / "launch" / "uncaught.py"), "python", str(program)]
+    found = subprocess.run(command, capture_output=True, text=True)
+    assert (found.returncode, found.stdout) == (-signal.SIGINT, "atexit\n")
+    frames = [line for line in found.stderr.splitlines() if "File" in line]
+    assert frames == [f'  File "{program}", line 3, in <module>']
 
 
 _ITSELF = """
@@ -507,6 +543,87 @@ def test_the_place_of_an_error_is_the_users() -> None:
     assert found["source"] == "mcr.get_rank()"
     assert found["text"].startswith("NotInitialized: ")
     assert description(ValueError("x"), None)["text"] is None
+
+
+class Odd(Exception):
+    """An error without words, and with notes that cannot be had."""
+
+    def __str__(self) -> str:
+        raise KeyError("no words")
+
+    __repr__ = __str__
+
+    @property
+    def __notes__(self) -> list[str]:
+        raise RuntimeError("no notes")
+
+
+class OddOfOurs(mcr.BackendError):
+    """An error of ours without words."""
+
+    def __str__(self) -> str:
+        sys.exit(3)
+
+
+def odd_errors() -> Iterator[BaseException]:
+    """Errors in whose description something raises."""
+    yield Odd()
+    yield OddOfOurs()
+    syntax: Any = ("a file", "a line", "no number", 3)
+    yield SyntaxError("x", syntax)
+    noted, caused = ValueError("x"), mcr.BackendError("x")
+    vars(noted)["__notes__"] = [Odd(), 3, None]
+    vars(caused)["__notes__"], caused.__cause__ = (Odd(), 3), Odd()
+    yield from (noted, caused, SystemExit(Odd()), KeyboardInterrupt(Odd()))
+    if (group := getattr(builtins, "ExceptionGroup", None)) is not None:
+        yield group("some", [ValueError("x"), Odd()])
+
+
+@pytest.mark.parametrize("error", list(odd_errors()), ids=lambda error: type(error).__name__)
+def test_an_error_is_described_whatever_its_description_raises(error: BaseException) -> None:
+    with pytest.raises(type(error)) as caught:
+        raise error
+    found = json.loads(json.dumps(description(error, caught.value.__traceback__)))
+    name = type(error).__name__
+    assert found["error"].startswith(name)
+    assert any(f"{name}: " in line for line in found["traceback"]) or name == "SystemExit"
+    where = test_an_error_is_described_whatever_its_description_raises.__name__
+    assert name == "SystemExit" or (found["source"], where in found["place"]) == ("raise error", True)
+    assert name != "SystemExit" or found["text"] == "<exception str() failed>"
+
+
+def test_an_error_is_described_where_nothing_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The working directory is gone, and the module's loader fails."""
+
+    class Loader:
+        def get_source(self, name: str) -> str:
+            raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad")
+
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    program = compile("raise ValueError('x')", "elsewhere.py", "exec")
+    with pytest.raises(ValueError, match="x") as caught:
+        exec(program, {"__name__": "elsewhere", "__loader__": Loader()})
+    found = description(caught.value, caught.value.__traceback__)
+    assert (found["place"], found["source"] or "") == ("elsewhere.py:1, in <module>", "")
+    assert found["traceback"][-2:] == ['  File "elsewhere.py", line 1, in <module>', "ValueError: x"]
+
+
+def test_a_line_of_the_launcher_may_hold_any_text(tmp_path: Path) -> None:
+    lines: list[bytes] = []
+    channels = Channels(tmp_path, 1, lambda rank, stream, line: lines.append(line))
+    try:
+        (state,) = channels.states
+        state.note_report(description(ValueError("\udcff"), None) | {"time": time.monotonic() - 60})
+        channels.pump(0)
+        assert lines[-1] == b"  ValueError: \\udcff\n"
+        channels._note_verdict(state, {"code": 1, "time": 1.0, "verdict": "it ends", "again": False})
+        assert lines[-1] == b"mcr-plus: rank 0 ended with ValueError: \\udcff; it ends\n"
+    finally:
+        channels.close()
 
 
 @both

@@ -137,6 +137,22 @@ def test_a_rank_that_ended_with_0_is_not_started_again_and_counts(start: Start, 
     assert starts(run) == [(0, 0), (1, 0), (1, 1)]
 
 
+@pytest.mark.parametrize("then", ["nothing", "elastic", "reconfigure"])
+def test_a_rank_that_nobody_takes_in_fails_a_job_that_goes_on_by_shrink(
+    start: Start, tmp_path: Path, then: str
+) -> None:
+    words = ["--min-ranks", "1", "--restart-failed", "1"]
+    run = start("-n", "2", *words, nursery().python, PROGRAMS, "shrinks", then, str(tmp_path))
+    assert run.wait() == (then == "nothing"), run.text()
+    assert sorted(re.findall(r"\d of \d\n", run.text())) == (
+        ["0 of 1\n"] if then == "nothing" else ["0 of 2\n", "1 of 2\n"]
+    )
+    assert [line.partition(": nobody")[0] for line in told(run)] == [
+        "mcr-plus: rank 1 was killed by SIGKILL; started again (1 of 1)",
+        *["mcr-plus: rank 0 exited with status 0; the job ends"] * (then == "nothing"),
+    ]
+
+
 @pytest.mark.parametrize("program", ["wait", "stubborn"])
 def test_kill_9_of_the_launcher_ends_ranks_and_leaves_nothing(
     start: Start, folder: Path, tmp_path: Path, program: str

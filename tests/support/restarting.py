@@ -160,10 +160,56 @@ def init_after_all(folder: str) -> None:
     mcr.finalize()
 
 
+def shrinks(then: str, folder: str) -> None:
+    """Rank 1 dies once, and rank 0 goes on by `mcr.shrink`.
+
+    `then`: how it takes the new rank 1 in, or `nothing`; then it ends once that has come.
+    """
+    import torch
+
+    import mcr_plus as mcr
+
+    comm = mcr.init(backends=["gloo"], timeout=_PATIENCE_S)
+    if not STARTED_AGAIN:
+        comm.barrier()
+        if RANK == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            while True:
+                mcr.all_reduce(torch.ones(2))
+        except mcr.PeerLost:
+            mcr.shrink()
+    if then == "elastic":
+        model = torch.nn.Linear(2, 1)
+        model, optimizer = mcr.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in mcr.elastic(model, optimizer, min_ranks=1):
+            with step:
+                optimizer.zero_grad()
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+            if mcr.get_world_size() == 2:
+                break
+            time.sleep(0.1)
+    elif then == "reconfigure":
+        Path(folder, f"handle.{RANK}.new").write_text(mcr.reconfigure_handle())
+        Path(folder, f"handle.{RANK}.new").rename(Path(folder, f"handle.{RANK}"))
+        paths = [Path(folder, f"handle.{rank}") for rank in range(2)]
+        for path in paths:
+            _wait_for(path)
+        mcr.reconfigure("both", [path.read_text() for path in paths])
+    elif STARTED_AGAIN:
+        Path(folder, "again").touch()
+        time.sleep(_PATIENCE_S)
+    else:
+        _wait_for(Path(folder, "again"))
+    print(f"{RANK} of {mcr.get_world_size()}\n", end="", flush=True)
+    mcr.finalize()
+
+
 _PROGRAMS: dict[str, Callable[..., None]] = {
     "wait": wait, "store": store, "fail": fail, "fail_and_wait": fail_and_wait, "leave": leave,
     "stubborn": stubborn, "raises": raises, "raises_always": raises_always, "environment": environment,
-    "init_without": init_without, "init_after_all": init_after_all,
+    "init_without": init_without, "init_after_all": init_after_all, "shrinks": shrinks,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import pytest
 
 from mcr_plus.core.c10d import PrefixStore
 from mcr_plus.launch.supervisor import Supervisor
-from mcr_plus.membership.roster import NEWCOMERS, TRAINING
+from mcr_plus.membership.roster import TAKES_IN, TRAINING
 from mcr_plus.rendezvous.arrivals import NAME_OF_JOB, PREFIX
 
 
@@ -28,9 +28,14 @@ class Job(Supervisor):
         """Do what rank 0 does once all ranks have found each other."""
         PrefixStore(PREFIX, self._store).set(NAME_OF_JOB, "part")
 
+    def shrink(self) -> None:
+        """Do what a rank does in `mcr.shrink`."""
+        PrefixStore("part", PrefixStore(PREFIX, self._store)).set(TRAINING, "")
+
     def train(self) -> None:
         """Do what a rank does in `mcr.elastic`."""
-        PrefixStore("part", PrefixStore(PREFIX, self._store)).set(TRAINING, "")
+        self.shrink()
+        PrefixStore("part", PrefixStore(PREFIX, self._store)).set(TAKES_IN, "")
 
     def ask(self) -> None:
         """Do what a rank that was started again does in `mcr.elastic`."""
@@ -132,13 +137,16 @@ def test_a_rank_that_was_started_again_does_not_make_a_job_of_its_own(job: Job) 
     assert job._watch() == 1
 
 
+@pytest.mark.parametrize("shrinks", [False, True])
 @pytest.mark.parametrize("first", ["fails", "ends"])
 @pytest.mark.parametrize("min_ranks", [1, 2])
 def test_a_job_ends_as_failed_when_others_ended_well_and_nobody_takes_the_failed_rank_in(
-    job: Job, first: str, min_ranks: int
+    job: Job, first: str, min_ranks: int, shrinks: bool
 ) -> None:
     job._min_ranks = min_ranks
     job.meet()
+    if shrinks:
+        job.shrink()
     if first == "fails":  # and waits for its next start
         job.kill(1)
         assert job._left() == 2
@@ -151,9 +159,14 @@ def test_a_job_ends_as_failed_when_others_ended_well_and_nobody_takes_the_failed
     assert job.reports()[-1].startswith("the job ends: nobody is left to take in ranks")
 
 
-def test_a_rank_that_runs_alone_once_the_others_have_ended_well_fails_the_job(job: Job) -> None:
+@pytest.mark.parametrize("shrinks", [False, True])
+def test_a_rank_that_runs_alone_once_the_others_have_ended_well_fails_the_job(
+    job: Job, shrinks: bool
+) -> None:
     job.meet()
     job.kill(1)
+    if shrinks:
+        job.shrink()
     job.start()
     job._ranks[1].code = 0  # before the others have ended
     assert job._left() == 2
@@ -163,18 +176,28 @@ def test_a_rank_that_runs_alone_once_the_others_have_ended_well_fails_the_job(jo
     assert job.reports()[-1].startswith("the job ends: nobody is left to take in ranks")
 
 
-@pytest.mark.parametrize("asks", [False, True])
-def test_a_rank_that_runs_alone_beside_others_that_go_on_fails_the_job(job: Job, asks: bool) -> None:
+def test_ranks_that_go_on_by_shrink_make_no_job_beside_the_one_that_was_started_again(job: Job) -> None:
     job.meet()
     job.kill(1)
-    job.train()  # as mcr.shrink notes, too
+    job.shrink()
     job.start()
-    if asks:
-        job.ask()
-    job.finish(1)
+    port = job.port
+    job.kill(0)  # which would be alone, too, with what it had computed lost
+    assert (job.restarts[1], job.port, job._left()) == (1, port, 0)
+    assert job.reports()[-1].startswith("the job ends: nobody is left to take in ranks")
+
+
+def test_a_job_goes_on_by_shrink_once_restarts_are_used_up(job: Job) -> None:
+    job._limit = 2
+    job.meet()
+    for _ in range(2):
+        job.kill(1)
+        job.shrink()
+        job.start()
+    job.kill(1)
+    assert job.reports()[-1] == "the job goes on with 1 rank, no restarts are left"
     job.finish(0)
-    assert job._watch() == (0 if asks else 1)
-    assert ("has run the program alone" in "".join(job.reports())) != asks
+    assert job._watch() == 0
 
 
 def test_a_rank_is_started_again_after_the_others_have_trained_to_their_end(job: Job) -> None:

@@ -16,7 +16,7 @@ started again runs alone then. Once all others have ended, in whatever way, the 
 is started again.
 
 Exit status: 0 if all ranks have ended with 0 except for those that the job went on without, 1 if fewer than
-MIN_RANKS were left or a rank has run alone, 128 + the signal number after SIGTERM or SIGINT.
+MIN_RANKS were left, 128 + the signal number after SIGTERM or SIGINT.
 """
 
 from __future__ import annotations
@@ -44,10 +44,6 @@ _SHORTEST_LIFE_S = 1.0  # a rank that fails sooner waits for the rest of it befo
 _TERMINATE_S = 3.0
 _IN_VAIN = (
     "the job ends: nobody is left to take in ranks that were started again, as none had come to mcr.elastic"
-)
-_ALONE = (
-    "it had been started again, and has run the program alone, as it never came to mcr.elastic; so the job "
-    "counts as failed"
 )
 
 
@@ -78,7 +74,6 @@ class Supervisor:
         self._status = os.open(f"{folder}/status", os.O_WRONLY | os.O_CLOEXEC)
         self._store = loopback_store()
         self._signal: int | None = None
-        self._ran_alone = False
 
     def run(self) -> int:
         """Start the ranks and watch them until the job ends; return the exit status."""
@@ -96,7 +91,7 @@ class Supervisor:
             if self._left() < self._min_ranks:
                 return 1
             if all(rank.code is not None for rank in self._ranks):
-                return int(self._ran_alone)
+                return 0
             time.sleep(_POLL_S)
         return 128 + self._signal
 
@@ -111,9 +106,6 @@ class Supervisor:
             self._note_end(rank, 0)
             if self._nobody_takes_in():
                 self._report(rank, 0, _IN_VAIN)
-            elif rank.is_substitute and self._has_run_alone():
-                self._ran_alone = True
-                self._report(rank, 0, _ALONE)
         elif code is not None:
             self._judge(rank, code)
 
@@ -199,13 +191,6 @@ class Supervisor:
             return False
         with contextlib.suppress(RuntimeError):  # of the store, which is in this process
             return have_met(self._store) and not takes_in(self._store)
-        return False
-
-    def _has_run_alone(self) -> bool:
-        """Whether a rank that was started again has ended with 0 and never asked to be taken in."""
-        ended = sum(rank.code == 0 and rank.is_substitute for rank in self._ranks)
-        with contextlib.suppress(RuntimeError):  # of the store, which is in this process
-            return ended > joined(self._store)
         return False
 
     def _environment(self, rank: _Rank) -> dict[str, str]:

@@ -122,14 +122,6 @@ def _is_ours(error: BaseException) -> bool:
     return errors is not None and isinstance(error, errors.McrError)
 
 
-def _named(error: BaseException) -> str:
-    """The kind and the message of an exception, in Python's words if its `__str__` raises."""
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:
-        return f"{type(error).__name__}: <exception str() failed>"
-
-
 def _notes(error: BaseException) -> list[str]:
     notes = error.__dict__.get("__notes__")
     return [_text(note) for note in notes] if isinstance(notes, (list, tuple)) else []

@@ -41,8 +41,6 @@ from mcr_plus.membership.rules import Decision, Process, Proposal, decide, membe
 if TYPE_CHECKING:
     from mcr_plus.core.c10d import Store
 
-NEWCOMERS: Final = "newcomers"
-"""Key of the number of processes that have asked to be taken in."""
 TRAINING: Final = "training"
 """The key which says that a rank has come to `mcr.elastic`, or has gone on in another world."""
 TAKES_IN: Final = "takes_in"
@@ -259,7 +257,7 @@ class Roster:
         """Processes that wait to be taken in, and may be, by request; others are told why not."""
         if self.kept is not None:  # no launcher has a store in which a new process could ask
             return {}
-        for number in range(min(self.root.add(NEWCOMERS, 0), _MOST_NEWCOMERS)):
+        for number in range(min(self.root.add("newcomers", 0), _MOST_NEWCOMERS)):
             if number in self.taken or number in self._refused or number in self._waiting:
                 continue
             key = self.request(number).key
@@ -335,7 +333,7 @@ def join(
     deadline, looks, nap = Deadline(timeout), Deadline(_LOOK_EVERY), _FIRST_NAP
     members: tuple[Process, ...] = ()
     try:
-        number = root.add(NEWCOMERS, 1) - 1
+        number = root.add("newcomers", 1) - 1
         request = Request(root, number)
         root.set(request.key, json.dumps({"process": newcomer, "passport": dict(passport)}))
         epoch = attempt = 0

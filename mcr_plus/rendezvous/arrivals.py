@@ -125,12 +125,6 @@ def _part_of_job(store: Store) -> Store:
     return PrefixStore(part.get(NAME_OF_JOB).decode(), part)
 
 
-def joined(store: Store) -> int:
-    """How many processes have asked the ranks of a job that `have_met` to take them in."""
-    part = PrefixStore(PREFIX, store)
-    return PrefixStore(part.get(NAME_OF_JOB).decode(), part).add(NEWCOMERS, 0)
-
-
 def note_end(store: Store, rank: int, how: str) -> None:
     """Note in a launcher's store, for ranks in `init`, that a rank has ended and is not started again."""
     if secret := job_secret():

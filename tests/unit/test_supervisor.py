@@ -37,10 +37,6 @@ class Job(Supervisor):
         self.shrink()
         PrefixStore("part", PrefixStore(PREFIX, self._store)).set(TAKES_IN, "")
 
-    def ask(self) -> None:
-        """Do what a rank that was started again does in `mcr.elastic`."""
-        PrefixStore("part", PrefixStore(PREFIX, self._store)).add(NEWCOMERS, 1)
-
     def kill(self, number: int) -> None:
         """A rank dies, and the supervisor finds out."""
         rank = self._ranks[number]
@@ -208,7 +204,6 @@ def test_a_rank_is_started_again_after_the_others_have_trained_to_their_end(job:
     assert job.reports() == ["started again (1 of 9)"]
     job.start()
     assert job._left() == 2
-    job.ask()
     job.finish(1)
     assert job._watch() == 0
 

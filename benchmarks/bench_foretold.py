@@ -206,7 +206,7 @@ def job(example: str, progress: str, rounds: int) -> dict[str, Any] | None:
         }  # fmt: skip
         plans = comm.broadcast_object(plans_of(step, costs_of(step, curves)) if comm.rank == 0 else None, 0)
         param = next(each for each in wrapped.parameters() if not getattr(each, "mcr_skip", False))
-        own: Any = reducer._reducer_of(param)
+        own: Any = reducer.reducer_of(param)
 
         def turn(buckets: Sequence[Bucket]) -> list[float]:
             saved = tuple(SavedBucket(params=each.params, library=LIBRARY) for each in buckets)

@@ -44,7 +44,8 @@ def _parameters(model: weakref.ref[torch.nn.Module]) -> Iterable[torch.Tensor]:
 @cache
 def _register() -> None:
     # A compiled step is more than one graph anyway.
-    register_optimizer_step_pre_hook(torch.compiler.disable(_before_step))
+    hook: Any = torch.compiler.disable(_before_step)
+    register_optimizer_step_pre_hook(hook)
 
 
 def count_parameters(optimizer: torch.optim.Optimizer) -> int:

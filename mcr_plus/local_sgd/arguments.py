@@ -263,6 +263,7 @@ def _refuse_another(local: LocalSteps, optimizer: torch.optim.Optimizer, *_: boo
         return
     raise InvalidArgument(
         f"optimizer.step() was called on another optimizer ({type(optimizer).__name__}) of the model of "
-        "mcr.local, so nothing would be averaged; pass that optimizer to mcr.local, and call local.step() in "
-        "place of its step(), or first delete the object that mcr.local has returned"
+        "mcr.local, so nothing would be averaged; pass one optimizer of all parameters to mcr.local (with "
+        "param_groups for settings of their own), and call local.step() in place of its step(), or first "
+        "delete the object that mcr.local has returned"
     )

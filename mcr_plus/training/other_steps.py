@@ -27,11 +27,15 @@ _known = weakref.WeakKeyDictionary()
 def watch_steps(owner: object, of: torch.nn.Module | Sequence[torch.Tensor], before: Before) -> None:
     """Call `before` ahead of each step of an optimizer that trains some of these parameters.
 
+    A module is referred to weakly, as are the parameters of a sequence.
+
     This lasts as long as `owner`, which is passed to it, with the optimizer, whether the optimizer makes
     such a step for the first time, or has other parameters than before, and whether the step has a closure.
     """
-    params = partial(_parameters, weakref.ref(of)) if isinstance(of, torch.nn.Module) else partial(iter, of)
-    _watched[owner] = _Watched(params, before)
+    if isinstance(of, torch.nn.Module):
+        _watched[owner] = _Watched(partial(_parameters, weakref.ref(of)), before)
+    else:
+        _watched[owner] = _Watched(partial(_alive, [weakref.ref(param) for param in of]), before)
     _known.clear()
     _register()
 
@@ -39,6 +43,10 @@ def watch_steps(owner: object, of: torch.nn.Module | Sequence[torch.Tensor], bef
 def _parameters(model: weakref.ref[torch.nn.Module]) -> Iterable[torch.Tensor]:
     found = model()
     return () if found is None else found.parameters()
+
+
+def _alive(params: list[weakref.ref[torch.Tensor]]) -> Iterable[torch.Tensor]:
+    return (param for ref in params if (param := ref()) is not None)
 
 
 @cache

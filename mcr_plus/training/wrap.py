@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import stateless
+from torch.utils.weak import WeakIdKeyDictionary
 
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.communicator.transfer import broadcast_tensors
@@ -132,11 +133,7 @@ class _Wrapped(_Inert):
 
         Also within a backward pass whose gradients are being averaged.
         """
-        if self.reducer.active and torch._C._current_graph_task_id() != -1:
-            raise InvalidArgument(
-                "optimizer.step: called within the backward pass, before its gradients are averaged; "
-                "step once backward() has returned"
-            )
+        _refuse_within_backward(self.reducer)
         keeps = self.reducer.keeps and any(param.grad is not None for _, param in self.named)
         if keeps or (has_closure and not self.reducer.syncing):
             raise InvalidArgument(
@@ -188,9 +185,14 @@ class _Averaged:
         """Average them over this group from now on."""
         self.comm = comm
         self.reducer = Reducer(self.named, comm, branch)
+        guard = _Guard(comm)
+        for _, param in self.named:
+            _guards[param] = guard
+        watch_steps(guard, [param for _, param in self.named], _Guard.before_other_step)
 
     def before_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         """Complete a failed pass; raises `InvalidArgument` for a parameter that is not averaged."""
+        _refuse_within_backward(self.reducer)
         self.reducer.recover()
         known = self.trained
         if _optimizers.get(optimizer) is self and any(
@@ -209,7 +211,30 @@ class _Averaged:
         self.average(comm, branch)
 
 
+class _Guard:
+    """Watches steps of other optimizers as long as parameters live that a `DistributedOptimizer` averaged."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+
+    def before_other_step(self, optimizer: torch.optim.Optimizer, *_: bool) -> None:
+        """Raise `InvalidArgument` if the optimizer has parameters that are not averaged (any more)."""
+        if optimizer in _optimizers or self.comm.closed:
+            return
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        for param in params:
+            if (reducer := reducer_of(param)) is not None:
+                _refuse_within_backward(reducer)
+            elif param.requires_grad and not _skipped(param):
+                raise InvalidArgument(
+                    f"optimizer: {type(optimizer).__name__} trains parameters of a mcr.DistributedOptimizer, "
+                    f"and one of shape {list(param.shape)} that is not averaged; call "
+                    "mcr.DistributedOptimizer on it too, on all ranks (`param.mcr_skip = True`: not averaged)"
+                )
+
+
 _optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Averaged] = weakref.WeakKeyDictionary()
+_guards: Any = WeakIdKeyDictionary()  # by parameter
 
 
 def wrap(
@@ -463,6 +488,14 @@ def _held(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], list[torch.
                 seen.add(child)
                 modules.append(child)
     return list(params.values()), list(buffers.values())
+
+
+def _refuse_within_backward(reducer: Reducer) -> None:
+    if reducer.active and torch._C._current_graph_task_id() != -1:
+        raise InvalidArgument(
+            "optimizer.step: called within the backward pass, before its gradients are averaged; "
+            "step once backward() has returned"
+        )
 
 
 def _is_swapped() -> bool:

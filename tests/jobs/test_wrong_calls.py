@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -137,6 +138,42 @@ def _distributed_then_added() -> None:
     mcr.DistributedOptimizer(optimizer)
     model.bias.requires_grad_(True)
     _step(model, optimizer)
+
+
+def _distributed_then(
+    change: Callable[[Any, Any], None] | None = None, *, dropped: bool = False, skipped: bool = False
+) -> None:
+    """Train the model of a `DistributedOptimizer` with another optimizer; `dropped`: without the first."""
+    model, optimizer = _model()
+    mcr.broadcast_parameters(model)
+    mcr.DistributedOptimizer(optimizer)
+    _step(model, optimizer)
+    if change is not None:
+        change(model, optimizer)
+    another = _another(model)
+    if dropped:
+        del optimizer
+        gc.collect()
+    if skipped:
+        cast("Any", model.weight).mcr_skip = True
+    for _ in range(2):
+        another.zero_grad()
+        model(torch.ones(1, 4) * (1 + mcr.get_rank())).sum().backward()
+        another.step()
+    state = [each.detach().clone() for each in model.parameters()]
+    mcr.broadcast_parameters(model)
+    assert skipped or all(map(torch.equal, state, model.parameters()))
+
+
+def _step_within_backward_of_distributed(*, another: bool) -> None:
+    model, optimizer = _model()
+    mcr.DistributedOptimizer(optimizer)
+    steps = _another(model) if another else optimizer
+    hook = cast("torch.Tensor", model.weight).register_post_accumulate_grad_hook(lambda _: steps.step())
+    try:
+        model(torch.ones(1, 4)).sum().backward()
+    finally:
+        hook.remove()
 
 
 def _lazy() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -275,6 +312,22 @@ def _calls(comm: Any) -> Calls:
             _distributed_then_added,
             "added, replaced or unfrozen; call it",
         ),
+        "DistributedOptimizer, replaced, another": (
+            lambda: _distributed_then(_replaced),
+            "call mcr.DistributedOptimizer on it too",
+        ),
+        "DistributedOptimizer dropped, another": (
+            lambda: _distributed_then(dropped=True),
+            "call mcr.DistributedOptimizer on it too",
+        ),
+        "step within backward, distributed": (
+            lambda: _step_within_backward_of_distributed(another=False),
+            "step once backward() has returned",
+        ),
+        "step within backward of another": (
+            lambda: _step_within_backward_of_distributed(another=True),
+            "step once backward() has returned",
+        ),
         "broadcast of parameters": (
             lambda: mcr.broadcast_parameters(_model()[0].parameters()),  # type: ignore[arg-type]
             "its named_parameters(), got generator of Parameter",
@@ -404,6 +457,22 @@ def _distributed_after_wrap() -> None:
     _step(model, optimizer)
 
 
+def _distributed_and_another() -> None:
+    _distributed_then()
+
+
+def _distributed_and_skipped() -> None:
+    _distributed_then(_replaced, skipped=True)
+
+
+def _distributed_then_copy() -> None:
+    model, optimizer = _model()
+    mcr.DistributedOptimizer(optimizer)
+    _step(model, optimizer)
+    alone = copy.deepcopy(model)
+    _step(alone, _another(alone))
+
+
 def _local_then_wrap() -> None:
     model, optimizer = _model()
     local = mcr.local(model, optimizer, every=2)
@@ -473,7 +542,8 @@ def _pruned() -> None:
 RIGHT = (
     _dropped_in_no_sync, _pruned,
     _frozen_for_a_pass, _alternating, _functional, _distributed_after_wrap, _local_then_wrap,
-    _local_then_alone, _accumulated, _compiled_step, _recorded, _broadcast_module,
+    _distributed_and_another, _distributed_and_skipped, _distributed_then_copy, _local_then_alone,
+    _accumulated, _compiled_step, _recorded, _broadcast_module,
 )  # fmt: skip
 
 

@@ -28,6 +28,7 @@ from mcr_plus.core.message import Message
 from mcr_plus.core.streams import Streams, device_types
 from mcr_plus.core.units import whole_number
 from mcr_plus.core.work import Info, Work
+from mcr_plus.engine.hook import OperationHook
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.job.init import current
 from mcr_plus.pipeline.stage import Issue as BoundIssue
@@ -73,7 +74,7 @@ def _on_stream(device: torch.device) -> Any:
     return event
 
 
-class Capture:
+class Capture(OperationHook):
     """The result of `mcr.capture`: the captured `Step`, once the block has ended.
 
     `save(path)` writes it as JSON; `step` is the `Step`, and its attributes are available on this object.
@@ -141,7 +142,7 @@ class Capture:
         runtime.attached[_ATTACHED] = self
         self._active = True
         self._add_hooks()
-        runtime.watch(self)
+        runtime.add_hook(self)
         self._began = self._now()
         return self
 
@@ -205,7 +206,7 @@ class Capture:
         """Stop recording. The optimizer's hook, which calls this, is removed at the end of the block."""
         if self._active:
             self._active = False
-            current().watch(None)
+            current().remove_hook(self)
             for hook in self._hooks[:-1]:
                 hook.remove()
             self._hooks = self._hooks[-1:]
@@ -240,11 +241,11 @@ class Capture:
 
     @property
     def holds(self) -> bool:
-        """See `Watcher`."""
+        """See `OperationHook`."""
         return self._active and self._hold
 
     def ready(self, param: torch.Tensor) -> None:
-        """See `Watcher`. A reducer calls this before it sends a bucket; the hook's repetition is ignored."""
+        """See `OperationHook`. A reducer calls this before it sends; the hook's repetition is ignored."""
         name, task = self._names.get(id(param)), torch._C._current_graph_task_id()
         if name is None or not self._active or self._tasks.get(id(param)) == task:
             return
@@ -255,11 +256,11 @@ class Capture:
         self._doing = module
 
     def carries(self, params: Sequence[torch.Tensor]) -> None:
-        """See `Watcher`."""
+        """See `OperationHook`."""
         self._carried = tuple(self._names[id(param)] for param in params if id(param) in self._names)
 
-    def watched(self, group: Group, issue: BoundIssue) -> BoundIssue:
-        """See `Watcher`."""
+    def bound(self, group: Group, issue: BoundIssue) -> BoundIssue:
+        """See `OperationHook`."""
 
         def start(message: Message) -> Work:
             if not self._active:

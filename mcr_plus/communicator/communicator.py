@@ -34,8 +34,8 @@ from mcr_plus.pipeline.pipeline import Bound, Pipeline
 if TYPE_CHECKING:
     from mcr_plus.communicator.job import Job
     from mcr_plus.communicator.open_group import OpenGroup
-    from mcr_plus.communicator.watcher import Watcher
     from mcr_plus.engine.group_state import GroupState
+    from mcr_plus.engine.hook import Hooks
 
 _OPTIONS = CallOptions.__annotations__.keys()
 _PLANS = 4 * SIGNATURES  # several for each signature: different arguments may have the same one
@@ -200,9 +200,9 @@ class Communicator(Operations):
         return [name for name in self.pipeline.libraries if name in polled]
 
     @property
-    def watcher(self) -> Watcher | None:
-        """The watcher that observes the job's operations; None unless a step is captured."""
-        return self._runtime.watcher
+    def hooks(self) -> Hooks:
+        """The observers of this process's operations."""
+        return self._runtime.engine.hooks
 
     def stage_options(self, name: str) -> Any:
         """Return the options of a stage of the pipeline; None if the pipeline lacks it."""
@@ -350,8 +350,8 @@ class Communicator(Operations):
                 None if call.root is None else self.ranks[call.root],
             )  # fmt: skip
             plan = self._chain(signature)
-            if (watcher := self._runtime.watcher) is not None:
-                plan = replace(plan, issue=watcher.watched(self._group, plan.issue))
+            for bound in self.hooks.bound:
+                plan = replace(plan, issue=bound(self._group, plan.issue))
             if len(self._plans) >= _PLANS:  # without the other ranks: new plans use the same chains
                 self._plans.clear()
             self._plans[key] = plan

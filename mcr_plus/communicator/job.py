@@ -9,7 +9,6 @@ if TYPE_CHECKING:
 
     from mcr_plus.communicator.communicator import Communicator
     from mcr_plus.communicator.open_group import OpenGroup
-    from mcr_plus.communicator.watcher import Watcher
     from mcr_plus.config.schema import Config
     from mcr_plus.engine.engine import Engine
     from mcr_plus.rendezvous.world import World
@@ -21,7 +20,6 @@ class Job(Protocol):
     """The interface of a running job for communicators; `mcr_plus.job.runtime.Runtime` documents it."""
 
     engine: Engine
-    watcher: Watcher | None
     world: World
 
     def open_group(  # noqa: D102

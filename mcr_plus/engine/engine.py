@@ -14,13 +14,12 @@ from mcr_plus.board.base import Failure
 from mcr_plus.engine.backoff import pause_wait
 from mcr_plus.engine.desync import compare_signatures, explain_difference, find_mismatch
 from mcr_plus.engine.disabled_backends import switch_off_after, why_off
-from mcr_plus.engine.observer import Observer, Wait
+from mcr_plus.engine.hook import Hooks, OperationHook, Wait
 from mcr_plus.engine.watchdog import LONG_WAIT, Watchdog
 from mcr_plus.engine.work import start_messages
 from mcr_plus.errors import BackendError, McrError, OperationsDiffer, OrderMismatch, following
 from mcr_plus.waiting.policy import Pause, Waiting, WaitPolicy
 from mcr_plus.waiting.progress_thread import ProgressThread
-from mcr_plus.waiting.wait_time import IdleTime
 
 if TYPE_CHECKING:
     from mcr_plus.backends.base import Backend, StreamPoll
@@ -48,9 +47,8 @@ class Engine:
         writes: address of a storage → number of the last operation with failover that writes there.
         wrappers: channels in place of those of libraries, for failover or verification.
         failed: whether any operation has failed.
-        idle: while arrivals are noted, for how long the program has waited for operations or for a core.
         waits: the waits that the program is in, beyond the first polls.
-        observer: is told of long waits and of failures.
+        hooks: observers of operations.
     """
 
     def __init__(
@@ -67,7 +65,7 @@ class Engine:
         """`bells`, `beside`, `ranks`, `short`: see `Waiting`, whose `peers` are `beside`."""
         self.lock = threading.RLock()
         self.peers = peers
-        self.recorders: tuple[Callable[[IssuedWork], None], ...] = ()
+        self.hooks = Hooks()
         self.states: list[GroupState] = []
         self.backends: list[Backend] = []
         self.bound: WeakSet[Operation] = WeakSet()
@@ -75,7 +73,6 @@ class Engine:
         self.writes: dict[int, int] = {}
         self.wrappers: list[ChannelWrapper] = []
         self.failed = False
-        self.idle: IdleTime | None = None
         self._failing_dependents = False
         self.watchdog = Watchdog(peers)
         self.progress_thread: ProgressThread | None = None
@@ -88,7 +85,6 @@ class Engine:
         self.blocked: list[BackendChannel] = []
         self.unordered: list[IssuedWork] = []
         self.waits: list[Wait] = []
-        self.observer: Observer | None = None
 
     # -- starting ---------------------------------------------------------------------------------
 
@@ -154,11 +150,18 @@ class Engine:
                 self._start_ready(channel)
             return any(channel.pending for channel in channels)
 
-    def record_to(self, recorders: tuple[Callable[[IssuedWork], None], ...]) -> None:
-        """Call these with every operation that completes."""
-        self.recorders = recorders
+    def add_hook(self, hook: OperationHook) -> None:
+        """Report operations to a hook, from those on that are issued now."""
+        self._use_hooks((*self.hooks.all, hook))
+
+    def remove_hook(self, hook: OperationHook) -> None:
+        """Report to a hook no longer."""
+        self._use_hooks(tuple(each for each in self.hooks.all if each is not hook))
+
+    def _use_hooks(self, hooks: tuple[OperationHook, ...]) -> None:
+        self.hooks.use(hooks)
         for state in self.states:
-            state.recorded = bool(recorders)
+            state.recorded = self.hooks.timed
             state.refresh()
 
     def mark_blocked(self, channel: BackendChannel, state: GroupState, blocked: bool) -> None:
@@ -404,8 +407,9 @@ class Engine:
 
         `flushes`: also flush pending buckets.
         """
-        if waited > _VERY_LONG_WAIT and work.noted is None and self.observer is not None:
-            self.observer.waits_long(work)
+        if waited > _VERY_LONG_WAIT and work.noted is None:
+            for waits_long in self.hooks.waits_long:
+                waits_long(work)
         for state in self.states if flushes else ():
             for flush in state.when_stuck:
                 flush()
@@ -419,7 +423,7 @@ class Engine:
 
     def fail(self, work: IssuedWork, error: BaseException) -> None:
         """Complete an operation with an error, and fail its group."""
-        report: Callable[[], None] | None = None
+        reports: list[Callable[[], None] | None] = []
         if not work.is_done:
             # The library may still write to these tensors: they are never freed.
             self.peers.keep.append((work.message, work.message.inputs, work.message.outputs, work.poll))
@@ -430,8 +434,8 @@ class Engine:
             switch_off_after(self, work, error)
             if isinstance(error, Exception) and not isinstance(error, McrError):
                 error = self.watchdog.library_error(work, error)
-            if self.observer is not None and not self._failing_dependents:
-                report = self.observer.fails(work, error)
+            if not self._failing_dependents:
+                reports = [fails(work, error) for fails in self.hooks.fails]
             work.fail(error)
         error = work.error or error
         self.failed = True
@@ -449,8 +453,9 @@ class Engine:
         for other in unstarted:
             other.fail(OrderMismatch(text) if isinstance(error, OrderMismatch) else following(error, text))
         self._fail_dependents()
-        if report is not None:
-            report()
+        for report in reports:
+            if report is not None:
+                report()
 
     def _fail_dependents(self) -> None:
         """Fail deferred operations that follow a failed one, now: this rank may never wait for them."""

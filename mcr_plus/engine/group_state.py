@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mcr_plus.board.base import GroupBoard
     from mcr_plus.core.group import Group
     from mcr_plus.core.message import Signature
-    from mcr_plus.engine.observer import Noted
+    from mcr_plus.engine.hook import Noted
     from mcr_plus.engine.work import IssuedWork
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from copy import copy
 from functools import partial
 from threading import get_ident
@@ -13,7 +12,6 @@ from mcr_plus.backends.base import FirstCalls
 from mcr_plus.board.base import pad
 from mcr_plus.core.kinds import IN_PLACE
 from mcr_plus.core.message import Message
-from mcr_plus.core.stacks import position_of
 from mcr_plus.core.work import Work
 from mcr_plus.engine.channel_wrapper import ChannelWrapper, has_failover
 from mcr_plus.engine.disabled_backends import refuse_if_off
@@ -75,6 +73,7 @@ class Operation:
             self.start.on_settled = partial(setattr, self, "start")
         self.channel = channel
         self.engine = engine
+        self.hooks = engine.hooks
         self.state = state
         self.backend_channel = backend_channel
         self.on_stream = on_stream
@@ -192,6 +191,7 @@ class Operation:
         engine, state = self.engine, self.state
         lock, counter, pending = engine.lock, state.board.counter, self.backend_channel.pending
         inline, remember, signature, clock = self.inline, state.ring.append, self.signature, time_ns
+        hooks = self.hooks
 
         def issue(message: Message) -> Work:
             if get_ident() != state.owner:
@@ -200,7 +200,7 @@ class Operation:
                 counter[0] = state.sequence = sequence = state.sequence + 1
                 remember((sequence, signature, clock()))
                 work = IssuedWork(self, message, None, sequence)
-                if engine.recorders:
+                if hooks.timed:
                     self._note_issue(work)
                 if self.deferred or pending or message.after is not None:
                     engine.defer(work)
@@ -218,13 +218,9 @@ class Operation:
         return issue
 
     def _note_issue(self, work: IssuedWork) -> None:
-        """Note when an operation was issued, and for logs of this rank and of its peers, where."""
-        work.t_issue = now = perf_counter()
-        if (idle := self.engine.idle) is not None:
-            work.site = position_of(sys._getframe(2))
-            if work.sequence:
-                work.idle = until_now = idle.seconds(now)
-                self.state.board.arrive(work.sequence, now, until_now)
+        work.t_issue = perf_counter()
+        for issued in self.hooks.issued:
+            issued(work)
 
     def _bind_run(self, issue: Callable[[Message], Work]) -> Callable[[Message], None]:
         state, counter = self.state, self.state.board.counter
@@ -409,7 +405,7 @@ class Operation:
         engine, state = self.engine, self.state
         pending = self.backend_channel.pending if self.on_stream else ()
         any_thread = not self.on_stream and _allows_threads(engine, self.signature.backend)
-        remember, signature = state.messages.append, self.signature
+        remember, signature, hooks = state.messages.append, self.signature, self.hooks
 
         def issue(message: Message) -> Work:
             if get_ident() != state.owner:
@@ -418,7 +414,7 @@ class Operation:
                 work = IssuedWork(self, message, None, 0)
                 work.issued = issued = time_ns()
                 remember((message.peer, message.match_tag, signature, issued))
-                if engine.recorders:
+                if hooks.timed:
                     self._note_issue(work)
                 if pending or (self.on_stream and message.after is not None):
                     engine.defer(work)

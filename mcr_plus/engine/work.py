@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mcr_plus.core.message import Message
     from mcr_plus.core.stacks import Position
     from mcr_plus.core.streams import Event, Streams
-    from mcr_plus.engine.observer import Noted
+    from mcr_plus.engine.hook import Noted
     from mcr_plus.engine.operation import Operation
 
 
@@ -91,10 +91,10 @@ class IssuedWork(Work):
         if not self.is_done:
             operation = self.operation
             poll = self.poll
-            if operation.engine.recorders:
+            if (hooks := operation.hooks).timed:
                 self.t_wait = perf_counter()
-                if (idle := operation.engine.idle) is not None:
-                    self.lost_before = idle.lost(self.t_wait)
+                for waits in hooks.waits:
+                    waits(self)
             if poll is not None and operation.inline and operation.engine.waiting.calm:
                 try:
                     for _ in operation.spins:
@@ -211,12 +211,10 @@ class IssuedWork(Work):
         operation = self.operation
         if operation.has_failover and isinstance(self.poll, PollOfEither):
             self.ran_on = self.poll.library
-        if operation.engine.recorders:
+        if (hooks := operation.hooks).timed:
             self.t_done = perf_counter()
-            if self.lost_before is not None and (idle := operation.engine.idle) is not None:
-                idle.add(self.t_wait, self.t_done, self.lost_before)
-            for record in operation.engine.recorders:
-                record(self)
+            for ended in hooks.ended:
+                ended(self)
         if not operation.inline:  # the handle may outlive the operation by far: free the tensors
             if operation.signature.kind == "recv":
                 poll, source = self.poll, self.message.peer

@@ -66,7 +66,7 @@ def open_with_parts(
         undo.pop_all()
     opened = OpenGroup(group, pipeline, of_group, config, inner)
     runtime.engine.states.append(state)
-    state.recorded = bool(runtime.engine.recorders)
+    state.recorded = runtime.engine.hooks.timed
     state.refresh()
     runtime.groups.append(opened)
     for part, members in inner_groups(config, world.hosts, group).items():

@@ -46,8 +46,8 @@ from mcr_plus.waiting.progress_thread import ProgressThread
 if TYPE_CHECKING:
     from mcr_plus.backends.base import Backend
     from mcr_plus.communicator.communicator import Communicator
-    from mcr_plus.communicator.watcher import Watcher
     from mcr_plus.config.schema import Config
+    from mcr_plus.engine.hook import OperationHook
     from mcr_plus.pipeline.stage import Stage
     from mcr_plus.rendezvous.processes import Sight
     from mcr_plus.rendezvous.world import World
@@ -75,7 +75,6 @@ class Runtime:
         tagged: models by the tags of their operations. Two models that share one would share codec state.
         attached: objects of layers above that live as long as the job, by a name of theirs.
         roster: the members of the job; None in a single process that nobody has taken in.
-        watcher: the receiver of the program's operations, see `watch`.
     """
 
     def __init__(
@@ -124,7 +123,6 @@ class Runtime:
         self.unmerged: set[tuple[str, str, str]] = set()
         self.tagged: WeakValueDictionary[str, Any] = WeakValueDictionary()
         self.attached: dict[str, Any] = {}
-        self.watcher: Watcher | None = None
         self._ended: list[Stage] = []  # of groups that were closed, if they need a `finish`
         self.groups_made = 0  # by `new_group`
         try:
@@ -196,13 +194,20 @@ class Runtime:
         if polled:
             self.engine.progress_thread = ProgressThread(self.engine.progress_once)
 
-    def watch(self, watcher: Watcher | None) -> None:
-        """Report all operations of the program to `watcher` from now on; None ends it.
+    def add_hook(self, hook: OperationHook) -> None:
+        """Add a hook that binds the program's calls, which are bound again, to the same chains.
 
-        Calls are bound again, to the same chains, so that operations cost nothing without a watcher.
         Persistent operations that are bound already are not reported.
         """
-        self.watcher = watcher
+        self.engine.add_hook(hook)
+        self._forget_plans()
+
+    def remove_hook(self, hook: OperationHook) -> None:
+        """Remove a hook that was added here."""
+        self.engine.remove_hook(hook)
+        self._forget_plans()
+
+    def _forget_plans(self) -> None:
         for opened in self.groups:
             opened.plans.clear()
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from mcr_plus.core.kinds import bus_factor, collective
+from mcr_plus.engine.hook import OperationHook
 
 if TYPE_CHECKING:
     from mcr_plus.core.kinds import Kind
@@ -119,10 +120,10 @@ class _Mean:
     factor: float = 1.0
 
 
-class Metrics:
+class Metrics(OperationHook):
     """The sums of one rank's operations.
 
-    `add` is called with each operation that completes, by any thread, and adds a few numbers. `take` gives
+    `ended` is called with each operation that completes, by any thread, and adds a few numbers. `take` gives
     labels to what has been added since it was last called, and may be called by one other thread.
     """
 
@@ -136,7 +137,7 @@ class Metrics:
         self._window: dict[_Key, _Sums] = {}
         self._families = families()
 
-    def add(self, work: IssuedWork) -> None:
+    def ended(self, work: IssuedWork) -> None:
         """Add an operation that has completed; one that has failed, or began before, does not count."""
         issued, done = work.t_issue, work.t_done
         if not issued or done is None or work.error is not None:

@@ -47,7 +47,7 @@ class Publisher:
     def start(self, engine: Engine) -> None:
         """Begin with the operations of an engine."""
         self._engine = engine
-        engine.record_to((*engine.recorders, self._metrics.add))
+        engine.add_hook(self._metrics)
         self._thread = threading.Thread(target=self._run, name="mcr_plus metrics", daemon=True)
         for thread in (self._thread, *self._senders.values()):  # none can be started when Python ends
             thread.start()
@@ -57,7 +57,7 @@ class Publisher:
         self._ends.set()
         if self._engine is not None:
             engine, self._engine = self._engine, None
-            engine.record_to(tuple(each for each in engine.recorders if each != self._metrics.add))
+            engine.remove_hook(self._metrics)
         if self._thread is not None:
             deadline = Deadline(_LAST)
             self._thread.join(deadline.left())

@@ -21,11 +21,12 @@ from mcr_plus.core.collector import collector_paused
 from mcr_plus.core.environment import host_name
 from mcr_plus.core.kinds import bus_factor, dtype_name
 from mcr_plus.core.stacks import site_at
+from mcr_plus.engine.hook import OperationHook
 from mcr_plus.job.init import current
 from mcr_plus.observe.clocks import TOGETHER
 from mcr_plus.observe.cross_host_stragglers import AcrossHosts
+from mcr_plus.observe.idle_time import IdleTime
 from mcr_plus.observe.stragglers import Arrivals, Stragglers, site_text
-from mcr_plus.waiting.wait_time import IdleTime
 
 if TYPE_CHECKING:
     from mcr_plus.core.group import Group
@@ -132,7 +133,7 @@ _Noted = tuple[Any, ...]
 """The arguments of `Log._record`."""
 
 
-class Log:
+class Log(OperationHook):
     """Records in the order in which completion was noticed.
 
     `print(log)` shows times and waits by kind, tag and backend.
@@ -201,7 +202,7 @@ class Log:
 
         plot_records(self.records, f"Communication of rank {self._rank}", Path(path))
 
-    def add(self, work: IssuedWork) -> None:
+    def ended(self, work: IssuedWork) -> None:
         """Note a finished operation, of which `records` makes a record later. Called by the engine."""
         if not work.t_issue:
             return  # issued before recording began
@@ -411,16 +412,19 @@ def _row(key: _Key, records: Sequence[Record]) -> Row:
 def recording(engine: Engine, rank: int, size: int) -> Iterator[Log]:
     """Record every operation that is issued and noticed as complete inside the block. Blocks may nest."""
     apart = len({process.place for process in engine.peers.processes}) > 1
-    log, outer = Log(rank, size, AcrossHosts(engine) if apart else None), engine.idle
-    engine.idle = idle = outer or IdleTime()
-    engine.record_to((*engine.recorders, log.add))
+    log = Log(rank, size, AcrossHosts(engine) if apart else None)
+    outer = any(isinstance(each, IdleTime) for each in engine.hooks.all)
+    idle = None if outer else IdleTime()
+    if idle is not None:
+        engine.add_hook(idle)
+    engine.add_hook(log)
     try:
         yield log
     finally:
         log.stop()
-        engine.record_to(tuple(recorder for recorder in engine.recorders if recorder != log.add))
-        if outer is None:
-            engine.idle = None
+        engine.remove_hook(log)
+        if idle is not None:
+            engine.remove_hook(idle)
             idle.close()
         log.publish()
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from mcr_plus.engine.observer import Noted
+from mcr_plus.engine.hook import Noted, OperationHook
 from mcr_plus.errors import McrError
 from mcr_plus.hosts.dump_request import EVERYBODY, SAME_FAILURE, ask
 from mcr_plus.observe.files import default_folder, files_of, make_private, write_dump
@@ -34,8 +34,8 @@ _BY_SIGNAL: Final = "SIGUSR2"
 _SAME_DEMAND: Final = 1.0  # seconds within which signals to several ranks are one demand
 
 
-class Recorder:
-    """Writes dumps of what this process was doing. It is the `Observer` of its engine.
+class Recorder(OperationHook):
+    """Writes dumps of what this process was doing.
 
     Attributes:
         folder: for dumps; None if none is named, and failures write none.
@@ -55,29 +55,29 @@ class Recorder:
         self._passed_on = -_SAME_DEMAND  # when another rank last told of a signal
         self.dumped: dict[str, str] = {}
         self._watcher = Watcher(self._on_signal, self._on_request)
-        engine.observer = self
+        engine.add_hook(self)
 
     def stop(self) -> None:
         """At the end of the job."""
-        self._engine.observer = None
+        self._engine.remove_hook(self)
         self._watcher.stop()
 
     def abandon(self) -> None:
         """In a forked child."""
-        self._engine.observer = None
+        self._engine.remove_hook(self)
         self._watcher.abandon()
 
     # -- the engine's reports ---------------------------------------------------------------------
 
     def waits_long(self, work: IssuedWork) -> None:
-        """See `Observer`."""
+        """See `OperationHook`."""
         try:
             self._note(work)
         except Exception as error:
             self._complain(f"no frames of a long wait: {type(error).__name__}: {error}")
 
     def fails(self, work: IssuedWork, error: BaseException) -> Callable[[], None] | None:
-        """See `Observer`. Of the errors of a group, the first one is dumped, on all ranks."""
+        """See `OperationHook`. Of the errors of a group, the first one is dumped, on all ranks."""
         try:
             return self._report(work, error)
         except Exception as problem:

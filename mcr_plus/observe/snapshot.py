@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mcr_plus.core.message import Signature
     from mcr_plus.engine.engine import Engine
     from mcr_plus.engine.group_state import GroupState
-    from mcr_plus.engine.observer import Noted
+    from mcr_plus.engine.hook import Noted
     from mcr_plus.engine.work import IssuedWork
 
 State = Literal["scheduled", "started", "completed"]

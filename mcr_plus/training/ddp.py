@@ -97,8 +97,8 @@ def ddp_hook(state: DDPState, bucket: GradBucket) -> Result:
     parts = tuple(tuple(param.shape) for param in bucket.parameters())
     policy = policy_for_bucket(comm.config, state.compress, values, state.tag, comm.size)
     encoded = policy.encoded and (state.passes > 0 or not policy.keeps)
-    if comm.watcher is not None:
-        comm.watcher.carries(bucket.parameters())
+    for carries in comm.hooks.carries:
+        carries(bucket.parameters())
     in_place = policy.encoded or not keeps_inputs(comm, values)
     result = values if in_place else state.result_of(bucket.index(), values)
     work = comm.send_bucket(

@@ -142,8 +142,7 @@ class Reducer:
     @property
     def _captured(self) -> bool:
         """True if a step is being captured, with its buckets sent at the end of the pass."""
-        watcher = self.comm.watcher
-        return watcher is not None and watcher.holds
+        return self.comm.hooks.holds
 
     @property
     def buckets(self) -> list[list[str]]:
@@ -302,8 +301,8 @@ class Reducer:
             )
         move_into_bucket(slot)
         slot.ready = True
-        if (watcher := self.comm.watcher) is not None:
-            watcher.ready(slot.param)
+        for ready in self.comm.hooks.ready:
+            ready(slot.param)
         self._order.append(slot.index)
         self._times.append(perf_counter())
         flat = slot.flat
@@ -326,8 +325,8 @@ class Reducer:
         if policy.encoded:
             for gap in flat.gaps:  # decoded values in gaps would affect the scale of a codec's block
                 gap.zero_()
-        if (watcher := self.comm.watcher) is not None:
-            watcher.carries([slot.param for slot in flat.slots])
+        for carries in self.comm.hooks.carries:
+            carries([slot.param for slot in flat.slots])
         flat.work = self._issue(
             flat.values,
             flat.backend,

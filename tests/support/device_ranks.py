@@ -67,7 +67,7 @@ class Rank:
 
     def _opened(self, group: Group, config: Any) -> Communicator:
         opened = self._open(group, config)
-        runtime: Any = SimpleNamespace(engine=self.engine, watcher=None, world=self.world)
+        runtime: Any = SimpleNamespace(engine=self.engine, world=self.world)
         self.opened = opened  # a group lives as long as its rank
         return Communicator(runtime, opened)
 

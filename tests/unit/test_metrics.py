@@ -69,7 +69,7 @@ def test_sums_are_those_of_numpy(metrics: Metrics) -> None:
     waits = [each * random_.random() for each in times]
     gather = operation(signature("all_gather", 4096))
     for seconds, waited in zip(times, waits, strict=True):
-        metrics.add(completed(gather, seconds, waited))
+        metrics.ended(completed(gather, seconds, waited))
     key = ("AllGather", None, "1-2KB", None)  # 4096 bytes are of four ranks together
     found = {family.name: family for family in metrics.take()}
     exact = np.array(times, np.float64)
@@ -93,7 +93,7 @@ def test_sums_are_those_of_numpy(metrics: Metrics) -> None:
     assert not found["nccl_p2p_bus_bandwidth_gbs"].samples
     assert not found["mcr_codec"].samples
     # A second window: gauges are its own, counters go on.
-    metrics.add(completed(gather, 2e-3, 0.0))
+    metrics.ended(completed(gather, 2e-3, 0.0))
     assert taken(metrics, "nccl_collective_exec_time_microseconds")[key] == pytest.approx(2000)
     assert taken(metrics, "mcr_operations") == {(*key[:3], "none"): 38}
     # And one without operations: gauges stay.
@@ -101,14 +101,14 @@ def test_sums_are_those_of_numpy(metrics: Metrics) -> None:
 
 
 def test_kinds_codecs_and_what_does_not_count(metrics: Metrics) -> None:
-    metrics.add(completed(operation(signature("send", 10)), 1e-3, 0))
-    metrics.add(completed(operation(signature("barrier", 0)), 1e-3, 1e-3))
-    metrics.add(completed(operation(signature("all_to_all_v", None)), 1e-3, 0))
+    metrics.ended(completed(operation(signature("send", 10)), 1e-3, 0))
+    metrics.ended(completed(operation(signature("barrier", 0)), 1e-3, 1e-3))
+    metrics.ended(completed(operation(signature("all_to_all_v", None)), 1e-3, 0))
     coded = operation(signature("all_reduce", 500))
-    metrics.add(completed(coded, 1e-3, 0, codec="int8_block", uncompressed_bytes=2000))
-    metrics.add(completed(coded, 1e-3, 0, error=RuntimeError()))
-    metrics.add(completed(coded, 1e-3, 0, t_issue=0.0))
-    metrics.add(completed(coded, 1e-3, 0, t_done=None))
+    metrics.ended(completed(coded, 1e-3, 0, codec="int8_block", uncompressed_bytes=2000))
+    metrics.ended(completed(coded, 1e-3, 0, error=RuntimeError()))
+    metrics.ended(completed(coded, 1e-3, 0, t_issue=0.0))
+    metrics.ended(completed(coded, 1e-3, 0, t_done=None))
     assert taken(metrics, "mcr_operations") == {
         ("Send", None, "10-11B", "none"): 1,
         ("Barrier", None, "0B", "none"): 1,

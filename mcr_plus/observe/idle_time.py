@@ -1,18 +1,25 @@
-"""The part of a program's time that is not its own, measured while arrivals at operations are noted."""
+"""The part of a program's time that is not its own, measured while operations are recorded."""
 
 from __future__ import annotations
 
-from typing import Final
+import sys
+from typing import TYPE_CHECKING, Final
 
+from mcr_plus.core.stacks import position_of
+from mcr_plus.engine.hook import OperationHook
 from mcr_plus.waiting.run_delay import RunDelay
+
+if TYPE_CHECKING:
+    from mcr_plus.engine.work import IssuedWork
 
 _READ_EVERY: Final = 250e-6  # seconds; what is lost in less is far below the delays that are looked for
 
 
-class IdleTime:
-    """For how long the thread that makes this has waited for operations, or outside of that for a core.
+class IdleTime(OperationHook):
+    """Measures how long the thread that makes this has waited for operations, or outside of that for a core.
 
-    Times of day, `now`, are seconds of `time.perf_counter`.
+    Notes on each operation where it was issued, and tells the peers of this host when. Times of day, `now`,
+    are seconds of `time.perf_counter`.
     """
 
     def __init__(self) -> None:
@@ -20,6 +27,19 @@ class IdleTime:
         self._waited = 0.0
         self._lost = 0.0  # without a core, within waits
         self._seen, self._next_read = 0.0, 0.0
+
+    def issued(self, work: IssuedWork) -> None:  # noqa: D102
+        work.site = position_of(sys._getframe(3))
+        if work.sequence:
+            work.idle = until_now = self.seconds(work.t_issue)
+            work.operation.state.board.arrive(work.sequence, work.t_issue, until_now)
+
+    def waits(self, work: IssuedWork) -> None:  # noqa: D102
+        work.lost_before = self.lost(work.t_wait)
+
+    def ended(self, work: IssuedWork) -> None:  # noqa: D102
+        if work.lost_before is not None and work.t_done is not None:
+            self.add(work.t_wait, work.t_done, work.lost_before)
 
     def lost(self, now: float) -> float:
         """Seconds without a core, in all, up to `now`, or shortly before: reading it takes microseconds."""

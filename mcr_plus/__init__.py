@@ -95,9 +95,11 @@ if TYPE_CHECKING:
     from mcr_plus.torch_backend.shrinking import shrink_group
     from mcr_plus.training.compiling import compile  # noqa: A004 - the name is the same as torch's
     from mcr_plus.training.ddp import DDPState, ddp_hook
+    from mcr_plus.training.distributed_optimizer import DistributedOptimizer
     from mcr_plus.training.fsdp import fsdp
     from mcr_plus.training.fsdp_state import fsdp_state
-    from mcr_plus.training.wrap import DistributedOptimizer, broadcast_parameters, no_sync, wrap
+    from mcr_plus.training.parameters import broadcast_parameters
+    from mcr_plus.training.wrap import no_sync, wrap
     from mcr_plus.weight_sync.join import join_sync
     from mcr_plus.weight_sync.sync import WeightSync, sync
 
@@ -232,7 +234,9 @@ _NAMES = {
     "training.ddp": "DDPState ddp_hook",
     "training.fsdp": "fsdp",
     "training.fsdp_state": "fsdp_state",
-    "training.wrap": "DistributedOptimizer broadcast_parameters no_sync wrap",
+    "training.distributed_optimizer": "DistributedOptimizer",
+    "training.parameters": "broadcast_parameters",
+    "training.wrap": "no_sync wrap",
     "weight_sync.join": "join_sync",
     "weight_sync.sync": "WeightSync sync",
 }

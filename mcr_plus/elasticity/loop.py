@@ -40,7 +40,7 @@ from mcr_plus.job.runtime import Runtime
 from mcr_plus.local_sgd.local import LocalSteps
 from mcr_plus.membership.request import Request
 from mcr_plus.membership.rules import Proposal
-from mcr_plus.training.wrap import unaveraged
+from mcr_plus.training.parameters import unaveraged
 
 _LOOK_EVERY: Final = 0.25  # seconds between looks at the store for processes that want to join
 _TAG: Final = "elastic"

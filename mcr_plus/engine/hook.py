@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     import torch
 
     from mcr_plus.core.group import Group
+    from mcr_plus.engine.issue import Issue
     from mcr_plus.engine.work import IssuedWork
-    from mcr_plus.pipeline.stage import Issue
 
 
 class Wait(NamedTuple):

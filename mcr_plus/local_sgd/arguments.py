@@ -22,7 +22,7 @@ from mcr_plus.core.units import whole_number
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.local_sgd.fragments import Fragment, Named, Outer, cut, layers_of
 from mcr_plus.training.other_steps import watch_steps
-from mcr_plus.training.wrap import refuse_lazy, unaveraged
+from mcr_plus.training.parameters import refuse_lazy, unaveraged
 
 if TYPE_CHECKING:
     from mcr_plus.local_sgd.local import LocalSteps

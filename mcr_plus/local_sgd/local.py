@@ -19,7 +19,7 @@ from mcr_plus.local_sgd.consistency import CHECK
 from mcr_plus.local_sgd.fragments import Flight, Fragment, Outer, digest
 from mcr_plus.local_sgd.restore import resume
 from mcr_plus.local_sgd.saving import restore, saved
-from mcr_plus.training.wrap import compare
+from mcr_plus.training.parameters import compare
 
 WARMUP: Final = "local.warmup"
 

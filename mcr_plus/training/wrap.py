@@ -1,27 +1,34 @@
-"""`mcr.wrap` for data parallel training in one line, and `mcr.DistributedOptimizer` as in Horovod."""
+"""`mcr.wrap`: data parallel training in one line."""
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch.nn.parameter import is_lazy
 from torch.nn.utils import stateless
-from torch.utils.weak import WeakIdKeyDictionary
 
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.communicator.transfer import broadcast_tensors
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.job.hooks import Follower
 from mcr_plus.job.init import member_of
+from mcr_plus.training.distributed_optimizer import averaged_optimizers
 from mcr_plus.training.other_steps import count_parameters, has_closure, watch_steps
-from mcr_plus.training.reducer import Reducer, reducer_of
+from mcr_plus.training.parameters import (
+    compare,
+    is_skipped,
+    refuse_lazy,
+    refuse_within_backward,
+    trainable,
+    unaveraged,
+)
+from mcr_plus.training.reducer import Reducer
 
 if TYPE_CHECKING:
     from mcr_plus.bucketing.compiled import CompiledCall
@@ -54,7 +61,7 @@ class _Wrapped(_Inert):
         self.comm = comm
         self.named = trainable(model)
         self.frozen = [
-            param for param in model.parameters() if not param.requires_grad and not _skipped(param)
+            param for param in model.parameters() if not param.requires_grad and not is_skipped(param)
         ]
         self.count = count_parameters(optimizer)
         params, _ = _held(model)
@@ -101,7 +108,7 @@ class _Wrapped(_Inert):
             self.check()
         elif any(param.requires_grad and id(param) not in trained for param in params) and not _is_swapped():
             self.check(missing=False)  # some are frozen for a pass and nothing else, such as by GANs
-        buffers = [buffer for buffer in buffers if not _skipped(buffer)]
+        buffers = [buffer for buffer in buffers if not is_skipped(buffer)]
         if buffers:
             broadcast_tensors(buffers, self.comm)
 
@@ -133,7 +140,7 @@ class _Wrapped(_Inert):
 
         Also within a backward pass whose gradients are being averaged.
         """
-        _refuse_within_backward(self.reducer)
+        refuse_within_backward(self.reducer)
         keeps = self.reducer.keeps and any(param.grad is not None for _, param in self.named)
         if keeps or (has_closure and not self.reducer.syncing):
             raise InvalidArgument(
@@ -171,70 +178,6 @@ class _Wrapped(_Inert):
         self.reducer.detach()
         for handle in self.handles:
             handle.remove()
-
-
-class _Averaged:
-    """The gradients of a `DistributedOptimizer`."""
-
-    def __init__(self, named: list[tuple[str, torch.nn.Parameter]], comm: Communicator) -> None:
-        self.named = named
-        self.trained = {id(param) for _, param in named}
-        self.average(comm)
-
-    def average(self, comm: Communicator, branch: str | None = None) -> None:
-        """Average them over this group from now on."""
-        self.comm = comm
-        self.reducer = Reducer(self.named, comm, branch)
-        guard = _Guard(comm)
-        for _, param in self.named:
-            _guards[param] = guard
-        watch_steps(guard, [param for _, param in self.named], _Guard.before_other_step)
-
-    def before_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        """Complete a failed pass; raises `InvalidArgument` for a parameter that is not averaged."""
-        _refuse_within_backward(self.reducer)
-        self.reducer.recover()
-        known = self.trained
-        if _optimizers.get(optimizer) is self and any(
-            id(param) not in known and param.requires_grad and not (_skipped(param) or reducer_of(param))
-            for group in optimizer.param_groups
-            for param in group["params"]
-        ):
-            raise InvalidArgument(
-                "optimizer: since mcr.DistributedOptimizer a parameter was added, replaced or unfrozen; "
-                "call it again on all ranks"
-            )
-
-    def move(self, comm: Communicator, branch: str) -> None:
-        """See `Follower.follow`."""
-        self.reducer.detach()
-        self.average(comm, branch)
-
-
-class _Guard:
-    """Watches steps of other optimizers as long as parameters live that a `DistributedOptimizer` averaged."""
-
-    def __init__(self, comm: Communicator) -> None:
-        self.comm = comm
-
-    def before_other_step(self, optimizer: torch.optim.Optimizer, *_: bool) -> None:
-        """Raise `InvalidArgument` if the optimizer has parameters that are not averaged (any more)."""
-        if optimizer in _optimizers or self.comm.closed:
-            return
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        for param in params:
-            if (reducer := reducer_of(param)) is not None:
-                _refuse_within_backward(reducer)
-            elif param.requires_grad and not _skipped(param):
-                raise InvalidArgument(
-                    f"optimizer: {type(optimizer).__name__} trains parameters of a mcr.DistributedOptimizer, "
-                    f"and one of shape {list(param.shape)} that is not averaged; call "
-                    "mcr.DistributedOptimizer on it too, on all ranks (`param.mcr_skip = True`: not averaged)"
-                )
-
-
-_optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Averaged] = weakref.WeakKeyDictionary()
-_guards: Any = WeakIdKeyDictionary()  # by parameter
 
 
 def wrap(
@@ -294,7 +237,7 @@ def wrap(
     refuse_lazy((*model.named_parameters(), *model.named_buffers()))
     compare(comm, trainable(model))
     both = [*model.parameters(), *model.buffers()]
-    broadcast_tensors([tensor for tensor in both if not _skipped(tensor)], comm)
+    broadcast_tensors([tensor for tensor in both if not is_skipped(tensor)], comm)
     if (before := _wrapped.pop(model, None)) is not None:
         before.detach()
     _wrapped[model] = _Wrapped(model, optimizer, comm)
@@ -321,7 +264,7 @@ def followers_of(groups: Sequence[Communicator]) -> list[Follower]:
             moved = partial(_move, model, optimizer)
             branch = wrapped.reducer.comm.name
             found.append(Follower("a model", wrapped.comm, branch, wrapped.named, moved))
-    for averaged in list(_optimizers.values()):
+    for averaged in list(averaged_optimizers.values()):
         if averaged.comm in groups:
             branch = averaged.reducer.comm.name
             found.append(Follower("an optimizer", averaged.comm, branch, averaged.named, averaged.move))
@@ -366,111 +309,6 @@ def no_sync(model: torch.nn.Module) -> Iterator[None]:
         reducer.syncing = before
 
 
-def DistributedOptimizer(  # noqa: N802 - Horovod's name
-    optimizer: OptimizerT,
-    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
-    *,
-    group: Communicator | None = None,
-) -> OptimizerT:
-    """Average the gradients of an optimizer's parameters over ranks; returns the same optimizer.
-
-    This function is `wrap` for an optimizer instead of a model. Programs written for Horovod, with
-    `synchronize`, `op` or `compression`, import `mcr_plus.horovod`, whose optimizer has all of these. This
-    function does not broadcast parameters; call `mcr.broadcast_parameters(model.state_dict())`. Gradients are
-    averaged when `backward()` returns, so there is no `synchronize`. `named_parameters`: names for error
-    texts.
-    """
-    comm = member_of(group)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise InvalidArgument(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    params = [param for param_group in optimizer.param_groups for param in param_group["params"]]
-    names = {id(param): name for name, param in named_parameters or ()}
-    named = [
-        (names.get(id(param), f"parameter {index}"), param)
-        for index, param in enumerate(params)
-        if param.requires_grad and not _skipped(param)
-    ]
-    refuse_lazy(named)
-    compare(comm, named)
-    _optimizers[optimizer] = averaged = _Averaged(named, comm)
-    optimizer.register_step_pre_hook(averaged.before_step)
-    return optimizer
-
-
-def broadcast_parameters(
-    params: torch.nn.Module | Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]],
-    root_rank: int = 0,
-    *,
-    group: Communicator | None = None,
-) -> None:
-    """Copy tensors (a `state_dict()` or `named_parameters()`) from rank `root_rank` to all, in place.
-
-    Collective over the group. Tensors of one dtype and device are sent together, uncompressed.
-
-    Args:
-        params: pairs of a name and a tensor, or a mapping; shapes, dtypes and order are equal on all ranks.
-            Values other than tensors are ignored. A module stands for its `state_dict()`.
-        root_rank: a rank of the whole job.
-        group: the participating ranks; None is the whole job.
-
-    Raises:
-        InvalidArgument: `root_rank` is not in the group, or `params` is something else.
-        OrderMismatch: ranks have passed tensors of different sizes or dtypes.
-
-    Example:
-        ```python
-        model = torch.nn.Linear(4, 2)  # its initial values are random
-        mcr.broadcast_parameters(model.state_dict())
-        values = model.weight.detach().clone()
-        mcr.all_reduce(values, mcr.MAX)
-        assert values.equal(model.weight)  # those of rank 0 everywhere
-        ```
-    """
-    if isinstance(params, torch.nn.Module):
-        params = params.state_dict()
-    pairs: Any = params.items() if isinstance(params, Mapping) else params
-    items: list[Any] = (
-        [pairs] if isinstance(pairs, torch.Tensor) or not isinstance(pairs, Iterable) else list(pairs)
-    )
-    are_pairs = all(isinstance(item, tuple) and len(item) == 2 for item in items)
-    tensors = [tensor for _, tensor in items if isinstance(tensor, torch.Tensor)] if are_pairs else []
-    if items and not tensors:
-        kinds = dict.fromkeys(type(each).__name__ for each in (params, items[0]))
-        raise InvalidArgument(
-            "params: expected a module, its state_dict() or its named_parameters(), got "
-            + (f"a {type(params).__name__} without tensors" if are_pairs else " of ".join(kinds))
-        )
-    refuse_lazy(items)
-    broadcast_tensors(tensors, member_of(group), root_rank)
-
-
-def trainable(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-    """Return the parameters that are averaged; a shared parameter is listed once."""
-    return [
-        (name, param)
-        for name, param in model.named_parameters()
-        if param.requires_grad and not _skipped(param)
-    ]
-
-
-def unaveraged(named: Iterable[tuple[str, torch.nn.Parameter]]) -> str | None:
-    """Return the name of the first trained parameter whose gradient is not averaged; None: all are."""
-    return next((name for name, param in named if param.requires_grad and reducer_of(param) is None), None)
-
-
-def refuse_lazy(named: Iterable[tuple[str, object]]) -> None:
-    """Raise `InvalidArgument` for parameters and buffers of lazy modules that have no values yet."""
-    for name, tensor in named:
-        if isinstance(tensor, torch.Tensor) and is_lazy(tensor):
-            raise InvalidArgument(
-                f"model: '{name}' of a lazy module has no shape yet; run a forward pass on all ranks first"
-            )
-
-
-def _skipped(tensor: torch.Tensor) -> bool:
-    return bool(getattr(tensor, "mcr_skip", False))
-
-
 def _held(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], list[torch.Tensor]]:
     """Return parameters and buffers, each once; `parameters()` takes longer, as it makes names."""
     modules, seen = [model], {model}
@@ -490,31 +328,9 @@ def _held(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], list[torch.
     return list(params.values()), list(buffers.values())
 
 
-def _refuse_within_backward(reducer: Reducer) -> None:
-    if reducer.active and torch._C._current_graph_task_id() != -1:
-        raise InvalidArgument(
-            "optimizer.step: called within the backward pass, before its gradients are averaged; "
-            "step once backward() has returned"
-        )
-
-
 def _is_swapped() -> bool:
     """Whether the present pass is one of `torch.func.functional_call`, with other tensors for a time."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not stateless._functional_call.__code__:
         frame = frame.f_back
     return frame is not None
-
-
-def compare(comm: Communicator, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
-    """Raise `InvalidArgument` on every rank unless all have the same parameters."""
-    own = [f"{name}: {list(param.shape)} of {param.dtype}" for name, param in named]
-    phrase = comm.opened.group.named
-    for rank, other in enumerate(comm.all_gather_object(own)):
-        if other != own:
-            pairs = zip([*own, *["nothing"] * len(other)], [*other, *["nothing"] * len(own)], strict=False)
-            here, there = next((a, b) for a, b in pairs if a != b)
-            raise InvalidArgument(
-                f"model: {phrase(rank)} has other parameters; the first difference is '{there}' there and "
-                f"'{here}' on {phrase(comm.rank)}"
-            )

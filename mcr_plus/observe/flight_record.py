@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from mcr_plus.core.kinds import VECTOR, collective, dtype_name
+from mcr_plus.core.kinds import ROOTED, VECTOR, collective, dtype_name, plain_kind
 from mcr_plus.core.stacks import Frame
 
 if TYPE_CHECKING:
@@ -32,8 +32,7 @@ _NAMES: Final = {
     "reduce_scatter": "_reduce_scatter_base",
     "all_to_all": "all_to_all_single",
     "all_to_all_v": "all_to_all_v_single",
-    "gather_v": "gather",
-    "scatter_v": "scatter",
+    **{vector: plain_kind(vector) for vector in VECTOR & ROOTED},
 }
 """Torch's names of kinds that it calls otherwise."""
 _DTYPES: Final = {

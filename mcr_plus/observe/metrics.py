@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
-from mcr_plus.core.kinds import bus_factor, collective
+from mcr_plus.core.kinds import PLAIN, bus_factor, collective
 from mcr_plus.engine.hook import OperationHook
 
 if TYPE_CHECKING:
@@ -22,17 +22,8 @@ if TYPE_CHECKING:
     from mcr_plus.rendezvous.world import World
 
 _NCCL_NAMES: Final[Mapping[Kind, str]] = {
-    "all_reduce": "AllReduce",
-    "broadcast": "Broadcast",
-    "reduce": "Reduce",
-    "all_gather": "AllGather",
-    "reduce_scatter": "ReduceScatter",
+    **{kind: kind.title().replace("_", "") for kind in PLAIN},
     "all_to_all": "AlltoAll",
-    "gather": "Gather",
-    "scatter": "Scatter",
-    "send": "Send",
-    "recv": "Recv",
-    "barrier": "Barrier",
 }
 Labels = tuple[tuple[str, str], ...]
 _UNITS: Final = ("B", "KB", "MB", "GB", "TB")

@@ -66,7 +66,7 @@ def arguments(
     sent, received = numel, numel
     if row.sends == "one" and row.receives == "each":
         received = numel * len(ranks)
-    elif row.kind == "scatter":
+    elif row.rooted and row.sends == "each":
         sent = numel * len(ranks)
     elif row.sends == "each" and row.receives == "one":
         received = numel // len(ranks)

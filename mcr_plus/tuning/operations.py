@@ -167,14 +167,13 @@ class OpUnderTest:
             if kind == "reduce_scatter":
                 return np.asarray(total)[mine]
             return np.asarray(total) if kind == "all_reduce" or (kind == "reduce" and rank == 0) else None
-        if kind == "broadcast":
-            return given[0]
+        row = collective(kind)
+        if row.sends_elsewhere is not None:  # from the root alone
+            return given[0] if row.sends == "one" else given[0][mine]
         if kind == "all_gather" or (kind == "gather" and rank == 0):
             return np.concatenate(given)
         if kind == "all_to_all":
             return np.concatenate([values.reshape(size, -1)[rank] for values in given])
-        if kind == "scatter":
-            return given[0][mine]
         if kind == "send" and (rank ^ 1) < size:
             return given[rank ^ 1]
         if kind in ("gather", "send", "barrier"):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn
 import torch
 
 from mcr_plus.backends.base import Poll
-from mcr_plus.core.kinds import REDUCING, VECTOR, plain_kind
+from mcr_plus.core.kinds import REDUCING, VECTOR, collective, plain_kind
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.kernels.checksum_sizes import BLOCK
 from mcr_plus.reliability.verify.checksum_table import GOT, GOT_SUMS, SENT, SENT_SUMS, Flows, Ledger, Plan
@@ -363,16 +363,17 @@ def movement(rank: int, size: int, message: Message) -> Plan:
     """What an operation that moves data sends and gets on a rank of so many."""
     signature = message.signature
     kind, root = plain_kind(signature.kind), signature.root or 0
+    from_root = collective(kind).sends_elsewhere is not None
     is_root, ends = root == rank, dict[int, Flows]()
     sent, got = (message.inputs or message.outputs), message.outputs
-    if is_root or kind not in ("broadcast", "scatter"):
+    if is_root or not from_root:
         if kind in ("broadcast", "all_gather"):
             ends[SENT] = Flows.one(0, sent[0].nbytes, size)
         elif kind == "gather":
             ends[SENT] = Flows.one(root, sent[0].nbytes)
         else:
             ends[SENT] = _parts(size, sent[0], message.input_counts)
-    if kind in ("broadcast", "scatter"):
+    if from_root:
         ends[GOT] = Flows.one(root, got[0].nbytes)
     elif is_root or kind != "gather":
         ends[GOT] = _parts(size, got[0], message.output_counts)

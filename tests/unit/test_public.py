@@ -201,7 +201,7 @@ def test_a_handle_of_horovod_says_how_it_is_waited_for() -> None:
         hvd.init()
         handle = hvd.allreduce_async(torch.ones(2))
         with pytest.raises(AttributeError, match=r"'wait'; synchronize\(handle\) returns the result"):
-            handle.wait()
+            handle.wait()  # type: ignore[attr-defined]
         hvd.synchronize(handle)
         hvd.shutdown()
 

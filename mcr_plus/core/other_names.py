@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from inspect import getattr_static
 from typing import Final, NoReturn
 
 from mcr_plus.errors import hint
@@ -24,6 +25,7 @@ _OPERATIONS: Final = {
     **dict.fromkeys([f"{name}_init" for name in _PERSISTENT], "persistent"),
     **dict.fromkeys(("_all_gather_base", "all_gather_base"), "all_gather_into_tensor"),
     **dict.fromkeys(("_reduce_scatter_base", "reduce_scatter_base"), "reduce_scatter_tensor"),
+    **dict.fromkeys(("all_to_all_v", "alltoall_base"), "all_to_all_single"),
     "all_gather_into_tensor_coalesced": "all_gather_coalesced", "all_gather_list": "all_gather",
     "all_gather_single": "all_gather_into_tensor", "all_gather_single_coalesced": "all_gather_coalesced",
     "all_gather_tensor": "all_gather_into_tensor", "allgather_fn": "all_gather_into_tensor",
@@ -45,6 +47,7 @@ _OPERATIONS: Final = {
 _LOCAL_RANK: Final = "launchers set it: LOCAL_RANK in the environment, or OMPI_COMM_WORLD_LOCAL_RANK"
 _LOCAL_SIZE: Final = "launchers set it: LOCAL_WORLD_SIZE in the environment, or OMPI_COMM_WORLD_LOCAL_SIZE"
 _RANKS: Final = "the `ranks` of a group are those of the job, in its order"
+_ANY_SOURCE: Final = "recv takes None for any source"
 _LIBRARIES: Final = "`mcr-plus doctor` shows which libraries are available"
 _DEADLINES: Final = "deadlines are the `timeout` of `dispatch` in the configuration"
 _MESHES: Final = "meshes are torch's: init_device_mesh after torch.distributed.init_process_group('mcr')"
@@ -64,8 +67,20 @@ _NONE: Final = (
     "request", "revoke", "save_state", "scan", "scatter_init", "scatteroptions", "scatterv_init",
     "set_attr", "set_backend", "sparse_allreduce", "tcpstore", "toint", "win",
 )  # fmt: skip
-_OF_MODULES: Final[Mapping[str, str | None]] = {
+_OF_ALL_MODULES: Final[Mapping[str, str | None]] = {
     **dict.fromkeys(_NONE),  # we have none, and none of ours is like it
+    **dict.fromkeys(
+        [f"{each}_built" for each in ("ccl", "cuda", "ddl", "gloo", "mpi", "nccl", "rocm")]
+        + [f"is_{each}_available" for each in ("backend", "gloo", "mpi", "nccl", "ucc", "xccl")]
+        + ["gloo_enabled", "is_available", "mpi_enabled"],
+        _LIBRARIES,
+    ),
+    **dict.fromkeys(("default_pg_timeout", "set_timeout", "timeout"), _DEADLINES),
+    **dict.fromkeys(("devicemesh", "init_device_mesh", "initialize_mesh_device"), _MESHES),
+    **dict.fromkeys(("launch", "run", "spawn"), "`mcr-plus run` starts the ranks of a job"),
+}
+_OF_MODULES: Final[Mapping[str, str | None]] = {
+    **_OF_ALL_MODULES,
     **_OPERATIONS,
     **dict.fromkeys(
         ("get_local_rank", "get_node_local_rank", "local_process_index", "local_rank"), _LOCAL_RANK
@@ -76,16 +91,7 @@ _OF_MODULES: Final[Mapping[str, str | None]] = {
     **dict.fromkeys(
         ("get_all_ranks_from_group", "get_global_rank", "get_group_rank", "get_process_group_ranks"), _RANKS
     ),
-    **dict.fromkeys(
-        [f"{each}_built" for each in ("ccl", "cuda", "ddl", "gloo", "mpi", "nccl", "rocm")]
-        + [f"is_{each}_available" for each in ("backend", "gloo", "mpi", "nccl", "ucc", "xccl")]
-        + ["gloo_enabled", "is_available", "mpi_enabled"],
-        _LIBRARIES,
-    ),
-    **dict.fromkeys(("default_pg_timeout", "set_timeout", "timeout"), _DEADLINES),
-    **dict.fromkeys(("devicemesh", "init_device_mesh", "initialize_mesh_device"), _MESHES),
     **dict.fromkeys(("poll", "synchronize", "wait", "wait_all", "wait_tensor", "waitall"), _HANDLES),
-    **dict.fromkeys(("launch", "run", "spawn"), "`mcr-plus run` starts the ranks of a job"),
     **dict.fromkeys(("cleanup", "destroy", "destroy_process_group", "shutdown"), "finalize"),
     **dict.fromkeys(("init_distributed", "init_process_group", "init_thread", "initialize"), "init"),
     **dict.fromkeys(
@@ -107,7 +113,7 @@ _OF_MODULES: Final[Mapping[str, str | None]] = {
     **dict.fromkeys(("broadcast_model", "broadcast_weights"), "broadcast_parameters"),
     **dict.fromkeys(("get_backend", "get_backend_config"), "get_backends"),
     **dict.fromkeys(("reduce_op", "reduceop"), "SUM"),
-    "allreduce_hook": "ddp_hook", "any_source": "recv takes None for any source", "average": "AVG",
+    "allreduce_hook": "ddp_hook", "any_source": _ANY_SOURCE, "average": "AVG",
     "broadcast_optimizer_state": "mcr_plus.horovod has it",
     "disterror": "McrError", "gather_for_metrics": "all_gather", "horovodinternalerror": "McrError",
     "mean": "AVG", "start_timeline": "record",
@@ -116,27 +122,133 @@ _OF_MODULES: Final[Mapping[str, str | None]] = {
     "reduce_scatter_single_autograd": "autograd.reduce_scatter",
     "reduce_scatter_tensor_autograd": "autograd.reduce_scatter",
 }  # fmt: skip
+OF_HOROVOD: Final[Mapping[str, str | None]] = {
+    **_OF_ALL_MODULES,
+    **dict.fromkeys(("alltoalloptions", "ranktype")),
+    **dict.fromkeys(
+        ("alreadyinitialized", "batch_isend_irecv", "gather", "gather_v", "irecv", "isend", "local",
+         "localsteps", "notinitialized", "recv", "reduce", "scatter", "scatter_v", "send", "sync"),
+        "mcr_plus has it",
+    ),
+    **dict.fromkeys(("get_global_rank", "get_group_rank"), "a process set has `ranks`, those of the job"),
+    **dict.fromkeys(("all_reduce", "inference_all_reduce"), "allreduce"),
+    **dict.fromkeys(
+        ("_all_gather_base", "all_gather", "all_gather_base", "all_gather_into_tensor", "all_gather_list",
+         "all_gather_single", "all_gather_tensor", "all_gather_v", "allgatherv", "gather_for_metrics"),
+        "allgather",
+    ),
+    **dict.fromkeys(("all_gather_object", "gather_object"), "allgather_object"),
+    **dict.fromkeys(
+        ("all_to_all", "all_to_all_single", "all_to_all_v", "alltoall_base", "alltoallv", "alltoallw"),
+        "alltoall",
+    ),
+    **dict.fromkeys(
+        ("_reduce_scatter_base", "reduce_scatter", "reduce_scatter_base", "reduce_scatter_block",
+         "reduce_scatter_single", "reduce_scatter_tensor", "reduce_scatter_v"), "reducescatter",
+    ),
+    **dict.fromkeys(("all_reduce_coalesced", "allreduce_coalesced"), "grouped_allreduce"),
+    **dict.fromkeys(
+        ("all_gather_coalesced", "all_gather_into_tensor_coalesced", "allgather_coalesced"),
+        "grouped_allgather",
+    ),
+    **dict.fromkeys(
+        ("reduce_scatter_coalesced", "reduce_scatter_tensor_coalesced"), "grouped_reducescatter"
+    ),
+    **{f"i{name}": f"{name}_async" for name in ("allgather", "allreduce", "alltoall")},
+    "bcast": "broadcast", "ibcast": "broadcast_async", "broadcast_object_list": "broadcast_object",
+    **dict.fromkeys(("monitored_barrier", "wait_for_everyone"), "barrier"),
+    **dict.fromkeys(
+        ("broadcast_global_variables", "broadcast_model", "broadcast_variables", "broadcast_weights"),
+        "broadcast_parameters",
+    ),
+    **dict.fromkeys(("comm_rank", "get_rank", "is_main_process", "is_master", "process_index"), "rank"),
+    **dict.fromkeys(
+        ("comm_size", "get_num_ranks", "get_size", "get_world_size", "num_processes", "num_ranks",
+         "rank_size", "world_size"), "size",
+    ),
+    **dict.fromkeys(("get_local_rank", "get_node_local_rank", "local_process_index"), "local_rank"),
+    **dict.fromkeys(("get_local_size", "get_local_world_size", "local_world_size"), "local_size"),
+    **dict.fromkeys(("get_node_rank", "node_rank"), "cross_rank"),
+    **dict.fromkeys(("init_distributed", "init_process_group", "init_thread", "initialize"), "init"),
+    **dict.fromkeys(("cleanup", "destroy", "destroy_process_group", "finalize"), "shutdown"),
+    **dict.fromkeys(("wait", "wait_all", "waitall"), "synchronize"),
+    **dict.fromkeys(("is_completed", "test"), "poll"),
+    **dict.fromkeys(
+        ("ddp", "distributeddataparallel", "distributedgradienttape", "wrap"), "DistributedOptimizer"
+    ),
+    **dict.fromkeys(
+        ("create_group", "new_group", "new_subgroups", "new_subgroups_by_enumeration", "split",
+         "split_group"), "add_process_set",
+    ),
+    **dict.fromkeys(("comm_world", "get_world_group", "group", "world"), "global_process_set"),
+    **dict.fromkeys(("comm", "communicator", "processgroup"), "ProcessSet"),
+    **dict.fromkeys(("avg", "mean"), "Average"), **dict.fromkeys(("reduce_op", "reduceop"), "Sum"),
+    **dict.fromkeys(("disterror", "mcrerror"), "HorovodInternalError"), "record": "start_timeline",
+    "elastic": "programs that use it call mcr_plus.elastic instead", "prod": "Product",
+}  # fmt: skip
 OF_COMMUNICATORS: Final = {
     **_OPERATIONS,
-    "barrier": "barrier", "free": "close", "gather": "gather", "get_global_rank": _RANKS,
-    "get_group_rank": _RANKS, "get_local_rank": _LOCAL_RANK, "get_rank": "rank", "get_size": "size",
-    "get_world_size": "size", "irecv": "irecv", "isend": "isend", "local_rank": _LOCAL_RANK, "recv": "recv",
-    "reduce": "reduce",
-    "reduce_scatter": "reduce_scatter", "scatter": "scatter", "send": "send", "split": "split",
-    "world_size": "size",
+    **dict.fromkeys(("get_global_rank", "get_group_rank"), _RANKS),
+    **dict.fromkeys(("get_local_rank", "get_node_local_rank", "local_rank"), _LOCAL_RANK),
+    **dict.fromkeys(("local_size", "local_world_size"), _LOCAL_SIZE),
+    "allgather_into_tensor_coalesced": "all_gather_coalesced",
+    **dict.fromkeys(("get_all_ranks_from_group", "get_process_group_ranks", "get_ranks", "members"), "ranks"),
+    **dict.fromkeys(("comm_rank", "get_rank", "group_rank", "process_index"), "rank"),
+    **dict.fromkeys(("comm_size", "get_size", "get_world_size", "num_ranks", "world_size"), "size"),
+    **dict.fromkeys(("get_name", "group_name"), "name"),
+    **dict.fromkeys(("clone", "dup", "dup_with_info"), "branch"),
+    **dict.fromkeys(("split_group", "split_type"), "split"),
+    **dict.fromkeys(
+        ("destroy", "destroy_process_group", "disconnect", "finalize", "free", "shutdown"), "close"
+    ),
+    **dict.fromkeys(
+        ("create", "create_group", "new_group", "new_subgroups"), "mcr_plus.new_group takes ranks of the job"
+    ),
+    **dict.fromkeys(("get_backend", "get_backend_config"), "mcr_plus.get_backends returns the libraries"),
+    **dict.fromkeys(("comm_world", "get_world_group", "world"), "mcr_plus.world() is the group of all ranks"),
+    **dict.fromkeys(("set_timeout", "timeout"), _DEADLINES),
+    **dict.fromkeys(("synchronize", "wait", "wait_all", "waitall"), _HANDLES),
+    "recv_anysource": _ANY_SOURCE, "shrink": "mcr_plus.shrink goes on without lost ranks",
 }  # fmt: skip
 OF_WORKS: Final = {
-    "done": "is_completed", "is_success": "exception", "result": "wait", "synchronize": "wait",
-    "test": "is_completed", "wait": "wait",
+    **dict.fromkeys(
+        ("complete", "completed", "done", "finished", "is_complete", "is_done", "is_finished", "is_ready",
+         "poll", "query", "ready", "test", "testall"), "is_completed",
+    ),
+    **dict.fromkeys(("error", "is_success", "success"), "exception"),
+    **dict.fromkeys(("add_callback", "add_done_callback", "get_future"), "then"),
+    **dict.fromkeys(("block_current_stream", "join", "sync", "synchronize", "waitall", "waits"), "wait"),
+    **dict.fromkeys(
+        ("get", "get_future_result", "result", "value"), "after wait() the tensors have the result"
+    ),
+    "timeout": "wait(timeout) takes seconds",
+}  # fmt: skip
+OF_HANDLES: Final = {
+    **dict.fromkeys(("get", "join", "result", "wait"), "synchronize(handle) returns the result"),
+    **dict.fromkeys(
+        ("done", "is_completed", "poll", "query", "ready", "test"),
+        "poll(handle) returns True when it is done",
+    ),
+}  # fmt: skip
+OF_PROCESS_SETS: Final = {
+    **dict.fromkeys(("get_rank", "group_rank"), "rank"), **dict.fromkeys(("get_size", "world_size"), "size"),
+    **dict.fromkeys(("get_ranks", "members"), "ranks"), "id": "process_set_id",
 }  # fmt: skip
 
 
-def no_attribute(module: str, name: str, known: Sequence[str]) -> AttributeError:
-    """The error for a name that a module lacks, with the one that was probably meant."""
+def no_attribute(
+    module: str, name: str, known: Sequence[str], others: Mapping[str, str | None] = _OF_MODULES
+) -> AttributeError:
+    """The error for a name that a module lacks, with the one that was probably meant.
+
+    `others`: names of other libraries, each with the module's own; None for a name without a counterpart.
+    """
     key = name.casefold().removesuffix("_").removesuffix("_async").removesuffix("_inplace")
-    ours = _OF_MODULES.get(key, key)
+    ours = others.get(key, key)
     said = "" if ours is None else _said(ours)
-    if ours is not None and " " not in ours and ours.partition(".")[0] not in known:
+    if ours is not None and (whole := f"{ours}{name[len(key) :].casefold()}") in known:
+        said = _said(whole)
+    elif ours is not None and " " not in ours and ours.partition(".")[0] not in known:
         # A function is none of the classes and constants that its name may be like.
         alike = [each for each in known if each.islower() or not name.islower() or each.casefold() == key]
         said = "" if name.startswith("_") else hint(key, alike)
@@ -149,11 +261,31 @@ def _said(ours: str) -> str:
 
 
 def name_others(cls: type, names: Mapping[str, str]) -> None:
-    """Make a class say its names for those of other libraries, which mpi4py also has with a capital."""
-    for name, ours in names.items():
-        for other in (name, name.capitalize()):
-            if not hasattr(cls, other):
-                setattr(cls, other, _OtherName(f"'{cls.__name__}' object has no attribute '{other}'", ours))
+    """Make a class say its names for those of other libraries, which mpi4py also has with a capital.
+
+    It says them for other spellings of its own names, too, such as `allGather`, `AllGather` or `allgather`.
+    """
+    own = [name for name in dir(cls) if not name.startswith("_")]
+    spelt = {other: name for name in own for other in _spellings(name)}
+    known = {**spelt, **names, **{name.capitalize(): ours for name, ours in names.items()}}
+    for other, ours in known.items():
+        if not hasattr(cls, other):
+            setattr(cls, other, _OtherName(f"'{cls.__name__}' object has no attribute '{other}'", ours))
+    cls.__dir__ = _own_names  # type: ignore[assignment, method-assign]
+
+
+def _spellings(name: str) -> tuple[str, ...]:
+    words = name.split("_")
+    title = "".join(word.capitalize() for word in words)
+    torchs = name.replace("all_to_all", "alltoall").replace("all_", "all").replace("reduce_s", "reduces")
+    camel = title[0].lower() + title[1:]
+    return "".join(words), torchs, title, camel, name.capitalize(), f"{name}_", f"{name}_async"
+
+
+def _own_names(self: object) -> list[str]:
+    return [
+        each for each in object.__dir__(self) if not isinstance(getattr_static(self, each, None), _OtherName)
+    ]
 
 
 class _OtherName:

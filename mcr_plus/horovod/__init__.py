@@ -11,6 +11,9 @@ Names, arguments and semantics are those of `horovod.torch`: operations are matc
 Mismatched operations raise an error on all ranks, after which the job continues.
 """
 
+from typing import NoReturn
+
+from mcr_plus.core.other_names import OF_HOROVOD, no_attribute
 from mcr_plus.horovod.compression import Compression
 from mcr_plus.horovod.functions import (
     allgather_object,
@@ -146,3 +149,7 @@ __all__ = [
     "stop_timeline",
     "synchronize",
 ]
+
+
+def __getattr__(name: str) -> NoReturn:
+    raise no_attribute(__name__, name, __all__, OF_HOROVOD)

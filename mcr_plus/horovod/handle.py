@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mcr_plus.core.other_names import OF_HANDLES, name_others
 from mcr_plus.core.work import Work
 from mcr_plus.errors import BackendError, CommTimeout, McrError, OrderMismatch
 from mcr_plus.horovod.request import HorovodInternalError, Request
@@ -103,3 +104,6 @@ class Handle:
 
     def __repr__(self) -> str:
         return f"<Handle of {self.request.kind} '{self.request.name}'>"
+
+
+name_others(Handle, OF_HANDLES)

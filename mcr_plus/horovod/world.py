@@ -13,6 +13,7 @@ import torch
 
 from mcr_plus.backends import backend_class
 from mcr_plus.communicator.communicator import Communicator
+from mcr_plus.core.other_names import OF_PROCESS_SETS, name_others
 from mcr_plus.core.units import whole_numbers
 from mcr_plus.engine.options import DispatchOptions
 from mcr_plus.errors import InvalidArgument, McrError, NotInitialized
@@ -63,6 +64,7 @@ class ProcessSet:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
 
 
+name_others(ProcessSet, OF_PROCESS_SETS)
 global_process_set: Final = ProcessSet([])
 """All ranks of the job."""
 

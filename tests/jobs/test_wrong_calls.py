@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, cast
@@ -575,6 +576,32 @@ def test_wrong_calls_say_what_to_do() -> None:
         }
         assert not silent
         assert len(result.value) >= 30
+
+
+def refused_in_a_group() -> tuple[str, float, float]:
+    """Runs on 3 ranks: rank 1 refuses a gather and ends; ranks 0 and 2 go on in a group of theirs."""
+    comm = mcr.init()
+    group, others = mcr.new_group([2, 1]), mcr.new_group([0, 2])
+    said, total = "nothing", torch.ones(1)
+    try:
+        if comm.rank:
+            group.gather(torch.ones(2), [torch.ones(2)] * 2 if comm.rank == 1 else None, 1)
+    except mcr.McrError as error:
+        said = type(error).__name__
+    if comm.rank != 1:
+        for _ in range(20):
+            others.all_reduce(total, mcr.AVG)
+            time.sleep(0.02)
+    begin = time.monotonic()
+    mcr.finalize()
+    return said, float(total), time.monotonic() - begin
+
+
+def test_a_job_in_which_a_rank_has_refused_an_operation_ends_promptly() -> None:
+    results = [result.value for result in run_ranks(refused_in_a_group, 3)]
+    assert [said for said, _, _ in results] == ["nothing", "InvalidArgument", "BackendError"]
+    assert {total for _, total, _ in results} == {1.0}
+    assert max(seconds for _, _, seconds in results) < 10, results  # milliseconds on an idle machine
 
 
 def unwaited() -> None:

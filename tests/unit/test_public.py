@@ -12,7 +12,9 @@ import pytest
 import torch
 
 import mcr_plus as mcr
+import mcr_plus.horovod as hvd
 from mcr_plus.api import collectives
+from mcr_plus.core import other_names
 
 FUNCTIONS = [name for name in mcr.__all__ if hasattr(mcr.Communicator, name)]
 
@@ -161,7 +163,12 @@ def test_a_local_rank_is_said_to_come_from_the_launcher() -> None:
     ("module", "name", "meant"),
     [("autograd", "allreduce", "all_reduce"), ("autograd", "reducescatter", "reduce_scatter"),
      ("layout", "Layouts", "Layout"), ("expert", "dispach", "dispatch"), ("spatial", "Conv2D", "Conv2d"),
-     ("dtensor", "plan", "planned"), ("spatial", "split_group", None)],
+     ("dtensor", "plan", "planned"), ("spatial", "split_group", None), ("horovod", "all_reduce", "allreduce"),
+     ("horovod", "all_reduce_async_", "allreduce_async_"), ("horovod", "Rank", "rank"),
+     ("horovod", "get_world_size", "size"), ("horovod", "destroy_process_group", "shutdown"),
+     ("horovod", "DistributedOptimiser", "DistributedOptimizer"), ("horovod", "DistributedSampler", None),
+     ("horovod", "all_gather_base", "allgather"), ("horovod", "wait_all", "synchronize"),
+     ("horovod", "save_state", None), ("horovod", "SUM", "Sum")],
 )  # fmt: skip
 def test_an_unknown_name_of_a_module_says_which_was_meant(module: str, name: str, meant: str | None) -> None:
     found = import_module(f"mcr_plus.{module}")
@@ -172,11 +179,43 @@ def test_an_unknown_name_of_a_module_says_which_was_meant(module: str, name: str
 
 
 @pytest.mark.parametrize(
+    ("names", "own"),
+    [
+        (other_names.OF_HOROVOD, hvd.__all__),
+        (other_names.OF_COMMUNICATORS, dir(mcr.Communicator)),
+        (other_names.OF_WORKS, dir(mcr.Work)),
+    ],
+)
+def test_every_hint_names_something_that_exists(names: dict[str, str | None], own: list[str]) -> None:
+    assert {meant for meant in names.values() if meant and " " not in meant} <= set(own)
+
+
+def test_what_horovod_lacks_and_mcr_plus_has_is_said() -> None:
+    for name in ("gather", "AlreadyInitialized", "local"):
+        with pytest.raises(AttributeError, match=f"'{name}'; mcr_plus has it"):
+            getattr(hvd, name)
+
+
+def test_a_handle_of_horovod_says_how_it_is_waited_for() -> None:
+    with mcr.init():
+        hvd.init()
+        handle = hvd.allreduce_async(torch.ones(2))
+        with pytest.raises(AttributeError, match=r"'wait'; synchronize\(handle\) returns the result"):
+            handle.wait()  # type: ignore[attr-defined]
+        hvd.synchronize(handle)
+        hvd.shutdown()
+
+
+@pytest.mark.parametrize(
     ("name", "meant"),
     [("get_rank", "rank"), ("allreduce", "all_reduce"), ("Allreduce", "all_reduce"), ("Get_rank", "rank"),
      ("Get_size", "size"), ("Split", "split"), ("Isend", "isend"), ("Free", "close"),
      ("all_gather_single", "all_gather_into_tensor"), ("Ireduce_scatter", "reduce_scatter"),
-     ("reduce_scatter_single", "reduce_scatter_tensor"), ("Sendrecv", "batch_isend_irecv")],
+     ("reduce_scatter_single", "reduce_scatter_tensor"), ("Sendrecv", "batch_isend_irecv"),
+     ("allreduce_coalesced", "all_reduce_coalesced"), ("allgather_into_tensor", "all_gather_into_tensor"),
+     ("allGather", "all_gather"), ("AllReduce", "all_reduce"), ("all_reduce_", "all_reduce"),
+     ("Dup", "branch"),
+     ("alltoall_base", "all_to_all_single"), ("get_process_group_ranks", "ranks"), ("Rank", "rank")],
 )  # fmt: skip
 def test_a_name_of_another_library_says_that_of_a_communicator(name: str, meant: str) -> None:
     with mcr.init() as comm:
@@ -190,7 +229,11 @@ def test_the_text_of_a_handle_says_kind_library_and_state() -> None:
         work = comm.all_reduce(torch.ones(3), async_op=True, tag="mlp")
         assert work is not None
         work.wait()
-        for name, meant in (("synchronize", "wait"), ("test", "is_completed"), ("done", "is_completed")):
+        assert "synchronize" not in dir(work)
+        assert {"wait", "info"} < set(dir(work))
+        for name, meant in (("synchronize", "wait"), ("test", "is_completed"), ("done", "is_completed"),
+                            ("is_complete", "is_completed"), ("isCompleted", "is_completed"),
+                            ("get_future", "then")):  # fmt: skip
             with pytest.raises(AttributeError, match=f"has no attribute '{name}'; did you mean '{meant}'"):
                 getattr(work, name)
         assert repr(work) == "<Work: all_reduce of 12 bytes on local in group 'world', tag 'mlp': done>"

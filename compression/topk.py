@@ -70,7 +70,7 @@ class TopK(PayloadCodec):
         },
         "outer": {"ratio": 1 / 8, "values": "int2", "chunk": 4096, "error_feedback": True},
     }
-    """For Adam with less momentum, 21 times fewer bytes; for outer steps, see docs/slow-links.md."""
+    """For Adam with less momentum, 21 times fewer bytes; for outer steps, see docs/local-sgd.md."""
 
     def __init__(self, options: TopKOptions | None = None) -> None:
         super().__init__(options)

@@ -3,7 +3,7 @@
     leave_epoch()    decide with the other members who goes on, and make the world of the next epoch
     join_job()       the same for a process that waits to be taken in
 
-See docs/failures.md for the protocol, and `mcr_plus.membership` for its rules.
+See docs/design/membership.md for the protocol, and `mcr_plus.membership` for its rules.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A keeper (`hosts.key_replica`) is a process of its own, so that it does not end 
 started it. The keepers are in an order, that of the hosts' first ranks. A value is written to all of them in
 this order. One that is agreed on is written by `compare_set`: the first keeper says which value it is, and
 each further one is given what the one before it has answered. What the last one answers counts: all others
-have it by then, so it is not lost with any of them. See docs/failures.md.
+have it by then, so it is not lost with any of them. See docs/design/membership.md.
 """
 
 from __future__ import annotations

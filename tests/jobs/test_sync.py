@@ -12,7 +12,7 @@ from ranks import run_ranks
 import mcr_plus as mcr
 from mcr_plus.weight_sync.receiver import AHEAD
 
-PAGE = Path(__file__).parents[2] / "docs" / "slow-links.md"
+PAGE = Path(__file__).parents[2] / "docs" / "weight-sync.md"
 
 
 def described(end: str) -> set[str]:

@@ -113,7 +113,7 @@ class FirstCalls:
             self.on_settled(start)
 
 
-class Persistent(Protocol):
+class PersistentRequest(Protocol):
     """A library's persistent request: its start and its poll. The first start may replace both."""
 
     begin: Callable[[], object]
@@ -249,7 +249,12 @@ class Channel(ABC):
         """Return the collective step before operations of a signature; None without one."""
         return None
 
-    def bind_persistent(self, signature: Signature, message: Message, digest: int) -> Persistent | None:  # noqa: ARG002
+    def bind_persistent(
+        self,
+        signature: Signature,  # noqa: ARG002
+        message: Message,  # noqa: ARG002
+        digest: int,  # noqa: ARG002
+    ) -> PersistentRequest | None:
         """Return a persistent request on the tensors of a message; None if the library has none for it."""
         return None
 
@@ -427,7 +432,7 @@ _FORMER: Final = {
 
 def complete_channel(channel: Any) -> Channel:
     """Return a channel with the defaults of `Channel` for missing members."""
-    return channel if isinstance(channel, Channel) else _Completed(channel)
+    return channel if isinstance(channel, Channel) else _CompletedChannel(channel)
 
 
 _OPTIONAL: Final = (
@@ -435,7 +440,7 @@ _OPTIONAL: Final = (
 )  # fmt: skip
 
 
-class _Completed(Channel):
+class _CompletedChannel(Channel):
     """Wraps a channel of a class that is no `Channel`."""
 
     def __init__(self, channel: Any) -> None:

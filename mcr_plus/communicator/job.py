@@ -1,4 +1,4 @@
-"""`Job`: the members of a running job that a communicator uses."""
+"""`RunningJob`: the members of a running job that a communicator uses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     from mcr_plus.communicator.communicator import Communicator
     from mcr_plus.communicator.open_group import OpenGroup
-    from mcr_plus.communicator.watcher import Watcher
+    from mcr_plus.communicator.watcher import OperationWatcher
     from mcr_plus.config.schema import Config
     from mcr_plus.engine.engine import Engine
     from mcr_plus.rendezvous.world import World
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 ValueT = TypeVar("ValueT")
 
 
-class Job(Protocol):
+class RunningJob(Protocol):
     """The interface of a running job for communicators; `mcr_plus.job.runtime.Runtime` documents it."""
 
     engine: Engine
-    watcher: Watcher | None
+    watcher: OperationWatcher | None
     world: World
 
     def open_group(  # noqa: D102

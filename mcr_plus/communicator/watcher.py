@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from mcr_plus.pipeline.stage import Issue
 
 
-class Watcher(Protocol):
+class OperationWatcher(Protocol):
     """An observer of operations as the program issues them, before the pipeline changes them."""
 
     @property

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mcr_plus.core.stacks import Position
     from mcr_plus.core.streams import Event, Streams
     from mcr_plus.engine.observer import Noted
-    from mcr_plus.engine.operation import Operation
+    from mcr_plus.engine.operation import BoundOperation
 
 
 class IssuedWork(Work):
@@ -62,7 +62,7 @@ class IssuedWork(Work):
     late: StreamPoll | None = None  # what orders streams after functions that followed when it was done
     ran_on: str = ""  # the library that has completed it, where another one may have taken over
 
-    def __init__(self, operation: Operation, message: Message, poll: Poll | None, sequence: int) -> None:
+    def __init__(self, operation: BoundOperation, message: Message, poll: Poll | None, sequence: int) -> None:
         self.operation = operation
         self.message = message
         self.poll = poll

@@ -9,7 +9,7 @@ import torch
 
 from mcr_plus.core.work import Work
 from mcr_plus.errors import BackendError, CommTimeout, McrError, OrderMismatch
-from mcr_plus.horovod.request import HorovodInternalError, Request
+from mcr_plus.horovod.request import HorovodInternalError, OperationRequest
 
 if TYPE_CHECKING:
     from mcr_plus.horovod.negotiation import Negotiator
@@ -25,7 +25,7 @@ class Handle:
     def __init__(
         self,
         negotiator: Negotiator,
-        request: Request,
+        request: OperationRequest,
         tensors: list[torch.Tensor],
         *,
         in_place: bool = False,

@@ -21,7 +21,7 @@ _TAG: Final = 16
 _AGAIN: Final = (0.05, 0.2)  # seconds after which a request is sent again: a datagram may be lost
 
 
-class Relay:
+class DumpRelay:
     """The part of an agent that passes requests on. Times are seconds of its host's monotonic clock."""
 
     def __init__(self, hosts: int, me: int, key: bytes) -> None:

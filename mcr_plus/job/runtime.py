@@ -46,7 +46,7 @@ from mcr_plus.waiting.progress_thread import ProgressThread
 if TYPE_CHECKING:
     from mcr_plus.backends.base import Backend
     from mcr_plus.communicator.communicator import Communicator
-    from mcr_plus.communicator.watcher import Watcher
+    from mcr_plus.communicator.watcher import OperationWatcher
     from mcr_plus.config.schema import Config
     from mcr_plus.pipeline.stage import Stage
     from mcr_plus.rendezvous.processes import Sight
@@ -124,7 +124,7 @@ class Runtime:
         self.unmerged: set[tuple[str, str, str]] = set()
         self.tagged: WeakValueDictionary[str, Any] = WeakValueDictionary()
         self.attached: dict[str, Any] = {}
-        self.watcher: Watcher | None = None
+        self.watcher: OperationWatcher | None = None
         self._ended: list[Stage] = []  # of groups that were closed, if they need a `finish`
         self.groups_made = 0  # by `new_group`
         try:
@@ -196,7 +196,7 @@ class Runtime:
         if polled:
             self.engine.progress_thread = ProgressThread(self.engine.progress_once)
 
-    def watch(self, watcher: Watcher | None) -> None:
+    def watch(self, watcher: OperationWatcher | None) -> None:
         """Report all operations of the program to `watcher` from now on; None ends it.
 
         Calls are bound again, to the same chains, so that operations cost nothing without a watcher.

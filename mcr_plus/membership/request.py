@@ -23,7 +23,7 @@ Place = tuple[str, int] | None
 """The address and port of a member; None if it cannot give the state."""
 
 
-class Request(NamedTuple):
+class JoinRequest(NamedTuple):
     """One request, as the newcomer and the members see it."""
 
     root: Store

@@ -24,8 +24,8 @@ from mcr_plus.core.stacks import site_at
 from mcr_plus.job.init import current
 from mcr_plus.observe.clocks import TOGETHER
 from mcr_plus.observe.cross_host_stragglers import AcrossHosts
-from mcr_plus.observe.stragglers import Arrivals, Stragglers, site_text
-from mcr_plus.waiting.wait_time import IdleTime
+from mcr_plus.observe.stragglers import ArrivalCollector, Stragglers, site_text
+from mcr_plus.waiting.wait_time import WaitTime
 
 if TYPE_CHECKING:
     from mcr_plus.core.group import Group
@@ -147,7 +147,7 @@ class Log:
         self._size = size
         self._began = time.perf_counter()
         self._ended: float | None = None
-        self._arrivals = Arrivals(across)
+        self._arrivals = ArrivalCollector(across)
         self._sites: dict[tuple[int, int], tuple[Position, Site, str]] = {}
 
     @property
@@ -412,7 +412,7 @@ def recording(engine: Engine, rank: int, size: int) -> Iterator[Log]:
     """Record every operation that is issued and noticed as complete inside the block. Blocks may nest."""
     apart = len({process.place for process in engine.peers.processes}) > 1
     log, outer = Log(rank, size, AcrossHosts(engine) if apart else None), engine.idle
-    engine.idle = idle = outer or IdleTime()
+    engine.idle = idle = outer or WaitTime()
     engine.record_to((*engine.recorders, log.add))
     try:
         yield log

@@ -13,12 +13,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 Before = Callable[[Any, torch.optim.Optimizer, bool, bool], None]
 
 
-class _Watched(NamedTuple):
+class _WatchedOptimizer(NamedTuple):
     params: Callable[[], Iterable[torch.Tensor]]
     before: Before
 
 
-_watched: weakref.WeakKeyDictionary[object, _Watched] = weakref.WeakKeyDictionary()
+_watched: weakref.WeakKeyDictionary[object, _WatchedOptimizer] = weakref.WeakKeyDictionary()
 # By optimizer: how many parameters it had when it was compared with the models, and whose it trains.
 _known: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, weakref.WeakSet[Any]]]
 _known = weakref.WeakKeyDictionary()
@@ -31,7 +31,7 @@ def watch_steps(owner: object, of: torch.nn.Module | Sequence[torch.Tensor], bef
     such a step for the first time, or has other parameters than before, and whether the step has a closure.
     """
     params = partial(_parameters, weakref.ref(of)) if isinstance(of, torch.nn.Module) else partial(iter, of)
-    _watched[owner] = _Watched(params, before)
+    _watched[owner] = _WatchedOptimizer(params, before)
     _known.clear()
     _register()
 

@@ -9,7 +9,7 @@ from mcr_plus.waiting.run_delay import RunDelay
 _READ_EVERY: Final = 250e-6  # seconds; what is lost in less is far below the delays that are looked for
 
 
-class IdleTime:
+class WaitTime:
     """For how long the thread that makes this has waited for operations, or outside of that for a core.
 
     Times of day, `now`, are seconds of `time.perf_counter`.

@@ -27,9 +27,9 @@ from mcr_plus.bucketing.buckets import (
     simulated,
     units_of,
 )
-from mcr_plus.bucketing.course import Timeline
 from mcr_plus.bucketing.programs import BucketPlan, PlannedBucket
 from mcr_plus.bucketing.scaling import CAPTURED, ClusterCosts, How
+from mcr_plus.bucketing.simulation_result import Timeline
 from mcr_plus.bucketing.step import CapturedStep, ComputeEvent, IssueEvent
 from mcr_plus.errors import ConfigError, InvalidArgument, McrError, Unsupported, unknown
 

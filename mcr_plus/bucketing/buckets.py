@@ -18,11 +18,11 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from mcr_plus.bucketing.costs import OVERHEAD, BucketCurve, groups, prices
-from mcr_plus.bucketing.course import Timeline
 from mcr_plus.bucketing.network import is_polled, members, simulate
 from mcr_plus.bucketing.programs import BucketPlan, PlannedBucket, sizes_of
 from mcr_plus.bucketing.scaling import CAPTURED, ClusterCosts
 from mcr_plus.bucketing.search import rest, search
+from mcr_plus.bucketing.simulation_result import Timeline
 from mcr_plus.bucketing.step import CapturedStep, ComputeEvent, IssueEvent, ReadyEvent, Role, WaitEvent
 from mcr_plus.errors import Unsupported
 from mcr_plus.fusion.bucket import BucketEntry, by_size

@@ -37,7 +37,6 @@ from numpy.typing import NDArray
 from mcr_plus import registry
 from mcr_plus.backends import backend_class
 from mcr_plus.bucketing import events
-from mcr_plus.bucketing.course import CLASSES, SimulationResult, Timeline
 from mcr_plus.bucketing.events import LinkShares, Queues
 from mcr_plus.bucketing.programs import (
     BucketPlan,
@@ -51,6 +50,7 @@ from mcr_plus.bucketing.programs import (
     sizes_of,
 )
 from mcr_plus.bucketing.scaling import ClusterCosts, Use
+from mcr_plus.bucketing.simulation_result import CLASSES, SimulationResult, Timeline
 from mcr_plus.bucketing.step import CapturedStep
 from mcr_plus.bucketing.topology import Topology
 from mcr_plus.core.kinds import KINDS

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from mcr_plus.bucketing.advise import PlanAdvice, Scaled
-from mcr_plus.bucketing.course import Timeline
+from mcr_plus.bucketing.simulation_result import Timeline
 from mcr_plus.bucketing.step import CapturedStep
 from mcr_plus.core.units import about
 

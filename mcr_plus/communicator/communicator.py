@@ -20,10 +20,10 @@ from mcr_plus.communicator.persistent import PersistentBinding, PersistentOp
 from mcr_plus.communicator.prepared import Prepared, prepare
 from mcr_plus.communicator.successors import Succession
 from mcr_plus.config.names import stored_backend
+from mcr_plus.core.foreign_names import OF_COMMUNICATORS, name_others
 from mcr_plus.core.group import Group
 from mcr_plus.core.kinds import REDUCE_OPS, REDUCING, ReduceOp, check_reducible
 from mcr_plus.core.message import Extras, Signature, frozen
-from mcr_plus.core.other_names import OF_COMMUNICATORS, name_others
 from mcr_plus.core.units import whole_number
 from mcr_plus.core.work import Work
 from mcr_plus.engine.group_runtime import SIGNATURES

@@ -15,7 +15,7 @@ from mcr_plus.rendezvous.network import host_address
 from mcr_plus.rendezvous.store import secret_of
 
 if TYPE_CHECKING:
-    from mcr_plus.membership.roster import EpochLog
+    from mcr_plus.membership.epoch_log import EpochLog
 
 _log = logging.getLogger("mcr_plus")
 NOTHING, TAKE_IN, GIVE = range(3)

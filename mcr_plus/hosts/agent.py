@@ -20,12 +20,12 @@ from typing import Any, Final
 
 from mcr_plus.core.proc import state_of
 from mcr_plus.hosts.arguments import taken_order
+from mcr_plus.hosts.dump_relay import DumpRelay
 from mcr_plus.hosts.dump_request import ask, received
-from mcr_plus.hosts.exchange import HOSTS, ROOM, Datagram, PageExchange
 from mcr_plus.hosts.findings import Findings
 from mcr_plus.hosts.page import Page
+from mcr_plus.hosts.page_exchange import HOSTS, ROOM, Datagram, PageExchange
 from mcr_plus.hosts.protocol import PERIOD, Heartbeat, State
-from mcr_plus.hosts.relay import DumpRelay
 
 _LOOK_EVERY: Final = PERIOD / 2  # seconds between looks at processes, whose stop nothing announces
 _TOGETHER: Final = 0.02

@@ -37,8 +37,8 @@ from mcr_plus.errors import (
 from mcr_plus.job import init
 from mcr_plus.job.loss_watch import LossWatch
 from mcr_plus.job.process import job
+from mcr_plus.membership.epoch_log import EpochLog, join
 from mcr_plus.membership.request import JoinRequest
-from mcr_plus.membership.roster import EpochLog, join
 from mcr_plus.membership.rules import Decision, Process, Proposal
 from mcr_plus.rendezvous.identity import own_process
 from mcr_plus.rendezvous.processes import Sight

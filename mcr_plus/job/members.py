@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from mcr_plus.core.environment import agent_has_store, ranks_keep_their_own
 from mcr_plus.hosts.protocol import silence
-from mcr_plus.membership.roster import EpochLog
+from mcr_plus.membership.epoch_log import EpochLog
 from mcr_plus.rendezvous.processes import Peers
 from mcr_plus.rendezvous.signing import SignedStore
 from mcr_plus.rendezvous.watched_store import unwatched

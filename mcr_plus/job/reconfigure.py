@@ -53,7 +53,7 @@ from mcr_plus.job.epoch_change import (
 )
 from mcr_plus.job.process import job
 from mcr_plus.job.runtime import Runtime
-from mcr_plus.membership.roster import EpochLog
+from mcr_plus.membership.epoch_log import EpochLog
 from mcr_plus.membership.rules import Decision, Process
 from mcr_plus.rendezvous.identity import own_process
 from mcr_plus.rendezvous.signing import SecretOffer, SignedStore, read_offer

@@ -1,6 +1,6 @@
 """The request of a process that wants to join a job, and how it gets the state beforehand.
 
-Keys, in the part of the job's store in which `mcr_plus.membership.roster` has its own:
+Keys, in the part of the job's store in which `mcr_plus.membership.epoch_log` has its own:
 
     newcomer/<k>              the process, and what it must have in common with the job
     newcomer/<k>/refused      why it is not taken in

@@ -16,8 +16,8 @@ from typing import Any, Final, Literal
 
 from mcr_plus.core.proc import read_stat, state_of, tracer_of
 from mcr_plus.errors import InvalidArgument
-from mcr_plus.hosts.exchange import HOSTS
 from mcr_plus.hosts.page import NAME, Shown, Unreadable, read_at
+from mcr_plus.hosts.page_exchange import HOSTS
 from mcr_plus.observe.remote_status import RemoteStatus
 
 State = Literal[

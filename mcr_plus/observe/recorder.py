@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Final
 from mcr_plus.engine.observer import Noted
 from mcr_plus.errors import McrError
 from mcr_plus.hosts.dump_request import EVERYBODY, SAME_FAILURE, ask
+from mcr_plus.observe.dump_watcher import DumpWatcher
 from mcr_plus.observe.files import default_folder, files_of, make_private, write_dump
 from mcr_plus.observe.options import dump_folder_of
 from mcr_plus.observe.snapshot import frames_for, take_snapshot
-from mcr_plus.observe.watcher import DumpWatcher
 
 if TYPE_CHECKING:
     from mcr_plus.config.schema import Config

@@ -15,7 +15,7 @@ from mcr_plus.core.c10d import PrefixStore, Store
 from mcr_plus.core.environment import agent_has_store, host_name, job_secret, min_ranks
 from mcr_plus.core.proc import Stop, state_of
 from mcr_plus.errors import PeerLost, phrase_ranks
-from mcr_plus.membership.roster import TAKES_IN, TRAINING
+from mcr_plus.membership.epoch_log import TAKES_IN, TRAINING
 from mcr_plus.rendezvous.identity import DIED, STOPPED, is_visible, own_process
 from mcr_plus.rendezvous.init_connections import InitConnections
 from mcr_plus.rendezvous.signing import SignedStore

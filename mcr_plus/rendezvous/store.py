@@ -37,9 +37,9 @@ from mcr_plus.rendezvous.arrivals import (
 from mcr_plus.rendezvous.known_stores import known_stores
 from mcr_plus.rendezvous.mpi_library import load_mpi
 from mcr_plus.rendezvous.network import meeting_address
-from mcr_plus.rendezvous.patience import logged_waiting, some_ranks
 from mcr_plus.rendezvous.signing import SecretOffer, SignedStore, address_of, read_offer, unsigned
 from mcr_plus.rendezvous.store_namespaces import unused_name, unused_part
+from mcr_plus.rendezvous.wait_messages import logged_waiting, some_ranks
 from mcr_plus.rendezvous.watched_store import WatchedStore, unwatched
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from mcr_plus.errors import LaunchError, PeerLost
 from mcr_plus.membership.rules import Process
 from mcr_plus.rendezvous.arrivals import SLACK, JobArrivals, loss_as_text, raise_loss
 from mcr_plus.rendezvous.identity import is_visible
-from mcr_plus.rendezvous.patience import logged_waiting, some_ranks
 from mcr_plus.rendezvous.signing import place_of
+from mcr_plus.rendezvous.wait_messages import logged_waiting, some_ranks
 from mcr_plus.rendezvous.watched_store import WatchedStore
 
 _LONGEST_NAP: Final = 0.02

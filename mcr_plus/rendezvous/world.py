@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from mcr_plus.core.c10d import Store
-    from mcr_plus.membership.roster import EpochLog
+    from mcr_plus.membership.epoch_log import EpochLog
     from mcr_plus.rendezvous.key_replicas import ReplicatedKeys
     from mcr_plus.waiting.futex import Wakeups
 

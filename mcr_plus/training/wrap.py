@@ -19,7 +19,7 @@ from mcr_plus.communicator.transfer import broadcast_tensors
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.job.hooks import Follower
 from mcr_plus.job.init import member_of
-from mcr_plus.training.other_steps import count_parameters, has_closure, watch_steps
+from mcr_plus.training.foreign_optimizers import count_parameters, has_closure, watch_steps
 from mcr_plus.training.reducer import Reducer, reducer_of
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Literal
 
 from mcr_plus.core.environment import usable_cores
-from mcr_plus.waiting.relay import ReschedulingThread
+from mcr_plus.waiting.rescheduling import ReschedulingThread
 
 if TYPE_CHECKING:
     from mcr_plus.waiting.futex import Wakeups

@@ -20,8 +20,8 @@ from typing import Any, Final
 
 from mcr_plus.errors import BackendError, CommTimeout, McrError, SyncClosed, phrase_ranks
 from mcr_plus.rendezvous import stream as links
-from mcr_plus.rendezvous.patience import logged_waiting
 from mcr_plus.rendezvous.stream import StreamClosed
+from mcr_plus.rendezvous.wait_messages import logged_waiting
 from mcr_plus.weight_sync.connection import SourceAnswer, SourceConnection
 from mcr_plus.weight_sync.weights import Weights
 

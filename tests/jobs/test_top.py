@@ -20,7 +20,7 @@ from ranks import RankResult, Via, nursery, run_ranks
 from two_hosts import TwoHosts, why_not
 
 import mcr_plus as mcr
-from mcr_plus.hosts.exchange import HOSTS
+from mcr_plus.hosts.page_exchange import HOSTS
 from mcr_plus.observe import job_status as survey_module
 from mcr_plus.observe.findings import findings
 from mcr_plus.observe.job_status import Member, ObservedJob, survey

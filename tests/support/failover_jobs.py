@@ -25,9 +25,8 @@ from mcr_plus.core.message import Message, Signature
 from mcr_plus.core.sockets import shut_down
 from mcr_plus.job.init import current
 from mcr_plus.reliability.failover import channel as failover
-from mcr_plus.reliability.failover import kept as kept_operations
-from mcr_plus.reliability.failover import notices, reinstate
-from mcr_plus.reliability.failover.kept import KeptOperations
+from mcr_plus.reliability.failover import kept_operations, notices, reinstate
+from mcr_plus.reliability.failover.kept_operations import KeptOperations
 
 KINDS = ("all_reduce", "all_gather", "broadcast", "reduce_scatter", "all_to_all", "reduce", "all_to_all_v")
 

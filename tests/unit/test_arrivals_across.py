@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mcr_plus.board.base import Failure
-from mcr_plus.board.noted import KEPT, PART, NotedParts, packed, unpacked
+from mcr_plus.board.operation_notes import KEPT, PART, NotedParts, packed, unpacked
 from mcr_plus.board.store import StoreBoard
 from mcr_plus.core.c10d import HashStore, WrappedStore
 from mcr_plus.core.group import Group

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from mcr_plus.core.message import Message, Signature
-from mcr_plus.reliability.failover import kept as module
+from mcr_plus.reliability.failover import kept_operations as module
 from mcr_plus.reliability.failover.attempt import FailoverPoll, _is_in_place
-from mcr_plus.reliability.failover.kept import KeptOperations
+from mcr_plus.reliability.failover.kept_operations import KeptOperations
 from mcr_plus.reliability.failover.rules import RankOperation
 from mcr_plus.reliability.failover.state import WeakTensor
 

@@ -11,7 +11,7 @@ import pytest
 
 from mcr_plus.core.c10d import HashStore
 from mcr_plus.errors import LaunchError
-from mcr_plus.membership.roster import EpochDecision, EpochLog, join
+from mcr_plus.membership.epoch_log import EpochDecision, EpochLog, join
 from mcr_plus.membership.rules import Process, Proposal
 
 MEMBERS = tuple(Process(100 + number, "1", "host", number) for number in range(3))
@@ -23,7 +23,7 @@ def dead(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """The processes of these tests, which are made up, run; but for those in the set."""
     pids: set[int] = set()
     monkeypatch.setattr(
-        "mcr_plus.membership.roster.state_of", lambda pid, _: "dead" if pid in pids else "running"
+        "mcr_plus.membership.epoch_log.state_of", lambda pid, _: "dead" if pid in pids else "running"
     )
     return pids
 

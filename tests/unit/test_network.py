@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from tiers import examples
 
-from mcr_plus.bucketing.course import Timeline
 from mcr_plus.bucketing.events import fill
 from mcr_plus.bucketing.network import simulate
 from mcr_plus.bucketing.programs import BucketPlan, PlannedBucket
 from mcr_plus.bucketing.scaling import ClusterCosts, Cost, Use
 from mcr_plus.bucketing.simulate import simulate as course
+from mcr_plus.bucketing.simulation_result import Timeline
 from mcr_plus.bucketing.step import (
     CapturedStep,
     ComputeEvent,

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import pytest
 from test_status_page import about, picture
 
-from mcr_plus.hosts.exchange import HOSTS, PageExchange
 from mcr_plus.hosts.page import Page, read
+from mcr_plus.hosts.page_exchange import HOSTS, PageExchange
 from mcr_plus.hosts.protocol import Heartbeat
 from mcr_plus.observe.remote_status import RemoteStatus
 

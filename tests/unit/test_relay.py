@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from mcr_plus.hosts.relay import DumpRelay
+from mcr_plus.hosts.dump_relay import DumpRelay
 from mcr_plus.rendezvous import heartbeats
 from mcr_plus.rendezvous.identity import own_process
 

@@ -30,7 +30,7 @@ from mcr_plus.job.process import job
 from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 from mcr_plus.waiting.futex import Wakeups
 from mcr_plus.waiting.policy import Pause, WaitStrategy
-from mcr_plus.waiting.relay import ReschedulingThread
+from mcr_plus.waiting.rescheduling import ReschedulingThread
 
 LONG = 600.0  # seconds; nobody sleeps for so long here, or for half of it
 RANKS = (3, 4, 7)  # of the job, on one host
@@ -467,7 +467,7 @@ def test_a_second_waiter_returns_once_the_first_has_copied_the_results_out() -> 
 
 
 def test_hand_overs_of_several_threads_all_return(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mcr_plus.waiting.relay._LONGEST", LONG)  # one without an answer is seen
+    monkeypatch.setattr("mcr_plus.waiting.rescheduling._LONGEST", LONG)  # one without an answer is seen
     relay, turns = ReschedulingThread(), 500
 
     def call() -> None:
@@ -485,7 +485,7 @@ def test_hand_overs_of_several_threads_all_return(monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_answer_that_came_too_late_is_not_taken_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mcr_plus.waiting.relay._LONGEST", LONG)
+    monkeypatch.setattr("mcr_plus.waiting.rescheduling._LONGEST", LONG)
     relay = ReschedulingThread()
     relay._number = 1  # a hand-over that has given up
     relay._answers.put(1)

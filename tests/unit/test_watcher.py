@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from ranks import nursery
 
-from mcr_plus.observe.watcher import DumpWatcher
+from mcr_plus.observe.dump_watcher import DumpWatcher
 
 FORK = """
 import os, mcr_plus as mcr

@@ -17,7 +17,7 @@ from mcr_plus.rendezvous.mpi_library import load_mpi
 from mcr_plus.rendezvous.store import exchange
 
 if TYPE_CHECKING:
-    from mcr_plus.membership.roster import EpochLog
+    from mcr_plus.membership.epoch_log import EpochLog
     from mcr_plus.rendezvous.world import World
 
 _PATIENCE: Final = 3.0  # seconds; with a dead rank it takes a tenth of one

@@ -6,8 +6,8 @@
 
 A rank whose library fails says so on the group's board and in its store. All ranks then stop calling the
 library, wait until it writes to no tensor any more, and write down which operations are complete
-(`RankRecord`). From all records, each derives what runs again on the second library (`decide`): the operations
-that are not complete on every rank, in the order of their numbers. All later ones run there too. The second
+(`RankRecord`). From all records, each derives what runs again on the second library (`decide`): the
+operations that are not complete on every rank, in the order of their numbers. All later ones run there too. The second
 library has a channel for this alone, so that its other operations keep their order.
 """
 
@@ -29,7 +29,7 @@ from mcr_plus.reliability.failover import notices
 from mcr_plus.reliability.failover.attempt import FailoverPoll
 from mcr_plus.reliability.failover.fallback import SecondLibrary
 from mcr_plus.reliability.failover.gate import FirstGate
-from mcr_plus.reliability.failover.kept import KeptOperations
+from mcr_plus.reliability.failover.kept_operations import KeptOperations
 from mcr_plus.reliability.failover.reinstate import Reinstatement, Reopen
 from mcr_plus.reliability.failover.rules import RankOperation, RankRecord, Verdict, decide
 from mcr_plus.reliability.failover.state import note_writes

@@ -13,7 +13,7 @@ from collections import deque
 from typing import Final
 
 from mcr_plus.hosts.dump_request import EVERYBODY, SAME_FAILURE
-from mcr_plus.hosts.exchange import Datagram
+from mcr_plus.hosts.page_exchange import Datagram
 
 _HEAD: Final = struct.Struct("<4sHQ")  # magic, sender, number
 _MAGIC: Final = b"mcrd"

@@ -113,7 +113,7 @@ class FirstCalls:
             self.on_settled(start)
 
 
-class PersistentRequest(Protocol):
+class Persistent(Protocol):
     """A library's persistent request: its start and its poll. The first start may replace both."""
 
     begin: Callable[[], object]
@@ -249,12 +249,7 @@ class Channel(ABC):
         """Return the collective step before operations of a signature; None without one."""
         return None
 
-    def bind_persistent(
-        self,
-        signature: Signature,  # noqa: ARG002
-        message: Message,  # noqa: ARG002
-        digest: int,  # noqa: ARG002
-    ) -> PersistentRequest | None:
+    def bind_persistent(self, signature: Signature, message: Message, digest: int) -> Persistent | None:  # noqa: ARG002
         """Return a persistent request on the tensors of a message; None if the library has none for it."""
         return None
 

@@ -250,11 +250,11 @@ class Capture:
 
     @property
     def holds(self) -> bool:
-        """See `Watcher`."""
+        """See `OperationWatcher`."""
         return self._active and self._hold
 
     def ready(self, param: torch.Tensor) -> None:
-        """See `Watcher`. A reducer calls this before it sends a bucket; the hook's repetition is ignored."""
+        """See `OperationWatcher`. A reducer calls this before it sends a bucket; the hook's repetition is ignored."""
         name, task = self._names.get(id(param)), torch._C._current_graph_task_id()
         if name is None or not self._active or self._tasks.get(id(param)) == task:
             return
@@ -265,11 +265,11 @@ class Capture:
         self._doing = module
 
     def carries(self, params: Sequence[torch.Tensor]) -> None:
-        """See `Watcher`."""
+        """See `OperationWatcher`."""
         self._carried = tuple(self._names[id(param)] for param in params if id(param) in self._names)
 
     def watched(self, group: Group, issue: BoundIssue) -> BoundIssue:
-        """See `Watcher`."""
+        """See `OperationWatcher`."""
 
         def start(message: Message) -> Work:
             if not self._active:

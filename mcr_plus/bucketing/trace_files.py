@@ -196,7 +196,7 @@ class Graph:
 
 
 def read_file(path: Path) -> Trace | Graph | None:
-    """Read a trace; returns None if the file is a step that `Step.save` wrote."""
+    """Read a trace; returns None if the file is a step that `CapturedStep.save` wrote."""
     trace, graph = Trace(path), Graph(path)
     kinds: set[str] = set()
     if _begins_as_chakra(path):

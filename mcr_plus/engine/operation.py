@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from mcr_plus.backends.base import Backend, Channel, Gate, PersistentRequest, Poll, Start
+    from mcr_plus.backends.base import Backend, Channel, Gate, Persistent, Poll, Start
     from mcr_plus.core.message import Signature
     from mcr_plus.engine.engine import Engine
     from mcr_plus.engine.group_state import BackendChannel, GroupState
@@ -308,7 +308,7 @@ class BoundOperation:
             return (0,), self.engine.ring
         return bells.wanted, self.engine.ring
 
-    def bind_request(self, message: Message, request: PersistentRequest) -> Callable[[], None]:
+    def bind_request(self, message: Message, request: Persistent) -> Callable[[], None]:
         """As `run` for one message and a persistent request, without even a call to start it."""
         state, counter = self.state, self.state.board.counter
         first, waiting, (wanted, ring) = self.first, self.engine.waiting, self._bells()

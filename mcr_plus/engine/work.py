@@ -52,8 +52,8 @@ class IssuedWork(Work):
     t_issue: float = 0.0
     t_wait: float = math.inf  # when a wait began
     t_done: float | None = None
-    lost_before: float | None = None  # `IdleTime.lost` then
-    idle: float | None = None  # `IdleTime.seconds` at its issue, if arrivals are noted
+    lost_before: float | None = None  # `WaitTime.lost` then
+    idle: float | None = None  # `WaitTime.seconds` at its issue, if arrivals are noted
     site: Position | None = None  # where the program has issued it, if arrivals are noted
     error_raised: bool = False  # by a wait
     issued: int = 0  # of a send or receive, in `time.time_ns()`

@@ -1,6 +1,6 @@
 """An explicit-state model checker for membership: every interleaving of ranks that leave epochs together.
 
-The model mirrors `Roster.settle`, `roster.join` and `runtime.regroup`, request by request of the store, and
+The model mirrors `EpochLog.settle`, `epoch_log.join` and `runtime.regroup`, request by request of the store, and
 calls the real `decide` and `members_after`. A rank is in one of these phases:
 
     world     it runs, in a world that is made

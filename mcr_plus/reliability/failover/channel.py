@@ -7,8 +7,8 @@
 A rank whose library fails says so on the group's board and in its store. All ranks then stop calling the
 library, wait until it writes to no tensor any more, and write down which operations are complete
 (`RankRecord`). From all records, each derives what runs again on the second library (`decide`): the
-operations that are not complete on every rank, in the order of their numbers. All later ones run there too. The second
-library has a channel for this alone, so that its other operations keep their order.
+operations that are not complete on every rank, in the order of their numbers. All later ones run there too.
+The second library has a channel for this alone, so that its other operations keep their order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from mcr_plus.backends.base import Channel, Gate, PersistentRequest, Poll, Start
+from mcr_plus.backends.base import Channel, Gate, Persistent, Poll, Start
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.engine.channel_wrapper import ChannelWrapper
 from mcr_plus.engine.disabled_backends import switch_off
@@ -152,12 +152,7 @@ class FailoverChannel(ChannelWrapper):
         self._broken = True  # operations that passed no gate meanwhile could not be started on it again
         return FirstGate(self, gate)
 
-    def bind_persistent(
-        self,
-        signature: Signature,  # noqa: ARG002
-        message: Message,  # noqa: ARG002
-        digest: int,  # noqa: ARG002
-    ) -> PersistentRequest | None:
+    def bind_persistent(self, signature: Signature, message: Message, digest: int) -> Persistent | None:  # noqa: ARG002
         """None: a request of the library cannot run on another one."""
         return None
 

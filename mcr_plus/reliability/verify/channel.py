@@ -12,7 +12,7 @@ from collections import deque
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from mcr_plus.backends.base import Channel, Gate, PersistentRequest, Poll, Start
+from mcr_plus.backends.base import Channel, Gate, Persistent, Poll, Start
 from mcr_plus.backends.shm.queue import done_at_once
 from mcr_plus.engine.channel_wrapper import ChannelWrapper, SteppedPoll
 from mcr_plus.errors import BackendError, DataCorrupted, OperationsDiffer
@@ -182,12 +182,7 @@ class VerifiedChannel(ChannelWrapper):
         """See `Channel`: verified operations pass the gates of their steps."""
         return self._own.gate(signature, digest)
 
-    def bind_persistent(
-        self,
-        signature: Signature,  # noqa: ARG002
-        message: Message,  # noqa: ARG002
-        digest: int,  # noqa: ARG002
-    ) -> PersistentRequest | None:
+    def bind_persistent(self, signature: Signature, message: Message, digest: int) -> Persistent | None:  # noqa: ARG002
         """None: a request of the library has no steps."""
         return None
 

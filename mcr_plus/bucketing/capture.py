@@ -254,7 +254,7 @@ class Capture:
         return self._active and self._hold
 
     def ready(self, param: torch.Tensor) -> None:
-        """See `OperationWatcher`. A reducer calls this before it sends a bucket; the hook's repetition is ignored."""
+        """See `OperationWatcher`. A reducer calls this before it sends a bucket; the hook calls it again."""
         name, task = self._names.get(id(param)), torch._C._current_graph_task_id()
         if name is None or not self._active or self._tasks.get(id(param)) == task:
             return

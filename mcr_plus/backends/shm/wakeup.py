@@ -38,7 +38,7 @@ def may_yield(bells):  # type: ignore[no-untyped-def]
 
 @compiled
 def give_way(bells):  # type: ignore[no-untyped-def]
-    """Yield. After a long loss of the core, `may_yield` is false until `WaitStrategy` has checked the reason."""
+    """Yield. After a long loss of the core, `may_yield` is false until `WaitStrategy` has looked."""
     before = clock()
     sched_yield()
     if bells and clock() - before > _AWAY_NS:

@@ -407,4 +407,4 @@ def _adding_up(times: Floats) -> Floats:
 
 
 def _plain(event: Event) -> dict[str, Any]:
-    return {"event": type(event).__name__.lower(), **event._asdict()}
+    return {"event": type(event).__name__.removesuffix("Event").lower(), **event._asdict()}

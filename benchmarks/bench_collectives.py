@@ -27,7 +27,7 @@ from harness import HARDWARE, MCR_PLUS, Budget, Dated, Hardware, Tables
 from two_hosts import TwoHosts, need_two_hosts
 
 from mcr_plus.core.units import format_size
-from mcr_plus.tables.cost import Curve
+from mcr_plus.tables.cost import TimeCurve
 from mcr_plus.tables.table import load_table
 from mcr_plus.tuning.measurements import Sample, median_of_repeats
 from mcr_plus.tuning.operations import KINDS, TORCH, TUNED
@@ -103,7 +103,7 @@ def hold_out(samples: Sequence[Sample]) -> dict[str, list[float]]:
         sizes = sorted(size for size in curve if size and size & (size - 1) == 0)
         shown = {size: curve[size] for size in sizes[::2]}
         errors.setdefault(candidate, []).extend(
-            abs(Curve.through(shown).at(size).us / curve[size] - 1)
+            abs(TimeCurve.through(shown).at(size).us / curve[size] - 1)
             for size in sizes[1::2]
             if size < max(shown)
         )

@@ -37,13 +37,13 @@ from mcr_plus.bucketing.buckets import Unit, buckets_of, units_of
 from mcr_plus.bucketing.costs import OVERHEAD
 from mcr_plus.bucketing.network import simulate
 from mcr_plus.bucketing.probe import probe
-from mcr_plus.bucketing.programs import Bucket, Plan
+from mcr_plus.bucketing.programs import BucketPlan, PlannedBucket
 from mcr_plus.bucketing.saved import SavedBucket, SavedPlan
-from mcr_plus.bucketing.scaling import Costs, Measured, from_step
-from mcr_plus.bucketing.step import Step
+from mcr_plus.bucketing.scaling import ClusterCosts, Measured, from_step
+from mcr_plus.bucketing.step import CapturedStep
 from mcr_plus.bucketing.topology import Topology
-from mcr_plus.fusion.bucket import Entry
-from mcr_plus.tables.cost import Curve, placed
+from mcr_plus.fusion.bucket import BucketEntry
+from mcr_plus.tables.cost import TimeCurve, placed
 from mcr_plus.training import reducer
 from mcr_plus.training.bucket_plan import earliest
 
@@ -149,20 +149,24 @@ def made(example: str, comm: mcr.Communicator) -> tuple[torch.nn.Module, Any, Tr
     return _click_model(transport, comm.rank, comm.size)
 
 
-def costs_of(step: Step, curves: Mapping[str, Any], times: float = 1.0, shares: float = 1.0) -> Costs:
+def costs_of(
+    step: CapturedStep, curves: Mapping[str, Any], times: float = 1.0, shares: float = 1.0
+) -> ClusterCosts:
     """The costs of two ranks on two hosts, with factors. `curves`: sizes, seconds and shares."""
     sizes = [int(size) for size in curves["sizes"]]
     us = {size: 1e6 * times * seconds for size, seconds in zip(sizes, curves["seconds"], strict=True)}
     share = np.clip(shares * np.array(curves["shares"]), 0.0, 1.0)
     known = Measured(
-        "all_reduce", LIBRARY, placed(2, 2, 1), Curve.through(us), (np.array(sizes, float), share)
+        "all_reduce", LIBRARY, placed(2, 2, 1), TimeCurve.through(us), (np.array(sizes, float), share)
     )
-    return Costs([known, *from_step(step)], Topology.of({"nodes": 2, "ranks_per_node": 1}))
+    return ClusterCosts([known, *from_step(step)], Topology.of({"nodes": 2, "ranks_per_node": 1}))
 
 
-def exact(unit: Unit, costs: Costs) -> list[Bucket]:
+def exact(unit: Unit, costs: ClusterCosts) -> list[PlannedBucket]:
     """The buckets of `fuse: {plan: exact}`, with these costs in place of a table's."""
-    entries = [Entry(at, size, None, unit.ready[name]) for at, (name, size) in enumerate(unit.sizes.items())]
+    entries = [
+        BucketEntry(at, size, None, unit.ready[name]) for at, (name, size) in enumerate(unit.sizes.items())
+    ]
 
     def cost(nbytes: NDArray[np.int64]) -> NDArray[np.float64]:
         seconds = [costs.of("all_reduce", int(each), unit.group, LIBRARY).seconds for each in nbytes]
@@ -170,15 +174,15 @@ def exact(unit: Unit, costs: Costs) -> list[Bucket]:
 
     names = list(unit.sizes)
     found = earliest(entries, {None: cost}, ALIGNMENT)
-    return [Bucket(tuple(names[member] for member in bucket.members), LIBRARY) for bucket in found]
+    return [PlannedBucket(tuple(names[member] for member in bucket.members), LIBRARY) for bucket in found]
 
 
-def plans_of(step: Step, costs: Costs) -> dict[str, list[Bucket]]:
+def plans_of(step: CapturedStep, costs: ClusterCosts) -> dict[str, list[PlannedBucket]]:
     """Six plans by name."""
     (unit,) = units_of(step)  # without experts and tables, whose gradients are not averaged
     sizes = unit.sizes
     found = {f"{limit} MiB": buckets_of(sizes, limit << 20, LIBRARY) for limit in (1, 4, 25)}
-    found["each alone"] = [Bucket((name,), LIBRARY) for name in sizes]
+    found["each alone"] = [PlannedBucket((name,), LIBRARY) for name in sizes]
     found["exact"] = exact(unit, costs)
     found["searched"] = list(advise(step, costs).plan.buckets or ())
     return found
@@ -208,7 +212,7 @@ def job(example: str, progress: str, rounds: int) -> dict[str, Any] | None:
         param = next(each for each in wrapped.parameters() if not getattr(each, "mcr_skip", False))
         own: Any = reducer.reducer_of(param)
 
-        def turn(buckets: Sequence[Bucket]) -> list[float]:
+        def turn(buckets: Sequence[PlannedBucket]) -> list[float]:
             saved = tuple(SavedBucket(params=each.params, library=LIBRARY) for each in buckets)
             own._adopt(SavedPlan(model=step.model, ranks=comm.size, buckets=saved))
             times = []
@@ -234,10 +238,10 @@ def job(example: str, progress: str, rounds: int) -> dict[str, Any] | None:
 # --- what was foretold ----------------------------------------------------------------------------------
 
 
-def foretold(step: Step, plan: Sequence[Sequence[str]], costs: Costs) -> float:
+def foretold(step: CapturedStep, plan: Sequence[Sequence[str]], costs: ClusterCosts) -> float:
     """Milliseconds of the step under a plan."""
-    buckets = [Bucket(tuple(params), LIBRARY) for params in plan]
-    return 1e3 * simulate(step, Plan(buckets), costs, overhead=OVERHEAD).step_s
+    buckets = [PlannedBucket(tuple(params), LIBRARY) for params in plan]
+    return 1e3 * simulate(step, BucketPlan(buckets), costs, overhead=OVERHEAD).step_s
 
 
 def fitted(error: Callable[[float, float], float]) -> tuple[float, float]:
@@ -260,7 +264,7 @@ def judged(found: Mapping[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "step.json"
         path.write_text(found["step"])
-        step = Step.load(path)
+        step = CapturedStep.load(path)
     measured = {name: median(times) for name, times in found["times"].items()}
 
     def by(times: float, shares: float, names: Sequence[str]) -> dict[str, float]:

@@ -70,8 +70,8 @@ def forgetful() -> Iterator[None]:
     other: dict[str, Any] = {"__name__": operation.__name__}
     exec(compile(source, operation.__file__, "exec"), other)
     changed = [
-        (function, vars(other["Operation"])[name].__code__)
-        for name, function in vars(operation.Operation).items()
+        (function, vars(other["BoundOperation"])[name].__code__)
+        for name, function in vars(operation.BoundOperation).items()
         if isinstance(function, FunctionType)
     ]
     before = [function.__code__ for function, _ in changed]

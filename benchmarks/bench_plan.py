@@ -23,7 +23,7 @@ from harness import HARDWARE, ROOT, Dated, Hardware, Rate, Rounds
 from two_hosts import TwoHosts, need_two_hosts
 
 import mcr_plus as mcr
-from mcr_plus.bucketing.costs import Curve, prices
+from mcr_plus.bucketing.costs import BucketCurve, prices
 from mcr_plus.bucketing.search import search
 
 sys.path.insert(0, str(ROOT / "examples" / "common"))
@@ -62,7 +62,7 @@ def searches(rounds: int) -> list[list[str]]:
         draw = np.random.default_rng(seed)
         ready = np.sort(draw.random(GRADIENTS)) * 0.3
         curves = [
-            Curve.through({4096: (latency, share), 1 << 20: (whole, share)})
+            BucketCurve.through({4096: (latency, share), 1 << 20: (whole, share)})
             for latency, whole, share in ((1e-4, 9e-3, 0.3), (2e-4, 10e-3, 0.1), (5e-5, 12e-3, 0.5))
         ]
         of = prices(draw.integers(1000, 200_000, GRADIENTS).tolist(), 64, curves, 50e-6)

@@ -33,14 +33,14 @@ import mcr_plus as mcr
 from mcr_plus.bucketing.advise import advise
 from mcr_plus.bucketing.buckets import buckets_of, simulated
 from mcr_plus.bucketing.costs import OVERHEAD, prices
-from mcr_plus.bucketing.costs import Curve as Bucketed
-from mcr_plus.bucketing.programs import Plan
-from mcr_plus.bucketing.scaling import Costs, Measured
+from mcr_plus.bucketing.costs import BucketCurve as Bucketed
+from mcr_plus.bucketing.programs import BucketPlan
+from mcr_plus.bucketing.scaling import ClusterCosts, Measured
 from mcr_plus.bucketing.search import search
-from mcr_plus.bucketing.step import Compute, Event, Issue, Ready, Role, Step, Wait
+from mcr_plus.bucketing.step import CapturedStep, ComputeEvent, Event, IssueEvent, ReadyEvent, Role, WaitEvent
 from mcr_plus.bucketing.topology import Topology
-from mcr_plus.tables.cost import Curve, placed
-from mcr_plus.tuning.replay import Request, run
+from mcr_plus.tables.cost import TimeCurve, placed
+from mcr_plus.tuning.replay import ReplayRequest, run
 
 GRADIENTS: Final = 500
 RANKS: Final = 4096
@@ -52,19 +52,19 @@ CAPTURED: Final = 5
 REPLAYED: Final = 20
 
 
-def made_up_step() -> Step:
+def made_up_step() -> CapturedStep:
     """A step of two ranks on two nodes."""
     draw = np.random.default_rng(0)
     sizes = (4 * np.exp(draw.uniform(np.log(1 << 10), np.log(1 << 20), GRADIENTS)).astype(int)).tolist()
     names = tuple(f"w{number}" for number in range(GRADIENTS))
-    events: list[Event] = [Compute("forward", 0.2)]
+    events: list[Event] = [ComputeEvent("forward", 0.2)]
     for name, nbytes in zip(names, sizes, strict=True):
-        events += [Compute("backward", 0.4 / GRADIENTS), Ready(name, nbytes, "float32 cpu")]
-    events += [Issue(0, "all_reduce", sum(sizes), (0, 1), "gradients", None, names), Wait(0)]
-    return Step(2, 2, "0" * 16, 0.6, 0.0, (Role((0, 1), tuple(events)),))
+        events += [ComputeEvent("backward", 0.4 / GRADIENTS), ReadyEvent(name, nbytes, "float32 cpu")]
+    events += [IssueEvent(0, "all_reduce", sum(sizes), (0, 1), "gradients", None, names), WaitEvent(0)]
+    return CapturedStep(2, 2, "0" * 16, 0.6, 0.0, (Role((0, 1), tuple(events)),))
 
 
-def costs() -> Costs:
+def costs() -> ClusterCosts:
     links = {
         "inside": {"rate": "200GB/s"}, "nic": {"rate": "100Gbit/s", "latency": "3us", "per": "node"},
         "rack": {"nodes": 16, "uplink": "400Gbit/s"},
@@ -72,19 +72,19 @@ def costs() -> Costs:
     sizes = np.geomspace(4, 1 << 31, 40)
     shares = (sizes, np.full(40, 0.1))
     measured = [
-        Measured("all_reduce", name, placed(2, 2, 1), Curve(sizes, 1e6 * (late + each * sizes)), shares)
+        Measured("all_reduce", name, placed(2, 2, 1), TimeCurve(sizes, 1e6 * (late + each * sizes)), shares)
         for name, (late, each) in LIBRARIES.items()
     ]
-    return Costs(measured, Topology.of({"nodes": RANKS // 8, "ranks_per_node": 8, "links": links}))
+    return ClusterCosts(measured, Topology.of({"nodes": RANKS // 8, "ranks_per_node": 8, "links": links}))
 
 
 def planning(rounds: int) -> list[list[str]]:
     """Rows: what, the goal, and seconds of CPU time, the first call apart, which compiles kernels."""
     step, of = made_up_step(), costs()
-    sizes = {each.param: each.nbytes for each in step.roles[0].events if isinstance(each, Ready)}
+    sizes = {each.param: each.nbytes for each in step.roles[0].events if isinstance(each, ReadyEvent)}
     rows = []
     for name, limit in (("each gradient alone", 1), ("buckets of 25 MiB", 25 << 20)):
-        plan = Plan(buckets_of(sizes, limit, "nccl"), "nccl")
+        plan = BucketPlan(buckets_of(sizes, limit, "nccl"), "nccl")
         simulated(step, plan, of, RANKS)
         times = [harness.seconds(partial(simulated, step, plan, of, RANKS)) for _ in range(rounds)]
         rows.append([f"simulate, {name}", "≤ 1 s", f"{median(times):.2f}"])
@@ -158,7 +158,7 @@ def replayed(step: str) -> dict[str, Any] | None:
     """On ranks: seconds of CPU and of the clock that a rank takes to replay steps by sleeping."""
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "answer.json")
-        run(Request(step, str(answer), None, "sleep", REPLAYED))
+        run(ReplayRequest(step, str(answer), None, "sleep", REPLAYED))
         return json.loads(answer.read_text()) if answer.exists() else None
 
 

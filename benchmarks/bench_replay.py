@@ -33,13 +33,13 @@ from mcr_plus.bucketing.advise import advise
 from mcr_plus.bucketing.buckets import buckets_of
 from mcr_plus.bucketing.costs import OVERHEAD
 from mcr_plus.bucketing.network import simulate
-from mcr_plus.bucketing.programs import Bucket, Plan
+from mcr_plus.bucketing.programs import BucketPlan, PlannedBucket
 from mcr_plus.bucketing.saved import SavedBucket, SavedPlan
-from mcr_plus.bucketing.scaling import Costs, Measured
-from mcr_plus.bucketing.step import Compute, Ready, Step
+from mcr_plus.bucketing.scaling import ClusterCosts, Measured
+from mcr_plus.bucketing.step import CapturedStep, ComputeEvent, ReadyEvent
 from mcr_plus.bucketing.topology import Topology
-from mcr_plus.tables.cost import Curve, placed
-from mcr_plus.tuning.replay import Request, run
+from mcr_plus.tables.cost import TimeCurve, placed
+from mcr_plus.tuning.replay import ReplayRequest, run
 
 sys.path.insert(0, str(ROOT / "examples" / "common"))
 from corpus import VOCABULARY
@@ -110,7 +110,7 @@ def replayed(step: str, config: str) -> dict[str, Any] | None:
     """On ranks: the answer of a replay."""
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
-        run(Request(step, str(answer), config, "sleep", STEPS))
+        run(ReplayRequest(step, str(answer), config, "sleep", STEPS))
         return json.loads(answer.read_text()) if answer.exists() else None
 
 
@@ -125,17 +125,17 @@ def on_hosts(
         return harness.on_ranks(launch, program, *arguments)
 
 
-def plans(step: Step, costs: Costs, ranks: int) -> dict[str, list[Bucket]]:
+def plans(step: CapturedStep, costs: ClusterCosts, ranks: int) -> dict[str, list[PlannedBucket]]:
     """Five plans by name."""
     events = step.roles[0].events
-    sizes = {each.param: each.nbytes for each in events if isinstance(each, Ready)}
+    sizes = {each.param: each.nbytes for each in events if isinstance(each, ReadyEvent)}
     found = {f"{limit} MiB": buckets_of(sizes, limit << 20, LIBRARY) for limit in (1, 4, 25)}
-    found["each alone"] = [Bucket((name,), LIBRARY) for name in sizes]
+    found["each alone"] = [PlannedBucket((name,), LIBRARY) for name in sizes]
     found["searched"] = list(advise(step, costs, ranks=ranks).plan.buckets or ())
     return found
 
 
-def written(folder: Path, name: str, step: Step, ranks: int, buckets: Sequence[Bucket]) -> str:
+def written(folder: Path, name: str, step: CapturedStep, ranks: int, buckets: Sequence[PlannedBucket]) -> str:
     """The path of a pipeline with these buckets."""
     made = tuple(SavedBucket(params=each.params, library=LIBRARY) for each in buckets)
     stem = f"{name.replace(' ', '_')}.{ranks}"
@@ -161,12 +161,12 @@ def main(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "step.json").write_text(found["step"])
-        step = Step.load(folder / "step.json")
-        curve = Curve.through({int(size): us for size, us in found["times"].items()})
+        step = CapturedStep.load(folder / "step.json")
+        curve = TimeCurve.through({int(size): us for size, us in found["times"].items()})
         known = [Measured("all_reduce", LIBRARY, placed(2, 2, 1), curve)]
         for setting in SETTINGS:
             ranks = setting.racks * setting.hosts
-            costs = Costs(known, topology(setting, rate, longer), topology(TWO, rate, longer))
+            costs = ClusterCosts(known, topology(setting, rate, longer), topology(TWO, rate, longer))
             tried = plans(step, costs, ranks)
             answers: dict[str, list[dict[str, Any]]] = {}
             for _ in range(rounds):
@@ -175,7 +175,7 @@ def main(
                     answer = on_hosts(setting, rate, replayed, str(folder / "step.json"), config)
                     answers.setdefault(plan, []).append(answer)
             for plan, buckets in tried.items():
-                timeline = simulate(step, Plan(buckets, LIBRARY), costs, ranks=ranks, overhead=OVERHEAD)
+                timeline = simulate(step, BucketPlan(buckets, LIBRARY), costs, ranks=ranks, overhead=OVERHEAD)
                 measured = median(each["step_ms"] for each in answers[plan])
                 errors.append(1e3 * timeline.step_s / measured - 1)
                 shares += [each["cpu_share"] for each in answers[plan]]
@@ -198,8 +198,8 @@ def main(
     harness.write(text, output, f"replay_{hardware}")
 
 
-def _computed(step: Step) -> float:
-    return sum(each.seconds for each in step.roles[0].events if isinstance(each, Compute))
+def _computed(step: CapturedStep) -> float:
+    return sum(each.seconds for each in step.roles[0].events if isinstance(each, ComputeEvent))
 
 
 if __name__ == "__main__":

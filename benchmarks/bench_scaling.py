@@ -28,10 +28,10 @@ from hosts import need_hosts
 from racks import Racks
 
 import mcr_plus as mcr
-from mcr_plus.bucketing.scaling import Costs, Measured
+from mcr_plus.bucketing.scaling import ClusterCosts, Measured
 from mcr_plus.bucketing.topology import Topology
 from mcr_plus.core.units import format_size, parse_size
-from mcr_plus.tables.cost import Curve, placed
+from mcr_plus.tables.cost import TimeCurve, placed
 
 KINDS: Final = ("all_reduce", "all_gather", "all_to_all")
 WAYS: Final = ("torch", "mcr_plus")
@@ -154,11 +154,11 @@ def compared(figures: dict[str, dict[str, Any]], rate: str) -> list[Row]:
     for way in WAYS:
         two = placed(2, 2, 1)
         known = [
-            Measured(kind, "gloo", two, Curve.through({int(size): us for size, us in points.items()}))
+            Measured(kind, "gloo", two, TimeCurve.through({int(size): us for size, us in points.items()}))
             for kind, points in figures[TWO.name][way].items()
         ]
         for setting in SETTINGS:
-            costs = Costs(known, topology(setting, rate), topology(TWO, rate))
+            costs = ClusterCosts(known, topology(setting, rate), topology(TWO, rate))
             for kind, points in figures[setting.name][way].items():
                 for size, us in points.items():
                     cost = costs.of(kind, int(size), range(costs.topology.ranks), "gloo")

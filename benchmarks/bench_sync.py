@@ -334,8 +334,8 @@ def handshake(rounds: int) -> float:
     times = []
     for _ in range(rounds):
         with stream.listen("127.0.0.1") as listener:
-            far = stream.Link(socket.create_connection(listener.getsockname()), lambda: False)
-            near = stream.Link(listener.accept()[0], lambda: False)
+            far = stream.StreamConnection(socket.create_connection(listener.getsockname()), lambda: False)
+            near = stream.StreamConnection(listener.accept()[0], lambda: False)
         begin = time.process_time()
         other = threading.Thread(target=stream.greet, args=(far, b"secret", 1))
         other.start()

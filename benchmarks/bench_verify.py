@@ -48,7 +48,7 @@ from mcr_plus.core.kinds import MESSAGES
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.core.units import parse_size
 from mcr_plus.reliability.verify import checked, checked_kernels
-from mcr_plus.reliability.verify.checksum_table import Blocks, Ledger, row_words
+from mcr_plus.reliability.verify.checksum_table import Blocks, ChecksumTable, row_words
 from mcr_plus.reliability.verify.rows import SharedRows, shared_bytes
 
 sys.path.append(str(ROOT / "tests" / "support"))
@@ -126,7 +126,7 @@ def works(nbytes: int = 64 << 20, samples: int = 25) -> list[list[str]]:
         ]
         for state in pairs[1]:
             checked.fit(state)
-        ledgers = [Ledger(checked.plan(state)) for state in pairs[1]]
+        ledgers = [ChecksumTable(checked.plan(state)) for state in pairs[1]]
         states = [checked.extended(*each) for each in zip(pairs[1], ledgers, exchanges, strict=True)]
         times: list[list[float]] = [[], []]
         for _ in range(samples):

@@ -24,7 +24,7 @@ from forked import forked
 
 import mcr_plus as mcr
 from mcr_plus.kernels import delta
-from mcr_plus.weight_sync.connection import Feed
+from mcr_plus.weight_sync.connection import SourceConnection
 
 BITS: Final = torch.int16
 SOAKED: Final = 100_000
@@ -84,7 +84,7 @@ def killed_receivers(file: Path, folder: Path, is_done: Callable[[], bool]) -> t
 def soaked(count: int, file: str) -> dict[str, Any] | None:
     """Versions of a small model with damage and restarts of the receiver; how many arrived bit for bit."""
     torch.set_num_threads(1)
-    received, draw = Feed._received, np.random.default_rng(0)
+    received, draw = SourceConnection._received, np.random.default_rng(0)
 
     def damaged(self: Any, *args: Any) -> Any:
         kind, newest, parts, body = received(self, *args)
@@ -94,7 +94,7 @@ def soaked(count: int, file: str) -> dict[str, Any] | None:
 
     with mcr.init(backends=["gloo"]) as comm:
         if comm.rank == 1:
-            Feed._received = damaged  # type: ignore[assignment,method-assign]
+            SourceConnection._received = damaged  # type: ignore[assignment,method-assign]
         mine, same, restarts, refused, anchors = soak_bits(0).view(torch.bfloat16), 0, 0, 0, 0
         sync = mcr.sync({"weights": mine}, invite=file)
         for number in range(count):

@@ -71,7 +71,7 @@ class Traits:
 
 
 @dataclass(frozen=True)
-class Round:
+class AdditiveRound:
     """One native all_reduce of an additive codec: its buffer, and how it is reduced."""
 
     dtype: torch.dtype
@@ -138,7 +138,7 @@ class Codec(ABC):
         """
         return None
 
-    def rounds(self, shapes: Sequence[tuple[int, ...]], ranks: int) -> tuple[Round, ...]:
+    def rounds(self, shapes: Sequence[tuple[int, ...]], ranks: int) -> tuple[AdditiveRound, ...]:
         """The native all_reduces that make up one all_reduce of tensors of these shapes, laid end to end.
 
         For additive codecs; `ranks` is how many there are.
@@ -308,8 +308,8 @@ class PayloadCodec(Codec):
         """Set the elements of flat float32 `values` that a payload holds to zero. For sparse codecs."""
         raise NotImplementedError
 
-    def rounds(self, shapes: Sequence[tuple[int, ...]], ranks: int) -> tuple[Round, ...]:  # noqa: ARG002, D102
-        return (Round(self.wire_dtype, self.wire_numel(sum(map(math.prod, shapes)))),)
+    def rounds(self, shapes: Sequence[tuple[int, ...]], ranks: int) -> tuple[AdditiveRound, ...]:  # noqa: ARG002, D102
+        return (AdditiveRound(self.wire_dtype, self.wire_numel(sum(map(math.prod, shapes)))),)
 
     def exchange(  # noqa: D102
         self,

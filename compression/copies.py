@@ -25,7 +25,7 @@ _SHARE: Final = 2  # of the host's memory that copies may take, its inverse
 
 
 @dataclass
-class Held:
+class HeldValues:
     """What both ends of a part hold; `values`: real, None if they have been dropped."""
 
     values: torch.Tensor | None
@@ -46,8 +46,8 @@ class Copy:
     is dropped, if nothing has to be known of it then.
     """
 
-    sent: dict[Hashable, Held] = field(default_factory=dict)
-    received: dict[Hashable, Held] = field(default_factory=dict)
+    sent: dict[Hashable, HeldValues] = field(default_factory=dict)
+    received: dict[Hashable, HeldValues] = field(default_factory=dict)
     calls: int = 0
     was_dropped: bool = False
     forget: Callable[[], object] | None = None

@@ -14,7 +14,7 @@ from typing import ClassVar, Final, TypeGuard
 import torch
 
 from mcr_plus.compression.codec import CodecOptions, PayloadCodec, Traits
-from mcr_plus.compression.copies import Copies, Copy, Held
+from mcr_plus.compression.copies import Copies, Copy, HeldValues
 from mcr_plus.compression.state import CompressorState
 from mcr_plus.config.options import BytesOrNone
 from mcr_plus.core import kinds
@@ -163,7 +163,7 @@ class DeltaState(CompressorState):
             written = delta.encode_anchor(values, wire, version)
             digest = delta.header_of(wire).digest
             with torch.inference_mode(False):  # later calls may be outside of inference mode
-                copy.sent[index] = Held(values.clone(), version, digest)
+                copy.sent[index] = HeldValues(values.clone(), version, digest)
             return written
         versions = (held.version, held.version + 1)
         written = delta.encode(values, held.values, wire, versions, held.digest, update=True)
@@ -216,7 +216,7 @@ class DeltaState(CompressorState):
         if held is None or not _alike(held.values, out):
             version = 0 if held is None else held.version
             with torch.inference_mode(False):
-                held = copy.received[index] = Held(torch.empty_like(out), version, 0, is_whole=False)
+                held = copy.received[index] = HeldValues(torch.empty_like(out), version, 0, is_whole=False)
         assert held.values is not None
         try:
             head = delta.header_of(wire)

@@ -16,19 +16,21 @@ from mcr_plus.compression.codec import CodecOptions, Traits
 from mcr_plus.kernels import fp8_block
 
 
+class Fp8BlockOptions(CodecOptions):
+    """`format`: e4m3 for precision, e5m2 for range. `scale`: of a block."""
+
+    format: Literal["e4m3", "e5m2"] = "e4m3"
+    scale: Literal["float32", "e8m0"] = "float32"
+
+
 class Fp8Block(BlockCodec):
     """A block with a NaN or an infinity decodes to NaN."""
 
-    class Options(CodecOptions):
-        """`format`: e4m3 for precision, e5m2 for range. `scale`: of a block."""
-
-        format: Literal["e4m3", "e5m2"] = "e4m3"
-        scale: Literal["float32", "e8m0"] = "float32"
-
+    Options = Fp8BlockOptions
     name: ClassVar[str] = "fp8_block"
     kernel = fp8_block
 
-    def __init__(self, options: Options | None = None) -> None:
+    def __init__(self, options: Fp8BlockOptions | None = None) -> None:
         super().__init__(options)
         chosen = options or self.Options()
         self._scale: fp8_block.Scale = chosen.scale

@@ -17,19 +17,21 @@ from mcr_plus.compression.codec import CodecOptions, Traits
 from mcr_plus.kernels import int4_block, int4_block_rest
 
 
+class Int4BlockOptions(CodecOptions):
+    """`hadamard`: whether each block is rotated by a Walsh-Hadamard transform first."""
+
+    hadamard: bool = False
+
+
 class Int4Block(BlockCodec):
     """A block with a NaN or an infinity decodes to NaN."""
 
-    class Options(CodecOptions):
-        """`hadamard`: whether each block is rotated by a Walsh-Hadamard transform first."""
-
-        hadamard: bool = False
-
+    Options = Int4BlockOptions
     name: ClassVar[str] = "int4_block"
     kernel = int4_block
     traits = Traits(alignment=int4_block.BLOCK, needs_error_feedback=True, needs_triton=True)
 
-    def __init__(self, options: Options | None = None) -> None:
+    def __init__(self, options: Int4BlockOptions | None = None) -> None:
         super().__init__(options)
         self.arguments = ((options or self.Options()).hadamard,)
 

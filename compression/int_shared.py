@@ -23,7 +23,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from mcr_plus.compression.codec import Codec, CodecOptions, Round, Traits
+from mcr_plus.compression.codec import AdditiveRound, Codec, CodecOptions, Traits
 from mcr_plus.kernels import int_shared
 
 _FINEST = 2**20  # levels; beyond it float32 does not tell neighbouring codes apart safely
@@ -58,12 +58,12 @@ class IntShared(Codec):
             bits *= 2
         return _levels(bits, ranks), 32 // bits
 
-    def rounds(self, shapes: Sequence[tuple[int, ...]], ranks: int) -> tuple[Round, ...]:  # noqa: D102
+    def rounds(self, shapes: Sequence[tuple[int, ...]], ranks: int) -> tuple[AdditiveRound, ...]:  # noqa: D102
         numel = sum(map(math.prod, shapes))
         _, lanes = self.grid(ranks)
         return (
-            Round(torch.float32, int_shared.blocks_of(numel), "MAX"),
-            Round(torch.int32, int_shared.words_of(numel, lanes)),
+            AdditiveRound(torch.float32, int_shared.blocks_of(numel), "MAX"),
+            AdditiveRound(torch.int32, int_shared.words_of(numel, lanes)),
         )
 
     def exchange(  # noqa: D102

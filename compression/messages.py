@@ -38,7 +38,7 @@ _HELD: Final = 2 * TAGS
 Last = MutableMapping[tuple[str, int, int], Work]
 
 
-class Messages(Scheme):
+class CompressedMessages(Scheme):
     """Both ends of a message; `last`: of a kind, peer and tag, the message in flight, which comes first.
 
     `named`: see `Group.named`.

@@ -30,7 +30,7 @@ _WISH: Final = 1 << 62  # added to a length: the rank needs all values of all pa
 
 
 @dataclass
-class Sent:
+class SentPayloads:
     """Payloads in flight: handles in order, and the tensors that hold them once the last is complete."""
 
     works: list[Work]
@@ -99,7 +99,7 @@ class PayloadExchange:
         given: Sequence[int] = (),
         taken: Sequence[int] = (),
         state: CompressorState | None = None,
-    ) -> Sent:
+    ) -> SentPayloads:
         """Start a call: once `after` is complete, `before`, then `write` for every part, then the library.
 
         `rest`: the other fields of the messages. `given`, `taken`: values in each part that is sent and
@@ -128,7 +128,7 @@ class PayloadExchange:
             after=after,
             prepare=prepare,
         )
-        return Sent([self._issue(message)], target.view(-1, slot) if self._receives else [])
+        return SentPayloads([self._issue(message)], target.view(-1, slot) if self._receives else [])
 
     def _send_counts(
         self,
@@ -139,7 +139,7 @@ class PayloadExchange:
         after: Work | None,
         given: Sequence[int],
         taken: Sequence[int],
-    ) -> Sent:
+    ) -> SentPayloads:
         codec = self._codec
         sizes = [codec.wire_numel(numel) if numel else 0 for numel in given]
         places = [codec.wire_numel(numel) if numel else 0 for numel in taken]
@@ -163,7 +163,7 @@ class PayloadExchange:
             after=after,
             prepare=prepare,
         )
-        return Sent([self._issue(message)], received)
+        return SentPayloads([self._issue(message)], received)
 
     def _send_unknown(
         self,
@@ -175,7 +175,7 @@ class PayloadExchange:
         given: Sequence[int],
         taken: Sequence[int],
         state: CompressorState | None,
-    ) -> Sent:
+    ) -> SentPayloads:
         codec, lengths = self._codec, self._lengths
         assert lengths is not None
         sizes = [codec.room(numel, self._dtype) for numel in self._sizes(given, self._sends)]
@@ -243,7 +243,7 @@ class PayloadExchange:
             received.extend([parts[root]] if one_of_all else parts)
 
         message.prepare = fill
-        return Sent([first, self._issue(message)], received)
+        return SentPayloads([first, self._issue(message)], received)
 
     def _as_wished(
         self,

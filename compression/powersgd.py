@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from mcr_plus.compression.codec import Codec, CodecOptions, Round, Traits
+from mcr_plus.compression.codec import AdditiveRound, Codec, CodecOptions, Traits
 from mcr_plus.kernels import powersgd
 
 
@@ -113,11 +113,11 @@ class PowerSGD(Codec):
         rank, rate = self.options.rank, self.options.min_rate
         return f"factors of rank {rank} make none of the shapes {shown} {rate:g} times smaller (min_rate)"
 
-    def rounds(self, shapes: Sequence[tuple[int, ...]], ranks: int) -> tuple[Round, ...]:  # noqa: ARG002, D102
+    def rounds(self, shapes: Sequence[tuple[int, ...]], ranks: int) -> tuple[AdditiveRound, ...]:  # noqa: ARG002, D102
         layout = self._layout(shapes)
         plain = sum(end - start for start, end in layout.plain)
-        first = Round(torch.float32, sum(layout.lefts) + plain)
-        return (first, Round(torch.float32, sum(layout.rights))) if layout.batches else (first,)
+        first = AdditiveRound(torch.float32, sum(layout.lefts) + plain)
+        return (first, AdditiveRound(torch.float32, sum(layout.rights))) if layout.batches else (first,)
 
     def exchange(  # noqa: D102
         self,

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from pydantic import Field
 
-from mcr_plus.compression.codec import Codec, CodecOptions, Round, Traits
+from mcr_plus.compression.codec import AdditiveRound, Codec, CodecOptions, Traits
 from mcr_plus.kernels import counter, randk
 
 
@@ -68,8 +68,8 @@ class RandK(Codec):
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:  # noqa: D102
         self._step = int(state["step"])
 
-    def rounds(self, shapes: Sequence[tuple[int, ...]], ranks: int) -> tuple[Round, ...]:  # noqa: ARG002, D102
-        return (Round(torch.float32, self.sent(sum(map(math.prod, shapes)))),)
+    def rounds(self, shapes: Sequence[tuple[int, ...]], ranks: int) -> tuple[AdditiveRound, ...]:  # noqa: ARG002, D102
+        return (AdditiveRound(torch.float32, self.sent(sum(map(math.prod, shapes)))),)
 
     def exchange(  # noqa: D102
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mcr_plus.compression.codec import Codec, PayloadCodec
-from mcr_plus.compression.schemes import AdditiveRounds, GatherReduce, Native, TwoShot, scheme_of
+from mcr_plus.compression.schemes import AdditiveRounds, GatherReduce, NativeScheme, TwoShot, scheme_of
 from mcr_plus.core.kinds import collective
 from mcr_plus.core.message import Signature
 
@@ -31,7 +31,7 @@ def as_all_reduces(codec: Codec, signature: Signature) -> tuple[int, int]:
     assert nbytes is not None
     if chosen is AdditiveRounds:
         return len(codec.rounds(signature.parts or (signature.shape,), signature.ranks)), nbytes
-    return (2 if chosen is TwoShot else 1), (nbytes if chosen is Native else nbytes // 2)
+    return (2 if chosen is TwoShot else 1), (nbytes if chosen is NativeScheme else nbytes // 2)
 
 
 def wire_bytes(codec: Codec, signature: Signature) -> int | None:

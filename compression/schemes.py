@@ -114,7 +114,7 @@ class Scheme(ABC):
         return JointWork(works, kind, nbytes=rest["uncompressed_bytes"], tag=tag, codec=codec.name, legs=legs)
 
 
-class Native(Scheme):
+class NativeScheme(Scheme):
     """Elementwise codecs: the same operation on encoded values."""
 
     @property
@@ -233,7 +233,7 @@ class AdditiveRounds(Scheme):
         return self.handle(works, rest)
 
 
-class Relay(Scheme):
+class RelayScheme(Scheme):
     """Kinds whose values arrive as they were sent."""
 
     @property
@@ -445,9 +445,9 @@ def scheme_of(codec: Codec, signature: Signature) -> type[Scheme]:
     """The scheme for an operation that the codec does not refuse."""
     traits = codec.traits
     if traits.additive:
-        return Native if traits.elementwise else AdditiveRounds
+        return NativeScheme if traits.elementwise else AdditiveRounds
     if signature.kind in MOVED:
-        return Relay
+        return RelayScheme
     # Two ranks send as much in one shot as in two, wait once and not twice, and encode no sum.
     one_shot = traits.sparse or signature.ranks == 2
     return GatherReduce if one_shot and signature.kind in _BACK else TwoShot

@@ -245,9 +245,9 @@ class CompressStage(Stage):
     def _scheme(self, instance: CodecInstance, full: Signature, keeps_messages: bool) -> Scheme:
         parts = (instance.codec, full, self._group.rank, instance.state, self._pool)
         if keeps_messages:
-            from mcr_plus.compression.messages import Messages
+            from mcr_plus.compression.messages import CompressedMessages
 
-            return Messages(*parts, named=self._group.named, last=self._last)
+            return CompressedMessages(*parts, named=self._group.named, last=self._last)
         from mcr_plus.compression.schemes import scheme_of  # here: most operations have no codec
 
         return scheme_of(instance.codec, full)(*parts)

@@ -17,13 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 Cost = Callable[[NDArray[np.int64]], NDArray[np.float64]]
-"""Expected time of one operation, for each of several sizes in bytes, in the unit of `Entry.ready`."""
+"""Expected time of one operation, for each of several sizes in bytes, in the unit of `BucketEntry.ready`."""
 _SLACK: Final = 2.0  # times the expected time, which a bucket must have left to be filled further
 _SHORT: Final = 3.0  # times the shortest operation, up to which filling a bucket saves much of its time
 
 
 @dataclass(frozen=True)
-class Entry:
+class BucketEntry:
     """A tensor to send. Entries of equal `like` may share a bucket; `ready` is the earliest time to send."""
 
     id: int
@@ -43,15 +43,15 @@ class Bucket:
 
 
 def by_size(
-    entries: Sequence[Entry], *, limit: int, first_limit: int | None = None, alignment: int = 1
+    entries: Sequence[BucketEntry], *, limit: int, first_limit: int | None = None, alignment: int = 1
 ) -> list[Bucket]:
     """Fill buckets in the order of the entries, up to `limit` bytes each; returns them as they became full.
 
     The first bucket of each `like` holds at most `first_limit`, so that sending begins early. An entry that
     is larger than the limit gets a bucket of its own. Every entry begins at a multiple of `alignment` bytes.
     """
-    filled: list[tuple[int, list[Entry]]] = []  # with the index of the last entry
-    opened: dict[Hashable, list[Entry]] = {}
+    filled: list[tuple[int, list[BucketEntry]]] = []  # with the index of the last entry
+    opened: dict[Hashable, list[BucketEntry]] = {}
     ends: dict[Hashable, int] = {}
     last: dict[Hashable, int] = {}
     past_first: set[Hashable] = set()
@@ -69,7 +69,7 @@ def by_size(
     return [packed(members, alignment) for _, members in sorted(filled, key=lambda pair: pair[0])]
 
 
-def earliest_finish(entries: Sequence[Entry], cost: Cost, *, alignment: int = 1) -> list[Bucket]:
+def earliest_finish(entries: Sequence[BucketEntry], cost: Cost, *, alignment: int = 1) -> list[Bucket]:
     """Return the partition into consecutive buckets whose last operation completes first, on one channel.
 
     A bucket may be sent once its last entry is ready and the previous bucket has been sent. With f(j) the
@@ -112,7 +112,7 @@ def earliest_finish(entries: Sequence[Entry], cost: Cost, *, alignment: int = 1)
     return plan[::-1]
 
 
-def packed(entries: Sequence[Entry], alignment: int) -> Bucket:
+def packed(entries: Sequence[BucketEntry], alignment: int) -> Bucket:
     """One bucket of all entries; `entries` is not empty."""
     offsets, end = [], 0
     for entry in entries:

@@ -21,7 +21,7 @@ class BufferBudget:
     nbytes: int = 0
 
 
-class Layout:
+class BucketLayout:
     """The memory layout of a bucket of operations of a kind on `ranks` ranks, with a pool of its buffers.
 
     `input_parts`, `output_parts`: parts of a rank's input and output. `in_place`: both are the same memory.
@@ -101,7 +101,7 @@ class BucketBuffer:
 
     __slots__ = ("nbytes", "numel", "source", "target", "used")
 
-    def __init__(self, layout: Layout, numel: int, device: torch.device) -> None:
+    def __init__(self, layout: BucketLayout, numel: int, device: torch.device) -> None:
         self.numel = numel
         self.used: streams.Event | None = None
         self.source = torch.empty(layout.input_parts * numel, dtype=layout.dtype, device=device)

@@ -13,7 +13,7 @@ from typing import Final
 import torch
 
 from mcr_plus.core.message import bucket_text
-from mcr_plus.fusion.buffers import BucketBuffer, BufferBudget, Layout, join, split
+from mcr_plus.fusion.buffers import BucketBuffer, BucketLayout, BufferBudget, join, split
 
 LARGE: Final = 256 << 10  # bytes of a tensor that is sent by itself
 _POOLED: Final = 256 << 20  # bytes of the buffers in the pool
@@ -21,14 +21,14 @@ _LIMIT: Final = 25 << 20  # bytes of one buffer
 
 
 @dataclass
-class Part:
+class CoalescedPart:
     """One operation of a coalesced call; `source` and `target` are the same tensor if it works in place."""
 
     source: torch.Tensor
     target: torch.Tensor
     numels: list[int]  # of the members, in one part of the input
     outputs: list[torch.Tensor]
-    layout: Layout | None = None  # None: a single tensor, sent without a copy
+    layout: BucketLayout | None = None  # None: a single tensor, sent without a copy
     buffer: BucketBuffer | None = None
 
     @property
@@ -55,7 +55,7 @@ class Coalescer:
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._budget = BufferBudget(_POOLED)
-        self._layouts: dict[tuple[str, torch.dtype, torch.device, int], Layout] = {}
+        self._layouts: dict[tuple[str, torch.dtype, torch.device, int], BucketLayout] = {}
 
     @property
     def buffer_bytes(self) -> int:
@@ -68,7 +68,7 @@ class Coalescer:
         inputs: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
         alignments: Mapping[torch.dtype, int],
-    ) -> list[Part]:
+    ) -> list[CoalescedPart]:
         """Return the operations to issue, equal on all ranks if sizes and dtypes are.
 
         `inputs` and `outputs` are contiguous, and the same tensors if the operation works in place.
@@ -79,14 +79,14 @@ class Coalescer:
         parts = []
         for index, tensor in enumerate(larger):
             if tensor.nbytes >= LARGE:
-                parts.append(Part(inputs[index], outputs[index], [tensor.numel()], []))
+                parts.append(CoalescedPart(inputs[index], outputs[index], [tensor.numel()], []))
             else:
                 small.setdefault((tensor.dtype, tensor.device), []).append(index)
         for (dtype, device), members in small.items():
             alignment = alignments.get(dtype, 1)
             layout = self._layouts.get((kind, dtype, device, alignment))
             if layout is None:
-                layout = Layout(kind, self._ranks, dtype, self._budget, alignment)
+                layout = BucketLayout(kind, self._ranks, dtype, self._budget, alignment)
                 self._layouts[kind, dtype, device, alignment] = layout
             for bucket in _buckets(members, larger):
                 sources, targets = ([tensors[index] for index in bucket] for tensors in (inputs, outputs))
@@ -108,11 +108,11 @@ def _buckets(members: list[int], tensors: Sequence[torch.Tensor]) -> list[list[i
 
 
 def _packed(
-    layout: Layout, inputs: list[torch.Tensor], outputs: list[torch.Tensor], device: torch.device
-) -> Part:
+    layout: BucketLayout, inputs: list[torch.Tensor], outputs: list[torch.Tensor], device: torch.device
+) -> CoalescedPart:
     numels = [tensor.numel() // layout.input_parts for tensor in inputs]
     steps = layout.steps(numels)
     buffer = layout.take(sum(steps), device)
     source, target = layout.views(buffer, sum(steps))
     join(inputs, numels, source, layout.input_parts, steps)
-    return Part(source, target, numels, outputs, layout, buffer)
+    return CoalescedPart(source, target, numels, outputs, layout, buffer)

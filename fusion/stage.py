@@ -24,7 +24,7 @@ from mcr_plus.core.streams import Streams
 from mcr_plus.core.units import format_size
 from mcr_plus.core.work import Info, Work
 from mcr_plus.engine.group_runtime import GroupRuntime
-from mcr_plus.fusion.buffers import BucketBuffer, BufferBudget, Layout, join, prepare, split
+from mcr_plus.fusion.buffers import BucketBuffer, BucketLayout, BufferBudget, join, prepare, split
 from mcr_plus.fusion.options import FuseOptions
 from mcr_plus.pipeline.pipeline import Pipeline
 from mcr_plus.pipeline.stage import Context, Issue, Next, Stage
@@ -79,7 +79,9 @@ class FuseStage(Stage):
         if like not in self._groups:
             assert like.dtype is not None
             prepare(signature.device)
-            layout = Layout(like.kind, self._ranks, like.dtype, self._budget, next.treatment(like).alignment)
+            layout = BucketLayout(
+                like.kind, self._ranks, like.dtype, self._budget, next.treatment(like).alignment
+            )
             self._groups[like] = _FusionGroup(
                 like, next, layout, options, self._memory, runtime, self._dry_run
             )
@@ -125,7 +127,7 @@ class _FusionGroup:
         self,
         like: Signature,
         next: Next,
-        layout: Layout,
+        layout: BucketLayout,
         options: FuseOptions,
         memory: _MemoryLimit,
         runtime: GroupRuntime,
@@ -135,7 +137,7 @@ class _FusionGroup:
         self._limit = options.bucket
         self._newest_first = options.order == "priority"
         self._first_limit = min(options.first_bucket or options.bucket, options.bucket)
-        self.open: _Bucket | None = None
+        self.open: _OpenBucket | None = None
         self._like = like
         self._next = next
         self._dry_run = dry_run
@@ -187,7 +189,7 @@ class _FusionGroup:
 
         return Issue(start, start_in_place=add_to_bucket if in_place else None)
 
-    def _opened(self, nbytes: int) -> _Bucket | None:
+    def _opened(self, nbytes: int) -> _OpenBucket | None:
         """Open a new bucket; None if too many have not been waited for, so that memory stays bounded."""
         first = self.open is None
         if not first:
@@ -195,7 +197,7 @@ class _FusionGroup:
         limit = max(self._first_limit, nbytes) if first else self._limit
         if not self.memory.reserve(int(limit * self.layout.share)):
             return None
-        self.open = bucket = _Bucket(self, limit)
+        self.open = bucket = _OpenBucket(self, limit)
         pending = self.runtime.pending
         pending.insert(0 if self._newest_first else len(pending), bucket)
         return bucket
@@ -256,7 +258,7 @@ class _MemoryLimit:
         self._reserved -= nbytes
 
 
-class _Bucket:
+class _OpenBucket:
     """Operations that are pending, and the operation that carries them.
 
     Members of a size share a handle: all complete with the bucket. `first` and `unfused` are the first
@@ -377,7 +379,7 @@ class FusedWork(Work):
 
     __slots__ = ("_bucket", "_nbytes")
 
-    def __init__(self, bucket: _Bucket, nbytes: int) -> None:
+    def __init__(self, bucket: _OpenBucket, nbytes: int) -> None:
         self._bucket, self._nbytes = bucket, nbytes
 
     def wait(self, timeout: float | timedelta | None = None) -> None:  # noqa: D102

@@ -29,7 +29,7 @@ CHUNK: Final = small_blocks.CHUNK
 """Values that are encoded together: one block with a float32 scale, or eight with e8m0."""
 
 
-class Format(NamedTuple):
+class Float8Format(NamedTuple):
     """A float of 8 bits, and how float32 becomes it.
 
     Attributes:
@@ -72,8 +72,8 @@ class Format(NamedTuple):
 
 
 FORMATS: Final = {
-    "e4m3": Format(torch.float8_e4m3fn, shift=20, bias=120, top=0x7E),
-    "e5m2": Format(torch.float8_e5m2, shift=21, bias=112, top=0x7B),
+    "e4m3": Float8Format(torch.float8_e4m3fn, shift=20, bias=120, top=0x7E),
+    "e5m2": Float8Format(torch.float8_e5m2, shift=21, bias=112, top=0x7B),
 }
 
 
@@ -103,7 +103,7 @@ def _scale_nbytes(numel: int, scale: Scale) -> int:
 # --- torch: what the others are tested against --------------------------------------------------------------
 
 
-def encode_reference(values: torch.Tensor, wire: torch.Tensor, fmt: Format, scale: Scale) -> None:
+def encode_reference(values: torch.Tensor, wire: torch.Tensor, fmt: Float8Format, scale: Scale) -> None:
     """`encode` in plain torch."""
     scales, codes = split(wire, values.numel(), scale)
     padded = torch.zeros(scales.numel(), block_of(scale), device="cpu")
@@ -122,7 +122,7 @@ def encode_reference(values: torch.Tensor, wire: torch.Tensor, fmt: Format, scal
     codes.copy_(rounded.view(torch.uint8).view(-1)[: values.numel()])
 
 
-def decode_reference(wire: torch.Tensor, out: torch.Tensor, fmt: Format, scale: Scale) -> None:
+def decode_reference(wire: torch.Tensor, out: torch.Tensor, fmt: Float8Format, scale: Scale) -> None:
     """`decode` in plain torch."""
     scales, codes = split(wire, out.numel(), scale)
     if scale == "e8m0":
@@ -369,7 +369,7 @@ def _reduce_e8m0(  # type: ignore[no-untyped-def]
 # --- launchers ----------------------------------------------------------------------------------------------
 
 
-def encode(values: torch.Tensor, wire: torch.Tensor, fmt: Format, scale: Scale) -> None:
+def encode(values: torch.Tensor, wire: torch.Tensor, fmt: Float8Format, scale: Scale) -> None:
     """Write the payload of flat float32 `values` to `wire`."""
     scales, codes = split(wire, values.numel(), scale)
     if values.is_cuda:
@@ -379,12 +379,14 @@ def encode(values: torch.Tensor, wire: torch.Tensor, fmt: Format, scale: Scale) 
     cpu.spread(kernel, chunks_of(values), values.nbytes, *_encoder(values, scales, codes, fmt, scale))
 
 
-def decode(wire: torch.Tensor, out: torch.Tensor, fmt: Format, scale: Scale) -> None:
+def decode(wire: torch.Tensor, out: torch.Tensor, fmt: Float8Format, scale: Scale) -> None:
     """Overwrite flat float32 `out` with the values of a payload."""
     _decode(wire, out, 1.0, False, fmt, scale)
 
 
-def accumulate(wire: torch.Tensor, total: torch.Tensor, factor: float, fmt: Format, scale: Scale) -> None:
+def accumulate(
+    wire: torch.Tensor, total: torch.Tensor, factor: float, fmt: Float8Format, scale: Scale
+) -> None:
     """Add `factor` times the values of a payload to flat float32 `total`."""
     _decode(wire, total, factor, True, fmt, scale)
 
@@ -395,7 +397,7 @@ def reduce(
     total: torch.Tensor,
     wire: torch.Tensor,
     factor: float,
-    fmt: Format,
+    fmt: Float8Format,
     scale: Scale,
 ) -> None:
     """Add `factor` × every row of `wires` but `skip` to `total` and encode it, in one pass over memory.
@@ -426,7 +428,7 @@ def reduce(
 
 
 def _decode(
-    wire: torch.Tensor, out: torch.Tensor, factor: float, add: bool, fmt: Format, scale: Scale
+    wire: torch.Tensor, out: torch.Tensor, factor: float, add: bool, fmt: Float8Format, scale: Scale
 ) -> None:
     scales, codes = split(wire, out.numel(), scale)
     if out.is_cuda:
@@ -438,7 +440,7 @@ def _decode(
 
 
 def _encoder(
-    values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, fmt: Format, scale: Scale
+    values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, fmt: Float8Format, scale: Scale
 ) -> tuple[Any, ...]:
     """The arguments of both kernels that encode."""
     x, s = values.numpy(), scales.numpy()
@@ -448,7 +450,7 @@ def _encoder(
     return x, x.view(np.uint32), s, s.view(np.uint32), codes.numpy(), np.float32(fmt.step), *numbers
 
 
-def decoding_of(fmt: Format) -> tuple[Any, ...]:
+def decoding_of(fmt: Float8Format) -> tuple[Any, ...]:
     """What kernels need to decode a format."""
     normal = np.uint32(1 << (23 - fmt.shift))
     return np.uint32(fmt.shift), np.uint32(fmt.bias << 23), normal, np.float32(fmt.least)

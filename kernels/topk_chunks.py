@@ -37,7 +37,7 @@ from mcr_plus.kernels.topk_chunks_reference import (
     contents_reference,
     encode_reference,
 )
-from mcr_plus.kernels.topk_records import Chunking, Form, split
+from mcr_plus.kernels.topk_records import Chunking, RecordForm, split
 
 _MAGNITUDE: Final = np.uint32(0x7FFFFFFF)
 _INFINITE: Final = np.uint32(0x7F800000)
@@ -448,7 +448,7 @@ def clear(wire: torch.Tensor, values: torch.Tensor, how: Chunking) -> None:
         _check(cpu.spread(_clear, len(rows), records.nbytes * 8, *arrays), form)
 
 
-def _check(wrong: list[int], form: Form) -> None:
+def _check(wrong: list[int], form: RecordForm) -> None:
     if any(wrong):
         raise BackendError(
             f"a topk payload contradicts itself: {sum(wrong)} chunks do not hold the places of {form.sent} "

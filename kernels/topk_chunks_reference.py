@@ -6,7 +6,7 @@ from typing import Final
 
 import torch
 
-from mcr_plus.kernels.topk_records import Chunking, Form, split
+from mcr_plus.kernels.topk_records import Chunking, RecordForm, split
 
 TAIL: Final = 1.594
 UNITS: Final = 36
@@ -102,7 +102,7 @@ def encode_reference(values: torch.Tensor, wire: torch.Tensor, how: Chunking) ->
         records[:, form.codes :] = codes
 
 
-def contents_reference(records: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Tensor]:
+def contents_reference(records: torch.Tensor, form: RecordForm) -> tuple[torch.Tensor, torch.Tensor]:
     """The places (int64) and the values (float32) of records, chunks × sent."""
     flags = _unpack(records[:, form.upper : form.lower], 32 * (form.lower - form.upper), 1)
     spread = form.spread * torch.arange(form.sent, device=records.device)

@@ -47,7 +47,7 @@ class Chunking:
         """Number of values sent of one chunk."""
         return min(length, max(1, math.ceil(self.ratio * length)))
 
-    def forms(self, numel: int) -> Iterator[tuple[Form, int]]:
+    def forms(self, numel: int) -> Iterator[tuple[RecordForm, int]]:
         """The forms of records, and how many have them."""
         whole, rest = divmod(numel, self.chunk)
         if whole:
@@ -57,7 +57,7 @@ class Chunking:
 
 
 @dataclass(frozen=True)
-class Form:
+class RecordForm:
     """What a record is made of: `sent` of `length` values in `bits` bits; parts begin at the words `upper`, …
 
     `low`: the lower bits of a place. `spread`: 1 where the j-th place is moved by j, 0 for a bit a value.
@@ -81,7 +81,7 @@ class Form:
 
 
 @cache
-def form_of(length: int, sent: int, bits: int) -> Form:
+def form_of(length: int, sent: int, bits: int) -> RecordForm:
     """The shortest form."""
     places = [(_words(length), 0, -1)]  # a bit for every value
     for low in range(length.bit_length()):
@@ -91,7 +91,7 @@ def form_of(length: int, sent: int, bits: int) -> Form:
     head = 1 if bits < 16 else 0
     upper = total if low < 0 else upper
     at = (head, head + upper, head + total)
-    return Form(length, sent, bits, max(low, 0), int(low >= 0), *at, head + total + _words(sent * bits))
+    return RecordForm(length, sent, bits, max(low, 0), int(low >= 0), *at, head + total + _words(sent * bits))
 
 
 def _words(bits: int) -> int:
@@ -105,7 +105,7 @@ def nbytes(numel: int, how: Chunking) -> int:
 
 def split(
     wire: torch.Tensor, values: torch.Tensor, how: Chunking
-) -> Iterator[tuple[Form, torch.Tensor, torch.Tensor]]:
+) -> Iterator[tuple[RecordForm, torch.Tensor, torch.Tensor]]:
     """Each form with its records, as int32, and its values, chunks × words and chunks × length; views."""
     at = word = 0
     words = wire.view(torch.int32)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from mcr_plus.core.collector import collector_paused
 from mcr_plus.core.environment import autoloads, error_channel
-from mcr_plus.core.other_names import no_attribute
+from mcr_plus.core.foreign_names import no_attribute
 from mcr_plus.torch_backend.autoload import register
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mcr_plus.kernels.fp8_block import Format, Scale, block_of
+from mcr_plus.kernels.fp8_block import Float8Format, Scale, block_of
 
 _VALUES: Final = 2048  # in a program: enough loads in flight, few enough registers
 
@@ -93,7 +93,7 @@ def _decode(  # type: ignore[no-untyped-def]
 
 
 def encode(
-    values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, fmt: Format, scale: Scale
+    values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, fmt: Float8Format, scale: Scale
 ) -> None:
     """See `mcr_plus.kernels.fp8_block.encode`."""
     numbers = (values.numel(), fmt.step, 2.0**-126, fmt.emax, fmt.lowest, fmt.top)
@@ -106,7 +106,7 @@ def decode(
     out: torch.Tensor,
     factor: float,
     add: bool,
-    fmt: Format,
+    fmt: Float8Format,
     scale: Scale,
 ) -> None:
     """Overwrite `out` with the values of a payload, or add `factor` times that."""

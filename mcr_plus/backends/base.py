@@ -427,7 +427,7 @@ _FORMER: Final = {
 
 def complete_channel(channel: Any) -> Channel:
     """Return a channel with the defaults of `Channel` for missing members."""
-    return channel if isinstance(channel, Channel) else _Completed(channel)
+    return channel if isinstance(channel, Channel) else _CompletedChannel(channel)
 
 
 _OPTIONAL: Final = (
@@ -435,7 +435,7 @@ _OPTIONAL: Final = (
 )  # fmt: skip
 
 
-class _Completed(Channel):
+class _CompletedChannel(Channel):
     """Wraps a channel of a class that is no `Channel`."""
 
     def __init__(self, channel: Any) -> None:

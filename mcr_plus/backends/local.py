@@ -45,10 +45,10 @@ class _MatchingQueue:
         return done
 
     def receive(self, message: Message) -> Poll:
-        return _Receive(self._sent[message.match_tag], message.outputs[0])
+        return _LocalReceive(self._sent[message.match_tag], message.outputs[0])
 
 
-class _Receive(ReceivePoll):
+class _LocalReceive(ReceivePoll):
     """The poll of a receive."""
 
     source = 0

@@ -108,7 +108,7 @@ class GroupBoard:
         return PeerStatus(sequence)
 
     def arrive(self, sequence: int, now: float, idle: float) -> None:
-        """Publish when this rank has issued `sequence`, and its `IdleTime` until then.
+        """Publish when this rank has issued `sequence`, and its `WaitTime` until then.
 
         In seconds of `time.perf_counter`, which is one clock on a host. Only while operations are recorded.
         """

@@ -24,7 +24,7 @@ from mcr_plus.board.base import (
     slot_word,
     unpad,
 )
-from mcr_plus.board.noted import KEPT, PART, NotedParts, place_of, unpacked
+from mcr_plus.board.operation_notes import KEPT, PART, NotedParts, place_of, unpacked
 from mcr_plus.core.c10d import look, put
 from mcr_plus.errors import BackendError, LaunchError
 

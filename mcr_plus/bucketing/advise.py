@@ -27,10 +27,10 @@ from mcr_plus.bucketing.buckets import (
     simulated,
     units_of,
 )
-from mcr_plus.bucketing.course import Timeline
-from mcr_plus.bucketing.programs import Bucket, Plan
-from mcr_plus.bucketing.scaling import CAPTURED, Costs, How
-from mcr_plus.bucketing.step import Compute, Issue, Step
+from mcr_plus.bucketing.programs import BucketPlan, PlannedBucket
+from mcr_plus.bucketing.scaling import CAPTURED, ClusterCosts, How
+from mcr_plus.bucketing.simulation_result import Timeline
+from mcr_plus.bucketing.step import CapturedStep, ComputeEvent, IssueEvent
 from mcr_plus.errors import ConfigError, InvalidArgument, McrError, Unsupported, unknown
 
 SECONDS: Final = 4.0
@@ -61,7 +61,7 @@ class WhatIf:
 
 
 @dataclass(frozen=True)
-class Advice:
+class PlanAdvice:
     """A plan for a step, with predictions.
 
     `bound`: lower bound in seconds over all buckets; `timeline.bound` is the lower bound for those of `plan`.
@@ -72,7 +72,7 @@ class Advice:
     reasons.
     """
 
-    plan: Plan
+    plan: BucketPlan
     timeline: Timeline
     bound: float
     gap: float
@@ -85,14 +85,14 @@ class Advice:
 
 
 def advise(
-    step: Step,
-    costs: Costs,
+    step: CapturedStep,
+    costs: ClusterCosts,
     *,
     ranks: int | None = None,
     what_ifs: Sequence[str] = (),
     codec: str | None = None,
     seconds: float = SECONDS,
-) -> Advice:
+) -> PlanAdvice:
     """Search the best buckets for `ranks` ranks, and simulate the step with these and with other plans.
 
     Args:
@@ -134,7 +134,7 @@ def advise(
         changed.append(WhatIf(change, after.step_s, timeline.step_s - after.step_s, after.how))
     known = (timeline, *others.values())
     bound = min(found.bound, *(each.step_s for each in known))
-    return Advice(
+    return PlanAdvice(
         plan=plan,
         timeline=timeline,
         bound=bound,
@@ -151,20 +151,20 @@ def advise(
 # -- other plans, other clusters ----------------------------------------------------------------------------
 
 
-def _others(step: Step, costs: Costs, world: int, codec: str | None) -> dict[str, Timeline]:
+def _others(step: CapturedStep, costs: ClusterCosts, world: int, codec: str | None) -> dict[str, Timeline]:
     """Return the step as captured, and with the usual buckets, compressed by `codec`."""
-    plans: dict[str, Plan | None] = {"as captured": None}
+    plans: dict[str, BucketPlan | None] = {"as captured": None}
     units, base = units_of(step), best_library(costs)
     if units:
         library = next(iter(libraries_of(costs)), CAPTURED)
         for name, limit in [*((f"buckets of {limit} MiB", limit * _MIB) for limit in (1, 4, 25))]:
-            plans[name] = Plan(_usual_buckets(units, limit, library, codec), base)
-        plans["each gradient alone"] = Plan(_usual_buckets(units, 1, library, codec), base)
+            plans[name] = BucketPlan(_usual_buckets(units, limit, library, codec), base)
+        plans["each gradient alone"] = BucketPlan(_usual_buckets(units, 1, library, codec), base)
     found = {name: _known(step, plan, costs, world) for name, plan in plans.items()}
     return {name: each for name, each in found.items() if each is not None}
 
 
-def _usual_buckets(units: Sequence[Unit], limit: int, library: str, codec: str | None) -> list[Bucket]:
+def _usual_buckets(units: Sequence[Unit], limit: int, library: str, codec: str | None) -> list[PlannedBucket]:
     """Return buckets of up to `limit` bytes; gradients of different units never share one."""
     return in_order(
         (unit.ready[bucket.params[-1]], bucket._replace(codec=codec))
@@ -173,7 +173,7 @@ def _usual_buckets(units: Sequence[Unit], limit: int, library: str, codec: str |
     )
 
 
-def _known(step: Step, plan: Plan | None, costs: Costs, world: int) -> Timeline | None:
+def _known(step: CapturedStep, plan: BucketPlan | None, costs: ClusterCosts, world: int) -> Timeline | None:
     """Return the step's timeline; None if the cost of an operation is unknown on these ranks."""
     try:
         return simulated(step, plan, costs, world)
@@ -181,18 +181,18 @@ def _known(step: Step, plan: Plan | None, costs: Costs, world: int) -> Timeline 
         return None
 
 
-def _spreads(step: Step, ranks: int) -> bool:
+def _spreads(step: CapturedStep, ranks: int) -> bool:
     """Return whether the step can be simulated on `ranks` ranks.
 
     A step with a single role and a single group of all ranks scales to any number, others to multiples of the
     captured one.
     """
     whole = tuple(range(step.ranks))
-    groups = {each.group for role in step.roles for each in role.events if isinstance(each, Issue)}
+    groups = {each.group for role in step.roles for each in role.events if isinstance(each, IssueEvent)}
     return ranks % step.ranks == 0 or (len(step.roles) == 1 and groups <= {whole})
 
 
-def _scaled(step: Step, plan: Plan, costs: Costs, world: int) -> list[Scaled]:
+def _scaled(step: CapturedStep, plan: BucketPlan, costs: ClusterCosts, world: int) -> list[Scaled]:
     """Return the step on 1, 2, 4, … ranks and on doublings of the captured number, up to `world`."""
     numbers = {step.ranks, world}
     for first in (1, step.ranks):
@@ -207,7 +207,7 @@ def _scaled(step: Step, plan: Plan, costs: Costs, world: int) -> list[Scaled]:
     ]
 
 
-def _usual(step: Step, costs: Costs, world: int, codec: str | None) -> list[str]:
+def _usual(step: CapturedStep, costs: ClusterCosts, world: int, codec: str | None) -> list[str]:
     """Return the changes that are always tried: links twice as fast, a codec, faster computation."""
     links = costs.topology.links
     changes = []
@@ -222,7 +222,7 @@ def _usual(step: Step, costs: Costs, world: int, codec: str | None) -> list[str]
     return [*changes, "compute=0.8"]
 
 
-def _check_change(step: Step, costs: Costs, change: str) -> None:
+def _check_change(step: CapturedStep, costs: ClusterCosts, change: str) -> None:
     """Raise `ConfigError` for an unknown change."""
     name, _, value = (part.strip() for part in change.partition("="))
     if name == "compute":
@@ -237,7 +237,13 @@ def _check_change(step: Step, costs: Costs, change: str) -> None:
 
 
 def _changed(
-    step: Step, costs: Costs, world: int, change: str, plan: Plan, codec: str | None, until: float
+    step: CapturedStep,
+    costs: ClusterCosts,
+    world: int,
+    change: str,
+    plan: BucketPlan,
+    codec: str | None,
+    until: float,
 ) -> Timeline:
     """Return the step after a change, with the best buckets for it; `plan`, `codec`: without the change."""
     name, _, value = (part.strip() for part in change.partition("="))
@@ -262,13 +268,13 @@ def _factor(change: str, value: str) -> float:
     return factor
 
 
-def _faster(step: Step, factor: float) -> Step:
+def _faster(step: CapturedStep, factor: float) -> CapturedStep:
     """Return the step with computation times multiplied by `factor`."""
     roles = tuple(
         replace(
             role,
             events=tuple(
-                each._replace(seconds=factor * each.seconds) if isinstance(each, Compute) else each
+                each._replace(seconds=factor * each.seconds) if isinstance(each, ComputeEvent) else each
                 for each in role.events
             ),
         )

@@ -22,7 +22,7 @@ def capture(
     A step ends with `optimizer.step()`. Hooks note when modules first need their parameters and when
     gradients become ready; operations of the program and its waits are noted too, by tag, kind, bytes and
     group. Times are seconds of the host or, for parameters on a GPU, of its current stream. At the end of the
-    block the ranks exchange their times, and each has the same `Step`: medians, without the first
+    block the ranks exchange their times, and each has the same `CapturedStep`: medians, without the first
     steps as long as they take three times the median. Steps beyond `steps` run as if there were no block.
 
     With `hold`, models of `mcr.wrap`, `DistributedOptimizer` and their like send their buckets at the end of
@@ -42,7 +42,7 @@ def capture(
         hold: see above; the same on all ranks.
 
     Returns:
-        A context manager, which has the attributes and methods of a `Step` once the block has ended.
+        A context manager, which has the attributes and methods of a `CapturedStep` once the block has ended.
 
     Raises:
         NotInitialized: there is no job.

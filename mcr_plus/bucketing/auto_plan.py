@@ -27,11 +27,11 @@ import numpy as np
 import torch
 
 from mcr_plus.bucketing import MEASURED, REPORT
-from mcr_plus.bucketing.costs import OVERHEAD, Curve, groups, prices
+from mcr_plus.bucketing.costs import OVERHEAD, BucketCurve, groups, prices
 from mcr_plus.bucketing.given_plan import named_choices
 from mcr_plus.bucketing.probe import probe
-from mcr_plus.bucketing.search import Found, search
-from mcr_plus.bucketing.simulate import Course, simulate
+from mcr_plus.bucketing.search import FoundPlan, search
+from mcr_plus.bucketing.simulate import BucketTimes, simulate
 from mcr_plus.bucketing.step import Probed
 from mcr_plus.communicator.calls import Compress
 from mcr_plus.communicator.communicator import Communicator
@@ -39,7 +39,7 @@ from mcr_plus.communicator.gradient_policy import Choice, GradientPolicy, not_ch
 from mcr_plus.core.kinds import MAX
 from mcr_plus.core.work import Work
 from mcr_plus.errors import ConfigError, Unsupported
-from mcr_plus.fusion.bucket import Bucket, Entry, by_size, packed
+from mcr_plus.fusion.bucket import Bucket, BucketEntry, by_size, packed
 from mcr_plus.fusion.options import FuseOptions
 from mcr_plus.job.init import current
 
@@ -57,7 +57,7 @@ Issue = Callable[[torch.Tensor, "str | None", Compress], Work]
 """Starts the all_reduce of a bucket by a library; None: by the pipeline's choice."""
 
 
-class Sent(NamedTuple):
+class ExecutablePlan(NamedTuple):
     """An executable plan: buckets, and how each is sent."""
 
     buckets: list[Bucket]
@@ -98,10 +98,10 @@ class AutoPlan:
     """
 
     comm: Communicator
-    entries: Sequence[Entry]
+    entries: Sequence[BucketEntry]
     alignment: int
     limits: FuseOptions
-    curves: Mapping[Choice, Curve]
+    curves: Mapping[Choice, BucketCurve]
     tail: int
     names: Sequence[str]
     polled: Sequence[str]
@@ -111,7 +111,7 @@ class AutoPlan:
     _passes: int = 0
     _incomplete: int = 0
     _captured: list[PassTimes] = field(default_factory=list)
-    _plans: list[Sent] = field(default_factory=list)
+    _plans: list[ExecutablePlan] = field(default_factory=list)
     _steps: list[list[float]] = field(default_factory=lambda: [[], []])
 
     @property
@@ -131,7 +131,7 @@ class AutoPlan:
 
     def after(
         self, began: float, ready: Mapping[int, float], computed: float, ended: float, order: Sequence[int]
-    ) -> Sent | None:
+    ) -> ExecutablePlan | None:
         """Record a whole pass; returns the plan of the next pass if it changes, else None.
 
         For the times, see `PassTimes`. `order`: gradients in the order of their readiness on the first rank
@@ -154,14 +154,14 @@ class AutoPlan:
             return self._plans[self._tried(turn + 1)]
         return self._end()
 
-    def incomplete(self) -> Sent | None:
+    def incomplete(self) -> ExecutablePlan | None:
         """Record a pass in which the first rank had no new gradient of some parameter; returns as `after`."""
         self._incomplete += 1
         if self._incomplete < _INCOMPLETE:
             return None
         return self._give_up(f"in {_INCOMPLETE} passes, the first rank had parameters without a new gradient")
 
-    def _give_up(self, reason: str) -> Sent | None:
+    def _give_up(self, reason: str) -> ExecutablePlan | None:
         """Return to buckets by size; all ranks do so in the same pass."""
         self.is_final = True
         if self.comm.rank == 0:
@@ -181,7 +181,7 @@ class AutoPlan:
 
     # -- planning ---------------------------------------------------------------------------------
 
-    def _begin(self, order: Sequence[int]) -> Sent | None:
+    def _begin(self, order: Sequence[int]) -> ExecutablePlan | None:
         """Search a plan for the captured times, and begin its trial."""
         captured = self._agreed(order)
         choices = list(self.curves)
@@ -205,8 +205,8 @@ class AutoPlan:
         buckets = [packed([self.entries[index] for index in members], self.alignment) for members, _ in plan]
         before = self._by_size(captured.order)
         self._plans = [
-            Sent(before, [Choice()] * len(before)),
-            Sent(buckets, [Choice(*choice) for _, choice in plan]),
+            ExecutablePlan(before, [Choice()] * len(before)),
+            ExecutablePlan(buckets, [Choice(*choice) for _, choice in plan]),
         ]
         return self._plans[self._tried(0)]
 
@@ -224,7 +224,7 @@ class AutoPlan:
         *ready, compute = middle.tolist()
         return Captured(list(order), np.maximum.accumulate(ready).tolist(), compute)
 
-    def _searched(self, captured: Captured, choices: Sequence[Choice]) -> Found:
+    def _searched(self, captured: Captured, choices: Sequence[Choice]) -> FoundPlan:
         """Return the best plan; if there are very many gradients, small neighbours stay together."""
         sizes = [self.entries[index].nbytes for index in captured.order]
         ends = groups(sizes)
@@ -240,7 +240,7 @@ class AutoPlan:
         return replace(found, buckets=buckets, exact=found.exact and len(ends) == len(sizes))
 
     def _foretell(
-        self, captured: Captured, found: Found, plan: Sequence[tuple[Sequence[int], Choice]]
+        self, captured: Captured, found: FoundPlan, plan: Sequence[tuple[Sequence[int], Choice]]
     ) -> None:
         """Store the expected times of both plans in the report."""
         tail = self._tail_time()
@@ -280,7 +280,7 @@ class AutoPlan:
         known = [choice for choice in self.curves if choice.codec is None]
         return min(known, key=lambda choice: float(self.curves[choice].times(size)[0]))
 
-    def course(self, captured: Captured, plan: Sequence[tuple[Sequence[int], Choice]]) -> Course:
+    def course(self, captured: Captured, plan: Sequence[tuple[Sequence[int], Choice]]) -> BucketTimes:
         """Return the predicted timeline; for libraries that the pipeline chooses, see `_chosen`."""
         place = {index: at for at, index in enumerate(captured.order)}
         last, seconds, shares, polled = [], [], [], []
@@ -300,7 +300,7 @@ class AutoPlan:
 
     # -- the verdict ------------------------------------------------------------------------------
 
-    def _end(self) -> Sent:
+    def _end(self) -> ExecutablePlan:
         """Compare the plans by the slowest rank's times, and keep the faster one."""
         steps = torch.tensor(self._steps, dtype=torch.float64, device="cpu")
         self.comm.all_reduce(steps, MAX, compress=False, tag="plan")
@@ -355,7 +355,7 @@ def _measured(
     policy: GradientPolicy,
     codecs: Sequence[str],
     issue: Issue,
-) -> dict[Choice, Curve]:
+) -> dict[Choice, BucketCurve]:
     """Return the costs of buckets by each library, with each of these codecs and with that of `policy`.
 
     A stage `hierarchical` leaves operations alone whose library is named, so there the pipeline's own choice
@@ -364,7 +364,7 @@ def _measured(
     libraries: list[str | None] = [*comm.pipeline.libraries] if policy.backend is None else [policy.backend]
     if policy.backend is None and comm.stage_options("hierarchical") is not None:
         libraries.append(None)
-    curves: dict[Choice, Curve] = {}
+    curves: dict[Choice, BucketCurve] = {}
     if policy.compress is not None:  # a rule decides for its gradients
         codecs = ()
     for name in (None, *codecs):
@@ -381,7 +381,7 @@ def _measured(
 def begun(
     comm: Communicator,
     named: Sequence[tuple[str, torch.nn.Parameter]],
-    entries: Sequence[Entry],
+    entries: Sequence[BucketEntry],
     alignment: int,
     limits: FuseOptions,
     tail: int,
@@ -407,7 +407,7 @@ def begun(
         reason = (
             "`plan: auto` does not support a codec with state, which needs the same buckets in every step"
         )
-    curves: dict[Choice, Curve] = {}
+    curves: dict[Choice, BucketCurve] = {}
     if reason is None:
         total = sum(entry.nbytes for entry in entries)
         curves = _measured(comm, dtype, device, total, policy, limits.codecs, issue)

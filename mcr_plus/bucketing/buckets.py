@@ -17,15 +17,15 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from mcr_plus.bucketing.costs import OVERHEAD, Curve, groups, prices
-from mcr_plus.bucketing.course import Timeline
+from mcr_plus.bucketing.costs import OVERHEAD, BucketCurve, groups, prices
 from mcr_plus.bucketing.network import is_polled, members, simulate
-from mcr_plus.bucketing.programs import Bucket, Plan, sizes_of
-from mcr_plus.bucketing.scaling import CAPTURED, Costs
+from mcr_plus.bucketing.programs import BucketPlan, PlannedBucket, sizes_of
+from mcr_plus.bucketing.scaling import CAPTURED, ClusterCosts
 from mcr_plus.bucketing.search import rest, search
-from mcr_plus.bucketing.step import Compute, Issue, Ready, Role, Step, Wait
+from mcr_plus.bucketing.simulation_result import Timeline
+from mcr_plus.bucketing.step import CapturedStep, ComputeEvent, IssueEvent, ReadyEvent, Role, WaitEvent
 from mcr_plus.errors import Unsupported
-from mcr_plus.fusion.bucket import Entry, by_size
+from mcr_plus.fusion.bucket import BucketEntry, by_size
 from mcr_plus.tables.scaling import Placement
 
 _ALIGNMENT: Final = 64  # bytes
@@ -35,7 +35,7 @@ _WORTH: Final = 1e-4  # smallest relative gain of the step that justifies a chan
 _CUTS: Final = 8  # a large bucket may be cut between this many parts
 
 
-def simulated(step: Step, plan: Plan | None, costs: Costs, world: int) -> Timeline:
+def simulated(step: CapturedStep, plan: BucketPlan | None, costs: ClusterCosts, world: int) -> Timeline:
     """Return the step's timeline on `world` ranks, with the overhead of issuing operations."""
     return simulate(step, plan, costs, ranks=world, overhead=OVERHEAD)
 
@@ -56,7 +56,7 @@ class Unit(NamedTuple):
     group: tuple[int, ...]
 
 
-class Found(NamedTuple):
+class FoundBuckets(NamedTuple):
     """Result of a search.
 
     `gap`: upper bound of the plan's relative distance to the model's optimum (None: only `bound` is
@@ -64,16 +64,16 @@ class Found(NamedTuple):
     seconds.
     """
 
-    plan: Plan
+    plan: BucketPlan
     gap: float | None
     exact: bool
     bound: float
 
 
-class _Part(NamedTuple):
-    """Buckets of a unit, each with the time when it becomes ready; for the other fields, see `Found`."""
+class _UnitBuckets(NamedTuple):
+    """Buckets of a unit, each with the time when it becomes ready; other fields: see `FoundBuckets`."""
 
-    buckets: list[tuple[float, Bucket]]
+    buckets: list[tuple[float, PlannedBucket]]
     libraries: list[str]
     gap: float
     exact: bool
@@ -81,8 +81,14 @@ class _Part(NamedTuple):
 
 
 def searched(
-    step: Step, costs: Costs, world: int, *, until: float, codec: str | None = None, start: Plan | None = None
-) -> Found:
+    step: CapturedStep,
+    costs: ClusterCosts,
+    world: int,
+    *,
+    until: float,
+    codec: str | None = None,
+    start: BucketPlan | None = None,
+) -> FoundBuckets:
     """Return the best plan: exact for one channel; for several, improved by a local search until `until`.
 
     `start`: a further starting point of the local search. `codec`: compresses all buckets.
@@ -91,25 +97,27 @@ def searched(
     library = best_library(costs)
     computed = max(computed_in(role) for role in step.roles)
     if not units:
-        return Found(Plan(library=library), 0.0, True, computed)
+        return FoundBuckets(BucketPlan(library=library), 0.0, True, computed)
     seconds = max(until - perf_counter(), 0.0) / 2 / len(units)
     parts = [_part(unit, costs, step.ranks, world, codec, seconds) for unit in units]
-    plan = Plan(in_order(each for part in parts for each in part.buckets), library)
+    plan = BucketPlan(in_order(each for part in parts for each in part.buckets), library)
     bound = max(computed, *(part.bound for part in parts))
     libraries = list(dict.fromkeys(name for part in parts for name in part.libraries))
     # The search models one channel that progresses without polling.
     polled = step.by_caller and any(map(is_polled, libraries))
     if len(parts) == len(libraries) == 1 and not polled:
-        return Found(plan, parts[0].gap, parts[0].exact, bound)
+        return FoundBuckets(plan, parts[0].gap, parts[0].exact, bound)
     if start is not None and start.buckets:
         coded = replace(start, buckets=[each._replace(codec=codec) for each in start.buckets])
         plan = min(plan, coded, key=lambda each: simulated(step, each, costs, world).step_s)
     if len(libraries) > 1 or polled:
         plan = _improved(step, plan, costs, world, libraries, until)
-    return Found(plan, None, False, bound)
+    return FoundBuckets(plan, None, False, bound)
 
 
-def _part(unit: Unit, costs: Costs, captured: int, world: int, codec: str | None, seconds: float) -> _Part:
+def _part(
+    unit: Unit, costs: ClusterCosts, captured: int, world: int, codec: str | None, seconds: float
+) -> _UnitBuckets:
     """Return the best buckets of a unit, without regard to other operations."""
     names, nbytes, times = _grouped(unit)
     to = costs.topology.placement(members(unit.group, captured, world))
@@ -124,13 +132,13 @@ def _part(unit: Unit, costs: Costs, captured: int, world: int, codec: str | None
     priced = prices(nbytes, 1, [each.cost for each in curves.values()], OVERHEAD)
     found = search(times, unit.until, priced, seconds=seconds)
     buckets = [
-        (times[end - 1], Bucket(tuple(sum(names[begin:end], ())), libraries[choice], codec))
+        (times[end - 1], PlannedBucket(tuple(sum(names[begin:end], ())), libraries[choice], codec))
         for begin, end, choice in found.buckets
     ]
     after, above = unit.computed - unit.until, 1 + max(each.above for each in curves.values())
     grouped = len(names) < len(unit.sizes)
     if len(libraries) == 1 and not grouped:
-        return _Part(buckets, libraries, found.gap, found.exact, (found.bound + after) / above)
+        return _UnitBuckets(buckets, libraries, found.gap, found.exact, (found.bound + after) / above)
     # Each library has its own channel, and all share the links, so this bound counts the busy time of the
     # links. Gradients of one group could still be separated, so for groups only the last gradient counts: it
     # must be sent by some operation after it is ready.
@@ -143,17 +151,22 @@ def _part(unit: Unit, costs: Costs, captured: int, world: int, codec: str | None
         weights = None if is_lost else np.ones(1)
         ends.append(rest(np.array(times), unit.until, work.seconds, priced.lost, weights).bound)
     exact = found.exact and len(libraries) == 1 and not grouped
-    return _Part(buckets, libraries, found.gap, exact, (max(ends) + after) / above)
+    return _UnitBuckets(buckets, libraries, found.gap, exact, (max(ends) + after) / above)
 
 
-def in_order(buckets: Iterable[tuple[float, Bucket]]) -> list[Bucket]:
+def in_order(buckets: Iterable[tuple[float, PlannedBucket]]) -> list[PlannedBucket]:
     """Return buckets of several units in the order of their readiness, so that none waits for a later one."""
     return [bucket for _, bucket in sorted(buckets, key=lambda pair: pair[0])]
 
 
 def _improved(
-    step: Step, plan: Plan, costs: Costs, world: int, libraries: Sequence[str], until: float
-) -> Plan:
+    step: CapturedStep,
+    plan: BucketPlan,
+    costs: ClusterCosts,
+    world: int,
+    libraries: Sequence[str],
+    until: float,
+) -> BucketPlan:
     """Return the plan after a local search: each change of one bucket makes the simulated step shorter."""
     best, tried = simulated(step, plan, costs, world).step_s, 0
     together = {name: number for number, unit in enumerate(units_of(step)) for name in unit.sizes}
@@ -173,8 +186,8 @@ def _improved(
 
 
 def _neighbours(
-    buckets: list[Bucket], libraries: Sequence[str], unit: Mapping[str, int]
-) -> Iterator[list[Bucket]]:
+    buckets: list[PlannedBucket], libraries: Sequence[str], unit: Mapping[str, int]
+) -> Iterator[list[PlannedBucket]]:
     """Yield plans in which one bucket has another library, is joined with the next one, or is cut in two.
 
     `unit`: the unit of each gradient; gradients of different units are never joined.
@@ -189,7 +202,7 @@ def _neighbours(
         for place in _places(len(bucket.params)):
             first = bucket._replace(params=bucket.params[:place])
             for library in libraries:
-                yield [*before, first, Bucket(bucket.params[place:], library, bucket.codec), *behind]
+                yield [*before, first, PlannedBucket(bucket.params[place:], library, bucket.codec), *behind]
 
 
 def _places(count: int) -> list[int]:
@@ -197,15 +210,17 @@ def _places(count: int) -> list[int]:
     return sorted({round(count * part / _CUTS) for part in range(1, _CUTS)} - {0, count})
 
 
-def units_of(step: Step) -> list[Unit]:
+def units_of(step: CapturedStep) -> list[Unit]:
     """Return the gradients of the step, grouped by the ability to share a bucket."""
     carriers: dict[str, dict[int, tuple[int, ...]]] = {}
     for number, role in enumerate(step.roles):
         for each in role.events:
-            if isinstance(each, Issue):
+            if isinstance(each, IssueEvent):
                 for name in each.gradients:
                     carriers.setdefault(name, {})[number] = each.group
-    likes = {each.param: each.like for role in step.roles for each in role.events if isinstance(each, Ready)}
+    likes = {
+        each.param: each.like for role in step.roles for each in role.events if isinstance(each, ReadyEvent)
+    }
     sizes = sizes_of(step)
     alike: dict[tuple[str, tuple[tuple[int, tuple[int, ...]], ...]], dict[str, int]] = {}
     for name, of_role in carriers.items():
@@ -218,30 +233,30 @@ def units_of(step: Step) -> list[Unit]:
     return found
 
 
-def unused_in(step: Step) -> tuple[str, ...]:
+def unused_in(step: CapturedStep) -> tuple[str, ...]:
     """Return the parameters that the step's operations carry, but that have no gradient on any rank."""
     sizes = sizes_of(step)
     carried = (
         name
         for role in step.roles
         for each in role.events
-        if isinstance(each, Issue)
+        if isinstance(each, IssueEvent)
         for name in each.gradients
     )
     return tuple(dict.fromkeys(name for name in carried if name not in sizes))
 
 
 def _unit(role: Role, nbytes: Mapping[str, int], group: tuple[int, ...]) -> Unit:
-    carrying = {each.id for each in role.events if isinstance(each, Issue) and each.gradients}
+    carrying = {each.id for each in role.events if isinstance(each, IssueEvent) and each.gradients}
     ready: dict[str, float] = {}
     done, until = 0.0, None
     for each in role.events:
-        if isinstance(each, Compute):
+        if isinstance(each, ComputeEvent):
             done += each.seconds
-        elif isinstance(each, Ready) and each.param in nbytes:
+        elif isinstance(each, ReadyEvent) and each.param in nbytes:
             ready.pop(each.param, None)  # one that accumulates is ready with its last part
             ready[each.param] = done
-        elif isinstance(each, Wait) and each.id in carrying:
+        elif isinstance(each, WaitEvent) and each.id in carrying:
             until = done
     until = done if until is None else until
     for name in nbytes:
@@ -251,7 +266,7 @@ def _unit(role: Role, nbytes: Mapping[str, int], group: tuple[int, ...]) -> Unit
 
 def computed_in(role: Role) -> float:
     """Return the seconds of computation of a role."""
-    return sum(each.seconds for each in role.events if isinstance(each, Compute))
+    return sum(each.seconds for each in role.events if isinstance(each, ComputeEvent))
 
 
 def _grouped(unit: Unit) -> tuple[list[tuple[str, ...]], list[int], list[float]]:
@@ -273,12 +288,12 @@ class _Curves(NamedTuple):
     which the curve exceeds the true costs between its points.
     """
 
-    cost: Curve
-    work: Curve
+    cost: BucketCurve
+    work: BucketCurve
     above: float
 
 
-def _curves(costs: Costs, to: Placement, nbytes: int, codec: str | None = None) -> dict[str, _Curves]:
+def _curves(costs: ClusterCosts, to: Placement, nbytes: int, codec: str | None = None) -> dict[str, _Curves]:
     """Return the costs of all_reduces up to `nbytes` on ranks with this placement, by library."""
     doublings = max(1.0, np.log2(max(nbytes, 8) / 4))
     even = np.geomspace(4, max(nbytes, 8), int(_POINTS * doublings))
@@ -297,31 +312,31 @@ def _curves(costs: Costs, to: Placement, nbytes: int, codec: str | None = None) 
             size: (use.cost.seconds * use.busy.get(to.widest, 0.0), 0.0)
             for size, use in zip(sizes, used, strict=True)
         }
-        curve = Curve.through(points)
+        curve = BucketCurve.through(points)
         between = [(low + high) // 2 for low, high in pairwise(sizes)]
         exact = np.array([costs.use("all_reduce", size, to, library, codec).cost.seconds for size in between])
         over = curve.times(np.array(between))[exact > 0] / exact[exact > 0] - 1
-        found[library] = _Curves(curve, Curve.through(work), float(over.max(initial=0.0)))
+        found[library] = _Curves(curve, BucketCurve.through(work), float(over.max(initial=0.0)))
     return found
 
 
-def libraries_of(costs: Costs) -> list[str]:
+def libraries_of(costs: ClusterCosts) -> list[str]:
     """Return the libraries that may send buckets; `CAPTURED` only if no library with a name is available."""
     named = [each for each in costs.libraries() if each != CAPTURED]
     return named or costs.libraries()
 
 
-def best_library(costs: Costs) -> str:
+def best_library(costs: ClusterCosts) -> str:
     """Return the library of operations without gradients: that of the captured step, if it has costs."""
     libraries = costs.libraries()
     return CAPTURED if CAPTURED in libraries or not libraries else libraries[0]
 
 
-def buckets_of(sizes: Mapping[str, int], limit: int, library: str) -> list[Bucket]:
+def buckets_of(sizes: Mapping[str, int], limit: int, library: str) -> list[PlannedBucket]:
     """Return buckets of up to `limit` bytes of the gradients, in the order of `sizes`."""
     names = list(sizes)
-    entries = [Entry(at, nbytes) for at, nbytes in enumerate(sizes.values())]
+    entries = [BucketEntry(at, nbytes) for at, nbytes in enumerate(sizes.values())]
     return [
-        Bucket(tuple(names[at] for at in each.members), library)
+        PlannedBucket(tuple(names[at] for at in each.members), library)
         for each in by_size(entries, limit=limit, alignment=_ALIGNMENT)
     ]

@@ -3,7 +3,7 @@
 Hooks of the model and the optimizer mark when modules need their parameters, gradients become ready and steps
 end; the communicator reports the operations that the program issues and waits for. Marks are times of the
 host, or events on the current stream if the parameters are on a device. At the end all ranks exchange their
-marks and construct the same `Step` from them.
+marks and construct the same `CapturedStep` from them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,16 @@ import torch
 from mcr_plus.board.base import Failure
 from mcr_plus.bucketing import MEASURED
 from mcr_plus.bucketing.costs import OVERHEAD
-from mcr_plus.bucketing.step import Issue, Mark, Need, RankStep, Ready, Step, Wait, model_hash
+from mcr_plus.bucketing.step import (
+    CapturedStep,
+    IssueEvent,
+    Mark,
+    NeedEvent,
+    RankStep,
+    ReadyEvent,
+    WaitEvent,
+    model_hash,
+)
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.core.group import Group
 from mcr_plus.core.kinds import dtype_name
@@ -41,7 +50,7 @@ LEAST: Final = 3
 class _Seen(NamedTuple):
     """A recorded event with times of the capture's clock. `number`: index of the operation, or -1."""
 
-    event: Ready | Need | None  # None: an operation, issued or waited for
+    event: ReadyEvent | NeedEvent | None  # None: an operation, issued or waited for
     computed: str
     begin: Any
     end: Any
@@ -49,7 +58,7 @@ class _Seen(NamedTuple):
     is_wait: bool = False
 
 
-class _Operation:
+class _CapturedOperation:
     """An operation of the program, without references to tensors. `end`: the clock at its completion."""
 
     __slots__ = ("begin", "end", "gradients", "group", "match_tag", "nbytes", "peer", "signature")
@@ -75,9 +84,10 @@ def _on_stream(device: torch.device) -> Any:
 
 
 class Capture(OperationHook):
-    """The result of `mcr.capture`: the captured `Step`, once the block has ended.
+    """The result of `mcr.capture`: the captured `CapturedStep`, once the block has ended.
 
-    `save(path)` writes it as JSON; `step` is the `Step`, and its attributes are available on this object.
+    `save(path)` writes it as JSON; `step` is the `CapturedStep`, whose attributes are available on this
+    object.
     """
 
     def __init__(
@@ -95,11 +105,11 @@ class Capture(OperationHook):
         self._optimizer = optimizer
         self._steps = count
         self._hold = hold
-        self._step: Step | None = None
+        self._step: CapturedStep | None = None
         self._names = {id(param): name for name, param in model.named_parameters() if param.requires_grad}
         self._events = {  # built in advance: hooks run inside the measured time
             name: (
-                Ready(name, param.nbytes, f"{dtype_name(param.dtype)} {param.device.type}"),
+                ReadyEvent(name, param.nbytes, f"{dtype_name(param.dtype)} {param.device.type}"),
                 name.rpartition(".")[0] or "model",
             )
             for name, param in model.named_parameters()
@@ -117,12 +127,12 @@ class Capture(OperationHook):
         self._began: Any = None
         self._doing = "start"
         self._seen: list[_Seen] = []
-        self._operations: list[_Operation] = []
+        self._operations: list[_CapturedOperation] = []
         self._needed: set[str] = set()
         self._tasks: dict[int, int] = {}  # by parameter, the backward pass in which it became ready
         self._carried: tuple[str, ...] = ()
         # Completed steps: begin, end, recorded events, operations, and the name of the last computation.
-        self._done: list[tuple[Any, Any, list[_Seen], list[_Operation], str]] = []
+        self._done: list[tuple[Any, Any, list[_Seen], list[_CapturedOperation], str]] = []
 
     # -- the block --------------------------------------------------------------------------------
 
@@ -176,7 +186,7 @@ class Capture(OperationHook):
         hashes = list(dict.fromkeys(of_rank for _, of_rank in gathered))
         whole = hashes[0] if len(hashes) == 1 else model_hash((each, (), "") for each in hashes)
         try:
-            merged = Step.merged(
+            merged = CapturedStep.merged(
                 {rank: seen for rank, (seen, _) in enumerate(gathered)},
                 nodes=len(set(comm.hosts)), model=whole, by_caller=bool(comm.polled_by_caller),
                 least=LEAST,
@@ -221,7 +231,7 @@ class Capture(OperationHook):
                 if name not in self._needed:
                     self._needed.add(name)
                     now = self._now()
-                    self._seen.append(_Seen(Need(name), self._doing, now, now))
+                    self._seen.append(_Seen(NeedEvent(name), self._doing, now, now))
                 self._doing = name
 
         return need
@@ -269,7 +279,7 @@ class Capture(OperationHook):
             work = issue.start(message)
             work.then(lambda: self._ended(operation))
             self._seen.append(_Seen(None, self._doing, operation.begin, self._now(), number))
-            return _Watched(work, self, operation, number)
+            return _WatchedWork(work, self, operation, number)
 
         def run(message: Message) -> None:
             if not self._active:
@@ -283,16 +293,16 @@ class Capture(OperationHook):
 
         return BoundIssue(start, run)
 
-    def _issued(self, group: Group, message: Message) -> tuple[_Operation, int]:
+    def _issued(self, group: Group, message: Message) -> tuple[_CapturedOperation, int]:
         gradients, self._carried = self._carried, ()
-        operation = _Operation(group, message, self._now(), gradients)
+        operation = _CapturedOperation(group, message, self._now(), gradients)
         self._operations.append(operation)
         return operation, len(self._operations) - 1
 
-    def _ended(self, operation: _Operation) -> None:
+    def _ended(self, operation: _CapturedOperation) -> None:
         operation.end = self._now()
 
-    def waited(self, begin: Any, operation: _Operation, number: int) -> None:
+    def waited(self, begin: Any, operation: _CapturedOperation, number: int) -> None:
         """Record that the program has waited for an operation, possibly of an earlier step, since `begin`."""
         if self._active:
             is_known = number < len(self._operations) and self._operations[number] is operation
@@ -311,19 +321,19 @@ class Capture(OperationHook):
         return [self._resolved(*step) for step in self._done]
 
     def _resolved(
-        self, began: Any, ended: Any, seen: list[_Seen], operations: list[_Operation], last: str
+        self, began: Any, ended: Any, seen: list[_Seen], operations: list[_CapturedOperation], last: str
     ) -> RankStep:
         """Return a step with its times converted to seconds since its beginning."""
         keys = _keys(operations)
-        final = {each.event.param: i for i, each in enumerate(seen) if isinstance(each.event, Ready)}
+        final = {each.event.param: i for i, each in enumerate(seen) if isinstance(each.event, ReadyEvent)}
         marks: list[Mark] = []
         for index, each in enumerate(seen):
             begin, end = self._between(began, each.begin), self._between(began, each.end)
             if each.event is not None:  # accumulated gradients are ready after the last backward pass
-                if not isinstance(each.event, Ready) or final[each.event.param] == index:
+                if not isinstance(each.event, ReadyEvent) or final[each.event.param] == index:
                     marks.append(Mark(each.event, each.computed, begin, end))
             elif each.number >= 0 and each.is_wait:
-                marks.append(Mark(Wait(each.number), each.computed, begin, end))
+                marks.append(Mark(WaitEvent(each.number), each.computed, begin, end))
             elif each.number >= 0:
                 operation = operations[each.number]
                 seconds = None if operation.end is None else self._between(operation.begin, operation.end)
@@ -336,7 +346,7 @@ class Capture(OperationHook):
         return float(begin.elapsed_time(end) / 1e3 if self._device is not None else end - begin)
 
     @property
-    def step(self) -> Step:
+    def step(self) -> CapturedStep:
         """The captured step. Raises `InvalidArgument` before the end of the block."""
         if self._step is None:
             raise InvalidArgument(
@@ -345,7 +355,7 @@ class Capture(OperationHook):
         return self._step
 
     def save(self, path: Any) -> None:
-        """Write the captured step as JSON; see `Step.save`."""
+        """Write the captured step as JSON; see `CapturedStep.save`."""
         self.step.save(path)
 
     def __getattr__(self, name: str) -> Any:
@@ -354,12 +364,12 @@ class Capture(OperationHook):
         return getattr(self.step, name)
 
 
-class _Watched(Work):
+class _WatchedWork(Work):
     """Handle of an operation of the program that records when the program waits for it."""
 
     __slots__ = ("_capture", "_number", "_operation", "_was_waited_for", "_work")
 
-    def __init__(self, work: Work, capture: Capture, operation: _Operation, number: int) -> None:
+    def __init__(self, work: Work, capture: Capture, operation: _CapturedOperation, number: int) -> None:
         self._work = work
         self._capture = capture
         self._operation = operation
@@ -406,7 +416,7 @@ class _Watched(Work):
         return self._work.source_rank()
 
 
-def _ends(operation: _Operation) -> tuple[int, ...]:
+def _ends(operation: _CapturedOperation) -> tuple[int, ...]:
     """Return sender and receiver of a message, as ranks of the job; an unknown sender is omitted."""
     me, peer = operation.group.ranks[operation.group.rank], operation.peer
     if peer is None:
@@ -414,7 +424,7 @@ def _ends(operation: _Operation) -> tuple[int, ...]:
     return (me, peer) if operation.signature.kind == "send" else (peer, me)
 
 
-def _keys(operations: Sequence[_Operation]) -> list[str]:
+def _keys(operations: Sequence[_CapturedOperation]) -> list[str]:
     """Return a key for each operation, equal on all its ranks: group or message pair, and number there."""
     counts: dict[str, int] = {}
     keys = []
@@ -430,10 +440,10 @@ def _keys(operations: Sequence[_Operation]) -> list[str]:
     return keys
 
 
-def _event(operation: _Operation, number: int) -> Issue:
+def _event(operation: _CapturedOperation, number: int) -> IssueEvent:
     signature = operation.signature
     ranks = _ends(operation) if signature.is_p2p else operation.group.ranks
-    return Issue(
+    return IssueEvent(
         number, signature.kind, operation.nbytes or 0, ranks, signature.tag, None, operation.gradients,
         None if signature.dtype is None else dtype_name(signature.dtype),
     )  # fmt: skip

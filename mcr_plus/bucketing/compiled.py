@@ -29,7 +29,7 @@ _ITEM: Final = re.compile(r"\._modules\['([^']*)'\]")  # of a module in a contai
 Cuts = tuple[str, ...]
 
 
-class Part(NamedTuple):
+class GraphPart(NamedTuple):
     """A part of a graph.
 
     `after`: the modules at whose end the part begins, empty at the beginning of a graph. `parameters`: those
@@ -124,7 +124,7 @@ class CompiledCall:
         """Use these cuts, a subset of `places`, from the next forward pass on."""
         self.cuts = tuple(place for place in self.places if place in cuts)
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[GraphPart]:
         """Return the parts compiled with the current cuts, in the order of the forward pass."""
         return self._variants[self.cuts][0].parts if self.cuts in self._variants else []
 
@@ -174,7 +174,7 @@ class _Backend:
     """A backend of Dynamo that cuts each graph and compiles the parts with another backend."""
 
     def __init__(self, model: nn.Module, cuts: Cuts, inner: Callable[..., Any]) -> None:
-        self.parts: list[Part] = []
+        self.parts: list[GraphPart] = []
         self._model = weakref.ref(model)
         self._cuts = {name: type(model.get_submodule(name)) for name in cuts}
         self._inner = inner
@@ -185,13 +185,15 @@ class _Backend:
                 return self._inner(graph, inputs, **options)
             part_of, parts = self._cut(graph, inputs)
             known = {name for part in self.parts for name in part.parameters}  # recompiled, or used before
-            news = [Part(after, tuple(each for each in names if each not in known)) for after, names in parts]
+            news = [
+                GraphPart(after, tuple(each for each in names if each not in known)) for after, names in parts
+            ]
             self.parts += [part for part in news if part.parameters]
             if len(parts) == 1:
                 return self._inner(graph, inputs, **options)
             return _compiled_parts(graph, inputs, part_of, self._inner, options)
 
-    def _cut(self, graph: fx.GraphModule, inputs: list[Any]) -> tuple[dict[fx.Node, int], list[Part]]:
+    def _cut(self, graph: fx.GraphModule, inputs: list[Any]) -> tuple[dict[fx.Node, int], list[GraphPart]]:
         """Return the part of each node, and the parts; each part has gradients that become ready with it."""
         part_of: dict[fx.Node, int] = {}
         after: list[Cuts] = [()]
@@ -216,7 +218,7 @@ class _Backend:
         for node in graph.graph.find_nodes(op="get_attr"):
             part_of[node] = min((part_of[user] for user in node.users if user in part_of), default=0)
         parts = [
-            Part(after[begin], tuple(name for name, at in first.items() if number[at] == place))
+            GraphPart(after[begin], tuple(name for name, at in first.items() if number[at] == place))
             for place, begin in enumerate(begins)
         ]
         return part_of, parts

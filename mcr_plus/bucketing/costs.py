@@ -21,7 +21,7 @@ SEARCHED: Final = 600
 
 
 @dataclass(frozen=True)
-class Curve:
+class BucketCurve:
     """Seconds of an operation and its share of the core as functions of its bytes, linear between points.
 
     Beyond the largest size, the time grows with the slope of the last two points; below the smallest size, it
@@ -33,7 +33,7 @@ class Curve:
     shares: Floats
 
     @classmethod
-    def through(cls, points: Mapping[int, tuple[float, float]]) -> Curve:
+    def through(cls, points: Mapping[int, tuple[float, float]]) -> BucketCurve:
         """Return the curve through (seconds, share) by bytes; seconds are made non-decreasing."""
         sizes = np.array(sorted(points), np.float64)
         seconds, shares = (np.array([points[int(size)][part] for size in sizes]) for part in (0, 1))
@@ -55,7 +55,7 @@ class Curve:
         return found
 
 
-def prices(nbytes: Sequence[int], alignment: int, curves: Sequence[Curve], overhead: float) -> Prices:
+def prices(nbytes: Sequence[int], alignment: int, curves: Sequence[BucketCurve], overhead: float) -> Prices:
     """Return the prices of all buckets of consecutive gradients of these sizes, for each curve.
 
     In a bucket, every gradient begins at a multiple of `alignment` bytes.

@@ -35,10 +35,10 @@ from mcr_plus.bucketing.auto_plan import (
     WARM,
     AutoPlan,
     Captured,
+    ExecutablePlan,
     PassTimes,
-    Sent,
 )
-from mcr_plus.bucketing.compiled import CompiledCall, Cuts, Part
+from mcr_plus.bucketing.compiled import CompiledCall, Cuts, GraphPart
 from mcr_plus.bucketing.costs import OVERHEAD, groups, prices
 from mcr_plus.bucketing.given_plan import named_choices
 from mcr_plus.communicator.gradient_policy import Choice
@@ -102,7 +102,7 @@ class CutPlan(AutoPlan):
 
     def after(
         self, began: float, ready: Mapping[int, float], computed: float, ended: float, order: Sequence[int]
-    ) -> Sent | None:
+    ) -> ExecutablePlan | None:
         """See `AutoPlan.after`."""
         times = PassTimes(began, ready, computed, ended)
         number, self._passes = self._passes, self._passes + 1
@@ -137,17 +137,17 @@ class CutPlan(AutoPlan):
         self.comm.all_reduce(least, MAX, compress=False, tag="plan")
         return float(least)
 
-    def _use(self, number: int) -> Sent:
+    def _use(self, number: int) -> ExecutablePlan:
         self.call.set_cuts(self._candidates[number].cuts)
         return self._plans[number]
 
-    def _give_up(self, reason: str) -> Sent | None:
+    def _give_up(self, reason: str) -> ExecutablePlan | None:
         self.call.set_cuts(())
         return super()._give_up(reason)
 
     # -- planning ---------------------------------------------------------------------------------
 
-    def _begin(self, order: Sequence[int]) -> Sent | None:
+    def _begin(self, order: Sequence[int]) -> ExecutablePlan | None:
         """Search candidates for the captured times, and begin their trial."""
         order = self.comm.broadcast_object(list(order), self.comm.ranks[0])
         whole, cut = self._whole, self._agreed(order)
@@ -172,7 +172,7 @@ class CutPlan(AutoPlan):
         ]
         self._steps = [[] for _ in candidates]
         self._plans = [
-            Sent(
+            ExecutablePlan(
                 [packed([self.entries[index] for index in members], self.alignment) for members, _ in plan],
                 [choice for _, choice in plan],
             )
@@ -207,7 +207,7 @@ class CutPlan(AutoPlan):
         The parts come from the graph instead of measured times, so noise cannot move a gradient to a
         neighbour.
         """
-        parts: list[Part] = [Part((), ()), *self.call.parts()]
+        parts: list[GraphPart] = [GraphPart((), ()), *self.call.parts()]
         place = {name: at for at, part in enumerate(parts) for name in part.parameters}
         where = {index: place.get(self.names[index], 0) for index in cut.order}
         rank = {index: at for at, index in enumerate(cut.order)}
@@ -278,7 +278,7 @@ class CutPlan(AutoPlan):
 
     # -- the verdict ------------------------------------------------------------------------------
 
-    def _end(self) -> Sent:
+    def _end(self) -> ExecutablePlan:
         """Compare the candidates by the slowest rank's times, and keep the best one."""
         steps = torch.tensor(self._steps, dtype=torch.float64, device="cpu")
         self.comm.all_reduce(steps, MAX, compress=False, tag="plan")

@@ -20,7 +20,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from mcr_plus.bucketing.search import Floats, Found, Prices, checked_times, front, least_end, rest
+from mcr_plus.bucketing.search import Floats, FoundPlan, Prices, checked_times, front, least_end, rest
 from mcr_plus.kernels.cpu import compiled
 
 _LABELS: Final = 64  # per state
@@ -30,7 +30,7 @@ _NONE: Final = -1
 
 
 @dataclass(frozen=True)
-class FoundCuts(Found):
+class FoundCuts(FoundPlan):
     """The best plan and `cuts`: ascending indices into the given positions.
 
     `bound` holds for every choice of cuts, including cuts without a cost.

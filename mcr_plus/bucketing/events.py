@@ -66,7 +66,7 @@ class Queues(NamedTuple):
     connection: Ints
 
 
-class Shares(NamedTuple):
+class LinkShares(NamedTuple):
     """The sharing of links: an entry is the use of one link by one queue.
 
     Entries of queue q begin at `of_queue[q]`. `by_link` contains the indices of entries by link, those of a
@@ -97,12 +97,12 @@ class Ran(NamedTuple):
     blocked: NDArray[np.bool_]
 
 
-def run(programs: Programs, of_rank: Ints, queue_of: Ints, queues: Queues, shares: Shares) -> Ran:
+def run(programs: Programs, of_rank: Ints, queue_of: Ints, queues: Queues, shares: LinkShares) -> Ran:
     """Simulate a step.
 
     Args:
         programs: of all ranks. of_rank: the program of each rank. queue_of: [ranks, slots] of int64, the
-            queue of each slot, -1 for none. queues, shares: see `Queues` and `Shares`.
+            queue of each slot, -1 for none. queues, shares: see `Queues` and `LinkShares`.
     """
     return Ran(*_run(programs, of_rank, queue_of, queues, shares))
 
@@ -117,7 +117,7 @@ def prepare() -> None:
     queues = Queues(
         ends, nothing, nothing, np.zeros((1, 3)), nothing, nothing, ends, one, one, by_caller, one
     )
-    shares = Shares(np.zeros(2, np.int64), none, none, none, np.zeros(0), one, none)
+    shares = LinkShares(np.zeros(2, np.int64), none, none, none, np.zeros(0), one, none)
     run(programs, one, np.zeros((1, 1), np.int64), queues, shares)
 
 

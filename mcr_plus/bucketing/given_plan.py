@@ -103,7 +103,7 @@ def keep(group: str, named: Named, comm: Communicator, report: Mapping[str, Any]
     current().restored.setdefault(group, {}).setdefault(STATE, {})[plan.model] = plan.model_dump(mode="json")
 
 
-class _Job(NamedTuple):
+class _JobProperties(NamedTuple):
     """The properties of a job that are compared with a plan; see `SavedPlan.difference`."""
 
     model: str
@@ -115,9 +115,9 @@ class _Job(NamedTuple):
     tables: tuple[str, ...]
 
 
-def _job(comm: Communicator, named: Named) -> _Job:
+def _job(comm: Communicator, named: Named) -> _JobProperties:
     on_host = Counter(comm.hosts[rank] for rank in comm.ranks)
-    return _Job(
+    return _JobProperties(
         model=model_hash((name, param.shape, dtype_name(param.dtype)) for name, param in named),
         names=[name for name, _ in named],
         ranks=comm.size,

@@ -3,7 +3,7 @@
     for key, value, byte in members(path, {"traceEvents"}):
         Place(path, byte, "event").fields(value, {"dur": NUMBER})
 
-Memory is bounded by the largest single value, which has a limit. `Place.fields` validates a value.
+Memory is bounded by the largest single value, which has a limit. `FilePlace.fields` validates a value.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _OF_NUMBERS: Final = "0123456789.eE+-"
 _HALF: Final = re.compile("[\ud800-\udfff]")
 
 
-class Form(NamedTuple):
+class FieldForm(NamedTuple):
     """Valid values of a field: a description, and a test."""
 
     expected: str
@@ -47,24 +47,24 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str) and (value.isascii() or not _HALF.search(value))
 
 
-def within(least: int, most: int) -> Form:
+def within(least: int, most: int) -> FieldForm:
     """Return the form of whole numbers from `least` to `most`."""
-    return Form(
+    return FieldForm(
         f"a whole number from {least:,} to {most:,}", lambda value: is_whole(value) and least <= value <= most
     )
 
 
-NUMBER: Final = Form("a whole number of 64 bits", within(-(1 << 63), (1 << 63) - 1).fits)
-TEXT: Final = Form("a text", _is_text)
-LABEL: Final = Form("a text or a whole number", lambda value: _is_text(value) or is_whole(value))
-LIST: Final = Form("a list", lambda value: isinstance(value, list))
-TEXTS: Final = Form(
+NUMBER: Final = FieldForm("a whole number of 64 bits", within(-(1 << 63), (1 << 63) - 1).fits)
+TEXT: Final = FieldForm("a text", _is_text)
+LABEL: Final = FieldForm("a text or a whole number", lambda value: _is_text(value) or is_whole(value))
+LIST: Final = FieldForm("a list", lambda value: isinstance(value, list))
+TEXTS: Final = FieldForm(
     "a list of texts",
     lambda value: isinstance(value, list) and all(map(_is_text, value)),
 )
 
 
-class Place(NamedTuple):
+class FilePlace(NamedTuple):
     """Location of an object in a file, for error texts: its first byte, its kind, and its name, if any."""
 
     path: Path
@@ -79,7 +79,7 @@ class Place(NamedTuple):
             f"{self.path}: byte {self.byte}: {field} of {of}: {short(value)}; expected {expected}"
         )
 
-    def fields(self, found: Any, forms: Mapping[str, Form], inside: str = "") -> dict[str, Any]:
+    def fields(self, found: Any, forms: Mapping[str, FieldForm], inside: str = "") -> dict[str, Any]:
         """Return the fields of an object that are listed in `forms`; null counts as absent.
 
         `inside`: the field that contains the object. Raises `ConfigError` for a value that does not fit its

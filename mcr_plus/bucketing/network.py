@@ -11,7 +11,7 @@ The model:
   all ranks of the group have arrived, that is when each has issued it and its predecessor has ended; if the
   program drives progress (`by_caller`) of a library that has to be polled, a rank arrives when the program
   next issues, waits, or has a gradient ready.
-- An operation alone takes the time in `Costs`, and uses a fraction of the rate of each of its links.
+- An operation alone takes the time in `ClusterCosts`, and uses a fraction of the rate of each of its links.
   Operations on an overloaded link are slowed down so that their messages have equal rates. If a link's rate
   is unknown, an operation is assumed to use all of it, as do operations of the same ranks by other libraries.
 - MPI sends all messages between two ranks over one connection, in the order in which they were posted, and
@@ -37,21 +37,21 @@ from numpy.typing import NDArray
 from mcr_plus import registry
 from mcr_plus.backends import backend_class
 from mcr_plus.bucketing import events
-from mcr_plus.bucketing.course import CLASSES, Course, Timeline
-from mcr_plus.bucketing.events import Queues, Shares
+from mcr_plus.bucketing.events import LinkShares, Queues
 from mcr_plus.bucketing.programs import (
-    Builder,
-    Plan,
-    Program,
-    Sent,
-    Slot,
+    BucketPlan,
+    CapturedProgram,
+    CapturedQueue,
+    ProgramBuilder,
+    ProgramOperation,
     bounds_of,
     gradients_of,
     joined,
     sizes_of,
 )
-from mcr_plus.bucketing.scaling import Costs, Use
-from mcr_plus.bucketing.step import Step
+from mcr_plus.bucketing.scaling import ClusterCosts, Use
+from mcr_plus.bucketing.simulation_result import CLASSES, SimulationResult, Timeline
+from mcr_plus.bucketing.step import CapturedStep
 from mcr_plus.bucketing.topology import Topology
 from mcr_plus.core.kinds import KINDS
 from mcr_plus.core.units import about
@@ -62,9 +62,9 @@ _Words = NDArray[np.uint64]
 
 
 def simulate(
-    step: Step,
-    plan: Plan | None,
-    costs: Costs,
+    step: CapturedStep,
+    plan: BucketPlan | None,
+    costs: ClusterCosts,
     topology: Topology | None = None,
     *,
     ranks: int | None = None,
@@ -92,18 +92,20 @@ def simulate(
         raise InvalidArgument(
             f"ranks: expected 1 to {costs.topology.ranks}, those of the topology, got {world}"
         )
-    job = _Job(step, plan or Plan(), costs, world, overhead)
+    job = _Simulation(step, plan or BucketPlan(), costs, world, overhead)
     return job.timeline(fold=fold)
 
 
-class _Job:
+class _Simulation:
     """A step on all ranks: programs, queues and links."""
 
-    def __init__(self, step: Step, plan: Plan, costs: Costs, world: int, overhead: float) -> None:
+    def __init__(
+        self, step: CapturedStep, plan: BucketPlan, costs: ClusterCosts, world: int, overhead: float
+    ) -> None:
         self.step, self.plan, self.costs, self.world = step, plan, costs, world
         self.unknown: dict[str, None] = {}
         self.extends: set[tuple[int, ...]] = {tuple(range(step.ranks))}
-        programs: list[Program] = []
+        programs: list[CapturedProgram] = []
         sizes = sizes_of(step)
         base = np.full(step.ranks, -1, np.int64)
         for role in step.roles:
@@ -111,7 +113,7 @@ class _Job:
                 if not 0 <= rank < step.ranks or base[rank] >= 0:
                     raise InvalidArgument(f"rank {rank}: expected each of 0 to {step.ranks - 1} in one role")
                 base[rank] = len(programs)
-            builder = Builder(role, plan, overhead, step.ranks, gradients_of(step, role), sizes)
+            builder = ProgramBuilder(role, plan, overhead, step.ranks, gradients_of(step, role), sizes)
             programs.append(builder.build())
             self.extends |= builder.extends
             self.unknown |= builder.unknown
@@ -142,10 +144,10 @@ class _Job:
         captured, world = self.step.ranks, self.world
         slots = max((len(program.slots) for program in self.programs), default=0)
         self.queue_of = np.full((world, max(slots, 1)), -1, np.int64)
-        self.sent: list[list[Sent]] = []
+        self.sent: list[list[ProgramOperation]] = []
         self.groups: list[Sequence[int]] = []
         self.library: list[str] = []
-        numbers: dict[tuple[Slot, int], int] = {}
+        numbers: dict[tuple[CapturedQueue, int], int] = {}
         issuers: list[int] = []
         for rank in range(world):
             copy, origin = divmod(rank, captured)
@@ -292,7 +294,7 @@ class _Job:
         shares = self._shares(queues, queue_at, link_rep, links)
         programs = joined(self.programs)
         ran = events.run(programs, self.of_rank[ranks], queue_of, made, shares)
-        course = Course(self, ranks, queues, queue_of, programs, made, shares, ran)
+        course = SimulationResult(self, ranks, queues, queue_of, programs, made, shares, ran)
         course.check_end()
         return course.timeline()
 
@@ -339,7 +341,7 @@ class _Job:
         """Return whether the program drives a library's operations; those of gloo and NCCL need no polls."""
         return self.step.by_caller and is_polled(library)
 
-    def _shares(self, queues: Ints, queue_at: Ints, link_rep: Ints, links: Ints) -> Shares:
+    def _shares(self, queues: Ints, queue_at: Ints, link_rep: Ints, links: Ints) -> LinkShares:
         """Return the entries of representative links: representative queues with their multiplicity."""
         link_at = np.searchsorted(links, self.entries[:, 1])
         kept = link_rep[link_at] == link_at if len(links) else np.zeros(0, np.bool_)
@@ -347,7 +349,7 @@ class _Job:
         rows = np.stack([queue_at[self.entries[kept, 0]], dense.reshape(-1), self.entries[kept, 2]], axis=1)
         rows, times = np.unique(rows, axis=0, return_counts=True)  # sorted by queue
         by_link = np.argsort(rows[:, 1], kind="stable")
-        return Shares(
+        return LinkShares(
             np.searchsorted(rows[:, 0], np.arange(len(queues) + 1)).astype(np.int64),
             np.ascontiguousarray(rows[:, 0]),
             np.ascontiguousarray(rows[:, 1]),
@@ -364,7 +366,13 @@ def members(group: Sequence[int], captured: int, world: int, copy: int | None = 
     return [rank for shift in shifts for each in group if (rank := each + shift * captured) < world]
 
 
-def _check_alike(one: list[Sent], other: list[Sent], group: tuple[int, ...], first: int, second: int) -> None:
+def _check_alike(
+    one: list[ProgramOperation],
+    other: list[ProgramOperation],
+    group: tuple[int, ...],
+    first: int,
+    second: int,
+) -> None:
     for position in range(max(len(one), len(other))):
         a = one[position][1:] if position < len(one) else None
         b = other[position][1:] if position < len(other) else None
@@ -394,7 +402,7 @@ def _known(kind: str) -> str:
     return kind if kind in KINDS else "barrier"
 
 
-def _likeness(program: Program) -> tuple[object, ...]:
+def _likeness(program: CapturedProgram) -> tuple[object, ...]:
     """Return a key that is equal for equivalent programs: all fields except the groups."""
     return tuple(program.code), tuple(program.value), tuple(program.slot), tuple(program.number)
 

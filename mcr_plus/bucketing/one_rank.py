@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from mcr_plus.bucketing.step import Event, Issue, Role, Step, Wait
+from mcr_plus.bucketing.step import CapturedStep, Event, IssueEvent, Role, WaitEvent
 from mcr_plus.bucketing.trace_files import Notes, Trace
-from mcr_plus.bucketing.trace_operations import Operation, operations
+from mcr_plus.bucketing.trace_operations import TracedOperation, operations
 from mcr_plus.core.kinds import MESSAGES
 from mcr_plus.errors import ConfigError, short
 
@@ -45,16 +45,20 @@ def ranks_of_job(trace: Trace, given: int | None, notes: Notes) -> int:
     return world
 
 
-def of_all(step: Step, trace: Trace, world: int) -> Step:
-    """Return the step of a job of `world` ranks from that of one, which `Step.merged` has made of its trace.
+def of_all(step: CapturedStep, trace: Trace, world: int) -> CapturedStep:
+    """Return the step of a job of `world` ranks from that of one rank, as `CapturedStep.merged` returns it.
 
     Groups of some ranks are repeated over the others: with (0, 2) also (1, 3), (4, 6), (5, 7). Raises
     `ConfigError` for groups that cannot be.
     """
     (role,) = step.roles
-    issued = [event for event in role.events if isinstance(event, Issue)]
+    issued = [event for event in role.events if isinstance(event, IssueEvent)]
     left_out = {event.id for event in issued if event.kind in MESSAGES}
-    kept = [event for event in role.events if not (isinstance(event, (Issue, Wait)) and event.id in left_out)]
+    kept = [
+        event
+        for event in role.events
+        if not (isinstance(event, (IssueEvent, WaitEvent)) and event.id in left_out)
+    ]
     groups = list(dict.fromkeys(event.group for event in issued if event.id not in left_out))
     members: dict[tuple[_Group, ...], list[int]] = {}
     if all(len(group) == world for group in groups):
@@ -70,7 +74,7 @@ def of_all(step: Step, trace: Trace, world: int) -> Step:
         known = {
             event.id: numbers.setdefault((event.id, of_rank[event.group]), len(numbers))
             for event in kept
-            if isinstance(event, Issue)
+            if isinstance(event, IssueEvent)
         }
         roles.append(Role(tuple(ranks), tuple(_moved(event, of_rank, known) for event in kept)))
     others = "rank does" if world == 2 else f"{world - 1} ranks do"
@@ -83,7 +87,7 @@ def of_all(step: Step, trace: Trace, world: int) -> Step:
     return replace(step, ranks=world, roles=tuple(roles), notes=(*notes, *step.notes))
 
 
-def _least_ranks(operation: Operation) -> int:
+def _least_ranks(operation: TracedOperation) -> int:
     """Return how many ranks an operation has at least, by its arguments; 0 if they do not say it."""
     ranks = operation.get("Process Group Ranks")
     return max(operation.get("Group size") or 0, max(ranks) + 1 if ranks else 0)
@@ -107,6 +111,6 @@ def _repeated(group: _Group, rank: int, trace: Trace, world: int) -> _Group:
 
 
 def _moved(event: Event, groups: Mapping[_Group, _Group], numbers: Mapping[int, int]) -> Event:
-    if isinstance(event, Issue):
+    if isinstance(event, IssueEvent):
         return event._replace(id=numbers[event.id], group=groups[event.group])
-    return Wait(numbers[event.id]) if isinstance(event, Wait) else event
+    return WaitEvent(numbers[event.id]) if isinstance(event, WaitEvent) else event

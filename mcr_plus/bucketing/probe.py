@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from mcr_plus.bucketing.costs import Curve
+from mcr_plus.bucketing.costs import BucketCurve
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.core.kinds import MAX
 from mcr_plus.core.work import Work
@@ -44,7 +44,7 @@ def probe(
     nbytes: int,
     libraries: Sequence[str | None],
     send: Send,
-) -> dict[str | None, Curve]:
+) -> dict[str | None, BucketCurve]:
     """Return the curves of all_reduces up to `nbytes` bytes by library, equal on all ranks; collective.
 
     A time is the median over repetitions, the maximum over ranks. The measurement takes about two seconds in
@@ -57,12 +57,12 @@ def probe(
         sizes.append(sizes[-1] * _FACTOR)
     if sizes[-1] < largest:
         sizes.append(largest // dtype.itemsize * dtype.itemsize)
-    found: dict[str | None, Curve] = {}
-    clock = _Clock(comm)
+    found: dict[str | None, BucketCurve] = {}
+    clock = _ProbeClock(comm)
     for number, library in enumerate(libraries):
         seconds = (_SECONDS - clock.spent()) / (len(libraries) - number)
         points: dict[int, tuple[float, float]] = {}
-        of_library = _Clock(comm)
+        of_library = _ProbeClock(comm)
         for at, size in enumerate(sizes):
             parts = _PARTS if len(points) > 1 else 0.0  # a curve needs two sizes for its slope
             if points and seconds - of_library.spent() < (_FIRST + parts) * _expected(points, size):
@@ -83,7 +83,7 @@ def probe(
             train = [start, *(partial(send, values.clone(), library) for _ in range(length - 1))]
             points[size] = _measured(comm, train, max(1, int(min(fitting / length, _MOST))))
         if points:
-            found[library] = Curve.through(points)
+            found[library] = BucketCurve.through(points)
     return found
 
 
@@ -92,10 +92,10 @@ def _expected(points: Mapping[int, tuple[float, float]], size: int) -> float:
     if len(points) == 1:
         ((known, (seconds, _)),) = points.items()
         return seconds * size / known
-    return float(Curve.through(points).times(np.array([size]))[0])
+    return float(BucketCurve.through(points).times(np.array([size]))[0])
 
 
-class _Clock:
+class _ProbeClock:
     """Measures the seconds since its creation, as the maximum over ranks."""
 
     def __init__(self, comm: Communicator) -> None:

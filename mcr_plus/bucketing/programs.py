@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from mcr_plus.bucketing.events import COMPUTE, ISSUE, POLL, WAIT, Programs
 from mcr_plus.bucketing.scaling import CAPTURED
-from mcr_plus.bucketing.step import Compute, Issue, Ready, Role, Step, Wait
+from mcr_plus.bucketing.step import CapturedStep, ComputeEvent, IssueEvent, ReadyEvent, Role, WaitEvent
 from mcr_plus.core.kinds import KINDS
 from mcr_plus.core.units import about
 from mcr_plus.errors import InvalidArgument, short
@@ -19,7 +19,7 @@ from mcr_plus.errors import InvalidArgument, short
 Ints = NDArray[np.int64]
 
 
-class Bucket(NamedTuple):
+class PlannedBucket(NamedTuple):
     """Gradients that are sent as one operation, by the names of their parameters; library and codec."""
 
     params: tuple[str, ...]
@@ -28,18 +28,18 @@ class Bucket(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class BucketPlan:
     """Buckets, and the library of other operations.
 
     `buckets`: in the order of sending; they replace the captured operations that carry gradients. None keeps
     these. `library`: of all other operations.
     """
 
-    buckets: Sequence[Bucket] | None = None
+    buckets: Sequence[PlannedBucket] | None = None
     library: str = CAPTURED
 
 
-class Sent(NamedTuple):
+class ProgramOperation(NamedTuple):
     """A simulated operation, equal on all members of its group."""
 
     name: str
@@ -48,7 +48,7 @@ class Sent(NamedTuple):
     codec: str | None
 
 
-class Slot(NamedTuple):
+class CapturedQueue(NamedTuple):
     """A queue of a captured rank: its group, in captured ranks, and the library."""
 
     group: tuple[int, ...]
@@ -56,15 +56,15 @@ class Slot(NamedTuple):
 
 
 @dataclass
-class Program:
+class CapturedProgram:
     """The events of a captured rank."""
 
     code: list[int] = field(default_factory=list)
     value: list[float] = field(default_factory=list)
     slot: list[int] = field(default_factory=list)
     number: list[int] = field(default_factory=list)
-    slots: list[Slot] = field(default_factory=list)
-    sent: list[list[Sent]] = field(default_factory=list)
+    slots: list[CapturedQueue] = field(default_factory=list)
+    sent: list[list[ProgramOperation]] = field(default_factory=list)
 
     def add(self, code: int, value: float = 0.0, slot: int = 0, number: int = 0) -> None:
         """Append an event."""
@@ -73,7 +73,7 @@ class Program:
         self.slot.append(slot)
         self.number.append(number)
 
-    def issue(self, slot: Slot, sent: Sent) -> tuple[int, int]:
+    def issue(self, slot: CapturedQueue, sent: ProgramOperation) -> tuple[int, int]:
         """Append an operation; returns the index of its queue among the rank's, and its number there."""
         if slot not in self.slots:
             self.slots.append(slot)
@@ -85,7 +85,7 @@ class Program:
         return place
 
 
-class Builder:
+class ProgramBuilder:
     """Builds the program of a role, with its gradients sent according to the plan.
 
     `sent`: the gradients that the role sends, including those that are ready only on other ranks. `sizes`:
@@ -95,17 +95,17 @@ class Builder:
     def __init__(
         self,
         role: Role,
-        plan: Plan,
+        plan: BucketPlan,
         overhead: float,
         world: int,
         sent: frozenset[str],
         sizes: Mapping[str, int],
     ) -> None:
         self.role, self.plan, self.overhead = role, plan, overhead
-        carrying = [each for each in role.events if isinstance(each, Issue) and each.gradients]
+        carrying = [each for each in role.events if isinstance(each, IssueEvent) and each.gradients]
         self.extends = {each.group for each in carrying}
         self.unknown: dict[str, None] = {}
-        self.program = Program()
+        self.program = CapturedProgram()
         self._groups = {param: each.group for each in carrying for param in each.gradients}
         self._everyone = tuple(range(world))
         self._sizes = sizes
@@ -117,24 +117,26 @@ class Builder:
         self._places: dict[int, tuple[int, int]] = {}
         self._named: dict[str, int] = {}
 
-    def build(self) -> Program:
+    def build(self) -> CapturedProgram:
         """Return the program; raises `InvalidArgument` for negative times and waits without an operation."""
-        waits = [each for each in self.role.events if isinstance(each, Wait) and each.id in self._replaced]
+        waits = [
+            each for each in self.role.events if isinstance(each, WaitEvent) and each.id in self._replaced
+        ]
         for each in self.role.events:
-            if isinstance(each, Compute):
+            if isinstance(each, ComputeEvent):
                 if not 0 <= each.seconds < np.inf:
                     raise InvalidArgument(f"{each.name}: expected seconds of at least 0, got {each.seconds}")
                 self.program.add(COMPUTE, each.seconds)
-            elif isinstance(each, Ready):
+            elif isinstance(each, ReadyEvent):
                 self._on_ready(each)
-            elif isinstance(each, Issue):
+            elif isinstance(each, IssueEvent):
                 self._on_issue(each)
-            elif isinstance(each, Wait):
+            elif isinstance(each, WaitEvent):
                 self._on_wait(each, last=bool(waits) and each is waits[-1])
         self._send_rest()
         return self.program
 
-    def _on_ready(self, event: Ready) -> None:
+    def _on_ready(self, event: ReadyEvent) -> None:
         self._ready.add(event.param)
         if event.param in self._averaged:  # the hooks of others (`mcr_skip`) do not poll
             self.program.add(POLL)
@@ -151,10 +153,12 @@ class Builder:
     def _send_next(self) -> None:
         bucket = self._buckets[len(self._sent)]
         nbytes = sum(self._sizes[param] for param in bucket.params)
-        sent = Sent(f"bucket {len(self._sent)} ({about(nbytes)})", "all_reduce", nbytes, bucket.codec)
-        self._sent.append(self._issue(Slot(self._group(bucket), bucket.library), sent))
+        sent = ProgramOperation(
+            f"bucket {len(self._sent)} ({about(nbytes)})", "all_reduce", nbytes, bucket.codec
+        )
+        self._sent.append(self._issue(CapturedQueue(self._group(bucket), bucket.library), sent))
 
-    def _on_issue(self, event: Issue) -> None:
+    def _on_issue(self, event: IssueEvent) -> None:
         if event.id in self._replaced:
             return
         if event.kind not in KINDS:
@@ -162,10 +166,10 @@ class Builder:
         kind = "send" if event.kind == "recv" else event.kind  # one operation on both ranks
         stem = event.tag or event.kind
         self._named[stem] = self._named.get(stem, -1) + 1
-        sent = Sent(f"{stem} {self._named[stem]}", kind, event.nbytes, None)
-        self._places[event.id] = self._issue(Slot(event.group, self.plan.library), sent)
+        sent = ProgramOperation(f"{stem} {self._named[stem]}", kind, event.nbytes, None)
+        self._places[event.id] = self._issue(CapturedQueue(event.group, self.plan.library), sent)
 
-    def _on_wait(self, event: Wait, *, last: bool) -> None:
+    def _on_wait(self, event: WaitEvent, *, last: bool) -> None:
         if event.id in self._replaced:
             self._send_rest()
             places = self._sent if last else []  # gradients are used after the last wait
@@ -179,12 +183,12 @@ class Builder:
         for place in places:
             self.program.add(WAIT, 0.0, *place)
 
-    def _issue(self, slot: Slot, sent: Sent) -> tuple[int, int]:
+    def _issue(self, slot: CapturedQueue, sent: ProgramOperation) -> tuple[int, int]:
         place = self.program.issue(slot, sent)
         self.program.add(COMPUTE, self.overhead)
         return place
 
-    def _group(self, bucket: Bucket) -> tuple[int, ...]:
+    def _group(self, bucket: PlannedBucket) -> tuple[int, ...]:
         found = {self._groups.get(param, self._everyone) for param in bucket.params}
         if len(found) > 1:
             raise InvalidArgument(
@@ -193,12 +197,14 @@ class Builder:
         return found.pop()
 
 
-def sizes_of(step: Step) -> dict[str, int]:
+def sizes_of(step: CapturedStep) -> dict[str, int]:
     """Return the bytes of each gradient that is ready on some rank."""
-    return {each.param: each.nbytes for role in step.roles for each in role.events if isinstance(each, Ready)}
+    return {
+        each.param: each.nbytes for role in step.roles for each in role.events if isinstance(each, ReadyEvent)
+    }
 
 
-def gradients_of(step: Step, role: Role) -> frozenset[str]:
+def gradients_of(step: CapturedStep, role: Role) -> frozenset[str]:
     """Return the gradients that a plan sends for a role: those that its operations carry.
 
     Other ready gradients are not averaged (`mcr_skip`). If no operation of the step carries gradients, all
@@ -206,14 +212,16 @@ def gradients_of(step: Step, role: Role) -> frozenset[str]:
     """
 
     def carried(of: Role) -> frozenset[str]:
-        return frozenset(name for each in of.events if isinstance(each, Issue) for name in each.gradients)
+        return frozenset(
+            name for each in of.events if isinstance(each, IssueEvent) for name in each.gradients
+        )
 
     if any(carried(each) for each in step.roles):
         return carried(role)
-    return frozenset(each.param for each in role.events if isinstance(each, Ready))
+    return frozenset(each.param for each in role.events if isinstance(each, ReadyEvent))
 
 
-def _buckets(role: Role, plan: Plan, sent: Set[str]) -> list[Bucket]:
+def _buckets(role: Role, plan: BucketPlan, sent: Set[str]) -> list[PlannedBucket]:
     """Return the buckets whose gradients this role sends."""
     found = []
     for bucket in plan.buckets or ():
@@ -234,7 +242,7 @@ def _buckets(role: Role, plan: Plan, sent: Set[str]) -> list[Bucket]:
     return found
 
 
-def joined(programs: Sequence[Program]) -> Programs:
+def joined(programs: Sequence[CapturedProgram]) -> Programs:
     """Return the concatenation of programs as arrays."""
     return Programs(
         bounds_of([len(each.code) for each in programs]),

@@ -7,9 +7,9 @@ import io
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from mcr_plus.bucketing.advise import Advice, Scaled
-from mcr_plus.bucketing.course import Timeline
-from mcr_plus.bucketing.step import Step
+from mcr_plus.bucketing.advise import PlanAdvice, Scaled
+from mcr_plus.bucketing.simulation_result import Timeline
+from mcr_plus.bucketing.step import CapturedStep
 from mcr_plus.core.units import about
 
 COLOURS: Final = {"measured": "#1b7837", "scaled": "#e08214", "assumed": "#b2182b"}
@@ -23,7 +23,7 @@ svg { max-width: 100%; height: auto; }
 """
 
 
-def html_report(step: Step, advice: Advice, title: str) -> str:
+def html_report(step: CapturedStep, advice: PlanAdvice, title: str) -> str:
     """Return the complete report; needs matplotlib."""
     timeline = advice.timeline
     parts = [
@@ -70,7 +70,7 @@ def html_report(step: Step, advice: Advice, title: str) -> str:
     return f"<!doctype html><html lang='en'><head>{head}</head><body>{''.join(parts)}</body></html>\n"
 
 
-def summary(advice: Advice) -> str:
+def summary(advice: PlanAdvice) -> str:
     """Return the predicted step time and its causes in a few sentences."""
     timeline = advice.timeline
     text = (
@@ -159,7 +159,7 @@ def _timeline(timeline: Timeline) -> str:
     return _svg(figure)
 
 
-def _scaling(step: Step, advice: Advice) -> str:
+def _scaling(step: CapturedStep, advice: PlanAdvice) -> str:
     figure, axes = _figure(8, 3.2)
     ranks = [at.ranks for at in advice.scaling]
     steps = [1e3 * at.step_s for at in advice.scaling]

@@ -23,12 +23,12 @@ from typing import Final, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mcr_plus.bucketing.step import Issue, Ready, Step
+from mcr_plus.bucketing.step import CapturedStep, IssueEvent, ReadyEvent
 from mcr_plus.bucketing.topology import Rack, Topology, completed, crossed
 from mcr_plus.compression.codec import PayloadCodec, make
 from mcr_plus.core.kinds import dtype_name, plain_kind
 from mcr_plus.errors import Unsupported
-from mcr_plus.tables.cost import Curve, Estimate, basis_bytes, placed, placement_of
+from mcr_plus.tables.cost import Estimate, TimeCurve, basis_bytes, placed, placement_of
 from mcr_plus.tables.scaling import (
     Algorithm,
     LinkClass,
@@ -93,7 +93,7 @@ class Measured:
     kind: str
     library: str
     at: Placement
-    curve: Curve
+    curve: TimeCurve
     shares: tuple[Floats, Floats] | None = None
     per_rank: bool = False
     dtype: str | None = None
@@ -102,11 +102,11 @@ class Measured:
     hosts: tuple[int, ...] = ()
 
     def estimate(self, nbytes: float) -> Estimate:
-        """Return the estimated time at a size in the convention of `Costs.of`."""
+        """Return the estimated time at a size in the convention of `ClusterCosts.of`."""
         return self.curve.at(self._own(nbytes))
 
     def seconds(self, nbytes: float) -> float:
-        """Return the seconds at a size in the convention of `Costs.of`."""
+        """Return the seconds at a size in the convention of `ClusterCosts.of`."""
         return 1e-6 * self.estimate(nbytes).us
 
     def is_near(self, nbytes: float) -> bool:
@@ -175,7 +175,7 @@ def from_table(table: Table) -> list[Measured]:
             into.setdefault((rule.key.kind, library, at, per_rank, like), {}).update(points)
     return [
         Measured(
-            kind, library, at, Curve.through(points), _shares(points, exposed.get(key, {})), per_rank,
+            kind, library, at, TimeCurve.through(points), _shares(points, exposed.get(key, {})), per_rank,
             like.dtype, like.device,
         )
         for key, points in whole.items()
@@ -192,13 +192,13 @@ def _shares(whole: Mapping[int, float], exposed: Mapping[int, float]) -> tuple[F
     return np.array(sizes, np.float64), np.array(shares, np.float64)
 
 
-def from_probe(step: Step) -> list[Measured]:
+def from_probe(step: CapturedStep) -> list[Measured]:
     """Return the job's own measurements of libraries (`plan.probe`) in the captured step."""
     at, like = placed(step.ranks, step.nodes, -(-step.ranks // step.nodes)), _like_of(step)
     found = []
     for library, probed in step.measured.items():
         sizes = np.array(probed.sizes, np.float64)
-        curve = Curve(sizes, np.maximum.accumulate(1e6 * np.array(probed.seconds)))
+        curve = TimeCurve(sizes, np.maximum.accumulate(1e6 * np.array(probed.seconds)))
         shares = sizes, np.clip(np.array(probed.shares, np.float64), 0.0, 1.0)
         found.append(
             Measured(
@@ -209,13 +209,13 @@ def from_probe(step: Step) -> list[Measured]:
     return found
 
 
-def from_step(step: Step, library: str = CAPTURED) -> list[Measured]:
+def from_step(step: CapturedStep, library: str = CAPTURED) -> list[Measured]:
     """Return the durations of operations in a captured step, under the name of a library."""
     per_node, like = -(-step.ranks // step.nodes), _like_of(step)
     points: dict[tuple[str, tuple[int, ...]], dict[int, list[float]]] = {}
     for role in step.roles:
         for event in role.events:
-            if isinstance(event, Issue) and event.seconds is not None:
+            if isinstance(event, IssueEvent) and event.seconds is not None:
                 hosts = tuple(rank // per_node for rank in event.group)
                 of_size = points.setdefault((plain_kind(event.kind), hosts), {})
                 of_size.setdefault(event.nbytes, []).append(1e6 * event.seconds)
@@ -231,20 +231,20 @@ def from_step(step: Step, library: str = CAPTURED) -> list[Measured]:
     return found
 
 
-def _like_of(step: Step) -> Like:
+def _like_of(step: CapturedStep) -> Like:
     """Return the common dtype and device of all gradients of a step."""
     likes = {
         each.like.partition(" ")[::2]
         for role in step.roles
         for each in role.events
-        if isinstance(each, Ready)
+        if isinstance(each, ReadyEvent)
     }
     dtypes, devices = {dtype for dtype, _ in likes}, {device for _, device in likes}
     return Like(dtypes.pop() if len(dtypes) == 1 else None, devices.pop() if len(devices) == 1 else None)
 
 
-def _curve(times: Mapping[int, Sequence[float]]) -> Curve:
-    return Curve.through(_apart({size: float(np.median(us)) for size, us in times.items()}))
+def _curve(times: Mapping[int, Sequence[float]]) -> TimeCurve:
+    return TimeCurve.through(_apart({size: float(np.median(us)) for size, us in times.items()}))
 
 
 def _joined(measured: Sequence[Measured], at: Placement) -> Measured:
@@ -283,7 +283,7 @@ def _apart(points: Mapping[int, float]) -> dict[int, float]:
 
 
 @dataclass
-class Costs:
+class ClusterCosts:
     """The costs of operations on a cluster.
 
     Args:
@@ -300,7 +300,7 @@ class Costs:
     _known: dict[tuple[object, ...], Use] = field(default_factory=dict, repr=False)
     _placed: dict[tuple[str, str], list[Measured]] = field(default_factory=dict, repr=False)
 
-    def on(self, topology: Topology) -> Costs:
+    def on(self, topology: Topology) -> ClusterCosts:
         """Return the costs on another cluster, from the same measurements.
 
         Raises:
@@ -315,7 +315,7 @@ class Costs:
                         "measured, so times cannot be scaled to another rate; expected it in the description "
                         "of that cluster (--measured-on)"
                     )
-        return Costs(self.measured, topology, before, self.guessed)
+        return ClusterCosts(self.measured, topology, before, self.guessed)
 
     def of(
         self, kind: str, nbytes: int, group: Sequence[int], library: str, codec: str | None = None

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from mcr_plus.kernels.cpu import compiled
 
 Floats = NDArray[np.float64]
-_LABELS: Final = 1024  # kept for each gradient; `Found.exact` is True if they sufficed
+_LABELS: Final = 1024  # kept for each gradient; `FoundPlan.exact` is True if they sufficed
 _BEAMS: Final = (8, 64, 512)  # smaller numbers tried first: their results exclude most labels
 _SECONDS: Final = 2.0
 _ROUNDING: Final = 1e-9  # bounds and labels add the same numbers in a different order
@@ -68,7 +68,7 @@ class Prices:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundPlan:
     """The best plan found; times in seconds.
 
     `buckets`: (begin, end, choice) of consecutive gradients. `step`: the end of the step in the model.
@@ -96,7 +96,7 @@ def search(
     prices: Prices,
     labels: int = _LABELS,
     seconds: float = _SECONDS,
-) -> Found:
+) -> FoundPlan:
     """Return the buckets with the earliest end of the step.
 
     Args:
@@ -110,7 +110,7 @@ def search(
     times = checked_times(ready, prices)
     count = len(times)
     if not count:
-        return Found([], compute, compute, True, compute)
+        return FoundPlan([], compute, compute, True, compute)
     to_come = rest(times, compute, prices.seconds, prices.lost)
     step, buckets, least = np.inf, list[tuple[int, int, int]](), 0.0
     began = perf_counter()
@@ -127,7 +127,7 @@ def search(
         if least >= step * (1 - _ROUNDING) or now - began + longer * (now - before) > seconds:
             break
     lowest = to_come.bound
-    return Found(buckets, step, lowest, least >= step * (1 - _ROUNDING), max(least, lowest))
+    return FoundPlan(buckets, step, lowest, least >= step * (1 - _ROUNDING), max(least, lowest))
 
 
 def checked_times(ready: Sequence[float] | Floats, prices: Prices) -> Floats:

@@ -24,7 +24,7 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Course:
+class BucketTimes:
     """Seconds from the beginning of the step.
 
     `computed`: the end of computation. `starts`, `ends`: of each bucket's operation. `step`: the end of both.
@@ -54,7 +54,7 @@ def simulate(
     *,
     overhead: float = 0.0,
     by_caller: bool | Sequence[bool] = False,
-) -> Course:
+) -> BucketTimes:
     """Simulate a step.
 
     Args:
@@ -74,7 +74,7 @@ def simulate(
         overhead,
         np.broadcast_to(np.asarray(by_caller, np.bool_), len(last)).copy(),
     )
-    return Course(computed, starts, ends)
+    return BucketTimes(computed, starts, ends)
 
 
 def prepare() -> None:

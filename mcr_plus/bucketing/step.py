@@ -3,9 +3,9 @@
     step = Step.load("step.json")
     step.roles[0].events        # [Compute("layers.3", 0.012), Ready("layers.3.weight", …), Issue(…), Wait(…)]
 
-The events of a rank are in the order of its program: a `Compute` is the time between two others. Ranks with
-the same events form one role, with the times of the rank that the others wait for. `Step.save` writes JSON of
-version 1.
+The events of a rank are in the order of its program: a `ComputeEvent` is the time between two others. Ranks
+with the same events form one role, with the times of the rank that the others wait for. `CapturedStep.save`
+writes JSON of version 1.
 A step has at most 1,048,576 ranks, and an operation at most 1 PiB.
 """
 
@@ -35,14 +35,14 @@ _WARM: Final = 3.0  # first steps that exceed this multiple of the median are ta
 Source = Literal["hooks", "kineto", "et"]
 
 
-class Compute(NamedTuple):
+class ComputeEvent(NamedTuple):
     """Seconds of computation between two other events, typical of the captured steps."""
 
     name: str
     seconds: float
 
 
-class Ready(NamedTuple):
+class ReadyEvent(NamedTuple):
     """The gradient of a parameter is ready to be sent. `like`: dtype and device, equal within a bucket."""
 
     param: str
@@ -50,13 +50,13 @@ class Ready(NamedTuple):
     like: str
 
 
-class Need(NamedTuple):
+class NeedEvent(NamedTuple):
     """A module uses its parameters for the first time in this step."""
 
     module: str
 
 
-class Issue(NamedTuple):
+class IssueEvent(NamedTuple):
     """The program starts an operation.
 
     `seconds`: its duration on the rank that waited least; None if unknown. `id`: equal on all participating
@@ -76,13 +76,13 @@ class Issue(NamedTuple):
     dtype: str | None = None
 
 
-class Wait(NamedTuple):
+class WaitEvent(NamedTuple):
     """The program waits for an operation."""
 
     id: int
 
 
-Event = Compute | Ready | Need | Issue | Wait
+Event = ComputeEvent | ReadyEvent | NeedEvent | IssueEvent | WaitEvent
 
 
 @dataclass(frozen=True)
@@ -97,11 +97,11 @@ class Mark(NamedTuple):
     """An event of one step of one rank, in seconds from the beginning of the step on the rank's own clock.
 
     `computed`: the name of the computation since the previous mark. Between `begin` and `end` the program
-    issues an operation or waits, and does not compute. For an `Issue`, whose `id` is the rank's own number:
-    `seconds` from here to its end; `key`, equal on its ranks and unique within a step.
+    issues an operation or waits, and does not compute. For an `IssueEvent`, whose `id` is the rank's own
+    number: `seconds` from here to its end; `key`, equal on its ranks and unique within a step.
     """
 
-    event: Ready | Need | Issue | Wait
+    event: ReadyEvent | NeedEvent | IssueEvent | WaitEvent
     computed: str
     begin: float
     end: float
@@ -131,7 +131,7 @@ class Probed(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Step:
+class CapturedStep:
     """One step of all ranks.
 
     `ranks`, `nodes`: number of ranks of the job, and of their hosts. `model`: a hash of the names, shapes and
@@ -153,7 +153,7 @@ class Step:
     measured: Mapping[str, Probed] = field(default_factory=dict)
 
     @classmethod
-    def load(cls, path: str | Path) -> Step:
+    def load(cls, path: str | Path) -> CapturedStep:
         """Read a file written by `save`.
 
         Raises:
@@ -196,7 +196,7 @@ class Step:
         by_caller: bool = True,
         least: int = 3,
         notes: Iterable[str] = (),
-    ) -> Step:
+    ) -> CapturedStep:
         """Merge several records of a step from all ranks of a job into one.
 
         Operations of different ranks are matched by `Mark.key`. The duration of an operation in a step is its
@@ -224,7 +224,9 @@ class Step:
         if middle <= 0:
             raise InvalidArgument("steps take no time; expected them to end later than they begin")
         usual = {rank: _usual(steps, warm) for rank, steps in sorted(per_rank.items())}
-        if not any(isinstance(mark.event, Ready) for chosen in usual.values() for mark in chosen[0][1].marks):
+        if not any(
+            isinstance(mark.event, ReadyEvent) for chosen in usual.values() for mark in chosen[0][1].marks
+        ):
             raise InvalidArgument("no backward pass: no gradient became ready; expected one in every step")
         fewest = min(len(chosen) for chosen in usual.values())
         if fewest < least:
@@ -258,7 +260,8 @@ Chosen = list[tuple[int, RankStep]]
 def _shape(step: RankStep) -> tuple[Any, ...]:
     """Return the sequence of events of a step, without fields that may differ between steps of a program."""
     marks = [
-        (m.event._replace(nbytes=0) if isinstance(m.event, Issue) else m.event, m.key) for m in step.marks
+        (m.event._replace(nbytes=0) if isinstance(m.event, IssueEvent) else m.event, m.key)
+        for m in step.marks
     ]
     return tuple(marks)
 
@@ -280,7 +283,7 @@ def _shortest(usual: Mapping[int, Chosen]) -> dict[str, float | None]:
     for chosen in usual.values():
         for number, step in chosen:
             for mark in step.marks:
-                if isinstance(mark.event, Issue):
+                if isinstance(mark.event, IssueEvent):
                     known = by_step.setdefault(mark.key, {})
                     if mark.seconds is not None:
                         known.setdefault(number, []).append(mark.seconds)
@@ -301,25 +304,27 @@ def _events(
     keys: dict[int, str] = {}
     for index, (mark, spent) in enumerate(zip(steps[0].marks, computing.tolist(), strict=False)):
         if spent > 0:
-            events.append(Compute(mark.computed, spent))
+            events.append(ComputeEvent(mark.computed, spent))
         event = mark.event
-        if isinstance(event, Issue):
+        if isinstance(event, IssueEvent):
             keys[event.id] = mark.key
             sizes = [
-                each.event.nbytes for step in steps if isinstance((each := step.marks[index]).event, Issue)
+                each.event.nbytes
+                for step in steps
+                if isinstance((each := step.marks[index]).event, IssueEvent)
             ]
             event = event._replace(id=numbers[mark.key], nbytes=int(median(sizes)), seconds=seconds[mark.key])
-        elif isinstance(event, Wait):
-            event = Wait(numbers[keys[event.id]])
+        elif isinstance(event, WaitEvent):
+            event = WaitEvent(numbers[keys[event.id]])
         events.append(event)
     if computing[-1] > 0:
-        events.append(Compute(steps[0].last, float(computing[-1])))
+        events.append(ComputeEvent(steps[0].last, float(computing[-1])))
     return tuple(events)
 
 
 def _alike(event: Event) -> Event:
     """Return the event without fields that may differ between ranks of one role."""
-    return event._replace(nbytes=0) if isinstance(event, Issue) and event.kind in VECTOR else event
+    return event._replace(nbytes=0) if isinstance(event, IssueEvent) and event.kind in VECTOR else event
 
 
 def _roles(
@@ -386,8 +391,8 @@ def _meetings(step: RankStep, ranks: frozenset[int]) -> list[int]:
     return [
         index
         for index, (issued, mark) in enumerate(zip(step.marks, step.marks[1:], strict=False), start=1)
-        if isinstance(mark.event, Wait)
-        and isinstance(issued.event, Issue)
+        if isinstance(mark.event, WaitEvent)
+        and isinstance(issued.event, IssueEvent)
         and issued.event.id == mark.event.id
         and issued.event.kind in _OF_ALL
         and ranks <= set(issued.event.group)
@@ -402,4 +407,4 @@ def _adding_up(times: Floats) -> Floats:
 
 
 def _plain(event: Event) -> dict[str, Any]:
-    return {"event": type(event).__name__.lower(), **event._asdict()}
+    return {"event": type(event).__name__.removesuffix("Event").lower(), **event._asdict()}

@@ -14,16 +14,16 @@ from mcr_plus.bucketing.step import (
     MOST_BYTES,
     MOST_RANKS,
     VERSION,
-    Compute,
+    CapturedStep,
+    ComputeEvent,
     Event,
-    Issue,
-    Need,
+    IssueEvent,
+    NeedEvent,
     Probed,
-    Ready,
+    ReadyEvent,
     Role,
     Source,
-    Step,
-    Wait,
+    WaitEvent,
 )
 from mcr_plus.config.document import Keys, path_text, read_bytes
 from mcr_plus.core.kinds import KINDS
@@ -32,8 +32,8 @@ from mcr_plus.errors import ConfigError, short
 _LARGEST_FILE: Final = 1 << 28
 
 
-def read(path: Path) -> Step:
-    """Read a file written by `Step.save`; see `Step.load`."""
+def read(path: Path) -> CapturedStep:
+    """Read a file written by `CapturedStep.save`; see `CapturedStep.load`."""
     place = str(path)
     content = read_bytes(path, place, most=_LARGEST_FILE)
     text, data = _decoded(content, place)
@@ -45,7 +45,7 @@ def read(path: Path) -> Step:
             f"{place}:{line}: version: {short(data['version'])}; expected {VERSION}, which this release reads"
         )
     try:
-        return _Step.model_validate_json(content).built()
+        return _StepModel.model_validate_json(content).built()
     except ValidationError as error:
         problems = _problems(error)
     except _Wrong as error:
@@ -110,7 +110,7 @@ class _Wait(_Model):
 
 
 _EVENTS: Final[dict[str, type[Event]]] = {
-    "compute": Compute, "ready": Ready, "need": Need, "issue": Issue, "wait": Wait,
+    "compute": ComputeEvent, "ready": ReadyEvent, "need": NeedEvent, "issue": IssueEvent, "wait": WaitEvent,
 }  # fmt: skip
 
 
@@ -165,7 +165,7 @@ class _Probed(_Model):
         return Probed(self.kind, self.sizes, self.seconds, self.shares)
 
 
-class _Step(_Model):
+class _StepModel(_Model):
     version: Literal[1]
     source: Source
     ranks: _Count
@@ -178,7 +178,7 @@ class _Step(_Model):
     measured: dict[str, _Probed] = {}
     roles: tuple[_Role, ...] = Field(min_length=1)
 
-    def built(self) -> Step:
+    def built(self) -> CapturedStep:
         seen: dict[int, int] = {}
         for index, role in enumerate(self.roles):
             for rank in role.ranks:
@@ -196,13 +196,13 @@ class _Step(_Model):
             raise _Wrong(("roles",), f"rank {missing} is in no role; expected each of {self.ranks} ranks")
         roles = tuple(role.built(self.ranks, ("roles", index)) for index, role in enumerate(self.roles))
         events = [event for role in roles for event in role.events]
-        if any(isinstance(each, Issue) and each.gradients for each in events) and not any(
-            isinstance(each, Ready) for each in events
+        if any(isinstance(each, IssueEvent) and each.gradients for each in events) and not any(
+            isinstance(each, ReadyEvent) for each in events
         ):
             raise _Wrong(("roles",), "no gradient is ready; expected those that operations carry")
         unknown = sorted(set().union(*(role.unknown for role in self.roles)))
         notes = [f"an unknown operation, {short(kind)}, counts as a barrier" for kind in unknown]
-        return Step(
+        return CapturedStep(
             self.ranks, self.nodes, self.model, self.seconds, self.spread, roles, self.source, self.by_caller,
             (*self.notes, *notes),
             {name: each.built(("measured", name)) for name, each in self.measured.items()},

@@ -73,11 +73,11 @@ Latency = Annotated[float, BeforeValidator(parse_latency)]
 Count = Annotated[int, Field(ge=1, le=_MOST)]
 
 
-class _Part(BaseModel):
+class _ClusterPart(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class Link(_Part):
+class NetworkLink(_ClusterPart):
     """A link: bytes per second in each direction, seconds, and its owner: each rank or each node."""
 
     rate: Rate
@@ -85,13 +85,13 @@ class Link(_Part):
     per: Scope = "rank"
 
 
-class Nic(Link):
+class Nic(NetworkLink):
     """The link between nodes."""
 
     per: Scope = "node"
 
 
-class Rack(_Part):
+class Rack(_ClusterPart):
     """Racks of `nodes` nodes. `uplink`, `latency`: of the link of each rack to the others."""
 
     nodes: Count
@@ -99,15 +99,15 @@ class Rack(_Part):
     latency: Latency = 0.0
 
 
-class Links(_Part):
+class Links(_ClusterPart):
     """The links of a cluster; None for an unknown link."""
 
-    inside: Link | None = None
+    inside: NetworkLink | None = None
     nic: Nic | None = None
     rack: Rack | None = None
 
 
-class Topology(_Part):
+class Topology(_ClusterPart):
     """Nodes with ranks, connected by links; the module's docstring has an example of a file."""
 
     version: Literal[1] = 1

@@ -26,8 +26,8 @@ from mcr_plus.bucketing.json_stream import (
     NUMBER,
     TEXT,
     TEXTS,
-    Form,
-    Place,
+    FieldForm,
+    FilePlace,
     is_whole,
     members,
     within,
@@ -69,8 +69,8 @@ def _are_sizes(value: object, deepest: int = _DEEPEST) -> bool:
 
 
 _COUNT: Final = within(0, _MOST_ELEMENTS)
-_SIZES: Final = Form(f"lists of sizes, of at most {_MOST_ELEMENTS:,} elements", _are_sizes)
-_RANKS: Final = Form(
+_SIZES: Final = FieldForm(f"lists of sizes, of at most {_MOST_ELEMENTS:,} elements", _are_sizes)
+_RANKS: Final = FieldForm(
     "a list of ranks, or its text", lambda value: isinstance(value, str) or _are_ranks(value)
 )
 _ABOUT: Final = {"rank": within(0, MOST_RANKS - 1), "world_size": within(1, MOST_RANKS), "pg_config": LIST}
@@ -78,7 +78,8 @@ _GROUP: Final = {"pg_name": LABEL, "ranks": _RANKS, "group_size": within(0, MOST
 _GRADIENT: Final = {"Input Dims": _SIZES, "Input type": TEXTS, "Record function id": NUMBER}
 _OPERATION: Final = _GRADIENT | {
     "Concrete Inputs": TEXTS, "Collective name": TEXT, "dtype": TEXT, "In msg nelems": _COUNT,
-    "Out msg nelems": _COUNT, "In split size": Form("a text or a list", lambda v: isinstance(v, (str, list))),
+    "Out msg nelems": _COUNT,
+    "In split size": FieldForm("a text or a list", lambda v: isinstance(v, (str, list))),
     "Process Group Name": LABEL, "Process Group Ranks": _RANKS, "Group size": NUMBER, "Src Rank": NUMBER,
     "Dst Rank": NUMBER, "External id": LABEL, "correlation": NUMBER,
 }  # fmt: skip
@@ -105,7 +106,7 @@ class Notes:
         return [text if count == 1 else f"{text} ({count} times)" for text, count in self._counts.items()]
 
 
-class Range(NamedTuple):
+class TraceRange(NamedTuple):
     """A range of the host or a kernel, in seconds; the byte offset of its event, and its used arguments."""
 
     begin: float
@@ -169,16 +170,16 @@ class Trace:
     pid: int | str | None = None
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
     kept: int = 0
-    steps: list[Range] = field(default_factory=list)
-    optimizer: list[Range] = field(default_factory=list)
-    gradients: list[Range] = field(default_factory=list)
+    steps: list[TraceRange] = field(default_factory=list)
+    optimizer: list[TraceRange] = field(default_factory=list)
+    gradients: list[TraceRange] = field(default_factory=list)
     modules: dict[str, array[float]] = field(default_factory=dict)  # begins of their calls
-    communication: list[Range] = field(default_factory=list)
+    communication: list[TraceRange] = field(default_factory=list)
     busy: dict[Thread, array[float]] = field(default_factory=lambda: defaultdict(lambda: array("d")))
     launches: Launches = field(default_factory=Launches)
     kernels: array[float] = field(default_factory=lambda: array("d"))  # begin and end of each
     launched_by: array[int] = field(default_factory=lambda: array("q"))  # their numbers
-    remote: list[Range] = field(default_factory=list)  # kernels of communication
+    remote: list[TraceRange] = field(default_factory=list)  # kernels of communication
     first: float = math.inf
     last: float = 0.0
 
@@ -195,7 +196,7 @@ class Graph:
 
 
 def read_file(path: Path) -> Trace | Graph | None:
-    """Read a trace; returns None if the file is a step that `Step.save` wrote."""
+    """Read a trace; returns None if the file is a step that `CapturedStep.save` wrote."""
     trace, graph = Trace(path), Graph(path)
     kinds: set[str] = set()
     if _begins_as_chakra(path):
@@ -269,18 +270,18 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 def _take_about(trace: Trace, graph: Graph, key: str, value: Any, byte: int) -> None:
     """Store the members of a file other than events and nodes."""
     if key == "distributedInfo":
-        place = Place(trace.path, byte, key)
+        place = FilePlace(trace.path, byte, key)
         about = place.fields(value, _ABOUT)
         trace.rank, trace.world = about.get("rank", -1), about.get("world_size", 0)
         trace.groups = _groups(place, about.get("pg_config", []))
     elif key in ("host_name", "pid"):
         forms = {"host_name": TEXT, "pid": LABEL}
-        about = Place(trace.path, byte, "the file").fields({key: value}, forms)
+        about = FilePlace(trace.path, byte, "the file").fields({key: value}, forms)
         trace.host = about.get("host_name", trace.host)
         graph.pid = about.get("pid", graph.pid)
 
 
-def _groups(place: Place, found: Sequence[Any]) -> dict[str, tuple[int, ...]]:
+def _groups(place: FilePlace, found: Sequence[Any]) -> dict[str, tuple[int, ...]]:
     """Return the ranks of groups, by name; groups whose ranks are not in the file are omitted."""
     groups: dict[str, tuple[int, ...]] = {}
     for each in found:
@@ -303,7 +304,7 @@ def _ranks(found: Any) -> tuple[int, ...]:
 # -- events -------------------------------------------------------------------------------------------------
 
 
-def _seconds(trace: Trace, event: dict[str, Any], place: Place) -> tuple[float, float]:
+def _seconds(trace: Trace, event: dict[str, Any], place: FilePlace) -> tuple[float, float]:
     """Return begin and end of an event, in seconds since the first event of the file."""
     for name in ("ts", "dur"):
         value: Any = event.get(name, 0 if name == "dur" else None)
@@ -324,7 +325,7 @@ def _take_event(trace: Trace, event: Any, byte: int) -> None:
         return
     if kind in ("Trace", "gpu_user_annotation", "overhead"):
         return
-    place = Place(trace.path, byte, "event", name)
+    place = FilePlace(trace.path, byte, "event", name)
     begin, end = _seconds(trace, event, place)
     if kind in ("kernel", "gpu_memcpy", "gpu_memset"):
         _take_kernel(trace, event, place, begin, end)
@@ -340,7 +341,7 @@ def _take_event(trace: Trace, event: Any, byte: int) -> None:
         _take_range(trace, event, place, begin, end)
 
 
-def _take_module(trace: Trace, place: Place, name: str, begin: float) -> None:
+def _take_module(trace: Trace, place: FilePlace, name: str, begin: float) -> None:
     if name not in trace.modules:
         place.fields({"name": name}, {"name": TEXT})
         _count(trace, place)
@@ -348,13 +349,13 @@ def _take_module(trace: Trace, place: Place, name: str, begin: float) -> None:
     trace.modules[name].append(begin)
 
 
-def _take_range(trace: Trace, event: dict[str, Any], place: Place, begin: float, end: float) -> None:
+def _take_range(trace: Trace, event: dict[str, Any], place: FilePlace, begin: float, end: float) -> None:
     name: str = event["name"]
     if (listed := _list_of(trace, name)) is not None:
         kept, forms = listed
         _count(trace, place)
         args = _arguments(event, place, forms)
-        kept.append(Range(begin, end, _label(event, "tid", place), sys.intern(name), place.byte, args))
+        kept.append(TraceRange(begin, end, _label(event, "tid", place), sys.intern(name), place.byte, args))
         if kept is trace.optimizer or kept is trace.gradients:
             trace.pid = _label(event, "pid", place)
     elif event.get("cat") == "cpu_op":
@@ -366,7 +367,7 @@ def _take_range(trace: Trace, event: dict[str, Any], place: Place, begin: float,
             spans.extend((begin, end))
 
 
-def _list_of(trace: Trace, name: str) -> tuple[list[Range], Mapping[str, Form]] | None:
+def _list_of(trace: Trace, name: str) -> tuple[list[TraceRange], Mapping[str, FieldForm]] | None:
     """Return the list that stores events of a name, and the forms of their used arguments."""
     if name.startswith("ProfilerStep#"):
         return trace.steps, {}
@@ -377,7 +378,7 @@ def _list_of(trace: Trace, name: str) -> tuple[list[Range], Mapping[str, Form]] 
     return (trace.communication, _OPERATION) if _NESTED.match(name) else None
 
 
-def _count(trace: Trace, place: Place) -> None:
+def _count(trace: Trace, place: FilePlace) -> None:
     """Count one more completely stored event; raises `ConfigError` beyond the limit."""
     trace.kept += 1
     if trace.kept > _MOST_KEPT:
@@ -387,31 +388,31 @@ def _count(trace: Trace, place: Place) -> None:
         )
 
 
-def _label(event: dict[str, Any], name: str, place: Place) -> Thread:
+def _label(event: dict[str, Any], name: str, place: FilePlace) -> Thread:
     """Return a thread or a process."""
     value: Thread = place.fields(event, {name: LABEL}).get(name)
     return value
 
 
-def _number(event: dict[str, Any], place: Place) -> int | None:
+def _number(event: dict[str, Any], place: FilePlace) -> int | None:
     """Return the number that a kernel and its launch share."""
     value: int | None = place.fields(event.get("args"), {"correlation": NUMBER}, "args").get("correlation")
     return value
 
 
-def _arguments(event: dict[str, Any], place: Place, forms: Mapping[str, Form]) -> dict[str, Any]:
+def _arguments(event: dict[str, Any], place: FilePlace, forms: Mapping[str, FieldForm]) -> dict[str, Any]:
     args = place.fields(event.get("args"), forms, "args")
     if ranks := _ranks(args.pop("Process Group Ranks", None)):
         args["Process Group Ranks"] = ranks
     return args
 
 
-def _take_kernel(trace: Trace, event: dict[str, Any], place: Place, begin: float, end: float) -> None:
+def _take_kernel(trace: Trace, event: dict[str, Any], place: FilePlace, begin: float, end: float) -> None:
     name, args = event["name"], event.get("args")
     if "nccl" in name.lower() or (isinstance(args, dict) and "Collective name" in args):
         _count(trace, place)
         args = _arguments(event, place, _OPERATION)
-        trace.remote.append(Range(begin, end, None, sys.intern(name), place.byte, args))
+        trace.remote.append(TraceRange(begin, end, None, sys.intern(name), place.byte, args))
     elif (number := _number(event, place)) is not None:
         trace.kernels.extend((begin, end))
         trace.launched_by.append(number)
@@ -426,7 +427,7 @@ def _take_node(graph: Graph, node: Any, byte: int) -> None:
     name = node.get("name")
     if not isinstance(name, str):
         return
-    place = Place(graph.path, byte, "node", name)
+    place = FilePlace(graph.path, byte, "node", name)
     if "process_group:init" in name:
         _take_groups(graph, place, _tensors(node, "inputs", place))
     elif name == _ACCUMULATE or _NESTED.match(name):
@@ -440,7 +441,7 @@ def _take_node(graph: Graph, node: Any, byte: int) -> None:
             graph.args[attrs["rf_id"]] = _named_as_kineto(node, attrs, place)
 
 
-def _take_groups(graph: Graph, place: Place, inputs: dict[str, Any]) -> None:
+def _take_groups(graph: Graph, place: FilePlace, inputs: dict[str, Any]) -> None:
     """Store the groups in the text argument of the creation of groups; that of all ranks has no list."""
     for text in inputs.get("values", []):
         try:
@@ -453,7 +454,7 @@ def _take_groups(graph: Graph, place: Place, inputs: dict[str, Any]) -> None:
         graph.world = max([graph.world, *sizes])
 
 
-def _attrs(node: dict[str, Any], place: Place) -> dict[str, Any]:
+def _attrs(node: dict[str, Any], place: FilePlace) -> dict[str, Any]:
     """Return the attributes of a node, by name."""
     listed = node.get("attrs") or []
     if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed):
@@ -462,7 +463,7 @@ def _attrs(node: dict[str, Any], place: Place) -> dict[str, Any]:
     return place.fields(named, _ATTRS, "attrs")
 
 
-def _named_as_kineto(node: dict[str, Any], attrs: dict[str, Any], place: Place) -> dict[str, Any]:
+def _named_as_kineto(node: dict[str, Any], attrs: dict[str, Any], place: FilePlace) -> dict[str, Any]:
     inputs = _tensors(node, "inputs", place)
     types = [
         re.search(r"Tensor\(([^)]*)\)", each) for each in inputs.get("types", []) if isinstance(each, str)
@@ -489,7 +490,7 @@ def _named_as_kineto(node: dict[str, Any], attrs: dict[str, Any], place: Place) 
     return found
 
 
-def _tensors(node: dict[str, Any], name: str, place: Place) -> dict[str, Any]:
+def _tensors(node: dict[str, Any], name: str, place: FilePlace) -> dict[str, Any]:
     """Return the inputs or outputs of a node; empty for the plain lists of schemas before 1.1."""
     found = node.get(name)
     return {} if isinstance(found, list) else place.fields(found, _TENSORS, name)

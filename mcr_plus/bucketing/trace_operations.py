@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from mcr_plus.bucketing.step import MOST_BYTES
-from mcr_plus.bucketing.trace_files import Notes, Range, Thread, Trace
+from mcr_plus.bucketing.trace_files import Notes, Thread, Trace, TraceRange
 from mcr_plus.core.kinds import COLLECTIVES, MESSAGES, collective
 from mcr_plus.errors import ConfigError, short
 
@@ -30,7 +30,7 @@ _KERNEL: Final = re.compile(r"nccl(?:Dev)?Kernel_?(\w*?)(?:_|\(|$)", re.IGNORECA
 
 
 @dataclass
-class Operation:
+class TracedOperation:
     """An operation that the program issues. Times in seconds; `started`, `done`: of its execution.
 
     `parts`: the arguments of its ranges, outermost first. `byte`: byte offset of the first range's event.
@@ -45,7 +45,7 @@ class Operation:
     started: float | None = None
     done: float | None = None
 
-    def take(self, found: Range) -> None:
+    def take(self, found: TraceRange) -> None:
         """Add the name and the arguments of an inner range."""
         self.names.append(found.name)
         self.parts.append(found.args)
@@ -55,10 +55,10 @@ class Operation:
         return next((part[key] for part in self.parts if part.get(key) not in (None, "", [])), None)
 
 
-def operations(trace: Trace) -> list[Operation]:
+def operations(trace: Trace) -> list[TracedOperation]:
     """Return the operations in the order of their issue; inner ranges are merged into the outer one."""
-    found: list[Operation] = []
-    elsewhere: list[Range] = []  # executions by threads of the library
+    found: list[TracedOperation] = []
+    elsewhere: list[TraceRange] = []  # executions by threads of the library
     issuers = {each.thread for each in trace.communication if not each.name.startswith("gloo:")}
     for each in sorted(trace.communication, key=lambda r: (str(r.thread), r.begin, -r.end)):
         last = found[-1] if found and found[-1].thread == each.thread else None
@@ -70,7 +70,9 @@ def operations(trace: Trace) -> list[Operation]:
         elif each.name.startswith("gloo:") and issuers:
             elsewhere.append(each)
         elif _plain(each) not in _NO_OPERATIONS | {""}:
-            found.append(Operation(each.begin, each.end, each.thread, [each.name], [each.args], each.byte))
+            found.append(
+                TracedOperation(each.begin, each.end, each.thread, [each.name], [each.args], each.byte)
+            )
             if each.name.startswith("gloo:"):
                 found[-1].started, found[-1].done = each.begin, each.end
     found.sort(key=lambda operation: operation.begin)
@@ -79,7 +81,7 @@ def operations(trace: Trace) -> list[Operation]:
     return sorted(found, key=lambda operation: operation.begin)
 
 
-def _complete_by_threads(found: Sequence[Operation], elsewhere: Sequence[Range]) -> None:
+def _complete_by_threads(found: Sequence[TracedOperation], elsewhere: Sequence[TraceRange]) -> None:
     """Set the execution times of operations that a thread of the library has run.
 
     The profiler numbers a range at its creation, which is inside the call, so the range's number follows
@@ -93,7 +95,7 @@ def _complete_by_threads(found: Sequence[Operation], elsewhere: Sequence[Range])
     numbers = [number for number, _ in calls]
     for each in sorted(elsewhere, key=lambda r: r.begin):
         at = bisect.bisect_left(numbers, each.args.get("Record function id", -1)) - 1
-        waiting: Iterable[Operation] = [found[calls[at][1]]] if at >= 0 else found
+        waiting: Iterable[TracedOperation] = [found[calls[at][1]]] if at >= 0 else found
         for operation in waiting:
             same = _KINDS.get(_plain(each)) == _KINDS.get(_plain_name(operation.names[0]))
             if operation.done is None and same and operation.begin <= each.end:
@@ -102,7 +104,7 @@ def _complete_by_threads(found: Sequence[Operation], elsewhere: Sequence[Range])
                 break
 
 
-def _complete_by_kernels(found: list[Operation], trace: Trace) -> None:
+def _complete_by_kernels(found: list[TracedOperation], trace: Trace) -> None:
     """Set the execution times of operations from their kernels, matched by launch or by external id."""
     begins = [operation.begin for operation in found]
     known = {part.get("External id"): operation for operation in found for part in operation.parts}
@@ -125,7 +127,7 @@ def _complete_by_kernels(found: list[Operation], trace: Trace) -> None:
             named = _KERNEL.search(kernel.name)
             args = {"Collective name": named[1] if named else kernel.name} | kernel.args
             found.append(
-                Operation(
+                TracedOperation(
                     begin, begin, thread, [kernel.name], [args], kernel.byte, kernel.begin, kernel.end
                 )
             )  # fmt: skip
@@ -153,7 +155,7 @@ class Arguments:
             self._notes.add(f"an unknown dtype, {short(name)}, counts as 4 bytes")
         return 4
 
-    def kind(self, operation: Operation) -> str:
+    def kind(self, operation: TracedOperation) -> str:
         """Return the kind of an operation; a barrier, with a note, for an unknown one."""
         called = operation.get("Collective name")
         for name in [*operation.names, called]:
@@ -166,14 +168,14 @@ class Arguments:
         self._notes.add(f"an unknown operation, {short(name)}, counts as a barrier")
         return "barrier"
 
-    def nbytes(self, operation: Operation, kind: str) -> int:
+    def nbytes(self, operation: TracedOperation, kind: str) -> int:
         """Return the bytes of the larger of input and output."""
         nbytes = 0 if kind == "barrier" else self._largest(operation, kind)
         if nbytes > MOST_BYTES:
             raise self._wrong(operation, f"{nbytes:,} bytes; expected at most 1 PiB")
         return nbytes
 
-    def _largest(self, operation: Operation, kind: str) -> int:
+    def _largest(self, operation: TracedOperation, kind: str) -> int:
         counted = [operation.get(key) for key in ("In msg nelems", "Out msg nelems")]
         if known := [each for each in counted if each is not None]:
             return int(max(known)) * self.itemsize(operation.get("dtype"))
@@ -196,7 +198,7 @@ class Arguments:
         dtypes = [each for each in types if each not in _NO_DTYPES]
         return elements * self.itemsize(dtypes[0] if dtypes else None) if elements else 0
 
-    def group(self, operation: Operation, kind: str) -> tuple[int, ...]:
+    def group(self, operation: TracedOperation, kind: str) -> tuple[int, ...]:
         """Return the ranks of an operation; for sends and receives, sender and receiver."""
         if kind in MESSAGES:
             return self._ends(operation, kind)
@@ -209,7 +211,7 @@ class Arguments:
             self._notes.add("an operation whose group is not in the trace counts as one of all ranks")
         return self._world
 
-    def _inside(self, ranks: Sequence[int], operation: Operation) -> tuple[int, ...]:
+    def _inside(self, ranks: Sequence[int], operation: TracedOperation) -> tuple[int, ...]:
         if any(not 0 <= rank < len(self._world) for rank in ranks):
             raise self._wrong(
                 operation,
@@ -219,11 +221,11 @@ class Arguments:
         found = tuple(ranks)
         return self._world if found == self._world else found
 
-    def _wrong(self, operation: Operation, text: str) -> ConfigError:
+    def _wrong(self, operation: TracedOperation, text: str) -> ConfigError:
         name = short(operation.names[0])
         return ConfigError(f"{self._trace.path}: byte {operation.byte}: event {name}: {text}")
 
-    def _ends(self, operation: Operation, kind: str) -> tuple[int, ...]:
+    def _ends(self, operation: TracedOperation, kind: str) -> tuple[int, ...]:
         """Return sender and receiver; this rank alone, with a note, if the peer is unknown."""
         me = self._trace.rank
         peer = operation.get("Dst Rank" if kind == "send" else "Src Rank")
@@ -235,7 +237,7 @@ class Arguments:
             return (me,)
         return (me, peer) if kind == "send" else (peer, me)
 
-    def key(self, operation: Operation, kind: str, group: tuple[int, ...]) -> str:
+    def key(self, operation: TracedOperation, kind: str, group: tuple[int, ...]) -> str:
         """Return a name shared by operations that all their ranks issue in the same order."""
         if kind in MESSAGES:
             return f"{'>'.join(map(str, group))}{kind if len(set(group)) == 1 else ''}"
@@ -243,7 +245,7 @@ class Arguments:
         return f"{operation.get('Process Group Name') or ''} {named}"
 
 
-def _plain(found: Range) -> str:
+def _plain(found: TraceRange) -> str:
     """Return the plain name of a range's operation; empty if it has none."""
     return _plain_name(str(found.args.get("Collective name") or found.name))
 

@@ -12,9 +12,9 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mcr_plus.bucketing.step import Issue, Mark, Need, RankStep, Ready, Wait
-from mcr_plus.bucketing.trace_files import Notes, Range, Trace
-from mcr_plus.bucketing.trace_operations import Arguments, Operation, operations
+from mcr_plus.bucketing.step import IssueEvent, Mark, NeedEvent, RankStep, ReadyEvent, WaitEvent
+from mcr_plus.bucketing.trace_files import Notes, Trace, TraceRange
+from mcr_plus.bucketing.trace_operations import Arguments, TracedOperation, operations
 from mcr_plus.errors import ConfigError
 
 Floats = NDArray[np.float64]
@@ -47,7 +47,7 @@ class Draft(NamedTuple):
         count = len(self.marks)
         visible = sorted((since, until) for since, until in self.waits if since is not None)
         marks = [(index, mark) for index, mark in enumerate(self.marks, start=1)]
-        issued = {mark.event.id: index for index, mark in marks if isinstance(mark.event, Issue)}
+        issued = {mark.event.id: index for index, mark in marks if isinstance(mark.event, IssueEvent)}
         for number, (since, until) in enumerate(self.waits):
             usual = places.get((number, count), 0)
             if since is None and usual >= issued[number]:
@@ -58,9 +58,9 @@ class Draft(NamedTuple):
                 until, place = max(since, until), self.place(since)
             else:
                 place = self.place(since)
-            marks.append((max(place, issued[number]), Mark(Wait(number), "", since, until)))
-        marks.sort(key=lambda each: (each[0], isinstance(each[1].event, Wait)))
-        ready = [index for index, (_, mark) in enumerate(marks) if isinstance(mark.event, Ready)]
+            marks.append((max(place, issued[number]), Mark(WaitEvent(number), "", since, until)))
+        marks.sort(key=lambda each: (each[0], isinstance(each[1].event, WaitEvent)))
+        ready = [index for index, (_, mark) in enumerate(marks) if isinstance(mark.event, ReadyEvent)]
         first, last = (ready[0], ready[-1]) if ready else (len(marks), len(marks))
         return RankStep(
             self.ended - self.began,
@@ -173,14 +173,14 @@ class Reader:
             seconds = None
             if operation.started is not None and operation.done is not None:
                 seconds = operation.done - operation.started
-            event = Issue(number, kind, nbytes, group, None, None, carried)
+            event = IssueEvent(number, kind, nbytes, group, None, None, carried)
             away = issued if self._on_gpu else max(operation.end, issued)
             marks.append(Mark(event, "", issued, away, seconds, f"{key}#{counts[key]}"))
             waits.append(self._wait(operation, away, ended))
-        marks.sort(key=lambda mark: (mark.begin, isinstance(mark.event, Issue)))
+        marks.sort(key=lambda mark: (mark.begin, isinstance(mark.event, IssueEvent)))
         return Draft(began, ended, last, marks, waits)
 
-    def _wait(self, operation: Operation, issued: float, ended: float) -> tuple[float | None, float]:
+    def _wait(self, operation: TracedOperation, issued: float, ended: float) -> tuple[float | None, float]:
         """Return begin and end of the program's wait for an operation; see the docstring of `traces`.
 
         If the wait is not visible, begin is None, and end is a time that precedes the wait.
@@ -205,21 +205,22 @@ class Reader:
                 found.append((float(begins[first]), name.removeprefix("nn.Module: ")))
         found.sort(key=lambda each: each[0])
         return [
-            Mark(Need(name), "", at, at) for at, name in ((self._at(since), name) for since, name in found)
+            Mark(NeedEvent(name), "", at, at)
+            for at, name in ((self._at(since), name) for since, name in found)
         ]
 
-    def _ready(self, index: int, found: Range) -> Ready:
+    def _ready(self, index: int, found: TraceRange) -> ReadyEvent:
         dims, kind = found.args.get("Input Dims"), found.args.get("Input type")
         shape = dims[0] if dims and isinstance(dims[0], list) else None
         dtype = kind[0] if kind else "float"
         where = "cuda" if self._on_gpu else "cpu"
         if shape is None or not dtype or not all(isinstance(each, int) for each in shape):
             self._notes.add("a gradient without a shape counts as empty; expected record_shapes=True")
-            return Ready(f"gradient {index}", 0, f"float32 {where}")
+            return ReadyEvent(f"gradient {index}", 0, f"float32 {where}")
         plain = dtype.removeprefix("c10::").lower()
         nbytes = math.prod(shape) * self._arguments.itemsize(plain)
         sizes = ", ".join(map(str, shape))
-        return Ready(f"gradient {index} [{sizes}]", nbytes, f"{_DTYPES.get(plain, plain)} {where}")
+        return ReadyEvent(f"gradient {index} [{sizes}]", nbytes, f"{_DTYPES.get(plain, plain)} {where}")
 
 
 def _carried(sizes: Sequence[int], nbytes: int) -> range:

@@ -24,7 +24,15 @@ from itertools import islice
 from pathlib import Path
 
 from mcr_plus.bucketing.one_rank import of_all, ranks_of_job
-from mcr_plus.bucketing.step import MOST_RANKS, Issue, RankStep, Ready, Source, Step, model_hash
+from mcr_plus.bucketing.step import (
+    MOST_RANKS,
+    CapturedStep,
+    IssueEvent,
+    RankStep,
+    ReadyEvent,
+    Source,
+    model_hash,
+)
 from mcr_plus.bucketing.trace_files import Graph, Notes, Trace, read_file
 from mcr_plus.bucketing.trace_steps import Reader, usual_places
 from mcr_plus.errors import ConfigError, InvalidArgument
@@ -32,14 +40,14 @@ from mcr_plus.errors import ConfigError, InvalidArgument
 _log = logging.getLogger("mcr_plus")
 
 
-def load_step(paths: str | Path | Sequence[str | Path], ranks: int | None = None) -> Step:
-    """Read a step: the JSON that `Step.save` wrote, or the traces of all ranks of a job, or of one.
+def load_step(paths: str | Path | Sequence[str | Path], ranks: int | None = None) -> CapturedStep:
+    """Read a step: the JSON that `CapturedStep.save` wrote, or the traces of all ranks of a job, or of one.
 
     `paths`: a file, a folder of files that end with `.json` or `.json.gz`, or a list of these. Each rank
     needs one Kineto trace, with recorded shapes (`record_shapes=True`) or together with the execution trace
     of the same run. Files are read incrementally, and only times of kernels and calls are stored. Limits are
     1,048,576 ranks, and in a trace as many steps, gradients, operations, modules and threads together.
-    Inexact data is reported in `Step.notes`, and logged.
+    Inexact data is reported in `CapturedStep.notes`, and logged.
 
     With the trace of one rank alone, the others are assumed to do the same. `ranks`: of the job, where that
     trace does not contain their number.
@@ -62,7 +70,7 @@ def load_step(paths: str | Path | Sequence[str | Path], ranks: int | None = None
         if found is None:
             if len(files) > 1:
                 raise ConfigError(f"{file}: a step among traces; expected only this file: it has all ranks")
-            return Step.load(file)
+            return CapturedStep.load(file)
         (traces if isinstance(found, Trace) else graphs).append(found)  # type: ignore[arg-type]
     notes = Notes()
     _join_graphs(traces, graphs)
@@ -156,7 +164,7 @@ def _check_all_are_there(traces: Sequence[Trace]) -> None:
         )
 
 
-def _merged(traces: Sequence[Trace], world: int, source: Source, notes: Notes) -> Step:
+def _merged(traces: Sequence[Trace], world: int, source: Source, notes: Notes) -> CapturedStep:
     drafts = {trace.rank: Reader(trace, world, notes).drafts() for trace in traces}
     places = usual_places([draft for of_rank in drafts.values() for draft in of_rank])
     per_rank = {rank: [draft.step(places) for draft in of_rank] for rank, of_rank in drafts.items()}
@@ -174,11 +182,11 @@ def _merged(traces: Sequence[Trace], world: int, source: Source, notes: Notes) -
         (mark.event.param, (mark.event.nbytes,), mark.event.like)
         for step in per_rank[traces[0].rank][-1:]
         for mark in step.marks
-        if isinstance(mark.event, Ready)
+        if isinstance(mark.event, ReadyEvent)
     ]
     ours = any(each.name.startswith("mcr:") for trace in traces for each in trace.communication)
     try:
-        return Step.merged(
+        return CapturedStep.merged(
             per_rank, nodes=len(hosts), model=model_hash(params), source=source, by_caller=ours, least=1,
             notes=notes.texts(),
         )  # fmt: skip
@@ -193,9 +201,12 @@ def _check_models(per_rank: Mapping[int, Sequence[RankStep]], traces: Sequence[T
     ranks must not each have gradients that the other one lacks. Gradients without a shape match any.
     """
     last = {rank: steps[-1].marks for rank, steps in per_rank.items() if steps}
-    groups = {mark.event.group for marks in last.values() for mark in marks if isinstance(mark.event, Issue)}
+    groups = {
+        mark.event.group for marks in last.values() for mark in marks if isinstance(mark.event, IssueEvent)
+    }
     ready = {
-        rank: [mark.event for mark in marks if isinstance(mark.event, Ready)] for rank, marks in last.items()
+        rank: [mark.event for mark in marks if isinstance(mark.event, ReadyEvent)]
+        for rank, marks in last.items()
     }
     unknown = any("[" not in each.param for events in ready.values() for each in events)
     if unknown or groups != {tuple(range(len(traces)))}:

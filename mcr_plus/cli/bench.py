@@ -38,7 +38,7 @@ def bench(
     from mcr_plus.core.units import parse_duration
     from mcr_plus.msccl.catalog import kept
     from mcr_plus.selection.checks import checked_tables, use_algorithms
-    from mcr_plus.tuning.worker import Job
+    from mcr_plus.tuning.worker import TuningJob
 
     low, high = measuring.sizes(smallest, largest)
     measuring.check_plot(plot)
@@ -52,7 +52,7 @@ def bench(
     dtypes = measuring.dtype_names(dtype, "--dtype")
     if len(dtypes) > 1:
         raise typer.BadParameter(f"expected one type, got {dtype}", param_hint="--dtype")
-    job = Job(
+    job = TuningJob(
         "bench",
         measuring.kinds(kinds, ("all_reduce",)),
         low,

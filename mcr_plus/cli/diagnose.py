@@ -10,7 +10,7 @@ import typer
 from mcr_plus.cli.output import print_error, print_json, print_result, print_table
 
 if TYPE_CHECKING:
-    from mcr_plus.observe.diagnosis import Finding, Place
+    from mcr_plus.observe.diagnosis import DiagnosedFault, WaitingPlace
     from mcr_plus.observe.dumps import Folder
 
 _FAULT: Final = 1
@@ -44,7 +44,7 @@ def diagnose(
         raise typer.Exit(_FAULT)
 
 
-def _print(read: Folder, findings: list[Finding]) -> None:
+def _print(read: Folder, findings: list[DiagnosedFault]) -> None:
     from mcr_plus.observe.diagnosis import AWAY, BEHIND
 
     for problem in read.problems:
@@ -69,7 +69,7 @@ def _print(read: Folder, findings: list[Finding]) -> None:
         )
 
 
-def _document(read: Folder, findings: list[Finding]) -> dict[str, Any]:
+def _document(read: Folder, findings: list[DiagnosedFault]) -> dict[str, Any]:
     return {
         "folder": str(read.path),
         "ranks": read.size,
@@ -83,7 +83,7 @@ def _document(read: Folder, findings: list[Finding]) -> dict[str, Any]:
     }
 
 
-def _row(verb: str, place: Place) -> tuple[str, str, str, str]:
+def _row(verb: str, place: WaitingPlace) -> tuple[str, str, str, str]:
     frame = place.frame
     where = "unknown" if frame is None else f"{frame.filename}:{frame.line} in {frame.name}"
     return str(place.rank), verb, where, "" if not place.seconds else f"{place.seconds:.1f}"

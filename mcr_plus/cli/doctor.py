@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from mcr_plus.cli.output import print_json, print_table
-from mcr_plus.cli.tested import tested_versions
+from mcr_plus.cli.tested_versions import tested_versions
 from mcr_plus.core.environment import package_version
 from mcr_plus.errors import BackendUnavailable
 from mcr_plus.rendezvous.mpi_launcher import MpiLauncher, mpi_flavour

@@ -9,7 +9,7 @@ import typer
 from mcr_plus.cli.output import print_json, print_result, print_table
 
 if TYPE_CHECKING:
-    from mcr_plus.layout.survey import Outcome, Survey
+    from mcr_plus.layout.survey import ProgramOutcome, ProgramSurvey
 
 
 def layout(
@@ -49,7 +49,7 @@ def layout(
         raise typer.Exit(1)
 
 
-def _document(found: Survey, dtype: str, nodes: int) -> dict[str, Any]:
+def _document(found: ProgramSurvey, dtype: str, nodes: int) -> dict[str, Any]:
     import numpy as np
 
     plan, item = found.plan, found.itemsize
@@ -100,7 +100,7 @@ def _dtensor(source: str, target: str, shape: list[int], itemsize: int) -> dict[
     return {"plan_bytes": volume.total * itemsize, "most_received": volume.most * itemsize}
 
 
-def _steps(plan: Outcome) -> list[dict[str, Any]]:
+def _steps(plan: ProgramOutcome) -> list[dict[str, Any]]:
     """Return the steps of a plan: the layout after each, and the maximum of each load over ranks."""
     names = [step.target.name for step in plan.program.steps] or [plan.program.name]
     most = plan.loads.max(axis=0)
@@ -116,7 +116,7 @@ def _steps(plan: Outcome) -> list[dict[str, Any]]:
     ]
 
 
-def _print(found: Survey, document: dict[str, Any]) -> None:
+def _print(found: ProgramSurvey, document: dict[str, Any]) -> None:
     from mcr_plus.core.units import about
 
     print(f"{document['source']} -> {document['target']}, {document['dtype']}: {document['plan']}\n")

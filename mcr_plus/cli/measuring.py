@@ -20,13 +20,13 @@ from mcr_plus.launch.run import launch
 
 if TYPE_CHECKING:
     from mcr_plus.config.schema import Config
-    from mcr_plus.tuning.worker import Job
+    from mcr_plus.tuning.worker import TuningJob
 
 T = TypeVar("T")
 _INTERRUPTED = 128
 
 
-def answer_of(job: Job, ranks: int | None, via: ViaChoice) -> dict[str, Any] | None:
+def answer_of(job: TuningJob, ranks: int | None, via: ViaChoice) -> dict[str, Any] | None:
     """Run the job on `ranks` ranks of this host and return the answer of rank 0.
 
     Without `ranks`, this process must be a rank started by mpirun, torchrun or srun; rank 0 then returns the
@@ -61,7 +61,7 @@ def rank_here() -> int:
     return place.rank
 
 
-def _as_rank(job: Job) -> dict[str, Any] | None:
+def _as_rank(job: TuningJob) -> dict[str, Any] | None:
     rank = rank_here()
     from mcr_plus.tuning.worker import run
 
@@ -69,7 +69,7 @@ def _as_rank(job: Job) -> dict[str, Any] | None:
     return _read(job) if rank == 0 else None
 
 
-def _read(job: Job) -> dict[str, Any]:
+def _read(job: TuningJob) -> dict[str, Any]:
     answer: dict[str, Any] = json.loads(Path(job.answer).read_text())
     return answer
 

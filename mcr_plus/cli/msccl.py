@@ -12,9 +12,9 @@ import typer
 from mcr_plus.cli.output import print_json, print_table, print_written
 
 if TYPE_CHECKING:
-    from mcr_plus.msccl.algorithm import Algorithm, Chunks, Step, ThreadBlock
+    from mcr_plus.msccl.algorithm import Algorithm, AlgorithmStep, Chunks, ThreadBlock
     from mcr_plus.msccl.generators import Generator
-    from mcr_plus.msccl.simulator import Run
+    from mcr_plus.msccl.simulator import SymbolicRun
 
 app = typer.Typer(no_args_is_help=True, help="Verify, show and generate MSCCL algorithm files.")
 
@@ -95,13 +95,13 @@ def show(
 ) -> None:
     """Show the steps of every rank of FILE by rounds, in which all runnable steps run at once."""
     from mcr_plus.msccl.reader import read_algorithm
-    from mcr_plus.msccl.simulator import Run
+    from mcr_plus.msccl.simulator import SymbolicRun
 
     algorithm = read_algorithm(file)
     if rank is not None and rank >= algorithm.ranks:
         what = f"{rank}, expected a rank: 0 to {algorithm.ranks - 1}"
         raise typer.BadParameter(what, param_hint="--rank")
-    run = Run(algorithm, in_place=algorithm.in_place, slots=slots)
+    run = SymbolicRun(algorithm, in_place=algorithm.in_place, slots=slots)
     _warn_of_refusal(algorithm, slots)
     if as_json:
         print_json(_plain(algorithm, run, rank))
@@ -131,7 +131,9 @@ def _warn_of_refusal(algorithm: Algorithm, slots: int) -> None:
         print(f"refused: {first}{rest}", file=sys.stderr)
 
 
-def _steps(algorithm: Algorithm, rank: int | None) -> list[tuple[tuple[int, int, int], ThreadBlock, Step]]:
+def _steps(
+    algorithm: Algorithm, rank: int | None
+) -> list[tuple[tuple[int, int, int], ThreadBlock, AlgorithmStep]]:
     """Return all steps but `nop`, of one rank or of all."""
     return [
         ((number, index, at), block, step)
@@ -143,7 +145,7 @@ def _steps(algorithm: Algorithm, rank: int | None) -> list[tuple[tuple[int, int,
     ]
 
 
-def _rows(algorithm: Algorithm, run: Run, rank: int | None) -> list[list[str]]:
+def _rows(algorithm: Algorithm, run: SymbolicRun, rank: int | None) -> list[list[str]]:
     """Return a row per round, and a last one for deadlocked steps."""
     width = algorithm.ranks if rank is None else len(algorithm.programs[rank].blocks)
     cells: dict[int, list[list[str]]] = {}
@@ -157,7 +159,7 @@ def _rows(algorithm: Algorithm, run: Run, rank: int | None) -> list[list[str]]:
     ]
 
 
-def _does(block: ThreadBlock, step: Step) -> str:
+def _does(block: ThreadBlock, step: AlgorithmStep) -> str:
     """Return a step in symbols: `3 + i[2] → o[2] → 1` receives from 3, adds i[2], stores, sends to 1."""
     from mcr_plus.msccl.algorithm import READS, RECEIVES, SENDS, WRITES
 
@@ -184,7 +186,7 @@ def _peers(block: ThreadBlock) -> str:
     return " ".join(peers)
 
 
-def _plain(algorithm: Algorithm, run: Run, rank: int | None) -> dict[str, Any]:
+def _plain(algorithm: Algorithm, run: SymbolicRun, rank: int | None) -> dict[str, Any]:
     steps = [
         {
             "rank": number,

@@ -12,9 +12,9 @@ import typer
 from mcr_plus.cli.output import print_json, print_table, print_written
 
 if TYPE_CHECKING:
-    from mcr_plus.bucketing.advise import Advice
-    from mcr_plus.bucketing.scaling import Costs
-    from mcr_plus.bucketing.step import Step
+    from mcr_plus.bucketing.advise import PlanAdvice
+    from mcr_plus.bucketing.scaling import ClusterCosts
+    from mcr_plus.bucketing.step import CapturedStep
     from mcr_plus.config.schema import Config
 
 
@@ -102,7 +102,7 @@ def _check_report(path: Path) -> None:
         raise BackendUnavailable("--report needs matplotlib; pip install 'mcr_plus[plot]' brings it")
 
 
-def _check_output(path: Path, step: Step) -> None:
+def _check_output(path: Path, step: CapturedStep) -> None:
     """Raise a usage error for `-o` if the plan could not be written, or no job could use it."""
     from mcr_plus.bucketing.programs import gradients_of
 
@@ -129,10 +129,10 @@ def _by_caller(pipeline: Config) -> bool:
     return any(map(is_polled, pipeline.backends or registry.names("backends")))
 
 
-def _codec(step: Step, pipeline: Config) -> tuple[str | None, list[str]]:
+def _codec(step: CapturedStep, pipeline: Config) -> tuple[str | None, list[str]]:
     """Return the gradients' codec, None if the prediction cannot include it, and notes on omissions."""
     from mcr_plus.bucketing.scaling import wire_bytes
-    from mcr_plus.bucketing.step import Ready
+    from mcr_plus.bucketing.step import ReadyEvent
     from mcr_plus.compression.options import CompressOptions
     from mcr_plus.errors import Unsupported
 
@@ -146,7 +146,9 @@ def _codec(step: Step, pipeline: Config) -> tuple[str | None, list[str]]:
     ]
     if codec == "none":
         return None, notes
-    dtypes = {each.like.split()[0] for role in step.roles for each in role.events if isinstance(each, Ready)}
+    dtypes = {
+        each.like.split()[0] for role in step.roles for each in role.events if isinstance(each, ReadyEvent)
+    }
     try:
         for dtype in dtypes:
             wire_bytes(codec, 1 << 20, dtype)
@@ -155,8 +157,10 @@ def _codec(step: Step, pipeline: Config) -> tuple[str | None, list[str]]:
     return codec, notes
 
 
-def _costs(step: Step, pipeline: Config, topology: Path | None, measured_on: Path | None) -> Costs:
-    from mcr_plus.bucketing.scaling import Costs, from_probe, from_step, from_table
+def _costs(
+    step: CapturedStep, pipeline: Config, topology: Path | None, measured_on: Path | None
+) -> ClusterCosts:
+    from mcr_plus.bucketing.scaling import ClusterCosts, from_probe, from_step, from_table
     from mcr_plus.bucketing.topology import Topology
     from mcr_plus.config.names import backend_name
     from mcr_plus.tables.table import load_table
@@ -171,10 +175,10 @@ def _costs(step: Step, pipeline: Config, topology: Path | None, measured_on: Pat
     here = captured_on if topology is None else Topology.load(topology)
     there = None if measured_on is None else Topology.load(measured_on)
     guessed = there is None and bool(here.medium.rates)
-    return Costs([*measured, *from_step(step)], here, there, guessed)
+    return ClusterCosts([*measured, *from_step(step)], here, there, guessed)
 
 
-def _document(step: Step, advice: Advice) -> dict[str, Any]:
+def _document(step: CapturedStep, advice: PlanAdvice) -> dict[str, Any]:
     timeline = advice.timeline
     return {
         "step_ms": 1e3 * timeline.step_s,
@@ -213,7 +217,7 @@ def _document(step: Step, advice: Advice) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _write_plan(path: Path, pipeline: Config, step: Step, advice: Advice) -> None:
+def _write_plan(path: Path, pipeline: Config, step: CapturedStep, advice: PlanAdvice) -> None:
     """Write the pipeline with the plan, and the buckets in a file beside it."""
     import yaml
 
@@ -278,12 +282,12 @@ def _moved(pipeline: Config, folder: Path) -> Config:
     )
 
 
-def _print_notes(step: Step) -> None:
+def _print_notes(step: CapturedStep) -> None:
     for text in step.notes:
         typer.echo(f"note: {text}", err=True)
 
 
-def _print(advice: Advice) -> None:
+def _print(advice: PlanAdvice) -> None:
     from mcr_plus.bucketing.report import costs_of, summary
 
     typer.echo(summary(advice))

@@ -18,10 +18,10 @@ from mcr_plus.cli.run import ViaChoice, choose_via
 from mcr_plus.launch.run import launch
 
 if TYPE_CHECKING:
-    from mcr_plus.bucketing.step import Step
+    from mcr_plus.bucketing.step import CapturedStep
 
 
-class Compute(str, Enum):
+class ComputeChoice(str, Enum):
     """Replacement of computation."""
 
     sleep = "sleep"
@@ -35,7 +35,7 @@ def replay(
         typer.Option("-n", "--ranks", min=1, help="Number of ranks on this host; omit it under a launcher."),
     ] = None,
     config: Annotated[Path | None, typer.Option("--config", help="Pipeline YAML.")] = None,
-    compute: Annotated[Compute, typer.Option(help="Replacement of computation.")] = Compute.sleep,
+    compute: Annotated[ComputeChoice, typer.Option(help="Replacement of computation.")] = ComputeChoice.sleep,
     steps: Annotated[int, typer.Option(min=3, help="Number of timed steps.")] = 10,
     via: Annotated[ViaChoice, typer.Option(help="Launcher of the ranks.")] = ViaChoice.auto,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
@@ -44,16 +44,16 @@ def replay(
 
     Under mpirun, torchrun or srun, on any number of hosts, every process is a rank, and rank 0 prints.
     """
-    from mcr_plus.bucketing.step import Step
+    from mcr_plus.bucketing.step import CapturedStep
     from mcr_plus.config.reader import load
-    from mcr_plus.tuning.replay import Request, run
+    from mcr_plus.tuning.replay import ReplayRequest, run
 
-    captured = Step.load(step)
+    captured = CapturedStep.load(step)
     backends = load({"version": 1} if config is None else config).backends
     with tempfile.TemporaryDirectory(prefix="mcr-replay-") as folder:
         answer, request = Path(folder) / "answer.json", Path(folder) / "request.json"
         named = None if config is None else str(config.absolute())
-        wanted = Request(str(step.absolute()), str(answer), named, compute.value, steps)
+        wanted = ReplayRequest(str(step.absolute()), str(answer), named, compute.value, steps)
         if ranks is None:
             rank = rank_here()
             run(wanted)
@@ -72,7 +72,7 @@ def replay(
         _print(document, captured)
 
 
-def _print(document: dict[str, Any], captured: Step) -> None:
+def _print(document: dict[str, Any], captured: CapturedStep) -> None:
     measured = (f"{document[key]:.1f}" for key in ("step_ms", "fastest_ms", "slowest_ms"))
     rows = [
         ("this replay", str(document["ranks"]), *measured),

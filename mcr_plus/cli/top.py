@@ -20,7 +20,7 @@ from mcr_plus.core.units import about
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from mcr_plus.observe.job_status import GroupTraffic, Job, Member, Survey
+    from mcr_plus.observe.job_status import GroupTraffic, JobStatus, Member, ObservedJob
 
 _COLUMNS: Final = (
     "rank", "process", "state", "since", "group", "#", "operation", "waits for", "op/s", "B/s", "line",
@@ -98,7 +98,7 @@ def _nothing() -> str:
     )
 
 
-def _document(found: Survey) -> dict[str, Any]:
+def _document(found: JobStatus) -> dict[str, Any]:
     from mcr_plus.observe.findings import findings
 
     return {
@@ -113,9 +113,9 @@ def _refresh(process: int | None, interval: float) -> None:
     from rich.live import Live
 
     from mcr_plus.observe.job_status import survey
-    from mcr_plus.observe.remote_status import Elsewhere
+    from mcr_plus.observe.remote_status import RemoteStatus
 
-    with closing(Elsewhere()) as elsewhere, Live(screen=True, auto_refresh=False) as live:
+    with closing(RemoteStatus()) as elsewhere, Live(screen=True, auto_refresh=False) as live:
         try:
             while True:
                 live.update(_drawn(survey(process, elsewhere)), refresh=True)
@@ -124,7 +124,7 @@ def _refresh(process: int | None, interval: float) -> None:
             return
 
 
-def _drawn(found: Survey) -> RenderableType:
+def _drawn(found: JobStatus) -> RenderableType:
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -148,7 +148,7 @@ def _drawn(found: Survey) -> RenderableType:
     return Group(*parts)
 
 
-def _lines(found: Survey) -> list[str]:
+def _lines(found: JobStatus) -> list[str]:
     from mcr_plus.cli.output import plain_lines
 
     lines: list[str] = []
@@ -158,7 +158,7 @@ def _lines(found: Survey) -> list[str]:
     return lines[:-1]
 
 
-def _title(job: Job) -> str:
+def _title(job: ObservedJob) -> str:
     from mcr_plus.observe.findings import seconds
 
     hosts = list(dict.fromkeys(job.hosts))
@@ -166,13 +166,13 @@ def _title(job: Job) -> str:
     return _clean(f"job {job.id}: {len(job.members)} ranks on {where}, for {seconds(job.seconds)}")
 
 
-def _said(job: Job) -> list[str]:
+def _said(job: ObservedJob) -> list[str]:
     from mcr_plus.observe.findings import findings
 
     return [_clean(each) for each in findings(job)] or ["no rank is lost, and none waits for long"]
 
 
-def _rows(job: Job, member: Member) -> list[tuple[str, ...]]:
+def _rows(job: ObservedJob, member: Member) -> list[tuple[str, ...]]:
     """The rows of a rank: one for each of its groups that has issued anything, that of its wait first."""
     from mcr_plus.observe.findings import seconds
 

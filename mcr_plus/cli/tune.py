@@ -53,7 +53,7 @@ def tune(
     from mcr_plus.tables.table import load_table
     from mcr_plus.tuning.measurements import Sample
     from mcr_plus.tuning.operations import KINDS
-    from mcr_plus.tuning.worker import Job
+    from mcr_plus.tuning.worker import TuningJob
 
     low, high = measuring.sizes(smallest, largest)
     measuring.check_plot(plot)
@@ -63,7 +63,7 @@ def tune(
     pipeline = load({"version": 1, "algorithms": list(files)})
     selected = measuring.backend_names(backends, pipeline, files="--algorithms")
     _check_files(files, selected)
-    job = Job(
+    job = TuningJob(
         "tune",
         measuring.kinds(kinds, KINDS),
         low,

@@ -16,23 +16,23 @@ from mcr_plus.communicator.coalesced import BlockSizes
 from mcr_plus.communicator.objects import SignedObjects
 from mcr_plus.communicator.operations import Operations
 from mcr_plus.communicator.operations import P2POp as P2POp
-from mcr_plus.communicator.persistent import Persistent, PersistentOp
+from mcr_plus.communicator.persistent import PersistentBinding, PersistentOp
 from mcr_plus.communicator.prepared import Prepared, prepare
 from mcr_plus.communicator.successors import Succession
 from mcr_plus.config.names import stored_backend
+from mcr_plus.core.foreign_names import OF_COMMUNICATORS, name_others
 from mcr_plus.core.group import Group
 from mcr_plus.core.kinds import REDUCE_OPS, REDUCING, ReduceOp, check_reducible
 from mcr_plus.core.message import Extras, Signature, frozen
-from mcr_plus.core.other_names import OF_COMMUNICATORS, name_others
 from mcr_plus.core.units import whole_number
 from mcr_plus.core.work import Work
 from mcr_plus.engine.group_runtime import SIGNATURES
 from mcr_plus.errors import InvalidArgument, Revoked, Unsupported, is_normal_end
 from mcr_plus.fusion.coalesce import Coalescer
-from mcr_plus.pipeline.pipeline import Bound, Pipeline
+from mcr_plus.pipeline.pipeline import BoundChain, Pipeline
 
 if TYPE_CHECKING:
-    from mcr_plus.communicator.job import Job
+    from mcr_plus.communicator.job import RunningJob
     from mcr_plus.communicator.open_group import OpenGroup
     from mcr_plus.engine.group_state import GroupState
     from mcr_plus.engine.hook import Hooks
@@ -57,7 +57,7 @@ class Communicator(Operations):
     An operation that no library supports raises `Unsupported` on every rank, before any data is sent.
     """
 
-    def __init__(self, job: Job, opened: OpenGroup) -> None:
+    def __init__(self, job: RunningJob, opened: OpenGroup) -> None:
         self._runtime = job
         self.opened = opened
         self.config = opened.config  # the configuration of this group's pipeline
@@ -315,7 +315,7 @@ class Communicator(Operations):
         to the group's successor; it raises `InvalidArgument` if the tensors do not fit its number of ranks,
         or the root has been lost.
         """
-        return Persistent.of(self, kind, tensors, options)
+        return PersistentBinding.of(self, kind, tensors, options)
 
     # -- issuing ----------------------------------------------------------------------------------
 
@@ -357,7 +357,7 @@ class Communicator(Operations):
             self._plans[key] = plan
         return prepare(call, plan.signature, plan.issue)
 
-    def _chain(self, signature: Signature) -> Bound:
+    def _chain(self, signature: Signature) -> BoundChain:
         known = self._messages if signature.is_p2p else self._chains
         chain = known.get(signature)
         if chain is None:

@@ -1,4 +1,4 @@
-"""`Job`: the members of a running job that a communicator uses."""
+"""`RunningJob`: the members of a running job that a communicator uses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 ValueT = TypeVar("ValueT")
 
 
-class Job(Protocol):
+class RunningJob(Protocol):
     """The interface of a running job for communicators; `mcr_plus.job.runtime.Runtime` documents it."""
 
     engine: Engine

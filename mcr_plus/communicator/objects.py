@@ -13,7 +13,7 @@ from mcr_plus.errors import BackendError, InvalidArgument
 from mcr_plus.rendezvous.signing import seal, unseal
 
 if TYPE_CHECKING:
-    from mcr_plus.communicator.job import Job
+    from mcr_plus.communicator.job import RunningJob
     from mcr_plus.core.group import Group
 
 
@@ -37,7 +37,7 @@ def _loaded(written: bytes) -> torch.Tensor:
 class SignedObjects:
     """Pickling and unpickling of objects in a group, signed with the secret of the job."""
 
-    def __init__(self, group: Group, job: Job) -> None:
+    def __init__(self, group: Group, job: RunningJob) -> None:
         self._group = group
         self._job = job
 

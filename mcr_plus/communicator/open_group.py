@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from mcr_plus.backends.base import Channel
-    from mcr_plus.communicator.job import Job
+    from mcr_plus.communicator.job import RunningJob
     from mcr_plus.config.schema import Config
     from mcr_plus.core.group import Group
     from mcr_plus.core.message import Signature
     from mcr_plus.engine.group_runtime import GroupRuntime
     from mcr_plus.engine.group_state import BackendChannel, GroupState
-    from mcr_plus.pipeline.pipeline import Bound, Pipeline
+    from mcr_plus.pipeline.pipeline import BoundChain, Pipeline
 
 
 def _no_handle() -> None:
@@ -66,8 +66,8 @@ class OpenGroup:
     inner: bool = False
     follows: bool = False
     parts: list[OpenGroup] = field(default_factory=list)
-    chains: dict[Signature, Bound] = field(default_factory=dict)
-    messages: dict[Signature, Bound] = field(default_factory=dict)
+    chains: dict[Signature, BoundChain] = field(default_factory=dict)
+    messages: dict[Signature, BoundChain] = field(default_factory=dict)
     plans: dict[Any, Any] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
     arrays: ArrayStreams = field(init=False)
@@ -97,7 +97,7 @@ class OpenGroup:
         """True if the program has dropped its communicator."""
         return self._handle() is None and not self.inner
 
-    def communicator(self, job: Job) -> Communicator:
+    def communicator(self, job: RunningJob) -> Communicator:
         """Return the communicator that the program uses, or a new one if the program has dropped it."""
         communicator = self._handle()
         if communicator is None:

@@ -59,7 +59,7 @@ class Operations(ABC):
     blocks: BlockSizes
     coalescer: Coalescer
     _group: Group
-    _plans: dict[Any, Any]  # bound operations by call arguments: functions here, `Bound` in `prepared`
+    _plans: dict[Any, Any]  # bound operations by call arguments: functions here, `BoundChain` in `prepared`
 
     @abstractmethod
     def prepared(self, call: Call, async_op: bool, options: CallOptions) -> Prepared:

@@ -56,7 +56,7 @@ def check_persistent(kind: str, tensors: tuple[Any, ...], options: dict[str, Any
             raise InvalidArgument(f"tensors[{index}]: a persistent operation needs contiguous tensors")
 
 
-class Persistent:
+class PersistentBinding:
     """What a persistent operation is bound from: its kind, arguments and options, and the group.
 
     The program has a `partial`, so that a call of it costs no frame of ours. Where another world takes the

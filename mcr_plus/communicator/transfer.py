@@ -25,7 +25,7 @@ _PIECE: Final = 64 << 20  # bytes of one broadcast, which copies its tensors int
 _BLOCK: Final = 1 << 20  # bytes of which one digest is compared
 
 
-class _Place(NamedTuple):
+class _TensorPlace(NamedTuple):
     """Where a tensor is in a state; the tensors themselves are sent by themselves."""
 
     shape: tuple[int, ...]
@@ -157,7 +157,7 @@ def outline(
     """The state with places instead of tensors; `taken` of each of them is appended to `tensors`."""
     if isinstance(state, torch.Tensor):
         tensors.append(taken(state))
-        return _Place(tuple(state.shape), state.dtype, tensors[-1].device.type)
+        return _TensorPlace(tuple(state.shape), state.dtype, tensors[-1].device.type)
     if isinstance(state, Mapping):
         return {key: outline(value, tensors, taken) for key, value in state.items()}
     if type(state) in (list, tuple):
@@ -167,7 +167,7 @@ def outline(
 
 def rebuilt(plain: Any, tensors: list[torch.Tensor]) -> Any:
     """The opposite of `outline`, with new tensors."""
-    if isinstance(plain, _Place):
+    if isinstance(plain, _TensorPlace):
         tensors.append(torch.empty(plain.shape, dtype=plain.dtype, device=plain.device))
         return tensors[-1]
     if isinstance(plain, dict):

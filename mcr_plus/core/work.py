@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Final
 
 from mcr_plus.core.deadline import Deadline, check_wait
-from mcr_plus.core.other_names import OF_WORKS, name_others
+from mcr_plus.core.foreign_names import OF_WORKS, name_others
 from mcr_plus.core.streams import Event, Retained, Streams
 
 

@@ -22,8 +22,8 @@ from mcr_plus.core.environment import package_version
 from mcr_plus.core.units import whole_number
 from mcr_plus.core.work import Work
 from mcr_plus.elasticity.api import seconds_of
-from mcr_plus.elasticity.newcomers import GIVE, TAKE_IN, Errand, Newcomers
-from mcr_plus.elasticity.state_receiver import PrecopyReceiver
+from mcr_plus.elasticity.newcomers import GIVE, TAKE_IN, Newcomers, StateRequest
+from mcr_plus.elasticity.state_receiver import StateReceiver
 from mcr_plus.engine.closing import drain
 from mcr_plus.errors import (
     BackendError,
@@ -38,7 +38,7 @@ from mcr_plus.job.init import current
 from mcr_plus.job.rebind import Inheritance, inheriting
 from mcr_plus.job.runtime import Runtime
 from mcr_plus.local_sgd.local import LocalSteps
-from mcr_plus.membership.request import Request
+from mcr_plus.membership.request import JoinRequest
 from mcr_plus.membership.rules import Proposal
 from mcr_plus.training.parameters import unaveraged
 
@@ -60,7 +60,7 @@ class Stateful(Protocol):
 
 
 @dataclass
-class Step:
+class ElasticStep:
     """One step of `elastic`, a context in which the program computes it.
 
     Attributes:
@@ -75,7 +75,7 @@ class Step:
     _is_loss: Callable[[BaseException], bool] = lambda error: isinstance(error, PeerLost)
     _entered: bool = False
 
-    def __enter__(self) -> Step:
+    def __enter__(self) -> ElasticStep:
         if self._entered:
             raise InvalidArgument(
                 f"elastic: step {self.number} has had a `with` block; put all of a step into one block, as "
@@ -103,7 +103,7 @@ def elastic(
     min_ranks: int | None = None,
     timeout: float | str | timedelta | None = None,
     precopy: bool = True,
-) -> Iterator[Step]:
+) -> Iterator[ElasticStep]:
     """Yield the steps of a training loop which goes on when ranks are lost, and takes ranks in.
 
     `model` and `optimizer` have been wrapped (`mcr.wrap`), or the result of `mcr.local` is in `state`. Where
@@ -186,7 +186,7 @@ class _Loop:
         self._asking: tuple[Work, torch.Tensor] | None = None
         self._applied = False  # whether the optimizer has made its step in the current one
         self._newcomers = Newcomers(model, optimizer, precopies=precopy)
-        self._receiver: PrecopyReceiver | None = None  # until this process has the state
+        self._receiver: StateReceiver | None = None  # until this process has the state
         self._precopy = precopy
         several = environment.launch_environment().world_size > 1
         joins = several and environment.restarts() > 0 and runtime.roster is None
@@ -200,7 +200,7 @@ class _Loop:
             runtime.roster.passport = self._passport
             runtime.roster.note_training(takes_in=True)
 
-    def steps(self) -> Iterator[Step]:
+    def steps(self) -> Iterator[ElasticStep]:
         """See `elastic`. The hook on the optimizer lives as long as this runs."""
         hook = self._optimizer.register_step_post_hook(self._note_applied)
         try:
@@ -209,9 +209,9 @@ class _Loop:
             hook.remove()
             self._newcomers.end()
 
-    def _steps_left(self) -> Iterator[Step]:
+    def _steps_left(self) -> Iterator[ElasticStep]:
         while not self._ended():
-            step = Step(self._done, _is_loss=self._is_loss)
+            step = ElasticStep(self._done, _is_loss=self._is_loss)
             self._applied = False
             try:
                 yield step
@@ -277,18 +277,18 @@ class _Loop:
         runtime = current()
         if runtime.roster is None:
             return False
-        comm, wanted = runtime.communicator, Errand()
+        comm, wanted = runtime.communicator, StateRequest()
         now = time.monotonic()
         if comm.rank == 0 and now - self._looked >= _LOOK_EVERY:
             self._looked = now
             wanted = self._newcomers.look(runtime.roster)
         agreed = wanted
         if comm.size > 1:
-            agreed = Errand()
+            agreed = StateRequest()
             if self._asking is not None:
                 work, errand = self._asking
                 work.wait()
-                agreed = Errand(*errand.tolist())
+                agreed = StateRequest(*errand.tolist())
             self._asking = None
             if agreed.what != TAKE_IN:
                 errand = torch.tensor(wanted, device="cpu")
@@ -302,7 +302,7 @@ class _Loop:
     def _join(self) -> None:
         """Become a rank of the job."""
         self._done = -1
-        self._receiver = PrecopyReceiver(self._model, self._optimizer)
+        self._receiver = StateReceiver(self._model, self._optimizer)
         poll = self._receiver.poll if self._precopy else _be_ready
         try:
             with inheriting(current()) as inheritance:
@@ -390,7 +390,7 @@ class _Loop:
                 target.load_state_dict(state)
 
 
-def _be_ready(request: Request) -> bool:
+def _be_ready(request: JoinRequest) -> bool:
     """For a process that gets the state once it has been taken in."""
     if not request.is_ready:
         request.be_ready()

@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
-from mcr_plus.elasticity.state_source import PrecopySource
+from mcr_plus.elasticity.state_source import StateSource
 from mcr_plus.elasticity.state_stream import WORTH, nbytes_of
 from mcr_plus.kernels.digest import digest
 from mcr_plus.rendezvous.network import host_address
 from mcr_plus.rendezvous.store import secret_of
 
 if TYPE_CHECKING:
-    from mcr_plus.membership.roster import Roster
+    from mcr_plus.membership.epoch_log import EpochLog
 
 _log = logging.getLogger("mcr_plus")
 NOTHING, TAKE_IN, GIVE = range(3)
 _OURS: Final = "127.0.0.1"
 
 
-class Errand(NamedTuple):
+class StateRequest(NamedTuple):
     """What rank 0 wants to be done between two steps; the same on all ranks.
 
     Attributes:
@@ -42,7 +42,7 @@ class Newcomers:
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, precopies: bool) -> None:
         self._model, self._optimizer, self._allowed = model, optimizer, precopies
         self._given: dict[tuple[int, int], int] = {}  # request and attempt → rank, in this epoch
-        self._sources: dict[int, PrecopySource] = {}
+        self._sources: dict[int, StateSource] = {}
 
     def precopies(self) -> bool:
         """Whether newcomers get the state before they are taken in."""
@@ -53,16 +53,16 @@ class Newcomers:
         """Whether this rank gives a newcomer the state."""
         return any(not source.is_over for source in self._sources.values())
 
-    def look(self, roster: Roster) -> Errand:
+    def look(self, roster: EpochLog) -> StateRequest:
         """What is to be done for those that wait; for rank 0."""
         waiting = roster.newcomers()
         if not waiting:
-            return Errand()
+            return StateRequest()
         if not self.precopies():
-            return Errand(TAKE_IN)
+            return StateRequest(TAKE_IN)
         requests = [roster.request(number) for number in waiting]
         if any(request.is_ready for request in requests):
-            return Errand(TAKE_IN)
+            return StateRequest(TAKE_IN)
         for request in requests:
             attempt = request.attempt()
             if (request.number, attempt) in self._given or request.has_source(attempt):
@@ -73,10 +73,10 @@ class Newcomers:
                 key=lambda each: (roster.members[each].place != place, busy.count(each), each),
             )
             self._given[request.number, attempt] = rank
-            return Errand(GIVE, rank, request.number, attempt)
-        return Errand()
+            return StateRequest(GIVE, rank, request.number, attempt)
+        return StateRequest()
 
-    def give(self, roster: Roster, errand: Errand) -> None:
+    def give(self, roster: EpochLog, errand: StateRequest) -> None:
         """Begin to give a newcomer the state of now, on the rank that the errand names."""
         if roster.rank != errand.rank:
             return
@@ -87,7 +87,7 @@ class Newcomers:
                 return
             address = _OURS if newcomer.place == roster.members[roster.rank].place else host_address()
             name = f"{request.key}/{errand.attempt}"
-            source = PrecopySource(self._model, self._optimizer, secret_of(roster.root), name, address)
+            source = StateSource(self._model, self._optimizer, secret_of(roster.root), name, address)
             digest(torch.zeros(1, device="cpu"))  # compiles it before the others wait for that
             self.end(errand.number)
             self._sources[errand.number], place = source, source.place
@@ -96,7 +96,7 @@ class Newcomers:
         with suppress(RuntimeError):  # of a store that does not answer, which the next look finds
             request.offer(errand.attempt, place)
 
-    def have_joined(self, roster: Roster) -> None:
+    def have_joined(self, roster: EpochLog) -> None:
         """A new epoch has begun: those that were taken in get what is left to be sent, and no more."""
         self._given.clear()
         for number, source in list(self._sources.items()):

@@ -14,10 +14,10 @@ import torch
 from mcr_plus.elasticity import state_stream
 from mcr_plus.errors import BackendError
 from mcr_plus.kernels.digest import digest
-from mcr_plus.membership.request import TRIES, Request
+from mcr_plus.membership.request import TRIES, JoinRequest
 from mcr_plus.rendezvous import stream as links
 from mcr_plus.rendezvous.store import secret_of
-from mcr_plus.rendezvous.stream import Ended, Link
+from mcr_plus.rendezvous.stream import StreamClosed, StreamConnection
 
 _log = logging.getLogger("mcr_plus")
 _ENDS_WITHIN: Final = 5.0  # seconds without a byte, once the others wait for this process
@@ -26,7 +26,7 @@ _AHEAD: Final = 2  # messages that are received while others are applied
 _Queue = queue.Queue[tuple[int, Any]]
 
 
-class PrecopyReceiver:
+class StateReceiver:
     """Receives the state of model and optimizer, and makes the steps of the ranks that train.
 
     All but the receiving is done in the thread that calls `poll` and `finish`.
@@ -43,12 +43,12 @@ class PrecopyReceiver:
         self._attempt = 0
         self._over = False  # nothing comes any more
         self._closed = False
-        self._link: Link | None = None
+        self._link: StreamConnection | None = None
         self._thread: threading.Thread | None = None
         self._came: _Queue = queue.Queue(_AHEAD)
         self._began = self._seen = 0.0
 
-    def poll(self, request: Request) -> bool:
+    def poll(self, request: JoinRequest) -> bool:
         """Do what can be done now, for a newcomer that waits; returns whether anything has moved.
 
         Raises `RuntimeError` if the store does not answer.
@@ -109,7 +109,7 @@ class PrecopyReceiver:
         if self._thread is not None:
             self._thread.join(5.0)
 
-    def _fail(self, request: Request, why: str) -> None:
+    def _fail(self, request: JoinRequest, why: str) -> None:
         """Ask for another source, or go on without."""
         _log.info("elastic: this process does not get the state beside training: %s", why)
         if self._link is not None:
@@ -160,7 +160,7 @@ class PrecopyReceiver:
 
     # -- of the thread that receives ------------------------------------------------------------------
 
-    def _begin(self, place: tuple[str, int], request: Request) -> None:
+    def _begin(self, place: tuple[str, int], request: JoinRequest) -> None:
         secret, name = secret_of(request.root), f"{request.key}/{self._attempt}"
         digest(torch.zeros(1, device="cpu"))  # compiles it before the others wait for that
         self._began = time.monotonic()
@@ -183,8 +183,8 @@ class PrecopyReceiver:
         def ends() -> bool:
             return self._closed or time.monotonic() > self._moved() + state_stream.STALLED_S
 
-        link: Link | None = None
-        with suppress(OSError, EOFError, BackendError, Ended):
+        link: StreamConnection | None = None
+        with suppress(OSError, EOFError, BackendError, StreamClosed):
             try:
                 link = self._link = links.connect(place, secret, number, ends, _TRIES)
                 count, kind = 0, state_stream.ALIVE

@@ -13,11 +13,11 @@ from typing import Any, Final
 import torch
 
 from mcr_plus.elasticity import state_stream
-from mcr_plus.elasticity.state_stream import Message
+from mcr_plus.elasticity.state_stream import StateMessage
 from mcr_plus.errors import BackendError
 from mcr_plus.hosts.acceptor import Acceptor
 from mcr_plus.rendezvous import stream as links
-from mcr_plus.rendezvous.stream import Ended, Link
+from mcr_plus.rendezvous.stream import StreamClosed, StreamConnection
 
 _log = logging.getLogger("mcr_plus")
 _COMES_WITHIN: Final = 20.0  # seconds, of the newcomer
@@ -28,7 +28,7 @@ _STEPS: Final = 4
 the state takes as long as the gradients of about three."""
 
 
-class PrecopySource:
+class StateSource:
     """Sends a copy of model and optimizer, and the steps that follow, to one newcomer, on a thread.
 
     Memory: one copy of what the optimizer changes, until it is sent, and as much of gradients that wait to be
@@ -51,7 +51,7 @@ class PrecopySource:
         self._closed = False
         self._follows = True  # steps of the optimizer
         self._copy_nbytes = 0
-        self._waiting: deque[Message] = deque()
+        self._waiting: deque[StateMessage] = deque()
         held = {
             id(each) for group in optimizer.param_groups for each in group["params"] if each.requires_grad
         }
@@ -82,7 +82,7 @@ class PrecopySource:
         self._hook.remove()
         with self._changed:
             self._follows = False
-            self._waiting.append(Message(state_stream.LAST))
+            self._waiting.append(StateMessage(state_stream.LAST))
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -145,18 +145,18 @@ class PrecopySource:
         with self._changed:
             kept = [each for each in self._waiting if each.kind == state_stream.FROZEN]
             self._waiting.clear()
-            self._waiting.extend([*kept, Message(state_stream.GIVEN_UP)])
+            self._waiting.extend([*kept, StateMessage(state_stream.GIVEN_UP)])
             self._follows = False
             self._changed.notify_all()
 
     # -- of the thread that sends ---------------------------------------------------------------------
 
     def _run(self) -> None:
-        link: Link | None = None
+        link: StreamConnection | None = None
         try:
             link = self._accepted()
             self._send_all(link)
-        except Ended:
+        except StreamClosed:
             if not self._closed:
                 self._say(f"it has taken nothing for {state_stream.STALLED_S:g} s")
         except (OSError, EOFError, BackendError) as error:
@@ -174,10 +174,10 @@ class PrecopySource:
         if not self._closed:
             _log.info("elastic: a newcomer gets its state from this rank no more: %s", why)
 
-    def _accepted(self) -> Link:
+    def _accepted(self) -> StreamConnection:
         """Return the newcomer's connection; others, which may say nothing, do not keep it waiting."""
         ends = time.monotonic() + _COMES_WITHIN
-        came: SimpleQueue[Link] = SimpleQueue()
+        came: SimpleQueue[StreamConnection] = SimpleQueue()
         acceptor = Acceptor(self._listener, self._name, members=1)
         try:
             while not self._closed and time.monotonic() < ends:
@@ -190,14 +190,16 @@ class PrecopySource:
             acceptor.close()
         raise EOFError("it has not come")
 
-    def _greet(self, acceptor: Acceptor, connection: socket.socket, came: SimpleQueue[Link]) -> None:
+    def _greet(
+        self, acceptor: Acceptor, connection: socket.socket, came: SimpleQueue[StreamConnection]
+    ) -> None:
         """Pass on the connection of a process that belongs to the job, and close that of another."""
         try:
-            link = Link(
+            link = StreamConnection(
                 connection, lambda: self._closed or time.monotonic() > link.moved + state_stream.STALLED_S
             )
             links.greeted(link, self._secret)
-        except (OSError, EOFError, BackendError, Ended) as error:
+        except (OSError, EOFError, BackendError, StreamClosed) as error:
             acceptor.refuse(connection, error)
             return
         if acceptor.admit(connection):
@@ -205,13 +207,13 @@ class PrecopySource:
         else:  # there is one already
             link.close()
 
-    def _send_all(self, link: Link) -> None:
+    def _send_all(self, link: StreamConnection) -> None:
         number, has_copy, has_reached = 0, False, False
         while not self._closed:
             with self._changed:
                 if not self._waiting:
                     self._changed.wait(_NAP_S)
-                message = self._waiting.popleft() if self._waiting else Message(state_stream.ALIVE)
+                message = self._waiting.popleft() if self._waiting else StateMessage(state_stream.ALIVE)
             if message.kind == state_stream.ALIVE:
                 link.check()
                 if time.monotonic() < link.moved + _SAYS_EVERY:
@@ -222,5 +224,7 @@ class PrecopySource:
             if message.kind == state_stream.LAST:
                 return
             if has_copy and not has_reached and not self._waiting:
-                state_stream.send(link, self._secret, f"{self._name}/{number}", Message(state_stream.REACHED))
+                state_stream.send(
+                    link, self._secret, f"{self._name}/{number}", StateMessage(state_stream.REACHED)
+                )
                 number, has_reached = number + 1, True

@@ -23,7 +23,7 @@ import torch
 from mcr_plus.communicator.transfer import outline, rebuilt
 from mcr_plus.errors import BackendError
 from mcr_plus.rendezvous.signing import seal, unseal
-from mcr_plus.rendezvous.stream import Link
+from mcr_plus.rendezvous.stream import StreamConnection
 
 FROZEN, COPY, STEP, REACHED, GIVEN_UP, LAST, ALIVE = range(16, 23)
 WORTH: Final = 16 << 20
@@ -34,7 +34,7 @@ _LARGEST: Final = 1 << 62
 _LARGEST_OUTLINE: Final = 1 << 30
 
 
-class Message(NamedTuple):
+class StateMessage(NamedTuple):
     """Something to be sent: its kind, an outline (see `transfer.outline`), and the tensors of it."""
 
     kind: int
@@ -47,23 +47,23 @@ class Message(NamedTuple):
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
-def copied(kind: int, state: Any) -> Message:
+def copied(kind: int, state: Any) -> StateMessage:
     """A message with copies of the state's tensors, in memory of the CPU."""
     tensors: list[torch.Tensor] = []
     plain = outline(state, tensors, lambda each: each.detach().to("cpu", copy=True).contiguous())
-    return Message(kind, plain, tuple(tensors))
+    return StateMessage(kind, plain, tuple(tensors))
 
 
-def referring(kind: int, state: Any) -> Message:
+def referring(kind: int, state: Any) -> StateMessage:
     """A message with the state's tensors as they are; those of other devices are copied as they are sent."""
     tensors: list[torch.Tensor] = []
     outline(state, tensors)
     plain = outline(state, [], lambda each: torch.empty(0, dtype=each.dtype, device="cpu"))
-    return Message(kind, plain, tuple(tensors))
+    return StateMessage(kind, plain, tuple(tensors))
 
 
-def send(link: Link, secret: bytes, name: str, message: Message) -> None:
-    """Send a message; `name` is part of its signature. Raises as `Link.send`."""
+def send(link: StreamConnection, secret: bytes, name: str, message: StateMessage) -> None:
+    """Send a message; `name` is part of its signature. Raises as `StreamConnection.send`."""
     written = pickle.dumps(message.plain, protocol=pickle.HIGHEST_PROTOCOL)
     sealed = seal(secret, f"{name}/{message.kind}", written)
     link.start(message.kind, len(sealed) + message.nbytes, len(sealed))
@@ -72,10 +72,10 @@ def send(link: Link, secret: bytes, name: str, message: Message) -> None:
         link.put(_bytes(tensor.detach().cpu().contiguous()))
 
 
-def receive(link: Link, secret: bytes, name: str) -> tuple[int, Any]:
+def receive(link: StreamConnection, secret: bytes, name: str) -> tuple[int, Any]:
     """The kind and state of the next message, with tensors in memory of the CPU.
 
-    Raises as `Link.receive`, and `BackendError` for one that was not signed: it is not unpickled.
+    Raises as `StreamConnection.receive`, and `BackendError` for one that was not signed: it is not unpickled.
     """
     kind, nbytes, length, _ = link.head(_LARGEST)
     if length > min(nbytes, _LARGEST_OUTLINE):

@@ -11,11 +11,11 @@ from mcr_plus.errors import BackendError
 if TYPE_CHECKING:
     from mcr_plus.backends.base import Backend
     from mcr_plus.engine.engine import Engine
-    from mcr_plus.engine.operation import Operation
+    from mcr_plus.engine.operation import BoundOperation
     from mcr_plus.engine.work import IssuedWork
 
 
-def why_off(engine: Engine, operation: Operation) -> str | None:
+def why_off(engine: Engine, operation: BoundOperation) -> str | None:
     """Why the library of an operation is not called any more; None also if another one takes over."""
     return None if operation.has_failover else engine.off.get(operation.signature.backend or "")
 
@@ -54,7 +54,7 @@ def switch_off(engine: Engine, backend: Backend, reason: str, work: IssuedWork |
             other.operation.state.board.mark_failed(Failure(other.sequence, f"BackendError: {reason}"))
 
 
-def refuse_if_off(engine: Engine, operation: Operation) -> None:
+def refuse_if_off(engine: Engine, operation: BoundOperation) -> None:
     """Make an operation fail at once, without a comparison, if its library is switched off."""
     reason = why_off(engine, operation)
     if reason is not None:

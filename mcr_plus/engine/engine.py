@@ -14,21 +14,21 @@ from mcr_plus.board.base import Failure
 from mcr_plus.engine.backoff import pause_wait
 from mcr_plus.engine.desync import compare_signatures, explain_difference, find_mismatch
 from mcr_plus.engine.disabled_backends import switch_off_after, why_off
-from mcr_plus.engine.hook import Hooks, OperationHook, Wait
+from mcr_plus.engine.hook import Hooks, OperationHook, ProgramWait
 from mcr_plus.engine.watchdog import LONG_WAIT, Watchdog
 from mcr_plus.engine.work import start_messages
 from mcr_plus.errors import BackendError, McrError, OperationsDiffer, OrderMismatch, following
-from mcr_plus.waiting.policy import Pause, Waiting, WaitPolicy
+from mcr_plus.waiting.policy import Pause, WaitPolicy, WaitStrategy
 from mcr_plus.waiting.progress_thread import ProgressThread
 
 if TYPE_CHECKING:
     from mcr_plus.backends.base import Backend, StreamPoll
     from mcr_plus.engine.channel_wrapper import ChannelWrapper
     from mcr_plus.engine.group_state import BackendChannel, GroupState
-    from mcr_plus.engine.operation import Operation
+    from mcr_plus.engine.operation import BoundOperation
     from mcr_plus.engine.work import IssuedWork
     from mcr_plus.rendezvous.processes import Peers
-    from mcr_plus.waiting.futex import Bells
+    from mcr_plus.waiting.futex import Wakeups
 
 _VERY_LONG_WAIT: Final = 1.0  # seconds after which checks become rarer
 _REAP: Final = 2  # completed handles dropped per issue: amortised, never a scan
@@ -57,18 +57,18 @@ class Engine:
         *,
         wait: WaitPolicy,
         oversubscribed: bool,
-        bells: Bells | None = None,
+        bells: Wakeups | None = None,
         beside: Sequence[int] = (),
         ranks: int = 1,
         short: bool = False,
     ) -> None:
-        """`bells`, `beside`, `ranks`, `short`: see `Waiting`, whose `peers` are `beside`."""
+        """`bells`, `beside`, `ranks`, `short`: see `WaitStrategy`, whose `peers` are `beside`."""
         self.lock = threading.RLock()
         self.peers = peers
         self.hooks = Hooks()
         self.states: list[GroupState] = []
         self.backends: list[Backend] = []
-        self.bound: WeakSet[Operation] = WeakSet()
+        self.bound: WeakSet[BoundOperation] = WeakSet()
         self.off: dict[str, str] = {}
         self.writes: dict[int, int] = {}
         self.wrappers: list[ChannelWrapper] = []
@@ -76,7 +76,7 @@ class Engine:
         self._failing_dependents = False
         self.watchdog = Watchdog(peers)
         self.progress_thread: ProgressThread | None = None
-        self.waiting = Waiting(
+        self.waiting = WaitStrategy(
             wait, short=short, ranks=ranks, bells=bells, peers=beside, oversubscribed=oversubscribed
         )
         self.start_thread: ProgressThread | None = None
@@ -84,7 +84,7 @@ class Engine:
         self.unread: list[IssuedWork] = []
         self.blocked: list[BackendChannel] = []
         self.unordered: list[IssuedWork] = []
-        self.waits: list[Wait] = []
+        self.waits: list[ProgramWait] = []
 
     # -- starting ---------------------------------------------------------------------------------
 
@@ -346,7 +346,7 @@ class Engine:
         stream ordered after it, unless `until_done`.
         """
         if not self._polled_first(work):
-            wait = Wait(work, threading.get_ident(), time.time_ns())
+            wait = ProgramWait(work, threading.get_ident(), time.time_ns())
             self.waits.append(wait)
             try:
                 self._wait(work, timeout, until_done)

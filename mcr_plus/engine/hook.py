@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from mcr_plus.engine.work import IssuedWork
 
 
-class Wait(NamedTuple):
+class ProgramWait(NamedTuple):
     """A wait of the program: for what, in which thread, and since when (`time.time_ns()`)."""
 
     work: IssuedWork

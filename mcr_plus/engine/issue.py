@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from mcr_plus.core.message import Message
     from mcr_plus.core.work import Work
-    from mcr_plus.engine.operation import Operation
+    from mcr_plus.engine.operation import BoundOperation
 
 
 class Issue:
@@ -34,7 +34,7 @@ class Issue:
         start: Callable[[Message], Work],
         run: Callable[[Message], None] | None = None,
         *,
-        operation: Operation | None = None,
+        operation: BoundOperation | None = None,
         start_in_place: Callable[[torch.Tensor], Work] | None = None,
         run_in_place: Callable[[torch.Tensor], None] | None = None,
     ) -> None:

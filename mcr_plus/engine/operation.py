@@ -34,7 +34,7 @@ _BURST: Final = 16
 _WEIGHED: Final = 16  # of so many issues of an operation without a size, the bytes of one are noted
 
 
-class Operation:
+class BoundOperation:
     """The end of a bound chain: everything an issue needs is resolved.
 
     Attributes:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mcr_plus.core.stacks import Position
     from mcr_plus.core.streams import Event, Streams
     from mcr_plus.engine.hook import Noted
-    from mcr_plus.engine.operation import Operation
+    from mcr_plus.engine.operation import BoundOperation
 
 
 class IssuedWork(Work):
@@ -52,8 +52,8 @@ class IssuedWork(Work):
     t_issue: float = 0.0
     t_wait: float = math.inf  # when a wait began
     t_done: float | None = None
-    lost_before: float | None = None  # `IdleTime.lost` then
-    idle: float | None = None  # `IdleTime.seconds` at its issue, if arrivals are noted
+    lost_before: float | None = None  # `WaitTime.lost` then
+    idle: float | None = None  # `WaitTime.seconds` at its issue, if arrivals are noted
     site: Position | None = None  # where the program has issued it, if arrivals are noted
     error_raised: bool = False  # by a wait
     issued: int = 0  # of a send or receive, in `time.time_ns()`
@@ -62,7 +62,7 @@ class IssuedWork(Work):
     late: StreamPoll | None = None  # what orders streams after functions that followed when it was done
     ran_on: str = ""  # the library that has completed it, where another one may have taken over
 
-    def __init__(self, operation: Operation, message: Message, poll: Poll | None, sequence: int) -> None:
+    def __init__(self, operation: BoundOperation, message: Message, poll: Poll | None, sequence: int) -> None:
         self.operation = operation
         self.message = message
         self.poll = poll

@@ -176,7 +176,7 @@ class _Steps(JointWork):
         super().wait(deadline.left())
 
 
-class _Reduction(Decomposition):
+class _TwoLevelReduction(Decomposition):
     """Sums in the node and between nodes.
 
     AVG divides once, after the last sum: by `_after`. A codec gets means, which stay in its range: values are
@@ -196,7 +196,7 @@ class _Reduction(Decomposition):
             self._before, self._after = self.nodes.size, 1
 
 
-class HierarchicalAllReduce(_Reduction):
+class HierarchicalAllReduce(_TwoLevelReduction):
     """reduce_scatter, all_reduce, all_gather.
 
     Values [n] are divided into L equal parts; the last n % L elements go through a flat all_reduce, so
@@ -387,7 +387,7 @@ class HierarchicalAllGather(Decomposition):
         return self.handle([inter, intra2.then(unpack)], agreed)
 
 
-class HierarchicalReduceScatter(_Reduction):
+class HierarchicalReduceScatter(_TwoLevelReduction):
     """A block for every rank: summed in the node first, then between nodes.
 
     The blocks are reordered before the first step, in one copy:

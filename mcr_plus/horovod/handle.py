@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mcr_plus.core.other_names import OF_HANDLES, name_others
+from mcr_plus.core.foreign_names import OF_HANDLES, name_others
 from mcr_plus.core.work import Work
 from mcr_plus.errors import BackendError, CommTimeout, McrError, OrderMismatch
-from mcr_plus.horovod.request import HorovodInternalError, Request
+from mcr_plus.horovod.request import HorovodInternalError, OperationRequest
 
 if TYPE_CHECKING:
     from mcr_plus.horovod.negotiation import Negotiator
@@ -26,7 +26,7 @@ class Handle:
     def __init__(
         self,
         negotiator: Negotiator,
-        request: Request,
+        request: OperationRequest,
         tensors: list[torch.Tensor],
         *,
         in_place: bool = False,

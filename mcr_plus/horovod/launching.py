@@ -21,7 +21,7 @@ from mcr_plus.errors import McrError
 from mcr_plus.horovod.handle import Handle
 from mcr_plus.horovod.negotiation import Agreed
 from mcr_plus.horovod.reducing import Average, issued_op, neutral, scale_
-from mcr_plus.horovod.request import HorovodInternalError, Request
+from mcr_plus.horovod.request import HorovodInternalError, OperationRequest
 
 _CASTS: Final = (
     "",
@@ -62,7 +62,7 @@ def rows_of(rows: int, ranks: int) -> list[int]:
 
 
 @dataclass
-class _Bucket:
+class _LaunchedBucket:
     """Tensors that are sent in one operation."""
 
     op: ReduceOp
@@ -85,7 +85,7 @@ class _Reductions:
             for override in rule.overrides
         )
         self._together = plain and not ruled
-        self._buckets: dict[tuple[Any, ...], _Bucket] = {}
+        self._buckets: dict[tuple[Any, ...], _LaunchedBucket] = {}
         self._handles: list[tuple[Handle, list[tuple[Any, ...]], Callable[[], Any]]] = []
 
     def add(self, agreed: Agreed) -> None:
@@ -130,14 +130,16 @@ class _Reductions:
 
             self._handles.append((handle, keys, finish))
 
-    def _placed(self, request: Request, index: int, output: torch.Tensor, op: ReduceOp) -> tuple[Any, ...]:
+    def _placed(
+        self, request: OperationRequest, index: int, output: torch.Tensor, op: ReduceOp
+    ) -> tuple[Any, ...]:
         codec = request.codec if output.is_floating_point() else ""
         name = "" if self._together and codec in _CASTS else f"{request.name}.{index}"
         key = (op, codec, request.tag, output.device, name)
         bucket = self._buckets.get(key)
         if bucket is None:
             compress = request.compress if codec else None
-            bucket = self._buckets[key] = _Bucket(op, compress, request.tag, name)
+            bucket = self._buckets[key] = _LaunchedBucket(op, compress, request.tag, name)
         bucket.tensors.append(output)
         return key
 
@@ -154,13 +156,13 @@ class _Reductions:
             else:
                 handle.start([result for result in own if isinstance(result, Work)], finish)
 
-    def _attempt(self, bucket: _Bucket) -> Work | McrError:
+    def _attempt(self, bucket: _LaunchedBucket) -> Work | McrError:
         try:
             return self._start(bucket)
         except McrError as error:  # raised on all ranks, before any communication
             return error
 
-    def _start(self, bucket: _Bucket) -> Work:
+    def _start(self, bucket: _LaunchedBucket) -> Work:
         if bucket.name and bucket.tensors[0].is_contiguous():
             only = bucket.tensors[0]
             return self._comm.send_bucket(

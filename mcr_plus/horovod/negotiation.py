@@ -26,7 +26,7 @@ from mcr_plus.core.deadline import Deadline
 from mcr_plus.core.work import Work
 from mcr_plus.errors import InvalidArgument, McrError
 from mcr_plus.horovod.handle import Handle
-from mcr_plus.horovod.request import HorovodInternalError, Request, disagreement
+from mcr_plus.horovod.request import HorovodInternalError, OperationRequest, disagreement
 
 _ROW: Final = 1024  # bytes that a rank contributes to a round; longer texts need a second all_gather
 _LENGTH: Final = 4  # bytes of the length of the text in a row
@@ -47,7 +47,7 @@ class Agreed:
 
     name: str
     handle: Handle | None
-    requests: Mapping[int, Request]
+    requests: Mapping[int, OperationRequest]
     problem: str
 
 
@@ -58,7 +58,7 @@ class _Row:
     joined: bool
     leaving: bool
     waiting: str
-    requests: list[Request] = field(default_factory=list)
+    requests: list[OperationRequest] = field(default_factory=list)
 
 
 class Negotiator:
@@ -80,9 +80,9 @@ class Negotiator:
         self._launch = launch
         self._queue: list[Handle] = []
         self._open: dict[str, Handle] = {}  # own operations that have not been launched
-        self._announced: dict[str, dict[int, Request]] = {}
+        self._announced: dict[str, dict[int, OperationRequest]] = {}
         self._known: dict[str, int] = {}
-        self._known_requests: list[Request] = []
+        self._known_requests: list[OperationRequest] = []
         self._joined_since: dict[int, int] = {}
         self._counts: dict[str, int] = {}
         self._era = 0
@@ -233,7 +233,7 @@ class Negotiator:
         joined, leaving, waiting, numbers = json.loads(header)
         row = _Row(bool(joined), bool(leaving), waiting, [self._known_requests[number] for number in numbers])
         for line in lines:
-            request = Request.read(line)
+            request = OperationRequest.read(line)
             if request.recurring and line not in self._known and len(self._known) < _KNOWN:
                 self._known[line] = len(self._known)
                 self._known_requests.append(request)

@@ -11,7 +11,7 @@ from mcr_plus.horovod import gradients
 from mcr_plus.horovod.compression import Compression
 from mcr_plus.horovod.handle import Handle
 from mcr_plus.horovod.reducing import Average, reduce_op_of
-from mcr_plus.horovod.request import Request
+from mcr_plus.horovod.request import OperationRequest
 from mcr_plus.horovod.starting import gather_async, reduce_async, scatter_async, send_async, synchronize
 from mcr_plus.horovod.world import ProcessSet, current, global_process_set, negotiator_of
 
@@ -298,7 +298,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     negotiator = negotiator_of(process_set)
     name = negotiator.auto_name("barrier")
     negotiator.check_name(name)
-    synchronize(negotiator.enqueue(Handle(negotiator, Request(name, "barrier"), [])))
+    synchronize(negotiator.enqueue(Handle(negotiator, OperationRequest(name, "barrier"), [])))
 
 
 def join(device: int = -1) -> int:  # noqa: ARG001 - the tensors' own device is used

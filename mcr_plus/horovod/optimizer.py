@@ -18,7 +18,7 @@ from mcr_plus.horovod.handle import Handle
 from mcr_plus.horovod.reducing import Average, HorovodReduceOp, Sum, reduce_op_of
 from mcr_plus.horovod.starting import reduce_async, synchronize
 from mcr_plus.horovod.world import ProcessSet, global_process_set
-from mcr_plus.training.other_steps import count_parameters, watch_steps
+from mcr_plus.training.foreign_optimizers import count_parameters, watch_steps
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 Param = torch.Tensor

@@ -23,7 +23,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Request:
+class OperationRequest:
     """One rank's request for an operation. Requests of the same name, one per rank, form an operation.
 
     `shapes`, `dtypes`: of its tensors; a grouped operation has several. `numbers`: further data of the kind:
@@ -55,7 +55,7 @@ class Request:
         return json.dumps(astuple(self))
 
     @classmethod
-    def read(cls, line: str) -> Request:
+    def read(cls, line: str) -> OperationRequest:
         """Return the request of a line written as `text`."""
         values: list[Any] = json.loads(line)
         values[2] = tuple(values[2])
@@ -103,7 +103,7 @@ _WORDS: Final = {
 }  # fmt: skip
 
 
-def disagreement(requests: Mapping[int, Request]) -> str:
+def disagreement(requests: Mapping[int, OperationRequest]) -> str:
     """Return the error text for mismatched requests, by rank; empty if they match."""
     for rank, request in requests.items():
         if request.problem:
@@ -119,7 +119,7 @@ def disagreement(requests: Mapping[int, Request]) -> str:
     return ""
 
 
-def _differing(a: Request, b: Request) -> list[tuple[str, object, object]]:
+def _differing(a: OperationRequest, b: OperationRequest) -> list[tuple[str, object, object]]:
     """Return the mismatched properties as (name, value of a, value of b)."""
     kinds = {a.kind, b.kind}
     if len(kinds) > 1 and not (b.absent and kinds == {"allreduce", "sparse"}):

@@ -13,7 +13,7 @@ from mcr_plus.horovod.compression import Compression, codec_of
 from mcr_plus.horovod.handle import Handle
 from mcr_plus.horovod.negotiation import Negotiator
 from mcr_plus.horovod.reducing import Average, Sum, reduce_op_of
-from mcr_plus.horovod.request import Request, described
+from mcr_plus.horovod.request import OperationRequest, described
 from mcr_plus.horovod.world import ProcessSet, current, global_process_set, negotiator_of
 
 Tensors = Sequence[torch.Tensor]
@@ -42,9 +42,11 @@ def _start(
     negotiator.check_name(name)
     try:
         values = _checked(tensors)
-        request = Request(name, kind, recurring=is_named, **{**described(values), **fill(negotiator)})
+        request = OperationRequest(
+            name, kind, recurring=is_named, **{**described(values), **fill(negotiator)}
+        )
     except (ValueError, RuntimeError) as error:
-        negotiator.enqueue(Handle(negotiator, Request(name, kind, problem=str(error)), []))
+        negotiator.enqueue(Handle(negotiator, OperationRequest(name, kind, problem=str(error)), []))
         raise
 
     def finish(outputs: Any) -> Any:
@@ -101,7 +103,7 @@ def reduce_async(
     tag: str | None = None,
     absent: bool = False,
 ) -> Handle:
-    """Start an allreduce of one or several tensors. `absent`: see `Request`."""
+    """Start an allreduce of one or several tensors. `absent`: see `OperationRequest`."""
     if not many and isinstance(tensors[0], torch.Tensor) and tensors[0].is_sparse:
         return sparse_allreduce_async(tensors[0], name, op, process_set)
     codec = codec_of(compression)

@@ -13,14 +13,14 @@ import torch
 
 from mcr_plus.backends import backend_class
 from mcr_plus.communicator.communicator import Communicator
-from mcr_plus.core.other_names import OF_PROCESS_SETS, name_others
+from mcr_plus.core.foreign_names import OF_PROCESS_SETS, name_others
 from mcr_plus.core.units import whole_numbers
 from mcr_plus.engine.options import DispatchOptions
 from mcr_plus.errors import InvalidArgument, McrError, NotInitialized
 from mcr_plus.horovod.handle import Handle
 from mcr_plus.horovod.launching import launch
 from mcr_plus.horovod.negotiation import Agreed, Negotiations, Negotiator
-from mcr_plus.horovod.request import HorovodInternalError, Request
+from mcr_plus.horovod.request import HorovodInternalError, OperationRequest
 from mcr_plus.job import init as runtime
 from mcr_plus.job.init import Source
 from mcr_plus.job.process import job
@@ -381,7 +381,7 @@ def _together(kind: str, numbers: list[int]) -> int | None:
     everyone = current().everyone
     name = everyone.auto_name(kind)
     everyone.check_name(name)
-    handle = Handle(everyone, Request(name, kind, numbers=tuple(numbers)), [])
+    handle = Handle(everyone, OperationRequest(name, kind, numbers=tuple(numbers)), [])
     result: int | None = everyone.negotiations.synchronize(everyone.enqueue(handle))
     return result
 

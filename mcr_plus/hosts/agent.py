@@ -20,12 +20,12 @@ from typing import Any, Final
 
 from mcr_plus.core.proc import state_of
 from mcr_plus.hosts.arguments import taken_order
+from mcr_plus.hosts.dump_relay import DumpRelay
 from mcr_plus.hosts.dump_request import ask, received
-from mcr_plus.hosts.exchange import HOSTS, ROOM, Datagram, Exchange
 from mcr_plus.hosts.findings import Findings
 from mcr_plus.hosts.page import Page
+from mcr_plus.hosts.page_exchange import HOSTS, ROOM, Datagram, PageExchange
 from mcr_plus.hosts.protocol import PERIOD, Heartbeat, State
-from mcr_plus.hosts.relay import Relay
 
 _LOOK_EVERY: Final = PERIOD / 2  # seconds between looks at processes, whose stop nothing announces
 _TOGETHER: Final = 0.02
@@ -74,11 +74,11 @@ class Agent:
         self._changed: float | None = None  # since when that is not so any more
         self._waiting: set[int] = set()  # hosts to which datagrams are due, while a change is held back
         self._asking = False  # whether one of these asks for an answer
-        self._relay, self._requests = Relay(len(hosts), order["me"], key), requests
-        self._exchange: Exchange | None = None
+        self._relay, self._requests = DumpRelay(len(hosts), order["me"], key), requests
+        self._exchange: PageExchange | None = None
         if page is not None:
             own = {rank: pid for rank, (pid, _) in self._own.items()}
-            self._exchange = Exchange(len(hosts), order["me"], key, order["job"], own, page)
+            self._exchange = PageExchange(len(hosts), order["me"], key, order["job"], own, page)
         self._poll = select.poll()
         self._poll.register(link, select.POLLIN)
         if requests is not None:

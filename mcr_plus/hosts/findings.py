@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from mcr_plus.hosts.protocol import STATES, Finding
+from mcr_plus.hosts.protocol import STATES, RankFinding
 
 _HEADER: Final = 8  # words; the first is when the agent last looked, in ns of the monotonic clock
 _LONGEST: Final = (1 << 28) - 1  # ms
@@ -39,7 +39,7 @@ class Findings:
         """Bytes of the memory in a job of so many ranks."""
         return -(-8 * (_HEADER + 3 * ranks) // mmap.PAGESIZE) * mmap.PAGESIZE
 
-    def publish(self, found: Iterable[tuple[int, Finding]]) -> None:
+    def publish(self, found: Iterable[tuple[int, RankFinding]]) -> None:
         """Write what is known of ranks, for the agent."""
         for rank, (state, age, most) in found:
             # One aligned store, so that a reader never sees the state without its age.
@@ -60,10 +60,10 @@ class Findings:
             return None
         return self._clocks[_HEADER + 2 * self._ranks + rank] or None  # 0: nothing has been written
 
-    def of(self, rank: int) -> Finding:
+    def of(self, rank: int) -> RankFinding:
         """What is known of a rank of another host; `unknown` if no agent has looked lately."""
         if self._memory is None or time.monotonic_ns() - self._words[0] > _FRESH * 1e9:
-            return Finding("unknown")
+            return RankFinding("unknown")
         return self.last(rank)
 
     @property
@@ -71,10 +71,10 @@ class Findings:
         """When the agent last looked, by the monotonic clock."""
         return self._words[0] / 1e9 if self._memory is not None else 0.0
 
-    def last(self, rank: int) -> Finding:
+    def last(self, rank: int) -> RankFinding:
         """What the agent has written of a rank, however long ago."""
         word = self._words[_HEADER + rank]
-        return Finding(STATES[word & 0xFF], (word >> 8 & _LONGEST) / 1e3, (word >> 36) / 1e3)
+        return RankFinding(STATES[word & 0xFF], (word >> 8 & _LONGEST) / 1e3, (word >> 36) / 1e3)
 
     def leave(self, rank: int) -> None:
         """Note that a rank of this host ends in good order: its end is no death."""

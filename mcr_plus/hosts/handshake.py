@@ -19,7 +19,7 @@ def greeting(key: bytes, rank: int) -> bytes:
     return _HELLO.pack(rank, _proof(key, rank))
 
 
-class Door:
+class Handshakes:
     """A listening socket, and those who have come to it and have not said yet who they are.
 
     Attributes:

@@ -33,7 +33,7 @@ _LOOK_EVERY: Final = 2000  # ms between looks at ranks whose end nothing announc
 _SENT_WITHIN: Final = 1.0  # seconds
 
 
-class Keeper:
+class KeyReplica:
     """The values, and the ranks of the host that may need them.
 
     `order` is what `rendezvous.key_replicas` writes: the `token` (hexadecimal), and process id and start
@@ -136,5 +136,5 @@ def main() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # each rank of the job has a connection
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    Keeper(order, socket.socket(fileno=order["socket"])).run()
+    KeyReplica(order, socket.socket(fileno=order["socket"])).run()
     os._exit(0)

@@ -41,7 +41,7 @@ State = Literal["unknown", "running", "stopped", "dead", "silent", "left"]
 STATES: Final[tuple[State, ...]] = ("unknown", "running", "stopped", "dead", "silent", "left")
 
 
-class Finding(NamedTuple):
+class RankFinding(NamedTuple):
     """What an agent knows of a rank.
 
     `age`: seconds since the latest beat of its host, without those in which the agent did not run. `most`:
@@ -53,7 +53,7 @@ class Finding(NamedTuple):
     most: float = 0.0
 
 
-class Received(NamedTuple):
+class ReceivedDatagram(NamedTuple):
     """What a datagram asks of an agent.
 
     `news`: to pass it on at once. `asked_by`: a host that wants a datagram, None if none does.
@@ -210,7 +210,7 @@ class Heartbeat:
         body = b"".join((head, *beats, *ranks[:_MOST_RANKS]))
         return body + self._sign(body)
 
-    def receive(self, data: bytes, now: float, since: float | None = None) -> Received:
+    def receive(self, data: bytes, now: float, since: float | None = None) -> ReceivedDatagram:
         """Take in a datagram, which has come after `since`; None for `now`.
 
         One that no agent of this job has signed, or that is malformed, is ignored.
@@ -219,13 +219,13 @@ class Heartbeat:
         self._wake(now)
         body, tag = data[:-_TAG], data[-_TAG:]
         if len(body) < _HEAD.size or not hmac.compare_digest(tag, self._sign(body)):
-            return Received()
+            return ReceivedDatagram()
         magic, asks, sender, count, turn = _HEAD.unpack_from(body)
         end = _HEAD.size + count * _BEAT.size
         well_formed = len(body) >= end and (len(body) - end) % _RANK.size == 0
         is_other = sender < count == len(self._hosts) and sender != self._me
         if magic != _MAGIC or not is_other or not well_formed:
-            return Received()
+            return ReceivedDatagram()
         states = {rank: STATES[state] for rank, state in _RANK.iter_unpack(body[end:]) if state < len(STATES)}
         beats = list(_BEAT.iter_unpack(body[_HEAD.size : end]))
         sent = (beats[sender][0] & (_GONE - 1)) * 1e-6  # by the sender's clock, see `datagram`
@@ -236,7 +236,7 @@ class Heartbeat:
         ]
         # Agents whose turns are alike send at the same distance, so that a beat gets everywhere in one round.
         self._turn = max(self._turn, turn - 1)
-        return Received(any(news), sender if asks else None)
+        return ReceivedDatagram(any(news), sender if asks else None)
 
     def _update(
         self, host: _Host, number: int, beaten: tuple[float, float], states: Mapping[int, State]
@@ -257,11 +257,11 @@ class Heartbeat:
 
     # -- findings -------------------------------------------------------------------------------------
 
-    def findings(self, now: float) -> dict[int, Finding]:
+    def findings(self, now: float) -> dict[int, RankFinding]:
         """What is known of the ranks of the other hosts."""
         self._wake(now)
         silent = self._silent(now)
-        found: dict[int, Finding] = {}
+        found: dict[int, RankFinding] = {}
         for number, host in enumerate(self._hosts):
             state: State = "silent" if number in silent else "running" if host.heard else "unknown"
             state = "left" if host.gone else state
@@ -269,7 +269,7 @@ class Heartbeat:
                 known = host.states.get(rank, state)
                 out_of_sight = number in silent and known != "dead"
                 ages = now - host.beaten, now - host.surely
-                found[rank] = Finding("silent" if out_of_sight else known, *ages)
+                found[rank] = RankFinding("silent" if out_of_sight else known, *ages)
         return found
 
     def ahead(self) -> dict[int, float]:

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from mcr_plus.core.proc import Stop, state_of
-from mcr_plus.hosts.handshake import Door, greeting
+from mcr_plus.hosts.handshake import Handshakes, greeting
 
 REPORT: Final = struct.Struct("<I?")
 """What a witness tells its rank: another rank, and whether that is stopped."""
@@ -32,7 +32,7 @@ _STOPPED: Final = b"s"
 _RUNS: Final = b"r"
 
 
-class Witness:
+class StopDetector:
     """One rank's witness.
 
     `order` is what `rendezvous.init_connections` writes: process id and start time of its rank (`process`),
@@ -48,7 +48,7 @@ class Witness:
         self._grace: float = order["grace"]
         self._control = control
         key = bytes.fromhex(order["key"])
-        self._door = None if listener is None else Door(listener, key, lambda _: None)
+        self._door = None if listener is None else Handshakes(listener, key, lambda _: None)
         self._links: dict[int, socket.socket] = {}
         self._reports: dict[int, bool] = {}  # the latest of each rank that have not been sent
         self._is_stopped = False
@@ -120,5 +120,5 @@ def main() -> None:
     control = socket.socket(fileno=order["control"])
     control.setblocking(False)
     listener = None if order["listener"] is None else socket.socket(fileno=order["listener"])
-    Witness(order, control, listener).run()
+    StopDetector(order, control, listener).run()
     os._exit(0)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from mcr_plus.core.file_limit import descriptors_left, lacking_descriptors
 from mcr_plus.engine.closing import has_messages
 from mcr_plus.errors import BackendError, McrError
-from mcr_plus.rendezvous.patience import logged_waiting, some_ranks
+from mcr_plus.rendezvous.wait_messages import logged_waiting, some_ranks
 
 if TYPE_CHECKING:
     from mcr_plus.communicator.communicator import Communicator

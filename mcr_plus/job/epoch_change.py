@@ -35,10 +35,10 @@ from mcr_plus.errors import (
     phrase_ranks,
 )
 from mcr_plus.job import init
-from mcr_plus.job.loss_watch import Watch
+from mcr_plus.job.loss_watch import LossWatch
 from mcr_plus.job.process import job
-from mcr_plus.membership.request import Request
-from mcr_plus.membership.roster import Roster, join
+from mcr_plus.membership.epoch_log import EpochLog, join
+from mcr_plus.membership.request import JoinRequest
 from mcr_plus.membership.rules import Decision, Process, Proposal
 from mcr_plus.rendezvous.identity import own_process
 from mcr_plus.rendezvous.processes import Sight
@@ -56,7 +56,7 @@ REMOVES: Final = "mcr_plus keys of the world before"
 """The name of the thread of `remove_world`."""
 # Keys that stay in the store when a world is removed.
 _MET: Final = re.compile(r"(?!come/\d+).*")  # where the processes of `reconfigure` have met
-_DECIDED: Final = re.compile(r"leaving|outcome|attempt\d+/decision|store")  # by members, see `Roster`
+_DECIDED: Final = re.compile(r"leaving|outcome|attempt\d+/decision|store")  # by members, see `EpochLog`
 _REFUSED: Final[Mapping[str, type[McrError]]] = {
     "absent": CommTimeout,
     "living": InvalidArgument,
@@ -141,7 +141,7 @@ def leave_epoch(
 
 def _go_on(
     runtime: Runtime,
-    roster: Roster,
+    roster: EpochLog,
     seen: Callable[[], Mapping[int, str]],
     proposal: Proposal,
     timeout: float,
@@ -153,7 +153,7 @@ def _go_on(
     `seen`: returns the states of the lost members of the epoch of `roster`.
     """
     sight: Sight | None = None
-    left: list[Roster] = []
+    left: list[EpochLog] = []
     dead: set[Process] = set()
     with ExitStack() as ending:
         while True:
@@ -202,7 +202,7 @@ def join_job(
     proposal: Proposal,
     timeout: float,
     what: str,
-    meanwhile: Callable[[Request], bool] = lambda _: False,
+    meanwhile: Callable[[JoinRequest], bool] = lambda _: False,
 ) -> Runtime | None:
     """Wait until the members of the launcher's job take this process in, and make its world with them.
 
@@ -222,7 +222,7 @@ def join_job(
         return None
     epoch, settled = joined
     members = settled.members
-    roster = Roster(root, epoch, members, members.index(mine), passport, settled.taken)
+    roster = EpochLog(root, epoch, members, members.index(mine), passport, settled.taken)
     close_world(alone, "this process has joined a job", Decision())
     watch = EpochWatch(roster, alone.loaded)
     try:
@@ -234,10 +234,10 @@ def join_job(
     return _go_on(alone, roster, watch.lost, proposal, timeout, what, changes)
 
 
-class EpochWatch(Watch):
+class EpochWatch(LossWatch):
     """Looks at the processes of an epoch's members while its world is made, and at what they do."""
 
-    def __init__(self, roster: Roster, config: Config, sight: Sight | None = None) -> None:
+    def __init__(self, roster: EpochLog, config: Config, sight: Sight | None = None) -> None:
         """`sight`: what the agents of the world before see, of members on other hosts."""
         super().__init__(roster.members, roster.rank, config, sight)
         self.roster = roster
@@ -294,7 +294,7 @@ def begin_epoch(before: Runtime, watch: EpochWatch) -> Runtime:
     raise failure
 
 
-def _meeting_place(roster: Roster, watch: EpochWatch, timeout: float) -> Store:
+def _meeting_place(roster: EpochLog, watch: EpochWatch, timeout: float) -> Store:
     """The store of an epoch's world, in which its ranks exchange what they need to reach each other.
 
     It is a part of that in which they agree, where a launcher has one; otherwise it is in the epoch's rank 0,
@@ -327,7 +327,9 @@ def remove_arrivals(runtime: Runtime, decision: Decision) -> None:
         state.board.remove_noted(lost if left and local.get(min(left)) == state.group.rank else ())
 
 
-def remove_world(roster: Roster, runtime: Runtime, following: Roster, dead: Collection[Process] = ()) -> None:
+def remove_world(
+    roster: EpochLog, runtime: Runtime, following: EpochLog, dead: Collection[Process] = ()
+) -> None:
     """Begin to remove what a world has left in the store; by each of its ranks, in the world that follows.
 
     A request for each key takes tenths of a second after some hundreds of operations, so a thread makes them;

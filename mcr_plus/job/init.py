@@ -50,7 +50,7 @@ from mcr_plus.job.checks import (
     versions_on_rank_0,
 )
 from mcr_plus.job.exit_barrier import shutdown_barrier
-from mcr_plus.job.loss_watch import Watch
+from mcr_plus.job.loss_watch import LossWatch
 from mcr_plus.job.process import job
 from mcr_plus.job.runtime import Runtime
 from mcr_plus.rendezvous.arrivals import STOPPED_FOR
@@ -317,7 +317,7 @@ def reset() -> Communicator:
     failure = _await_callers_of_reset(runtime)
     runtime.prepare_reset()
     sight, roster = runtime.hand_over(), runtime.roster
-    watch = None if roster is None else Watch(roster.members, roster.rank, runtime.config, sight)
+    watch = None if roster is None else LossWatch(roster.members, roster.rank, runtime.config, sight)
     if failure is None:  # so all ranks are here, and none uses the old world any more
         for backend in runtime.engine.backends:
             backend.disconnect()
@@ -366,7 +366,7 @@ def _await_callers_of_reset(runtime: Runtime) -> LaunchError | None:
     raise loss.again(f"reset: {loss}; the ranks that are left go on with mcr.shrink()")
 
 
-def _fresh_world(runtime: Runtime, watch: Watch | None) -> World:
+def _fresh_world(runtime: Runtime, watch: LossWatch | None) -> World:
     world = runtime.world
     if world.store is not None:
         assert watch is not None

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from mcr_plus.membership.rules import Process
 
 
-class Watch:
+class LossWatch:
     """The processes of the ranks of a world that is being made."""
 
     def __init__(

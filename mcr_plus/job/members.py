@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from mcr_plus.core.environment import agent_has_store, ranks_keep_their_own
 from mcr_plus.hosts.protocol import silence
-from mcr_plus.membership.roster import Roster
+from mcr_plus.membership.epoch_log import EpochLog
 from mcr_plus.rendezvous.processes import Peers
 from mcr_plus.rendezvous.signing import SignedStore
 from mcr_plus.rendezvous.watched_store import unwatched
@@ -36,7 +36,7 @@ def observed(world: World, options: DispatchOptions) -> Peers:
     )
 
 
-def first_roster(world: World, peers: Peers, *, native: bool) -> Roster:
+def first_roster(world: World, peers: Peers, *, native: bool) -> EpochLog:
     """The members of a job's first epoch, and where they agree on the next ones; collective.
 
     `native`: otherwise the world is one of torch.distributed, which needs its own store to go on.
@@ -48,6 +48,6 @@ def first_roster(world: World, peers: Peers, *, native: bool) -> Roster:
 
         kept = open_keepers(store, world.rank, members, world.timeout)
     if kept is None:
-        return Roster(unwatched(store), 0, members, world.rank)
+        return EpochLog(unwatched(store), 0, members, world.rank)
     root = SignedStore(kept, world.secret, "members") if world.secret else kept
-    return Roster(root, 0, members, world.rank, kept=kept)
+    return EpochLog(root, 0, members, world.rank, kept=kept)

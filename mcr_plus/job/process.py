@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mcr_plus.job.runtime import Runtime
 
 
-class Job:
+class ProcessJob:
     """The process's one runtime, and the end of its libraries with the process.
 
     Attributes:
@@ -121,4 +121,4 @@ def _end_unused_mpi(*, waits: bool) -> None:
         (mpi.end_library if waits else mpi.leave_unfinalized)()
 
 
-job = Job()
+job = ProcessJob()

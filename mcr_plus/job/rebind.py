@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from mcr_plus.communicator.communicator import Communicator
-from mcr_plus.communicator.persistent import Persistent
+from mcr_plus.communicator.persistent import PersistentBinding
 from mcr_plus.communicator.successors import succeed
 from mcr_plus.core.environment import host_name
 from mcr_plus.errors import phrase_ranks
@@ -32,7 +32,7 @@ Member = tuple[int, str, str]
 """What makes a process the same one, whatever rank it has."""
 
 
-class _Group(NamedTuple):
+class _FormerGroup(NamedTuple):
     """A group of an earlier world, as one rank has it, with its ranks there, and how often it was split."""
 
     name: str
@@ -40,7 +40,7 @@ class _Group(NamedTuple):
     splits: int
 
 
-class _Model(NamedTuple):
+class _WrappedModel(NamedTuple):
     """A wrapped model: the groups of its gradients and of its ranks, and a digest of its parameters."""
 
     branch: str
@@ -48,7 +48,7 @@ class _Model(NamedTuple):
     digest: str
 
 
-class _Had(NamedTuple):
+class _PreviousState(NamedTuple):
     """What one rank had.
 
     Attributes:
@@ -59,8 +59,8 @@ class _Had(NamedTuple):
 
     origin: str
     members: tuple[Member, ...]
-    groups: tuple[_Group, ...]
-    models: tuple[_Model, ...]
+    groups: tuple[_FormerGroup, ...]
+    models: tuple[_WrappedModel, ...]
     codecs: list[Key] | None
     made: int
     splits: int
@@ -108,7 +108,7 @@ class Inheritance:
         places = {process: rank for rank, process in enumerate(processes)}
         groups = [self.world, *self.groups.values()]
         self._followers = [follower for hook in job.hooks for follower in hook.followers(groups)]
-        answers: list[_Had] = comm.all_gather_object(self._had())
+        answers: list[_PreviousState] = comm.all_gather_object(self._had())
         new.groups_made = max(new.groups_made, *(each.made for each in answers))
         comm.splits = max(comm.splits, *(each.splits for each in answers))
         chosen, refused = _groups(answers, places)
@@ -134,12 +134,12 @@ class Inheritance:
         # What is left of the old worlds are cycles of objects with buckets, memory and file descriptors.
         gc.collect()
 
-    def _had(self) -> _Had:
-        return _Had(
+    def _had(self) -> _PreviousState:
+        return _PreviousState(
             self.origin,
             self.members,
-            tuple(_Group(name, each.ranks, each.splits) for name, each in self.groups.items()),
-            tuple(_Model(each.branch, each.comm.name, _digest(each)) for each in self._followers),
+            tuple(_FormerGroup(name, each.ranks, each.splits) for name, each in self.groups.items()),
+            tuple(_WrappedModel(each.branch, each.comm.name, _digest(each)) for each in self._followers),
             None if self.is_new else sorted(self.codecs),
             self.made,
             self.world.splits,
@@ -166,7 +166,7 @@ class Inheritance:
         ranks = {rank: places[member] for rank, member in enumerate(self.members) if member in places}
         succeed(old, new)
         for operation in list(old.persistents):
-            origin: Persistent = operation.origin  # type: ignore[attr-defined]
+            origin: PersistentBinding = operation.origin  # type: ignore[attr-defined]
             origin.move(operation, new, ranks)
         old.persistents.clear()
 
@@ -218,16 +218,16 @@ def _digest(follower: Follower) -> str:
     return hashlib.sha256("\n".join(shapes).encode()).hexdigest()[:16]
 
 
-def _origins(answers: Sequence[_Had]) -> dict[str, dict[int, _Had]]:
+def _origins(answers: Sequence[_PreviousState]) -> dict[str, dict[int, _PreviousState]]:
     """Origin → what its ranks had, by rank; in the order of their first ranks."""
-    found: dict[str, dict[int, _Had]] = {}
+    found: dict[str, dict[int, _PreviousState]] = {}
     for rank, had in enumerate(answers):
         found.setdefault(had.origin, {})[rank] = had
     return found
 
 
 def _groups(
-    answers: Sequence[_Had], places: dict[Member, int]
+    answers: Sequence[_PreviousState], places: dict[Member, int]
 ) -> tuple[list[_Chosen], dict[tuple[str, str], str]]:
     """The groups that are opened again, the same on all ranks; and why others are not, by origin and name."""
     chosen: list[_Chosen] = []
@@ -251,7 +251,9 @@ def _groups(
     return chosen, refused
 
 
-def _models(answers: Sequence[_Had], chosen: Sequence[_Chosen]) -> list[tuple[dict[str, str], str, str]]:
+def _models(
+    answers: Sequence[_PreviousState], chosen: Sequence[_Chosen]
+) -> list[tuple[dict[str, str], str, str]]:
     """The models that all ranks of their groups have.
 
     Returns for each, in the same order on all ranks, origin → name of its branch there, the name of the new

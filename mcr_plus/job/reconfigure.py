@@ -53,10 +53,10 @@ from mcr_plus.job.epoch_change import (
 )
 from mcr_plus.job.process import job
 from mcr_plus.job.runtime import Runtime
-from mcr_plus.membership.roster import Roster
+from mcr_plus.membership.epoch_log import EpochLog
 from mcr_plus.membership.rules import Decision, Process
 from mcr_plus.rendezvous.identity import own_process
-from mcr_plus.rendezvous.signing import Offer, SignedStore, read_offer
+from mcr_plus.rendezvous.signing import SecretOffer, SignedStore, read_offer
 from mcr_plus.rendezvous.store import own_server
 
 _log = logging.getLogger("mcr_plus")
@@ -77,7 +77,7 @@ _LOSS_SHOWS: Final = 0.3  # seconds after an error of a library in which the dea
 
 
 @dataclass(frozen=True)
-class Handle:
+class ProcessHandle:
     """What a handle says: the process, what is new with each of its worlds, and a store that it reaches."""
 
     process: Process
@@ -90,7 +90,7 @@ class Handle:
         return _FORM + base64.urlsafe_b64encode(plain.encode()).decode()
 
     @classmethod
-    def read(cls, text: object, place: str) -> Handle:
+    def read(cls, text: object, place: str) -> ProcessHandle:
         """The opposite; raises `InvalidArgument` for anything else."""
         try:
             assert isinstance(text, str)
@@ -117,9 +117,9 @@ def handle(runtime: Runtime) -> str:
     return _own(runtime).text()
 
 
-def _own(runtime: Runtime) -> Handle:
+def _own(runtime: Runtime) -> ProcessHandle:
     token = runtime.attached.setdefault("handle", secrets.token_hex(16))
-    return Handle(own_process(host_name(), 0), token, _address(runtime))
+    return ProcessHandle(own_process(host_name(), 0), token, _address(runtime))
 
 
 def _address(runtime: Runtime) -> tuple[str, int]:
@@ -135,7 +135,7 @@ def reconfigure(runtime: Runtime, uuid: str, texts: Sequence[str], timeout: floa
     """See `mcr.reconfigure`. `runtime`: whose place the new world takes."""
     if not isinstance(uuid, str) or not uuid:
         raise InvalidArgument(f"uuid: expected a text that is new for each attempt, got {uuid!r}")
-    handles = [Handle.read(text, f"handles[{index}]") for index, text in enumerate(texts)]
+    handles = [ProcessHandle.read(text, f"handles[{index}]") for index, text in enumerate(texts)]
     mine = own_process(host_name(), 0)
     places = [index for index, each in enumerate(handles) if each.process == mine]
     if len({each.process for each in handles}) < len(handles):
@@ -147,7 +147,7 @@ def reconfigure(runtime: Runtime, uuid: str, texts: Sequence[str], timeout: floa
     part, name = _meet(handles[0], uuid, timeout), f"reconfigure/{uuid}"
     secret = job_secret()
     store = SignedStore(part, secret, name) if secret else part
-    offer = Offer() if rank == 0 and not secret and len({each.place for each in members}) == 1 else None
+    offer = SecretOffer() if rank == 0 and not secret and len({each.place for each in members}) == 1 else None
     stale = handles[rank].token != _own(runtime).token
     coming = _Coming(
         handles=hashlib.sha256("\n".join(texts).encode()).hexdigest(),
@@ -158,7 +158,7 @@ def reconfigure(runtime: Runtime, uuid: str, texts: Sequence[str], timeout: floa
     with contextlib.ExitStack() as ending:
         if offer is not None:
             ending.callback(offer.close)
-        place = _gather(store, coming, EpochWatch(Roster(store, 0, members, rank), runtime.loaded), timeout)
+        place = _gather(store, coming, EpochWatch(EpochLog(store, 0, members, rank), runtime.loaded), timeout)
         if place:
             store = _signed(part, place, name)
         elif rank == 0 and not secret:
@@ -174,7 +174,7 @@ def reconfigure(runtime: Runtime, uuid: str, texts: Sequence[str], timeout: floa
             old = {each[:3] for each in runtime.roster.members}
             runtime.roster.note_training(takes_in=any(each[:3] not in old for each in members))
         runtime.leave_keepers()
-        roster = Roster(store, 0, members, rank)
+        roster = EpochLog(store, 0, members, rank)
         new = _begin(runtime, EpochWatch(roster, runtime.loaded, sight))
         if (before := runtime.roster) is not None:
             dead = [before.members[each] for each, state in lost.items() if state == "dead"]
@@ -213,7 +213,7 @@ def _soon(watch: EpochWatch) -> PeerLost | None:
     return loss
 
 
-def _meet(first: Handle, uuid: str, timeout: float) -> Store:
+def _meet(first: ProcessHandle, uuid: str, timeout: float) -> Store:
     """The part, for one attempt, of the store that the first handle names."""
     host, port = first.address
     try:

@@ -172,7 +172,7 @@ def signal_name(number: int) -> str:
 
 
 @dataclass(slots=True)
-class Channel:
+class NamedPipe:
     """One named pipe, read line by line."""
 
     descriptor: int
@@ -242,16 +242,16 @@ class Channels:
             os.close(channel.descriptor)
         self._selector.close()
 
-    def _channels(self) -> list[Channel]:
+    def _channels(self) -> list[NamedPipe]:
         return [key.data for key in self._selector.get_map().values()]
 
     def _open(self, path: Path, rank: int, purpose: Purpose) -> None:
         os.mkfifo(path, 0o600)
         # Also opened for writing: without any writer, the pipe would be readable (at its end) for ever.
         descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
-        self._selector.register(descriptor, selectors.EVENT_READ, Channel(descriptor, rank, purpose))
+        self._selector.register(descriptor, selectors.EVENT_READ, NamedPipe(descriptor, rank, purpose))
 
-    def _pass_on(self, channel: Channel) -> None:
+    def _pass_on(self, channel: NamedPipe) -> None:
         for line in channel.lines():
             if channel.purpose == "status":
                 self._status(line)
@@ -260,7 +260,7 @@ class Channels:
             else:
                 self._line(channel.rank, channel.purpose, line)
 
-    def _complete(self, channel: Channel) -> None:
+    def _complete(self, channel: NamedPipe) -> None:
         """Forward an incomplete last line; an incomplete report is dropped."""
         if channel.partial and channel.purpose in ("out", "err"):
             self._line(channel.rank, channel.purpose, channel.partial + b"\n")

@@ -38,7 +38,7 @@ _NOT_STARTED = "PMIx server's listener thread failed to start"
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class JobOutcome:
     """Result of a job."""
 
     states: tuple[RankState, ...]
@@ -96,7 +96,7 @@ def run_job(
     env: Mapping[str, str] | None = None,
     timeout: float | None = None,
     merge_errors: bool = False,
-) -> Outcome:
+) -> JobOutcome:
     """Run `ranks` ranks of `command` on this host until all have ended or one has failed.
 
     With `via=Supervised(…)` the job goes on without ranks that have failed, or with new processes for them.
@@ -106,7 +106,7 @@ def run_job(
     `merge_errors`, Python programs report an uncaught exception (`RankState.report`) instead of printing it.
     """
 
-    def run() -> Outcome:
+    def run() -> JobOutcome:
         with scratch.create() as folders, commands.reserved_port() as port:
             words = _driver_command(command, ranks, via, folders)
             inherited = os.environ if env is None else env
@@ -118,7 +118,7 @@ def run_job(
             )
             channels = Channels(folders.root, ranks, sink, merge_errors=merge_errors)
             try:
-                return _Job(words, settings, channels, folders, timeout, supervised is not None).run()
+                return _LaunchedJob(words, settings, channels, folders, timeout, supervised is not None).run()
             finally:
                 channels.close()
 
@@ -158,7 +158,7 @@ def _check_shared_memory(folder: Path, env: Mapping[str, str], ranks: int) -> No
         raise LaunchError(f"{problem}, or start the ranks without MPI (--via torch)")
 
 
-class _Job:
+class _LaunchedJob:
     """A running job: watches its ranks and ends it."""
 
     def __init__(
@@ -177,7 +177,7 @@ class _Job:
         self._timed_out = False
         self._log_path = folders.root / "launcher.log"
 
-    def run(self) -> Outcome:
+    def run(self) -> JobOutcome:
         with self._signals(), self._start() as driver:
             try:
                 self._keep_to_loopback(driver)
@@ -187,7 +187,7 @@ class _Job:
         self._channels.drain()
         self._channels.note_ends(self._log_path.read_text(errors="replace"))
         self._complete(driver.returncode)
-        return Outcome(
+        return JobOutcome(
             tuple(self._channels.states),
             driver.returncode,
             self._interrupted,

@@ -13,7 +13,7 @@ from mcr_plus.core.environment import whole_tracebacks
 from mcr_plus.errors import LaunchError
 from mcr_plus.launch.channels import RankState, Stream, signal_name
 from mcr_plus.launch.commands import Supervised
-from mcr_plus.launch.job import Outcome, Via, run_job
+from mcr_plus.launch.job import JobOutcome, Via, run_job
 
 _FAILED = 1
 
@@ -107,7 +107,7 @@ def _terminal() -> str | None:
         return None
 
 
-def explanation(outcome: Outcome, via: Via) -> list[str]:
+def explanation(outcome: JobOutcome, via: Via) -> list[str]:
     """The message about a failed job, in lines; the rank that failed first comes first."""
     if outcome.interrupted is not None:
         return [f"mcr-plus: stopped by {signal_name(outcome.interrupted)}; all ranks ended"]
@@ -135,7 +135,7 @@ def explanation(outcome: Outcome, via: Via) -> list[str]:
     return [f"{head}; its last lines:", *(f"  {line}" for line in outcome.log)]
 
 
-def _failures(outcome: Outcome, culprit: RankState) -> list[list[RankState]]:
+def _failures(outcome: JobOutcome, culprit: RankState) -> list[list[RankState]]:
     """Failed ranks, grouped by failure; the group of the culprit comes first.
 
     Other ranks without a report are left out: their output on stderr is all there is.
@@ -147,7 +147,7 @@ def _failures(outcome: Outcome, culprit: RankState) -> list[list[RankState]]:
     return list(alike.values())
 
 
-def _message(alike: Sequence[RankState], outcome: Outcome, *, then: bool = False) -> list[str]:
+def _message(alike: Sequence[RankState], outcome: JobOutcome, *, then: bool = False) -> list[str]:
     """The message about ranks that failed alike, with the exception of the first of them.
 
     `then`: they failed after other ranks, so the message omits their signal and the frames of the traceback.

@@ -158,7 +158,7 @@ def check_ranks(comm: Communicator, layout: Layout, what: str) -> None:
         )
 
 
-class _Move(NamedTuple):
+class _ScaledMove(NamedTuple):
     """A redistribution, whose result is multiplied by `scale`."""
 
     source: Layout
@@ -171,24 +171,24 @@ _NEXT: Final = {"same": (1, 0), "sum": (1, 2, 1)}
 
 
 @lru_cache(maxsize=256)
-def _moves(source: Layout, target: Layout, replicas: Replicas) -> tuple[_Move, ...]:
+def _moves(source: Layout, target: Layout, replicas: Replicas) -> tuple[_ScaledMove, ...]:
     """The moves of the value, of the gradient, and of the gradient's gradient if that is another one."""
     if target.is_partial:
         raise InvalidArgument(f"target {target}: values cannot be divided into addends")
     if source.is_partial and source.op not in ("SUM", "AVG"):
         raise Unsupported(f"source {source}: gradients of {source.op}")
     scale = 1 / source.addend_count if source.op == "AVG" else 1.0
-    forward, back = _Move(source, target), whole(source)
+    forward, back = _ScaledMove(source, target), whole(source)
     if replicas == "same":
-        return forward, _Move(as_source(target), back, scale)
-    return forward, _Move(as_addends(target), back, scale), _Move(as_addends(back), target, scale)
+        return forward, _ScaledMove(as_source(target), back, scale)
+    return forward, _ScaledMove(as_addends(target), back, scale), _ScaledMove(as_addends(back), target, scale)
 
 
 @dataclass(frozen=True)
 class _Passes:
     """The moves of a call and of its backward passes."""
 
-    moves: Sequence[_Move]
+    moves: Sequence[_ScaledMove]
     next: Sequence[int]
     comm: Communicator
     tag: str | None

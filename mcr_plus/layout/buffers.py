@@ -11,7 +11,7 @@ import torch
 
 from mcr_plus.core import streams
 from mcr_plus.core.message import Message
-from mcr_plus.layout.rounds import Locals, Round, Strided, copy_all
+from mcr_plus.layout.rounds import ExchangeRound, Locals, Strided, copy_all
 
 if TYPE_CHECKING:
     from mcr_plus.core.work import Work
@@ -37,7 +37,7 @@ class Space:
         self.buffers: dict[object, Buffers] = {}
 
 
-class Pool:
+class SpacePool:
     """Memory kept between runs: a space for each concurrent run, or, with `is_single`, one space."""
 
     def __init__(self, *, is_single: bool = False) -> None:
@@ -83,7 +83,7 @@ class Pool:
 class Chain:
     """Successive runs of several movers in the same memory. `before`: operations the next run waits for."""
 
-    def __init__(self, pool: Pool, space: Space) -> None:
+    def __init__(self, pool: SpacePool, space: Space) -> None:
         self.space = space
         self.before: list[Work] = []
         self._pool = pool
@@ -104,7 +104,7 @@ class Buffers:
         self._views: dict[int, list[torch.Tensor]] = {}
         self.repeated: Repeated | None = None
 
-    def of(self, each: Round, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def of(self, each: ExchangeRound, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the send and the receive buffer of a round. A round must always use the same slot."""
         found = self._parts.get(id(each))
         if found is None:

@@ -18,18 +18,18 @@ from mcr_plus.layout.run import TAG
 if TYPE_CHECKING:
     from mcr_plus.communicator.calls import CallOptions
     from mcr_plus.core.kinds import ReduceOp
-    from mcr_plus.layout.native import Native
+    from mcr_plus.layout.native import NativeCollective
     from mcr_plus.layout.plan import Spec
 
 
-class Collective:
+class CollectiveMover:
     """A native collective bound to its groups, for one tensor; it has the interface of `Mover`.
 
     The constructor is collective over `comm`: it opens the groups on first use. `call`: see `Plan.call`.
     """
 
     def __init__(
-        self, comm: Communicator, spec: Spec, native: Native, options: CallOptions, call: str
+        self, comm: Communicator, spec: Spec, native: NativeCollective, options: CallOptions, call: str
     ) -> None:
         rank = comm.ranks[comm.rank]
         self.rank = rank
@@ -156,7 +156,7 @@ def _copy_whole(sources: Locals, outputs: Locals) -> None:
             output.view(-1).copy_(source.view(-1))
 
 
-def _group(comm: Communicator, native: Native) -> Communicator | None:
+def _group(comm: Communicator, native: NativeCollective) -> Communicator | None:
     """Return this rank's group, None if it has none. The first call opens it, collectively."""
     if native.groups == (comm.ranks,):
         return comm

@@ -31,7 +31,7 @@ _SNAP: Final = 16
 """A cut moves to the end of a demand if that is nearer than 1/16 of a share."""
 
 
-class Rows(NamedTuple):
+class BoxRows(NamedTuple):
     """The boxes that a rank sends or receives, in the order in which both sides pack them.
 
     `peers`: the other rank of each. `pieces`: the index of this rank's box that contains it: in the source
@@ -48,18 +48,18 @@ class Rows(NamedTuple):
         """The number of elements of each box."""
         return self.boxes.volumes
 
-    def take(self, which: Ints | Flags) -> Rows:
+    def take(self, which: Ints | Flags) -> BoxRows:
         """Return some of the rows, by index or mask."""
-        return Rows(self.peers[which], self.boxes.take(which), self.addends[which], self.pieces[which])
+        return BoxRows(self.peers[which], self.boxes.take(which), self.addends[which], self.pieces[which])
 
-    def ordered(self) -> Rows:
+    def ordered(self) -> BoxRows:
         """Return the rows sorted by peer, addend and position in the tensor, alike on both sides."""
         return self.take(
             np.lexsort([*self.boxes.highs.T[::-1], *self.boxes.lows.T[::-1], self.addends, self.peers])
         )
 
     @classmethod
-    def joined(cls, parts: Sequence[Rows], dims: int) -> Rows:
+    def joined(cls, parts: Sequence[BoxRows], dims: int) -> BoxRows:
         """Return the concatenation of several; `dims`: dimensions of the tensor."""
         none = np.zeros(0, np.int64)
         empty = cls(none, Boxes(none.reshape(0, dims), none.reshape(0, dims)), none, none)
@@ -71,7 +71,7 @@ class Rows(NamedTuple):
         )  # fmt: skip
 
 
-class Kept(NamedTuple):
+class KeptBoxes(NamedTuple):
     """The boxes that a rank holds already, copied from box `pieces` of its source to `into` of its target."""
 
     boxes: Boxes
@@ -81,16 +81,16 @@ class Kept(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part:
+class ExchangePart:
     """One rank's part of an exchange."""
 
     rank: int
-    sends: Rows
-    receives: Rows
-    kept: Kept
+    sends: BoxRows
+    receives: BoxRows
+    kept: KeptBoxes
 
 
-class Exchange:
+class LayoutExchange:
     """One step of a plan: every rank receives the elements of the target that it does not hold in the source.
 
     Args:
@@ -123,7 +123,7 @@ class Exchange:
         """The number of dimensions of the tensor."""
         return len(self.source.shape)
 
-    def part(self, rank: int) -> Part:
+    def part(self, rank: int) -> ExchangePart:
         """Return the sends, the receives and the copies of a rank."""
         kept: list[tuple[Boxes, Ints, Ints, Ints]] = []
         lacking: list[tuple[Ints, Ints, Ints, Boxes]] = []  # source region, target region, piece, overlap
@@ -145,7 +145,7 @@ class Exchange:
             lacking.append(
                 (which[rest], np.full(len(rest), region), np.full(len(rest), piece), common.take(rest))
             )
-        return Part(
+        return ExchangePart(
             rank,
             self._sends(rank, mine_have, pieces_have),
             self._receives(rank, lacking),
@@ -154,9 +154,9 @@ class Exchange:
 
     # -- receiving --------------------------------------------------------------------------------
 
-    def _receives(self, rank: int, lacking: list[tuple[Ints, Ints, Ints, Boxes]]) -> Rows:
+    def _receives(self, rank: int, lacking: list[tuple[Ints, Ints, Ints, Boxes]]) -> BoxRows:
         if not lacking:
-            return Rows.joined([], self.dims)
+            return BoxRows.joined([], self.dims)
         regions = np.concatenate([each[0] for each in lacking])
         wanted = np.concatenate([each[1] for each in lacking])
         pieces = np.concatenate([each[2] for each in lacking])
@@ -170,7 +170,7 @@ class Exchange:
         if len(single):
             at = regions[single]
             holders = self.have.members[self.have.starts[at]]
-            parts.append(Rows(holders, boxes.take(single), self.have.addends[at], pieces[single]))
+            parts.append(BoxRows(holders, boxes.take(single), self.have.addends[at], pieces[single]))
         (shared,) = several.nonzero()
         if len(shared) and self._cuts:
             lines = self._lines(np.unique(regions[shared]), rank)
@@ -178,19 +178,21 @@ class Exchange:
         elif len(shared):
             holders = self._in_turn(regions[shared], wanted[shared], np.full(len(shared), rank))
             at = regions[shared]
-            parts.append(Rows(holders, boxes.take(shared), self.have.addends[at], pieces[shared]))
-        return Rows.joined(parts, self.dims).ordered()
+            parts.append(BoxRows(holders, boxes.take(shared), self.have.addends[at], pieces[shared]))
+        return BoxRows.joined(parts, self.dims).ordered()
 
-    def _cut_for(self, lines: _Lines, own: Flags, wanted: Ints, pieces: Ints) -> Rows:
+    def _cut_for(self, lines: _Lines, own: Flags, wanted: Ints, pieces: Ints) -> BoxRows:
         """Return the rows of this rank's demands on regions that several ranks hold, cut into shares."""
         piece_of = np.full(len(self.need.counts), -1)
         piece_of[wanted] = pieces
         demand, holder, boxes = lines.shares(own)
-        return Rows(holder, boxes, self.have.addends[lines.regions[demand]], piece_of[lines.wanted[demand]])
+        return BoxRows(
+            holder, boxes, self.have.addends[lines.regions[demand]], piece_of[lines.wanted[demand]]
+        )
 
     # -- sending ----------------------------------------------------------------------------------
 
-    def _sends(self, rank: int, mine: Ints, pieces: Ints) -> Rows:
+    def _sends(self, rank: int, mine: Ints, pieces: Ints) -> BoxRows:
         parts = []
         single = self.have.counts[mine] == 1
         for region, piece in zip(mine[single], pieces[single], strict=True):
@@ -203,14 +205,16 @@ class Exchange:
             demand, holder, boxes = lines.shares(np.ones(len(lines.ranks), bool))
             (own,) = (holder == rank).nonzero()
             at = lines.regions[demand[own]]
-            parts.append(Rows(lines.ranks[demand[own]], boxes.take(own), self.have.addends[at], piece_of[at]))
+            parts.append(
+                BoxRows(lines.ranks[demand[own]], boxes.take(own), self.have.addends[at], piece_of[at])
+            )
         else:
             for region, piece in zip(shared, shared_pieces, strict=True):
                 rows = self._whole_demands(region, piece, rank)
                 parts.append(rows)
-        return Rows.joined(parts, self.dims).ordered()
+        return BoxRows.joined(parts, self.dims).ordered()
 
-    def _whole_demands(self, region: int, piece: int, rank: int) -> Rows:
+    def _whole_demands(self, region: int, piece: int, rank: int) -> BoxRows:
         """Return the whole demands on a region that `rank`, one of its holders, serves."""
         which, common = meet(self.have.boxes.lows[region], self.have.boxes.highs[region], self.need.boxes)
         entry, ranks = self.need.entries(which)
@@ -219,7 +223,7 @@ class Exchange:
         if self.have.counts[region] > 1:
             outside &= self._in_turn(own, which[entry], ranks) == rank
         entry, ranks = entry[outside], ranks[outside]
-        return Rows(
+        return BoxRows(
             ranks,
             common.take(entry),
             np.full(len(entry), self.have.addends[region]),
@@ -274,7 +278,7 @@ class _Lines:
     """The demands on regions that several ranks hold, sorted by region and line, and their shares."""
 
     def __init__(
-        self, exchange: Exchange, regions: Ints, lines: Ints, ranks: Ints, wanted: Ints, boxes: Boxes
+        self, exchange: LayoutExchange, regions: Ints, lines: Ints, ranks: Ints, wanted: Ints, boxes: Boxes
     ) -> None:
         self.regions = regions
         self.ranks = ranks
@@ -345,13 +349,13 @@ class _Lines:
         return np.where(end - cuts <= near, end, moved)
 
 
-def _kept(parts: list[tuple[Boxes, Ints, Ints, Ints]], dims: int) -> Kept:
+def _kept(parts: list[tuple[Boxes, Ints, Ints, Ints]], dims: int) -> KeptBoxes:
     none = np.zeros(0, np.int64)
     if not parts:
-        return Kept(Boxes(none.reshape(0, dims), none.reshape(0, dims)), none, none, none)
+        return KeptBoxes(Boxes(none.reshape(0, dims), none.reshape(0, dims)), none, none, none)
     boxes, addends, pieces, into = zip(*parts, strict=True)
     lows, highs = zip(*boxes, strict=True)
-    return Kept(
+    return KeptBoxes(
         Boxes(np.concatenate(lows), np.concatenate(highs)),
         np.concatenate(addends), np.concatenate(pieces), np.concatenate(into),
     )  # fmt: skip

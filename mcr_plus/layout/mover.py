@@ -21,26 +21,26 @@ from mcr_plus.communicator.calls import CallOptions
 from mcr_plus.compression.options import CompressOptions
 from mcr_plus.core import streams
 from mcr_plus.core.work import JointWork, Work
-from mcr_plus.layout.buffers import Chain, Pool
+from mcr_plus.layout.buffers import Chain, SpacePool
 from mcr_plus.layout.layout import Layout
-from mcr_plus.layout.messages import Kept
-from mcr_plus.layout.plan import Plan, costs_of, lossy_steps
+from mcr_plus.layout.messages import KeptBoxes
+from mcr_plus.layout.plan import RedistributionPlan, costs_of, lossy_steps
 from mcr_plus.layout.regions import Ints
 from mcr_plus.layout.rounds import (
+    AddendSum,
+    ExchangeRound,
+    ExchangeStage,
     Locals,
     Pairs,
-    Round,
     RowsOf,
-    Stage,
     Strided,
-    Sum,
     Waves,
     cut,
     cut_in_waves,
     in_one_piece,
     strided,
 )
-from mcr_plus.layout.run import TAG, Run
+from mcr_plus.layout.run import TAG, PlanRun
 
 if TYPE_CHECKING:
     from mcr_plus.communicator.communicator import Communicator
@@ -68,10 +68,10 @@ class Mover:
     def __init__(
         self,
         comm: Communicator,
-        plan: Plan,
+        plan: RedistributionPlan,
         options: CallOptions,
         memory: int | None = None,
-        pool: Pool | None = None,
+        pool: SpacePool | None = None,
         device: torch.device = _CPU,
     ) -> None:
         self.comm = comm
@@ -87,7 +87,7 @@ class Mover:
         self._choose_messages()
         self.gaps = [index for index, spec in enumerate(plan.specs) if spec.source.has_gaps]
         """Indices of the tensors whose source may lack elements; these are zero in the result."""
-        self.pool = Pool() if pool is None else pool
+        self.pool = SpacePool() if pool is None else pool
         self._digest = crc32(plan.call.encode())
         self.key = object()  # in `Space.buffers`, where the mover itself would be a cycle
         rounds = [each for stage in self.stages for each in stage.rounds]
@@ -130,13 +130,13 @@ class Mover:
             return 1
         return int(min(_WAVES, max(1, moved.max() // _LEAST_WAVE)))
 
-    def _stage(self, number: int, memory: int | None) -> Stage:
+    def _stage(self, number: int, memory: int | None) -> ExchangeStage:
         plan = self.plan
         sends: list[RowsOf] = []
         receives: list[RowsOf] = []
         kept: list[tuple[Strided, Strided]] = []
         targets: list[Layout | None] = []
-        sums: dict[int, Sum] = {}
+        sums: dict[int, AddendSum] = {}
         lossy = True
         for index, (spec, each) in enumerate(zip(plan.specs, plan.chosen, strict=True)):
             steps = each.program.steps
@@ -152,7 +152,7 @@ class Mover:
             pairs = self._kept(index, step.source, step.target, part.kept)
             if step.source.is_partial:
                 empty: list[Any] = [([], []) for _ in range(step.source.addend_count)]
-                sums[index] = Sum(index, spec.source.op, step.source.has_gaps, empty)
+                sums[index] = AddendSum(index, spec.source.op, step.source.has_gaps, empty)
                 for addend, pair in zip(part.kept.addends.tolist(), pairs, strict=True):
                     empty[addend][1].append(pair)
             elif step.source.inside is None or step.source.inside[0] is not step.target:
@@ -164,7 +164,7 @@ class Mover:
             each is not None and (each.inside is not None or each is spec.target)
             for each, spec in zip(targets, plan.specs, strict=True)
         )
-        return Stage(rounds, Pairs.of(kept), targets, is_last, lossy, not moved.any())
+        return ExchangeStage(rounds, Pairs.of(kept), targets, is_last, lossy, not moved.any())
 
     def _choose_messages(self) -> None:
         """Decide which steps consist of messages between pairs of ranks; collective.
@@ -185,12 +185,14 @@ class Mover:
                 for each in stage.rounds:
                     each.cut_into_messages()
 
-    def _most_messages(self, stage: Stage) -> int:
+    def _most_messages(self, stage: ExchangeStage) -> int:
         """Return the most sends and receives of this rank in a round of a step."""
         counts = ([*each.input_counts, *each.output_counts] for each in stage.rounds)
         return max(sum(count > 0 for count in each) for each in counts)
 
-    def _kept(self, index: int, source: Layout, target: Layout, part: Kept) -> list[tuple[Strided, Strided]]:
+    def _kept(
+        self, index: int, source: Layout, target: Layout, part: KeptBoxes
+    ) -> list[tuple[Strided, Strided]]:
         froms = strided(index, *source.strided(self.rank, part.pieces, part.boxes))
         tos = strided(index, *target.strided(self.rank, part.into, part.boxes))
         return list(zip(froms, tos, strict=True))
@@ -200,9 +202,9 @@ class Mover:
         moved: Ints,
         sends: list[RowsOf],
         receives: list[RowsOf],
-        sums: dict[int, Sum],
+        sums: dict[int, AddendSum],
         memory: int | None,
-    ) -> list[Round]:
+    ) -> list[ExchangeRound]:
         """Return the rounds of an exchange. `moved`: bytes of each tensor on the fullest rank of all."""
         whole: dict[int, int] = {}  # the round of each tensor with addends
         first, number = 0, 1  # for the others, the first round and the number of rounds
@@ -221,7 +223,7 @@ class Mover:
             number = max(number, last + 1 - first)
         order = {rank: index for index, rank in enumerate(self.comm.ranks)}
         count = self._wave_count if self.waves else first + number
-        found = [Round(f"{index + 1} of {count}") for index in range(count)]
+        found = [ExchangeRound(f"{index + 1} of {count}") for index in range(count)]
         for is_send, parts in ((True, sends), (False, receives)):
             if self.waves:
                 rounds = cut_in_waves(parts, order, self.waves, count)
@@ -285,7 +287,7 @@ class Mover:
         Before the handle is complete, sources must not be changed and outputs must not be read. `chain`: the
         runs that this one follows.
         """
-        run = Run(self, sources, outputs, chain)
+        run = PlanRun(self, sources, outputs, chain)
         joint = JointWork(run.start(), TAG, nbytes=nbytes, tag=self.options.get("tag"), legs=True)
         joint.then(run.finish)
         return joint
@@ -302,7 +304,7 @@ class Mover:
                 repeated.run()
                 self.pool.give_back(space)
                 return
-        run = Run(self, sources, outputs)
+        run = PlanRun(self, sources, outputs)
         if len(self.stages) == 1 and len(self.stages[0].rounds) == 1:
             run.run_at_once()
             if self._is_simple:
@@ -312,7 +314,7 @@ class Mover:
                 work.wait()
         run.finish()
 
-    def _remember(self, run: Run, sources: Locals, outputs: Locals) -> None:
+    def _remember(self, run: PlanRun, sources: Locals, outputs: Locals) -> None:
         """Record the run if its tensors are those of the run before, so that the next one can replay it."""
         tensors = [*outputs, *sources]
         like = next((each for each in tensors if each is not None), None)

@@ -23,7 +23,7 @@ NativeKind = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast"]
 
 
 @dataclass(frozen=True)
-class Native:
+class NativeCollective:
     """One collective per group, of parts of equal size.
 
     Attributes:
@@ -48,7 +48,7 @@ def root_of(group: Sequence[int], source: Layout) -> int:
     return next(rank for rank in group if len(source.pieces(rank)))
 
 
-def native(source: Layout, target: Layout) -> Native | None:
+def native(source: Layout, target: Layout) -> NativeCollective | None:
     """Return the collective that redistributes `source` to `target`.
 
     It is None if one does not suffice, or none is needed.
@@ -81,7 +81,7 @@ class Room:
         self._whole = (comm.ranks,)
         self._open = {*comm.attached.get(GROUPS, ())}
 
-    def has(self, one: Native, source: Layout, target: Layout, itemsize: int) -> bool:
+    def has(self, one: NativeCollective, source: Layout, target: Layout, itemsize: int) -> bool:
         """Return True if a collective fits into what is left of the budget."""
         opens = one.groups != self._whole and one.groups not in self._open
         if opens and len(self._open) >= _MOST_GROUPS:
@@ -89,7 +89,7 @@ class Room:
         largest = max(source.volume, target.volume) * itemsize
         return largest <= self._left or packed_volume(one, source, target) * itemsize <= self._left
 
-    def take(self, one: Native, source: Layout, target: Layout, itemsize: int) -> None:
+    def take(self, one: NativeCollective, source: Layout, target: Layout, itemsize: int) -> None:
         """Subtract the groups and the buffer of a chosen collective from the budget."""
         if one.groups != self._whole:
             self._open.add(one.groups)
@@ -99,7 +99,7 @@ class Room:
             self.used += nbytes
 
 
-def packed_volume(one: Native, source: Layout, target: Layout) -> int:
+def packed_volume(one: NativeCollective, source: Layout, target: Layout) -> int:
     """Return the elements of the largest buffer in which a rank packs parts.
 
     It is 0 if each part is contiguous in the whole.
@@ -121,7 +121,7 @@ def packed_volume(one: Native, source: Layout, target: Layout) -> int:
     return int(outer.volumes[apart].max(initial=0))
 
 
-def _made(kind: NativeKind, outer: Boxes, inner: Boxes | None, source: Layout) -> Native | None:
+def _made(kind: NativeKind, outer: Boxes, inner: Boxes | None, source: Layout) -> NativeCollective | None:
     """Return the collective among ranks with equal outer boxes; None if inner boxes are no partition of it.
 
     If several ranks hold the same part, the first ranks of all parts form one group, the second ones another.
@@ -141,14 +141,14 @@ def _made(kind: NativeKind, outer: Boxes, inner: Boxes | None, source: Layout) -
     keys = [source.owners] if inner is None else [*inner.lows.T[::-1]]
     ranks = source.owners[np.lexsort([*keys, group])]
     firsts = sizes.cumsum() - sizes
-    return Native(
+    return NativeCollective(
         kind,
         tuple(tuple(ranks[first : first + size].tolist()) for first, size in zip(firsts, sizes, strict=True)),
         bool(copy.any()),
     )
 
 
-def _broadcast(source: Layout, target: Layout) -> Native | None:
+def _broadcast(source: Layout, target: Layout) -> NativeCollective | None:
     """Return broadcasts in disjoint groups, from the only holder of each box to all ranks that need it."""
     boxes = (np.concatenate(both) for both in zip(source.held, target.held, strict=True))
     box_of = _classes(*boxes)
@@ -161,7 +161,7 @@ def _broadcast(source: Layout, target: Layout) -> Native | None:
     sizes = [len(group) for group in groups]
     if max(sizes) < 3 or sum(sizes) > len(np.union1d(source.owners, target.owners)):
         return None  # only single messages, or a rank in two groups
-    return Native("broadcast", tuple(sorted(groups)))
+    return NativeCollective("broadcast", tuple(sorted(groups)))
 
 
 def _classes(*columns: Ints) -> Ints:
@@ -183,7 +183,7 @@ def _places(classes: Ints) -> Ints:
     return found
 
 
-def keeps_bits(one: Native, source: Layout, dtype: torch.dtype) -> bool:
+def keeps_bits(one: NativeCollective, source: Layout, dtype: torch.dtype) -> bool:
     """Return True if replicas get the same bits regardless of the order of reduction in each group."""
     if one.kind == "all_gather" or not one.repeats:
         return True
@@ -195,7 +195,7 @@ def keeps_bits(one: Native, source: Layout, dtype: torch.dtype) -> bool:
     )
 
 
-def may_reduce(one: Native, source: Layout, dtype: torch.dtype) -> bool:
+def may_reduce(one: NativeCollective, source: Layout, dtype: torch.dtype) -> bool:
     """Return True if a collective's result is the one of exchanges, but for the order of addends.
 
     Libraries round every partial sum of float16 and bfloat16; exchanges add in float32 and round once.

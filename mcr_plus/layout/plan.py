@@ -18,13 +18,13 @@ from mcr_plus.layout import proof
 from mcr_plus.layout.addends import to_itself
 from mcr_plus.layout.agreement import agree_on_specs
 from mcr_plus.layout.layout import Layout
-from mcr_plus.layout.messages import Part
-from mcr_plus.layout.native import Native, Room, may_reduce
+from mcr_plus.layout.messages import ExchangePart
+from mcr_plus.layout.native import NativeCollective, Room, may_reduce
 from mcr_plus.layout.program import (
     LOADS,
-    Bound,
-    Costs,
-    Program,
+    ExchangeProgram,
+    MessageCosts,
+    VolumeBound,
     bound,
     cheapest,
     load,
@@ -57,12 +57,12 @@ class Spec(NamedTuple):
 class Chosen(NamedTuple):
     """The program of one tensor, and this rank's part of each of its steps."""
 
-    program: Program
-    parts: Sequence[Part]
+    program: ExchangeProgram
+    parts: Sequence[ExchangePart]
 
 
 @dataclass(frozen=True)
-class Plan:
+class RedistributionPlan:
     """The plan of a redistribution, agreed on and proved by all ranks of the group.
 
     Attributes:
@@ -85,13 +85,13 @@ class Plan:
         """The number of consecutive exchanges."""
         return max((len(each.program.steps) for each in self.chosen), default=0)
 
-    def take(self, which: Sequence[int]) -> Plan:
+    def take(self, which: Sequence[int]) -> RedistributionPlan:
         """Return the plan of some of the tensors."""
         specs = [self.specs[index] for index in which]
         chosen = [self.chosen[index] for index in which]
-        return Plan(specs, chosen, self.loads[list(which)], self.nodes, self.call)
+        return RedistributionPlan(specs, chosen, self.loads[list(which)], self.nodes, self.call)
 
-    def bounds(self) -> list[Bound]:
+    def bounds(self) -> list[VolumeBound]:
         """Return for each tensor the volume that any plan must move at least, in elements."""
         return [bound(spec.source, spec.target, self.nodes) for spec in self.specs]
 
@@ -132,7 +132,7 @@ def make_plan(
     lossy: bool = False,
     options: str = "",
     among: Sequence[Spec] | None = None,
-) -> Plan:
+) -> RedistributionPlan:
     """Choose a program for each tensor, agree with the other ranks of the group, and prove this rank's parts.
 
     Collective. `wrong`: the error in this rank's arguments, if any; then, or if the specs or `options` differ
@@ -184,12 +184,16 @@ def make_plan(
         kept[at] = loads[number_of[id(best)]]
         chosen.append(Chosen(best, made.parts(best, rank)))
     _prove(comm, specs, chosen)
-    return Plan(specs, chosen, kept, nodes, f"redistribution {digest:x}")
+    return RedistributionPlan(specs, chosen, kept, nodes, f"redistribution {digest:x}")
 
 
 def _cheapest(
-    spec: Spec, some: Sequence[Program], seconds: NDArray[np.float64], crossing: NDArray[np.int64], room: Room
-) -> Program:
+    spec: Spec,
+    some: Sequence[ExchangeProgram],
+    seconds: NDArray[np.float64],
+    crossing: NDArray[np.int64],
+    room: Room,
+) -> ExchangeProgram:
     """Return the cheapest program of a tensor, without native collectives that do not fit into `room`.
 
     Raises `Unsupported` if the cost of all others is infinite: they would leave replicas with different bits.
@@ -216,10 +220,10 @@ class _Known:
 
     def __init__(self, nodes: Ints | None) -> None:
         self._nodes = nodes
-        self._programs: dict[tuple[Any, ...], list[Program]] = {}
-        self._parts: dict[tuple[int, int], list[Part]] = {}
+        self._programs: dict[tuple[Any, ...], list[ExchangeProgram]] = {}
+        self._parts: dict[tuple[int, int], list[ExchangePart]] = {}
 
-    def programs(self, spec: Spec, index: int) -> list[Program]:
+    def programs(self, spec: Spec, index: int) -> list[ExchangeProgram]:
         turn = index if spec.source.has_replicas or spec.target.has_replicas or spec.source.is_partial else 0
         key = (spec.source, spec.target, spec.dtype.itemsize, turn)
         if key not in self._programs:
@@ -227,14 +231,14 @@ class _Known:
             self._programs[key] = programs(spec.source, spec.target, itemsize, self._nodes, turn)
         return self._programs[key]
 
-    def parts(self, program: Program, rank: int) -> list[Part]:
+    def parts(self, program: ExchangeProgram, rank: int) -> list[ExchangePart]:
         key = (id(program), rank)
         if key not in self._parts:
             self._parts[key] = program.parts(rank)
         return self._parts[key]
 
 
-def keeps_replicas(program: Program) -> bool:
+def keeps_replicas(program: ExchangeProgram) -> bool:
     """Return True if lossy steps of a program leave the replicas of an element with the same bits.
 
     A step may be lossy if exactly one rank receives or keeps each element; see `lossy_steps`.
@@ -242,7 +246,7 @@ def keeps_replicas(program: Program) -> bool:
     return lossy_steps(program) > 0
 
 
-def lossy_steps(program: Program) -> int:
+def lossy_steps(program: ExchangeProgram) -> int:
     """Return the number of leading steps of a program that may use a codec; the others send exact values.
 
     Replicas would differ after a lossy step in which one rank keeps values that others receive. A native
@@ -266,7 +270,7 @@ def nodes_of(comm: Communicator) -> Ints | None:
     return as_ints([order[host] for host in hosts])
 
 
-def costs_of(comm: Communicator, nodes: Ints | None) -> Costs:
+def costs_of(comm: Communicator, nodes: Ints | None) -> MessageCosts:
     """Return the costs of messages and bytes in this group, the same on all ranks, as their tables are.
 
     They come from the all_to_all and the send of the group's tuning table; defaults apply if no table is
@@ -274,29 +278,29 @@ def costs_of(comm: Communicator, nodes: Ints | None) -> Costs:
     n - 1 messages of s / n bytes per rank; on several nodes, the n - k messages that cross the link determine
     its time.
     """
-    known: Costs | None = comm.attached.get(_COSTS)
+    known: MessageCosts | None = comm.attached.get(_COSTS)
     if known is None:
         known = comm.attached[_COSTS] = _costs(comm, _sharers(comm, nodes), nodes is not None)
     return known
 
 
-def _costs(comm: Communicator, per_node: int, across: bool) -> Costs:
+def _costs(comm: Communicator, per_node: int, across: bool) -> MessageCosts:
     select = comm.stage_options("select")
     if not isinstance(select, SelectOptions) or select.table is None or comm.size < 2:
-        return Costs()
+        return MessageCosts()
     peers = comm.size - per_node if across else comm.size - 1
     sizes = [2 * comm.size, _LARGE // torch.float32.itemsize // comm.size * comm.size]
     few, many = (expected_us(comm, "all_to_all", torch.float32, numel, tag=_TAG) for numel in sizes)
     if few is None or many is None or peers < 1:
-        return Costs()
+        return MessageCosts()
     part = [numel * torch.float32.itemsize * peers / comm.size for numel in sizes]
     byte = max(many - few, 0.0) * 1e-6 / (part[1] - part[0])
     message = few * 1e-6 / peers
     send_us = expected_us(comm, "send", torch.float32, 2, tag=_TAG)
     send = 2 * message if send_us is None else send_us * 1e-6
     if across:
-        return Costs(far_message=message, far_byte=byte / per_node, far_send=send)
-    return Costs(message, byte, send=send)
+        return MessageCosts(far_message=message, far_byte=byte / per_node, far_send=send)
+    return MessageCosts(message, byte, send=send)
 
 
 def _sharers(comm: Communicator, nodes: Ints | None) -> int:
@@ -369,7 +373,7 @@ def _prove(comm: Communicator, specs: Sequence[Spec], chosen: Sequence[Chosen]) 
     wrong: str | None = None
     sent, expected = [], []
     checked: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
-    groups: dict[tuple[Native, Layout, Layout], NDArray[np.int64]] = {}
+    groups: dict[tuple[NativeCollective, Layout, Layout], NDArray[np.int64]] = {}
     for spec, each in zip(specs, chosen, strict=True):
         if (native := each.program.native) is not None:
             pair = native, spec.source, spec.target

@@ -26,8 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcr_plus.layout.layout import Layout
-from mcr_plus.layout.messages import GRAIN, Exchange, Part
-from mcr_plus.layout.native import Native, native, root_of
+from mcr_plus.layout.messages import GRAIN, ExchangePart, LayoutExchange
+from mcr_plus.layout.native import NativeCollective, native, root_of
 from mcr_plus.layout.regions import (
     Boxes,
     Ints,
@@ -49,7 +49,7 @@ LOADS: Final = ("sent", "received", "partners", "sent_far", "received_far", "par
 
 
 @dataclass(frozen=True)
-class Program:
+class ExchangeProgram:
     """A redistribution from one layout to another: a sequence of exchanges, or a native collective.
 
     Attributes:
@@ -59,51 +59,53 @@ class Program:
     """
 
     name: str
-    steps: tuple[Exchange, ...] = ()
-    native: Native | None = None
+    steps: tuple[LayoutExchange, ...] = ()
+    native: NativeCollective | None = None
 
-    def parts(self, rank: int) -> list[Part]:
+    def parts(self, rank: int) -> list[ExchangePart]:
         """Return the part of a rank in each step."""
         return [step.part(rank) for step in self.steps]
 
 
 def programs(
     source: Layout, target: Layout, itemsize: int, nodes: Ints | None = None, turn: int = 0
-) -> list[Program]:
+) -> list[ExchangeProgram]:
     """Return all programs from `source` to `target`, the native collective first; the same on all ranks."""
     found = exchanges(source, target, itemsize, nodes, turn)
     one = native(source, target)
-    return found if one is None else [Program(one.kind, native=one), *found]
+    return found if one is None else [ExchangeProgram(one.kind, native=one), *found]
 
 
 def exchanges(
     source: Layout, target: Layout, itemsize: int, nodes: Ints | None = None, turn: int = 0
-) -> list[Program]:
+) -> list[ExchangeProgram]:
     """Return the programs that consist of exchanges; the first is `direct`."""
-    direct = Program("direct", (Exchange(source, target, itemsize, nodes, turn),))
+    direct = ExchangeProgram("direct", (LayoutExchange(source, target, itemsize, nodes, turn),))
     found = [direct]
     if source.volume == 0 or source.has_gaps:  # intermediate layouts must be complete
         return found
     if source.is_partial:
         sums = summed(source, target, itemsize, turn)
         if sums is not None:
-            first = Exchange(source, sums, itemsize, nodes, turn)
-            found.append(Program("reduce", (first, Exchange(sums, target, itemsize, nodes, turn))))
+            first = LayoutExchange(source, sums, itemsize, nodes, turn)
+            found.append(
+                ExchangeProgram("reduce", (first, LayoutExchange(sums, target, itemsize, nodes, turn)))
+            )
             slices = sliced(sums, target, itemsize, nodes, turn)
             if slices is not None:
                 steps = (
-                    Exchange(sums, slices, itemsize, nodes, turn),
-                    Exchange(slices, target, itemsize, nodes, turn),
+                    LayoutExchange(sums, slices, itemsize, nodes, turn),
+                    LayoutExchange(slices, target, itemsize, nodes, turn),
                 )
-                found.append(Program("reduce, gather", (first, *steps)))
+                found.append(ExchangeProgram("reduce, gather", (first, *steps)))
         return found
     slices = sliced(source, target, itemsize, nodes, turn)
     if slices is not None:
         steps = (
-            Exchange(source, slices, itemsize, nodes, turn),
-            Exchange(slices, target, itemsize, nodes, turn),
+            LayoutExchange(source, slices, itemsize, nodes, turn),
+            LayoutExchange(slices, target, itemsize, nodes, turn),
         )
-        found.append(Program("gather", steps))
+        found.append(ExchangeProgram("gather", steps))
     return found
 
 
@@ -262,7 +264,7 @@ def _slices(boxes: Boxes, number: Ints) -> tuple[Ints, Ints, Boxes]:
 # -- loads, costs and bounds ----------------------------------------------------------------------
 
 
-def load(part: Part, itemsize: int, nodes: Ints | None = None) -> Ints:
+def load(part: ExchangePart, itemsize: int, nodes: Ints | None = None) -> Ints:
     """Return the loads of a rank in an exchange, in the order of `LOADS`."""
     found = np.zeros((2, 3), np.int64)
     for side, rows in enumerate((part.sends, part.receives)):
@@ -274,7 +276,9 @@ def load(part: Part, itemsize: int, nodes: Ints | None = None) -> Ints:
     return found.ravel()
 
 
-def native_load(one: Native, source: Layout, rank: int, itemsize: int, nodes: Ints | None = None) -> Ints:
+def native_load(
+    one: NativeCollective, source: Layout, rank: int, itemsize: int, nodes: Ints | None = None
+) -> Ints:
     """Return the loads of a rank in a native collective with minimum volume, in the order of `LOADS`.
 
     A broadcast may cross the link between nodes once per receiver, as by a binomial tree.
@@ -295,7 +299,9 @@ def native_load(one: Native, source: Layout, rank: int, itemsize: int, nodes: In
     return found.ravel()
 
 
-def _broadcast_load(one: Native, source: Layout, rank: int, itemsize: int, nodes: Ints | None) -> Ints:
+def _broadcast_load(
+    one: NativeCollective, source: Layout, rank: int, itemsize: int, nodes: Ints | None
+) -> Ints:
     found = np.zeros((2, 3), np.int64)
     members = one.group_of(rank)
     if members is not None and len(members) > 1:
@@ -311,7 +317,7 @@ def _broadcast_load(one: Native, source: Layout, rank: int, itemsize: int, nodes
     return found.ravel()
 
 
-class Costs(NamedTuple):
+class MessageCosts(NamedTuple):
     """The costs of a message and of a byte in seconds, inside a node and between nodes (`far`).
 
     `send`: of an operation on one message instead of one part of an all_to_all, `isend` or `irecv`. The
@@ -357,7 +363,7 @@ def cheapest(seconds: Sequence[float], crossing: Sequence[int]) -> int:
 
 
 @dataclass(frozen=True)
-class Bound:
+class VolumeBound:
     """The volume that any plan must move at least, in elements.
 
     Attributes:
@@ -376,7 +382,7 @@ class Bound:
         return max(self.received.values(), default=0)
 
 
-def bound(source: Layout, target: Layout, nodes: Ints | None = None) -> Bound:
+def bound(source: Layout, target: Layout, nodes: Ints | None = None) -> VolumeBound:
     """Return the least volume of any plan from `source` to `target`, by counting.
 
     A rank must receive each element that it needs and does not hold, once. An element with k addends is
@@ -407,7 +413,7 @@ def bound(source: Layout, target: Layout, nodes: Ints | None = None) -> Bound:
             different = np.unique(np.column_stack([cells.lows[own], cells.highs[own]]), axis=0)
             dims = len(source.shape)
             entering[node] = int(volumes(different[:, :dims], different[:, dims:]).sum())
-    return Bound(received, total, entering)
+    return VolumeBound(received, total, entering)
 
 
 def _apart(target: Layout) -> Regions:

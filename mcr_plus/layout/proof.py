@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcr_plus.layout.layout import Layout
-from mcr_plus.layout.messages import Part, Rows
-from mcr_plus.layout.native import Native
+from mcr_plus.layout.messages import BoxRows, ExchangePart
+from mcr_plus.layout.native import NativeCollective
 from mcr_plus.layout.regions import Boxes, Ints, as_ints, contains, cover_once, grids, meet
 
 _PRIMES: Final = np.array(
@@ -33,7 +33,7 @@ _PRIMES: Final = np.array(
 )
 
 
-def check(part: Part, source: Layout, target: Layout) -> str | None:
+def check(part: ExchangePart, source: Layout, target: Layout) -> str | None:
     """Return the error in a rank's part of an exchange from `source` to `target`; None if it is correct."""
     rank = part.rank
     if (part.sends.peers == rank).any() or (part.receives.peers == rank).any():
@@ -67,7 +67,7 @@ def _not_inside(
     return None
 
 
-def _covered(part: Part, source: Layout, target: Layout, piece: int) -> str | None:
+def _covered(part: ExchangePart, source: Layout, target: Layout, piece: int) -> str | None:
     """Return the error if kept and received boxes do not cover a rank's box of the target once; else None."""
     received, kept = part.receives.pieces == piece, part.kept.into == piece
     low, high = target.held.lows[piece], target.held.highs[piece]
@@ -113,7 +113,9 @@ def _all_hold(layout: Layout, ranks: Ints, boxes: Boxes, addends: Ints) -> str |
     return f"rank {int(ranks[bad])} should send {borders}, but does not hold it"
 
 
-def check_native(native: Native, source: Layout, target: Layout, ranks: Collection[int]) -> str | None:
+def check_native(
+    native: NativeCollective, source: Layout, target: Layout, ranks: Collection[int]
+) -> str | None:
     """Return the error in the groups of a native collective, None if they are correct.
 
     Of the groups, only those that contain any of `ranks` are checked in detail.
@@ -134,7 +136,7 @@ def check_native(native: Native, source: Layout, target: Layout, ranks: Collecti
     return None
 
 
-def _wrong_group(native: Native, group: Ints, source: Layout, target: Layout) -> str | None:
+def _wrong_group(native: NativeCollective, group: Ints, source: Layout, target: Layout) -> str | None:
     """Return the error in one group; None if it is correct."""
     boxes = []
     for what, layout in (("source", source), ("target", target)):
@@ -190,13 +192,13 @@ def _wrong_broadcast(group: Ints, source: Layout, target: Layout) -> str | None:
     return None if (np.diff(group) > 0).all() else "ranks are not in order"
 
 
-def digest_of_groups(native: Native) -> int:
+def digest_of_groups(native: NativeCollective) -> int:
     """Return a hash of a native collective and its groups, equal on ranks that run the same ones."""
     text = repr((native.kind, native.groups)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
 
 
-def digests(rows: Rows, ranks: Ints) -> NDArray[np.int64]:
+def digests(rows: BoxRows, ranks: Ints) -> NDArray[np.int64]:
     """Return for each of `ranks` a 64-bit hash of the boxes exchanged with it, in order; 0 if there are none.
 
     The hashes of sender and receiver are equal if both have the same boxes in the same order.

@@ -121,22 +121,22 @@ def bound(
     The group caches the latest ones, the same on all ranks. `dtype`: see `redistribute`.
     """
     comm = member_of(group)
-    kept: _Kept | None = comm.attached.get("redistributions")
+    kept: _CachedRedistributions | None = comm.attached.get("redistributions")
     if kept is None:
-        kept = comm.attached["redistributions"] = _Kept()
+        kept = comm.attached["redistributions"] = _CachedRedistributions()
     key = (source, target, tag, frozen(compress) if isinstance(compress, Mapping) else compress, dtype)
-    return kept.moves.get(key) or _Move(kept, key, comm, compress)
+    return kept.moves.get(key) or _CachedMove(kept, key, comm, compress)
 
 
-class _Kept:
+class _CachedRedistributions:
     """The cached redistributions of a group, and the bound on their buffers: the latest ones keep theirs."""
 
     def __init__(self) -> None:
-        self.moves: OrderedDict[Any, _Move] = OrderedDict()
-        self._bytes: dict[_Move, int] = {}
+        self.moves: OrderedDict[Any, _CachedMove] = OrderedDict()
+        self._bytes: dict[_CachedMove, int] = {}
         self._lock = Lock()  # any thread may complete a handle
 
-    def add(self, key: Any, move: _Move) -> None:
+    def add(self, key: Any, move: _CachedMove) -> None:
         """Cache a redistribution that all ranks have agreed on: their caches must be the same."""
         with self._lock:
             if len(self.moves) >= _KEPT:
@@ -144,7 +144,7 @@ class _Kept:
                 self._bytes.pop(oldest, None)
             self.moves[key] = move
 
-    def hold(self, move: _Move, nbytes: int) -> None:
+    def hold(self, move: _CachedMove, nbytes: int) -> None:
         """Count the buffers of a redistribution, and free the oldest buffers beyond the bound."""
         with self._lock:
             self._bytes.pop(move, None)
@@ -161,12 +161,14 @@ class _Kept:
                 used -= self._bytes.pop(oldest)
 
 
-class _Move(Redistribution):
+class _CachedMove(Redistribution):
     """The redistribution of one tensor, cached by its group after the first successful call."""
 
     _other_dtypes = "pass `dtype` on all ranks"
 
-    def __init__(self, kept: _Kept, key: Any, comm: Communicator, compress: Compress) -> None:
+    def __init__(
+        self, kept: _CachedRedistributions, key: Any, comm: Communicator, compress: Compress
+    ) -> None:
         source, target, tag, _, dtype = key
         super().__init__({"": (source, target)}, memory=None, group=comm, tag=tag, compress=compress)
         if dtype is not None:

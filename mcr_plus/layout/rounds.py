@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from mcr_plus.layout.layout import Layout
-from mcr_plus.layout.messages import Rows
+from mcr_plus.layout.messages import BoxRows
 from mcr_plus.layout.regions import Boxes, Ints, meet_all, row_length, runs
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Pairs(NamedTuple):
 
 
 @dataclass
-class Sum:
+class AddendSum:
     """The addends of one tensor in the order of reduction: for each, received boxes and kept ones.
 
     `onto`: True: the first addend may lack elements, so it is added to zeros instead of copied.
@@ -88,7 +88,7 @@ class Transfer:
 
 
 @dataclass
-class Round:
+class ExchangeRound:
     """The boxes that this rank sends and receives in one operation.
 
     `place`: its number and that of all rounds of the step, such as `1 of 3`. `received`: boxes that are
@@ -100,7 +100,7 @@ class Round:
     place: str
     sent: list[Strided] = field(default_factory=list)
     received: list[Strided] = field(default_factory=list)
-    sums: list[Sum] = field(default_factory=list)
+    sums: list[AddendSum] = field(default_factory=list)
     input_counts: tuple[int, ...] = ()
     output_counts: tuple[int, ...] = ()
     sent_numel: int = 0
@@ -138,7 +138,7 @@ class Round:
 
 
 @dataclass
-class Stage:
+class ExchangeStage:
     """One step of the plan: its rounds, and the boxes that this rank keeps (from, to).
 
     `targets`: for each tensor, the layout after the step, None if its program has fewer steps. `is_last`: the
@@ -146,7 +146,7 @@ class Stage:
     sends data. `by_messages`: it consists of messages between pairs of ranks instead of an all_to_all.
     """
 
-    rounds: list[Round]
+    rounds: list[ExchangeRound]
     kept: Pairs
     targets: list[Layout | None]
     is_last: bool
@@ -177,11 +177,11 @@ class RowsOf(NamedTuple):
     tensor: int
     layout: Layout
     rank: int
-    rows: Rows
+    rows: BoxRows
     items: list[Strided]
 
     @classmethod
-    def of(cls, tensor: int, layout: Layout, rank: int, rows: Rows) -> RowsOf:
+    def of(cls, tensor: int, layout: Layout, rank: int, rows: BoxRows) -> RowsOf:
         """Return the rows of tensor number `tensor`, which has this layout."""
         return cls(
             tensor, layout, rank, rows, strided(tensor, *layout.strided(rank, rows.pieces, rows.boxes))

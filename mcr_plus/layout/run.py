@@ -14,7 +14,7 @@ from mcr_plus.communicator.calls import Call, CallOptions
 from mcr_plus.core.message import Message
 from mcr_plus.core.work import JointWork, Work
 from mcr_plus.layout.buffers import Buffers, Chain, Repeated
-from mcr_plus.layout.rounds import Locals, Round, Stage, Strided, Transfer, copy_all, views_of
+from mcr_plus.layout.rounds import ExchangeRound, ExchangeStage, Locals, Strided, Transfer, copy_all, views_of
 
 if TYPE_CHECKING:
     from mcr_plus.core.kinds import Kind
@@ -75,7 +75,7 @@ _REDUCE: Final[dict[str, Callable[..., Any]]] = {
 }
 
 
-class Run:
+class PlanRun:
     """One run of a plan: its local tensors at every stage, and the operations in flight."""
 
     def __init__(self, mover: Mover, sources: Locals, outputs: Locals, chain_: Chain | None = None) -> None:
@@ -99,7 +99,7 @@ class Run:
         for stage in mover.stages:
             self._stores.append(outputs if stage.is_last else self._store(stage, device))
 
-    def _store(self, stage: Stage, device: torch.device) -> Locals:
+    def _store(self, stage: ExchangeStage, device: torch.device) -> Locals:
         """Return the local tensors that a step writes: outputs, new ones, or those of the step before."""
         mover, found = self._mover, list[torch.Tensor | None]()
         for index, layout in enumerate(stage.targets):
@@ -190,7 +190,7 @@ class Run:
         if self._taken is not None:
             self._mover.pool.give_back(self._taken)
 
-    def _issue(self, number: int, each: Round, slot: int, waits: list[Work]) -> Work:
+    def _issue(self, number: int, each: ExchangeRound, slot: int, waits: list[Work]) -> Work:
         extras: Extras = {}
         if waits:
             extras["after"] = waits[0] if len(waits) == 1 else JointWork(waits, TAG, nbytes=0)
@@ -211,7 +211,7 @@ class Run:
         return work
 
     def _operation(
-        self, number: int, each: Round, slot: int, async_op: bool, extras: Extras
+        self, number: int, each: ExchangeRound, slot: int, async_op: bool, extras: Extras
     ) -> tuple[Issue, Message]:
         """Return the exchange of a round, bound on first use. Its tensors are flat, contiguous, disjoint."""
         packed, unpacked = self.buffers.of(each, slot)
@@ -235,7 +235,7 @@ class Run:
         signature, issue = bound
         return issue, Message(signature, (source,), (target,), **extras)
 
-    def _issue_messages(self, number: int, each: Round, slot: int, extras: Extras) -> Work:
+    def _issue_messages(self, number: int, each: ExchangeRound, slot: int, extras: Extras) -> Work:
         """Issue the messages of a round, receives first. `extras`: `after` of a step that follows another."""
         mover = self._mover
         packed, unpacked = self.buffers.of(each, slot)
@@ -279,12 +279,12 @@ class Run:
         local = self._stores[store][boxes[0].tensor] if boxes else None
         return buffer[:0] if local is None else local.view(-1)[at : at + numel]
 
-    def _pack(self, number: int, each: Round, slot: int) -> None:
+    def _pack(self, number: int, each: ExchangeRound, slot: int) -> None:
         if each.sent_at is None:
             views = self.buffers.views(each.sent, self.buffers.of(each, slot)[0])
             copy_all(views, views_of(each.sent, self._stores[number]))
 
-    def _unpack(self, number: int, each: Round, slot: int) -> None:
+    def _unpack(self, number: int, each: ExchangeRound, slot: int) -> None:
         if each.received_at is None and each.received:
             views = self.buffers.views(each.received, self.buffers.of(each, slot)[1])
             copy_all(views_of(each.received, self._stores[number + 1]), views)
@@ -294,7 +294,7 @@ class Run:
         """Copy the boxes that this rank holds already into its local tensors of the next layout."""
         self._mover.stages[number].kept.copy(self._stores[number], self._stores[number + 1])
 
-    def _reduce(self, number: int, each: Round, slot: int) -> None:
+    def _reduce(self, number: int, each: ExchangeRound, slot: int) -> None:
         """Reduce the addends of each tensor in the order of their indices, which is the same on all ranks."""
         for addends in each.sums:
             result = self._stores[number + 1][addends.tensor]

@@ -18,8 +18,8 @@ from mcr_plus.core.work import JointWork, Work
 from mcr_plus.errors import InvalidArgument, McrError, NotInitialized, Unsupported, short
 from mcr_plus.job.init import member_of
 from mcr_plus.layout.agreement import agree_on_dtypes
-from mcr_plus.layout.buffers import Chain, Pool
-from mcr_plus.layout.collective import Collective
+from mcr_plus.layout.buffers import Chain, SpacePool
+from mcr_plus.layout.collective import CollectiveMover
 from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.local import (
     Expected,
@@ -34,13 +34,13 @@ from mcr_plus.layout.local import (
 )
 from mcr_plus.layout.mover import Mover
 from mcr_plus.layout.native import Room
-from mcr_plus.layout.plan import Plan, Spec, make_plan
+from mcr_plus.layout.plan import RedistributionPlan, Spec, make_plan
 from mcr_plus.layout.run import TAG
 
 _Dtypes = tuple[torch.dtype, ...]
-_Named = tuple[list[str], Mover | Collective]
+_Named = tuple[list[str], Mover | CollectiveMover]
 """Names of tensors, and the object that redistributes them."""
-_Bound = tuple[list[Plan], list[_Named]]
+_Bound = tuple[list[RedistributionPlan], list[_Named]]
 
 
 class RedistributionWork(JointWork):
@@ -99,11 +99,11 @@ class Redistribution:
         for name, (source, target) in self._specs.items():
             self._specs[name] = (same.setdefault(source, source), same.setdefault(target, target))
         self._memory = None if memory is None else _memory(memory, self._specs)
-        self._pool = None if self._memory is None else Pool(is_single=True)
+        self._pool = None if self._memory is None else SpacePool(is_single=True)
         self._options: CallOptions = {"tag": tag, "compress": compress}
         self._bound: dict[_Dtypes, _Bound] = {}
         self._known: tuple[_Bound, KnownLocals] | None = None
-        self._latest: list[Plan] | None = None
+        self._latest: list[RedistributionPlan] | None = None
         self.rank = self._comm.ranks[self._comm.rank] if self._comm.rank >= 0 else -1
         members = set(self._comm.ranks)
         self._asks = any(members - set(source.ranks) for source, _ in self._specs.values())
@@ -173,7 +173,7 @@ class Redistribution:
         dtypes: Sequence[torch.dtype],
         wrong: str | None = None,
         device: torch.device | str | None = None,
-    ) -> list[Plan]:
+    ) -> list[RedistributionPlan]:
         """Make the plans for tensors of these dtypes, in the order of the specs, before the first call.
 
         Collective. Later calls expect these dtypes. `wrong`: the error in this rank's tensors, if any; all
@@ -200,7 +200,7 @@ class Redistribution:
         return self._specs[name][0].local_shape(self.rank)
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> RedistributionPlan:
         """The plan of the last call, for all tensors.
 
         Raises:
@@ -216,11 +216,11 @@ class Redistribution:
         loads = np.concatenate([plan.loads for plan in plans] or [np.zeros((0, 0, 0), np.int64)])
         chosen = [each for plan in plans for each in plan.chosen]
         call = ", ".join(plan.call for plan in plans)
-        joined = Plan(specs, chosen, loads, plans[0].nodes if plans else None, call)
+        joined = RedistributionPlan(specs, chosen, loads, plans[0].nodes if plans else None, call)
         return joined.take(sorted(range(len(specs)), key=lambda index: place[specs[index].name]))
 
     @property
-    def plans(self) -> list[Plan]:
+    def plans(self) -> list[RedistributionPlan]:
         """The plans of the last call, one for each dtype."""
         return list(self._latest or ())
 
@@ -375,7 +375,7 @@ class Redistribution:
             return self._memory
         return max(0, min(self._memory // 2, self._memory - _needed(self._specs)[0]))
 
-    def _movers_of(self, plan: Plan, memory: int | None) -> list[_Named]:
+    def _movers_of(self, plan: RedistributionPlan, memory: int | None) -> list[_Named]:
         """Return the objects that run a plan: one for exchanges (in `memory` bytes), one per collective."""
         found: list[_Named] = []
         exchanged = plan.take(
@@ -386,11 +386,11 @@ class Redistribution:
             found.append((names, self._mover(exchanged, memory)))
         for spec, each in zip(plan.specs, plan.chosen, strict=True):
             if each.program.native is not None:
-                native = Collective(self._comm, spec, each.program.native, self._options, plan.call)
+                native = CollectiveMover(self._comm, spec, each.program.native, self._options, plan.call)
                 found.append(([spec.name], native))
         return found
 
-    def _mover(self, plan: Plan, memory: int | None) -> Mover:
+    def _mover(self, plan: RedistributionPlan, memory: int | None) -> Mover:
         return Mover(self._comm, plan, self._options, memory, self._pool, self._device)
 
     def _chain(self, movers: Sequence[_Named], locals_: Mapping[str, Local]) -> Chain | None:

@@ -99,7 +99,7 @@ class Strip(NamedTuple):
     reads: tuple[Range, ...]
 
 
-class Part(NamedTuple):
+class StencilPart(NamedTuple):
     """This rank's share of a convolution.
 
     Attributes:
@@ -117,7 +117,7 @@ class Part(NamedTuple):
     needed: tuple[Range, ...]
 
 
-def part_of(window: Window, layout: Layout, output: Layout, rank: int) -> Part | None:
+def part_of(window: Window, layout: Layout, output: Layout, rank: int) -> StencilPart | None:
     """Return the share of a rank; None if it has no output."""
     out, own = box_of(output, rank), box_of(layout, rank)
     if out is None or own is None:
@@ -149,7 +149,7 @@ def part_of(window: Window, layout: Layout, output: Layout, rank: int) -> Part |
                     begins[dim], ends[dim] = side_low, side_high
                     outer.append(strip(begins, ends))
             lows[dim], highs[dim] = first[dim], last[dim]
-    return Part(inner, tuple(outer), whole, tuple(own), _pairs(*needed))
+    return StencilPart(inner, tuple(outer), whole, tuple(own), _pairs(*needed))
 
 
 def _pairs(lows: Ints, highs: Ints) -> tuple[Range, ...]:

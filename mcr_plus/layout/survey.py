@@ -15,13 +15,13 @@ from mcr_plus.errors import InvalidArgument
 from mcr_plus.layout import proof
 from mcr_plus.layout.addends import to_itself
 from mcr_plus.layout.layout import Layout
-from mcr_plus.layout.messages import Part
+from mcr_plus.layout.messages import ExchangePart
 from mcr_plus.layout.native import may_reduce
 from mcr_plus.layout.program import (
     LOADS,
-    Bound,
-    Costs,
-    Program,
+    ExchangeProgram,
+    MessageCosts,
+    VolumeBound,
     bound,
     cheapest,
     load,
@@ -69,7 +69,7 @@ def node_of_rank(ranks: Collection[int], nodes: int) -> Ints | None:
     return np.arange(number) * nodes // number
 
 
-class Outcome(NamedTuple):
+class ProgramOutcome(NamedTuple):
     """One program on all ranks.
 
     `loads`: [ranks, steps, 6], in the order of `program.LOADS`. `links`: [nodes, nodes], the bytes from each
@@ -77,7 +77,7 @@ class Outcome(NamedTuple):
     time.
     """
 
-    program: Program
+    program: ExchangeProgram
     loads: NDArray[np.int64]
     links: NDArray[np.int64]
     wrong: str | None
@@ -97,7 +97,7 @@ class Outcome(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Survey:
+class ProgramSurvey:
     """All programs from one layout to another on all ranks; the cheapest is the plan.
 
     Attributes:
@@ -110,16 +110,16 @@ class Survey:
     itemsize: int
     nodes: Ints | None
     ranks: tuple[int, ...]
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[ProgramOutcome, ...]
 
     @cached_property
-    def plan(self) -> Outcome:
+    def plan(self) -> ProgramOutcome:
         """The program that a job would run."""
         crossing = [int(outcome.links.sum()) for outcome in self.outcomes]
         return self.outcomes[cheapest([outcome.seconds for outcome in self.outcomes], crossing)]
 
     @cached_property
-    def bound(self) -> Bound:
+    def bound(self) -> VolumeBound:
         """The volume that any plan must move at least, in elements."""
         return bound(self.source, self.target, self.nodes)
 
@@ -130,7 +130,7 @@ def survey(
     itemsize: int,
     nodes: Ints | None = None,
     dtype: torch.dtype | None = None,
-) -> Survey:
+) -> ProgramSurvey:
     """Make and prove all plans from `source` to `target`, on every rank.
 
     `nodes`: the node of each rank; None for one node. `dtype`: excludes plans that could leave replicas of
@@ -169,10 +169,10 @@ def survey(
             wrong = wrong or _unlike(parts, as_ints(ranks))
         crossing = np.zeros((len(links), *loads.shape[1:-1], 2), np.int64)
         np.add.at(crossing, node_of[as_ints(ranks)], loads[..., 3:5])
-        seconds = float(Costs().seconds(loads.max(axis=0), crossing.max(axis=0)).sum())
+        seconds = float(MessageCosts().seconds(loads.max(axis=0), crossing.max(axis=0)).sum())
         np.fill_diagonal(links, 0)
-        found.append(Outcome(program, loads, links, wrong, seconds))
-    return Survey(source, target, itemsize, nodes, ranks, tuple(found))
+        found.append(ProgramOutcome(program, loads, links, wrong, seconds))
+    return ProgramSurvey(source, target, itemsize, nodes, ranks, tuple(found))
 
 
 def _add_links(links: NDArray[np.int64], node_of: Ints, group: Sequence[int], rank: int, row: Ints) -> None:
@@ -183,7 +183,7 @@ def _add_links(links: NDArray[np.int64], node_of: Ints, group: Sequence[int], ra
         np.add.at(links[node_of[rank]], far, -(-int(row[3]) // len(far)))
 
 
-def _unlike(parts: Sequence[Part], ranks: Ints) -> str | None:
+def _unlike(parts: Sequence[ExchangePart], ranks: Ints) -> str | None:
     """Return the error if two ranks disagree about the boxes between them, or their order; else None."""
     sent = np.stack([proof.digests(part.sends, ranks) for part in parts])
     expected = np.stack([proof.digests(part.receives, ranks) for part in parts])

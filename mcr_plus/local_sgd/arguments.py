@@ -21,7 +21,7 @@ from mcr_plus.core.message import Signature, frozen
 from mcr_plus.core.units import whole_number
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.local_sgd.fragments import Fragment, Named, Outer, cut, layers_of
-from mcr_plus.training.other_steps import watch_steps
+from mcr_plus.training.foreign_optimizers import watch_steps
 from mcr_plus.training.parameters import refuse_lazy, unaveraged
 
 if TYPE_CHECKING:

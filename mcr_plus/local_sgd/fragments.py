@@ -18,7 +18,7 @@ Named = tuple[str, torch.nn.Parameter]
 
 
 @dataclass
-class Flight:
+class OuterUpdate:
     """A pseudo-gradient that has been sent.
 
     Attributes:
@@ -59,7 +59,7 @@ class Fragment:
         self.index, self.named = index, list(named)
         self.tag = f"outer.{index}"
         self.rounds, self.tokens = 0, 0.0
-        self.flight: Flight | None = None
+        self.flight: OuterUpdate | None = None
         self.residual: torch.Tensor | None = None
         sizes = [param.numel() for _, param in named]
         self._ends = list(accumulate(sizes))

@@ -16,7 +16,7 @@ from mcr_plus.errors import InvalidArgument
 from mcr_plus.job.init import member_of
 from mcr_plus.local_sgd import arguments, consistency
 from mcr_plus.local_sgd.consistency import CHECK
-from mcr_plus.local_sgd.fragments import Flight, Fragment, Outer, digest
+from mcr_plus.local_sgd.fragments import Fragment, Outer, OuterUpdate, digest
 from mcr_plus.local_sgd.restore import resume
 from mcr_plus.local_sgd.saving import restore, saved
 from mcr_plus.training.parameters import compare
@@ -362,7 +362,7 @@ class LocalSteps:
         options: dict[str, Any] = {"tag": fragment.tag, "compress": compress}
         work = comm.send_bucket(flat, "AVG", members=len(fragment.named), **options)
         due = self.steps + delay
-        fragment.flight = Flight(due, flat, fragment.tokens, work, (check, table), weight, refusal)
+        fragment.flight = OuterUpdate(due, flat, fragment.tokens, work, (check, table), weight, refusal)
         fragment.tokens = 0.0
         if fragment is self.fragments[-1]:
             self._in_window, self.pace = 0.0, pace

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _TAG: Final = "local.resume"
 
 
-class _Had(NamedTuple):
+class _RankProgress(NamedTuple):
     """What one rank has.
 
     Attributes:
@@ -48,7 +48,7 @@ def resume(local: LocalSteps) -> None:
             except McrError:  # the flight is over
                 continue
     local.comm = comm
-    own = _Had(
+    own = _RankProgress(
         local.number,
         local.pace,
         local.steps,
@@ -58,7 +58,7 @@ def resume(local: LocalSteps) -> None:
         tuple(_due(local, each) for each in local.fragments),
         repr([fragment.layout for fragment in local.fragments]),
     )
-    answers: list[_Had] = comm.all_gather_object(own, tag=_TAG)
+    answers: list[_RankProgress] = comm.all_gather_object(own, tag=_TAG)
     _check(answers, comm)
     foremost = max(range(comm.size), key=lambda rank: (answers[rank].steps, -rank))
     first = answers[foremost]
@@ -99,7 +99,7 @@ def _due(local: LocalSteps, fragment: Fragment) -> int | None:
     return 0 if local.settings.uneven else fragment.flight.due
 
 
-def _check(answers: list[_Had], comm: Communicator) -> None:
+def _check(answers: list[_RankProgress], comm: Communicator) -> None:
     named = comm.opened.group.named
     for rank, each in enumerate(answers):
         if each.layout != answers[0].layout:

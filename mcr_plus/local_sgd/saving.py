@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from mcr_plus.errors import InvalidArgument, PeerLost, Revoked
-from mcr_plus.local_sgd.fragments import Flight
+from mcr_plus.local_sgd.fragments import OuterUpdate
 
 if TYPE_CHECKING:
     from mcr_plus.local_sgd.local import LocalSteps
@@ -83,7 +83,7 @@ def restore(local: LocalSteps, state: Mapping[str, Any]) -> None:
         fragment.residual = None if residual is None else residual.clone()
         fragment.flight = None
         if arrived is not None:
-            fragment.flight = Flight(arrived["due"], arrived["mean"].clone(), arrived["tokens"])
+            fragment.flight = OuterUpdate(arrived["due"], arrived["mean"].clone(), arrived["tokens"])
 
 
 def _difference(theirs: list[list[list[Any]]], ours: list[list[list[Any]]]) -> str:

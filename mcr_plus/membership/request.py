@@ -1,6 +1,6 @@
 """The request of a process that wants to join a job, and how it gets the state beforehand.
 
-Keys, in the part of the job's store in which `mcr_plus.membership.roster` has its own:
+Keys, in the part of the job's store in which `mcr_plus.membership.epoch_log` has its own:
 
     newcomer/<k>              the process, and what it must have in common with the job
     newcomer/<k>/refused      why it is not taken in
@@ -23,7 +23,7 @@ Place = tuple[str, int] | None
 """The address and port of a member; None if it cannot give the state."""
 
 
-class Request(NamedTuple):
+class JoinRequest(NamedTuple):
     """One request, as the newcomer and the members see it."""
 
     root: Store

@@ -56,7 +56,7 @@ class Chunks:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class AlgorithmStep:
     """One step of a thread block.
 
     Attributes:
@@ -84,12 +84,12 @@ class ThreadBlock:
     send: int
     receive: int
     channel: int
-    steps: tuple[Step, ...]
+    steps: tuple[AlgorithmStep, ...]
     line: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class RankProgram:
     """The program of one rank: numbers of chunks of its buffers, and its thread blocks by their ids."""
 
     inputs: int
@@ -126,7 +126,7 @@ class Algorithm:
     ranks: int
     chunks: int
     channels: int
-    programs: tuple[Program, ...] = field(repr=False)
+    programs: tuple[RankProgram, ...] = field(repr=False)
     in_place: bool = True
     out_of_place: bool = True
     least: int = 0

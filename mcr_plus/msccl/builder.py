@@ -21,13 +21,13 @@ from mcr_plus.msccl.algorithm import (
     READS,
     WRITES,
     Algorithm,
+    AlgorithmStep,
     Chunks,
     Operation,
-    Program,
-    Step,
+    RankProgram,
     ThreadBlock,
 )
-from mcr_plus.msccl.postconditions import Layout, layout
+from mcr_plus.msccl.postconditions import BufferLayout, layout
 
 _At = tuple[int, int]
 """Thread block, step."""
@@ -49,7 +49,7 @@ class Block:
         self.send_peer = send
         self.receive_peer = receive
         self.channel = channel
-        self.steps: list[Step] = []
+        self.steps: list[AlgorithmStep] = []
         self._program = program
         self._number = number
 
@@ -82,9 +82,9 @@ class Block:
         writes = [(target, count)] if operation in WRITES else []
         needs = self._program.needs(self._number, reads, writes)
         for need in needs[:-1]:  # a step has one dependency; nops wait for the others
-            self.steps.append(Step("nop", _NOTHING, _NOTHING, 0, need))
+            self.steps.append(AlgorithmStep("nop", _NOTHING, _NOTHING, 0, need))
         self._program.note((self._number, len(self.steps)), reads, writes)
-        self.steps.append(Step(operation, source, target, count, needs[-1] if needs else None))
+        self.steps.append(AlgorithmStep(operation, source, target, count, needs[-1] if needs else None))
 
 
 _Spans = Sequence[tuple[Chunks, int]]
@@ -93,7 +93,7 @@ _Spans = Sequence[tuple[Chunks, int]]
 class _Program:
     """The program of one rank under construction."""
 
-    def __init__(self, where: Layout) -> None:
+    def __init__(self, where: BufferLayout) -> None:
         self.blocks: dict[tuple[int, int, int], Block] = {}
         self.scratch = 0
         self._where = where
@@ -131,11 +131,11 @@ class _Program:
             uses.written, uses.read = at, []
 
 
-class Builder:
+class AlgorithmBuilder:
     """An algorithm under construction, for calls in place and out of place."""
 
     def __init__(self, name: str, collective: str, ranks: int, chunks: int, root: int = 0) -> None:
-        empty = Program(0, 0, 0, ())
+        empty = RankProgram(0, 0, 0, ())
         self._made = Algorithm(name, collective, ranks, chunks, 1, (empty,) * ranks, root=root)
         self._programs = [_Program(layout(self._made, rank, in_place=True)) for rank in range(ranks)]
 
@@ -149,7 +149,7 @@ class Builder:
         for rank, program in enumerate(self._programs):
             place = layout(self._made, rank, in_place=False)
             blocks = _blocks(list(program.blocks.values()))
-            programs.append(Program(place.inputs, place.outputs, program.scratch, blocks))
+            programs.append(RankProgram(place.inputs, place.outputs, program.scratch, blocks))
         channels = 1 + max((block.channel for program in programs for block in program.blocks), default=0)
         return replace(self._made, programs=tuple(programs), channels=channels)
 

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.msccl.algorithm import Algorithm, Chunks, Space
-from mcr_plus.msccl.builder import Builder
+from mcr_plus.msccl.builder import AlgorithmBuilder
 
 
 class Generator(NamedTuple):
@@ -51,13 +51,13 @@ def all_reduce_ring(ranks: int) -> Algorithm:
     Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 2009.
     """
     _check_ranks(ranks)
-    builder = Builder("all_reduce_ring", "allreduce", ranks, ranks)
+    builder = AlgorithmBuilder("all_reduce_ring", "allreduce", ranks, ranks)
     _ring_all_reduce(builder, list(range(ranks)), [(chunk, 1) for chunk in range(ranks)], "i")
     return builder.algorithm()
 
 
 def _ring_all_reduce(
-    builder: Builder, members: Sequence[int], parts: Sequence[tuple[int, int]], space: Space
+    builder: AlgorithmBuilder, members: Sequence[int], parts: Sequence[tuple[int, int]], space: Space
 ) -> None:
     """All-reduce parts (first chunk, count) of `space` into the output, one part per member."""
     count = len(members)
@@ -85,7 +85,7 @@ def all_reduce_halving_doubling(ranks: int) -> Algorithm:
     _check_ranks(ranks)
     core = 1 << (ranks.bit_length() - 1)
     folded = ranks - core
-    builder = Builder("all_reduce_halving_doubling", "allreduce", ranks, core)
+    builder = AlgorithmBuilder("all_reduce_halving_doubling", "allreduce", ranks, core)
     # In the first pairs of ranks, the odd ones only send and receive; the others halve and double.
     members = [2 * pair for pair in range(folded)] + list(range(2 * folded, ranks))
     for pair in range(folded):
@@ -116,7 +116,7 @@ def all_reduce_halving_doubling(ranks: int) -> Algorithm:
 
 
 def _exchange_halves(
-    builder: Builder, members: Sequence[int], position: int, distance: int, space: Space
+    builder: AlgorithmBuilder, members: Sequence[int], position: int, distance: int, space: Space
 ) -> None:
     """Send the half that the partner keeps, and add the received half to the own one."""
     partner = members[position ^ distance]
@@ -129,13 +129,15 @@ def _exchange_halves(
 def all_reduce_all_pairs(ranks: int) -> Algorithm:
     """Every rank sums one chunk of all and sends it to all: 2 steps, 2S(n-1)/n bytes."""
     _check_ranks(ranks)
-    builder = Builder("all_reduce_all_pairs", "allreduce", ranks, ranks)
+    builder = AlgorithmBuilder("all_reduce_all_pairs", "allreduce", ranks, ranks)
     _direct_reduce(builder, list(range(ranks)), [(chunk, 1) for chunk in range(ranks)])
     _direct_gather(builder, list(range(ranks)), [(chunk, 1) for chunk in range(ranks)])
     return builder.algorithm()
 
 
-def _direct_reduce(builder: Builder, members: Sequence[int], parts: Sequence[tuple[int, int]]) -> None:
+def _direct_reduce(
+    builder: AlgorithmBuilder, members: Sequence[int], parts: Sequence[tuple[int, int]]
+) -> None:
     """Sum part k (first chunk, count) of all members' inputs into the output of the k-th of them."""
     count = len(members)
     for position, rank in enumerate(members):
@@ -150,7 +152,9 @@ def _direct_reduce(builder: Builder, members: Sequence[int], parts: Sequence[tup
             source = _o(at)
 
 
-def _direct_gather(builder: Builder, members: Sequence[int], parts: Sequence[tuple[int, int]]) -> None:
+def _direct_gather(
+    builder: AlgorithmBuilder, members: Sequence[int], parts: Sequence[tuple[int, int]]
+) -> None:
     """Send part k of the output of the k-th member to all of them."""
     count = len(members)
     for position, rank in enumerate(members):
@@ -169,7 +173,7 @@ def all_reduce_hierarchical(ranks: int, group: int | None = None) -> Algorithm:
     """
     size = _group(ranks, group)
     groups = ranks // size
-    builder = Builder("all_reduce_hierarchical", "allreduce", ranks, ranks)
+    builder = AlgorithmBuilder("all_reduce_hierarchical", "allreduce", ranks, ranks)
     teams = [list(range(start, start + size)) for start in range(0, ranks, size)]
     parts = [(position * groups, groups) for position in range(size)]
     if size > 1:
@@ -192,7 +196,7 @@ def all_reduce_hierarchical(ranks: int, group: int | None = None) -> Algorithm:
 def all_to_all_direct(ranks: int) -> Algorithm:
     """Every rank sends every other its chunk: one step, S(n-1)/n bytes in n-1 messages."""
     _check_ranks(ranks)
-    builder = Builder("all_to_all_direct", "alltoall", ranks, ranks)
+    builder = AlgorithmBuilder("all_to_all_direct", "alltoall", ranks, ranks)
     for rank in range(ranks):
         for other in _others(rank, ranks):
             builder.block(rank, send=other).send(_i(other))
@@ -211,7 +215,7 @@ def all_to_all_two_level(ranks: int, group: int | None = None) -> Algorithm:
     """
     size = _group(ranks, group)
     groups = ranks // size
-    builder = Builder("all_to_all_two_level", "alltoall", ranks, ranks)
+    builder = AlgorithmBuilder("all_to_all_two_level", "alltoall", ranks, ranks)
     # Scratch of a rank: for every group, the chunks of the own group's members for the rank's position.
     for rank in range(ranks):
         own, position = divmod(rank, size)
@@ -246,7 +250,7 @@ def all_to_all_two_level(ranks: int, group: int | None = None) -> Algorithm:
 def all_gather_ring(ranks: int) -> Algorithm:
     """Chunks travel around the ring: n-1 steps, S(n-1)/n bytes."""
     _check_ranks(ranks)
-    builder = Builder("all_gather_ring", "allgather", ranks, ranks)
+    builder = AlgorithmBuilder("all_gather_ring", "allgather", ranks, ranks)
     for rank in range(ranks):
         block = builder.block(rank, send=(rank + 1) % ranks, receive=(rank - 1) % ranks)
         block.send(_i(0))
@@ -259,7 +263,7 @@ def all_gather_ring(ranks: int) -> Algorithm:
 def all_gather_direct(ranks: int) -> Algorithm:
     """Every rank sends its chunk to every other: one step, S(n-1)/n bytes in n-1 messages."""
     _check_ranks(ranks)
-    builder = Builder("all_gather_direct", "allgather", ranks, ranks)
+    builder = AlgorithmBuilder("all_gather_direct", "allgather", ranks, ranks)
     for rank in range(ranks):
         for other in _others(rank, ranks):
             builder.block(rank, send=other).send(_i(0))
@@ -272,7 +276,7 @@ def all_gather_direct(ranks: int) -> Algorithm:
 def reduce_scatter_ring(ranks: int) -> Algorithm:
     """Sums travel around the ring: n-1 steps, S(n-1)/n bytes."""
     _check_ranks(ranks)
-    builder = Builder("reduce_scatter_ring", "reducescatter", ranks, ranks)
+    builder = AlgorithmBuilder("reduce_scatter_ring", "reducescatter", ranks, ranks)
     for rank in range(ranks):
         block = builder.block(rank, send=(rank + 1) % ranks, receive=(rank - 1) % ranks)
         block.send(_i((rank - 1) % ranks))
@@ -285,7 +289,7 @@ def reduce_scatter_ring(ranks: int) -> Algorithm:
 def reduce_scatter_direct(ranks: int) -> Algorithm:
     """Every rank sums its chunk of all: one step of n-1 sums, S(n-1)/n bytes in n-1 messages."""
     _check_ranks(ranks)
-    builder = Builder("reduce_scatter_direct", "reducescatter", ranks, ranks)
+    builder = AlgorithmBuilder("reduce_scatter_direct", "reducescatter", ranks, ranks)
     for rank in range(ranks):
         for other in _others(rank, ranks):
             builder.block(rank, send=other).send(_i(other))
@@ -302,7 +306,7 @@ def reduce_scatter_direct(ranks: int) -> Algorithm:
 def broadcast_tree(ranks: int, root: int = 0) -> Algorithm:
     """The buffer goes down a binomial tree: ⌈log₂ n⌉ steps."""
     _check_ranks(ranks, root)
-    builder = Builder("broadcast_tree", "broadcast", ranks, 1, root)
+    builder = AlgorithmBuilder("broadcast_tree", "broadcast", ranks, 1, root)
     for position in range(ranks):
         rank, parent, children = _family(position, ranks, root)
         source = _i(0) if parent is None else _o(0)
@@ -317,7 +321,7 @@ def broadcast_tree(ranks: int, root: int = 0) -> Algorithm:
 def reduce_tree(ranks: int, root: int = 0) -> Algorithm:
     """Sums go up a binomial tree: ⌈log₂ n⌉ steps. The inputs of the other ranks are preserved."""
     _check_ranks(ranks, root)
-    builder = Builder("reduce_tree", "reduce", ranks, 1, root)
+    builder = AlgorithmBuilder("reduce_tree", "reduce", ranks, 1, root)
     for position in reversed(range(ranks)):
         rank, parent, children = _family(position, ranks, root)
         source, total = _i(0), _o(0) if parent is None else _s(0)
@@ -344,7 +348,7 @@ def _family(position: int, ranks: int, root: int) -> tuple[int, int | None, list
 def gather_direct(ranks: int, root: int = 0) -> Algorithm:
     """Every rank sends its chunk to the root: one step, S/n bytes."""
     _check_ranks(ranks, root)
-    builder = Builder("gather_direct", "gather", ranks, ranks, root)
+    builder = AlgorithmBuilder("gather_direct", "gather", ranks, ranks, root)
     builder.block(root).copy(_i(0), _o(root))
     for rank in _others(root, ranks):
         builder.block(rank, send=root).send(_i(0))
@@ -355,7 +359,7 @@ def gather_direct(ranks: int, root: int = 0) -> Algorithm:
 def scatter_direct(ranks: int, root: int = 0) -> Algorithm:
     """The root sends every rank its chunk: one step, S(n-1)/n bytes from the root."""
     _check_ranks(ranks, root)
-    builder = Builder("scatter_direct", "scatter", ranks, ranks, root)
+    builder = AlgorithmBuilder("scatter_direct", "scatter", ranks, ranks, root)
     builder.block(root).copy(_i(root), _o(0))
     for rank in _others(root, ranks):
         builder.block(root, send=rank).send(_i(rank))

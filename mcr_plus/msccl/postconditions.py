@@ -19,7 +19,7 @@ DIVIDED: Final = frozenset(name for name, row in ROWS.items() if row.is_shared)
 _ONE_BUFFER: Final = frozenset(name for name, row in ROWS.items() if row.sends == row.receives)
 
 
-class Layout(NamedTuple):
+class BufferLayout(NamedTuple):
     """Offsets of the buffers of one rank in its memory, in chunks.
 
     Two chunks are the same one exactly if their places in memory are: in place, input and output
@@ -54,7 +54,7 @@ class Layout(NamedTuple):
         raise IndexError(cell)
 
 
-def layout(algorithm: Algorithm, rank: int, *, in_place: bool) -> Layout:
+def layout(algorithm: Algorithm, rank: int, *, in_place: bool) -> BufferLayout:
     """Return the layout of the buffers of `rank` in a call in place or out of place.
 
     In place, allreduce, alltoall, broadcast and reduce have one buffer; the input of allgather and of
@@ -67,17 +67,17 @@ def layout(algorithm: Algorithm, rank: int, *, in_place: bool) -> Layout:
     inputs = outputs = whole
     kind, scratch = algorithm.collective, algorithm.programs[rank].scratch
     if in_place and kind in _ONE_BUFFER:
-        return Layout(inputs, outputs, scratch, 0, 0, whole)
+        return BufferLayout(inputs, outputs, scratch, 0, 0, whole)
     if kind in ROWS:
         length = {"none": 0, "one": part if kind in DIVIDED else whole, "each": whole}
         inputs, outputs = (length[parts] for parts in ROWS[kind].buffers(root=is_root))
     if in_place and inputs == whole != outputs:
-        return Layout(inputs, outputs, scratch, 0, rank * part, whole)
+        return BufferLayout(inputs, outputs, scratch, 0, rank * part, whole)
     if in_place and outputs == whole != inputs:
-        return Layout(inputs, outputs, scratch, rank * part, 0, whole)
+        return BufferLayout(inputs, outputs, scratch, rank * part, 0, whole)
     if in_place and inputs == outputs == whole:  # a divided collective of one rank: its part is the whole
-        return Layout(inputs, outputs, scratch, 0, 0, whole)
-    return Layout(inputs, outputs, scratch, 0, inputs, inputs + outputs)
+        return BufferLayout(inputs, outputs, scratch, 0, 0, whole)
+    return BufferLayout(inputs, outputs, scratch, 0, inputs, inputs + outputs)
 
 
 def contribution(algorithm: Algorithm, rank: int, index: int) -> int:

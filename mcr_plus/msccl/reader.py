@@ -28,11 +28,11 @@ from mcr_plus.msccl.algorithm import (
     OPERATIONS,
     SPACES,
     Algorithm,
+    AlgorithmStep,
     Chunks,
     Operation,
-    Program,
+    RankProgram,
     Space,
-    Step,
     ThreadBlock,
 )
 from mcr_plus.msccl.well_formed import MAX_CHUNKS, Problem, structure_problems
@@ -229,8 +229,8 @@ def _algorithm(root: _Element, file: str) -> Algorithm:
     )
 
 
-def _program(gpu: _Element) -> Program:
-    return Program(
+def _program(gpu: _Element) -> RankProgram:
+    return RankProgram(
         inputs=gpu.chunks("i_chunks"),
         outputs=gpu.chunks("o_chunks"),
         scratch=gpu.chunks("s_chunks"),
@@ -247,8 +247,8 @@ def _block(tb: _Element) -> ThreadBlock:
     return ThreadBlock(send, receive, max(channel, 0), steps, tb.line)
 
 
-def _step(step: _Element) -> Step:
-    return Step(
+def _step(step: _Element) -> AlgorithmStep:
+    return AlgorithmStep(
         operation=step.choice("type", "step type", _OPERATIONS),
         source=Chunks(step.choice("srcbuf", "buffer", _SPACES), step.integer("srcoff")),
         target=Chunks(step.choice("dstbuf", "buffer", _SPACES), step.integer("dstoff")),

@@ -29,8 +29,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mcr_plus.msccl.algorithm import READS, RECEIVES, SENDS, WRITES, Algorithm, Chunks, Step
-from mcr_plus.msccl.postconditions import Layout, contribution, given, layout
+from mcr_plus.msccl.algorithm import READS, RECEIVES, SENDS, WRITES, Algorithm, AlgorithmStep, Chunks
+from mcr_plus.msccl.postconditions import BufferLayout, contribution, given, layout
 from mcr_plus.msccl.well_formed import Problem, also, place
 
 StepId = tuple[int, int, int]
@@ -39,15 +39,15 @@ Clock = npt.NDArray[np.int32]
 """Numbers of earlier steps of every thread block of all ranks."""
 
 
-class Sum(NamedTuple):
+class ChunkSum(NamedTuple):
     """The value of a chunk: its contributions, and those that are in it more than once."""
 
     once: int
     more: int = 0
 
-    def plus(self, other: Sum) -> Sum:
+    def plus(self, other: ChunkSum) -> ChunkSum:
         """Add two chunks."""
-        return Sum(self.once | other.once, self.more | other.more | (self.once & other.once))
+        return ChunkSum(self.once | other.once, self.more | other.more | (self.once & other.once))
 
 
 class _Unknown:
@@ -55,12 +55,12 @@ class _Unknown:
 
 
 UNKNOWN = _Unknown()
-Value = Sum | _Unknown | None
+Value = ChunkSum | _Unknown | None
 """None: never written."""
 
 
 def _added(first: Value, second: Value) -> Value:
-    return first.plus(second) if isinstance(first, Sum) and isinstance(second, Sum) else UNKNOWN
+    return first.plus(second) if isinstance(first, ChunkSum) and isinstance(second, ChunkSum) else UNKNOWN
 
 
 @dataclass(slots=True)
@@ -87,7 +87,7 @@ class _Block:
 
     rank: int
     number: int
-    steps: tuple[Step, ...]
+    steps: tuple[AlgorithmStep, ...]
     inbox: _Queue | None
     outbox: _Queue | None
     clock: Clock
@@ -95,7 +95,7 @@ class _Block:
     awaited: dict[int, Clock] = field(default_factory=dict)
 
     @property
-    def step(self) -> Step | None:
+    def step(self) -> AlgorithmStep | None:
         """The next step, None at the end."""
         return self.steps[self.done] if self.done < len(self.steps) else None
 
@@ -105,7 +105,7 @@ class _Block:
         return self.rank, self.number, self.done
 
 
-class Run:
+class SymbolicRun:
     """One run of an algorithm with queues of `slots` messages; its attributes are the result.
 
     `algorithm` must have no `well_formed.structure_problems`. In each round, all runnable steps run at once.
@@ -139,7 +139,7 @@ class Run:
         place = self.layouts[rank]
         cells = [_Cell() for _ in range(place.size)]
         for index in given(self.algorithm, rank):
-            cells[place.input_at + index].value = Sum(contribution(self.algorithm, rank, index))
+            cells[place.input_at + index].value = ChunkSum(contribution(self.algorithm, rank, index))
         return cells
 
     def _make_blocks(self) -> None:
@@ -251,7 +251,7 @@ class Run:
         freed.discard(-1)  # the unused end of a queue
         return freed
 
-    def _computed(self, index: int, step: Step, received: list[Value]) -> list[Value]:
+    def _computed(self, index: int, step: AlgorithmStep, received: list[Value]) -> list[Value]:
         """Return the values that a step stores or sends."""
         if step.operation in READS:
             own = self._read(index, step.source, step.count)
@@ -326,17 +326,17 @@ class Run:
         what = f"{doing}, which {elsewhere} {other_doing}: a race, expected one to wait for the other"
         self._problem(index, what)
 
-    def _shift(self, rank: int, step: Step) -> int:
+    def _shift(self, rank: int, step: AlgorithmStep) -> int:
         """Return the offset of a step's source relative to its target in memory."""
-        where: Layout = self.layouts[rank]
+        where: BufferLayout = self.layouts[rank]
         source = where.start(step.source.space) + step.source.at
         return source - where.start(step.target.space) - step.target.at
 
-    def _copies_onto_itself(self, rank: int, step: Step) -> bool:
+    def _copies_onto_itself(self, rank: int, step: AlgorithmStep) -> bool:
         # Copies to the own part in place do so: the value does not change, so concurrent reads are harmless.
         return step.operation == "cpy" and self._shift(rank, step) == 0
 
-    def _check_overlap(self, index: int, step: Step) -> None:
+    def _check_overlap(self, index: int, step: AlgorithmStep) -> None:
         """Refuse source and target that share some chunks, but not one for one."""
         if 0 < abs(self._shift(self._blocks[index].rank, step)) < step.count:
             self._problem(index, "source and target overlap, expected the same chunks or others")

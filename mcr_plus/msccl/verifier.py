@@ -18,9 +18,9 @@ from itertools import islice
 from typing import Final
 
 from mcr_plus.errors import AlgorithmError, InvalidArgument
-from mcr_plus.msccl.algorithm import RECEIVES, SENDS, Algorithm, Step
+from mcr_plus.msccl.algorithm import RECEIVES, SENDS, Algorithm, AlgorithmStep
 from mcr_plus.msccl.postconditions import VERIFIABLE, sources, wanted
-from mcr_plus.msccl.simulator import Run, StepId, Sum
+from mcr_plus.msccl.simulator import ChunkSum, StepId, SymbolicRun
 from mcr_plus.msccl.well_formed import Problem, also, place, structure_problems, where
 
 SLOTS: Final = 2
@@ -68,7 +68,7 @@ def verify(algorithm: Algorithm, *, in_place: bool, slots: int = SLOTS) -> Repor
         )
         _refuse(algorithm, [Problem(1, "algo.coll", what)])
     _refuse(algorithm, list(_unmatched(algorithm)))
-    run = Run(algorithm, in_place=in_place, slots=slots)
+    run = SymbolicRun(algorithm, in_place=in_place, slots=slots)
     _refuse(algorithm, [*run.problems, *_deadlock(run)])
     _refuse(algorithm, list(_wrong_results(run)))
     return Report(
@@ -106,8 +106,8 @@ def _refuse(algorithm: Algorithm, problems: Sequence[Problem]) -> None:
 
 def _unmatched(algorithm: Algorithm) -> Iterator[Problem]:
     """Yield messages that are sent but not received, received but not sent, or differ in length."""
-    sent: dict[tuple[int, int, int], list[tuple[StepId, Step]]] = {}
-    received: dict[tuple[int, int, int], list[tuple[StepId, Step]]] = {}
+    sent: dict[tuple[int, int, int], list[tuple[StepId, AlgorithmStep]]] = {}
+    received: dict[tuple[int, int, int], list[tuple[StepId, AlgorithmStep]]] = {}
     for rank, program in enumerate(algorithm.programs):
         for number, block in enumerate(program.blocks):
             for index, step in enumerate(block.steps):
@@ -122,8 +122,8 @@ def _unmatched(algorithm: Algorithm) -> Iterator[Problem]:
 
 def _unmatched_in(
     queue: tuple[int, int, int],
-    sent: Sequence[tuple[StepId, Step]],
-    received: Sequence[tuple[StepId, Step]],
+    sent: Sequence[tuple[StepId, AlgorithmStep]],
+    received: Sequence[tuple[StepId, AlgorithmStep]],
 ) -> Iterator[Problem]:
     source, target, channel = queue
     between = f"from rank {source} to rank {target} on channel {channel}"
@@ -142,7 +142,7 @@ def _unmatched_in(
         yield Problem(step.line, place(*at), f"waits for a message {between} that nobody sends: {numbers}")
 
 
-def _deadlock(run: Run) -> Iterator[Problem]:
+def _deadlock(run: SymbolicRun) -> Iterator[Problem]:
     cycle = run.cycle()
     if not cycle:
         return
@@ -163,7 +163,7 @@ def _deadlock(run: Run) -> Iterator[Problem]:
 # --- Results ------------------------------------------------------------------------------------------------
 
 
-def _wrong_results(run: Run) -> Iterator[Problem]:
+def _wrong_results(run: SymbolicRun) -> Iterator[Problem]:
     algorithm = run.algorithm
     goals = wanted(algorithm, 0, in_place=run.in_place)
     for rank, program in enumerate(algorithm.programs):
@@ -174,14 +174,14 @@ def _wrong_results(run: Run) -> Iterator[Problem]:
             goals = wanted(algorithm, rank, in_place=run.in_place)
         for index, expected in goals.items():
             value = memory[layout.output_at + index].value
-            if value == Sum(expected):
+            if value == ChunkSum(expected):
                 continue
             here = place(rank)
             goal = _goal(algorithm, expected)
             name = f"o[{index}]"
             if 0 <= (given := layout.output_at + index - layout.input_at) < layout.inputs:
                 name += f" (i[{given}] in place)"  # the file may use only this name
-            if isinstance(value, Sum):
+            if isinstance(value, ChunkSum):
                 what = f"{name} ends as {_difference(algorithm, value, expected)}; expected {goal}"
             else:
                 what = f"{name} is never written; expected {goal}"
@@ -195,7 +195,7 @@ def _goal(algorithm: Algorithm, expected: int) -> str:
     return f"the sum of all ranks' chunks {index}"
 
 
-def _difference(algorithm: Algorithm, value: Sum, expected: int) -> str:
+def _difference(algorithm: Algorithm, value: ChunkSum, expected: int) -> str:
     """Return how a chunk differs from the expected value: `a sum without rank 3's chunk 5`."""
     if value.once.bit_count() == 1 and not value.more:
         return _listed(algorithm, value.once)

@@ -11,9 +11,9 @@ from mcr_plus.msccl.algorithm import (
     SENDS,
     WRITES,
     Algorithm,
+    AlgorithmStep,
     Chunks,
-    Program,
-    Step,
+    RankProgram,
     ThreadBlock,
 )
 from mcr_plus.msccl.postconditions import DIVIDED, ROOTED, VERIFIABLE, layout
@@ -163,7 +163,7 @@ def _block_problems(algorithm: Algorithm, rank: int, number: int, block: ThreadB
         yield Problem(block.line, place(rank, number, None, "chan"), what)
 
 
-def _operation_problems(block: ThreadBlock, step: Step, at: _At) -> Iterator[Problem]:
+def _operation_problems(block: ThreadBlock, step: AlgorithmStep, at: _At) -> Iterator[Problem]:
     least = 0 if step.operation == "nop" else 1
     if step.count < least:
         yield at.problem("cnt", f"{step.count}, expected at least {least}")
@@ -173,7 +173,9 @@ def _operation_problems(block: ThreadBlock, step: Step, at: _At) -> Iterator[Pro
         yield at.problem("type", f"{step.operation!r} receives, but its thread block's recv is -1")
 
 
-def _reference_problems(algorithm: Algorithm, program: Program, step: Step, at: _At) -> Iterator[Problem]:
+def _reference_problems(
+    algorithm: Algorithm, program: RankProgram, step: AlgorithmStep, at: _At
+) -> Iterator[Problem]:
     # chunks that only describe the peer's buffer are not checked
     if step.operation in READS:
         yield from _bound_problems(algorithm, program, step.source, step.count, at, "src")
@@ -182,7 +184,7 @@ def _reference_problems(algorithm: Algorithm, program: Program, step: Step, at: 
 
 
 def _bound_problems(
-    algorithm: Algorithm, program: Program, chunks: Chunks, count: int, at: _At, field: str
+    algorithm: Algorithm, program: RankProgram, chunks: Chunks, count: int, at: _At, field: str
 ) -> Iterator[Problem]:
     length = {"i": program.inputs, "o": program.outputs, "s": program.scratch}[chunks.space]
     # In place, files omit the count of a buffer that is an alias, and some use the buffer nevertheless.
@@ -198,7 +200,7 @@ def _bound_problems(
         yield at.problem(f"{field}off", f"{chunks.at}, {what}")
 
 
-def _dependency_problems(program: Program, step: Step, at: _At) -> Iterator[Problem]:
+def _dependency_problems(program: RankProgram, step: AlgorithmStep, at: _At) -> Iterator[Problem]:
     if step.after is None:
         return
     block, index = step.after
@@ -214,7 +216,7 @@ def _dependency_problems(program: Program, step: Step, at: _At) -> Iterator[Prob
         yield at.problem("deps", what)
 
 
-def _queue_end_problems(rank: int, program: Program) -> Iterator[Problem]:
+def _queue_end_problems(rank: int, program: RankProgram) -> Iterator[Problem]:
     ends: dict[tuple[str, int, int], int] = {}
     for number, block in enumerate(program.blocks):
         for field, peer in (("send", block.send), ("recv", block.receive)):

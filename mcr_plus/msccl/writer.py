@@ -7,7 +7,7 @@ from pathlib import Path
 from xml.sax.saxutils import quoteattr
 
 from mcr_plus.errors import ConfigError
-from mcr_plus.msccl.algorithm import Algorithm, Step
+from mcr_plus.msccl.algorithm import Algorithm, AlgorithmStep
 from mcr_plus.msccl.postconditions import ROOTED
 
 
@@ -52,7 +52,7 @@ def _lines(algorithm: Algorithm) -> Iterator[str]:
     yield "</algo>"
 
 
-def _step(index: int, step: Step) -> str:
+def _step(index: int, step: AlgorithmStep) -> str:
     block, deps = step.after or (-1, -1)
     return _tag(
         "step",

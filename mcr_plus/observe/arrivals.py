@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Final
 
-from mcr_plus.observe.dumps import Dump, Operation
+from mcr_plus.observe.dumps import Dump, DumpedOperation
 
 _LATE: Final = 1.0  # seconds
 _SLOW: Final = 0.01  # seconds of delay that count
@@ -21,7 +21,7 @@ _ENOUGH: Final = 8  # operations, to say that anything is a rule
 
 
 @dataclass
-class Late:
+class LateRank:
     """A rank that was late.
 
     Attributes:
@@ -32,14 +32,14 @@ class Late:
 
     rank: int
     group: str
-    operation: Operation
-    others: dict[int, Operation]
+    operation: DumpedOperation
+    others: dict[int, DumpedOperation]
     delays: list[float]
     of: int
     is_slow: bool
 
 
-def late_ranks(dumps: Mapping[int, Dump], name: str, away: Collection[int]) -> list[Late]:
+def late_ranks(dumps: Mapping[int, Dump], name: str, away: Collection[int]) -> list[LateRank]:
     """The ranks of group `name` that others have waited for, of those that are not `away`."""
     there = {
         rank: dump
@@ -64,5 +64,5 @@ def late_ranks(dumps: Mapping[int, Dump], name: str, away: Collection[int]) -> l
         if is_slow or longest >= _LATE:
             then = {other: each[number] for other, each in operations.items() if other != rank}
             seconds = [delay for delay, _ in times]
-            found.append(Late(rank, name, operations[rank][number], then, seconds, len(numbers), is_slow))
+            found.append(LateRank(rank, name, operations[rank][number], then, seconds, len(numbers), is_slow))
     return found

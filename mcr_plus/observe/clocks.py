@@ -26,7 +26,7 @@ class Clock:
     by: str
 
 
-class Difference(NamedTuple):
+class ClockDifference(NamedTuple):
     """What is known of one clock less another one: between `least` and `most` µs, `by` what."""
 
     least: float
@@ -74,7 +74,7 @@ def align(hosts: Mapping[str, Mapping[Key, Span]], times_of_day: Mapping[str, fl
     return placed
 
 
-def place(hosts: Sequence[str], difference: Callable[[str, str], Difference | None]) -> dict[str, Clock]:
+def place(hosts: Sequence[str], difference: Callable[[str, str], ClockDifference | None]) -> dict[str, Clock]:
     """The clocks of hosts as seen from the first one, each by way of the one with the least error.
 
     `difference(there, here)`: what is known of two of them; None for nothing. Hosts that nothing connects
@@ -97,21 +97,21 @@ def place(hosts: Sequence[str], difference: Callable[[str, str], Difference | No
     return placed
 
 
-def _through(known: Clock, difference: Difference) -> Clock:
+def _through(known: Clock, difference: ClockDifference) -> Clock:
     least, most, by = difference
     if least > most:
         by += ", which contradict each other: clocks of unlike speed"
     return Clock(known.shift_us + (least + most) / 2, (known.error_us or 0.0) + abs(most - least) / 2, by)
 
 
-def _difference(there: Mapping[Key, Span], here: Mapping[Key, Span]) -> Difference | None:
+def _difference(there: Mapping[Key, Span], here: Mapping[Key, Span]) -> ClockDifference | None:
     """By the operations that two hosts have in common; None without any."""
     common = there.keys() & here.keys()
     if not common:
         return None
     least = max(there[key].issued - here[key].done for key in common)
     most = min(there[key].done - here[key].issued for key in common)
-    return Difference(least, most, f"{len(common)} operations")
+    return ClockDifference(least, most, f"{len(common)} operations")
 
 
 def unplaced(clocks: Mapping[str, Clock]) -> Sequence[str]:

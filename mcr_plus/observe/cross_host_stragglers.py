@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mcr_plus.board.base import Published
-from mcr_plus.observe.clocks import Difference, place
+from mcr_plus.observe.clocks import ClockDifference, place
 
 if TYPE_CHECKING:
     from mcr_plus.board.base import Noted
@@ -47,7 +47,7 @@ class Compared(NamedTuple):
 
 
 @dataclass
-class _Group:
+class _GroupOnHosts:
     """A group across hosts. `own`: operations that have not been compared, see `AcrossHosts.add`."""
 
     state: GroupState
@@ -64,13 +64,13 @@ class AcrossHosts:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._groups: dict[int, _Group] = {}  # by identity of their states
+        self._groups: dict[int, _GroupOnHosts] = {}  # by identity of their states
         self.missing: set[int] = set()
 
     def note(self, state: GroupState, number: int, times: tuple[float, float, float]) -> None:
         """Note an operation of this rank: when it was issued, the idle time until then, and its end."""
         if id(state) not in self._groups:
-            self._groups[id(state)] = _Group(state)
+            self._groups[id(state)] = _GroupOnHosts(state)
         state.board.note(number, *times)
 
     def add(
@@ -108,7 +108,7 @@ class AcrossHosts:
                     if not _has_ended(each.state):
                         raise
 
-    def _of_group(self, of: _Group, deadline: float) -> Iterator[Compared]:
+    def _of_group(self, of: _GroupOnHosts, deadline: float) -> Iterator[Compared]:
         group, board = of.state.group, of.state.board
         numbers, last = sorted(of.own), max(of.own)
         said: list[Published] = []
@@ -137,7 +137,7 @@ class AcrossHosts:
                 del of.own[number]
             yield found
 
-    def _awaited(self, of: _Group, rank: int, last: int, deadline: float) -> Published | None:
+    def _awaited(self, of: _GroupOnHosts, rank: int, last: int, deadline: float) -> Published | None:
         """What a rank has published, if its recording has come as far as `last`, or does so in time.
 
         Without a wait for one that publishes nothing more: it has left, has failed or is lost, or this rank
@@ -157,7 +157,7 @@ class AcrossHosts:
             time.sleep(_LOOK_EVERY)
         return None
 
-    def _has_gone(self, of: _Group, rank: int) -> bool:
+    def _has_gone(self, of: _GroupOnHosts, rank: int) -> bool:
         board, group = of.state.board, of.state.group
         has_ended = board.is_closed(rank) or board.failure(rank) is not None
         return has_ended or self._engine.peers.is_away(group.ranks[rank])
@@ -168,7 +168,7 @@ class AcrossHosts:
 
     def _on_one_clock(
         self,
-        of: _Group,
+        of: _GroupOnHosts,
         numbers: list[int],
         noted: Sequence[Noted],
         clocks: Mapping[str, Mapping[int, float]],
@@ -186,14 +186,14 @@ class AcrossHosts:
         last = {where: issued[together][:, at].max(axis=1) for where, at in columns.items()}
         first = {where: done[together][:, at].min(axis=1) for where, at in columns.items()}
 
-        def difference(there: str, here: str) -> Difference | None:
+        def difference(there: str, here: str) -> ClockDifference | None:
             # None completes before all have been issued, and no datagram arrives before it was sent.
             least = [-clocks[here].get(lowest[there], np.inf), *(last[there] - first[here])]
             most = [clocks[there].get(lowest[here], np.inf), *(first[there] - last[here])]
             bounds = float(np.max(least)), float(np.min(most))
             if not np.isfinite(bounds).all():
                 return None
-            return Difference(bounds[0] * 1e6, bounds[1] * 1e6, "heartbeats and operations")
+            return ClockDifference(bounds[0] * 1e6, bounds[1] * 1e6, "heartbeats and operations")
 
         order = [own, *(where for where in columns if where != own)]
         placed = place(order, difference)

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from mcr_plus.core.stacks import Frame, call_site
 from mcr_plus.errors import phrase_ranks
-from mcr_plus.observe.arrivals import Late, late_ranks
-from mcr_plus.observe.dumps import Dump, Folder, Operation
+from mcr_plus.observe.arrivals import LateRank, late_ranks
+from mcr_plus.observe.dumps import Dump, DumpedOperation, Folder
 from mcr_plus.observe.messages import lonely_messages
 
 AWAY: Final = {
@@ -23,7 +23,7 @@ AWAY: Final = {
     "dead": "has died",
     "silent": "is out of reach: no heartbeat of its host",
 }
-_DIFFERING: Final[tuple[tuple[str, Callable[[Operation], object]], ...]] = (
+_DIFFERING: Final[tuple[tuple[str, Callable[[DumpedOperation], object]], ...]] = (
     ("kind", lambda each: each.kind),
     ("reduce op", lambda each: each.reduce_op),
     ("root", lambda each: each.root),
@@ -40,7 +40,7 @@ BEHIND: Final = "behind"
 
 
 @dataclass
-class Place:
+class WaitingPlace:
     """Where a rank is: the line of the program, and for how many seconds it has waited there, if it has."""
 
     rank: int
@@ -53,7 +53,7 @@ class Place:
 
 
 @dataclass
-class Finding:
+class DiagnosedFault:
     """A fault.
 
     Attributes:
@@ -70,8 +70,8 @@ class Finding:
     sequence: int
     operation: str
     text: str
-    at: list[Place] = field(default_factory=list)
-    waiting: list[Place] = field(default_factory=list)
+    at: list[WaitingPlace] = field(default_factory=list)
+    waiting: list[WaitingPlace] = field(default_factory=list)
 
     def plain(self) -> dict[str, Any]:
         """As JSON."""
@@ -98,7 +98,7 @@ FAULTS: Final = (
 """Causes before what may follow from them."""
 
 
-def diagnose(folder: Folder) -> list[Finding]:
+def diagnose(folder: Folder) -> list[DiagnosedFault]:
     """The faults that the dumps of a folder show, causes before what follows from them; empty for none."""
     return _Diagnosis(folder).findings()
 
@@ -122,13 +122,15 @@ class _Diagnosis:
             if status != "dead" or not self._has_failed(rank)
         }
 
-    def findings(self) -> list[Finding]:
+    def findings(self) -> list[DiagnosedFault]:
         found = list(self._lost())
         for name in self.groups:
             found += self._differing(name)
         missing = self._missing()
         found += (
-            Finding("message", ranks, group, 0, each.text, text, self._at(ranks), [self._waiting(rank, each)])
+            DiagnosedFault(
+                "message", ranks, group, 0, each.text, text, self._at(ranks), [self._waiting(rank, each)]
+            )
             for rank, group, ranks, each, text in lonely_messages(self.dumps)
             if not set(ranks) & self.away.keys()
         )
@@ -143,7 +145,7 @@ class _Diagnosis:
 
     # -- ranks that are away ----------------------------------------------------------------------
 
-    def _lost(self) -> Iterator[Finding]:
+    def _lost(self) -> Iterator[DiagnosedFault]:
         """Ranks that are away while others need them."""
         for rank, status in sorted(self.away.items()):
             waiting = [
@@ -162,7 +164,7 @@ class _Diagnosis:
             if each is not None and each.number:
                 behind = "has not issued" if last is not None and last < each.number else "has issued"
                 text += f"; it {behind} {each.text} (#{each.number} in group '{name}')"
-            yield Finding(
+            yield DiagnosedFault(
                 status,
                 (rank,),
                 name,
@@ -175,7 +177,7 @@ class _Diagnosis:
 
     # -- operations that differ -------------------------------------------------------------------
 
-    def _differing(self, name: str) -> Iterator[Finding]:
+    def _differing(self, name: str) -> Iterator[DiagnosedFault]:
         """The first operation of a group in which ranks differ."""
         of_ranks = {
             rank: dump.groups[name].operations
@@ -195,10 +197,10 @@ class _Diagnosis:
         name: str,
         number: int,
         fault: str,
-        there: dict[int, Operation],
+        there: dict[int, DumpedOperation],
         values: dict[int, object],
-        of_ranks: dict[int, dict[int, Operation]],
-    ) -> Finding:
+        of_ranks: dict[int, dict[int, DumpedOperation]],
+    ) -> DiagnosedFault:
         counts = Counter(values.values())
         lowest = values[min(values)]
         usual = max(counts, key=lambda value: (counts[value], value == lowest))
@@ -214,21 +216,21 @@ class _Diagnosis:
         )
         at = [self._waiting(rank, there[rank]) for rank in strange]
         waiting = [self._waiting(rank, each) for rank, each in there.items() if rank not in strange]
-        return Finding(fault, strange, name, number, there[one].text, text, at, waiting)
+        return DiagnosedFault(fault, strange, name, number, there[one].text, text, at, waiting)
 
     # -- operations that some ranks have not issued -----------------------------------------------
 
-    def _missing(self) -> list[Finding]:
+    def _missing(self) -> list[DiagnosedFault]:
         """Ranks that have not issued what others wait for."""
         first: dict[str, int] = {}
-        waits: dict[tuple[str, int], list[tuple[int, Operation]]] = defaultdict(list)
+        waits: dict[tuple[str, int], list[tuple[int, DumpedOperation]]] = defaultdict(list)
         for rank, name, each in self._held_up():
             if each.number:
                 waits[name, each.number].append((rank, each))
                 first[name] = min(first.get(name, each.number), each.number)
         slow = {late.rank for late in self.late if late.is_slow}
         has_failed = any(dump.error for dump in self.dumps.values())
-        found: list[Finding] = []
+        found: list[DiagnosedFault] = []
         crossed: set[frozenset[int]] = set()
         for name, number in first.items():
             holding = waits[name, number]
@@ -256,10 +258,12 @@ class _Diagnosis:
                 at[0], fault = self._waiting(absent[0], other), "group"
             else:
                 text += f"the last one issued there is #{self._issued(absent[0], name)}"
-            found.append(Finding(fault, absent, name, number, each.text, text, at, waiting))
+            found.append(DiagnosedFault(fault, absent, name, number, each.text, text, at, waiting))
         return found
 
-    def _elsewhere(self, absent: int, name: str, holding: Sequence[int]) -> tuple[str, Operation] | None:
+    def _elsewhere(
+        self, absent: int, name: str, holding: Sequence[int]
+    ) -> tuple[str, DumpedOperation] | None:
         """The operation of another group in which an absent rank waits for one of those that wait for it."""
         for rank, there, each in self._held_up():
             if rank == absent and there != name and each.number:
@@ -272,7 +276,7 @@ class _Diagnosis:
 
     # -- the rest ---------------------------------------------------------------------------------
 
-    def _stuck(self) -> Iterator[Finding]:
+    def _stuck(self) -> Iterator[DiagnosedFault]:
         """Operations that all ranks have issued, and that do not end."""
         for name in self.groups:
             holding = [
@@ -286,15 +290,15 @@ class _Diagnosis:
                 each = those[0][1]
                 text = f"all ranks have issued {each.text} (#{number} in group '{name}'), and it does not end"
                 waiting = [self._waiting(*pair) for pair in those]
-                yield Finding("stuck", (), name, number, each.text, text, [], waiting)
+                yield DiagnosedFault("stuck", (), name, number, each.text, text, [], waiting)
 
-    def _errors(self) -> Iterator[Finding]:
+    def _errors(self) -> Iterator[DiagnosedFault]:
         for rank, dump in self.dumps.items():
             if dump.error is not None and dump.written_by == rank:
                 text = f"rank {rank}: {dump.error.get('kind')}: {dump.error.get('text')}"
-                yield Finding("error", (rank,), "", 0, "", text, self._at((rank,)))
+                yield DiagnosedFault("error", (rank,), "", 0, "", text, self._at((rank,)))
 
-    def _lateness(self, late: Late) -> Finding:
+    def _lateness(self, late: LateRank) -> DiagnosedFault:
         """A rank that others have waited for, although all is complete now."""
         each, group = late.operation, late.group
         if late.is_slow:
@@ -310,7 +314,7 @@ class _Diagnosis:
         waiting = [self._waiting(rank, other) for rank, other in late.others.items() if other.waited > 0]
         fault = "slow" if late.is_slow else "late"
         at = self._at((late.rank,))
-        return Finding(fault, (late.rank,), group, each.number, each.text, text, at, waiting)
+        return DiagnosedFault(fault, (late.rank,), group, each.number, each.text, text, at, waiting)
 
     # -- ranks ------------------------------------------------------------------------------------
 
@@ -318,7 +322,7 @@ class _Diagnosis:
         dump = self.dumps.get(rank)
         return dump is not None and dump.written_by == rank and dump.error is not None
 
-    def _held_up(self) -> Iterator[tuple[int, str, Operation]]:
+    def _held_up(self) -> Iterator[tuple[int, str, DumpedOperation]]:
         """All operations that hold a rank up."""
         for rank, dump in self.dumps.items():
             if dump.written_by == rank:
@@ -346,18 +350,18 @@ class _Diagnosis:
         ]
         return max(seen, default=None)
 
-    def _at(self, ranks: Sequence[int]) -> list[Place]:
-        return [Place(rank, self._place(rank)) for rank in ranks]
+    def _at(self, ranks: Sequence[int]) -> list[WaitingPlace]:
+        return [WaitingPlace(rank, self._place(rank)) for rank in ranks]
 
     def _place(self, rank: int) -> Frame | None:
         dump: Dump | None = self.dumps.get(rank)
         return None if dump is None else dump.place
 
-    def _waiting(self, rank: int, each: Operation) -> Place:
-        return Place(rank, call_site(each.frames) or self._place(rank), each.waited)
+    def _waiting(self, rank: int, each: DumpedOperation) -> WaitingPlace:
+        return WaitingPlace(rank, call_site(each.frames) or self._place(rank), each.waited)
 
 
-def _causes(missing: list[Finding], others: list[Finding]) -> list[Finding]:
+def _causes(missing: list[DiagnosedFault], others: list[DiagnosedFault]) -> list[DiagnosedFault]:
     """Those of `missing` that follow from no other fault: a rank that waits itself may hold up more ranks."""
     held_up = {place.rank for finding in (*missing, *others) for place in finding.waiting}
     causes = [
@@ -366,7 +370,7 @@ def _causes(missing: list[Finding], others: list[Finding]) -> list[Finding]:
     return causes if causes or others else missing
 
 
-def _swapped(number: int, one: dict[int, Operation], other: dict[int, Operation]) -> bool:
+def _swapped(number: int, one: dict[int, DumpedOperation], other: dict[int, DumpedOperation]) -> bool:
     """Whether two ranks have issued the same two operations, each its own first."""
     later = range(number + 1, number + _SWAPPED_WITHIN)
     mine, theirs = one[number].text, other[number].text

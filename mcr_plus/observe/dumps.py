@@ -18,7 +18,7 @@ _MOST_BYTES: Final = 1 << 30
 
 
 @dataclass
-class Operation:
+class DumpedOperation:
     """An operation in a dump. `number` is 0 for sends and receives; `peer` is a group rank.
 
     `issued`: in `time.time_ns()` of the rank's host. `waited`: seconds. `waits`: whether its rank waited for
@@ -63,8 +63,8 @@ class DumpedGroup:
     issued: int
     peers: dict[int, int]
     failed: str
-    operations: dict[int, Operation] = field(default_factory=dict)
-    messages: list[Operation] = field(default_factory=list)
+    operations: dict[int, DumpedOperation] = field(default_factory=dict)
+    messages: list[DumpedOperation] = field(default_factory=list)
 
 
 @dataclass
@@ -222,9 +222,9 @@ def _error(own: dict[str, Any] | None) -> dict[str, Any] | None:
     return None if own is None else {**own, "ranks": [_integer(rank) for rank in own.get("ranks", ())]}
 
 
-def _operation(number: int, own: dict[str, Any], frames: Sequence[dict[str, Any]]) -> Operation:
+def _operation(number: int, own: dict[str, Any], frames: Sequence[dict[str, Any]]) -> DumpedOperation:
     reduce_op, root, tag, peer = own["reduce_op"], own["root"], own["tag"], own["peer"]
-    return Operation(
+    return DumpedOperation(
         number,
         str(own["kind"]),
         str(own["operation"]),

@@ -93,11 +93,11 @@ class Explanation:
     """The document that `explain` returns, and a readable form of the operation of each of its steps."""
 
     document: dict[str, Any]
-    operations: Sequence[Operation]
+    operations: Sequence[ExplainedOperation]
 
 
 @dataclass(frozen=True)
-class Operation:
+class ExplainedOperation:
     """The operation of one step: its description, and whether it is asynchronous."""
 
     words: str
@@ -145,8 +145,8 @@ def explained(
     pipeline = Pipeline(context)
     notes = pipeline.bind(signature).notes
     steps = [*gradient_steps, *_compared(pipeline, signature, notes, list(map(_step, notes)))]
-    operations = [Operation(step["operation"], signature.async_op) for step in gradient_steps]
-    operations += [Operation(_words(note.signature), note.signature.async_op) for note in notes]
+    operations = [ExplainedOperation(step["operation"], signature.async_op) for step in gradient_steps]
+    operations += [ExplainedOperation(_words(note.signature), note.signature.async_op) for note in notes]
     choice = next((step for step in steps if "alternatives" in step), {})
     document = {
         "kind": signature.kind,

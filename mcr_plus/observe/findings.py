@@ -7,27 +7,27 @@ from collections.abc import Sequence
 from typing import Final
 
 from mcr_plus.errors import phrase_ranks
-from mcr_plus.observe.job_status import LOST, Job, Line, Member, Waiting
+from mcr_plus.observe.job_status import LOST, Line, Member, ObservedJob, RankWait
 
 _LONG: Final = 1.0  # seconds of waiting that are worth a sentence, unless a rank is lost
 _LINES: Final = 3  # of the program that are shown
 _NAMED: Final = 8  # ranks that get a sentence of their own
 
 
-def findings(job: Job) -> list[str]:
+def findings(job: ObservedJob) -> list[str]:
     """Sentences on the waits of a job that last, each naming ranks and lines of the program.
 
     Empty where nothing waits for long and no rank is lost.
     """
     found: list[str] = []
-    waits: dict[tuple[str, int, str, tuple[int, ...]], list[tuple[Member, Waiting]]] = {}
+    waits: dict[tuple[str, int, str, tuple[int, ...]], list[tuple[Member, RankWait]]] = {}
     for member in job.members:
         for wait in member.waits if member.state == "waiting" else ():
             lost = any(job.member(rank).state in LOST for rank in wait.waits_for)
             if wait.seconds >= _LONG or lost:
                 key = wait.group, wait.number, wait.operation, wait.waits_for
                 waits.setdefault(key, []).append((member, wait))
-    blamed: dict[int, Waiting] = {}
+    blamed: dict[int, RankWait] = {}
     for (group, number, operation, waits_for), waiting in waits.items():
         member, wait = max(waiting, key=lambda each: each[1].seconds)
         name = f"#{number} in group '{group}'" if number else f"in group '{group}'"
@@ -48,7 +48,7 @@ def findings(job: Job) -> list[str]:
     return found
 
 
-def condition(job: Job, rank: int, wait: Waiting | None = None) -> str:
+def condition(job: ObservedJob, rank: int, wait: RankWait | None = None) -> str:
     """What a rank does, where, and what it issued last; of a stopped one also what resumes it.
 
     `wait`: the wait of another rank for this one, whose group is then named.
@@ -73,14 +73,14 @@ def condition(job: Job, rank: int, wait: Waiting | None = None) -> str:
     return f"{where} {doing}{line}{_last(member, wait)}{_remedy(job, member)}"
 
 
-def _stop(job: Job, member: Member) -> str:
+def _stop(job: ObservedJob, member: Member) -> str:
     lasts = f"has been stopped for {seconds(member.seen)}" if member.seen is not None else "is stopped"
     if member.tracer:
         return f"{lasts}, by process {member.tracer}, which traces it"
     return f"{lasts}, by a signal" + ("" if member.rank in job.here else " or a debugger")
 
 
-def _remedy(job: Job, member: Member) -> str:
+def _remedy(job: ObservedJob, member: Member) -> str:
     """What lets a stopped rank go on."""
     if member.state != "stopped":
         return ""
@@ -99,7 +99,7 @@ def _operation(member: Member) -> str:
     return f"{wait.operation}{number}"
 
 
-def _last(member: Member, wait: Waiting | None) -> str:
+def _last(member: Member, wait: RankWait | None) -> str:
     """What a rank issued last in the group in which it is waited for, or of a lost one in any group."""
     if wait is not None and wait.number:
         number = wait.issued.get(member.rank)

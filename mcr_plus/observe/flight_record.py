@@ -21,7 +21,7 @@ from mcr_plus.core.stacks import Frame
 
 if TYPE_CHECKING:
     from mcr_plus.core.message import Signature
-    from mcr_plus.observe.snapshot import Entry, GroupSnapshot, Snapshot
+    from mcr_plus.observe.snapshot import GroupSnapshot, Snapshot, SnapshotEntry
 
 VERSION: Final = "2.10"
 OURS: Final = 1
@@ -99,7 +99,7 @@ def _status(group: GroupSnapshot) -> dict[str, Any]:
     }
 
 
-def _collective(group: GroupSnapshot, entry: Entry, number: int) -> dict[str, Any]:
+def _collective(group: GroupSnapshot, entry: SnapshotEntry, number: int) -> dict[str, Any]:
     kind = entry.signature.kind
     return _record(
         entry,
@@ -144,7 +144,7 @@ def _messages(group: GroupSnapshot, number: int) -> Iterator[tuple[tuple[int, in
 
 
 def _record(
-    entry: Entry,
+    entry: SnapshotEntry,
     number: int,
     *,
     group: tuple[str, str],
@@ -180,7 +180,7 @@ def _record(
     }
 
 
-def _own(entry: Entry) -> dict[str, Any]:
+def _own(entry: SnapshotEntry) -> dict[str, Any]:
     """What the format has no place for."""
     signature = entry.signature
     return {

@@ -16,9 +16,9 @@ from typing import Any, Final, Literal
 
 from mcr_plus.core.proc import read_stat, state_of, tracer_of
 from mcr_plus.errors import InvalidArgument
-from mcr_plus.hosts.exchange import HOSTS
 from mcr_plus.hosts.page import NAME, Shown, Unreadable, read_at
-from mcr_plus.observe.remote_status import Elsewhere
+from mcr_plus.hosts.page_exchange import HOSTS
+from mcr_plus.observe.remote_status import RemoteStatus
 
 State = Literal[
     "waiting", "inside", "outside", "busy", "stopped", "dead", "gone", "silent", "running", "unknown"
@@ -45,7 +45,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Waiting:
+class RankWait:
     """What a rank waits for.
 
     Attributes:
@@ -116,7 +116,7 @@ class Member:
     state: State
     seen: float | None = None
     idle: float | None = None
-    waits: tuple[Waiting, ...] = ()
+    waits: tuple[RankWait, ...] = ()
     call: str = ""
     lines: tuple[Line, ...] = ()
     frames: tuple[Line, ...] = ()
@@ -133,7 +133,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Job:
+class ObservedJob:
     """A job, as its ranks on this host show it. `seconds`: since it began. `here`: the ranks of this host."""
 
     id: str
@@ -149,14 +149,14 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Survey:
+class JobStatus:
     """All jobs that were found, and pages that could not be read: process → why."""
 
-    jobs: tuple[Job, ...] = ()
+    jobs: tuple[ObservedJob, ...] = ()
     unreadable: Mapping[int, str] = field(default_factory=dict)
 
 
-def survey(pid: int | None = None, elsewhere: Elsewhere | None = None) -> Survey:
+def survey(pid: int | None = None, elsewhere: RemoteStatus | None = None) -> JobStatus:
     """The jobs of this user; only that of process `pid`, if one is given.
 
     `elsewhere`: the pages of other hosts, for surveys in turn; by default, they are fetched for this one.
@@ -166,10 +166,10 @@ def survey(pid: int | None = None, elsewhere: Elsewhere | None = None) -> Survey
     if pid is not None:
         _check(pid)
     if elsewhere is None:
-        with closing(Elsewhere()) as fetched:
+        with closing(RemoteStatus()) as fetched:
             return survey(pid, fetched)
     pages, agents, unreadable = _pages()
-    jobs: dict[str, Job] = {}
+    jobs: dict[str, ObservedJob] = {}
     numbers: dict[str, list[int]] = {}  # job → processes that show its pages
     for name, shown in _by_job(pages, unreadable).items():
         numbers[name] = list(shown)
@@ -182,12 +182,12 @@ def survey(pid: int | None = None, elsewhere: Elsewhere | None = None) -> Survey
         if any(member.seen is not None and member.state not in ("dead", "gone") for member in job.members):
             jobs[name] = job
     if pid is None:
-        return Survey(tuple(sorted(jobs.values(), key=lambda job: job.seconds)), unreadable)
+        return JobStatus(tuple(sorted(jobs.values(), key=lambda job: job.seconds)), unreadable)
     if pid in unreadable:
         raise InvalidArgument(f"the status page of process {pid} cannot be read: {unreadable[pid]}")
     for name, job in jobs.items():
         if pid in numbers[name]:
-            return Survey((job,))
+            return JobStatus((job,))
     raise InvalidArgument(
         f"process {pid} is no rank of a running job of mcr_plus with several ranks; "
         "ranks are shown once mcr.init has returned"
@@ -206,7 +206,7 @@ def _by_job(pages: Mapping[int, Shown], unreadable: dict[int, str]) -> dict[str,
     return found
 
 
-def _fetched(here: Mapping[int, Shown], agent: str | None, elsewhere: Elsewhere) -> dict[int, Shown]:
+def _fetched(here: Mapping[int, Shown], agent: str | None, elsewhere: RemoteStatus) -> dict[int, Shown]:
     """The pages of a job's ranks on other hosts. `agent`: the path of its agent's page."""
     about = next(iter(here.values())).about
     missing = {int(rank) for rank in about["elsewhere"]} - here.keys()
@@ -296,7 +296,7 @@ def _descriptors() -> Iterator[tuple[int, str, str]]:
                     yield int(entry.name), path, NAME if target.startswith(_MEMORY[0]) else HOSTS
 
 
-def _job(here: Mapping[int, Shown], fetched: Mapping[int, Shown]) -> Job:
+def _job(here: Mapping[int, Shown], fetched: Mapping[int, Shown]) -> ObservedJob:
     """A job from the pages of its ranks on this host, and those of others that were fetched."""
     any_page = next(iter(here.values()))
     pages = {**fetched, **here}
@@ -327,7 +327,7 @@ def _job(here: Mapping[int, Shown], fetched: Mapping[int, Shown]) -> Job:
         for member in drawn
     )
     seconds = time.time() - float(about["began"])
-    return Job(str(about["job"]), any_page.version, hosts, seconds, members, tuple(sorted(here)))
+    return ObservedJob(str(about["job"]), any_page.version, hosts, seconds, members, tuple(sorted(here)))
 
 
 def _corrected(member: Member, others: Sequence[Member]) -> Member:
@@ -419,7 +419,7 @@ def _waiting(
     states: Mapping[int, State],
     pages: Mapping[int, Shown],
     now: float,
-) -> Waiting:
+) -> RankWait:
     group, number = str(wait["group"]), int(wait["number"])
     issued: dict[int, int] = {}
     for peer, posted in wait["missing"]:
@@ -434,7 +434,7 @@ def _waiting(
         members = next((each["ranks"] for each in picture["groups"] if each["name"] == group), ())
         missing = [int(peer) for peer in members if peer != rank and states[int(peer)] in LOST]
         count = len(missing)
-    return Waiting(
+    return RankWait(
         group=group,
         number=number,
         operation=str(wait["operation"]),

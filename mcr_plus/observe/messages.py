@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from mcr_plus.observe.dumps import Dump, DumpedGroup, Operation
+from mcr_plus.observe.dumps import Dump, DumpedGroup, DumpedOperation
 
-Lonely = tuple[int, str, tuple[int, ...], Operation, str]
+Lonely = tuple[int, str, tuple[int, ...], DumpedOperation, str]
 
 
 def lonely_messages(dumps: Mapping[int, Dump]) -> Iterator[Lonely]:
@@ -19,8 +19,8 @@ def lonely_messages(dumps: Mapping[int, Dump]) -> Iterator[Lonely]:
 
 
 def _lonely(
-    dumps: Mapping[int, Dump], rank: int, group: DumpedGroup, each: Operation
-) -> tuple[tuple[int, ...], Operation, str] | None:
+    dumps: Mapping[int, Dump], rank: int, group: DumpedGroup, each: DumpedOperation
+) -> tuple[tuple[int, ...], DumpedOperation, str] | None:
     """Why nothing comes of a message; None if its partner is in flight too, or cannot be seen."""
     me = group.ranks.index(rank)
     peers = [each.peer] if each.peer is not None else [peer for peer in range(len(group.ranks)) if peer != me]

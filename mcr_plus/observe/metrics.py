@@ -17,7 +17,7 @@ from mcr_plus.engine.hook import OperationHook
 
 if TYPE_CHECKING:
     from mcr_plus.core.kinds import Kind
-    from mcr_plus.engine.operation import Operation
+    from mcr_plus.engine.operation import BoundOperation
     from mcr_plus.engine.work import IssuedWork
     from mcr_plus.rendezvous.world import World
 
@@ -81,7 +81,7 @@ def size_range(nbytes: int) -> str:
 class _Key(NamedTuple):
     """Operations whose sums are taken together before they have labels: equal keys, equal labels."""
 
-    operation: Operation
+    operation: BoundOperation
     ran_on: str
     codec: str | None
     payload: int

@@ -26,7 +26,7 @@ class Blame(NamedTuple):
     place: str
 
 
-class Latecomers:
+class PersistentStragglers:
     """The latest samples, in equal intervals; logs who is late in most of them, at INFO."""
 
     def __init__(self, period: float) -> None:

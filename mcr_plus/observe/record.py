@@ -26,7 +26,7 @@ from mcr_plus.job.init import current
 from mcr_plus.observe.clocks import TOGETHER
 from mcr_plus.observe.cross_host_stragglers import AcrossHosts
 from mcr_plus.observe.idle_time import IdleTime
-from mcr_plus.observe.stragglers import Arrivals, Stragglers, site_text
+from mcr_plus.observe.stragglers import ArrivalCollector, Stragglers, site_text
 
 if TYPE_CHECKING:
     from mcr_plus.core.group import Group
@@ -148,7 +148,7 @@ class Log(OperationHook):
         self._size = size
         self._began = time.perf_counter()
         self._ended: float | None = None
-        self._arrivals = Arrivals(across)
+        self._arrivals = ArrivalCollector(across)
         self._sites: dict[tuple[int, int], tuple[Position, Site, str]] = {}
 
     @property

@@ -45,16 +45,16 @@ _LARGEST: Final = 1e18  # of times, as in traces: sums of them stay finite
 _Time = Annotated[float, Field(ge=-_LARGEST, le=_LARGEST)]
 
 
-class _Part(BaseModel):
+class _RecordPart(BaseModel):
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
 
-class _Expected(_Part):
+class _Expected(_RecordPart):
     expected_us: _Time | None = None
     alternatives: dict[str, _Time] = {}
 
 
-class _Choice(_Part):
+class _Choice(_RecordPart):
     kind: str
     tag: str | None
     backend: str
@@ -64,7 +64,7 @@ class _Choice(_Part):
     usual: _Expected
 
 
-class _About(_Part):
+class _About(_RecordPart):
     job: str
     rank: int = Field(ge=0)
     size: int = Field(ge=1)

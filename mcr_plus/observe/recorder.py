@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Final
 from mcr_plus.engine.hook import Noted, OperationHook
 from mcr_plus.errors import McrError
 from mcr_plus.hosts.dump_request import EVERYBODY, SAME_FAILURE, ask
+from mcr_plus.observe.dump_watcher import DumpWatcher
 from mcr_plus.observe.files import default_folder, files_of, make_private, write_dump
 from mcr_plus.observe.options import dump_folder_of
 from mcr_plus.observe.snapshot import frames_for, take_snapshot
-from mcr_plus.observe.watcher import Watcher
 
 if TYPE_CHECKING:
     from mcr_plus.config.schema import Config
@@ -54,7 +54,7 @@ class Recorder(OperationHook):
         self._demanded = -_SAME_DEMAND  # when a user last demanded a dump
         self._passed_on = -_SAME_DEMAND  # when another rank last told of a signal
         self.dumped: dict[str, str] = {}
-        self._watcher = Watcher(self._on_signal, self._on_request)
+        self._watcher = DumpWatcher(self._on_signal, self._on_request)
         engine.add_hook(self)
 
     def stop(self) -> None:

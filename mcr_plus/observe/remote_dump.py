@@ -10,15 +10,15 @@ from typing import Final
 
 from mcr_plus.hosts.dump_request import EVERYBODY, ask
 from mcr_plus.observe.findings import condition
-from mcr_plus.observe.job_status import LOST, Job, Member, survey
-from mcr_plus.observe.remote_status import Elsewhere
+from mcr_plus.observe.job_status import LOST, Member, ObservedJob, survey
+from mcr_plus.observe.remote_status import RemoteStatus
 
 _ANSWERS_WITHIN: Final = 5.0  # seconds: pages are drawn twice a second
 _NAP: Final = 0.1
 
 
 @dataclass(frozen=True)
-class Answer:
+class DumpAnswer:
     """What came of a rank.
 
     Attributes:
@@ -35,13 +35,13 @@ class Answer:
     written_by: int | None
 
 
-def demand_dumps(process: int | None = None, patience: float = _ANSWERS_WITHIN) -> list[Answer]:
+def demand_dumps(process: int | None = None, patience: float = _ANSWERS_WITHIN) -> list[DumpAnswer]:
     """Have all ranks of this user's jobs write dumps, on all hosts; of one job, if `process` is given.
 
     A rank of this host passes the request on, by the agents. Ranks that have not answered after `patience`
     seconds are named. Raises `InvalidArgument` as `survey` does.
     """
-    with closing(Elsewhere()) as elsewhere:
+    with closing(RemoteStatus()) as elsewhere:
         reason = f"mcr-plus top --dump ({secrets.token_hex(4)})"
         jobs = survey(process, elsewhere).jobs
         for job in jobs:
@@ -60,15 +60,15 @@ def _is_awaited(member: Member, reason: str) -> bool:
     return member.state not in LOST and member.dumped.get("reason") != reason
 
 
-def _answer(job: Job, member: Member, reason: str) -> Answer:
+def _answer(job: ObservedJob, member: Member, reason: str) -> DumpAnswer:
     if member.dumped.get("reason") == reason:
         file = member.dumped.get("file", "")
         problem = member.dumped.get("problem", "")
-        return Answer(job.id, member.rank, member.host, file, problem, member.rank if file else None)
+        return DumpAnswer(job.id, member.rank, member.host, file, problem, member.rank if file else None)
     problem, number = condition(job, member.rank), str(member.rank)
     if member.state not in LOST:
         problem = f"it has not answered: {problem}"
     for other in job.members:
         if other.dumped.get("reason") == reason and number in other.dumped:
-            return Answer(job.id, member.rank, member.host, other.dumped[number], problem, other.rank)
-    return Answer(job.id, member.rank, member.host, "", problem, None)
+            return DumpAnswer(job.id, member.rank, member.host, other.dumped[number], problem, other.rank)
+    return DumpAnswer(job.id, member.rank, member.host, "", problem, None)

@@ -16,7 +16,7 @@ _NAP: Final = 0.02
 _OLD: Final = 5.0  # seconds after which an answer counts for nothing
 
 
-class Elsewhere:
+class RemoteStatus:
     """The agents' pages that this process looks at; agents fetch other pages until `close`."""
 
     def __init__(self) -> None:

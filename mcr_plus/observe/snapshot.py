@@ -28,7 +28,7 @@ _PARTS: Final = 8  # into which the ring is divided, see `_first`
 
 
 @dataclass
-class Entry:
+class SnapshotEntry:
     """An operation, as a rank knows it.
 
     Attributes:
@@ -70,8 +70,8 @@ class GroupSnapshot:
     rank: int
     issued: int
     peers: dict[int, int] = field(default_factory=dict)
-    entries: list[Entry] = field(default_factory=list)
-    messages: list[Entry] = field(default_factory=list)
+    entries: list[SnapshotEntry] = field(default_factory=list)
+    messages: list[SnapshotEntry] = field(default_factory=list)
     failed: str = ""
 
 
@@ -129,7 +129,7 @@ def _group(engine: Engine, state: GroupState, alive: list[IssuedWork], now: int)
     first = _first(state, max(found.peers.values(), default=0))
     for number, signature, issued in list(state.ring):
         if number >= first:
-            entry = Entry(number, signature, issued)
+            entry = SnapshotEntry(number, signature, issued)
             _describe(entry, engine, works.get(number), notes.get(number), now)
             if 0 < state.failed_at <= number and entry.state == "completed":
                 entry.state = "scheduled"  # as far as is known: nothing is after a failure
@@ -139,7 +139,7 @@ def _group(engine: Engine, state: GroupState, alive: list[IssuedWork], now: int)
     return found
 
 
-def _messages(engine: Engine, state: GroupState, own: list[IssuedWork], now: int) -> Iterator[Entry]:
+def _messages(engine: Engine, state: GroupState, own: list[IssuedWork], now: int) -> Iterator[SnapshotEntry]:
     """The last sends and receives; which of them are in flight, their handles show."""
     flying = {
         (work.message.peer, work.message.match_tag, work.operation.signature.kind, work.issued): work
@@ -147,13 +147,15 @@ def _messages(engine: Engine, state: GroupState, own: list[IssuedWork], now: int
         if not work.sequence
     }
     for peer, tag, signature, issued in list(state.messages):
-        entry = Entry(0, signature, issued, peer=peer, match_tag=tag)
+        entry = SnapshotEntry(0, signature, issued, peer=peer, match_tag=tag)
         work = flying.get((peer, tag, signature.kind, issued))
         _describe(entry, engine, work, None if work is None else work.noted, now)
         yield entry
 
 
-def _describe(entry: Entry, engine: Engine, work: IssuedWork | None, noted: Noted | None, now: int) -> None:
+def _describe(
+    entry: SnapshotEntry, engine: Engine, work: IssuedWork | None, noted: Noted | None, now: int
+) -> None:
     """Add what is known of an operation besides that it was issued."""
     if noted is not None:
         entry.frames, entry.error = noted.frames, noted.error

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mcr_plus.core.stacks import Stack, stack_in
 from mcr_plus.hosts.page import Page
-from mcr_plus.observe.persistent_stragglers import Blame, Latecomers
+from mcr_plus.observe.persistent_stragglers import Blame, PersistentStragglers
 
 if TYPE_CHECKING:
     from mcr_plus.core.message import Signature
@@ -105,7 +105,7 @@ class Drawing:
         self._engine = engine
         self._elsewhere, self._dumped = elsewhere, dumped
         self._groups: dict[GroupState, _Traffic] = {}
-        self._latecomers = Latecomers(PERIOD)
+        self._latecomers = PersistentStragglers(PERIOD)
         self._active = time.monotonic()  # when the program was last seen inside mcr_plus
 
     def picture(self, now: float) -> dict[str, Any]:

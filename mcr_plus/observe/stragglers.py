@@ -123,7 +123,7 @@ class Stragglers(list[Straggler]):
         return lateness_text(self)
 
 
-class _Group:
+class _OpenOperations:
     """The operations of a group that have not been evaluated yet, and the last one that has been."""
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
@@ -136,7 +136,7 @@ class _Group:
         self.sites: dict[int, _Site] = {}
 
 
-class Arrivals:
+class ArrivalCollector:
     """Collects when ranks arrive at recorded operations.
 
     Its memory grows with late arrivals, and with the operations of groups across hosts.
@@ -148,7 +148,7 @@ class Arrivals:
     def __init__(self, across: AcrossHosts | None = None) -> None:
         self.across = across
         self._error = 0.0
-        self._groups: dict[tuple[str, tuple[int, ...]], _Group] = {}
+        self._groups: dict[tuple[str, tuple[int, ...]], _OpenOperations] = {}
         self._keys: dict[_Key, int] = {}
         self._events: list[tuple[float, int, float]] = []  # when, rank, seconds
         self._compared = self._left_out = 0
@@ -181,13 +181,13 @@ class Arrivals:
         """A number for the kind and tag of an operation and the line that issued it."""
         return self._keys.setdefault((signature.kind, signature.tag, site), len(self._keys))
 
-    def _group(self, of: Group) -> _Group:
+    def _group(self, of: Group) -> _OpenOperations:
         name = of.name, of.ranks
         if name not in self._groups:
-            self._groups[name] = _Group(of.ranks)
+            self._groups[name] = _OpenOperations(of.ranks)
         return self._groups[name]
 
-    def _evaluate(self, group: _Group) -> None:
+    def _evaluate(self, group: _OpenOperations) -> None:
         if not group.keys:
             return
         order = np.argsort(group.numbers, kind="stable")  # they are in the order of completion
@@ -198,7 +198,7 @@ class Arrivals:
 
     def _take(
         self,
-        group: _Group,
+        group: _OpenOperations,
         keys: npt.NDArray[np.int64],
         arrivals: Floats,
         idle: Floats,

@@ -30,7 +30,7 @@ from mcr_plus.errors import InvalidArgument
 from mcr_plus.job.init import member_of
 from mcr_plus.parallel import routing_kernels as lists_of
 from mcr_plus.parallel import row_kernels
-from mcr_plus.parallel.expert_routing import DTYPES, WEIGHTS, Exchange, Facts, Routing, ready, spread
+from mcr_plus.parallel.expert_routing import DTYPES, WEIGHTS, ExpertExchange, Facts, Routing, ready, spread
 from mcr_plus.parallel.row_kernels import Format
 
 __all__ = ["Dispatched", "Pending", "Routing", "combine", "dispatch"]
@@ -238,7 +238,7 @@ def _again(
 
 
 def _dispatched(
-    routing: Routing, exchange: Exchange, x: torch.Tensor, weights: torch.Tensor | None
+    routing: Routing, exchange: ExpertExchange, x: torch.Tensor, weights: torch.Tensor | None
 ) -> Dispatched:
     rows, placed = _applied(_Dispatch, x, weights, routing, exchange)
     return Dispatched(rows, routing.counts, placed, routing)
@@ -299,7 +299,7 @@ def _applied(function: type[Function], *arguments: object) -> Any:
 class _Dispatch(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weights: torch.Tensor | None, routing: Routing, exchange: Exchange
+        ctx: Any, x: torch.Tensor, weights: torch.Tensor | None, routing: Routing, exchange: ExpertExchange
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         ctx.routing, ctx.weighted = routing, weights is not None
         own = x.contiguous()
@@ -324,7 +324,11 @@ class _Dispatch(Function):
 class _Combine(Function):
     @staticmethod
     def forward(
-        ctx: Any, answers: torch.Tensor, weights: torch.Tensor | None, routing: Routing, exchange: Exchange
+        ctx: Any,
+        answers: torch.Tensor,
+        weights: torch.Tensor | None,
+        routing: Routing,
+        exchange: ExpertExchange,
     ) -> torch.Tensor:
         ctx.routing = routing
         ctx.save_for_backward(answers, weights)
@@ -406,7 +410,7 @@ def _refusal(
     ids: torch.Tensor,
     weights: torch.Tensor | None,
     experts: int,
-    sent: lists_of.Sent,
+    sent: lists_of.SentRows,
     max_rows: int | None,
     comm: Communicator,
 ) -> InvalidArgument | None:

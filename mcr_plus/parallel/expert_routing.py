@@ -26,7 +26,7 @@ from mcr_plus.core.work import Work
 from mcr_plus.errors import BackendError, InvalidArgument
 from mcr_plus.parallel import routing_kernels as lists_of
 from mcr_plus.parallel import row_kernels
-from mcr_plus.parallel.routing_kernels import Ints, Received, Sent
+from mcr_plus.parallel.routing_kernels import Ints, ReceivedRows, SentRows
 from mcr_plus.parallel.row_kernels import Format, Lists, Wire
 
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -126,7 +126,7 @@ class Flow(NamedTuple):
     entries: Ints
 
 
-class Layout(NamedTuple):
+class MessageLayout(NamedTuple):
     """Where the messages of all ranks are in a buffer, in bytes.
 
     Attributes:
@@ -172,7 +172,7 @@ class Way(NamedTuple):
         begin = -(-(rows * self.row_bytes + self.head) // 8) * 8
         return begin, -(-(begin + entries * each) // 16) * 16
 
-    def layout(self, flow: Flow, rank: int) -> Layout:
+    def layout(self, flow: Flow, rank: int) -> MessageLayout:
         """Of the messages of one side, of which this rank, `rank`, has none."""
         begins, sizes = self.length(np.diff(flow.rows), flow.entries)
         if self.slot is not None:
@@ -181,10 +181,10 @@ class Way(NamedTuple):
         ends = np.cumsum(sizes)
         bases = ends - sizes
         entries = list(zip((bases + begins).tolist(), flow.entries.tolist(), strict=True))
-        return Layout(bases + self.head, entries, sizes.tolist(), int(ends[-1]))
+        return MessageLayout(bases + self.head, entries, sizes.tolist(), int(ends[-1]))
 
 
-class Exchange(NamedTuple):
+class ExpertExchange(NamedTuple):
     """An operation, done or in flight; what it sends is kept until it is done."""
 
     way: Way
@@ -215,7 +215,7 @@ class Routing:
     """
 
     def __init__(
-        self, comm: Communicator, facts: Facts, sent: Sent, tokens: int, tag: str, backend: str | None
+        self, comm: Communicator, facts: Facts, sent: SentRows, tokens: int, tag: str, backend: str | None
     ) -> None:
         self._comm, self._facts, self._sent = comm, facts, sent
         self._tag, self._backend = tag, backend
@@ -230,10 +230,10 @@ class Routing:
         self._out = Flow(sent.firsts, self._of_others(np.diff(self._entries)))
         self._counts: Ints  # [ranks, local experts]
         self._in: Flow
-        self._found: Received
-        self._layouts: dict[tuple[Way, bool], Layout] = {}  # by way, and the side
+        self._found: ReceivedRows
+        self._layouts: dict[tuple[Way, bool], MessageLayout] = {}  # by way, and the side
 
-    def _layout(self, way: Way, of_tokens: bool) -> Layout:
+    def _layout(self, way: Way, of_tokens: bool) -> MessageLayout:
         """Of the messages on the side of this rank's tokens, or of its experts."""
         found = self._layouts.get((way, of_tokens))
         if found is None:
@@ -323,7 +323,7 @@ class Routing:
         weights: torch.Tensor | None,
         header: torch.Tensor | None = None,
         async_op: bool = False,
-    ) -> Exchange:
+    ) -> ExpertExchange:
         """Send rows to the ranks of their experts, with the header in front of them if there is one.
 
         Of a rank that refuses its arguments, the header alone.
@@ -346,7 +346,7 @@ class Routing:
         return self._all_to_all(way, buffer, layout.sizes, sizes, "dispatch", async_op)
 
     def _put_entries(
-        self, way: Way, layout: Layout, buffer: torch.Tensor, weights: torch.Tensor | None
+        self, way: Way, layout: MessageLayout, buffer: torch.Tensor, weights: torch.Tensor | None
     ) -> None:
         if weights is None and not way.lists:
             return
@@ -363,7 +363,7 @@ class Routing:
         choices = torch.from_numpy(self._sent.entry_choices).to(weights.device)
         return weights.reshape(-1)[choices]
 
-    def header_of(self, exchange: Exchange, header: torch.Tensor) -> torch.Tensor:
+    def header_of(self, exchange: ExpertExchange, header: torch.Tensor) -> torch.Tensor:
         """The headers of all ranks that an exchange with headers has brought; its own is `header`."""
         heard, begin = header.clone(), 0
         for rank in range(self._comm.size):
@@ -373,14 +373,14 @@ class Routing:
                 begin += exchange.way.slot or 0
         return heard
 
-    def rows_there(self, exchange: Exchange) -> Wire:
+    def rows_there(self, exchange: ExpertExchange) -> Wire:
         """The rows that have come."""
         way = exchange.way
         layout = self._layout(way, False)
         at = lists_of.addresses(self._in.rows, layout.rows, way.row_bytes)
         return Wire(exchange.received, at, way.form)
 
-    def learn_lists(self, exchange: Exchange) -> None:
+    def learn_lists(self, exchange: ExpertExchange) -> None:
         """Take the rows of entries that have come, from which places follow."""
         own, way = self._comm.rank, exchange.way
         skipped = 0 if way.weights is None else way.weights.itemsize
@@ -396,7 +396,7 @@ class Routing:
                 f"{self._tag}.dispatch: an entry names a row that has not come; the data was damaged"
             )
 
-    def weights_there(self, exchange: Exchange, weights: torch.Tensor) -> torch.Tensor:
+    def weights_there(self, exchange: ExpertExchange, weights: torch.Tensor) -> torch.Tensor:
         """[rows]: the weight of each, of which `weights` [tokens, k] are this rank's."""
         own, way = self._comm.rank, exchange.way
         first, after = self._entries[own : own + 2].tolist()
@@ -422,7 +422,7 @@ class Routing:
         weights: torch.Tensor | None,
         numbers: torch.Tensor | None = None,
         async_op: bool = False,
-    ) -> Exchange:
+    ) -> ExpertExchange:
         """Send to the ranks of the tokens the sums of the rows of each: those of this rank's experts.
 
         Args:
@@ -448,7 +448,7 @@ class Routing:
         return self._all_to_all(way, buffer, layout.sizes, self._layout(way, True).sizes, "combine", async_op)
 
     def sums_back(
-        self, exchange: Exchange, values: torch.Tensor, weights: torch.Tensor | None
+        self, exchange: ExpertExchange, values: torch.Tensor, weights: torch.Tensor | None
     ) -> torch.Tensor:
         """[tokens, width]: the sums that have come, and those of this rank's experts, of `start_back`."""
         way, found = exchange.way, self._found
@@ -461,7 +461,7 @@ class Routing:
         )  # fmt: skip
         return out
 
-    def numbers_back(self, exchange: Exchange, numbers: torch.Tensor) -> torch.Tensor:
+    def numbers_back(self, exchange: ExpertExchange, numbers: torch.Tensor) -> torch.Tensor:
         """[tokens, k]: of each choice the number that has come; 0 where it was dropped or is none."""
         own = self._comm.rank
         first, after = _ends(self._counts.sum(1))[own : own + 2].tolist()
@@ -476,7 +476,7 @@ class Routing:
 
     def _all_to_all(
         self, way: Way, buffer: torch.Tensor, sent: list[int], received: list[int], what: str, async_op: bool
-    ) -> Exchange:
+    ) -> ExpertExchange:
         output = torch.empty(sum(received), dtype=torch.uint8, device=buffer.device)
         work = None
         if self._comm.size > 1:
@@ -484,4 +484,4 @@ class Routing:
                 output, buffer, received, sent, async_op, backend=self._backend, compress=False,
                 tag=f"{self._tag}.{what}",
             )  # fmt: skip
-        return Exchange(way, output, buffer, work)
+        return ExpertExchange(way, output, buffer, work)

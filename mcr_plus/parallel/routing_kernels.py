@@ -18,7 +18,7 @@ from mcr_plus.kernels.cpu import compiled
 Ints = npt.NDArray[np.int64]
 
 
-class Sent(NamedTuple):
+class SentRows(NamedTuple):
     """What a rank sends. Its own rank counts no rows: they stay where they are.
 
     Attributes:
@@ -45,7 +45,7 @@ class Sent(NamedTuple):
     entry_choices: Ints
 
 
-class Received(NamedTuple):
+class ReceivedRows(NamedTuple):
     """Where rows go. *Positions* are in the order of this rank's experts, then of ranks, then of tokens.
 
     Attributes:
@@ -209,7 +209,7 @@ def _addresses(firsts, bases, nbytes):  # type: ignore[no-untyped-def]
     return found
 
 
-def sent(ids: Ints, owners: Ints, ranks: int, rank: int, capacity: int | None) -> Sent:
+def sent(ids: Ints, owners: Ints, ranks: int, rank: int, capacity: int | None) -> SentRows:
     """The lists of a rank that sends.
 
     Args:
@@ -219,10 +219,10 @@ def sent(ids: Ints, owners: Ints, ranks: int, rank: int, capacity: int | None) -
         capacity: entries of an expert at most, those of first choices first, then by token; None for no
             limit.
     """
-    return Sent(*_sent(ids, owners, ranks, rank, -1 if capacity is None else capacity))
+    return SentRows(*_sent(ids, owners, ranks, rank, -1 if capacity is None else capacity))
 
 
-def received(counts: Ints, firsts: Ints, rows: npt.NDArray[np.int32], rank: int, tokens: int) -> Received:
+def received(counts: Ints, firsts: Ints, rows: npt.NDArray[np.int32], rank: int, tokens: int) -> ReceivedRows:
     """The lists of a rank that receives.
 
     Args:
@@ -231,7 +231,7 @@ def received(counts: Ints, firsts: Ints, rows: npt.NDArray[np.int32], rank: int,
         rows: `entry_rows` of all ranks for this one, one behind another.
         rank, tokens: this one, and how many tokens it has.
     """
-    return Received(*_received(counts, firsts, rows, rank, tokens))
+    return ReceivedRows(*_received(counts, firsts, rows, rank, tokens))
 
 
 def addresses(firsts: Ints, bases: Ints, nbytes: int) -> Ints:

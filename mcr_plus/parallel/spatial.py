@@ -41,7 +41,7 @@ from mcr_plus.layout.autograd import check_ranks
 from mcr_plus.layout.halo import HALF, Halo, check_single, lifted, one_per_dim
 from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.regions import Boxes, Ints, as_ints
-from mcr_plus.layout.stencil import Part, Range, Strip, Window, box_of, of_boxes, part_of
+from mcr_plus.layout.stencil import Range, StencilPart, Strip, Window, box_of, of_boxes, part_of
 
 __all__ = [
     "AvgPool2d",
@@ -120,7 +120,7 @@ class _Convolution:
     groups: int
     size: tuple[int, ...]
     out_local: tuple[int, ...]
-    part: Part | None
+    part: StencilPart | None
     halo: Halo
     comm: Communicator
     options: CallOptions

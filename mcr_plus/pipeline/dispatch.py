@@ -12,7 +12,7 @@ from mcr_plus.core.message import Message, Signature
 from mcr_plus.engine.channel_wrapper import bound_every, has_failover, second_of
 from mcr_plus.engine.group_runtime import GroupRuntime
 from mcr_plus.engine.issue import refusing
-from mcr_plus.engine.operation import Operation, burst_of
+from mcr_plus.engine.operation import BoundOperation, burst_of
 from mcr_plus.engine.options import DispatchOptions
 from mcr_plus.engine.streams import stage_through_host
 from mcr_plus.errors import Unsupported
@@ -120,7 +120,7 @@ class DispatchStage(Stage):
             )
         return self._operation(signature, runtime).bind()
 
-    def _operation(self, signature: Signature, runtime: GroupRuntime) -> Operation:
+    def _operation(self, signature: Signature, runtime: GroupRuntime) -> BoundOperation:
         channel = runtime.channels[signature.backend or ""]
         backend = channel.backend
         # Nothing to move: the operation keeps its number and its check, but needs no library.
@@ -139,7 +139,7 @@ class DispatchStage(Stage):
                     "stream; name another backend, which is staged through the host, or `verify: off`"
                 )
             start = bound_every(channel.channel, self._options.verify)(signature)
-        return Operation(
+        return BoundOperation(
             signature,
             start,
             runtime.engine,

@@ -30,7 +30,7 @@ class Note:
 
 
 @dataclass
-class Bound:
+class BoundChain:
     """The chain that is bound to a signature, and how it came about."""
 
     signature: Signature
@@ -52,10 +52,10 @@ class Pipeline:
         channels = {} if self._context.runtime is None else self._context.runtime.channels
         return [name for name in self._context.backends if name in channels]
 
-    def bind(self, signature: Signature) -> Bound:
+    def bind(self, signature: Signature) -> BoundChain:
         """Bind all stages to `signature`. Raises `Unsupported` if no library can run it."""
         notes: list[Note] = []
-        return Bound(signature, self._bind_from(0, signature, notes), notes)
+        return BoundChain(signature, self._bind_from(0, signature, notes), notes)
 
     @cached_property
     def explaining(self) -> Pipeline:

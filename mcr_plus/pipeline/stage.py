@@ -155,10 +155,10 @@ class Stage(ABC):
 
 def complete(stage: Any) -> Stage:
     """A stage, with the defaults of `Stage` for methods that it lacks."""
-    return stage if isinstance(stage, Stage) else _Completed(stage)
+    return stage if isinstance(stage, Stage) else _CompletedStage(stage)
 
 
-class _Completed(Stage):
+class _CompletedStage(Stage):
     """A stage of a class that is no `Stage`."""
 
     def __init__(self, stage: Any) -> None:

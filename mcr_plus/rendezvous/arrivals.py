@@ -15,9 +15,9 @@ from mcr_plus.core.c10d import PrefixStore, Store
 from mcr_plus.core.environment import agent_has_store, host_name, job_secret, min_ranks
 from mcr_plus.core.proc import Stop, state_of
 from mcr_plus.errors import PeerLost, phrase_ranks
-from mcr_plus.membership.roster import TAKES_IN, TRAINING
+from mcr_plus.membership.epoch_log import TAKES_IN, TRAINING
 from mcr_plus.rendezvous.identity import DIED, STOPPED, is_visible, own_process
-from mcr_plus.rendezvous.init_connections import Presence
+from mcr_plus.rendezvous.init_connections import InitConnections
 from mcr_plus.rendezvous.signing import SignedStore
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ SLACK: Final = 10.0
 """Seconds that rank 0's verdict on an exchange may take to arrive."""
 
 
-class Arrivals:
+class JobArrivals:
     """The ranks of a job that is about to begin, as one of them sees the others.
 
     Attributes:
@@ -52,7 +52,7 @@ class Arrivals:
         """
         self.own = own_process(host_name(), rank)
         self.processes: dict[int, Process] = {}
-        self.presence = Presence(stopped)
+        self.presence = InitConnections(stopped)
         self._grace = stopped
         self._stops: dict[int, Stop] = {}  # of ranks of this host, while they are stopped
         self._others = [each for each in range(size) if each != rank]

@@ -31,7 +31,7 @@ from mcr_plus.core.deadline import Deadline
 from mcr_plus.core.environment import LOOPBACK, job_secret, on_one_host
 from mcr_plus.core.proc import read_stat
 from mcr_plus.errors import LaunchError
-from mcr_plus.hosts.handshake import Door, greeting
+from mcr_plus.hosts.handshake import Handshakes, greeting
 from mcr_plus.hosts.stop_detector import REPORT
 from mcr_plus.rendezvous.identity import DIED, STOPPED
 from mcr_plus.rendezvous.network import meeting_address
@@ -53,10 +53,10 @@ _CONNECTS_WITHIN: Final = 2.0  # seconds; later only where a firewall drops the 
 _ARRIVES_WITHIN: Final = 1.0  # seconds
 _NAP: Final = 0.001
 _log = logging.getLogger("mcr_plus")
-_open: list[Presence] = []  # of the present `init` of this process, or the one that has failed last
+_open: list[InitConnections] = []  # of the present `init` of this process, or the one that has failed last
 
 
-class Presence:
+class InitConnections:
     """The connections of one rank; none before `listen` or `connect`. `lost` may be called by any thread."""
 
     def __init__(self, grace: float) -> None:
@@ -64,11 +64,11 @@ class Presence:
         self._grace = grace
         self._lock = threading.Lock()
         self._key = b""
-        self._door: Door | None = None
+        self._door: Handshakes | None = None
         self._links: dict[int, socket.socket] = {}
         self._lost: dict[int, str] = {}
         self._next_beat = 0.0
-        self._witness: _Witness | None = None
+        self._witness: _DetectorProcess | None = None
         self._release: StoreRelease | None = None
 
     def listen(self, name: str, store: Store, ranks: int) -> Listening | None:
@@ -84,7 +84,7 @@ class Presence:
             _log.debug("ranks of other hosts that are lost in init show at its deadline: %s", error)
             return None
         self._enter(name)
-        self._door = Door(listener, self._key, _watch, members=ranks)
+        self._door = Handshakes(listener, self._key, _watch, members=ranks)
         own, its = listener.getsockname(), of_witness.getsockname()
         self._witness = self._start_witness(0, None, of_witness)
         of_witness.close()  # the witness has it
@@ -184,7 +184,7 @@ class Presence:
 
     def _start_witness(
         self, rank: int, address: Address | None, listener: socket.socket | None
-    ) -> _Witness | None:
+    ) -> _DetectorProcess | None:
         own = read_stat(os.getpid())
         if own is None or self._grace == math.inf or not sys.executable:
             return None
@@ -196,7 +196,7 @@ class Presence:
             "address": address,
         }
         try:
-            return _Witness(order, listener)
+            return _DetectorProcess(order, listener)
         except (OSError, subprocess.SubprocessError) as error:
             _log.debug("a stop of this rank in init shows at its deadline: %s", error)
             return None
@@ -209,7 +209,7 @@ class Presence:
         return self.lost().get(0, DIED) != DIED
 
 
-class _Witness:
+class _DetectorProcess:
     """The witness of this process, as its rank has it."""
 
     def __init__(self, order: dict[str, Any], listener: socket.socket | None) -> None:

@@ -50,7 +50,7 @@ class _OutOfReachError(Exception):
     """A keeper does not answer now, or never will."""
 
 
-class _Keeper:
+class _ReplicaConnection:
     """The keeper of one host, as a rank reaches it.
 
     Attributes:
@@ -125,10 +125,10 @@ class _Keeper:
             link.close()
 
 
-class KeptStore(Store):
+class ReplicatedKeys(Store):
     """The keepers of a job as one store: what is agreed on in it is not lost with any of them."""
 
-    def __init__(self, keepers: Sequence[_Keeper], part: str, own: tuple[int, str, str]) -> None:
+    def __init__(self, keepers: Sequence[_ReplicaConnection], part: str, own: tuple[int, str, str]) -> None:
         """`part`: precedes all keys. `own`: number, start time and place of this process."""
         super().__init__()
         self._keepers, self._part, self._own = list(keepers), part, own
@@ -146,9 +146,9 @@ class KeptStore(Store):
                 keeper.close()
         self._keepers = [keeper for keeper in self._keepers if keeper.place in places]
 
-    def part(self, name: str) -> KeptStore:
+    def part(self, name: str) -> ReplicatedKeys:
         """The same keepers, for other keys."""
-        return KeptStore(self._keepers, name, self._own)
+        return ReplicatedKeys(self._keepers, name, self._own)
 
     def leave(self) -> None:
         """Need the keepers no more: that of this host ends once all its ranks have said so."""
@@ -224,7 +224,9 @@ class KeptStore(Store):
         self._timeout = timeout.total_seconds()
 
 
-def open_keepers(store: Store, rank: int, processes: Sequence[Process], timeout: float) -> KeptStore | None:
+def open_keepers(
+    store: Store, rank: int, processes: Sequence[Process], timeout: float
+) -> ReplicatedKeys | None:
     """Start the keepers of a job; collective over its ranks. None if no host can have one."""
     hosts = hosts_of(processes)
     me = next(number for number, ranks in enumerate(hosts) if rank in ranks)
@@ -244,14 +246,14 @@ def open_keepers(store: Store, rank: int, processes: Sequence[Process], timeout:
     answers = [json.loads(text) for text in texts]
     firsts = [ranks[0] for ranks in hosts[:_MOST]]
     keepers = [
-        _Keeper(processes[first].place, tuple(answers[first][0]), bytes.fromhex(answers[first][1]))
+        _ReplicaConnection(processes[first].place, tuple(answers[first][0]), bytes.fromhex(answers[first][1]))
         for first in firsts
         if answers[first][0] is not None
     ]
     own = read_stat(os.getpid())
     part = f"members/{answers[0][1][:16]}"
     identity = (os.getpid(), own[1] if own else "", processes[rank].place)
-    return KeptStore(keepers, part, identity) if keepers else None
+    return ReplicatedKeys(keepers, part, identity) if keepers else None
 
 
 def _start(

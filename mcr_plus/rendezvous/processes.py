@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 from mcr_plus.core.proc import Stop, state_of
 from mcr_plus.core.sockets import open_sockets, unacknowledged
 from mcr_plus.hosts.dump_request import send
-from mcr_plus.hosts.protocol import Finding, silence
+from mcr_plus.hosts.protocol import RankFinding, silence
 from mcr_plus.membership.rules import Process
 from mcr_plus.rendezvous.heartbeats import open_findings
 from mcr_plus.rendezvous.identity import DIED, is_visible, own_process
@@ -47,10 +47,10 @@ class Sight:
         self._findings, self._rank = findings, rank
         self._ranks = {process[:3]: each for each, process in enumerate(processes)}
 
-    def of(self, process: Process) -> Finding:
+    def of(self, process: Process) -> RankFinding:
         """What is known of a process; `unknown` of one that was no rank of that world."""
         rank = self._ranks.get(process[:3])
-        return Finding("unknown") if rank is None else self._findings.of(rank)
+        return RankFinding("unknown") if rank is None else self._findings.of(rank)
 
     def close(self) -> None:
         """Need the agents no more: they end once all ranks of their host say so."""
@@ -104,7 +104,7 @@ class Peers:
         self._findings: Findings | None = None
         self._sight = sight
         self.rank_0_serves = rank_0_serves
-        self._last: dict[int, Finding] = {}  # after the end
+        self._last: dict[int, RankFinding] = {}  # after the end
         self._release: StoreRelease | None = None
         if store is None:
             return
@@ -202,11 +202,11 @@ class Peers:
             return findings.has_left(rank)
         return self.status(rank) == "left"
 
-    def _finding(self, rank: int) -> Finding:
+    def _finding(self, rank: int) -> RankFinding:
         findings = self._findings
         if self._sight is not None:
             return self._sight.of(self.processes[rank])
-        return self._last.get(rank, Finding("unknown")) if findings is None else findings.of(rank)
+        return self._last.get(rank, RankFinding("unknown")) if findings is None else findings.of(rank)
 
     def _looked(self) -> float:
         """When the agent of this host last looked; it may have been kept from running since."""

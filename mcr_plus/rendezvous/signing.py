@@ -96,7 +96,7 @@ class SignedStore(WrappedStore):
         return value
 
 
-class Offer:
+class SecretOffer:
     """A secret that rank 0 holds in memory, where processes of the same user on the same host can read it."""
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ def _processes() -> str:
 
 
 def read_offer(place: str) -> bytes:
-    """Read the secret at an `Offer.place`, which an attacker may have written.
+    """Read the secret at an `SecretOffer.place`, which an attacker may have written.
 
     Raises `LaunchError` unless the kernel reports that the memory belongs to this user.
     """

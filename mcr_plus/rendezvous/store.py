@@ -30,16 +30,16 @@ from mcr_plus.rendezvous.arrivals import (
     PREFIX,
     SLACK,
     STOPPED_FOR,
-    Arrivals,
+    JobArrivals,
     loss_as_text,
     raise_loss,
 )
 from mcr_plus.rendezvous.known_stores import known_stores
 from mcr_plus.rendezvous.mpi_library import load_mpi
 from mcr_plus.rendezvous.network import meeting_address
-from mcr_plus.rendezvous.patience import logged_waiting, some_ranks
-from mcr_plus.rendezvous.signing import Offer, SignedStore, address_of, read_offer, unsigned
+from mcr_plus.rendezvous.signing import SecretOffer, SignedStore, address_of, read_offer, unsigned
 from mcr_plus.rendezvous.store_namespaces import unused_name, unused_part
+from mcr_plus.rendezvous.wait_messages import logged_waiting, some_ranks
 from mcr_plus.rendezvous.watched_store import WatchedStore, unwatched
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def open_store(environment: LaunchEnvironment, timeout: float, stopped: float = 
     """Connect to the job's store, creating it on rank 0 if the launcher has none; collective.
 
     A store that rank 0 creates listens on loopback when all ranks share the host. Returns a part of it
-    without keys, see `signed_part`. `stopped`: see `Arrivals`.
+    without keys, see `signed_part`. `stopped`: see `JobArrivals`.
 
     Raises:
         LaunchError: the ranks could not connect within `timeout` seconds.
@@ -67,7 +67,7 @@ def open_store(environment: LaunchEnvironment, timeout: float, stopped: float = 
     """
     store, secret = _connect(environment, timeout)
     rank, size = environment.rank, environment.world_size
-    part, name = _signed_part(store, rank, size, timeout, Arrivals(rank, size, store, stopped), secret)
+    part, name = _signed_part(store, rank, size, timeout, JobArrivals(rank, size, store, stopped), secret)
     if rank == 0 and min_ranks() is not None:
         store.set(NAME_OF_JOB, name)
     return part
@@ -142,11 +142,11 @@ def signed_part(store: Store, rank: int, size: int, timeout: float, secret: byte
     Raises `LaunchError` as `unused_part` does, if ranks do not have the same secret, and if ranks that
     share a host cannot read that of rank 0; `PeerLost` if a rank is seen to have died.
     """
-    return _signed_part(store, rank, size, timeout, Arrivals(rank, size), secret)[0]
+    return _signed_part(store, rank, size, timeout, JobArrivals(rank, size), secret)[0]
 
 
 def _signed_part(
-    store: Store, rank: int, size: int, timeout: float, arrivals: Arrivals, secret: bytes = b""
+    store: Store, rank: int, size: int, timeout: float, arrivals: JobArrivals, secret: bytes = b""
 ) -> tuple[Store, str]:
     """See `signed_part`; with the name of the part."""
     name = unused_name(store, rank, size, timeout, arrivals)
@@ -182,7 +182,7 @@ def _offered_secret(part: Store, name: str, rank: int, size: int, timeout: float
     secret, so a job whose ranks all share a host, by the launcher or by the store's address, never
     runs unsigned.
     """
-    offer = Offer() if rank == 0 else None
+    offer = SecretOffer() if rank == 0 else None
     try:
         if offer is not None:
             secret = offer.secret

@@ -11,10 +11,10 @@ from mcr_plus.core.c10d import PrefixStore, Store
 from mcr_plus.core.deadline import Deadline
 from mcr_plus.errors import LaunchError, PeerLost
 from mcr_plus.membership.rules import Process
-from mcr_plus.rendezvous.arrivals import SLACK, Arrivals, loss_as_text, raise_loss
+from mcr_plus.rendezvous.arrivals import SLACK, JobArrivals, loss_as_text, raise_loss
 from mcr_plus.rendezvous.identity import is_visible
-from mcr_plus.rendezvous.patience import logged_waiting, some_ranks
 from mcr_plus.rendezvous.signing import place_of
+from mcr_plus.rendezvous.wait_messages import logged_waiting, some_ranks
 from mcr_plus.rendezvous.watched_store import WatchedStore
 
 _LONGEST_NAP: Final = 0.02
@@ -27,18 +27,18 @@ def unused_part(store: Store, rank: int, size: int, timeout: float, launchers: S
     A store may outlive the processes that use it: torchrun's agent keeps it when it restarts the ranks, and
     the replacement of a rank has not taken part in earlier calls. So a counter of the process cannot name the
     part. Rank 0 draws a random name, and sends it to ranks that request it under random names of their own;
-    no key that was left behind can be taken for an answer. `launchers`: see `Arrivals`.
+    no key that was left behind can be taken for an answer. `launchers`: see `JobArrivals`.
 
     Raises `LaunchError` naming the ranks that have not called this within `timeout` seconds, and `PeerLost`
     if a rank is seen to have died.
     """
-    arrivals = Arrivals(rank, size, launchers)
+    arrivals = JobArrivals(rank, size, launchers)
     name = unused_name(store, rank, size, timeout, arrivals)
     arrivals.presence.close()  # who waits for a value in the part does not ask for it
     return PrefixStore(name, store)
 
 
-def unused_name(store: Store, rank: int, size: int, timeout: float, arrivals: Arrivals) -> str:
+def unused_name(store: Store, rank: int, size: int, timeout: float, arrivals: JobArrivals) -> str:
     """The name of an `unused_part`; all `arrivals` are known then. What is long waited for is logged."""
     missing = list(range(1, size))
     place = place_of(store)
@@ -58,7 +58,7 @@ def unused_name(store: Store, rank: int, size: int, timeout: float, arrivals: Ar
 
 
 def _unused_name(
-    store: Store, rank: int, size: int, timeout: float, arrivals: Arrivals, missing: list[int]
+    store: Store, rank: int, size: int, timeout: float, arrivals: JobArrivals, missing: list[int]
 ) -> str:
     name = mine = secrets.token_hex(8)
     if rank == 0:
@@ -94,7 +94,7 @@ def _unused_name(
     return name
 
 
-def _answer(store: Store, name: str, missing: list[int], timeout: float, arrivals: Arrivals) -> None:
+def _answer(store: Store, name: str, missing: list[int], timeout: float, arrivals: JobArrivals) -> None:
     """On rank 0: send the part's `name` to every rank that requests it; `missing` keeps those that have not.
 
     Raises `PeerLost` if a rank is seen to have died, unless a supervisor starts it again.

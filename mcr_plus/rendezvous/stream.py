@@ -64,11 +64,11 @@ _PIECE: Final = 4 << 20
 _HASHERS: Final = 4  # threads: each hashes 1 to 2 GB/s, and a connection brings at most several GB/s
 
 
-class Ended(Exception):
+class StreamClosed(Exception):
     """This end is to end."""
 
 
-class Untrusted(ConnectionError):
+class AuthenticationFailed(ConnectionError):
     """What has come is not what the other end has sent, so that nothing on this connection can be trusted."""
 
 
@@ -99,7 +99,7 @@ class _Signatures:
         return hmac.digest(self._key, struct.pack("<Q", self._number) + signed, "sha256")
 
 
-class Link:
+class StreamConnection:
     """One end of a connection. `ends`: whether it is to end, asked several times a second.
 
     `is_sending`: whether a part of a frame has been sent and the rest has not. `moved`: when bytes were sent
@@ -133,7 +133,7 @@ class Link:
     def send(self, kind: int, first: int = 0, second: int = 0, payloads: Sequence[Payload] = ()) -> None:
         """Send a signed frame with two numbers; of one with payloads, `second` is how many.
 
-        Raises `OSError` if the connection breaks, or `Ended`.
+        Raises `OSError` if the connection breaks, or `StreamClosed`.
         """
         assert self._own is not None
         sizes = struct.pack(f"<{len(payloads)}Q", *(len(each.data) for each in payloads))
@@ -169,12 +169,14 @@ class Link:
         """Wait for a frame of `send` with a body of at most `most` bytes: kind, its numbers, the body.
 
         `announced` is called with the kind and the first number before the body comes. Raises as `send`,
-        `EOFError` at the end, and `Untrusted` for what the other end has not sent.
+        `EOFError` at the end, and `AuthenticationFailed` for what the other end has not sent.
         """
         assert self._theirs is not None
         signed, signature = self.take(_HEAD.size + _HASH), self.take(_SIGNATURE)
         if not hmac.compare_digest(signature, self._theirs.next(bytes(signed))):
-            raise Untrusted("the head of a frame of weights does not have the signature of the other end")
+            raise AuthenticationFailed(
+                "the head of a frame of weights does not have the signature of the other end"
+            )
         kind, nbytes, first, second = _unpacked(signed[: _HEAD.size], most)
         if announced is not None:
             announced(kind, first)
@@ -185,7 +187,7 @@ class Link:
         self.fill(memoryview(body)[:begin])
         sizes, hashes = struct.unpack_from(f"<{second}Q", body), []
         if begin + sum(sizes) != nbytes:
-            raise Untrusted(f"payloads of {sum(sizes)} bytes came in a frame of {nbytes - begin}")
+            raise AuthenticationFailed(f"payloads of {sum(sizes)} bytes came in a frame of {nbytes - begin}")
         for size in sizes:
             begun = []
             for piece in _pieces(memoryview(body)[begin : begin + size]):
@@ -194,7 +196,7 @@ class Link:
             hashes.append(_joined(begun))
             begin += size
         if _hash_of_body(bytes(body[: 8 * second]), hashes) != signed[_HEAD.size :]:
-            raise Untrusted(
+            raise AuthenticationFailed(
                 f"{nbytes} bytes of weights came that are not those that the other end has signed"
             )
         return kind, first, second, body
@@ -255,7 +257,7 @@ class Link:
 
     def _look(self) -> None:
         if self._ends():
-            raise Ended
+            raise StreamClosed
 
 
 def named(rank: int) -> str:
@@ -275,7 +277,7 @@ def listen(address: str) -> socket.socket:
     return listener
 
 
-def greet(link: Link, secret: bytes, rank: int) -> None:
+def greet(link: StreamConnection, secret: bytes, rank: int) -> None:
     """Prove to the source that this is rank `rank` of the job, and have it prove that it is of the job.
 
     Raises `BackendError` if it does not, or has another version.
@@ -294,7 +296,7 @@ def greet(link: Link, secret: bytes, rank: int) -> None:
     link.sign(secret, theirs + mine, rank, is_source=False)
 
 
-def greeted(link: Link, secret: bytes) -> int:
+def greeted(link: StreamConnection, secret: bytes) -> int:
     """The rank at the other end, to which this one proves itself as well.
 
     Raises `BackendError` if the other end does not know the secret of the job, or has another version.
@@ -311,7 +313,7 @@ def greeted(link: Link, secret: bytes) -> int:
     return int(rank)
 
 
-def _take_greeting(link: Link, other: str) -> None:
+def _take_greeting(link: StreamConnection, other: str) -> None:
     """Take what each end says first; versions before 2 say nothing of the kind."""
     magic, version = _GREETING.unpack(link.take(_GREETING.size, within=_GREETS_WITHIN))
     if magic != _MAGIC:
@@ -334,8 +336,8 @@ def connect(
     tries: int,
     offer: int | None = None,
     within: float = _CONNECTS_WITHIN,
-) -> Link:
-    """Connect to the source; raises `OSError` or `EOFError` if it does not answer, `Ended`.
+) -> StreamConnection:
+    """Connect to the source; raises `OSError` or `EOFError` if it does not answer, `StreamClosed`.
 
     `rank`: of this receiver; of one outside the job, its number, and `offer` is what it takes. `within`:
     seconds that a try may wait for a connection, if that is less than usual.
@@ -345,18 +347,20 @@ def connect(
     for left in reversed(range(tries)):
         link = None
         try:
-            link = Link(socket.create_connection(place, timeout=min(within, _CONNECTS_WITHIN)), ends)
+            link = StreamConnection(
+                socket.create_connection(place, timeout=min(within, _CONNECTS_WITHIN)), ends
+            )
             greet(link, secret, min(rank, JOINER))
             if offer is not None:
                 link.send(JOIN, offer, rank)
             return link
-        except (OSError, EOFError, BackendError, Ended) as error:
+        except (OSError, EOFError, BackendError, StreamClosed) as error:
             if link is not None:
                 link.close()
-            if not left or isinstance(error, (BackendError, Ended)):
+            if not left or isinstance(error, (BackendError, StreamClosed)):
                 raise
         if ends():
-            raise Ended
+            raise StreamClosed
         time.sleep(_LOOK_S)
     raise AssertionError(tries)
 

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from mcr_plus.core.c10d import Store
-    from mcr_plus.membership.roster import Roster
-    from mcr_plus.rendezvous.key_replicas import KeptStore
-    from mcr_plus.waiting.futex import Bells
+    from mcr_plus.membership.epoch_log import EpochLog
+    from mcr_plus.rendezvous.key_replicas import ReplicatedKeys
+    from mcr_plus.waiting.futex import Wakeups
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class World:
     libraries: Mapping[str, str] = field(default_factory=dict)
     cores: int = field(default_factory=lambda: len(usable_cores()))
     secret: bytes = field(default=b"", repr=False)
-    bells: Bells | None = None
+    bells: Wakeups | None = None
     stores: dict[str, GroupStore] = field(default_factory=dict, repr=False)
     opening: set[str] = field(default_factory=set, repr=False)
-    roster: Roster | None = field(default=None, repr=False)
-    kept: KeptStore | None = field(default=None, repr=False)
+    roster: EpochLog | None = field(default=None, repr=False)
+    kept: ReplicatedKeys | None = field(default=None, repr=False)
     lost: Callable[[Sequence[int]], PeerLost | None] | None = field(default=None, repr=False)
 
     def store_of(self, group: Group) -> GroupStore:

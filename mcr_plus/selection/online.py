@@ -21,7 +21,7 @@ from mcr_plus.core.message import Message, Signature
 from mcr_plus.errors import Unsupported
 from mcr_plus.pipeline.stage import Context, Issue
 from mcr_plus.selection.options import SelectOptions
-from mcr_plus.selection.refined_table import Learnt, target_path
+from mcr_plus.selection.refined_table import RefinedTable, target_path
 from mcr_plus.selection.trial import OnlineTrial
 from mcr_plus.tables.fingerprint import fingerprint_here
 from mcr_plus.tables.table import Query, Table
@@ -42,7 +42,7 @@ class Refinement:
         self.writes = context.world.rank == 0
         self._world = context.world
         self.earlier: MutableMapping[str, Any] = {}  # results of an earlier job, and of dropped bindings
-        self._settled: dict[str, Learnt] = {}  # ended in an earlier job, or before `forget`
+        self._settled: dict[str, RefinedTable] = {}  # ended in an earlier job, or before `forget`
         self._hosts = {context.world.hosts[rank] for rank in context.group.ranks}
         self._trials: list[tuple[Router, OnlineTrial, Query, Callable[[int], str | None]]] = []
 
@@ -89,7 +89,7 @@ class Refinement:
         if earlier.get("choice") in bound:
             choice = earlier["choice"]
             if earlier.get("ended"):
-                self._settled[name] = Learnt(query, choice, earlier.get("us", {}), default)
+                self._settled[name] = RefinedTable(query, choice, earlier.get("us", {}), default)
                 return bound[choice]
             bound = {choice: bound[choice], **bound}
         trial, issues = OnlineTrial.of(list(bound)), list(bound.values())
@@ -131,10 +131,10 @@ class Refinement:
         for _, trial, query, default in self._trials:
             if known := _microseconds(trial):
                 choice = trial.candidates[trial.chosen]
-                self._settled[_name(query, trial.candidates)] = Learnt(query, choice, known, default)
+                self._settled[_name(query, trial.candidates)] = RefinedTable(query, choice, known, default)
         self._trials.clear()
 
-    def learnt(self) -> list[Learnt]:
+    def learnt(self) -> list[RefinedTable]:
         """Return the results of this stage's trials, including those that have not ended."""
         settled = dict(self._settled)
         later = []
@@ -142,7 +142,7 @@ class Refinement:
             router.finish()
             if known := _microseconds(trial):
                 settled.pop(_name(query, trial.candidates), None)
-                later.append(Learnt(query, trial.candidates[trial.chosen], known, default))
+                later.append(RefinedTable(query, trial.candidates[trial.chosen], known, default))
         return [*settled.values(), *later]
 
     def fingerprint(self) -> dict[str, tuple[str, ...]]:

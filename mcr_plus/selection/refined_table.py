@@ -55,7 +55,7 @@ def target_path(options: SelectOptions) -> Path:
 
 
 @dataclass(frozen=True)
-class Learnt:
+class RefinedTable:
     """The result of a trial: the choice, and median microseconds by candidate.
 
     `default`: returns the choice at another size without a rule in a table; None if no backend supports it.
@@ -95,14 +95,14 @@ def save_refined(refinements: Sequence[Refinement]) -> None:
                 _log.warning("the results of online refinement are lost: %s", error)
 
 
-def refined_table(table: Table | None, learnt: Sequence[Learnt], here: Fingerprint) -> Table:
+def refined_table(table: Table | None, learnt: Sequence[RefinedTable], here: Fingerprint) -> Table:
     """Return `table` with the results of trials applied, only for operations like the observed ones.
 
     These get their own rules, before all rules that covered them. The choice changes only in the octave of
     each observed size, from a power of two to the next; the geometric mean separates two sizes of one octave.
     """
     before = () if table is None else table.rules
-    groups: dict[TableKey, list[Learnt]] = {}
+    groups: dict[TableKey, list[RefinedTable]] = {}
     # The rules of a kind cover its vector form, so the rules of the vector form come first.
     for entry in sorted(learnt, key=lambda entry: not entry.query.kind.endswith("_v")):
         groups.setdefault(entry.key, []).append(entry)
@@ -119,7 +119,7 @@ def refined_table(table: Table | None, learnt: Sequence[Learnt], here: Fingerpri
     return replace(table, rules=tuple(rules), fingerprint=merged([table.fingerprint, here]))
 
 
-def _refined_rules(before: Sequence[TableRule], learnt: Sequence[Learnt]) -> list[TableRule]:
+def _refined_rules(before: Sequence[TableRule], learnt: Sequence[RefinedTable]) -> list[TableRule]:
     """Return the rules of one key: new ones override the old; adjacent ones with one choice are merged."""
     first = learnt[0]
     old = [rule for rule in before if rule.key.includes(first.key)] or _preference(first)
@@ -142,7 +142,7 @@ def _refined_rules(before: Sequence[TableRule], learnt: Sequence[Learnt]) -> lis
     ]
 
 
-def _preference(entry: Learnt) -> list[TableRule]:
+def _preference(entry: RefinedTable) -> list[TableRule]:
     """Return the built-in preference as rules by octave; unsupported ones get the choice of the one below."""
     starts = [0, *(1 << power for power in range(1, _LARGEST.bit_length()))]
     rules, choice = [], entry.choice
@@ -152,7 +152,7 @@ def _preference(entry: Learnt) -> list[TableRule]:
     return rules
 
 
-def _learnt_rule(key: TableKey, sizes: Range, learnt: Sequence[Learnt]) -> Iterator[TableRule]:
+def _learnt_rule(key: TableKey, sizes: Range, learnt: Sequence[RefinedTable]) -> Iterator[TableRule]:
     """Yield the rule of one size. If indistinguishable operations have different choices, medians decide.
 
     The rule covers the part of `sizes` that the choice supports; there is none if that is empty.

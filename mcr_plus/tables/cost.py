@@ -63,14 +63,14 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Curve:
+class TimeCurve:
     """Time over size: monotone, interpolated between its points."""
 
     sizes: Floats
     times: Floats
 
     @classmethod
-    def through(cls, points: Mapping[int, float]) -> Curve:
+    def through(cls, points: Mapping[int, float]) -> TimeCurve:
         """Return the curve of measured microseconds by bytes; needs at least one point."""
         sizes = sorted(points)
         return cls(np.array(sizes, np.float64), isotonic(np.array([points[size] for size in sizes])))
@@ -129,8 +129,8 @@ class CostModel:
     def __init__(self, table: Table) -> None:
         """Collect the curves of every key of the table."""
         self._fingerprint = table.fingerprint
-        self._curves: dict[TableKey, dict[str, Curve]] = {
-            key: {choice: Curve.through(points) for choice, points in _joined(rules).items()}
+        self._curves: dict[TableKey, dict[str, TimeCurve]] = {
+            key: {choice: TimeCurve.through(points) for choice, points in _joined(rules).items()}
             for key, rules in (
                 (key, [rule.measured for rule in rules]) for key, rules in table.by_key().items()
             )
@@ -163,7 +163,7 @@ class CostModel:
             else self._scaled(curve, key, choice, query) or curve.at(size).from_elsewhere()
         )
 
-    def _scaled(self, curve: Curve, key: TableKey, choice: str, query: Query) -> Estimate | None:
+    def _scaled(self, curve: TimeCurve, key: TableKey, choice: str, query: Query) -> Estimate | None:
         """Return the estimate by the formulas of the choice's algorithms; None if none applies."""
         at, to = placement_of(key, self._fingerprint), placed(query.ranks, query.nodes, query.ranks_per_node)
         # Other numbers of nodes are comparable only if as many ranks share a node's link as measured.

@@ -14,7 +14,7 @@ from typing import Literal
 
 from mcr_plus.core.units import Range, format_size
 from mcr_plus.tables.areas import ALL_SIZES, Piece, areas, cover, intersection
-from mcr_plus.tables.cost import Curve
+from mcr_plus.tables.cost import TimeCurve
 from mcr_plus.tables.table import Table, TableKey, TableRule
 from mcr_plus.tables.writing import size_name
 
@@ -143,7 +143,7 @@ def _points(table: Table, key: TableKey, choice: str | None) -> dict[int, float]
 def _expected(points: dict[int, float], size: int) -> float | None:
     if not points:
         return None
-    estimate = Curve.through(points).at(size)
+    estimate = TimeCurve.through(points).at(size)
     return None if estimate.extrapolated else estimate.us
 
 

@@ -52,7 +52,7 @@ def _shrunk(rules: Sequence[TableRule], where: str) -> list[TableRule]:
 
 
 @dataclass(frozen=True)
-class _Group:
+class _KeyRules:
     """The rules of one key in one of several tables, with their positions there."""
 
     key: TableKey
@@ -69,14 +69,14 @@ class _Group:
     def choices(self) -> tuple[Basis, list[tuple[int, int | None, str]]]:
         return self.key.basis, [(rule.lo, rule.hi, rule.backend) for rule in self.by_size()]
 
-    def precedes(self, other: _Group) -> bool:
+    def precedes(self, other: _KeyRules) -> bool:
         """Return whether this group must come first in a table with both."""
         if not overlap(self.key, other.key):
             return False
         narrower = other.key.includes(self.key) and not self.key.includes(other.key)
         return narrower or (self.source == other.source and self._shadows(other))
 
-    def _shadows(self, other: _Group) -> bool:
+    def _shadows(self, other: _KeyRules) -> bool:
         """Return whether a rule of this group shadows a later rule of `other` with another choice."""
         return any(
             at < behind
@@ -87,14 +87,14 @@ class _Group:
         )
 
 
-def _groups(rules: Sequence[TableRule], source: int) -> list[_Group]:
+def _groups(rules: Sequence[TableRule], source: int) -> list[_KeyRules]:
     by_key: dict[TableKey, list[tuple[int, TableRule]]] = {}
     for index, rule in enumerate(rules):
         by_key.setdefault(rule.key, []).append((index, rule))
-    return [_Group(key, source, tuple(members)) for key, members in by_key.items()]
+    return [_KeyRules(key, source, tuple(members)) for key, members in by_key.items()]
 
 
-def _ordered(groups: Sequence[_Group]) -> list[_Group] | None:
+def _ordered(groups: Sequence[_KeyRules]) -> list[_KeyRules] | None:
     """Sort groups topologically by `precedes`, otherwise stably; None if there is no such order."""
     behind: list[list[int]] = [[] for _ in groups]
     waits = [0] * len(groups)
@@ -138,7 +138,7 @@ def merge(tables: Sequence[Table], *, prefer: Prefer | None = None) -> Table:
     if len(tables) == 1:
         return tables[0]
     prints = [table.fingerprint for table in tables]
-    groups: list[_Group] = []
+    groups: list[_KeyRules] = []
     for index, table in enumerate(tables):
         _add(groups, _groups(_scaled(table, prints), index), prefer)
     ordered = _ordered(groups)
@@ -174,7 +174,7 @@ def _restricted(key: TableKey, own: dict[str, Range]) -> TableKey:
     )  # fmt: skip
 
 
-def _add(groups: list[_Group], new: Sequence[_Group], prefer: Prefer | None) -> None:
+def _add(groups: list[_KeyRules], new: Sequence[_KeyRules], prefer: Prefer | None) -> None:
     """Add the groups of the next table to those of earlier ones."""
     earlier = {replace(group.key, basis="total"): index for index, group in enumerate(groups)}
     for group in new:
@@ -190,7 +190,7 @@ def _add(groups: list[_Group], new: Sequence[_Group], prefer: Prefer | None) -> 
             groups[index] = group
 
 
-def _remeasured(one: _Group, other: _Group, prefer: Prefer | None) -> _Group:
+def _remeasured(one: _KeyRules, other: _KeyRules, prefer: Prefer | None) -> _KeyRules:
     """Return the first of two groups with the same choices, with the measurements of both."""
     counterparts = {rule.lo: rule.measured for _, rule in other.rules}
     rules = []
@@ -201,7 +201,7 @@ def _remeasured(one: _Group, other: _Group, prefer: Prefer | None) -> _Group:
     return replace(one, rules=tuple(rules))
 
 
-def _entangled(groups: Sequence[_Group]) -> ConfigError:
+def _entangled(groups: Sequence[_KeyRules]) -> ConfigError:
     for index, one in enumerate(groups):
         for other in groups[index + 1 :]:
             if one.precedes(other) and other.precedes(one):

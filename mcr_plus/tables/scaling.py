@@ -48,7 +48,7 @@ class Placement(NamedTuple):
         return "uplink" if self.racks > 1 else "nic" if self.nodes > 1 else "inside"
 
 
-class Round(NamedTuple):
+class MessageRound(NamedTuple):
     """`times` equal rounds of messages.
 
     `loads`: bytes over the busiest link of each class in one round. `flows`: number of messages that share
@@ -65,7 +65,7 @@ class Round(NamedTuple):
         return "uplink" if "uplink" in self.loads else "nic" if "nic" in self.loads else "inside"
 
 
-Rounds = tuple[Round, ...]
+Rounds = tuple[MessageRound, ...]
 Shared = Callable[[LinkClass], bool]
 """Returns whether the ranks of a node share a link of a class."""
 Algorithm = Callable[[float, Placement, Shared], Rounds]
@@ -88,9 +88,9 @@ def _doubling(nbytes: float, at: Placement, shared: Shared) -> Rounds:
     between = int(math.log2(at.ranks)) - inside - across
     per_nic = at.per_node if shared("nic") else 1
     found = [
-        Round(inside, {"inside": nbytes}, {"inside": 1.0}),
-        Round(between, {"nic": per_nic * nbytes}, {"nic": per_nic}),
-        Round(
+        MessageRound(inside, {"inside": nbytes}, {"inside": 1.0}),
+        MessageRound(between, {"nic": per_nic * nbytes}, {"nic": per_nic}),
+        MessageRound(
             across,
             {"nic": per_nic * nbytes, "uplink": max(at.per_rack, 1) * nbytes},
             {"nic": per_nic, "uplink": max(at.per_rack, 1)},
@@ -110,7 +110,7 @@ def _tree(nbytes: float, at: Placement, shared: Shared) -> Rounds:  # noqa: ARG0
         (inside, ("inside",)), (between, ("nic",)), (across, ("nic", "uplink")),
     )  # fmt: skip
     return tuple(
-        Round(count, dict.fromkeys(classes, nbytes), dict.fromkeys(classes, 1.0))
+        MessageRound(count, dict.fromkeys(classes, nbytes), dict.fromkeys(classes, 1.0))
         for count, classes in links
         if count
     )
@@ -138,7 +138,7 @@ def _pairwise(nbytes: float, at: Placement, shared: Shared) -> Rounds:
     loads: dict[LinkClass, float] = {
         link: count / others * nbytes / at.ranks for link, count in flows.items()
     }
-    return (Round(others, loads, {link: max(count / others, 1.0) for link, count in flows.items()}),)
+    return (MessageRound(others, loads, {link: max(count / others, 1.0) for link, count in flows.items()}),)
 
 
 def _from_one(nbytes: float, at: Placement, shared: Shared) -> Rounds:  # noqa: ARG001
@@ -147,7 +147,7 @@ def _from_one(nbytes: float, at: Placement, shared: Shared) -> Rounds:  # noqa: 
         (at.per_node - 1, ("inside",)), (at.ranks - at.per_node, _classes(at)[1:] or ("nic",)),
     )  # fmt: skip
     return tuple(
-        Round(count, dict.fromkeys(classes, nbytes / at.ranks), dict.fromkeys(classes, 1.0))
+        MessageRound(count, dict.fromkeys(classes, nbytes / at.ranks), dict.fromkeys(classes, 1.0))
         for count, classes in links
         if count
     )
@@ -171,7 +171,7 @@ def _double_tree(nbytes: float, at: Placement, shared: Shared) -> Rounds:  # noq
 
 
 def _message(nbytes: float, at: Placement, shared: Shared) -> Rounds:  # noqa: ARG001
-    return (Round(1, {at.widest: nbytes}, {at.widest: 1.0}),)
+    return (MessageRound(1, {at.widest: nbytes}, {at.widest: 1.0}),)
 
 
 def _dissemination(nbytes: float, at: Placement, shared: Shared) -> Rounds:  # noqa: ARG001
@@ -191,8 +191,8 @@ def _classes(at: Placement) -> tuple[LinkClass, ...]:
     return tuple(found)
 
 
-def _even(count: float, nbytes: float, at: Placement, flows: Mapping[LinkClass, float]) -> Round:
-    return Round(count, dict.fromkeys(_classes(at), nbytes), flows)
+def _even(count: float, nbytes: float, at: Placement, flows: Mapping[LinkClass, float]) -> MessageRound:
+    return MessageRound(count, dict.fromkeys(_classes(at), nbytes), flows)
 
 
 def _log2(number: int) -> int:
@@ -250,7 +250,7 @@ class Medium(NamedTuple):
     latencies: Mapping[LinkClass, float]
     shared: Shared
 
-    def latency(self, round: Round) -> float:
+    def latency(self, round: MessageRound) -> float:
         """Return the latency in seconds of a message in a round."""
         return self.latencies.get(round.widest, 0.0)
 
@@ -324,7 +324,7 @@ class Stretched:
         return max(whole - wire * load / before, 0.0) + wire * load / after
 
 
-def crossing(round: Round, medium: Medium) -> float:
+def crossing(round: MessageRound, medium: Medium) -> float:
     """Return the seconds in which a round's bytes cross the slowest link of known rate."""
     known = (load / medium.rates[link] for link, load in round.loads.items() if link in medium.rates)
     return max(known, default=0.0)

@@ -18,13 +18,13 @@ from mcr_plus.compression.scheme_bytes import as_all_reduces
 from mcr_plus.core.kinds import AVG, dtype_name
 from mcr_plus.core.message import Signature
 from mcr_plus.errors import ConfigError
-from mcr_plus.fusion.bucket import Bucket, Cost, Entry, earliest_finish
+from mcr_plus.fusion.bucket import Bucket, BucketEntry, Cost, earliest_finish
 
 _OVERHEAD: Final = 50e-6  # seconds of a rank to issue an operation and wait for it
 
 
 def all_reduce_costs(
-    comm: Communicator, entries: Sequence[Entry], params: Sequence[torch.Tensor], tag: str
+    comm: Communicator, entries: Sequence[BucketEntry], params: Sequence[torch.Tensor], tag: str
 ) -> dict[Hashable, Cost]:
     """Return the cost of an all_reduce for each set of gradients that may share a bucket.
 
@@ -32,7 +32,7 @@ def all_reduce_costs(
     `id` the index of its parameter in `params`. With a codec, the cost is that of the operations that move
     payloads; the time of encoding is not in it.
     """
-    sets: dict[Hashable, list[Entry]] = {}
+    sets: dict[Hashable, list[BucketEntry]] = {}
     for entry in entries:
         sets.setdefault(entry.like, []).append(entry)
     costs: dict[Hashable, Cost] = {}
@@ -110,11 +110,11 @@ def all_reduce_cost(
     return cost
 
 
-def earliest(entries: Sequence[Entry], costs: dict[Hashable, Cost], alignment: int) -> list[Bucket]:
+def earliest(entries: Sequence[BucketEntry], costs: dict[Hashable, Cost], alignment: int) -> list[Bucket]:
     """Return the buckets of entries with measured `ready` times, in the order of their readiness.
 
-    Entries with different `Entry.like`, which may not share a bucket, are planned independently, without
-    regard to the sharing of the link.
+    Entries with different `BucketEntry.like`, which may not share a bucket, are planned independently,
+    without regard to the sharing of the link.
     """
     ready = {entry.id: entry.ready for entry in entries}
     buckets = []

@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.job.init import member_of
-from mcr_plus.training.other_steps import watch_steps
+from mcr_plus.training.foreign_optimizers import watch_steps
 from mcr_plus.training.parameters import compare, is_skipped, refuse_lazy, refuse_within_backward
 from mcr_plus.training.reducer import Reducer, reducer_of
 

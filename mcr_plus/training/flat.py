@@ -25,7 +25,7 @@ _TURNS: Final = 3  # tensors of a bucket with failover
 
 
 @dataclass(eq=False)
-class Slot:
+class ParameterSlot:
     """A parameter and its place in a bucket: `views` into the bucket's tensors, and that of this pass."""
 
     index: int
@@ -47,7 +47,7 @@ class Flat:
     """
 
     memory: list[torch.Tensor]
-    slots: list[Slot]
+    slots: list[ParameterSlot]
     policy: GradientPolicy
     backend: str | None
     parts: tuple[tuple[int, ...], ...]  # the members' shapes, and the gaps between them
@@ -90,7 +90,7 @@ def keeps_inputs(comm: Communicator, values: torch.Tensor) -> bool:
     return has_failover and comm.size > 1 and values.device.type == "cpu"
 
 
-def flat_of(comm: Communicator, slots: list[Slot], bucket: Bucket, choice: Choice) -> Flat:
+def flat_of(comm: Communicator, slots: list[ParameterSlot], bucket: Bucket, choice: Choice) -> Flat:
     """Allocate a bucket for the gradients of these parameters, and move existing ones into it."""
     first = slots[0].param
     numel = -(-bucket.nbytes // first.element_size())
@@ -116,7 +116,7 @@ def flat_of(comm: Communicator, slots: list[Slot], bucket: Bucket, choice: Choic
     return flat
 
 
-def move_into_bucket(slot: Slot) -> None:
+def move_into_bucket(slot: ParameterSlot) -> None:
     """Copy the parameter's gradient into the bucket, unless it is a view of it; zeros without a gradient."""
     param, view = slot.param, slot.view
     assert view is not None
@@ -137,7 +137,7 @@ def move_into_bucket(slot: Slot) -> None:
         param.grad = view
 
 
-def _parts(slots: Sequence[Slot], begins: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+def _parts(slots: Sequence[ParameterSlot], begins: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """Return the shapes of gradients and gaps in a bucket, in order; a gap is one-dimensional."""
     parts: list[tuple[int, ...]] = []
     end = 0

@@ -19,7 +19,7 @@ Name = tuple[str, ...]
 """`model` and the tensor's name, or `optimizer`, the parameter's name and the entry's."""
 
 
-class _Piece(NamedTuple):
+class _ShardPiece(NamedTuple):
     """What one rank has of a tensor: the extent of the whole, and where in it the piece begins."""
 
     name: Name
@@ -34,7 +34,7 @@ class _Piece(NamedTuple):
         return tuple(slice(at, at + size) for at, size in zip(self.offset, self.shape, strict=True))
 
 
-class _Had(NamedTuple):
+class _RankShards(NamedTuple):
     """What one rank has.
 
     Attributes:
@@ -44,7 +44,7 @@ class _Had(NamedTuple):
     """
 
     step: int
-    pieces: tuple[_Piece, ...] = ()
+    pieces: tuple[_ShardPiece, ...] = ()
     plain: Mapping[Name, Any] = {}
     groups: list[dict[str, Any]] | None = None
     problem: str = ""
@@ -89,8 +89,8 @@ def fsdp_state(
     try:
         mine = _had(model, optimizer, step, tensors)
     except InvalidArgument as error:
-        mine = _Had(-1, problem=str(error))
-    answers: list[_Had] = comm.all_gather_object(mine)
+        mine = _RankShards(-1, problem=str(error))
+    answers: list[_RankShards] = comm.all_gather_object(mine)
     for rank, had in enumerate(answers):
         if had.problem:
             raise InvalidArgument(f"fsdp_state: rank {rank}: {had.problem}")
@@ -98,17 +98,17 @@ def fsdp_state(
     return _received(comm, answers, tensors, latest, sources)
 
 
-def _had(model: object, optimizer: object, step: object, tensors: list[torch.Tensor]) -> _Had:
+def _had(model: object, optimizer: object, step: object, tensors: list[torch.Tensor]) -> _RankShards:
     """What this rank has; its pieces are appended to `tensors`."""
     if model is None:
-        return _Had(-1)
+        return _RankShards(-1)
     if not isinstance(model, torch.nn.Module):
         raise InvalidArgument(f"model: expected a torch.nn.Module or None, got {type(model).__name__}")
     if (number := whole_number(step)) is None or number < 0:
         raise InvalidArgument(f"step: expected a number, got {step!r}")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidArgument(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    pieces, plain = list[_Piece](), dict[Name, Any]()
+    pieces, plain = list[_ShardPiece](), dict[Name, Any]()
     values: list[tuple[Name, Any]] = [
         (("model", _clean(name)), value) for name, value in model.state_dict().items()
     ]
@@ -133,23 +133,23 @@ def _had(model: object, optimizer: object, step: object, tensors: list[torch.Ten
             tensors.append(local)
         else:
             plain[name] = value
-    return _Had(number, tuple(pieces), plain, groups)
+    return _RankShards(number, tuple(pieces), plain, groups)
 
 
-def _piece(name: Name, value: torch.Tensor) -> tuple[_Piece, torch.Tensor]:
+def _piece(name: Name, value: torch.Tensor) -> tuple[_ShardPiece, torch.Tensor]:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     whole = tuple(value.shape)
     if not isinstance(value, DTensor):
-        return _Piece(name, whole, value.dtype, (0,) * value.dim(), whole), value.detach()
+        return _ShardPiece(name, whole, value.dtype, (0,) * value.dim(), whole), value.detach()
     shape, offset = compute_local_shape_and_global_offset(whole, value.device_mesh, value.placements)
     local: torch.Tensor = value.to_local().detach()
     if tuple(local.shape) != tuple(shape):
         raise Unsupported(f"fsdp_state: '{name[1]}': placements {value.placements} with uneven shards")
     if 0 in shape:
         offset = (0,) * len(shape)
-    return _Piece(name, whole, value.dtype, tuple(offset), tuple(shape)), local
+    return _ShardPiece(name, whole, value.dtype, tuple(offset), tuple(shape)), local
 
 
 def _clean(name: str) -> str:
@@ -158,11 +158,11 @@ def _clean(name: str) -> str:
     return name
 
 
-def _sources(answers: Sequence[_Had]) -> tuple[int, dict[_Piece, int]]:
+def _sources(answers: Sequence[_RankShards]) -> tuple[int, dict[_ShardPiece, int]]:
     """The latest step that is complete, and each of its pieces with the first rank that has it."""
     problem = "no rank that is left has a part of the model"
     for step in sorted({had.step for had in answers if had.step >= 0}, reverse=True):
-        sources: dict[_Piece, int] = {}
+        sources: dict[_ShardPiece, int] = {}
         for rank, had in enumerate(answers):
             for piece in had.pieces if had.step == step else ():
                 sources.setdefault(piece, rank)
@@ -180,7 +180,7 @@ def _sources(answers: Sequence[_Had]) -> tuple[int, dict[_Piece, int]]:
     )
 
 
-def _missing(pieces: Mapping[_Piece, int]) -> Iterator[tuple[Name, int, int]]:
+def _missing(pieces: Mapping[_ShardPiece, int]) -> Iterator[tuple[Name, int, int]]:
     """Tensors of which elements are missing: the name, how many are there, and of how many."""
     counts: dict[tuple[Name, tuple[int, ...]], int] = {}
     for piece in pieces:  # those of one mesh are the same, or have nothing in common
@@ -192,10 +192,10 @@ def _missing(pieces: Mapping[_Piece, int]) -> Iterator[tuple[Name, int, int]]:
 
 def _received(
     comm: Communicator,
-    answers: Sequence[_Had],
+    answers: Sequence[_RankShards],
     tensors: Sequence[torch.Tensor],
     step: int,
-    sources: Mapping[_Piece, int],
+    sources: Mapping[_ShardPiece, int],
 ) -> dict[str, Any]:
     """The full state on all ranks."""
     own = dict(zip(answers[comm.rank].pieces, tensors, strict=True))

@@ -31,10 +31,10 @@ from mcr_plus.core.kinds import AVG, MAX, SUM, ReduceOp
 from mcr_plus.core.units import format_size
 from mcr_plus.core.work import Work
 from mcr_plus.errors import McrError
-from mcr_plus.fusion.bucket import Bucket, Entry, by_size, packed
+from mcr_plus.fusion.bucket import Bucket, BucketEntry, by_size, packed
 from mcr_plus.fusion.options import FuseOptions
 from mcr_plus.training.bucket_plan import all_reduce_costs, earliest, first_waiting
-from mcr_plus.training.flat import Flat, Slot, flat_of, move_into_bucket
+from mcr_plus.training.flat import Flat, ParameterSlot, flat_of, move_into_bucket
 from mcr_plus.training.trials import trials
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Reducer:
         self._limits = fuse if isinstance(fuse, FuseOptions) else FuseOptions()
         self._alignment = largest_alignment(config, self._limits.codecs)  # in elements
         self._slots = [
-            Slot(
+            ParameterSlot(
                 index,
                 name,
                 param,
@@ -194,10 +194,10 @@ class Reducer:
 
     # -- layout -----------------------------------------------------------------------------------
 
-    def _entry(self, index: int, ready: float = 0.0) -> Entry:
+    def _entry(self, index: int, ready: float = 0.0) -> BucketEntry:
         param = self._slots[index].param
         like = (param.dtype, param.device, self._slots[index].policy)
-        return Entry(index, param.numel() * param.element_size(), like, ready)
+        return BucketEntry(index, param.numel() * param.element_size(), like, ready)
 
     def _by_size(self, order: Sequence[int] | range) -> list[Bucket]:
         limits, entries = self._limits, [self._entry(index) for index in order]
@@ -247,7 +247,7 @@ class Reducer:
         buckets: list[Bucket] = []
         choices: list[Choice] = []
         for bucket in plan.buckets:
-            entries: dict[Hashable, list[Entry]] = {}
+            entries: dict[Hashable, list[BucketEntry]] = {}
             for name in bucket.params:
                 entry = self._entry(index[name])
                 entries.setdefault(entry.like, []).append(entry)
@@ -288,7 +288,7 @@ class Reducer:
 
         return ready
 
-    def _is_ready(self, slot: Slot) -> None:
+    def _is_ready(self, slot: ParameterSlot) -> None:
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task = task

@@ -19,7 +19,7 @@ from mcr_plus.errors import InvalidArgument
 from mcr_plus.job.hooks import Follower
 from mcr_plus.job.init import member_of
 from mcr_plus.training.distributed_optimizer import averaged_optimizers
-from mcr_plus.training.other_steps import count_parameters, has_closure, watch_steps
+from mcr_plus.training.foreign_optimizers import count_parameters, has_closure, watch_steps
 from mcr_plus.training.parameters import (
     compare,
     is_skipped,

@@ -13,7 +13,7 @@ from mcr_plus.errors import Unsupported
 from mcr_plus.msccl import catalog
 from mcr_plus.tables.table import Table
 from mcr_plus.tuning.operations import BenchCase
-from mcr_plus.tuning.plan import Request
+from mcr_plus.tuning.plan import TableRequest
 
 
 def compared(candidates: Sequence[str], kind: Kind, ranks: int) -> tuple[str, ...]:
@@ -34,7 +34,7 @@ def spans(algorithms: Mapping[Kind, Sequence[str]]) -> dict[str, Range]:
     return {candidate: sizes for candidate, sizes in sizes_of.items() if sizes != Range(0)}
 
 
-def check_sizes(request: Request) -> None:
+def check_sizes(request: TableRequest) -> None:
     """Raise `Unsupported` if the rules of a kind would have gaps.
 
     A gap is a size that no candidate supports, or the vector form: rules cover it, but no algorithm supports
@@ -67,7 +67,7 @@ def needed(table: Table, paths: Iterable[str]) -> list[str]:
     return [str(path) for path in _files(paths) if path.stem in named]
 
 
-def left_out(request: Request, paths: Iterable[str]) -> list[str]:
+def left_out(request: TableRequest, paths: Iterable[str]) -> list[str]:
     """Return a line for every algorithm file that is not compared, with the operation that it is for."""
     candidates = [candidate for kind in request.kinds for candidate in request.algorithms.get(kind, ())]
     used = {

@@ -21,7 +21,7 @@ from mcr_plus.tables.statistics import Timing
 from mcr_plus.tables.table import BUILT_IN, CLEAR, REACH, Table, TableKey, TableRule
 from mcr_plus.tuning.measurements import Sample
 from mcr_plus.tuning.operations import BenchCase
-from mcr_plus.tuning.plan import Request, by_size, nonsense
+from mcr_plus.tuning.plan import TableRequest, by_size, nonsense
 
 _CHANGE: Final = log(1.05)  # a change must save more than this, over all sizes of its range
 _UNPROVEN: Final = 0.2  # weight of a difference within the confidence intervals
@@ -32,7 +32,9 @@ _LATENCY: Final = 1024  # bytes
 Timings = Mapping[int, Mapping[str, Timing]]
 
 
-def build_table(request: Request, samples: Sequence[Sample], fingerprint: Fingerprint, nodes: int) -> Table:
+def build_table(
+    request: TableRequest, samples: Sequence[Sample], fingerprint: Fingerprint, nodes: int
+) -> Table:
     """Return the table for `request.ranks` ranks on `nodes` hosts from all samples of the request's
     libraries.
 

@@ -46,7 +46,7 @@ class Effort:
 
 
 @dataclass
-class Outcome:
+class CaseOutcome:
     """The result for one case: timings by candidate, and the reason why a candidate has none."""
 
     timings: dict[str, Timing] = field(default_factory=dict)
@@ -65,9 +65,9 @@ class Meter:
         self._comm = open_group()
         self._random = random.Random(0)  # all ranks draw the same orders
 
-    def measure(self, case: BenchCase, candidates: Sequence[str], *, overlap: bool = False) -> Outcome:
+    def measure(self, case: BenchCase, candidates: Sequence[str], *, overlap: bool = False) -> CaseOutcome:
         """Verify all candidates, then time those with correct results."""
-        outcome = Outcome()
+        outcome = CaseOutcome()
         for candidate in candidates:
             problem = self._problem(OpUnderTest(self._comm, case), candidate)
             if problem is not None:
@@ -95,7 +95,7 @@ class Meter:
 
     # -- timing -----------------------------------------------------------------------------------
 
-    def _time(self, calls: Mapping[str, Call], outcome: Outcome) -> None:
+    def _time(self, calls: Mapping[str, Call], outcome: CaseOutcome) -> None:
         if not calls:
             return
         for call in calls.values():
@@ -103,7 +103,7 @@ class Meter:
         first = self._turns(dict.fromkeys(calls, 1), calls)
         self._sample({candidate: _repeats(us) for candidate, us in first.items()}, calls, outcome)
 
-    def _time_overlapped(self, op: OpUnderTest, candidates: Sequence[str], outcome: Outcome) -> None:
+    def _time_overlapped(self, op: OpUnderTest, candidates: Sequence[str], outcome: CaseOutcome) -> None:
         starts = {candidate: op.start(candidate) for candidate in candidates}
         alone: dict[str, Call] = {candidate: _waited(start) for candidate, start in starts.items()}
         if not alone:
@@ -122,7 +122,7 @@ class Meter:
         for candidate, values in times.items():
             outcome.timings[candidate] = Timing.of([max(value - busy, _LEAST_US) for value in values])
 
-    def _sample(self, repeats: Mapping[str, int], calls: Mapping[str, Call], outcome: Outcome) -> None:
+    def _sample(self, repeats: Mapping[str, int], calls: Mapping[str, Call], outcome: CaseOutcome) -> None:
         for candidate, values in self._collect(repeats, calls).items():
             outcome.timings[candidate] = Timing.of(values)
 

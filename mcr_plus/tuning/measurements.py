@@ -104,14 +104,14 @@ class MeasurementFile:
                 file.write(f"{json.dumps(sample.document())}\n")
 
 
-class _Part(BaseModel):
+class _SamplePart(BaseModel):
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
 
 _Microseconds = Annotated[float, Field(ge=1e-6, le=1e15)]
 
 
-class _Timing(_Part):
+class _Timing(_SamplePart):
     p20: _Microseconds
     p50: _Microseconds
     p80: _Microseconds
@@ -120,7 +120,7 @@ class _Timing(_Part):
     samples: int = Field(ge=1, lt=MAX_INTEGER)
 
 
-class _Sample(_Part):
+class _Sample(_SamplePart):
     kind: Kind
     nbytes: int = Field(ge=0, lt=MAX_INTEGER)
     dtype: str
@@ -131,7 +131,7 @@ class _Sample(_Part):
     problem: str | None
 
 
-class _Head(_Part):
+class _Head(_SamplePart):
     version: int
     fingerprint: dict[str, tuple[str, ...]]
 

@@ -10,7 +10,7 @@ from statistics import median
 from typing import Final
 
 from mcr_plus.tuning.measurements import Sample
-from mcr_plus.tuning.plan import Request, Task, next_task, rough_grid
+from mcr_plus.tuning.plan import TableRequest, Task, next_task, rough_grid
 
 _OVERHEAD_S: Final = 0.05  # of a task, in addition to its turns: agreement, warm-up
 _S_PER_BYTE: Final = 1e-8  # for each candidate and rank: mostly verification
@@ -24,7 +24,7 @@ class Pace:
     `sampling`: the limit of the turns of a task. `budget`: None for no limit.
     """
 
-    def __init__(self, request: Request, sampling: float, budget: float | None) -> None:
+    def __init__(self, request: TableRequest, sampling: float, budget: float | None) -> None:
         self._request, self._sampling, self._budget = request, sampling, budget
         self._began = time.monotonic()
         self._ratios: dict[int, list[float]] = {}  # taken over expected, by size
@@ -59,7 +59,9 @@ def _octaves(one: int, other: int) -> float:
     return abs(math.log2(max(one, 1) / max(other, 1)))
 
 
-def sampling_seconds(request: Request, samples: Sequence[Sample], budget: float | None, most: float) -> float:
+def sampling_seconds(
+    request: TableRequest, samples: Sequence[Sample], budget: float | None, most: float
+) -> float:
     """Return the time for the turns of a task: less than `most` if the budget would not cover all sizes."""
     tasks = chain.from_iterable(rough_grid(request).values())
     rough = len(unmeasured(tasks, samples))
@@ -69,7 +71,7 @@ def sampling_seconds(request: Request, samples: Sequence[Sample], budget: float 
 
 
 def left_out_sizes(
-    request: Request, samples: Sequence[Sample], expected: Callable[[Task], float]
+    request: TableRequest, samples: Sequence[Sample], expected: Callable[[Task], float]
 ) -> list[tuple[int, int, int, float]]:
     """Return (size, missing tasks, all tasks, seconds of the missing ones) for incomplete first sizes."""
     missing = {size: (unmeasured(tasks, samples), len(tasks)) for size, tasks in rough_grid(request).items()}

@@ -44,7 +44,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Request:
+class TableRequest:
     """The operations that a table must cover. Sizes are in bytes, both ends included.
 
     `libraries`: candidates for all kinds; `algorithms`: further candidates of a kind, `library:algorithm`;
@@ -93,7 +93,7 @@ class Request:
 
 
 def next_task(
-    request: Request,
+    request: TableRequest,
     samples: Sequence[Sample],
     *,
     further: bool = True,
@@ -120,25 +120,25 @@ def next_task(
     return next((t for t in chain(absurd, fresh, again, between, last) if expected(t) <= left), None)
 
 
-def coverage(request: Request, samples: Iterable[Sample]) -> tuple[int, int]:
+def coverage(request: TableRequest, samples: Iterable[Sample]) -> tuple[int, int]:
     """Return (measured, all) combinations of operation, manner and size that every table has."""
     planned = set(whole_grid(request))
     return len(planned & {Task(sample.case, sample.overlap) for sample in samples}), len(planned)
 
 
-def whole_grid(request: Request) -> list[Task]:
+def whole_grid(request: TableRequest) -> list[Task]:
     """Return the tasks that every table has."""
     tasks = (_of_size(request, size, request.manners) for size in _powers(request))
     return list(dict.fromkeys(chain.from_iterable(tasks)))
 
 
-def rough_grid(request: Request) -> dict[int, list[Task]]:
+def rough_grid(request: TableRequest) -> dict[int, list[Task]]:
     """Return the tasks of the first sizes that every table has, by size in ascending order."""
     return {size: list(_of_size(request, size, request.manners)) for size in _rough_sizes(request)}
 
 
 def _grid(
-    request: Request, done: Mapping[Task, int], left: float, expected: Callable[[Task], float]
+    request: TableRequest, done: Mapping[Task, int], left: float, expected: Callable[[Task], float]
 ) -> Iterator[Task]:
     rough = rough_grid(request)
     costs = {size: sum(expected(t) for t in tasks if not done.get(t)) for size, tasks in rough.items()}
@@ -147,7 +147,7 @@ def _grid(
             yield from _of_size(request, size, request.manners)
 
 
-def _rough_sizes(request: Request) -> list[int]:
+def _rough_sizes(request: TableRequest) -> list[int]:
     sizes = _powers(request)
     return sorted({*sizes[::_COARSE], sizes[-1]})
 
@@ -164,13 +164,13 @@ def _spread(sizes: Sequence[int]) -> list[int]:
     return list(dict.fromkeys(order))
 
 
-def _further(request: Request) -> Iterator[Task]:
+def _further(request: TableRequest) -> Iterator[Task]:
     for size in _powers(request):
         yield from _of_size(request, size, request.further)
 
 
 def _of_size(
-    request: Request, size: int, manners: Callable[[Kind], list[tuple[bool, bool]]]
+    request: TableRequest, size: int, manners: Callable[[Kind], list[tuple[bool, bool]]]
 ) -> Iterator[Task]:
     for kind in request.kinds:
         for dtype in request.dtypes:
@@ -181,7 +181,7 @@ def _of_size(
                     yield Task(case, overlap)
 
 
-def _powers(request: Request) -> list[int]:
+def _powers(request: TableRequest) -> list[int]:
     size = 1 << max(request.smallest - 1, 0).bit_length()
     sizes = []
     while size <= request.largest:
@@ -191,7 +191,7 @@ def _powers(request: Request) -> list[int]:
 
 
 def _curves(
-    request: Request, samples: Sequence[Sample]
+    request: TableRequest, samples: Sequence[Sample]
 ) -> Iterator[tuple[Task, dict[int, dict[str, Timing]]]]:
     """Yield the timings of each operation by size; the size of the task itself is 0."""
     apart: dict[Task, list[Sample]] = {}
@@ -204,7 +204,7 @@ def _curves(
                 yield like, by_size(apart.get(like, ()), like.case, overlap)
 
 
-def _doubtful(request: Request, samples: Sequence[Sample]) -> Iterator[tuple[Task, int]]:
+def _doubtful(request: TableRequest, samples: Sequence[Sample]) -> Iterator[tuple[Task, int]]:
     """Yield disturbed and contested tasks, and the limit of their measurements."""
     for like, timings in _curves(request, samples):
         sizes = sorted(timings)
@@ -216,7 +216,7 @@ def _doubtful(request: Request, samples: Sequence[Sample]) -> Iterator[tuple[Tas
                 yield Task(replace(like.case, nbytes=size), like.overlap), _CONTESTED
 
 
-def _absurd(request: Request, samples: Sequence[Sample]) -> Iterator[Task]:
+def _absurd(request: TableRequest, samples: Sequence[Sample]) -> Iterator[Task]:
     """Yield impossible times of the latest operation; those of earlier ones have been repeated already."""
     if not samples or samples[-1].overlap:  # exposed time need not grow with the size
         return
@@ -240,7 +240,7 @@ def nonsense(timings: Mapping[int, Mapping[str, Timing]]) -> dict[int, list[str]
     return odd
 
 
-def impossible(request: Request, samples: Sequence[Sample]) -> list[str]:
+def impossible(request: TableRequest, samples: Sequence[Sample]) -> list[str]:
     """Return the results of `nonsense` for each operation, as `all_reduce 8 B by mpi`."""
     return [
         f"{like.case.kind}{' async' if like.case.async_op else ''} {size_words(size)} by {', '.join(names)}"
@@ -261,7 +261,7 @@ def _disturbed(smaller: Mapping[str, Timing], larger: Mapping[str, Timing]) -> b
     )
 
 
-def _refinements(request: Request, samples: Sequence[Sample]) -> Iterator[Task]:
+def _refinements(request: TableRequest, samples: Sequence[Sample]) -> Iterator[Task]:
     """Yield tasks at sizes between neighbours with different winners."""
     for like, timings in _curves(request, samples):
         for low, high in pairwise(sorted(timings)):

@@ -25,7 +25,16 @@ from torch import nn
 
 import mcr_plus as mcr
 from mcr_plus.bucketing.saved import SavedPlan
-from mcr_plus.bucketing.step import Compute, Event, Issue, Ready, Role, Step, Wait, model_hash
+from mcr_plus.bucketing.step import (
+    CapturedStep,
+    ComputeEvent,
+    Event,
+    IssueEvent,
+    ReadyEvent,
+    Role,
+    WaitEvent,
+    model_hash,
+)
 from mcr_plus.communicator.communicator import Communicator
 from mcr_plus.communicator.gradient_policy import TAG
 from mcr_plus.config.reader import dump, load
@@ -47,7 +56,7 @@ Action = Callable[[], object]
 
 
 @dataclass(frozen=True)
-class Request:
+class ReplayRequest:
     """The parameters of a replay; plain data. `step`: the captured step. `answer`: the file for results."""
 
     step: str
@@ -73,7 +82,7 @@ class _Gradient(torch.autograd.Function):
         return grad_outputs[0], ctx.gradient, None
 
 
-class _Clock:
+class _ReplayClock:
     """Rests in place of computation: each is as long as the computation, including the work of the replay.
 
     A rest begins when the previous one was due, unless that is long ago, because sleeps end late, and because
@@ -114,9 +123,9 @@ class Replay:
             or has gradients that differ between ranks or belong to several groups.
     """
 
-    def __init__(self, step: Step, comm: Communicator, compute: Literal["sleep", "spin"]) -> None:
+    def __init__(self, step: CapturedStep, comm: Communicator, compute: Literal["sleep", "spin"]) -> None:
         self._step, self._comm = step, comm
-        self._clock = _Clock(compute)
+        self._clock = _ReplayClock(compute)
         self._check()
         copy, origin = divmod(comm.rank, step.ranks)
         self._role = next(role for role in step.roles if origin in role.ranks)
@@ -127,14 +136,14 @@ class Replay:
         self.model: Any = nn.Module()
         self._params: dict[str, nn.Parameter] = {}
         for each in self._role.events:
-            if isinstance(each, Ready) and each.param in self._sent:
+            if isinstance(each, ReadyEvent) and each.param in self._sent:
                 self._add(each)
         self._backward, self._after = self._parts()
 
     def _check(self) -> None:
         size, captured = self._comm.size, self._step.ranks
         whole = tuple(range(captured))
-        issued = [each for role in self._step.roles for each in role.events if isinstance(each, Issue)]
+        issued = [each for role in self._step.roles for each in role.events if isinstance(each, IssueEvent)]
         groups = {each.group for each in issued}
         if any(each.kind in MESSAGES and len(set(each.group)) != 2 for each in issued):
             raise InvalidArgument(
@@ -157,7 +166,7 @@ class Replay:
         captured, size = self._step.ranks, self._comm.size
         whole = tuple(range(captured))
         found = {whole: self._comm}
-        issued = (each for role in self._step.roles for each in role.events if isinstance(each, Issue))
+        issued = (each for role in self._step.roles for each in role.events if isinstance(each, IssueEvent))
         for group in sorted({each.group for each in issued} - {whole}):
             for number in range(size // captured):
                 members = [rank + number * captured for rank in group]
@@ -166,7 +175,7 @@ class Replay:
                     found[group] = made
         return found
 
-    def _add(self, ready: Ready) -> None:
+    def _add(self, ready: ReadyEvent) -> None:
         *folders, name = ready.param.split(".")
         module: Any = self.model
         for folder in folders:
@@ -189,7 +198,7 @@ class Replay:
         runs: list[Action] = []
         backward: list[tuple[str, list[Action]]] = []
         for each in self._role.events:
-            if isinstance(each, Ready) and each.param in self._params:
+            if isinstance(each, ReadyEvent) and each.param in self._params:
                 backward.append((each.param, runs))
                 runs = []
             elif (action := self._action(each)) is not None:
@@ -197,13 +206,13 @@ class Replay:
         return backward, runs
 
     def _action(self, event: Event) -> Action | None:
-        if isinstance(event, Compute):
+        if isinstance(event, ComputeEvent):
             seconds = event.seconds
             return lambda: self._clock.rest(seconds)
-        if isinstance(event, Issue) and event.id not in self._replaced:
+        if isinstance(event, IssueEvent) and event.id not in self._replaced:
             start = self._operation(event)
             return lambda: self._pending.__setitem__(event.id, cast("Work", start()))
-        if isinstance(event, Wait) and event.id not in self._replaced:
+        if isinstance(event, WaitEvent) and event.id not in self._replaced:
             return lambda: self._wait(event.id)
         return None
 
@@ -211,7 +220,7 @@ class Replay:
         self._pending.pop(number).wait()
         self._clock.restart()
 
-    def _operation(self, event: Issue) -> Action:
+    def _operation(self, event: IssueEvent) -> Action:
         """Return a call that starts the same operation on zeros."""
         comm = self._groups[event.group]
         if event.kind in MESSAGES:
@@ -249,16 +258,18 @@ def _all(actions: Sequence[Action]) -> Action:
     return run
 
 
-def _carrying(role: Role) -> list[Issue]:
-    return [each for each in role.events if isinstance(each, Issue) and each.gradients]
+def _carrying(role: Role) -> list[IssueEvent]:
+    return [each for each in role.events if isinstance(each, IssueEvent) and each.gradients]
 
 
-def _replaced(role: Role) -> list[Issue]:
+def _replaced(role: Role) -> list[IssueEvent]:
     """Return the operations that `mcr.wrap` issues in the replay: gradients, and the outcome of the pass."""
     carrying = _carrying(role)
     sent = {each.tag for each in carrying} & {TAG}
     outcomes = [
-        each for each in role.events if isinstance(each, Issue) and each.tag in sent and not each.gradients
+        each
+        for each in role.events
+        if isinstance(each, IssueEvent) and each.tag in sent and not each.gradients
     ]
     return [*carrying, *outcomes]
 
@@ -272,7 +283,7 @@ def _spin(seconds: float) -> None:
 # -- the job ------------------------------------------------------------------------------------------------
 
 
-def pipeline_of(step: Step, path: str | None, folder: Path, ranks: int) -> Any:
+def pipeline_of(step: CapturedStep, path: str | None, folder: Path, ranks: int) -> Any:
     """Return the configuration of the replay, with a plan of buckets converted to the replay's parameters.
 
     Raises:
@@ -300,21 +311,21 @@ def pipeline_of(step: Step, path: str | None, folder: Path, ranks: int) -> Any:
     return dump(replace(config, pipeline=tuple(stages)))
 
 
-def _own_model(step: Step) -> str:
+def _own_model(step: CapturedStep) -> str:
     """Return the hash of the model of a replay."""
     sent = {name for each in _carrying(step.roles[0]) for name in each.gradients}
     found = []
     for each in step.roles[0].events:
-        if isinstance(each, Ready) and each.param in sent:
+        if isinstance(each, ReadyEvent) and each.param in sent:
             dtype = DTYPE_BY_NAME.get(each.like.split()[0], torch.float32)
             found.append((each.param, (max(1, each.nbytes // dtype.itemsize),), dtype_name(dtype)))
     return model_hash(found)
 
 
-def run(request: Request) -> None:
+def run(request: ReplayRequest) -> None:
     """Run one rank; rank 0 writes the answer."""
     torch.set_num_threads(1)
-    step = Step.load(request.step)
+    step = CapturedStep.load(request.step)
     with tempfile.TemporaryDirectory(prefix="mcr-replay-") as folder:
         config = pipeline_of(step, request.config, Path(folder), launch_environment().world_size)
         with mcr.init(config) as comm:
@@ -323,7 +334,7 @@ def run(request: Request) -> None:
                 Path(request.answer).write_text(json.dumps(answer))
 
 
-def _measured(step: Step, comm: Communicator, request: Request) -> dict[str, Any]:
+def _measured(step: CapturedStep, comm: Communicator, request: ReplayRequest) -> dict[str, Any]:
     replay = Replay(step, comm, request.compute)
     if replay._params:
         mcr.wrap(replay.model, _Idle(replay.model.parameters()))
@@ -343,7 +354,7 @@ def _measured(step: Step, comm: Communicator, request: Request) -> dict[str, Any
     comm.all_reduce(slowest, MAX, compress=False)
     *times, share = slowest.tolist()
     computed = max(
-        sum(each.seconds for each in role.events if isinstance(each, Compute)) for role in step.roles
+        sum(each.seconds for each in role.events if isinstance(each, ComputeEvent)) for role in step.roles
     )
     return {
         "ranks": comm.size,
@@ -367,4 +378,4 @@ def _tries(comm: Communicator) -> bool:
 
 
 if __name__ == "__main__":
-    run(Request(**json.loads(Path(sys.argv[1]).read_text())))
+    run(ReplayRequest(**json.loads(Path(sys.argv[1]).read_text())))

@@ -36,11 +36,11 @@ from mcr_plus.tables.writing import save_table
 from mcr_plus.tuning.algorithms import check_sizes, compared, left_out, needed, spans
 from mcr_plus.tuning.build_table import build_table
 from mcr_plus.tuning.load import busy_words, scatter_words, used_share
-from mcr_plus.tuning.measure import Effort, Meter, Outcome
+from mcr_plus.tuning.measure import CaseOutcome, Effort, Meter
 from mcr_plus.tuning.measurements import MeasurementFile, Sample, median_of_repeats
 from mcr_plus.tuning.operations import TORCH, TUNED, BenchCase, whole_size
 from mcr_plus.tuning.pace import Pace, left_out_sizes, sampling_seconds, unmeasured
-from mcr_plus.tuning.plan import Request, Task, coverage, impossible, next_task, whole_grid
+from mcr_plus.tuning.plan import TableRequest, Task, coverage, impossible, next_task, whole_grid
 
 COMMENT: Final = (
     "Measured by mcr-plus tune; times are median microseconds of the slowest rank. Those of rules with",
@@ -57,7 +57,7 @@ _INCOMPLETE: Final = "Incomplete: the budget ended before all sizes were measure
 
 
 @dataclass(frozen=True)
-class Job:
+class TuningJob:
     """Parameters of a tuning or benchmark job; plain data. Sizes in bytes, durations in seconds.
 
     `output`: the table file (tune). `answer`: the file for the results that the command prints. `backends`:
@@ -89,14 +89,14 @@ class Job:
     effort: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, path: str) -> Job:
+    def read(cls, path: str) -> TuningJob:
         """Read a request from a file."""
         data = json.loads(Path(path).read_text())
         lists = {name: tuple(value) for name, value in data.items() if isinstance(value, list)}
         return cls(**{**data, **lists})
 
 
-def run(job: Job) -> None:
+def run(job: TuningJob) -> None:
     """Run one rank of the job."""
     torch.set_num_threads(1)
     config: Any = job.config
@@ -132,7 +132,7 @@ class _Core:
             os.sched_setaffinity(0, self._own)
 
 
-def _meter(comm: Communicator, job: Job, effort: Effort) -> Meter:
+def _meter(comm: Communicator, job: TuningJob, effort: Effort) -> Meter:
     core = _Core(runtime.current().world, wanted=job.bind)
 
     def open_group() -> Communicator:
@@ -146,23 +146,23 @@ def _meter(comm: Communicator, job: Job, effort: Effort) -> Meter:
     return Meter(open_group, open_group(), effort)
 
 
-def _libraries(job: Job) -> list[str] | None:
+def _libraries(job: TuningJob) -> list[str] | None:
     """Return the backends to start, None for all."""
     names = [str(backend_name(candidate)) for candidate in job.backends or ()]
     return list(dict.fromkeys(names)) or None
 
 
-def _candidates(job: Job) -> list[str]:
+def _candidates(job: TuningJob) -> list[str]:
     return list(job.backends or mcr.get_backends())
 
 
 # -- tune -----------------------------------------------------------------------------------------
 
 
-def _tune(job: Job, comm: Communicator) -> None:
+def _tune(job: TuningJob, comm: Communicator) -> None:
     world = runtime.current().world
     candidates = _candidates(job)
-    request = Request(
+    request = TableRequest(
         job.kinds,
         job.smallest,
         job.largest,
@@ -236,7 +236,7 @@ def _core_losses() -> int:
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
 
 
-def _effort(comm: Communicator, request: Request, samples: Sequence[Sample], job: Job) -> Effort:
+def _effort(comm: Communicator, request: TableRequest, samples: Sequence[Sample], job: TuningJob) -> Effort:
     """Return the limits of sampling. Rank 0 decides, because it alone has the samples of earlier runs."""
     effort = Effort(**job.effort)
     seconds = sampling_seconds(request, samples, job.budget, effort.seconds) if comm.rank == 0 else None
@@ -250,7 +250,7 @@ def _agreed_task(comm: Communicator, samples: Sequence[Sample], pace: Pace) -> T
     return found
 
 
-def _samples(task: Task, outcome: Outcome) -> list[Sample]:
+def _samples(task: Task, outcome: CaseOutcome) -> list[Sample]:
     timed = [
         Sample(task.case, candidate, task.overlap, timing) for candidate, timing in outcome.timings.items()
     ]
@@ -269,7 +269,7 @@ def _fingerprint(world: World) -> dict[str, tuple[str, ...]]:
 # -- bench ----------------------------------------------------------------------------------------
 
 
-def _bench(job: Job, comm: Communicator) -> None:
+def _bench(job: TuningJob, comm: Communicator) -> None:
     candidates = [*_candidates(job), TUNED]
     if job.against_torch:
         import torch.distributed as dist
@@ -298,7 +298,7 @@ def _bench(job: Job, comm: Communicator) -> None:
         Path(job.answer).write_text(json.dumps({"rows": rows}))
 
 
-def _cases(job: Job, ranks: int) -> list[BenchCase]:
+def _cases(job: TuningJob, ranks: int) -> list[BenchCase]:
     dtype, sizes = job.dtypes[0], [job.smallest]
     while 2 * sizes[-1] <= job.largest:
         sizes.append(2 * sizes[-1])
@@ -355,7 +355,7 @@ def _lines(title: str, unit: str) -> Callable[..., None]:
 
 
 @contextmanager
-def _progress(job: Job, rank: int, title: str, unit: str) -> Iterator[Callable[..., None]]:
+def _progress(job: TuningJob, rank: int, title: str, unit: str) -> Iterator[Callable[..., None]]:
     """Yield a function that shows progress: a bar on rank 0's terminal, or lines where there is none."""
     console = Console()
     if rank != 0 or not job.progress:
@@ -376,4 +376,4 @@ def _progress(job: Job, rank: int, title: str, unit: str) -> Iterator[Callable[.
 
 
 if __name__ == "__main__":
-    run(Job.read(sys.argv[1]))  # `mcr-plus run` prints the errors of all ranks, merged
+    run(TuningJob.read(sys.argv[1]))  # `mcr-plus run` prints the errors of all ranks, merged

@@ -38,7 +38,7 @@ def _system_call() -> Any:
     return function
 
 
-class Bells:
+class Wakeups:
     """The lines of the ranks on this host, for use by one of them.
 
     Attributes:

@@ -30,10 +30,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Literal
 
 from mcr_plus.core.environment import usable_cores
-from mcr_plus.waiting.relay import Relay
+from mcr_plus.waiting.rescheduling import ReschedulingThread
 
 if TYPE_CHECKING:
-    from mcr_plus.waiting.futex import Bells
+    from mcr_plus.waiting.futex import Wakeups
 
 WaitPolicy = Literal["auto", "spin", "yield", "sleep"]
 
@@ -76,7 +76,7 @@ _LONG_RELAY: Final = 4e-3  # seconds that one takes where another thread of the 
 _RELAYS_RARELY: Final = 1.0  # seconds between two where all of them take so long
 
 
-class Waiting:
+class WaitStrategy:
     """The load of the host as this process sees it, and how it idles.
 
     Attributes:
@@ -91,7 +91,7 @@ class Waiting:
         *,
         short: bool = False,
         ranks: int = 1,
-        bells: Bells | None = None,
+        bells: Wakeups | None = None,
         peers: Sequence[int] = (),
         oversubscribed: bool = False,
     ) -> None:
@@ -105,7 +105,7 @@ class Waiting:
         self.calm = policy in ("spin", "yield") or (policy == "auto" and not short)
         self.yields = True
         self._never_calm = not self.calm
-        self._relay: Relay | None = None
+        self._relay: ReschedulingThread | None = None
         self._next_relay, self._relay_every = 0.0, _RELAY_EVERY
         self._busy_until = 0.0
         self._busy_since = math.inf  # the first of the latest checks that all found too many threads
@@ -170,7 +170,7 @@ class Waiting:
         return now < self._busy_until or self._never_calm
 
     def arm(self, ranks: tuple[int, ...]) -> None:
-        """See `Bells.arm`."""
+        """See `Wakeups.arm`."""
         assert self.bells is not None
         self.bells.arm(ranks)
 
@@ -191,7 +191,7 @@ class Waiting:
         self._next_relay = math.inf  # until it is over, and if no thread can be started
         if self._relay is None:
             with contextlib.suppress(RuntimeError):
-                self._relay = Relay()
+                self._relay = ReschedulingThread()
         relay = self._relay
         if relay is None:
             return
@@ -295,7 +295,7 @@ class Pause:
 
     __slots__ = ("_had", "_nap", "_next_check", "_peers", "_polled", "_since", "_waiting")
 
-    def __init__(self, waiting: Waiting, polled: bool, rings: bool, peers: tuple[int, ...]) -> None:
+    def __init__(self, waiting: WaitStrategy, polled: bool, rings: bool, peers: tuple[int, ...]) -> None:
         self._waiting, self._polled, self._peers = waiting, polled, peers
         self._next_check = 0.0
         self._since = self._had = 0.0

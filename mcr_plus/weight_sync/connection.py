@@ -14,7 +14,7 @@ import torch
 from mcr_plus.errors import BackendError, PeerLost, SyncClosed
 from mcr_plus.kernels import delta
 from mcr_plus.rendezvous import stream as links
-from mcr_plus.rendezvous.stream import Ended, Link, Untrusted
+from mcr_plus.rendezvous.stream import AuthenticationFailed, StreamClosed, StreamConnection
 from mcr_plus.weight_sync.weights import combined, digest_of
 
 _log = logging.getLogger("mcr_plus")
@@ -24,7 +24,7 @@ _UNKNOWN: Final = 0  # the digest of weights that are not usable
 _TIMED: Final = 4 << 20  # bytes; shorter messages may lie in the socket before they are read
 
 
-class Answer(NamedTuple):
+class SourceAnswer(NamedTuple):
     """What a source rank has sent: the version that its payloads lead to, how many they are, and the body."""
 
     version: int
@@ -32,7 +32,7 @@ class Answer(NamedTuple):
     body: bytearray
 
 
-class Feed:
+class SourceConnection:
     """The connection to a source rank, and the buffers for what it sends, with their version and digests.
 
     One thread at a time uses it. `has_ended`: whether the source has closed the synchronisation. `rank`: of
@@ -57,7 +57,7 @@ class Feed:
         self._held, self._ends, self._offer = held, ends, offer
         self._digests = digest_of(held)
         self._most = links.longest(sum(each.nbytes for each in held))
-        self._link: Link | None = None
+        self._link: StreamConnection | None = None
         self._fruitless = self._failures = 0
         self._rate = 0.0  # bytes per second of the last long message
         self._apply_s = 0.0  # of the changes of one version, in the last message with some
@@ -71,7 +71,9 @@ class Feed:
         """Whether it has to be fetched for this version."""
         return self.version < version or not self.is_whole
 
-    def fetch(self, kind: int, aim: int = 0, announced: Callable[[int], object] | None = None) -> Answer:
+    def fetch(
+        self, kind: int, aim: int = 0, announced: Callable[[int], object] | None = None
+    ) -> SourceAnswer:
         """Ask the source, and wait for its answer, on new connections where they break.
 
         Args:
@@ -114,9 +116,9 @@ class Feed:
             self._fruitless = 0
             if len(body) >= _TIMED:
                 self._rate = len(body) / (time.perf_counter() - began)
-            return Answer(version, count, body)
+            return SourceAnswer(version, count, body)
 
-    def connected(self) -> Link:
+    def connected(self) -> StreamConnection:
         """The connection, made if there is none; raises as `fetch`."""
         if self._link is None:
             try:
@@ -136,14 +138,14 @@ class Feed:
             self.connected()
 
     def _received(
-        self, link: Link, announced: Callable[[int, int], object]
+        self, link: StreamConnection, announced: Callable[[int, int], object]
     ) -> tuple[int, int, int, bytearray]:
         """The next frame."""
         return link.receive(self._most, announced)
 
     def _broken(self, error: Exception) -> None:
         """Close the connection; raises `PeerLost` if several in a row have brought no answer."""
-        if isinstance(error, Untrusted):
+        if isinstance(error, AuthenticationFailed):
             self.refused += 1
             _log.warning("%s: %s; %s connects again", self._what, error, links.named(self._rank))
         self.close()
@@ -165,11 +167,11 @@ class Feed:
         link, self._link = self._link, None
         if link is not None:
             if says_end and not link.is_sending:
-                with contextlib.suppress(OSError, Ended):
+                with contextlib.suppress(OSError, StreamClosed):
                     link.send(links.END)
             link.close()
 
-    def take(self, answer: Answer) -> int:
+    def take(self, answer: SourceAnswer) -> int:
         """Apply an answer to the buffers; returns how many elements it lists as changed.
 
         One that does not follow from what is held, or is damaged, is logged, and the next one is of all

@@ -28,7 +28,7 @@ from mcr_plus.config.document import read_up_to
 from mcr_plus.errors import InvalidArgument, short
 from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.regions import Boxes, as_ints
-from mcr_plus.weight_sync.shards import Held, Part, held_by, whole_of
+from mcr_plus.weight_sync.shards import HeldShard, ShardAssignment, held_by, whole_of
 from mcr_plus.weight_sync.weights import Layouts
 
 FORMAT: Final = 1
@@ -42,19 +42,19 @@ _MOST: Final = 256 << 20
 _PRIVATE: Final = 0o600
 
 
-class Offer(NamedTuple):
+class ShardOffer(NamedTuple):
     """What a receiver outside the job may hold. `rank`: that of a receiver with the same, or see `WHOLE`."""
 
     name: str
     rank: int
-    held: Sequence[Held]
+    held: Sequence[HeldShard]
 
 
-class _Entry(BaseModel):
+class _FileModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class _Place(_Entry):
+class _ListeningAddress(_FileModel):
     """Where a source rank listens."""
 
     rank: int
@@ -62,8 +62,8 @@ class _Place(_Entry):
     port: int
 
 
-class _Tensor(_Entry):
-    """A `Held`; without corners for all of the tensor."""
+class _Tensor(_FileModel):
+    """A `HeldShard`; without corners for all of the tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -71,34 +71,34 @@ class _Tensor(_Entry):
     corners: tuple[list[list[int]], list[list[int]]] | None = None
 
 
-class _Offered(_Entry):
+class _Offered(_FileModel):
     name: str
     tensors: list[_Tensor]
 
 
-class _Boxes(_Entry):
+class _Boxes(_FileModel):
     """Boxes of a tensor: their lowest corners, and the highest ones, which are outside."""
 
     name: str
     corners: tuple[list[list[int]], list[list[int]]]
 
 
-class _Sent(_Entry):
-    """A `Part`; `offers`: the numbers of those that include it."""
+class _SentShard(_FileModel):
+    """A `ShardAssignment`; `offers`: the numbers of those that include it."""
 
     source: int
     dtype: str
     offers: list[int]
     boxes: list[_Boxes]
 
-    def part(self) -> Part:
+    def part(self) -> ShardAssignment:
         """As `parts_of` returns it, but for receivers. Raises `ValueError` if there is no such part."""
-        return Part(
+        return ShardAssignment(
             self.source, (), self.dtype, [(each.name, _boxes_of(each.corners)) for each in self.boxes]
         )
 
 
-class Invitation(_Entry):
+class EndpointFile(_FileModel):
     """The content of the file.
 
     Attributes:
@@ -116,9 +116,9 @@ class Invitation(_Entry):
     created: float
     key: str
     timeout: float
-    sources: list[_Place]
+    sources: list[_ListeningAddress]
     offers: list[_Offered]
-    parts: list[_Sent]
+    parts: list[_SentShard]
 
     @classmethod
     def of(
@@ -128,9 +128,9 @@ class Invitation(_Entry):
         key: bytes,
         timeout: float,
         places: Mapping[int, tuple[str, int]],
-        offers: Sequence[Offer],
-        parts: Sequence[Part],
-    ) -> Invitation:
+        offers: Sequence[ShardOffer],
+        parts: Sequence[ShardAssignment],
+    ) -> EndpointFile:
         """That of a synchronisation. `places`: where source ranks listen."""
         return cls(
             format=FORMAT,
@@ -138,13 +138,15 @@ class Invitation(_Entry):
             created=created,
             key=key.hex(),
             timeout=timeout,
-            sources=[_Place(rank=rank, host=host, port=port) for rank, (host, port) in places.items()],
+            sources=[
+                _ListeningAddress(rank=rank, host=host, port=port) for rank, (host, port) in places.items()
+            ],
             offers=[
                 _Offered(name=each.name, tensors=[_tensor(held) for held in each.held if _is_some(held)])
                 for each in offers
             ],
             parts=[
-                _Sent(
+                _SentShard(
                     source=part.source,
                     dtype=part.dtype,
                     offers=[number for number, each in enumerate(offers) if each.rank in part.receivers],
@@ -159,7 +161,7 @@ class Invitation(_Entry):
         """The key."""
         return bytes.fromhex(self.key)
 
-    def choose(self, held: Sequence[Held]) -> tuple[int, list[Part]]:
+    def choose(self, held: Sequence[HeldShard]) -> tuple[int, list[ShardAssignment]]:
         """The number of the offer that is what a receiver holds, and its parts.
 
         Raises `InvalidArgument` with the first difference to the most similar one, and all offers.
@@ -212,14 +214,14 @@ def digest_of(offers: Offers) -> str:
 
 
 def offers_of(
-    held: Mapping[int, Sequence[Held]], sources: Sequence[int], named: Offers | None = None
-) -> list[Offer]:
+    held: Mapping[int, Sequence[HeldShard]], sources: Sequence[int], named: Offers | None = None
+) -> list[ShardOffer]:
     """What receivers outside the job may hold: all, what `named` gives a rank, or what a rank holds.
 
     `held`: of all ranks. Raises `InvalidArgument` if there is nothing to offer, or `named` does not fit.
     """
     whole = whole_of(held, sources)
-    offers = [] if whole is None else [Offer("all of all tensors", WHOLE, whole)]
+    offers = [] if whole is None else [ShardOffer("all of all tensors", WHOLE, whole)]
     if named:
         if whole is None:
             raise InvalidArgument(
@@ -227,13 +229,15 @@ def offers_of(
                 f"cannot offer parts of them: {short(sorted(named))}"
             )
         offers += _named_offers(whole, named)
-    offers += [Offer(f"what rank {rank} holds", rank, held[rank]) for rank in held if rank not in sources]
+    offers += [
+        ShardOffer(f"what rank {rank} holds", rank, held[rank]) for rank in held if rank not in sources
+    ]
     if not offers:
         raise InvalidArgument(
             f"sync: invite: src={list(sources)} do not hold all of each tensor together, and there is no "
             "receiver in the job whose part another one could hold"
         )
-    different: list[Offer] = []
+    different: list[ShardOffer] = []
     contents: list[Any] = []
     for each in offers:
         content = _content(each.held)
@@ -243,10 +247,10 @@ def offers_of(
     return different
 
 
-def _named_offers(whole: Sequence[Held], named: Offers) -> list[Offer]:
+def _named_offers(whole: Sequence[HeldShard], named: Offers) -> list[ShardOffer]:
     """What each rank of each set of layouts holds; tensors without a layout are whole."""
     tensors = {each.name: each for each in whole}
-    found: list[Offer] = []
+    found: list[ShardOffer] = []
     for name, layouts in sorted(named.items()):
         for tensor, layout in layouts.items():
             if tensor not in tensors:
@@ -264,18 +268,18 @@ def _named_offers(whole: Sequence[Held], named: Offers) -> list[Offer]:
         for rank in sorted({rank for layout in layouts.values() for rank in layout.ranks}):
             parts = [_part_of(each, layouts.get(each.name), rank) for each in whole]
             some = [each for each in parts if _is_some(each)]
-            found.append(Offer(f"rank {rank} of {name!r}", WHOLE - 1 - len(found), some))
+            found.append(ShardOffer(f"rank {rank} of {name!r}", WHOLE - 1 - len(found), some))
     return found
 
 
-def _part_of(whole: Held, layout: Layout | None, rank: int) -> Held:
+def _part_of(whole: HeldShard, layout: Layout | None, rank: int) -> HeldShard:
     """What a rank holds of a tensor; of a complex one, whose parts are a last dimension here, both parts."""
     if layout is None:
         return whole
     return held_by(whole.name, layout, rank, whole.dtype, whole.shape[len(layout.shape) :])
 
 
-def write(path: str, invitation: Invitation) -> Callable[[], None]:
+def write(path: str, invitation: EndpointFile) -> Callable[[], None]:
     """Write the file, readable by its owner alone, in place of the one before; returns what removes it.
 
     Raises `InvalidArgument` if it cannot be written.
@@ -308,7 +312,7 @@ def _remove(path: Path, own: tuple[int, int]) -> None:
             path.unlink()
 
 
-def read(path: str) -> Invitation | None:
+def read(path: str) -> EndpointFile | None:
     """The invitation of a file; None if there is no file.
 
     Raises `InvalidArgument` if others than this user may read it, or it is not a whole invitation.
@@ -340,7 +344,7 @@ def read(path: str) -> Invitation | None:
     return _parsed(path, text)
 
 
-def _parsed(path: str, text: bytes) -> Invitation:
+def _parsed(path: str, text: bytes) -> EndpointFile:
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -354,7 +358,7 @@ def _parsed(path: str, text: bytes) -> Invitation:
             f"format {short(found)}"
         )
     try:
-        invitation = Invitation.model_validate_json(text)
+        invitation = EndpointFile.model_validate_json(text)
         for part in invitation.parts:
             part.part()
         for offer in invitation.offers:
@@ -369,7 +373,7 @@ def _parsed(path: str, text: bytes) -> Invitation:
     return invitation
 
 
-def _check(invitation: Invitation) -> None:
+def _check(invitation: EndpointFile) -> None:
     """Raise `ValueError` unless the parts of each offer are the elements of its tensors, from sources."""
     ranks = [each.rank for each in invitation.sources]
     if not ranks or len(set(ranks)) < len(ranks) or len(invitation.secret) != 32:
@@ -401,12 +405,12 @@ def _corners(boxes: Boxes) -> tuple[list[list[int]], list[list[int]]]:
     return boxes.lows.tolist(), boxes.highs.tolist()
 
 
-def _is_some(held: Held) -> bool:
+def _is_some(held: HeldShard) -> bool:
     """Whether it is a tensor or a part of one, and not what a rank lacks."""
     return held.boxes is None or bool(held.boxes.volumes.any())
 
 
-def _tensor(held: Held) -> _Tensor:
+def _tensor(held: HeldShard) -> _Tensor:
     corners = None if held.boxes is None else _corners(held.boxes)
     return _Tensor(name=held.name, shape=tuple(held.shape), dtype=held.dtype, corners=corners)
 
@@ -419,22 +423,22 @@ def _boxes_of(corners: tuple[list[list[int]], list[list[int]]]) -> Boxes:
     return Boxes(lows, highs)
 
 
-def _held(tensor: _Tensor) -> Held:
+def _held(tensor: _Tensor) -> HeldShard:
     """Raises `ValueError` for what no rank can hold."""
     if not isinstance(getattr(torch, tensor.dtype, None), torch.dtype) or min(tensor.shape, default=0) < 0:
         raise ValueError(f"a tensor of shape {list(tensor.shape)}, {tensor.dtype}")
     if tensor.corners is None:
-        return Held(tensor.name, tensor.shape, tensor.dtype)
+        return HeldShard(tensor.name, tensor.shape, tensor.dtype)
     boxes = _boxes_of(tensor.corners)
     if boxes.highs.shape[1] != len(tensor.shape) or (boxes.highs > as_ints(tensor.shape)).any():
         raise ValueError(f"corners of boxes outside of {tensor.name!r}")
-    return Held(tensor.name, tensor.shape, tensor.dtype, boxes)
+    return HeldShard(tensor.name, tensor.shape, tensor.dtype, boxes)
 
 
 _Content = dict[str, tuple[tuple[int, ...], str, frozenset[tuple[int, ...]]]]
 
 
-def _content(held: Sequence[Held]) -> _Content:
+def _content(held: Sequence[HeldShard]) -> _Content:
     """What is held, by name, for comparison: shape, dtype, and the boxes that are not empty, in any order."""
     found: _Content = {}
     for each in held:

@@ -13,9 +13,9 @@ from mcr_plus.core.units import whole_number
 from mcr_plus.errors import BackendError, CommTimeout, InvalidArgument, PeerLost
 from mcr_plus.kernels import delta
 from mcr_plus.rendezvous import stream as links
-from mcr_plus.rendezvous.stream import Ended
+from mcr_plus.rendezvous.stream import StreamClosed
 from mcr_plus.weight_sync import endpoint_file
-from mcr_plus.weight_sync.endpoint_file import Invitation
+from mcr_plus.weight_sync.endpoint_file import EndpointFile
 from mcr_plus.weight_sync.receiver import WeightReceiver
 from mcr_plus.weight_sync.sync import Path, WeightSync, buffers_from
 from mcr_plus.weight_sync.weights import Layouts, Source, Weights
@@ -97,7 +97,7 @@ def _checked(invitation: Path, timeout: float) -> str:
     return os.fspath(invitation)
 
 
-def _answering(path: str, timeout: float) -> Invitation:
+def _answering(path: str, timeout: float) -> EndpointFile:
     """The invitation of the file, once its sources answer; the file may be replaced meanwhile."""
     deadline = time.monotonic() + timeout
     while True:
@@ -121,7 +121,7 @@ def _answering(path: str, timeout: float) -> Invitation:
     )
 
 
-def _silence(invitation: Invitation, deadline: float) -> tuple[int, Exception] | None:
+def _silence(invitation: EndpointFile, deadline: float) -> tuple[int, Exception] | None:
     """The first source that does not answer as one of this invitation, and why; None if all do."""
     for each in invitation.sources:
         error = _trouble((each.host, each.port), invitation.secret, deadline)
@@ -141,6 +141,6 @@ def _trouble(place: tuple[str, int], key: bytes, deadline: float) -> Exception |
             link.close()
     except (OSError, EOFError, BackendError) as error:
         return error
-    except Ended:
+    except StreamClosed:
         return TimeoutError("it says nothing")
     return None

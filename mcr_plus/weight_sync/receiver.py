@@ -20,9 +20,9 @@ from typing import Any, Final
 
 from mcr_plus.errors import BackendError, CommTimeout, McrError, SyncClosed, phrase_ranks
 from mcr_plus.rendezvous import stream as links
-from mcr_plus.rendezvous.patience import logged_waiting
-from mcr_plus.rendezvous.stream import Ended
-from mcr_plus.weight_sync.connection import Answer, Feed
+from mcr_plus.rendezvous.stream import StreamClosed
+from mcr_plus.rendezvous.wait_messages import logged_waiting
+from mcr_plus.weight_sync.connection import SourceAnswer, SourceConnection
 from mcr_plus.weight_sync.weights import Weights
 
 _log = logging.getLogger("mcr_plus")
@@ -60,12 +60,12 @@ class WeightReceiver:
         self._error: McrError | None = None
         self._closed, self._is_in_order = False, True
         self._stats: dict[str, Any] = {"density": 0.0, "bytes": 0, "seconds": 0.0, "pause_seconds": 0.0}
-        self._feeds: list[Feed] = []
+        self._feeds: list[SourceConnection] = []
         for source, (place, buffers) in sources.items():
             held = [self._held[number] for number in buffers]
             own_ends = self._ends if self._feeds else self._ends_or_looks
-            self._feeds.append(Feed(what, source, place, secret, rank, held, own_ends, offer))
-        self._pending: dict[Feed, Future[Answer]] = {}
+            self._feeds.append(SourceConnection(what, source, place, secret, rank, held, own_ends, offer))
+        self._pending: dict[SourceConnection, Future[SourceAnswer]] = {}
         self._helpers: list[threading.Thread] = []
         self._thread = threading.Thread(target=self._fetch_all, name=f"mcr_plus-{what}", daemon=True)
         self._thread.start()
@@ -196,7 +196,7 @@ class WeightReceiver:
                 aim = max(versions) if len(versions) > 1 else 0
                 self._take(answers)
                 kind = links.WAIT if self._is_level else links.POLL
-        except Ended:
+        except StreamClosed:
             is_intended = True
         except McrError as error:
             self._fail(error)
@@ -214,7 +214,7 @@ class WeightReceiver:
             self._error = error
             self._changed.notify_all()
 
-    def _answers(self, kind: int, aim: int) -> dict[Feed, Answer | None]:
+    def _answers(self, kind: int, aim: int) -> dict[SourceConnection, SourceAnswer | None]:
         """The lead's answer to a request, and those of the other sources for the same version.
 
         None for a source of which nothing is needed for that.
@@ -236,9 +236,9 @@ class WeightReceiver:
         rest = {feed: pending[feed].result() if feed in pending else None for feed in others}
         return {lead: first, **rest}
 
-    def _beside(self, feed: Feed, version: int) -> Future[Answer]:
+    def _beside(self, feed: SourceConnection, version: int) -> Future[SourceAnswer]:
         """Fetch a version from one source on another thread."""
-        future: Future[Answer] = Future()
+        future: Future[SourceAnswer] = Future()
 
         def run() -> None:
             try:
@@ -271,14 +271,14 @@ class WeightReceiver:
             )  # fmt: skip
         while self._is_paused:
             if self._ends():
-                raise Ended
+                raise StreamClosed
             for feed in self._feeds:
                 feed.check()
             with self._changed:
                 if self._is_paused:
                     self._changed.wait(0.5)
 
-    def _take(self, answers: Mapping[Feed, Answer | None]) -> None:
+    def _take(self, answers: Mapping[SourceConnection, SourceAnswer | None]) -> None:
         """Apply the answers of all sources for one version."""
         found = [(feed, answer) for feed, answer in answers.items() if answer is not None]
         brings = any(answer.payloads for _, answer in found)

@@ -15,7 +15,7 @@ from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.regions import Boxes, Regions, as_ints, cut_apart, meet_all
 
 
-class Held(NamedTuple):
+class HeldShard(NamedTuple):
     """What a rank holds of a tensor. `shape`: of the whole tensor; `boxes`: None for all of it.
 
     `is_complex`: whether the last dimension, of 2, and the dtype are of the parts of complex numbers.
@@ -39,17 +39,17 @@ class Held(NamedTuple):
         return f"'{self.name}' of shape {list(self.shape)}, {self.dtype}{parts}"
 
 
-def held_by(name: str, layout: Layout, rank: int, dtype: str, tail: Sequence[int] = ()) -> Held:
+def held_by(name: str, layout: Layout, rank: int, dtype: str, tail: Sequence[int] = ()) -> HeldShard:
     """What a rank holds of a tensor by its layout. `tail`: (2,) for a complex tensor."""
     own = layout.pieces(rank)
     lows, highs = (
         np.concatenate([side[own], np.tile(as_ints(ends), (len(own), 1))], axis=1)
         for side, ends in zip(layout.held, ([0] * len(tail), tail), strict=True)
     )
-    return Held(name, (*layout.shape, *tail), dtype, Boxes(lows, highs), is_complex=bool(tail))
+    return HeldShard(name, (*layout.shape, *tail), dtype, Boxes(lows, highs), is_complex=bool(tail))
 
 
-class Part(NamedTuple):
+class ShardAssignment(NamedTuple):
     """Elements of one dtype that a source rank sends to the same receivers, in the order of the buffer.
 
     `boxes`: for each tensor, disjoint boxes, each in row-major order.
@@ -61,7 +61,9 @@ class Part(NamedTuple):
     boxes: list[tuple[str, Boxes]]
 
 
-def parts_of(held: Mapping[int, Sequence[Held]], sources: Sequence[int], of_job: str = "") -> list[Part]:
+def parts_of(
+    held: Mapping[int, Sequence[HeldShard]], sources: Sequence[int], of_job: str = ""
+) -> list[ShardAssignment]:
     """Divide what receivers need among source ranks; the same result from the same arguments on all ranks.
 
     An element that several source ranks hold is sent by the one that has the fewest bytes to send so far.
@@ -72,7 +74,7 @@ def parts_of(held: Mapping[int, Sequence[Held]], sources: Sequence[int], of_job:
             a receiver holds, or no receiver holds any element of a tensor of the sources.
     """
     receivers = [rank for rank in held if rank not in sources]
-    tensors: dict[str, list[tuple[int, Held]]] = {}
+    tensors: dict[str, list[tuple[int, HeldShard]]] = {}
     for rank in (*sources, *receivers):
         for each in held[rank]:
             tensors.setdefault(each.name, []).append((rank, each))
@@ -87,12 +89,12 @@ def parts_of(held: Mapping[int, Sequence[Held]], sources: Sequence[int], of_job:
         for source, needed_by, boxes in _shared(here, there, sent, getattr(torch, first.dtype).itemsize):
             found[source, needed_by, first.dtype].append((name, boxes))
     place = {rank: number for number, rank in enumerate(sources)}
-    return [Part(*key, found[key]) for key in sorted(found, key=lambda key: place[key[0]])]
+    return [ShardAssignment(*key, found[key]) for key in sorted(found, key=lambda key: place[key[0]])]
 
 
-def whole_of(held: Mapping[int, Sequence[Held]], sources: Sequence[int]) -> list[Held] | None:
+def whole_of(held: Mapping[int, Sequence[HeldShard]], sources: Sequence[int]) -> list[HeldShard] | None:
     """All of each tensor that source ranks hold; None if they lack elements. Raises as `parts_of`."""
-    tensors: dict[str, list[tuple[int, Held]]] = {}
+    tensors: dict[str, list[tuple[int, HeldShard]]] = {}
     for rank in sources:
         for each in held[rank]:
             tensors.setdefault(each.name, []).append((rank, each))
@@ -106,7 +108,7 @@ def whole_of(held: Mapping[int, Sequence[Held]], sources: Sequence[int]) -> list
     return found
 
 
-def _agreed(holders: Sequence[tuple[int, Held]], of_job: str = "") -> Held:
+def _agreed(holders: Sequence[tuple[int, HeldShard]], of_job: str = "") -> HeldShard:
     """What is the same on all ranks that hold some of a tensor."""
     rank, first = holders[0]
     for other, held in holders:
@@ -117,7 +119,7 @@ def _agreed(holders: Sequence[tuple[int, Held]], of_job: str = "") -> Held:
     return first
 
 
-def _regions(holders: Sequence[tuple[int, Held]]) -> Regions | None:
+def _regions(holders: Sequence[tuple[int, HeldShard]]) -> Regions | None:
     """The disjoint boxes that some ranks hold of a tensor, with their ranks; None if they hold no element."""
     bounds = [held.bounds for _, held in holders]
     owners = as_ints([rank for (rank, _), boxes in zip(holders, bounds, strict=True) for _ in boxes.lows])
@@ -133,7 +135,7 @@ def _regions(holders: Sequence[tuple[int, Held]]) -> Regions | None:
 
 
 def _match(
-    tensor: Held,
+    tensor: HeldShard,
     here: Regions | None,
     there: Regions | None,
     sources: Sequence[int],

@@ -17,7 +17,7 @@ from mcr_plus.errors import BackendError, InvalidArgument, McrError, PeerLost, p
 from mcr_plus.hosts.acceptor import Acceptor
 from mcr_plus.kernels import delta
 from mcr_plus.rendezvous import stream as links
-from mcr_plus.rendezvous.stream import JOINER, Ended, Link, Payload
+from mcr_plus.rendezvous.stream import JOINER, Payload, StreamClosed, StreamConnection
 from mcr_plus.weight_sync.weights import Weights, combined, digest_of
 
 _log = logging.getLogger("mcr_plus")
@@ -27,7 +27,7 @@ SMALL: Final = 1 << 20
 _RETURNS_WITHIN: Final = 5.0  # seconds in which a receiver connects again
 
 
-class _Step(NamedTuple):
+class _VersionStep(NamedTuple):
     """The payloads that lead from one version to the next, and the digests of that one, for each buffer."""
 
     base: int
@@ -75,7 +75,7 @@ class WeightSource:
         ]
         self._changed = threading.Condition()
         self._encoding = threading.Lock()  # of `_held`
-        self._steps: deque[_Step] = deque()
+        self._steps: deque[_VersionStep] = deque()
         self._kept = 0  # bytes of the payloads of `_steps`
         self._anchors: dict[int, Payload] = {}  # of the version that is held, by buffer
         self._version = self._pushed = 0
@@ -83,7 +83,7 @@ class WeightSource:
         self._error: McrError | None = None
         self._closed, self._is_in_order = False, True
         self.is_last: Callable[[], bool] = lambda: False  # whether the program pushes no more
-        self._links: dict[int, Link] = {}
+        self._links: dict[int, StreamConnection] = {}
         self._lost: dict[int, float] = {}  # rank → since when
         self._joined: dict[int, int] = {}  # of receivers outside the job: the version that each asked from
         self._stats: dict[str, Any] = {
@@ -199,7 +199,7 @@ class WeightSource:
                 nbytes = delta.encode(new, old, wire, versions, self._digests[number], update=True)
                 payloads.append(wire[:nbytes].clone())
                 self._digests[number] = delta.header_of(wire).digest
-            step = _Step(self._version, before, version, [Payload.of(each) for each in payloads])
+            step = _VersionStep(self._version, before, version, [Payload.of(each) for each in payloads])
             with self._changed:
                 self._steps.append(step)
                 self._kept += step.nbytes
@@ -235,7 +235,7 @@ class WeightSource:
 
     def _serve(self, connection: Any) -> None:
         """Answer one receiver until either end closes."""
-        link, rank = Link(connection, self._ends), -1
+        link, rank = StreamConnection(connection, self._ends), -1
         try:
             asks, buffers = self._wanted(link, connection)
             if buffers is None:
@@ -255,7 +255,7 @@ class WeightSource:
                 pass
             if self._forget(rank, link) and rank > JOINER:
                 _log.info("%s: %s has gone", self._what, links.named(rank))
-        except Ended:
+        except StreamClosed:
             self._say_end(link)
         except (OSError, EOFError, BackendError) as error:
             if rank >= 0:
@@ -272,7 +272,7 @@ class WeightSource:
             self._acceptor.admit(connection)
             link.close()
 
-    def _wanted(self, link: Link, connection: Any) -> tuple[int, Sequence[int] | None]:
+    def _wanted(self, link: StreamConnection, connection: Any) -> tuple[int, Sequence[int] | None]:
         """Who asks, and for which buffers; None if it only looked whether the source is there."""
         rank = links.greeted(link, self._secret)
         self._acceptor.admit(connection)
@@ -287,13 +287,13 @@ class WeightSource:
             raise BackendError(f"{links.named(rank)} is not one of the receivers {sorted(self._receivers)}")
         return rank, self._receivers[rank]
 
-    def _say_end(self, link: Link, how: int = 0) -> None:
-        with contextlib.suppress(OSError, Ended):
+    def _say_end(self, link: StreamConnection, how: int = 0) -> None:
+        with contextlib.suppress(OSError, StreamClosed):
             if link.is_authenticated and not link.is_sending:
                 failed = not self._is_in_order or self._error is not None
                 link.send(links.END, links.FAILED if failed else how)
 
-    def _lose(self, rank: int, link: Link, error: Exception) -> None:
+    def _lose(self, rank: int, link: StreamConnection, error: Exception) -> None:
         with self._changed:
             if not self._forget(rank, link) or self._ends():
                 return
@@ -304,7 +304,7 @@ class WeightSource:
             self._what, links.named(rank), error,
         )  # fmt: skip
 
-    def _forget(self, rank: int, link: Link) -> bool:
+    def _forget(self, rank: int, link: StreamConnection) -> bool:
         """Drop a connection; False if the receiver has another one."""
         with self._changed:
             if self._links.get(rank) is not link:
@@ -314,7 +314,7 @@ class WeightSource:
             self._changed.notify_all()
             return True
 
-    def _answer(self, link: Link, rank: int, buffers: Sequence[int]) -> bool:
+    def _answer(self, link: StreamConnection, rank: int, buffers: Sequence[int]) -> bool:
         """Answer one request; False if it was the last."""
         kind, version, digest, _ = link.receive(0)
         aim = cost = 0
@@ -344,12 +344,12 @@ class WeightSource:
         link.send(links.PAYLOADS, newest, len(payloads), payloads)
         return True
 
-    def _waited(self, link: Link, least: int) -> bool:
+    def _waited(self, link: StreamConnection, least: int) -> bool:
         """Wait for a version; False if the receiver ends the connection before, or its process does."""
         with self._changed:
             while self._version < least:
                 if self._ends() or (self.is_last() and self._version == self._pushed):
-                    raise Ended
+                    raise StreamClosed
                 if link.has_come():
                     return False
                 self._changed.wait(_LOOK_S)

@@ -20,9 +20,9 @@ from mcr_plus.kernels import delta
 from mcr_plus.rendezvous.network import host_address
 from mcr_plus.rendezvous.stream import key_of, listen
 from mcr_plus.weight_sync import endpoint_file
-from mcr_plus.weight_sync.endpoint_file import Invitation, Offers, offers_of
+from mcr_plus.weight_sync.endpoint_file import EndpointFile, Offers, offers_of
 from mcr_plus.weight_sync.receiver import WeightReceiver
-from mcr_plus.weight_sync.shards import Held, Part, parts_of
+from mcr_plus.weight_sync.shards import HeldShard, ShardAssignment, parts_of
 from mcr_plus.weight_sync.source import SMALL, WeightSource
 from mcr_plus.weight_sync.weights import Layouts, Source, Weights, first_difference
 
@@ -268,7 +268,7 @@ def sync(
         if file:
             invitation = None
             if rank == lead:
-                invitation = Invitation.of(tag, time.time(), key, world.timeout, places, found, parts)
+                invitation = EndpointFile.of(tag, time.time(), key, world.timeout, places, found, parts)
             withdraw = _invited(comm, lead, file, invitation)
         assert weights is not None
         weights.lay([part for part in parts if rank == part.source or rank in part.receivers])
@@ -304,7 +304,7 @@ def sync(
 
 
 def buffers_from(
-    parts: Sequence[Part], places: Mapping[int, tuple[str, int]]
+    parts: Sequence[ShardAssignment], places: Mapping[int, tuple[str, int]]
 ) -> dict[int, tuple[tuple[str, int], list[int]]]:
     """Where each source listens, and the numbers of the parts that a receiver gets from it."""
     return {
@@ -313,7 +313,7 @@ def buffers_from(
     }
 
 
-def _needed(parts: Sequence[Part], receiver: int) -> list[int]:
+def _needed(parts: Sequence[ShardAssignment], receiver: int) -> list[int]:
     """The numbers of the parts that a receiver, or an offer, needs."""
     return [number for number, part in enumerate(parts) if receiver in part.receivers]
 
@@ -344,7 +344,7 @@ def _listener(address: str) -> socket.socket:
 
 
 def _invited(
-    comm: Communicator, lead: int, file: str, invitation: Invitation | None
+    comm: Communicator, lead: int, file: str, invitation: EndpointFile | None
 ) -> Callable[[], None] | None:
     """Write the lead's invitation; returns there what removes it. Raises on all ranks if it fails."""
     problem, withdraw = "", None
@@ -387,7 +387,7 @@ class _Answer(NamedTuple):
     place: tuple[str, int] | None
     arguments: tuple[tuple[int, ...], str, str]
     is_whole: bool
-    held: list[Held]
+    held: list[HeldShard]
     nonce: str
     offers: str
 

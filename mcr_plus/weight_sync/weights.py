@@ -15,14 +15,14 @@ from mcr_plus.errors import InvalidArgument, short
 from mcr_plus.kernels.digest import digest
 from mcr_plus.layout.layout import Layout
 from mcr_plus.layout.regions import Boxes, Ints, meet_all
-from mcr_plus.weight_sync.shards import Held, Part, held_by
+from mcr_plus.weight_sync.shards import HeldShard, ShardAssignment, held_by
 
 Source = torch.nn.Module | Mapping[str, torch.Tensor]
 Layouts = Mapping[str, Layout]
 _WIDTHS: Final = (1, 2, 4, 8)
 
 
-class Entry(NamedTuple):
+class TensorIdentity(NamedTuple):
     """A tensor of this rank, to find out whether it is another one later. `placements`: of a DTensor."""
 
     name: str
@@ -38,7 +38,7 @@ class Entry(NamedTuple):
 class Named(NamedTuple):
     """A tensor as it was given, and its bits on this rank: a real tensor, whatever its strides and device."""
 
-    entry: Entry
+    entry: TensorIdentity
     given: torch.Tensor
     local: torch.Tensor
 
@@ -64,7 +64,7 @@ def named_tensors(source: Source) -> list[Named]:
             if place in seen:
                 continue
             seen.add(place)
-        entry = Entry(name, tuple(tensor.shape), dtype_name(tensor.dtype), placements)
+        entry = TensorIdentity(name, tuple(tensor.shape), dtype_name(tensor.dtype), placements)
         assert isinstance(value, torch.Tensor)
         found.append(Named(entry, value, tensor))
     if not found:
@@ -111,7 +111,7 @@ class _Local(NamedTuple):
     `places`: None where the local tensor is the only box. `is_packed`: see `Layout`.
     """
 
-    held: Held
+    held: HeldShard
     places: Ints | None = None
     is_packed: bool = False
 
@@ -162,7 +162,7 @@ class Weights:
         self.dtypes: list[torch.dtype] = []
         self.numel = self.nbytes = 0
 
-    def lay(self, parts: Sequence[Part]) -> None:
+    def lay(self, parts: Sequence[ShardAssignment]) -> None:
         """Have a buffer for each of these parts."""
         self._slices = [[] for _ in self.held]
         number_of = {each.name: number for number, each in enumerate(self.held)}
@@ -232,7 +232,7 @@ def _local(named: Named, layout: Layout | None, rank: int) -> _Local:
     if layout is None:
         if not _is_dtensor(named.given):
             is_complex = named.given.is_complex()
-            return _Local(Held(name, named.entry.shape, named.entry.dtype, is_complex=is_complex))
+            return _Local(HeldShard(name, named.entry.shape, named.entry.dtype, is_complex=is_complex))
         layout = Layout.of(named.given)  # type: ignore[arg-type]
     if layout.is_partial:
         raise InvalidArgument(

@@ -17,7 +17,7 @@ import mcr_plus as mcr
 from mcr_plus.job import init
 from mcr_plus.job.runtime import Runtime
 from mcr_plus.rendezvous import init_connections
-from mcr_plus.rendezvous.init_connections import Presence
+from mcr_plus.rendezvous.init_connections import InitConnections
 
 PROGRAMS = str(Path(__file__).parents[1] / "support" / "restarting.py")
 __all__ = ["folder", "start"]  # fixtures
@@ -50,9 +50,9 @@ def refusing() -> int:
 
     Returns how many presences this rank has begun, or -1 if one is open still.
     """
-    begun, usual = list[Presence](), Presence._enter
+    begun, usual = list[InitConnections](), InitConnections._enter
 
-    def enter(self: Presence, name: str) -> None:
+    def enter(self: InitConnections, name: str) -> None:
         begun.append(self)
         usual(self, name)
 
@@ -60,7 +60,7 @@ def refusing() -> int:
         mock.patch.object(init_connections, "on_one_host", return_value=False),
         mock.patch.object(init_connections, "address_of", return_value="192.0.2.1"),
         mock.patch.object(init_connections, "meeting_address", return_value="127.0.0.1"),
-        mock.patch.object(Presence, "_enter", enter),
+        mock.patch.object(InitConnections, "_enter", enter),
     ):
         told = told_by(lambda: mcr.init(RUN if own_rank() else {**RUN, "backends": ["gloo", "local"]}))
     assert told["error"] == "ConfigError", told

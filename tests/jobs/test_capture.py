@@ -12,7 +12,7 @@ from ranks import run_ranks
 from torch import nn
 
 import mcr_plus as mcr
-from mcr_plus.bucketing.step import Compute, Issue, Need, Ready, Step, Wait
+from mcr_plus.bucketing.step import CapturedStep, ComputeEvent, IssueEvent, NeedEvent, ReadyEvent, WaitEvent
 from mcr_plus.job.init import current
 from mcr_plus.training import wrap as wrapping
 
@@ -50,7 +50,7 @@ class Slow(nn.Module):
         return y
 
 
-def plain(step: Step) -> list[Any]:
+def plain(step: CapturedStep) -> list[Any]:
     return [[role.ranks, [[type(e).__name__, *e] for e in role.events]] for role in step.roles]
 
 
@@ -136,9 +136,9 @@ def check_events(events: list[Any], rank: int, hold: bool, buckets: list[list[st
     ready: dict[str, float] = {}
     passed = 0.0
     for kind, *fields in events:
-        if kind == Compute.__name__:
+        if kind == ComputeEvent.__name__:
             passed += fields[1]
-        elif kind == Ready.__name__:
+        elif kind == ReadyEvent.__name__:
             assert fields[0] not in ready
             assert fields[1:] == [16 * 16 * 4, "float32 cpu"]
             ready[fields[0]] = passed
@@ -150,10 +150,12 @@ def check_events(events: list[Any], rank: int, hold: bool, buckets: list[list[st
     for name in names:
         expected += BACKWARD
         assert expected <= ready[name] <= 2 * expected + 3  # others use the cores too
-    needs = [fields[0] for kind, *fields in events if kind == Need.__name__]
+    needs = [fields[0] for kind, *fields in events if kind == NeedEvent.__name__]
     assert needs == [f"{index}.linear" for index in range(3)]
-    issues = {fields[0]: Issue(*fields) for kind, *fields in events if kind == Issue.__name__}
-    assert [fields[0] for kind, *fields in events if kind == Wait.__name__ and fields[0] not in issues] == []
+    issues = {fields[0]: IssueEvent(*fields) for kind, *fields in events if kind == IssueEvent.__name__}
+    assert [
+        fields[0] for kind, *fields in events if kind == WaitEvent.__name__ and fields[0] not in issues
+    ] == []
     mine = [each for each in issues.values() if each.gradients]
     assert [list(each.gradients) for each in mine] == buckets
     assert all((each.kind, each.tag, *each.group) == ("all_reduce", "gradients", 0, 1) for each in mine)
@@ -167,9 +169,9 @@ def check_events(events: list[Any], rank: int, hold: bool, buckets: list[list[st
     assert len({each.id for each in issues.values()}) == len(issues)
     kinds = [kind for kind, *_ in events]
     if hold:
-        sent = [kinds[at:].index("Issue") for at in range(len(kinds)) if kinds[at] == "Ready"]
+        sent = [kinds[at:].index("IssueEvent") for at in range(len(kinds)) if kinds[at] == "ReadyEvent"]
         assert min(sent) > 0
-        assert kinds.index("Issue") > len(kinds) - 1 - kinds[::-1].index("Ready")
+        assert kinds.index("IssueEvent") > len(kinds) - 1 - kinds[::-1].index("ReadyEvent")
 
 
 def refused() -> list[str]:

@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import mcr_plus as mcr
-from mcr_plus.bucketing.compiled import CompiledCall, Part, blocks
-from mcr_plus.bucketing.step import Ready
+from mcr_plus.bucketing.compiled import CompiledCall, GraphPart, blocks
+from mcr_plus.bucketing.step import ReadyEvent
 from mcr_plus.training import reducer
 from mcr_plus.training import wrap as wrapping
 
@@ -315,10 +315,10 @@ class Slow:
         if self.slow == ("blocks" if self.cuts else "whole"):
             self.ahead += 1.0
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[GraphPart]:
         assert self.cuts == self.places
         return [
-            Part(
+            GraphPart(
                 (str(layer - 1),) if layer else (),
                 (f"{self.prefix}{layer}.weight", f"{self.prefix}{layer}.bias"),
             )
@@ -455,7 +455,7 @@ def captured_compiled(when: str) -> list[Any]:
             steps(3)
         during = len(compiled)
         steps(2)
-        ready = [event.param for event in step.roles[0].events if isinstance(event, Ready)]
+        ready = [event.param for event in step.roles[0].events if isinstance(event, ReadyEvent)]
         return [during, len(compiled), sorted(ready)]
 
 

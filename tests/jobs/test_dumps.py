@@ -15,7 +15,7 @@ from dump_jobs import VICTIM, line_of
 from ranks import run_ranks
 from test_faults import _has_fault_tolerance
 
-from mcr_plus.observe.diagnosis import Place, diagnose
+from mcr_plus.observe.diagnosis import WaitingPlace, diagnose
 from mcr_plus.observe.dumps import read_folder
 from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 
@@ -63,7 +63,7 @@ def _lines(fault: str) -> tuple[str, str]:
     return away, waits
 
 
-def _at(places: list[Place]) -> str:
+def _at(places: list[WaitingPlace]) -> str:
     (place,) = places
     return "" if place.frame is None else f"{place.rank} {place.frame.filename}:{place.frame.line}"
 

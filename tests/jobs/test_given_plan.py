@@ -17,7 +17,7 @@ import mcr_plus as mcr
 from mcr_plus.bucketing import auto_plan
 from mcr_plus.bucketing.auto_plan import AutoPlan, Captured
 from mcr_plus.bucketing.saved import SavedBucket, SavedPlan, digests
-from mcr_plus.bucketing.search import Found
+from mcr_plus.bucketing.search import FoundPlan
 from mcr_plus.bucketing.step import model_hash
 from mcr_plus.config.reader import load
 from mcr_plus.core.kinds import dtype_name
@@ -216,8 +216,8 @@ class Swapping(nn.Module):
 def reordered(plan: str) -> float:
     """Runs on ranks: gradients come in another order in the last passes; how far they are from the means."""
 
-    def apart(_: AutoPlan, captured: Captured, __: Any) -> Found:
-        return Found([(at, at + 1, 0) for at in range(len(captured.order))], 1.0, 0.5, True)
+    def apart(_: AutoPlan, captured: Captured, __: Any) -> FoundPlan:
+        return FoundPlan([(at, at + 1, 0) for at in range(len(captured.order))], 1.0, 0.5, True)
 
     torch.set_num_threads(1)
     worst = 0.0
@@ -307,8 +307,10 @@ def resumed(late: bool) -> list[Any]:
     Returns both reports, and whether the second job went on with a trial; then the same for another model.
     """
 
-    def one_by_one(_: AutoPlan, captured: Captured, libraries: Any) -> Found:
-        return Found([(at, at + 1, at % len(libraries)) for at in range(len(captured.order))], 1.0, 0.5, True)
+    def one_by_one(_: AutoPlan, captured: Captured, libraries: Any) -> FoundPlan:
+        return FoundPlan(
+            [(at, at + 1, at % len(libraries)) for at in range(len(captured.order))], 1.0, 0.5, True
+        )
 
     torch.set_num_threads(1)
     found: list[Any] = []

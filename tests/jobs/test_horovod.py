@@ -10,7 +10,7 @@ from ranks import run_ranks
 
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.horovod import Compression, ProcessSet
-from mcr_plus.horovod.request import Request, disagreement
+from mcr_plus.horovod.request import OperationRequest, disagreement
 from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
@@ -50,18 +50,18 @@ def test_ranks_that_have_not_started_an_operation_are_named(tmp_path: Path) -> N
 
 
 def test_requests_round_trip_through_text() -> None:
-    request = Request(
+    request = OperationRequest(
         'new\nline "é"', "alltoall", ("float32",), ((2, 3),), numbers=(1, 2**40), before=0.1, codec='"fp16"'
     )
     assert "\n" not in request.text
-    assert Request.read(request.text) == request
+    assert OperationRequest.read(request.text) == request
     assert disagreement({0: request, 3: request}) == ""
 
 
 def test_request_without_gradient_matches_dense_or_sparse_requests() -> None:
-    absent = Request("w", "allreduce", ("float32",), ((6, 2),), absent=True)
-    sparse = Request("w", "sparse", ("float32",), ((6, 2),), numbers=(3, 1))
-    dense = Request("w", "allreduce", ("float32",), ((6, 2),))
+    absent = OperationRequest("w", "allreduce", ("float32",), ((6, 2),), absent=True)
+    sparse = OperationRequest("w", "sparse", ("float32",), ((6, 2),), numbers=(3, 1))
+    dense = OperationRequest("w", "allreduce", ("float32",), ((6, 2),))
     assert disagreement({0: absent, 1: sparse}) == ""
     assert disagreement({0: absent, 1: dense}) == ""
     assert "sparse on rank 1" in disagreement({0: dense, 1: sparse})

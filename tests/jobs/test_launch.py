@@ -29,7 +29,7 @@ from mcr_plus.core.c10d import HashStore
 from mcr_plus.errors import LaunchError
 from mcr_plus.launch import commands, loopback, scratch
 from mcr_plus.launch.channels import Channels, RankState
-from mcr_plus.launch.job import Outcome, run_job
+from mcr_plus.launch.job import JobOutcome, run_job
 from mcr_plus.launch.run import explanation, launch
 from mcr_plus.launch.uncaught import description
 from mcr_plus.rendezvous.mpi_launcher import MpiLauncher, mpi_flavour, mpi_usable, parse_version
@@ -432,7 +432,7 @@ def test_an_exception_of_ranks_that_are_slow_to_end_is_shown_once_and_without_wh
         assert not any("runpy" in line for _, line in lines)
         for state in channels.states:
             state.code, state.ended = int(state.rank > 0), time.monotonic()
-        said = explanation(Outcome(tuple(channels.states), 1, None, False, ()), "torch")
+        said = explanation(JobOutcome(tuple(channels.states), 1, None, False, ()), "torch")
         assert len(said) == 2
         assert said[0] == "mcr-plus: ranks 1 and 2 of 3 failed:"
         assert said[1].startswith("  ValueError: x (")
@@ -475,7 +475,7 @@ def test_a_rank_that_raised_is_not_reported_as_killed() -> None:
     killed = RankState(1, code=-signal.SIGTERM, ended=2.0)
     raised.code = -signal.SIGTERM
     assert [raised.ending(), killed.ending()] == ["ended with an exception", "was killed by SIGTERM"]
-    head, *_ = explanation(Outcome((raised,), 1, None, False, ()), "mpi")
+    head, *_ = explanation(JobOutcome((raised,), 1, None, False, ()), "mpi")
     assert head == "mcr-plus: rank 0 of 1 failed: it ended with an exception (MCR_TRACEBACK=1 shows more):"
 
 
@@ -488,7 +488,7 @@ def test_ranks_that_failed_alike_share_a_message() -> None:
         reported(3, "BackendError: rank 0 has left"),
         reported(4, None),
     )
-    assert explanation(Outcome(states, 1, None, False, ()), "mpi") == [
+    assert explanation(JobOutcome(states, 1, None, False, ()), "mpi") == [
         "mcr-plus: ranks 0 and 1 of 5 failed (MCR_TRACEBACK=1 shows more):",
         "  a.py:3, in <module> (rank 0):",
         "      f()",
@@ -899,7 +899,7 @@ def test_no_ranks_is_a_clear_error() -> None:
     ],
 )
 def test_culprit(culprit: RankState, victim: RankState) -> None:
-    outcome = Outcome((victim, culprit), 1, None, False, ())
+    outcome = JobOutcome((victim, culprit), 1, None, False, ())
     assert outcome.culprit is culprit
     assert not outcome.worked
 

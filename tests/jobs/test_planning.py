@@ -23,17 +23,17 @@ import mcr_plus as mcr
 from mcr_plus.bucketing import auto_plan
 from mcr_plus.bucketing import probe as probing
 from mcr_plus.bucketing.auto_plan import AutoPlan, Captured
-from mcr_plus.bucketing.costs import Curve
+from mcr_plus.bucketing.costs import BucketCurve
 from mcr_plus.bucketing.probe import probe
 from mcr_plus.bucketing.saved import SavedBucket, SavedPlan
-from mcr_plus.bucketing.search import Found
+from mcr_plus.bucketing.search import FoundPlan
 from mcr_plus.bucketing.step import model_hash
 from mcr_plus.communicator.costs import expected_us
 from mcr_plus.communicator.gradient_policy import Choice
 from mcr_plus.compression.codec import PayloadCodec, make
 from mcr_plus.compression.scheme_bytes import as_all_reduces
 from mcr_plus.core.message import Signature
-from mcr_plus.fusion.bucket import Cost, Entry
+from mcr_plus.fusion.bucket import BucketEntry, Cost
 from mcr_plus.fusion.options import FuseOptions
 from mcr_plus.observe.record import Record
 from mcr_plus.training import wrap as wrapping
@@ -58,11 +58,11 @@ def linear(latency: float, per_byte: float) -> Cost:
 
 def test_dtypes_are_planned_apart_and_sent_as_they_become_ready() -> None:
     entries = [
-        Entry(0, 100, "float", 0.0),
-        Entry(1, 100, "half", 1.0),
-        Entry(2, 100, "float", 2.0),
-        Entry(3, 100, "half", 3.0),
-        Entry(4, 100, "float", 500.0),
+        BucketEntry(0, 100, "float", 0.0),
+        BucketEntry(1, 100, "half", 1.0),
+        BucketEntry(2, 100, "float", 2.0),
+        BucketEntry(3, 100, "half", 3.0),
+        BucketEntry(4, 100, "float", 500.0),
     ]
     plan = earliest(entries, {"float": linear(10.0, 0.01), "half": linear(1000.0, 0.01)}, 1)
     assert [bucket.members for bucket in plan] == [(0, 2), (1, 3), (4,)]
@@ -282,8 +282,10 @@ def tried(slow: str, codecs: list[str]) -> dict[str, Any]:
         """Leave out what other work on the machine has added to a pass that was not delayed."""
         return after(plan, began, ready, computed, ended if delays else min(ended, began + 0.01), order)
 
-    def apart(captured: Captured, libraries: Any) -> Found:  # whatever is better, so that plans differ
-        return Found([(at, at + 1, at % len(libraries)) for at in range(len(captured.order))], 1.0, 0.5, True)
+    def apart(captured: Captured, libraries: Any) -> FoundPlan:  # whatever is better, so that plans differ
+        return FoundPlan(
+            [(at, at + 1, at % len(libraries)) for at in range(len(captured.order))], 1.0, 0.5, True
+        )
 
     fuse = {"plan": "auto", "codecs": codecs}
     stages: list[dict[str, Any]] = [{"fuse": fuse}, {"compress": {}}, {"select": {}}, {"dispatch": {}}]
@@ -363,8 +365,8 @@ def hierarchically() -> dict[str, Any]:
         {"fuse": {"plan": "auto"}}, {"hierarchical": nodes}, {"select": {}}, {"dispatch": {}},
     ]  # fmt: skip
 
-    def by_pipeline(plan: AutoPlan, captured: Captured, choices: Sequence[Choice]) -> Found:
-        return Found([(0, len(captured.order), choices.index(Choice()))], 1.0, 0.0, True)
+    def by_pipeline(plan: AutoPlan, captured: Captured, choices: Sequence[Choice]) -> FoundPlan:
+        return FoundPlan([(0, len(captured.order), choices.index(Choice()))], 1.0, 0.0, True)
 
     with (
         mcr.init({"version": 1, "backends": ["gloo"], "pipeline": stages}) as comm,
@@ -424,13 +426,13 @@ def test_ranks_agree_on_a_plan_and_its_libraries() -> None:
 def test_prediction_for_buckets_by_size_uses_the_library_of_the_capture() -> None:
     sizes = np.array([1e3, 1e6])
     curves = {
-        Choice("quick"): Curve(sizes, np.array([0.001, 0.002]), np.zeros(2)),
-        Choice("slow"): Curve(sizes, np.array([0.1, 0.2]), np.zeros(2)),
-        Choice("quick", "bf16"): Curve(sizes, np.array([1e-4, 2e-4]), np.zeros(2)),
+        Choice("quick"): BucketCurve(sizes, np.array([0.001, 0.002]), np.zeros(2)),
+        Choice("slow"): BucketCurve(sizes, np.array([0.1, 0.2]), np.zeros(2)),
+        Choice("quick", "bf16"): BucketCurve(sizes, np.array([1e-4, 2e-4]), np.zeros(2)),
     }
     nothing: Any = None
     plan = AutoPlan(
-        nothing, [Entry(0, 1000, "float", 0.0)], 8, FuseOptions(), curves, 8, ["weight"], ["slow"]
+        nothing, [BucketEntry(0, 1000, "float", 0.0)], 8, FuseOptions(), curves, 8, ["weight"], ["slow"]
     )
     captured = Captured([0], [1.0], 1.0)
     assert plan.course(captured, [((0,), Choice())]).ends.tolist() == pytest.approx([1.001])
@@ -523,7 +525,7 @@ def given_up(why: str) -> tuple[list[Any], list[int], float]:
     Returns whether a trial goes on after each pass, the buckets of each, and the largest error of gradients.
     """
 
-    def fails(*_: Any) -> Found:
+    def fails(*_: Any) -> FoundPlan:
         raise MemoryError("so many gradients")
 
     torch.set_num_threads(1)
@@ -573,7 +575,7 @@ def left_out() -> list[str]:
     ]
     said = []
     for buckets in ([(0, 3, 0)], [(0, 3, 0), (2, 4, 0)]):
-        found = Found(buckets, 1.0, 0.5, True)
+        found = FoundPlan(buckets, 1.0, 0.5, True)
         with (
             mcr.init({"version": 1, "backends": ["gloo"], "pipeline": stages}),
             patch.object(AutoPlan, "_searched", lambda *_, found=found: found),
@@ -620,9 +622,9 @@ def irregular() -> list[Any]:
     this rank has sent them, and how far gradients are from the means of what the ranks have computed.
     """
 
-    def apart(_: AutoPlan, captured: Captured, libraries: Any) -> Found:
+    def apart(_: AutoPlan, captured: Captured, libraries: Any) -> FoundPlan:
         pairs = pairwise([0, 1, 4, len(captured.order)])
-        return Found([(a, b, n % len(libraries)) for n, (a, b) in enumerate(pairs)], 1.0, 0.5, True)
+        return FoundPlan([(a, b, n % len(libraries)) for n, (a, b) in enumerate(pairs)], 1.0, 0.5, True)
 
     torch.set_num_threads(1)
     stages: list[dict[str, Any]] = [

@@ -16,7 +16,7 @@ from ranks import run_ranks
 from torch import nn
 from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile, schedule
 
-from mcr_plus.bucketing.step import Compute, Issue, Ready, Wait
+from mcr_plus.bucketing.step import ComputeEvent, IssueEvent, ReadyEvent, WaitEvent
 from mcr_plus.bucketing.traces import load_step
 
 SLEEP = 0.02
@@ -111,24 +111,24 @@ def check(step: Any, longest: list[float]) -> None:
     assert step.seconds > LAYERS * SLEEP + LATE
     sizes = [4 * WIDTH, 4 * WIDTH * WIDTH] * LAYERS
     for rank, role in enumerate(step.roles):
-        ready = [each for each in role.events if isinstance(each, Ready)]
+        ready = [each for each in role.events if isinstance(each, ReadyEvent)]
         assert [each.nbytes for each in ready] == sizes
         assert {each.like for each in ready} == {"float32 cpu"}
-        issues = [each for each in role.events if isinstance(each, Issue)]
+        issues = [each for each in role.events if isinstance(each, IssueEvent)]
         assert [(each.kind, each.nbytes, each.group) for each in issues] == [
             ("all_reduce", sum(sizes), (0, 1)), ("all_reduce", 4000, (0, 1)), ("all_gather", 400, (0, 1)),
             ("recv" if rank else "send", 20, (0, 1)),
         ]  # fmt: skip
         assert issues[0].gradients == tuple(each.param for each in ready)
-        assert sorted(each.id for each in role.events if isinstance(each, Wait)) == sorted(
+        assert sorted(each.id for each in role.events if isinstance(each, WaitEvent)) == sorted(
             each.id for each in issues
         )
         # Rank 0 waits for rank 1, which counts neither as its computing nor as communication.
         computed = 0.0
         for each in role.events:
-            if isinstance(each, Ready):
+            if isinstance(each, ReadyEvent):
                 break
-            computed += each.seconds if isinstance(each, Compute) else 0.0
+            computed += each.seconds if isinstance(each, ComputeEvent) else 0.0
         slept = LAYERS * SLEEP + rank * LATE
         assert slept <= computed < longest[rank] + LATE
         assert all(each.seconds is not None for each in issues)

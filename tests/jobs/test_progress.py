@@ -24,7 +24,7 @@ from mcr_plus.engine.closing import drain
 from mcr_plus.engine.disabled_backends import refuse_if_off
 from mcr_plus.engine.engine import Engine
 from mcr_plus.engine.group_state import BackendChannel, GroupState
-from mcr_plus.engine.operation import Operation
+from mcr_plus.engine.operation import BoundOperation
 from mcr_plus.engine.work import IssuedWork
 from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 from mcr_plus.rendezvous.processes import Peers
@@ -264,7 +264,7 @@ def test_running_poll_loop_stops_when_its_library_is_disabled(when: int) -> None
 
     signature = Signature("all_reduce", torch.float32, (4,), 16, "world", 1, reduce_op="SUM", backend="lost")
     state, channel = GroupState(group, GroupBoard()), BackendChannel(nobody, nobody)
-    operation = Operation(
+    operation = BoundOperation(
         signature, lambda message: poll, engine, state, channel, channel=nobody, on_stream=False, spins=100,
         burst=range(10), timeout=30.0,
     )  # fmt: skip
@@ -299,7 +299,7 @@ def test_operations_in_place_share_a_message_but_not_while_it_is_in_use() -> Non
 
         return poll
 
-    operation = Operation(
+    operation = BoundOperation(
         signature, start, engine, GroupState(group, GroupBoard()), BackendChannel(nobody, nobody),
         channel=nobody, on_stream=False, spins=100, burst=range(10), timeout=30.0,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from redistributions import bad_calls
 
 import mcr_plus as mcr
 from mcr_plus.layout.plan import costs_of
-from mcr_plus.layout.program import Costs
+from mcr_plus.layout.program import MessageCosts
 from mcr_plus.layout.survey import survey
 from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 
@@ -172,7 +172,7 @@ def test_costs_of_messages_and_bytes_are_those_of_the_table(tmp_path: Path) -> N
     for table in (str(file), None):
         for rank, result in enumerate(run_ranks(costs_by, ranks, args=[table], via="torch")):
             costs, found = result.value
-            expected = Costs(alpha, beta, send=3 * alpha) if table else Costs()
+            expected = MessageCosts(alpha, beta, send=3 * alpha) if table else MessageCosts()
             assert costs == pytest.approx(list(expected), rel=1e-3)
             assert found == np.array_split(whole, [2, 4], axis=1)[rank].ravel().tolist()
 

@@ -21,10 +21,10 @@ from steps import step_of
 import mcr_plus as mcr
 import mcr_plus.tuning.replay as replaying
 from mcr_plus.bucketing.saved import SavedBucket, SavedPlan
-from mcr_plus.bucketing.step import Compute, Issue, Role, Step, Wait
+from mcr_plus.bucketing.step import CapturedStep, ComputeEvent, IssueEvent, Role, WaitEvent
 from mcr_plus.config.document import write_text
 from mcr_plus.tuning.operations import BenchCase, OpUnderTest
-from mcr_plus.tuning.replay import Replay, Request, _Clock, run
+from mcr_plus.tuning.replay import Replay, ReplayRequest, _ReplayClock, run
 
 STAGES: list[dict[str, Any]] = [{"fuse": {}}, {"select": {}}, {"dispatch": {}}]
 GRADIENTS = [("head.bias", 40, 0.004), ("head.weight", 4000, 0.006), ("body.0.weight", 80_000, 0.01)]
@@ -43,7 +43,7 @@ def sent(path: str) -> list[Any]:
 
     setattr(replaying, "OpUnderTest", Seen)  # noqa: B010 - mypy
     with mcr.init({"version": 1, "backends": ["gloo"], "pipeline": STAGES}) as comm:
-        replay = Replay(Step.load(path), comm, "sleep")
+        replay = Replay(CapturedStep.load(path), comm, "sleep")
         if any(True for _ in replay.model.parameters()):
             mcr.wrap(replay.model, torch.optim.SGD(replay.model.parameters(), lr=0.0))
         for _ in range(2):
@@ -56,9 +56,9 @@ def sent(path: str) -> list[Any]:
 def replayed(path: str, config: str | None) -> list[Any]:
     """Runs on ranks: the answer of rank 0 (None on others), and the operations of one more step."""
     answer = Path(path).with_name("answer.json")
-    run(Request(path, str(answer), config, "sleep", 5))
+    run(ReplayRequest(path, str(answer), config, "sleep", 5))
     with mcr.init() as comm:
-        replay = Replay(Step.load(path), comm, "sleep")
+        replay = Replay(CapturedStep.load(path), comm, "sleep")
         with mcr.record() as log:
             replay.step()
         operations = [(record.kind, record.bytes) for record in log.records]
@@ -88,16 +88,16 @@ def test_operations_of_the_program_keep_kind_group_and_size(tmp_path: Path) -> N
     """Two ranks of one host and their copies: an exchange of all, and one of pairs."""
     everyone = (0, 1)
     events = (
-        Compute("forward", 0.001),
-        Issue(0, "all_to_all", 4096, everyone, "moe"),
-        Compute("forward", 0.001),
-        Wait(0),
-        Issue(1, "all_gather_v", 1024, everyone),
-        Wait(1),
-        Issue(2, "made_up", 8, everyone),
-        Wait(2),
+        ComputeEvent("forward", 0.001),
+        IssueEvent(0, "all_to_all", 4096, everyone, "moe"),
+        ComputeEvent("forward", 0.001),
+        WaitEvent(0),
+        IssueEvent(1, "all_gather_v", 1024, everyone),
+        WaitEvent(1),
+        IssueEvent(2, "made_up", 8, everyone),
+        WaitEvent(2),
     )
-    step = Step(2, 1, "0" * 16, 0.003, 0.0, (Role(everyone, events),))
+    step = CapturedStep(2, 1, "0" * 16, 0.003, 0.0, (Role(everyone, events),))
     step.save(tmp_path / "step.json")
     for ranks in (2, 3):  # the step of one group of equal ranks fits any number
         results = run_ranks(replayed, ranks, args=[str(tmp_path / "step.json"), None])
@@ -106,8 +106,8 @@ def test_operations_of_the_program_keep_kind_group_and_size(tmp_path: Path) -> N
             assert kinds == ["all_to_all", "all_gather", "barrier"]
             sizes = dict(result.value[1])
             assert sizes["all_to_all"] <= 4096 < sizes["all_to_all"] + 4 * ranks
-    halves = (Role((0,), events[:1]), Role((1,), (Compute("other", 0.002),)))
-    uneven = Step(2, 1, "0" * 16, 0.003, 0.0, halves)
+    halves = (Role((0,), events[:1]), Role((1,), (ComputeEvent("other", 0.002),)))
+    uneven = CapturedStep(2, 1, "0" * 16, 0.003, 0.0, halves)
     uneven.save(tmp_path / "uneven.json")
     with pytest.raises(AssertionError, match="multiple of the 2 captured ranks"):
         run_ranks(replayed, 3, args=[str(tmp_path / "uneven.json"), None])
@@ -117,20 +117,23 @@ def test_messages_go_from_one_rank_to_the_other_in_every_copy(tmp_path: Path) ->
     """A pipeline of two stages: activations one way, their gradients the other; and two copies of it."""
     there, back = (0, 1), (1, 0)
     first = (
-        Compute("forward", 0.001), Issue(0, "send", 400, there), Wait(0),
-        Issue(1, "recv", 400, back), Wait(1), Compute("backward", 0.001),
+        ComputeEvent("forward", 0.001), IssueEvent(0, "send", 400, there), WaitEvent(0),
+        IssueEvent(1, "recv", 400, back), WaitEvent(1), ComputeEvent("backward", 0.001),
     )  # fmt: skip
     second = (
-        Issue(0, "recv", 400, there), Wait(0), Compute("both", 0.001), Issue(1, "send", 400, back), Wait(1),
+        IssueEvent(0, "recv", 400, there), WaitEvent(0), ComputeEvent("both", 0.001),
+        IssueEvent(1, "send", 400, back), WaitEvent(1),
     )  # fmt: skip
-    Step(2, 1, "0" * 16, 0.003, 0.0, (Role((0,), first), Role((1,), second))).save(tmp_path / "step.json")
+    CapturedStep(2, 1, "0" * 16, 0.003, 0.0, (Role((0,), first), Role((1,), second))).save(
+        tmp_path / "step.json"
+    )
     for ranks in (2, 4):
         results = run_ranks(replayed, ranks, args=[str(tmp_path / "step.json"), None], via="torch")
         for rank, result in enumerate(results):
             kinds = ["send", "recv"] if rank % 2 == 0 else ["recv", "send"]
             assert result.value[1] == [[kind, 400] for kind in kinds]
-    anyone = (Issue(0, "recv", 400, (0,)), Wait(0))
-    Step(2, 1, "0" * 16, 0.003, 0.0, (Role((0, 1), anyone),)).save(tmp_path / "any.json")
+    anyone = (IssueEvent(0, "recv", 400, (0,)), WaitEvent(0))
+    CapturedStep(2, 1, "0" * 16, 0.003, 0.0, (Role((0, 1), anyone),)).save(tmp_path / "any.json")
     with pytest.raises(AssertionError, match="a message without two ends"):
         run_ranks(replayed, 2, args=[str(tmp_path / "any.json"), None], via="torch")
 
@@ -140,7 +143,7 @@ def test_the_outcome_of_a_pass_is_sent_once(tmp_path: Path) -> None:
     whole = (0, 1)
     step = step_of(GRADIENTS, forward=0.002, seconds=0.001)
     (role,) = step.roles
-    outcome = (Issue(7, "all_reduce", 20, whole, "gradients"), Wait(7))
+    outcome = (IssueEvent(7, "all_reduce", 20, whole, "gradients"), WaitEvent(7))
     events = (*role.events[:-1], *outcome, role.events[-1])
     replace(step, roles=(Role(whole, events),)).save(tmp_path / "step.json")
     first, _ = run_ranks(sent, 2, args=[str(tmp_path / "step.json")], via="torch")
@@ -150,12 +153,12 @@ def test_the_outcome_of_a_pass_is_sent_once(tmp_path: Path) -> None:
 def test_operations_have_the_tag_and_the_dtype_of_the_program(tmp_path: Path) -> None:
     whole = (0, 1)
     events = (
-        Issue(0, "all_to_all", 4096, whole, "moe.dispatch", dtype="bfloat16"),
-        Wait(0),
-        Issue(1, "all_gather", 4096, whole, "tp"),
-        Wait(1),
+        IssueEvent(0, "all_to_all", 4096, whole, "moe.dispatch", dtype="bfloat16"),
+        WaitEvent(0),
+        IssueEvent(1, "all_gather", 4096, whole, "tp"),
+        WaitEvent(1),
     )
-    Step(2, 1, "0" * 16, 0.003, 0.0, (Role(whole, events),)).save(tmp_path / "step.json")
+    CapturedStep(2, 1, "0" * 16, 0.003, 0.0, (Role(whole, events),)).save(tmp_path / "step.json")
     for result in run_ranks(sent, 2, args=[str(tmp_path / "step.json")], via="torch"):
         assert result.value == [
             [["all_to_all", 4096, "moe.dispatch"], ["all_gather", 4096, "tp"]], ["bfloat16", "float32"],
@@ -172,7 +175,7 @@ def test_rests_end_when_they_are_due(monkeypatch: pytest.MonkeyPatch) -> None:
         now += seconds + 0.0002  # late, as every sleep
 
     monkeypatch.setattr(replaying, "time", SimpleNamespace(perf_counter=lambda: now, sleep=sleep))
-    clock = _Clock("sleep")
+    clock = _ReplayClock("sleep")
     for _ in range(100):
         clock.rest(0.001)
         now += 0.0003

@@ -20,7 +20,7 @@ from mcr_plus.backends import backend_class
 from mcr_plus.backends.mpi import backend as mpi
 from mcr_plus.backends.mpi.contexts import Contexts
 from mcr_plus.config import reader as configuration
-from mcr_plus.engine.operation import Operation
+from mcr_plus.engine.operation import BoundOperation
 from mcr_plus.job.init import current
 from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 
@@ -168,7 +168,7 @@ def truncated() -> dict[str, Any]:
     broken = group.all_reduce(torch.ones(3), async_op=True, backend="mpi", tag="broken")
     assert broken is not None
     broken.wait()
-    bound: list[Operation] = [
+    bound: list[BoundOperation] = [
         each
         for each in world._runtime.engine.bound
         if each.signature.tag == "broken" and each.signature.group == group.name

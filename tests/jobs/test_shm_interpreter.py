@@ -21,7 +21,15 @@ from mcr_plus.backends.shm.interpreter import Interpreter
 from mcr_plus.core.c10d import HashStore
 from mcr_plus.core.group import Group
 from mcr_plus.errors import BackendUnavailable, LaunchError, PeerLost
-from mcr_plus.msccl.algorithm import OPERATIONS, RECEIVES, SENDS, Chunks, Program, Step, ThreadBlock
+from mcr_plus.msccl.algorithm import (
+    OPERATIONS,
+    RECEIVES,
+    SENDS,
+    AlgorithmStep,
+    Chunks,
+    RankProgram,
+    ThreadBlock,
+)
 from mcr_plus.rendezvous.watched_store import WatchedStore
 
 SHARED = Path("/dev/shm")
@@ -37,8 +45,8 @@ def test_results(ranks: int) -> None:
 def test_every_operation_has_a_number_and_flags_for_receiving_and_sending() -> None:
     assert sorted(words.NUMBERS) == sorted(OPERATIONS)
     assert len(set(words.NUMBERS.values())) == len(OPERATIONS)
-    steps = [Step(operation, Chunks("i", 0), Chunks("o", 0)) for operation in OPERATIONS]
-    program = Program(1, 1, 0, (ThreadBlock(1, 1, 0, tuple(steps)),))
+    steps = [AlgorithmStep(operation, Chunks("i", 0), Chunks("o", 0)) for operation in OPERATIONS]
+    program = RankProgram(1, 1, 0, (ThreadBlock(1, 1, 0, tuple(steps)),))
     state = np.zeros(words.HEAD + words.BLOCK + len(steps) * words.STEP, np.int64)
     of_two: Any = SimpleNamespace(_segment=SimpleNamespace(shape=jobs.small(2), base=0, rank=0), _skip=0)
     Interpreter._write_program(of_two, state, program)

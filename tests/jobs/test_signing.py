@@ -31,7 +31,7 @@ from mcr_plus.board.store import StoreBoard
 from mcr_plus.core.c10d import HashStore, PrefixStore, Store, TCPStore, put
 from mcr_plus.errors import LaunchError
 from mcr_plus.rendezvous.mpi_launcher import mpi_usable
-from mcr_plus.rendezvous.signing import Offer, SignedStore, address_of, read_offer, seal, unseal
+from mcr_plus.rendezvous.signing import SecretOffer, SignedStore, address_of, read_offer, seal, unseal
 from mcr_plus.rendezvous.store import signed_part
 from mcr_plus.rendezvous.watched_store import unwatched
 
@@ -87,7 +87,7 @@ def test_names_are_signed_with_their_values() -> None:
 
 
 def test_a_secret_is_read_from_processes_of_the_same_user_only() -> None:
-    offer = Offer()
+    offer = SecretOffer()
     assert read_offer(offer.place) == offer.secret
     assert read_offer(offer.place) == offer.secret  # and by the next one
     something_else = os.memfd_create("mcr_plus", 0)
@@ -109,7 +109,7 @@ def test_a_secret_of_another_user_is_refused() -> None:
     child = os.fork()
     if child == 0:
         os.setuid(OTHERS)
-        os.write(place[1], Offer().place.encode())
+        os.write(place[1], SecretOffer().place.encode())
         os.read(done[0], 1)
         os._exit(0)
     try:

@@ -20,10 +20,10 @@ from ranks import RankResult, Via, nursery, run_ranks
 from two_hosts import TwoHosts, why_not
 
 import mcr_plus as mcr
-from mcr_plus.hosts.exchange import HOSTS
+from mcr_plus.hosts.page_exchange import HOSTS
 from mcr_plus.observe import job_status as survey_module
 from mcr_plus.observe.findings import findings
-from mcr_plus.observe.job_status import Job, Member, survey
+from mcr_plus.observe.job_status import Member, ObservedJob, survey
 from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 
 LIMIT_S = 60.0
@@ -61,16 +61,16 @@ def awaited(look: Callable[[], Any], is_it: Callable[[Any], bool], job: Future[A
     return found
 
 
-def job_of(pid: int) -> Job:
+def job_of(pid: int) -> ObservedJob:
     return survey(pid).jobs[0]
 
 
-def waiting_in(job: Job, tag: str, rank: int) -> bool:
+def waiting_in(job: ObservedJob, tag: str, rank: int) -> bool:
     member = job.member(rank)
     return member.state == "waiting" and tag in member.waits[0].operation and member.waits[0].seconds > 0.05
 
 
-def idle(job: Job, rank: int) -> bool:
+def idle(job: ObservedJob, rank: int) -> bool:
     """Whether the latest picture of a rank, drawn twice a second, shows it where it idles."""
     line = job.member(rank).line
     return job.member(rank).state == "outside" and line is not None and line.function == "idles"
@@ -112,7 +112,7 @@ def test_jobs_that_hang_and_one_that_does_not(tmp_path: Path, via: Via) -> None:
         assert [result.value for result in job.result()] == [True] * 3
 
 
-def of_mine(by_rank: list[int]) -> list[Job]:
+def of_mine(by_rank: list[int]) -> list[ObservedJob]:
     return [job for job in survey().jobs if any(member.pid in by_rank for member in job.members)]
 
 
@@ -194,7 +194,7 @@ def check_message(by_rank: list[int], running: Future[Any]) -> None:
 
 
 def check_healthy(by_rank: list[int], running: Future[Any]) -> None:
-    def busy(job: Job) -> bool:
+    def busy(job: ObservedJob) -> bool:
         groups = [next(group for group in member.groups if group.name == "world") for member in job.members]
         is_busy = all(group.operations_per_s > 10 and "healthy" in group.last for group in groups)
         # Where other work has the cores, a rank may wait for a second now and then, which is a finding.

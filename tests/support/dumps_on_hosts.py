@@ -19,7 +19,7 @@ from hanging import idles
 from losing import written
 
 import mcr_plus as mcr
-from mcr_plus.hosts.exchange import HOSTS
+from mcr_plus.hosts.page_exchange import HOSTS
 from mcr_plus.observe import job_status
 from mcr_plus.observe.remote_dump import demand_dumps
 

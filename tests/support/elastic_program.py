@@ -66,7 +66,7 @@ def watch_precopy(plan: dict[str, Any], places: set[str], sent: list[int]) -> No
     """
     send, receive, broadcast = state_stream.send, state_stream.receive, transfer.broadcast_tensors
 
-    def slow_send(link: Any, secret: bytes, name: str, message: state_stream.Message) -> None:
+    def slow_send(link: Any, secret: bytes, name: str, message: state_stream.StateMessage) -> None:
         send(link, secret, name, message)
         if message.kind == state_stream.COPY:
             Path(plan["folder"], "giving").touch()

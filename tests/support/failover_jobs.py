@@ -25,9 +25,8 @@ from mcr_plus.core.message import Message, Signature
 from mcr_plus.core.sockets import shut_down
 from mcr_plus.job.init import current
 from mcr_plus.reliability.failover import channel as failover
-from mcr_plus.reliability.failover import kept as kept_operations
-from mcr_plus.reliability.failover import notices, reinstate
-from mcr_plus.reliability.failover.kept import Kept
+from mcr_plus.reliability.failover import kept_operations, notices, reinstate
+from mcr_plus.reliability.failover.kept_operations import KeptOperations
 
 KINDS = ("all_reduce", "all_gather", "broadcast", "reduce_scatter", "all_to_all", "reduce", "all_to_all_v")
 
@@ -389,7 +388,7 @@ def ahead_by_a_pass(backends: list[str], way: str) -> dict[str, Any]:
         channel = [each for each in _failovers() if each.slot.backend.name == backends[0]][-1]
         if way.startswith("DDP"):
             channel = channel_of(backends[0])
-        is_late, bind, copy = [False], channel._own.bind, Kept.copied
+        is_late, bind, copy = [False], channel._own.bind, KeptOperations.copied
 
         def late(signature: Signature) -> Start:
             start = bind(signature)
@@ -400,13 +399,13 @@ def ahead_by_a_pass(backends: list[str], way: str) -> dict[str, Any]:
 
             return begun
 
-        def noted(kept: Kept, tensor: torch.Tensor) -> torch.Tensor | bytes:
+        def noted(kept: KeptOperations, tensor: torch.Tensor) -> torch.Tensor | bytes:
             copied.append(tensor.nbytes)
             return copy(kept, tensor)
 
         patch.setattr(channel._own, "bind", late)
         patch.setattr(kept_operations, "_MOST_BYTES", 1024)
-        patch.setattr(Kept, "copied", noted)
+        patch.setattr(KeptOperations, "copied", noted)
         wrong: list[tuple[int, str]] = []
         for number in range(PASSES):
             optimizer.zero_grad(set_to_none="zeroed" not in way)

@@ -38,9 +38,9 @@ from mcr_plus.tables.statistics import Timing
 from mcr_plus.tuning.build_table import build_table
 from mcr_plus.tuning.measurements import MeasurementFile, Sample, median_of_repeats
 from mcr_plus.tuning.operations import BenchCase
-from mcr_plus.tuning.plan import Request
+from mcr_plus.tuning.plan import TableRequest
 from mcr_plus.weight_sync import endpoint_file
-from mcr_plus.weight_sync.shards import Held, Part
+from mcr_plus.weight_sync.shards import HeldShard, ShardAssignment
 
 _DEEP: Final = 3_000
 _ODD: Final[tuple[Any, ...]] = (
@@ -352,10 +352,12 @@ def _samples(folder: Path) -> bytes:
 
 
 def _invitation(folder: Path) -> bytes:
-    whole = [Held("w", (8, 4), "float32"), Held("b", (3,), "bfloat16")]
-    parts = [Part(0, (endpoint_file.WHOLE,), each.dtype, [(each.name, each.bounds)]) for each in whole]
-    offers = [endpoint_file.Offer("all of all tensors", endpoint_file.WHOLE, whole)]
-    made = endpoint_file.Invitation.of("t", 1.0, b"k" * 32, 10.0, {0: ("127.0.0.1", 1234)}, offers, parts)
+    whole = [HeldShard("w", (8, 4), "float32"), HeldShard("b", (3,), "bfloat16")]
+    parts = [
+        ShardAssignment(0, (endpoint_file.WHOLE,), each.dtype, [(each.name, each.bounds)]) for each in whole
+    ]
+    offers = [endpoint_file.ShardOffer("all of all tensors", endpoint_file.WHOLE, whole)]
+    made = endpoint_file.EndpointFile.of("t", 1.0, b"k" * 32, 10.0, {0: ("127.0.0.1", 1234)}, offers, parts)
     return made.model_dump_json(exclude_none=True).encode()
 
 
@@ -363,7 +365,7 @@ def _read_invitation(path: Path) -> None:
     path.chmod(0o600)
     found = endpoint_file.read(str(path))
     assert found is not None
-    found.choose([Held("w", (8, 4), "float32"), Held("b", (3,), "bfloat16")])
+    found.choose([HeldShard("w", (8, 4), "float32"), HeldShard("b", (3,), "bfloat16")])
 
 
 def _text(text: str) -> Callable[[Path], bytes]:
@@ -435,7 +437,7 @@ def _use_samples(path: Path) -> None:
     found = MeasurementFile(path, _HERE, fresh=False).samples
     if not any(each.timing and each.candidate in ("mpi", "gloo") for each in found):
         return
-    request = Request(("all_reduce",), 8, 8, 2, ("mpi", "gloo"), asynchronous=False)
+    request = TableRequest(("all_reduce",), 8, 8, 2, ("mpi", "gloo"), asynchronous=False)
     build_table(request, median_of_repeats(found), _HERE, 1)
 
 

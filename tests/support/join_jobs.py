@@ -22,8 +22,8 @@ from sync_layout_jobs import SOURCES, layouts_of, same, state_of, wholes
 from sync_layout_jobs import step as step_to
 
 import mcr_plus as mcr
-from mcr_plus.rendezvous.stream import Link
-from mcr_plus.weight_sync.connection import Feed
+from mcr_plus.rendezvous.stream import StreamConnection
+from mcr_plus.weight_sync.connection import SourceConnection
 
 LARGE = 4_000_037
 SHORT = 5_003  # its messages with all weights are no windows of exponents
@@ -211,15 +211,15 @@ def serves(folder: str, numel: int, count: int, name: str) -> dict[str, Any]:
 
 def dies(folder: str, numel: int, pulls: int) -> None:
     """SIGKILL itself in the middle of a message with all weights, after so many versions."""
-    fill, is_next = Link.fill, False
+    fill, is_next = StreamConnection.fill, False
 
-    def killed(self: Link, space: memoryview, *args: Any) -> None:
+    def killed(self: StreamConnection, space: memoryview, *args: Any) -> None:
         if is_next and len(space) > 1 << 20:
             self._some(space[: 1 << 18])  # some of it has come
             os.kill(os.getpid(), signal.SIGKILL)
         fill(self, space, *args)
 
-    Link.fill = killed  # type: ignore[assignment,method-assign]
+    StreamConnection.fill = killed  # type: ignore[assignment,method-assign]
     state = zeros(numel)
     is_next = not pulls
     weights = mcr.join_sync(Path(folder, INVITATION), state)
@@ -237,10 +237,10 @@ def dies(folder: str, numel: int, pulls: int) -> None:
 
 def receives_damage(folder: str, numel: int, count: int, name: str) -> dict[str, Any]:
     """As `serves`; a bit of each third message changes after its signature has been checked."""
-    received, number = Feed._received, 0
+    received, number = SourceConnection._received, 0
     draw = np.random.default_rng(5)
 
-    def damaged(self: Feed, *args: Any) -> Any:
+    def damaged(self: SourceConnection, *args: Any) -> Any:
         nonlocal number
         kind, newest, parts, body = received(self, *args)
         number += 1
@@ -248,7 +248,7 @@ def receives_damage(folder: str, numel: int, count: int, name: str) -> dict[str,
             body[int(draw.integers(8 * parts, len(body)))] ^= 1 << int(draw.integers(8))
         return kind, newest, parts, body
 
-    Feed._received = damaged  # type: ignore[assignment,method-assign]
+    SourceConnection._received = damaged  # type: ignore[assignment,method-assign]
     return serves(folder, numel, count, name)
 
 

@@ -11,16 +11,16 @@ from numpy.typing import NDArray
 
 from mcr_plus.layout import proof
 from mcr_plus.layout.layout import Layout
-from mcr_plus.layout.messages import Kept, Part, Rows
-from mcr_plus.layout.native import Native, NativeKind
+from mcr_plus.layout.messages import BoxRows, ExchangePart, KeptBoxes
+from mcr_plus.layout.native import NativeCollective, NativeKind
 from mcr_plus.layout.regions import Boxes
 
-Parts = dict[int, Part]
+Parts = dict[int, ExchangePart]
 Side = Literal["sends", "receives"]
 Ints = NDArray[np.int64]
 
 
-def found(parts: Mapping[int, Part], source: Layout, target: Layout) -> str | None:
+def found(parts: Mapping[int, ExchangePart], source: Layout, target: Layout) -> str | None:
     """What the ranks' proofs say of an exchange, as `plan` asks them; None if they see nothing wrong."""
     ranks = np.array(sorted(parts))
     for part in parts.values():
@@ -33,7 +33,7 @@ def found(parts: Mapping[int, Part], source: Layout, target: Layout) -> str | No
 
 
 def mutants(
-    parts: Mapping[int, Part], source: Layout, target: Layout, random: np.random.Generator
+    parts: Mapping[int, ExchangePart], source: Layout, target: Layout, random: np.random.Generator
 ) -> Iterator[tuple[str, Parts]]:
     """Of each kind of mistake that this exchange can have one, at random places, with its name."""
     owners = {"receives": target.owners, "sends": source.owners}
@@ -51,7 +51,7 @@ def mutants(
         if not some:
             continue
         rank = pick(some)
-        rows: Rows = getattr(parts[rank], side)
+        rows: BoxRows = getattr(parts[rank], side)
         at = int(random.integers(len(rows.peers)))
         number = np.arange(len(rows.peers))
         yield f"{side}: dropped", _with(parts, rank, side, rows.take(number != at))
@@ -84,14 +84,14 @@ def mutants(
         yield from _of_kept(parts, rank, source, target, random)
 
 
-def _like(rows: Rows, at: int) -> NDArray[np.bool_]:
+def _like(rows: BoxRows, at: int) -> NDArray[np.bool_]:
     """The rows of the same box and addend."""
     words = np.column_stack([rows.addends, *rows.boxes])
     return np.asarray((words == words[at]).all(axis=1), bool)
 
 
 def _is_as_good(
-    source: Layout, target: Layout, side: Side, rows: Rows, at: int, piece: int, rank: int
+    source: Layout, target: Layout, side: Side, rows: BoxRows, at: int, piece: int, rank: int
 ) -> bool:
     """Whether a row could as well come from another box of the rank: a source may hold elements twice."""
     layout = source if side == "sends" else target
@@ -104,7 +104,7 @@ def _is_as_good(
 
 
 def _of_both(
-    parts: Mapping[int, Part],
+    parts: Mapping[int, ExchangePart],
     sender: int,
     shape: tuple[int, ...],
     target: Layout,
@@ -117,7 +117,7 @@ def _of_both(
     theirs = parts[receiver].receives
     place = int((theirs.peers == sender).nonzero()[0][0] + (rows.peers[:at] == receiver).sum())
 
-    def both(change: Callable[[Rows, int], Rows]) -> Parts:
+    def both(change: Callable[[BoxRows, int], BoxRows]) -> Parts:
         first = _with(parts, sender, "sends", change(rows, at))
         return _with(first, receiver, "receives", change(theirs, place))
 
@@ -127,7 +127,7 @@ def _of_both(
     yield "both: another addend", both(_addend)
     for index, (name, _) in enumerate(_shifted(rows.boxes, at, shape)):
 
-        def shifted(some: Rows, one: int, index: int = index) -> Rows:
+        def shifted(some: BoxRows, one: int, index: int = index) -> BoxRows:
             return some._replace(boxes=list(_shifted(some.boxes, one, shape))[index][1])
 
         yield f"both: {name}", both(shifted)
@@ -144,17 +144,17 @@ def _of_both(
 
 
 def _of_kept(
-    parts: Mapping[int, Part], rank: int, source: Layout, target: Layout, random: np.random.Generator
+    parts: Mapping[int, ExchangePart], rank: int, source: Layout, target: Layout, random: np.random.Generator
 ) -> Iterator[tuple[str, Parts]]:
     kept = parts[rank].kept
     at = int(random.integers(len(kept.addends)))
     number = np.arange(len(kept.addends))
 
-    def changed(new: Kept) -> Parts:
+    def changed(new: KeptBoxes) -> Parts:
         return {**parts, rank: replace(parts[rank], kept=new)}
 
-    def taken(which: Ints) -> Kept:
-        return Kept(kept.boxes.take(which), kept.addends[which], kept.pieces[which], kept.into[which])
+    def taken(which: Ints) -> KeptBoxes:
+        return KeptBoxes(kept.boxes.take(which), kept.addends[which], kept.pieces[which], kept.into[which])
 
     yield "kept: dropped", changed(taken(number[number != at]))
     yield "kept: doubled", changed(taken(np.append(number, at)))
@@ -185,12 +185,12 @@ def _of_kept(
             break
 
 
-def _with(parts: Mapping[int, Part], rank: int, side: Side, rows: Rows) -> Parts:
+def _with(parts: Mapping[int, ExchangePart], rank: int, side: Side, rows: BoxRows) -> Parts:
     changed = replace(parts[rank], sends=rows) if side == "sends" else replace(parts[rank], receives=rows)
     return {**parts, rank: changed}
 
 
-def _addend(rows: Rows, at: int) -> Rows:
+def _addend(rows: BoxRows, at: int) -> BoxRows:
     addends = rows.addends.copy()
     addends[at] = addends[at] - 1 if addends[at] else 1
     return rows._replace(addends=addends)
@@ -209,7 +209,7 @@ def _shifted(boxes: Boxes, at: int, shape: tuple[int, ...]) -> Iterator[tuple[st
 # -- native collectives ---------------------------------------------------------------------------
 
 
-def native_mutants(native: Native) -> Iterator[tuple[str, Native]]:
+def native_mutants(native: NativeCollective) -> Iterator[tuple[str, NativeCollective]]:
     """Of a native collective all mistakes of a kind, a group or a member."""
     groups = native.groups
     kinds: tuple[NativeKind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
@@ -222,7 +222,7 @@ def native_mutants(native: Native) -> Iterator[tuple[str, Native]]:
     stranger = 1 + max(max(group) for group in groups)
     for at, group in enumerate(groups):
 
-        def changed(*new: tuple[int, ...], at: int = at) -> Native:
+        def changed(*new: tuple[int, ...], at: int = at) -> NativeCollective:
             return replace(native, groups=(*groups[:at], *new, *groups[at + 1 :]))
 
         yield "a member dropped", changed(group[:-1])

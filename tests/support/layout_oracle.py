@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcr_plus.layout.layout import Layout
-from mcr_plus.layout.messages import Part, Rows
-from mcr_plus.layout.program import Program
+from mcr_plus.layout.messages import BoxRows, ExchangePart
+from mcr_plus.layout.program import ExchangeProgram
 
 Ints = NDArray[np.int64]
 ADDEND_BITS: Final = 3
@@ -223,7 +223,10 @@ class Traffic:
 
 
 def execute(
-    program: Program, source: Side, target: Side, parts: Mapping[int, Sequence[Part]] | None = None
+    program: ExchangeProgram,
+    source: Side,
+    target: Side,
+    parts: Mapping[int, Sequence[ExchangePart]] | None = None,
 ) -> Traffic:
     """Carry out a program on all ranks, and compare every local tensor of the target with the definition's.
 
@@ -272,7 +275,7 @@ def _elements(shape: tuple[int, ...], rows: Any, row: int) -> Ints:
     return np.asarray(_everything(shape)[tuple(slice(low, high) for low, high in box)].ravel())
 
 
-def _listed(rows: Rows) -> dict[int, list[tuple[Any, ...]]]:
+def _listed(rows: BoxRows) -> dict[int, list[tuple[Any, ...]]]:
     """By peer the boxes and addends in their order."""
     found: dict[int, list[tuple[Any, ...]]] = {}
     sides = (rows.peers, rows.addends, *rows.boxes)
@@ -283,7 +286,7 @@ def _listed(rows: Rows) -> dict[int, list[tuple[Any, ...]]]:
 
 def _exchange(
     shape: tuple[int, ...],
-    parts: Mapping[int, Part],
+    parts: Mapping[int, ExchangePart],
     have: Mapping[int, Mapping[int, Ints]],
     traffic: Traffic,
 ) -> Wires:
@@ -325,7 +328,11 @@ def _exchange(
 
 
 def _arrivals(
-    shape: tuple[int, ...], rank: int, part: Part, have: Mapping[int, Mapping[int, Ints]], wires: Wires
+    shape: tuple[int, ...],
+    rank: int,
+    part: ExchangePart,
+    have: Mapping[int, Mapping[int, Ints]],
+    wires: Wires,
 ) -> list[tuple[int, int, Ints, Ints]]:
     """What a rank has of the next layout: box of the layout, addend, elements and their values."""
     found = []
@@ -364,7 +371,7 @@ def _sums(
 
 def _next(
     layout: Layout,
-    parts: Mapping[int, Part],
+    parts: Mapping[int, ExchangePart],
     have: Mapping[int, Mapping[int, Ints]],
     wires: Wires,
     addends: int,
@@ -386,7 +393,7 @@ def _next(
 
 def _finish(
     target: Side,
-    parts: Mapping[int, Part],
+    parts: Mapping[int, ExchangePart],
     have: Mapping[int, Mapping[int, Ints]],
     wires: Wires,
     addends: int,
@@ -425,7 +432,11 @@ def _finish(
 
 
 def check_places(
-    program: Program, source: Side, target: Side, rank: int, parts: Sequence[Part] | None = None
+    program: ExchangeProgram,
+    source: Side,
+    target: Side,
+    rank: int,
+    parts: Sequence[ExchangePart] | None = None,
 ) -> None:
     """That each row of a rank lies in its local tensors where the definition says.
 
@@ -465,7 +476,7 @@ def check_places(
         _equal(len(set(known.values())), len(known), f"rank {rank}: elements at different places")
 
 
-def _same_place(before: Layout, after: Layout, rank: int, part: Part) -> None:
+def _same_place(before: Layout, after: Layout, rank: int, part: ExchangePart) -> None:
     one = before.strided(rank, part.kept.pieces, part.kept.boxes)
     other = after.strided(rank, part.kept.into, part.kept.boxes)
     for a, b in zip(one, other, strict=True):
@@ -521,7 +532,7 @@ def least_entering(source: Side, target: Side, nodes: Ints) -> dict[int, int]:
 # -- native collectives ---------------------------------------------------------------------------
 
 
-def check_native(program: Program, source: Side, target: Side) -> None:
+def check_native(program: ExchangeProgram, source: Side, target: Side) -> None:
     """That a native collective in each of its groups leads to the target, by what such a collective does."""
     native = program.native
     assert native is not None

@@ -1,7 +1,7 @@
 """An explicit-state model checker for membership: every interleaving of ranks that leave epochs together.
 
-The model mirrors `Roster.settle`, `roster.join` and `runtime.regroup`, request by request of the store, and
-calls the real `decide` and `members_after`. A rank is in one of these phases:
+The model mirrors `EpochLog.settle`, `epoch_log.join` and `runtime.regroup`, request by request of the store,
+and calls the real `decide` and `members_after`. A rank is in one of these phases:
 
     world     it runs, in a world that is made
     left      it has written `leaving`, and not its proposal yet

@@ -11,9 +11,9 @@ from mcr_plus.msccl.algorithm import (
     SPACES,
     WRITES,
     Algorithm,
+    AlgorithmStep,
     Chunks,
     Operation,
-    Step,
     ThreadBlock,
 )
 
@@ -57,7 +57,7 @@ def block_mutants(block: ThreadBlock, ranks: int) -> Iterator[tuple[str, ThreadB
             yield "peer", replace(block, receive=peer)
 
 
-def step_mutants(step: Step) -> Iterator[tuple[str, Step]]:
+def step_mutants(step: AlgorithmStep) -> Iterator[tuple[str, AlgorithmStep]]:
     if step.after is not None:
         yield "dependency", replace(step, after=None)
         block, index = step.after

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mcr_plus.msccl.algorithm import Algorithm, Chunks, Program, Space, Step, ThreadBlock
+from mcr_plus.msccl.algorithm import Algorithm, AlgorithmStep, Chunks, RankProgram, Space, ThreadBlock
 
 
 def at(space: Space, chunk: int) -> Chunks:
@@ -12,7 +12,7 @@ def at(space: Space, chunk: int) -> Chunks:
 def algorithm(
     name: str,
     collective: str,
-    programs: list[Program],
+    programs: list[RankProgram],
     chunks: int,
     *,
     in_place: bool = True,
@@ -42,14 +42,14 @@ def ring(ranks: int) -> Algorithm:
             return at("i", (me - back) % ranks)
 
         steps = [
-            Step("s", chunk(0), chunk(0)),
-            *(Step("rrs", chunk(back), chunk(back)) for back in range(1, ranks - 1)),
-            Step("rrcs", chunk(ranks - 1), chunk(ranks - 1)),
-            *(Step("rcs", chunk(back), chunk(back)) for back in range(ranks, 2 * ranks - 2)),
-            Step("r", chunk(2 * ranks - 2), chunk(2 * ranks - 2)),
+            AlgorithmStep("s", chunk(0), chunk(0)),
+            *(AlgorithmStep("rrs", chunk(back), chunk(back)) for back in range(1, ranks - 1)),
+            AlgorithmStep("rrcs", chunk(ranks - 1), chunk(ranks - 1)),
+            *(AlgorithmStep("rcs", chunk(back), chunk(back)) for back in range(ranks, 2 * ranks - 2)),
+            AlgorithmStep("r", chunk(2 * ranks - 2), chunk(2 * ranks - 2)),
         ]
         block = ThreadBlock((me + 1) % ranks, (me - 1) % ranks, 0, tuple(steps))
-        programs.append(Program(ranks, 0, 0, (block,)))
+        programs.append(RankProgram(ranks, 0, 0, (block,)))
     return algorithm("ring", "allreduce", programs, ranks, out_of_place=False)
 
 
@@ -62,13 +62,13 @@ def all_pairs(ranks: int) -> Algorithm:
             mine, theirs = at("i", me), at("i", peer)
             last = ranks - 2
             steps = (
-                Step("s", theirs, theirs),
-                Step("rrc", mine, mine, after=(index - 1, 1) if index else None, awaited=True),
-                Step("s", mine, mine, after=(last, 1) if index != last else None),
-                Step("r", theirs, theirs),
+                AlgorithmStep("s", theirs, theirs),
+                AlgorithmStep("rrc", mine, mine, after=(index - 1, 1) if index else None, awaited=True),
+                AlgorithmStep("s", mine, mine, after=(last, 1) if index != last else None),
+                AlgorithmStep("r", theirs, theirs),
             )
             blocks.append(ThreadBlock(peer, peer, 0, steps))
-        programs.append(Program(ranks, 0, 0, tuple(blocks)))
+        programs.append(RankProgram(ranks, 0, 0, tuple(blocks)))
     return algorithm("all_pairs", "allreduce", programs, ranks, out_of_place=False)
 
 
@@ -84,8 +84,8 @@ def through_scratch(ranks: int, chunks: int = 3) -> Algorithm:
                 peer,
                 0,
                 (
-                    Step("s", whole, at("s", 0), chunks),
-                    Step("r", whole, at("s", index * chunks), chunks, awaited=True),
+                    AlgorithmStep("s", whole, at("s", 0), chunks),
+                    AlgorithmStep("r", whole, at("s", index * chunks), chunks, awaited=True),
                 ),
             )
             for index, peer in enumerate(peers)
@@ -93,12 +93,12 @@ def through_scratch(ranks: int, chunks: int = 3) -> Algorithm:
         # Added up in the order of ranks, so that all hold the same bits.
         parts = [whole if rank == me else at("s", peers.index(rank) * chunks) for rank in range(ranks)]
         steps = [
-            *(Step("nop", whole, whole, after=(index, 1)) for index in range(len(peers) - 1)),
-            Step("cpy", parts[0], at("o", 0), chunks, after=(len(peers) - 1, 1)),
-            *(Step("re", part, at("o", 0), chunks) for part in parts[1:]),
+            *(AlgorithmStep("nop", whole, whole, after=(index, 1)) for index in range(len(peers) - 1)),
+            AlgorithmStep("cpy", parts[0], at("o", 0), chunks, after=(len(peers) - 1, 1)),
+            *(AlgorithmStep("re", part, at("o", 0), chunks) for part in parts[1:]),
         ]
         local = ThreadBlock(-1, -1, 0, tuple(steps))
-        programs.append(Program(chunks, chunks, chunks * len(peers), (*exchanges, local)))
+        programs.append(RankProgram(chunks, chunks, chunks * len(peers), (*exchanges, local)))
     return algorithm("through_scratch", "allreduce", programs, chunks, in_place=False)
 
 
@@ -112,17 +112,17 @@ def gathering(ranks: int, per_rank: int = 2) -> Algorithm:
                 peer,
                 chunk % 2,
                 (
-                    Step("s", at("i", chunk), at("o", me * per_rank + chunk)),
-                    Step("r", at("i", chunk), at("o", peer * per_rank + chunk)),
+                    AlgorithmStep("s", at("i", chunk), at("o", me * per_rank + chunk)),
+                    AlgorithmStep("r", at("i", chunk), at("o", peer * per_rank + chunk)),
                 ),
             )
             for peer in range(ranks)
             if peer != me
             for chunk in range(per_rank)
         ]
-        own = Step("cpy", at("i", 0), at("o", me * per_rank), per_rank)
+        own = AlgorithmStep("cpy", at("i", 0), at("o", me * per_rank), per_rank)
         blocks.append(ThreadBlock(-1, -1, 0, (own,)))
-        programs.append(Program(per_rank, per_rank * ranks, 0, tuple(blocks)))
+        programs.append(RankProgram(per_rank, per_rank * ranks, 0, tuple(blocks)))
     return algorithm("gathering", "allgather", programs, per_rank * ranks)
 
 
@@ -136,16 +136,16 @@ def exchange(ranks: int, per_rank: int = 3) -> Algorithm:
                 peer,
                 0,
                 (
-                    Step("s", at("i", peer * per_rank), at("o", me * per_rank), per_rank),
-                    Step("r", at("i", me * per_rank), at("o", peer * per_rank), per_rank),
+                    AlgorithmStep("s", at("i", peer * per_rank), at("o", me * per_rank), per_rank),
+                    AlgorithmStep("r", at("i", me * per_rank), at("o", peer * per_rank), per_rank),
                 ),
             )
             for peer in range(ranks)
             if peer != me
         ]
-        own = Step("cpy", at("i", me * per_rank), at("o", me * per_rank), per_rank)
+        own = AlgorithmStep("cpy", at("i", me * per_rank), at("o", me * per_rank), per_rank)
         blocks.append(ThreadBlock(-1, -1, 0, (own,)))
-        programs.append(Program(per_rank * ranks, per_rank * ranks, 0, tuple(blocks)))
+        programs.append(RankProgram(per_rank * ranks, per_rank * ranks, 0, tuple(blocks)))
     return algorithm("exchange", "alltoall", programs, per_rank * ranks, in_place=False)
 
 
@@ -155,12 +155,12 @@ def scattering(ranks: int) -> Algorithm:
     for me in range(ranks):
         chunks = [at("i", (me - back) % ranks) for back in range(1, ranks + 1)]
         steps = (
-            Step("s", chunks[0], chunks[0]),
-            *(Step("rrs", chunk, chunk) for chunk in chunks[1:-1]),
-            Step("rrc", chunks[-1], at("o", 0)),
+            AlgorithmStep("s", chunks[0], chunks[0]),
+            *(AlgorithmStep("rrs", chunk, chunk) for chunk in chunks[1:-1]),
+            AlgorithmStep("rrc", chunks[-1], at("o", 0)),
         )
         block = ThreadBlock((me + 1) % ranks, (me - 1) % ranks, 0, steps)
-        programs.append(Program(ranks, 1, 0, (block,)))
+        programs.append(RankProgram(ranks, 1, 0, (block,)))
     return algorithm("scattering", "reducescatter", programs, ranks)
 
 
@@ -168,14 +168,14 @@ def dealing(ranks: int, per_rank: int = 2) -> Algorithm:
     """scatter from rank 0, in steps of several chunks."""
     mine = at("o", 0)
     deals = [
-        ThreadBlock(peer, -1, 0, (Step("s", at("i", peer * per_rank), mine, per_rank),))
+        ThreadBlock(peer, -1, 0, (AlgorithmStep("s", at("i", peer * per_rank), mine, per_rank),))
         for peer in range(1, ranks)
     ]
-    own = ThreadBlock(-1, -1, 0, (Step("cpy", at("i", 0), mine, per_rank),))
-    programs = [Program(per_rank * ranks, per_rank, 0, (*deals, own))]
+    own = ThreadBlock(-1, -1, 0, (AlgorithmStep("cpy", at("i", 0), mine, per_rank),))
+    programs = [RankProgram(per_rank * ranks, per_rank, 0, (*deals, own))]
     for _ in range(1, ranks):
-        block = ThreadBlock(-1, 0, 0, (Step("r", mine, mine, per_rank),))
-        programs.append(Program(per_rank * ranks, per_rank, 0, (block,)))
+        block = ThreadBlock(-1, 0, 0, (AlgorithmStep("r", mine, mine, per_rank),))
+        programs.append(RankProgram(per_rank * ranks, per_rank, 0, (block,)))
     return algorithm("dealing", "scatter", programs, per_rank * ranks, in_place=False)
 
 
@@ -185,8 +185,8 @@ def chain(ranks: int, root: int) -> Algorithm:
     for me in range(ranks):
         place = (me - root) % ranks
         whole = at("o", 0)
-        step = Step("s" if place == 0 else "r" if place == ranks - 1 else "rcs", whole, whole)
+        step = AlgorithmStep("s" if place == 0 else "r" if place == ranks - 1 else "rcs", whole, whole)
         before, behind = (me - 1) % ranks, (me + 1) % ranks
         block = ThreadBlock(behind if place < ranks - 1 else -1, before if place else -1, 0, (step,))
-        programs.append(Program(1, 1, 0, (block,)))
+        programs.append(RankProgram(1, 1, 0, (block,)))
     return algorithm("chain", "broadcast", programs, 1, out_of_place=False, root=root)

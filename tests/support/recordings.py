@@ -11,7 +11,7 @@ from mcr_plus.observe.record import Record
 from mcr_plus.observe.record_file import file_of, save_recording
 from mcr_plus.observe.report.advice import advice
 from mcr_plus.observe.report.analysis import groups, skew, steps
-from mcr_plus.observe.report.job import Job, load_job
+from mcr_plus.observe.report.job import RecordedJob, load_job
 
 BEGAN, SECONDS = 1000.0, 10.0
 PLAIN = Record(
@@ -59,7 +59,7 @@ def save(folder: Path, rank: int, records: list[Record], ends: tuple[float, ...]
     return path
 
 
-def job_of(folder: Path, *ranks: list[Record], ends: tuple[float, ...] = (), **about: Any) -> Job:
+def job_of(folder: Path, *ranks: list[Record], ends: tuple[float, ...] = (), **about: Any) -> RecordedJob:
     for rank, records in enumerate(ranks):
         save(folder, rank, records, ends, **about)
     return load_job(folder)
@@ -92,6 +92,6 @@ def expected(
     }
 
 
-def titles(job: Job) -> dict[str, Any]:
+def titles(job: RecordedJob) -> dict[str, Any]:
     """The findings of the report, by title."""
     return {each.title: each for each in advice(job, groups(job), steps(job), skew(job))}

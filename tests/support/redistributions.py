@@ -23,7 +23,7 @@ import mcr_plus as mcr
 from mcr_plus.layout import Layout, state
 from mcr_plus.layout import program as programs
 from mcr_plus.layout.mover import Mover
-from mcr_plus.layout.program import Costs
+from mcr_plus.layout.program import MessageCosts
 
 do: Final[Any] = mcr
 do_state: Final[Any] = state
@@ -594,7 +594,7 @@ def under_a_codec(backend: str, stages: list[dict[str, Any]], rules: list[dict[s
 def by_messages(name: str, backend: str) -> dict[str, Any]:
     """Run another function of this module with messages in place of every all_to_all; counts the rounds."""
     count = patch.object(Mover, "next_match_tag", autospec=True, side_effect=Mover.next_match_tag)
-    with patch.object(Costs, "prefers_messages", return_value=True), count as counted:
+    with patch.object(MessageCosts, "prefers_messages", return_value=True), count as counted:
         found: dict[str, Any] = globals()[name](backend)
     return {**found, "rounds": counted.call_count}
 

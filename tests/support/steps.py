@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mcr_plus.bucketing.step import Compute, Event, Issue, Ready, Role, Step, Wait
+from mcr_plus.bucketing.step import CapturedStep, ComputeEvent, Event, IssueEvent, ReadyEvent, Role, WaitEvent
 
 Gradients = Sequence[tuple[str, int, float]]
 """Name, bytes, and seconds of computing before it, since the one before."""
@@ -17,18 +17,18 @@ def step_of(
     after: float = 0.0,
     ranks: int = 2,
     seconds: float | None = None,
-) -> Step:
+) -> CapturedStep:
     """A step in which all ranks do the same; gradients travel as one, `seconds` long, at the end."""
     whole = tuple(range(ranks))
     names = tuple(name for name, _, _ in gradients)
-    events: list[Event] = [Compute("forward", forward)]
+    events: list[Event] = [ComputeEvent("forward", forward)]
     for name, nbytes, before in gradients:
-        events += [Compute("backward", before), Ready(name, nbytes, "float32 cpu")]
+        events += [ComputeEvent("backward", before), ReadyEvent(name, nbytes, "float32 cpu")]
     total = sum(nbytes for _, nbytes, _ in gradients)
     events += [
-        Issue(0, "all_reduce", total, whole, "gradients", seconds, names),
-        Wait(0),
-        Compute("end", after),
+        IssueEvent(0, "all_reduce", total, whole, "gradients", seconds, names),
+        WaitEvent(0),
+        ComputeEvent("end", after),
     ]
     computed = forward + after + sum(before for _, _, before in gradients)
-    return Step(ranks, 1, "0" * 16, computed + (seconds or 0.0), 0.0, (Role(whole, tuple(events)),))
+    return CapturedStep(ranks, 1, "0" * 16, computed + (seconds or 0.0), 0.0, (Role(whole, tuple(events)),))

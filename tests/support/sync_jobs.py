@@ -16,7 +16,7 @@ from ranks import wait_for_files
 
 import mcr_plus as mcr
 from mcr_plus.weight_sync import receiver, sync
-from mcr_plus.weight_sync.connection import Feed
+from mcr_plus.weight_sync.connection import SourceConnection
 
 
 class Model(torch.nn.Module):
@@ -212,11 +212,11 @@ def far_behind(numel: int, count: int) -> dict[str, Any]:
 
 def corrupted(rounds: int) -> dict[str, Any]:
     """Rank 1 receives damaged bytes from time to time; rank 2 does not notice."""
-    received = Feed._received
+    received = SourceConnection._received
     draw = np.random.default_rng(3)
     count = 0
 
-    def damaged(self: Feed, *args: Any) -> Any:
+    def damaged(self: SourceConnection, *args: Any) -> Any:
         nonlocal count
         kind, newest, parts, body = received(self, *args)
         count += 1
@@ -227,7 +227,7 @@ def corrupted(rounds: int) -> dict[str, Any]:
 
     with mcr.init(backends=["gloo"]) as comm:
         if comm.rank == 1:
-            Feed._received = damaged  # type: ignore[assignment,method-assign]
+            SourceConnection._received = damaged  # type: ignore[assignment,method-assign]
         model = Model()
         weights = mcr.sync(model, src=0)
         same = 0

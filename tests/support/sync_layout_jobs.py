@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ranks import wait_for_files
 
 import mcr_plus as mcr
-from mcr_plus.weight_sync.connection import Feed
+from mcr_plus.weight_sync.connection import SourceConnection
 
 SOURCES, RECEIVERS = [0, 1, 2], [3, 4]
 State = dict[str, torch.Tensor]
@@ -103,9 +103,9 @@ def at_their_own_pace(rounds: int, history: float) -> dict[str, Any]:
 
 def damaged_and_broken(rounds: int) -> dict[str, Any]:
     """Rank 3 receives damaged bytes of source 1 from time to time, and its connection to source 2 breaks."""
-    received, count = Feed._received, 0
+    received, count = SourceConnection._received, 0
 
-    def damaged(self: Feed, *args: Any) -> Any:
+    def damaged(self: SourceConnection, *args: Any) -> Any:
         nonlocal count
         kind, newest, parts, body = received(self, *args)
         if parts and self.source == 1:
@@ -117,7 +117,7 @@ def damaged_and_broken(rounds: int) -> dict[str, Any]:
     with mcr.init(backends=["gloo"]) as comm:
         rank, good = comm.rank, 0
         if rank == 3:
-            Feed._received = damaged  # type: ignore[assignment,method-assign]
+            SourceConnection._received = damaged  # type: ignore[assignment,method-assign]
         state = state_of(rank, 0)
         weights = mcr.sync(state, src=SOURCES, layout=layouts_of(rank))
         for version in range(1, rounds + 1):

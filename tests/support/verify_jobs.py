@@ -27,7 +27,7 @@ from mcr_plus.kernels.checksum_sizes import BLOCK
 from mcr_plus.reliability.verify import checked, opening, verified_run
 from mcr_plus.reliability.verify.channel import VerifiedChannel
 from mcr_plus.reliability.verify.rows import LibraryRows
-from mcr_plus.reliability.verify.steps import Step
+from mcr_plus.reliability.verify.steps import VerifiedStep
 
 
 def config(*backends: str, verify: Any = "every", **options: Any) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class Flipper:
             flip(tensors[0], self.draw)
             self.done = True
 
-    def bind(self, signature: Signature) -> Step:
+    def bind(self, signature: Signature) -> VerifiedStep:
         step = self._bind(signature)
         step.start = partial(self._start, step.start)
         return step
@@ -154,14 +154,14 @@ def _cut_small() -> None:
     """Operations of some hundred kB run in pieces, over gloo as between hosts."""
     verified_run.PIECE = PIECE  # type: ignore[misc]
     checked.AREA = 3 * BLOCK  # type: ignore[misc]
-    begin = verified_run.Courses.__init__
+    begin = verified_run.VerifiedRuns.__init__
 
     def between_hosts(
-        self: verified_run.Courses, steps: Any, group: Any, compare: Any, _: bool = False
+        self: verified_run.VerifiedRuns, steps: Any, group: Any, compare: Any, _: bool = False
     ) -> None:
         begin(self, steps, group, compare, between_hosts=True)
 
-    verified_run.Courses.__init__ = between_hosts  # type: ignore[method-assign,assignment]
+    verified_run.VerifiedRuns.__init__ = between_hosts  # type: ignore[method-assign,assignment]
 
 
 def flips_in_pieces(backend: str, seed: int, operations: int) -> list[Any]:

@@ -18,11 +18,11 @@ from test_weight_sync import laid
 
 from mcr_plus.core.proc import read_stat
 from mcr_plus.elasticity import state_stream
-from mcr_plus.elasticity.state_source import PrecopySource
+from mcr_plus.elasticity.state_source import StateSource
 from mcr_plus.hosts import acceptor as acceptors
 from mcr_plus.hosts.acceptor import Acceptor
-from mcr_plus.hosts.handshake import Door, greeting
-from mcr_plus.hosts.key_replica import ANSWER, GET, REQUEST, SET, Keeper
+from mcr_plus.hosts.handshake import Handshakes, greeting
+from mcr_plus.hosts.key_replica import ANSWER, GET, REQUEST, SET, KeyReplica
 from mcr_plus.observe import sinks
 from mcr_plus.rendezvous import stream as links
 from mcr_plus.weight_sync.source import WeightSource
@@ -69,7 +69,7 @@ def test_a_rank_greets_beside_strangers_who_do_not_stay(
     said: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
-        door, place, before = Door(listener, KEY, lambda _: None), listener.getsockname(), descriptors()
+        door, place, before = Handshakes(listener, KEY, lambda _: None), listener.getsockname(), descriptors()
         with strangers(place, said), socket.create_connection(place) as member:
             assert door.come() == []
             member.sendall(greeting(KEY, 3))
@@ -98,7 +98,7 @@ def test_a_keeper_answers_beside_strangers_who_do_not_stay(said: bytes) -> None:
     token = bytes(range(32))
     order = {"token": token.hex(), "processes": [(os.getpid(), own[1])]}
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
-        keeper, place = Keeper(json.loads(json.dumps(order)), listener), listener.getsockname()
+        keeper, place = KeyReplica(json.loads(json.dumps(order)), listener), listener.getsockname()
         thread = threading.Thread(target=keeper.run)
         thread.start()
         with strangers(place, said) as links, socket.create_connection(place) as member:
@@ -150,7 +150,7 @@ def test_a_receiver_gets_weights_beside_strangers_who_do_not_stay(
 @SAYINGS
 def test_a_newcomer_gets_its_state_beside_strangers(said: bytes) -> None:
     model = torch.nn.Linear(2, 2)
-    source = PrecopySource(model, torch.optim.SGD(model.parameters(), 0.1), b"secret", "state", "127.0.0.1")
+    source = StateSource(model, torch.optim.SGD(model.parameters(), 0.1), b"secret", "state", "127.0.0.1")
     with strangers(source.place, said, 20):
         newcomer = links.connect(source.place, b"secret", 1, lambda: False, 1)
         assert newcomer.head(1 << 20)[0] == state_stream.COPY

@@ -17,14 +17,14 @@ from mcr_plus.bucketing.advise import advise
 from mcr_plus.bucketing.buckets import searched
 from mcr_plus.bucketing.costs import OVERHEAD
 from mcr_plus.bucketing.network import simulate
-from mcr_plus.bucketing.programs import Bucket, Plan
+from mcr_plus.bucketing.programs import BucketPlan, PlannedBucket
 from mcr_plus.bucketing.saved import SavedBucket, SavedPlan, digests
-from mcr_plus.bucketing.scaling import Costs, Measured, from_step
-from mcr_plus.bucketing.step import Compute, Issue, Ready, Role, Step, Wait
+from mcr_plus.bucketing.scaling import ClusterCosts, Measured, from_step
+from mcr_plus.bucketing.step import CapturedStep, ComputeEvent, IssueEvent, ReadyEvent, Role, WaitEvent
 from mcr_plus.bucketing.topology import Topology
 from mcr_plus.config.reader import load
 from mcr_plus.errors import ConfigError, InvalidArgument
-from mcr_plus.tables.cost import Curve, placed
+from mcr_plus.tables.cost import TimeCurve, placed
 
 ALPHA, BETA = 2e-3, 1e-9  # seconds, and seconds per byte
 
@@ -35,12 +35,12 @@ def affine(library: str, alpha: float, beta: float, ranks: int = 2, share: float
     sizes = np.geomspace(4.0, 1e9, 30)
     shares = None if share is None else (sizes, np.full(30, share))
     return Measured(
-        "all_reduce", library, placed(ranks, 1, ranks), Curve(sizes, 1e6 * (alpha + beta * sizes)), shares
+        "all_reduce", library, placed(ranks, 1, ranks), TimeCurve(sizes, 1e6 * (alpha + beta * sizes)), shares
     )
 
 
-def costs(*measured: Measured, topology: Topology = ONE_HOST) -> Costs:
-    return Costs(measured or [affine("gloo", ALPHA, BETA)], topology)
+def costs(*measured: Measured, topology: Topology = ONE_HOST) -> ClusterCosts:
+    return ClusterCosts(measured or [affine("gloo", ALPHA, BETA)], topology)
 
 
 def test_one_gradient_is_a_closed_form() -> None:
@@ -51,10 +51,10 @@ def test_one_gradient_is_a_closed_form() -> None:
     assert advice.timeline.how == "measured"
     assert advice.timeline.compute_s == pytest.approx(0.045 + OVERHEAD, rel=1e-6)
     assert advice.timeline.exposed_s == pytest.approx(took, rel=2e-2)
-    assert advice.plan.buckets == [Bucket(("w",), "gloo")]
+    assert advice.plan.buckets == [PlannedBucket(("w",), "gloo")]
 
 
-def best_of_all(step: Step, known: Costs, names: list[str]) -> float:
+def best_of_all(step: CapturedStep, known: ClusterCosts, names: list[str]) -> float:
     """The shortest simulated step with any partition of the gradients, in this order, by any libraries."""
     best = np.inf
     for cuts in product((False, True), repeat=len(names) - 1):
@@ -64,8 +64,9 @@ def best_of_all(step: Step, known: Costs, names: list[str]) -> float:
                 groups.append([])
             groups[-1].append(name)
         for libraries in product(known.libraries(), repeat=len(groups)):
-            plan = Plan(
-                [Bucket(tuple(group), each) for group, each in zip(groups, libraries, strict=True)], "gloo"
+            plan = BucketPlan(
+                [PlannedBucket(tuple(group), each) for group, each in zip(groups, libraries, strict=True)],
+                "gloo",
             )
             best = min(best, simulate(step, plan, known, overhead=OVERHEAD).step_s)
     return best
@@ -115,11 +116,13 @@ BOTH = (0, 1)
 def test_gradients_that_are_not_averaged_stay_out_of_the_plan() -> None:
     """Parameters with `mcr_skip`, as those of experts: they are ready, and nothing carries them."""
     events = (
-        Compute("forward", 0.01), Ready("experts.w", 4000, "float32 cpu"), Compute("backward", 0.01),
-        Ready("w", 4000, "float32 cpu"), Issue(0, "all_reduce", 4000, BOTH, None, 1e-3, ("w",)), Wait(0),
+        ComputeEvent("forward", 0.01), ReadyEvent("experts.w", 4000, "float32 cpu"),
+        ComputeEvent("backward", 0.01),
+        ReadyEvent("w", 4000, "float32 cpu"), IssueEvent(0, "all_reduce", 4000, BOTH, None, 1e-3, ("w",)),
+        WaitEvent(0),
     )  # fmt: skip
-    advice = advise(Step(2, 1, "0" * 16, 0.03, 0.0, (Role(BOTH, events),)), costs())
-    assert advice.plan.buckets == [Bucket(("w",), "gloo")]
+    advice = advise(CapturedStep(2, 1, "0" * 16, 0.03, 0.0, (Role(BOTH, events),)), costs())
+    assert advice.plan.buckets == [PlannedBucket(("w",), "gloo")]
     assert {each.ranks for each in advice.timeline.per_op} == {2}
 
 
@@ -127,20 +130,20 @@ def test_roles_send_their_own_gradients_and_shared_ones() -> None:
     """Two stages of a pipeline, each on two ranks, with an embedding that all four have."""
 
     def stage(name: str, ranks: tuple[int, ...], pace: float, first: int) -> Role:
-        events: list[Any] = [Compute("forward", 0.01)]
+        events: list[Any] = [ComputeEvent("forward", 0.01)]
         for at in range(3):
-            events += [Compute("backward", pace), Ready(f"{name}{at}", 2 << 20, "float32 cpu")]
+            events += [ComputeEvent("backward", pace), ReadyEvent(f"{name}{at}", 2 << 20, "float32 cpu")]
         own = tuple(f"{name}{at}" for at in range(3))
         events += [
-            Compute("backward", pace), Ready("embedding", 1 << 20, "float32 cpu"),
-            Issue(first, "all_reduce", 6 << 20, ranks, "gradients", 0.01, own),
-            Issue(9, "all_reduce", 1 << 20, (0, 1, 2, 3), "gradients", 0.01, ("embedding",)),
-            Wait(first), Wait(9),
+            ComputeEvent("backward", pace), ReadyEvent("embedding", 1 << 20, "float32 cpu"),
+            IssueEvent(first, "all_reduce", 6 << 20, ranks, "gradients", 0.01, own),
+            IssueEvent(9, "all_reduce", 1 << 20, (0, 1, 2, 3), "gradients", 0.01, ("embedding",)),
+            WaitEvent(first), WaitEvent(9),
         ]  # fmt: skip
         return Role(ranks, tuple(events))
 
     roles = (stage("a", (0, 1), 0.002, 0), stage("b", (2, 3), 0.003, 1))
-    step = Step(4, 1, "0" * 16, 0.05, 0.0, roles)
+    step = CapturedStep(4, 1, "0" * 16, 0.05, 0.0, roles)
     known = costs(affine("gloo", ALPHA, BETA), affine("gloo", ALPHA, BETA, 4))
     advice = advise(step, known)
     buckets = advice.plan.buckets or ()
@@ -152,20 +155,20 @@ def test_roles_send_their_own_gradients_and_shared_ones() -> None:
     assert all(advice.timeline.step_s <= each.step_s * 1.001 for each in advice.others.values())
 
 
-def mixed_step() -> Step:
+def mixed_step() -> CapturedStep:
     """Two dtypes; `late` has a gradient on rank 1 alone, and `unused` on no rank."""
     carried = ("a", "half", "b", "late", "unused")
 
     def role(rank: int, *ready: tuple[str, int, str]) -> Role:
-        events: list[Any] = [Compute("forward", 0.01)]
+        events: list[Any] = [ComputeEvent("forward", 0.01)]
         for name, nbytes, dtype in ready:
-            events += [Compute("backward", 0.002), Ready(name, nbytes, f"{dtype} cpu")]
-        sent = Issue(0, "all_reduce", 1 << 20, BOTH, "gradients", 0.01, carried)
-        return Role((rank,), (*events, sent, Wait(0)))
+            events += [ComputeEvent("backward", 0.002), ReadyEvent(name, nbytes, f"{dtype} cpu")]
+        sent = IssueEvent(0, "all_reduce", 1 << 20, BOTH, "gradients", 0.01, carried)
+        return Role((rank,), (*events, sent, WaitEvent(0)))
 
     first = (("a", 1 << 20, "float32"), ("half", 1 << 19, "bfloat16"), ("b", 1 << 10, "float32"))
     roles = (role(0, *first), role(1, *first, ("late", 1 << 12, "float32")))
-    return Step(2, 1, "0" * 16, 0.03, 0.0, roles)
+    return CapturedStep(2, 1, "0" * 16, 0.03, 0.0, roles)
 
 
 def test_dtypes_travel_apart_and_gradients_of_one_rank_are_sent_by_all() -> None:
@@ -176,7 +179,7 @@ def test_dtypes_travel_apart_and_gradients_of_one_rank_are_sent_by_all() -> None
     assert ("half",) in [each.params for each in buckets]
     assert advice.bound <= advice.timeline.step_s
     # By hand: computing and issuing `half` on the slower rank, then the other operation.
-    plan = Plan([Bucket(("half",), "gloo"), Bucket(("a", "b", "late"), "gloo")], "gloo")
+    plan = BucketPlan([PlannedBucket(("half",), "gloo"), PlannedBucket(("a", "b", "late"), "gloo")], "gloo")
     expected = 0.01 + 4 * 0.002 + OVERHEAD + ALPHA + BETA * ((1 << 20) + (1 << 10) + (1 << 12))
     assert simulate(step, plan, costs(), overhead=OVERHEAD).step_s == pytest.approx(expected, rel=1e-3)
 
@@ -198,23 +201,24 @@ def test_nothing_beats_the_bound_where_gradients_travel_in_groups() -> None:
     """Groups of two of four ranks: an all_reduce of four costs more, and is not what is sent."""
 
     def role(ranks: tuple[int, int], number: int) -> Role:
-        events: list[Any] = [Compute("forward", 0.01)]
+        events: list[Any] = [ComputeEvent("forward", 0.01)]
         for at in range(4):
-            events += [Compute("backward", 0.01), Ready(f"w{at}", 2 << 20, "float32 cpu")]
+            events += [ComputeEvent("backward", 0.01), ReadyEvent(f"w{at}", 2 << 20, "float32 cpu")]
         names = tuple(f"w{at}" for at in range(4))
         return Role(
-            ranks, (*events, Issue(number, "all_reduce", 8 << 20, ranks, None, 0.1, names), Wait(number))
+            ranks,
+            (*events, IssueEvent(number, "all_reduce", 8 << 20, ranks, None, 0.1, names), WaitEvent(number)),
         )
 
-    step = Step(4, 1, "0" * 16, 0.1, 0.0, (role((0, 2), 0), role((1, 3), 1)))
+    step = CapturedStep(4, 1, "0" * 16, 0.1, 0.0, (role((0, 2), 0), role((1, 3), 1)))
     known = costs(affine("gloo", 1e-3, 8e-9), affine("gloo", 1e-3, 8e-8, 4))
     advice = advise(step, known)
     best = np.inf
     for cuts in product((False, True), repeat=3):
         ends = [at + 1 for at, cut in enumerate(cuts) if cut] + [4]
-        plan = Plan(
+        plan = BucketPlan(
             [
-                Bucket(tuple(f"w{at}" for at in range(begin, end)), "gloo")
+                PlannedBucket(tuple(f"w{at}" for at in range(begin, end)), "gloo")
                 for begin, end in zip([0, *ends], ends, strict=False)
             ],
             "gloo",
@@ -238,18 +242,18 @@ def test_no_random_plan_beats_the_bound(seed: int) -> None:
         us = 1e6 * seconds * draw.uniform(1, 1.2, 12)
         points = dict(zip(sizes.astype(int).tolist(), us.tolist(), strict=True))
         shares = sizes, np.full(12, draw.choice([0.0, 0.3, 0.9]))
-        known.append(Measured("all_reduce", library, placed(2, 1, 2), Curve.through(points), shares))
-    over = Costs(known, Topology.of({"nodes": 1, "ranks_per_node": 2, "links": links}))
+        known.append(Measured("all_reduce", library, placed(2, 1, 2), TimeCurve.through(points), shares))
+    over = ClusterCosts(known, Topology.of({"nodes": 1, "ranks_per_node": 2, "links": links}))
     gradients = [(f"w{at}", int(draw.integers(1, 4 << 20)), float(draw.uniform(0, 5e-3))) for at in range(6)]
     step = step_of(gradients, forward=0.002, after=0.003)
     bound = searched(step, over, 2, until=0.0).bound
     for _ in range(40):
         ends = [at + 1 for at in range(5) if draw.random() < 0.5] + [6]
         plan = [
-            Bucket(tuple(name for name, _, _ in gradients[begin:end]), str(draw.choice(libraries)))
+            PlannedBucket(tuple(name for name, _, _ in gradients[begin:end]), str(draw.choice(libraries)))
             for begin, end in zip([0, *ends], ends, strict=False)
         ]
-        assert simulate(step, Plan(plan, "gloo"), over, overhead=OVERHEAD).step_s >= bound * (1 - 1e-9)
+        assert simulate(step, BucketPlan(plan, "gloo"), over, overhead=OVERHEAD).step_s >= bound * (1 - 1e-9)
 
 
 def test_two_libraries_over_links_of_unknown_rate_do_not_overlap_for_free() -> None:
@@ -291,9 +295,11 @@ def test_predicted_times_are_those_of_the_changed_cluster() -> None:
     """A gradient at the end: everything is exposed, and twice the rate halves what the link takes."""
     cluster = {"nodes": 2, "ranks_per_node": 1, "links": {"nic": {"rate": "1Gbit/s"}}}
     sizes = np.geomspace(4.0, 1e9, 30)
-    measured = Measured("all_reduce", "gloo", placed(2, 2, 1), Curve(sizes, 1e6 * sizes / 125e6))
+    measured = Measured("all_reduce", "gloo", placed(2, 2, 1), TimeCurve(sizes, 1e6 * sizes / 125e6))
     step = step_of([("w", 12_500_000, 0.05)])
-    advice = advise(step, Costs([measured], Topology.of(cluster)), what_ifs=["nic=4Gbit/s", "compute=0.5"])
+    advice = advise(
+        step, ClusterCosts([measured], Topology.of(cluster)), what_ifs=["nic=4Gbit/s", "compute=0.5"]
+    )
     by_change = {each.change: each for each in advice.what_ifs}
     base = advice.timeline.step_s
     assert base == pytest.approx(0.15, rel=2e-2)
@@ -457,7 +463,7 @@ def test_bad_usage_is_a_line(tmp_path: Path) -> None:
     (tmp_path / "cut.json").write_text((tmp_path / "step.json").read_text()[:90])
     (tmp_path / "empty.json").write_text("")
     (tmp_path / "three.json").write_text("3")
-    replace(Step.load(tmp_path / "step.json"), source="kineto").save(tmp_path / "traced.json")
+    replace(CapturedStep.load(tmp_path / "step.json"), source="kineto").save(tmp_path / "traced.json")
     for words, said in (
         ((tmp_path / "step.json", "--ranks", 3), "--topology"),
         ((tmp_path / "step.json", "--topology", tmp_path / "cluster.yaml"), "cluster.yaml:3"),

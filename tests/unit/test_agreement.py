@@ -30,7 +30,7 @@ from mcr_plus.core.message import Message, Signature
 from mcr_plus.core.work import Work
 from mcr_plus.engine.engine import Engine
 from mcr_plus.engine.group_state import BackendChannel, GroupState
-from mcr_plus.engine.operation import Operation
+from mcr_plus.engine.operation import BoundOperation
 from mcr_plus.errors import McrError, OperationsDiffer
 from mcr_plus.pipeline.stage import Issue
 from mcr_plus.rendezvous.processes import Peers
@@ -202,7 +202,7 @@ class Rank:
         def start(message: Message) -> Poll:
             return lambda: self.own.random() < _ENDS
 
-        return Operation(
+        return BoundOperation(
             signature, start, engine, state, backend_channel, channel=channel, on_stream=False, spins=1,
             burst=range(1), timeout=60.0, compare_every=every,
         ).bind()  # fmt: skip

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from mcr_plus.board.base import Failure
-from mcr_plus.board.noted import KEPT, PART, NotedParts, packed, unpacked
+from mcr_plus.board.operation_notes import KEPT, PART, NotedParts, packed, unpacked
 from mcr_plus.board.store import StoreBoard
 from mcr_plus.core.c10d import HashStore, WrappedStore
 from mcr_plus.core.group import Group
 from mcr_plus.observe import cross_host_stragglers
 from mcr_plus.observe.cross_host_stragglers import AcrossHosts, Compared
-from mcr_plus.observe.stragglers import Arrivals, Stragglers
+from mcr_plus.observe.stragglers import ArrivalCollector, Stragglers
 
 TRANSIT: Final = 200e-6
 """The most that a message takes, in seconds; the least is half of that."""
@@ -39,7 +39,7 @@ class Job:
         processes += [SimpleNamespace(place=host) for host in places]
         lowest = {host: others + places.index(host) for host in places}
         self.logs: list[tuple[AcrossHosts, Any]] = []
-        self.arrivals: list[Arrivals] = []
+        self.arrivals: list[ArrivalCollector] = []
         for at, host in enumerate(places):
             group = Group("g", self.ranks, at)
             board = StoreBoard(store, group)
@@ -58,7 +58,7 @@ class Job:
             engine: Any = SimpleNamespace(peers=peers, progress_once=lambda: False)
             across = AcrossHosts(engine)
             self.logs.append((across, state))
-            self.arrivals.append(Arrivals(across))
+            self.arrivals.append(ArrivalCollector(across))
 
     def _transit(self) -> float:
         return self.chance.uniform(TRANSIT / 2, TRANSIT)

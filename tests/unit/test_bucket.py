@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tiers import examples
 
-from mcr_plus.fusion.bucket import Bucket, Cost, Entry, by_size, earliest_finish
+from mcr_plus.fusion.bucket import Bucket, BucketEntry, Cost, by_size, earliest_finish
 
 K = 1024
 
@@ -21,11 +21,11 @@ sizes = st.integers(0, 100)
 lists = st.lists(st.tuples(sizes, st.sampled_from(["a", "b"])), max_size=30)
 
 
-def entries_of(spec: Sequence[tuple[int, str]]) -> list[Entry]:
-    return [Entry(100 + index, nbytes, like) for index, (nbytes, like) in enumerate(spec)]
+def entries_of(spec: Sequence[tuple[int, str]]) -> list[BucketEntry]:
+    return [BucketEntry(100 + index, nbytes, like) for index, (nbytes, like) in enumerate(spec)]
 
 
-def check_layout(plan: Sequence[Bucket], entries: Sequence[Entry], alignment: int) -> None:
+def check_layout(plan: Sequence[Bucket], entries: Sequence[BucketEntry], alignment: int) -> None:
     """Every entry is in one bucket of its `like`, in order, at an aligned place, and overlaps nothing."""
     by_id = {entry.id: entry for entry in entries}
     assert sorted(member for bucket in plan for member in bucket.members) == sorted(by_id)
@@ -67,7 +67,13 @@ def test_buckets_by_size(
 
 
 def test_by_hand() -> None:
-    entries = [Entry(1, 40, "a"), Entry(2, 10, "b"), Entry(3, 30, "a"), Entry(4, 90, "a"), Entry(5, 8, "a")]
+    entries = [
+        BucketEntry(1, 40, "a"),
+        BucketEntry(2, 10, "b"),
+        BucketEntry(3, 30, "a"),
+        BucketEntry(4, 90, "a"),
+        BucketEntry(5, 8, "a"),
+    ]
     assert by_size(entries, limit=64, first_limit=40, alignment=8) == [
         Bucket("a", (1,), (0,), 40),
         Bucket("b", (2,), (0,), 10),
@@ -92,7 +98,9 @@ def partitions(count: int) -> Iterator[list[tuple[int, int]]]:
             yield list(pairwise((0, *inner, count)))
 
 
-def finish_time(entries: Sequence[Entry], parts: Sequence[tuple[int, int]], cost: Sequence[float]) -> float:
+def finish_time(
+    entries: Sequence[BucketEntry], parts: Sequence[tuple[int, int]], cost: Sequence[float]
+) -> float:
     """When the last operation of a partition is done, from the words of its definition."""
     clock = 0.0
     for begin, end in parts:
@@ -115,7 +123,7 @@ def test_no_partition_is_done_earlier(spec: list[tuple[int, int]], data: st.Data
     """Against brute force, for any cost whatever, monotone or not."""
     ready = sorted(at for _, at in spec)
     entries = [
-        Entry(i, nbytes, None, at) for i, ((nbytes, _), at) in enumerate(zip(spec, ready, strict=True))
+        BucketEntry(i, nbytes, None, at) for i, ((nbytes, _), at) in enumerate(zip(spec, ready, strict=True))
     ]
     most = sum(entry.nbytes for entry in entries) + 1
     cost = data.draw(st.lists(st.integers(0, 20), min_size=most, max_size=most))
@@ -134,9 +142,9 @@ def hockney(latency: float, per_byte: float) -> Cost:
 
 
 def test_gradients_ready_together_share_a_bucket_and_the_last_ones_do_not() -> None:
-    together = [Entry(i, 100) for i in range(5)]
+    together = [BucketEntry(i, 100) for i in range(5)]
     assert len(earliest_finish(together, hockney(10.0, 0.01))) == 1
-    apart = [Entry(i, 100, None, 1000.0 * i) for i in range(5)]
+    apart = [BucketEntry(i, 100, None, 1000.0 * i) for i in range(5)]
     plan = earliest_finish(apart, hockney(10.0, 0.01))
     assert [bucket.members for bucket in plan] == [(0, 1, 2, 3), (4,)]  # the first four can wait
 
@@ -144,14 +152,14 @@ def test_gradients_ready_together_share_a_bucket_and_the_last_ones_do_not() -> N
 def test_a_bucket_is_filled_while_twice_its_time_passes_before_the_next_one() -> None:
     """An operation takes about 10 units; 19 or 21 pass between the last two entries."""
     for wait, parts in ((19.0, [(0,), (1,), (2,)]), (21.0, [(0, 1), (2,)])):
-        entries = [Entry(i, 1, None, at) for i, at in enumerate((0.0, 12.0, 12.0 + wait))]
+        entries = [BucketEntry(i, 1, None, at) for i, at in enumerate((0.0, 12.0, 12.0 + wait))]
         plan = earliest_finish(entries, hockney(10.0, 1e-3))
         assert [bucket.members for bucket in plan] == parts
 
 
 @given(timed, st.sampled_from([1, 4, 64]))
 def test_alignment_of_the_earliest_finish(spec: list[tuple[int, int]], alignment: int) -> None:
-    entries = [Entry(i, nbytes, "x", 0.0) for i, (nbytes, _) in enumerate(spec)]
+    entries = [BucketEntry(i, nbytes, "x", 0.0) for i, (nbytes, _) in enumerate(spec)]
     seen: set[int] = set()
 
     def cost(nbytes: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -167,7 +175,7 @@ def test_500_tensors_do_not_take_minutes() -> None:
     """A search that is cubic in the tensors would."""
     random = np.random.default_rng(0)
     ready = np.sort(random.uniform(0, 1e4, 500))
-    entries = [Entry(i, int(random.integers(1, 1 << 22)), None, float(ready[i])) for i in range(500)]
+    entries = [BucketEntry(i, int(random.integers(1, 1 << 22)), None, float(ready[i])) for i in range(500)]
     began = time.perf_counter()
     earliest_finish(entries, hockney(20.0, 1e-4))
     assert time.perf_counter() - began < 20
@@ -175,7 +183,7 @@ def test_500_tensors_do_not_take_minutes() -> None:
 
 def test_entries_that_make_no_sense() -> None:
     with pytest.raises(ValueError, match="equal `like`"):
-        earliest_finish([Entry(0, 1, "a"), Entry(1, 1, "b")], hockney(1.0, 1.0))
+        earliest_finish([BucketEntry(0, 1, "a"), BucketEntry(1, 1, "b")], hockney(1.0, 1.0))
     with pytest.raises(ValueError, match="order"):
-        earliest_finish([Entry(0, 1, None, 2.0), Entry(1, 1, None, 1.0)], hockney(1.0, 1.0))
+        earliest_finish([BucketEntry(0, 1, None, 2.0), BucketEntry(1, 1, None, 1.0)], hockney(1.0, 1.0))
     assert earliest_finish([], hockney(1.0, 1.0)) == []

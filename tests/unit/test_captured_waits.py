@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from mcr_plus.bucketing.capture import Capture
-from mcr_plus.bucketing.step import Issue, Wait
+from mcr_plus.bucketing.step import IssueEvent, WaitEvent
 from mcr_plus.core.group import Group
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.core.work import JointWork
@@ -31,7 +31,11 @@ def test_a_wait_for_an_operation_of_an_earlier_step_is_no_wait_of_this_one() -> 
     later.wait()  # noted once
     capture._after_step()
     seen = [
-        [(type(mark.event), mark.event.id) for mark in step.marks if isinstance(mark.event, Issue | Wait)]
+        [
+            (type(mark.event), mark.event.id)
+            for mark in step.marks
+            if isinstance(mark.event, IssueEvent | WaitEvent)
+        ]
         for step in capture._of_this_rank()
     ]
-    assert seen == [[(Issue, 0), (Issue, 1), (Wait, 1)], [(Issue, 0), (Wait, 0)]]
+    assert seen == [[(IssueEvent, 0), (IssueEvent, 1), (WaitEvent, 1)], [(IssueEvent, 0), (WaitEvent, 0)]]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mcr_plus.reliability.failover import reinstate
-from mcr_plus.reliability.failover.reinstate import Comeback
+from mcr_plus.reliability.failover.reinstate import Reinstatement
 
 
 class _Channel:
@@ -40,7 +40,7 @@ def test_attempts_that_hang_hold_nothing_up(monkeypatch: pytest.MonkeyPatch) -> 
             _wait_for(is_given_up)
         return opened[number]
 
-    own = Comeback(reopen)
+    own = Reinstatement(reopen)
     own.after_failure()
     for _ in range(4):
         assert own._own_vote() == 1

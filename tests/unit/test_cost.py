@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from mcr_plus.core.kinds import KINDS
 from mcr_plus.core.units import Range
-from mcr_plus.tables.cost import CostModel, Curve, Estimate, isotonic
+from mcr_plus.tables.cost import CostModel, Estimate, TimeCurve, isotonic
 from mcr_plus.tables.table import Query, Table, TableKey, TableRule, parse_table
 
 K = 1024
@@ -70,7 +70,7 @@ def test_isotonic_by_hand(values: list[float], expected: list[float]) -> None:
 
 @given(points, st.lists(st.integers(0, 1 << 50), min_size=2, max_size=30))
 def test_a_larger_message_never_costs_less(measured: dict[int, float], asked: list[int]) -> None:
-    curve = Curve.through(measured)
+    curve = TimeCurve.through(measured)
     close = [size + step for size in measured for step in (-1, 0, 1) if size + step >= 0]
     costs = [curve.at(nbytes).us for nbytes in sorted([*asked, *close])]
     assert all(np.isfinite(costs))
@@ -81,7 +81,7 @@ def test_a_larger_message_never_costs_less(measured: dict[int, float], asked: li
 
 @given(points)
 def test_measured_sizes_cost_the_measured_times_made_monotone(measured: dict[int, float]) -> None:
-    curve = Curve.through(measured)
+    curve = TimeCurve.through(measured)
     sizes = sorted(measured)
     fitted = min_max([measured[size] for size in sizes])
     assert [curve.at(size).us for size in sizes] == pytest.approx(fitted, rel=1e-9)
@@ -99,7 +99,7 @@ def test_latency_and_bandwidth_are_met_exactly(
 ) -> None:
     """Time = α + β · bytes, from the smallest size measured on, and beyond the largest."""
     sizes = [1 << power for power in powers]
-    curve = Curve.through({size: alpha + beta * size for size in sizes})
+    curve = TimeCurve.through({size: alpha + beta * size for size in sizes})
     for nbytes in [*asked, *(nbytes % (max(sizes) + 1) for nbytes in asked)]:
         assert curve.at(nbytes).us == pytest.approx(alpha + beta * max(nbytes, min(sizes)), rel=1e-6)
 
@@ -109,32 +109,32 @@ def test_latency_and_bandwidth_are_met_exactly(
     [(0, True), (7, True), (8, False), (100, False), (4 * K, False), (4 * K + 1, True)],
 )
 def test_sizes_outside_of_measurements_are_extrapolated(nbytes: int, extrapolated: bool) -> None:
-    assert Curve.through({8: 1.0, 512: 2.0, 4 * K: 9.0}).at(nbytes).extrapolated is extrapolated
+    assert TimeCurve.through({8: 1.0, 512: 2.0, 4 * K: 9.0}).at(nbytes).extrapolated is extrapolated
 
 
 def test_below_and_beyond() -> None:
-    curve = Curve.through({8: 1.0, 1024: 2.0, 2048: 4.0})
+    curve = TimeCurve.through({8: 1.0, 1024: 2.0, 2048: 4.0})
     assert curve.at(0) == Estimate(1.0, "at_most", bound_us=1.0)
     assert curve.at(4096) == Estimate(8.0, "extrapolated")  # 2 µs per KiB, as from 1 KiB to 2 KiB
     assert curve.at(1500).us == pytest.approx(2 + 2 * 476 / 1024, rel=0.1)
 
 
 def test_sizes_beyond_a_flat_end_follow_the_last_rising_segment() -> None:
-    noisy = Curve.through({1024: 1.0, 2048: 5.0, 4096: 3.0})  # as 1, 4, 4
+    noisy = TimeCurve.through({1024: 1.0, 2048: 5.0, 4096: 3.0})  # as 1, 4, 4
     assert noisy.at(2048).us == 4.0
     assert noisy.at(4096 + 3072).us == pytest.approx(4.0 + 3.0)  # 3 µs in the 3 KiB from 1 KiB to 4 KiB
 
 
 @pytest.mark.parametrize("measured", [{4096: 10.0}, {8: 10.0, 4096: 10.0}, {8: 12.0, 64: 10.0, 4096: 8.0}])
 def test_sizes_beyond_a_single_time_take_half_of_it_as_bandwidth(measured: dict[int, float]) -> None:
-    curve = Curve.through(measured)
+    curve = TimeCurve.through(measured)
     assert [curve.at(nbytes).us for nbytes in (4096, 8192, 40960)] == [10.0, 15.0, 55.0]
     assert [curve.at(nbytes).figure for nbytes in (4096, 8192, 40960)] == ["measured", "at_least", "at_least"]
     assert [curve.at(nbytes).bound_us for nbytes in (4096, 8192, 40960)] == [None, 10.0, 10.0]
 
 
 def test_a_curve_of_nothing_but_no_bytes() -> None:
-    assert Curve.through({0: 3.0}).at(1 << 20) == Estimate(3.0, "at_least", bound_us=3.0)
+    assert TimeCurve.through({0: 3.0}).at(1 << 20) == Estimate(3.0, "at_least", bound_us=3.0)
 
 
 # -- sizes left out ------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ def smooth(figures: list[float]) -> Floats:
 
 
 def by_curve(sizes: Floats, measured: Floats, asked: Floats) -> Floats:
-    curve = Curve.through({int(size): float(time) for size, time in zip(sizes, measured, strict=True)})
+    curve = TimeCurve.through({int(size): float(time) for size, time in zip(sizes, measured, strict=True)})
     return np.array([curve.at(int(nbytes)).us for nbytes in asked])
 
 
@@ -390,5 +390,7 @@ def test_a_model_is_its_curves(
     model = CostModel(Table((TableRule("mpi", 0, None, TableKey("*", basis=basis), measured),)))
     query = Query(kind, nbytes, ranks=ranks)
     for choice in ("mpi", "gloo", "mpi:ring", "nccl"):
-        expected = Curve.through(measured[choice]).at(query.size(basis) or 0) if choice in measured else None
+        expected = (
+            TimeCurve.through(measured[choice]).at(query.size(basis) or 0) if choice in measured else None
+        )
         assert model.expected(choice, query) == expected

@@ -11,7 +11,7 @@ import pytest
 from test_plan import every_plan, some_prices
 from tiers import examples
 
-from mcr_plus.bucketing.costs import Curve, prices
+from mcr_plus.bucketing.costs import BucketCurve, prices
 from mcr_plus.bucketing.cut_search import search_cuts
 from mcr_plus.bucketing.search import Prices, search
 
@@ -64,7 +64,7 @@ def test_no_cuts_and_buckets_end_before_those_that_are_found(seed: int) -> None:
 def test_cuts_without_a_cost_are_the_search_without_cuts_and_dear_ones_are_left_out() -> None:
     draw = np.random.default_rng(5)
     ready = np.sort(draw.random(16))
-    curves = [Curve.through({10**3: (1e-3, share), 10**6: (0.03, share)}) for share in (0.4, 0.1)]
+    curves = [BucketCurve.through({10**3: (1e-3, share), 10**6: (0.03, share)}) for share in (0.4, 0.1)]
     of = prices(draw.integers(1000, 10**6, 16).tolist(), 64, curves, 1e-4)
     everywhere = range(1, 16)
     free = search_cuts(ready, 1.1, of, everywhere, [0.0] * 15, 400)
@@ -79,7 +79,7 @@ def test_cuts_without_a_cost_are_the_search_without_cuts_and_dear_ones_are_left_
 
 
 def test_invalid_arguments_of_the_search_are_refused() -> None:
-    of = prices([8, 8], 8, [Curve.through({8: (1.0, 0.0)})], 0.0)
+    of = prices([8, 8], 8, [BucketCurve.through({8: (1.0, 0.0)})], 0.0)
     with pytest.raises(ValueError, match="ready: expected in ascending"):
         search_cuts([1.0, 0.5], 1.0, of, [1], [0.0])
     for positions in ([0], [2], [1, 1]):
@@ -88,5 +88,5 @@ def test_invalid_arguments_of_the_search_are_refused() -> None:
     for costs in ([-1.0], [float("nan")], []):
         with pytest.raises(ValueError, match="costs: expected 1"):
             search_cuts([1.0, 1.0], 1.0, of, [1], costs)
-    nothing = search_cuts([], 2.0, prices([], 8, [Curve.through({8: (1.0, 0.0)})], 0.0), [], [])
+    nothing = search_cuts([], 2.0, prices([], 8, [BucketCurve.through({8: (1.0, 0.0)})], 0.0), [], [])
     assert (nothing.buckets, nothing.cuts, nothing.step) == ([], (), 2.0)

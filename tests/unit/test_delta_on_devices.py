@@ -7,7 +7,7 @@ from device_programs import given
 from device_ranks import Job, Rank
 from device_settings import SETTINGS
 
-from mcr_plus.compression.copies import Copies, Copy, Held
+from mcr_plus.compression.copies import Copies, Copy, HeldValues
 from mcr_plus.errors import Unsupported
 
 
@@ -31,7 +31,7 @@ def test_copies_on_a_device_are_bounded_by_its_memory() -> None:
         copies, all_of_them = Copies(), [Copy() for _ in range(3)]
         for copy in all_of_them:
             copies.begin(copy)
-            copy.sent[0] = Held(rank.tensor([0.0] * 50), 1, 0)
+            copy.sent[0] = HeldValues(rank.tensor([0.0] * 50), 1, 0)
             copies.end(copy, None)
         return [copy.nbytes for copy in all_of_them]
 

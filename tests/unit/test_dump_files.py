@@ -31,12 +31,12 @@ from mcr_plus.core.stacks import Frame, call_site, frames_of, waiting_frames
 from mcr_plus.engine.group_state import GroupState
 from mcr_plus.errors import ConfigError, InvalidArgument, McrError, PeerLost
 from mcr_plus.observe import files, snapshot
-from mcr_plus.observe.diagnosis import Finding, diagnose
+from mcr_plus.observe.diagnosis import DiagnosedFault, diagnose
 from mcr_plus.observe.dumps import read_folder
 from mcr_plus.observe.files import files_of, write_dump
 from mcr_plus.observe.flight_record import flight_record
 from mcr_plus.observe.options import ObserveOptions, observed
-from mcr_plus.observe.snapshot import Entry, GroupSnapshot, Snapshot
+from mcr_plus.observe.snapshot import GroupSnapshot, Snapshot, SnapshotEntry
 
 SECOND = 10**9
 
@@ -46,19 +46,21 @@ def _signature(kind: Any = "all_reduce", numel: int = 4, **changes: Any) -> Sign
     return plain.replace(**changes)
 
 
-def _entry(number: int, signature: Signature | None = None, *, late: float = 0.0, **changes: Any) -> Entry:
+def _entry(
+    number: int, signature: Signature | None = None, *, late: float = 0.0, **changes: Any
+) -> SnapshotEntry:
     """An operation issued at second `number`, or so much later; complete unless `changes` say otherwise."""
     issued = int((number + late) * SECOND)
-    return Entry(number, _signature() if signature is None else signature, issued, **changes)
+    return SnapshotEntry(number, _signature() if signature is None else signature, issued, **changes)
 
 
-def _waiting(number: int, signature: Signature | None = None, line: int = 7) -> Entry:
+def _waiting(number: int, signature: Signature | None = None, line: int = 7) -> SnapshotEntry:
     frames = [Frame("step", "train.py", line)]
     return _entry(number, signature, state="started", frames=frames, waited=2.0, waits=True)
 
 
-def _message(kind: str, peer: int | None, tag: int, **changes: Any) -> Entry:
-    return Entry(0, _signature(kind, reduce_op=None), SECOND, peer=peer, match_tag=tag, **changes)
+def _message(kind: str, peer: int | None, tag: int, **changes: Any) -> SnapshotEntry:
+    return SnapshotEntry(0, _signature(kind, reduce_op=None), SECOND, peer=peer, match_tag=tag, **changes)
 
 
 def _write(
@@ -81,7 +83,7 @@ def _write(
 
 
 def _world(
-    rank: int, entries: list[Entry], messages: list[Entry] | None = None, size: int = 3
+    rank: int, entries: list[SnapshotEntry], messages: list[SnapshotEntry] | None = None, size: int = 3
 ) -> GroupSnapshot:
     issued = max((each.number for each in entries), default=0)
     found = GroupSnapshot("world", tuple(range(size)), rank, issued, entries=entries)
@@ -98,7 +100,7 @@ def _status(folder: Path) -> int:
     return 0
 
 
-def _found(folder: Path, ranks: dict[int, list[GroupSnapshot]], **about: Any) -> list[Finding]:
+def _found(folder: Path, ranks: dict[int, list[GroupSnapshot]], **about: Any) -> list[DiagnosedFault]:
     _write(folder, ranks, **about)
     return diagnose(read_folder(folder))
 
@@ -264,7 +266,7 @@ def test_operations_that_no_rank_lacks_are_stuck(tmp_path: Path) -> None:
         ([_message("recv", None, 3, state="started")], None),
     ],
 )
-def test_a_send_without_its_receive(theirs: list[Entry], why: str | None, tmp_path: Path) -> None:
+def test_a_send_without_its_receive(theirs: list[SnapshotEntry], why: str | None, tmp_path: Path) -> None:
     send = _message("send", 1, 3, state="started", waits=True)
     found = _found(tmp_path, {0: [_world(0, [], [send], 2)], 1: [_world(1, [], theirs, 2)]}, size=2)
     if why is None:

@@ -14,7 +14,7 @@ from mcr_plus.backends.base import Poll
 from mcr_plus.core.group import Group
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.errors import BackendError
-from mcr_plus.reliability.failover.attempt import Attempt
+from mcr_plus.reliability.failover.attempt import FailoverPoll
 from mcr_plus.reliability.failover.channel import Binding, FailoverChannel
 
 SIGNATURE = Signature("all_reduce", torch.float32, (4,), 16, "world", 2, reduce_op="SUM", backend="gloo")
@@ -70,7 +70,7 @@ def test_an_operation_that_begins_as_the_library_is_stopped_does_not_run_on_it(s
 
     made = channel_of(Library(stop), stops_as_whole=stops_as_whole)
     attempt = made.bind(SIGNATURE)(message())
-    assert isinstance(attempt, Attempt)
+    assert isinstance(attempt, FailoverPoll)
     assert not attempt(), "it waits for the second library"
     assert made._running_here() == [attempt], "so that its rank says that it is not complete"
     assert torch.equal(attempt.again(SIGNATURE).inputs[0], torch.ones(4))

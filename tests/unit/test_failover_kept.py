@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from mcr_plus.core.message import Message, Signature
-from mcr_plus.reliability.failover import kept as module
-from mcr_plus.reliability.failover.attempt import Attempt, _is_in_place
-from mcr_plus.reliability.failover.kept import Kept
-from mcr_plus.reliability.failover.rules import Operation
+from mcr_plus.reliability.failover import kept_operations as module
+from mcr_plus.reliability.failover.attempt import FailoverPoll, _is_in_place
+from mcr_plus.reliability.failover.kept_operations import KeptOperations
+from mcr_plus.reliability.failover.rules import RankOperation
 from mcr_plus.reliability.failover.state import WeakTensor
 
 NUMEL = 300
@@ -28,11 +28,13 @@ def message(kind: str, given: torch.Tensor, result: torch.Tensor) -> Message:
     return Message(signature, (given,), (result,))
 
 
-def completed(kept: Kept, kind: str, given: torch.Tensor, result: torch.Tensor, number: int = 0) -> Attempt:
+def completed(
+    kept: KeptOperations, kind: str, given: torch.Tensor, result: torch.Tensor, number: int = 0
+) -> FailoverPoll:
     """An operation that has run on this rank, and is kept."""
     issued = message(kind, given, result)
     binding = SimpleNamespace(digest=7, signature=issued.signature)
-    attempt = Attempt(cast("Any", SimpleNamespace(library="gloo")), cast("Any", binding), issued, number)
+    attempt = FailoverPoll(cast("Any", SimpleNamespace(library="gloo")), cast("Any", binding), issued, number)
     attempt.keep_inputs(kept.copied)
     issued.inputs = issued.outputs = ()  # as the handle does
     result.fill_(number)
@@ -42,9 +44,9 @@ def completed(kept: Kept, kind: str, given: torch.Tensor, result: torch.Tensor, 
     return attempt
 
 
-def what_is_left(kept: Kept) -> list[tuple[bool, bool]]:
+def what_is_left(kept: KeptOperations) -> list[tuple[bool, bool]]:
     """Of each operation, whether its inputs and its result are there."""
-    records: list[Operation] = [each.record({}) for each in kept]
+    records: list[RankOperation] = [each.record({}) for each in kept]
     return [(each.has_input, each.has_result) for each in records]
 
 
@@ -61,7 +63,7 @@ def test_an_operation_works_in_place_if_its_tensors_share_memory() -> None:
 
 
 def test_two_views_of_one_storage_are_copied_before_they_are_overwritten() -> None:
-    kept, memory = Kept(), torch.arange(4.0 * NUMEL)
+    kept, memory = KeptOperations(), torch.arange(4.0 * NUMEL)
     attempt = completed(kept, "all_to_all", memory[:NUMEL], memory[NUMEL // 2 : NUMEL // 2 + NUMEL], 1)
     assert attempt.kept_bytes == 3 * NBYTES
     ((has_input, _),) = what_is_left(kept)
@@ -73,7 +75,7 @@ def test_two_views_of_one_storage_are_copied_before_they_are_overwritten() -> No
 def test_memory_of_the_program_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the three tensors of a bucket take turns: of all of them much more is kept than the limit."""
     monkeypatch.setattr(module, "_MOST_BYTES", NBYTES)
-    kept = Kept()
+    kept = KeptOperations()
     tensors = [torch.full((NUMEL,), -1.0) for _ in range(21)]
     for number in range(20):
         completed(kept, "all_reduce", tensors[number], tensors[number + 1], number)
@@ -84,7 +86,7 @@ def test_memory_of_the_program_is_not_counted(monkeypatch: pytest.MonkeyPatch) -
 
 def test_tensors_that_the_program_drops_are_kept_up_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MOST_BYTES", 6 * NBYTES)
-    kept = Kept()
+    kept = KeptOperations()
     for number in range(10):
         completed(kept, "all_to_all", torch.ones(NUMEL), torch.zeros(NUMEL), number)
     assert what_is_left(kept) == [(False, False)] * 7 + [(True, False)] * 3
@@ -92,7 +94,7 @@ def test_tensors_that_the_program_drops_are_kept_up_to_the_limit(monkeypatch: py
 
 def test_copies_are_kept_up_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MOST_BYTES", 3 * NBYTES)
-    kept, tensors = Kept(), [torch.zeros(NUMEL) for _ in range(8)]
+    kept, tensors = KeptOperations(), [torch.zeros(NUMEL) for _ in range(8)]
     for number, tensor in enumerate(tensors):
         completed(kept, "all_reduce", tensor, tensor, number)
         tensor.add_(1)  # the program goes on

@@ -6,11 +6,11 @@ import itertools
 
 import pytest
 
-from mcr_plus.reliability.failover.rules import Operation, Record, decide
+from mcr_plus.reliability.failover.rules import RankOperation, RankRecord, decide
 
-OPEN = Operation(1, is_done=False, has_input=True, has_result=False)
+OPEN = RankOperation(1, is_done=False, has_input=True, has_result=False)
 DONE = [
-    Operation(1, is_done=True, has_input=has_input, has_result=has_result)
+    RankOperation(1, is_done=True, has_input=has_input, has_result=has_result)
     for has_input in (False, True)
     for has_result in (False, True)
 ]
@@ -18,7 +18,7 @@ STATES = [OPEN, *DONE, None]
 """Of an operation on a rank; None: complete, and not kept any more."""
 
 
-def records_of_a_rank() -> list[Record]:
+def records_of_a_rank() -> list[RankRecord]:
     """Up to three operations; those that are not kept are the oldest ones."""
     found = []
     for count in range(4):
@@ -26,7 +26,7 @@ def records_of_a_rank() -> list[Record]:
             kept = [state is not None for state in states]
             if kept == sorted(kept):
                 operations = {number: each for number, each in enumerate(states) if each is not None}
-                found.append(Record(count, operations))
+                found.append(RankRecord(count, operations))
     return found
 
 
@@ -72,14 +72,14 @@ def test_every_pair_of_records() -> None:
 
 
 def test_a_refusal_names_the_ranks() -> None:
-    gone = Operation(1, is_done=True, has_input=False, has_result=False)
-    records = [Record(1, {0: OPEN}), Record(1, {0: gone}), Record(2, {1: OPEN})]
+    gone = RankOperation(1, is_done=True, has_input=False, has_result=False)
+    records = [RankRecord(1, {0: OPEN}), RankRecord(1, {0: gone}), RankRecord(2, {1: OPEN})]
     assert decide(records).refusal == (
         "rank 2 completed an operation that others have not, and its tensors have changed since"
     )
 
 
 @pytest.mark.parametrize("other", [OPEN, *DONE])
-def test_different_operations_do_not_run_again(other: Operation) -> None:
-    records = [Record(1, {0: OPEN}), Record(1, {0: other._replace(digest=2)})]
+def test_different_operations_do_not_run_again(other: RankOperation) -> None:
+    records = [RankRecord(1, {0: OPEN}), RankRecord(1, {0: other._replace(digest=2)})]
     assert decide(records).refusal == "ranks have issued different operations"

@@ -14,7 +14,7 @@ import mcr_plus as mcr
 from mcr_plus.layout import proof
 from mcr_plus.layout.halo import Halo, lifted, with_halo
 from mcr_plus.layout.layout import Layout
-from mcr_plus.layout.messages import Exchange
+from mcr_plus.layout.messages import LayoutExchange
 from mcr_plus.layout.regions import Boxes
 
 Array = NDArray[np.int64]
@@ -80,7 +80,7 @@ def view(layout: Layout, rank: int, local: Array, pieces: Array, boxes: Boxes) -
 
 def execute(source: Layout, target: Layout, locals_: Locals) -> Locals:
     """Run the direct plan of all ranks, proved; every rank starts with what no layout has."""
-    exchange = Exchange(source, target, 8)
+    exchange = LayoutExchange(source, target, 8)
     parts = {rank: exchange.part(rank) for rank in {*source.ranks, *target.ranks}}
     found = {rank: np.full(shape, -1, np.int64) for rank, shape in target.locals.items()}
     wires: dict[tuple[int, int], list[Array]] = {}
@@ -178,7 +178,7 @@ def test_copies_are_added_in_the_order_of_ranks(number: int, width: int, orders:
 def test_a_halo_is_received_once_from_the_ranks_that_it_spans(periodic: bool) -> None:
     """What a rank receives is what its box with the halo has beyond its own, each element once."""
     layout = Layout.sharded((12, 3), range(6), 0)
-    exchange = Exchange(layout, layout.with_halo((3, 0), (5, 0), periodic), 8)
+    exchange = LayoutExchange(layout, layout.with_halo((3, 0), (5, 0), periodic), 8)
     for rank in range(6):
         low, high = 2 * rank - 3, 2 * rank + 7
         if not periodic:
@@ -190,7 +190,7 @@ def test_a_halo_is_received_once_from_the_ranks_that_it_spans(periodic: bool) ->
 
 def test_elements_needed_several_times_are_sent_once() -> None:
     layout = Layout.sharded((4,), [0, 1], 0)
-    exchange = Exchange(layout, layout.with_halo(5, 6, periodic=True), 8)
+    exchange = LayoutExchange(layout, layout.with_halo(5, 6, periodic=True), 8)
     assert [int(exchange.part(rank).receives.sizes.sum()) for rank in (0, 1)] == [2, 2]
 
 

@@ -23,7 +23,15 @@ from hypothesis import strategies as st
 from mcr_plus.core.proc import read_stat, state_of
 from mcr_plus.hosts import agent as agents
 from mcr_plus.hosts.findings import Findings
-from mcr_plus.hosts.protocol import PERIOD, Finding, Heartbeat, Received, State, distances, silence
+from mcr_plus.hosts.protocol import (
+    PERIOD,
+    Heartbeat,
+    RankFinding,
+    ReceivedDatagram,
+    State,
+    distances,
+    silence,
+)
 from mcr_plus.rendezvous.store_release import release
 
 KEY: Final = b"secret"
@@ -209,7 +217,7 @@ def test_a_beat_that_has_waited_for_an_agent_may_be_as_old_as_that_has_not_run()
     third.receive(other.datagram(1.7), 1.7)  # also for those that it is passed on to
     assert third.findings(1.7)[0].most == pytest.approx(0.6)
     other.receive(one.datagram(1.8), 1.8)
-    assert other.findings(1.8)[0] == Finding("running")
+    assert other.findings(1.8)[0] == RankFinding("running")
 
 
 @given(seed=st.integers(0, 1 << 16), hosts=st.sampled_from([2, 3, 8]), dead=st.booleans())
@@ -236,7 +244,7 @@ def test_an_agent_that_is_replaced_goes_on(seed: int, hosts: int, dead: bool) ->
 @given(data=st.binary(max_size=200))
 def test_datagrams_of_strangers_change_nothing(data: bytes) -> None:
     agent = Heartbeat([[0], [1]], 0, KEY, 0.0)
-    assert agent.receive(data, 1.0) == Received()
+    assert agent.receive(data, 1.0) == ReceivedDatagram()
     assert agent.findings(1.0)[1].state == "unknown"
 
 
@@ -249,10 +257,10 @@ def test_changed_datagrams_and_those_of_another_secret_change_nothing(
     data = bytearray(other.datagram(1.0 + seed))
     right = bytes(data)
     data[place % len(data)] ^= 1 << bit
-    assert agent.receive(bytes(data), 1.0) == Received()
+    assert agent.receive(bytes(data), 1.0) == ReceivedDatagram()
     stranger = Heartbeat([[0], [1]], 1, b"guessed", 0.0)
     stranger.observe({1: "dead"})
-    assert agent.receive(stranger.datagram(1.0), 1.0) == Received()
+    assert agent.receive(stranger.datagram(1.0), 1.0) == ReceivedDatagram()
     assert agent.findings(1.0)[1].state == "unknown"
     assert agent.receive(right, 1.0).news
     assert agent.findings(1.0)[1].state == "dead"
@@ -265,15 +273,15 @@ def test_datagrams_that_are_sent_again_by_a_stranger_change_nothing() -> None:
     other.observe({})
     agent.receive(other.datagram(1.1), 1.1)
     for now in (1.2, 1.4, 1.6, 1.75):
-        assert agent.receive(old, now) == Received()
+        assert agent.receive(old, now) == ReceivedDatagram()
     assert agent.findings(1.75)[1].state == "running"
     assert agent.findings(1.95)[1].state == "silent"
 
 
 def test_datagrams_of_a_job_of_other_hosts_and_own_ones_are_ignored() -> None:
     agent = Heartbeat([[0], [1]], 0, KEY, 0.0)
-    assert agent.receive(Heartbeat([[0], [1], [2]], 1, KEY, 0.0).datagram(1.0), 1.0) == Received()
-    assert agent.receive(Heartbeat([[0], [1]], 0, KEY, 0.0).datagram(1.0), 1.0) == Received()
+    assert agent.receive(Heartbeat([[0], [1], [2]], 1, KEY, 0.0).datagram(1.0), 1.0) == ReceivedDatagram()
+    assert agent.receive(Heartbeat([[0], [1]], 0, KEY, 0.0).datagram(1.0), 1.0) == ReceivedDatagram()
     assert agent.findings(1.0)[1].state == "unknown"
 
 
@@ -320,12 +328,12 @@ def test_the_difference_of_clocks_is_that_of_the_last_minutes() -> None:
 def test_findings_are_read_by_others_until_the_agent_has_not_looked_for_long() -> None:
     memory = mmap.mmap(-1, Findings.size(4))
     findings = Findings(memory, 4)
-    assert findings.of(2) == Finding("unknown")
-    findings.publish([(2, Finding("silent", 0.75, 1.25)), (3, Finding("dead"))])
-    assert findings.of(2) == Finding("silent", 0.75, 1.25)
+    assert findings.of(2) == RankFinding("unknown")
+    findings.publish([(2, RankFinding("silent", 0.75, 1.25)), (3, RankFinding("dead"))])
+    assert findings.of(2) == RankFinding("silent", 0.75, 1.25)
     assert findings.of(3).state == "dead"
     findings._words[0] -= 3_000_000_000
-    assert findings.of(2) == Finding("unknown")
+    assert findings.of(2) == RankFinding("unknown")
     assert findings.last(2).state == "silent"
     assert findings.ahead(2) is None
     findings.publish_clocks({2: -12.5})
@@ -334,7 +342,7 @@ def test_findings_are_read_by_others_until_the_agent_has_not_looked_for_long() -
     findings.leave(1)
     assert findings.has_left(1)
     findings.close()
-    assert findings.of(2) == Finding("unknown")
+    assert findings.of(2) == RankFinding("unknown")
     assert findings.ahead(2) is None
 
 

@@ -1,4 +1,4 @@
-"""`KeptStore` on keepers: real ones in processes of their own, whose deaths lose nothing."""
+"""`ReplicatedKeys` on keepers: real ones in processes of their own, whose deaths lose nothing."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import pytest
 from torch.distributed import DistError
 
 from mcr_plus.core.proc import read_stat
-from mcr_plus.hosts.key_replica import COMPARE_SET, TOKEN, Keeper
-from mcr_plus.rendezvous.key_replicas import KeptStore, _Keeper, _start
+from mcr_plus.hosts.key_replica import COMPARE_SET, TOKEN, KeyReplica
+from mcr_plus.rendezvous.key_replicas import ReplicatedKeys, _ReplicaConnection, _start
 
 TOKENS = bytes(range(TOKEN))
 
@@ -55,7 +55,7 @@ class Kept:
     def __init__(self) -> None:
         self.addresses: list[tuple[str, int]] = []
         self.pids: list[int] = []
-        self.stores: list[KeptStore] = []
+        self.stores: list[ReplicatedKeys] = []
         for _ in range(2):
             address, started = _start({"token": TOKENS.hex(), "processes": [_me()]}, "127.0.0.1")
             assert address is not None
@@ -64,9 +64,11 @@ class Kept:
             self.addresses.append(address)
             self.pids.append(_listening(address[1]))
 
-    def store(self) -> KeptStore:
-        keepers = [_Keeper(f"host {number}", each, TOKENS) for number, each in enumerate(self.addresses)]
-        self.stores.append(KeptStore(keepers, "part", (*_me(), "host 0")))
+    def store(self) -> ReplicatedKeys:
+        keepers = [
+            _ReplicaConnection(f"host {number}", each, TOKENS) for number, each in enumerate(self.addresses)
+        ]
+        self.stores.append(ReplicatedKeys(keepers, "part", (*_me(), "host 0")))
         return self.stores[-1]
 
 
@@ -113,7 +115,7 @@ def test_what_is_written_outlives_a_keeper(kept: Kept, dies: int) -> None:
 
 def test_a_writer_between_two_keepers_is_given_what_others_have_decided(kept: Kept) -> None:
     """One that has reached the first keeper alone, which then dies, learns it from the second."""
-    late = _Keeper("host 0", kept.addresses[0], TOKENS)
+    late = _ReplicaConnection("host 0", kept.addresses[0], TOKENS)
     assert late.ask(COMPARE_SET, b"part/decision", b"late", lambda: False) == b"late"
     late.close()
     _kill(kept.pids[0])
@@ -185,7 +187,7 @@ def test_a_keeper_ends_once_its_ranks_have_left_or_died(kept: Kept) -> None:
 def test_requests_by_themselves() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        keeper = Keeper(json.loads('{"token": "00", "processes": []}'), listener)
+        keeper = KeyReplica(json.loads('{"token": "00", "processes": []}'), listener)
         assert keeper.answer(COMPARE_SET, b"k", b"1") == b"1"
         assert keeper.answer(COMPARE_SET, b"k", b"2") == b"1"
         keeper.run()  # without ranks it ends at once

@@ -96,7 +96,9 @@ def test_lists_are_those_of_one_token_at_a_time(routing: Any) -> None:
             assert np.flatnonzero(found.sources == -1 - t).tolist() == mine.tolist()
 
 
-def _token(row: int, starts: np.ndarray[Any, Any], sent: list[lists_of.Sent], rank: int) -> tuple[int, int]:
+def _token(
+    row: int, starts: np.ndarray[Any, Any], sent: list[lists_of.SentRows], rank: int
+) -> tuple[int, int]:
     source = int(np.searchsorted(starts, row, side="right")) - 1
     return source, int(sent[source].tokens[sent[source].firsts[rank] + row - starts[source]])
 

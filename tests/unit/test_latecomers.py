@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mcr_plus.observe.persistent_stragglers import Blame, Latecomers
+from mcr_plus.observe.persistent_stragglers import Blame, PersistentStragglers
 
 
 def blame(rank: int, number: int) -> Blame:
@@ -13,7 +13,7 @@ def blame(rank: int, number: int) -> Blame:
 
 def first_text(samples: list[Blame | None]) -> tuple[int, str]:
     """Index and text of the first line that is logged; -1 and nothing if none is."""
-    found = Latecomers(0.5)
+    found = PersistentStragglers(0.5)
     for index, sample in enumerate(samples):
         if text := found.sample(index * 0.5, sample):
             return index, text
@@ -45,6 +45,6 @@ def test_others_are_not(samples: list[Blame | None]) -> None:
 
 
 def test_it_is_said_again_after_minutes_only() -> None:
-    found = Latecomers(0.5)
+    found = PersistentStragglers(0.5)
     told = [index for index in range(1300) if found.sample(index * 0.5, blame(1, index))]
     assert told == [59, 659, 1259]

@@ -14,7 +14,7 @@ from layout_oracle import Side
 from test_layouts import SETTINGS, judge
 
 from mcr_plus.layout import Layout, proof
-from mcr_plus.layout.native import GROUPS, Native, Room, keeps_bits, native, packed_volume
+from mcr_plus.layout.native import GROUPS, NativeCollective, Room, keeps_bits, native, packed_volume
 from mcr_plus.layout.survey import survey
 
 
@@ -69,7 +69,7 @@ BROADCASTS: Final = {
 NAMES: Final = [*PAIRS, *BROADCASTS]
 
 
-def pair(name: str) -> tuple[Side, Side, Native]:
+def pair(name: str) -> tuple[Side, Side, NativeCollective]:
     if name in BROADCASTS:
         source, target = BROADCASTS[name]
     else:

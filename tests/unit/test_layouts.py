@@ -23,7 +23,7 @@ from tiers import examples
 
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.layout import Layout, messages
-from mcr_plus.layout.program import Costs, Program, bound, exchanges, load, programs
+from mcr_plus.layout.program import ExchangeProgram, MessageCosts, bound, exchanges, load, programs
 from mcr_plus.layout.survey import survey
 
 Ints = NDArray[np.int64]
@@ -367,7 +367,7 @@ def test_any_kind_of_layout_to_any_other(data: st.DataObject) -> None:
 # -- volumes --------------------------------------------------------------------------------------
 
 
-def cheapest(source: Side, target: Side, itemsize: int) -> tuple[Program, oracle.Traffic]:
+def cheapest(source: Side, target: Side, itemsize: int) -> tuple[ExchangeProgram, oracle.Traffic]:
     """The program that a job on one node would take of those that consist of exchanges, and what it moves."""
     ranks = sorted({*source.tensors, *target.tensors})
     some = exchanges(source.layout, target.layout, itemsize)
@@ -375,7 +375,7 @@ def cheapest(source: Side, target: Side, itemsize: int) -> tuple[Program, oracle
     for program in some:
         loads = [np.stack([load(part, itemsize) for part in program.parts(rank)]) for rank in ranks]
         most = np.stack(loads).max(axis=0)
-        times.append(float(Costs().seconds(most, np.zeros((len(most), 2), np.int64)).sum()))
+        times.append(float(MessageCosts().seconds(most, np.zeros((len(most), 2), np.int64)).sum()))
     best = some[int(np.argmin(times))]
     return best, oracle.execute(best, source, target)
 

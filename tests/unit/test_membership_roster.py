@@ -1,4 +1,4 @@
-"""`Roster`: what members of a job write into its store and read there, with a store in this process."""
+"""`EpochLog`: what members of a job write into its store and read there, with a store in this process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from mcr_plus.core.c10d import HashStore
 from mcr_plus.errors import LaunchError
-from mcr_plus.membership.roster import Roster, Settlement, join
+from mcr_plus.membership.epoch_log import EpochDecision, EpochLog, join
 from mcr_plus.membership.rules import Process, Proposal
 
 MEMBERS = tuple(Process(100 + number, "1", "host", number) for number in range(3))
@@ -23,16 +23,16 @@ def dead(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """The processes of these tests, which are made up, run; but for those in the set."""
     pids: set[int] = set()
     monkeypatch.setattr(
-        "mcr_plus.membership.roster.state_of", lambda pid, _: "dead" if pid in pids else "running"
+        "mcr_plus.membership.epoch_log.state_of", lambda pid, _: "dead" if pid in pids else "running"
     )
     return pids
 
 
-def roster(store: Any, rank: int, members: tuple[Process, ...] = MEMBERS) -> Roster:
-    return Roster(store, 0, members, rank)
+def roster(store: Any, rank: int, members: tuple[Process, ...] = MEMBERS) -> EpochLog:
+    return EpochLog(store, 0, members, rank)
 
 
-def settle(member: Roster, lost: Mapping[int, str], timeout: float = 5.0) -> Settlement:
+def settle(member: EpochLog, lost: Mapping[int, str], timeout: float = 5.0) -> EpochDecision:
     return member.settle(Proposal(dict(lost), patient=True), lambda: lost, timeout)
 
 
@@ -73,7 +73,7 @@ def test_a_newcomer_is_taken_in_once_whoever_decides_next() -> None:
     assert settled.members == (*MEMBERS[:2], NEWCOMER)
     assert settled.taken == (0,)
     # Rank 0, which has read the request, is lost; rank 1 and the newcomer have never read it.
-    second = [first[1].following(settled, 1), Roster(store, 1, settled.members, 2, {}, settled.taken)]
+    second = [first[1].following(settled, 1), EpochLog(store, 1, settled.members, 2, {}, settled.taken)]
     one, other = together({each.rank: lambda each=each: settle(each, {0: "dead"}) for each in second})
     assert one == other
     assert one.members == (MEMBERS[1], NEWCOMER)
@@ -104,7 +104,7 @@ def test_a_newcomer_that_differs_is_refused_by_name(what: str) -> None:
     names = ["mcr_plus", "torch", "the configuration", "the model", "the optimizer"]
     passport = dict.fromkeys(names, "1")
     store = HashStore()
-    member = Roster(store, 0, MEMBERS, 0, passport)
+    member = EpochLog(store, 0, MEMBERS, 0, passport)
     refused = rf"has not taken this process in: {what} is '2' here and '1' in the job"
     with pytest.raises(LaunchError, match=refused):
         join(store, NEWCOMER, {**passport, what: "2"}, 5.0, lambda _: bool(member.newcomers()))
@@ -139,7 +139,7 @@ def test_a_process_may_ask_again_after_it_was_lost() -> None:
     assert last.taken == (0, 1)
 
 
-def _waits_for_newcomer(member: Roster) -> bool:
+def _waits_for_newcomer(member: EpochLog) -> bool:
     while not member.newcomers():
         pass
     return True

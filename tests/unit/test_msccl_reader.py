@@ -13,7 +13,7 @@ from tiers import examples
 
 from mcr_plus.errors import ConfigError
 from mcr_plus.msccl import reader
-from mcr_plus.msccl.algorithm import COLLECTIVES, OPERATIONS, Algorithm, Chunks, Step
+from mcr_plus.msccl.algorithm import COLLECTIVES, OPERATIONS, Algorithm, AlgorithmStep, Chunks
 from mcr_plus.msccl.generators import GENERATORS
 from mcr_plus.msccl.reader import parse_algorithm, read_algorithm
 from mcr_plus.msccl.writer import algorithm_text, write_algorithm
@@ -73,9 +73,9 @@ def test_reads_every_field() -> None:
         (-1, 0, 0),
     ]
     assert program.blocks[1].steps == (
-        Step("r", Chunks("i", 0), Chunks("s", 0), 2, None, False, 17),
-        Step("nop", Chunks("i", -1), Chunks("o", -1), 0, (0, 0), False, 18),
-        Step("re", Chunks("s", 0), Chunks("i", 0), 2, None, False, 19),
+        AlgorithmStep("r", Chunks("i", 0), Chunks("s", 0), 2, None, False, 17),
+        AlgorithmStep("nop", Chunks("i", -1), Chunks("o", -1), 0, (0, 0), False, 18),
+        AlgorithmStep("re", Chunks("s", 0), Chunks("i", 0), 2, None, False, 19),
     )
     assert program.blocks[0].steps[0].awaited
 

@@ -13,11 +13,11 @@ from msccl_oracle import Wrong, check
 
 from mcr_plus.errors import AlgorithmError, ConfigError, InvalidArgument
 from mcr_plus.msccl import verifier
-from mcr_plus.msccl.algorithm import Algorithm, Chunks, Program, Step, ThreadBlock
+from mcr_plus.msccl.algorithm import Algorithm, AlgorithmStep, Chunks, RankProgram, ThreadBlock
 from mcr_plus.msccl.generators import GENERATORS
 from mcr_plus.msccl.postconditions import wanted
 from mcr_plus.msccl.reader import parse_algorithm
-from mcr_plus.msccl.simulator import Run
+from mcr_plus.msccl.simulator import SymbolicRun
 from mcr_plus.msccl.verifier import Report, verify, verify_all
 from mcr_plus.msccl.well_formed import structure_problems
 from mcr_plus.msccl.writer import algorithm_text
@@ -107,7 +107,7 @@ def s(at: int) -> Chunks:
     return Chunks("s", at)
 
 
-def tb(send: int, receive: int, *steps: Step, channel: int = 0) -> ThreadBlock:
+def tb(send: int, receive: int, *steps: AlgorithmStep, channel: int = 0) -> ThreadBlock:
     return ThreadBlock(send, receive, channel, steps)
 
 
@@ -115,27 +115,31 @@ def made(
     collective: str, chunks: int, *ranks: tuple[ThreadBlock, ...], scratch: int = 0, channels: int = 2
 ) -> Algorithm:
     """An algorithm of as many ranks as are given, whose buffers are as large as any may be."""
-    programs = tuple(Program(chunks, chunks, scratch, blocks) for blocks in ranks)
+    programs = tuple(RankProgram(chunks, chunks, scratch, blocks) for blocks in ranks)
     return Algorithm("it", collective, len(ranks), chunks, channels, programs)
 
 
-def send(chunks: Chunks, count: int = 1, after: tuple[int, int] | None = None, awaited: bool = False) -> Step:
-    return Step("s", chunks, chunks, count, after, awaited)
+def send(
+    chunks: Chunks, count: int = 1, after: tuple[int, int] | None = None, awaited: bool = False
+) -> AlgorithmStep:
+    return AlgorithmStep("s", chunks, chunks, count, after, awaited)
 
 
 def receive(
     chunks: Chunks, count: int = 1, after: tuple[int, int] | None = None, awaited: bool = False
-) -> Step:
-    return Step("r", chunks, chunks, count, after, awaited)
+) -> AlgorithmStep:
+    return AlgorithmStep("r", chunks, chunks, count, after, awaited)
 
 
-def add(source: Chunks, target: Chunks, after: tuple[int, int] | None = None, awaited: bool = False) -> Step:
-    return Step("re", source, target, 1, after, awaited)
+def add(
+    source: Chunks, target: Chunks, after: tuple[int, int] | None = None, awaited: bool = False
+) -> AlgorithmStep:
+    return AlgorithmStep("re", source, target, 1, after, awaited)
 
 
-def broadcast(*blocks: ThreadBlock, first: tuple[Step, ...] = ()) -> Algorithm:
+def broadcast(*blocks: ThreadBlock, first: tuple[AlgorithmStep, ...] = ()) -> Algorithm:
     """Rank 0 sends its chunk once; rank 1 does what is asked."""
-    copy = Step("cpy", i(0), o(0))
+    copy = AlgorithmStep("cpy", i(0), o(0))
     return made("broadcast", 1, (tb(1, -1, *(first or (send(i(0)),)), copy),), blocks, scratch=2)
 
 
@@ -158,10 +162,10 @@ def test_messages_of_another_length() -> None:
 
 
 def test_a_read_of_an_unwritten_chunk() -> None:
-    algorithm = broadcast(tb(-1, 0, receive(s(0)), Step("cpy", s(1), o(0))))
+    algorithm = broadcast(tb(-1, 0, receive(s(0)), AlgorithmStep("cpy", s(1), o(0))))
     assert refusal(algorithm) == ["<it>: gpu[1].tb[0].step[1]: reads s[1], which has never been written"]
     # whatever it holds: only the root gives something
-    algorithm = broadcast(tb(-1, 0, receive(s(0)), Step("cpy", i(0), o(0))))
+    algorithm = broadcast(tb(-1, 0, receive(s(0)), AlgorithmStep("cpy", i(0), o(0))))
     assert "reads i[0], which has never been written" in refusal(algorithm, in_place=True)[0]
 
 
@@ -173,10 +177,10 @@ def test_an_output_that_is_never_written() -> None:
 
 
 def test_a_contribution_twice_or_not_at_all() -> None:
-    def exchange(*extra: Step) -> tuple[ThreadBlock, ...]:
-        return (tb(1, 1, send(i(0)), Step("rrc", i(0), o(0)), *extra),)
+    def exchange(*extra: AlgorithmStep) -> tuple[ThreadBlock, ...]:
+        return (tb(1, 1, send(i(0)), AlgorithmStep("rrc", i(0), o(0)), *extra),)
 
-    other = (tb(0, 0, send(i(0)), Step("rrc", i(0), o(0))),)
+    other = (tb(0, 0, send(i(0)), AlgorithmStep("rrc", i(0), o(0))),)
     assert verify_all(made("allreduce", 1, exchange(), other))
     assert refusal(made("allreduce", 1, exchange(add(o(0), o(0))), other)) == [
         "<it>: gpu[0]: o[0] (i[0] in place) ends as a sum with rank 0's chunk 0, rank 1's chunk 0 "
@@ -190,9 +194,11 @@ def test_a_contribution_twice_or_not_at_all() -> None:
 
 def test_a_sum_of_the_wrong_chunks() -> None:
     def rank(peer: int, source: int) -> tuple[ThreadBlock, ...]:
-        return (tb(peer, peer, send(i(1)), Step("rrc", i(source), o(0))),)
+        return (tb(peer, peer, send(i(1)), AlgorithmStep("rrc", i(source), o(0))),)
 
-    algorithm = made("reducescatter", 2, rank(1, 0), (tb(0, 0, send(i(0)), Step("rrc", i(0), o(0))),))
+    algorithm = made(
+        "reducescatter", 2, rank(1, 0), (tb(0, 0, send(i(0)), AlgorithmStep("rrc", i(0), o(0))),)
+    )
     assert refusal(algorithm) == [
         "<it>: gpu[1]: o[0] (i[1] in place) ends as a sum without rank 1's chunk 1 and with rank 1's "
         "chunk 0; expected the sum of all ranks' chunks 1"
@@ -208,15 +214,17 @@ def test_a_write_to_the_input_out_of_place() -> None:
 
 
 def test_a_buffer_that_such_a_call_does_not_have() -> None:
-    lines = refusal(made("reduce", 1, (tb(-1, -1),), (tb(-1, -1, Step("cpy", i(0), o(0))),)), in_place=False)
+    lines = refusal(
+        made("reduce", 1, (tb(-1, -1),), (tb(-1, -1, AlgorithmStep("cpy", i(0), o(0))),)), in_place=False
+    )
     assert lines == [
         "<it>: gpu[1].tb[0].step[0]: uses o[0], but out of place the length of rank 1's buffer 'o' is 0"
     ]
 
 
 def test_source_and_target_that_overlap() -> None:
-    moved = Step("cpy", o(0), o(1), 2)
-    blocks = (tb(1, 1, send(i(0), 3), receive(o(3), 3), Step("cpy", i(0), o(0), 3), moved),)
+    moved = AlgorithmStep("cpy", o(0), o(1), 2)
+    blocks = (tb(1, 1, send(i(0), 3), receive(o(3), 3), AlgorithmStep("cpy", i(0), o(0), 3), moved),)
     lines = refusal(
         made("allgather", 6, blocks, (tb(0, 0, send(i(0), 3), receive(o(0), 3)),)), in_place=False
     )
@@ -234,7 +242,7 @@ def test_a_race_names_both_steps() -> None:
         mine = 1 - peer
         return (
             tb(peer, peer, send(i(0)), receive(s(0), awaited=after is not None)),
-            tb(-1, -1, Step("cpy", s(0), o(peer), 1, after), Step("cpy", i(0), o(mine))),
+            tb(-1, -1, AlgorithmStep("cpy", s(0), o(peer), 1, after), AlgorithmStep("cpy", i(0), o(mine))),
         )
 
     assert verify_all(made("allgather", 2, rank(1, (0, 1)), rank(0, (0, 1)), scratch=1))
@@ -262,7 +270,7 @@ def test_writes_of_two_thread_blocks_race_even_if_either_order_is_right() -> Non
 def test_a_message_to_another_rank_and_back_is_order() -> None:
     # In place, rank 0 overwrites what it sent, in another thread block, with the answer to it.
     first = (tb(1, -1, send(i(0))), tb(-1, 1, receive(o(0))))
-    second = (tb(0, 0, Step("rrcs", i(0), o(0))),)
+    second = (tb(0, 0, AlgorithmStep("rrcs", i(0), o(0))),)
     assert verify_all(made("allreduce", 1, first, second))
 
 
@@ -270,7 +278,7 @@ def test_a_full_queue_does_not_order_steps() -> None:
     # With one slot, the second send waits until the first message has left, and the message on channel 1
     # for that send: so its receipt comes last. With more slots it may not, and nothing shall rest on that.
     sender = (
-        tb(1, -1, send(i(0)), send(i(0), awaited=True), Step("cpy", i(0), o(0))),
+        tb(1, -1, send(i(0)), send(i(0), awaited=True), AlgorithmStep("cpy", i(0), o(0))),
         tb(1, -1, send(i(0), after=(0, 1)), channel=1),
     )
     taker = (tb(-1, 0, receive(s(0)), receive(o(0))), tb(-1, 0, receive(s(0)), channel=1))
@@ -284,7 +292,7 @@ def test_a_copy_onto_itself_does_not_race() -> None:
     # the copy to the own part, which in place changes nothing
     def rank(peer: int) -> tuple[ThreadBlock, ...]:
         mine = 1 - peer
-        return tb(peer, peer, send(i(0)), receive(o(peer))), tb(-1, -1, Step("cpy", i(0), o(mine)))
+        return tb(peer, peer, send(i(0)), receive(o(peer))), tb(-1, -1, AlgorithmStep("cpy", i(0), o(mine)))
 
     assert len(verify_all(made("allgather", 2, rank(1), rank(0)))) == 2
 
@@ -292,7 +300,7 @@ def test_a_copy_onto_itself_does_not_race() -> None:
 def test_a_proof_out_of_place_does_not_cover_in_place() -> None:
     # sending the input and receiving into the output, in thread blocks of their own
     def rank(peer: int, after: tuple[int, int] | None) -> tuple[ThreadBlock, ...]:
-        copy = tb(-1, -1, Step("cpy", i(1 - peer), o(1 - peer)))
+        copy = tb(-1, -1, AlgorithmStep("cpy", i(1 - peer), o(1 - peer)))
         return tb(peer, -1, send(i(peer), awaited=True)), tb(-1, peer, receive(o(peer), 1, after)), copy
 
     assert verify_all(made("alltoall", 2, rank(1, (0, 0)), rank(0, (0, 0))))
@@ -317,7 +325,7 @@ def test_a_ring_needs_two_slots() -> None:
 
 def test_receiving_first_on_both_ranks() -> None:
     def rank(peer: int) -> tuple[ThreadBlock, ...]:
-        return (tb(peer, peer, Step("rrc", i(0), o(0)), send(i(0))),)
+        return (tb(peer, peer, AlgorithmStep("rrc", i(0), o(0)), send(i(0))),)
 
     assert refusal(made("allreduce", 1, rank(1), rank(0))) == [
         "<it>: gpu[0].tb[0].step[0]: deadlock with queues of 2: it waits for a message from "
@@ -326,8 +334,8 @@ def test_receiving_first_on_both_ranks() -> None:
 
 
 def test_a_dependency_that_closes_a_cycle() -> None:
-    early = Step("nop", i(0), i(0), 0, (1, 0), True)
-    late = Step("nop", i(0), i(0), 0, (0, 0), True)
+    early = AlgorithmStep("nop", i(0), i(0), 0, (1, 0), True)
+    late = AlgorithmStep("nop", i(0), i(0), 0, (0, 0), True)
     algorithm = broadcast(tb(-1, 0, early, receive(o(0))), tb(-1, -1, late))
     assert refusal(algorithm) == [
         "<it>: gpu[1].tb[0].step[0]: deadlock with queues of 2: it waits for the step it depends on from "
@@ -340,7 +348,7 @@ def test_as_many_messages_as_slots_may_be_ahead(slots: int) -> None:
     def rank(peer: int, count: int) -> tuple[ThreadBlock, ...]:
         ahead = [send(i(0))] * count
         behind = [receive(s(0))] * (count - 1)
-        return (tb(peer, peer, *ahead, *behind, Step("rrc", i(0), o(0))),)
+        return (tb(peer, peer, *ahead, *behind, AlgorithmStep("rrc", i(0), o(0))),)
 
     assert verify(
         made("allreduce", 1, rank(1, slots), rank(0, slots), scratch=1), in_place=False, slots=slots
@@ -386,7 +394,7 @@ def test_algorithms_that_need_gigabytes_are_refused() -> None:
     ]
 
 
-def idle(*blocks: tuple[int, Step], scratch: int = 0) -> Algorithm:
+def idle(*blocks: tuple[int, AlgorithmStep], scratch: int = 0) -> Algorithm:
     """Two ranks of which one has thread blocks without peers: so many times a step in each."""
     first = tuple(tb(-1, -1, *[step] * times) for times, step in blocks)
     return made("allreduce", 4096, first, (), scratch=scratch)
@@ -396,17 +404,17 @@ def idle(*blocks: tuple[int, Step], scratch: int = 0) -> Algorithm:
     ("algorithm", "what"),  # made by the test: each takes some tenths of a second
     [
         (
-            lambda: idle((500, Step("cpy", i(0), s(0), 4096)), scratch=4096),
+            lambda: idle((500, AlgorithmStep("cpy", i(0), s(0), 4096)), scratch=4096),
             "500 steps that move 2048000 chunks, expected fewer or smaller ones: the verifier follows "
             "524288, steps and chunks taken together",
         ),
         (
-            lambda: idle(*[(1000, Step("nop", i(0), i(0), 0))] * 525),
+            lambda: idle(*[(1000, AlgorithmStep("nop", i(0), i(0), 0))] * 525),
             "525000 steps that move 0 chunks, expected fewer or smaller ones: the verifier follows 524288, "
             "steps and chunks taken together",
         ),
         (
-            lambda: idle(*[(0, send(i(0)))] * 11000, (50_000, Step("nop", i(0), i(0), 0))),
+            lambda: idle(*[(0, send(i(0)))] * 11000, (50_000, AlgorithmStep("nop", i(0), i(0), 0))),
             "11001 thread blocks and 50000 steps, expected fewer of both: the verifier compares 536870912 "
             "clocks, the one times the other",
         ),
@@ -433,17 +441,17 @@ def test_waiting_thread_blocks_are_checked_only_after_a_change(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looks = 0
-    waits = Run._waits
+    waits = SymbolicRun._waits
 
-    def counted(run: Run, index: int) -> list[tuple[str, int]]:
+    def counted(run: SymbolicRun, index: int) -> list[tuple[str, int]]:
         nonlocal looks
         looks += 1
         return waits(run, index)
 
-    monkeypatch.setattr(Run, "_waits", counted)
-    steps = [Step("nop", i(0), i(0), 0, None, True)] * 200
-    last = Step("nop", i(0), i(0), 0, (0, 199))
-    run = Run(
+    monkeypatch.setattr(SymbolicRun, "_waits", counted)
+    steps = [AlgorithmStep("nop", i(0), i(0), 0, None, True)] * 200
+    last = AlgorithmStep("nop", i(0), i(0), 0, (0, 199))
+    run = SymbolicRun(
         made("allreduce", 1, (tb(-1, -1, *steps), *[tb(-1, -1, last)] * 100), ()), in_place=True, slots=2
     )
     assert run.rounds == 201
@@ -475,7 +483,7 @@ def test_too_many_channels_are_refused() -> None:
 def test_the_count_of_a_nop_is_ignored() -> None:
     ring_of_two = GENERATORS["all_reduce_ring"].make(2)
     block = ring_of_two.programs[0].blocks[0]
-    idle_step = Step("nop", i(0), i(0), 999_999_999_999_999_999)
+    idle_step = AlgorithmStep("nop", i(0), i(0), 999_999_999_999_999_999)
     first = replace(ring_of_two.programs[0], blocks=(replace(block, steps=(*block.steps, idle_step)),))
     algorithm = replace(ring_of_two, programs=(first, ring_of_two.programs[1]))
     assert verify_all(algorithm)
@@ -493,9 +501,9 @@ def test_queues_without_slots_are_refused() -> None:
 
 
 def test_a_reduce_in_place_preserves_other_inputs() -> None:
-    root = (tb(-1, 1, Step("rrc", i(0), o(0))),)
+    root = (tb(-1, 1, AlgorithmStep("rrc", i(0), o(0))),)
     assert verify_all(made("reduce", 1, root, (tb(0, -1, send(i(0))),), scratch=1))
-    spoilt = (tb(0, -1, send(i(0)), Step("re", i(0), i(0))),)
+    spoilt = (tb(0, -1, send(i(0)), AlgorithmStep("re", i(0), i(0))),)
     lines = refusal(made("reduce", 1, root, spoilt, scratch=1))
     assert lines == [
         "<it>: gpu[1]: o[0] (i[0] in place) ends as a sum with rank 1's chunk 0 more than once; "

@@ -27,7 +27,7 @@ from mcr_plus import registry
 from mcr_plus.backends.nccl import NcclBackend, abi, link
 from mcr_plus.backends.nccl.abi import Nccl, NcclError
 from mcr_plus.backends.nccl.channel import NcclChannel
-from mcr_plus.backends.nccl.link import StreamPoll
+from mcr_plus.backends.nccl.link import EventPoll
 from mcr_plus.board.base import GroupBoard
 from mcr_plus.core.c10d import FileStore, HashStore
 from mcr_plus.core.deadline import Deadline
@@ -37,7 +37,7 @@ from mcr_plus.core.message import Message, Signature
 from mcr_plus.core.threads import Background
 from mcr_plus.engine.engine import Engine
 from mcr_plus.engine.group_state import BackendChannel, GroupState
-from mcr_plus.engine.operation import Operation
+from mcr_plus.engine.operation import BoundOperation
 from mcr_plus.errors import BackendError, BackendUnavailable, CommTimeout, PeerLost, Unsupported
 from mcr_plus.rendezvous.processes import Peers
 from mcr_plus.rendezvous.world import World
@@ -384,11 +384,11 @@ def alone() -> tuple[Job, NcclChannel]:
     return job, job.open()[0]
 
 
-def all_reduce(channel: NcclChannel) -> StreamPoll:
+def all_reduce(channel: NcclChannel) -> EventPoll:
     signed = signature("all_reduce")
     value = torch.ones(4)
     poll = channel.bind(signed)(Message(signed, (value,), (value,)))
-    assert isinstance(poll, StreamPoll)
+    assert isinstance(poll, EventPoll)
     return poll
 
 
@@ -471,7 +471,7 @@ def test_barrier_blocks_the_host(job: Job) -> None:
     channels = job.open()
     signed = signature("barrier")
     polls = [channel.bind(signed)(Message(signed)) for channel in channels[:2]]
-    assert all(isinstance(poll, StreamPoll) and not poll.ready and not poll() for poll in polls)
+    assert all(isinstance(poll, EventPoll) and not poll.ready and not poll() for poll in polls)
     polls.append(channels[2].bind(signed)(Message(signed)))
     assert all(poll() for poll in polls)
 
@@ -579,11 +579,11 @@ def test_messages_of_no_size(job: Job) -> None:
 # -- failures and the end -------------------------------------------------------------------------
 
 
-def operation(channel: NcclChannel, signed: Signature) -> Operation:
+def operation(channel: NcclChannel, signed: Signature) -> BoundOperation:
     engine = Engine(Peers(0, ("host",), None, 1.0), wait="auto", oversubscribed=False)
     state = GroupState(Group("world", (0,), 0), GroupBoard())
     nobody: Any = None
-    return Operation(
+    return BoundOperation(
         signed,
         channel.bind(signed),
         engine,
@@ -750,7 +750,7 @@ def test_calls_that_may_wait_for_peers_run_in_the_background(job: Job) -> None:
         """Whether each rank had launched when the call returned."""
         bound = [channel.bind(signed) for channel in channels]
         polls = [start(Message(signed, (t,), (t,))) for start, t in zip(bound, tensors, strict=True)]
-        launched = [poll.ready for poll in polls if isinstance(poll, StreamPoll)]
+        launched = [poll.ready for poll in polls if isinstance(poll, EventPoll)]
         settle(job, polls)
         return launched
 
@@ -773,7 +773,7 @@ def test_messages_with_any_of_the_peers_that_are_connected_stay_off_the_backgrou
             to, from_ = (tuple(map(int, each)) for each in (counts[rank], counts[:, rank]))
             message = Message(signed, (sent[rank],), (out[rank],), input_counts=to, output_counts=from_)
             polls.append(channel.bind(signed)(message))
-        launched.append([poll.ready for poll in polls if isinstance(poll, StreamPoll)])
+        launched.append([poll.ready for poll in polls if isinstance(poll, EventPoll)])
         settle(job, polls)
         parts = [np.split(each.numpy(), np.cumsum(row)[:-1]) for each, row in zip(sent, counts, strict=True)]
         for rank in range(SIZE):
@@ -801,7 +801,7 @@ def test_communicators_that_the_environment_makes_non_blocking(how: str) -> None
         polls += [start(Message(signed, (value,), (result,))) for _ in range(2)]
     after = [torch.zeros(SIZE) for _ in range(SIZE)]
     for poll, result, copy in zip(polls[1::2], out, after, strict=True):
-        assert isinstance(poll, StreamPoll)
+        assert isinstance(poll, EventPoll)
         poll.chain(lambda copy=copy, result=result: copy.copy_(result))  # type: ignore[misc]
     settle(job, polls)
     wanted = range(1, SIZE + 1) if how == "grouped" else [sum(range(1, SIZE + 1))] * SIZE
@@ -1088,7 +1088,7 @@ def _doubled_on_gpu(channel: NcclChannel, kind: Kind, rank: int, size: int) -> l
     signed = signature(kind, ranks=size, root=0 if kind in ROOTED else None)
     tensors = () if kind == "barrier" else ((value,), (out,))
     poll = channel.bind(signed)(Message(signed, *tensors))
-    assert isinstance(poll, StreamPoll)
+    assert isinstance(poll, EventPoll)
     poll.chain(double)
     poll.order_current_stream()
     result: list[float] = doubled.cpu().tolist()

@@ -13,13 +13,22 @@ import numpy as np
 import pytest
 from tiers import examples
 
-from mcr_plus.bucketing.course import Timeline
 from mcr_plus.bucketing.events import fill
 from mcr_plus.bucketing.network import simulate
-from mcr_plus.bucketing.programs import Bucket, Plan
-from mcr_plus.bucketing.scaling import Cost, Costs, Use
+from mcr_plus.bucketing.programs import BucketPlan, PlannedBucket
+from mcr_plus.bucketing.scaling import ClusterCosts, Cost, Use
 from mcr_plus.bucketing.simulate import simulate as course
-from mcr_plus.bucketing.step import Compute, Event, Issue, Need, Ready, Role, Step, Wait
+from mcr_plus.bucketing.simulation_result import Timeline
+from mcr_plus.bucketing.step import (
+    CapturedStep,
+    ComputeEvent,
+    Event,
+    IssueEvent,
+    NeedEvent,
+    ReadyEvent,
+    Role,
+    WaitEvent,
+)
 from mcr_plus.bucketing.topology import Topology
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.tables.scaling import LinkClass, Placement
@@ -28,7 +37,7 @@ NO_LINKS = Topology.of({"nodes": 64})
 
 
 @dataclass
-class Given(Costs):
+class Given(ClusterCosts):
     """Costs as a test wants them: seconds are bytes / 1000."""
 
     share: float = 0.0
@@ -42,21 +51,21 @@ def given(topology: Topology = NO_LINKS, **more: Any) -> Given:
     return Given([], topology, **more)
 
 
-def step_of(*programs: Sequence[Event], by_caller: bool = False) -> Step:
+def step_of(*programs: Sequence[Event], by_caller: bool = False) -> CapturedStep:
     roles = tuple(Role((rank,), tuple(events)) for rank, events in enumerate(programs))
-    return Step(len(programs), len(programs), "", 1.0, 0.0, roles, by_caller=by_caller)
+    return CapturedStep(len(programs), len(programs), "", 1.0, 0.0, roles, by_caller=by_caller)
 
 
 def gradients(count: int, compute: float, group: tuple[int, ...]) -> list[Event]:
     events: list[Event] = []
     for index in range(count):
-        events += [Compute("", compute), Ready(f"p{index}", 1000, "")]
-        events.append(Issue(index, "all_reduce", 1000, group, gradients=(f"p{index}",)))
-    return [*events, *(Wait(index) for index in range(count))]
+        events += [ComputeEvent("", compute), ReadyEvent(f"p{index}", 1000, "")]
+        events.append(IssueEvent(index, "all_reduce", 1000, group, gradients=(f"p{index}",)))
+    return [*events, *(WaitEvent(index) for index in range(count))]
 
 
-def per_tensor(count: int) -> Plan:
-    return Plan([Bucket((f"p{index}",)) for index in range(count)])
+def per_tensor(count: int) -> BucketPlan:
+    return BucketPlan([PlannedBucket((f"p{index}",)) for index in range(count)])
 
 
 # -- closed forms --------------------------------------------------------------------------------------------
@@ -70,7 +79,7 @@ def test_gradients_one_by_one_and_in_one_bucket(count: int, compute: float, by_c
     events = gradients(count, compute, (0, 1))
     step = step_of(events, events, by_caller=by_caller)
     each = simulate(step, per_tensor(count), given())
-    one = simulate(step, Plan([Bucket(tuple(f"p{index}" for index in range(count)))]), given())
+    one = simulate(step, BucketPlan([PlannedBucket(tuple(f"p{index}" for index in range(count)))]), given())
     as_captured = simulate(step, None, given())
     if not by_caller or compute >= 1.0:  # otherwise operations begin late, at the marks
         assert each.step_s == max(compute + count, count * compute + 1)
@@ -85,7 +94,7 @@ def test_gradients_one_by_one_and_in_one_bucket(count: int, compute: float, by_c
 @pytest.mark.parametrize(("share", "compute"), [(0.0, 2.0), (0.25, 2.0), (0.5, 1.0), (0.5, 0.1), (1.0, 2.0)])
 def test_an_operation_takes_its_share_of_computing(share: float, compute: float) -> None:
     """One second in flight: share of it is lost, if there is so much to compute meanwhile."""
-    events: list[Event] = [Issue(0, "all_reduce", 1000, (0, 1)), Compute("", compute), Wait(0)]
+    events: list[Event] = [IssueEvent(0, "all_reduce", 1000, (0, 1)), ComputeEvent("", compute), WaitEvent(0)]
     found = simulate(step_of(events, events), None, given(share=share))
     left = compute - (1 - share)
     assert found.step_s == pytest.approx(1 + left if left > 0 else 1.0, rel=1e-12)
@@ -100,11 +109,13 @@ def test_a_pipeline(stages: int, batches: int, transfer: float) -> None:
     for stage in range(stages):
         events: list[Event] = []
         if stage:  # before they are needed
-            events += [Issue(2 * batch, "recv", nbytes, (stage - 1, stage)) for batch in range(batches)]
+            events += [IssueEvent(2 * batch, "recv", nbytes, (stage - 1, stage)) for batch in range(batches)]
         for batch in range(batches):
-            events += [Wait(2 * batch), Compute("", forward)] if stage else [Compute("", forward)]
+            events += (
+                [WaitEvent(2 * batch), ComputeEvent("", forward)] if stage else [ComputeEvent("", forward)]
+            )
             if stage < stages - 1:
-                events.append(Issue(2 * batch + 1, "send", nbytes, (stage, stage + 1)))
+                events.append(IssueEvent(2 * batch + 1, "send", nbytes, (stage, stage + 1)))
         programs.append(events)
     found = simulate(step_of(*programs), None, given())
     assert found.step_s == (stages - 1) * (forward + transfer) + batches * forward
@@ -114,16 +125,16 @@ def test_a_pipeline(stages: int, batches: int, transfer: float) -> None:
 
 def test_the_critical_path_has_no_gaps_and_names_its_waits() -> None:
     slow: list[Event] = [
-        Compute("", 3.0),
-        Issue(0, "all_reduce", 500, (0, 1), "loss"),
-        Wait(0),
-        Compute("", 1.0),
+        ComputeEvent("", 3.0),
+        IssueEvent(0, "all_reduce", 500, (0, 1), "loss"),
+        WaitEvent(0),
+        ComputeEvent("", 1.0),
     ]
     fast: list[Event] = [
-        Compute("", 1.0),
-        Issue(0, "all_reduce", 500, (0, 1), "loss"),
-        Wait(0),
-        Compute("", 2.0),
+        ComputeEvent("", 1.0),
+        IssueEvent(0, "all_reduce", 500, (0, 1), "loss"),
+        WaitEvent(0),
+        ComputeEvent("", 2.0),
     ]
     found = simulate(step_of(slow, fast), None, given())
     assert [tuple(part) for part in found.critical] == [
@@ -146,12 +157,12 @@ def test_one_queue_is_the_course_of_a_plan(seed: int, by_caller: bool) -> None:
         sizes = [draw.randint(1, 800) for _ in range(count)]
         events: list[Event] = []
         for index, (gap, size) in enumerate(zip(gaps, sizes, strict=True)):
-            events += [Compute("", gap), Ready(f"p{index}", size, "")]
+            events += [ComputeEvent("", gap), ReadyEvent(f"p{index}", size, "")]
         tail, share = draw.random(), draw.choice([0.0, 0.3, 0.9])
-        events.append(Compute("", tail))
+        events.append(ComputeEvent("", tail))
         cuts = sorted(draw.sample(range(1, count), draw.randint(0, count - 1)))
         parts = list(zip([0, *cuts], [*cuts, count], strict=True))
-        plan = Plan([Bucket(tuple(f"p{index}" for index in range(lo, hi))) for lo, hi in parts])
+        plan = BucketPlan([PlannedBucket(tuple(f"p{index}" for index in range(lo, hi))) for lo, hi in parts])
         found = simulate(step_of(events, events, by_caller=by_caller), plan, given(share=share))
         marks = np.cumsum(gaps)
         expected = course(
@@ -193,11 +204,11 @@ def end_by_definition(programs: Sequence[Sequence[Event]], seconds: Sequence[flo
         for program in programs:
             now = 0.0
             for each in program:
-                if isinstance(each, Compute):
+                if isinstance(each, ComputeEvent):
                     now += each.seconds
-                elif isinstance(each, Issue):
+                elif isinstance(each, IssueEvent):
                     issued[each.id] = max(issued[each.id], now)
-                elif isinstance(each, Wait):
+                elif isinstance(each, WaitEvent):
                     now = max(now, ends[each.id])
             last = max(last, now)
         before, found = 0.0, []
@@ -221,9 +232,11 @@ def test_every_order_of_eight_calls_ends_as_by_definition() -> None:
         for order, first in ((one, 0), (other, 3)):
             events: list[Event] = []
             for position, call in enumerate(order):
-                events.append(Compute("", pauses[(first + position) % len(pauses)]))
+                events.append(ComputeEvent("", pauses[(first + position) % len(pauses)]))
                 events.append(
-                    Issue(call, "all_reduce", int(1000 * seconds[call]), (0, 1)) if call >= 0 else Wait(~call)
+                    IssueEvent(call, "all_reduce", int(1000 * seconds[call]), (0, 1))
+                    if call >= 0
+                    else WaitEvent(~call)
                 )
             programs.append(events)
         found = simulate(step_of(*programs), None, given())
@@ -303,13 +316,13 @@ def test_two_groups_of_a_node_share_its_link() -> None:
     """Two operations of one second that need the whole link: both take two, or one after another one each."""
     topology = Topology.of({"nodes": 2, "ranks_per_node": 2, "links": {"nic": {"rate": "1Gbit/s"}}})
     events: list[list[Event]] = [
-        [Issue(0, "all_reduce", 1000, (rank % 2, rank % 2 + 2)), Wait(0)] for rank in range(4)
+        [IssueEvent(0, "all_reduce", 1000, (rank % 2, rank % 2 + 2)), WaitEvent(0)] for rank in range(4)
     ]
     costs = given(topology, busy={"nic": 1.0})
     assert simulate(step_of(*events), None, costs).step_s == 2.0
     assert simulate(step_of(*events), None, given(topology, busy={"nic": 0.5})).step_s == 1.0
     later: list[list[Event]] = [
-        [Compute("", 0.5 * (rank % 2)), *program] for rank, program in enumerate(events)
+        [ComputeEvent("", 0.5 * (rank % 2)), *program] for rank, program in enumerate(events)
     ]
     found = simulate(step_of(*later), None, costs)  # alone, together, alone
     assert [each.end for each in found.per_op] == [2.0]
@@ -337,11 +350,13 @@ def test_an_operation_waits_for_a_message_of_each_operation_before_it(
 
     Another library has connections of its own, so that its messages have the same rate as this one.
     """
-    ready: list[Event] = [Ready(f"p{index}", 2000, "") for index in range(sent)]
-    carriers = [Issue(index, "all_reduce", 2000, (0, 1), gradients=(f"p{index}",)) for index in range(sent)]
-    waits = [Wait(index) for index in range(sent)]
-    events = [*ready, Issue(9, "all_to_all", 500, (0, 1), "tokens"), Wait(9), *carriers, *waits]
-    plan = Plan([Bucket((f"p{index}",), library) for index in range(sent)])
+    ready: list[Event] = [ReadyEvent(f"p{index}", 2000, "") for index in range(sent)]
+    carriers = [
+        IssueEvent(index, "all_reduce", 2000, (0, 1), gradients=(f"p{index}",)) for index in range(sent)
+    ]
+    waits = [WaitEvent(index) for index in range(sent)]
+    events = [*ready, IssueEvent(9, "all_to_all", 500, (0, 1), "tokens"), WaitEvent(9), *carriers, *waits]
+    plan = BucketPlan([PlannedBucket((f"p{index}",), library) for index in range(sent)])
     found = simulate(step_of(events, events), plan, InRounds([], NO_LINKS, busy={"nic": 1.0}))
     (exchange,) = (each for each in found.per_op if each.kind == "all_to_all")
     assert exchange.end == pytest.approx(0.5 + sent * 1.0 if shares or not sent else 1.0)
@@ -358,10 +373,10 @@ class Stepped:
         self, programs: Sequence[Sequence[Event]], share: float, busy: float, *, by_caller: bool
     ) -> None:
         self.programs, self.share, self.busy, self.by_caller = programs, share, busy, by_caller
-        self.queues: dict[tuple[int, ...], list[Issue]] = {}
+        self.queues: dict[tuple[int, ...], list[IssueEvent]] = {}
         for rank, program in enumerate(programs):
             for each in program:
-                if isinstance(each, Issue) and each.group[0] == rank:
+                if isinstance(each, IssueEvent) and each.group[0] == rank:
                     self.queues.setdefault(each.group, []).append(each)
         self.order = {each.id: (group, at) for group, of in self.queues.items() for at, each in enumerate(of)}
         self.at = [0] * len(programs)
@@ -379,16 +394,16 @@ class Stepped:
     def goes_on(self, rank: int) -> bool:
         """Whether the rank has passed its event."""
         each = self.programs[rank][self.at[rank]]
-        if isinstance(each, Issue):
+        if isinstance(each, IssueEvent):
             self.issued[rank][each.group] += 1
-        if isinstance(each, Issue | Ready | Wait):
+        if isinstance(each, IssueEvent | ReadyEvent | WaitEvent):
             self.poll(rank)
-        if isinstance(each, Wait):
+        if isinstance(each, WaitEvent):
             group, number = self.order[each.id]
             if self.done[group] <= number:
                 return False
         self.at[rank] += 1
-        self.left[rank] = each.seconds if isinstance(each, Compute) else 0.0
+        self.left[rank] = each.seconds if isinstance(each, ComputeEvent) else 0.0
         return True
 
     def settle(self) -> None:
@@ -454,7 +469,7 @@ def random_programs(draw: random.Random, ranks: int, operations: int) -> list[li
     """Programs that issue and wait in one order, so that none can wait without end."""
     choices = [tuple(sorted(draw.sample(range(ranks), size))) for size in (2, 2, ranks)]
     issues = [
-        Issue(number, "all_reduce", draw.randint(100, 900), draw.choice(choices))
+        IssueEvent(number, "all_reduce", draw.randint(100, 900), draw.choice(choices))
         for number in range(operations)
     ]
     programs: list[list[Event]] = []
@@ -464,13 +479,15 @@ def random_programs(draw: random.Random, ranks: int, operations: int) -> list[li
         for each in issues:
             if rank not in each.group:
                 continue
-            events += [Compute("", draw.choice([0.0, draw.random()])), each]
+            events += [ComputeEvent("", draw.choice([0.0, draw.random()])), each]
             waiting.append(each.id)
             while waiting and draw.random() < 0.4:
-                events.append(Wait(waiting.pop(0)))
+                events.append(WaitEvent(waiting.pop(0)))
             if draw.random() < 0.3:
-                events += [Compute("", draw.random() / 2), Ready("p", 1, "")]
-        programs.append([*events, *(Wait(number) for number in waiting), Compute("", draw.random() / 3)])
+                events += [ComputeEvent("", draw.random() / 2), ReadyEvent("p", 1, "")]
+        programs.append(
+            [*events, *(WaitEvent(number) for number in waiting), ComputeEvent("", draw.random() / 3)]
+        )
     return programs
 
 
@@ -497,7 +514,7 @@ def test_random_programs_run_as_by_small_steps_of_time(seed: int, by_caller: boo
 # -- many ranks ----------------------------------------------------------------------------------------------
 
 
-def tensor_and_data_parallel(layers: int, draw: random.Random) -> Step:
+def tensor_and_data_parallel(layers: int, draw: random.Random) -> CapturedStep:
     """Two ranks of a node that share each layer, and gradients over two nodes."""
     times = [draw.random() / 10 for _ in range(layers)]
     sizes = [draw.randint(10, 200) for _ in range(layers)]
@@ -508,14 +525,16 @@ def tensor_and_data_parallel(layers: int, draw: random.Random) -> Step:
         events: list[Event] = []
         for index in range(layers):
             events += [
-                Need("m"),
-                Compute("", times[index]),
-                Issue(2 * index, "all_reduce", 30, node),
-                Wait(2 * index),
+                NeedEvent("m"),
+                ComputeEvent("", times[index]),
+                IssueEvent(2 * index, "all_reduce", 30, node),
+                WaitEvent(2 * index),
             ]
-            events += [Ready(f"p{index}", sizes[index], "")]
-            events.append(Issue(2 * index + 1, "all_reduce", sizes[index], across, gradients=(f"p{index}",)))
-        programs.append([*events, *(Wait(2 * index + 1) for index in range(layers))])
+            events += [ReadyEvent(f"p{index}", sizes[index], "")]
+            events.append(
+                IssueEvent(2 * index + 1, "all_reduce", sizes[index], across, gradients=(f"p{index}",))
+            )
+        programs.append([*events, *(WaitEvent(2 * index + 1) for index in range(layers))])
     return step_of(*programs)
 
 
@@ -542,9 +561,9 @@ def test_folding_never_changes_a_result(seed: int) -> None:
     costs = given(topology, share=0.2, busy={"nic": 0.9})
     ring: list[list[Event]] = [
         [
-            Compute("", 0.1),
+            ComputeEvent("", 0.1),
             *(
-                Issue(pair, "send", 50, tuple(sorted((pair, (pair + 1) % 4))))
+                IssueEvent(pair, "send", 50, tuple(sorted((pair, (pair + 1) % 4))))
                 for pair in sorted((rank, (rank - 1) % 4))
             ),
         ]
@@ -578,62 +597,67 @@ PAIR = (0, 1)
 @pytest.mark.parametrize(
     ("programs", "plan", "ranks", "message"),
     [
-        ([[Compute("layer", -1.0)]], None, None, "layer: expected seconds of at least 0, got -1.0"),
-        ([[Wait(3)]], None, None, "operation 3"),
+        ([[ComputeEvent("layer", -1.0)]], None, None, "layer: expected seconds of at least 0, got -1.0"),
+        ([[WaitEvent(3)]], None, None, "operation 3"),
         ([[]], None, 65, "ranks: expected 1 to 64"),
-        ([[], [Issue(0, "all_reduce", 8, (1, 2))], []], None, 4, "multiple of the 3 captured"),
-        ([[Issue(0, "all_reduce", 8, PAIR)], []], None, None, "rank 1: it does not issue"),
-        ([[Issue(0, "all_reduce", 8, (1,))], []], None, None, "rank 0: it issues operations in the group"),
+        ([[], [IssueEvent(0, "all_reduce", 8, (1, 2))], []], None, 4, "multiple of the 3 captured"),
+        ([[IssueEvent(0, "all_reduce", 8, PAIR)], []], None, None, "rank 1: it does not issue"),
         (
-            [[Issue(0, "all_reduce", 8, PAIR)], [Issue(0, "broadcast", 8, PAIR)]], None, None,
+            [[IssueEvent(0, "all_reduce", 8, (1,))], []], None, None,
+            "rank 0: it issues operations in the group",
+        ),
+        (
+            [[IssueEvent(0, "all_reduce", 8, PAIR)], [IssueEvent(0, "broadcast", 8, PAIR)]], None, None,
             "all_reduce of 8 B on rank 0, broadcast of 8 B on rank 1",
         ),
-        ([[Ready("a", 8, "")]], Plan([Bucket(("a", "b"))]), None, "gradient 'b'"),
-        ([[Ready("a", 8, "")]], Plan([]), None, "gradient 'a' of ranks .0,.: it is in no bucket"),
+        ([[ReadyEvent("a", 8, "")]], BucketPlan([PlannedBucket(("a", "b"))]), None, "gradient 'b'"),
+        ([[ReadyEvent("a", 8, "")]], BucketPlan([]), None, "gradient 'a' of ranks .0,.: it is in no bucket"),
         (
             [
-                [Issue(0, "all_reduce", 8, (0, 1)), Wait(0), Issue(1, "all_reduce", 8, (0, 1, 2)), Wait(1)],
-                [Issue(1, "all_reduce", 8, (0, 1, 2)), Wait(1), Issue(0, "all_reduce", 8, (0, 1)), Wait(0)],
-                [Issue(1, "all_reduce", 8, (0, 1, 2))],
+                [IssueEvent(0, "all_reduce", 8, (0, 1)), WaitEvent(0),
+                 IssueEvent(1, "all_reduce", 8, (0, 1, 2)), WaitEvent(1)],
+                [IssueEvent(1, "all_reduce", 8, (0, 1, 2)), WaitEvent(1),
+                 IssueEvent(0, "all_reduce", 8, (0, 1)), WaitEvent(0)],
+                [IssueEvent(1, "all_reduce", 8, (0, 1, 2))],
             ],
             None, None, "deadlock: it waits for all_reduce 0",
         ),
     ],
 )  # fmt: skip
 def test_invalid_programs_of_the_simulation_are_refused(
-    programs: list[list[Event]], plan: Plan | None, ranks: int | None, message: str
+    programs: list[list[Event]], plan: BucketPlan | None, ranks: int | None, message: str
 ) -> None:
     with pytest.raises(InvalidArgument, match=message):
         simulate(step_of(*programs), plan, given(), ranks=ranks)
 
 
 def test_ranks_in_no_role_are_refused() -> None:
-    step = Step(3, 1, "", 1.0, 0.0, (Role((0, 2), ()),))
+    step = CapturedStep(3, 1, "", 1.0, 0.0, (Role((0, 2), ()),))
     with pytest.raises(InvalidArgument, match="rank 1: it is in no role"):
         simulate(step, None, given())
 
 
 def test_a_step_without_operations_takes_as_long_as_its_slowest_rank() -> None:
-    step = step_of([Compute("", 0.5)], [Compute("", 2.0)])
+    step = step_of([ComputeEvent("", 0.5)], [ComputeEvent("", 2.0)])
     assert simulate(step, None, given()).step_s == 2.0
 
 
 def test_a_library_that_runs_by_itself_does_not_wait_for_the_program() -> None:
     """The second operation begins when the first has ended; of MPI, when the next gradient is ready."""
     events: list[Event] = [
-        Issue(0, "all_reduce", 1000, PAIR), Issue(1, "all_reduce", 1000, PAIR), Compute("", 5.0),
-        Wait(0), Wait(1),
+        IssueEvent(0, "all_reduce", 1000, PAIR), IssueEvent(1, "all_reduce", 1000, PAIR),
+        ComputeEvent("", 5.0), WaitEvent(0), WaitEvent(1),
     ]  # fmt: skip
     step = step_of(events, events, by_caller=True)
     ends = {
-        library: simulate(step, Plan(None, library), given()).step_s
+        library: simulate(step, BucketPlan(None, library), given()).step_s
         for library in ("mpi", "gloo", "captured")
     }
     assert ends == {"mpi": 6.0, "gloo": 5.0, "captured": 6.0}
     by_itself = step_of(events, events)
-    assert simulate(by_itself, Plan(None, "mpi"), given()).step_s == 5.0
+    assert simulate(by_itself, BucketPlan(None, "mpi"), given()).step_s == 5.0
 
 
 def test_unknown_operations_are_barriers_and_named() -> None:
-    events: list[Event] = [Issue(0, "sparse_exchange", 8, PAIR), Wait(0)]
+    events: list[Event] = [IssueEvent(0, "sparse_exchange", 8, PAIR), WaitEvent(0)]
     assert simulate(step_of(events, events), None, given()).unknown == ("sparse_exchange",)

@@ -46,7 +46,7 @@ from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 from mcr_plus.rendezvous.world import World
 from mcr_plus.selection import online
 from mcr_plus.selection.options import SelectOptions
-from mcr_plus.selection.refined_table import Learnt, refined_table
+from mcr_plus.selection.refined_table import RefinedTable, refined_table
 from mcr_plus.selection.stage import SelectStage
 from mcr_plus.selection.trial import LAG, OnlineTrial
 from mcr_plus.tables.table import Query, Table, TableKey, TableRule, load_table, parse_table
@@ -373,12 +373,12 @@ def queries(draw: st.DrawFn) -> Query:
     return Query(kind, draw(SIZES), dtype, ranks, 1, ranks, "cpu", draw(st.booleans()))
 
 
-def found_out(query: Query, choice: str, **more: Any) -> Learnt:
+def found_out(query: Query, choice: str, **more: Any) -> RefinedTable:
     details: dict[str, Any] = {
         "measured": {"mpi": 2.5, "gloo": 31.25},
         "default": lambda _: "local",
     }
-    return Learnt(query, choice, **{**details, **more})
+    return RefinedTable(query, choice, **{**details, **more})
 
 
 def test_results_of_an_algorithm_hold_for_its_sizes_only(tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import pytest
 from test_status_page import about, picture
 
-from mcr_plus.hosts.exchange import HOSTS, Exchange
 from mcr_plus.hosts.page import Page, read
+from mcr_plus.hosts.page_exchange import HOSTS, PageExchange
 from mcr_plus.hosts.protocol import Heartbeat
-from mcr_plus.observe.remote_status import Elsewhere
+from mcr_plus.observe.remote_status import RemoteStatus
 
 KEY = b"k" * 32
 JOB = f"exchange{os.getpid()}"
@@ -23,8 +23,8 @@ JOB = f"exchange{os.getpid()}"
 class Hosts(NamedTuple):
     """Two hosts, of which the second has rank 1, which this process is."""
 
-    here: Exchange
-    there: Exchange
+    here: PageExchange
+    there: PageExchange
     page: Page
     rank: Page
 
@@ -50,8 +50,8 @@ def hosts() -> Iterator[Hosts]:
         closing(Page(about(job=JOB, rank=1), "2.5")) as rank,
     ):
         yield Hosts(
-            Exchange(2, 0, KEY, JOB, {0: 1}, page),
-            Exchange(2, 1, KEY, JOB, {1: os.getpid()}, other),
+            PageExchange(2, 0, KEY, JOB, {0: 1}, page),
+            PageExchange(2, 1, KEY, JOB, {1: os.getpid()}, other),
             page,
             rank,
         )
@@ -60,7 +60,7 @@ def hosts() -> Iterator[Hosts]:
 def test_nothing_is_sent_unless_somebody_looks(hosts: Hosts) -> None:
     now = time.monotonic()
     assert list(hosts.here.step(now)) == []
-    with closing(Elsewhere()) as elsewhere:
+    with closing(RemoteStatus()) as elsewhere:
         elsewhere.pages(hosts.path, about(), [])
         assert len(hosts.here.step(now)) == 1
         assert list(hosts.here.step(now)) == []  # not so soon again
@@ -77,7 +77,7 @@ def test_pages_of_another_host_by_the_clock_of_this_one(hosts: Hosts) -> None:
         at=began + ahead, active=began + ahead - 6, waits=[wait], groups=[group, {**group, "changed": 0}]
     )
     hosts.rank.show(drawn)
-    with closing(Elsewhere()) as elsewhere:
+    with closing(RemoteStatus()) as elsewhere:
         elsewhere.pages(hosts.path, about(), [])
         (question,) = hosts.here.step(began)
         for answer in hosts.there.receive(question.data, began + ahead) or ():
@@ -97,13 +97,13 @@ def test_pages_of_another_host_by_the_clock_of_this_one(hosts: Hosts) -> None:
 def test_what_another_has_signed_or_asked_for_is_ignored(hosts: Hosts) -> None:
     now = time.monotonic()
     hosts.rank.show(picture())
-    with closing(Elsewhere()) as elsewhere:
+    with closing(RemoteStatus()) as elsewhere:
         elsewhere.pages(hosts.path, about(), [])
         (question,) = hosts.here.step(now)
-        stranger = Exchange(2, 0, b"x" * 32, JOB, {}, hosts.page)
+        stranger = PageExchange(2, 0, b"x" * 32, JOB, {}, hosts.page)
         (forged,) = stranger.step(now)
         assert hosts.there.receive(forged.data, now) == ()
-        (other,) = Exchange(2, 0, KEY, JOB, {}, hosts.page).step(now)
+        (other,) = PageExchange(2, 0, KEY, JOB, {}, hosts.page).step(now)
         answers = hosts.there.receive(other.data, now)
         assert isinstance(answers, list)
         assert hosts.here.receive(answers[0].data, now) == ()  # to another question
@@ -121,8 +121,8 @@ def test_what_another_has_signed_or_asked_for_is_ignored(hosts: Hosts) -> None:
 
 def test_a_page_of_another_job_is_not_sent(hosts: Hosts) -> None:
     hosts.rank.show(picture())
-    other = Exchange(2, 1, KEY, "another job", {1: os.getpid()}, hosts.page)
-    with closing(Elsewhere()) as elsewhere:
+    other = PageExchange(2, 1, KEY, "another job", {1: os.getpid()}, hosts.page)
+    with closing(RemoteStatus()) as elsewhere:
         elsewhere.pages(hosts.path, about(), [])
         (question,) = hosts.here.step(time.monotonic())
     assert other.receive(question.data, time.monotonic()) == []

@@ -17,7 +17,7 @@ from mcr_plus.core.environment import LaunchEnvironment
 from mcr_plus.core.group import Group
 from mcr_plus.errors import LaunchError
 from mcr_plus.job import init
-from mcr_plus.rendezvous import patience, store
+from mcr_plus.rendezvous import store, wait_messages
 from mcr_plus.rendezvous.store_namespaces import unused_part
 from mcr_plus.rendezvous.watched_store import WatchedStore
 
@@ -25,7 +25,7 @@ from mcr_plus.rendezvous.watched_store import WatchedStore
 def test_ranks_that_wait_say_who_has_come_and_who_is_awaited(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patience, "_FIRST", 0.2)
+    monkeypatch.setattr(wait_messages, "_FIRST", 0.2)
     meeting = HashStore()
 
     def come(rank: int) -> None:
@@ -47,7 +47,7 @@ def test_ranks_that_wait_say_who_has_come_and_who_is_awaited(
 def test_ranks_that_open_a_group_say_who_is_awaited(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patience, "_FIRST", 0.1)
+    monkeypatch.setattr(wait_messages, "_FIRST", 0.1)
     meeting, ranks = WatchedStore(HashStore(), 60.0, lambda: None), (4, 2, 7)
 
     def come(rank: int) -> None:
@@ -81,7 +81,7 @@ def setting_up(backend: str, call: str) -> list[str]:
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("mcr_plus").addHandler(handler)
-    with mock.patch.object(patience, "_FIRST", 0.2 if comm.rank == 0 else 60.0):
+    with mock.patch.object(wait_messages, "_FIRST", 0.2 if comm.rank == 0 else 60.0):
         time.sleep(2.0 * comm.rank)
         if call == "sync":
             mcr.sync({"w": torch.ones(3)}, src=0)
@@ -94,7 +94,7 @@ def setting_up(backend: str, call: str) -> list[str]:
 def test_a_rank_that_finds_no_store_says_where_it_looks(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, unused_port: int
 ) -> None:
-    monkeypatch.setattr(patience, "_FIRST", 0.2)
+    monkeypatch.setattr(wait_messages, "_FIRST", 0.2)
     place = LaunchEnvironment(1, 2, 1, 2, "env", "127.0.0.1", unused_port, False)
     with pytest.raises(LaunchError):
         store.open_plain_store(place, 2.0)

@@ -14,7 +14,7 @@ from mcr_plus.backends.base import BlockingPoll, Poll
 from mcr_plus.backends.gloo.channel import _Started
 from mcr_plus.engine.backoff import pause_wait
 from mcr_plus.engine.channel_wrapper import SteppedPoll
-from mcr_plus.waiting.policy import Pause, Waiting
+from mcr_plus.waiting.policy import Pause, WaitStrategy
 
 
 @pytest.mark.parametrize("seconds", [1e-9, 0.002, 0.02])
@@ -54,7 +54,7 @@ def operation(poll: Any, *, polled: bool, after: Any = None, done: bool = False)
 
 
 def engine_of(policy: Any, *others: Any) -> Any:
-    waiting = Waiting(policy)
+    waiting = WaitStrategy(policy)
     return SimpleNamespace(
         waiting=waiting, unordered=[], wrappers=[], blocked=[], in_flight=list(others),
         lock=threading.RLock(), try_poll=lambda work: False, progress=lambda: None,

@@ -27,7 +27,7 @@ from mcr_plus.engine.peer_errors import FailedPeer, peer_error
 from mcr_plus.engine.watchdog import LONG_WAIT, Watchdog
 from mcr_plus.errors import following
 from mcr_plus.hosts.findings import Findings
-from mcr_plus.hosts.protocol import Finding, State
+from mcr_plus.hosts.protocol import RankFinding, State
 from mcr_plus.job.members import observed
 from mcr_plus.membership.rules import Process
 from mcr_plus.rendezvous import processes
@@ -187,7 +187,7 @@ class Elsewhere:
         self.watchdog = Watchdog(self.peers)
 
     def publish(self, state: State, age: float = 0.0, most: float | None = None) -> None:
-        self.findings.publish([(2, Finding(state, age, age if most is None else most))])
+        self.findings.publish([(2, RankFinding(state, age, age if most is None else most))])
 
 
 @pytest.mark.parametrize("lives", [False, True])
@@ -251,7 +251,7 @@ def test_a_host_that_becomes_silent_during_a_look_is_named_as_a_whole(by_library
 
     def is_closed(_: GroupBoard, rank: int) -> bool:
         if rank == 2:
-            seen.findings.publish([(each, Finding("silent", 0.7, 0.7)) for each in (1, 2)])
+            seen.findings.publish([(each, RankFinding("silent", 0.7, 0.7)) for each in (1, 2)])
         return False
 
     with mock.patch.object(GroupBoard, "is_closed", is_closed):
@@ -284,10 +284,10 @@ def test_a_suspicion_shortens_no_limit_that_the_program_has_chosen(
     peers = observed(world, DispatchOptions(heartbeat=cast("Any", heartbeat)))
     findings = peers._findings
     assert findings is not None
-    findings.publish([(1, Finding("running", 0.0, 0.0))])
+    findings.publish([(1, RankFinding("running", 0.0, 0.0))])
     peers.suspect([1])
     for age, is_lost in ((after - 0.01, False), (after + 0.01, True)):
-        findings.publish([(1, Finding("running", age, age))])
+        findings.publish([(1, RankFinding("running", age, age))])
         assert (peers.lost(1) is not None) == is_lost, age
     assert peers.patience == pytest.approx(0.2 + min(1.4, after))  # of an error of a library
 

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from tiers import examples
 
 from mcr_plus.bucketing.buckets import units_of
-from mcr_plus.bucketing.costs import Curve, prices
-from mcr_plus.bucketing.scaling import Costs, from_table
+from mcr_plus.bucketing.costs import BucketCurve, prices
+from mcr_plus.bucketing.scaling import ClusterCosts, from_table
 from mcr_plus.bucketing.search import Prices, rest, search
 from mcr_plus.bucketing.simulate import simulate
-from mcr_plus.bucketing.step import Compute, Issue, Ready, Role, Step, Wait
+from mcr_plus.bucketing.step import CapturedStep, ComputeEvent, IssueEvent, ReadyEvent, Role, WaitEvent
 from mcr_plus.bucketing.topology import Topology
 from mcr_plus.tables.table import parse_table
 
@@ -77,7 +77,7 @@ def test_search_that_drops_labels_has_a_gap_and_ends_within_it() -> None:
     draw = np.random.default_rng(3)
     ready = np.sort(draw.random(60))
     curves = [
-        Curve.through({10**3: (1e-3, share), 10**6: (time, share)})
+        BucketCurve.through({10**3: (1e-3, share), 10**6: (time, share)})
         for time, share in ((0.02, 0.4), (0.03, 0.1))
     ]
     of = prices(draw.integers(1000, 10**6, 60).tolist(), 64, curves, 1e-4)
@@ -93,7 +93,10 @@ def test_search_that_drops_labels_has_a_gap_and_ends_within_it() -> None:
 def test_a_search_keeps_as_many_labels_as_there_is_time_for() -> None:
     draw = np.random.default_rng(5)
     ready = np.sort(draw.random(80))
-    curves = [Curve.through({10**3: (1e-3, 0.4), 10**6: (0.02, 0.4)}), Curve.through({10**3: (2e-3, 0.1)})]
+    curves = [
+        BucketCurve.through({10**3: (1e-3, 0.4), 10**6: (0.02, 0.4)}),
+        BucketCurve.through({10**3: (2e-3, 0.1)}),
+    ]
     of = prices(draw.integers(1000, 10**6, 80).tolist(), 64, curves, 1e-4)
     assert search(ready, 1.1, of, seconds=0.0).step == search(ready, 1.1, of, 8).step
     assert search(ready, 1.1, of).gap <= search(ready, 1.1, of, seconds=0.0).gap
@@ -118,18 +121,18 @@ def test_no_plan_of_eight_gradients_and_two_libraries_is_better() -> None:
 
 
 def test_invalid_arguments_of_the_search_are_refused() -> None:
-    of = prices([8, 8], 8, [Curve.through({8: (1.0, 0.0)})], 0.0)
+    of = prices([8, 8], 8, [BucketCurve.through({8: (1.0, 0.0)})], 0.0)
     with pytest.raises(ValueError, match="ascending"):
         search([1.0, 0.5], 1.0, of)
     with pytest.raises(ValueError, match="3, 3"):
         search([1.0, 1.0], 1.0, Prices(of.seconds[:, 1:, 1:], of.shares[:, 1:, 1:]))
-    assert search([], 2.0, prices([], 8, [Curve.through({8: (1.0, 0.0)})], 0.0)).buckets == []
+    assert search([], 2.0, prices([], 8, [BucketCurve.through({8: (1.0, 0.0)})], 0.0)).buckets == []
 
 
 def test_prices_are_those_of_aligned_buckets() -> None:
     """One by one: padding lies between gradients, not behind the last."""
     sizes, alignment = [100, 64, 1, 300], 64
-    curve = Curve.through({1: (1.0, 0.0), 10**6: (10.0**6, 0.5)})  # a second per byte
+    curve = BucketCurve.through({1: (1.0, 0.0), 10**6: (10.0**6, 0.5)})  # a second per byte
     of = prices(sizes, alignment, [curve], 0.0)
     for i in range(4):
         for j in range(i + 1, 5):
@@ -142,7 +145,7 @@ def test_prices_are_those_of_aligned_buckets() -> None:
 
 
 def test_curves_are_monotone_and_extrapolated() -> None:
-    curve = Curve.through({100: (2.0, 0.1), 200: (1.0, 0.9), 400: (5.0, 3.0)})
+    curve = BucketCurve.through({100: (2.0, 0.1), 200: (1.0, 0.9), 400: (5.0, 3.0)})
     assert curve.times(np.array([10, 100, 200, 300, 400, 600])).tolist() == [2.0, 2.0, 2.0, 3.5, 5.0, 8.0]
     assert curve.losses(np.array([10, 150, 1000])).tolist() == pytest.approx([0.1, 0.5, 1.0])
 
@@ -238,15 +241,15 @@ def test_closed_forms_of_the_course() -> None:
 
 def test_a_gradient_that_is_ready_twice_counts_with_its_last_part() -> None:
     """As one that accumulates; times of readiness ascend, which the search needs."""
-    issue = Issue(0, "all_reduce", 8, (0, 1), "g", None, ("b", "a"))
+    issue = IssueEvent(0, "all_reduce", 8, (0, 1), "g", None, ("b", "a"))
     times: list[Any] = [
-        Ready("b", 4, "x"),
-        Compute("", 1.0),
-        Ready("a", 4, "x"),
-        Compute("", 2.0),
-        Ready("b", 4, "x"),
+        ReadyEvent("b", 4, "x"),
+        ComputeEvent("", 1.0),
+        ReadyEvent("a", 4, "x"),
+        ComputeEvent("", 2.0),
+        ReadyEvent("b", 4, "x"),
     ]
-    (unit,) = units_of(Step(2, 1, "", 3.0, 0.0, (Role((0, 1), (*times, issue, Wait(0))),)))
+    (unit,) = units_of(CapturedStep(2, 1, "", 3.0, 0.0, (Role((0, 1), (*times, issue, WaitEvent(0))),)))
     assert list(unit.ready.items()) == [("a", 1.0), ("b", 3.0)]
     assert list(unit.sizes) == ["a", "b"]
 
@@ -254,13 +257,13 @@ def test_a_gradient_that_is_ready_twice_counts_with_its_last_part() -> None:
 def test_gradients_have_the_time_until_the_program_waits_for_them() -> None:
     """It waits for other operations, too, before and after that."""
     events = (
-        Compute("forward", 1.0), Issue(0, "all_reduce", 4, (0, 1), "loss"), Wait(0),
-        Compute("backward", 2.0), Ready("b", 8, "float32 cpu"), Compute("backward", 3.0),
-        Ready("a", 4, "float32 cpu"), Issue(1, "all_reduce", 12, (0, 1), None, None, ("b", "a")),
-        Issue(2, "all_reduce", 4, (0, 1), "norm"), Compute("metrics", 4.0), Wait(1), Compute("step", 5.0),
-        Wait(2), Compute("end", 6.0),
+        ComputeEvent("forward", 1.0), IssueEvent(0, "all_reduce", 4, (0, 1), "loss"), WaitEvent(0),
+        ComputeEvent("backward", 2.0), ReadyEvent("b", 8, "float32 cpu"), ComputeEvent("backward", 3.0),
+        ReadyEvent("a", 4, "float32 cpu"), IssueEvent(1, "all_reduce", 12, (0, 1), None, None, ("b", "a")),
+        IssueEvent(2, "all_reduce", 4, (0, 1), "norm"), ComputeEvent("metrics", 4.0), WaitEvent(1),
+        ComputeEvent("step", 5.0), WaitEvent(2), ComputeEvent("end", 6.0),
     )  # fmt: skip
-    (unit,) = units_of(Step(2, 1, "", 21.0, 0.0, (Role((0, 1), events),)))
+    (unit,) = units_of(CapturedStep(2, 1, "", 21.0, 0.0, (Role((0, 1), events),)))
     assert unit.ready == {"b": 3.0, "a": 6.0}
     assert (unit.until, unit.computed) == (10.0, 21.0)
 
@@ -275,6 +278,6 @@ rules:
   - {kind: all_reduce, async: true, bytes: 0.., backend: gloo, measured: {gloo: {1KiB: 120, 1MiB: 250}}}
 """
     )
-    known = Costs(from_table(table), Topology.of({"nodes": 1, "ranks_per_node": 2}))
+    known = ClusterCosts(from_table(table), Topology.of({"nodes": 1, "ranks_per_node": 2}))
     shares = [known.of("all_reduce", size, (0, 1), "gloo").share for size in (1 << 10, 1 << 20)]
     assert shares == [1.0, 0.25]

@@ -13,9 +13,9 @@ import torch
 
 from mcr_plus.core.c10d import HashStore
 from mcr_plus.elasticity import state_stream
-from mcr_plus.elasticity.state_receiver import PrecopyReceiver
-from mcr_plus.elasticity.state_source import PrecopySource
-from mcr_plus.membership.request import TRIES, Request
+from mcr_plus.elasticity.state_receiver import StateReceiver
+from mcr_plus.elasticity.state_source import StateSource
+from mcr_plus.membership.request import TRIES, JoinRequest
 
 WITHIN_S = 20.0
 Made = tuple[torch.nn.Module, torch.optim.Optimizer]
@@ -55,7 +55,7 @@ def equal(one: Made, other: Made, *, buffers: bool = False) -> bool:
     return all(torch.equal(first, second) for first, second in pairs)
 
 
-def until(done: Callable[[], bool], receiver: PrecopyReceiver, request: Request) -> None:
+def until(done: Callable[[], bool], receiver: StateReceiver, request: JoinRequest) -> None:
     ends = time.monotonic() + WITHIN_S
     while not done():
         receiver.poll(request)
@@ -75,12 +75,12 @@ class Pair:
             made(2, frozen=frozen, optimizer=optimizer),
         )
         train(self.old, 2)
-        self.request = Request(HashStore(), 3)
-        self.receiver = PrecopyReceiver(*self.new)
+        self.request = JoinRequest(HashStore(), 3)
+        self.receiver = StateReceiver(*self.new)
         self.source = self.offer(0)
 
-    def offer(self, attempt: int) -> PrecopySource:
-        source = PrecopySource(*self.old, b"", f"{self.request.key}/{attempt}", "127.0.0.1")
+    def offer(self, attempt: int) -> StateSource:
+        source = StateSource(*self.old, b"", f"{self.request.key}/{attempt}", "127.0.0.1")
         self.request.offer(attempt, source.place)
         return source
 
@@ -154,7 +154,7 @@ def test_steps_that_cannot_be_repeated_are_given_up() -> None:
 def test_steps_that_come_too_fast_are_given_up_and_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, goes_on, send = threading.Event(), threading.Event(), state_stream.send
 
-    def slow(link: object, secret: bytes, name: str, message: state_stream.Message) -> None:
+    def slow(link: object, secret: bytes, name: str, message: state_stream.StateMessage) -> None:
         begun.set()
         goes_on.wait(WITHIN_S)
         send(link, secret, name, message)  # type: ignore[arg-type]
@@ -178,7 +178,7 @@ def test_steps_that_come_too_fast_are_given_up_and_do_not_pile_up(monkeypatch: p
 def test_a_copy_that_waits_for_what_is_frozen_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, goes_on, send = threading.Event(), threading.Event(), state_stream.send
 
-    def slow(link: object, secret: bytes, name: str, message: state_stream.Message) -> None:
+    def slow(link: object, secret: bytes, name: str, message: state_stream.StateMessage) -> None:
         begun.set()
         goes_on.wait(WITHIN_S)
         send(link, secret, name, message)  # type: ignore[arg-type]
@@ -253,10 +253,10 @@ def test_a_message_that_is_not_signed_is_not_unpickled() -> None:
     pair = Pair()
     pair.receiver.close()
     pair.source.close()
-    old, request = pair.old, Request(HashStore(), 4)
-    source = PrecopySource(*old, b"the secret", request.key, "127.0.0.1")
+    old, request = pair.old, JoinRequest(HashStore(), 4)
+    source = StateSource(*old, b"the secret", request.key, "127.0.0.1")
     request.offer(0, source.place)
-    receiver = PrecopyReceiver(*pair.new)
+    receiver = StateReceiver(*pair.new)
     until(lambda: request.attempt() == 1, receiver, request)
     assert not receiver.has_parts
     receiver.close()

@@ -22,12 +22,12 @@ from mcr_plus.core.environment import on_one_host
 from mcr_plus.core.proc import read_stat
 from mcr_plus.hosts import stop_detector
 from mcr_plus.hosts.handshake import greeting
-from mcr_plus.hosts.stop_detector import REPORT, Witness
+from mcr_plus.hosts.stop_detector import REPORT, StopDetector
 from mcr_plus.membership.rules import Process
 from mcr_plus.rendezvous import arrivals, init_connections
-from mcr_plus.rendezvous.arrivals import Arrivals
+from mcr_plus.rendezvous.arrivals import JobArrivals
 from mcr_plus.rendezvous.identity import DIED, STOPPED
-from mcr_plus.rendezvous.init_connections import Presence
+from mcr_plus.rendezvous.init_connections import InitConnections
 
 STORE: Final[Any] = SimpleNamespace(host="192.0.2.1", port=1)  # not on loopback, as that of several hosts
 
@@ -41,8 +41,8 @@ def of_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def job(size: int) -> Iterator[list[Presence]]:
-    ranks = [Presence(math.inf) for _ in range(size)]
+def job(size: int) -> Iterator[list[InitConnections]]:
+    ranks = [InitConnections(math.inf) for _ in range(size)]
     address = ranks[0].listen("name", STORE, size)
     assert address is not None
     for rank in range(1, size):
@@ -52,7 +52,7 @@ def job(size: int) -> Iterator[list[Presence]]:
         each.close()
 
 
-def die(rank: Presence) -> None:
+def die(rank: InitConnections) -> None:
     """As the kernel ends the connections of a process."""
     with rank._lock:  # a thread of this process may look at them, as none does in a process that ends
         for link in (*rank._links.values(), *(rank._door.strangers if rank._door is not None else ())):
@@ -62,7 +62,7 @@ def die(rank: Presence) -> None:
             rank._door.strangers.clear()
 
 
-def address_of(rank: Presence) -> tuple[str, int]:
+def address_of(rank: InitConnections) -> tuple[str, int]:
     assert rank._door is not None
     host, port = rank._door.listener.getsockname()
     return host, port
@@ -119,7 +119,7 @@ def test_strangers_are_no_ranks(name: str | None) -> None:
                 link.sendall(b"GET / HTTP/1.1\r\n\r\n")
                 assert ranks[0].lost() == {}
         else:
-            stranger = Presence(math.inf)
+            stranger = InitConnections(math.inf)
             stranger.connect((address, None), name, 1, STORE)
             assert ranks[0].lost() == {}
             die(stranger)
@@ -131,19 +131,19 @@ def test_a_launcher_of_fewer_ranks_says_nothing_of_their_hosts(monkeypatch: pyte
     """As one task of srun on each host, which starts ranks itself."""
     by_torch = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     monkeypatch.setattr(init_connections, "on_one_host", partial(on_one_host, by_torch))
-    assert Presence(math.inf).listen("name", STORE, 2) is None
-    rank = Presence(math.inf)
+    assert InitConnections(math.inf).listen("name", STORE, 2) is None
+    rank = InitConnections(math.inf)
     assert rank.listen("name", STORE, 4) is not None
     rank.close()
 
 
 def test_a_job_on_one_host_and_one_without_a_network_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Presence(math.inf).listen("name", SimpleNamespace(host="127.0.0.1"), 2) is None  # type: ignore[arg-type]
+    assert InitConnections(math.inf).listen("name", SimpleNamespace(host="127.0.0.1"), 2) is None  # type: ignore[arg-type]
     monkeypatch.setattr(init_connections, "meeting_address", lambda: "192.0.2.1")  # of another host
-    assert Presence(math.inf).listen("name", STORE, 2) is None
+    assert InitConnections(math.inf).listen("name", STORE, 2) is None
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
-        rank = Presence(math.inf)
+        rank = InitConnections(math.inf)
         rank.connect((nobody.getsockname(), None), "name", 1, STORE)
         assert rank.lost() == {}
 
@@ -164,7 +164,7 @@ def test_a_greeting_may_come_in_pieces(first: int) -> None:
         wait_for(lambda: ranks[0].lost() == {1: DIED})
 
 
-def _strangers(rank: Presence) -> list[bytes]:
+def _strangers(rank: InitConnections) -> list[bytes]:
     return [] if rank._door is None else list(rank._door.strangers.values())
 
 
@@ -201,7 +201,7 @@ def test_a_process_beside_a_rank_says_that_it_is_stopped(monkeypatch: pytest.Mon
     monkeypatch.setattr(init_connections, "read_stat", lambda _: read_stat(pid[0]))
     monkeypatch.setattr(init_connections, "os", SimpleNamespace(getpid=lambda: pid[0]))
     try:
-        first, second = Presence(0.2), Presence(0.2)
+        first, second = InitConnections(0.2), InitConnections(0.2)
         listening = first.listen("name", STORE, 2)
         assert listening is not None
         assert listening[1] is not None
@@ -236,12 +236,12 @@ def test_a_program_that_wants_no_stop_to_count_has_no_witness() -> None:
         assert [each._witness for each in ranks] == [None, None]
 
 
-def witness_of_this_process(control: socket.socket) -> Witness:
+def witness_of_this_process(control: socket.socket) -> StopDetector:
     own = read_stat(os.getpid())
     assert own is not None
     order = {"process": (os.getpid(), own[1]), "rank": 0, "key": "", "grace": 0.5, "address": None}
     control.setblocking(False)
-    return Witness(order, control, None)
+    return StopDetector(order, control, None)
 
 
 def test_a_rank_that_does_not_listen_hears_of_all_stops_later() -> None:
@@ -291,7 +291,7 @@ def test_a_stop_of_this_rank_itself_is_no_stop_of_one_beside_it(monkeypatch: pyt
     now = 100.0
     monkeypatch.setattr(arrivals, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(arrivals, "state_of", lambda *_: "stopped")
-    found = Arrivals(0, 2)
+    found = JobArrivals(0, 2)
     found.processes[1] = Process(*found.own)
     verdicts = []
     for now in (100.0, 200.0, 200.1, 200.4, 200.6):  # noqa: B007

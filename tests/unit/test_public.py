@@ -14,7 +14,7 @@ import torch
 import mcr_plus as mcr
 import mcr_plus.horovod as hvd
 from mcr_plus.api import collectives
-from mcr_plus.core import other_names
+from mcr_plus.core import foreign_names
 
 FUNCTIONS = [name for name in mcr.__all__ if hasattr(mcr.Communicator, name)]
 
@@ -181,9 +181,9 @@ def test_an_unknown_name_of_a_module_says_which_was_meant(module: str, name: str
 @pytest.mark.parametrize(
     ("names", "own"),
     [
-        (other_names.OF_HOROVOD, hvd.__all__),
-        (other_names.OF_COMMUNICATORS, dir(mcr.Communicator)),
-        (other_names.OF_WORKS, dir(mcr.Work)),
+        (foreign_names.OF_HOROVOD, hvd.__all__),
+        (foreign_names.OF_COMMUNICATORS, dir(mcr.Communicator)),
+        (foreign_names.OF_WORKS, dir(mcr.Work)),
     ],
 )
 def test_every_hint_names_something_that_exists(names: dict[str, str | None], own: list[str]) -> None:

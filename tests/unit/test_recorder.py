@@ -26,7 +26,10 @@ class Times:
         monkeypatch.setattr(recorder, "ask", lambda _, text: self.asked.append(text))
         monkeypatch.setattr(recorder, "take_snapshot", lambda _, reason, *__: reason)
         peers = SimpleNamespace(beside=lambda: [1], ask_elsewhere=lambda _: None)
-        engine, world = SimpleNamespace(peers=peers, waits=[], add_hook=lambda _: None), SimpleNamespace(rank=0)
+        engine, world = (
+            SimpleNamespace(peers=peers, waits=[], add_hook=lambda _: None),
+            SimpleNamespace(rank=0),
+        )
         self.recorder = Recorder(engine, world, None)  # type: ignore[arg-type]
         monkeypatch.setattr(self.recorder, "_write_for", self._write)
         monkeypatch.setattr(self.recorder, "_note", lambda _: SimpleNamespace())

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from mcr_plus.hosts.relay import Relay
+from mcr_plus.hosts.dump_relay import DumpRelay
 from mcr_plus.rendezvous import heartbeats
 from mcr_plus.rendezvous.identity import own_process
 
@@ -15,7 +15,7 @@ KEY = b"secret"
 
 
 def test_all_other_hosts_are_asked_and_each_asks_its_ranks_once() -> None:
-    relays = [Relay(3, host, KEY) for host in range(3)]
+    relays = [DumpRelay(3, host, KEY) for host in range(3)]
     sent = relays[1].ask("world\0rank 1: an error", 5.0)
     assert [each.host for each in sent] == [0, 2]
     again = [relays[1].step(5.0 + later) for later in (0.01, 0.06, 0.1, 0.3, 9.0)]
@@ -33,7 +33,7 @@ def test_all_other_hosts_are_asked_and_each_asks_its_ranks_once() -> None:
 
 
 def test_a_failure_that_many_ranks_find_is_passed_on_once() -> None:
-    relays = [Relay(3, host, KEY) for host in range(3)]
+    relays = [DumpRelay(3, host, KEY) for host in range(3)]
     sent = relays[0].ask("world\0rank 0: an error", 5.0)
     assert relays[0].ask("world\0rank 1: an error", 5.1) == [], "another rank of the host"
     assert relays[1].receive(sent[0].data, 5.1) == "world\0rank 0: an error"
@@ -45,23 +45,23 @@ def test_a_failure_that_many_ranks_find_is_passed_on_once() -> None:
 
 
 def test_an_agent_that_takes_the_place_of_another_is_heard() -> None:
-    first, other = Relay(2, 0, KEY), Relay(2, 1, KEY)
+    first, other = DumpRelay(2, 0, KEY), DumpRelay(2, 1, KEY)
     (asked,) = first.ask("one", 5.0)
     assert other.receive(asked.data, 5.0) == "one"
-    (asked,) = Relay(2, 0, KEY).ask("two", 5.1)
+    (asked,) = DumpRelay(2, 0, KEY).ask("two", 5.1)
     assert other.receive(asked.data, 5.0) == "two"
 
 
 @pytest.mark.parametrize("fault", ["key", "cut off", "itself", "no host", "changed"])
 def test_requests_of_strangers_count_for_nothing(fault: str) -> None:
     sender = {"itself": 0, "no host": 7}.get(fault, 1)
-    data = Relay(8, sender, b"another" if fault == "key" else KEY).ask("text", 1.0)[0].data
+    data = DumpRelay(8, sender, b"another" if fault == "key" else KEY).ask("text", 1.0)[0].data
     if fault == "cut off":
         data = data[:20]
     if fault == "changed":
         data = data.replace(b"text", b"tixt")
-    assert Relay(2, 0, KEY).receive(data, 1.0) == ""
-    assert Relay(2, 0, KEY).receive(b"mcr1" + data, 1.0) is None, "of another kind"
+    assert DumpRelay(2, 0, KEY).receive(data, 1.0) == ""
+    assert DumpRelay(2, 0, KEY).receive(b"mcr1" + data, 1.0) is None, "of another kind"
 
 
 def test_a_host_whose_agent_takes_no_requests_has_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:

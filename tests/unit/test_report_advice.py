@@ -12,7 +12,7 @@ from recordings import SECONDS, collective, expected, job_of, operation, save, t
 from mcr_plus.config.reader import loads
 from mcr_plus.observe.explain import explained
 from mcr_plus.observe.record import Record
-from mcr_plus.observe.report.advice import Advice
+from mcr_plus.observe.report.advice import ReportAdvice
 from mcr_plus.observe.report.analysis import groups
 from mcr_plus.observe.report.job import load_job
 
@@ -23,7 +23,7 @@ def by_rank(collectives: list[list[Record]]) -> tuple[list[Record], ...]:
     return tuple(map(list, zip(*collectives, strict=True)))
 
 
-def one(found: dict[str, Advice], *words: str) -> Advice:
+def one(found: dict[str, ReportAdvice], *words: str) -> ReportAdvice:
     """The only finding with all of these words, whose snippet can be pasted into a configuration."""
     (chosen,) = [each for each in found.values() if all(word in each.title + each.text for word in words)]
     loads("version: 1\n" + chosen.snippet.replace("{table: table.yaml}", "{}"))

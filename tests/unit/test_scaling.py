@@ -16,11 +16,11 @@ from steps import step_of
 from mcr_plus.bucketing import probe as probing
 from mcr_plus.bucketing.advise import advise
 from mcr_plus.bucketing.network import simulate
-from mcr_plus.bucketing.scaling import Costs, Measured, from_probe, from_step, from_table, wire_bytes
-from mcr_plus.bucketing.step import Issue, Probed, Ready, Role, Step
+from mcr_plus.bucketing.scaling import ClusterCosts, Measured, from_probe, from_step, from_table, wire_bytes
+from mcr_plus.bucketing.step import CapturedStep, IssueEvent, Probed, ReadyEvent, Role
 from mcr_plus.bucketing.topology import Topology, parse_latency, parse_rate
 from mcr_plus.errors import ConfigError, InvalidArgument, Unsupported
-from mcr_plus.tables.cost import CostModel, Curve, placed
+from mcr_plus.tables.cost import CostModel, TimeCurve, placed
 from mcr_plus.tables.table import Query, parse_table
 
 LATENCY, RATE = 1e-4, 12.5e6  # of a round, seconds and bytes per second
@@ -36,7 +36,7 @@ def measured(kind: str, library: str, rounds: float, part: float, ranks: int = 2
     """Times of so many rounds, each with a part of the bytes."""
     sizes = [2**power for power in range(3, 28)]
     points = {size: 1e6 * rounds * (LATENCY + part * size / RATE) for size in sizes}
-    return Measured(kind, library, placed(ranks, ranks, 1), Curve.through(points))
+    return Measured(kind, library, placed(ranks, ranks, 1), TimeCurve.through(points))
 
 
 FORMS: dict[str, tuple[float, float, Callable[[int], tuple[float, float]]]] = {
@@ -53,7 +53,7 @@ FORMS: dict[str, tuple[float, float, Callable[[int], tuple[float, float]]]] = {
 @pytest.mark.parametrize("kind", FORMS)
 def test_times_follow_the_formulas(kind: str, ranks: int) -> None:
     rounds, part, form = FORMS[kind]
-    costs = Costs([measured(kind, "gloo", rounds, part)], cluster())
+    costs = ClusterCosts([measured(kind, "gloo", rounds, part)], cluster())
     latencies, volume = form(ranks)
     found = costs.of(kind, MIB, range(ranks), "gloo")
     assert found.seconds == pytest.approx(latencies * LATENCY + volume * MIB / RATE, rel=1e-9)
@@ -65,22 +65,22 @@ def test_times_follow_the_formulas(kind: str, ranks: int) -> None:
 def test_the_best_algorithm_of_a_library_counts(ranks: int, nbytes: int) -> None:
     """Of two ranks one round with all bytes, as doubling has, or two with half, as a ring."""
     points = {2**power: 1e6 * (2 * LATENCY + 2**power / RATE) for power in range(3, 28)}
-    two = Measured("all_reduce", "mpi", placed(2, 2, 1), Curve.through(points))
+    two = Measured("all_reduce", "mpi", placed(2, 2, 1), TimeCurve.through(points))
     doubling = math.log2(ranks) * (2 * LATENCY + nbytes / RATE)
     ring = 2 * (ranks - 1) * LATENCY + 2 * (ranks - 1) / ranks * nbytes / RATE
-    found = Costs([two], cluster()).of("all_reduce", nbytes, range(ranks), "mpi")
+    found = ClusterCosts([two], cluster()).of("all_reduce", nbytes, range(ranks), "mpi")
     assert found.seconds == pytest.approx(min(doubling, ring), rel=1e-9)
-    by_gloo = Costs([Measured("all_reduce", "gloo", two.at, two.curve)], cluster())
+    by_gloo = ClusterCosts([Measured("all_reduce", "gloo", two.at, two.curve)], cluster())
     assert by_gloo.of("all_reduce", nbytes, range(ranks), "gloo").seconds == pytest.approx(ring, rel=1e-9)
 
 
 def test_racks_share_their_uplinks() -> None:
     """A ring crosses an uplink once; of an all_to_all, what half of the ranks send to the others does."""
     topology = cluster(8, links={"rack": {"nodes": 4, "uplink": "50Mbit/s"}})
-    ring = Costs([measured("all_reduce", "gloo", 2, 1 / 2)], topology)
+    ring = ClusterCosts([measured("all_reduce", "gloo", 2, 1 / 2)], topology)
     expected = 14 * LATENCY + 14 / 8 * MIB / (RATE / 2)
     assert ring.of("all_reduce", MIB, range(8), "gloo").seconds == pytest.approx(expected, rel=1e-9)
-    pairs = Costs([measured("all_to_all", "gloo", 1, 1 / 2)], topology)
+    pairs = ClusterCosts([measured("all_to_all", "gloo", 1, 1 / 2)], topology)
     expected = 7 * LATENCY + 4 * 4 * MIB / 8 / (RATE / 2)
     assert pairs.of("all_to_all", MIB, range(8), "gloo").seconds == pytest.approx(expected, rel=1e-9)
     use = pairs.use("all_to_all", MIB, topology.placement(range(8)), "gloo")
@@ -94,7 +94,7 @@ def test_ranks_of_a_node_share_its_link(per: str, shared: int) -> None:
     topology = Topology.of(
         {"nodes": 2, "ranks_per_node": 4, "links": {"nic": {"rate": "100Mbit/s", "per": per}}}
     )
-    costs = Costs([measured("all_to_all", "gloo", 1, 1 / 2)], topology)
+    costs = ClusterCosts([measured("all_to_all", "gloo", 1, 1 / 2)], topology)
     expected = 7 * LATENCY + shared * MIB / 2 / RATE
     assert costs.of("all_to_all", MIB, range(8), "gloo").seconds == pytest.approx(expected, rel=1e-9)
 
@@ -104,7 +104,7 @@ def test_other_links(factor: float) -> None:
     """What the rate explains changes with it, and the rest does not."""
     before = cluster()
     after = before.changed([f"nic={100 * factor:g}Mbit/s", "nic.latency=1ms"])
-    found = Costs([measured("all_reduce", "gloo", 2, 1 / 2)], after, before).of(
+    found = ClusterCosts([measured("all_reduce", "gloo", 2, 1 / 2)], after, before).of(
         "all_reduce", MIB, range(4), "gloo"
     )
     assert found.seconds == pytest.approx(6 * (LATENCY + 1e-3) + 1.5 * MIB / RATE / factor, rel=1e-6)
@@ -118,14 +118,14 @@ def test_a_link_inside_nodes_counts_where_it_is_the_slowest(factor: float) -> No
     before = Topology.of({"nodes": 2, "ranks_per_node": 2, "links": links})
     rounds, sizes = 6, [2**power for power in range(3, 28)]
     points = {size: 1e6 * (rounds * LATENCY + 1.5 * size / (RATE / 2)) for size in sizes}
-    four = Measured("all_reduce", "gloo", placed(4, 2, 2), Curve.through(points))
-    same = Costs([four], before).of("all_reduce", MIB, range(4), "gloo")
-    after = Costs([four], before).on(before.changed([f"inside={50 * factor:g}Mbit/s"]))
+    four = Measured("all_reduce", "gloo", placed(4, 2, 2), TimeCurve.through(points))
+    same = ClusterCosts([four], before).of("all_reduce", MIB, range(4), "gloo")
+    after = ClusterCosts([four], before).on(before.changed([f"inside={50 * factor:g}Mbit/s"]))
     found = after.of("all_reduce", MIB, range(4), "gloo")
     slowest = RATE * min(factor / 2, 1)
     assert found.seconds == pytest.approx(rounds * LATENCY + 1.5 * MIB / slowest, rel=1e-6)
     assert (same.how, found.how) == ("measured", "scaled")
-    later = Costs([four], before).on(before.changed(["inside.latency=1ms", "inside=50Mbit/s"]))
+    later = ClusterCosts([four], before).on(before.changed(["inside.latency=1ms", "inside=50Mbit/s"]))
     assert later.of("all_reduce", MIB, range(4), "gloo").how == "scaled"
 
 
@@ -135,8 +135,8 @@ def test_ranks_with_a_link_each_are_faster_than_those_that_share_one() -> None:
     before = Topology.of({"nodes": 2, "ranks_per_node": 4, "links": links})
     sizes = [2**power for power in range(3, 28)]
     points = {size: 1e6 * (7 * LATENCY + 4 * size / 2 / RATE) for size in sizes}
-    eight = Measured("all_to_all", "gloo", placed(8, 2, 4), Curve.through(points))
-    apart = Costs([eight], before).on(before.changed(["nic.per=rank"]))
+    eight = Measured("all_to_all", "gloo", placed(8, 2, 4), TimeCurve.through(points))
+    apart = ClusterCosts([eight], before).on(before.changed(["nic.per=rank"]))
     found = apart.of("all_to_all", MIB, range(8), "gloo")
     assert found.seconds == pytest.approx(7 * LATENCY + MIB / 2 / RATE, rel=1e-6)
     assert found.how == "scaled"
@@ -157,13 +157,13 @@ def test_a_link_of_which_nothing_is_known_cannot_be_changed(change: str, missing
         captured_on.changed([change])
     step = step_of([("w", MIB, 0.01)], seconds=0.02)
     with pytest.raises(ConfigError, match=f"^{change}: {missing}"):
-        advise(step, Costs(from_step(step), captured_on), what_ifs=[change])
+        advise(step, ClusterCosts(from_step(step), captured_on), what_ifs=[change])
 
 
 def test_a_link_that_is_unknown_where_times_were_measured_is_not_said_to_gain() -> None:
     two = measured("all_reduce", "gloo", 2, 1 / 2)
     unknown = Topology.of({"nodes": 2})
-    costs = Costs([two], cluster(), unknown)
+    costs = ClusterCosts([two], cluster(), unknown)
     assert costs.of("all_reduce", MIB, (0, 1), "gloo").how == "assumed"
     with pytest.raises(Unsupported, match="nic: its rate is unknown on the cluster where all_reduce by gloo"):
         costs.on(cluster().changed(["nic=1Gbit/s"]))
@@ -171,15 +171,15 @@ def test_a_link_that_is_unknown_where_times_were_measured_is_not_said_to_gain() 
     assert not any(each.change.startswith("nic") for each in advice.what_ifs)
     assert any(text.startswith("nic=1Gbit/s: nic: its rate is unknown") for text in advice.skipped)
     # Of a cluster that nobody describes, the links are those that were measured.
-    there = Costs([two], unknown, cluster()).of("all_reduce", MIB, (0, 1), "gloo")
+    there = ClusterCosts([two], unknown, cluster()).of("all_reduce", MIB, (0, 1), "gloo")
     assert there.seconds == pytest.approx(2 * LATENCY + MIB / RATE)
 
 
 def test_a_faster_link_does_not_help_ranks_that_are_slow() -> None:
     slow = {2**power: 1e6 * 8 * 2**power / RATE for power in range(3, 28)}
-    costs = [Measured("all_reduce", "gloo", placed(2, 2, 1), Curve.through(slow))]
+    costs = [Measured("all_reduce", "gloo", placed(2, 2, 1), TimeCurve.through(slow))]
     ten = (
-        Costs(costs, cluster().changed(["nic=1Gbit/s"]), cluster())
+        ClusterCosts(costs, cluster().changed(["nic=1Gbit/s"]), cluster())
         .of("all_reduce", MIB, range(2), "gloo")
         .seconds
     )
@@ -188,7 +188,7 @@ def test_a_faster_link_does_not_help_ranks_that_are_slow() -> None:
 
 def test_nothing_that_is_assumed_looks_measured() -> None:
     two = measured("all_reduce", "gloo", 2, 1 / 2)
-    costs = Costs([two], cluster())
+    costs = ClusterCosts([two], cluster())
     assert costs.of("all_reduce", MIB, (3, 9), "gloo").how == "measured"
     assert costs.of("all_reduce", MIB, (3, 9), "gloo").share_how == "assumed"
     assert costs.of("all_reduce", 1 << 30, (0, 1), "gloo").how == "scaled"  # beyond the sizes
@@ -199,18 +199,18 @@ def test_nothing_that_is_assumed_looks_measured() -> None:
     assert costs.of("all_reduce", MIB, (0, 1), "mpi").how == "assumed"
     assert costs.of("all_gather", MIB, (0, 1), "gloo").how == "assumed"
     assert costs.of("all_reduce", MIB, (5,), "gloo").seconds == 0.0
-    one_point = Measured("all_reduce", "gloo", two.at, Curve.through({8: 10.0}))
-    assert Costs([one_point], cluster()).of("all_reduce", MIB, (0, 1), "gloo").how == "assumed"
+    one_point = Measured("all_reduce", "gloo", two.at, TimeCurve.through({8: 10.0}))
+    assert ClusterCosts([one_point], cluster()).of("all_reduce", MIB, (0, 1), "gloo").how == "assumed"
     # Times inside a node say nothing about those between nodes.
     here = Measured("all_reduce", "gloo", placed(2, 1, 2), two.curve)
     links = {"inside": {"rate": "1GB/s"}, "nic": {"rate": "100Mbit/s"}}
     topology = Topology.of({"nodes": 2, "ranks_per_node": 2, "links": links})
-    assert Costs([here], topology).of("all_reduce", MIB, (0, 1), "gloo").how == "measured"
-    assert Costs([here], topology).of("all_reduce", MIB, (0, 2), "gloo").how == "assumed"
+    assert ClusterCosts([here], topology).of("all_reduce", MIB, (0, 1), "gloo").how == "measured"
+    assert ClusterCosts([here], topology).of("all_reduce", MIB, (0, 2), "gloo").how == "assumed"
 
 
 def test_unknown_costs_are_refused() -> None:
-    costs = Costs([measured("all_reduce", "gloo", 2, 1 / 2)], Topology.of({"nodes": 4}))
+    costs = ClusterCosts([measured("all_reduce", "gloo", 2, 1 / 2)], Topology.of({"nodes": 4}))
     with pytest.raises(
         Unsupported, match=r"all_to_all by 'mpi' of 4 ranks on 4 nodes.* no nic link; known: gloo"
     ):
@@ -260,9 +260,9 @@ rules:
 def test_tables_are_read_for_the_device_and_the_dtype_of_the_step(
     like: str, kind: str, microseconds: float, how: str
 ) -> None:
-    events = (Ready("w", 64, like), Issue(0, "barrier", 64, (0, 1), None, 3e-3))
-    step = Step(2, 2, "", 1.0, 0.0, (Role((0, 1), events),))
-    costs = Costs([*from_table(parse_table(LIKES)), *from_step(step)], cluster())
+    events = (ReadyEvent("w", 64, like), IssueEvent(0, "barrier", 64, (0, 1), None, 3e-3))
+    step = CapturedStep(2, 2, "", 1.0, 0.0, (Role((0, 1), events),))
+    costs = ClusterCosts([*from_table(parse_table(LIKES)), *from_step(step)], cluster())
     found = costs.of(kind, MIB, (0, 1), "gloo")
     assert found.seconds == pytest.approx(1e-6 * microseconds)
     assert found.how == how
@@ -270,16 +270,18 @@ def test_tables_are_read_for_the_device_and_the_dtype_of_the_step(
 
 
 def test_without_a_step_tables_are_read_for_float32_on_the_cpu() -> None:
-    costs = Costs(from_table(parse_table(LIKES)), cluster())
+    costs = ClusterCosts(from_table(parse_table(LIKES)), cluster())
     assert costs.of("all_reduce", MIB, (0, 1), "gloo")[::2] == (1e-3, "measured")
-    several = (Ready("v", 64, "float32 cpu"), Ready("w", 64, "float16 cpu"))
-    step = Step(2, 2, "", 1.0, 0.0, (Role((0, 1), (*several, Issue(0, "barrier", 8, (0, 1), None, 1.0))),))
-    costs = Costs([*from_table(parse_table(LIKES)), *from_step(step)], cluster())
+    several = (ReadyEvent("v", 64, "float32 cpu"), ReadyEvent("w", 64, "float16 cpu"))
+    step = CapturedStep(
+        2, 2, "", 1.0, 0.0, (Role((0, 1), (*several, IssueEvent(0, "barrier", 8, (0, 1), None, 1.0))),)
+    )
+    costs = ClusterCosts([*from_table(parse_table(LIKES)), *from_step(step)], cluster())
     assert costs.of("all_reduce", MIB, (0, 1), "gloo").how == "scaled"
 
 
 def test_tables_have_times_and_shares() -> None:
-    costs = Costs(from_table(parse_table(TABLE)), cluster())
+    costs = ClusterCosts(from_table(parse_table(TABLE)), cluster())
     found = costs.of("all_reduce", MIB, (0, 1), "gloo")
     assert found == (1e-3, 0.1, "measured", "measured")
     assert costs.of("all_reduce", 1 << 10, (0, 1), "gloo")[1:] == (0.5, "measured", "measured")
@@ -289,12 +291,15 @@ def test_tables_have_times_and_shares() -> None:
 
 def test_probes_and_steps_have_times_too() -> None:
     probed = Probed("all_reduce", (8, MIB), (1e-3, 2e-3), (0.2, 0.4))
-    job = Step(2, 2, "", 1.0, 0.0, (Role((0, 1), ()),), measured={"mpi": probed})
-    found = Costs(from_probe(job), cluster()).of("all_reduce", MIB, (0, 1), "mpi")
+    job = CapturedStep(2, 2, "", 1.0, 0.0, (Role((0, 1), ()),), measured={"mpi": probed})
+    found = ClusterCosts(from_probe(job), cluster()).of("all_reduce", MIB, (0, 1), "mpi")
     assert found == (2e-3, 0.4, "measured", "measured")
-    events = (Issue(0, "all_reduce", 64, (0, 1), None, 3e-3), Issue(1, "all_reduce", 64, (0, 1), None, 5e-3))
-    step = Step(2, 2, "", 1.0, 0.0, (Role((0, 1), events),))
-    found = Costs(from_step(step), cluster()).of("all_reduce", 64, (0, 1), "captured")
+    events = (
+        IssueEvent(0, "all_reduce", 64, (0, 1), None, 3e-3),
+        IssueEvent(1, "all_reduce", 64, (0, 1), None, 5e-3),
+    )
+    step = CapturedStep(2, 2, "", 1.0, 0.0, (Role((0, 1), events),))
+    found = ClusterCosts(from_step(step), cluster()).of("all_reduce", 64, (0, 1), "captured")
     assert found.seconds == pytest.approx(4e-3)
     assert found[2:] == ("measured", "assumed")
 
@@ -302,24 +307,24 @@ def test_probes_and_steps_have_times_too() -> None:
 def test_times_of_captured_vector_collectives_are_found() -> None:
     """As in a mixture of experts, whose ranks send tokens in numbers that differ from step to step."""
     events = (
-        Issue(0, "all_to_all_v", 64, (0, 1), None, 3e-3),
-        Issue(1, "all_to_all_v", 64, (0, 1), None, 5e-3),
+        IssueEvent(0, "all_to_all_v", 64, (0, 1), None, 3e-3),
+        IssueEvent(1, "all_to_all_v", 64, (0, 1), None, 5e-3),
     )
-    step = Step(2, 2, "", 1.0, 0.0, (Role((0, 1), events),))
-    found = Costs(from_step(step), cluster()).of("all_to_all_v", 64, (0, 1), "captured")
+    step = CapturedStep(2, 2, "", 1.0, 0.0, (Role((0, 1), events),))
+    found = ClusterCosts(from_step(step), cluster()).of("all_to_all_v", 64, (0, 1), "captured")
     assert found.seconds == pytest.approx(4e-3)
     assert found.how == "measured"
-    assert simulate(step, None, Costs(from_step(step), cluster())).step_s == pytest.approx(8e-3)
+    assert simulate(step, None, ClusterCosts(from_step(step), cluster())).step_s == pytest.approx(8e-3)
 
 
 def test_shares_of_the_probe_complete_a_table_without_them() -> None:
     table = measured("all_reduce", "gloo", 2, 0.5)
-    job = Step(
-        2, 2, "", 1.0, 0.0, (Role((0, 1), (Ready("w", 8, "float32 cpu"),)),),
+    job = CapturedStep(
+        2, 2, "", 1.0, 0.0, (Role((0, 1), (ReadyEvent("w", 8, "float32 cpu"),)),),
         measured={"gloo": Probed("all_reduce", (8, MIB), (1e-3, 2e-3), (0.2, 0.4))},
     )  # fmt: skip
-    alone = Costs([table], cluster()).of("all_reduce", MIB, (0, 1), "gloo")
-    both = Costs([table, *from_probe(job)], cluster()).of("all_reduce", MIB, (0, 1), "gloo")
+    alone = ClusterCosts([table], cluster()).of("all_reduce", MIB, (0, 1), "gloo")
+    both = ClusterCosts([table, *from_probe(job)], cluster()).of("all_reduce", MIB, (0, 1), "gloo")
     assert alone[1:] == (0.0, "measured", "assumed")
     assert both == (alone.seconds, 0.4, "measured", "measured")
 
@@ -329,7 +334,7 @@ def test_shares_are_measured_only_near_their_own_sizes() -> None:
     sizes = np.array([64.0, 1024.0])
     two = measured("all_reduce", "gloo", 2, 1 / 2)
     known = Measured("all_reduce", "gloo", two.at, two.curve, (sizes, np.array([0.1, 0.3])))
-    costs = Costs([known], cluster())
+    costs = ClusterCosts([known], cluster())
     assert costs.of("all_reduce", 1024, (0, 1), "gloo")[1:] == (0.3, "measured", "measured")
     assert costs.of("all_reduce", MIB, (0, 1), "gloo")[1:] == (0.3, "measured", "scaled")
 
@@ -425,8 +430,8 @@ def test_the_probe_sees_how_times_grow_with_size_on_distant_hosts(monkeypatch: p
 
 
 def test_between_sizes_far_apart_nothing_is_measured() -> None:
-    far = Measured("all_reduce", "gloo", placed(2, 2, 1), Curve.through({3072: 100.0, 13 * MIB: 9000.0}))
-    costs = Costs([far], cluster())
+    far = Measured("all_reduce", "gloo", placed(2, 2, 1), TimeCurve.through({3072: 100.0, 13 * MIB: 9000.0}))
+    costs = ClusterCosts([far], cluster())
     assert [costs.of("all_reduce", size, (0, 1), "gloo").how for size in (3072, MIB, 12 * MIB, 13 * MIB)] == [
         "measured", "scaled", "measured", "measured",
     ]  # fmt: skip
@@ -435,12 +440,12 @@ def test_between_sizes_far_apart_nothing_is_measured() -> None:
 def test_times_over_links_that_may_be_others_are_assumed() -> None:
     """A table of one cluster, and the links of another, without a word about those of the first."""
     table = measured("all_reduce", "gloo", 2, 0.5)
-    guessed = Costs([table], cluster(), guessed=True)
+    guessed = ClusterCosts([table], cluster(), guessed=True)
     assert guessed.of("all_reduce", MIB, (0, 1), "gloo").how == "assumed"
     assert (
         guessed.on(cluster().changed(["nic=1Gbit/s"])).of("all_reduce", MIB, (0, 1), "gloo").how == "assumed"
     )
-    unknown = Costs([table], Topology.of({"nodes": 64}), guessed=True)
+    unknown = ClusterCosts([table], Topology.of({"nodes": 64}), guessed=True)
     assert unknown.of("all_reduce", MIB, (0, 1), "gloo").how == "measured"
 
 
@@ -448,10 +453,11 @@ def test_a_disturbed_operation_makes_no_slope() -> None:
     """Of two sizes that are almost equal the faster counts, or larger sizes would take any time."""
     times = {1000: 1e-4, 790_000: 6e-4, 791_000: 12e-3}
     events = tuple(
-        Issue(at, "all_reduce", size, (0, 1), None, took) for at, (size, took) in enumerate(times.items())
+        IssueEvent(at, "all_reduce", size, (0, 1), None, took)
+        for at, (size, took) in enumerate(times.items())
     )
-    step = Step(2, 1, "", 1.0, 0.0, (Role((0, 1), events),))
-    costs = Costs(from_step(step), cluster(nodes=1, ranks_per_node=2))
+    step = CapturedStep(2, 1, "", 1.0, 0.0, (Role((0, 1), events),))
+    costs = ClusterCosts(from_step(step), cluster(nodes=1, ranks_per_node=2))
     found = costs.of("all_reduce", 1_580_000, (0, 1), "captured").seconds
     assert found == pytest.approx(1e-4 + (1_580_000 - 1000) * 5e-4 / 789_000, rel=0.01)
 
@@ -494,33 +500,33 @@ def over_racks(nodes: int) -> dict[int, float]:
 
 
 def test_a_captured_cluster_with_racks_is_the_measured_one() -> None:
-    eight = Measured("all_reduce", "gloo", placed(8, 8, 1), Curve.through(over_racks(8)))
-    found = Costs([eight], racked(), racked()).of("all_reduce", MIB, range(8), "gloo")
+    eight = Measured("all_reduce", "gloo", placed(8, 8, 1), TimeCurve.through(over_racks(8)))
+    found = ClusterCosts([eight], racked(), racked()).of("all_reduce", MIB, range(8), "gloo")
     assert found.how == "measured"
     assert found.seconds == pytest.approx(1e-6 * over_racks(8)[MIB])
     probed = Probed("all_reduce", (8, MIB), (1e-3, 2e-3), (0.2, 0.4))
-    job = Step(8, 8, "", 1.0, 0.0, (Role(tuple(range(8)), ()),), measured={"gloo": probed})
-    found = Costs(from_probe(job), racked()).of("all_reduce", MIB, range(8), "gloo")
+    job = CapturedStep(8, 8, "", 1.0, 0.0, (Role(tuple(range(8)), ()),), measured={"gloo": probed})
+    found = ClusterCosts(from_probe(job), racked()).of("all_reduce", MIB, range(8), "gloo")
     assert found == (2e-3, 0.4, "measured", "measured")
 
 
 def test_the_latency_between_racks_counts_once() -> None:
     """It is in what was measured between racks, and is added to what was measured in one."""
-    eight = Measured("all_reduce", "gloo", placed(8, 8, 1), Curve.through(over_racks(8)))
-    found = Costs([eight], racked(16), racked()).of("all_reduce", MIB, range(16), "gloo")
+    eight = Measured("all_reduce", "gloo", placed(8, 8, 1), TimeCurve.through(over_racks(8)))
+    found = ClusterCosts([eight], racked(16), racked()).of("all_reduce", MIB, range(16), "gloo")
     assert found.how == "scaled"
     assert found.seconds == pytest.approx(1e-6 * over_racks(16)[MIB], rel=1e-6)
     two = measured("all_reduce", "gloo", 2, 1 / 2)
-    found = Costs([two], racked(), racked()).of("all_reduce", MIB, range(8), "gloo")
+    found = ClusterCosts([two], racked(), racked()).of("all_reduce", MIB, range(8), "gloo")
     assert found.seconds == pytest.approx(1e-6 * over_racks(8)[MIB], rel=1e-6)
 
 
 def test_what_was_measured_between_racks_says_what_happens_in_one() -> None:
-    eight = Measured("all_reduce", "gloo", placed(8, 8, 1), Curve.through(over_racks(8)))
-    found = Costs([eight], racked(), racked()).of("all_reduce", MIB, range(4), "gloo")
+    eight = Measured("all_reduce", "gloo", placed(8, 8, 1), TimeCurve.through(over_racks(8)))
+    found = ClusterCosts([eight], racked(), racked()).of("all_reduce", MIB, range(4), "gloo")
     assert found.seconds == pytest.approx(6 * LATENCY + 1.5 * MIB / RATE, rel=1e-6)
     faster = racked().changed(["uplink=100Mbit/s", "rack.latency=0us"])
-    found = Costs([eight], racked()).on(faster).of("all_reduce", MIB, range(8), "gloo")
+    found = ClusterCosts([eight], racked()).on(faster).of("all_reduce", MIB, range(8), "gloo")
     assert found.seconds == pytest.approx(14 * LATENCY + 14 / 8 * MIB / RATE, rel=1e-6)
     assert found.how == "scaled"
 
@@ -529,7 +535,7 @@ def test_groups_of_a_captured_step_lie_in_their_own_racks() -> None:
     """Pairs in a rack and pairs across racks have different times, wherever their nodes are."""
     inside, across = ((0, 1), (5, 6)), ((0, 4), (3, 7))
     events = tuple(
-        Issue(number, "all_reduce", size, group, None, seconds)
+        IssueEvent(number, "all_reduce", size, group, None, seconds)
         for number, (group, size, seconds) in enumerate(
             [
                 (inside[0], MIB, 1e-3), (inside[1], 2 * MIB, 2e-3),
@@ -537,8 +543,8 @@ def test_groups_of_a_captured_step_lie_in_their_own_racks() -> None:
             ]
         )
     )  # fmt: skip
-    step = Step(8, 8, "", 1.0, 0.0, (Role(tuple(range(8)), events),))
-    costs = Costs(from_step(step), racked())
+    step = CapturedStep(8, 8, "", 1.0, 0.0, (Role(tuple(range(8)), events),))
+    costs = ClusterCosts(from_step(step), racked())
     for groups, millisecond in ((inside, 1e-3), (across, 4e-3)):
         for group in groups:
             for size in (1, 1.5, 2):
@@ -554,12 +560,14 @@ def test_groups_of_a_captured_step_lie_in_their_own_racks() -> None:
 def test_nccl_has_trees_whose_latency_grows_with_the_logarithm_of_nodes(nodes: int) -> None:
     topology = Topology.of({"nodes": nodes, "links": {"nic": {"rate": "100Gbit/s"}}})
     two = {2**power: 1e6 * (2 * 2e-6 + 2**power / 12.5e9) for power in range(3, 34)}
-    costs = Costs([Measured("all_reduce", "nccl", placed(2, 2, 1), Curve.through(two))], topology)
+    costs = ClusterCosts([Measured("all_reduce", "nccl", placed(2, 2, 1), TimeCurve.through(two))], topology)
     for size in (64 << 10, 1 << 30):
         found = costs.of("all_reduce", size, range(nodes), "nccl").seconds
         tree = 2 * math.log2(nodes) * 2e-6 + 2 * (nodes - 1) / nodes * size / 12.5e9
         assert found == pytest.approx(tree, rel=1e-6)
-    rings = Costs([Measured("all_reduce", "nccl:ring", placed(2, 2, 1), Curve.through(two))], topology)
+    rings = ClusterCosts(
+        [Measured("all_reduce", "nccl:ring", placed(2, 2, 1), TimeCurve.through(two))], topology
+    )
     ring = 2 * (nodes - 1) * (2e-6 + (64 << 10) / nodes / 12.5e9)
     assert rings.of("all_reduce", 64 << 10, range(nodes), "nccl:ring").seconds == pytest.approx(ring)
 
@@ -569,7 +577,7 @@ def test_nccl_takes_trees_for_small_sizes_and_rings_for_large_ones(ranks: int) -
     """By the links alone: a tree takes fewer rounds, and a ring has 1 / 0.92 of its bandwidth."""
     links = {"inside": {"rate": "200GB/s"}, "nic": {"rate": "100Gbit/s", "latency": "5us"}}
     topology = Topology.of({"nodes": ranks // 8, "ranks_per_node": 8, "links": links})
-    costs = Costs([], topology)
+    costs = ClusterCosts([], topology)
     of = [costs.of("all_reduce", size, range(ranks), "nccl").seconds for size in (1 << 10, 16 << 30)]
     rings = [costs.of("all_reduce", size, range(ranks), "nccl:ring").seconds for size in (1 << 10, 16 << 30)]
     assert of[0] < 0.25 * rings[0]
@@ -582,7 +590,9 @@ def test_more_ranks_in_nodes_take_no_less_time(inside: dict[str, str] | None) ->
     links: dict[str, Any] = {"nic": {"rate": "10Gbit/s"}} | ({} if inside is None else {"inside": inside})
     topology = Topology.of({"nodes": 4, "ranks_per_node": 8, "links": links})
     points = {2**power: 20 + 2**power / 1e3 for power in range(3, 28)}
-    costs = Costs([Measured("all_reduce", "mpi", placed(8, 4, 2), Curve.through(points))], topology)
+    costs = ClusterCosts(
+        [Measured("all_reduce", "mpi", placed(8, 4, 2), TimeCurve.through(points))], topology
+    )
     for size in (1 << 10, MIB):
         taken = [costs.of("all_reduce", size, range(ranks), "mpi").seconds for ranks in (16, 32)]
         assert sorted(taken) == taken
@@ -591,14 +601,14 @@ def test_more_ranks_in_nodes_take_no_less_time(inside: dict[str, str] | None) ->
 
 def test_nccl_on_one_node_and_other_kinds_have_rings() -> None:
     topology = Topology.of({"nodes": 64, "ranks_per_node": 8, "links": {"nic": {"rate": "100Gbit/s"}}})
-    points = Curve.through({2**power: 20.0 + 2**power / 1e4 for power in range(3, 31)})
+    points = TimeCurve.through({2**power: 20.0 + 2**power / 1e4 for power in range(3, 31)})
     for kind, factor in (("all_reduce", 14 / 2), ("all_gather", 7), ("reduce_scatter", 7)):
         one, two = (Measured(kind, "nccl", placed(count, 1, count), points) for count in (1, 2))
-        assert Costs([one], topology).of(kind, 8, range(0, 512, 8), "nccl").how == "assumed"
-        found = Costs([two], topology).of(kind, 8, range(8), "nccl").seconds
+        assert ClusterCosts([one], topology).of(kind, 8, range(0, 512, 8), "nccl").how == "assumed"
+        found = ClusterCosts([two], topology).of(kind, 8, range(8), "nccl").seconds
         assert found == pytest.approx(factor * 20e-6, rel=0.01)
     gather = Measured("all_gather", "nccl", placed(2, 2, 1), points)
-    across = Costs([gather], topology).of("all_gather", 8, range(0, 512, 8), "nccl").seconds
+    across = ClusterCosts([gather], topology).of("all_gather", 8, range(0, 512, 8), "nccl").seconds
     assert across == pytest.approx(63 * 20e-6, rel=0.01)
 
 
@@ -687,4 +697,4 @@ def test_quantities() -> None:
     assert [parse_latency(value) for value in ("5us", "5µs", "1.5ms", "20ns", 0)] == pytest.approx(
         [5e-6, 5e-6, 1.5e-3, 2e-8, 0]
     )
-    assert np.isclose(Costs([], cluster()).topology.medium.rates["nic"], RATE)
+    assert np.isclose(ClusterCosts([], cluster()).topology.medium.rates["nic"], RATE)

@@ -1,9 +1,10 @@
-"""Classes and files stay short, or say why they are not; options say what they are a matter of."""
+"""Classes and files stay short, or say why not; classes have names of their own; options are marked."""
 
 from __future__ import annotations
 
 import ast
 import os
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Annotated
@@ -21,6 +22,10 @@ MOST_LINES = 500
 ONE_PER_KIND = {
     "torch_backend/process_group.py: McrProcessGroup": "one method for each operation of c10d's ProcessGroup",
 }
+
+SHARED: dict[str, str] = {}
+"""Names of several classes, private ones included, and for each the reason; at most 15."""
+VAGUE = {"Job", "Part", "Operation", "Step", "Entry", "Sent", "Kept", "Had", "Place", "Found"}
 
 
 @cache
@@ -63,6 +68,25 @@ def test_there_is_something_to_check() -> None:
 def test_classes_have_few_methods() -> None:
     """An exception whose class has become small must go, too."""
     assert large_classes().keys() == ONE_PER_KIND.keys(), large_classes()
+
+
+def class_names() -> Counter[str]:
+    """How many classes of the library have each name."""
+    nodes = (node for text in sources("mcr_plus").values() for node in ast.walk(ast.parse(text)))
+    return Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
+
+
+def test_classes_have_names_of_their_own() -> None:
+    """So that a search by name finds one class. A name that is shared no more must go from the list, too."""
+    names = class_names()
+    assert len(names) > 700
+    assert {name for name, count in names.items() if count > 1} == SHARED.keys()
+    assert len(SHARED) <= 15
+
+
+def test_names_of_classes_say_what_they_are() -> None:
+    """An adjective goes with a vague noun, also in a private name: `TuningJob`, `CapturedStep`."""
+    assert not [name for name in class_names() if name.strip("_") in VAGUE]
 
 
 @pytest.mark.parametrize("folder", ["mcr_plus", "benchmarks", "examples"])

@@ -25,7 +25,7 @@ from mcr_plus.errors import InvalidArgument
 from mcr_plus.hosts import page as pages
 from mcr_plus.hosts.page import LAYOUT, NAME, Page, Unreadable, page_of, read
 from mcr_plus.observe.findings import clean, condition, findings
-from mcr_plus.observe.job_status import GroupTraffic, Job, Line, Member, Waiting, survey
+from mcr_plus.observe.job_status import GroupTraffic, Line, Member, ObservedJob, RankWait, survey
 from mcr_plus.observe.status import Drawing, StatusThread
 
 
@@ -71,7 +71,7 @@ def descriptor(page: Page) -> int:
     return page.descriptor
 
 
-def mine() -> Job | None:
+def mine() -> ObservedJob | None:
     return next((job for job in survey().jobs if job.id == f"unit{os.getpid()}"), None)
 
 
@@ -233,8 +233,8 @@ def test_a_child_of_a_rank_is_not_another_rank(page: Page) -> None:
 # -- sentences ------------------------------------------------------------------------------------
 
 
-def waiting(*waits_for: int, seconds: float = 5.0, number: int = 42, **changes: Any) -> Waiting:
-    wait = Waiting(
+def waiting(*waits_for: int, seconds: float = 5.0, number: int = 42, **changes: Any) -> RankWait:
+    wait = RankWait(
         "world", number, "all_reduce SUM float32[4]", "gloo", seconds, waits_for,
         dict.fromkeys(waits_for, number - 1), len(waits_for), True, 300.0,
     )  # fmt: skip
@@ -247,7 +247,7 @@ def test_sentences_on_waits() -> None:
     late = Member(1, "b", 11, "outside", 0.1, 7.0, (), "", (Line("load", "/somewhere/data.py", 12),))
 
     def said(*members: Member) -> list[str]:
-        return findings(Job("j", "1", ("a", "b"), 60.0, members))
+        return findings(ObservedJob("j", "1", ("a", "b"), 60.0, members))
 
     assert said(waits, late) == [
         "rank 0 has waited 5 s for rank 1 in all_reduce SUM float32[4] (#42 in group 'world'), called at "
@@ -280,9 +280,9 @@ def test_what_is_known_of_a_stopped_rank_and_what_resumes_it() -> None:
         1, "b", 11, "stopped", 2.5, 7.0, (), "", (line,), (line,), groups=(unused, older, traffic)
     )
 
-    def said(member: Member, *here: int, wait: Waiting | None = None) -> str:
+    def said(member: Member, *here: int, wait: RankWait | None = None) -> str:
         first = Member(0, "a", 10, "outside")
-        return condition(Job("j", "1", ("a", "b"), 60.0, (first, member), here), 1, wait)
+        return condition(ObservedJob("j", "1", ("a", "b"), 60.0, (first, member), here), 1, wait)
 
     place = "last seen at /somewhere/data.py:12 in load"
     last = "its last operation is #41 in group 'world', broadcast float32[7]"

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 
 from mcr_plus.bucketing.step import (
-    Compute,
-    Issue,
+    CapturedStep,
+    ComputeEvent,
+    IssueEvent,
     Mark,
-    Need,
+    NeedEvent,
     Probed,
     RankStep,
-    Ready,
+    ReadyEvent,
     Role,
-    Step,
-    Wait,
+    WaitEvent,
     model_hash,
 )
 from mcr_plus.bucketing.step_file import line_of
@@ -48,11 +48,12 @@ def together(ranks: int, steps: int, seed: int, late: float) -> dict[int, list[R
         done = max(issue) + SENT
         for rank in range(ranks):
             marks = (
-                Mark(Need("layer"), "a", COMPUTED["a"], COMPUTED["a"]),
-                Mark(Ready("layer.weight", 400, "float32 cpu"), "b", issue[rank], issue[rank]),
-                Mark(Issue(5, "all_reduce", 400, tuple(range(ranks)), "gradients", None, ("layer.weight",)),
+                Mark(NeedEvent("layer"), "a", COMPUTED["a"], COMPUTED["a"]),
+                Mark(ReadyEvent("layer.weight", 400, "float32 cpu"), "b", issue[rank], issue[rank]),
+                Mark(IssueEvent(5, "all_reduce", 400, tuple(range(ranks)), "gradients", None,
+                                ("layer.weight",)),
                      "b", issue[rank], issue[rank], done - issue[rank], "world#1"),
-                Mark(Wait(5), "b", issue[rank], done),
+                Mark(WaitEvent(5), "b", issue[rank], done),
             )  # fmt: skip
             found[rank].append(RankStep(done + COMPUTED["end"], marks))
     return found
@@ -61,17 +62,17 @@ def together(ranks: int, steps: int, seed: int, late: float) -> dict[int, list[R
 @pytest.mark.parametrize("late", [0.0, 0.05, 0.5])
 @pytest.mark.parametrize("seed", range(4))
 def test_skew_is_taken_for_waiting_and_not_for_communication(seed: int, late: float) -> None:
-    step = Step.merged(together(5, 7, seed, late), nodes=2, model="m")
+    step = CapturedStep.merged(together(5, 7, seed, late), nodes=2, model="m")
     assert [role.ranks for role in step.roles] == [(0, 1, 2, 3, 4)]
-    (issue,) = [event for event in step.roles[0].events if isinstance(event, Issue)]
+    (issue,) = [event for event in step.roles[0].events if isinstance(event, IssueEvent)]
     assert issue.seconds == pytest.approx(SENT, rel=0.01)
     assert step.seconds == pytest.approx(sum(COMPUTED.values()) + late + SENT, rel=0.01)
-    computed = {each.name: each.seconds for each in step.roles[0].events if isinstance(each, Compute)}
+    computed = {each.name: each.seconds for each in step.roles[0].events if isinstance(each, ComputeEvent)}
     assert computed["a"] == pytest.approx(COMPUTED["a"], rel=0.01)
     assert computed["end"] == pytest.approx(COMPUTED["end"], rel=0.01)
     assert computed["b"] >= COMPUTED["b"] * 0.99  # of the slowest rank: with what makes it late
     kinds = [type(event) for event in step.roles[0].events]
-    assert kinds == [Compute, Need, Compute, Ready, Issue, Wait, Compute]
+    assert kinds == [ComputeEvent, NeedEvent, ComputeEvent, ReadyEvent, IssueEvent, WaitEvent, ComputeEvent]
 
 
 def test_ranks_that_are_slow_in_turns_make_a_step_as_slow_as_it_was() -> None:
@@ -89,29 +90,29 @@ def test_ranks_that_are_slow_in_turns_make_a_step_as_slow_as_it_was() -> None:
                 now += max(each[part] for each in of_ranks)
                 key = f"world#{part}"
                 marks.append(
-                    Mark(Issue(part, "all_to_all", 4, (0, 1)), "w", issued, issued, now - issued, key)
+                    Mark(IssueEvent(part, "all_to_all", 4, (0, 1)), "w", issued, issued, now - issued, key)
                 )
-                marks.append(Mark(Wait(part), "w", issued, now))
+                marks.append(Mark(WaitEvent(part), "w", issued, now))
             now += of_ranks[me][-1]
-            marks.append(Mark(Ready("w", 4, "float32 cpu"), "w", now, now))
+            marks.append(Mark(ReadyEvent("w", 4, "float32 cpu"), "w", now, now))
             steps.append(RankStep(now, tuple(marks)))
         return steps
 
-    step = Step.merged({0: rank(0), 1: rank(1)}, nodes=1, model="m")
-    computed = sum(each.seconds for each in step.roles[0].events if isinstance(each, Compute))
+    step = CapturedStep.merged({0: rank(0), 1: rank(1)}, nodes=1, model="m")
+    computed = sum(each.seconds for each in step.roles[0].events if isinstance(each, ComputeEvent))
     longest = sorted(sum(max(each[part] for each in of) for part in range(parts)) for of in spent)
     assert computed == pytest.approx(longest[4], rel=1e-9)
 
 
-def of_two(marks: Any, seconds: float) -> Step:
+def of_two(marks: Any, seconds: float) -> CapturedStep:
     """The step of two ranks with these marks, five times."""
-    ready = Mark(Ready("w", 4, "float32 cpu"), "w", seconds, seconds)
+    ready = Mark(ReadyEvent("w", 4, "float32 cpu"), "w", seconds, seconds)
     steps = {rank: [RankStep(seconds, (*marks(rank), ready))] * 5 for rank in range(2)}
-    return Step.merged(steps, nodes=1, model="m")
+    return CapturedStep.merged(steps, nodes=1, model="m")
 
 
-def computed_in(step: Step) -> float:
-    return sum(each.seconds for each in step.roles[0].events if isinstance(each, Compute))
+def computed_in(step: CapturedStep) -> float:
+    return sum(each.seconds for each in step.roles[0].events if isinstance(each, ComputeEvent))
 
 
 def test_ranks_that_compute_beside_each_other_are_not_counted_twice() -> None:
@@ -119,13 +120,13 @@ def test_ranks_that_compute_beside_each_other_are_not_counted_twice() -> None:
 
     def asynchronous(rank: int) -> list[Mark]:
         first = 1.0 if rank else 10.0
-        issue = Mark(Issue(0, "all_reduce", 4, (0, 1)), "w", 0.0, 0.0, 0.1, "world#1")
-        return [issue, Mark(Wait(0), "w", first, first)]
+        issue = Mark(IssueEvent(0, "all_reduce", 4, (0, 1)), "w", 0.0, 0.0, 0.1, "world#1")
+        return [issue, Mark(WaitEvent(0), "w", first, first)]
 
     def from_a_root(rank: int) -> list[Mark]:
         first = 10.0 if rank else 1.0
-        issue = Mark(Issue(0, "broadcast", 4, (0, 1)), "w", first, first, 0.1, "world#1")
-        return [issue, Mark(Wait(0), "w", first, first)]
+        issue = Mark(IssueEvent(0, "broadcast", 4, (0, 1)), "w", first, first, 0.1, "world#1")
+        return [issue, Mark(WaitEvent(0), "w", first, first)]
 
     for marks in (asynchronous, from_a_root):
         assert computed_in(of_two(marks, 11.0)) == pytest.approx(11.0)
@@ -136,20 +137,20 @@ def test_a_step_computes_no_longer_than_it_takes() -> None:
 
     def marks(rank: int) -> list[Mark]:
         first = 6.0 if rank else 1.0
-        issue = Mark(Issue(0, "all_reduce", 4, (0, 1)), "w", first, first, 0.1, "world#1")
-        return [issue, Mark(Wait(0), "w", first, first)]
+        issue = Mark(IssueEvent(0, "all_reduce", 4, (0, 1)), "w", first, first, 0.1, "world#1")
+        return [issue, Mark(WaitEvent(0), "w", first, first)]
 
     assert computed_in(of_two(marks, 11.0)) == pytest.approx(11.0)
 
 
 def test_a_file_whose_gradients_are_never_ready_is_refused(tmp_path: Path) -> None:
-    events = (Compute("w", 1.0), Issue(0, "all_reduce", 4, (0, 1), gradients=("w",)), Wait(0))
+    events = (ComputeEvent("w", 1.0), IssueEvent(0, "all_reduce", 4, (0, 1), gradients=("w",)), WaitEvent(0))
     path = tmp_path / "step.json"
-    Step(2, 1, "m", 1.0, 0.0, (Role((0, 1), events),)).save(path)
+    CapturedStep(2, 1, "m", 1.0, 0.0, (Role((0, 1), events),)).save(path)
     with pytest.raises(
         ConfigError, match=r"step\.json.*no gradient is ready; expected those that operations carry"
     ):
-        Step.load(path)
+        CapturedStep.load(path)
 
 
 def test_parts_whose_medians_are_all_zero_are_not_lost() -> None:
@@ -157,10 +158,10 @@ def test_parts_whose_medians_are_all_zero_are_not_lost() -> None:
 
     def step(number: int) -> RankStep:
         times = [9.0 if number % 3 <= place else 0.0 for place in range(3)]
-        marks = [Mark(Need(f"m{place}"), "w", at, at) for place, at in enumerate(times)]
-        return RankStep(9.0, (*marks, Mark(Ready("w", 4, "float32 cpu"), "w", 9.0, 9.0)))
+        marks = [Mark(NeedEvent(f"m{place}"), "w", at, at) for place, at in enumerate(times)]
+        return RankStep(9.0, (*marks, Mark(ReadyEvent("w", 4, "float32 cpu"), "w", 9.0, 9.0)))
 
-    merged = Step.merged({0: [step(number) for number in range(9)]}, nodes=1, model="m")
+    merged = CapturedStep.merged({0: [step(number) for number in range(9)]}, nodes=1, model="m")
     assert computed_in(merged) == pytest.approx(9.0)
 
 
@@ -168,60 +169,66 @@ def test_steps_usual_on_some_ranks_only_give_no_times_of_operations() -> None:
     """Rank 0 waits a second for rank 1, half of whose steps have another sequence of events."""
 
     def rank(me: int, number: int) -> RankStep:
-        ready = Mark(Ready("w", 4, "float32 cpu"), "w", 1.0, 1.0)
-        sent = Mark(Issue(0, "all_reduce", 4, (0, 1)), "w", 1.0, 1.0, 0.1 if me else 1.1, "world#1")
-        waits = Mark(Wait(0), "w", 1.0, 1.1)
+        ready = Mark(ReadyEvent("w", 4, "float32 cpu"), "w", 1.0, 1.0)
+        sent = Mark(IssueEvent(0, "all_reduce", 4, (0, 1)), "w", 1.0, 1.0, 0.1 if me else 1.1, "world#1")
+        waits = Mark(WaitEvent(0), "w", 1.0, 1.1)
         return RankStep(2.1, (sent, ready, waits) if me and number % 2 else (ready, sent, waits))
 
-    step = Step.merged({me: [rank(me, number) for number in range(8)] for me in range(2)}, nodes=1, model="m")
-    assert {each.seconds for role in step.roles for each in role.events if isinstance(each, Issue)} == {0.1}
+    step = CapturedStep.merged(
+        {me: [rank(me, number) for number in range(8)] for me in range(2)}, nodes=1, model="m"
+    )
+    assert {each.seconds for role in step.roles for each in role.events if isinstance(each, IssueEvent)} == {
+        0.1
+    }
 
 
 def test_ranks_with_other_events_are_another_role_and_operations_keep_their_ids() -> None:
     def rank(me: int, seconds: float) -> list[RankStep]:
         pair = (0, 1) if me < 2 else (2, 3)
         marks = (
-            Mark(Ready("w", 4, "float32 cpu"), "w", seconds, seconds),
-            Mark(Issue(0, "all_gather", 8, pair), "w", seconds, seconds, 0.1, f"pair{pair[0]}#1"),
-            Mark(Issue(1, "all_reduce", 4, (0, 1, 2, 3)), "w", seconds, seconds, 0.2, "world#1"),
-            Mark(Wait(1), "w", seconds, seconds + 0.2),
-            Mark(Wait(0), "w", seconds + 0.2, seconds + 0.2),
+            Mark(ReadyEvent("w", 4, "float32 cpu"), "w", seconds, seconds),
+            Mark(IssueEvent(0, "all_gather", 8, pair), "w", seconds, seconds, 0.1, f"pair{pair[0]}#1"),
+            Mark(IssueEvent(1, "all_reduce", 4, (0, 1, 2, 3)), "w", seconds, seconds, 0.2, "world#1"),
+            Mark(WaitEvent(1), "w", seconds, seconds + 0.2),
+            Mark(WaitEvent(0), "w", seconds + 0.2, seconds + 0.2),
         )
         return [RankStep(seconds + 0.3, marks)] * 3
 
-    step = Step.merged({me: rank(me, 1.0 + me) for me in range(4)}, nodes=1, model="m")
+    step = CapturedStep.merged({me: rank(me, 1.0 + me) for me in range(4)}, nodes=1, model="m")
     assert [role.ranks for role in step.roles] == [(0, 1), (2, 3)]
-    ids = [{each.kind: each.id for each in role.events if isinstance(each, Issue)} for role in step.roles]
+    ids = [
+        {each.kind: each.id for each in role.events if isinstance(each, IssueEvent)} for role in step.roles
+    ]
     assert ids[0]["all_reduce"] == ids[1]["all_reduce"]
     assert ids[0]["all_gather"] != ids[1]["all_gather"]
     for role, own, slowest in zip(step.roles, ids, (2.0, 4.0), strict=True):
-        assert role.events[0] == Compute("w", slowest)  # of rank 1, of rank 3
-        waits = [each.id for each in role.events if isinstance(each, Wait)]
+        assert role.events[0] == ComputeEvent("w", slowest)  # of rank 1, of rank 3
+        waits = [each.id for each in role.events if isinstance(each, WaitEvent)]
         assert waits == [own["all_reduce"], own["all_gather"]]
 
 
 def one(seconds: float, *params: str) -> RankStep:
-    marks = [Mark(Ready(param, 4, "float32 cpu"), param, seconds / 2, seconds / 2) for param in params]
+    marks = [Mark(ReadyEvent(param, 4, "float32 cpu"), param, seconds / 2, seconds / 2) for param in params]
     return RankStep(seconds, tuple(marks))
 
 
 def test_first_steps_that_compile_and_rare_sequences_are_left_out() -> None:
     steps = [one(50.0, "w"), one(9.0, "w"), one(1.0, "w"), one(1.1, "w"), one(2.9, "v", "w"), one(1.2, "w")]
-    step = Step.merged({0: steps}, nodes=1, model="m")
+    step = CapturedStep.merged({0: steps}, nodes=1, model="m")
     assert step.seconds == 1.1
     assert step.spread == pytest.approx((2.9 - 1.0) / 1.15)
-    assert [event for event in step.roles[0].events if isinstance(event, Ready)] == [
-        Ready("w", 4, "float32 cpu")
+    assert [event for event in step.roles[0].events if isinstance(event, ReadyEvent)] == [
+        ReadyEvent("w", 4, "float32 cpu")
     ]
     # Only those at the beginning: later ones are part of the program.
-    assert Step.merged({0: [*steps[2:], one(50.0, "w")]}, nodes=1, model="m").spread > 30
+    assert CapturedStep.merged({0: [*steps[2:], one(50.0, "w")]}, nodes=1, model="m").spread > 30
 
 
 def test_times_of_few_equal_steps_are_noted() -> None:
     steps = [one(1.0, "w"), one(1.0, "v", "w"), one(1.0, "u", "w"), one(1.2, "w")]
-    notes = Step.merged({0: steps}, nodes=1, model="m").notes
+    notes = CapturedStep.merged({0: steps}, nodes=1, model="m").notes
     assert notes == ("only 2 of 4 steps have the same events; times are medians of few samples",)
-    assert Step.merged({0: [*steps, one(1.0, "w")]}, nodes=1, model="m").notes == ()
+    assert CapturedStep.merged({0: [*steps, one(1.0, "w")]}, nodes=1, model="m").notes == ()
 
 
 @pytest.mark.parametrize(
@@ -237,7 +244,7 @@ def test_times_of_few_equal_steps_are_noted() -> None:
 )
 def test_captures_that_do_not_fit_are_refused(steps: dict[int, list[RankStep]], problem: str) -> None:
     with pytest.raises(InvalidArgument, match=re.escape(problem)):
-        Step.merged(steps, nodes=1, model="m")
+        CapturedStep.merged(steps, nodes=1, model="m")
 
 
 def test_the_hash_of_a_model_is_of_names_shapes_and_dtypes() -> None:
@@ -253,12 +260,13 @@ def test_the_hash_of_a_model_is_of_names_shapes_and_dtypes() -> None:
 
 # -- the file -----------------------------------------------------------------------------------------------
 
-STEP = Step(
+STEP = CapturedStep(
     3, 2, "0123", 0.25, 0.04,
     (
-        Role((0, 2), (Compute("a", 0.1), Need("a"), Ready("a.weight", 12, "float32 cpu"),
-                      Issue(3, "all_reduce", 12, (0, 2), "gradients", 0.01, ("a.weight",)), Wait(3))),
-        Role((1,), (Compute("b", 0.25), Issue(4, "send", 7, (1, 0)))),
+        Role((0, 2), (ComputeEvent("a", 0.1), NeedEvent("a"), ReadyEvent("a.weight", 12, "float32 cpu"),
+                      IssueEvent(3, "all_reduce", 12, (0, 2), "gradients", 0.01, ("a.weight",)),
+                      WaitEvent(3))),
+        Role((1,), (ComputeEvent("b", 0.25), IssueEvent(4, "send", 7, (1, 0)))),
     ),
     "kineto", False, ("something",),
 )  # fmt: skip
@@ -267,7 +275,7 @@ STEP = Step(
 def test_a_saved_step_is_loaded_as_it_was(tmp_path: Path) -> None:
     file = tmp_path / "step.json"
     STEP.save(file)
-    assert Step.load(file) == STEP
+    assert CapturedStep.load(file) == STEP
     assert json.loads(file.read_text())["version"] == 1
 
 
@@ -276,7 +284,7 @@ def test_measurements_of_the_job_are_part_of_the_file(tmp_path: Path) -> None:
     probed = {"gloo": Probed("all_reduce", (4096, 1 << 20), (1e-3, 5e-3), (0.1, 0.3))}
     step, file = replace(STEP, measured=probed), tmp_path / "step.json"
     step.save(file)
-    assert Step.load(file) == step
+    assert CapturedStep.load(file) == step
     assert "measured" not in json.loads(STEP.text())
     for old, new, problem in (
         ("[4096, 1048576]", "[4096, 4096]", "measured.gloo.sizes: (4096.0, 4096.0); expected ascending"),
@@ -286,7 +294,7 @@ def test_measurements_of_the_job_are_part_of_the_file(tmp_path: Path) -> None:
         assert old in step.text()
         file.write_text(step.text().replace(old, new))
         with pytest.raises(ConfigError) as error:
-            Step.load(file)
+            CapturedStep.load(file)
         assert problem in str(error.value)
 
 
@@ -323,7 +331,7 @@ def test_a_malformed_file_is_refused_with_its_line(tmp_path: Path, old: str, new
     assert old in text
     file.write_text(text.replace(old, new, 1))
     with pytest.raises(ConfigError) as error:
-        Step.load(file)
+        CapturedStep.load(file)
     assert str(error.value).startswith(str(file))
     assert problem in str(error.value)
 
@@ -333,9 +341,9 @@ def test_files_without_a_step_are_refused(tmp_path: Path, content: bytes) -> Non
     file = tmp_path / "step.json"
     file.write_bytes(content)
     with pytest.raises(ConfigError, match=re.escape(str(file))):
-        Step.load(file)
+        CapturedStep.load(file)
     with pytest.raises(ConfigError, match="No such file"):
-        Step.load(tmp_path / "missing.json")
+        CapturedStep.load(tmp_path / "missing.json")
 
 
 def test_a_mistake_is_one_line(tmp_path: Path) -> None:
@@ -353,7 +361,7 @@ def test_a_mistake_is_one_line(tmp_path: Path) -> None:
     ):
         file.write_text(content)
         with pytest.raises(ConfigError) as error:
-            Step.load(file)
+            CapturedStep.load(file)
         (line,) = str(error.value).splitlines()
         assert line.startswith(f"{file}:{said}"), line
         assert "expected" in line or "should" in line
@@ -362,9 +370,9 @@ def test_a_mistake_is_one_line(tmp_path: Path) -> None:
 def test_an_unknown_operation_is_a_barrier_and_named(tmp_path: Path) -> None:
     file = tmp_path / "step.json"
     file.write_text(STEP.text().replace('"kind": "all_reduce"', '"kind": "all_reduced"', 1))
-    step = Step.load(file)
+    step = CapturedStep.load(file)
     assert step.notes[-1] == "an unknown operation, 'all_reduced', counts as a barrier"
-    issues = [each for role in step.roles for each in role.events if isinstance(each, Issue)]
+    issues = [each for role in step.roles for each in role.events if isinstance(each, IssueEvent)]
     assert any((each.kind, each.nbytes) == ("barrier", 0) for each in issues)
 
 

@@ -15,11 +15,11 @@ import pytest
 from mcr_plus.board.base import RING
 from mcr_plus.board.shared import SharedBoard, arrival_times, map_shared
 from mcr_plus.core.group import Group
-from mcr_plus.observe.stragglers import LATE, Arrivals, Stragglers
+from mcr_plus.observe.stragglers import LATE, ArrivalCollector, Stragglers
 
 
 def add(
-    to: Arrivals,
+    to: ArrivalCollector,
     number: int,
     known: tuple[list[float], list[float]] | None,
     *,
@@ -67,7 +67,7 @@ def simulated(
 
 def evaluated(steps: list[tuple[list[float], list[float]]], order: list[int] | None = None) -> Stragglers:
     ranks = tuple(range(10, 10 + len(steps[0][0])))
-    arrivals = Arrivals()
+    arrivals = ArrivalCollector()
     for index in order or range(len(steps)):
         add(arrivals, index + 1, steps[index], ranks=ranks)
     return arrivals.stragglers(100.0, max(steps[-1][0]) - 100.0)
@@ -125,7 +125,7 @@ def test_a_delay_once_makes_no_straggler() -> None:
 
 def test_who_was_kept_waiting_elsewhere_is_not_late_by_its_own_doing() -> None:
     """Rank 0 is late in the group of 0 and 1, so rank 1 arrives late in the group of 1 and 2."""
-    arrivals = Arrivals()
+    arrivals = ArrivalCollector()
     now = 100.0
     waited = [0.0, 0.0, 0.0]
     for step in range(1, 31):
@@ -139,7 +139,7 @@ def test_who_was_kept_waiting_elsewhere_is_not_late_by_its_own_doing() -> None:
 
 
 def test_operations_without_all_arrivals_are_counted() -> None:
-    arrivals = Arrivals()
+    arrivals = ArrivalCollector()
     assert add(arrivals, 1, ([1.0, math.nan], [0.0, 0.0]), ranks=(0, 1)) is None
     assert add(arrivals, 1, None, ranks=(0, 1)) is None
     assert add(arrivals, 2, ([1.0, 1.5], [0.0, 0.0]), ranks=(0, 1)) == pytest.approx(0.5)

@@ -11,7 +11,7 @@ import pytest
 
 from mcr_plus.core.c10d import PrefixStore
 from mcr_plus.launch.supervisor import Supervisor
-from mcr_plus.membership.roster import TAKES_IN, TRAINING
+from mcr_plus.membership.epoch_log import TAKES_IN, TRAINING
 from mcr_plus.rendezvous.arrivals import NAME_OF_JOB, PREFIX
 
 

@@ -10,7 +10,7 @@ import pytest
 import versions
 from typer.testing import CliRunner
 
-from mcr_plus.cli import tested
+from mcr_plus.cli import tested_versions
 from mcr_plus.cli.main import app
 
 ROOT = Path(__file__).parents[2]
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 def test_they_are_those_of_the_table_in_the_docs() -> None:
     text = (ROOT / "docs/installation.md").read_text()
     rows = dict(re.findall(r"^\| (\S+) \| ([0-9., ]+) \|$", text, re.MULTILINE))
-    assert {name: tuple(each.split(", ")) for name, each in rows.items()} == tested.TESTED
+    assert {name: tuple(each.split(", ")) for name, each in rows.items()} == tested_versions.TESTED
 
 
 def test_rows_of_the_runs_in_the_docs_are_rows_of_make_test_versions() -> None:
@@ -39,11 +39,13 @@ def test_rows_of_the_runs_in_the_docs_are_rows_of_make_test_versions() -> None:
     ],
 )
 def test_a_version_within_or_not(installed: str, within: bool) -> None:
-    assert tested.is_within(installed, ("2.6.0", "2.13.0", "2.15.0")) is within
+    assert tested_versions.is_within(installed, ("2.6.0", "2.13.0", "2.15.0")) is within
 
 
 def test_doctor_names_one_that_is_newer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tested, "_installed", lambda name: {"torch": "99.1", "numpy": "2.4.6"}.get(name))
+    monkeypatch.setattr(
+        tested_versions, "_installed", lambda name: {"torch": "99.1", "numpy": "2.4.6"}.get(name)
+    )
     found = json.loads(CliRunner().invoke(app(), ["doctor", "--json"]).stdout)["tested_versions"]
     assert found["torch"]["version"] == "99.1"
     assert [found[name]["within_tested"] for name in ("torch", "numpy", "mpich")] == [False, True, None]

@@ -19,7 +19,16 @@ from hypothesis import strategies as st
 from tiers import examples
 
 from mcr_plus.bucketing.json_stream import members
-from mcr_plus.bucketing.step import Compute, Issue, Need, Probed, Ready, Role, Step, Wait
+from mcr_plus.bucketing.step import (
+    CapturedStep,
+    ComputeEvent,
+    IssueEvent,
+    NeedEvent,
+    Probed,
+    ReadyEvent,
+    Role,
+    WaitEvent,
+)
 from mcr_plus.bucketing.traces import load_step
 from mcr_plus.cli.main import main
 from mcr_plus.errors import ConfigError
@@ -126,15 +135,15 @@ def gpu_trace(rank: int, late: float, steps: int = 3) -> Events:
 def test_times_are_those_of_the_gpu_where_there_are_kernels(tmp_path: Path, late: float) -> None:
     step = load_step(written(tmp_path, [gpu_trace(rank, late) for rank in range(2)]))
     (role,) = step.roles
-    issues = [each for each in role.events if isinstance(each, Issue)]
+    issues = [each for each in role.events if isinstance(each, IssueEvent)]
     assert [(each.nbytes, each.gradients) for each in issues] == [
         (400, ("gradient 0 [100]",)), (800, ("gradient 1 [50, 4]",)),
     ]  # fmt: skip
     assert [each.seconds for each in issues] == [pytest.approx(SENT / 1e6, rel=0.01)] * 2
-    ready = seconds_before(role, lambda each: isinstance(each, Ready))
+    ready = seconds_before(role, lambda each: isinstance(each, ReadyEvent))
     assert ready == pytest.approx((500 + FORWARD + late + BACKWARD) / 1e6, rel=0.01)
-    assert next(each for each in role.events if isinstance(each, Ready)).like == "float32 cuda"
-    computed = sum(each.seconds for each in role.events if isinstance(each, Compute))
+    assert next(each for each in role.events if isinstance(each, ReadyEvent)).like == "float32 cuda"
+    computed = sum(each.seconds for each in role.events if isinstance(each, ComputeEvent))
     assert computed == pytest.approx((500 + FORWARD + late + 2 * BACKWARD + OPTIMIZER) / 1e6, rel=0.01)
 
 
@@ -153,7 +162,7 @@ def seconds_before(role: Role, wanted: Callable[[Any], bool]) -> float:
     for each in role.events:
         if wanted(each):
             return total
-        total += each.seconds if isinstance(each, Compute) else 0.0
+        total += each.seconds if isinstance(each, ComputeEvent) else 0.0
     raise AssertionError("no such event")
 
 
@@ -164,30 +173,30 @@ def test_skew_between_ranks_is_recovered(tmp_path: Path, late: float, seed: int)
     assert (step.ranks, step.source, step.notes) == (3, "kineto", ())
     assert [role.ranks for role in step.roles] == [(0, 1, 2)]
     (role,) = step.roles
-    issues = [each for each in role.events if isinstance(each, Issue)]
+    issues = [each for each in role.events if isinstance(each, IssueEvent)]
     assert [(each.kind, each.nbytes, each.group) for each in issues] == [
         ("all_reduce", 400, (0, 1, 2)), ("all_reduce", 800, (0, 1, 2)),
     ]  # fmt: skip
     for each in issues:
         assert each.seconds == pytest.approx(SENT / 1e6, rel=0.01)
     assert [each.gradients for each in issues] == [("gradient 0 [100]",), ("gradient 1 [50, 4]",)]
-    first = seconds_before(role, lambda each: isinstance(each, Ready))
+    first = seconds_before(role, lambda each: isinstance(each, ReadyEvent))
     second = seconds_before(
-        role, lambda each: isinstance(each, Ready) and each.param.startswith("gradient 1")
+        role, lambda each: isinstance(each, ReadyEvent) and each.param.startswith("gradient 1")
     )
     assert second - first == pytest.approx(BACKWARD / 1e6, rel=0.01)
     assert first >= (FORWARD + BACKWARD) / 1e6 * 0.99
     assert step.seconds == pytest.approx((FORWARD + late + 2 * BACKWARD + SENT + OPTIMIZER) / 1e6, rel=0.01)
-    waits = [each.id for each in role.events if isinstance(each, Wait)]
+    waits = [each.id for each in role.events if isinstance(each, WaitEvent)]
     assert sorted(waits) == [each.id for each in issues]
     assert role.events[-1].seconds == pytest.approx(OPTIMIZER / 1e6, rel=0.01)  # type: ignore[union-attr]
 
 
 def test_ranks_without_skew_have_their_own_computing(tmp_path: Path) -> None:
     (role,) = load_step(written(tmp_path, host_traces(2, 0.0, 1))).roles
-    ready = seconds_before(role, lambda each: isinstance(each, Ready))
+    ready = seconds_before(role, lambda each: isinstance(each, ReadyEvent))
     assert ready == pytest.approx((FORWARD + BACKWARD) / 1e6, rel=0.01)
-    computed = sum(each.seconds for each in role.events if isinstance(each, Compute))
+    computed = sum(each.seconds for each in role.events if isinstance(each, ComputeEvent))
     assert computed == pytest.approx((FORWARD + 2 * BACKWARD + OPTIMIZER) / 1e6, rel=0.01)
 
 
@@ -224,7 +233,7 @@ def test_unknown_operations_are_barriers_and_are_named(tmp_path: Path) -> None:
             e for e in events if e["name"] != "gloo:all_reduce" or e["args"]["Input Dims"] == [[100]]
         ]
     step = load_step(written(tmp_path, traces))
-    kinds = [(each.kind, each.nbytes) for each in step.roles[0].events if isinstance(each, Issue)]
+    kinds = [(each.kind, each.nbytes) for each in step.roles[0].events if isinstance(each, IssueEvent)]
     assert kinds == [("all_reduce", 400), ("barrier", 0)]
     assert any("'c10d::quantum_teleport_'" in note and "(8 times)" in note for note in step.notes)
 
@@ -243,9 +252,9 @@ def test_ranges_of_our_own_backend_and_modules_are_read(tmp_path: Path) -> None:
     ]  # fmt: skip
     step = load_step(written(tmp_path, [events]))
     assert step.by_caller
-    kinds = [type(each) for each in step.roles[0].events if not isinstance(each, Compute)]
-    assert kinds == [Need, Ready, Issue, Wait]
-    computed = sum(each.seconds for each in step.roles[0].events if isinstance(each, Compute))
+    kinds = [type(each) for each in step.roles[0].events if not isinstance(each, ComputeEvent)]
+    assert kinds == [NeedEvent, ReadyEvent, IssueEvent, WaitEvent]
+    computed = sum(each.seconds for each in step.roles[0].events if isinstance(each, ComputeEvent))
     assert computed == pytest.approx((510 + 100) / 1e6, abs=2e-6)
     assert any("only 1 step" in note for note in step.notes)
 
@@ -364,7 +373,7 @@ def test_one_ranks_trace_counts_for_all(tmp_path: Path, rank: int) -> None:
     assert step.seconds == pytest.approx(whole.seconds, rel=1e-3)
     for mine, theirs in zip(step.roles[0].events, whole.roles[0].events, strict=True):
         assert type(mine) is type(theirs)
-        if isinstance(mine, Issue) and isinstance(theirs, Issue):
+        if isinstance(mine, IssueEvent) and isinstance(theirs, IssueEvent):
             assert (mine.kind, mine.nbytes, mine.group, mine.gradients) == (
                 "all_reduce", theirs.nbytes, (0, 1, 2), theirs.gradients,
             )  # fmt: skip
@@ -420,8 +429,10 @@ def test_groups_of_one_rank_are_repeated_over_the_others(
     by_id: dict[int, set[tuple[int, ...]]] = {}
     small: set[tuple[int, ...]] = set()
     for role in step.roles:
-        issues = [each for each in role.events if isinstance(each, Issue)]
-        assert {each.id for each in role.events if isinstance(each, Wait)} == {each.id for each in issues}
+        issues = [each for each in role.events if isinstance(each, IssueEvent)]
+        assert {each.id for each in role.events if isinstance(each, WaitEvent)} == {
+            each.id for each in issues
+        }
         assert issues[1].group == tuple(range(world))
         for issued in issues:
             by_id.setdefault(issued.id, set()).add(issued.group)
@@ -452,8 +463,8 @@ def test_messages_of_one_ranks_trace_are_left_out(tmp_path: Path) -> None:
     info = {"rank": 0, "world_size": 4}
     plain = load_step(one_rank(tmp_path / "plain.json", events, distributedInfo=info))
     step = load_step(one_rank(tmp_path / "trace.json", [*events, *sends], distributedInfo=info))
-    kinds = [each.kind for role in step.roles for each in role.events if isinstance(each, Issue)]
-    assert kinds == [each.kind for each in plain.roles[0].events if isinstance(each, Issue)]
+    kinds = [each.kind for role in step.roles for each in role.events if isinstance(each, IssueEvent)]
+    assert kinds == [each.kind for each in plain.roles[0].events if isinstance(each, IssueEvent)]
     assert any("sends and receives, and waits for them, are left out" in note for note in step.notes)
 
 
@@ -672,11 +683,17 @@ def of_graphs() -> list[Document]:
 
 
 def saved_step() -> list[Document]:
-    send = Issue(4, "send", 7, (0, 1), "tag", 0.01, ("a.weight",), "float32")
-    events = (Compute("a", 0.1), Need("a"), Ready("a.weight", 12, "float32 cpu"), send, Wait(4))
+    send = IssueEvent(4, "send", 7, (0, 1), "tag", 0.01, ("a.weight",), "float32")
+    events = (
+        ComputeEvent("a", 0.1),
+        NeedEvent("a"),
+        ReadyEvent("a.weight", 12, "float32 cpu"),
+        send,
+        WaitEvent(4),
+    )
     probed = {"gloo": Probed("all_reduce", (4096, 1 << 20), (1e-3, 5e-3), (0.1, 0.3))}
-    roles = (Role((0,), events), Role((1,), (Compute("b", 0.25),)))
-    step = Step(2, 2, "0123", 0.25, 0.04, roles, "kineto", False, ("something",), probed)
+    roles = (Role((0,), events), Role((1,), (ComputeEvent("b", 0.25),)))
+    step = CapturedStep(2, 2, "0123", 0.25, 0.04, roles, "kineto", False, ("something",), probed)
     return [json.loads(step.text())]
 
 
@@ -748,7 +765,7 @@ def check_replaced(folder: Path, name: str, number: int, at: At, text: str | Non
     if refused:
         assert refused.startswith(f"{folder}/")
     else:
-        assert Step.load(folder / "saved") == load_step(paths, ranks=1)
+        assert CapturedStep.load(folder / "saved") == load_step(paths, ranks=1)
 
 
 @settings(max_examples=examples(300))
@@ -834,9 +851,9 @@ def test_an_operation_is_waited_for_after_its_issue(tmp_path: Path) -> None:
     for role in step.roles:
         issued: set[int] = set()
         for each in role.events:
-            if isinstance(each, Issue):
+            if isinstance(each, IssueEvent):
                 issued.add(each.id)
-            assert not isinstance(each, Wait) or each.id in issued
+            assert not isinstance(each, WaitEvent) or each.id in issued
 
 
 # -- memory -------------------------------------------------------------------------------------------------
@@ -866,7 +883,7 @@ def test_of_events_only_what_counts_is_kept(tmp_path: Path) -> None:
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     kinds = [type(each) for each in step.roles[0].events]
-    assert (kinds.count(Need), kinds.count(Ready), kinds.count(Issue)) == (10, 1, 1_000)
+    assert (kinds.count(NeedEvent), kinds.count(ReadyEvent), kinds.count(IssueEvent)) == (10, 1, 1_000)
     assert most < 12 << 20 < path.stat().st_size / 2
 
 

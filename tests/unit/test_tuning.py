@@ -51,9 +51,9 @@ from mcr_plus.tuning.measure import Effort, Meter
 from mcr_plus.tuning.measurements import MeasurementFile, Sample, median_of_repeats
 from mcr_plus.tuning.operations import KINDS, BenchCase, OpUnderTest, whole_size
 from mcr_plus.tuning.pace import Pace, left_out_sizes, sampling_seconds
-from mcr_plus.tuning.plan import Request, Task, coverage, impossible, next_task, rough_grid
+from mcr_plus.tuning.plan import TableRequest, Task, coverage, impossible, next_task, rough_grid
 from mcr_plus.tuning.plot import plot_rows, plot_tuning
-from mcr_plus.tuning.worker import Job, _meter, progress_line
+from mcr_plus.tuning.worker import TuningJob, _meter, progress_line
 
 needs_mpi = pytest.mark.skipif(not mpi_usable(), reason="needs mpi4py and an MPI launcher")
 HERE = {"torch": ("2.13",), "ranks": ("2",)}
@@ -107,10 +107,10 @@ def test_bus_bandwidth(kind: str, factor: float) -> None:
 
 # -- the plan -------------------------------------------------------------------------------------
 
-REQUEST = Request(("all_reduce", "send"), 8, 1 << 20, 2, ("a", "b"))
+REQUEST = TableRequest(("all_reduce", "send"), 8, 1 << 20, 2, ("a", "b"))
 
 
-def play(request: Request, time_of: dict[str, Any], limit: int = 10_000) -> list[Sample]:
+def play(request: TableRequest, time_of: dict[str, Any], limit: int = 10_000) -> list[Sample]:
     """Follow the plan to its end, with invented times."""
     samples: list[Sample] = []
     for _ in range(limit):
@@ -272,7 +272,7 @@ def test_rules_for_the_built_in_preference_are_counted_apart() -> None:
 
 def test_the_place_where_the_winner_changes_is_found() -> None:
     # 1 + n/1000 against 100 + n/10000: equal at 110,000 bytes
-    request = Request(("all_reduce",), 8, 1 << 20, 2, ("a", "b"), asynchronous=False)
+    request = TableRequest(("all_reduce",), 8, 1 << 20, 2, ("a", "b"), asynchronous=False)
     candidates = {"a": alpha_beta(1.0, 1e-3), "b": alpha_beta(100.0, 1e-4)}
     samples = play(request, candidates)
     odd = sorted({p.case.nbytes for p in samples if p.case.nbytes & (p.case.nbytes - 1)})
@@ -291,7 +291,7 @@ def test_a_rule_against_the_medians_has_a_reason() -> None:
             (1024, "a", 20.0, 0.0), (1024, "b", 21.0, 0.0), (2048, "a", 50.0, 30.0), (2048, "b", 40.0, 30.0)
         )
     ]  # fmt: skip
-    request = Request(("all_reduce",), 1024, 2048, 2, ("a", "b"), asynchronous=False)
+    request = TableRequest(("all_reduce",), 1024, 2048, 2, ("a", "b"), asynchronous=False)
     rule, rest = build_table(request, samples, HERE, 1).rules
     assert (rule.backend, rest.backend) == ("a", "built-in")
     assert "scatter" in rule.reason
@@ -301,7 +301,7 @@ def test_a_rule_against_the_medians_has_a_reason() -> None:
 
 
 def test_a_disturbed_size_is_measured_again_and_the_median_counts() -> None:
-    request = Request(("all_reduce",), 8, 1 << 12, 2, ("a",), asynchronous=False)
+    request = TableRequest(("all_reduce",), 8, 1 << 12, 2, ("a",), asynchronous=False)
     visits: dict[int, int] = {}
 
     def disturbed(case: BenchCase) -> float:
@@ -320,7 +320,7 @@ def test_a_disturbed_size_is_measured_again_and_the_median_counts() -> None:
 
 
 def test_an_impossible_time_is_measured_again_first() -> None:
-    request = Request(("all_reduce", "broadcast"), 8, 1 << 15, 2, ("a",))
+    request = TableRequest(("all_reduce", "broadcast"), 8, 1 << 15, 2, ("a",))
     tasks: list[Task] = []
     samples: list[Sample] = []
     while len(tasks) < 14 and (task := next_task(request, samples)) is not None:
@@ -337,7 +337,9 @@ def test_an_impossible_time_is_measured_again_first() -> None:
 
 def test_rules_cover_only_sizes_near_measured_ones() -> None:
     """Nothing beyond, nothing between sizes far apart; without a size the largest measured one counts."""
-    request = Request(("all_reduce", "all_gather", "barrier"), 8, 1 << 26, 2, ("a", "b"), asynchronous=False)
+    request = TableRequest(
+        ("all_reduce", "all_gather", "barrier"), 8, 1 << 26, 2, ("a", "b"), asynchronous=False
+    )
     sizes: dict[Kind, list[int]] = {
         "all_reduce": [8, 256, 1 << 20, 1 << 22], "all_gather": [1 << 16], "barrier": [0]
     }  # fmt: skip
@@ -393,7 +395,7 @@ def test_used_share_counts_a_process_that_computes() -> None:
 
 
 def test_a_size_without_a_clear_winner_is_measured_three_times() -> None:
-    request = Request(("all_reduce",), 8, 1 << 10, 2, ("a", "b"), asynchronous=False)
+    request = TableRequest(("all_reduce",), 8, 1 << 10, 2, ("a", "b"), asynchronous=False)
     samples = play(request, {"a": lambda case: 10.0, "b": lambda case: 10.2 if case.nbytes == 64 else 14.0})
     assert Counter(p.case.nbytes for p in samples if p.candidate == "b") == {
         size: 3 if size == 64 else 1 for size in (8, 16, 32, 64, 128, 256, 512, 1024)
@@ -415,7 +417,7 @@ def test_the_median_of_repeated_measurements_counts(times: list[float], expected
 
 def test_a_new_library_is_measured_and_a_removed_one_is_ignored() -> None:
     """The table has the libraries of this run, and is complete, whatever earlier runs have compared."""
-    both = Request(("all_reduce",), 8, 64, 2, ("a", "b"))
+    both = TableRequest(("all_reduce",), 8, 64, 2, ("a", "b"))
     alone = replace(both, libraries=("a",))
     samples = play(alone, {"a": alpha_beta(1.0, 0.0)})
     assert next_task(alone, samples) is None
@@ -434,7 +436,7 @@ def test_a_new_library_is_measured_and_a_removed_one_is_ignored() -> None:
 def test_kinds_of_earlier_runs_stay_in_the_table() -> None:
     cases = [BenchCase("all_reduce", 8), BenchCase("broadcast", 8), BenchCase("broadcast", 8, "int8")]
     samples = [Sample(case, "a", False, timing(1.0)) for case in cases]
-    table = build_table(Request(("all_reduce",), 8, 8, 2, ("a",)), samples, HERE, 1)
+    table = build_table(TableRequest(("all_reduce",), 8, 8, 2, ("a",)), samples, HERE, 1)
     assert [(rule.key.kind, rule.key.dtype) for rule in table.rules] == [
         ("broadcast", "int8"), ("broadcast", "int8"), ("all_reduce", None), ("all_reduce", None),
         ("broadcast", None), ("broadcast", None),
@@ -442,7 +444,7 @@ def test_kinds_of_earlier_runs_stay_in_the_table() -> None:
 
 
 def test_a_candidate_that_is_always_wrong_gets_no_rules() -> None:
-    request = Request(("all_reduce", "reduce"), 8, 8, 2, ("a",), asynchronous=False)
+    request = TableRequest(("all_reduce", "reduce"), 8, 8, 2, ("a",), asynchronous=False)
     right = Sample(BenchCase("all_reduce", 8), "a", False, timing(1.0))
     wrong = Sample(BenchCase("reduce", 8), "a", False, None, "wrong result on rank 1")
     assert next_task(request, [right, wrong]) is None
@@ -535,7 +537,9 @@ def test_a_crossover_lies_where_two_lines_meet() -> None:
 @given(st.data())
 def test_tables_are_whole_and_survive_a_file(data: st.DataObject) -> None:
     """For any samples the table passes its checks and chooses candidates that were measured."""
-    request = Request(("all_reduce", "all_to_all", "send"), 8, 4096, 2, ("gloo", "mpi"), ("float32", "int8"))
+    request = TableRequest(
+        ("all_reduce", "all_to_all", "send"), 8, 4096, 2, ("gloo", "mpi"), ("float32", "int8")
+    )
     samples = []
     for kind in request.kinds:
         for dtype, (async_op, overlap), exponent in product(
@@ -567,7 +571,7 @@ def test_no_rule_covers_sizes_that_its_candidate_does_not_support(data: st.DataO
         spans[name] = Range(lo, data.draw(st.none() | st.integers(lo + 1, 140_000)))
     candidates, algorithms = data.draw(st.sampled_from([("mpi", "gloo"), ("mpi",)])), tuple(spans)
     kinds: tuple[Kind, ...] = ("all_reduce", "all_gather")
-    request = Request(
+    request = TableRequest(
         kinds, 8, 1 << 16, 2, candidates, asynchronous=False,
         algorithms=dict.fromkeys(kinds, algorithms), spans=spans,
     )  # fmt: skip
@@ -589,7 +593,7 @@ def test_no_rule_covers_sizes_that_its_candidate_does_not_support(data: st.DataO
 
 def test_the_next_best_takes_over_where_an_algorithm_ends() -> None:
     spans = {"msccl:mine": Range(100, 34_001)}
-    request = Request(
+    request = TableRequest(
         ("all_reduce",), 8, 1 << 16, 2, ("msccl", "mpi", "gloo"), asynchronous=False,
         algorithms={"all_reduce": ("msccl:mine",)}, spans=spans,
     )  # fmt: skip
@@ -612,7 +616,7 @@ def test_the_next_best_takes_over_where_an_algorithm_ends() -> None:
 def test_sizes_without_a_candidate_get_the_built_in_preference() -> None:
     spans = {"msccl:mine": Range(0, 10)}
     algorithms: dict[Kind, tuple[str, ...]] = {"all_reduce": ("msccl:mine",)}
-    request = Request(("all_reduce", "send"), 8, 64, 2, ("mpi",), algorithms=algorithms, spans=spans)
+    request = TableRequest(("all_reduce", "send"), 8, 64, 2, ("mpi",), algorithms=algorithms, spans=spans)
     cases: dict[Kind, str] = {"all_reduce": "msccl:mine", "send": "mpi"}
     samples = [Sample(BenchCase(kind, 8), candidate, False, timing(1.0)) for kind, candidate in cases.items()]
     rules = [rule for rule in build_table(request, samples, HERE, 1).rules if rule.key.kind == "all_reduce"]
@@ -622,7 +626,7 @@ def test_sizes_without_a_candidate_get_the_built_in_preference() -> None:
 
 
 def test_rules_of_asynchronous_operations_follow_the_exposed_time() -> None:
-    request = Request(("all_reduce",), 8, 8, 2, ("mpi", "gloo"))
+    request = TableRequest(("all_reduce",), 8, 8, 2, ("mpi", "gloo"))
     sync, later = BenchCase("all_reduce", 8), BenchCase("all_reduce", 8, async_op=True)
     times = [
         (sync, False, {"mpi": 1.0, "gloo": 9.0}),
@@ -644,7 +648,7 @@ def test_rules_of_asynchronous_operations_follow_the_exposed_time() -> None:
 
 
 def test_excluded_candidates_are_in_no_table() -> None:
-    request = Request(("all_reduce",), 8, 8, 2, ("mpi", "gloo"), asynchronous=False)
+    request = TableRequest(("all_reduce",), 8, 8, 2, ("mpi", "gloo"), asynchronous=False)
     case = BenchCase("all_reduce", 8)
     samples = [Sample(case, "mpi", False, None, "wrong"), Sample(case, "gloo", False, timing(5.0))]
     table = build_table(request, samples, HERE, 1)
@@ -768,7 +772,7 @@ def test_every_kind_can_be_measured_and_ranks_agree(via: Any, ranks: int) -> Non
 
 def tuned_while_busy(table: str, answer: str) -> None:
     """Runs on ranks: a short tuning on a machine of which other programs use nine tenths."""
-    job = Job(
+    job = TuningJob(
         "tune", ("all_reduce",), 8, 64, backends=("gloo",), budget=2.0, answer=answer, progress=False,
         output=table, measurements=f"{table}.jsonl", asynchronous=False, overlap=False,
     )  # fmt: skip
@@ -844,7 +848,7 @@ def test_a_plot_shows_the_choices_of_the_table(figures: list[Any], tmp_path: Pat
     samples += [sample("b", size, 20.0) for size in sizes]
     samples += [sample("a", size, 7.0, async_op=True) for size in sizes]
     samples += [sample("a", 64, 3.0, "broadcast"), sample("b", 64, 2.0, "broadcast")]
-    request = Request(("all_reduce", "broadcast"), 8, 1 << 10, 2, ("a", "b"))
+    request = TableRequest(("all_reduce", "broadcast"), 8, 1 << 10, 2, ("a", "b"))
     table = build_table(request, samples, {"ranks": ("2",), "nodes": ("1",)}, 1)
     (change,) = {rule.lo for rule in table.rules if rule.backend == "b" and rule.key.kind == "all_reduce"}
     assert 64 < change <= 128
@@ -1091,7 +1095,7 @@ def test_algorithm_files_are_compared_and_named_in_the_table(tmp_path: Path) -> 
 
 def test_sizes_without_a_candidate_are_refused_before_measuring() -> None:
     algorithms: dict[Kind, tuple[str, ...]] = {"all_reduce": ("msccl:one", "msccl:two")}
-    request = Request(("all_reduce",), 8, 64, 2, (), algorithms=algorithms)
+    request = TableRequest(("all_reduce",), 8, 64, 2, (), algorithms=algorithms)
     for spans, missing in (
         ({"msccl:one": Range(8, 100), "msccl:two": Range(0, 50)}, "100 B"),
         ({"msccl:one": Range(8, 100), "msccl:two": Range(100)}, "0 B"),
@@ -1105,7 +1109,7 @@ def test_sizes_without_a_candidate_are_refused_before_measuring() -> None:
 
 def test_algorithms_alone_are_refused_for_a_kind_that_has_a_vector_form() -> None:
     named: dict[Kind, tuple[str, ...]] = dict.fromkeys(KINDS, ("msccl:direct", "msccl:two_level"))
-    request = Request(("all_reduce", "all_to_all"), 8, 64, 2, (), algorithms=named)
+    request = TableRequest(("all_reduce", "all_to_all"), 8, 64, 2, (), algorithms=named)
     what = r"^all_to_all: no entry of --backends supports all_to_all_v, .* add a library: "
     with pytest.raises(Unsupported, match=what + "--backends msccl,msccl:direct,msccl:two_level$"):
         check_sizes(request)
@@ -1116,7 +1120,7 @@ def test_algorithms_alone_are_refused_for_a_kind_that_has_a_vector_form() -> Non
 def test_kind_without_measured_vector_form_has_no_rules() -> None:
     """Those of its algorithm would be for vector operations too, and send them where they are refused."""
     named: dict[Kind, tuple[str, ...]] = {"all_to_all": ("msccl:direct",)}
-    request = Request(("all_to_all", "send"), 8, 64, 2, ("gloo",), asynchronous=False, algorithms=named)
+    request = TableRequest(("all_to_all", "send"), 8, 64, 2, ("gloo",), asynchronous=False, algorithms=named)
     failed = Sample(BenchCase("all_to_all", 8), "gloo", False, None, "it failed")
     samples = [failed, Sample(BenchCase("all_to_all", 8), "msccl:direct", False, timing(1.0))]
     samples.append(Sample(BenchCase("send", 8), "gloo", False, timing(1.0)))
@@ -1161,7 +1165,7 @@ def test_measurements_of_another_machine_are_refused_in_one_line(tmp_path: Path)
 
 def cores_of_threads() -> tuple[list[int], list[list[int]]]:
     """Runs on ranks: the cores of the thread that measures, and those of all others, while it is bound."""
-    job = Job("bench", ("barrier",), 8, 8, backends=("gloo",))
+    job = TuningJob("bench", ("barrier",), 8, 8, backends=("gloo",))
     with mcr.init(backends=["gloo"]) as comm:
         _meter(comm, job, Effort())
         own = threading.get_native_id()

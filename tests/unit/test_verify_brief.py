@@ -16,10 +16,10 @@ from mcr_plus.core.group import Group
 from mcr_plus.core.kinds import Kind, ReduceOp
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.errors import BackendError, DataCorrupted, OperationsDiffer
-from mcr_plus.reliability.verify.channel import Attempt, VerifiedChannel
+from mcr_plus.reliability.verify.channel import VerifiedChannel, VerifiedPoll
 from mcr_plus.reliability.verify.checksum_table import row_words
 from mcr_plus.reliability.verify.rows import SharedRows, shared_bytes
-from mcr_plus.reliability.verify.steps import Steps
+from mcr_plus.reliability.verify.steps import VerifiedSteps
 
 Start = Callable[[Message], Poll]
 SIGNATURE = Signature("broadcast", torch.float32, (3,), 12, "world", 2, root=0, backend="mpi")
@@ -56,7 +56,7 @@ class World:
         self.tensors = [torch.arange(3.0) for _ in range(2)]
         self.channels = [
             VerifiedChannel(
-                channel, Steps(backend, channel), Group("world", (0, 1), rank), store, engine,
+                channel, VerifiedSteps(backend, channel), Group("world", (0, 1), rank), store, engine,
                 SharedRows(memory, rank, 2, words, lambda: None), 1, lambda: None,
             )
             for rank in range(2)
@@ -72,7 +72,7 @@ def test_an_operation_that_is_alone_ends_in_the_call_that_starts_it() -> None:
     world = World(lambda _: done_at_once)
     for rank in (0, 1, 1, 0, 0, 1):  # who comes first waits for the row of the other
         early = world.begin(rank)
-        assert isinstance(early, Attempt)
+        assert isinstance(early, VerifiedPoll)
         assert not early()
         assert world.begin(1 - rank) is done_at_once
         assert early()
@@ -110,7 +110,7 @@ def test_one_behind_another_waits_for_its_turn() -> None:
 def test_a_library_with_threads_is_not_polled_in_the_call() -> None:
     world = World(lambda _: done_at_once, is_polled=False)
     polls = [world.begin(rank) for rank in range(2)]
-    assert all(isinstance(poll, Attempt) for poll in polls)
+    assert all(isinstance(poll, VerifiedPoll) for poll in polls)
     assert ended(polls)
 
 

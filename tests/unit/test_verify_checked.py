@@ -23,7 +23,7 @@ from mcr_plus.reliability.verify import checked_kernels as kernels
 from mcr_plus.reliability.verify.checksum_table import (
     GOT,
     SENT,
-    Ledger,
+    ChecksumTable,
     damaged_rows,
     first_block,
     first_difference,
@@ -56,7 +56,7 @@ class Rank:
         state = direct.bind(KINDS[kind], count, 4, root=ROOT, **options)
         assert checked.fit(state)
         self.segment = segment  # its memory
-        self.ledger, self.rows = Ledger(checked.plan(state)), rows
+        self.ledger, self.rows = ChecksumTable(checked.plan(state)), rows
         self.state = checked.extended(state, self.ledger, rows)
         ranks, me = segment.shape.ranks, segment.rank
         takes_all, gives_all = kind in ("all_to_all", "reduce_scatter"), kind in ("all_gather", "all_to_all")

@@ -25,17 +25,17 @@ from mcr_plus.kernels import checksum
 from mcr_plus.kernels.checksum_sizes import BLOCK, CHAIN_BYTES
 from mcr_plus.pipeline.dispatch import DispatchStage
 from mcr_plus.reliability.verify import reducing, verified_run
-from mcr_plus.reliability.verify.channel import Attempt
+from mcr_plus.reliability.verify.channel import VerifiedPoll
 from mcr_plus.reliability.verify.checksum_table import (
     GOT,
     GOT_SUMS,
     SENT,
     SENT_SUMS,
     Blocks,
-    Difference,
+    ChecksumMismatch,
+    ChecksumPlan,
+    ChecksumTable,
     Flows,
-    Ledger,
-    Plan,
     damaged_rows,
     first_block,
     first_difference,
@@ -43,7 +43,7 @@ from mcr_plus.reliability.verify.checksum_table import (
     row_words,
 )
 from mcr_plus.reliability.verify.rows import SharedRows, shared_bytes
-from mcr_plus.reliability.verify.steps import Step, Steps
+from mcr_plus.reliability.verify.steps import VerifiedStep, VerifiedSteps
 
 
 def taken(values: torch.Tensor) -> list[int]:
@@ -123,7 +123,7 @@ def test_flips_of_one_line_of_a_bus_do_not_cancel_each_other(nbytes: int) -> Non
 def test_the_first_difference_is_that_of_a_search(ranks: int) -> None:
     draw, words = random.Random(ranks), row_words(ranks)
     parts = Flows.of_parts([32] * ranks)
-    plan = Plan(ranks, {SENT_SUMS: parts, GOT_SUMS: parts})
+    plan = ChecksumPlan(ranks, {SENT_SUMS: parts, GOT_SUMS: parts})
     for number in range(40):
         sent = torch.randint(0, 1 << 62, (ranks, ranks, 4), generator=torch.Generator().manual_seed(number))
         got = sent.transpose(0, 1).contiguous()
@@ -134,7 +134,7 @@ def test_the_first_difference_is_that_of_a_search(ranks: int) -> None:
         ends = [SharedRows(memory, rank, ranks, words, lambda: None) for rank in range(ranks)]
         polls = []
         for rank, end in enumerate(ends):
-            ledger = Ledger(plan, digest=number)
+            ledger = ChecksumTable(plan, digest=number)
             ledger.take(SENT_SUMS, sent[rank].data_ptr())
             ledger.take(GOT_SUMS, got[rank].data_ptr())
             ledger.join()
@@ -143,7 +143,7 @@ def test_the_first_difference_is_that_of_a_search(ranks: int) -> None:
         assert [end.agree() for end in ends] == [not damaged] * ranks
         rows = ends[0].read()
         assert damaged_rows(rows) == []
-        assert first_difference(rows) == (Difference(1, *damaged[0]) if damaged else None)
+        assert first_difference(rows) == (ChecksumMismatch(1, *damaged[0]) if damaged else None)
         assert not operations_differ(rows)
         victim, word = draw.randrange(ranks), draw.randrange(words)
         stride = len(memory) // 16 // ranks
@@ -155,9 +155,9 @@ def test_the_first_difference_is_that_of_a_search(ranks: int) -> None:
 
 def test_the_blocks_of_pieces_are_numbered_through() -> None:
     part, repeats, rest = 2 * BLOCK, 3, [5, BLOCK + 9]
-    plan = Plan(2, {SENT: Flows.of_parts(rest)}, repeats, part)
+    plan = ChecksumPlan(2, {SENT: Flows.of_parts(rest)}, repeats, part)
     flows = [torch.randint(0, 256, (repeats * part + each,), dtype=torch.uint8) for each in rest]
-    ledger = Ledger(plan)
+    ledger = ChecksumTable(plan)
     for piece in range(repeats + 1):
         ends = [piece * part, (piece + 1) * part]
         value = torch.cat([flow[slice(*ends)] for flow in flows])
@@ -223,11 +223,13 @@ def test_steps_are_kept_apart_by_the_operation_that_they_belong_to() -> None:
 def test_nothing_is_kept_of_operations_that_are_dropped() -> None:
     channel: Any = SimpleNamespace(bind=lambda _: lambda _: bool, gate=lambda *_: None)
     backend: Any = SimpleNamespace(name="gloo", supports=lambda _: NATIVE, rings=False, host_driven=False)
-    courses = verified_run.Courses(Steps(backend, channel), Group("world", (0, 1), 0), lambda *_: iter(()))
+    courses = verified_run.VerifiedRuns(
+        VerifiedSteps(backend, channel), Group("world", (0, 1), 0), lambda *_: iter(())
+    )
 
     def alive() -> int:
         gc.collect()
-        return sum(type(each) is Step for each in gc.get_objects())
+        return sum(type(each) is VerifiedStep for each in gc.get_objects())
 
     before = alive()
     starts = []
@@ -271,7 +273,7 @@ def test_an_operation_that_is_interrupted_between_its_steps_does_not_pass() -> N
         return polls > 2
 
     channel: Any = SimpleNamespace()
-    attempt = Attempt(channel, steps(), Message(Signature("barrier", None, (), 0, "world", 2)), RLock())
+    attempt = VerifiedPoll(channel, steps(), Message(Signature("barrier", None, (), 0, "world", 2)), RLock())
     channel.tick = attempt.ends
     with pytest.raises(KeyboardInterrupt):
         attempt()

@@ -28,24 +28,24 @@ from mcr_plus.core.environment import quota_cores
 from mcr_plus.core.work import JointWork, Work
 from mcr_plus.job.process import job
 from mcr_plus.rendezvous.mpi_launcher import mpi_usable
-from mcr_plus.waiting.futex import Bells
-from mcr_plus.waiting.policy import Pause, Waiting
-from mcr_plus.waiting.relay import Relay
+from mcr_plus.waiting.futex import Wakeups
+from mcr_plus.waiting.policy import Pause, WaitStrategy
+from mcr_plus.waiting.rescheduling import ReschedulingThread
 
 LONG = 600.0  # seconds; nobody sleeps for so long here, or for half of it
 RANKS = (3, 4, 7)  # of the job, on one host
 
 
 @pytest.fixture
-def bells() -> list[Bells]:
+def bells() -> list[Wakeups]:
     memory = mmap.mmap(-1, mmap.PAGESIZE)
-    return [Bells(memory, RANKS, rank) for rank in RANKS]
+    return [Wakeups(memory, RANKS, rank) for rank in RANKS]
 
 
 # -- bells ------------------------------------------------------------------------------------------------
 
 
-def asleep(sleeper: Bells, awaited: tuple[int, ...]) -> threading.Thread:
+def asleep(sleeper: Wakeups, awaited: tuple[int, ...]) -> threading.Thread:
     """A thread that sleeps until it is rung."""
     sleeper.arm(awaited)
     thread = threading.Thread(target=sleeper.sleep, args=(LONG,))
@@ -54,7 +54,7 @@ def asleep(sleeper: Bells, awaited: tuple[int, ...]) -> threading.Thread:
 
 
 @pytest.mark.parametrize("by_compiled_code", [False, True])
-def test_the_awaited_rank_wakes_the_sleeper(bells: list[Bells], by_compiled_code: bool) -> None:
+def test_the_awaited_rank_wakes_the_sleeper(bells: list[Wakeups], by_compiled_code: bool) -> None:
     first, second, third = bells
     thread = asleep(first, (4,))
     assert second.wanted[0]
@@ -68,7 +68,7 @@ def test_the_awaited_rank_wakes_the_sleeper(bells: list[Bells], by_compiled_code
     assert not second.wanted[0]
 
 
-def test_a_ring_between_arming_and_sleeping_is_not_lost(bells: list[Bells]) -> None:
+def test_a_ring_between_arming_and_sleeping_is_not_lost(bells: list[Wakeups]) -> None:
     first, second, third = bells
     first.arm((4, 7))
     third.ring()
@@ -79,7 +79,7 @@ def test_a_ring_between_arming_and_sleeping_is_not_lost(bells: list[Bells]) -> N
     assert not second.wanted[0]
 
 
-def test_other_threads_of_a_rank_are_woken(bells: list[Bells]) -> None:
+def test_other_threads_of_a_rank_are_woken(bells: list[Wakeups]) -> None:
     threads = [asleep(bells[0], (4,)) for _ in range(2)]
     bells[0].ring_own()
     for thread in threads:
@@ -87,17 +87,17 @@ def test_other_threads_of_a_rank_are_woken(bells: list[Bells]) -> None:
         assert not thread.is_alive()
 
 
-def test_ranks_of_other_hosts_have_no_bell(bells: list[Bells]) -> None:
+def test_ranks_of_other_hosts_have_no_bell(bells: list[Wakeups]) -> None:
     bells[0].arm((0, 5, 3))
     assert not any(each.wanted[0] for each in bells)
-    none = Bells(None, RANKS, 4)
+    none = Wakeups(None, RANKS, 4)
     assert not none
     assert not none.wanted[0]
     assert none.table == 0
     ring(none.table)
 
 
-def test_no_ring_is_lost_however_threads_meet(bells: list[Bells]) -> None:
+def test_no_ring_is_lost_however_threads_meet(bells: list[Wakeups]) -> None:
     """Two sides hand a counter to each other; each sleeps for long until the other has counted on."""
     counts, turns = [0, 0], 3000
 
@@ -131,14 +131,14 @@ def seen(tmp_path: Path, text: str) -> int:
     return os.open(tmp_path / "file", os.O_RDONLY)
 
 
-def waiting(policy: Any = "auto", **options: Any) -> Waiting:
-    found = Waiting(policy, **options)
+def waiting(policy: Any = "auto", **options: Any) -> WaitStrategy:
+    found = WaitStrategy(policy, **options)
     os.close(found._loadavg)
     found._loadavg = -1
     return found
 
 
-def test_sleeping_ranks_are_not_counted_as_running(tmp_path: Path, bells: list[Bells]) -> None:
+def test_sleeping_ranks_are_not_counted_as_running(tmp_path: Path, bells: list[Wakeups]) -> None:
     """Three ranks share two cores. Three threads run: all of them, or one and two strangers."""
     found = waiting(ranks=3, bells=bells[0])
     found._cores, found.own_cores = 2, False
@@ -159,24 +159,24 @@ def test_sleeping_ranks_are_not_counted_as_running(tmp_path: Path, bells: list[B
 
 
 def test_slow_first_reads_of_loadavg_do_not_disable_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    reads: list[Waiting] = []
+    reads: list[WaitStrategy] = []
     slow = 4
 
-    def slow_at_first(waiting: Waiting) -> bool:
+    def slow_at_first(waiting: WaitStrategy) -> bool:
         reads.append(waiting)
         if len(reads) < slow:
             time.sleep(0.001)
         return False
 
-    monkeypatch.setattr(Waiting, "_too_many_run", slow_at_first)
-    found = Waiting("auto")
+    monkeypatch.setattr(WaitStrategy, "_too_many_run", slow_at_first)
+    found = WaitStrategy("auto")
     assert found._loadavg >= 0
     found.close()
     slow = 100
-    assert Waiting("auto")._loadavg == -1
+    assert WaitStrategy("auto")._loadavg == -1
 
 
-def test_a_yield_that_costs_the_core_is_the_last_before_a_check(bells: list[Bells]) -> None:
+def test_a_yield_that_costs_the_core_is_the_last_before_a_check(bells: list[Wakeups]) -> None:
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     other = subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"])  # on the same core
@@ -195,7 +195,7 @@ def test_a_yield_that_costs_the_core_is_the_last_before_a_check(bells: list[Bell
 
 
 @pytest.mark.parametrize("policy", ["auto", "yield"])
-def test_polls_yield_at_the_beginning_of_a_wait_alone(policy: Any, bells: list[Bells]) -> None:
+def test_polls_yield_at_the_beginning_of_a_wait_alone(policy: Any, bells: list[Wakeups]) -> None:
     """Ranks that yield all the time can starve others (decision 16); `wait: yield` wants it."""
     found = waiting(policy, bells=bells[0])
     found.own_cores = False
@@ -252,7 +252,7 @@ def test_a_peer_that_waits_for_a_core_ends_the_calm(tmp_path: Path) -> None:
     found.close()
 
 
-def test_explicit_wait_policies_override_measured_load(bells: list[Bells]) -> None:
+def test_explicit_wait_policies_override_measured_load(bells: list[Wakeups]) -> None:
     for policy, calm, sleeps in (
         ("spin", True, False),
         ("yield", True, False),
@@ -268,7 +268,7 @@ def test_explicit_wait_policies_override_measured_load(bells: list[Bells]) -> No
     assert Pause(short, True, True, RANKS).before(time.monotonic())
 
 
-def test_ranks_that_share_cores_are_no_other_work(tmp_path: Path, bells: list[Bells]) -> None:
+def test_ranks_that_share_cores_are_no_other_work(tmp_path: Path, bells: list[Wakeups]) -> None:
     found = waiting(ranks=1000, bells=bells[0])
     for runnable, calm in ((1000, True), (1001, False)):
         os.close(found._loadavg) if found._loadavg >= 0 else None
@@ -344,7 +344,7 @@ def test_sleeping_waits_give_correct_results_and_wake_every_rank(ranks: int) -> 
 def test_looks_at_a_library_with_threads_become_rare_in_a_long_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)
-    found = Waiting("auto")
+    found = WaitStrategy("auto")
     pause = Pause(found, False, False, ())
     for waited in (0.0025, 0.064, 0.128, 100.0):
         pause.idle(waited)
@@ -421,7 +421,7 @@ def test_sleeping_ranks_detect_dead_and_stopped_peers(how: str, told: str) -> No
 
 
 def test_other_work_is_remembered_for_longer_the_longer_it_lasts() -> None:
-    waiting = Waiting("auto")
+    waiting = WaitStrategy("auto")
     with mock.patch.object(waiting, "_too_many_run", return_value=True):
         spans, now = [], 100.0
         while now < 103.0:  # a wait now and then, in which other work is seen for long enough to count
@@ -467,8 +467,8 @@ def test_a_second_waiter_returns_once_the_first_has_copied_the_results_out() -> 
 
 
 def test_hand_overs_of_several_threads_all_return(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mcr_plus.waiting.relay._LONGEST", LONG)  # one without an answer is seen
-    relay, turns = Relay(), 500
+    monkeypatch.setattr("mcr_plus.waiting.rescheduling._LONGEST", LONG)  # one without an answer is seen
+    relay, turns = ReschedulingThread(), 500
 
     def call() -> None:
         for _ in range(turns):
@@ -485,8 +485,8 @@ def test_hand_overs_of_several_threads_all_return(monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_answer_that_came_too_late_is_not_taken_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mcr_plus.waiting.relay._LONGEST", LONG)
-    relay = Relay()
+    monkeypatch.setattr("mcr_plus.waiting.rescheduling._LONGEST", LONG)
+    relay = ReschedulingThread()
     relay._number = 1  # a hand-over that has given up
     relay._answers.put(1)
     relay.hand_over()
@@ -496,11 +496,11 @@ def test_an_answer_that_came_too_late_is_not_taken_for_the_next_one(monkeypatch:
 
 def test_a_handler_of_a_signal_may_end_relays() -> None:
     """As a program that leaves its job on SIGTERM; the signal comes anywhere in a hand-over."""
-    relays: list[Relay] = []
+    relays: list[ReschedulingThread] = []
     before = signal.signal(signal.SIGALRM, lambda *_: relays.pop().close())
     try:
         for turn in range(200):
-            relay = Relay()
+            relay = ReschedulingThread()
             relays.append(relay)
             signal.setitimer(signal.ITIMER_REAL, 200e-6 + 7e-6 * turn)
             while relays:
@@ -513,7 +513,7 @@ def test_a_handler_of_a_signal_may_end_relays() -> None:
 
 @pytest.mark.parametrize("seconds", [30e-6, 10e-3])
 def test_relays_are_rare_while_another_thread_has_the_interpreter(
-    monkeypatch: pytest.MonkeyPatch, bells: list[Bells], seconds: float
+    monkeypatch: pytest.MonkeyPatch, bells: list[Wakeups], seconds: float
 ) -> None:
     """Each would take as long as that thread keeps it. Here time passes in relays and operations alone."""
     now, relays = 100.0, 0
@@ -580,7 +580,7 @@ def test_what_is_raised_during_a_relay_does_not_fail_the_operation() -> None:
         assert not failed
 
 
-def test_relays_only_beside_other_work(bells: list[Bells]) -> None:
+def test_relays_only_beside_other_work(bells: list[Wakeups]) -> None:
     calm, asleep = waiting(bells=bells[0]), waiting("sleep", bells=bells[0])
     alone = waiting("sleep")  # on its host: it has no bells
     for each in (calm, asleep, alone):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from ranks import nursery
 
-from mcr_plus.observe.watcher import Watcher
+from mcr_plus.observe.dump_watcher import DumpWatcher
 
 FORK = """
 import os, mcr_plus as mcr
@@ -58,7 +58,7 @@ def test_a_handler_that_is_set_during_the_job_stays(tmp_path: Path) -> None:
 def test_a_signal_that_is_read_in_pieces_is_answered_once(pieces: int) -> None:
     written = b"Stack (most recent call first):\n", b'  File "a.py", line 3\n', b'  File "a.py", line 9\n'
     hits: list[int] = []
-    watcher = Watcher(lambda: hits.append(1), lambda _: None)
+    watcher = DumpWatcher(lambda: hits.append(1), lambda _: None)
     try:
         assert watcher._pipe is not None
         for _ in range(2):

@@ -13,8 +13,8 @@ import torch
 from mcr_plus.kernels import delta
 from mcr_plus.kernels.digest import digest
 from mcr_plus.rendezvous.stream import Payload
-from mcr_plus.weight_sync.connection import Feed
-from mcr_plus.weight_sync.source import WeightSource, _Step
+from mcr_plus.weight_sync.connection import SourceConnection
+from mcr_plus.weight_sync.source import WeightSource, _VersionStep
 from mcr_plus.weight_sync.weights import combined
 
 SIZES = [1000, 333]  # of the buffers, in bytes
@@ -26,7 +26,7 @@ def source_of(lengths: Any) -> WeightSource:
     made: Any = WeightSource.__new__(WeightSource)
     made._held = [torch.zeros(size, dtype=torch.uint8) for size in SIZES]
     made._steps = deque(
-        _Step(base, [base, base + 100], base + 1, [Payload(memoryview(bytes(n)), b"") for n in row])
+        _VersionStep(base, [base, base + 100], base + 1, [Payload(memoryview(bytes(n)), b"") for n in row])
         for base, row in enumerate(lengths.tolist())
     )
     found: WeightSource = made
@@ -87,7 +87,7 @@ def test_changes_of_another_base_are_not_sent() -> None:
 def test_a_version_that_took_long_by_chance_is_forgotten() -> None:
     """All weights do not show what changes cost, so the estimate that leads to them must not stay."""
     held = torch.arange(5000, dtype=torch.int16)
-    feed = Feed("sync", 0, ("127.0.0.1", 1), b"", 1, [held], lambda: False)
+    feed = SourceConnection("sync", 0, ("127.0.0.1", 1), b"", 1, [held], lambda: False)
     feed._rate, feed._apply_s = 1e9, 1.0
     wire = torch.empty(delta.most_nbytes(held.numel(), 2), dtype=torch.uint8)
     for version in range(1, 41):

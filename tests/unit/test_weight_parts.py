@@ -11,7 +11,7 @@ import torch
 
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.layout.layout import Layout
-from mcr_plus.weight_sync.shards import Part, parts_of
+from mcr_plus.weight_sync.shards import ShardAssignment, parts_of
 from mcr_plus.weight_sync.weights import Weights
 
 SOURCES, RECEIVERS = [0, 1, 2], [3, 4, 5, 6]
@@ -118,7 +118,9 @@ def test_receivers_get_their_elements_and_each_is_sent_by_one_rank() -> None:
     _check_volumes(chosen, parts, weights)
 
 
-def _check_volumes(chosen: dict[str, tuple[torch.dtype, Pair]], parts: list[Part], weights: Any) -> None:
+def _check_volumes(
+    chosen: dict[str, tuple[torch.dtype, Pair]], parts: list[ShardAssignment], weights: Any
+) -> None:
     """No element is encoded twice, or sent to a rank that does not hold it."""
     needed = {
         name: np.unique(np.concatenate([*sides[1].held.values()])) for name, (_, sides) in chosen.items()

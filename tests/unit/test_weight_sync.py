@@ -19,7 +19,7 @@ from mcr_plus.kernels import delta
 from mcr_plus.kernels.digest import digest
 from mcr_plus.layout.layout import Layout
 from mcr_plus.rendezvous import stream as links
-from mcr_plus.weight_sync.connection import Feed
+from mcr_plus.weight_sync.connection import SourceConnection
 from mcr_plus.weight_sync.join import _trouble
 from mcr_plus.weight_sync.receiver import AHEAD, WeightReceiver
 from mcr_plus.weight_sync.shards import parts_of
@@ -55,9 +55,11 @@ def joined(source: Tensors, receiver: Tensors) -> Iterator[tuple[WeightSource, W
 
 
 def test_damaged_versions_are_never_pulled(monkeypatch: pytest.MonkeyPatch) -> None:
-    received, number = Feed._received, 0
+    received, number = SourceConnection._received, 0
 
-    def damaged(self: Feed, link: links.Link, announced: Any) -> tuple[int, int, int, bytearray]:
+    def damaged(
+        self: SourceConnection, link: links.StreamConnection, announced: Any
+    ) -> tuple[int, int, int, bytearray]:
         nonlocal number
         kind, newest, count, body = received(self, link, announced)
         number += 1
@@ -65,7 +67,7 @@ def test_damaged_versions_are_never_pulled(monkeypatch: pytest.MonkeyPatch) -> N
             body[-8] ^= 0x11
         return kind, newest, count, body
 
-    monkeypatch.setattr(Feed, "_received", damaged)
+    monkeypatch.setattr(SourceConnection, "_received", damaged)
     values = torch.arange(100_000, dtype=torch.int16)
     source, receiver = {"w": values.clone()}, {"w": values.clone()}
     digests: dict[int, int] = {}
@@ -285,7 +287,7 @@ def test_a_receiver_of_other_weights_catches_up_with_a_source_that_is_always_ahe
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Source 1 has pushed once more whenever it is asked; it is asked for all its weights once."""
-    tried = Feed._received
+    tried = SourceConnection._received
 
     def push(rank: int, version: int) -> None:
         if version <= 40:
@@ -294,7 +296,7 @@ def test_a_receiver_of_other_weights_catches_up_with_a_source_that_is_always_ahe
             with sources[rank]._changed:
                 assert sources[rank]._changed.wait_for(lambda: sources[rank]._version == version, 60.0)
 
-    def received(self: Feed, link: links.Link, announced: Any) -> Any:
+    def received(self: SourceConnection, link: links.StreamConnection, announced: Any) -> Any:
         def ahead(kind: int, version: int) -> None:
             push(1, version + 1)
             announced(kind, version)
@@ -305,7 +307,7 @@ def test_a_receiver_of_other_weights_catches_up_with_a_source_that_is_always_ahe
         push(0, answer[1] + 1)
         return answer
 
-    monkeypatch.setattr(Feed, "_received", received)
+    monkeypatch.setattr(SourceConnection, "_received", received)
     with two_sources(history=1 << 20, other=0.5) as (tensors, sources, receiver, pulls):
         for rank in (1, 0):
             push(rank, 1)
@@ -348,15 +350,15 @@ def test_threads_end_and_a_superseded_connection_is_closed() -> None:
     assert not [each for each in threading.enumerate() if each not in before and each.is_alive()]
 
 
-def connected_pair() -> tuple[links.Link, links.Link]:
+def connected_pair() -> tuple[links.StreamConnection, links.StreamConnection]:
     """The source's end and the receiver's of a connection on which nothing has been said."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         far = socket.create_connection(server.getsockname())
         near, _ = server.accept()
-    return links.Link(near, lambda: False), links.Link(far, lambda: False)
+    return links.StreamConnection(near, lambda: False), links.StreamConnection(far, lambda: False)
 
 
-def greeted_pair() -> tuple[links.Link, links.Link]:
+def greeted_pair() -> tuple[links.StreamConnection, links.StreamConnection]:
     """The same of a connection whose greetings are over."""
     source, receiver = connected_pair()
     greeting = threading.Thread(target=links.greet, args=(receiver, b"secret", 1))
@@ -366,7 +368,9 @@ def greeted_pair() -> tuple[links.Link, links.Link]:
     return source, receiver
 
 
-def frame_of(link: links.Link, other: links.Link, version: int, *wires: torch.Tensor) -> bytes:
+def frame_of(
+    link: links.StreamConnection, other: links.StreamConnection, version: int, *wires: torch.Tensor
+) -> bytes:
     """The bytes of a frame that `link` sends, taken off the wire before `other` reads them."""
     payloads = [links.Payload.of(wire) for wire in wires]
     link.send(links.PAYLOADS, version, len(payloads), payloads)
@@ -380,7 +384,9 @@ def frame_of(link: links.Link, other: links.Link, version: int, *wires: torch.Te
 WIRES = (torch.arange(100, dtype=torch.uint8), torch.arange(7, dtype=torch.uint8))
 
 
-def received(link: links.Link, other: links.Link, frame: bytes) -> tuple[int, int, int, bytearray]:
+def received(
+    link: links.StreamConnection, other: links.StreamConnection, frame: bytes
+) -> tuple[int, int, int, bytearray]:
     """What `link` takes the bytes for that come in place of those of `other`."""
     other.put(frame)
     return link.receive(1000)
@@ -410,7 +416,7 @@ def test_a_flipped_byte_ends_the_connection(at: int, monkeypatch: pytest.MonkeyP
     frame = bytearray(frame_of(source, receiver, 5, *WIRES))
     assert len(frame) == 219
     frame[at] ^= 0x10
-    with pytest.raises(links.Untrusted):
+    with pytest.raises(links.AuthenticationFailed):
         received(receiver, source, bytes(frame))
     for each in (source, receiver):
         each.close()
@@ -431,7 +437,7 @@ def test_frames_that_were_signed_for_another_place_are_refused(what: str) -> Non
         receiver.send(links.WAIT, 1, 0)
         second = source._socket.recv(96)
         assert len(second) == 96
-    with pytest.raises(links.Untrusted, match="signature of the other end"):
+    with pytest.raises(links.AuthenticationFailed, match="signature of the other end"):
         received(receiver, source, second)
     for each in (source, receiver, *others):
         each.close()

@@ -73,7 +73,7 @@ watchers: Final = _Watchers()
 os.register_at_fork(after_in_child=watchers.abandon)
 
 
-class _Watched(BlockingPoll):
+class _WatchedPoll(BlockingPoll):
     """The poll of a send or receive. The first poll starts the watching thread."""
 
     def __init__(self, running: set[object]) -> None:
@@ -110,7 +110,7 @@ class _Watched(BlockingPoll):
         raise NotImplementedError
 
 
-class WatchedSend(_Watched):
+class WatchedSend(_WatchedPoll):
     """The poll of a message and of the header sent before it."""
 
     def __init__(self, works: list[Any], running: set[object]) -> None:
@@ -122,7 +122,7 @@ class WatchedSend(_Watched):
             work.wait(LONGEST)
 
 
-class WatchedReceive(_Watched, ReceivePoll):
+class WatchedReceive(_WatchedPoll, ReceivePoll):
     """Receives the header first: gloo accepts any dtype, and aborts if a message is too long."""
 
     def __init__(

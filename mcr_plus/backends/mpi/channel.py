@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from mcr_plus.backends.base import Channel, Corrupted, FirstCalls, Poll, Start
 from mcr_plus.backends.mpi.collectives import Collectives, op_of
-from mcr_plus.backends.mpi.contexts import Contexts, Gate, voted
+from mcr_plus.backends.mpi.contexts import ContextGate, Contexts, voted
 from mcr_plus.backends.mpi.p2p import MatchingQueue, Receive
-from mcr_plus.backends.mpi.persistent import Persistent, PersistentRequests
+from mcr_plus.backends.mpi.persistent import MpiRequest, PersistentRequests
 from mcr_plus.core.group import Group
 from mcr_plus.core.kinds import ROOTED, VECTOR
 from mcr_plus.core.message import Message, Signature
@@ -57,13 +57,13 @@ class MpiChannel(Channel):
         """See `Channel`: returns the unused communicators of its reservation."""
         self.contexts.give_up()
 
-    def gate(self, signature: Signature, digest: int) -> Gate:
+    def gate(self, signature: Signature, digest: int) -> ContextGate:
         """See `Channel`."""
         is_persistent = digest != signature.digest()
         every = signature.kind in VECTOR and not signature.counts_agreed
-        return Gate(self.contexts, digest, every=every, at_once=is_persistent)
+        return ContextGate(self.contexts, digest, every=every, at_once=is_persistent)
 
-    def bind_persistent(self, signature: Signature, message: Message, digest: int) -> Persistent | None:
+    def bind_persistent(self, signature: Signature, message: Message, digest: int) -> MpiRequest | None:
         """See `Channel`."""
         return self._requests.bind(signature, message, digest)
 

@@ -54,7 +54,7 @@ class CheckedMessages:
             if test():  # nearly always: libraries copy small messages
                 free.append(staged)
                 return _done
-            return _Send(test, staged, free)
+            return _CheckedSend(test, staged, free)
 
         return start
 
@@ -64,12 +64,12 @@ class CheckedMessages:
 
         def start(message: Message) -> Poll:
             staged = free.pop() if free else _Staged(mpi, signature.nbytes or 0)
-            return queue.post(_Receive(queue, signature, message, staged, free, corrupted))
+            return queue.post(_CheckedReceive(queue, signature, message, staged, free, corrupted))
 
         return start
 
 
-class _Send:
+class _CheckedSend:
     """The poll of a send that was not done at once."""
 
     def __init__(self, test: Callable[[], bool], staged: _Staged, free: list[_Staged]) -> None:
@@ -83,7 +83,7 @@ class _Send:
         return self._is_done
 
 
-class _Receive(Receive):
+class _CheckedReceive(Receive):
     """The poll of a receive."""
 
     checked = CHECKSUM

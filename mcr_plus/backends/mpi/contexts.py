@@ -155,7 +155,7 @@ class Contexts:
         return (sent - expected) % _WORD
 
 
-class Gate:
+class ContextGate:
     """Creates the communicator of a signature before its second operation, and votes where needed.
 
     The first operation, which ranks have compared, uses the communicator that signatures share, since many

@@ -44,7 +44,7 @@ def has_persistent() -> bool:
     return True
 
 
-class Persistent:
+class MpiRequest:
     """A persistent request, created when it first starts: creating one is an ordered collective."""
 
     def __init__(self, make: Callable[[], tuple[Callable[[], object], Poll]]) -> None:
@@ -80,7 +80,7 @@ class PersistentRequests:
         for request in self._requests:
             request.Free()
 
-    def bind(self, signature: Signature, message: Message, digest: int) -> Persistent | None:
+    def bind(self, signature: Signature, message: Message, digest: int) -> MpiRequest | None:
         """A request on the message's buffers; None if MPI has none for the operation."""
         name = _NAMES.get(signature.kind)
         if name is None or signature.reduce_op == "AVG" or not has_persistent():
@@ -107,7 +107,7 @@ class PersistentRequests:
             checked = voted(started, digest, self._contexts.vote)
             return begin, lambda: poll()
 
-        return Persistent(make)
+        return MpiRequest(make)
 
     def staged(self, signature: Signature, comm: Any) -> Start | None:
         """Return a small all_reduce by a persistent request on own buffers; None if large, or MPI is too old.

@@ -17,7 +17,7 @@ from mcr_plus.rendezvous.mpi_library import load_mpi
 from mcr_plus.rendezvous.store import exchange
 
 if TYPE_CHECKING:
-    from mcr_plus.membership.roster import Roster
+    from mcr_plus.membership.epoch_log import EpochLog
     from mcr_plus.rendezvous.world import World
 
 _PATIENCE: Final = 3.0  # seconds; with a dead rank it takes a tenth of one
@@ -35,7 +35,7 @@ def everyone() -> Any:
     return load_mpi().COMM_WORLD if _Remnant.comm is None else _Remnant.comm
 
 
-def follow(world: World, roster: Roster, refusal: str) -> str:
+def follow(world: World, roster: EpochLog, refusal: str) -> str:
     """Have the communicator of an epoch's members; collective over them.
 
     `refusal`: why MPI is unusable in this process already; empty if it is not. Returns why there is none.

@@ -16,7 +16,7 @@ import torch
 
 from mcr_plus.backends.base import NATIVE, Channel, Poll, Start, Support
 from mcr_plus.backends.nccl.abi import DATATYPES, OPS, SUCCESS, UINT8, Call, Nccl, NcclError
-from mcr_plus.backends.nccl.link import Link
+from mcr_plus.backends.nccl.link import NcclLink
 from mcr_plus.backends.nccl.meeting import Meeting
 from mcr_plus.core.deadline import Deadline
 from mcr_plus.core.group import Group
@@ -42,7 +42,7 @@ _BOOL_OPS: Final = {"SUM": "MAX", "MAX": "MAX", "BOR": "MAX", "PRODUCT": "MIN", 
 _PARTS: Final = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
-class _Reduction(NamedTuple):
+class _NcclReduction(NamedTuple):
     """A reduction in NCCL: its datatype and op, and the number of its elements per element of the tensor."""
 
     datatype: int
@@ -51,17 +51,17 @@ class _Reduction(NamedTuple):
     how: str = ""
 
 
-def _reduction(signature: Signature) -> _Reduction | None:
+def _reduction(signature: Signature) -> _NcclReduction | None:
     """Return NCCL's reduction for the reduce op and dtype of a signature, None without one."""
     op, dtype = signature.reduce_op or "", signature.dtype
     if dtype is torch.bool and op in _BOOL_OPS:
-        return _Reduction(
+        return _NcclReduction(
             UINT8, OPS[_BOOL_OPS[op]], how=f"{_BOOL_OPS[op]} of uint8, which is the same on bool"
         )
     if dtype in _PARTS and op in ("SUM", "AVG"):
-        return _Reduction(DATATYPES[_PARTS[dtype]], OPS[op], 2, "as twice as many real numbers")
+        return _NcclReduction(DATATYPES[_PARTS[dtype]], OPS[op], 2, "as twice as many real numbers")
     if op in OPS and dtype in DATATYPES:
-        return _Reduction(DATATYPES[dtype], OPS[op])
+        return _NcclReduction(DATATYPES[dtype], OPS[op])
     return None
 
 
@@ -90,7 +90,7 @@ def support(signature: Signature) -> Support:
     return Support("emulated", how) if how else Support("native", reduction.how)
 
 
-class _Part(NamedTuple):
+class _PeerBytes(NamedTuple):
     """Bytes to send to or receive from a rank."""
 
     peer: int
@@ -98,16 +98,16 @@ class _Part(NamedTuple):
     nbytes: int
 
 
-def _whole(tensor: torch.Tensor, peer: int) -> _Part:
-    return _Part(peer, tensor.data_ptr(), tensor.numel() * tensor.element_size())
+def _whole(tensor: torch.Tensor, peer: int) -> _PeerBytes:
+    return _PeerBytes(peer, tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
 
-def _parts(tensor: torch.Tensor, size: int, counts: Sequence[int] | None) -> list[_Part]:
+def _parts(tensor: torch.Tensor, size: int, counts: Sequence[int] | None) -> list[_PeerBytes]:
     """Return the consecutive parts of a tensor, one per rank: equal, or of `counts` elements."""
     counts = [tensor.numel() // size] * size if counts is None else counts
     parts, address = [], tensor.data_ptr()
     for peer, count in enumerate(counts):
-        parts.append(_Part(peer, address, count * tensor.element_size()))
+        parts.append(_PeerBytes(peer, address, count * tensor.element_size()))
         address += parts[-1].nbytes
     return parts
 
@@ -139,16 +139,16 @@ class NcclChannel(Channel):
         self._store = None if world.store is None else world.store_of(group)
         self._scratch = streams.scratch()
         self._link = self._join("all", tuple(range(group.size)))
-        self._directions: dict[tuple[int, int], Link] = {}
+        self._directions: dict[tuple[int, int], NcclLink] = {}
 
     # -- communicators ----------------------------------------------------------------------------
 
-    def _join(self, key: str, ranks: tuple[int, ...]) -> Link:
+    def _join(self, key: str, ranks: tuple[int, ...]) -> NcclLink:
         """Return a link between the group ranks `ranks`."""
         own = ranks.index(self._group.rank)
         meeting = f"{self._library}/{self._group.name}/{key}"
         among = "" if key == "all" else f" for messages {key}"
-        return Link(
+        return NcclLink(
             self._nccl,
             self._streams,
             len(ranks),
@@ -159,19 +159,19 @@ class NcclChannel(Channel):
             timeout=self._timeout,
         )
 
-    def _direction(self, source: int, target: int) -> Link:
+    def _direction(self, source: int, target: int) -> NcclLink:
         pair = (source, target)
         link = self._directions.get(pair)
         if link is None:
             link = self._directions[pair] = self._join(f"{source} to {target}", pair)
         return link
 
-    def _links(self) -> list[Link]:
+    def _links(self) -> list[NcclLink]:
         # The order is the same at both ends of every link, so that waits of ranks form no cycle.
         return [self._link, *(self._directions[pair] for pair in sorted(self._directions))]
 
     def connect(self) -> None:
-        """Wait until the group's communicator is ready; see `Link.connect`."""
+        """Wait until the group's communicator is ready; see `NcclLink.connect`."""
         self._link.connect()
 
     def progress(self) -> None:
@@ -213,10 +213,10 @@ class NcclChannel(Channel):
 
     # -- native -----------------------------------------------------------------------------------
 
-    def _all_reduce(self, signature: Signature, how: _Reduction) -> Start:  # noqa: ARG002 - binders share a shape
+    def _all_reduce(self, signature: Signature, how: _NcclReduction) -> Start:  # noqa: ARG002 - binders share a shape
         return self._reducing(self._nccl.all_reduce, "all_reduce", how)
 
-    def _reducing(self, call: Callable[..., int], name: str, how: _Reduction) -> Start:
+    def _reducing(self, call: Callable[..., int], name: str, how: _NcclReduction) -> Start:
         submit = self._link.submit
 
         def start(message: Message) -> Poll:
@@ -227,7 +227,7 @@ class NcclChannel(Channel):
 
         return start
 
-    def _reduce(self, signature: Signature, how: _Reduction) -> Start:
+    def _reduce(self, signature: Signature, how: _NcclReduction) -> Start:
         call, submit, root = self._nccl.reduce, self._link.submit, signature.root or 0
         is_root = self._group.rank == root
 
@@ -240,7 +240,7 @@ class NcclChannel(Channel):
 
         return start
 
-    def _reduce_scatter(self, signature: Signature, how: _Reduction) -> Start:  # noqa: ARG002
+    def _reduce_scatter(self, signature: Signature, how: _NcclReduction) -> Start:  # noqa: ARG002
         return self._reducing(self._nccl.reduce_scatter, "reduce_scatter", how)
 
     def _broadcast(self, signature: Signature) -> Start:
@@ -298,7 +298,11 @@ class NcclChannel(Channel):
     # -- emulated ---------------------------------------------------------------------------------
 
     def _moved(
-        self, link: Link, sends: Sequence[_Part], receives: Sequence[_Part], *tensors: torch.Tensor
+        self,
+        link: NcclLink,
+        sends: Sequence[_PeerBytes],
+        receives: Sequence[_PeerBytes],
+        *tensors: torch.Tensor,
     ) -> Poll:
         """Submit sends and receives of bytes as one operation; both sides leave out empty parts."""
         nccl = self._nccl
@@ -368,7 +372,7 @@ class NcclChannel(Channel):
 
     _scatter_v = _scatter
 
-    def _reduce_scatter_v(self, signature: Signature, how: _Reduction) -> Start:  # noqa: ARG002
+    def _reduce_scatter_v(self, signature: Signature, how: _NcclReduction) -> Start:  # noqa: ARG002
         reduce, size, rank, submit = self._nccl.reduce, self._group.size, self._group.rank, self._link.submit
 
         def start(message: Message) -> Poll:

@@ -16,14 +16,14 @@ LOADER: Final = f"{_NAME}.2"
 """What the loader of the system is asked for, which looks in LD_LIBRARY_PATH first."""
 
 
-class Found(NamedTuple):
+class FoundLibrary(NamedTuple):
     """A library: its path, and in words how it was found."""
 
     path: str
     how: str
 
 
-def library() -> Found | None:
+def library() -> FoundLibrary | None:
     """The NCCL of this process; None if only the system's loader may know one. The first of:
 
     1. the one in LD_PRELOAD;
@@ -39,20 +39,20 @@ def library() -> Found | None:
     return next(_candidates(), None)
 
 
-def loaded() -> Found | None:
+def loaded() -> FoundLibrary | None:
     """What the loader of the system has found, after it has loaded it."""
     path = next(_loaded(), None)
     if path is None:
         return None
     folders = [folder.rstrip("/") for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":")]
     by_variable = str(Path(path).parent) in folders
-    return Found(path, "LD_LIBRARY_PATH" if by_variable else "the system's loader")
+    return FoundLibrary(path, "LD_LIBRARY_PATH" if by_variable else "the system's loader")
 
 
-def _candidates() -> Iterator[Found]:
+def _candidates() -> Iterator[FoundLibrary]:
     preloaded = re.split("[ :]+", os.environ.get("LD_PRELOAD", ""))
-    yield from (Found(name, "LD_PRELOAD") for name in preloaded if _is_library(name))
-    yield from (Found(path, "loaded in this process") for path in _loaded())
+    yield from (FoundLibrary(name, "LD_PRELOAD") for name in preloaded if _is_library(name))
+    yield from (FoundLibrary(path, "loaded in this process") for path in _loaded())
     beside = Path(torch.__file__).parents[1] / "nvidia" / "nccl"
     yield from _in(sorted(beside.glob(f"lib/{_NAME}*")), "the wheel nvidia-nccl beside torch")
     for folder in _package("nvidia"):
@@ -64,8 +64,8 @@ def _candidates() -> Iterator[Found]:
     yield from _in(newest if _package("cupy") else (), "CuPy's install_library")
 
 
-def _in(paths: Iterable[Path], how: str) -> Iterator[Found]:
-    yield from (Found(str(path), how) for path in paths if path.is_file())
+def _in(paths: Iterable[Path], how: str) -> Iterator[FoundLibrary]:
+    yield from (FoundLibrary(str(path), how) for path in paths if path.is_file())
 
 
 def _is_library(path: str) -> bool:

@@ -44,7 +44,7 @@ _MOST_PARTS: Final = (
 _MOST_KNOWN: Final = 4096
 
 
-class Link:
+class NcclLink:
     """A communicator of `size` ranks, in which this process is `rank`.
 
     `identity` returns the communicator's unique id, or None until all ranks have come; it is called until it
@@ -79,14 +79,14 @@ class Link:
         self._next_poll = 0.0
         self._pause = _POLL_STORE_EVERY
         self._next_check = 0.0
-        self._queue: deque[StreamPoll] = deque()
+        self._queue: deque[EventPoll] = deque()
         self._background: Background[int] | None = None  # NCCL accepts no calls until it is done
         self._then: Callable[[int], None] = self._joined  # is passed what it returns
         self._known: set[Hashable] = set()  # operations for which the ranks have connected
-        self._flying: deque[StreamPoll] = deque()  # launched, not yet known to be done
+        self._flying: deque[EventPoll] = deque()  # launched, not yet known to be done
         self._parts = 0  # calls of those
         self.entries = 0  # of the stream, of those
-        self._last: StreamPoll | None = None
+        self._last: EventPoll | None = None
         self._closing: Background[None] | None = None
         self._events: list[Event] = []
 
@@ -94,7 +94,7 @@ class Link:
 
     def submit(
         self, call: Call, key: Hashable, *tensors: torch.Tensor, parts: int = 1, on_host: bool = False
-    ) -> StreamPoll:
+    ) -> EventPoll:
         """Queue an operation that follows the work enqueued so far on the current stream.
 
         `key`: equal for operations that need the same connections between ranks; a frozenset for one that
@@ -108,7 +108,7 @@ class Link:
                     "which was current when the group was made (torch.cuda.set_device)"
                 )
             self.streams.keep(tensor, self.stream)
-        poll = StreamPoll(self, call, key, parts, self.mark(), on_host)
+        poll = EventPoll(self, call, key, parts, self.mark(), on_host)
         self._queue.append(poll)
         self.advance()
         return poll
@@ -182,7 +182,7 @@ class Link:
     def _joined(self, comm: int) -> None:
         self.comm = comm
 
-    def _launch(self, poll: StreamPoll) -> None:
+    def _launch(self, poll: EventPoll) -> None:
         poll.arrange(self.stream)
         self._last = poll
         call = partial(poll.call, self.comm, self.stream.cuda_stream)
@@ -199,7 +199,7 @@ class Link:
     def _has_connected(self, key: Hashable) -> bool:
         return key in self._known or (isinstance(key, frozenset) and key <= self._known)
 
-    def _launched(self, poll: StreamPoll, code: int) -> None:
+    def _launched(self, poll: EventPoll, code: int) -> None:
         self.nccl.check(code, f"launching on the {self.name}", self.comm)
         if len(self._known) >= _MOST_KNOWN:
             self._known.clear()
@@ -213,7 +213,7 @@ class Link:
         self._parts += poll.parts
         self.entries += poll.entries
 
-    def _has_room(self, poll: StreamPoll) -> bool:
+    def _has_room(self, poll: EventPoll) -> bool:
         """Whether the queues of the device have room for another launch; an empty one has for any."""
         flying = self._flying
         while flying and (
@@ -337,7 +337,7 @@ def _has_ended(call: Background[int]) -> bool:
     return call.done
 
 
-class StreamPoll:
+class EventPoll:
     """The poll of one operation: a query of the event that follows it.
 
     `on_host`: the host waits for the operation, not a stream (barrier).
@@ -360,7 +360,7 @@ class StreamPoll:
     )
 
     def __init__(
-        self, link: Link, call: Call, key: Hashable, parts: int, begin: Event, on_host: bool
+        self, link: NcclLink, call: Call, key: Hashable, parts: int, begin: Event, on_host: bool
     ) -> None:
         self.call = call
         self.key = key

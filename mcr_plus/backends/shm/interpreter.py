@@ -14,7 +14,7 @@ from mcr_plus.msccl.algorithm import READS, RECEIVES, ROWS, SENDS, SPACES, WRITE
 
 if TYPE_CHECKING:
     from mcr_plus.backends.shm.segment import Segment
-    from mcr_plus.msccl.algorithm import Algorithm, Program
+    from mcr_plus.msccl.algorithm import Algorithm, RankProgram
 
 _NOTHING: Final = ReduceKernels()
 _LINE_BYTES: Final = 64
@@ -157,7 +157,7 @@ class Interpreter:
         )
         return "buffer" if writes_input else ""
 
-    def _write_program(self, state: Any, program: Program) -> None:
+    def _write_program(self, state: Any, program: RankProgram) -> None:
         shape, base, me = self._segment.shape, self._segment.base, self._segment.rank
 
         def queue(source: int, target: int, channel: int) -> tuple[int, int, int]:

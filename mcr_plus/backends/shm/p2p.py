@@ -62,7 +62,7 @@ def _done() -> bool:
     return True
 
 
-class _Send:
+class _QueueSend:
     """The poll of a send that was not done at once."""
 
     done = False
@@ -77,7 +77,7 @@ class _Send:
         return self.done or self.p2p.drive(self)
 
 
-class _Receive(ReceivePoll):
+class _QueueReceive(ReceivePoll):
     """The poll of a receive; `source` is set once its message has arrived."""
 
     done = False
@@ -123,7 +123,7 @@ class _Unexpected:
         self.data: Any = np.empty(nbytes, np.uint8)
         self.complete = False
         self.kept: Any = None
-        self.receive: _Receive | None = None
+        self.receive: _QueueReceive | None = None
 
 
 class PointToPoint:
@@ -153,14 +153,18 @@ class PointToPoint:
             if peer != group.rank:
                 self._describe(_row(peer, False), group.rank, peer)
                 self._describe(_row(peer, True), peer, group.rank)
-        self._sends: list[deque[_Send]] = [deque() for _ in range(shape.ranks)]  # the first has begun
-        self._due: list[_Receive | None] = [None] * shape.ranks  # by source: accepted if its message is next
-        self._waiting: dict[tuple[int | None, int], deque[_Receive]] = {}  # all others, by source and tag
+        self._sends: list[deque[_QueueSend]] = [deque() for _ in range(shape.ranks)]  # the first has begun
+        self._due: list[_QueueReceive | None] = [
+            None
+        ] * shape.ranks  # by source: accepted if its message is next
+        self._waiting: dict[
+            tuple[int | None, int], deque[_QueueReceive]
+        ] = {}  # all others, by source and tag
         self._wanted = [0] * shape.ranks  # receives, due or waiting, of each source
         self._wanted_of_any = 0
         self._unexpected: dict[tuple[int, int], deque[_Unexpected]] = {}  # by source and tag
         # The destination of the message that leaves a queue, by source; None: it is discarded.
-        self._coming: list[_Receive | _Unexpected | None] = [None] * shape.ranks
+        self._coming: list[_QueueReceive | _Unexpected | None] = [None] * shape.ranks
         self._in_flight = 0  # sends, receives, and messages that are copied as unexpected or discarded
         self._posted = self._unexpected_count = 0
 
@@ -210,7 +214,7 @@ class PointToPoint:
             queue = sends[peer]
             if not queue and send(state, *arguments):
                 return _done
-            poll = _Send(self, tensor, arguments)
+            poll = _QueueSend(self, tensor, arguments)
             queue.append(poll)
             self._in_flight += 1
             return poll
@@ -233,7 +237,7 @@ class PointToPoint:
 
         def start(message: Message) -> Poll:
             peer, tag, target = message.peer, message.match_tag, message.outputs[0]
-            receive = _Receive(self, signature, peer, tag, target, corrupted)
+            receive = _QueueReceive(self, signature, peer, tag, target, corrupted)
             early = self._take_unexpected(peer, tag) if self._unexpected else None
             if early is not None:
                 self._in_flight += 1
@@ -265,7 +269,7 @@ class PointToPoint:
         """Whether a receive is due from `source`, or waits for a message that may come from it."""
         return bool(self._wanted[source] or self._wanted_of_any)
 
-    def _wait(self, receive: _Receive) -> None:
+    def _wait(self, receive: _QueueReceive) -> None:
         """Queue a receive for its message."""
         peer, words = receive.peer, self._words
         self._in_flight += 1
@@ -306,7 +310,7 @@ class PointToPoint:
                     return
                 self._handle(index)
 
-    def drive(self, wanted: _Send | _Receive) -> bool:
+    def drive(self, wanted: _QueueSend | _QueueReceive) -> bool:
         """Progress pending messages, and wait a moment for `wanted`; returns whether it is done.
 
         Raises:
@@ -380,7 +384,7 @@ class PointToPoint:
         row, words = _row(source, True), self._words
         if self._is_wanted(source):
             words[row + MODE] = WATCHES
-        if isinstance(came, _Receive):
+        if isinstance(came, _QueueReceive):
             came.end(source, words[row + DAMAGED])
         elif came is not None:
             came.complete = True
@@ -389,7 +393,7 @@ class PointToPoint:
 
     # -- matching ---------------------------------------------------------------------------------
 
-    def _match(self, source: int, tag: int) -> _Receive | None:
+    def _match(self, source: int, tag: int) -> _QueueReceive | None:
         """Remove and return the first posted receive that matches, None without one."""
         found = None
         keys: tuple[tuple[int | None, int], ...] = ((source, tag), (None, tag))
@@ -428,7 +432,7 @@ class PointToPoint:
             del self._unexpected[first.source, tag]
         return first
 
-    def _deliver(self, early: _Unexpected, receive: _Receive) -> None:
+    def _deliver(self, early: _Unexpected, receive: _QueueReceive) -> None:
         if self._fits(receive, early.source, early.code, early.data.nbytes):
             ctypes.memmove(receive.target.data_ptr(), early.data.ctypes.data, early.data.nbytes)
             self._in_flight -= 1
@@ -440,7 +444,7 @@ class PointToPoint:
                 damaged = changed(receive.target.data_ptr(), nbytes, kept, 0, -(-nbytes // BLOCK))
             receive.end(early.source, damaged)
 
-    def _fits(self, receive: _Receive, source: int, code: int, nbytes: int) -> bool:
+    def _fits(self, receive: _QueueReceive, source: int, code: int, nbytes: int) -> bool:
         """Whether a message has the dtype and size of the receive; if not, the receive fails."""
         signature = receive.signature
         if signature.dtype is DTYPES[code] and signature.nbytes == nbytes:

@@ -27,7 +27,7 @@ def done_at_once() -> bool:
     return True
 
 
-class _Operation:
+class _QueuedOperation:
     """The poll of an operation that was not done at once."""
 
     __slots__ = ("advance", "arguments", "begin", "begun", "done", "keep", "queue")
@@ -64,7 +64,7 @@ class WorkQueue:
 
     def __init__(self, on_idle: Callable[[], None] | None = None) -> None:
         """`on_idle`: called by the queue's thread when no operation is left."""
-        self._running: deque[_Operation] = deque()
+        self._running: deque[_QueuedOperation] = deque()
         self._on_idle = on_idle
         self._closing = False
         # Held by the advancing thread. RLock, so that an interrupted thread can find out whether it holds it.
@@ -81,7 +81,7 @@ class WorkQueue:
         acquire, release, has_it = lock.acquire, lock.release, lock._is_owned
 
         def begun(source: int, target: int, keep: object) -> Poll:
-            operation = _Operation(self, begin, advance, (state, source, target), keep)
+            operation = _QueuedOperation(self, begin, advance, (state, source, target), keep)
             operation.begun = True
             running.append(operation)
             return operation
@@ -101,19 +101,19 @@ class WorkQueue:
             finally:
                 if has_it():
                     release()
-            operation = _Operation(self, begin, advance, (state, source, target), keep)
+            operation = _QueuedOperation(self, begin, advance, (state, source, target), keep)
             running.append(operation)
             return operation
 
         def start_in_thread(source: int, target: int, keep: object) -> Poll:
-            operation = _Operation(self, begin, advance, (state, source, target), keep)
+            operation = _QueuedOperation(self, begin, advance, (state, source, target), keep)
             running.append(operation)
             self._wake()
             return operation
 
         return start_in_thread if in_thread else start
 
-    def drive(self, wanted: _Operation) -> bool:
+    def drive(self, wanted: _QueuedOperation) -> bool:
         """Advance the first operation, then the following ones; returns whether `wanted` is done."""
         self._advance(1)
         return wanted.done

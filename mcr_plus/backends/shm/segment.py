@@ -102,7 +102,7 @@ class Shape:
 class Segment:
     """The mapped memory. `base` is its address in this process.
 
-    `bells`: `Bells.table` of the job, 0 without bells.
+    `bells`: `Wakeups.table` of the job, 0 without bells.
     """
 
     def __init__(self, shape: Shape, rank: int, memory: mmap.mmap, bells: int = 0) -> None:

@@ -38,7 +38,7 @@ def may_yield(bells):  # type: ignore[no-untyped-def]
 
 @compiled
 def give_way(bells):  # type: ignore[no-untyped-def]
-    """Yield. After a long loss of the core, `may_yield` is false until `Waiting` has checked the reason."""
+    """Yield. After a long loss of the core, `may_yield` is false until `WaitStrategy` has looked."""
     before = clock()
     sched_yield()
     if bells and clock() - before > _AWAY_NS:
@@ -47,7 +47,7 @@ def give_way(bells):  # type: ignore[no-untyped-def]
 
 @compiled
 def ring(bells):  # type: ignore[no-untyped-def]
-    """Wake waiting peers; called after storing a counter. `bells` is `Bells.table`."""
+    """Wake waiting peers; called after storing a counter. `bells` is `Wakeups.table`."""
     if bells:
         fence()  # counter before request: a peer sets its request, checks the counter, then sleeps
         if load_acquire(load_acquire(bells)):

@@ -9,8 +9,8 @@ from typing import Any, Final, Literal, NamedTuple
 from mcr_plus.core.kinds import MESSAGES
 from mcr_plus.core.units import about, format_size
 from mcr_plus.errors import phrase_ranks
-from mcr_plus.observe.report.analysis import SMALL, Group, Late, Skew, Steps
-from mcr_plus.observe.report.job import Job
+from mcr_plus.observe.report.analysis import SMALL, ArrivalDelays, OperationGroup, Skew, StepDurations
+from mcr_plus.observe.report.job import RecordedJob
 
 _MUCH: Final = 0.10  # share of the time that is worth a word
 _FASTER: Final = 0.8  # an alternative that takes at most so much of the time
@@ -24,7 +24,7 @@ Severity = Literal["problem", "gain", "note"]
 
 
 @dataclass(frozen=True)
-class Advice:
+class ReportAdvice:
     """One finding: a title, an explanation with what to do, and a piece of a configuration, empty for none.
 
     `share`: of the time, by which findings are ordered.
@@ -37,7 +37,9 @@ class Advice:
     share: float = 0.0
 
 
-def advice(job: Job, groups: Sequence[Group], steps: Steps, skew: Skew) -> list[Advice]:
+def advice(
+    job: RecordedJob, groups: Sequence[OperationGroup], steps: StepDurations, skew: Skew
+) -> list[ReportAdvice]:
     """All findings: problems first, then by share of the time."""
     waits = [*_of_waits(job, groups, skew), *_of_late_ranks(job, groups, skew)]
     found = [
@@ -51,9 +53,9 @@ def advice(job: Job, groups: Sequence[Group], steps: Steps, skew: Skew) -> list[
     return sorted(found, key=lambda each: (order[each.severity], -each.share))
 
 
-def _of_files(job: Job) -> Iterator[Advice]:
+def _of_files(job: RecordedJob) -> Iterator[ReportAdvice]:
     if job.missing:
-        yield Advice(
+        yield ReportAdvice(
             "problem",
             f"No file of {phrase_ranks(job.missing)}",
             "The page is about the other ranks. Collect the files of all hosts in one folder; a rank that "
@@ -61,7 +63,7 @@ def _of_files(job: Job) -> Iterator[Advice]:
         )
     for host, clock in job.clocks.items():
         if clock.error_us is None:
-            yield Advice(
+            yield ReportAdvice(
                 "note",
                 f"The clock of {host} is placed by its time of day",
                 "It has no operations in common with the other hosts, so times between hosts may be off by "
@@ -69,23 +71,23 @@ def _of_files(job: Job) -> Iterator[Advice]:
             )
 
 
-def _of_failures(groups: Sequence[Group]) -> Iterator[Advice]:
+def _of_failures(groups: Sequence[OperationGroup]) -> Iterator[ReportAdvice]:
     failed = [group for group in groups if group.failed]
     if failed:
         names = ", ".join(f"{group.failed} of {group.name} on {group.backend}" for group in failed)
-        yield Advice(
+        yield ReportAdvice(
             "problem", "Operations have failed", f"{names}. They are left out of times and bandwidths."
         )
 
 
-def _of_waits(job: Job, groups: Sequence[Group], skew: Skew) -> Iterator[Advice]:
+def _of_waits(job: RecordedJob, groups: Sequence[OperationGroup], skew: Skew) -> Iterator[ReportAdvice]:
     late = {each.name: each.late for each in skew.operations}
     for group in groups:
         if group.waited >= _MUCH and not group.codec and group.failed < group.count:
             yield _of_wait(job, group, late.get(group.name))
 
 
-def _of_wait(job: Job, group: Group, late: Late | None) -> Advice:
+def _of_wait(job: RecordedJob, group: OperationGroup, late: ArrivalDelays | None) -> ReportAdvice:
     """A kind of operation that much of the time goes to: its cause, and what would take less of it."""
     title = f"{group.waited:.0%} of the time waits for {group.name} on {group.backend}"
     rows = _choices(job, group)
@@ -94,7 +96,7 @@ def _of_wait(job: Job, group: Group, late: Late | None) -> Advice:
     if (better := _better(rows)) is not None:
         gain = min(served, better.mean_us * group.count / len(job.ranks) / 1e6 / job.seconds)
         if gain >= _WORTH:
-            return Advice(
+            return ReportAdvice(
                 "gain",
                 title,
                 f"{cause}{better.choice} would take {_ms(better.us)} instead of {_ms(better.own_us)} for "
@@ -105,12 +107,14 @@ def _of_wait(job: Job, group: Group, late: Late | None) -> Advice:
                 group.waited,
             )
     if group.late > group.waited / 2:
-        return Advice("note", title, f"{cause}A faster library would not help with that.", share=group.waited)
+        return ReportAdvice(
+            "note", title, f"{cause}A faster library would not help with that.", share=group.waited
+        )
     expected = max(((row["job"].get("expected_us") or 0.0, row["bytes"]) for row in rows), default=(0.0, 0))
     if expected[0] and group.served_us > _SLOWER * expected[0]:
         return _of_a_slow_one(job, group, expected, cause, title)
     if not group.is_async and group.kind not in MESSAGES:
-        return Advice(
+        return ReportAdvice(
             "gain",
             title,
             f"{cause}It is synchronous, so nothing is computed meanwhile. Issue it with `async_op=True` as "
@@ -119,7 +123,7 @@ def _of_wait(job: Job, group: Group, late: Late | None) -> Advice:
             share=group.waited,
         )
     if _can_be_rounded(job, group):
-        return Advice(
+        return ReportAdvice(
             "gain",
             title,
             f"{cause}It moves {about(group.bytes // group.count)} each time between hosts. A codec sends "
@@ -129,10 +133,10 @@ def _of_wait(job: Job, group: Group, late: Late | None) -> Advice:
         )
     compared = any(alternatives(row) is not None for row in rows)
     found = "No library in the table is clearly faster." if compared else "The table compares no libraries."
-    return Advice("note", title, f"{cause}{found}", share=group.waited)
+    return ReportAdvice("note", title, f"{cause}{found}", share=group.waited)
 
 
-def _of_late_arrivals(group: Group, late: Late | None) -> str:
+def _of_late_arrivals(group: OperationGroup, late: ArrivalDelays | None) -> str:
     """What part of a wait passes before the last rank has come, if that is a notable one."""
     if late is None or group.late < group.waited / 4:
         return ""
@@ -142,13 +146,15 @@ def _of_late_arrivals(group: Group, late: Late | None) -> str:
     return f"{text}: now one rank, now another comes later, as their work differs or others use their cores. "
 
 
-def _of_a_slow_one(job: Job, group: Group, expected: tuple[float, int], cause: str, title: str) -> Advice:
+def _of_a_slow_one(
+    job: RecordedJob, group: OperationGroup, expected: tuple[float, int], cause: str, title: str
+) -> ReportAdvice:
     """An operation that takes longer than a table expects.
 
     `expected`: microseconds, of the size for which it expects most, in bytes.
     """
     us, nbytes = expected
-    return Advice(
+    return ReportAdvice(
         "problem",
         title,
         f"{cause}Its median wait for {group.backend}, once all ranks have issued it, is "
@@ -160,7 +166,7 @@ def _of_a_slow_one(job: Job, group: Group, expected: tuple[float, int], cause: s
     )
 
 
-def _can_be_rounded(job: Job, group: Group) -> bool:
+def _can_be_rounded(job: RecordedJob, group: OperationGroup) -> bool:
     """Whether bf16 halves what an operation sends over a network."""
     return (
         len(set(job.hosts)) > 1
@@ -170,7 +176,7 @@ def _can_be_rounded(job: Job, group: Group) -> bool:
     )
 
 
-def _choices(job: Job, group: Group) -> list[dict[str, Any]]:
+def _choices(job: RecordedJob, group: OperationGroup) -> list[dict[str, Any]]:
     """What tables expect of the operations of a group, by size."""
     wanted = group.kind, group.tag, group.backend
     return [row for row in job.choices if (row["kind"], row["tag"] or "", row["backend"]) == wanted]
@@ -222,7 +228,7 @@ def _better(rows: Sequence[dict[str, Any]]) -> _Better | None:
     return _Better(choice, row["bytes"], others[choice], own, mean_us)
 
 
-def _rule(group: Group, what: str) -> str:
+def _rule(group: OperationGroup, what: str) -> str:
     """A rule for the operations of a group."""
     tag = f', tag: "{group.tag}"' if group.tag else ""
     size = ""
@@ -231,7 +237,7 @@ def _rule(group: Group, what: str) -> str:
     return f"rules:\n  - match: {{kind: {group.kind}{tag}{size}}}\n    {what}"
 
 
-def _of_late_ranks(job: Job, groups: Sequence[Group], skew: Skew) -> Iterator[Advice]:
+def _of_late_ranks(job: RecordedJob, groups: Sequence[OperationGroup], skew: Skew) -> Iterator[ReportAdvice]:
     if (size := len(job.ranks)) < 2 or not skew.count:
         return
     worst = max(skew.ranks, key=lambda each: each.total)
@@ -244,7 +250,7 @@ def _of_late_ranks(job: Job, groups: Sequence[Group], skew: Skew) -> Iterator[Ad
     at = max((each for each in skew.operations if each.late.rank == worst.rank), key=lambda e: e.late.total)
     how = f"{_ms(at.late.median * 1e6)} at the median, {_ms(at.late.worst * 1e6)} at worst"
     once = " Half of it and more is one delay, such as a checkpoint." * (worst.worst > worst.total / 2)
-    yield Advice(
+    yield ReportAdvice(
         "problem",
         f"The others wait for rank {worst.rank} for {share:.0%} of the time",
         f"It comes last to {at.late.last:.0%} of {at.count:,} calls of {at.name}, by {how}; "
@@ -255,13 +261,13 @@ def _of_late_ranks(job: Job, groups: Sequence[Group], skew: Skew) -> Iterator[Ad
     )
 
 
-def _of_spread_waits(groups: Sequence[Group]) -> Iterator[Advice]:
+def _of_spread_waits(groups: Sequence[OperationGroup]) -> Iterator[ReportAdvice]:
     """Much of the time waits, but for many kinds of operations and ranks, or for what is encoded already."""
     waited, late = sum(group.waited for group in groups), sum(group.late for group in groups)
     if waited >= _MUCH:
         most = max(groups, key=lambda group: group.waited)
         encoded = f", encoded by {most.codec}" if most.codec else ""
-        yield Advice(
+        yield ReportAdvice(
             "note",
             f"{waited:.0%} of the time waits for communication",
             f"The most, {most.waited:.1%}, is for {most.name} on {most.backend}{encoded}. {late:.0%} of the "
@@ -270,7 +276,9 @@ def _of_spread_waits(groups: Sequence[Group]) -> Iterator[Advice]:
         )
 
 
-def _of_small_operations(job: Job, groups: Sequence[Group], steps: Steps) -> Iterator[Advice]:
+def _of_small_operations(
+    job: RecordedJob, groups: Sequence[OperationGroup], steps: StepDurations
+) -> Iterator[ReportAdvice]:
     for group in groups:
         each = group.count / len(job.ranks)
         rate = each / steps.count if steps.count else each / job.seconds
@@ -284,7 +292,7 @@ def _of_small_operations(job: Job, groups: Sequence[Group], steps: Steps) -> Ite
         ):
             per = "step" if steps.count else "second"
             advised = "" if group.is_async else " Issue them with `async_op=True`; only these can be fused."
-            yield Advice(
+            yield ReportAdvice(
                 "gain",
                 f"{rate:,.0f} small operations per {per}: {group.name}",
                 f"Nearly all are of at most {about(SMALL)}, where latency counts and not bandwidth. Fused, "
@@ -295,10 +303,10 @@ def _of_small_operations(job: Job, groups: Sequence[Group], steps: Steps) -> Ite
             )
 
 
-def _of_codecs(groups: Sequence[Group]) -> Iterator[Advice]:
+def _of_codecs(groups: Sequence[OperationGroup]) -> Iterator[ReportAdvice]:
     for group in groups:
         if group.codec and group.bytes and group.wire >= _LITTLE_SAVED * group.bytes:
-            yield Advice(
+            yield ReportAdvice(
                 "gain",
                 f"Codec {group.codec} saves {1 - group.wire / group.bytes:.0%} of {group.name}",
                 "Encoding and decoding take longer than what it saves, unless the link is slow.",

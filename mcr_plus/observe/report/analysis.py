@@ -10,13 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcr_plus.core.kinds import bus_factor
-from mcr_plus.observe.report.job import Floats, Ints, Job
+from mcr_plus.observe.report.job import Floats, Ints, RecordedJob
 
 _FEW: Final = 4  # marks of steps that a duration needs
 
 
 @dataclass(frozen=True)
-class Group:
+class OperationGroup:
     """Operations of one kind, tag, library and codec; shares are of a rank's time, on average.
 
     Attributes:
@@ -53,7 +53,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Shares:
+class TimeShares:
     """Shares of a rank's time: computing, waiting, and communication that was hidden behind computing."""
 
     computing: float
@@ -62,7 +62,7 @@ class Shares:
 
 
 @dataclass(frozen=True)
-class Steps:
+class StepDurations:
     """The steps of the first rank with marks: number, durations in seconds, and the usual one of them."""
 
     count: int
@@ -74,7 +74,7 @@ class Steps:
 
 
 @dataclass(frozen=True)
-class Late:
+class ArrivalDelays:
     """How a rank arrives at operations of several ranks.
 
     `last`: share of the operations at which it was last. `median`, `worst`: seconds from the one before it,
@@ -95,7 +95,7 @@ class LateAt:
 
     name: str
     count: int
-    late: Late
+    late: ArrivalDelays
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Skew:
     """Arrivals of ranks: how many operations were compared, by rank, and by operation."""
 
     count: int
-    ranks: Sequence[Late]
+    ranks: Sequence[ArrivalDelays]
     operations: Sequence[LateAt]
     error_us: float | None
 
@@ -123,7 +123,7 @@ class CodecUse:
 SMALL: Final = 16 << 10
 
 
-def groups(job: Job) -> list[Group]:
+def groups(job: RecordedJob) -> list[OperationGroup]:
     """All operations by kind, tag, library and codec, those waited for longest first."""
     columns = job.columns
     codes = np.stack([columns[name] for name in ("kind", "tag", "backend", "codec")])
@@ -153,7 +153,7 @@ class _Waits(NamedTuple):
     late: Floats
 
 
-def _exposed(job: Job) -> _Waits:
+def _exposed(job: RecordedJob) -> _Waits:
     columns = job.columns
     complete = np.full(job.count, -np.inf)  # when the last rank issued an operation
     for members in job.collectives:
@@ -171,7 +171,7 @@ def _exposed(job: Job) -> _Waits:
     return found
 
 
-def _group(job: Job, code: NDArray[Any], rows: Ints, exposed: _Waits) -> Group:
+def _group(job: RecordedJob, code: NDArray[Any], rows: Ints, exposed: _Waits) -> OperationGroup:
     columns = job.columns
     good = rows[job.good[rows]]
     some = good if len(good) else rows
@@ -183,7 +183,7 @@ def _group(job: Job, code: NDArray[Any], rows: Ints, exposed: _Waits) -> Group:
     whole = sum(span.seconds for span in job.ranks.values())
     waits = some[exposed.all[some] > 0]
     served = exposed.all[waits] - exposed.late[waits]
-    return Group(
+    return OperationGroup(
         kind=kind,
         tag=job.name("tag", code[1]),
         backend=job.name("backend", code[2]),
@@ -217,14 +217,14 @@ def merged(begins: Floats, ends: Floats) -> tuple[Floats, Floats]:
     return begins[starts], ends[lasts]
 
 
-def waits_of(job: Job, rank: int) -> tuple[Floats, Floats]:
+def waits_of(job: RecordedJob, rank: int) -> tuple[Floats, Floats]:
     """When a rank waited, as disjoint intervals."""
     rows = np.flatnonzero((job.columns["rank"] == rank) & (job.columns["waited"] > 0))
     ends = job.columns["t_done"][rows]
     return merged(ends - job.columns["waited"][rows], ends)
 
 
-def shares_of(job: Job, rank: int) -> Shares:
+def shares_of(job: RecordedJob, rank: int) -> TimeShares:
     """How a rank spent its time."""
     rows = np.flatnonzero(job.columns["rank"] == rank)
     flights = merged(job.columns["t_issue"][rows], job.columns["t_done"][rows])
@@ -232,10 +232,10 @@ def shares_of(job: Job, rank: int) -> Shares:
     seconds = max(job.ranks[rank].seconds, 1e-12)
     waiting = float((waits[1] - waits[0]).sum()) / seconds
     flying = float((flights[1] - flights[0]).sum()) / seconds
-    return Shares(max(0.0, 1 - waiting), waiting, max(0.0, flying - waiting))
+    return TimeShares(max(0.0, 1 - waiting), waiting, max(0.0, flying - waiting))
 
 
-def steps(job: Job) -> Steps:
+def steps(job: RecordedJob) -> StepDurations:
     """The steps between the marks of the optimizer; without enough of these, a busy part of the recording."""
     for span in job.ranks.values():
         if len(span.steps) >= _FEW:
@@ -243,7 +243,7 @@ def steps(job: Job) -> Steps:
             seconds = ends - begins
             later = seconds[1:]  # the first ones compile and warm up
             usual = 1 + int(np.argmin(np.abs(later - np.median(later))))
-            return Steps(
+            return StepDurations(
                 len(seconds), float(np.median(later)), float(np.percentile(later, 95)), float(begins[usual]),
                 float(ends[usual]), by_marks=True,
             )  # fmt: skip
@@ -254,21 +254,21 @@ _PART: Final = 60
 """Operations of the first rank in a part that is shown in place of a step."""
 
 
-def _busy_part(job: Job) -> Steps:
+def _busy_part(job: RecordedJob) -> StepDurations:
     rank, span = next(iter(job.ranks.items()))
     issued = np.sort(job.columns["t_issue"][job.columns["rank"] == rank])
     if len(issued) <= _PART:
-        return Steps(0, span.seconds, span.seconds, span.began, span.ended, by_marks=False)
+        return StepDurations(0, span.seconds, span.seconds, span.began, span.ended, by_marks=False)
     lengths = issued[_PART:] - issued[:-_PART]
     at = int(np.argmin(np.abs(lengths - np.median(lengths))))
     seconds = float(lengths[at])
-    return Steps(0, seconds, seconds, float(issued[at]), float(issued[at]) + seconds, by_marks=False)
+    return StepDurations(0, seconds, seconds, float(issued[at]), float(issued[at]) + seconds, by_marks=False)
 
 
 # -- late ranks ---------------------------------------------------------------------------------------------
 
 
-def skew(job: Job) -> Skew:
+def skew(job: RecordedJob) -> Skew:
     """The arrivals of ranks at the collectives that all of their ranks have recorded."""
     columns = job.columns
     late: dict[str, list[tuple[Ints, Floats]]] = {}  # of each operation the last ranks, and by how much
@@ -304,21 +304,21 @@ def skew(job: Job) -> Skew:
     )
 
 
-def _late(who: NDArray[Any], by: NDArray[Any], job: Job) -> list[Late]:
+def _late(who: NDArray[Any], by: NDArray[Any], job: RecordedJob) -> list[ArrivalDelays]:
     found, everything = [], max(float(by.sum()), 1e-12)
     for rank in job.ranks:
         own = by[who == rank]
         some = own if len(own) else np.zeros(1)
         total = float(own.sum())
         share, median, worst = len(own) / len(who), float(np.median(some)), float(some.max())
-        found.append(Late(rank, share, median, worst, total, total / everything))
+        found.append(ArrivalDelays(rank, share, median, worst, total, total / everything))
     return found
 
 
 # -- codecs -------------------------------------------------------------------------------------------------
 
 
-def codecs(job: Job) -> list[CodecUse]:
+def codecs(job: RecordedJob) -> list[CodecUse]:
     """Operations by codec and kind."""
     coded = np.flatnonzero((job.columns["codec"] >= 0) & job.good)
     codes = np.stack([job.columns[name][coded] for name in ("codec", "kind")])

@@ -36,7 +36,7 @@ class RankSpan:
 
 
 @dataclass(frozen=True)
-class Job:
+class RecordedJob:
     """All operations of a job, and what is known about it.
 
     Attributes:
@@ -98,7 +98,7 @@ class Job:
         return self.names[column][index] if index >= 0 else ""
 
 
-def load_job(folder: Path) -> Job:
+def load_job(folder: Path) -> RecordedJob:
     """Read the files of all ranks that `mcr.record(path)` has written into a folder.
 
     Raises `ConfigError` if there is none, one cannot be read, or two are of one rank or of different jobs.
@@ -130,7 +130,7 @@ def load_job(folder: Path) -> Job:
     return _joined(recordings)
 
 
-def _joined(recordings: list[Recording]) -> Job:
+def _joined(recordings: list[Recording]) -> RecordedJob:
     size = int(recordings[0].about["size"])
     names, columns = _one_table(recordings)
     hosts: dict[str, list[Recording]] = {}
@@ -155,7 +155,7 @@ def _joined(recordings: list[Recording]) -> Job:
         )
         for each in recordings
     }
-    return Job(
+    return RecordedJob(
         columns=columns,
         names=names,
         ranks=ranks,

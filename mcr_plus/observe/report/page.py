@@ -9,12 +9,12 @@ from typing import Final
 
 from mcr_plus.config.document import write_text
 from mcr_plus.core.units import about
-from mcr_plus.observe.report.advice import Advice, advice, alternatives
+from mcr_plus.observe.report.advice import ReportAdvice, advice, alternatives
 from mcr_plus.observe.report.analysis import (
     CodecUse,
-    Group,
+    OperationGroup,
     Skew,
-    Steps,
+    StepDurations,
     codecs,
     groups,
     shares_of,
@@ -22,7 +22,7 @@ from mcr_plus.observe.report.analysis import (
     steps,
 )
 from mcr_plus.observe.report.codec_error import relative_error
-from mcr_plus.observe.report.job import Job, load_job
+from mcr_plus.observe.report.job import RecordedJob, load_job
 from mcr_plus.observe.report.style import STYLE
 from mcr_plus.observe.report.timeline import legend, timeline
 
@@ -32,14 +32,14 @@ _ALIKE: Final = 0.05  # times that differ by less
 _LABELS: Final = {"problem": "problem", "gain": "gain", "note": "note"}
 
 
-def write_report(folder: Path, output: Path) -> Job:
+def write_report(folder: Path, output: Path) -> RecordedJob:
     """Write the page about the recordings of a folder; raises `ConfigError` for bad files."""
     job = load_job(folder)
     write_text(output, report(job, folder.name))
     return job
 
 
-def report(job: Job, title: str) -> str:
+def report(job: RecordedJob, title: str) -> str:
     """The page."""
     found, of_steps, arrivals = groups(job), steps(job), skew(job)
     kinds = list(dict.fromkeys(group.kind for group in found))
@@ -67,7 +67,7 @@ def _section(title: str, content: str) -> str:
     return f"<section><h2>{html.escape(title)}</h2>{content}</section>" if content else ""
 
 
-def _header(job: Job, title: str, of_steps: Steps) -> str:
+def _header(job: RecordedJob, title: str, of_steps: StepDurations) -> str:
     hosts = len(set(job.hosts))
     recorded = f"{of_steps.count:,} steps" if of_steps.count else f"{job.seconds:.3g} s"
     where = f"{len(job.hosts)} ranks on {hosts} host{'' if hosts == 1 else 's'}"
@@ -77,7 +77,7 @@ def _header(job: Job, title: str, of_steps: Steps) -> str:
     )
 
 
-def _tiles(job: Job, found: Sequence[Group], of_steps: Steps) -> str:
+def _tiles(job: RecordedJob, found: Sequence[OperationGroup], of_steps: StepDurations) -> str:
     shares = [shares_of(job, rank) for rank in list(job.ranks)[:_MOST_RANKS]]
     waiting = sum(each.waiting for each in shares) / len(shares)
     hidden = sum(each.hidden for each in shares) / len(shares)
@@ -101,7 +101,7 @@ def _tiles(job: Job, found: Sequence[Group], of_steps: Steps) -> str:
     return f"<div class='tiles'>{inner}</div>"
 
 
-def _cards(found: Sequence[Advice]) -> str:
+def _cards(found: Sequence[ReportAdvice]) -> str:
     if not found:
         return "<p>Nothing stands out: little of the time waits for communication, and no rank is late.</p>"
     return "".join(
@@ -113,7 +113,7 @@ def _cards(found: Sequence[Advice]) -> str:
     )
 
 
-def _step(job: Job, of_steps: Steps, kinds: Sequence[str]) -> tuple[str, str]:
+def _step(job: RecordedJob, of_steps: StepDurations, kinds: Sequence[str]) -> tuple[str, str]:
     if not job.count:
         return "One step", "<p>Nothing was recorded.</p>"
     title = f"One step, {_time(of_steps.end - of_steps.begin)}"
@@ -126,7 +126,7 @@ def _step(job: Job, of_steps: Steps, kinds: Sequence[str]) -> tuple[str, str]:
     return title, note + legend(kinds) + timeline(job, of_steps, kinds)
 
 
-def _ranks(job: Job) -> str:
+def _ranks(job: RecordedJob) -> str:
     rows = []
     for rank in list(job.ranks)[:_MOST_RANKS]:
         shares = shares_of(job, rank)
@@ -138,7 +138,7 @@ def _ranks(job: Job) -> str:
     return "".join(rows)
 
 
-def _operations(found: Sequence[Group]) -> str:
+def _operations(found: Sequence[OperationGroup]) -> str:
     heads = ("operation", "waited", "for late ranks", "in flight", "count", "bytes", "p50", "p95", "bus GB/s")
     rows = [
         [
@@ -153,7 +153,7 @@ def _operations(found: Sequence[Group]) -> str:
     return _table(heads, rows, names=1) + more
 
 
-def _choices(job: Job, of_steps: Steps) -> str:
+def _choices(job: RecordedJob, of_steps: StepDurations) -> str:
     rows = []
     for row in job.choices:
         compared = alternatives(row)
@@ -237,7 +237,7 @@ def _late(arrivals: Skew) -> str:
     )
 
 
-def _about(job: Job) -> str:
+def _about(job: RecordedJob) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in job.versions.items())
     clocks = "".join(
         f"<li>Clock of {html.escape(host)}: shifted by {clock.shift_us / 1e6:.6f} s, "

@@ -9,8 +9,8 @@ from typing import Final
 import numpy as np
 
 from mcr_plus.core.units import about
-from mcr_plus.observe.report.analysis import Steps, merged, waits_of
-from mcr_plus.observe.report.job import Floats, Ints, Job
+from mcr_plus.observe.report.analysis import StepDurations, merged, waits_of
+from mcr_plus.observe.report.job import Floats, Ints, RecordedJob
 
 _MOST_RANKS: Final = 8
 _MOST_ROWS: Final = 4  # of one library: operations that overlap stand below each other
@@ -20,7 +20,7 @@ COLOURS: Final = 8
 """Number of colours of kinds, `--k0` and so on."""
 
 
-def timeline(job: Job, steps: Steps, kinds: Sequence[str]) -> str:
+def timeline(job: RecordedJob, steps: StepDurations, kinds: Sequence[str]) -> str:
     """The timeline; `kinds`: in the order of their colours."""
     begin, end = steps.begin, max(steps.end, steps.begin + 1e-9)
     ranks = list(job.ranks)
@@ -55,7 +55,7 @@ def _axis(seconds: float) -> str:
     return _row("", f"<div class='axis'>{''.join(ticks)}</div>")
 
 
-def _program(job: Job, rank: int, begin: float, end: float) -> str:
+def _program(job: RecordedJob, rank: int, begin: float, end: float) -> str:
     """The lane of the program: it computes where it does not wait."""
     begins, ends = waits_of(job, rank)
     inside = (ends > begin) & (begins < end)
@@ -68,7 +68,7 @@ def _row(label: str, lane: str) -> str:
     return f"<div class='row'><em>{html.escape(label)}</em>{lane}</div>"
 
 
-def _flights(job: Job, rank: int, begin: float, end: float, kinds: Sequence[str]) -> Iterator[str]:
+def _flights(job: RecordedJob, rank: int, begin: float, end: float, kinds: Sequence[str]) -> Iterator[str]:
     """A lane for each library, and for operations that overlap."""
     columns = job.columns
     inside = (columns["rank"] == rank) & (columns["t_done"] > begin) & (columns["t_issue"] < end)
@@ -83,7 +83,7 @@ def _flights(job: Job, rank: int, begin: float, end: float, kinds: Sequence[str]
             yield _row(label, f"<div class='lane'>{bars}</div>")
 
 
-def _lane(job: Job, rows: Ints, begin: float, end: float, kinds: Sequence[str]) -> str:
+def _lane(job: RecordedJob, rows: Ints, begin: float, end: float, kinds: Sequence[str]) -> str:
     columns = job.columns
     found = []
     for kind in np.unique(columns["kind"][rows]):
@@ -95,7 +95,7 @@ def _lane(job: Job, rows: Ints, begin: float, end: float, kinds: Sequence[str]) 
     return "".join(found)
 
 
-def _what(job: Job, rows: Ints, kind: str, seconds: float) -> str:
+def _what(job: RecordedJob, rows: Ints, kind: str, seconds: float) -> str:
     columns = job.columns
     if len(rows) > 1:
         return f"{len(rows)} × {kind}, {about(int(columns['bytes'][rows].sum()))}, {_time(seconds)}"

@@ -9,7 +9,7 @@ import torch
 from mcr_plus.core.kinds import IN_PLACE, SAME_RESULT
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.engine.channel_wrapper import PollOfEither
-from mcr_plus.reliability.failover.rules import Operation
+from mcr_plus.reliability.failover.rules import RankOperation
 from mcr_plus.reliability.failover.state import Copy, TensorState, WeakTensor, nbytes_of, restored
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ Tensors = tuple[torch.Tensor, ...]
 Copies = tuple[Copy, ...]
 
 
-class Attempt(PollOfEither):
+class FailoverPoll(PollOfEither):
     """The poll of an operation of a library with failover.
 
     Attributes:
@@ -168,11 +168,11 @@ class Attempt(PollOfEither):
         self._is_overwritten |= bool(copies)
         return copies
 
-    def record(self, writes: dict[int, int]) -> Operation:
+    def record(self, writes: dict[int, int]) -> RankOperation:
         """What this rank has of it. What is there is copied now, as the program goes on."""
         digest = self.binding.digest
         if not self.is_done:
-            return Operation(digest, is_done=False, has_input=True, has_result=False)
+            return RankOperation(digest, is_done=False, has_input=True, has_result=False)
         self._strengthen()
         same = [
             state.is_that_of(tensor, writes)
@@ -185,7 +185,7 @@ class Attempt(PollOfEither):
             self._result = self._outputs[0].clone()
         elif self._copies is None and not self._is_overwritten and tracked and all(inputs):
             self._copies = tuple(each.clone() for each in self._inputs)
-        return Operation(
+        return RankOperation(
             digest, is_done=True, has_input=self._copies is not None, has_result=self._result is not None
         )
 

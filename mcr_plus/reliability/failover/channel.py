@@ -5,10 +5,10 @@
       └──────────── the library is opened anew in the background, and all ranks agree ◄──────────────┘
 
 A rank whose library fails says so on the group's board and in its store. All ranks then stop calling the
-library, wait until it writes to no tensor any more, and write down which operations are complete (`Record`).
-From all records, each derives what runs again on the second library (`decide`): the operations that are not
-complete on every rank, in the order of their numbers. All later ones run there too. The second library has a
-channel for this alone, so that its other operations keep their order.
+library, wait until it writes to no tensor any more, and write down which operations are complete
+(`RankRecord`). From all records, each derives what runs again on the second library (`decide`): the
+operations that are not complete on every rank, in the order of their numbers. All later ones run there too.
+The second library has a channel for this alone, so that its other operations keep their order.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from mcr_plus.engine.channel_wrapper import ChannelWrapper
 from mcr_plus.engine.disabled_backends import switch_off
 from mcr_plus.errors import BackendError, McrError, PeerLost
 from mcr_plus.reliability.failover import notices
-from mcr_plus.reliability.failover.attempt import Attempt
+from mcr_plus.reliability.failover.attempt import FailoverPoll
 from mcr_plus.reliability.failover.fallback import SecondLibrary
 from mcr_plus.reliability.failover.gate import FirstGate
-from mcr_plus.reliability.failover.kept import Kept
-from mcr_plus.reliability.failover.reinstate import Comeback, Reopen
-from mcr_plus.reliability.failover.rules import Operation, Record, Verdict, decide
+from mcr_plus.reliability.failover.kept_operations import KeptOperations
+from mcr_plus.reliability.failover.reinstate import Reinstatement, Reopen
+from mcr_plus.reliability.failover.rules import RankOperation, RankRecord, Verdict, decide
 from mcr_plus.reliability.failover.state import note_writes
 
 if TYPE_CHECKING:
@@ -98,12 +98,12 @@ class FailoverChannel(ChannelWrapper):
         self._round = 0  # failures that have been settled
         self._generation = 0  # of the library's channel
         self._count = 0  # operations so far
-        self._open: dict[int, Attempt] = {}  # not complete, by number
-        self._kept = Kept()
-        self._queue: deque[Attempt] = deque()  # of the second library
+        self._open: dict[int, FailoverPoll] = {}  # not complete, by number
+        self._kept = KeptOperations()
+        self._queue: deque[FailoverPoll] = deque()  # of the second library
         self._sources: dict[int, int] = {}
         self._voted = -1  # the number before which the last vote was taken
-        self._comeback = Comeback(reopen)
+        self._comeback = Reinstatement(reopen)
         self._moves = 0
         self._next_look = self._next_doubt = self._next_ask = 0.0
 
@@ -185,15 +185,15 @@ class FailoverChannel(ChannelWrapper):
 
     # -- operations ---------------------------------------------------------------------------------
 
-    def _opened(self, binding: Binding, message: Message) -> Attempt:
+    def _opened(self, binding: Binding, message: Message) -> FailoverPoll:
         """Number an operation that is about to start."""
         note_writes(self._engine.writes, message.outputs)
         number = self._count
-        self._open[number] = attempt = Attempt(self, binding, message, number)
+        self._open[number] = attempt = FailoverPoll(self, binding, message, number)
         self._count = number + 1
         return attempt
 
-    def _begin(self, attempt: Attempt) -> None:
+    def _begin(self, attempt: FailoverPoll) -> None:
         """Start an operation on the library itself."""
         attempt.library = self._first.name
         attempt.keep_inputs(self._kept.copied)
@@ -216,7 +216,7 @@ class FailoverChannel(ChannelWrapper):
         """Bind a signature to the library's present channel."""
         binding.start, binding.generation = self._own.bind(binding.signature), self._generation
 
-    def on_complete(self, attempt: Attempt) -> None:
+    def on_complete(self, attempt: FailoverPoll) -> None:
         """Keep a complete operation for a while, as other ranks may need it again."""
         del self._open[attempt.number]
         attempt.complete()
@@ -227,7 +227,7 @@ class FailoverChannel(ChannelWrapper):
         attempt.note_state(self._engine.writes)
         self._kept.add(attempt)
 
-    def on_error(self, attempt: Attempt, error: Exception) -> None:
+    def on_error(self, attempt: FailoverPoll, error: Exception) -> None:
         """The library that runs `attempt` has raised `error`; raises it if that is no failure to settle."""
         attempt.poll = None
         is_of_library = not isinstance(error, McrError) or type(error) is BackendError
@@ -285,7 +285,7 @@ class FailoverChannel(ChannelWrapper):
         self._engine.ring()
         self.advance()
 
-    def _running_here(self) -> list[Attempt]:
+    def _running_here(self) -> list[FailoverPoll]:
         """The operations in flight on the library itself: others may still run on the second one."""
         # A synchronous operation may end meanwhile, in another thread.
         return [each for each in list(self._open.values()) if each.library == self._first.name]
@@ -351,7 +351,7 @@ class FailoverChannel(ChannelWrapper):
         texts: list[tuple[int, bool, str, dict[str, Any]]]
         texts = [json.loads(self._store.get(key)) for key in keys]
         records = [
-            Record(count, {int(number): Operation(*each) for number, each in known.items()})
+            RankRecord(count, {int(number): RankOperation(*each) for number, each in known.items()})
             for count, _, _, known in texts
         ]
         self._broken = any(broken for _, broken, _, _ in texts)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from mcr_plus.backends.base import Backend, Channel, Gate, Poll, Start
     from mcr_plus.core.message import Message, Signature
-    from mcr_plus.reliability.failover.attempt import Attempt
+    from mcr_plus.reliability.failover.attempt import FailoverPoll
 
 
 class SecondLibrary:
@@ -24,14 +24,14 @@ class SecondLibrary:
         self._rank = rank
         self._bound: dict[Signature, tuple[Start, Gate | None]] = {}
         self._passed: set[Signature] = set()  # the gates that an operation has passed
-        self._repeated: list[Attempt] = []  # complete here, and running again for other ranks
+        self._repeated: list[FailoverPoll] = []  # complete here, and running again for other ranks
 
     @property
     def is_busy(self) -> bool:
         """Whether operations run again that the program does not wait for."""
         return bool(self._repeated)
 
-    def start(self, attempt: Attempt, sources: Mapping[int, int]) -> bool:
+    def start(self, attempt: FailoverPoll, sources: Mapping[int, int]) -> bool:
         """Start an operation, unless its gate is closed; returns whether it has started.
 
         `sources`: see `Verdict`.

@@ -33,7 +33,7 @@ Reopen = Callable[[int, Callable[[], bool]], "Channel"]
 """Opens a new channel of the library for the n-th time; ends with an error once the function is true."""
 
 
-class Comeback:
+class Reinstatement:
     """Attributes: `gate`: that of a vote which has not begun."""
 
     def __init__(self, reopen: Reopen) -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from mcr_plus.errors import phrase_ranks
 
 
-class Operation(NamedTuple):
+class RankOperation(NamedTuple):
     """An operation on one rank.
 
     Attributes:
@@ -31,11 +31,11 @@ class Operation(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Record:
+class RankRecord:
     """What one rank has. `next`: the number of its next operation. `operations`: the last ones, by number."""
 
     next: int
-    operations: Mapping[int, Operation]
+    operations: Mapping[int, RankOperation]
 
     @property
     def first_open(self) -> int:
@@ -64,7 +64,7 @@ class Verdict:
 
 
 def decide(
-    records: Sequence[Record], named: Callable[..., str] = lambda *ranks: phrase_ranks(ranks)
+    records: Sequence[RankRecord], named: Callable[..., str] = lambda *ranks: phrase_ranks(ranks)
 ) -> Verdict:
     """The verdict for the records of all ranks of a group, in their order. `named`: see `Group.named`."""
     first = min(record.first_open for record in records)

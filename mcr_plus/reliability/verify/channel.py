@@ -21,16 +21,16 @@ from mcr_plus.reliability.verify.checked import Checking
 from mcr_plus.reliability.verify.checksum_table import (
     GOT,
     SENT,
-    Difference,
+    ChecksumMismatch,
     damaged_rows,
     first_block,
     first_difference,
     operations_differ,
 )
-from mcr_plus.reliability.verify.messages import Messages
+from mcr_plus.reliability.verify.messages import VerifiedMessages
 from mcr_plus.reliability.verify.rows import LibraryRows
-from mcr_plus.reliability.verify.small_ops import Brief
-from mcr_plus.reliability.verify.verified_run import Begins, Course, Courses
+from mcr_plus.reliability.verify.small_ops import SmallOperations
+from mcr_plus.reliability.verify.verified_run import Begins, VerifiedRun, VerifiedRuns
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,19 +40,19 @@ if TYPE_CHECKING:
     from mcr_plus.core.group import Group
     from mcr_plus.core.message import Message, Signature
     from mcr_plus.engine.engine import Engine
-    from mcr_plus.reliability.verify.checksum_table import Ledger
-    from mcr_plus.reliability.verify.rows import Rows
-    from mcr_plus.reliability.verify.steps import Steps
+    from mcr_plus.reliability.verify.checksum_table import ChecksumTable
+    from mcr_plus.reliability.verify.rows import RowExchange
+    from mcr_plus.reliability.verify.steps import VerifiedSteps
 
 _BLOCKS_WITHIN: Final = timedelta(seconds=5)  # for the two ranks of a difference to say which blocks differ
 
 
-class Attempt(SteppedPoll):
+class VerifiedPoll(SteppedPoll):
     """The poll of a verified operation; it may be called with the engine's lock or without."""
 
     __slots__ = ("_channel", "_course", "_error", "_held", "_is_done", "_lock", "_poll")
 
-    def __init__(self, channel: VerifiedChannel, course: Course, message: Message, lock: RLock) -> None:
+    def __init__(self, channel: VerifiedChannel, course: VerifiedRun, message: Message, lock: RLock) -> None:
         self._channel, self._course, self._lock = channel, course, lock
         self._held = message.inputs, message.outputs
         self._poll: Poll | None = None
@@ -105,11 +105,11 @@ class VerifiedChannel(ChannelWrapper):
     def __init__(
         self,
         own: Channel,
-        steps: Steps,
+        steps: VerifiedSteps,
         group: Group,
         store: Store,
         engine: Engine,
-        rows: Rows,
+        rows: RowExchange,
         every: int,
         close_rows: Callable[[], None],
     ) -> None:
@@ -122,10 +122,10 @@ class VerifiedChannel(ChannelWrapper):
         self.takes_ballots = own.takes_ballots
         self.ballots = own.ballots
         self._checking = Checking(steps, group, rows, self._judge)
-        self._brief = Brief(steps, group, rows, self._judge)
-        self._courses = Courses(steps, group, self._compare, isinstance(rows, LibraryRows))
-        self._messages = Messages(own, steps, group, every)
-        self._queue = deque[Attempt]()
+        self._brief = SmallOperations(steps, group, rows, self._judge)
+        self._courses = VerifiedRuns(steps, group, self._compare, isinstance(rows, LibraryRows))
+        self._messages = VerifiedMessages(own, steps, group, every)
+        self._queue = deque[VerifiedPoll]()
         self._interrupted: tuple[object, ...] = ()  # tensors of an operation that a library may still have
 
     # -- as a Channel -----------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ class VerifiedChannel(ChannelWrapper):
                 if course is None:
                     return done_at_once
             with lock:
-                attempt = Attempt(self, course or begin(message), message, lock)
+                attempt = VerifiedPoll(self, course or begin(message), message, lock)
                 queue.append(attempt)
                 self.tick()
             return attempt
@@ -237,13 +237,13 @@ class VerifiedChannel(ChannelWrapper):
 
     # -- comparison -------------------------------------------------------------------------------------
 
-    def _compare(self, signature: Signature, ledger: Ledger) -> Course:
+    def _compare(self, signature: Signature, ledger: ChecksumTable) -> VerifiedRun:
         ledger.join()
         yield self._rows.post(ledger.row)
         if not self._rows.agree():
             self._judge(signature, ledger)
 
-    def _judge(self, signature: Signature, ledger: Ledger) -> NoReturn:
+    def _judge(self, signature: Signature, ledger: ChecksumTable) -> NoReturn:
         """Raise the verdict of rows that do not agree. All ranks have the same rows."""
         rows = self._rows.read()
         if damaged := damaged_rows(rows):
@@ -257,7 +257,9 @@ class VerifiedChannel(ChannelWrapper):
         assert found is not None
         raise self._corrupted(signature, ledger, found)
 
-    def _corrupted(self, signature: Signature, ledger: Ledger, found: Difference) -> DataCorrupted:
+    def _corrupted(
+        self, signature: Signature, ledger: ChecksumTable, found: ChecksumMismatch
+    ) -> DataCorrupted:
         ranks, named = self._group.ranks, self._group.named
         source, target = ranks[found.source], ranks[found.target]
         block = self._block(ledger, found)
@@ -284,7 +286,7 @@ class VerifiedChannel(ChannelWrapper):
             name,
         )
 
-    def _block(self, ledger: Ledger, found: Difference) -> int | None:
+    def _block(self, ledger: ChecksumTable, found: ChecksumMismatch) -> int | None:
         """The first block that differs; collective. None if the two ranks do not publish theirs in time."""
         me, prefix = (
             self._group.rank,

@@ -21,7 +21,15 @@ from mcr_plus.core.kinds import REDUCING, VECTOR
 from mcr_plus.core.message import Message
 from mcr_plus.kernels.checksum_sizes import BLOCK, CHAIN_BYTES
 from mcr_plus.reliability.verify import checked_kernels as kernels
-from mcr_plus.reliability.verify.checksum_table import GOT, GOT_SUMS, SENT, SENT_SUMS, Flows, Ledger, Plan
+from mcr_plus.reliability.verify.checksum_table import (
+    GOT,
+    GOT_SUMS,
+    SENT,
+    SENT_SUMS,
+    ChecksumPlan,
+    ChecksumTable,
+    Flows,
+)
 from mcr_plus.reliability.verify.row_kernels import AGREE
 from mcr_plus.reliability.verify.rows import SharedRows
 from mcr_plus.reliability.verify.verified_run import Begins
@@ -31,9 +39,9 @@ if TYPE_CHECKING:
     from mcr_plus.backends.shm.queue import Run
     from mcr_plus.core.group import Group
     from mcr_plus.core.message import Signature
-    from mcr_plus.reliability.verify.rows import Rows
-    from mcr_plus.reliability.verify.steps import Steps
-    from mcr_plus.reliability.verify.verified_run import Course, Judge
+    from mcr_plus.reliability.verify.rows import RowExchange
+    from mcr_plus.reliability.verify.steps import VerifiedSteps
+    from mcr_plus.reliability.verify.verified_run import Judge, VerifiedRun
 
 AREA: Final = 1 << 20
 """Bytes of a slot that are used at most: so many stay in the core's cache until a peer takes them."""
@@ -42,7 +50,7 @@ AREA: Final = 1 << 20
 class Checking:
     """Binds operations of a library of a group, if that is shared memory and has a function for them."""
 
-    def __init__(self, steps: Steps, group: Group, rows: Rows, judge: Judge) -> None:
+    def __init__(self, steps: VerifiedSteps, group: Group, rows: RowExchange, judge: Judge) -> None:
         self._channel = steps.channel if isinstance(steps.channel, SharedMemoryChannel) else None
         self._rows = rows if isinstance(rows, SharedRows) else None
         self._group, self._judge = group, judge
@@ -57,14 +65,14 @@ class Checking:
         state = channel.direct(signature)
         if int(state[plain.KIND]) not in kernels.KINDS or not fit(state):
             return None
-        ledger = Ledger(plan(state), signature.digest())
+        ledger = ChecksumTable(plan(state), signature.digest())
         state = extended(state, ledger, rows)
         start = self.run(channel, signature, state)
 
         verdict = memoryview(state)[kernels.VERDICT :]
 
         # One operation at a time, so it has the state, the ledger and the rows for itself.
-        def at_once(message: Message) -> Course | None:
+        def at_once(message: Message) -> VerifiedRun | None:
             inputs, outputs = message.inputs, message.outputs
             target = outputs[0].data_ptr() if outputs else 0
             source = inputs[0].data_ptr() if inputs else target
@@ -73,15 +81,15 @@ class Checking:
                 return None
             return ended(poll)
 
-        def ended(poll: Poll) -> Course:
+        def ended(poll: Poll) -> VerifiedRun:
             yield poll
             if verdict[0] != AGREE:
                 judge(signature, ledger)
 
-        def begin(message: Message) -> Course:
+        def begin(message: Message) -> VerifiedRun:
             return later(Message(signature, message.inputs, message.outputs))  # it lets go of its tensors
 
-        def later(message: Message) -> Course:
+        def later(message: Message) -> VerifiedRun:
             yield from at_once(message) or ()
 
         return Begins(begin, at_once)
@@ -106,7 +114,7 @@ def fit(state: Any) -> bool:
     return True
 
 
-def plan(state: Any) -> Plan:
+def plan(state: Any) -> ChecksumPlan:
     """What an operation of a state that is `fit` sends and gets here."""
     kind, ranks, me, root, count, width, elements, slices = (
         int(state[word])
@@ -140,14 +148,14 @@ def plan(state: Any) -> Plan:
     else:
         ends[SENT] = Flows.one(0, nbytes, ranks) if kind == ALL_GATHER else Flows.of_parts([nbytes] * ranks)
         ends[GOT] = Flows.of_parts([nbytes] * ranks)
-    return Plan(ranks, ends)
+    return ChecksumPlan(ranks, ends)
 
 
 def _flows(nbytes: dict[int, int]) -> Flows:
     return Flows([(rank, 1) for rank in nbytes], [0] * len(nbytes), list(nbytes.values()))
 
 
-def extended(state: Any, ledger: Ledger, rows: SharedRows) -> Any:
+def extended(state: Any, ledger: ChecksumTable, rows: SharedRows) -> Any:
     """The state with the words of `checked_kernels`, and memory for the chains of checksums at its end."""
     ranks, width = int(state[plain.RANKS]), int(state[plain.WIDTH])
     chains = kernels.TABLE + 4 * ranks

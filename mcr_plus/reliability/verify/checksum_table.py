@@ -54,7 +54,7 @@ class Flows(NamedTuple):
         return cls([(rank, 1) for rank in range(len(nbytes))], [0, *accumulate(nbytes[:-1])], nbytes)
 
 
-class Plan:
+class ChecksumPlan:
     """The flows of an operation, and where the checksums of their blocks are kept.
 
     An operation may run in pieces: `repeats` of them, in which each flow has `part` bytes (whole blocks),
@@ -105,14 +105,14 @@ class _Cut:
             cpu.spread(checksums, self.blocks, self.nbytes, base, self.address, self.parts, out)
 
 
-class Ledger:
+class ChecksumTable:
     """The checksums of one operation.
 
     Attributes:
         row: `row_words` of int64, with a sum that is still missing.
     """
 
-    def __init__(self, plan: Plan, digest: int = 0) -> None:
+    def __init__(self, plan: ChecksumPlan, digest: int = 0) -> None:
         """`digest`: of the operation's signature, so that ranks find out whether they run the same."""
         self.plan = plan
         self._checksums: Any = np.zeros(max(1, plan.blocks), np.int64)
@@ -186,7 +186,7 @@ class Blocks:
         return next((block for block in parts if block >= 0), None)
 
 
-class Difference(NamedTuple):
+class ChecksumMismatch(NamedTuple):
     """The first payload that has changed: in which stage, from which group rank, to which one."""
 
     stage: int
@@ -204,7 +204,7 @@ def operations_differ(rows: Sequence[Sequence[int]]) -> bool:
     return len({row[-2] for row in rows}) > 1
 
 
-def first_difference(rows: Sequence[Sequence[int]]) -> Difference | None:
+def first_difference(rows: Sequence[Sequence[int]]) -> ChecksumMismatch | None:
     """The first payload that has not arrived as it was sent; None if all have."""
     ranks = len(rows)
     for stage in range(STAGES):
@@ -213,7 +213,7 @@ def first_difference(rows: Sequence[Sequence[int]]) -> Difference | None:
         got = [list(column) for column in zip(*(row[middle:end] for row in rows), strict=True)]
         if sent != got:
             return next(
-                Difference(stage, source, target)
+                ChecksumMismatch(stage, source, target)
                 for source in range(ranks)
                 for target in range(ranks)
                 if sent[source][target] != got[source][target]

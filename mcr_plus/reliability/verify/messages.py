@@ -21,20 +21,20 @@ from mcr_plus.reliability.verify.checksum_table import Blocks
 if TYPE_CHECKING:
     from mcr_plus.backends.base import Channel, Poll, Start
     from mcr_plus.core.group import Group
-    from mcr_plus.reliability.verify.steps import Step, Steps
+    from mcr_plus.reliability.verify.steps import VerifiedStep, VerifiedSteps
 
 _Key = tuple["int | None", int]  # group rank and tag
 _Words = tuple[torch.Tensor, int]  # checksums, and their address
 
 
-class Messages:
+class VerifiedMessages:
     """The messages of a group on a library.
 
     Attributes:
         open: receives of a tag that have not asked for checksums, in the order in which they were posted.
     """
 
-    def __init__(self, own: Channel, steps: Steps, group: Group, every: int) -> None:
+    def __init__(self, own: Channel, steps: VerifiedSteps, group: Group, every: int) -> None:
         self._own, self._steps, self._every = own, steps, every
         self.group, self.library = group, steps.backend.name
         self._sent: dict[_Key, int] = {}
@@ -114,7 +114,7 @@ class Messages:
 
         return begin
 
-    def _message(self, step: Step, words: torch.Tensor, peer: int | None, tag: int) -> Poll:
+    def _message(self, step: VerifiedStep, words: torch.Tensor, peer: int | None, tag: int) -> Poll:
         ends = ((words,), ()) if step.signature.kind == "send" else ((), (words,))
         message = Message(step.signature, *ends)
         message.peer, message.match_tag = peer, tag  # in a third of the time that the constructor takes
@@ -132,7 +132,7 @@ class Messages:
 class _Checks:
     """The checksums of messages of a signature: how they are taken, and the step that moves them."""
 
-    def __init__(self, steps: Steps, signature: Signature, group: Group) -> None:
+    def __init__(self, steps: VerifiedSteps, signature: Signature, group: Group) -> None:
         self.blocks = blocks = Blocks(signature.nbytes or 0)
         self.step = steps.bind(
             Signature(
@@ -156,7 +156,7 @@ class VerifiedReceive(ReceivePoll):
     """
 
     def __init__(
-        self, messages: Messages, signature: Signature, checks: _Checks, message: Message, poll: Poll
+        self, messages: VerifiedMessages, signature: Signature, checks: _Checks, message: Message, poll: Poll
     ) -> None:
         self._messages, self._signature, self._checks, self._poll = messages, signature, checks, poll
         self._target = message.outputs[0]

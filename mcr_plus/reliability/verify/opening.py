@@ -14,8 +14,8 @@ from mcr_plus.kernels.compiling import preparing
 from mcr_plus.reliability.verify import checked_kernels, row_kernels
 from mcr_plus.reliability.verify.channel import VerifiedChannel
 from mcr_plus.reliability.verify.checksum_table import row_words
-from mcr_plus.reliability.verify.rows import LibraryRows, Rows, SharedRows, shared_bytes
-from mcr_plus.reliability.verify.steps import Steps
+from mcr_plus.reliability.verify.rows import LibraryRows, RowExchange, SharedRows, shared_bytes
+from mcr_plus.reliability.verify.steps import VerifiedSteps
 from mcr_plus.rendezvous.store import exchange
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def open_verification(
     for name, slot in slots.items():
         channel = open_further(world, slot.backend, group, f"verify-{name}")
         channel.votes = False  # ranks compare operations with their checksums
-        steps = Steps(slot.backend, channel)
+        steps = VerifiedSteps(slot.backend, channel)
         rows, close = _open_rows(world, engine, group, steps)
         slot.channel = VerifiedChannel(
             slot.channel, steps, group, world.store_of(group), engine, rows, every, close
@@ -57,7 +57,9 @@ def open_verification(
         engine.wrappers.append(slot.channel)
 
 
-def _open_rows(world: World, engine: Engine, group: Group, steps: Steps) -> tuple[Rows, Callable[[], None]]:
+def _open_rows(
+    world: World, engine: Engine, group: Group, steps: VerifiedSteps
+) -> tuple[RowExchange, Callable[[], None]]:
     """The exchange of checksums, and how it is closed: by shared memory where all ranks can map it."""
     words = row_words(group.size)
     name = steps.backend.name

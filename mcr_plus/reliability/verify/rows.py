@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from mcr_plus.backends.base import Poll
-    from mcr_plus.reliability.verify.steps import Steps
+    from mcr_plus.reliability.verify.steps import VerifiedSteps
 
 _LINE: Final = 8  # words
 _TRIES: Final = 100  # looks at the rows of others in a poll: as long as a poll of shared memory
 
 
-class Rows(Protocol):
+class RowExchange(Protocol):
     """Exchanges of rows of one length, one at a time and in the same order on all ranks."""
 
     @property
@@ -67,7 +67,7 @@ class SharedRows:
 
     @property
     def number(self) -> int:
-        """See `Rows`."""
+        """See `RowExchange`."""
         return int(self._counter[0])
 
     @property
@@ -80,7 +80,7 @@ class SharedRows:
         return self._counter.ctypes.data, self._base, 2 * self._row
 
     def post(self, row: Any) -> Poll:
-        """See `Rows`."""
+        """See `RowExchange`."""
         number = claim(self._counter.ctypes.data)
         post(row.ctypes.data, self._words, self._base + number % 2 * self._row + self._mine, number)
         self.ring()
@@ -100,11 +100,11 @@ class SharedRows:
         return is_there
 
     def agree(self) -> bool:
-        """See `Rows`."""
+        """See `RowExchange`."""
         return self._verdict == AGREE
 
     def read(self) -> list[list[int]]:
-        """See `Rows`."""
+        """See `RowExchange`."""
         first = self.number % 2 * self._row // 8 + 1
         rows: list[list[int]] = self._all.reshape(self._ranks, -1)[:, first : first + self._words].tolist()
         return rows
@@ -117,7 +117,7 @@ class SharedRows:
 class LibraryRows:
     """Rows by an all_gather of a library, for ranks of several hosts."""
 
-    def __init__(self, steps: Steps, group: str, ranks: int, words: int) -> None:
+    def __init__(self, steps: VerifiedSteps, group: str, ranks: int, words: int) -> None:
         self._ranks = ranks
         self._step = steps.bind(
             Signature(
@@ -129,7 +129,7 @@ class LibraryRows:
         self.number = 0
 
     def post(self, row: Any) -> Poll:
-        """See `Rows`."""
+        """See `RowExchange`."""
         self.number += 1
         row[-1] = row[:-1].sum()
         self._all = torch.empty_like(self._all)
@@ -152,12 +152,12 @@ class LibraryRows:
         """Nothing: the library wakes them."""
 
     def agree(self) -> bool:
-        """See `Rows`."""
+        """See `RowExchange`."""
         rows = self._all
         return bool(compared(rows.data_ptr(), 8 * rows.shape[1], self._ranks) == AGREE)
 
     def read(self) -> list[list[int]]:
-        """See `Rows`."""
+        """See `RowExchange`."""
         rows: list[list[int]] = self._all.tolist()
         return rows
 

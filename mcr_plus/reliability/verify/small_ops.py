@@ -17,7 +17,15 @@ from mcr_plus.backends.shm.reduce_kernels import kernels_for
 from mcr_plus.core.kinds import REDUCING, VECTOR
 from mcr_plus.core.message import Message
 from mcr_plus.reliability.verify import row_kernels as words
-from mcr_plus.reliability.verify.checksum_table import GOT, LARGE, SENT, SENT_SUMS, Flows, Ledger, Plan
+from mcr_plus.reliability.verify.checksum_table import (
+    GOT,
+    LARGE,
+    SENT,
+    SENT_SUMS,
+    ChecksumPlan,
+    ChecksumTable,
+    Flows,
+)
 from mcr_plus.reliability.verify.reducing import EXACT, SMALL, reduction
 from mcr_plus.reliability.verify.row_kernels import AGREE, DIFFER, MISSING, check_sent, settle
 from mcr_plus.reliability.verify.rows import SharedRows
@@ -28,9 +36,9 @@ if TYPE_CHECKING:
     from mcr_plus.backends.base import Poll
     from mcr_plus.core.group import Group
     from mcr_plus.core.message import Signature
-    from mcr_plus.reliability.verify.rows import Rows
-    from mcr_plus.reliability.verify.steps import Step, Steps
-    from mcr_plus.reliability.verify.verified_run import Course, Judge
+    from mcr_plus.reliability.verify.rows import RowExchange
+    from mcr_plus.reliability.verify.steps import VerifiedStep, VerifiedSteps
+    from mcr_plus.reliability.verify.verified_run import Judge, VerifiedRun
 
 _Tensors = tuple[torch.Tensor, ...]
 
@@ -41,10 +49,10 @@ _MOST: Final = {"all_reduce": WHOLE, "reduce": WHOLE, "reduce_scatter": SMALL}  
 _TRIES: Final = 400  # looks at the rows of others in the call of a synchronous operation: a few microseconds
 
 
-class Brief:
+class SmallOperations:
     """Binds small operations of a library of a group."""
 
-    def __init__(self, steps: Steps, group: Group, rows: Rows, judge: Judge) -> None:
+    def __init__(self, steps: VerifiedSteps, group: Group, rows: RowExchange, judge: Judge) -> None:
         self._steps, self._group, self._rows, self._judge = steps, group, rows, judge
 
     def bind(self, signature: Signature) -> Begins | None:
@@ -75,11 +83,13 @@ class _Moved:
     by_torch: bool = False
     """Whether torch reduces what has arrived, whose checksums are taken before."""
 
-    def __init__(self, step: Step, signature: Signature, group: Group, rows: Rows, judge: Judge) -> None:
+    def __init__(
+        self, step: VerifiedStep, signature: Signature, group: Group, rows: RowExchange, judge: Judge
+    ) -> None:
         self._step, self.signature, self.group, self._rows, self._judge = step, signature, group, rows, judge
         self._free: list[_Use] = []  # as many as have been under way at once
 
-    def plan(self, message: Message) -> Plan:
+    def plan(self, message: Message) -> ChecksumPlan:
         """What this rank sends and gets."""
         return movement(self.group.rank, self.group.size, message)
 
@@ -92,11 +102,11 @@ class _Moved:
         found: int = settle(use.at, outputs[0].data_ptr() if outputs else 0, 0)
         return found
 
-    def begin(self, message: Message) -> Course:
+    def begin(self, message: Message) -> VerifiedRun:
         """Begin an operation, which may have to wait for others: see `Begin`."""
         return self._run(self._begun(message), self.inner(message), message.outputs)
 
-    def at_once(self, polls: range, message: Message) -> Course | None:
+    def at_once(self, polls: range, message: Message) -> VerifiedRun | None:
         """Run an operation as far as it goes within so many polls: see `AtOnce`."""
         use, step, inner, outputs = self._begun(message), self._step, self.inner(message), message.outputs
         if (gate := step.gate(inner)) is not None:
@@ -120,19 +130,19 @@ class _Moved:
             check_sent(use.at, (message.inputs or message.outputs)[0].data_ptr())
         return use
 
-    def _run(self, use: _Use, inner: Message, outputs: _Tensors, gate: Poll | None = None) -> Course:
+    def _run(self, use: _Use, inner: Message, outputs: _Tensors, gate: Poll | None = None) -> VerifiedRun:
         gate = gate or self._step.gate(inner)
         if gate is not None:
             yield gate
         yield from self._ended(use, self._step.start(inner), outputs)
 
-    def _ended(self, use: _Use, poll: Poll, outputs: _Tensors) -> Course:
+    def _ended(self, use: _Use, poll: Poll, outputs: _Tensors) -> VerifiedRun:
         yield poll
         found = self.settle(use, outputs)
         self._rows.ring()
         yield from self._agreed(use, found)
 
-    def _agreed(self, use: _Use, found: int) -> Course:
+    def _agreed(self, use: _Use, found: int) -> VerifiedRun:
         rows = self._rows
         if found == MISSING:
             yield rows.poll() if isinstance(rows, SharedRows) else rows.post(use.ledger.row)
@@ -147,7 +157,9 @@ class _Reduced(_Moved):
     All ranks do so in an all_reduce, each with its part in a reduce_scatter, and the root in a reduce.
     """
 
-    def __init__(self, step: Step, signature: Signature, group: Group, rows: Rows, judge: Judge) -> None:
+    def __init__(
+        self, step: VerifiedStep, signature: Signature, group: Group, rows: RowExchange, judge: Judge
+    ) -> None:
         super().__init__(step, signature, group, rows, judge)
         kind, dtype, size, root = signature.kind, signature.dtype, group.size, signature.root or 0
         assert dtype is not None
@@ -164,7 +176,7 @@ class _Reduced(_Moved):
             self.combine = kernels.combine, kernels.divide, self._parts.shape[1], dtype.itemsize
         elif self._is_target:
             self._reduce, self.by_torch = reduction(signature), True
-        self._plan = Plan(size, self._ends(kind, nbytes, size, root))
+        self._plan = ChecksumPlan(size, self._ends(kind, nbytes, size, root))
 
     def _ends(self, kind: str, nbytes: int, size: int, root: int) -> dict[int, Flows]:
         """What this rank sends and gets; `nbytes` to or from each rank."""
@@ -177,7 +189,7 @@ class _Reduced(_Moved):
         # The sums of all ranks are equal: each has sent its own to all, and got it from all.
         return {SENT: Flows.one(0, nbytes, size), GOT: got, SENT_SUMS: Flows.one(0, nbytes, 2 * size)}
 
-    def plan(self, message: Message) -> Plan:  # noqa: ARG002
+    def plan(self, message: Message) -> ChecksumPlan:  # noqa: ARG002
         return self._plan
 
     def inner(self, message: Message) -> Message:
@@ -197,8 +209,8 @@ class _Use:
 
     __slots__ = ("_words", "at", "ledger", "sends")
 
-    def __init__(self, moved: _Moved, plan: Plan, rows: Rows) -> None:
-        self.ledger = ledger = Ledger(plan, moved.signature.digest())
+    def __init__(self, moved: _Moved, plan: ChecksumPlan, rows: RowExchange) -> None:
+        self.ledger = ledger = ChecksumTable(plan, moved.signature.digest())
         flows, count, checksums, row = ledger.joined
         own: Any = np.zeros(words.WORDS, np.int64)
         ends = {words.SENT_CUT: SENT, words.GOT_CUT: GOT, words.SUMS_CUT: SENT_SUMS}

@@ -11,22 +11,22 @@ if TYPE_CHECKING:
     from mcr_plus.core.message import Message, Signature
 
 
-class Steps:
+class VerifiedSteps:
     """Attributes: `backend`, `channel`: the library, and the channel."""
 
     def __init__(self, backend: Backend, channel: Channel) -> None:
         self.backend, self.channel = backend, channel
 
-    def bind(self, signature: Signature) -> Step:
+    def bind(self, signature: Signature) -> VerifiedStep:
         """A step for operations of a signature. Whoever binds it keeps it: nothing is kept here."""
         support = self.backend.supports(signature)
         if not support:
             raise BackendError(f"{self.backend.name} cannot run {signature.describe()}: {support.how}")
         gate = None if signature.is_p2p else self.channel.gate(signature, signature.digest())
-        return Step(signature, self.channel.bind(signature), gate)
+        return VerifiedStep(signature, self.channel.bind(signature), gate)
 
 
-class Step:
+class VerifiedStep:
     """A bound step.
 
     Attributes:

@@ -21,23 +21,31 @@ from mcr_plus.backends.base import Poll
 from mcr_plus.core.kinds import REDUCING, VECTOR, collective, plain_kind
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.kernels.checksum_sizes import BLOCK
-from mcr_plus.reliability.verify.checksum_table import GOT, GOT_SUMS, SENT, SENT_SUMS, Flows, Ledger, Plan
+from mcr_plus.reliability.verify.checksum_table import (
+    GOT,
+    GOT_SUMS,
+    SENT,
+    SENT_SUMS,
+    ChecksumPlan,
+    ChecksumTable,
+    Flows,
+)
 from mcr_plus.reliability.verify.reducing import reduction
 
 if TYPE_CHECKING:
     from mcr_plus.core.group import Group
     from mcr_plus.core.message import Extras
-    from mcr_plus.reliability.verify.steps import Step, Steps
+    from mcr_plus.reliability.verify.steps import VerifiedStep, VerifiedSteps
 
-Course = Iterator[Poll]
+VerifiedRun = Iterator[Poll]
 """An operation under way: each poll has to be true before the next one is taken."""
-Compare = Callable[[Signature, Ledger], Course]
+Compare = Callable[[Signature, ChecksumTable], VerifiedRun]
 """Compares what ranks have sent and got; raises `DataCorrupted`."""
-Begin = Callable[[Message], Course]
+Begin = Callable[[Message], VerifiedRun]
 """Begins an operation, whose tensors may be damaged from then on."""
-AtOnce = Callable[[Message], Course | None]
+AtOnce = Callable[[Message], VerifiedRun | None]
 """Runs an operation as far as it goes at once, while none is under way; None if it has ended well."""
-Judge = Callable[[Signature, Ledger], NoReturn]
+Judge = Callable[[Signature, ChecksumTable], NoReturn]
 """Raises `DataCorrupted`: ranks do not agree."""
 
 
@@ -55,10 +63,12 @@ _NO_PIECES: Final = 1 << 62
 _LINE: Final = 64  # bytes
 
 
-class Courses:
+class VerifiedRuns:
     """How operations run on a library of a group."""
 
-    def __init__(self, steps: Steps, group: Group, compare: Compare, between_hosts: bool = False) -> None:
+    def __init__(
+        self, steps: VerifiedSteps, group: Group, compare: Compare, between_hosts: bool = False
+    ) -> None:
         self._steps, self._compare = steps, compare
         self._rank, self._size = group.rank, group.size
         # Where other processes use the cores, a wait for each piece costs more than it saves. Between hosts
@@ -86,17 +96,17 @@ class Courses:
 
     def _moved(self, signature: Signature) -> Begin:
         step = self._steps.bind(signature)
-        kept = _Kept(signature, partial(movement, self._rank, self._size))
+        kept = _TablePool(signature, partial(movement, self._rank, self._size))
 
-        def begin(message: Message) -> Course:
+        def begin(message: Message) -> VerifiedRun:
             ledger = kept.ledger(message)
             if SENT in ledger.plan.cuts:
                 ledger.take(SENT, (message.inputs or message.outputs)[0].data_ptr())
             return run(message, message.inputs, message.outputs, ledger)
 
         def run(
-            message: Message, inputs: _Tensors, outputs: _Tensors, ledger: Ledger
-        ) -> Course:  # the message lets go of its tensors
+            message: Message, inputs: _Tensors, outputs: _Tensors, ledger: ChecksumTable
+        ) -> VerifiedRun:  # the message lets go of its tensors
             inner = message.with_tensors(inputs, outputs, signature, after=None, prepare=None)
             yield from _through(step, inner)
             if GOT in ledger.plan.cuts:
@@ -116,7 +126,7 @@ class Courses:
         ends = {GOT: Flows.one(root, rest)}
         if is_root:
             ends[SENT] = Flows.one(0, rest, size)
-        kept = _Kept(signature, lambda _: Plan(size, ends, repeats, piece_bytes))
+        kept = _TablePool(signature, lambda _: ChecksumPlan(size, ends, repeats, piece_bytes))
         steps = [
             self._steps.bind(derived(signature, "broadcast", nbytes=each, root=root))
             for each in (piece_bytes, rest)
@@ -124,13 +134,13 @@ class Courses:
         step_of = [steps[0]] * repeats + [steps[1]]
         numel = piece_bytes // signature.dtype.itemsize
 
-        def begin(message: Message) -> Course:
+        def begin(message: Message) -> VerifiedRun:
             ledger, pieces = kept.ledger(message), _cut(message.outputs[0], repeats, numel)
             if is_root:
                 ledger.take_piece(SENT, pieces[0].data_ptr(), 0)
             return run(pieces, bool(message.inputs), ledger)
 
-        def run(pieces: list[torch.Tensor], has_inputs: bool, ledger: Ledger) -> Course:
+        def run(pieces: list[torch.Tensor], has_inputs: bool, ledger: ChecksumTable) -> VerifiedRun:
             before: Poll | None = None
             for number, piece in enumerate(pieces):
                 if is_root and number:
@@ -163,19 +173,19 @@ class Courses:
             SENT: Flows.one(0, rest, size),
             GOT: Flows([(each, 1) for each in range(size)], range(0, size * block, block), [rest] * size),
         }
-        kept = _Kept(signature, lambda _: Plan(size, ends, repeats, part, block))
+        kept = _TablePool(signature, lambda _: ChecksumPlan(size, ends, repeats, part, block))
         steps = [
             self._steps.bind(derived(signature, "all_gather", nbytes=size * each)) for each in (part, rest)
         ]
         step_of = [steps[0]] * repeats + [steps[1]]
 
-        def begin(message: Message) -> Course:
+        def begin(message: Message) -> VerifiedRun:
             ledger, value = kept.ledger(message), _cut(message.inputs[0], repeats, part // width)
             ledger.take_piece(SENT, value[0].data_ptr(), 0)
             # As bytes: torch copies those of a bool other than 0 and 1 as 1.
             return run(value, message.outputs[0].view(-1).view(torch.uint8).view(size, -1), ledger)
 
-        def run(value: list[torch.Tensor], out: torch.Tensor, ledger: Ledger) -> Course:
+        def run(value: list[torch.Tensor], out: torch.Tensor, ledger: ChecksumTable) -> VerifiedRun:
             most = max(each.numel() for each in value) * size
             memory, before = self._memory(value[0], most, most), None
 
@@ -227,10 +237,12 @@ class Courses:
         repeats, rest = _pieces(nbytes, size * part)
         numel = rest // width
         counts = tuple(numel * (each + 1) // size - numel * each // size for each in range(size))
-        last = _Piece(self._steps, signature, counts, rank)
+        last = _ReducedPiece(self._steps, signature, counts, rank)
         piece_of = [last]
         if repeats:
-            piece_of = [_Piece(self._steps, signature, (part // width,) * size, rank)] * repeats + piece_of
+            piece_of = [
+                _ReducedPiece(self._steps, signature, (part // width,) * size, rank)
+            ] * repeats + piece_of
         of_parts = Flows.of_parts([width * each for each in counts])
         mine = width * counts[rank]
         ends = {
@@ -239,18 +251,18 @@ class Courses:
             SENT_SUMS: Flows.one(0, mine, size),
             GOT_SUMS: of_parts,
         }
-        kept = _Kept(signature, lambda _: Plan(size, ends, repeats, part))
+        kept = _TablePool(signature, lambda _: ChecksumPlan(size, ends, repeats, part))
         numel_piece = size * part // width
         parts_numel = max(size * each.own for each in piece_of)
         own_numel = max(each.own for each in piece_of)
 
-        def begin(message: Message) -> Course:
+        def begin(message: Message) -> VerifiedRun:
             value, out = (_cut(each[0], repeats, numel_piece) for each in (message.inputs, message.outputs))
             ledger = kept.ledger(message)
             ledger.take_piece(SENT, value[0].data_ptr(), 0)
             return run(value, out, ledger)
 
-        def run(value: list[torch.Tensor], out: list[torch.Tensor], ledger: Ledger) -> Course:
+        def run(value: list[torch.Tensor], out: list[torch.Tensor], ledger: ChecksumTable) -> VerifiedRun:
             # Two of each: while the sums of a piece are gathered, the values of the next one are exchanged.
             memory = self._memory(value[0], *(parts_numel,) * 2, *(own_numel,) * 2)
             exchanged: Poll | None = None
@@ -297,9 +309,9 @@ class Courses:
             if uneven
             else derived(signature, "all_to_all", nbytes=signature.nbytes)
         )
-        kept = _Kept(
+        kept = _TablePool(
             signature,
-            lambda message: Plan(
+            lambda message: ChecksumPlan(
                 size,
                 {
                     SENT: _parts(size, message.inputs[0], message.input_counts),
@@ -308,14 +320,14 @@ class Courses:
             ),
         )
 
-        def begin(message: Message) -> Course:
+        def begin(message: Message) -> VerifiedRun:
             ledger, (value,), (out,) = kept.ledger(message), message.inputs, message.outputs
             ledger.take(SENT, value.data_ptr())
             return run(value.view(-1), out.view(-1), message.input_counts, ledger)
 
         def run(
-            value: torch.Tensor, out: torch.Tensor, counts: tuple[int, ...] | None, ledger: Ledger
-        ) -> Course:
+            value: torch.Tensor, out: torch.Tensor, counts: tuple[int, ...] | None, ledger: ChecksumTable
+        ) -> VerifiedRun:
             own = None if counts is None else (counts[rank],) * size
             (parts,) = self._memory(value, size * out.numel())
             inner = Message(step.signature, (value,), (parts,), input_counts=counts, output_counts=own)
@@ -335,14 +347,14 @@ class Courses:
         ends = {SENT: Flows.one(root, nbytes)}
         if is_root:
             ends[GOT] = Flows.of_parts([nbytes] * size)
-        kept = _Kept(signature, lambda _: Plan(size, ends))
+        kept = _TablePool(signature, lambda _: ChecksumPlan(size, ends))
 
-        def begin(message: Message) -> Course:
+        def begin(message: Message) -> VerifiedRun:
             ledger, (value,) = kept.ledger(message), message.inputs
             ledger.take(SENT, value.data_ptr())
             return run(value.view(-1), message.outputs[0].view(-1) if is_root else None, ledger)
 
-        def run(value: torch.Tensor, out: torch.Tensor | None, ledger: Ledger) -> Course:
+        def run(value: torch.Tensor, out: torch.Tensor | None, ledger: ChecksumTable) -> VerifiedRun:
             if out is None:
                 yield from _through(step, Message(step.signature, (value,)))
             else:
@@ -359,7 +371,7 @@ class Courses:
 _Tensors = tuple[torch.Tensor, ...]
 
 
-def movement(rank: int, size: int, message: Message) -> Plan:
+def movement(rank: int, size: int, message: Message) -> ChecksumPlan:
     """What an operation that moves data sends and gets on a rank of so many."""
     signature = message.signature
     kind, root = plain_kind(signature.kind), signature.root or 0
@@ -377,7 +389,7 @@ def movement(rank: int, size: int, message: Message) -> Plan:
         ends[GOT] = Flows.one(root, got[0].nbytes)
     elif is_root or kind != "gather":
         ends[GOT] = _parts(size, got[0], message.output_counts)
-    return Plan(size, ends)
+    return ChecksumPlan(size, ends)
 
 
 def _parts(size: int, value: torch.Tensor, counts: tuple[int, ...] | None) -> Flows:
@@ -387,34 +399,36 @@ def _parts(size: int, value: torch.Tensor, counts: tuple[int, ...] | None) -> Fl
     )
 
 
-class _Kept:
+class _TablePool:
     """The ledgers of a signature: as many as have been under way at once."""
 
-    def __init__(self, signature: Signature, plan: Callable[[Message], Plan]) -> None:
+    def __init__(self, signature: Signature, plan: Callable[[Message], ChecksumPlan]) -> None:
         self._plan = plan
         self._differs = signature.kind in VECTOR  # from call to call
         self._digest = signature.digest()
-        self._known: Plan | None = None
-        self._free: list[Ledger] = []
+        self._known: ChecksumPlan | None = None
+        self._free: list[ChecksumTable] = []
 
-    def ledger(self, message: Message) -> Ledger:
+    def ledger(self, message: Message) -> ChecksumTable:
         """A ledger for an operation."""
         if self._free:
             return self._free.pop()
         if self._known is None or self._differs:
             self._known = self._plan(message)
-        return Ledger(self._known, self._digest)
+        return ChecksumTable(self._known, self._digest)
 
-    def give_back(self, ledger: Ledger) -> None:
+    def give_back(self, ledger: ChecksumTable) -> None:
         """Take it back: all is well."""
         if not self._differs:
             self._free.append(ledger)
 
 
-class _Piece:
+class _ReducedPiece:
     """The two steps of a piece of an all_reduce; `own`: elements that this rank adds up."""
 
-    def __init__(self, steps: Steps, signature: Signature, counts: tuple[int, ...], rank: int) -> None:
+    def __init__(
+        self, steps: VerifiedSteps, signature: Signature, counts: tuple[int, ...], rank: int
+    ) -> None:
         assert signature.dtype is not None
         self.own = counts[rank]
         self._exchange: Extras = {}
@@ -451,7 +465,7 @@ def _cut(tensor: torch.Tensor, repeats: int, numel: int) -> list[torch.Tensor]:
     return [*(flat[at : at + numel] for at in range(0, end, numel)), flat[end:]]
 
 
-def _through(step: Step, message: Message) -> Course:
+def _through(step: VerifiedStep, message: Message) -> VerifiedRun:
     """One operation of the library."""
     if (gate := step.gate(message)) is not None:
         yield gate

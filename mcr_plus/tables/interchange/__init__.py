@@ -15,10 +15,10 @@ from mcr_plus import registry
 from mcr_plus.config.names import kind_matches, stored_backend
 from mcr_plus.errors import InvalidArgument, unknown
 from mcr_plus.tables.interchange import nccl, oneccl, openmpi, ucc
-from mcr_plus.tables.interchange.exchange import Exported, Format, Imported, algorithm_of
+from mcr_plus.tables.interchange.exchange import Exported, Imported, TableFormat, algorithm_of
 from mcr_plus.tables.table import Table
 
-FORMATS: Final[dict[str, Format]] = {
+FORMATS: Final[dict[str, TableFormat]] = {
     entry.name: entry for entry in (nccl.FORMAT, openmpi.FORMAT, ucc.FORMAT, oneccl.FORMAT)
 }
 
@@ -70,13 +70,13 @@ def summary(format: str, table: Table) -> list[str]:
     return [*lines, f"no rule with an algorithm: {', '.join(without)}"] if without else lines
 
 
-def _format(name: str) -> Format:
+def _format(name: str) -> TableFormat:
     if name not in FORMATS:
         raise InvalidArgument(f"format: {unknown('format', name, tuple(FORMATS))}")
     return FORMATS[name]
 
 
-def _backend(name: str | None, format: Format) -> str:
+def _backend(name: str | None, format: TableFormat) -> str:
     known, name = registry.names("backends"), stored_backend(name)
     if name is not None and name not in known:
         raise InvalidArgument(f"backend: {unknown('backend', name, known)}")

@@ -44,7 +44,7 @@ class Imported(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Collective:
+class ForeignCollective:
     """A library's name of a kind, and its convention of counting bytes.
 
     `sized` False: the library selects an algorithm as for 0 bytes, so one choice applies to all sizes.
@@ -56,7 +56,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Format:
+class TableFormat:
     """One format: its name, the default backend of its rules, its collectives by kind, and its functions.
 
     `export(table, backend)` and `import_(text, name, backend)`; `name` is used for the file in errors.
@@ -64,7 +64,7 @@ class Format:
 
     name: str
     backend: str
-    collectives: Mapping[str, Collective]
+    collectives: Mapping[str, ForeignCollective]
     export: Callable[[Table, str], Exported]
     import_: Callable[[str, str, str], Imported]
 
@@ -95,7 +95,7 @@ class Exporter:
         table: Table,
         backend: str,
         library: str,
-        collectives: Mapping[str, Collective],
+        collectives: Mapping[str, ForeignCollective],
         expressible: Sequence[str],
         *,
         numbers: bool = False,

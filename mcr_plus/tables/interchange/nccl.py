@@ -28,11 +28,11 @@ from mcr_plus.core.units import MAX_INTEGER, Range
 from mcr_plus.errors import short, unknown
 from mcr_plus.tables.areas import Piece, areas, intersection
 from mcr_plus.tables.interchange.exchange import (
-    Collective,
     Exported,
     Exporter,
-    Format,
+    ForeignCollective,
     Imported,
+    TableFormat,
     algorithm_of,
     imported,
     mistake,
@@ -41,11 +41,11 @@ from mcr_plus.tables.interchange.exchange import (
 from mcr_plus.tables.table import Table, TableKey, TableRule
 
 COLLECTIVES: Final = {
-    "all_reduce": Collective("allreduce"),
-    "broadcast": Collective("broadcast"),
-    "reduce": Collective("reduce"),
-    "all_gather": Collective("allgather"),
-    "reduce_scatter": Collective("reducescatter"),
+    "all_reduce": ForeignCollective("allreduce"),
+    "broadcast": ForeignCollective("broadcast"),
+    "reduce": ForeignCollective("reduce"),
+    "all_gather": ForeignCollective("allgather"),
+    "reduce_scatter": ForeignCollective("reducescatter"),
 }
 ALGORITHMS: Final = ("tree", "ring", "collnet_direct", "collnet_chain", "nvls", "nvls_tree", "pat")
 PROTOCOLS: Final = ("ll", "ll128", "simple")
@@ -176,4 +176,4 @@ def _only(number: int) -> Range | None:
     return None if number == -1 else Range(number, number + 1)
 
 
-FORMAT: Final = Format("nccl-csv", "nccl", COLLECTIVES, export, import_)
+FORMAT: Final = TableFormat("nccl-csv", "nccl", COLLECTIVES, export, import_)

@@ -20,11 +20,11 @@ from mcr_plus.core.units import MAX_INTEGER
 from mcr_plus.errors import short, unknown
 from mcr_plus.tables.interchange.exchange import (
     Assignment,
-    Collective,
     Exported,
     Exporter,
-    Format,
+    ForeignCollective,
     Imported,
+    TableFormat,
     algorithm_of,
     assignments,
     imported,
@@ -35,15 +35,15 @@ from mcr_plus.tables.table import Basis, Table, TableKey, TableRule
 
 _LIBRARY: Final = "oneCCL"
 COLLECTIVES: Final = {
-    "all_reduce": Collective("ALLREDUCE"),
-    "broadcast": Collective("BCAST"),
-    "reduce": Collective("REDUCE"),
-    "all_gather": Collective("ALLGATHER", basis="per_rank"),
-    "all_gather_v": Collective("ALLGATHERV", basis="per_rank"),
-    "reduce_scatter": Collective("REDUCE_SCATTER", basis="per_rank"),
-    "all_to_all": Collective("ALLTOALL", basis="per_rank"),
-    "all_to_all_v": Collective("ALLTOALLV", sized=False),
-    "barrier": Collective("BARRIER", sized=False),
+    "all_reduce": ForeignCollective("ALLREDUCE"),
+    "broadcast": ForeignCollective("BCAST"),
+    "reduce": ForeignCollective("REDUCE"),
+    "all_gather": ForeignCollective("ALLGATHER", basis="per_rank"),
+    "all_gather_v": ForeignCollective("ALLGATHERV", basis="per_rank"),
+    "reduce_scatter": ForeignCollective("REDUCE_SCATTER", basis="per_rank"),
+    "all_to_all": ForeignCollective("ALLTOALL", basis="per_rank"),
+    "all_to_all_v": ForeignCollective("ALLTOALLV", sized=False),
+    "barrier": ForeignCollective("BARRIER", sized=False),
 }
 ALGORITHMS: Final = {
     "ALLREDUCE": (
@@ -129,7 +129,7 @@ def _collective(assignment: Assignment, name: str) -> str | None:
 
 
 def _rules(
-    assignment: Assignment, collective: Collective, kind: str, name: str, backend: str, lost: list[str]
+    assignment: Assignment, collective: ForeignCollective, kind: str, name: str, backend: str, lost: list[str]
 ) -> list[TableRule]:
     """Return the rules of one variable, the last entry first, because it overrides earlier ones."""
     place = f"{name}:{assignment.line}"
@@ -167,4 +167,4 @@ def _bounds(text: str, name: str, line: int) -> tuple[int, int | None]:
     return lo, None if hi is None or hi >= MAX_INTEGER else hi + 1
 
 
-FORMAT: Final = Format("oneccl", "mpi", COLLECTIVES, export, import_)
+FORMAT: Final = TableFormat("oneccl", "mpi", COLLECTIVES, export, import_)

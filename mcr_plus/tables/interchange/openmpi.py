@@ -35,11 +35,11 @@ from mcr_plus.core.units import MAX_INTEGER, Range, format_size, parse_count, pa
 from mcr_plus.errors import short
 from mcr_plus.tables.areas import intersection
 from mcr_plus.tables.interchange.exchange import (
-    Collective,
     Exported,
     Exporter,
-    Format,
+    ForeignCollective,
     Imported,
+    TableFormat,
     algorithm_of,
     imported,
     mistake,
@@ -49,18 +49,18 @@ from mcr_plus.tables.table import Basis, Table, TableKey, TableRule
 
 _LIBRARY: Final = "Open MPI"
 COLLECTIVES: Final = {
-    "all_reduce": Collective("allreduce"),
-    "broadcast": Collective("bcast"),
-    "reduce": Collective("reduce"),
-    "all_gather": Collective("allgather"),
-    "all_gather_v": Collective("allgatherv", basis="per_rank"),
-    "reduce_scatter": Collective("reduce_scatter_block"),
-    "reduce_scatter_v": Collective("reduce_scatter"),
-    "all_to_all": Collective("alltoall"),
-    "all_to_all_v": Collective("alltoallv", sized=False),
-    "gather": Collective("gather"),
-    "scatter": Collective("scatter", sized=False),
-    "barrier": Collective("barrier", sized=False),
+    "all_reduce": ForeignCollective("allreduce"),
+    "broadcast": ForeignCollective("bcast"),
+    "reduce": ForeignCollective("reduce"),
+    "all_gather": ForeignCollective("allgather"),
+    "all_gather_v": ForeignCollective("allgatherv", basis="per_rank"),
+    "reduce_scatter": ForeignCollective("reduce_scatter_block"),
+    "reduce_scatter_v": ForeignCollective("reduce_scatter"),
+    "all_to_all": ForeignCollective("alltoall"),
+    "all_to_all_v": ForeignCollective("alltoallv", sized=False),
+    "gather": ForeignCollective("gather"),
+    "scatter": ForeignCollective("scatter", sized=False),
+    "barrier": ForeignCollective("barrier", sized=False),
 }
 NUMBERS: Final = {
     "allgather": 0, "allgatherv": 1, "allreduce": 2, "alltoall": 3, "alltoallv": 4, "alltoallw": 5,
@@ -232,7 +232,7 @@ def _lines(collective: str, blocks: Sequence[Block], *, version_2: bool) -> Iter
 # --- In -------------------------------------------------------------------------------------------------
 
 
-class _Token(NamedTuple):
+class _FileToken(NamedTuple):
     line: int
     text: str
 
@@ -247,7 +247,9 @@ class _Numbers:
         if lines and (match := re.fullmatch(r"rule-file-version-(\d{1,3})\s*", lines[0], re.ASCII)):
             self.version = int(match.group(1))
             lines[0] = ""
-        self._tokens = [_Token(line, word) for line, words in enumerate(lines, 1) for word in words.split()]
+        self._tokens = [
+            _FileToken(line, word) for line, words in enumerate(lines, 1) for word in words.split()
+        ]
         self._next = 0
 
     @property
@@ -394,4 +396,4 @@ def _text(collective: str, setting: Setting) -> str:
     return "/".join([ALGORITHMS[collective][setting.algorithm], *written])
 
 
-FORMAT: Final = Format("openmpi", "mpi", COLLECTIVES, export, import_)
+FORMAT: Final = TableFormat("openmpi", "mpi", COLLECTIVES, export, import_)

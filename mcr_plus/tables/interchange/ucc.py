@@ -32,11 +32,11 @@ from mcr_plus.errors import short, unknown
 from mcr_plus.tables.areas import ALL_SIZES, intersection, overlap, single
 from mcr_plus.tables.interchange.exchange import (
     Assignment,
-    Collective,
     Exported,
     Exporter,
-    Format,
+    ForeignCollective,
     Imported,
+    TableFormat,
     algorithm_of,
     assignments,
     imported,
@@ -49,20 +49,20 @@ from mcr_plus.tables.table import DEVICES, Basis, Table, TableKey, TableRule
 
 _LIBRARY: Final = "UCC"
 COLLECTIVES: Final = {
-    "all_reduce": Collective("allreduce"),
-    "broadcast": Collective("bcast"),
-    "reduce": Collective("reduce"),
-    "all_gather": Collective("allgather"),
-    "all_gather_v": Collective("allgatherv"),
-    "reduce_scatter": Collective("reduce_scatter", basis="per_rank"),
-    "reduce_scatter_v": Collective("reduce_scatterv"),
-    "all_to_all": Collective("alltoall"),
-    "all_to_all_v": Collective("alltoallv", sized=False),
-    "gather": Collective("gather"),
-    "gather_v": Collective("gatherv", sized=False),
-    "scatter": Collective("scatter"),
-    "scatter_v": Collective("scatterv", sized=False),
-    "barrier": Collective("barrier", sized=False),
+    "all_reduce": ForeignCollective("allreduce"),
+    "broadcast": ForeignCollective("bcast"),
+    "reduce": ForeignCollective("reduce"),
+    "all_gather": ForeignCollective("allgather"),
+    "all_gather_v": ForeignCollective("allgatherv"),
+    "reduce_scatter": ForeignCollective("reduce_scatter", basis="per_rank"),
+    "reduce_scatter_v": ForeignCollective("reduce_scatterv"),
+    "all_to_all": ForeignCollective("alltoall"),
+    "all_to_all_v": ForeignCollective("alltoallv", sized=False),
+    "gather": ForeignCollective("gather"),
+    "gather_v": ForeignCollective("gatherv", sized=False),
+    "scatter": ForeignCollective("scatter"),
+    "scatter_v": ForeignCollective("scatterv", sized=False),
+    "barrier": ForeignCollective("barrier", sized=False),
 }
 _KINDS: Final = {collective.name: kind for kind, collective in COLLECTIVES.items()}
 _NO_KIND: Final = ("fanin", "fanout")
@@ -89,7 +89,7 @@ class _Selection(NamedTuple):
 # --- Out ------------------------------------------------------------------------------------------------
 
 
-class _Token(NamedTuple):
+class _TuneToken(NamedTuple):
     sizes: Range
     ranks: tuple[Range, ...]  # empty: all
     selection: _Selection
@@ -98,7 +98,7 @@ class _Token(NamedTuple):
 def export(table: Table, backend: str) -> Exported:
     """Write the rules of a table that the format can express, and report the others."""
     out = Exporter(table, backend, _LIBRARY, COLLECTIVES, ("ranks", "device"))
-    tokens: dict[_Token, dict[str, list[str]]] = {}  # devices by collective
+    tokens: dict[_TuneToken, dict[str, list[str]]] = {}  # devices by collective
     for kind, collective in COLLECTIVES.items():
         for device in _devices(out.rules(kind)):
             for token in _tokens(out, kind, device):
@@ -121,7 +121,7 @@ def _devices(rules: Iterable[TableRule]) -> list[str | None]:
     return [*DEVICES] if any(rule.key.device is not None for rule in rules) else [None]
 
 
-def _tokens(out: Exporter, kind: str, device: str | None) -> Iterator[_Token]:
+def _tokens(out: Exporter, kind: str, device: str | None) -> Iterator[_TuneToken]:
     ranks_of: dict[tuple[Range, _Selection], list[Range]] = {}  # in ascending order
     for cell in rank_cells(out.rules(kind)):
         pieces = out.pieces(kind, cell, device)
@@ -136,7 +136,7 @@ def _tokens(out: Exporter, kind: str, device: str | None) -> Iterator[_Token]:
             ):
                 out.report(rule, f"left to {_LIBRARY}, which no token can express")
     for (sizes, selection), ranks in ranks_of.items():
-        yield _Token(sizes, () if ranks == [ALL_SIZES] else tuple(ranks), selection)
+        yield _TuneToken(sizes, () if ranks == [ALL_SIZES] else tuple(ranks), selection)
 
 
 def _append(ranges: list[Range], more: Range) -> None:
@@ -196,7 +196,7 @@ def _is_number(text: str) -> bool:
     return re.fullmatch(r"\d{1,3}", text, re.ASCII) is not None
 
 
-def _texts(token: _Token, where: Mapping[str, list[str]]) -> Iterator[str]:
+def _texts(token: _TuneToken, where: Mapping[str, list[str]]) -> Iterator[str]:
     """Yield the token once for every combination of devices, with the collectives that have it."""
     for memory in dict.fromkeys(tuple(sorted(set(devices))) for devices in where.values()):
         collectives = [name for name, devices in where.items() if tuple(sorted(set(devices))) == memory]
@@ -238,7 +238,7 @@ class _Fields:
     algorithm: str | None = None
 
 
-class _Entry(NamedTuple):
+class _ScoredRule(NamedTuple):
     """A rule, with the component and score that decide its precedence, and the section that it is from."""
 
     rule: TableRule
@@ -262,7 +262,7 @@ def import_(text: str, name: str, backend: str) -> Imported:
     lost: list[str] = []
     tuned = [*_tuned(text, name, lost)]
     last = {(section.text, component): each.line for section, component, each in tuned if each.variable}
-    entries: list[_Entry] = []
+    entries: list[_ScoredRule] = []
     for section, component, assignment in tuned:
         if not assignment.variable and last:
             lost.append(f"{name}:{assignment.line}: no VARIABLE=value: {short(assignment.value)}")
@@ -332,7 +332,7 @@ def _section(text: str) -> _Section:
 
 def _entries(
     token: str, component: str, section: _Section, name: str, line: int, backend: str, lost: list[str]
-) -> Iterator[_Entry]:
+) -> Iterator[_ScoredRule]:
     """Yield the rules of one token."""
     fields = _read(token, name, line)
     place = f"{name}:{line}"
@@ -359,7 +359,7 @@ def _entries(
                 own_basis: Basis = "total" if sizes == ALL_SIZES else basis
                 full = replace(key, basis=own_basis)
                 rule = TableRule(f"{backend}:{selection.text()}", sizes.lo, sizes.hi, full, place=place)
-                yield _Entry(rule, component, score, section.text)
+                yield _ScoredRule(rule, component, score, section.text)
 
 
 def _check_selection(selection: _Selection, collective: str, name: str, line: int) -> None:
@@ -462,9 +462,9 @@ def _rank_range(text: str) -> Range:
     return Range(lo, None if hi == "inf" else int(hi) + 1)
 
 
-def _without_overlaps(entries: list[_Entry], lost: list[str]) -> list[_Entry]:
+def _without_overlaps(entries: list[_ScoredRule], lost: list[str]) -> list[_ScoredRule]:
     """Return the rules without those that UCC refuses or cannot order; report these, and fallbacks of UCC."""
-    kept: list[_Entry] = []
+    kept: list[_ScoredRule] = []
     for one in entries:
         others = [each for each in kept if one.section == each.section and _collide(one.rule, each.rule)]
         if problem := next((what for other in others if (what := _conflict(one, other))), ""):
@@ -478,7 +478,7 @@ def _without_overlaps(entries: list[_Entry], lost: list[str]) -> list[_Entry]:
     return kept
 
 
-def _conflict(one: _Entry, other: _Entry) -> str:
+def _conflict(one: _ScoredRule, other: _ScoredRule) -> str:
     """Say why the later of two rules that overlap is lost; empty if their scores decide."""
     both = f"{one.rule.key} {one.rule.span()} overlaps {other.rule.span()} of"
     if one.component == other.component:
@@ -496,4 +496,4 @@ def _collide(one: TableRule, other: TableRule) -> bool:
     return overlap(one.key, other.key) and intersection(one.sizes, other.sizes) is not None
 
 
-FORMAT: Final = Format("ucc", "mpi", COLLECTIVES, export, import_)
+FORMAT: Final = TableFormat("ucc", "mpi", COLLECTIVES, export, import_)

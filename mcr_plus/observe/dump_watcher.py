@@ -27,7 +27,7 @@ _BEGINNING: Final = b"Stack (most recent call first)"
 _PATIENCE: Final = 5.0  # seconds that a failing operation waits for its dump: a file system may hang
 
 
-class Watcher:
+class DumpWatcher:
     """Runs jobs in its thread: `on_signal()` for SIGUSR2, `on_request(text)` for another rank, and others."""
 
     def __init__(self, on_signal: Callable[[], None], on_request: Callable[[str], None]) -> None:

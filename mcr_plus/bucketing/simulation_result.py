@@ -9,8 +9,8 @@ from typing import Final, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mcr_plus.bucketing.events import ISSUE, Programs, Queues, Ran, Shares
-from mcr_plus.bucketing.programs import Sent
+from mcr_plus.bucketing.events import ISSUE, LinkShares, Programs, Queues, Ran
+from mcr_plus.bucketing.programs import ProgramOperation
 from mcr_plus.bucketing.scaling import How, Use
 from mcr_plus.errors import InvalidArgument
 from mcr_plus.tables.scaling import LinkClass
@@ -25,7 +25,7 @@ _LONGEST: Final = 10_000  # largest number of parts of a critical path
 _MATTERS: Final = 0.01  # smallest relevant fraction of the step
 
 
-class Operation(NamedTuple):
+class SimulatedOperation(NamedTuple):
     """An operation of the slowest rank; times are seconds from the beginning of the step.
 
     `exposed`: seconds in which the rank only waited for it. `how`: origin of its duration when alone.
@@ -44,7 +44,7 @@ class Operation(NamedTuple):
     share_how: How = "assumed"
 
 
-class Part(NamedTuple):
+class PathPart(NamedTuple):
     """A part of the critical path, in seconds from the beginning of the step, and its rank.
 
     `what`: "computing", or the name of an operation.
@@ -72,8 +72,8 @@ class Timeline:
     compute_s: float
     bound: float
     bound_by: str
-    critical: tuple[Part, ...]
-    per_op: tuple[Operation, ...]
+    critical: tuple[PathPart, ...]
+    per_op: tuple[SimulatedOperation, ...]
     ranks: int
     distinct: int
     how: How
@@ -95,14 +95,14 @@ class Timeline:
         return sum(each.exposed for each in self.per_op)
 
 
-class Job(Protocol):
+class SimulatedJob(Protocol):
     """A step on all ranks.
 
     By queue: the operations `sent`, their `uses` of links, the ranks (`groups`), the `library`. `of_rank`:
     the program of each rank. `world`: number of ranks. `unknown`: unknown kinds of operations.
     """
 
-    sent: list[list[Sent]]
+    sent: list[list[ProgramOperation]]
     uses: list[list[Use]]
     groups: list[Sequence[int]]
     library: list[str]
@@ -112,16 +112,16 @@ class Job(Protocol):
 
 
 @dataclass
-class Course:
+class SimulationResult:
     """Evaluates the result of a simulation run."""
 
-    job: Job
+    job: SimulatedJob
     ranks: Ints
     queues: Ints
     queue_of: Ints
     programs: Programs
     made: Queues
-    shares: Shares
+    shares: LinkShares
     ran: Ran
 
     def check_end(self) -> None:
@@ -248,7 +248,7 @@ class Course:
 
     # -- operations -----------------------------------------------------------------------------------------
 
-    def _operations(self, at: int) -> list[Operation]:
+    def _operations(self, at: int) -> list[SimulatedOperation]:
         own = sorted(self._own(at), key=lambda pair: float(self.ran.ends[pair[1]]))
         ends = np.array([self.ran.ends[index] for _, index in own])
         exposed = np.zeros(len(own))
@@ -269,7 +269,7 @@ class Course:
             order = index - int(self.made.begins[queue])
             sent = self.job.sent[number][order]
             found.append(
-                Operation(
+                SimulatedOperation(
                     sent.name, sent.kind, sent.nbytes, len(self.job.groups[number]), self.job.library[number],
                     float(self.ran.starts[index]), float(self.ran.ends[index]), float(waited),
                     *self.job.uses[number][order].cost[2:4],
@@ -280,9 +280,9 @@ class Course:
     def _time_before(self, at: int, event: int) -> float:
         return float(self.ran.when[at, event - 1]) if event else 0.0
 
-    def _critical(self, slowest: int) -> list[Part]:
+    def _critical(self, slowest: int) -> list[PathPart]:
         """Return the critical path, found by tracing back from the end of the step."""
-        parts: list[Part] = []
+        parts: list[PathPart] = []
         computed = self._computed(slowest)
         last = max(self._own(slowest), key=lambda pair: float(self.ran.ends[pair[1]]), default=None)
         begin, end = self._events(slowest)
@@ -294,7 +294,7 @@ class Course:
                 number = self.queues[queue]
                 name = self.job.sent[number][index - int(self.made.begins[queue])].name
                 start, stop = float(self.ran.starts[index]), float(self.ran.ends[index])
-                parts.append(Part(start, stop, name, int(self.ranks[at])))
+                parts.append(PathPart(start, stop, name, int(self.ranks[at])))
                 if self.ran.cause[index, 0] < 0:
                     operation = queue, index - 1
                     continue
@@ -304,7 +304,7 @@ class Course:
             waits = np.flatnonzero(self.ran.blocked[at, :event])
             since = float(self.ran.when[at, waits[-1]]) if len(waits) else 0.0
             if stop > since:
-                parts.append(Part(since, stop, "computing", int(self.ranks[at])))
+                parts.append(PathPart(since, stop, "computing", int(self.ranks[at])))
             if not len(waits):
                 break
             waited = begin + int(waits[-1])
@@ -313,7 +313,7 @@ class Course:
         return parts[::-1]
 
 
-def _shares_how(operations: Sequence[Operation], step_s: float) -> How:
+def _shares_how(operations: Sequence[SimulatedOperation], step_s: float) -> How:
     """Return the weakest origin of the relevant shares of the core."""
     beside = dict.fromkeys(_RANKED, 0.0)
     for each in operations:

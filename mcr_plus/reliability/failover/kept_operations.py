@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from mcr_plus.reliability.failover.attempt import Attempt
+    from mcr_plus.reliability.failover.attempt import FailoverPoll
 
 _MOST: Final = 64
 _MOST_BYTES: Final = 256 << 20  # of tensors that are kept alive and copies; those of the last one in any case
@@ -26,21 +26,21 @@ _FREE: Final = 4  # copies of a size that wait to be used again
 _MOST_FREE_BYTES: Final = 256 << 20  # of all of those
 
 
-class Kept:
+class KeptOperations:
     """The last complete operations, and memory for copies of inputs."""
 
     def __init__(self) -> None:
-        self._attempts: deque[Attempt] = deque()
+        self._attempts: deque[FailoverPoll] = deque()
         self._nbytes = 0
         # `add` comes from synchronous operations without the engine's lock, and from other threads with it.
         self._making_room = RLock()
         self._free: dict[int, list[torch.Tensor]] = {}  # by bytes
         self._free_nbytes = 0
 
-    def __iter__(self) -> Iterator[Attempt]:
+    def __iter__(self) -> Iterator[FailoverPoll]:
         return iter(self._attempts)
 
-    def add(self, attempt: Attempt) -> None:
+    def add(self, attempt: FailoverPoll) -> None:
         """Keep an operation, and let go of the oldest ones."""
         self._attempts.append(attempt)
         self._nbytes += attempt.kept_bytes

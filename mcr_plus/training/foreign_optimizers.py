@@ -13,12 +13,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 Before = Callable[[Any, torch.optim.Optimizer, bool, bool], None]
 
 
-class _Watched(NamedTuple):
+class _WatchedOptimizer(NamedTuple):
     params: Callable[[], Iterable[torch.Tensor]]
     before: Before
 
 
-_watched: weakref.WeakKeyDictionary[object, _Watched] = weakref.WeakKeyDictionary()
+_watched: weakref.WeakKeyDictionary[object, _WatchedOptimizer] = weakref.WeakKeyDictionary()
 # By optimizer: how many parameters it had when it was compared with the models, and whose it trains.
 _known: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, weakref.WeakSet[Any]]]
 _known = weakref.WeakKeyDictionary()
@@ -33,9 +33,9 @@ def watch_steps(owner: object, of: torch.nn.Module | Sequence[torch.Tensor], bef
     such a step for the first time, or has other parameters than before, and whether the step has a closure.
     """
     if isinstance(of, torch.nn.Module):
-        _watched[owner] = _Watched(partial(_parameters, weakref.ref(of)), before)
+        _watched[owner] = _WatchedOptimizer(partial(_parameters, weakref.ref(of)), before)
     else:
-        _watched[owner] = _Watched(partial(_alive, [weakref.ref(param) for param in of]), before)
+        _watched[owner] = _WatchedOptimizer(partial(_alive, [weakref.ref(param) for param in of]), before)
     _known.clear()
     _register()
 

@@ -42,7 +42,7 @@ class Datagram(NamedTuple):
     data: bytes
 
 
-class Exchange:
+class PageExchange:
     """The part of an agent that exchanges pages. Times are seconds of its host's monotonic clock."""
 
     def __init__(self, hosts: int, me: int, key: bytes, job: str, own: Mapping[int, int], page: Page) -> None:

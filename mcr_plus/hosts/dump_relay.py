@@ -13,7 +13,7 @@ from collections import deque
 from typing import Final
 
 from mcr_plus.hosts.dump_request import EVERYBODY, SAME_FAILURE
-from mcr_plus.hosts.exchange import Datagram
+from mcr_plus.hosts.page_exchange import Datagram
 
 _HEAD: Final = struct.Struct("<4sHQ")  # magic, sender, number
 _MAGIC: Final = b"mcrd"
@@ -21,7 +21,7 @@ _TAG: Final = 16
 _AGAIN: Final = (0.05, 0.2)  # seconds after which a request is sent again: a datagram may be lost
 
 
-class Relay:
+class DumpRelay:
     """The part of an agent that passes requests on. Times are seconds of its host's monotonic clock."""
 
     def __init__(self, hosts: int, me: int, key: bytes) -> None:

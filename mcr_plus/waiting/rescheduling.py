@@ -15,7 +15,7 @@ from typing import Final
 _LONGEST: Final = 5e-3  # seconds: another thread of the program may hold the interpreter
 
 
-class Relay:
+class ReschedulingThread:
     """A thread that wakes whoever has woken it. One caller at a time; others return at once.
 
     By queues without locks of Python's own, which a signal's handler that closes this would wait for.

@@ -35,7 +35,7 @@ from mcr_plus.core.deadline import Deadline
 from mcr_plus.core.environment import min_ranks
 from mcr_plus.core.proc import state_of
 from mcr_plus.errors import LaunchError
-from mcr_plus.membership.request import Request
+from mcr_plus.membership.request import JoinRequest
 from mcr_plus.membership.rules import Decision, Process, Proposal, decide, members_after
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ _MOST_NEWCOMERS: Final = 100_000  # the counter in the store is not signed
 _LOOK_EVERY: Final = 0.5  # seconds between two looks of a newcomer at the ranks' processes
 
 
-class Kept(Protocol):
+class ReplicatedStore(Protocol):
     """Keepers of the store, of which those of lost hosts are left out."""
 
     def watch(self, is_cut_off: Callable[[str], bool], places: Collection[str]) -> None:
@@ -67,7 +67,7 @@ class Kept(Protocol):
         ...
 
 
-class Settlement(NamedTuple):
+class EpochDecision(NamedTuple):
     """What the members of an epoch have decided.
 
     Attributes:
@@ -82,7 +82,7 @@ class Settlement(NamedTuple):
 
 
 @dataclass
-class Roster:
+class EpochLog:
     """The members of one epoch, as one of them has them.
 
     Attributes:
@@ -104,7 +104,7 @@ class Roster:
     rank: int
     passport: Mapping[str, str] = field(default_factory=dict)
     taken: tuple[int, ...] = ()
-    kept: Kept | None = None
+    kept: ReplicatedStore | None = None
     attempt: int = 0
     is_remnant: bool = False
     precopies: bool = False
@@ -121,7 +121,7 @@ class Roster:
         proposal: Proposal,
         seen: Callable[[], Mapping[int, str]],
         timeout: float,
-    ) -> Settlement:
+    ) -> EpochDecision:
         """Decide with the other members who goes on; collective over those that are not lost.
 
         `seen`: returns the states of lost members as this process sees them now. After `timeout` seconds the
@@ -144,7 +144,7 @@ class Roster:
 
     def _settle(
         self, place: str, proposal: Proposal, seen: Callable[[], Mapping[int, str]], deadline: Deadline
-    ) -> Settlement:
+    ) -> EpochDecision:
         self.root.set(f"{self.place}/leaving", "")
         self._propose(place, proposal)
         key, nap = f"{place}/decision", _FIRST_NAP
@@ -182,11 +182,11 @@ class Roster:
             return decide(size, proposals, lost, list(waiting.values()), expired=expired)
         return found
 
-    def request(self, number: int) -> Request:
+    def request(self, number: int) -> JoinRequest:
         """The request of a newcomer."""
-        return Request(self.root, number)
+        return JoinRequest(self.root, number)
 
-    def _agreed(self, key: str, text: str) -> Settlement:
+    def _agreed(self, key: str, text: str) -> EpochDecision:
         """The decision: the one that is written already, or this one.
 
         Also one that was read is written before this rank goes by it: where there are several keepers, others
@@ -277,10 +277,10 @@ class Roster:
         own = self.members[self.rank]
         return {number: each for number, each in self._waiting.items() if not _has_died(each, own)}
 
-    def following(self, settled: Settlement, rank: int) -> Roster:
+    def following(self, settled: EpochDecision, rank: int) -> EpochLog:
         """The roster of the next epoch. `rank`: of this process in it."""
         waiting = {number: each for number, each in self._waiting.items() if number not in settled.taken}
-        return Roster(
+        return EpochLog(
             self.root,
             self.epoch + 1,
             settled.members,
@@ -309,9 +309,9 @@ def _has_died(process: Process, own: Process) -> bool:
     return same and state_of(process.pid, process.started) == "dead"
 
 
-def _read(text: bytes) -> Settlement:
+def _read(text: bytes) -> EpochDecision:
     decision, members, taken = json.loads(text)
-    return Settlement(Decision.read(decision), tuple(Process(*each) for each in members), tuple(taken))
+    return EpochDecision(Decision.read(decision), tuple(Process(*each) for each in members), tuple(taken))
 
 
 def join(
@@ -319,8 +319,8 @@ def join(
     newcomer: Process,
     passport: Mapping[str, str],
     timeout: float,
-    meanwhile: Callable[[Request], bool] = lambda _: False,
-) -> tuple[int, Settlement] | None:
+    meanwhile: Callable[[JoinRequest], bool] = lambda _: False,
+) -> tuple[int, EpochDecision] | None:
     """Wait until the members of a job take this process in.
 
     `meanwhile` is called again and again with the request, and returns whether it has done something, from
@@ -334,7 +334,7 @@ def join(
     members: tuple[Process, ...] = ()
     try:
         number = root.add("newcomers", 1) - 1
-        request = Request(root, number)
+        request = JoinRequest(root, number)
         root.set(request.key, json.dumps({"process": newcomer, "passport": dict(passport)}))
         epoch = attempt = 0
         while True:
@@ -373,7 +373,7 @@ def join(
         raise LaunchError(f"the job's store does not answer: {error}") from error
 
 
-def _check_refusal(request: Request) -> None:
+def _check_refusal(request: JoinRequest) -> None:
     refused = f"{request.key}/refused"
     if request.root.check([refused]):
         text = request.root.get(refused).decode()

@@ -21,7 +21,7 @@ class Times:
         self.seconds = seconds
         clock = SimpleNamespace(monotonic=lambda: self.now, time_ns=lambda: int(self.now * 1e9))
         monkeypatch.setattr(recorder, "time", clock)
-        monkeypatch.setattr(recorder, "Watcher", lambda *_: None)
+        monkeypatch.setattr(recorder, "DumpWatcher", lambda *_: None)
         monkeypatch.setattr(recorder, "dump_folder_of", lambda _: ("dumps", ""))
         monkeypatch.setattr(recorder, "ask", lambda _, text: self.asked.append(text))
         monkeypatch.setattr(recorder, "take_snapshot", lambda _, reason, *__: reason)

@@ -596,6 +596,7 @@ def found(launch: str) -> list[RankResult]:
     return results
 
 
+@pytest.mark.short("two ranks")
 @pytest.mark.parametrize("launch", LAUNCHES)
 def test_bad_arguments_are_refused_with_nothing_sent(launch: str) -> None:
     for result in found(launch):
@@ -604,6 +605,7 @@ def test_bad_arguments_are_refused_with_nothing_sent(launch: str) -> None:
         assert report["cases"] >= 250
 
 
+@pytest.mark.short("two ranks")
 @pytest.mark.parametrize("launch", LAUNCHES)
 def test_bad_arguments_are_refused_alike_on_every_rank(launch: str) -> None:
     first, *others = (result.value["refused"]["said"] for result in found(launch))
@@ -612,6 +614,7 @@ def test_bad_arguments_are_refused_alike_on_every_rank(launch: str) -> None:
         assert not differing
 
 
+@pytest.mark.short("two ranks")
 @pytest.mark.parametrize("launch", LAUNCHES)
 def test_init_and_finalize_in_the_wrong_order_are_refused(launch: str) -> None:
     for result in found(launch):

@@ -141,6 +141,7 @@ def test_a_rank_that_dies_before_or_in_reset_is_named(step: str, victim: int) ->
                 assert told["text"].endswith("The world that there was is closed")
 
 
+@pytest.mark.long
 def test_the_supervisor_says_that_a_rank_does_not_come(start: Start) -> None:
     run = start("-n", "3", "--min-ranks", "2", nursery().python, PROGRAMS, "init_without", "3")
     assert run.wait() == 0, run.text()
@@ -149,6 +150,7 @@ def test_the_supervisor_says_that_a_rank_does_not_come(start: Start) -> None:
     assert sorted(found) == [("0", *told), ("2", *told)]
 
 
+@pytest.mark.long
 def test_a_rank_that_is_started_again_before_init_is_waited_for(start: Start, tmp_path: Path) -> None:
     words = ["-n", "3", "--min-ranks", "2", "--restart-failed", "1"]
     run = start(*words, PROGRAMS, "init_after_all", str(tmp_path))

@@ -64,6 +64,7 @@ def test_a_rank_of_another_host_that_is_stopped_in_init_is_named(
         check(read(tmp_path, "told", left, 90), victim, "stopped")
 
 
+@long
 @several_hosts
 def test_a_rank_that_holds_the_interpreters_lock_in_init_is_not_lost(tmp_path: Path) -> None:
     with Racks(1, 3) as hosts, job_on(hosts, tmp_path, "is busy", "before the checks", "0"):
@@ -71,6 +72,7 @@ def test_a_rank_that_holds_the_interpreters_lock_in_init_is_not_lost(tmp_path: P
         assert {rank: told["error"] for rank, told in said.items()} == dict.fromkeys(range(3), ""), said
 
 
+@long
 @several_hosts
 def test_a_host_that_is_cut_off_in_init_is_named_and_names_the_others(tmp_path: Path) -> None:
     """It waits for a rank that is late, inside requests to the store of rank 0."""

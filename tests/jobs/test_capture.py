@@ -261,6 +261,7 @@ def driven(backends: list[str]) -> list[Any]:
         return [comm.polled_by_caller, step.by_caller]
 
 
+@pytest.mark.long
 def test_capture_records_whether_the_caller_polls_a_library() -> None:
     for backends, polled in ((["gloo"], []), (["mpi", "gloo"], ["mpi"])):
         for result in run_ranks(driven, 2, args=[backends]):
@@ -304,6 +305,7 @@ def captured_apart() -> list[Any]:
         return [said, mcr.plan_report(), measured]
 
 
+@pytest.mark.long
 def test_a_capture_that_ends_apart_leaves_the_trial_alike_on_all_ranks() -> None:
     first, other = (each.value for each in run_ranks(captured_apart, 2, via="torch"))
     assert first[1] == other[1]

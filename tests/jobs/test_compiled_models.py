@@ -127,6 +127,7 @@ def test_gradients_are_those_of_the_model_and_ready_part_after_part() -> None:
     assert compared("checkpoints", "blocks", [4]) == ["head", "2", "1", "0"]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # which Dynamo reads after a break
 @pytest.mark.parametrize("kind", ["plain", "frozen", "graph break", "shared blocks"])
 def test_every_kind_of_model_has_its_own_gradients(kind: str) -> None:
@@ -145,6 +146,7 @@ def test_every_kind_of_model_has_its_own_gradients(kind: str) -> None:
         assert ready["blocks"] == ["head", "2", "0"]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # by Inductor's own imports
 @pytest.mark.filterwarnings("ignore:Skipping serialization of skipfiles_inline")  # of torch 2.6
 @pytest.mark.parametrize("kind", ["plain", "checkpoints"])
@@ -153,6 +155,7 @@ def test_inductor_compiles_parts(kind: str, tmp_path: Path, monkeypatch: pytest.
     assert compared(kind, "blocks", [4, 6], "inductor") == ["head", "2", "1", "0"]
 
 
+@pytest.mark.long
 def test_parts_are_compiled_by_themselves_and_evaluation_is_not_cut() -> None:
     compiled: list[int] = []
 
@@ -269,6 +272,7 @@ def trained(plan: str, cuts: str, wrap_first: bool, steps: int) -> dict[str, Any
     return {"report": report, "worst": worst, "buckets": buckets, "cuts": call.cuts}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wrap_first", [True, False])
 def test_gradients_of_a_model_compiled_in_parts_are_averaged(wrap_first: bool) -> None:
     one, other = run_ranks(trained, 2, args=["size", "blocks", wrap_first, 4], via="torch")
@@ -277,6 +281,7 @@ def test_gradients_of_a_model_compiled_in_parts_are_averaged(wrap_first: bool) -
     assert one.value["buckets"][0][0].startswith(("norm", "unused"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("plan", ["size", "auto"])
 def test_cuts_are_chosen_in_the_job_alike_on_all_ranks(plan: str) -> None:
     results = [
@@ -346,6 +351,7 @@ def chosen(slow: str, plan: str) -> tuple[dict[str, Any], list[list[str]], tuple
         return report, own.buckets, call.cuts
 
 
+@pytest.mark.short("whole")
 @pytest.mark.parametrize(
     ("slow", "plan", "expected"),
     [("whole", "size", "blocks"), ("blocks", "size", "whole"), ("blocks", "auto", None)],
@@ -415,6 +421,7 @@ def branched(when: str, plan: str) -> tuple[float, list[str], list[str]]:
         return worst, planned, sorted(name for name, _ in model.named_parameters())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("plan", ["size", "auto"])
 @pytest.mark.parametrize("when", ["later", "on rank 1"])
 def test_gradients_missing_from_a_capture_are_averaged(when: str, plan: str) -> None:
@@ -459,6 +466,7 @@ def captured_compiled(when: str) -> list[Any]:
         return [during, len(compiled), sorted(ready)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("when", ["first", "later"])
 def test_a_capture_leaves_the_graph_whole(when: str) -> None:
     for result in run_ranks(captured_compiled, 2, args=[when], via="torch"):

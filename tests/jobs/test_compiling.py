@@ -79,6 +79,7 @@ def compiles_late(across: bool) -> dict[str, Any]:
     return {"waited": min(waited), "text": text, **{form: value.tolist() for form, value in values.items()}}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("across", [False, True], ids=["one host", "two hosts"])
 def test_deadlines_exclude_the_compilation_of_a_peer(across: bool) -> None:
     first, second = run_ranks(compiles_late, 2, args=[across], via="torch")
@@ -99,6 +100,7 @@ def libraries_without_kernels() -> list[bool]:
     return found
 
 
+@pytest.mark.long
 def test_no_compiler_where_no_kernel_is_used() -> None:
     # A variable that imports read: a process of its own, in which nothing has been imported before.
     for result in run_ranks(
@@ -198,6 +200,7 @@ print(json.dumps({"told": told, "found": found, "left": compiling._depth}))
 """
 
 
+@pytest.mark.long
 def test_two_threads_that_compile_the_same_kernel(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", IN_TWO_THREADS],
@@ -280,6 +283,7 @@ for line in sys.stdin:
 """For every line an import of the package, in a process that has not imported any of it before."""
 
 
+@pytest.mark.long
 def test_a_kernel_is_compiled_again_when_what_it_is_made_of_has_changed(tmp_path: Path) -> None:
     folder = tmp_path / "pair"
     folder.mkdir()
@@ -368,6 +372,7 @@ with compiling.preparing("it"):
 """
 
 
+@pytest.mark.long
 def test_without_a_terminal_only_the_compiling_process_logs(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PREPARES]
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
@@ -456,6 +461,7 @@ def _called(kernel: Any) -> Iterator[Any]:
         yield from (place[name] for place in places if isinstance(place.get(name), Dispatcher))
 
 
+@pytest.mark.long
 def test_warmup_leaves_no_kernel_out() -> None:
     from mcr_plus.backends.shm import p2p_checks
 

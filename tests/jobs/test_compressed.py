@@ -13,6 +13,7 @@ from ranks import run_ranks
 import mcr_plus as mcr
 
 
+@pytest.mark.short("2-backends0-True")
 @pytest.mark.parametrize(
     ("ranks", "backends", "briefly"),
     [(2, ["mpi", "gloo"], True), (2, ["mpi", "gloo"], False), (3, ["mpi"], False), (4, ["gloo"], False)],

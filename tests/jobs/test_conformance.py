@@ -84,6 +84,7 @@ def examined(launch: str) -> list[RankResult]:
     return results
 
 
+@pytest.mark.short("one rank-", "two ranks-")
 @pytest.mark.parametrize(("launch", "section"), CELLS)
 def test_conforms(launch: str, section: str) -> None:
     backends = LAUNCHES[launch][2]

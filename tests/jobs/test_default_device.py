@@ -59,6 +59,7 @@ def _train(comm: mcr.Communicator, failures: Failures) -> None:
     failures.check("mcr.wrap", difference(model.weight.grad, np.full((3, 5), 2 * mean)))
 
 
+@pytest.mark.short("mpi")
 @pytest.mark.parametrize("backend", ["gloo", "msccl", "mpi"])
 def test_cpu_tensors_under_another_default_device(backend: str) -> None:
     if backend == "mpi" and not mpi_usable():

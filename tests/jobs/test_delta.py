@@ -11,6 +11,7 @@ from ranks import run_ranks
 import mcr_plus as mcr
 
 
+@pytest.mark.short("shared memory-2")
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize(
     "backends", [["gloo"], ["mpi"], ["msccl", "gloo"]], ids=["gloo", "mpi", "shared memory"]
@@ -41,6 +42,7 @@ def test_a_receiver_of_messages_that_holds_something_else_gets_all_values_at_onc
     assert all(share <= 1.02 for _, share in found)
 
 
+@pytest.mark.short("2")
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_what_is_kept_is_bounded_and_what_is_dropped_comes_whole(ranks: int) -> None:
     results = run_ranks(jobs.bounded, ranks, args=[100_000, 7])
@@ -55,6 +57,7 @@ def test_what_is_kept_is_bounded_and_what_is_dropped_comes_whole(ranks: int) -> 
         assert "used least recently" not in result.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["broadcast", "all_gather", "scatter", "recv"])
 def test_a_rank_may_drop_what_it_holds_by_itself(kind: str) -> None:
     shares = []
@@ -86,6 +89,7 @@ def test_what_it_is_not_for_is_refused() -> None:
         assert "codec delta: tag 2097152; expected less than 2097152" in tag
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("inter", [True, False], ids=["between nodes", "everywhere"])
 def test_between_nodes_a_payload_is_encoded_once_and_forwarded(inter: bool) -> None:
     values = [each.value for each in run_ranks(jobs.hierarchical, 4, args=[inter])]

@@ -279,6 +279,7 @@ def four_ranks(every: bool) -> list[str]:
     return taken
 
 
+@pytest.mark.short("some pairs")
 @needs_mpi
 @pytest.mark.parametrize("every", [False, True], ids=["some pairs", "every pair"])
 def test_redistribution_between_meshes_and_within_planned(every: bool) -> None:
@@ -347,6 +348,7 @@ def flattened(sizes: tuple[int, ...], step: int) -> tuple[int, int]:
     return right, refused
 
 
+@pytest.mark.short("some pairs")
 @needs_mpi
 @pytest.mark.parametrize(
     ("sizes", "step"),
@@ -365,6 +367,7 @@ def small_tensors() -> list[str]:
         return check_planned(init_device_mesh("cpu", (2, 2)), SHAPE)
 
 
+@pytest.mark.long
 @needs_mpi
 def test_redistribution_of_small_tensors_within_planned() -> None:
     results = run_ranks(small_tensors, 4, timeout=240)

@@ -80,6 +80,7 @@ def _torch_says(folder: Path, caplog: pytest.LogCaptureFixture) -> str:
     return caplog.text
 
 
+@pytest.mark.long
 @libraries
 def test_faults_are_explained(library: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     via: Any = "mpi" if library == "mpi" else "torch"

@@ -103,6 +103,7 @@ def test_ranks_that_die_in_a_step_come_back(tmp_path: Path, victim: int, where: 
     assert numbers == list(range(50)), "each step once"
 
 
+@long
 def test_a_step_that_the_optimizer_has_made_is_not_repeated(tmp_path: Path) -> None:
     plan = {"steps": 20, "deaths": [[1, 5, 0, "step"]], "logs": True}
     status, text, ends = run(tmp_path, 3, plan, restarts=0)
@@ -111,6 +112,7 @@ def test_a_step_that_the_optimizer_has_made_is_not_repeated(tmp_path: Path) -> N
     check(ends, 20)
 
 
+@long
 def test_a_rank_that_dies_before_the_loop_begins_makes_all_begin_anew(tmp_path: Path) -> None:
     status, text, ends = run(tmp_path, 3, {"steps": 20, "deaths": [[2, -1, 0, "setup"]]})
     assert status == 0, text
@@ -143,6 +145,7 @@ def test_two_deaths_at_once_leave_too_few_until_one_comes_back(tmp_path: Path) -
     assert "started again (3 of 4)" in text
 
 
+@long
 def test_the_job_goes_on_with_fewer_ranks_when_no_restarts_are_left(tmp_path: Path) -> None:
     plan = {"steps": 20, "deaths": [[1, 5, 0, "forward"]]}
     status, text, ends = run(tmp_path, 3, plan, restarts=0)

@@ -250,12 +250,14 @@ def on_ranks(backends: list[str]) -> list[str]:
     return backends
 
 
+@pytest.mark.short("2")
 @needs_mpi
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_as_one_process_with_all_experts(ranks: int) -> None:
     run_ranks(on_ranks, ranks, args=[["msccl", "mpi", "gloo"]])
 
 
+@pytest.mark.long
 def test_without_mpi() -> None:
     run_ranks(on_ranks, 2, args=[["gloo"]], via="torch")
 

@@ -24,6 +24,7 @@ def values(target: Any, ranks: int, *args: Any, **options: Any) -> list[dict[str
     return [each.value for each in results]
 
 
+@pytest.mark.short("2-gloo->msccl")
 @pytest.mark.parametrize("backends", PAIRS, ids="->".join)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_all_results_are_right_whenever_a_library_breaks(backends: list[str], ranks: int) -> None:
@@ -96,6 +97,7 @@ def test_a_tensor_that_is_used_again_is_no_result(changes: str) -> None:
     assert first["last"] == second["last"] == [2.0] * 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("codec", [None, "int8_block"])
 def test_a_training_step_does_not_notice(codec: str | None) -> None:
     for each in values(jobs.through_the_pipeline, 2, ["msccl", "gloo"], codec):

@@ -222,6 +222,7 @@ def test_an_exit_with_success_is_no_error(status: int | None, why: str) -> None:
     assert why in first.value["text"]
 
 
+@pytest.mark.short("raises-1-ulfm", "SIGKILL-1-torch")
 @survivors
 @pytest.mark.parametrize(
     ("name", "victim"),
@@ -232,6 +233,7 @@ def test_survivors_report_the_missing_ranks(name: str, victim: int, via: Via) ->
     check_survivors(name, victim, via, "caller")
 
 
+@pytest.mark.long
 def test_messages_of_ranks_that_have_left() -> None:
     via: Via = "mpi" if mpi_usable() else "torch"
     first, *_ = run_ranks(
@@ -249,6 +251,7 @@ def test_messages_of_ranks_that_have_left() -> None:
             assert ("rank 2 has left" in outcome["text"]) == ("none" in form), (form, outcome)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not mpi_usable(), reason="needs MPI")
 @pytest.mark.parametrize("name", ["never calls", "SIGKILL"])
 def test_survivors_report_missing_ranks_beside_a_progress_thread(name: str) -> None:
@@ -279,6 +282,7 @@ def _endings(results: list[RankResult]) -> str:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("via", [pytest.param("mpi", marks=needs_mpi), "torch"])
 def test_wait_can_be_repeated_after_its_timeout(via: Via) -> None:
     first, second = run_ranks(patience, 2, args=[via], via=via, timeout=START_LIMIT_S)
@@ -314,6 +318,7 @@ print("end", flush=True)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "count",
     [int(os.environ.get("MCR_TEST_EXITS", "1")), pytest.param(50, marks=pytest.mark.slow, id="50")],
@@ -358,6 +363,7 @@ for _ in range(100_000):
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("via", [pytest.param("mpi", marks=needs_mpi), "torch"])
 def test_kill_9_in_the_middle_leaves_nothing(start: Start, folder: Path, tmp_path: Path, via: str) -> None:
     program = tmp_path / "program.py"
@@ -399,6 +405,7 @@ mcr.all_reduce(value)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["in a block", "outside"])
 @pytest.mark.parametrize("via", [pytest.param("mpi", marks=needs_mpi), "torch"])
 def test_launcher_names_the_rank_that_left_first(start: Start, tmp_path: Path, via: str, how: str) -> None:

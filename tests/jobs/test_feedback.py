@@ -33,6 +33,7 @@ from ranks import run_ranks
 CODECS = [str(config["codec"]) for config in FED_BACK]
 
 
+@pytest.mark.short("2-AVG")
 @pytest.mark.parametrize(("ranks", "op"), [(2, "AVG"), (3, "SUM")])
 def test_error_feedback_recovers_the_compression_error(ranks: int, op: str) -> None:
     for result in run_ranks(nothing_is_lost, ranks, args=[op, 12]):
@@ -53,6 +54,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, list
     return path, run_ranks(saves, 4, args=[path, 5])[0].value
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("late", [False, True])
 def test_residuals_survive_a_restart_with_fewer_ranks(
     saved: tuple[str, dict[str, list[float]]], late: bool
@@ -77,6 +79,7 @@ def test_ef21_estimate_converges() -> None:
             assert offs[-1] < (0.15 if codec == "sign1" else 1e-3) * offs[0], codec  # the slower, the coarser
 
 
+@pytest.mark.long
 def test_concurrent_calls_give_the_results_of_sequential_ones() -> None:
     for result in run_ranks(in_flight, 3, args=[6]):
         for name, (same, agreed, wrong) in result.value.items():
@@ -99,6 +102,7 @@ def test_momentum_correction_is_that_of_deep_gradient_compression() -> None:
         np.testing.assert_allclose(np.array(got), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 def test_non_finite_values_reach_all_ranks_and_leave_no_residual() -> None:
     for result in run_ranks(a_bad_step, 2):
         assert result.value.keys() == set(CODECS)
@@ -107,11 +111,13 @@ def test_non_finite_values_reach_all_ranks_and_leave_no_residual() -> None:
             assert finite in (expected, [True, False, True, True]), codec
 
 
+@pytest.mark.long
 def test_ef21_resets_after_non_finite_values() -> None:
     for result in run_ranks(a_bad_step_of_ef21, 3):
         assert result.value == {codec: [True, False, True, True] for codec in ("int8_block", "topk", "bf16")}
 
 
+@pytest.mark.long
 def test_state_belongs_to_tag_codec_and_options() -> None:
     results = [result.value for result in run_ranks(by_name, 4, args=[10])]
     for found in results:

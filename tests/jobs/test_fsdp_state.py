@@ -35,6 +35,7 @@ def check(found: dict[str, list[float]], steps: list[list[int]]) -> None:
         assert found[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
 
 
+@pytest.mark.short("victims0")
 @pytest.mark.parametrize(("victims", "where"), [([1], "before"), ([2], "backward"), ([0, 3], "before")])
 def test_shards_of_lost_ranks_come_from_their_replicas(victims: list[int], where: str) -> None:
     left = [rank for rank in range(4) if rank not in victims]
@@ -48,6 +49,7 @@ def test_shards_of_lost_ranks_come_from_their_replicas(victims: list[int], where
         check(value["later"], [[0, 1, 2, 3]] * 3 + [left] * 2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", ["before", "backward"])
 def test_shards_without_replicas_are_lost_and_a_model_can_be_sharded_again(where: str) -> None:
     for value in survivors([2], [4], where):

@@ -106,6 +106,7 @@ def everything(backend: str) -> list[str]:
     return problems
 
 
+@pytest.mark.short("2-mpi")
 @pytest.mark.parametrize("backend", [pytest.param("mpi", marks=needs_mpi), "gloo"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_all_kinds_fused_in_flight_give_correct_results(backend: str, ranks: int) -> None:
@@ -295,6 +296,7 @@ def bound_at_the_same_places(codec: str | None) -> list[Any]:
     return bound
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("codec", [None, "bf16", "int8_block"])
 def test_lookup_of_a_peers_buckets_binds_nothing(codec: str | None) -> None:
     first, second = run_ranks(bound_at_the_same_places, 2, args=[codec], via="torch")

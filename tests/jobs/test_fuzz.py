@@ -223,6 +223,7 @@ def fuzz(first_seed: int, programs: int, backends: list[str], progress: str) -> 
     return {"failures": failures[:5], "done": done}
 
 
+@pytest.mark.short("3-60-thread")
 @pytest.mark.parametrize(
     ("ranks", "programs", "progress"),
     [(2, 1500, "caller"), (3, 800, "caller"), (4, 500, "caller"), (2, 400, "thread"), (3, 60, "thread")],

@@ -141,6 +141,7 @@ def refused(folder: str) -> list[str]:
     return found
 
 
+@pytest.mark.long
 def test_a_plan_of_something_else_is_refused_on_all_ranks(tmp_path: Path) -> None:
     changes: list[tuple[dict[str, Any], str]] = [
         ({"ranks": 3}, "the plan is for 3 ranks, and this job has 2"),
@@ -194,6 +195,7 @@ def test_a_plan_is_for_the_tables_that_it_was_made_with(tmp_path: Path) -> None:
         assert "the plan was made with other tables: digests " in result.value
 
 
+@pytest.mark.long
 def test_a_plan_for_more_ranks_is_refused_on_one(tmp_path: Path) -> None:
     plan_of(network(), 8, NAMES).save(tmp_path / "plan.json")
     (result,) = run_ranks(refused, 1, args=[str(tmp_path)])
@@ -271,6 +273,7 @@ def elsewhere() -> list[Any]:
     return found
 
 
+@pytest.mark.long
 def test_a_plan_of_other_nodes_is_planned_anew() -> None:
     for result in run_ranks(elsewhere, 2):
         assert result.value == [True, False]
@@ -331,6 +334,7 @@ def resumed(late: bool) -> list[Any]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("late", [False, True])
 def test_loaded_state_restores_the_plan_without_a_trial(late: bool) -> None:
     first, other = run_ranks(resumed, 2, args=[late])

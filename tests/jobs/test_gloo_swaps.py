@@ -185,6 +185,7 @@ def waits_for_a_late_rank() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_those_in_flight_wait_for_a_late_rank_with_one_thread() -> None:
     early, late = run_ranks(waits_for_a_late_rank, 2, via="torch")
     assert early.value["equal"]
@@ -211,6 +212,7 @@ def loses_the_other_side() -> dict[str, Any]:
     return {"told": told, "total": total.item()}
 
 
+@pytest.mark.long
 def test_all_in_flight_are_told_of_the_death_of_the_other_side() -> None:
     env = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     survivor, _ = run_ranks(loses_the_other_side, 2, via="torch", check=False, env=env)

@@ -29,6 +29,7 @@ def test_the_codec_of_a_fused_operation_depends_on_its_own_size() -> None:
         assert max(found["coalesced"]) < 0.01
 
 
+@pytest.mark.long
 def test_gaps_between_gradients_do_not_change_results() -> None:
     codecs = [{"codec": "sign1"}, {"codec": "int4_block", "hadamard": True}]
     for result in run_ranks(repeated, 2, args=[codecs, 12]):
@@ -81,6 +82,7 @@ def test_exempt_gradients_are_not_compressed(
                     assert 1e-5 < off < 0.05, name
 
 
+@pytest.mark.long
 def test_error_feedback_sends_the_residuals_of_gradients_later() -> None:
     compress = {"codec": "int4_block", "error_feedback": True}
     for result in run_ranks(wrapped, 3, args=[compress, [], 8]):
@@ -92,6 +94,7 @@ def test_error_feedback_sends_the_residuals_of_gradients_later() -> None:
         assert all("+" in name for name in found["names"])  # called after the bucket's parameters
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("via", ["wrap", "ddp"])
 def test_training_with_codecs(via: str) -> None:
     ways: list[dict[str, Any]] = [
@@ -111,6 +114,7 @@ def test_training_with_codecs(via: str) -> None:
             assert bool(found["kept"]) == keeps
 
 
+@pytest.mark.long
 def test_feedback_and_exemptions_keep_the_loss_of_uncompressed_training() -> None:
     sign1, int4 = {"codec": "sign1"}, {"codec": "int4_block"}
     ways = [

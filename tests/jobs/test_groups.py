@@ -62,6 +62,7 @@ def asked(done: str) -> list[Any]:
     return [seconds, type(work.exception()).__name__, str(work.exception())]
 
 
+@pytest.mark.long
 def test_polling_without_wait_reports_a_missing_peer(tmp_path: Path) -> None:
     done = str(tmp_path / "done")
     seconds, error, text = run_ranks(asked, 2, args=[done], via="torch", check=False)[0].value
@@ -241,6 +242,7 @@ def messages_beside(backend: str) -> list[str]:
     return found
 
 
+@pytest.mark.short("torch-msccl")
 @pytest.mark.parametrize(("via", "backend"), [("torch", "msccl"), ("torch", "gloo"), ("mpi", "mpi")])
 def test_messages_of_one_thread_beside_collectives_of_another(via: Via, backend: str) -> None:
     if via == "mpi" and not mpi_usable():

@@ -358,6 +358,7 @@ SHARED_MEMORY_AND_GLOO: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.short("shared memory, gloo]")
 @pytest.mark.parametrize(
     ("ranks", "backends", "options", "every_type"),
     [
@@ -394,15 +395,18 @@ def outcomes() -> list[dict[str, str]]:
     return [result.value for result in run_ranks(four_ranks, 4, via="torch", timeout=300)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("section", FOUR_RANKS)
 def test_on_four_ranks(outcomes: list[dict[str, str]], section: str) -> None:
     assert [each[section] for each in outcomes] == [""] * 4
 
 
+@pytest.mark.long
 def test_parameters_and_gradients_of_fsdp() -> None:
     run_ranks(hierarchical_jobs.parameters_and_gradients_of_fsdp, 4, via="torch", timeout=300)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(why_not() is not None, reason=f"two hosts: {why_not()}")
 def test_two_hosts_of_two_ranks(tmp_path: Path) -> None:
     with TwoHosts(None) as hosts:

@@ -23,6 +23,7 @@ def test_two_ranks(tmp_path: Path) -> None:
         assert result.value == names
 
 
+@pytest.mark.long
 def test_three_ranks(tmp_path: Path) -> None:
     names = [section.__name__ for section in horovod_jobs.SECTIONS]
     for result in run_ranks(horovod_jobs.everything, 3, args=[str(tmp_path)], via="torch", timeout=240):
@@ -34,6 +35,7 @@ def test_one_rank(tmp_path: Path) -> None:
         assert result.value == ["alone"]
 
 
+@pytest.mark.long
 def test_fused_operations_complete_when_the_program_exits_without_shutdown(tmp_path: Path) -> None:
     for result in run_ranks(horovod_jobs.fused, 2, args=[str(tmp_path)], via="torch"):
         assert result.value == ["fused"]
@@ -44,6 +46,7 @@ def test_error_feedback_belongs_to_names(tmp_path: Path) -> None:
         assert result.value == ["feedback"]
 
 
+@pytest.mark.long
 def test_ranks_that_have_not_started_an_operation_are_named(tmp_path: Path) -> None:
     told = run_ranks(horovod_jobs.late, 2, args=[str(tmp_path)], via="torch")[0].value
     assert told == "'wanted': not started by ranks [1] within 3 s"

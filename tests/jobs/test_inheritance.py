@@ -21,6 +21,7 @@ def values(target: Any, ranks: int, lost: list[int], *args: Any) -> list[Any]:
     return [each.value for each in results]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["gloo", "msccl"])
 def test_persistent_operations_are_bound_again(backend: str) -> None:
     found = values(jobs.persistent_operations, 4, [1], backend)
@@ -67,6 +68,7 @@ def test_groups_have_successors() -> None:
         assert second["fresh"] == [[0, 1, 2], 1101, "group5"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["gloo", "msccl"])
 def test_models_follow_their_groups_and_one_that_is_dropped_somewhere_holds_nobody_up(backend: str) -> None:
     found = values(jobs.models, 4, [1], backend)
@@ -79,6 +81,7 @@ def test_models_follow_their_groups_and_one_that_is_dropped_somewhere_holds_nobo
         assert value.get("dropped") == (None if rank == 3 else "Revoked")
 
 
+@pytest.mark.long
 def test_residuals_of_a_group_are_kept() -> None:
     found = values(jobs.residuals_of_groups, 4, [1])
     assert all(np.abs(found[rank]["own"]).sum() > 1 for rank in (0, 3))
@@ -88,6 +91,7 @@ def test_residuals_of_a_group_are_kept() -> None:
     np.testing.assert_allclose(np.array(found[0]["sent"]) + kept, given, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.short("asked")
 @pytest.mark.parametrize("when", ["asked", "taken"])
 def test_a_loss_while_it_is_taken_over(when: str) -> None:
     found = values(jobs.a_loss_meanwhile, 4, [1, 3], when)
@@ -97,6 +101,7 @@ def test_a_loss_while_it_is_taken_over(when: str) -> None:
         assert (found[rank]["gradient"], found[rank]["size"]) == (pytest.approx([(1 + 100) / 2]), 2)
 
 
+@pytest.mark.long
 def test_groups_and_models_of_worlds_that_are_merged(tmp_path: Path) -> None:
     found = values(jobs.merged_worlds, 4, [], str(tmp_path))
     # The new ranks 0, 1, 2, 3 are those that had 3, 0, 2, 1 in the first world.
@@ -125,6 +130,7 @@ def test_a_state_is_sent_without_loss_whatever_the_pipeline_does(
     assert {each for value in found for each in value["codecs"] if each} == ({used} if used else set())
 
 
+@pytest.mark.long
 def test_a_state_is_not_encoded_with_loss_between_nodes_because_a_rule_is_without() -> None:
     for value in values(jobs.transfer, 4, [], "int8_block", "both"):
         assert value["equal"]

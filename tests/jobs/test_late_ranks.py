@@ -100,6 +100,7 @@ def logs() -> list[str]:
     return [each for each in told if "is late" in each]
 
 
+@pytest.mark.long
 def test_a_rank_that_is_late_all_the_time_is_logged_by_one_other() -> None:
     by_rank = [result.value for result in run_ranks(logs, 3, via="torch")]
     assert [len(told) for told in by_rank] == [1, 0, 0]

@@ -153,6 +153,7 @@ def is_running(pid: int) -> bool:
     return state not in "ZX"
 
 
+@pytest.mark.short("torch")
 @both
 def test_job_that_works_ends_with_0_and_leaves_nothing(start: Start, folder: Path, via: str) -> None:
     run = start("-n", "2", "--via", via, PROGRAMS, "finish")
@@ -162,6 +163,7 @@ def test_job_that_works_ends_with_0_and_leaves_nothing(start: Start, folder: Pat
     assert leftovers(folder, run) == []
 
 
+@pytest.mark.short("SIGINT-mpi")
 @both
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
 def test_signal_ends_all_ranks(start: Start, folder: Path, via: str, number: signal.Signals) -> None:
@@ -183,6 +185,10 @@ def test_ranks_that_ignore_requests_are_killed(start: Start, folder: Path) -> No
     assert leftovers(folder, run) == []
 
 
+@pytest.mark.short(
+    "raise-exited with status 1:-ValueError: the reason it failed-mpi",
+    "kill-was killed by SIGKILL, without a word-None-mpi",
+)
 @both
 @pytest.mark.parametrize(
     ("how", "ending", "last"),
@@ -209,6 +215,7 @@ def test_failing_rank_ends_the_job_and_is_shown(
     assert leftovers(folder, run) == []
 
 
+@pytest.mark.short("mpi")
 @both
 def test_the_dump_of_a_fault_is_shown_once(start: Start, tmp_path: Path, via: str) -> None:
     program = tmp_path / "program.py"
@@ -236,6 +243,7 @@ def test_the_dump_of_a_fault_is_shown_once(start: Start, tmp_path: Path, via: st
     assert "thread 0x" not in told
 
 
+@pytest.mark.long
 @both
 def test_one_mistake_of_all_ranks_is_one_message(start: Start, via: str) -> None:
     run = start("-n", "2", "--via", via, PROGRAMS, "mistake")
@@ -346,6 +354,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.short("mpi")
 @both
 def test_a_program_finds_itself_as_when_python_runs_it(start: Start, tmp_path: Path, via: str) -> None:
     (tmp_path / "beside.py").touch()
@@ -378,6 +387,7 @@ threading.Thread(target=late).start()
 """
 
 
+@pytest.mark.long
 def test_a_program_stays_itself_after_its_last_line(start: Start, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(_AFTERWARDS)
     run = start("-n", "1", "--via", "torch", str(tmp_path / "program.py"))
@@ -441,6 +451,7 @@ def test_an_exception_of_ranks_that_are_slow_to_end_is_shown_once_and_without_wh
         channels.close()
 
 
+@pytest.mark.long
 def test_whole_tracebacks_on_request(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MCR_TRACEBACK", "1")
     run = start("-n", "1", "--via", "torch", PROGRAMS, "mistake")
@@ -504,6 +515,7 @@ def test_ranks_that_failed_alike_share_a_message() -> None:
     ]
 
 
+@pytest.mark.long
 @both
 def test_the_cause_is_shown_before_its_consequences(start: Start, tmp_path: Path, via: str) -> None:
     program = tmp_path / "program.py"
@@ -626,6 +638,7 @@ def test_a_line_of_the_launcher_may_hold_any_text(tmp_path: Path) -> None:
         channels.close()
 
 
+@pytest.mark.long
 @both
 def test_kill_9_of_a_rank_from_outside(start: Start, folder: Path, via: str) -> None:
     run = start("-n", "3", "--via", via, PROGRAMS, "sleep")
@@ -638,6 +651,7 @@ def test_kill_9_of_a_rank_from_outside(start: Start, folder: Path, via: str) -> 
     assert leftovers(folder, run) == []
 
 
+@pytest.mark.short("mpi")
 @both
 def test_kill_9_of_the_launcher_ends_ranks_and_the_next_start_cleans_up(
     start: Start, folder: Path, via: str
@@ -654,6 +668,7 @@ def test_kill_9_of_the_launcher_ends_ranks_and_the_next_start_cleans_up(
     assert leftovers(folder, run, following) == []
 
 
+@pytest.mark.short("mpi")
 @both
 def test_all_listening_sockets_are_on_loopback(start: Start, via: str) -> None:
     if via == "mpi" and _is_intel_mpi():
@@ -696,6 +711,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.long
 @both
 def test_the_store_of_torch_is_on_loopback(start: Start, tmp_path: Path, via: str) -> None:
     """A program that knows nothing of us meets by `env://`, and more than once."""
@@ -720,6 +736,7 @@ def test_a_reserved_port_is_for_servers_alone() -> None:
         socket.create_connection(("127.0.0.1", port), timeout=5).close()
 
 
+@pytest.mark.short("mpi")
 @both
 def test_folders_of_a_job_are_for_their_owner_only(start: Start, folder: Path, via: str) -> None:
     run = start("-n", "2", "--via", via, PROGRAMS, "sleep")
@@ -728,6 +745,7 @@ def test_folders_of_a_job_are_for_their_owner_only(start: Start, folder: Path, v
         assert path.stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.long
 @both
 def test_two_jobs_at_once_do_not_touch_each_other(start: Start, folder: Path, via: str) -> None:
     first = start("-n", "2", "--via", via, PROGRAMS, "sleep")
@@ -750,6 +768,7 @@ def test_lines_of_ranks_stay_whole(start: Start) -> None:
     assert all(re.fullmatch(r"\[[01]\] (line \d+ x{200}|error \d+ y{200})", line) for line in lines)
 
 
+@pytest.mark.short("mpi")
 @both
 def test_closed_output_pipe_ends_the_job(folder: Path, via: str) -> None:
     words = ["-m", "mcr_plus.cli.main", "run", "-n", "2", "--via", via, PROGRAMS, "lines", "20000"]
@@ -764,6 +783,7 @@ def test_closed_output_pipe_ends_the_job(folder: Path, via: str) -> None:
     assert told == ["mcr-plus: its output was closed; all ranks ended"]
 
 
+@pytest.mark.long
 @both
 def test_closed_output_and_error_pipes_end_the_job(folder: Path, via: str) -> None:
     program = folder / "program.py"
@@ -1029,6 +1049,7 @@ def test_mpi_flavour_is_the_one_next_to_the_interpreter() -> None:
 MPICH_PYTHON = os.environ.get("MCR_TEST_MPICH_PYTHON", "")
 
 
+@pytest.mark.short("raise")
 @pytest.mark.skipif(
     not MPICH_PYTHON,
     reason="MCR_TEST_MPICH_PYTHON names no interpreter of an environment with mpich and mpi4py",
@@ -1059,6 +1080,7 @@ with mcr.init(backends=["gloo"]) as comm:
 """
 
 
+@pytest.mark.long
 @needs_mpi
 def test_a_library_that_only_carries_an_address_ends_well(tmp_path: Path) -> None:
     """Under plain mpiexec ranks meet through MPI, also in a job that does not use it otherwise."""
@@ -1149,6 +1171,7 @@ def _meet_late(
     return exchange(part, rank, 3, "delays", str(delay), patience)
 
 
+@pytest.mark.long
 def test_tasks_of_a_slurm_step_find_each_other(tmp_path: Path) -> None:
     """What srun tells its tasks, without srun."""
     program = tmp_path / "program.py"
@@ -1219,6 +1242,7 @@ def test_too_little_shared_memory_is_reported_before_mpi_starts() -> None:
     assert "--shm-size" in run.stderr
 
 
+@pytest.mark.long
 def test_too_little_shared_memory_is_reported_under_mpiexec() -> None:
     launcher, small = _little_shared_memory()
     program = "import mcr_plus as mcr; mcr.init(); mcr.barrier()"

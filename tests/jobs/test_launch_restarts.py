@@ -72,6 +72,7 @@ def test_a_killed_rank_is_started_again_and_the_others_live_on(start: Start, fol
     assert leftovers(folder, run) == []
 
 
+@pytest.mark.long
 def test_the_others_are_not_disturbed(start: Start, tmp_path: Path) -> None:
     run = start("-n", "3", "--min-ranks", "1", "--restart-failed", "2", PROGRAMS, "wait", str(tmp_path))
     pids = run.wait_until_up(3)
@@ -104,6 +105,7 @@ def test_restarts_are_used_up_and_the_job_goes_on(start: Start, tmp_path: Path) 
     ]
 
 
+@pytest.mark.long
 def test_too_few_ranks_end_the_job(start: Start, folder: Path, tmp_path: Path) -> None:
     run = start("-n", "2", "--min-ranks", "2", PROGRAMS, "fail_and_wait", "7", str(tmp_path))
     assert run.wait() == 1
@@ -114,6 +116,7 @@ def test_too_few_ranks_end_the_job(start: Start, folder: Path, tmp_path: Path) -
     assert leftovers(folder, run) == []
 
 
+@pytest.mark.long
 def test_a_rank_that_fails_at_once_is_not_started_again_and_again_at_once(start: Start) -> None:
     run = start("-n", "1", "--min-ranks", "1", "--restart-failed", "2", "-m", "no_such_module")
     assert run.wait() == 1
@@ -125,6 +128,7 @@ def test_a_rank_that_fails_at_once_is_not_started_again_and_again_at_once(start:
     assert times[2] - times[0] > 1.5  # two seconds, but for how long the first one took to start
 
 
+@pytest.mark.long
 def test_a_rank_that_ended_with_0_is_not_started_again_and_counts(start: Start, tmp_path: Path) -> None:
     words = ["--min-ranks", "2", "--restart-failed", "1"]
     run = start("-n", "2", *words, PROGRAMS, "leave", str(tmp_path))
@@ -153,6 +157,7 @@ def test_a_rank_that_nobody_takes_in_fails_a_job_that_goes_on_by_shrink(
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("program", ["wait", "stubborn"])
 def test_kill_9_of_the_launcher_ends_ranks_and_leaves_nothing(
     start: Start, folder: Path, tmp_path: Path, program: str
@@ -166,6 +171,7 @@ def test_kill_9_of_the_launcher_ends_ranks_and_leaves_nothing(
     assert len(starts(run)) == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("program", ["wait", "stubborn"])
 def test_kill_9_of_the_supervisor_ends_ranks_and_leaves_nothing(
     start: Start, folder: Path, tmp_path: Path, program: str
@@ -181,6 +187,7 @@ def test_kill_9_of_the_supervisor_ends_ranks_and_leaves_nothing(
     assert leftovers(folder, run) == []
 
 
+@pytest.mark.long
 def test_kill_9_of_all_processes_and_a_start_with_another_temporary_directory(
     start: Start, folder: Path, tmp_path: Path
 ) -> None:
@@ -309,6 +316,7 @@ def test_a_job_whose_second_folder_cannot_be_made_leaves_none(
     assert set(os.listdir("/proc/self/fd")) == before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
 @pytest.mark.parametrize("program", ["wait", "stubborn"])
 def test_a_signal_ends_all_ranks(
@@ -323,6 +331,7 @@ def test_a_signal_ends_all_ranks(
     assert leftovers(folder, run) == []
 
 
+@pytest.mark.long
 def test_the_exception_of_a_rank_that_is_started_again_is_one_line(start: Start) -> None:
     words = ["--min-ranks", "1", "--restart-failed", "1", "--tag-output"]
     run = start("-n", "2", *words, PROGRAMS, "raises")
@@ -336,6 +345,7 @@ def test_the_exception_of_a_rank_that_is_started_again_is_one_line(start: Start)
     )
 
 
+@pytest.mark.long
 def test_the_summary_is_of_the_last_process(start: Start) -> None:
     words = ["--min-ranks", "2", "--restart-failed", "1"]
     run = start("-n", "2", *words, PROGRAMS, "raises_always")
@@ -349,6 +359,7 @@ def test_the_summary_is_of_the_last_process(start: Start) -> None:
     assert run.text().count("Traceback") == 1
 
 
+@pytest.mark.long
 def test_whole_tracebacks_on_request(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MCR_TRACEBACK", "1")
     run = start("-n", "2", "--min-ranks", "1", "--restart-failed", "1", PROGRAMS, "raises")
@@ -360,6 +371,7 @@ def test_whole_tracebacks_on_request(start: Start, monkeypatch: pytest.MonkeyPat
 NAMES = ("MCR_MIN_RANKS", "MCR_SECRET", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE", "MASTER_PORT")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("given", [None, "known to the user alone"])
 def test_variables_of_ranks(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None

@@ -146,6 +146,7 @@ def failures(every: bool) -> list[str]:
     return failed
 
 
+@pytest.mark.short("some")
 @needs_mpi
 @pytest.mark.parametrize("pairs", ["some", "all"])
 def test_gradients_are_those_of_one_process(pairs: str) -> None:

@@ -94,6 +94,7 @@ def test_destroyed_groups() -> None:
         check([result.value for result in run_ranks(groups, 2, args=[config], via="torch")])
 
 
+@pytest.mark.long
 def test_jobs_that_have_ended() -> None:
     for target in (jobs_of_torch, jobs_of_ours):
         check([result.value for result in run_ranks(target, 2, args=[GLOO], via="torch")])
@@ -186,6 +187,7 @@ def dropped(rounds: int) -> dict[str, object]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("via", [pytest.param("mpi", marks=needs_mpi), "torch"])
 @pytest.mark.parametrize("rounds", [ROUNDS, pytest.param(1000, marks=pytest.mark.slow)])
 def test_dropped_groups_and_models(via: Via, rounds: int) -> None:
@@ -293,6 +295,7 @@ def many_signatures() -> dict[str, object]:
     }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("via", [pytest.param("mpi", marks=needs_mpi), "torch"])
 def test_signatures_are_bounded(via: Via) -> None:
     for result in run_ranks(many_signatures, 2, via=via):

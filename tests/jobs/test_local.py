@@ -53,6 +53,7 @@ def test_ranks_do_what_the_simulation_does(ranks: int, backend: str, dispatch: d
                 np.testing.assert_allclose(outer, wanted.outer[step], rtol=1e-11, atol=1e-13)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_codec_leaves_replicas_with_the_same_bits(ranks: int) -> None:
     results = [each.value for each in run_ranks(jobs.codecs, ranks, timeout=240)]
@@ -68,6 +69,7 @@ def test_every_codec_leaves_replicas_with_the_same_bits(ranks: int) -> None:
     assert carried >= 15
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_last_of_training_is_sent_by_the_codec_or_exactly(ranks: int) -> None:
     results = [each.value for each in run_ranks(jobs.endings, ranks, timeout=240)]
@@ -107,6 +109,7 @@ def test_rules_choose_codecs_by_tag() -> None:
         assert result.value["outer.1"] == ["int8_block"]
 
 
+@pytest.mark.long
 def test_a_rule_compresses_between_nodes_alone() -> None:
     found = [each.value for each in run_ranks(jobs.between_nodes, 4)]
     for rank, each in enumerate(found):
@@ -136,10 +139,12 @@ def test_what_is_refused() -> None:
         assert "wrapped by mcr.wrap" in found["wrapped"]
 
 
+@pytest.mark.long
 def test_checkpoints_at_every_step_restore_the_same_run() -> None:
     assert all(result.value for result in run_ranks(jobs.restored, 2))
 
 
+@pytest.mark.long
 def test_what_becomes_of_residuals() -> None:
     results = [each.value for each in run_ranks(jobs.feedback, 2, timeout=240)]
     for found in results:
@@ -170,6 +175,7 @@ def survivors(target: Any, ranks: int, lost: list[int], args: list[Any]) -> list
 INT4 = {"codec": "int4_block", "error_feedback": True}
 
 
+@pytest.mark.short("1-9-3")
 @pytest.mark.parametrize(
     ("victim", "at", "delay", "compress"),
     [(1, 7, 0, None), (2, 9, 3, None), (0, 6, 3, None), (1, 9, 3, INT4)],
@@ -185,6 +191,7 @@ def test_a_rank_that_is_killed_costs_at_most_a_round(
     assert all(missing in (0, 1) for missing in np.subtract([6, 5], first["rounds"])), first["rounds"]
 
 
+@pytest.mark.long
 def test_a_newcomer_begins_with_the_outer_state(tmp_path: Path) -> None:
     found = survivors(jobs.with_a_newcomer, 3, [], [str(tmp_path)])
     trained, new = found[0], found[2]
@@ -205,6 +212,7 @@ def test_a_newcomer_begins_with_the_outer_state(tmp_path: Path) -> None:
     assert trained["begun"]["values"] != trained["begun"]["outer"]
 
 
+@pytest.mark.long
 def test_a_rank_that_is_started_again_joins_an_elastic_loop(tmp_path: Path) -> None:
     words = ["run", "-n", "3", "--min-ranks", "2", "--restart-failed", "2"]
     command = [sys.executable, "-m", "mcr_plus.cli.main", *words, str(local_elastic.__file__), str(tmp_path)]

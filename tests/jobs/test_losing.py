@@ -53,6 +53,7 @@ def check(job: Job, survivors: list[int], lost: list[int], since: float, seen: s
         assert told["at"] - since < LIMIT_S, (rank, told, since)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("how", SEEN)
 @pytest.mark.parametrize("library", ["gloo", "msccl", mpi])
@@ -62,6 +63,7 @@ def test_one_host(tmp_path: Path, library: str, how: str, way: str) -> None:
         check(job, [0, 1], [2], since, SEEN[how])
 
 
+@pytest.mark.long
 @several_hosts
 @pytest.mark.parametrize("victim", [0, 1])  # rank 0 has the job's store
 @pytest.mark.parametrize("way", WAYS)
@@ -72,6 +74,7 @@ def test_two_hosts(tmp_path: Path, how: str, way: str, victim: int) -> None:
         check(job, [1 - victim], [victim], since, SEEN[how])
 
 
+@pytest.mark.short("wait")
 @several_hosts
 @pytest.mark.parametrize("way", WAYS)
 def test_two_hosts_cut_off_from_each_other(tmp_path: Path, way: str) -> None:
@@ -82,6 +85,7 @@ def test_two_hosts_cut_off_from_each_other(tmp_path: Path, way: str) -> None:
         check(job, [1], [0], since, "no heartbeat")
 
 
+@pytest.mark.long
 @several_hosts
 def test_a_cut_link_is_found_by_connections_that_acknowledge_nothing(tmp_path: Path) -> None:
     with TwoHosts(None) as hosts, job_on(hosts, tmp_path, "gloo", "wait", heartbeat="auto") as job:
@@ -91,6 +95,7 @@ def test_a_cut_link_is_found_by_connections_that_acknowledge_nothing(tmp_path: P
         check(job, [1], [0], since, "no heartbeat")
 
 
+@pytest.mark.long
 @several_hosts
 @pytest.mark.parametrize("cut", [0, 2])
 def test_three_hosts_of_which_one_is_cut_off(tmp_path: Path, cut: int) -> None:
@@ -103,6 +108,7 @@ def test_three_hosts_of_which_one_is_cut_off(tmp_path: Path, cut: int) -> None:
         check(job, beyond, rest, since, "no heartbeat")
 
 
+@pytest.mark.long
 @several_hosts
 def test_three_hosts_a_death_names_one_rank_everywhere(tmp_path: Path) -> None:
     with Racks(1, 3) as hosts, job_on(hosts, tmp_path, "gloo", "wait", per_host=2) as job:
@@ -125,6 +131,7 @@ def wait_for_agents(job: Job, before: dict[int, int]) -> dict[int, int]:
     return pairs
 
 
+@pytest.mark.long
 @several_hosts
 @pytest.mark.parametrize("which", ["working", "supervising", "stopped"])
 def test_an_agent_that_is_lost_is_replaced_and_no_rank_with_it(tmp_path: Path, which: str) -> None:
@@ -139,6 +146,7 @@ def test_an_agent_that_is_lost_is_replaced_and_no_rank_with_it(tmp_path: Path, w
         check(job, [0], [1], since, "process has died")
 
 
+@pytest.mark.long
 @several_hosts
 def test_a_rank_that_computes_for_long_is_not_lost(tmp_path: Path) -> None:
     """Neither is one that holds the interpreter's lock all the time."""
@@ -149,6 +157,7 @@ def test_a_rank_that_computes_for_long_is_not_lost(tmp_path: Path) -> None:
         check(job, [0], [1], since, "process has died")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stopped", ["wait", "30s"])
 def test_stopped_ranks_are_waited_for_if_the_configuration_says_so(tmp_path: Path, stopped: str) -> None:
     with job_here(tmp_path, 2, "gloo", "wait", stopped=stopped, python=nursery().python) as job:

@@ -94,6 +94,7 @@ def other_configuration() -> dict[str, Any]:
 # -- tests ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.short("torch-2-first-0")
 @pytest.mark.parametrize(
     ("via", "ranks", "check", "before"),
     [
@@ -250,6 +251,7 @@ def _exchange(group: Group, backend: str, name: str, source: int | None) -> None
         group.recv(torch.zeros(received, dtype=dtype), source, backend=backend)
 
 
+@pytest.mark.long
 @both
 def test_messages_that_do_not_fit(via: Via) -> None:
     sender, receiver = run_ranks(messages, 2, args=[via], via=via, timeout=START_LIMIT_S)
@@ -302,6 +304,7 @@ def fork(via: str) -> dict[str, Any]:
     return {"told": told, "code": code, "value": value[0].item()}
 
 
+@pytest.mark.long
 @both
 @pytest.mark.filterwarnings("ignore")
 def test_forked_child_is_refused(via: Via) -> None:

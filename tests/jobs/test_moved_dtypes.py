@@ -46,6 +46,7 @@ def test_they_move() -> None:
     _run("three ranks", (7,))
 
 
+@pytest.mark.long
 @needs_mpi
 @pytest.mark.parametrize("job", JOBS)
 def test_they_move_in_all_sizes_and_layers(job: str) -> None:
@@ -58,6 +59,7 @@ def test_they_move_by_torch_distributed(ranks: int) -> None:
         assert result.value["failures"] == []
 
 
+@pytest.mark.long
 @needs_mpi
 @pytest.mark.parametrize("backend", ALL)
 @pytest.mark.parametrize("kind", ["broadcast", "message"])

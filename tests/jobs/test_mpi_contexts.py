@@ -70,6 +70,7 @@ def many_groups(groups: int) -> dict[str, Any]:
     return {"contexts": contexts, "rooms": rooms, "given back": given_back, "told": told}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("ranks", "groups"), [(2, 12), (3, 4)])
 def test_communicators_are_bounded_in_a_process(ranks: int, groups: int) -> None:
     results = run_ranks(many_groups, ranks, args=[groups], timeout=180, teardown=True)
@@ -219,6 +220,7 @@ def one_after_another(seed: int) -> list[int]:
     return sorted(_channels(comm)["world"].contexts.own)
 
 
+@pytest.mark.short("2")
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_operations_that_start_later_pass_the_gate_once(ranks: int) -> None:
     first, *others = run_ranks(one_after_another, ranks, args=[ranks], timeout=120)

@@ -182,6 +182,7 @@ class Case:
             self.becomes(value, self.base + 10 * self.me + root)
 
 
+@pytest.mark.short("2")
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_every_algorithm_by_name(ranks: int) -> None:
     for result in run_ranks(every_algorithm, ranks, via="torch", timeout=180):
@@ -535,6 +536,7 @@ def late(done: str) -> str:
     return str(missed.value)
 
 
+@pytest.mark.long
 def test_a_late_rank_is_named_with_its_last_operation(tmp_path: Path) -> None:
     results = run_ranks(late, 2, args=[str(tmp_path / "done")], via="torch", check=False)
     assert "rank 1: last issued #7, process running" in str(results[0].value)

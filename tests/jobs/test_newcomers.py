@@ -19,6 +19,7 @@ from mcr_plus.communicator.transfer import Has, broadcast_differences
 long = pytest.mark.long
 
 
+@long
 def test_what_a_newcomer_has_is_not_sent_while_the_others_wait(tmp_path: Path) -> None:
     plan = {"steps": 60, "deaths": [[1, 5, 0, "forward"]], "nap": 0.3, "full": 3, "precopy": True}
     status, text, ends = run(tmp_path, 3, plan)
@@ -30,6 +31,7 @@ def test_what_a_newcomer_has_is_not_sent_while_the_others_wait(tmp_path: Path) -
     assert ends[1]["sent"] == ends[0]["sent"][-1:] == [8]
 
 
+@long
 @pytest.mark.parametrize(
     "deaths",
     [

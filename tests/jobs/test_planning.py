@@ -106,6 +106,7 @@ def weighed(table: str) -> list[list[float]]:
     return found
 
 
+@pytest.mark.long
 def test_a_codec_of_the_pipeline_is_weighed_once(tmp_path: Path) -> None:
     """The times of the table are linear, and an all_gather's are half by byte, see `as_all_reduces`."""
     (tmp_path / "table.yaml").write_text(
@@ -333,6 +334,7 @@ def tried(slow: str, codecs: list[str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("codecs", [[], ["bf16"]], ids=["exact", "codecs"])
 @pytest.mark.parametrize(("slow", "chosen"), [("searched", "by size"), ("by size", "searched")])
 def test_auto_plan_keeps_the_plan_with_faster_measured_steps(
@@ -389,6 +391,7 @@ def hierarchically() -> dict[str, Any]:
         }  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_plan_may_leave_buckets_to_a_hierarchical_pipeline() -> None:
     for result in run_ranks(hierarchically, 4, via="torch", timeout=120):
         assert result.value["chosen"] == ["searched", [None]]
@@ -509,6 +512,7 @@ def left_alone() -> list[Any]:
     return found
 
 
+@pytest.mark.long
 def test_auto_plan_falls_back_to_buckets_by_size_for_unsupported_gradients() -> None:
     first, other = run_ranks(left_alone, 2, timeout=120)
     assert first.value == other.value == [None, None, None]
@@ -550,6 +554,7 @@ def given_up(why: str) -> tuple[list[Any], list[int], float]:
     return goes_on, buckets, worst
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("why", "passes", "said"), [("failure", 5, "MemoryError"), ("stale", 11, "without a new gradient")]
 )
@@ -589,6 +594,7 @@ def left_out() -> list[str]:
     return said
 
 
+@pytest.mark.long
 def test_plans_with_missing_or_duplicate_gradients_are_refused() -> None:
     for result in run_ranks(left_out, 2, timeout=120):
         out, twice = result.value
@@ -672,6 +678,7 @@ def irregular() -> list[Any]:
         return [mcr.plan_report(), wrapping._wrapped[model].reducer.buckets, digest, worst]
 
 
+@pytest.mark.long
 def test_ranks_send_the_same_with_different_parameters_in_use() -> None:
     results = [each.value for each in run_ranks(irregular, 3, timeout=120)]
     report, buckets, digest, _ = results[0]

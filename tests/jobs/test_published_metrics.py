@@ -273,6 +273,7 @@ def test_published_numbers_are_those_of_the_records(tmp_path: Path) -> None:
     assert {each.name for each in tmp_path.iterdir()} == {"job_rank0.prom", "job_rank1.prom"}
 
 
+@pytest.mark.long
 def test_what_cannot_be_opened_is_refused_and_what_is_down_is_logged_once(tmp_path: Path) -> None:
     port, taken = free_ports(2)
     with socket.create_server(("127.0.0.1", taken)):

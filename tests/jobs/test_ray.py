@@ -56,6 +56,7 @@ def error_of(folder: Path, job: str) -> list[str] | None:
     return errors.get(job)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("job", "attempt", "libraries", "tolerance"),
     [("trained", 0, {"msccl", "gloo"}, 1e-5), ("restarted", 1, {"msccl", "gloo"}, 2e-2)],
@@ -76,6 +77,7 @@ def test_workers_train_as_one_process(
         assert "error" not in worker
 
 
+@pytest.mark.long
 def test_workers_have_the_configuration_of_their_environment(folder: Path) -> None:
     for worker in seen(folder, "restarted", 1):
         assert {codec for kind, codec in worker["operations"] if kind == "all_reduce"} == {"bf16"}
@@ -83,6 +85,7 @@ def test_workers_have_the_configuration_of_their_environment(folder: Path) -> No
         assert {codec for _, codec in worker["operations"]} == {None}
 
 
+@pytest.mark.long
 def test_a_worker_that_dies_is_named(folder: Path) -> None:
     first, last = seen(folder, "failed")
     assert "error" not in last  # it was killed
@@ -95,6 +98,7 @@ def test_a_worker_that_dies_is_named(folder: Path) -> None:
     assert error[0] == "WorkerGroupError"
 
 
+@pytest.mark.long
 def test_ray_starts_all_workers_again(folder: Path) -> None:
     """In new processes, which find nothing of the attempt that has failed."""
     before, after = seen(folder, "restarted", 0), seen(folder, "restarted", 1)
@@ -102,6 +106,7 @@ def test_ray_starts_all_workers_again(folder: Path) -> None:
     assert before[0]["error"][0] == "PeerLost"
 
 
+@pytest.mark.long
 def test_nothing_is_left(folder: Path) -> None:
     mark = f"{MARK}={folder}".encode()
 

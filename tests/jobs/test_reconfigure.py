@@ -24,6 +24,7 @@ def values(
     return found
 
 
+@pytest.mark.short("store of an agent")
 @pytest.mark.parametrize("agent", [True, False], ids=["store of an agent", "store of rank 0"])
 def test_ranks_are_in_the_order_of_the_handles(tmp_path: Path, agent: bool) -> None:
     for value in values(jobs.in_reversed_order, args=[str(tmp_path)], agent=agent):
@@ -36,6 +37,7 @@ def test_ranks_are_in_the_order_of_the_handles(tmp_path: Path, agent: bool) -> N
         assert value["errors"] == ["Revoked", "Revoked"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["mcr", "torch"])
 def test_codecs_keep_what_they_have_not_sent(tmp_path: Path, how: str) -> None:
     found = values(jobs.with_residuals, args=[str(tmp_path), how])
@@ -46,6 +48,7 @@ def test_codecs_keep_what_they_have_not_sent(tmp_path: Path, how: str) -> None:
         np.testing.assert_allclose(value["kept"], own.mean(0), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.short("0")
 @pytest.mark.parametrize("left_out", [0, 1, 2])
 def test_a_process_that_is_left_out_is_told_and_may_come_back(tmp_path: Path, left_out: int) -> None:
     stay = [each for each in range(3) if each != left_out]
@@ -79,6 +82,7 @@ def test_a_newcomer_with_a_store_of_its_own_becomes_rank_0(tmp_path: Path) -> No
         assert (value["values"], value["sum"]) == ([2, 0, 1], 3.0)
 
 
+@pytest.mark.long
 def test_attempts_that_are_refused_change_nothing(tmp_path: Path) -> None:
     found = values(jobs.refused, args=[str(tmp_path)])
     for rank, value in enumerate(found):
@@ -122,6 +126,7 @@ def test_a_newcomer_that_differs_is_refused_and_the_old_worlds_go_on(tmp_path: P
     assert [value["sum"] for value in found] == [2.0, 2.0, 1.0]
 
 
+@pytest.mark.short("before")
 @pytest.mark.parametrize("when", ["before", "come", "made"])
 def test_a_process_that_dies(tmp_path: Path, when: str) -> None:
     found = values(jobs.with_a_death, lost=(1,), args=[str(tmp_path), when])
@@ -142,6 +147,7 @@ def test_without_a_world_it_says_so() -> None:
     assert value["texts"] == ["NotInitialized: mcr.init has not been called in this process"] * 2
 
 
+@pytest.mark.long
 def test_nothing_is_left_of_many_reconfigurations(tmp_path: Path) -> None:
     for value in values(jobs.many_times, args=[str(tmp_path), 50], timeout=120):
         for counts in zip(*value["seen"], strict=True):

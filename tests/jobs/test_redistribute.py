@@ -37,6 +37,7 @@ def launched(
     return [result.value for result in results]
 
 
+@pytest.mark.short("2-msccl")
 @pytest.mark.parametrize("backend", LIBRARIES)
 @pytest.mark.parametrize("ranks", [2, 3, 4, 6])
 def test_any_layout_to_any_other(ranks: int, backend: str) -> None:
@@ -44,6 +45,7 @@ def test_any_layout_to_any_other(ranks: int, backend: str) -> None:
         assert value["cases"] > 400
 
 
+@pytest.mark.short("calls-msccl")
 @pytest.mark.parametrize("backend", LIBRARIES)
 @pytest.mark.parametrize("name", ["everything", "states", "calls"])
 def test_by_messages_between_pairs_of_ranks(name: str, backend: str) -> None:
@@ -51,6 +53,7 @@ def test_by_messages_between_pairs_of_ranks(name: str, backend: str) -> None:
         assert value["rounds"] > 10
 
 
+@pytest.mark.short("3-msccl")
 @pytest.mark.parametrize("backend", LIBRARIES)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_plans_are_kept_and_calls_may_be_in_flight_together(ranks: int, backend: str) -> None:
@@ -64,6 +67,7 @@ def test_rank_with_layouts_of_another_cached_plan_raises_on_all_ranks(ranks: int
         assert value["cases"] == 4
 
 
+@pytest.mark.short("3-msccl")
 @pytest.mark.parametrize("backend", LIBRARIES)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_a_state_of_many_tensors_in_one_round_and_in_many(ranks: int, backend: str) -> None:
@@ -72,12 +76,14 @@ def test_a_state_of_many_tensors_in_one_round_and_in_many(ranks: int, backend: s
         assert 0 < buffers["1MiB"] <= buffers["None"]
 
 
+@pytest.mark.short("2-mpi")
 @pytest.mark.parametrize("backend", LIBRARIES)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_addends_are_kept_where_the_target_is_the_source(ranks: int, backend: str) -> None:
     launched("kept_addends", ranks, backend)
 
 
+@pytest.mark.short("3-gloo")
 @pytest.mark.parametrize("backend", LIBRARIES)
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_collectives_in_groups_of_one_and_into_other_local_tensors(ranks: int, backend: str) -> None:
@@ -100,6 +106,7 @@ def test_a_rank_that_would_run_a_collective_in_other_groups_is_found() -> None:
     launched("other_groups", 4, "gloo")
 
 
+@pytest.mark.short("2-gloo")
 @pytest.mark.parametrize("backend", LIBRARIES)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_codec_leaves_replicas_with_the_same_bits(ranks: int, backend: str) -> None:
@@ -110,6 +117,7 @@ def test_a_codec_leaves_replicas_with_the_same_bits(ranks: int, backend: str) ->
         assert "a replica of" in text
 
 
+@pytest.mark.short("2-mpi")
 @pytest.mark.parametrize("backend", LIBRARIES)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_bad_calls_are_refused_on_all_ranks_alike(ranks: int, backend: str) -> None:
@@ -158,6 +166,7 @@ def costs_by(table: str | None) -> list[Any]:
         return [list(costs), found.flatten().tolist()]
 
 
+@pytest.mark.long
 def test_costs_of_messages_and_bytes_are_those_of_the_table(tmp_path: Path) -> None:
     alpha, beta, ranks = 90e-6, 2e-9, 3  # seconds of a message, and of a byte that a rank sends to another
 
@@ -211,11 +220,13 @@ def test_tensors_that_share_memory(backend: str) -> None:
     launched("later_redistributions:shared", 2, backend)
 
 
+@pytest.mark.short("msccl")
 @pytest.mark.parametrize("backend", ["msccl", "gloo"])
 def test_later_calls_do_not_wait_for_ranks_that_are_late(backend: str) -> None:
     launched("later_redistributions:latest", 2, backend)
 
 
+@pytest.mark.short("limits")
 @pytest.mark.parametrize("what", ["kept", "limits", "repeated"])
 def test_plans_and_buffers_that_are_kept(what: str) -> None:
     launched(f"later_redistributions:{what}", 2, "gloo")

@@ -84,6 +84,7 @@ def test_buckets_of_a_plan_are_sent_while_the_rest_sleeps(tmp_path: Path) -> Non
     assert answer["ranks"] == answer["captured_ranks"] == 2
 
 
+@pytest.mark.long
 def test_operations_of_the_program_keep_kind_group_and_size(tmp_path: Path) -> None:
     """Two ranks of one host and their copies: an exchange of all, and one of pairs."""
     everyone = (0, 1)
@@ -113,6 +114,7 @@ def test_operations_of_the_program_keep_kind_group_and_size(tmp_path: Path) -> N
         run_ranks(replayed, 3, args=[str(tmp_path / "uneven.json"), None])
 
 
+@pytest.mark.long
 def test_messages_go_from_one_rank_to_the_other_in_every_copy(tmp_path: Path) -> None:
     """A pipeline of two stages: activations one way, their gradients the other; and two copies of it."""
     there, back = (0, 1), (1, 0)
@@ -183,6 +185,7 @@ def test_rests_end_when_they_are_due(monkeypatch: pytest.MonkeyPatch) -> None:
     assert now - began == pytest.approx(0.005 + 0.0002)
 
 
+@pytest.mark.long
 def test_under_a_launcher_every_process_is_a_rank(tmp_path: Path) -> None:
     step_of(GRADIENTS, forward=0.002, seconds=0.001).save(tmp_path / "step.json")
     (tmp_path / "run.yaml").write_text(

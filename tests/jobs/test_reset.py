@@ -97,6 +97,7 @@ def carry_on(libraries: list[str]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.short("2-mpi")
 @both
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_job_continues_after_failures_and_resets(via: Via, ranks: int) -> None:
@@ -287,6 +288,7 @@ def known_to_other_groups() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 @needs_mpi
 def test_operations_bound_before_an_mpi_failure_do_not_call_mpi_in_any_group() -> None:
     for result in run_ranks(known_to_other_groups, 2, timeout=120, check=False):
@@ -333,6 +335,7 @@ def resets(mistake: str) -> dict[str, Any]:
     return {"contexts": contexts, "rooms": rooms, "handles": handles, "signatures": signatures}
 
 
+@pytest.mark.long
 @needs_mpi
 @pytest.mark.parametrize(("ranks", "mistake"), [(2, ""), (3, ""), (2, "gloo")])
 def test_reset_frees_mpi_communicators(ranks: int, mistake: str) -> None:
@@ -344,6 +347,7 @@ def test_reset_frees_mpi_communicators(ranks: int, mistake: str) -> None:
         assert found["handles"][-1] <= found["handles"][2], "communicators of MPI itself"
 
 
+@pytest.mark.long
 @needs_mpi
 def test_reset_after_an_mpi_failure_keeps_the_contexts_of_signatures() -> None:
     for result in run_ranks(resets, 2, args=["mpi"], timeout=150):
@@ -385,6 +389,7 @@ def _reset_with(libraries: list[str], stages: list[dict[str, Any]]) -> None:
     mcr.reset()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("via", "libraries", "broken"),
     [
@@ -420,6 +425,7 @@ def too_late(folder: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 @both
 def test_failed_reset_names_the_remedy(tmp_path: Path, via: Via) -> None:
     for result in run_ranks(too_late, 2, args=[str(tmp_path)], via=via):
@@ -535,6 +541,7 @@ def switched_off(broken_on: list[int], hierarchical: bool) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 @needs_mpi
 @pytest.mark.parametrize(
     ("ranks", "broken_on", "hierarchical"),

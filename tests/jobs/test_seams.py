@@ -507,6 +507,7 @@ def end_apart(seconds: float, finalize: bool) -> float:
     return seconds
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("finalize", [True, False])
 def test_job_ends_well_when_one_rank_finishes_seconds_later(finalize: bool) -> None:
     results = run_ranks(end_apart, 2, args=[2.5, finalize])

@@ -27,6 +27,7 @@ from mcr_plus.rendezvous.watched_store import WatchedStore
 SHARED = Path("/dev/shm")
 
 
+@pytest.mark.short("2")
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_results(ranks: int) -> None:
     for result in run_ranks(jobs.exam, ranks, via="torch", timeout=240):
@@ -48,6 +49,7 @@ def test_every_operation_has_a_number_and_flags_for_receiving_and_sending() -> N
         assert (row[words.TAKES], row[words.PUTS]) == (operation in RECEIVES, operation in SENDS)
 
 
+@pytest.mark.long
 def test_killed_ranks_leave_nothing_behind() -> None:
     (result,) = run_ranks(jobs.killed, 1, args=[25], via="torch", timeout=120)
     assert result.value == []
@@ -103,6 +105,7 @@ def dying(when: str) -> str:
     return str(told.value)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("when", "victim"), [("made", 0), ("mapped", 1)])
 def test_a_rank_that_dies_while_memory_is_opened_is_named(when: str, victim: int) -> None:
     results = run_ranks(dying, 3, args=[when], via="torch", check=False)

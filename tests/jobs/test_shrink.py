@@ -25,6 +25,7 @@ def survivors(target: Any, ranks: int, lost: list[int], **options: Any) -> list[
     return values
 
 
+@pytest.mark.short("shared memory-1")
 @pytest.mark.parametrize("victim", [0, 1, 3])
 @pytest.mark.parametrize("backends", [["gloo"], ["msccl", "gloo"]], ids=["gloo", "shared memory"])
 def test_survivors_go_on(backends: list[str], victim: int) -> None:
@@ -49,6 +50,7 @@ def test_survivors_of_a_group_keep_its_order() -> None:
     assert [value["world"] for value in values] == [3, 3, 3]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["gloo", "msccl"])
 def test_a_message_that_has_arrived_is_received_whether_anybody_has_looked_or_not(
     tmp_path: Path, backend: str
@@ -86,6 +88,7 @@ def test_wrong_arguments_are_refused_on_all_ranks_and_change_nothing() -> None:
         assert (value["after"], value["size"]) == ([3.0, 3.0], 3)
 
 
+@pytest.mark.long
 def test_a_refused_attempt_does_not_end_a_build_that_others_have_not_seen_complete(tmp_path: Path) -> None:
     first, second = survivors(jobs.refused_during_a_build, 3, [2], args=[str(tmp_path)])
     assert first["refused"] == second["refused"] == "CommTimeout: shrink: rank 1 lives and has not called it"
@@ -104,6 +107,7 @@ def test_a_rank_that_was_declared_lost_finds_out_when_it_runs_again(tmp_path: Pa
         assert value["sum"] == [1.0 + 3.0] * 2
 
 
+@pytest.mark.short("proposed")
 @pytest.mark.parametrize("when", ["proposed", "decided"])
 def test_a_second_death_meanwhile(when: str) -> None:
     values = survivors(jobs.with_a_death_meanwhile, 4, [1, 3], args=[when])
@@ -130,6 +134,7 @@ def test_all_survivors_have_the_same_verdict(tmp_path: Path, backend: str, seed:
                 assert value["results"][number] == [expected], (number, sequence, done)
 
 
+@pytest.mark.long
 def test_residuals_of_codecs_are_kept() -> None:
     values = survivors(jobs.with_residuals, 3, [1])
     first, second = (np.array(value["own"]) for value in values)
@@ -161,6 +166,7 @@ ulfm = pytest.mark.skipif(
 )
 
 
+@pytest.mark.long
 @ulfm
 def test_one_keeper_serves_all_worlds_of_a_job_and_ends_with_it() -> None:
     results = run_ranks(jobs.after_a_reset, 3, via="ulfm", check=False)

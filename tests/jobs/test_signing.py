@@ -218,6 +218,7 @@ def visited_by_horovod(folder: str) -> list[str]:
     return [f"{each['error']}: {each['text']}" for each in outcomes]
 
 
+@pytest.mark.long
 def test_forged_objects_are_refused_in_horovod_programs(tmp_path: Path) -> None:
     results = run_ranks(visited_by_horovod, 3, args=[str(tmp_path)], via="torch")
     for rank, places in ((0, [1, 1, 1]), (2, [1, 1, 1, 0])):  # rank 1 is the first of the process set
@@ -265,6 +266,7 @@ def forged(library: str, name: str, folder: str) -> dict[str, Any]:
     return {**told, "next": outcome_of(comm.barrier)["text"]}
 
 
+@pytest.mark.short("row-gloo")
 @needs_list_keys
 @pytest.mark.parametrize("library", [pytest.param("mpi", marks=needs_mpi), "gloo"])
 @pytest.mark.parametrize("name", ["row", "closed", "failed", "compiling"])
@@ -334,6 +336,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("library", [pytest.param("mpi", marks=needs_mpi), "gloo"])
 def test_operations_that_need_the_store_fail_soon_after_its_owner_dies(library: str, tmp_path: Path) -> None:
     via: Via = "mpi" if library == "mpi" else "torch"
@@ -398,6 +401,7 @@ def met(stores: tuple[Store, Store], variables: dict[str, str]) -> list[Any]:
         return list(pool.map(meet, range(2)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("one_host", [True, False])
 def test_forged_handshake_cannot_disable_signing(one_host: bool) -> None:
     variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2" if one_host else "1"}
@@ -491,6 +495,7 @@ with mcr.init(backends=["gloo"]) as comm:
 """
 
 
+@pytest.mark.long
 @needs_a_name
 def test_jobs_of_torchrun_on_one_host_are_signed(tmp_path: Path) -> None:
     program = tmp_path / "program.py"

@@ -50,6 +50,7 @@ def check(done: subprocess.CompletedProcess[str], folder: Path, ranks: int) -> l
     return answers
 
 
+@pytest.mark.short("meet")
 @pytest.mark.parametrize("program", ["meet", "by_torch"])
 def test_tasks_of_a_step_are_ranks(slurm: Slurm, tmp_path: Path, program: str) -> None:
     answers = check(slurm.srun(["-n", "2"], task(program, tmp_path)), tmp_path, 2)
@@ -61,6 +62,7 @@ def test_tasks_of_a_step_are_ranks(slurm: Slurm, tmp_path: Path, program: str) -
             assert sorted(answer["sums"]) == ["gloo", "msccl"]
 
 
+@pytest.mark.short("pmix")
 @pytest.mark.parametrize("kind", ["pmi2", "pmix"])
 def test_mpi_under_srun(slurm: Slurm, tmp_path: Path, kind: str) -> None:
     """MPI takes part if srun speaks its interface; Open MPI is left out with the other one."""
@@ -78,6 +80,7 @@ def test_mpi_under_srun(slurm: Slurm, tmp_path: Path, kind: str) -> None:
         assert ("mpi" in answer["sums"]) == (speaks[launcher.flavour] == kind)
 
 
+@pytest.mark.long
 def test_torchruns_as_tasks(slurm: Slurm, tmp_path: Path) -> None:
     """One for each node, as usual; their ranks inherit the two ranks that MPI's launcher has started."""
     kind = "none" if slurm.srun(["--mpi=pmix"], ["true"]).returncode else "pmix"
@@ -89,6 +92,7 @@ def test_torchruns_as_tasks(slurm: Slurm, tmp_path: Path) -> None:
         assert sorted(answer["sums"]) == ["gloo", "msccl"]
 
 
+@pytest.mark.long
 def test_steps_of_a_batch_job_do_not_meet(slurm: Slurm, tmp_path: Path) -> None:
     """Two at once, and the script itself is no rank."""
     folders = [tmp_path / name for name in ("a", "b", "script")]
@@ -106,6 +110,7 @@ def test_steps_of_a_batch_job_do_not_meet(slurm: Slurm, tmp_path: Path) -> None:
     assert seen(folders[2], 1)[0]["launcher"] == "single"
 
 
+@pytest.mark.long
 def test_a_task_that_dies_is_named(slurm: Slurm, tmp_path: Path) -> None:
     done = slurm.srun(["-n", "2"], task("dies", tmp_path))
     assert done.returncode != 0
@@ -139,6 +144,7 @@ def texts(files: Sequence[Path]) -> list[str]:
     return [file.read_text() for file in files]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(HOSTS is not None, reason=f"hosts: {HOSTS}")
 def test_nodes_are_hosts(tmp_path: Path) -> None:
     """Two tasks on the first node and one on the second, which has a network of its own."""

@@ -410,6 +410,7 @@ def everything(every: int) -> int:
         return check_convolutions(comm, every)
 
 
+@pytest.mark.short("2-some")
 @needs_mpi
 @pytest.mark.parametrize(("ranks", "every"), [(2, 3), (2, 1), (3, 1), (4, 1)], ids=["2-some", "2", "3", "4"])
 def test_spread_layers_are_those_of_one_process(ranks: int, every: int) -> None:
@@ -424,6 +425,7 @@ def exact() -> None:
         check_network(comm)
 
 
+@pytest.mark.long
 def test_halos_over_gloo() -> None:
     run_ranks(exact, 2, via="torch", timeout=120)
 

@@ -91,6 +91,7 @@ def groups(hosts: bool, rounds: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 @needs_list_keys
 @pytest.mark.parametrize(
     ("via", "hosts", "rounds"),
@@ -121,6 +122,7 @@ def inside(rounds: int) -> list[int]:
     return counts
 
 
+@pytest.mark.long
 @needs_list_keys
 def test_groups_inside_of_groups_leave_no_keys() -> None:
     for result in run_ranks(inside, 4, args=[6], via="torch", timeout=120):

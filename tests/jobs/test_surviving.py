@@ -49,6 +49,7 @@ def job_by_mpirun(*args: Any, **options: Any) -> AbstractContextManager[survivin
 needs_ulfm = pytest.mark.skipif(not _has_fault_tolerance(), reason="needs Open MPI 5 or later")
 
 
+@long
 @several_hosts
 @pytest.mark.parametrize(
     ("how", "victim"),
@@ -69,6 +70,7 @@ def test_a_rank_of_two_hosts(tmp_path: Path, how: str, victim: int) -> None:
         job.end(left)
 
 
+@pytest.mark.short("kill-0")
 @several_hosts
 @pytest.mark.parametrize(
     ("how", "host"),
@@ -91,6 +93,7 @@ def test_a_whole_host_of_three(tmp_path: Path, how: str, host: int) -> None:
         job.end(left)
 
 
+@long
 @several_hosts
 def test_a_host_that_tears_connections_is_not_waited_for_until_the_usual_limit(tmp_path: Path) -> None:
     with Racks(1, 3) as hosts, job_on(hosts, tmp_path, heartbeat="auto") as job:
@@ -101,6 +104,7 @@ def test_a_host_that_tears_connections_is_not_waited_for_until_the_usual_limit(t
         job.end([1, 2])
 
 
+@long
 @several_hosts
 @pytest.mark.parametrize(
     ("how", "host"),
@@ -121,6 +125,7 @@ def test_a_reset_beside_a_host_that_is_lost_names_it(tmp_path: Path, how: str, h
         job.end(left)
 
 
+@long
 @several_hosts
 def test_one_host_after_another(tmp_path: Path) -> None:
     """Each time the one that has the store of the world, and the first of the keepers."""
@@ -133,6 +138,7 @@ def test_one_host_after_another(tmp_path: Path) -> None:
         job.end([3])
 
 
+@long
 @several_hosts
 @pytest.mark.parametrize("least", [None, 2])
 def test_half_of_the_hosts(tmp_path: Path, least: int | None) -> None:
@@ -148,6 +154,7 @@ def test_half_of_the_hosts(tmp_path: Path, least: int | None) -> None:
             job.end([2, 3])
 
 
+@long
 @several_hosts
 def test_of_two_hosts_that_are_cut_off_from_each_other_neither_goes_on(tmp_path: Path) -> None:
     """Not for a moment: there is no majority."""
@@ -173,6 +180,7 @@ def test_mpi_is_left_out_where_a_rank_is_lost_that_lives(tmp_path: Path) -> None
             time.sleep(0.05)
 
 
+@long
 @several_hosts
 @pytest.mark.parametrize("host", [0, pytest.param(2, marks=long)])
 def test_a_host_that_is_cut_off_while_the_others_make_the_next_world(tmp_path: Path, host: int) -> None:
@@ -187,6 +195,7 @@ def test_a_host_that_is_cut_off_while_the_others_make_the_next_world(tmp_path: P
         job.end([rank for rank in range(3) if rank != host])
 
 
+@long
 @several_hosts
 def test_a_training_loop_on_two_hosts_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 dies in a backward pass, and a rank of the other host later; the oracle is one process."""
@@ -204,6 +213,7 @@ def test_a_training_loop_on_two_hosts_goes_on(tmp_path: Path, monkeypatch: pytes
     assert re.search(r"elastic: rank 0 was lost \(dead\); 3 ranks go on with step [56] after", text), text
 
 
+@long
 @needs_ulfm
 @pytest.mark.parametrize("library", ["gloo", "mpi", pytest.param("msccl", marks=long)])
 def test_under_mpirun_rank_0_is_no_other_rank(tmp_path: Path, library: str) -> None:

@@ -21,6 +21,7 @@ def described(end: str) -> set[str]:
     return {key for keys, on in rows if on in ("all", end) for key in re.findall(r"`(\w+)`", keys)}
 
 
+@pytest.mark.short("gloo")
 @pytest.mark.parametrize("backends", [["gloo"], ["mpi"], ["msccl"]], ids=["gloo", "mpi", "shared memory"])
 def test_every_version_arrives_bit_for_bit(backends: list[str]) -> None:
     values = [each.value for each in run_ranks(jobs.in_turns, 3, args=[backends, 6])]
@@ -48,6 +49,7 @@ def test_groups_tags_and_versions() -> None:
     assert "version 100; expected an integer above 100" in values[1]["refused"]
 
 
+@pytest.mark.long
 def test_a_receiver_that_is_late_or_idle_costs_the_source_nothing() -> None:
     results = run_ranks(jobs.late_and_idle, 3)
     source, late, idle = (each.value for each in results)
@@ -68,6 +70,7 @@ def test_a_receiver_far_behind_gets_what_is_there_sooner() -> None:
     assert late["costs"][1] > 0
 
 
+@pytest.mark.long
 def test_damage_is_noticed_and_concerns_nobody_else() -> None:
     source, damaged, other = (each.value for each in run_ranks(jobs.corrupted, 3, args=[30]))
     assert source["same"] == damaged["same"] == other["same"] == 30
@@ -83,6 +86,7 @@ def test_a_new_sync_sends_changes_where_the_weights_are_those_of_the_source() ->
     assert kept["stats"]["bytes"] < new["stats"]["bytes"] / 5
 
 
+@pytest.mark.long
 def test_a_broken_connection_is_made_again() -> None:
     source, first, second = (each.value for each in run_ranks(jobs.reconnected, 3))
     assert source["bits"] == first["bits"] == second["bits"]
@@ -90,6 +94,7 @@ def test_a_broken_connection_is_made_again() -> None:
     assert source["stats"]["lost"] == []
 
 
+@pytest.mark.short("3-2")
 @pytest.mark.parametrize(("ranks", "victim"), [(2, 0), (2, 1), (3, 0), (3, 2)])
 def test_a_death_is_reported_to_those_whom_it_concerns(tmp_path: Path, ranks: int, victim: int) -> None:
     results = run_ranks(jobs.death, ranks, args=[victim, str(tmp_path)], via="torch", check=False)
@@ -128,5 +133,6 @@ def test_bad_input_is_refused_on_all_ranks() -> None:
     assert f"{expected}[2], bfloat16" in other[12]
 
 
+@pytest.mark.long
 def test_finalize_ends_the_threads() -> None:
     assert [each.value for each in run_ranks(jobs.threads_after_the_job, 2)] == [[], []]

@@ -41,6 +41,7 @@ def test_servers_outside_a_job_of_trainers(tmp_path: Path) -> None:
     assert source["most"] >= 1
 
 
+@pytest.mark.long
 def test_a_server_is_killed_in_the_middle_of_a_transfer_and_comes_back_alone(tmp_path: Path) -> None:
     folder = str(tmp_path)
     with running(jobs.trains, 2, folder, jobs.LARGE, ["back"]) as job:
@@ -59,6 +60,7 @@ def test_a_server_is_killed_in_the_middle_of_a_transfer_and_comes_back_alone(tmp
     assert "does not receive" not in receiver.stderr
 
 
+@pytest.mark.long
 def test_damage_concerns_the_receiver_outside_alone(tmp_path: Path) -> None:
     folder = str(tmp_path)
     with (
@@ -77,6 +79,7 @@ def test_damage_concerns_the_receiver_outside_alone(tmp_path: Path) -> None:
     assert (receiver["stats"]["anchors"], receiver["stats"]["refused"]) == (0, 0)
 
 
+@pytest.mark.long
 def test_sharded_sources_with_a_whole_and_a_tensor_parallel_receiver(tmp_path: Path) -> None:
     folder = str(tmp_path)
     names = ["whole", "third", "fourth"]
@@ -117,6 +120,7 @@ def test_servers_in_layouts_that_no_rank_of_the_job_has(tmp_path: Path) -> None:
         assert value["refused"].endswith(f"what may be held: {choices}")
 
 
+@pytest.mark.long
 def test_receivers_that_come_and_go_leave_nothing(tmp_path: Path) -> None:
     (value,) = (each.value for each in run_ranks(jobs.churn, 1, args=[str(tmp_path), 20], via="torch"))
     first, last = value["left"]
@@ -125,11 +129,13 @@ def test_receivers_that_come_and_go_leave_nothing(tmp_path: Path) -> None:
     assert (value["stats"]["receivers"], value["stats"]["joined"], value["stats"]["lost"]) == (0, 0, [])
 
 
+@pytest.mark.long
 def test_tensors_made_in_inference_mode_and_calls_in_it(tmp_path: Path) -> None:
     (result,) = run_ranks(jobs.in_inference_mode, 1, args=[str(tmp_path)], via="torch")
     assert result.value == [0] * 12
 
 
+@pytest.mark.long
 def test_a_source_that_begins_again_is_joined_by_its_new_invitation(tmp_path: Path) -> None:
     (value,) = (each.value for each in run_ranks(jobs.ends_and_begins_again, 1, args=[str(tmp_path)]))
     assert value["found"] == [1, [1.0] * 5, 1, [2.0] * 5]

@@ -9,6 +9,7 @@ import sync_layout_jobs as jobs
 from ranks import run_ranks
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("history", [1.0, 0.0])
 def test_three_sources_and_two_receivers_at_their_own_pace(history: float) -> None:
     values = [each.value for each in run_ranks(jobs.at_their_own_pace, 5, args=[30, history])]
@@ -24,6 +25,7 @@ def test_three_sources_and_two_receivers_at_their_own_pace(history: float) -> No
     ), "what both receivers hold is encoded once"
 
 
+@pytest.mark.long
 def test_damage_and_broken_connections_concern_one_receiver() -> None:
     values = [each.value for each in run_ranks(jobs.damaged_and_broken, 5, args=[24])]
     assert values[3]["good"] == values[4]["good"] == 24
@@ -32,6 +34,7 @@ def test_damage_and_broken_connections_concern_one_receiver() -> None:
     assert (values[4]["stats"]["refused"], values[4]["stats"]["anchors"]) == (0, 0)
 
 
+@pytest.mark.long
 def test_a_receiver_with_other_weights_gets_all_of_its_own_alone() -> None:
     values = [each.value for each in run_ranks(jobs.started_again, 5)]
     assert values[3]["good"] == values[4]["good"] == 2
@@ -40,6 +43,7 @@ def test_a_receiver_with_other_weights_gets_all_of_its_own_alone() -> None:
     assert values[3]["stats"]["bytes"] < values[3]["stats"]["dense_bytes"] / 5
 
 
+@pytest.mark.short("1")
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_death_is_reported_by_rank(tmp_path: Path, victim: int) -> None:
     results = run_ranks(jobs.death, 3, args=[victim, str(tmp_path)], via="torch", check=False)
@@ -68,6 +72,7 @@ def test_bad_input_is_refused_on_all_ranks() -> None:
         assert "rank 0 has 'w' of shape [3, 4], float32, rank 2 has 'w' of shape [6, 4], float32" in texts[11]
 
 
+@pytest.mark.long
 def test_fsdp_over_tensor_parallel_layers_to_other_dtensors_and_a_whole_model() -> None:
     values = [each.value for each in run_ranks(jobs.fsdp_to_tensor_parallel, 7, args=[3], via="torch")]
     assert [value["good"] for value in values[4:]] == [3, 3, 3]

@@ -81,6 +81,7 @@ def at(member: Member) -> tuple[str, str]:
     return member.line.file, member.line.function
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "via",
     [pytest.param("mpi", marks=pytest.mark.skipif(not mpi_usable(), reason="needs MPI")), "torch"],

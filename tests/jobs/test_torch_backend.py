@@ -24,6 +24,7 @@ def told() -> list[dict[str, str]]:
     ]
 
 
+@pytest.mark.short
 @pytest.mark.parametrize("section", list(jobs.SECTIONS))
 def test_two_ranks(told: list[dict[str, str]], section: str) -> None:
     problems = {rank: found[section] for rank, found in enumerate(told) if found[section]}
@@ -65,6 +66,7 @@ def test_started_by_mpi() -> None:
         assert result.value == [[1.0] * 3, ["msccl", "mpi", "gloo"]] * 2
 
 
+@pytest.mark.long
 def test_ranks_that_are_restarted_read_nothing_of_earlier_attempts() -> None:
     """torchrun's agent keeps the store from one attempt to the next."""
     for result in run_ranks(jobs.restarted, 2, via="torch", restarts=2):
@@ -91,6 +93,7 @@ mcr.finalize() if native else dist.destroy_process_group()
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("native", ["native", "torch"])
 def test_a_job_that_torchrun_restarts(tmp_path: Path, native: str) -> None:
     program = tmp_path / "program.py"
@@ -116,6 +119,7 @@ def test_a_job_that_torchrun_restarts(tmp_path: Path, native: str) -> None:
     assert done.stdout.splitlines() == ["1 [6.0, 6.0, 6.0]"] * 2
 
 
+@pytest.mark.long
 def test_under_the_name_of_gloo() -> None:
     results = run_ranks(jobs.under_the_name_of_gloo, 2, via="torch", env={"MCR_MASQUERADE": "gloo"})
     names = [result.value for result in results]
@@ -157,6 +161,7 @@ KNOWN = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("autoload", [True, False])
 def test_the_backend_is_registered_with_torch(autoload: bool) -> None:
     environment = {} if autoload else {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
@@ -166,10 +171,12 @@ def test_the_backend_is_registered_with_torch(autoload: bool) -> None:
     assert python(torch_last, **environment) == "True False"
 
 
+@pytest.mark.long
 def test_a_wrong_masquerade_is_refused() -> None:
     assert "MCR_MASQUERADE='nccl': expected gloo" in python("import torch", MCR_MASQUERADE="nccl")
 
 
+@pytest.mark.long
 def test_autoload_does_not_change_programs_on_other_backends() -> None:
     """That there is one more backend changes nothing for a program that names others."""
     program = (

@@ -42,11 +42,13 @@ def test_the_default_group_without_a_rank_that_has_died(tmp_path: Path, how: str
     check_shrunk(found, "mcr")
 
 
+@pytest.mark.long
 def test_under_the_name_of_gloo(tmp_path: Path) -> None:
     found = values(jobs.shrunk, str(tmp_path), "mcr", True, "gloo", lost=(1,))
     check_shrunk(found, "gloo")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["mcr", "abort"])
 def test_the_default_group_without_a_rank_that_lives(tmp_path: Path, how: str) -> None:
     first, excluded, last = values(jobs.shrunk, str(tmp_path), how, False)

@@ -20,6 +20,7 @@ PART: Final = (
 )  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("gate", ["gloo", "mpi"])
 def test_torchs_own(gate: str) -> None:
     command = [sys.executable, str(SUITE), "mcr", gate, "2", *PART]

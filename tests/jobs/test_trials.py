@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from ranks import run_ranks
 from torch import nn
@@ -65,6 +66,7 @@ def of_overlapping_groups() -> dict[str, list[int]]:
         return trained(models, 100)
 
 
+@pytest.mark.long
 def test_groups_that_share_ranks_agree_on_whose_trial_runs() -> None:
     """Rank 2 has no part in the trial of ranks 0 and 1, and yet its own one has to wait for it."""
     results = [each.value for each in run_ranks(of_overlapping_groups, 3, via="torch", timeout=180)]
@@ -88,6 +90,7 @@ def of_an_unused_model() -> int | None:
         return next(iter(trained({"other": wrapped()}, 80)["other"]), None)
 
 
+@pytest.mark.long
 def test_a_model_that_is_not_trained_any_more_delays_others_only_for_a_time() -> None:
     first, other = [each.value for each in run_ranks(of_an_unused_model, 2, via="torch", timeout=120)]
     assert first == other == 50

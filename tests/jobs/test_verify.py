@@ -30,6 +30,7 @@ def values(target: Any, ranks: int, backend: str, *args: Any, **options: Any) ->
     return [each.value for each in results]
 
 
+@pytest.mark.short("2-msccl")
 @pytest.mark.parametrize("backend", LIBRARIES)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_flipped_bit_is_found_on_all_ranks_alike(backend: str, ranks: int) -> None:
@@ -50,6 +51,7 @@ def test_every_flipped_bit_is_found_on_all_ranks_alike(backend: str, ranks: int)
     assert flips > 50
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["gloo", "msccl"])
 def test_bits_that_flip_in_any_piece_of_a_large_operation_are_found(backend: str) -> None:
     every = list(zip(*values(jobs.flips_in_pieces, 3, backend, 23, 60), strict=True))
@@ -65,6 +67,7 @@ def test_bits_that_flip_in_any_piece_of_a_large_operation_are_found(backend: str
     assert len(blocks) > 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["gloo", "msccl"])
 def test_operations_in_pieces_have_the_right_results(backend: str) -> None:
     for right in values(jobs.in_pieces, 3, backend):
@@ -81,6 +84,7 @@ def test_damaged_messages_are_found_by_their_receivers(backend: str) -> None:
 
 
 # Messages of up to 1024 values carry their checksum over MPI.
+@pytest.mark.long
 @pytest.mark.parametrize(("sent", "wanted"), [(4, 5), (4, 5000), (1026, 1024)])
 def test_a_message_of_another_size_is_told(sent: int, wanted: int) -> None:
     _, (error, text) = values(jobs.mismatched_message, 2, "mpi", sent, wanted)
@@ -89,6 +93,7 @@ def test_a_message_of_another_size_is_told(sent: int, wanted: int) -> None:
     assert f"recv float32[{wanted}]" in text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", LIBRARIES)
 def test_calls_of_a_program_raise_the_same_error(backend: str) -> None:
     first, second = values(jobs.through_the_api, 2, backend)
@@ -120,6 +125,7 @@ def test_different_operations_are_no_damaged_data(backend: str) -> None:
         assert "root=1" in text
 
 
+@pytest.mark.long
 def test_bits_that_flip_on_the_wire_are_found(tmp_path: Path) -> None:
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None or sys.platform != "linux":

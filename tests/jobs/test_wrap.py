@@ -296,6 +296,7 @@ def compared(backend: str, names: list[str], ways: list[str], dtype: str = "floa
     return found
 
 
+@pytest.mark.short("some-mpi")
 @pytest.mark.parametrize("backend", [pytest.param("mpi", marks=needs_mpi), "gloo"])
 @pytest.mark.parametrize("names", [SOME, list(CASES)], ids=["some", "all"])
 def test_training_matches_ddp(names: list[str], backend: str) -> None:
@@ -306,6 +307,7 @@ def test_training_matches_ddp(names: list[str], backend: str) -> None:
         assert {name: worst for name, worst in result.value.items() if worst > 0} == {}
 
 
+@pytest.mark.long
 def test_training_matches_ddp_on_three_ranks() -> None:
     """DDP divides before it adds, we after: in double precision nothing of that is left after some steps."""
     names = ["plain", "unused", "batch norm", "accumulation", "tied"]
@@ -315,6 +317,7 @@ def test_training_matches_ddp_on_three_ranks() -> None:
         assert {name: worst for name, worst in result.value.items() if worst > 1e-10} == {}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", [pytest.param("mpi", marks=needs_mpi), "gloo"])
 def test_hook_and_optimizer_train_like_wrap(backend: str) -> None:
     names = ["plain", "foreach", "tied", "clipping", "two types"]
@@ -570,6 +573,7 @@ def taken_over() -> dict[str, float]:
     return found
 
 
+@pytest.mark.long
 def test_a_parameter_belongs_to_its_latest_reducer() -> None:
     for result in run_ranks(taken_over, 2, via="torch"):
         assert result.value == {"optimizer twice": 0, "wrap and optimizer": 0, "optimizer and wrap": 0}
@@ -652,6 +656,7 @@ def encoded_job(codecs: list[dict[str, Any]]) -> list[tuple[bool, bool, float]]:
     return found
 
 
+@pytest.mark.long
 def test_codecs_apply_to_gradients_and_not_to_parameters() -> None:
     exempt = {"max_ndim": 1}
     codecs = [

@@ -57,6 +57,7 @@ def all_fine(name: str, found: Iterable[Program], at_least: tuple[int, int]) -> 
 # -- with all rules -------------------------------------------------------------------------------
 
 
+@pytest.mark.short("2-1-", "2-2-")
 @pytest.mark.parametrize("checked", [False, True], ids=["steady", "signatures compared"])
 @pytest.mark.parametrize(
     ("ranks", "count", "messages", "at_least"),
@@ -75,6 +76,7 @@ def test_no_program_deadlocks(
     all_fine(f"all programs of {count} operations on {ranks} ranks, {checked=}", found, at_least)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "count", "at_least"),
     [(3, 3, (800, 400_000)), pytest.param(2, 4, (14_000, 3_000_000), marks=pytest.mark.slow)],
@@ -85,6 +87,7 @@ def test_no_program_that_all_ranks_share_deadlocks(ranks: int, count: int, at_le
     all_fine(f"all programs of {count} operations that {ranks} ranks share", found, at_least)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "count", "runs", "at_least"),
     [("TWO", 4, 150, 30_000), ("TWO", 5, 30, 20_000), ("THREE", 4, 60, 20_000), ("CHAIN", 5, 60, 20_000)],
@@ -243,6 +246,7 @@ def test_three_ranks_in_overlapping_groups() -> None:
     assert check(crossed).outcome == "deadlock"
 
 
+@pytest.mark.short("False-all")
 @pytest.mark.parametrize("rules", [ALL_RULES, *map(without, KNOWN)], ids=["all rules", *KNOWN])
 @pytest.mark.parametrize("checked", [False, True])
 def test_the_reduction_changes_no_verdict(rules: Rules, checked: bool) -> None:

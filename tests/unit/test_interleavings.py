@@ -42,27 +42,32 @@ def explored(program: Program, name: str, size: int, most: int = 20_000, **how: 
     return found
 
 
+@pytest.mark.short("one-nccl, ", "one-gloo, plain", "one-gloo, fused", "two-nccl, fused-2")
 @pytest.mark.parametrize(("program", "name", "size"), SMALL)
 def test_every_order(program: Program, name: str, size: int) -> None:
     assert explored(program, name, size).is_complete
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("program", "name", "size"), LARGE)
 def test_every_order_of_larger_programs(program: Program, name: str, size: int) -> None:
     assert explored(program, name, size).is_complete
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rank", range(4))
 def test_every_course_of_a_rank_of_two_nodes(rank: int) -> None:
     """Of the second call; the first one, and that over the host library, have too many."""
     assert explored(one, HIERARCHICAL[0], 4, after="one run", only=rank).is_complete
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", HIERARCHICAL)
 def test_many_orders_of_programs_that_have_too_many(name: str) -> None:
     assert explored(one, name, 4, most=200, after="opening").runs > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("program", "name", "size"), [(one, "nccl, plain", 3), (two, "nccl, fused", 2)])
 def test_courses_of_one_rank_do_not_depend_on_what_others_are_told(
     program: Program, name: str, size: int
@@ -74,6 +79,7 @@ def test_courses_of_one_rank_do_not_depend_on_what_others_are_told(
         assert own == others
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["nccl, plain", "nccl, fused"])
 def test_what_is_left_out_shows_nothing_new(name: str) -> None:
     """Beside all runs, which also check that states are what they are taken for."""

@@ -33,6 +33,7 @@ def test_every_module_takes_part() -> None:
     assert sorted(KERNELS) == sorted(path.stem for path in Path(folder, "gpu").glob("*.py"))
 
 
+@pytest.mark.short("cast")
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_compile(name: str, tmp_path: Path) -> None:
     settings = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}

@@ -122,6 +122,7 @@ def sample(number: int, size: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).permutation(number)[:size].tolist()  # type: ignore[no-any-return]
 
 
+@pytest.mark.short("4x2", "2x3")
 @pytest.mark.parametrize("mesh", MESHES, ids=by_name)
 def test_some_pairs_on_a_mesh(mesh: tuple[int, ...]) -> None:
     for at, index in enumerate(sample(len(pairs(mesh)), 8)):
@@ -133,6 +134,7 @@ def the_rest_by_hand(count: int) -> list[Any]:
     return [pytest.param(number, marks=[pytest.mark.slow] if number else []) for number in range(count)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("turn", the_rest_by_hand(3))
 @pytest.mark.parametrize("mesh", [mesh for mesh in MESHES if len(mesh) < 3], ids=by_name)
 def test_all_pairs_on_a_mesh(mesh: tuple[int, ...], turn: int) -> None:
@@ -141,6 +143,7 @@ def test_all_pairs_on_a_mesh(mesh: tuple[int, ...], turn: int) -> None:
         judge_on_mesh(mesh, index, SETTINGS[(index + turn) % count], proves=(index + turn) % 5 < 2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("part", the_rest_by_hand(8))
 def test_all_pairs_on_a_mesh_of_three_dimensions(part: int) -> None:
     ranks = np.array([[[3, 0], [1, 6]], [[7, 2], [5, 4]]])
@@ -161,6 +164,7 @@ def between_meshes(m: int, n: int) -> Iterator[tuple[Side, Side]]:
             yield oracle.mesh(shape, range(m), [before]), oracle.mesh(shape, others, [after])
 
 
+@pytest.mark.short("4]")
 @pytest.mark.parametrize("m", range(1, 7))
 def test_some_numbers_of_ranks_to_others(m: int) -> None:
     for n in range(1, 7):
@@ -169,6 +173,7 @@ def test_some_numbers_of_ranks_to_others(m: int) -> None:
             judge(*known[index], SETTINGS[at])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("turn", the_rest_by_hand(3))
 @pytest.mark.parametrize("n", range(1, 7))
 @pytest.mark.parametrize("m", range(1, 7))
@@ -178,6 +183,7 @@ def test_all_numbers_of_ranks_to_others(m: int, n: int, turn: int) -> None:
             judge(source, target, setting)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", [(2, 3), (2, 2, 2)], ids=by_name)
 def test_some_meshes_to_others(mesh: tuple[int, ...]) -> None:
     """Other meshes of other ranks."""
@@ -380,6 +386,7 @@ def cheapest(source: Side, target: Side, itemsize: int) -> tuple[Program, oracle
     return best, oracle.execute(best, source, target)
 
 
+@pytest.mark.short("2x2]")
 @pytest.mark.parametrize("mesh", [(4,), (2, 2), (2, 3), (4, 2)], ids=by_name)
 def test_sums_receive_little_more_than_any_plan_must(mesh: tuple[int, ...]) -> None:
     """The cheapest plan may move more than the least, where few ranks could sum what they need themselves."""
@@ -520,6 +527,7 @@ def wrong_plans(seed: int, source: Side, target: Side, setting: Setting) -> int:
     return count
 
 
+@pytest.mark.short("3]", "4]", "2x2]")
 @pytest.mark.parametrize("mesh", MESHES, ids=by_name)
 def test_every_mutant_of_a_plan_is_found(mesh: tuple[int, ...]) -> None:
     ranks = np.arange(math.prod(mesh)).reshape(mesh)

@@ -21,6 +21,7 @@ SGD = torch.optim.SGD
 # -- scalers and closures -------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_scaler_makes_the_inner_step_and_its_skipped_steps_count() -> None:
     """Powers of two scale exactly; of a step whose gradients overflow on one rank nothing is taken there."""
 

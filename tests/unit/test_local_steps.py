@@ -65,6 +65,7 @@ def compare(ranks: int, steps: int, outer: Any, same: Sgd | None, tokens: Any = 
             assert outers == found[0][step][1]
 
 
+@pytest.mark.short("1", "2")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_diloco(ranks: int) -> None:
     compare(ranks, 22, None, None, every=5)
@@ -161,6 +162,7 @@ def test_a_gate_sends_what_bfloat16_sees_and_keeps_the_rest() -> None:
     assert fragment.residual.tolist() == [0, 0, 0, 0]
 
 
+@pytest.mark.long
 def test_checkpoints_at_every_step_restore_the_same_run() -> None:
     changed = {"every": 5, "fragments": 3, "delay": 3, "mix": 0.5}
 

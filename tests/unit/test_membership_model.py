@@ -80,6 +80,7 @@ LONG: Final[dict[str, Setup]] = {
 }
 
 
+@pytest.mark.short("one of three dies", "two of three die, and are silent", "ranks are silent for others")
 @pytest.mark.parametrize("name", FINE)
 def test_ranks_agree_and_none_is_stuck(name: str) -> None:
     setup, at_least = FINE[name]
@@ -198,6 +199,7 @@ def test_every_rule_has_its_counterexample() -> None:
     assert set(KNOWN) == {field.name for field in fields(Rules)}
 
 
+@pytest.mark.short("last_counts")
 @pytest.mark.parametrize("rule", KNOWN)
 def test_disabling_a_rule_reproduces_its_failure(rule: str) -> None:
     setup, problem, steps = KNOWN[rule]
@@ -225,6 +227,7 @@ def test_without_one_outcome_an_operation_is_called_done_that_is_not() -> None:
 # -- the limits of the rules ----------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_one_store_keeps_ranks_together_without_a_majority() -> None:
     """With one store the majority rule protects nothing: it is there for a store on each side."""
     fine("without a majority, one store", Setup(3, lies=2), without("majority"))

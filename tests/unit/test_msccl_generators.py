@@ -31,6 +31,7 @@ def made(name: str, ranks: int, **options: int) -> Algorithm:
     return GENERATORS[name].make(ranks, **options)
 
 
+@pytest.mark.short("all_reduce_all_pairs", "all_reduce_hierarchical")
 @pytest.mark.parametrize("name", GENERATORS)
 def test_generated_algorithms_are_proved_in_place_and_out_of_place(name: str) -> None:
     for ranks in range(2, 17):

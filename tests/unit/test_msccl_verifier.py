@@ -421,6 +421,7 @@ def test_algorithms_beyond_the_limits_are_refused(algorithm: Callable[[], Algori
     assert refusal(algorithm()) == [f"<it>: algo: {what}"]
 
 
+@pytest.mark.short("all_reduce_halving_doubling-255")
 @pytest.mark.parametrize(
     ("name", "ranks"), [("all_reduce_halving_doubling", 255), ("all_to_all_two_level", 110)]
 )
@@ -540,11 +541,13 @@ def fates(name: str) -> Counter[tuple[str, str]]:
     return found
 
 
+@pytest.mark.short("all_gather_direct", "all_reduce_ring", "all_to_all_direct")
 @pytest.mark.parametrize("name", SPOILT)
 def test_mutants_are_refused_or_harmless(name: str) -> None:
     assert fates(name).total() > 100
 
 
+@pytest.mark.long
 def test_counts_of_refused_and_harmless_mutants() -> None:
     """Harmless are dependencies that other waiting implies, and what is overwritten or aliased."""
     total = sum((fates(name) for name in SPOILT), Counter())

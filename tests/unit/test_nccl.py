@@ -812,6 +812,7 @@ def test_communicators_that_the_environment_makes_non_blocking(how: str) -> None
     assert [how for how, _ in job.simulator.closed] == ["finalize", "destroy"] * SIZE
 
 
+@pytest.mark.long
 def test_a_full_stream_does_not_block_the_program(job: Job) -> None:
     channels = job.open()
     for channel in channels:

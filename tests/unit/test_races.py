@@ -9,6 +9,7 @@ from race_mutants import ELSEWHERE, MODULES, Mutant, applied, modules_with_order
 SEEDS = (0, 1)
 
 
+@pytest.mark.short("nccl, plain", "nccl, fused]", "nccl, arrays]", "gloo, int_shared", "gloo, topk")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_no_race_and_the_right_results(name: str) -> None:
     setting = SETTINGS[name]
@@ -45,6 +46,7 @@ def test_an_ordering_that_is_left_out_is_found(module: str) -> None:
     assert caught_by(min(of_module, key=lambda each: each.what != "a record"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("module", MODULES)
 def test_every_ordering_that_is_left_out_is_found(module: str) -> None:
     found = {str(each): caught_by(each) for each in mutants() if each.module == module}

@@ -28,12 +28,12 @@ _OPERATIONS: Final = (
 )
 _LAUNCH: Final = "tests/jobs/launch/test_launch.py tests/unit/test_mpi_library.py"
 _TORCH: Final = (
-    "tests/jobs/torch_backend/test_torch_backend.py tests/jobs/torch_backend/test_torch_names.py tests/jobs/training/test_wrap.py "
-    "tests/unit/test_streams.py"
+    "tests/jobs/torch_backend/test_torch_backend.py tests/jobs/torch_backend/test_torch_names.py "
+    "tests/jobs/training/test_wrap.py tests/unit/test_streams.py"
 )
 _LAYOUTS: Final = (
-    "tests/unit/test_layout.py tests/unit/layout/test_dtensor_layouts.py tests/jobs/layout/test_redistribute.py "
-    "tests/jobs/layout/test_dtensor.py"
+    "tests/unit/test_layout.py tests/unit/layout/test_dtensor_layouts.py "
+    "tests/jobs/layout/test_redistribute.py tests/jobs/layout/test_dtensor.py"
 )
 _KERNELS: Final = (
     "tests/unit/test_kernels_cast.py tests/unit/test_kernels_int8_block.py tests/unit/test_kernels_topk.py"

@@ -15,7 +15,7 @@ import mcr_plus.kernels
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="no triton")
 
-PROGRAM: Final = Path(__file__).parents[1] / "support" / "compile_kernels.py"
+PROGRAM: Final = Path(__file__).with_name("compile_kernels.py")
 KERNELS: Final = {
     "cast": ("_encode",),
     "delta": ("_apply", "_classify", "_copy", "_find", "_pack", "_rank", "_unpack"),

@@ -124,11 +124,11 @@ test-launchers: $(stamp)
 	@command -v srun > /dev/null || { command -v apt-get > /dev/null && test "$$(id -u)" = 0 \
 	&& apt-get update -qq && apt-get install -qq --no-install-recommends $(slurm) > /dev/null; } \
 	|| echo "no Slurm: its tests are skipped, until these packages of Debian are installed: $(slurm)"
-	@$(bin)/python -m pytest tests/jobs/test_ray.py tests/jobs/test_slurm.py
+	@$(bin)/python -m pytest tests/jobs/launch/test_ray.py tests/jobs/launch/test_slurm.py
 
 # With openreg=FOLDER, torch's simulated accelerator as it is installed there; otherwise that of .venv, if there is one.
 test-openreg: $(stamp) $(warm)
-	@$(if $(openreg),PYTHONPATH=$(abspath $(openreg)) )$(bin)/python -m pytest tests/jobs/test_openreg.py $(PYTEST_FLAGS)
+	@$(if $(openreg),PYTHONPATH=$(abspath $(openreg)) )$(bin)/python -m pytest tests/jobs/devices/test_openreg.py $(PYTEST_FLAGS)
 
 # One environment for each row of tests/support/versions.py, in build/versions; rows="NAME NAME" for some.
 # Gigabytes and hours: by hand, not part of CI. PYTHONS="FILE FILE" names interpreters that PATH does not have.

@@ -51,8 +51,8 @@ from mcr_plus.reliability.verify import checked, checked_kernels
 from mcr_plus.reliability.verify.checksum_table import Blocks, ChecksumTable, row_words
 from mcr_plus.reliability.verify.rows import SharedRows, shared_bytes
 
-sys.path.append(str(ROOT / "tests" / "support"))
-import verify_jobs
+sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "support")]
+from jobs.reliability import verify_jobs
 
 LIBRARIES: Final = ("msccl", "gloo", "mpi")
 SIZES: Final = ("8", "1MiB", "64MiB")

@@ -73,13 +73,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             variants[item.location[0], item.function].append(item)
             if _starts_processes(item):
                 item.add_marker("jobs")
+    whole_files = not any("::" in arg for arg in config.args) and not config.getoption("lf", False)
+    config.stash[STALE] = []
     for tests in variants.values():
         stay = set(sampled(tests))
         for each in tests:
             if each not in stay:
                 each.add_marker("long")
-    whole_files = not any("::" in arg for arg in config.args) and not config.getoption("lf", False)
-    config.stash[STALE] = stale((item.location[0], item.name) for item in items) if whole_files else []
+        config.stash[STALE] += stale(tests) if whole_files else []
 
 
 def pytest_collection_finish() -> None:

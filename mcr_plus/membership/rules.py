@@ -1,6 +1,7 @@
 """Who goes on after a failure: the rules, as a function of what members of an epoch have proposed.
 
-The function is pure, so that `tests/unit/test_membership_model.py` can check it with all interleavings.
+The function is pure, so that `tests/unit/membership/test_membership_model.py` can check it with all
+interleavings.
 """
 
 from __future__ import annotations

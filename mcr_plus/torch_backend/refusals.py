@@ -2,7 +2,7 @@
 
 Torch would look for a C++ backend under the group, which a group in Python has not, and end in an error about
 that. A call that this file does not name and the group does not define is found by
-`tests/jobs/test_torch_names.py`.
+`tests/jobs/torch_backend/test_torch_names.py`.
 """
 
 # pyright: reportIncompatibleMethodOverride=false, reportIncompatibleVariableOverride=false

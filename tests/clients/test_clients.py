@@ -147,6 +147,19 @@ def outcomes(
         yield outcome
 
 
+@pytest.mark.short(
+    "ddp-plain",
+    "ddp-no_sync",
+    "ddp-join-",
+    "ddp-zero",
+    "ddp-powersgd_hook",
+    "fsdp-",
+    "pipelining-gpipe",
+    "tensor-dtensor-",
+    "tensor-tensor_parallel",
+    "tensor-mesh",
+    "with_",
+)
 @pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 @pytest.mark.parametrize("backend", ["gloo", "mcr"])
 @pytest.mark.parametrize(("program", "client"), ALL)
@@ -171,6 +184,7 @@ def same_as_gloo(
         assert outcome["operations"] or backend == "gloo"
 
 
+@pytest.mark.short("static")
 @pytest.mark.parametrize("graph", ["dynamic", "static"])
 def test_a_backward_pass_that_fails_raises(graph: str) -> None:
     found = results("failing", "mcr", ("dynamic", "static"))

@@ -79,6 +79,7 @@ def test_unavailable_hosts_give_a_reason() -> None:
     assert reason is None or reason
 
 
+@pytest.mark.long
 def test_every_codec_has_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "figures.json"
     bench_codecs.main(["--size", "256KiB", "--threads", "1", "--rounds", "1", "--json", str(target)])
@@ -145,6 +146,7 @@ def test_methods_are_configurations_that_match_their_names() -> None:
         assert exchange.feedback is None
 
 
+@pytest.mark.long
 def test_curves_are_smoothed_and_drawn(tmp_path: Path) -> None:
     assert bench_training.smoothed([1, 3, 5, 7], 2).tolist() == [2, 4, 6]
     runs = [Run("gpt", way, 0, 1, [3.0, 2.0, 1.0]) for way in METHODS]
@@ -242,6 +244,7 @@ def beside(way: str, nbytes: int, p50: float, p95: float) -> dict[str, Any]:
     return {"case": "1", "ranks": 2, "bytes": nbytes, "way": way, "p50": p50, "p95": p95, "mean": p50}
 
 
+@pytest.mark.long
 def test_the_default_is_compared_with_torch_size_by_size() -> None:
     rows = [
         beside(bench_beside.DEFAULT, 8, 10.0, 50.0),
@@ -258,6 +261,7 @@ def test_the_default_is_compared_with_torch_size_by_size() -> None:
     assert "Skipped: within 1.5 cores: no cgroup" in text
 
 
+@pytest.mark.long
 def test_operations_are_measured_beside_a_busy_process(tmp_path: Path) -> None:
     target, words = tmp_path / "found.json", "--parts operations --cases 1 --ranks 2 --sizes 8 --rounds 1"
     bench_beside.main([*words.split(), "--calls", "3", "--json", str(target)])

@@ -58,6 +58,7 @@ def test_slabs_are_multiples_of_the_poolings() -> None:
             spread(size, parts, unit)
 
 
+@pytest.mark.short("2")
 @needs_mpi
 @pytest.mark.parametrize(("ranks", "more"), [(2, ()), (4, ("--mesh", "2,1,2"))])
 def test_ranks_together_are_one_process(tmp_path: Path, ranks: int, more: tuple[str, ...]) -> None:
@@ -71,6 +72,7 @@ def test_ranks_together_are_one_process(tmp_path: Path, ranks: int, more: tuple[
     assert {row["tag"] for row in result["communication"]} >= {"halo", "gradients", "mean"}
 
 
+@pytest.mark.long
 @needs_mpi
 def test_two_ranks_beat_the_mean_prediction(tmp_path: Path) -> None:
     path = tmp_path / "out.json"

@@ -478,6 +478,7 @@ def generated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.short("2]", "3]", "5]")
 @pytest.mark.parametrize("size", [2, 3, 5, 27])
 def test_any_number_of_ranks_trains_the_same_model(size: int, generated: Path) -> None:
     single, weight = train_on(alone(), job(generated))
@@ -511,6 +512,7 @@ def test_gradients_are_those_of_autograd(generated: Path) -> None:
         torch.testing.assert_close(gradients, list(expected))
 
 
+@pytest.mark.long
 def test_training_reduces_the_loss() -> None:
     work = job(
         EXAMPLE / "sample.tsv.gz", model=model.ModelConfig(bottom=(64,), top=(64,)), epochs=6, batch_size=128
@@ -565,6 +567,7 @@ def test_one_run_reports(transports: object, generated: Path, tmp_path: Path) ->
     assert document["held_out"]["rows"] == 33
 
 
+@pytest.mark.long
 def test_comparison_of_equals(
     transports: dict[str, ThreadComms | None], generated: Path, tmp_path: Path
 ) -> None:
@@ -577,6 +580,7 @@ def test_comparison_of_equals(
     assert [run["rounds"] for run in document["runs"]] == [3, 3, None, 3, 3]
 
 
+@pytest.mark.long
 def test_a_few_lines_compare_with_torch(transports: object, generated: Path) -> None:
     status, output = invoke("--data", generated, "--steps", 2, "--against-torch")
     assert status == 0
@@ -594,6 +598,7 @@ def test_a_few_lines_compare_with_torch(transports: object, generated: Path) -> 
     assert "Next:      mcr-plus run -n 1 examples/dlrm/train.py --compare" in output
 
 
+@pytest.mark.long
 def test_a_library_that_adds_wrongly_is_found(
     transports: dict[str, ThreadComms | None], generated: Path
 ) -> None:
@@ -629,6 +634,7 @@ def launch(launcher: Sequence[str], *arguments: object) -> subprocess.CompletedP
     return subprocess.run(line, env=environment, capture_output=True, text=True, timeout=240, check=False)
 
 
+@pytest.mark.long
 def test_two_processes_on_torch_train_the_same_model(generated: Path, tmp_path: Path) -> None:
     """The reference transport itself, in float32."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

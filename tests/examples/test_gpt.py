@@ -212,6 +212,7 @@ def whole(name: str, parts: Sequence[Any]) -> Any:
     return arrays[0]
 
 
+@pytest.mark.short("2")
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_together_are_the_model_of_one_process(ranks: int) -> None:
     """What all ranks have has the same gradient on all, to the last bit; the rest adds up to one model."""
@@ -349,6 +350,7 @@ def test_a_speed_up_is_claimed_beyond_the_spread_alone(case: str, capsys: pytest
 # --- real ranks ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.short("data")
 @needs_mpi
 @pytest.mark.parametrize(
     ("options_", "tags"),
@@ -370,6 +372,7 @@ def test_two_ranks_train_and_report(options_: Sequence[str], tags: set[str], tmp
         assert [row["count"] for row in rows.values()] == [12, 12]
 
 
+@pytest.mark.long
 @needs_mpi
 def test_all_libraries_train_the_same_model(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
@@ -380,6 +383,7 @@ def test_all_libraries_train_the_same_model(tmp_path: Path) -> None:
     assert [run["max_difference"] for run in runs] == [0] * 5
 
 
+@pytest.mark.long
 @needs_mpi
 @needs_mpi
 def test_outer_steps_beside_ways_that_average_gradients(tmp_path: Path) -> None:
@@ -400,12 +404,14 @@ def test_outer_steps_beside_ways_that_average_gradients(tmp_path: Path) -> None:
     assert picture.stat().st_size > 10_000
 
 
+@pytest.mark.long
 def test_ways_of_outer_steps_that_are_not_known() -> None:
     done = launch("gpt", "--local", "--way", "local int5", *TINY)
     assert done.returncode == 1
     assert "--way 'local int5': expected one of ddp, wrap" in done.stderr + done.stdout
 
 
+@pytest.mark.long
 def test_ranks_refuse_together() -> None:
     done = launch("gpt", *TINY, "--heads", 1, "--tensor-parallel")
     assert done.returncode == 1

@@ -221,6 +221,7 @@ def on_this_rank() -> dict[str, dict[str, Any]]:
     return found
 
 
+@pytest.mark.short("2")
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_train_as_one_process_with_all_experts(ranks: int) -> None:
     """Losses, balance included, and the gradients of gates, experts and all else."""
@@ -242,6 +243,7 @@ def test_ranks_train_as_one_process_with_all_experts(ranks: int) -> None:
 # --- shapes -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_large_shape_builds_without_memory() -> None:
     """As many parameters as the paper says (13 B, over a vocabulary of words), and as README.md says."""
     shape = read_shape(ExpertShape, EXAMPLES / "moe" / "ds_moe_350m.yaml", {})
@@ -305,6 +307,7 @@ def test_experts_that_do_not_divide_are_refused() -> None:
 # --- real ranks ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @needs_mpi
 def test_two_ranks_train_and_report(tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("out.json", "loss.png", "trace.json")]
@@ -329,6 +332,7 @@ def test_two_ranks_train_and_report(tmp_path: Path) -> None:
     assert json.loads(files[2].read_text())
 
 
+@pytest.mark.long
 @needs_mpi
 def test_all_libraries_train_the_same_experts(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
@@ -339,6 +343,7 @@ def test_all_libraries_train_the_same_experts(tmp_path: Path) -> None:
     assert [run["max_difference"] for run in runs] == [0] * 5
 
 
+@pytest.mark.long
 @needs_mpi
 def test_ranks_refuse_together() -> None:
     done = launch("moe", *TINY, "--experts", 3)

@@ -35,6 +35,7 @@ def test_layouts_of_servers_are_the_shares_of_their_layers(servers: int) -> None
             assert found == share_of(name, whole, number, servers).flatten().tolist(), name
 
 
+@pytest.mark.short("3")
 @needs_mpi
 @pytest.mark.parametrize(
     ("ranks", "more"), [(4, ("--double", "--compare", "--rounds", 1)), (3, ("--servers", 2))]
@@ -66,6 +67,7 @@ def program(name: str, *words: object) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
+@pytest.mark.long
 def test_a_server_outside_the_job_is_killed_and_comes_back(tmp_path: Path) -> None:
     file = tmp_path / "policy.sync"
 

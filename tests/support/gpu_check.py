@@ -64,10 +64,10 @@ class Part:
 def parts(folder: Path) -> list[Part]:
     """What is checked, in the order in which a failure of one makes the next ones doubtful."""
     kernels = sorted(str(path) for path in (ROOT / "tests" / "unit").glob("test_kernels_*.py"))
-    jobs = "tests/jobs/test_gpu_jobs.py"
+    jobs = "tests/jobs/devices/test_gpu_jobs.py"
     return [
         Part("kernels, bit for bit", [*PYTEST, "-k", "triton", *kernels]),
-        Part("NCCL by itself", [*PYTEST, "-m", "gpu", "tests/unit/test_nccl.py"]),
+        Part("NCCL by itself", [*PYTEST, "-m", "gpu", "tests/unit/devices/test_nccl.py"]),
         Part("two ranks, gloo", [*PYTEST, "-m", "gpu", "-k", "gloo", jobs]),
         Part("two ranks, shared memory", [*PYTEST, "-m", "gpu", "-k", "msccl", jobs]),
         Part("two ranks, MPI", [*PYTEST, "-m", "gpu", "-k", "mpi", jobs]),

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "unit"))
+UNIT: Final = ROOT / "tests" / "unit"
+sys.path.insert(0, str(ROOT / "tests"))
 
-from test_import_order import CAPABILITIES  # noqa: E402 - of the folder that has just been added
+from unit.test_import_order import CAPABILITIES  # noqa: E402 - of the folder that has just been added
 
 TESTS: Final = (
     "agreement", "board", "bucket", "buffers", "config", "cost", "deadline", "membership_rules",
@@ -85,7 +86,7 @@ def works_without(name: str, cache: str) -> bool:
         copy_without(Path(folder), names)
         environment = {**os.environ, "PYTHONPATH": folder, "NUMBA_CACHE_DIR": cache, "OMP_NUM_THREADS": "1"}
         job = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "job.py"]
-        tests = [f"tests/unit/test_{each}.py" for each in TESTS]
+        tests = [str(path.relative_to(ROOT)) for each in TESTS for path in UNIT.rglob(f"test_{each}.py")]
         commands = [job, [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]]
         for command in commands:
             done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)

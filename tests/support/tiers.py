@@ -1,23 +1,23 @@
 """Which tests `make test` leaves to `make test-all`, so that it takes minutes.
 
-By rule, of a test with parameters (`sampled`): of a function whose tests start processes one stays, another
-one for each function; of others every value of every parameter stays, not every combination of them. By
-name (`long_tests.py`): functions and variants that take long and have shorter ones of their kind.
+Marked as `long`: tests that take long and have shorter ones of their kind. Marked as `short("2-", "3]")`: of
+the variants of a function those whose ids, with their closing bracket, begin so stay; without arguments, all.
+Of other functions with parameters: if their tests start processes, one variant stays, another one for each
+function; otherwise every value of every parameter stays, not every combination of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import PurePath
 from typing import Final
 from zlib import crc32
 
 import pytest
 from hypothesis import settings
-from long_tests import FUNCTIONS, KEPT
 
 STALE: Final = pytest.StashKey[list[str]]()
-"""What `long_tests.py` names and is no test, of the files that were collected."""
+"""Arguments of `short` that fit no variant, in the files that were collected."""
 
 
 def sampled(tests: Sequence[pytest.Function]) -> list[pytest.Function]:
@@ -25,14 +25,11 @@ def sampled(tests: Sequence[pytest.Function]) -> list[pytest.Function]:
 
     The choice depends on nothing but names and the order of parameters, so all workers make the same one.
     """
-    file, function = PurePath(tests[0].location[0]).name, tests[0].originalname
-    name = f"{file}::{function}"
-    if function.removeprefix("test_") in FUNCTIONS.get(file, "").split():
-        return []
-    if name in KEPT:
-        stay = tuple(f"{function}[{each}" for each in KEPT[name])
-        return [each for each in tests if each.name.startswith(stay)]
+    mark = tests[0].get_closest_marker("short")
+    if mark is not None:
+        return [each for each in tests if _variant(each).startswith(mark.args or ("",))]
     if any(each.get_closest_marker("jobs") for each in tests):
+        name = f"{PurePath(tests[0].location[0]).name}::{tests[0].originalname}"
         return _one(tests, crc32(name.encode()))
     return _covering(tests)
 
@@ -80,16 +77,15 @@ def examples(count: int) -> int:
     return count * settings().max_examples // 100
 
 
-def stale(tests: Iterable[tuple[str, str]]) -> list[str]:
-    """What `long_tests.py` names and is none of these tests, (file, name), of files that are among theirs."""
-    found = [f"{PurePath(path).name}::{name}{'' if '[' in name else '['}" for path, name in tests]
-    files = {name.partition("::")[0] for name in found}
-    named = [
-        *(f"{file}::test_{each}[" for file, names in FUNCTIONS.items() for each in names.split()),
-        *(f"{function}[{each}" for function, beginnings in KEPT.items() for each in beginnings),
-    ]
+def stale(tests: Sequence[pytest.Function]) -> list[str]:
+    """Arguments of `short` that fit none of the tests of its function."""
+    mark = tests[0].get_closest_marker("short")
     return [
-        each
-        for each in named
-        if each.partition("::")[0] in files and not any(name.startswith(each) for name in found)
+        f"{tests[0].originalname}: {each}"
+        for each in (mark.args if mark else ())
+        if not any(_variant(test).startswith(each) for test in tests)
     ]
+
+
+def _variant(test: pytest.Function) -> str:
+    return test.name.partition("[")[2]

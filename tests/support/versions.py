@@ -23,15 +23,17 @@ from typing import Any, Final
 
 ROOT: Final = Path(__file__).parents[2]
 FOLDER: Final = ROOT / "build/versions"
-_OPERATIONS: Final = "tests/jobs/test_conformance.py tests/jobs/test_seams.py tests/unit/test_record.py"
-_LAUNCH: Final = "tests/jobs/test_launch.py tests/unit/test_mpi_library.py"
+_OPERATIONS: Final = (
+    "tests/jobs/operations/test_conformance.py tests/jobs/operations/test_seams.py tests/unit/test_record.py"
+)
+_LAUNCH: Final = "tests/jobs/launch/test_launch.py tests/unit/test_mpi_library.py"
 _TORCH: Final = (
-    "tests/jobs/test_torch_backend.py tests/jobs/test_torch_names.py tests/jobs/test_wrap.py "
-    "tests/unit/test_streams.py"
+    "tests/jobs/torch_backend/test_torch_backend.py tests/jobs/torch_backend/test_torch_names.py "
+    "tests/jobs/training/test_wrap.py tests/unit/test_streams.py"
 )
 _LAYOUTS: Final = (
-    "tests/unit/test_layout.py tests/unit/test_dtensor_layouts.py tests/jobs/test_redistribute.py "
-    "tests/jobs/test_dtensor.py"
+    "tests/unit/test_layout.py tests/unit/layout/test_dtensor_layouts.py "
+    "tests/jobs/layout/test_redistribute.py tests/jobs/layout/test_dtensor.py"
 )
 _KERNELS: Final = (
     "tests/unit/test_kernels_cast.py tests/unit/test_kernels_int8_block.py tests/unit/test_kernels_topk.py"

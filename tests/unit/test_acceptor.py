@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from test_weight_sync import laid
+from unit.test_weight_sync import laid
 
 from mcr_plus.core.proc import read_stat
 from mcr_plus.elasticity import state_stream

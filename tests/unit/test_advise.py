@@ -79,6 +79,7 @@ def random_gradients(seed: int) -> list[tuple[str, int, float]]:
     ]
 
 
+@pytest.mark.short("5")
 @pytest.mark.parametrize("seed", range(6))
 def test_no_partition_and_no_library_is_better(seed: int) -> None:
     gradients = random_gradients(seed)
@@ -354,6 +355,7 @@ def test_more_ranks_than_there_are_is_refused() -> None:
 # -- the command --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_command_writes_a_pipeline_a_report_and_json(tmp_path: Path) -> None:
     step = step_of([("b", 400, 0.001), ("a.w", 4 << 20, 0.02)], forward=0.01, seconds=0.012)
     step.save(tmp_path / "step.json")
@@ -457,6 +459,7 @@ def test_notes_are_printed_though_the_plan_fails(tmp_path: Path) -> None:
     assert "note: an unknown operation, 'all_reduced'" in answer.stderr
 
 
+@pytest.mark.long
 def test_bad_usage_is_a_line(tmp_path: Path) -> None:
     step_of([("w", 400, 0.001)], seconds=0.001).save(tmp_path / "step.json")
     (tmp_path / "cluster.yaml").write_text("nodes: 8\nlinks:\n  nic: {rate: 10}\n")

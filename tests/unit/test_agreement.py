@@ -232,6 +232,7 @@ def run(
 PLACES = pytest.mark.parametrize("place", [across_hosts, on_one_host])
 
 
+@pytest.mark.short("2-700")
 @PLACES
 @pytest.mark.parametrize(("size", "steps"), [(2, 700), (3, 600), (4, 600)])  # more than RING
 def test_no_false_alarm(place: Callable[[], MakeBoard], size: int, steps: int) -> None:
@@ -239,6 +240,7 @@ def test_no_false_alarm(place: Callable[[], MakeBoard], size: int, steps: int) -
         assert (rank.error, rank.issued) == (None, steps)
 
 
+@pytest.mark.short("across_hosts")
 @PLACES
 def test_no_false_alarm_where_a_rank_issues_far_ahead(place: Callable[[], MakeBoard]) -> None:
     for rank in run(place(), 2, 1500, seed=5, window=_BURST):
@@ -259,6 +261,7 @@ def test_no_false_alarm_in_many(
             assert (rank.error, rank.issued) == (None, steps)
 
 
+@pytest.mark.long
 @PLACES
 def test_no_false_alarm_with_many_ranks_that_count_votes(
     place: Callable[[], MakeBoard], monkeypatch: pytest.MonkeyPatch

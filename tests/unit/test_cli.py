@@ -371,6 +371,7 @@ def test_explain_reads_for_people() -> None:
     assert last.startswith("=> ")
 
 
+@pytest.mark.long
 def test_run_gives_the_configuration_to_the_ranks(config: Path) -> None:
     words = ["run", "-n", "1", "--config", config.name, PROGRAMS, "environment", "MCR_CONFIG", "MCR_LAUNCHER"]
     answer = mcr_plus_process(*words, cwd=config.parent)
@@ -424,6 +425,9 @@ def test_auto_launcher_is_mpi_if_configured_and_usable(monkeypatch: pytest.Monke
     assert choose_via(ViaChoice.auto, None) == "torch"
 
 
+@pytest.mark.short(
+    "--min-ranks 0", "--min-ranks 3", "--min-ranks 1 --restart", "--restart", "--min-ranks 1 --via"
+)
 @pytest.mark.parametrize(
     ("words", "told"),
     [

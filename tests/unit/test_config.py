@@ -1217,6 +1217,7 @@ def test_the_environment_of_the_process_is_the_default(monkeypatch: pytest.Monke
     assert launch_environment({}).world_size == 1
 
 
+@pytest.mark.long
 def test_a_configuration_without_a_codec_imports_none() -> None:
     program = "import sys, mcr_plus.config.reader as c; c.load(None); print(*sys.modules)"
     ran = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)

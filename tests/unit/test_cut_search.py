@@ -8,8 +8,8 @@ from itertools import chain, combinations
 
 import numpy as np
 import pytest
-from test_plan import every_plan, some_prices
 from tiers import examples
+from unit.test_plan import every_plan, some_prices
 
 from mcr_plus.bucketing.costs import BucketCurve, prices
 from mcr_plus.bucketing.cut_search import search_cuts

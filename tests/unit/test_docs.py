@@ -45,6 +45,7 @@ def run_text(text: str, folder: str) -> None:
     exec(compile(text, "<document>", "exec"), {})
 
 
+@pytest.mark.long
 def test_python_blocks_run_on_two_ranks(tmp_path: Path) -> None:
     files = re.compile(r"# \w+\.py\n")  # not programs: other tests run them
     programs = [(where, text) for where, text in blocks("python") if not files.match(text) and runs(text)]
@@ -86,6 +87,7 @@ def shares_by_codec(codecs: list[str]) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.long
 def test_the_figures_of_codecs_are_those_of_a_run() -> None:
     claimed = table_of_codecs()
     assert sorted(claimed) == sorted(set(codec_names()) - {"none", "delta"})  # whose share is of the values

@@ -286,6 +286,7 @@ def test_times_that_read_alike_are_called_equal(table: Path) -> None:
 SHIPPED = sorted(Path(tables.__file__).with_name("builtin").glob("*.yaml"))
 
 
+@pytest.mark.short("mpich")
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_built_in_tables_give_a_reason_where_their_figures_favour_another_choice(path: Path) -> None:
     rules = yaml.safe_load(path.read_text())["rules"]

@@ -23,6 +23,7 @@ def test_damaged_files_are_read_or_refused_by_name(reader: str, tmp_path: Path) 
         pytest.fail(f"{fault.number}: {fault.what}")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("reader", READERS)
 def test_more_damaged_files(reader: str, tmp_path: Path) -> None:
     for fault in faults(reader, range(200), 43, tmp_path):

@@ -152,6 +152,7 @@ def test_a_rank_that_goes_on_is_running_again() -> None:
     assert network.states(2)[1] == "running"
 
 
+@pytest.mark.long
 @given(
     seed=st.integers(0, 1 << 16), hosts=st.sampled_from(HOSTS), beyond=st.sets(st.integers(0, 15), min_size=1)
 )
@@ -220,6 +221,7 @@ def test_a_beat_that_has_waited_for_an_agent_may_be_as_old_as_that_has_not_run()
     assert other.findings(1.8)[0] == RankFinding("running")
 
 
+@pytest.mark.long
 @given(seed=st.integers(0, 1 << 16), hosts=st.sampled_from([2, 3, 8]), dead=st.booleans())
 def test_an_agent_that_is_replaced_goes_on(seed: int, hosts: int, dead: bool) -> None:
     network = Network(hosts, seed)

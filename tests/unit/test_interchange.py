@@ -426,6 +426,7 @@ NUMBERS = {
 }
 
 
+@pytest.mark.long
 @settings(max_examples=examples(160))
 @given(st.sampled_from(tuple(FORMATS)).flatmap(lambda f: st.tuples(st.just(f), expressible(f, NUMBERS[f]))))
 def test_expressible_rules_survive_a_round_trip(case: tuple[str, Table]) -> None:
@@ -826,6 +827,7 @@ def messages(rules: str, nbytes: int) -> int:
     return int(total.group(1))
 
 
+@pytest.mark.long
 @needs_open_mpi
 def test_open_mpi_follows_an_exported_file() -> None:
     """On two ranks, recursive doubling sends one message, a ring two halves: their number tells which."""
@@ -845,6 +847,7 @@ def test_open_mpi_follows_an_exported_file() -> None:
     assert messages(broken, 4 * K - 8) == CALLS
 
 
+@pytest.mark.long
 @needs_open_mpi
 def test_open_mpi_follows_a_file_of_version_2_and_of_several_communicator_sizes() -> None:
     found = table(
@@ -943,6 +946,7 @@ def test_open_mpi_runs_the_algorithms_of_an_exported_file() -> None:
     assert by_rules == {key: (first if key[1] < 4 * K else second)[key] for key in by_rules}
 
 
+@pytest.mark.long
 @needs_open_mpi
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_open_mpi_runs_each_algorithm_of_an_exported_file(ranks: int) -> None:

@@ -45,6 +45,7 @@ def test_the_cpu_kernels_are_the_reference(dtype: torch.dtype) -> None:
         same_bits(what, rounded(values, dtype, what).view(torch.int16), expected.view(torch.int16))
 
 
+@pytest.mark.short("dtype0")
 @both
 def test_the_triton_kernels_are_the_reference(dtype: torch.dtype) -> None:
     device = triton_device()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
@@ -12,9 +13,9 @@ import pytest
 
 import mcr_plus.kernels
 
-pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="no triton")
 
-PROGRAM: Final = Path(__file__).parents[1] / "support" / "compile_kernels.py"
+PROGRAM: Final = Path(__file__).with_name("compile_kernels.py")
 KERNELS: Final = {
     "cast": ("_encode",),
     "delta": ("_apply", "_classify", "_copy", "_find", "_pack", "_rank", "_unpack"),
@@ -33,6 +34,7 @@ def test_every_module_takes_part() -> None:
     assert sorted(KERNELS) == sorted(path.stem for path in Path(folder, "gpu").glob("*.py"))
 
 
+@pytest.mark.short("cast")
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_compile(name: str, tmp_path: Path) -> None:
     settings = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}

@@ -101,6 +101,7 @@ def test_an_anchor_needs_no_base(dtype: torch.dtype) -> None:
         assert kernel.changed(wire) == numel
 
 
+@pytest.mark.short("torch.float32")
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64], ids=str)
 def test_the_triton_kernels_are_the_reference(dtype: torch.dtype) -> None:
     device = triton_device()
@@ -138,6 +139,7 @@ def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], None
     monkeypatch.undo()
 
 
+@pytest.mark.short("torch.bfloat16")
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64], ids=str)
 def test_payloads_made_on_a_gpu_are_those_of_the_cpu(
     dtype: torch.dtype, as_on_gpu: Callable[[bool], None]
@@ -179,6 +181,7 @@ def test_payloads_made_on_a_gpu_are_those_of_the_cpu(
                 kernel.apply(damaged, old.clone().to(device))
 
 
+@pytest.mark.long
 def test_the_codec_uses_the_kernels_for_gpus(as_on_gpu: Callable[[bool], None]) -> None:
     """The states of two ranks, one of which has its tensors on a GPU; through anchors and changes."""
     device, codec = triton_device(), Delta()

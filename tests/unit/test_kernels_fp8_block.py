@@ -51,6 +51,7 @@ def test_every_float_rounds_as_torch_rounds(name: str, scale: kernel.Scale) -> N
     same_bits(name, blocks.to(fmt.dtype).view(torch.uint8).view(-1), codes)
 
 
+@pytest.mark.short("float32-e4m3")
 @every_format
 @every_scale
 def test_the_triton_kernels_are_the_reference(name: str, scale: kernel.Scale) -> None:

@@ -80,6 +80,7 @@ def test_the_transform_helps_heavy_tails() -> None:
     assert errors[1] < 0.9 * errors[0]
 
 
+@pytest.mark.short("True")
 @either_way
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # inf - inf is NaN, as wanted
 def test_the_triton_kernels_are_the_reference(hadamard: bool) -> None:

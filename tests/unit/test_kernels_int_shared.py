@@ -48,6 +48,7 @@ def test_the_cpu_kernels_are_the_reference(lanes: int, levels: int) -> None:
             same_bits(what, expected, total)
 
 
+@pytest.mark.short("4-7", "2-4095")
 @WIDTHS
 def test_the_triton_kernels_are_the_reference(lanes: int, levels: int) -> None:
     device = triton_device()

@@ -45,6 +45,7 @@ def check(what: str, values: torch.Tensor, sent: int, dtype: torch.dtype = torch
     assert torch.equal(total[untouched], torch.linspace(-1, 1, values.numel())[untouched])
 
 
+@pytest.mark.short("1e-06", "1.0")
 @pytest.mark.parametrize("ratio", [1e-6, 0.01, 0.3, 1.0])
 def test_the_cpu_kernels_are_the_reference(ratio: float) -> None:
     codec = TopK(TopKOptions(ratio=ratio))
@@ -79,6 +80,7 @@ def misleading(size: int) -> list[tuple[str, torch.Tensor]]:
     return [(what, torch.from_numpy(array)) for what, array in named.items()]
 
 
+@pytest.mark.short("0.2")
 @pytest.mark.parametrize("ratio", [0.001, 0.01, 0.2])
 def test_exact_where_a_sample_decides_and_where_it_misleads(ratio: float) -> None:
     size = 5 * 65536 + 777
@@ -113,6 +115,7 @@ def test_a_wrong_sample_changes_nothing(wrong: str, monkeypatch: pytest.MonkeyPa
     assert torch.equal(encoded(values, sent), right)
 
 
+@pytest.mark.long
 def test_more_than_two_billion_values() -> None:
     """Of which the largest are at the end; most of them are never touched, and take no memory."""
     from codec_exam import untouched

@@ -74,6 +74,7 @@ def largest(values: torch.Tensor, how: Chunking) -> np.ndarray[tuple[int], np.dt
     return flags
 
 
+@pytest.mark.short("2", "4")
 @pytest.mark.parametrize("bits", BITS)
 def test_the_cpu_kernels_are_the_reference(bits: int) -> None:
     hows = [Chunking(100, 0.2, bits), Chunking(4096, 0.0156, bits)]
@@ -81,6 +82,7 @@ def test_the_cpu_kernels_are_the_reference(bits: int) -> None:
         check(what, values, hows[values.numel() % 2])
 
 
+@pytest.mark.short("2")
 @pytest.mark.parametrize("bits", BITS)
 def test_what_is_left_is_what_was_not_sent(bits: int) -> None:
     """In one pass the same bits as one step after another in torch; what is not finite is not kept."""

@@ -36,7 +36,7 @@ def missing(row: Collective) -> list[str]:
     """The places that do not know a kind."""
     kinds = [row.kind, *([row.vector] if row.vector else [])]
     backends = (ROOT / "docs" / "adding-a-backend.md").read_text()
-    conformance = (ROOT / "tests" / "support" / "conformance.py").read_text()
+    conformance = (ROOT / "tests" / "jobs" / "operations" / "conformance.py").read_text()
     results = inspect.getsource(postconditions.wanted)
     messages = row.kind in ("send", "recv")
     methods = {row.kind, row.msccl, row.torch} & vars(McrProcessGroup).keys()
@@ -47,7 +47,7 @@ def missing(row: Collective) -> list[str]:
         f"msccl.postconditions.wanted: {row.msccl}": not row.msccl or f'"{row.msccl}"' in results,
         f"torch_backend.process_group: {row.torch}": bool(methods) or not hasattr(dist, row.torch),
         f"docs/adding-a-backend.md: {row.kind}": row.kind in backends,
-        f"tests/support/conformance.py: {row.kind}": row.kind in conformance or row.kind == "barrier",
+        f"tests/jobs/operations/conformance.py: {row.kind}": row.kind in conformance or row.kind == "barrier",
         **{f"compression.schemes.ENCODED: {kind}": kind in ENCODED or kind == "barrier" for kind in kinds},
         **{f"core.kinds.Kind: {kind}": kind in KINDS for kind in kinds},
         **{
@@ -81,7 +81,7 @@ def test_missing_parts_of_a_new_row_are_listed() -> None:
         "mcr.scan",
         "communicator.calls.BUILDERS: scan",
         "docs/adding-a-backend.md: scan",
-        "tests/support/conformance.py: scan",
+        "tests/jobs/operations/conformance.py: scan",
         "compression.schemes.ENCODED: scan",
         "core.kinds.Kind: scan",
         "backend gloo: _scan",

@@ -96,8 +96,20 @@ def test_no_personal_paths() -> None:
     assert found == []
 
 
-def test_long_tests_exist(request: pytest.FixtureRequest) -> None:
-    assert request.config.stash[STALE] == [], "tests/support/long_tests.py names tests that do not exist"
+def test_variants_that_are_marked_as_short_exist(request: pytest.FixtureRequest) -> None:
+    assert request.config.stash[STALE] == []
+
+
+def test_what_serves_one_module_of_tests_lies_beside_it() -> None:
+    """Programs that people run are in tests/support as well."""
+    texts = {path: path.read_text() for path in python_files()}
+    beside = {}
+    for path in (ROOT / "tests" / "support").glob("*.py"):
+        uses = re.compile(rf"^\s*(?:from|import) {path.stem}\b|\"{path.stem}\.py\"", re.MULTILINE)
+        users = [each.stem for each, text in texts.items() if path.stem in text and uses.search(text)]
+        if len(users) == 1 and users[0].startswith("test_") and "\n    python tests/" not in texts[path]:
+            beside[path.name] = users[0]
+    assert beside == {}
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)

@@ -135,6 +135,7 @@ def test_share_of_calls_that_go_to_rivals_is_bounded_and_ends(
     assert {turn.candidate for turn in play(trial, agreed, 100)} == {trial.chosen}
 
 
+@pytest.mark.long
 @settings(max_examples=examples(40))
 @given(TRIALS, st.integers(0, 1 << 30), st.integers(0, 1 << 30))
 def test_equal_agreed_numbers_mean_equal_choices_despite_local_times(
@@ -164,6 +165,7 @@ def test_trial_restored_from_plain_data_continues_alike(
     assert list(play(first, later[0], 1000)) == list(play(second, later[1], 1000))
 
 
+@pytest.mark.short("1")
 @pytest.mark.parametrize("best", [0, 1, 2])
 def test_the_fastest_wins_under_noise(best: int) -> None:
     medians = [1.0, 1.0, 1.0]
@@ -402,6 +404,7 @@ def lookup(table: Table | None, query: Query) -> str:
     return "local" if rule is None else rule.backend  # as `found_out` has it
 
 
+@pytest.mark.long
 @settings(max_examples=examples(150))
 @given(
     st.one_of(st.none(), tables()),
@@ -728,6 +731,7 @@ def alone() -> Iterator[Path]:
         os.chdir("/")
 
 
+@pytest.mark.short("2-steady")
 @needs_mpi
 @pytest.mark.parametrize(("ranks", "scenario"), [(2, "steady"), (3, "steady"), (3, "random")])
 def test_ranks_that_measure_different_things_agree_at_every_call(ranks: int, scenario: str) -> None:
@@ -765,6 +769,7 @@ def use_groups() -> dict[str, Any]:
         return {"used": used, "table": table and [lookup(table, query) for query in queries]}
 
 
+@pytest.mark.long
 @needs_mpi
 def test_every_group_has_its_own_trials_and_rank_0_writes_those_of_its_own() -> None:
     values = [result.value for result in run_ranks(use_groups, 3)]
@@ -808,6 +813,7 @@ def bind_once(folder: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.long
 @needs_mpi
 def test_persistent_operations_are_tuned_or_keep_the_final_choice(tmp_path: Path) -> None:
     (tmp_path / "goes-away").mkdir()

@@ -9,7 +9,7 @@ from contextlib import closing
 from typing import NamedTuple
 
 import pytest
-from test_status_page import about, picture
+from unit.test_status_page import about, picture
 
 from mcr_plus.hosts.page import Page, read
 from mcr_plus.hosts.page_exchange import HOSTS, PageExchange

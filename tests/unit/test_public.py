@@ -44,6 +44,7 @@ def test_importing_the_package_does_not_import_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.long
 def test_the_package_works_without_requirements_of_the_command_line() -> None:
     code = """
 import sys

@@ -36,6 +36,7 @@ def test_more_than_two_billion_values() -> None:
     assert int(positions.max()) > 2**32
 
 
+@pytest.mark.short("10-3")
 @pytest.mark.parametrize(("numel", "count"), [(10, 3), (11, 4), (7, 6), (5, 1)])
 def test_every_value_is_drawn_equally_often(numel: int, count: int) -> None:
     """Within six sigma. In parts that begin at 0 a value of 10 / 3 would be drawn 1/3 or 1/4 of the time."""
@@ -91,6 +92,7 @@ def test_sums_sent_values_and_leaves_the_rest() -> None:
         assert torch.equal(rest, torch.where(sent, 0.0, before))
 
 
+@pytest.mark.short("False")
 @pytest.mark.parametrize("rescale", [True, False])
 def test_unbiased_if_rescaled(rescale: bool) -> None:
     """The mean over steps is the value within six sigma; without rescaling, the control, far off."""

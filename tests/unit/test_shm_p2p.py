@@ -583,6 +583,7 @@ def _be_killed(folder: str, me: int, ranks: int) -> None:
         Path(folder, f"sends.{me}").touch()
 
 
+@pytest.mark.long
 def test_polls_of_survivors_return_false_after_a_kill() -> None:
     p2p_kernels.prepare()  # before the first fork, and not in every child
     chance, ranks = random.Random(3), 3

@@ -40,6 +40,7 @@ def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
         yield one, other
 
 
+@pytest.mark.long
 def test_a_peer_that_reads_nothing_is_not_silent() -> None:
     with connected() as (one, _):
         one.setblocking(False)

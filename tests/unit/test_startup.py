@@ -47,6 +47,7 @@ def test_one_process_pays_for_no_kernels_files_or_tables_and_still_lists_all_bac
     assert backends.endswith("'local']")
 
 
+@pytest.mark.long
 def test_a_shrink_compiles_nothing() -> None:
     """Ranks wait for each other in it, and those on busy cores would come seconds later."""
     shrinks = "import sys, mcr_plus as mcr; mcr.init(); mcr.shrink; "
@@ -75,6 +76,7 @@ def add_up() -> None:
         comm.all_reduce(x)
 
 
+@pytest.mark.long
 def test_kernels_from_the_cache_need_none_of_the_compiler(tmp_path: Path) -> None:
     """The first job compiles what the cache lacks; the second finds it and imports no rules of typing."""
     rules = ("numba", "numba.cpython.charseq", "numba.np.linalg")
@@ -138,6 +140,7 @@ def test_both_parsers_refuse_the_same(text: str) -> None:
         parse_document(text, "file", Path(), versioned=False)
 
 
+@pytest.mark.long
 def test_the_sources_work_without_being_installed() -> None:
     """As on a machine to which the repository alone was carried: no metadata of the package."""
     program = """

@@ -167,6 +167,7 @@ def test_a_rank_that_has_drawn_nothing_for_long_is_busy_and_a_dead_one_is_named(
     assert any("rank 1 (process 1 on here) has died" in text for text in findings(job))
 
 
+@pytest.mark.long
 def test_a_stop_while_a_page_is_drawn_makes_later_pictures_no_rarer(monkeypatch: pytest.MonkeyPatch) -> None:
     """What counts is the time of the processor that drawing takes."""
     third, drawn = threading.Event(), 0

@@ -115,6 +115,7 @@ def neighbours(found: Table) -> Iterator[tuple[TableRule, TableRule]]:
 # --- shrink ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @settings(max_examples=examples(150))
 @given(tables(measured=True))
 def test_shrinking_changes_no_lookup(found: Table) -> None:
@@ -340,6 +341,7 @@ def measured_on(ranks: int, found: Table, nodes: int = 1) -> Table:
     return replace(found, fingerprint={name: (str(value),) for name, value in facts.items()})
 
 
+@pytest.mark.long
 @settings(max_examples=examples(60))
 @given(tables(grouped=True), tables(grouped=True))
 def test_tables_of_other_scales_do_not_shadow_one_another(one: Table, other: Table) -> None:

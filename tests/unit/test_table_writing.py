@@ -240,6 +240,7 @@ def test_a_saved_table_loads_and_has_the_mode_of_any_other_file(tmp_path: Path, 
     assert sorted(found.name for found in tmp_path.iterdir()) == ["other", "table.yaml"]
 
 
+@pytest.mark.long
 def test_the_locale_does_not_matter(tmp_path: Path) -> None:
     program = (
         "import sys; from mcr_plus.tables.table import load_table, parse_table\n"

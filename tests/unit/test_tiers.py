@@ -6,7 +6,6 @@ from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
-import long_tests
 import pytest
 from tiers import sampled, stale
 
@@ -14,10 +13,13 @@ SIZES = [1, 32, 1000, 5003]
 CODECS = ["bf16", "topk", "sign1"]
 
 
-def variants(*decorators: tuple[str, list[Any]], jobs: bool = False, name: str = "test_it") -> list[Any]:
+def variants(
+    *decorators: tuple[str, list[Any]], jobs: bool = False, name: str = "test_it", short: tuple[str, ...] = ()
+) -> list[Any]:
     """What pytest collects of a function with these decorators, each with its names and sets of values."""
     marks = [pytest.mark.parametrize(names, values).mark for names, values in decorators]
     found = []
+    own = {"jobs": jobs, "short": short and pytest.mark.short(*short).mark}
     for values in product(*(values for _, values in decorators)):
         params: dict[str, object] = {}
         for (names, _), value in zip(decorators, values, strict=True):
@@ -29,7 +31,7 @@ def variants(*decorators: tuple[str, list[Any]], jobs: bool = False, name: str =
                 name=f"{name}[{'-'.join(map(str, params.values()))}]",
                 callspec=SimpleNamespace(params=params),
                 iter_markers=lambda kind: marks if kind == "parametrize" else [],
-                get_closest_marker=lambda kind: (jobs and kind == "jobs") or None,
+                get_closest_marker=lambda kind: own.get(kind) or None,
             )
         )
     return [Hashable(**vars(each)) for each in found]
@@ -75,23 +77,15 @@ def test_the_job_that_stays_is_none_that_is_marked_as_slow() -> None:
         )
 
 
-def test_variants_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(long_tests.KEPT, "test_x.py::test_it", ("32-", "1000-topk"))
-    kept = params(sampled(variants(("codec", CODECS), ("size", SIZES))))
-    assert kept == []
-    kept = params(sampled(variants(("size", SIZES), ("codec", CODECS))))
-    assert kept == [(32, "bf16"), (32, "topk"), (32, "sign1"), (1000, "topk")]
-    names = [("tests/unit/test_x.py", "test_it[32-bf16]"), ("tests/unit/test_y.py", "test_that")]
-    assert stale(names) == ["test_x.py::test_it[1000-topk"]
-
-
-def test_functions_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(long_tests.FUNCTIONS, "test_x.py", "this it")
-    assert sampled(variants(("size", SIZES))) == []
-    assert len(sampled(variants(("size", SIZES), name="test_it_too"))) == len(SIZES)
-    assert stale([("tests/unit/test_x.py", "test_it[1]"), ("tests/unit/test_x.py", "test_this_one")]) == [
-        "test_x.py::test_this["
-    ]
+def test_variants_by_name() -> None:
+    short = ("32-", "1000-topk")
+    tests = variants(("codec", CODECS), ("size", SIZES), short=short)
+    assert sampled(tests) == []
+    assert stale(tests) == [f"test_it: {each}" for each in short]
+    tests = variants(("size", SIZES), ("codec", CODECS), short=short)
+    assert params(sampled(tests)) == [(32, "bf16"), (32, "topk"), (32, "sign1"), (1000, "topk")]
+    assert stale(tests) == []
+    assert stale(variants(("size", SIZES))) == []
 
 
 def test_a_test_without_parameters_stays() -> None:

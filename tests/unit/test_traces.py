@@ -869,6 +869,7 @@ def filling(count: int) -> Iterator[dict[str, Any]]:
         yield event("gemm", at, at + 0.9, 7, "kernel", correlation=number, grid=[1, 2, 3])
 
 
+@pytest.mark.long
 def test_of_events_only_what_counts_is_kept(tmp_path: Path) -> None:
     count, path = 80_000, tmp_path / "rank0.json"
     with path.open("w") as file:

@@ -757,6 +757,7 @@ def measured(backends: list[str], kinds: list[str]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.short("mpi-2")
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("via", [pytest.param("mpi", marks=needs_mpi), "torch"])
 def test_every_kind_can_be_measured_and_ranks_agree(via: Any, ranks: int) -> None:
@@ -781,6 +782,7 @@ def tuned_while_busy(table: str, answer: str) -> None:
         worker.run(job)
 
 
+@pytest.mark.long
 def test_the_table_notes_a_busy_machine(tmp_path: Path) -> None:
     table, answer = tmp_path / "t.yaml", tmp_path / "answer.json"
     first, _ = run_ranks(tuned_while_busy, 2, args=[str(table), str(answer)], via="torch")
@@ -837,6 +839,7 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
+@pytest.mark.long
 def test_a_plot_shows_the_choices_of_the_table(figures: list[Any], tmp_path: Path) -> None:
     def sample(candidate: str, size: int, time: float, kind: Kind = "all_reduce", **manner: bool) -> Sample:
         case = BenchCase(kind, size, "float32", manner.get("async_op", False))
@@ -901,6 +904,7 @@ def json_of(*words: str) -> Any:
     return json.loads(answer.stdout)
 
 
+@pytest.mark.long
 def test_tune_writes_a_table_and_resumes(tmp_path: Path) -> None:
 
     table, plot = tmp_path / "t.yaml", tmp_path / "t.png"
@@ -946,6 +950,7 @@ def test_tune_writes_a_table_and_resumes(tmp_path: Path) -> None:
     assert f"{plot}: 4 panels, one for each operation and manner" in again.stderr
 
 
+@pytest.mark.long
 @needs_mpi
 def test_inside_a_job_of_mpirun_the_command_is_a_rank(tmp_path: Path) -> None:
     launcher = mpi_flavour()
@@ -959,6 +964,7 @@ def test_inside_a_job_of_mpirun_the_command_is_a_rank(tmp_path: Path) -> None:
     assert load_table(tmp_path / "t.yaml").fingerprint["ranks"] == ("2",)
 
 
+@pytest.mark.long
 def test_bench_prints_rows_of_the_contract(tmp_path: Path) -> None:
     rows = json_of(
         "bench", "-n", "2", "--kinds", "all_gather", "--min", "1KiB", "--max", "2KiB", "--against", "torch",
@@ -1056,6 +1062,7 @@ def test_a_fifo_is_refused_as_a_file_of_results(
         MeasurementFile(fifo, HERE, fresh=False)
 
 
+@pytest.mark.long
 def test_algorithm_files_are_compared_and_named_in_the_table(tmp_path: Path) -> None:
     """One that is only for small sizes, one for other ranks, one for one root."""
     ring = samples.ring(2)
@@ -1152,6 +1159,7 @@ def test_an_unavailable_library_is_refused_before_ranks_start() -> None:
     assert len(answer.stderr.splitlines()) == 1
 
 
+@pytest.mark.long
 @needs_mpi
 def test_measurements_of_another_machine_are_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "t.measurements.jsonl").write_text('{"version": 1, "fingerprint": {"cpu": ["Elbrus"]}}\n')

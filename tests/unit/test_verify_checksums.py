@@ -112,6 +112,7 @@ def test_checksums_see_pairs_of_flips_and_exchanged_rows() -> None:
     assert taken(flipped) == found
 
 
+@pytest.mark.short("512")
 @pytest.mark.parametrize("nbytes", [512, 300, 4 * 512])
 def test_flips_of_one_line_of_a_bus_do_not_cancel_each_other(nbytes: int) -> None:
     """The highest bits of a word are those that a multiplication spreads least."""
@@ -220,6 +221,7 @@ def test_steps_are_kept_apart_by_the_operation_that_they_belong_to() -> None:
     assert steps[0].digest() != steps[1].digest()
 
 
+@pytest.mark.long
 def test_nothing_is_kept_of_operations_that_are_dropped() -> None:
     channel: Any = SimpleNamespace(bind=lambda _: lambda _: bool, gate=lambda *_: None)
     backend: Any = SimpleNamespace(name="gloo", supports=lambda _: NATIVE, rings=False, host_driven=False)

@@ -371,6 +371,7 @@ def naps(wait: str) -> list[int]:
         return [calls, slept]
 
 
+@pytest.mark.long
 def test_waits_sleep_beside_other_work() -> None:
     """By default, where `spin` never does. The other work takes as many cores as there are."""
     busy = [sys.executable, "-c", "while True: pass"]
@@ -410,6 +411,7 @@ def deserted(how: str) -> str:
     return "nothing"
 
 
+@pytest.mark.short("dies")
 @pytest.mark.parametrize(
     ("how", "told"), [("dies", "PeerLost.*rank 2 has died"), ("stops", "PeerLost.*rank 2 is stopped")]
 )

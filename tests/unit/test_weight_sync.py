@@ -264,6 +264,7 @@ def test_a_version_is_pulled_once_all_sources_have_pushed_it() -> None:
         assert pulls.stats()["anchors"] == 0
 
 
+@pytest.mark.long
 def test_sources_that_have_dropped_the_version_of_another_lead_to_a_later_one() -> None:
     """Source 1 has only the step from 2 to 3 when source 0 has 2: nothing is pulled before both have 3."""
     with two_sources(history=0) as (tensors, sources, receiver, pulls):
@@ -318,6 +319,7 @@ def test_a_receiver_of_other_weights_catches_up_with_a_source_that_is_always_ahe
         assert [each.stats()["anchors"] for each in sources] == [1, 1]
 
 
+@pytest.mark.long
 def test_a_source_that_is_gone_is_named_although_the_lead_is_there() -> None:
     with two_sources(history=0) as (tensors, sources, receiver, pulls):
         for each in sources:

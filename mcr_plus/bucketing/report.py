@@ -14,8 +14,8 @@ from mcr_plus.core.units import about
 
 COLOURS: Final = {"measured": "#1b7837", "scaled": "#e08214", "assumed": "#b2182b"}
 _COMPUTING: Final = "#9ecae1"
-# Pictures and coloured words are drawn for light pages; dark ones invert them, and keep the hues. Narrow pages
-# scroll wide content, since a picture that shrinks to 400 pixels has labels of 4.
+# Pictures and coloured words are drawn for light pages; dark ones invert them and keep the hues. Narrow pages
+# scroll wide content: a picture that shrinks to 400 pixels has labels of 4.
 _STYLE: Final = """
 :root { color-scheme: light dark; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }

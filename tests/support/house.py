@@ -108,11 +108,11 @@ def main() -> None:
     )
     shared = sorted(name for name, count in classes.items() if count > 1)
     scatter = [path for path, text in texts.items() if re.search(r"\bscatter\b", text)]
-    docs = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    docs = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "design").glob("*.md")]
     print(f"library: {sum(text.count(chr(10)) for text in texts.values()):,} lines in {len(files)} files")
     print(f"class names used more than once: {len(shared)}: {', '.join(shared)}")
     print(f"files that name `scatter`: {len(scatter)}")
-    print(f"words of README.md and docs/*.md: {words(docs):,}")
+    print(f"words of README.md, docs/*.md and docs/design/*.md: {words(docs):,}")
     for name, value in loaded().items():
         print(f"init and one all_reduce: {name}: {value:,}")
 

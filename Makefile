@@ -94,8 +94,9 @@ mypy pyright: $(stamp)
 docs: $(runs)
 	@$(pip) install -qq -c constraints.txt -e ".[docs]"
 	@mkdir -p build/pages/benchmarks
-	@ln -sfn $(addprefix ../../,README.md CHANGELOG.md constraints.txt docs examples) build/pages
+	@ln -sfn $(addprefix ../../,README.md CHANGELOG.md constraints.txt docs examples findings) build/pages
 	@ln -sfn ../../../benchmarks/results build/pages/benchmarks
+	@$(bin)/python tests/support/house.py --modules > build/pages/modules.md
 	@NO_MKDOCS_2_WARNING=1 $(bin)/mkdocs build --quiet && echo build/site/index.html
 
 # With bundle=FOLDER, what gpu-bundle has made: python3 as it is, and no network.

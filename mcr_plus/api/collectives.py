@@ -761,8 +761,7 @@ def batch_isend_irecv(p2p_ops: Sequence[P2POp], group: Communicator | None = Non
 
     Args:
         p2p_ops: `P2POp(mcr.isend or mcr.irecv, tensor, peer, group=None, tag=0)` each; tensors of any shape
-        and
-            dtype that `isend` and `irecv` take.
+            and dtype that `isend` and `irecv` take.
 
     Returns:
         One `Work` per entry. All are checked before the first is started.

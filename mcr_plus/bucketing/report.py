@@ -14,12 +14,17 @@ from mcr_plus.core.units import about
 
 COLOURS: Final = {"measured": "#1b7837", "scaled": "#e08214", "assumed": "#b2182b"}
 _COMPUTING: Final = "#9ecae1"
+# Pictures and coloured words are drawn for light pages; dark ones invert them and keep the hues. Narrow pages
+# scroll wide content: a picture that shrinks to 400 pixels has labels of 4.
 _STYLE: Final = """
+:root { color-scheme: light dark; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
 table { border-collapse: collapse; margin: 1rem 0; }
-th, td { text-align: left; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid #ddd; }
+th, td { text-align: left; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid #8885; }
 td.n { text-align: right; font-variant-numeric: tabular-nums; }
-svg { max-width: 100%; height: auto; }
+.scroll { overflow-x: auto; }
+svg { width: 100%; height: auto; min-width: 42rem; }
+@media (prefers-color-scheme: dark) { svg, b, td[style] { filter: invert(1) hue-rotate(180deg); } }
 """
 
 
@@ -66,7 +71,8 @@ def html_report(step: CapturedStep, advice: PlanAdvice, title: str) -> str:
             ],
         ),
     ]
-    head = f"<meta charset='utf-8'><title>{html.escape(title)}</title><style>{_STYLE}</style>"
+    head = "<meta charset='utf-8'><meta name='viewport' content='width=device-width, initial-scale=1'>"
+    head += f"<title>{html.escape(title)}</title><style>{_STYLE}</style>"
     return f"<!doctype html><html lang='en'><head>{head}</head><body>{''.join(parts)}</body></html>\n"
 
 
@@ -109,7 +115,7 @@ def _ms(seconds: float) -> str:
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
     body = "".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in rows)
-    return f"<table><tr>{head}</tr>{body}</table>"
+    return f"<div class='scroll'><table><tr>{head}</tr>{body}</table></div>"
 
 
 def _cell(text: str) -> str:
@@ -133,9 +139,9 @@ def _figure(width: float, height: float) -> tuple[Any, Any]:
 
 def _svg(figure: Any) -> str:
     buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
     text = buffer.getvalue()
-    return text[text.index("<svg") :]
+    return f"<div class='scroll'>{text[text.index('<svg') :]}</div>"
 
 
 def _timeline(timeline: Timeline) -> str:

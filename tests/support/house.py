@@ -1,6 +1,7 @@
 """Count what the library asks of its readers and of a job: sizes, names, and what is loaded.
 
     python tests/support/house.py
+    python tests/support/house.py --modules    the page of the site that lists every module
 
 Lines are those of files of the package, linked folders included. What a job loads is measured on rank 0 of
 two, under torchrun; calls are Python calls of the package, by `sys.setprofile`.
@@ -66,6 +67,20 @@ def sources() -> Iterator[Path]:
         yield from (Path(place, name) for name in names if name.endswith(".py"))
 
 
+def modules() -> str:
+    """Return a page with every module and the first line of its docstring, folder by folder."""
+    rows = ["# Modules", "", "Every module of `mcr_plus`, with the first line of its docstring."]
+    folder = ""
+    for path in sorted(sources(), key=lambda each: (each.parent, each)):
+        place = path.parent.relative_to(PACKAGE.parent).as_posix()
+        if place != folder:
+            folder = place
+            rows += ["", f"## {folder}/", "", "| module | content |", "|---|---|"]
+        text = ast.get_docstring(ast.parse(path.read_text())) or ""
+        rows.append(f"| `{path.stem}` | {text.partition(chr(10))[0]} |")
+    return "\n".join(rows)
+
+
 def words(paths: list[Path]) -> int:
     """Return the number of words of texts."""
     return sum(len(path.read_text().split()) for path in paths)
@@ -98,7 +113,10 @@ def names_kind(text: str, kind: str) -> bool:
 
 
 def main() -> None:
-    """Print all counts."""
+    """Print all counts, or the page of modules."""
+    if sys.argv[1:] == ["--modules"]:
+        print(modules())
+        return
     files = sorted(sources())
     texts = {path: path.read_text() for path in files}
     trees = {path: ast.parse(text) for path, text in texts.items()}

@@ -381,7 +381,16 @@ def test_the_command_writes_a_pipeline_a_report_and_json(tmp_path: Path) -> None
     assert [list(bucket.params) for bucket in plan.buckets] == document["buckets"]
     report = (tmp_path / "plan.html").read_text()
     assert report.count("<svg") == 2
-    for text in ("measured", "scaled", "assumed", "nic=40Gbit/s", "a.w"):
+    assert not any(each["change"].startswith("compute") for each in document["what_if"])  # nobody can do that
+    for text in (
+        "measured",
+        "scaled",
+        "assumed",
+        "nic=40Gbit/s",
+        "a.w",
+        "prefers-color-scheme: dark",
+        "viewport",
+    ):
         assert text in report
     assert mcr_plus("validate", tmp_path / "plan.yaml").returncode == 0
     (tmp_path / "plan.buckets.json").write_text("{}")

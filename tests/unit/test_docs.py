@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from ranks import run_ranks
+from test_import_order import CAPABILITIES
 from torch_features import runs
 
 import mcr_plus as mcr
@@ -19,7 +20,11 @@ from mcr_plus.compression.options import codec_names
 from mcr_plus.config import reader as config
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "design").glob("*.md")),
+]
 
 
 # Variables on the page that not we read, but what we use.
@@ -120,6 +125,20 @@ def test_the_index_names_every_page() -> None:
     index = (ROOT / "docs" / "README.md").read_text()
     pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
     assert set(re.findall(r"\]\(([\w-]+\.md)\)", index)) == pages
+
+
+def test_every_folder_of_the_package_has_its_place_and_tests() -> None:
+    page = (ROOT / "docs" / "where.md").read_text()
+    folders = {path.name for path in (ROOT / "mcr_plus").iterdir() if path.is_dir()} - {"__pycache__"}
+    named = [
+        cell
+        for row in re.findall(r"^\|[^|]*\|([^|]*)\|", page, re.MULTILINE)
+        for cell in row.split("`")[1::2]
+    ]
+    assert sorted(named) == sorted(folders)
+    assert set(named[: len(CAPABILITIES)]) == set(CAPABILITIES)
+    for test in re.findall(r"`(\w+/test_\w+\.py)`", page):
+        assert (ROOT / "tests" / test).exists(), test
 
 
 def variables(path: Path) -> set[str]:

@@ -12,8 +12,8 @@ import pytest
 import torch
 import yaml
 from ranks import run_ranks
-from test_import_order import CAPABILITIES
 from torch_features import runs
+from unit.test_import_order import CAPABILITIES
 
 import mcr_plus as mcr
 from mcr_plus.compression.options import codec_names
@@ -137,7 +137,7 @@ def test_every_folder_of_the_package_has_its_place_and_tests() -> None:
     ]
     assert sorted(named) == sorted(folders)
     assert set(named[: len(CAPABILITIES)]) == set(CAPABILITIES)
-    for test in re.findall(r"`(\w+/test_\w+\.py)`", page):
+    for test in re.findall(r"`([\w/]+/test_\w+\.py)`", page):
         assert (ROOT / "tests" / test).exists(), test
 
 

@@ -4,7 +4,8 @@
     python tests/support/house.py --modules    the page of the site that lists every module
 
 Lines are those of files of the package, linked folders included. What a job loads is measured on rank 0 of
-two, under torchrun; calls are Python calls of the package, by `sys.setprofile`.
+two, under torchrun; calls are Python calls of the package, by `sys.setprofile`. So is the path of a loss,
+on rank 0 of three.
 """
 
 from __future__ import annotations
@@ -61,6 +62,37 @@ with mcr.init() as comm:
 """
 
 
+LOSS: Final = """
+import json, os, signal, sys, threading
+import torch
+import mcr_plus as mcr
+
+seen = set()
+
+def note(frame, event, _):
+    name = frame.f_globals.get("__name__", "")
+    if event == "call" and name.startswith("mcr_plus."):
+        seen.add(name)
+
+with mcr.init() as comm:
+    model = torch.nn.Linear(4, 2)
+    model, optimizer = mcr.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in mcr.elastic(model, optimizer, steps=4):
+        with step:
+            if step.number == 2 and comm.rank == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if step.number == 2 and not seen:
+                threading.setprofile(note)
+                sys.setprofile(note)
+            optimizer.zero_grad()
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+            sys.setprofile(None)
+    if mcr.get_rank() == 0:
+        print(json.dumps({"modules": len(seen), "folders": len({name.split(".")[1] for name in seen})}))
+"""
+
+
 def sources() -> Iterator[Path]:
     """Yield the files of the package."""
     for place, _, names in os.walk(PACKAGE, followlinks=True):
@@ -86,12 +118,12 @@ def words(paths: list[Path]) -> int:
     return sum(len(path.read_text().split()) for path in paths)
 
 
-def loaded() -> dict[str, float]:
-    """Return what `mcr.init` and one all_reduce load."""
+def counted(program: str, *launcher: str) -> dict[str, float]:
+    """Return the counts that a job prints as JSON."""
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder, "job.py")
-        job.write_text(JOB)
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(job)]
+        job.write_text(program)
+        command = [sys.executable, "-m", *launcher, str(job)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     found: dict[str, float] = json.loads(next(line for line in done.stdout.splitlines() if line[:1] == "{"))
@@ -133,8 +165,10 @@ def main() -> None:
     named = ", ".join(str(path.relative_to(PACKAGE)) for path in scatter)
     print(f"files whose code names the kind `scatter`: {len(scatter)}: {named}")
     print(f"words of README.md and docs, decisions and reference apart: {words(docs):,}")
-    for name, value in loaded().items():
+    for name, value in counted(JOB, "torch.distributed.run", "--nproc-per-node", "2").items():
         print(f"init and one all_reduce: {name}: {value:,}")
+    for name, value in counted(LOSS, "mcr_plus.cli.main", "run", "-n", "3", "--min-ranks", "2").items():
+        print(f"from the loss of a rank to the repeated step: {name}: {value:,}")
 
 
 if __name__ == "__main__":

@@ -79,11 +79,12 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 def _owners_of(optimizer: torch.optim.Optimizer) -> weakref.WeakSet[Any]:
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    owners = [owner for ref in _watched.keyrefs() if (owner := ref()) is not None]  # threads may add some
     return weakref.WeakSet(
         owner
-        for owner, (params, _) in list(_watched.items())
+        for owner in owners
         if any(
             id(param) in held and param.requires_grad and not getattr(param, "mcr_skip", False)
-            for param in params()
+            for param in _watched[owner].params()
         )
     )

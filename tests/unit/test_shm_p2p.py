@@ -563,7 +563,7 @@ def exam(slot: int) -> list[str]:
 
 @pytest.mark.parametrize(("ranks", "slot"), [(2, 128 << 10), (3, 1024), (4, 4096)])
 def test_real_ranks(ranks: int, slot: int) -> None:
-    for result in run_ranks("test_shm_p2p:exam", ranks, args=[slot], via="torch", timeout=240):
+    for result in run_ranks("unit.test_shm_p2p:exam", ranks, args=[slot], via="torch", timeout=240):
         assert result.value == []
 
 

@@ -98,11 +98,11 @@ MUTATIONS = (
     # hierarchy
     Mutation("rest of uneven parts", "hierarchy/decompose.py", "rest = self.numel % self.nodes.size", "rest = 0", "test_hierarchical"),
     # msccl
-    Mutation("verifier's sums", "msccl/verifier.py", "if value == Sum(expected):", "if True:", "test_msccl_verifier"),
-    Mutation("layout in place", "msccl/postconditions.py", "return Layout(inputs, outputs, scratch, 0, rank * part, whole)", "return Layout(inputs, outputs, scratch, 0, 0, whole)", "test_msccl_verifier test_msccl_generators test_shm_interpreter"),
+    Mutation("verifier's sums", "msccl/verifier.py", "if value == ChunkSum(expected):", "if True:", "test_msccl_verifier"),
+    Mutation("layout in place", "msccl/postconditions.py", "return BufferLayout(inputs, outputs, scratch, 0, rank * part, whole)", "return BufferLayout(inputs, outputs, scratch, 0, 0, whole)", "test_msccl_verifier test_msccl_generators test_shm_interpreter"),
     # plan
     Mutation("bound of gradients that are joined", "bucketing/search.py", "_cheapest(np.minimum.accumulate(price, axis=0))", "_cheapest(price)", "test_plan test_advise"),
-    Mutation("waits for other operations", "bucketing/buckets.py", "elif isinstance(each, Wait) and each.id in carrying:", "elif isinstance(each, Wait):", "test_plan test_advise"),
+    Mutation("waits for other operations", "bucketing/buckets.py", "elif isinstance(each, WaitEvent) and each.id in carrying:", "elif isinstance(each, WaitEvent):", "test_plan test_advise"),
     Mutation("gradients of two dtypes", "bucketing/buckets.py", "(likes[name], tuple(sorted(of_role.items())))", '("", tuple(sorted(of_role.items())))', "test_advise test_planning"),
     Mutation("ends of a message", "bucketing/programs.py", '"send" if event.kind == "recv" else event.kind', "event.kind", "test_network test_advise"),
     Mutation("share above one", "bucketing/scaling.py", "min(exposed[size] / whole[size], 1.0)", "exposed[size] / whole[size]", "test_plan test_scaling"),

@@ -18,7 +18,7 @@ SUM = Signature("all_reduce", torch.float32, (4,), 16, "world", 2, reduce_op="SU
 def test_a_wait_for_an_operation_of_an_earlier_step_is_no_wait_of_this_one() -> None:
     model = nn.Linear(2, 2)
     capture = Capture(model, torch.optim.SGD(model.parameters()), 3, hold=True)
-    issue = capture.watched(
+    issue = capture.bound(
         Group("world", (0, 1), 0), BoundIssue(lambda message: JointWork([], "none", nbytes=0))
     )
     capture._active, capture._began = True, capture.clock()

@@ -130,7 +130,7 @@ def test_the_site_has_every_page() -> None:
             for each in entry.values() if isinstance(entry, dict) else entry:
                 yield from pages(each)
 
-    named = list(pages(site["nav"]))
+    named = [page for page in pages(site["nav"]) if page != "modules.md"]  # which `make docs` writes
     assert [page for page in named if not (ROOT / page).exists()] == []
     written = {f"docs/{path.relative_to(ROOT / 'docs')}" for path in (ROOT / "docs").rglob("*.md")}
     assert sorted(page for page in written - set(named) if not page.startswith("docs/decisions/")) == []

@@ -295,7 +295,7 @@ class Operations(ABC):
         async_op: bool = False,
         **options: Unpack[CallOptions],
     ) -> Work | None:
-        """Run `all_reduce` on each tensor, under one handle; small tensors of a dtype are sent as one.
+        """Run `all_reduce` on each tensor, under one handle; packs small tensors of a dtype.
 
         Each tensor must be listed once.
 
@@ -315,8 +315,7 @@ class Operations(ABC):
         async_op: bool = False,
         **options: Unpack[CallOptions],
     ) -> Work | None:
-        """Run `all_gather_into_tensor` on each pair, under one handle; small pairs of a dtype are sent as
-        one.
+        """Run `all_gather_into_tensor` on each pair, under one handle; packs small pairs of a dtype.
 
         See `mcr.all_gather_coalesced`.
         """
@@ -337,7 +336,7 @@ class Operations(ABC):
         async_op: bool = False,
         **options: Unpack[CallOptions],
     ) -> Work | None:
-        """Run `reduce_scatter_tensor` on each pair, under one handle; small pairs of a dtype are sent as one.
+        """Run `reduce_scatter_tensor` on each pair, under one handle; packs small pairs of a dtype.
 
         See `mcr.reduce_scatter_coalesced`.
         """
@@ -482,8 +481,7 @@ class Operations(ABC):
 
 
 def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return the properties of a tensor that a bound operation depends on; `is_cpu` is cheaper than
-    `device`."""
+    """Return the properties of a tensor that a bound operation depends on; `is_cpu` is cheap."""
     return (
         tensor.dtype, tensor.shape, tensor.is_cpu or tensor.device, tensor.is_contiguous(),
         tensor.requires_grad, tensor.is_neg(),

@@ -150,8 +150,7 @@ def _pinned(tensor: torch.Tensor) -> Any:
 
 
 def _bound(now: Prepared, later: Prepared) -> tuple[Any, Any]:
-    """Return the functions that run and start an operation, on a persistent request if it is one library
-    call.
+    """Return functions that run and start an operation, on a persistent request if its chain is one call.
 
     `now` is the synchronous call, `later` the asynchronous one; neither has been issued.
     """

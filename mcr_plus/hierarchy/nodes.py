@@ -32,10 +32,9 @@ Part = Literal["intra", "inter", "intra2"]
 
 @dataclass(frozen=True)
 class Nodes:
-    """Nodes of a group. `ranks[j][i]`: the group rank of local index i on node j. `node`, `index`: own j and
-    i.
+    """Nodes of a group; `node` and `index` are this process's j and i.
 
-    `in_job`: the ranks of the group in the job.
+    `ranks[j][i]`: the group rank of local index i on node j. `in_job`: the ranks of the group in the job.
     """
 
     ranks: tuple[tuple[int, ...], ...]

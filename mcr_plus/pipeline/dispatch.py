@@ -106,8 +106,7 @@ class DispatchStage(Stage):
         return of_any_size or not self._keeps_apart(backend, signature)
 
     def _keeps_apart(self, backend: type[Backend], signature: Signature) -> bool:
-        """Return True if the library never pairs operations that differ; failover and verify bypass its fast
-        paths."""
+        """Return True if the library, as used with these options, never pairs operations that differ."""
         if backend.on_stream or backend.keeps_apart or self._options.failover or self._options.verify:
             return backend.keeps_apart
         return backend.keeps_those_apart(signature, self._hosts)

@@ -178,8 +178,7 @@ def finish(stages: Iterable[Stage]) -> None:
 
 
 def _in_flight(changed: Signature, own: Signature) -> Signature:
-    """Return a changed signature as asynchronous: a stage may have several in flight, even if the caller
-    waits."""
+    """Return a changed signature as asynchronous, because a stage may have several in flight."""
     same = changed.kind == own.kind and changed.dtype == own.dtype and changed.shape == own.shape
     return changed if same else changed.replace(async_op=True)
 

@@ -38,8 +38,7 @@ class Next(Protocol):
         ...
 
     def moving(self, signature: Signature, instead: Instead) -> Issue:
-        """Bind as the call does, but let `instead` bind the operations that the next stage derives, if it
-        can."""
+        """Bind the rest of the pipeline, but let `instead` bind operations derived by the next stage."""
         ...
 
     def through(self, pipeline: Pipeline, signature: Signature) -> Issue:

@@ -1,6 +1,6 @@
-"""A communication runtime for distributed deep learning.
+"""Communication runtime for distributed deep learning.
 
-Every operation flows through one declared pipeline and comes out on the library that is best for it.
+Every operation passes through one configured pipeline, which runs it on the fastest library for it.
 
     import mcr_plus as mcr
 
@@ -240,15 +240,15 @@ _NAMES = {
     "weight_sync.join": "join_sync",
     "weight_sync.sync": "WeightSync sync",
 }
-"""The public names of each module, which is imported when one of them is first used."""
+"""Public names by module; the first use of a name imports its module."""
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
-_MODULES = ("autograd", "expert", "spatial")  # `mcr.expert.dispatch` without an import of its own
+_MODULES = ("autograd", "expert", "spatial")  # so that `mcr.expert.dispatch` needs no further import
 
 
 def __getattr__(name: str) -> object:
     if name in _MODULES:
         return import_module(f"mcr_plus.{name}")
-    # Importing torch takes seconds; `mcr-plus run` and `--help` can do without.
+    # Imported on first use: torch takes seconds to import, and `mcr-plus run` and `--help` do not need it.
     if name in _HOMES:
         with collector_paused():
             value: object = getattr(import_module(f"mcr_plus.{_HOMES[name]}"), name)
@@ -265,5 +265,5 @@ if (_channel := error_channel()) is not None:
     from mcr_plus.launch.uncaught import report_to
 
     report_to(_channel)
-if "torch" in sys.modules or not autoloads():  # elsewhere, `import torch` does it
+if "torch" in sys.modules or not autoloads():  # otherwise `import torch` registers the backend
     register()

@@ -1,4 +1,4 @@
-"""Collectives that gradients flow back through; see `api.autograd` and `layout.autograd`."""
+"""Differentiable collectives; see `api.autograd` and `layout.autograd`."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""DTensor's redistributions by plans of mcr_plus; see `mcr_plus.layout.planned`."""
+"""Redistribution of DTensors by plans of mcr_plus; see `mcr_plus.layout.planned`."""
 
 from typing import NoReturn
 

@@ -1,6 +1,6 @@
-"""Every error mcr_plus raises, and how their texts quote values and unknown names.
+"""Errors of mcr_plus, and functions that phrase values and unknown names in their texts.
 
-Ranks in texts and attributes are ranks of the job (`Group.named`), whatever the group of the operation.
+Ranks in texts and attributes are always ranks of the job (`Group.named`), not of the operation's group.
 
 McrError
 ├── ConfigError        YAML, tables, algorithm files: always with file and place
@@ -12,12 +12,12 @@ McrError
 ├── BackendError       the library failed: its own message, op, sequence, backend
 │   ├── BackendUnavailable
 │   ├── PeerLost           ranks have died, are stopped or out of reach: names them
-│   ├── SyncClosed         no weights follow: the sources of `mcr.sync` have closed it
-│   └── Revoked            belongs to a world that has been replaced, without the lost ranks or with new ones
+│   ├── SyncClosed         no more weights: the sources of `mcr.sync` have closed it
+│   └── Revoked            use of a world that has been replaced, without lost ranks or with new ranks
 ├── CommTimeout        names op, sequence, group, backend, missing ranks
 ├── OrderMismatch      ranks issued different ops: names both
 ├── ResultMismatch     ranks hold different results of an operation
-├── DataCorrupted      what arrived is not what was sent: names the ranks, the library and the block
+├── DataCorrupted      received data differs from the sent data: names ranks, library and block
 └── LaunchError
 """
 
@@ -28,16 +28,15 @@ import json
 from collections.abc import Sequence
 from typing import Final
 
-_PASSED_ON: Final = 60  # ranks at most that a record for other ranks holds
+_PASSED_ON: Final = 60  # most ranks listed in a record for other ranks
 _CLOSE: Final = 0.65
-"""Share of letters in common, by difflib, of names of which one may be meant for the other: `mip` and `mpi`,
-but not `onebit` and `none`."""
+"""Similarity (difflib) from which a name may be a typo: `mip` of `mpi`, but not `onebit` of `none`."""
 
 
 class McrError(RuntimeError):
-    """Base of all errors raised by mcr_plus; programs for torch.distributed catch its RuntimeError."""
+    """Base of all errors of mcr_plus; a RuntimeError, because programs for torch.distributed catch that."""
 
-    passed_on = ""  # the text of another rank's error, where this error only relays that one
+    passed_on = ""  # text for other ranks, if it differs from this error's text
 
 
 class ConfigError(McrError):
@@ -45,7 +44,7 @@ class ConfigError(McrError):
 
 
 class AlgorithmError(ConfigError):
-    """An algorithm was refused; a line for everything found, each beginning with `file:line: place:`."""
+    """An algorithm was refused; one line per finding, each beginning with `file:line: place:`."""
 
 
 class NotInitialized(McrError):
@@ -55,16 +54,16 @@ class NotInitialized(McrError):
 class AlreadyInitialized(NotInitialized):
     """`init` was called again without `finalize`.
 
-    A `NotInitialized`, as which earlier releases raised it.
+    A subclass of `NotInitialized`, because earlier releases raised that.
     """
 
 
 class Unsupported(McrError):
-    """An argument, dtype, reduce op or option that is not supported; the message names those that are."""
+    """An argument, dtype, reduce op or option is not supported; the message names the supported ones."""
 
 
 class InvalidArgument(Unsupported, ValueError):
-    """An argument that makes no sense: a wrong shape, rank, split or type."""
+    """An argument is invalid: a wrong shape, rank, split or type."""
 
 
 class BackendError(McrError):
@@ -72,17 +71,17 @@ class BackendError(McrError):
 
 
 class BackendUnavailable(BackendError):
-    """A requested backend cannot run here; the message has the remedy."""
+    """A requested backend cannot run here; the message names the remedy."""
 
 
 class PeerLost(BackendError):
     """Ranks that an operation needs have died, are stopped, or are out of reach.
 
     Attributes:
-        ranks: these ranks, as ranks of the job.
+        ranks: the lost ranks, as ranks of the job.
         operation: the operation that cannot complete, as messages describe it.
-        group: the name of its group.
-        seen: what was seen: `process has died`, `stopped`, `no heartbeat for 0.8 s`.
+        group: the name of the operation's group.
+        seen: the observation: `process has died`, `stopped`, `no heartbeat for 0.8 s`.
     """
 
     def __init__(
@@ -93,32 +92,32 @@ class PeerLost(BackendError):
         self.operation = operation
         self.group = group
         self.seen = seen
-        # The ranks first: a record on the board may be cut.
+        # Ranks come first, because a record on the board may be cut.
         self.passed_on = f"{type(self).__name__} {list(self.ranks[:_PASSED_ON])}: {text}"
 
     def again(self, text: str) -> PeerLost:
-        """The same loss as the error of something else."""
+        """Return the same loss with another text."""
         return PeerLost(text, self.ranks, self.operation, self.group, self.seen)
 
 
 class Revoked(BackendError):
-    """A communicator, handle or model hook of a world that another one has replaced; see `mcr.shrink`.
+    """A communicator, handle or model hook belongs to a world that has been replaced; see `mcr.shrink`.
 
-    Also what a rank raises that the others have declared lost, and have gone on without.
+    Also raised on a rank that the other ranks have declared lost and continued without.
     """
 
 
 class SyncClosed(BackendError):
-    """`pull` has nothing more to expect: the sources of `mcr.sync` have closed it, or their job has ended.
+    """`pull` gets no more versions: the sources of `mcr.sync` have closed it, or their job has ended.
 
-    The normal end of a receiver. Every version that had come whole by then has been pulled.
+    This is the normal end of a receiver. Every version received completely by then has been pulled.
     """
 
 
 class CommTimeout(McrError):
-    """An operation passed its deadline; the message names the ranks that have not arrived.
+    """An operation passed its deadline; the message names the missing ranks.
 
-    `missing`: those, as ranks of the job, also for an operation of another group than the world.
+    `missing`: the missing ranks, as ranks of the job, also for operations of other groups.
     """
 
     def __init__(self, text: str, missing: Sequence[int] = ()) -> None:
@@ -131,9 +130,9 @@ class OrderMismatch(McrError):
 
 
 class OperationsDiffer(OrderMismatch):
-    """A library has found that ranks issued different operations.
+    """A library found that ranks issued different operations.
 
-    `explained`: the text has both operations; otherwise the engine finds them out.
+    `explained`: True if the text names both operations; otherwise the engine adds them.
     """
 
     def __init__(self, text: str, *, explained: bool = False) -> None:
@@ -146,14 +145,15 @@ class ResultMismatch(McrError):
 
 
 class DataCorrupted(McrError):
-    """The payload of an operation has changed on its way or in memory, see `dispatch: {verify: every}`.
+    """The payload of an operation was corrupted in transfer or in memory; see `dispatch: {verify: every}`.
 
     Attributes:
-        operation: as messages describe it.
-        rank: that holds the damaged payload, as a rank of the job.
-        source: the rank of the job that the payload is from; `rank` itself where its own copy has changed.
-        library: that ran the operation.
-        block: number of the first 64 KiB that differ, in what `source` has sent to `rank`; None if unknown.
+        operation: the operation, as messages describe it.
+        rank: the rank of the job that holds the corrupted payload.
+        source: the rank of the job that sent the payload; `rank` itself if its own copy has changed.
+        library: the library that ran the operation.
+        block: number of the first 64 KiB block that differs in the data sent from `source` to `rank`; None if
+            unknown.
         group: the name of the group.
     """
 
@@ -173,13 +173,13 @@ class DataCorrupted(McrError):
         self.library = library
         self.block = block
         self.group = group
-        # The ranks first: a record on the board may be cut.
+        # Ranks come first, because a record on the board may be cut.
         facts = json.dumps([rank, source, library, block, group, operation])
         self.passed_on = f"{type(self).__name__} {facts}: {text}"
 
     @classmethod
     def relayed(cls, passed_on: str, text: str) -> DataCorrupted | None:
-        """The same finding as the error of another rank, with this text; None for any other record."""
+        """Return the error of another rank's finding, with this text; None for records of other errors."""
         name, _, rest = passed_on.partition(" ")
         if name != cls.__name__:
             return None
@@ -195,22 +195,22 @@ class LaunchError(McrError):
 
 
 def following(error: BaseException, text: str) -> BackendError:
-    """The error, with this text, of what cannot run because of `error`: a loss of peers stays one."""
+    """Return a follow-up error with this text: a `PeerLost` if `error` is one, else a `BackendError`."""
     return error.again(text) if isinstance(error, PeerLost) else BackendError(text)
 
 
 def phrase_ranks(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 0, 2, 5`."""
+    """Return `rank 3` or `ranks 0, 2, 5`."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def unknown(what: str, value: object, known: Sequence[str]) -> str:
-    """Phrase an unknown name: the bad value, the known ones, and the one that was probably meant."""
+    """Phrase an unknown name: the bad value, the known names, and the name probably meant."""
     return f"unknown {what} {in_yaml(value)}; known: {', '.join(known)}{hint(value, known)}"
 
 
 def hint(value: object, known: Sequence[str]) -> str:
-    """Ask for the known name that was probably meant by `value`, or return an empty text."""
+    """Return a question for the known name that `value` probably meant, or an empty text."""
     meant = _meant(value, known) if isinstance(value, str) else None
     return f"; did you mean {meant!r}?" if meant else ""
 
@@ -218,8 +218,8 @@ def hint(value: object, known: Sequence[str]) -> str:
 def _meant(value: str, known: Sequence[str]) -> str | None:
     """Return the known name that was probably meant.
 
-    That is the only one that begins with `value`, such as `int8_block` for `int8`, or ends with it after a
-    `_`, such as `get_rank` for `rank`; else the closest one.
+    This is the only name that begins with `value`, such as `int8_block` for `int8`, or ends with `_` and
+    `value`, such as `get_rank` for `rank`; else the closest name.
     """
     names = {name.casefold(): name for name in known}
     text = value.casefold()
@@ -229,7 +229,7 @@ def _meant(value: str, known: Sequence[str]) -> str | None:
 
 
 def in_yaml(value: object) -> str:
-    """As `short`, with the words of YAML for a bool: whoever wrote `yes` has not seen `True`."""
+    """Write a value as `short` does, with the YAML words for a bool: users write `yes`, not `True`."""
     words = {True: "true, yes or on", False: "false, no or off"}
     return f"{value} ({words[value]} in YAML)" if isinstance(value, bool) else short(value)
 
@@ -241,5 +241,5 @@ def short(value: object) -> str:
 
 
 def is_normal_end(error: object) -> bool:
-    """Whether a `with` block that ends with `error` ends in order: with None, or `sys.exit` for success."""
+    """Return True if a `with` block ends in order: `error` is None, or `sys.exit` with success."""
     return error is None or (isinstance(error, SystemExit) and error.code in (None, 0))

@@ -1,4 +1,4 @@
-"""Expert parallelism: tokens to the ranks of their experts, answers back; see `mcr_plus.parallel.expert`."""
+"""Expert parallelism: sends tokens to their experts' ranks and back; see `mcr_plus.parallel.expert`."""
 
 from typing import NoReturn
 

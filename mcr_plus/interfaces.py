@@ -1,4 +1,4 @@
-"""The former place of `mcr_plus.backends.base` and `mcr_plus.pipeline.stage`, for packages that import it."""
+"""Former module of `mcr_plus.backends.base` and `mcr_plus.pipeline.stage`, kept for importing packages."""
 
 import warnings
 from importlib import import_module

@@ -1,12 +1,12 @@
-"""Stages, codecs and backends by name: one visible dict per kind, plus entry points for outsiders.
+"""Registry of stages, codecs and backends by name: one dict per kind, plus entry points of other packages.
 
-An outside package adds to a kind through the entry point group of that kind:
+Another package adds to a kind through the entry point group of that kind:
 
     [project.entry-points."mcr_plus.codecs"]
     sketch = "my_package.sketch:Sketch"
 
-Our own things are named as `module:attr` and imported when they are first asked for, so that looking
-up one backend never imports the library of another.
+Built-in objects are named as `module:attr` and imported on first use, so that looking up one backend never
+imports the library of another.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STAGES: dict[str, object] = {
     "dispatch": "mcr_plus.pipeline.dispatch:DispatchStage",
 }
 STAGE_ORDER: tuple[str, ...] = tuple(STAGES)
-"""The order of our stages in a pipeline; stages of others may stand anywhere before `dispatch`."""
+"""Order of built-in stages in a pipeline; other stages may be anywhere before `dispatch`."""
 CODECS: dict[str, object] = {
     "bf16": "mcr_plus.compression.cast:Bf16",
     "fp16": "mcr_plus.compression.cast:Fp16",
@@ -51,23 +51,22 @@ BACKENDS: dict[str, object] = {
     "local": "mcr_plus.backends.local:LocalBackend",
 }
 BACKEND_ORDER: tuple[str, ...] = tuple(BACKENDS)
-"""Our backends in the order of a configuration that names none; those of others follow."""
+"""Default order of built-in backends, if a configuration names none; other backends follow."""
 OTHER_NAMES: dict[str, dict[str, str]] = {"backends": {"shm": "msccl"}}
-"""Further names that users may write, and the names that are stored and shown for them."""
+"""Aliases that users may write → the names stored and shown."""
 HOOKS: dict[str, object] = {
     "bucketing": "mcr_plus.bucketing.hook:BucketingHook",
     "observe": "mcr_plus.observe.hook:ObserveHook",
     "training": "mcr_plus.training.hook:TrainingHook",
 }
-"""Parts of capabilities in each job, see `mcr_plus.job.hooks.JobHook`."""
+"""Hooks of capabilities that take part in each job, see `mcr_plus.job.hooks.JobHook`."""
 WRAPPERS: dict[str, object] = {
     "failover": "mcr_plus.reliability.failover.opening:open_failover",
     "verify": "mcr_plus.reliability.verify.opening:open_verification",
 }
-"""Called when a group is opened whose options ask for them: they put channels of their own in the place of
-those of libraries, see `mcr_plus.engine.channel_wrapper`."""
+"""Functions that wrap library channels in groups with their option, see `mcr_plus.engine.channel_wrapper`."""
 OBSERVE: str = "mcr_plus.observe.options:ObserveOptions"
-"""The options under `observe:` of a configuration, which stand above it in the order of imports."""
+"""Options under `observe:` of a configuration, by name, because `config` may not import `observe`."""
 REGISTRIES: dict[str, dict[str, object]] = {
     "stages": STAGES,
     "codecs": CODECS,
@@ -80,20 +79,20 @@ _found: dict[str, dict[str, importlib.metadata.EntryPoint]] = {}  # read once pe
 
 
 def names(kind: str) -> tuple[str, ...]:
-    """Return every known name of a kind, such as "codecs", sorted; imports none of them."""
+    """Return all known names of a kind, such as "codecs", sorted, without importing their objects."""
     return tuple(sorted({*_registry(kind), *_entry_points(kind)}))
 
 
 def stored_name(kind: str, name: str) -> str:
-    """Return the name that is stored and shown for `name`: `msccl` for the backend `shm`."""
+    """Return the name stored and shown for `name`: `msccl` for the backend `shm`."""
     return OTHER_NAMES.get(kind, {}).get(name, name)
 
 
 def get(kind: str, name: str) -> object:
-    """Return what is registered under `name`, importing it if it has not been asked for before.
+    """Return the object registered under `name`, imported on first use.
 
-    Raises `Unsupported` naming the known names when there is no such name, and naming the entry point
-    or the module when it cannot be imported.
+    Raises `Unsupported` with the known names if there is no such name, or with the entry point or module if
+    it cannot be imported.
     """
     registry, name = _registry(kind), stored_name(kind, name)
     if name in registry:
@@ -106,13 +105,13 @@ def get(kind: str, name: str) -> object:
 
 
 def installed(kind: str) -> list[object]:
-    """Return everything of a kind, imported, without those of our capabilities that are not installed."""
+    """Return all objects of a kind, imported; capabilities that are not installed are left out."""
     ours = _registry(kind)
     return [get(kind, name) for name in names(kind) if _is_here(ours.get(name))]
 
 
 def observe_options() -> Any:
-    """Return the pydantic model of the options under `observe:`; None where `observe/` is not installed."""
+    """Return the pydantic model of the options under `observe:`; None if `observe/` is not installed."""
     return _import("observer", "observe", OBSERVE) if _is_here(OBSERVE) else None
 
 
@@ -124,9 +123,9 @@ def _is_here(reference: object) -> bool:
 
 
 def register(kind: str, name: str, obj: object) -> None:
-    """Add `obj` to a kind under `name`; `obj` may be a `module:attr` text, imported when it is asked for.
+    """Add `obj` to a kind under `name`; `obj` may be a `module:attr` text, imported on first use.
 
-    Registering the same object again does nothing; another object under a taken name is `Unsupported`.
+    Registering the same object again does nothing. Raises `Unsupported` if another object has the name.
     """
     registry = _registry(kind)
     taken = registry.get(stored_name(kind, name), _entry_points(kind).get(name))
@@ -157,7 +156,7 @@ def _entry_points(kind: str) -> dict[str, importlib.metadata.EntryPoint]:
 def _by_name(
     kind: str, points: Iterable[importlib.metadata.EntryPoint]
 ) -> dict[str, importlib.metadata.EntryPoint]:
-    """Index entry points by name; two different things under one name are refused, never chosen between."""
+    """Index entry points by name. Raises `Unsupported` if two different objects have the same name."""
     by_name: dict[str, importlib.metadata.EntryPoint] = {}
     for point in points:
         first = by_name.setdefault(point.name, point)
@@ -173,7 +172,7 @@ def _load(point: importlib.metadata.EntryPoint) -> object:
     try:
         loaded: object = point.load()
     except Exception as error:
-        # No chained traceback: it would lead the reader through importlib, away from the package at fault.
+        # No chained traceback: its frames are of importlib, not of the package at fault.
         raise Unsupported(f"{_describe(point)} cannot be loaded: {type(error).__name__}: {error}") from None
     return loaded
 

@@ -1,4 +1,4 @@
-"""Convolutions and pooling of tensors that are spread over ranks in space; see `parallel.spatial`."""
+"""Convolution and pooling of tensors split over ranks along spatial dims; see `parallel.spatial`."""
 
 from typing import NoReturn
 

@@ -1,4 +1,4 @@
-"""torchft's process group over mcr_plus.
+"""Process group of torchft over mcr_plus.
 
 from mcr_plus.torchft import ProcessGroupMcr
 from torchft import Manager

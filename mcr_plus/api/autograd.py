@@ -5,18 +5,18 @@
     rows = autograd.all_to_all_single(x, received, sent, tag="dispatch")
     loss(experts(rows)).backward()  # the gradient of x takes the reverse exchange
 
-Every function takes a tensor of any dtype and returns another of the same; gradients are those of
-floating-point and complex ones. Neither inputs nor gradients are changed in place, and an input may be
-changed as soon as the function has returned. `group`, `backend`, `compress` and `tag` are as of
-`mcr_plus.api.collectives`, for the backward pass too, and so are the errors that every operation can raise.
+Every function takes a tensor of any dtype and returns a tensor of the same dtype; floating-point and complex
+tensors have gradients. Neither inputs nor gradients are changed in place, and an input may be changed as soon
+as the function has returned. `group`, `backend`, `compress`, `tag` and the errors are the same as in
+`mcr_plus.api.collectives`, and apply to the backward pass too.
 
-A backward pass communicates where its forward pass did, so all ranks of the group must run both: a rank whose
-input needs no gradient, or that does not use what it received, leaves its peers waiting.
+A backward pass communicates where its forward pass did, so all ranks of the group must run both: a rank that
+needs no gradient for its input, or does not use its result, leaves its peers waiting.
 
-Each backward operation is one of these functions again, so gradients of gradients work too.
+Each backward operation is again a function of this module, so gradients of gradients work too.
 """
 
-# Long because each operation has a function, with its documentation, and a backward pass.
+# Long because each operation has a documented function and a backward pass.
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ def all_to_all_single(
     group: Communicator | None = None,
     **options: Unpack[CallOptions],
 ) -> torch.Tensor:
-    """Send part r of `input` to rank r; returns the parts that the ranks sent here, in rank order.
+    """Send part r of `input` to rank r; return the parts received from the ranks, in rank order.
 
     `input` has shape [n, ...] and the result [m, ...]. Parts are runs of dim 0: `input_split_sizes[r]` rows
-    go to rank r (n in all) and `output_split_sizes[r]` rows come from it (m in all), 0 included. Without
-    split sizes parts are equal, m = n, and n must divide by the number of ranks. Every rank passes both
-    or none does.
+    go to rank r (n in all) and `output_split_sizes[r]` rows come from it (m in all); 0 is allowed. Without
+    split sizes parts are equal, m = n, and n must be divisible by the number of ranks. Either every rank
+    passes both, or no rank does.
 
-    Backward is the same exchange with the splits swapped: row gradients return to where the rows came
-    from. As in expert parallelism (Lepikhin et al. 2020, arXiv 2006.16668).
+    The backward pass is the same exchange with the splits swapped: it returns each row's gradient to the rank
+    that sent the row. Used in expert parallelism (Lepikhin et al. 2020, arXiv 2006.16668).
 
     Raises:
         InvalidArgument: `input` has no dimension or is no torch tensor, split sizes do not sum to dim 0, only
-            one of them is given, or dim 0 does not divide.
+            one list of them is given, or dim 0 is not divisible.
 
     Example:
         ```python
@@ -84,10 +84,10 @@ def replicate(
     group: Communicator | None = None,
     **options: Unpack[CallOptions],
 ) -> torch.Tensor:
-    """Return `x` as it is; backward sums its gradient over the ranks.
+    """Return `x` unchanged; the backward pass sums its gradient over the ranks.
 
-    Any shape, the same on all ranks. Put it where a tensor that is equal on all ranks enters computations
-    that differ between them, each of which contributes to its gradient. This is f of Megatron-LM (Shoeybi
+    Any shape, the same on all ranks. Use it where a tensor that is equal on all ranks enters computations
+    that differ between ranks and all contribute to its gradient. This is f of Megatron-LM (Shoeybi
     et al. 2019, arXiv 1909.08053), the conjugate of `all_reduce`.
 
     Raises:
@@ -109,10 +109,10 @@ def all_reduce(
     group: Communicator | None = None,
     **options: Unpack[CallOptions],
 ) -> torch.Tensor:
-    """Return the sum of `x` over the ranks; backward hands the gradient through as it is.
+    """Return the sum of `x` over the ranks; the backward pass returns the gradient unchanged.
 
-    Any shape, the same on all ranks. The gradient is right if what follows is the same on all ranks, so that
-    every rank has the gradient of the one loss already. This is g of Megatron-LM (Shoeybi et al. 2019, arXiv
+    Any shape, the same on all ranks. The gradient is right if all ranks compute the same from the result, so
+    that every rank has the gradient of the common loss. This is g of Megatron-LM (Shoeybi et al. 2019, arXiv
     1909.08053), the conjugate of `replicate`.
 
     Raises:
@@ -136,10 +136,10 @@ def all_gather(
     group: Communicator | None = None,
     **options: Unpack[CallOptions],
 ) -> torch.Tensor:
-    """Return every rank's `x` of shape [n, ...], one after the other along dim 0: [ranks * n, ...].
+    """Return every rank's `x` of shape [n, ...], concatenated along dim 0: [ranks * n, ...].
 
-    Shapes are equal on all ranks. Backward is `reduce_scatter`: the gradient of this rank's part, summed over
-    the ranks that have used it, for a loss that is the sum of all ranks' losses. As in sequence parallelism
+    Shapes are equal on all ranks. The backward pass is `reduce_scatter`: it sums the gradients of this
+    rank's part over the ranks, for a loss that is the sum of all ranks' losses. Used in sequence parallelism
     (Korthikanti et al. 2022, arXiv 2205.05198).
 
     Raises:
@@ -166,12 +166,12 @@ def reduce_scatter(
 ) -> torch.Tensor:
     """Sum `x` of shape [ranks * n, ...] over the ranks; rank r gets part r along dim 0: [n, ...].
 
-    Shapes are equal on all ranks. Backward is `all_gather`: every rank's gradient of its part, put together,
-    for a loss that is the sum of all ranks' losses. As in sequence parallelism (Korthikanti et al. 2022,
-    arXiv 2205.05198).
+    Shapes are equal on all ranks. The backward pass is `all_gather`: it concatenates every rank's
+    gradient of its part, for a loss that is the sum of all ranks' losses. Used in sequence parallelism
+    (Korthikanti et al. 2022, arXiv 2205.05198).
 
     Raises:
-        InvalidArgument: `x` has no dimension or is no torch tensor, or dim 0 does not divide by the ranks.
+        InvalidArgument: `x` has no dimension or is no torch tensor, or dim 0 is not divisible by the ranks.
 
     Example:
         ```python
@@ -191,7 +191,7 @@ def reduce_scatter(
 
 @dataclass(frozen=True)
 class Route:
-    """The group and the options of a call, for its forward and its backward pass."""
+    """Group and options of a call, used by its forward and backward pass."""
 
     comm: Communicator
     options: CallOptions

@@ -1,28 +1,28 @@
-"""Operations on a group, as functions. A `Communicator` has the same ones as methods, without `group`.
+"""Operations on a group, as functions. `Communicator` has them as methods, without the argument `group`.
 
-Names, argument order and in-place semantics are those of `torch.distributed`. Arguments that most have:
+Names, argument order and in-place semantics are those of `torch.distributed`. Common arguments:
 
-- `group`: the `Communicator` whose ranks take part; None is the whole job. All of its ranks issue the same
-  operations in the same order, from one thread. `src` and `dst` are ranks of the whole job also in a
+- `group`: the `Communicator` whose ranks take part; None is the whole job. All ranks of a group issue the
+  same operations in the same order, from one thread. `src` and `dst` are ranks of the whole job, also in a
   sub-group; lists have one entry per member, in group order.
-- `async_op`: False returns None once the result may be used. True returns a `Work` at once, after whose
-  `wait()` the result may be used; every rank of the group passes the same.
+- `async_op`: False returns None once the result may be used. True returns a `Work` at once, and the result
+  may be used after its `wait()`. Every rank of the group passes the same value.
 - `backend`: the library's name, such as "mpi"; None leaves the choice to the pipeline.
 - `compress`: None leaves the choice to the pipeline, False turns compression off, "int8_block" or
   `{"codec": "topk", "ratio": 0.01}` names a codec of the floating-point payload.
-- `tag`: a free name such as "moe.dispatch", which rules match and logs show. In `send` and `recv` that is
-  `label`, and `tag` is the integer that both sides must agree on.
+- `tag`: a free name such as "moe.dispatch", which rules match and logs show. `send` and `recv` call this
+  name `label`; their `tag` is an integer that must be equal on both sides.
 
-The last three are keywords; signatures that end with `**options` take them.
+Functions with `**options` take `backend`, `compress` and `tag` as keywords.
 
 Tensors are torch tensors on the CPU or a CUDA device, or arrays of other libraries (NumPy, CuPy; by DLPack or
-`__cuda_array_interface__`), which are used without a copy. On a GPU, an operation follows the stream that its
-arrays state, and those that they state when it has been waited for follow it: with CuPy, its current stream.
-If they state none, the host waits for the operation. Tensors and arrays may be strided, empty or
-0-dimensional; outputs that are not contiguous cost a copy.
-Dtypes: float64, float32, float16, bfloat16, int8, int16, int32, int64, uint8, bool, complex64, complex128.
-All tensors of a call have one dtype and one device, and the dtype is the same on all ranks. No gradient flows
-through: see `mcr_plus.autograd`.
+`__cuda_array_interface__`), used without a copy. On a GPU, an operation runs after the work on the stream
+that its arrays state (with CuPy, the current stream), and before later work on the stream stated at its
+`wait()`. If arrays state no stream, the host waits for the operation. Tensors and arrays may be strided,
+empty or 0-dimensional; outputs that are not contiguous cost a copy. Dtypes: float64, float32, float16,
+bfloat16, int8, int16, int32, int64, uint8, bool, complex64, complex128. All tensors of a call have one dtype
+and one device, and the dtype is the same on all ranks. These functions pass no gradients: see
+`mcr_plus.autograd`.
 
 Inputs may be changed, and outputs read, once a synchronous call has returned or the `Work` has been waited
 for. Until then, neither may be touched. An input that shares memory with an output is allowed.
@@ -31,15 +31,15 @@ Errors that every operation can raise, in the call or from the `wait()` of its `
 
 - `NotInitialized`: there is no job, or the group is closed.
 - `InvalidArgument`: an argument that no backend could take. Nothing has been sent.
-- `Unsupported`: a dtype, layout, device, backend or codec that cannot do this; or this rank is not in the
-  group.
+- `Unsupported`: the dtype, layout, device, backend or codec does not support the operation, or this rank is
+  not in the group.
 - `OrderMismatch`: ranks of the group issued different operations; the text names both.
 - `CommTimeout`: the deadline (`dispatch: {timeout: ...}`) has passed; the text names the ranks of the job
   that are missing.
 - `BackendError`: the library failed; `PeerLost`: ranks have died, are stopped or are out of reach.
 """
 
-# Long because each operation has a function, with its documentation and an example.
+# Long because each operation has a function with documentation and an example.
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ def all_reduce(
     Args:
         tensor: any shape, the same on all ranks; input and output.
         op: the reduction, `mcr.SUM` by default. AVG takes all dtypes but bool, and rounds integers towards
-            zero; MIN and MAX take all but complex ones, and are NaN where any rank has NaN; BAND, BOR and
+            zero; MIN and MAX take all but complex dtypes, and give NaN where any rank has NaN; BAND, BOR and
             BXOR take integers and bool. On bool, SUM and MAX are OR, PRODUCT and MIN are AND.
-            torch.distributed's names are understood too.
+            The names of torch.distributed work too.
 
     Raises:
         Unsupported: `op` is not defined on the dtype.
@@ -103,7 +103,7 @@ def broadcast(
     async_op: bool = False,
     **options: Unpack[CallOptions],
 ) -> Work | None:
-    """Copy `tensor` of rank `src` into that of every other rank.
+    """Copy `tensor` of rank `src` into `tensor` of every other rank.
 
     Args:
         tensor: any shape, the same on all ranks; input on `src`, output elsewhere.
@@ -130,12 +130,12 @@ def reduce(
     async_op: bool = False,
     **options: Unpack[CallOptions],
 ) -> Work | None:
-    """Reduce `tensor` over the ranks into that of rank `dst`; the others keep theirs.
+    """Reduce `tensor` over the ranks into `tensor` of rank `dst`; other ranks keep their values.
 
     Args:
         tensor: any shape, the same on all ranks; input, and on `dst` output.
         dst: a rank of the whole job.
-        op: as of `all_reduce`.
+        op: as in `all_reduce`.
 
     Raises:
         Unsupported: `op` is not defined on the dtype.
@@ -161,9 +161,9 @@ def all_gather(
     """Gather every rank's `tensor` into the tensors of `tensor_list`.
 
     Args:
-        tensor_list: as many tensors as ranks, each of as many elements as `tensor`; entry r receives that of
+        tensor_list: one tensor per rank, each of as many elements as `tensor`; entry r receives the tensor of
             group rank r. Consecutive views of one tensor save a copy.
-        tensor: of as many elements on all ranks. `all_gather_v` is for sizes that differ.
+        tensor: any shape, with the same number of elements on all ranks; `all_gather_v` takes other sizes.
 
     Raises:
         InvalidArgument: the length of the list, or the size, dtype or device of an entry does not fit.
@@ -189,7 +189,7 @@ def all_gather_into_tensor(
     """Gather every rank's `input` of n elements into `output` of ranks × n elements, in group order.
 
     Args:
-        output: shape [ranks * n, ...], or any other of as many elements.
+        output: shape [ranks * n, ...], or any other shape with as many elements.
         input: shape [n, ...], the same on all ranks. It may be this rank's part of `output`.
 
     Raises:
@@ -213,10 +213,10 @@ def all_gather_v(
     async_op: bool = False,
     **options: Unpack[CallOptions],
 ) -> Work | None:
-    """As `all_gather`, with sizes that differ along dim 0.
+    """Gather tensors as `all_gather` does, with sizes that may differ along dim 0.
 
     Args:
-        tensor_list: as many tensors as ranks; entry r has shape [n_r, ...].
+        tensor_list: one tensor per rank; entry r has shape [n_r, ...].
         tensor: shape [n_r, ...] on group rank r, with equal trailing dimensions. n_r may be 0.
 
     Raises:
@@ -245,10 +245,10 @@ def reduce_scatter(
     """Reduce `input_list[r]` over the ranks into `output` of group rank r.
 
     Args:
-        output: any shape, of as many elements on all ranks.
-        input_list: as many tensors as ranks, each of as many elements as `output`. Consecutive views of one
-            tensor save a copy.
-        op: as of `all_reduce`.
+        output: any shape, with the same number of elements on all ranks.
+        input_list: one tensor per rank, each of as many elements as `output`. Consecutive views of one tensor
+            save a copy.
+        op: as in `all_reduce`.
 
     Raises:
         Unsupported: `op` is not defined on the dtype.
@@ -276,8 +276,8 @@ def reduce_scatter_tensor(
 
     Args:
         output: shape [n, ...], the same on all ranks. It may be this rank's part of `input`.
-        input: shape [ranks * n, ...], or any other of as many elements.
-        op: as of `all_reduce`.
+        input: shape [ranks * n, ...], or any other shape with as many elements.
+        op: as in `all_reduce`.
 
     Raises:
         Unsupported: `op` is not defined on the dtype.
@@ -301,12 +301,12 @@ def reduce_scatter_v(
     async_op: bool = False,
     **options: Unpack[CallOptions],
 ) -> Work | None:
-    """As `reduce_scatter`, with sizes that differ along dim 0.
+    """Reduce and scatter as `reduce_scatter` does, with sizes that may differ along dim 0.
 
     Args:
         output: shape [n_r, ...] on group rank r, with equal trailing dimensions. n_r may be 0.
-        input_list: as many tensors as ranks; entry r has shape [n_r, ...].
-        op: as of `all_reduce`.
+        input_list: one tensor per rank; entry r has shape [n_r, ...].
+        op: as in `all_reduce`.
 
     Raises:
         Unsupported: `op` is not defined on the dtype.
@@ -333,13 +333,13 @@ def all_to_all(
     """Send `input_list[r]` to group rank r and receive from it into `output_list[r]`.
 
     Args:
-        output_list: as many tensors as ranks, of any shapes, empty ones included; `output_list[r]` has as
-            many elements as rank r sends here. Consecutive views of one tensor save a copy.
-        input_list: the same for what is sent.
+        output_list: one tensor per rank, of any shape, also empty; `output_list[r]` has as many elements as
+            rank r sends to this rank. Consecutive views of one tensor save a copy.
+        input_list: the tensors to send, likewise.
 
     Raises:
         InvalidArgument: the length of a list, or the dtype or device of an entry does not fit.
-        OrderMismatch: a rank sends another number of elements than its receiver expects.
+        OrderMismatch: a rank sends a different number of elements than its receiver expects.
 
     Example:
         ```python
@@ -361,19 +361,19 @@ def all_to_all_single(
     async_op: bool = False,
     **options: Unpack[CallOptions],
 ) -> Work | None:
-    """Send part r of `input` to group rank r and receive its part into `output`, in group order.
+    """Send part r of `input` to group rank r and receive the ranks' parts into `output`, in group order.
 
     Args:
         output: shape [m, ...].
         input: shape [n, ...]. Parts are runs of dim 0.
         output_split_sizes: rows that come from each rank, m in all, 0 allowed. None: equal parts, and dim 0
-            must divide by the number of ranks.
-        input_split_sizes: rows that go to each rank, n in all. Every rank passes split sizes, or none does.
+            must be divisible by the number of ranks.
+        input_split_sizes: rows that go to each rank, n in all. Either every rank passes split sizes, or none.
 
     Raises:
-        InvalidArgument: the split sizes do not sum to dim 0, dim 0 does not divide, or the trailing
+        InvalidArgument: the split sizes do not sum to dim 0, dim 0 is not divisible, or the trailing
             dimensions, dtypes or devices do not fit.
-        OrderMismatch: a rank sends another number of rows than its receiver expects.
+        OrderMismatch: a rank sends a different number of rows than its receiver expects.
 
     Example:
         ```python
@@ -405,8 +405,8 @@ def gather(
     """Gather every rank's `tensor` into `gather_list` of rank `dst`.
 
     Args:
-        tensor: any shape, of as many elements on all ranks.
-        gather_list: on `dst` as many tensors as ranks, each of as many elements as `tensor`; None elsewhere.
+        tensor: any shape, with the same number of elements on all ranks.
+        gather_list: on `dst` one tensor per rank, each of as many elements as `tensor`; None elsewhere.
         dst: a rank of the whole job.
 
     Raises:
@@ -432,17 +432,17 @@ def gather_v(
     async_op: bool = False,
     **options: Unpack[CallOptions],
 ) -> Work | None:
-    """As `gather`, with sizes that differ along dim 0.
+    """Gather tensors as `gather` does, with sizes that may differ along dim 0.
 
     Args:
         tensor: shape [n_r, ...] on group rank r, with equal trailing dimensions. n_r may be 0.
-        gather_list: on `dst` as many tensors as ranks; entry r has shape [n_r, ...]. None elsewhere.
+        gather_list: on `dst` one tensor per rank; entry r has shape [n_r, ...]. None elsewhere.
         dst: a rank of the whole job.
 
     Raises:
         InvalidArgument: `dst` is not in the group; the list is missing on `dst`, given elsewhere, or does not
             fit.
-        OrderMismatch: a rank sends another number of elements than `dst` expects.
+        OrderMismatch: a rank sends a different number of elements than `dst` expects.
 
     Example:
         ```python
@@ -466,8 +466,8 @@ def scatter(
     """Send `scatter_list[r]` of rank `src` into `tensor` of group rank r.
 
     Args:
-        tensor: any shape, of as many elements on all ranks.
-        scatter_list: on `src` as many tensors as ranks, each of as many elements as `tensor`; None elsewhere.
+        tensor: any shape, with the same number of elements on all ranks.
+        scatter_list: on `src` one tensor per rank, each of as many elements as `tensor`; None elsewhere.
         src: a rank of the whole job.
 
     Raises:
@@ -492,17 +492,17 @@ def scatter_v(
     async_op: bool = False,
     **options: Unpack[CallOptions],
 ) -> Work | None:
-    """As `scatter`, with sizes that differ along dim 0.
+    """Scatter tensors as `scatter` does, with sizes that may differ along dim 0.
 
     Args:
         tensor: shape [n_r, ...] on group rank r, with equal trailing dimensions. n_r may be 0.
-        scatter_list: on `src` as many tensors as ranks; entry r has shape [n_r, ...]. None elsewhere.
+        scatter_list: on `src` one tensor per rank; entry r has shape [n_r, ...]. None elsewhere.
         src: a rank of the whole job.
 
     Raises:
         InvalidArgument: `src` is not in the group; the list is missing on `src`, given elsewhere, or does not
             fit.
-        OrderMismatch: a rank expects another number of elements than `src` sends.
+        OrderMismatch: a rank expects a different number of elements than `src` sends.
 
     Example:
         ```python
@@ -522,12 +522,12 @@ def barrier(
     backend: str | None = None,
     tag: str | None = None,
 ) -> Work | None:
-    """Return once every rank of the group has called it. Moves no tensor, of no shape or dtype.
+    """Wait until every rank of the group has called `barrier`. No tensor of any shape or dtype moves.
 
-    Operations that are in flight may still be so afterwards.
+    Operations in flight need not be complete afterwards.
 
     Raises:
-        CommTimeout: a rank has not come within the deadline; the text names it.
+        CommTimeout: a rank has not called it within the deadline; the text names the rank.
 
     Example:
         ```python
@@ -546,12 +546,12 @@ def all_reduce_coalesced(
     async_op: bool = False,
     **options: Unpack[CallOptions],
 ) -> Work | None:
-    """`all_reduce` of each of the tensors, in flight together, with one handle.
+    """Run `all_reduce` on each tensor, all in flight together, with one handle.
 
     Args:
         tensors: any shapes and dtypes, each tensor once, the same list on all ranks; input and output. Small
-            ones of a dtype are packed into one operation of the library.
-        op: as of `all_reduce`, for all of them.
+            tensors of one dtype are packed into one operation of the library.
+        op: as in `all_reduce`, for all tensors.
 
     Raises:
         Unsupported: `op` is not defined on a dtype. Nothing has been sent.
@@ -574,12 +574,12 @@ def all_gather_coalesced(
     async_op: bool = False,
     **options: Unpack[CallOptions],
 ) -> Work | None:
-    """`all_gather_into_tensor` of each pair, in flight together, with one handle.
+    """Run `all_gather_into_tensor` on each pair, all in flight together, with one handle.
 
     Args:
         outputs: tensors of ranks × n elements.
         inputs: as many tensors, of n elements each; n and the dtype may differ between pairs, not between
-            ranks. Small ones of a dtype are packed into one operation of the library.
+            ranks. Small tensors of one dtype are packed into one operation of the library.
 
     Raises:
         InvalidArgument: the lists have different lengths, or a pair does not fit. Nothing has been sent.
@@ -603,13 +603,13 @@ def reduce_scatter_coalesced(
     async_op: bool = False,
     **options: Unpack[CallOptions],
 ) -> Work | None:
-    """`reduce_scatter_tensor` of each pair, in flight together, with one handle.
+    """Run `reduce_scatter_tensor` on each pair, all in flight together, with one handle.
 
     Args:
         outputs: tensors of n elements; n and the dtype may differ between pairs, not between ranks.
-        inputs: as many tensors, of ranks × n elements each. Small ones of a dtype are packed into one
+        inputs: as many tensors, of ranks × n elements each. Small tensors of one dtype are packed into one
             operation of the library.
-        op: as of `all_reduce`, for all of them.
+        op: as in `all_reduce`, for all tensors.
 
     Raises:
         Unsupported: `op` is not defined on a dtype. Nothing has been sent.
@@ -634,10 +634,10 @@ def send(
     group: Communicator | None = None,
     **options: Unpack[MessageOptions],
 ) -> None:
-    """Send `tensor` to rank `dst`; returns when it may be changed again, received or not.
+    """Send `tensor` to rank `dst`; return when `tensor` may be changed, whether it was received or not.
 
     Args:
-        tensor: any shape and dtype; the receiver's has as many elements and the same dtype.
+        tensor: any shape and dtype; the receiver's tensor has as many elements and the same dtype.
         dst: a rank of the whole job.
         tag: from 0 to 2²⁴ - 1; a receive matches sends of the same tag, in the order of the sends.
 
@@ -664,18 +664,18 @@ def recv(
     group: Communicator | None = None,
     **options: Unpack[MessageOptions],
 ) -> None:
-    """Receive into `tensor` from rank `src`; returns when the message is in it.
+    """Receive into `tensor` from rank `src`; return when `tensor` holds the message.
 
     Args:
         tensor: any shape, of as many elements and the same dtype as the sender's; output.
-        src: a rank of the whole job, or None: the first message with this `tag` from any rank;
-            the `Work` of `irecv` has its sender.
+        src: a rank of the whole job; None receives the first message with this `tag` from any rank, and the
+            `Work` of `irecv` names its sender.
         tag: from 0 to 2²⁴ - 1; equal to the sender's.
 
     Raises:
         InvalidArgument: `src` is not in the group, `tag` is out of range, or elements of `tensor` share
             memory.
-        OrderMismatch: the message has another size or dtype than `tensor`.
+        OrderMismatch: the message has a different size or dtype than `tensor`.
 
     Example:
         ```python
@@ -701,7 +701,7 @@ def isend(
     """Start a `send`. `tensor` may be changed after the `wait()` of the returned `Work`.
 
     Args:
-        tensor: any shape and dtype; the receiver's has as many elements and the same dtype.
+        tensor: any shape and dtype; the receiver's tensor has as many elements and the same dtype.
         dst: a rank of the whole job.
         tag: from 0 to 2²⁴ - 1; equal to the receiver's.
 
@@ -733,14 +733,14 @@ def irecv(
 
     Args:
         tensor: any shape, of as many elements and the same dtype as the sender's; output.
-        src: a rank of the whole job, or None: the first message with this `tag` from any rank.
-            `Work.source_rank()` is its sender once it is done.
+        src: a rank of the whole job; None receives the first message with this `tag` from any rank, and
+            `Work.source_rank()` returns its sender after `wait()`.
         tag: from 0 to 2²⁴ - 1; equal to the sender's.
 
     Raises:
         InvalidArgument: `src` is not in the group, `tag` is out of range, or elements of `tensor` share
             memory.
-        OrderMismatch: the message has another size or dtype than `tensor`.
+        OrderMismatch: the message has a different size or dtype than `tensor`.
 
     Example:
         ```python
@@ -757,14 +757,14 @@ def irecv(
 
 
 def batch_isend_irecv(p2p_ops: Sequence[P2POp], group: Communicator | None = None) -> list[Work]:
-    """Start several sends and receives; in a batch, peers may list theirs in another order.
+    """Start several sends and receives; peers may list their operations of the batch in another order.
 
     Args:
-        p2p_ops: `P2POp(mcr.isend or mcr.irecv, tensor, peer, group=None, tag=0)` each; tensors of any shape
-            and dtype that `isend` and `irecv` take.
+        p2p_ops: entries `P2POp(mcr.isend or mcr.irecv, tensor, peer, group=None, tag=0)`, with tensors of any
+            shape and dtype that `isend` and `irecv` take.
 
     Returns:
-        One `Work` per entry. All are checked before the first is started.
+        One `Work` per entry. All entries are checked before the first is started.
 
     Raises:
         InvalidArgument: an entry is no `P2POp`, or its peer, tag or tensor cannot be used. Nothing has been
@@ -787,11 +787,11 @@ def broadcast_object(obj: Any, src: int, group: Communicator | None = None) -> A
     """Return the object of rank `src` on every rank.
 
     Args:
-        obj: anything that pickle takes; tensors keep shape, dtype and device. Ignored on other ranks than
-            `src`, which gets its own object back.
+        obj: anything that pickle takes; tensors keep shape, dtype and device. Only the object of `src` is
+            used; `src` gets its own object back.
         src: a rank of the whole job.
 
-    Objects are signed with a secret of the job and unpickled only if the signature is that of the rank.
+    Objects are signed with a secret of the job, and unpickled only if the sender's signature is valid.
 
     Raises:
         InvalidArgument: `src` is not in the group.
@@ -812,7 +812,7 @@ def all_gather_object(obj: Any, group: Communicator | None = None, *, tag: str |
     Args:
         obj: anything that pickle takes, of any size; tensors keep shape, dtype and device.
 
-    Objects are signed with a secret of the job and unpickled only if the signature is that of the rank.
+    Objects are signed with a secret of the job, and unpickled only if the sender's signature is valid.
 
     Raises:
         BackendError: an object was not signed by its rank.
@@ -828,9 +828,9 @@ def all_gather_object(obj: Any, group: Communicator | None = None, *, tag: str |
 def persistent(kind: str, *tensors: Any, group: Communicator | None = None, **options: Any) -> PersistentOp:
     """Bind an operation to its tensors once: `op()` runs it, `op.start()` returns a `Work`.
 
-    The call itself and every run are collective. The tensors stay where they are, and their values are read
-    anew in each run. A `Work` must be waited for before the next run. Where a new world takes the place of
-    the old one (`mcr.shrink`), the next run binds the operation to the group's successor.
+    The call itself and every run are collective. The tensors must keep their memory; each run reads their
+    current values. A `Work` must be waited for before the next run. After the world has changed
+    (`mcr.shrink`), the next run binds the operation to the group's successor.
 
     Args:
         kind: "all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "reduce_scatter_tensor",
@@ -841,7 +841,7 @@ def persistent(kind: str, *tensors: Any, group: Communicator | None = None, **op
 
     Raises:
         InvalidArgument: `kind` has no persistent form, a tensor is not contiguous, or the last run is in
-            flight; in a run after ranks were lost, the tensors do not fit those that are left, or the root is
+            flight; after ranks were lost, the tensors do not fit the new number of ranks, or the root is
             lost.
 
     Example:
@@ -858,10 +858,10 @@ def persistent(kind: str, *tensors: Any, group: Communicator | None = None, **op
 
 
 def flush(group: Communicator | None = None) -> None:
-    """Send the pending buckets of the fuse stage; collective, at the same place of the program on all ranks.
+    """Send the pending buckets of the fuse stage. Collective: all ranks call it at the same place.
 
-    It concerns asynchronous operations, of whatever shape and dtype, and does nothing without the stage.
-    Waiting for one of them sends its bucket, too.
+    Buckets hold asynchronous operations of any shape and dtype; without the stage, this does nothing.
+    Waiting for an operation sends its bucket, too.
 
     Raises:
         NotInitialized: there is no job, or the group is closed.

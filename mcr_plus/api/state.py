@@ -1,4 +1,4 @@
-"""The state of stages, such as residuals of codecs, saved and loaded by any number of ranks."""
+"""Save and load the state of stages, such as residuals of codecs, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -19,23 +19,22 @@ _KEYS: Final = {
     "compress": "codecs",
     "select": "tuner",
     "plan": "plans",
-}  # others: under "stages"
+}  # other stages are saved under "stages"
 
 
 def state_dict() -> dict[str, Any]:
-    """The state that the pipeline keeps between calls. Collective over all ranks.
+    """Return the state that the pipeline keeps between calls. Collective over all ranks.
 
-    `codecs`: group → operation → name → tensor, residuals and the like. `tuner`: group → operation → the
-    results of online refinement (`select: {online: true}`), for jobs in which the same operations have the
-    same candidates. `plans`: group → model → the buckets that a trial of `fuse: {plan: auto}` has chosen;
-    a job that loads them before its first backward pass begins with them, if its model, its ranks, its nodes
-    and the ranks on each are the same, and plans anew otherwise. Of models whose cuts were chosen in the job
-    (`mcr.compile(cuts="auto")`) there is none: each job tries anew. `stages`: stage → group → the state of
-    other stages.
+    `codecs`: group → operation → name → tensor, such as residuals. `tuner`: group → operation → the results
+    of online refinement (`select: {online: true}`), valid where the same operations have the same candidates.
+    `plans`: group → model → the buckets that a trial of `fuse: {plan: auto}` has chosen. A job that loads
+    them before its first backward pass starts with them if its model, ranks, nodes and ranks per node are the
+    same, and plans anew otherwise. Models with cuts chosen in the job (`mcr.compile(cuts="auto")`) have no
+    entry: each job searches again. `stages`: stage → group → the state of other stages.
 
-    Every rank gets the same, as CPU tensors, so that one rank can save it. Of tensors that differ between
-    ranks, such as residuals, it holds the mean, which is all that the next steps depend on: so it is as large
-    as one rank's share and fits any number of ranks. Nothing may be in flight.
+    Every rank gets the same state, as CPU tensors, so that one rank can save it. Tensors that differ between
+    ranks, such as residuals, are averaged, because the next steps depend on their mean only: so the state is
+    as large as one rank's share and fits any number of ranks. No operation may be in flight.
 
     Raises:
         NotInitialized: there is no job.
@@ -65,10 +64,10 @@ def state_dict() -> dict[str, Any]:
 
 
 def _merge_carried(runtime: Runtime, mine: dict[str, dict[str, dict[str, Any]]]) -> None:
-    """Merge entries that come from the world before this one, of which each rank has kept its own.
+    """Merge state entries carried over from the previous world, where each rank kept its own values.
 
-    All ranks have the same ones. Those that operations have used since are merged already, which this leaves
-    as they are.
+    All ranks have the same entries. Entries that operations have used since are merged already and stay as
+    they are.
     """
     for comm in runtime.communicators:
         for group, stage, entry in sorted(runtime.unmerged):
@@ -79,20 +78,20 @@ def _merge_carried(runtime: Runtime, mine: dict[str, dict[str, dict[str, Any]]])
 
 
 def _differ(runtime: Runtime) -> bool:
-    """Whether ranks have different groups; one that is left over on some ranks alone counts on all."""
+    """Return True, on all ranks, if any rank has a group of fewer ranks than the world."""
     differ = any(each.group.size != runtime.world.size for each in runtime.groups)
     return any(runtime.communicator.all_gather_object(differ))
 
 
 def load_state_dict(state: Mapping[str, Any]) -> None:
-    """Load the result of `state_dict`, on every rank; for groups and operations that come later too.
+    """Load the result of `state_dict`, on every rank; it also applies to later groups and operations.
 
-    The state of an operation is found by its kind, dtype, shape, tag and codec, and by the parameters of a
-    bucket; entries that no operation looks up are kept. Results of online refinement hold for operations
+    The state of an operation is looked up by its kind, dtype, shape, tag and codec, and by the parameters of
+    a bucket; entries that no operation looks up are kept. Results of online refinement apply to operations
     that are issued for the first time from now on.
 
     Args:
-        state: the result of `state_dict`, in this job or another; its tensors are read, not kept.
+        state: the result of `state_dict`, in this job or another; its tensors are copied, not kept.
 
     Raises:
         InvalidArgument: `state` is anything else.
@@ -138,7 +137,7 @@ def _all_are(values: object, check: Callable[[object], bool]) -> bool:
 
 
 def _merged(comm: Communicator, value: Any) -> Any:
-    """An entry of a stage's state as all ranks together have it."""
+    """Return an entry of a stage's state, merged over the ranks."""
     if isinstance(value, list) and all(isinstance(each, StateTensor) for each in value):
         return {each.name: _shared(comm, each) for each in value}
     return value

@@ -1,10 +1,10 @@
-"""Arrays of other libraries on a device, such as CuPy's: their memory, and the order of their streams.
+"""Device arrays of other libraries, such as CuPy: their memory, and the order of their streams.
 
-A library that has `__cuda_array_interface__` states in its entry `stream` (version 3) the stream on which its
-arrays are worked at, for CuPy its current one. An operation follows what is enqueued there when it is issued;
-the stream that is stated when the operation is waited for follows the operation, as torch's current stream
-does where tensors are concerned. Of an array that states no stream, its producer may still order one of ours
-(`__dlpack__(stream=)`), but none can be ordered after us: the host waits for the operation.
+The entry `stream` of `__cuda_array_interface__` (version 3) states the stream on which a library uses its
+arrays (CuPy: its current stream). An operation runs after the work that this stream holds when the operation
+is issued. The stream stated at `wait` runs after the operation, as torch's current stream does for tensors.
+If an array states no stream, its producer may still order our stream after its work (`__dlpack__(stream=)`),
+but cannot order its work after ours: the host waits for the operation.
 """
 
 from __future__ import annotations
@@ -29,30 +29,31 @@ if TYPE_CHECKING:
     from mcr_plus.core.streams import Streams
 
 _NAP_S: Final = 50e-6
-_REAP: Final = 2  # operations looked at per call: amortised, never a scan
-_MOST_STREAMS: Final = 16  # of a group: those of other libraries come and go
+_REAP: Final = 2  # pending operations probed per call: an amortised cost, never a full scan
+_MOST_STREAMS: Final = 16  # per group: streams of other libraries come and go
 
 
 class ArrayStreams:
-    """The streams that operations of one group on arrays are issued under.
+    """Streams under which a group issues operations on arrays.
 
-    There is one for each device and set of streams that calls have followed: with one for all, an operation
-    would wait for what others follow, which may wait for the operation on another rank.
+    Each device and set of followed streams has a stream of its own. With a single stream, an operation would
+    wait for the work that other operations follow, and that work may wait for this operation on another rank:
+    a deadlock.
 
-    Arrays of operations that the program has not waited for are kept until these are complete: memory of
-    another library is none that torch's allocator could keep.
+    Arrays are kept alive until the program has waited for their operations or these are complete, because
+    torch's allocator cannot keep memory of another library.
     """
 
     def __init__(self, lock: AbstractContextManager[Any]) -> None:
-        """`lock`: under which operations are polled, the engine's."""
+        """`lock`: the engine's lock, held while operations are polled."""
         self._lock = lock
         self._made: dict[tuple[torch.device, frozenset[int | None]], Any] = {}
         self._pending = deque[ArrayWork]()
 
     def loan(self, arguments: Iterable[Any]) -> Loan:
-        """The arguments of a call with tensors in place of arrays; work enqueued from now on follows them.
+        """Return the arguments of a call with tensors in place of arrays, and order the operation's stream.
 
-        Raises `InvalidArgument` for arrays that cannot be shared.
+        Raises `InvalidArgument` if an array cannot be shared with torch.
         """
         self._forget()
         loan = Loan(arguments, self._of)
@@ -60,7 +61,7 @@ class ArrayStreams:
         return loan
 
     def prepared(self, arguments: Iterable[Any], prepare: Callable[..., Any]) -> PreparedArrays:
-        """Make an operation on arrays ready to be issued.
+        """Bind an operation on arrays, without issuing it.
 
         `prepare` gets the arguments with tensors in place of arrays, and returns the operation as `Prepared`.
         """
@@ -69,7 +70,7 @@ class ArrayStreams:
             return PreparedArrays(prepare(*loan.arguments), loan, self)
 
     def started(self, loan: Loan, start: Callable[[], Work]) -> ArrayWork:
-        """The handle of an operation on the arrays of a loan, which `start` issues."""
+        """Issue an operation on the arrays of a loan by `start`; return its handle."""
         with loan.under():
             work = ArrayWork(start(), loan, self._let_go)
         with self._lock:
@@ -77,7 +78,7 @@ class ArrayStreams:
         return work
 
     def again(self, loan: Loan, start: Callable[[], Work]) -> ArrayWork:
-        """The handle of another operation on the same arrays, which follows what is enqueued by now."""
+        """Issue another operation on the same arrays, after the work enqueued so far; return its handle."""
         self._forget()
         loan.choose()
         loan.follow()
@@ -91,9 +92,9 @@ class ArrayStreams:
         self._pending.clear()
 
     def _forget(self) -> None:
-        """Let go of arrays of operations that have ended.
+        """Release the arrays of operations that have ended.
 
-        It only probes: the program has not asked for them, so a bucket is not sent, nor a deadline begun.
+        This only probes: the program does not wait here, so no bucket is sent and no deadline starts.
         """
         pending = self._pending
         with self._lock:
@@ -103,12 +104,12 @@ class ArrayStreams:
                     pending.append(work)
 
     def _let_go(self, work: ArrayWork) -> None:
-        """The streams of the program follow the operation, so its arrays need not be kept here."""
+        """Release an operation's arrays once the program's streams follow the operation."""
         with self._lock, suppress(ValueError):
             self._pending.remove(work)
 
     def _of(self, device: torch.device, followed: frozenset[int | None]) -> Any:
-        """The stream for operations that follow these streams, given by their handles in CUDA."""
+        """Return the stream for operations that follow these streams, given as CUDA handles."""
         key = device, followed
         if key not in self._made:
             if len(self._made) >= _MOST_STREAMS:
@@ -118,20 +119,20 @@ class ArrayStreams:
 
 
 def finish_all(streams: Iterable[ArrayStreams]) -> None:
-    """`finish` of several groups, of which none issues operations any more."""
+    """Finish the streams of several groups, none of which issues operations any more."""
     for each in streams:
         each.finish()
 
 
 class Loan:
-    """Arrays that are lent to an operation, and the stream that the operation is issued under."""
+    """Arrays lent to an operation, and the stream under which the operation is issued."""
 
     def __init__(
         self, arguments: Iterable[Any], of: Callable[[torch.device, frozenset[int | None]], Any]
     ) -> None:
-        """`arguments`: of a call; arrays, one at least, are arguments themselves or members of lists.
+        """`arguments`: the arguments of a call; at least one is an array or a list with an array.
 
-        `of`: returns the stream for operations on a device that follow given ones.
+        `of`: returns the stream for operations on a device that follow given streams.
         """
         self._arrays: list[Any] = []
         self._has_tensors = False
@@ -158,16 +159,16 @@ class Loan:
         return self._streams.under(self._stream)
 
     def choose(self) -> None:
-        """Choose the stream: the one that follows the streams which the arrays state now.
+        """Choose the stream that follows the streams stated by the arrays now.
 
-        Also torch's current stream, if tensors have a part.
+        It also follows torch's current stream if tensors are among the arguments.
         """
         stated, current = self._stated(), self._current()
         self._followed = (*map(self._streams.external, stated), *current)
         self._stream = self._of(self._device, stated | {each.cuda_stream for each in current})
 
     def follow(self) -> None:
-        """Order the stream behind what is enqueued on those that it follows."""
+        """Order the stream after the work enqueued on the streams that it follows."""
         of, stream = self._streams, self._stream
         for other in self._followed:
             event = of.event()
@@ -175,10 +176,10 @@ class Loan:
             stream.wait_event(event)
         for array in self._arrays:
             if stated_stream(array) is None and hasattr(array, "__dlpack__"):
-                array.__dlpack__(stream=stream.cuda_stream)  # which orders our stream, not the array
+                array.__dlpack__(stream=stream.cuda_stream)  # orders our stream after the array's producer
 
     def lead(self, work: ArrayWork, timeout: float | None) -> None:
-        """Order those streams behind ours; without one that could be, wait for the operation's end."""
+        """Order the stated streams after ours; wait for the operation's end if an array states none."""
         of = self._streams
         event = of.event()
         event.record(self._stream)
@@ -191,17 +192,17 @@ class Loan:
         return frozenset(map(stated_stream, self._arrays))
 
     def _current(self) -> tuple[Any, ...]:
-        """The current stream of torch, if tensors have a part."""
+        """Return torch's current stream if tensors are among the arguments."""
         return (self._streams.current(),) if self._has_tensors else ()
 
 
 class ArrayWork(Work):
-    """The handle of an operation on arrays: `wait` orders the streams of their libraries behind it."""
+    """Handle of an operation on arrays; `wait` orders the arrays' streams after the operation."""
 
     __slots__ = ("_inner", "_let_go", "_loan")
 
     def __init__(self, inner: Work, loan: Loan, let_go: Callable[[ArrayWork], None]) -> None:
-        """`let_go`: is called once streams of the program follow the operation."""
+        """`let_go`: called once the program's streams follow the operation."""
         self._inner = inner
         self._loan = loan
         self._let_go = let_go
@@ -218,7 +219,7 @@ class ArrayWork(Work):
             return self._inner.is_completed()
 
     def wait_for_end(self, timeout: float | None) -> None:
-        """Wait on the host until the operation has ended; raises its error."""
+        """Wait on the host until the operation has ended; raise its error."""
         deadline = Deadline(timeout)
         while not self.is_completed():
             if deadline.passed():
@@ -252,24 +253,24 @@ class ArrayWork(Work):
 
 
 class PreparedArrays:
-    """An operation on arrays that is ready to be issued; as `Prepared`."""
+    """Operation on arrays, bound and ready to be issued; the counterpart of `Prepared`."""
 
     def __init__(self, ready: Prepared, loan: Loan, streams: ArrayStreams) -> None:
         self._ready, self._loan, self._streams = ready, loan, streams
 
     def start(self) -> Work:
-        """Issue the operation; returns a handle, whose `wait` orders the arrays' streams."""
+        """Issue the operation; return a handle whose `wait` orders the arrays' streams."""
         return self._streams.started(self._loan, self._ready.start)
 
     def run(self) -> None:
-        """Issue the operation; what the arrays' libraries enqueue from then on follows it."""
+        """Issue the operation; later work on the arrays' streams runs after it."""
         self.start().wait()
 
 
 def stated_stream(array: Any) -> int | None:
-    """The stream, as CUDA's handle, that an array states; None if it states none.
+    """Return the CUDA handle of the stream that an array states; None if it states none.
 
-    Raises `InvalidArgument` for 0, which the interface excludes: it may be either of CUDA's default streams.
+    Raises `InvalidArgument` for 0, which the interface forbids: it could mean either default stream of CUDA.
     """
     interface = getattr(array, "__cuda_array_interface__", None)
     stream = None if interface is None else interface.get("stream")

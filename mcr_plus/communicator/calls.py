@@ -1,4 +1,4 @@
-"""Checks of the arguments of operations: one function per kind, which returns a `Call`.
+"""Argument checks of operations: one function per kind, each returning a `Call`.
 
 These functions do not communicate, copy or bind. Ranks in arguments are ranks of the whole job; ranks in a
 `Call` are ranks of the group.
@@ -44,7 +44,7 @@ class CallOptions(TypedDict, total=False):
 
 
 class MessageOptions(TypedDict, total=False):
-    """Keywords of sends and receives: those of `CallOptions`, with `label` in place of `tag`.
+    """Keywords of sends and receives: as in `CallOptions`, but `label` in place of `tag`.
 
     The `tag` of a message is an integer that must be equal on both sides.
     """
@@ -55,14 +55,15 @@ class MessageOptions(TypedDict, total=False):
 
 
 class Call(NamedTuple):
-    """One operation on this rank, its arguments checked.
+    """One operation on this rank, with checked arguments.
 
     Attributes:
-        inputs, outputs: the tensors as they were passed; `packed`: a list of tensors is sent as one.
+        inputs, outputs: the tensors as the caller passed them.
+        packed: True if a list of tensors is sent as one.
         shape: see `Signature`.
         numel: the payload in elements; None if it differs between ranks.
         root: a rank of the group.
-        reduce_op: the reduce op as it was passed.
+        reduce_op: the reduce op as the caller passed it.
         extras: the extras of the message.
         parts, key, called, counts_agreed: see `Signature`; `called` is its `call`.
     """
@@ -83,7 +84,7 @@ class Call(NamedTuple):
 
     @property
     def like(self) -> torch.Tensor | None:
-        """A tensor of the operation's dtype and device; None for a barrier."""
+        """Return a tensor of the operation's dtype and device; None for a barrier."""
         first = self.inputs or self.outputs
         return first[0] if first else None
 
@@ -243,7 +244,7 @@ def irecv(group: Group, tensor: torch.Tensor, src: int | None = None, tag: int =
 
 
 Builder = Callable[..., Call]
-"""A function of this module, for the arguments of an operation."""
+"""Type of this module's functions: arguments of an operation to a `Call`."""
 
 BUILDERS: Final[Mapping[str, Builder]] = {
     build.__name__: build
@@ -260,9 +261,9 @@ BUILDERS: Final[Mapping[str, Builder]] = {
 
 
 def group_rank(group: Group, rank: int, name: str) -> int:
-    """Return the rank in the group for a rank of the whole job.
+    """Return the group rank of a rank of the whole job.
 
-    Raises `InvalidArgument` if that is not a member; `name`: the name of the argument in the text.
+    Raises `InvalidArgument` if the rank is not a member; `name`: the argument's name in the text.
     """
     number = whole_number(rank)
     local = None if number is None else group.local.get(number)
@@ -284,7 +285,7 @@ def sequence_of(values: Any, name: str) -> Sequence[Any]:
 def pairs(
     outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return pairs of an output and its input. Raises `InvalidArgument` if the lists differ in length."""
+    """Return pairs of output and input. Raises `InvalidArgument` if the lists differ in length."""
     if len(outputs) != len(inputs):
         raise InvalidArgument(f"outputs: expected as many as inputs ({len(inputs)}), got {len(outputs)}")
     return list(zip(outputs, inputs, strict=True))
@@ -296,7 +297,7 @@ _OTHER_NAMES: Final[Mapping[str, ReduceOp]] = {
 
 
 def reduce_op_name(op: Any) -> ReduceOp | None:
-    """Return the name of a reduce op, given by name or as one of torch.distributed's."""
+    """Return the name of a reduce op, given by name or as a `ReduceOp` of torch.distributed."""
     if op is None or op in REDUCE_OPS:
         return op  # type: ignore[no-any-return]
     name = str(op).rpartition(".")[2]
@@ -361,7 +362,7 @@ def _root_list(
     *,
     same_size: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the tensors, one per rank on the root, none on other ranks; raises for others."""
+    """Return one tensor per rank on the root, none elsewhere. Raises `InvalidArgument` if they do not fit."""
     if root != group.rank:
         if tensors:
             raise InvalidArgument(f"{name}: only the root, {group.named(root)}, may pass it")

@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 
 class BlockSizes:
-    """Block sizes of the codecs of a group, in elements. `compresses`: the pipeline has a compress stage."""
+    """Codec block sizes of a group, in elements. `compresses`: True if the pipeline has a compress stage."""
 
     def __init__(self, group: Group, pipeline: Pipeline, compresses: bool) -> None:
         self._group = group
         self._pipeline = pipeline
         self._compresses = compresses
-        self._known: dict[Any, int] = {}  # by codec and dtype
+        self._known: dict[Any, int] = {}  # block sizes by codec and dtype
 
     def of(self, tensors: Sequence[torch.Tensor], compress: Compress) -> dict[torch.dtype, int]:
-        """Return the block size by dtype, for `tensors` that a call with this `compress` packs together."""
+        """Return the block size for each dtype of `tensors` that a call with `compress` packs together."""
         if not self._compresses or compress is False:
             return {}
         codec = frozen(compress) if isinstance(compress, Mapping) else compress
@@ -55,7 +55,7 @@ def coalesced(
     options: CallOptions,
     op: ReduceOp | None = None,
 ) -> Work | None:
-    """Issue `kind` for each input and its output, with small tensors of one dtype packed into one operation.
+    """Issue `kind` for each pair of input and output; small tensors of one dtype share an operation.
 
     For in-place operations, `outputs` is `inputs`. Unsupported operations raise before any data is sent.
     """

@@ -1,4 +1,4 @@
-"""A group of ranks with its own pipeline: the entry point of every operation."""
+"""`Communicator`: a group of ranks with its own pipeline, the entry point of every operation."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from mcr_plus.engine.hook import Hooks
 
 _OPTIONS = CallOptions.__annotations__.keys()
-_PLANS = 4 * SIGNATURES  # several for each signature: different arguments may have the same one
+_PLANS = 4 * SIGNATURES  # several per signature: different arguments may share a signature
 
 
 class Communicator(Operations):
@@ -67,13 +67,13 @@ class Communicator(Operations):
         self._chains = opened.chains
         self._messages = opened.messages
         self._plans = opened.plans
-        self.splits = 0  # groups that have been made of it
+        self.splits = 0  # groups made from this one so far
         self.coalescer = Coalescer(self.size)
         self.blocks = BlockSizes(self._group, self.pipeline, self.config.options("compress") is not None)
         self.objects = SignedObjects(self._group, job)
         self.arrays = opened.arrays
-        self.attached: dict[str, Any] = {}  # objects of higher layers with the lifetime of the group, by name
-        self.persistents = WeakSet[PersistentOp]()  # those that the program has
+        self.attached: dict[str, Any] = {}  # objects of higher layers that live as long as the group, by name
+        self.persistents = WeakSet[PersistentOp]()  # persistent operations that the program still holds
         self.succession = Succession()
 
     # -- identity ---------------------------------------------------------------------------------
@@ -118,21 +118,21 @@ class Communicator(Operations):
     def close(self) -> None:
         """Close the group and release its resources; collective over the group.
 
-        It waits for pending operations, and raises their first error after the group is closed. From then on
-        every use of the group raises `NotInitialized`; closing it again does nothing. The group of all ranks
-        is the job: closing it is `mcr.finalize()`. `with mcr.new_group(ranks) as group:` closes the group at
-        the end of the block; after an exception it does not wait for other ranks.
+        `close` waits for pending operations, and raises their first error after the group is closed. Every
+        later use of the group raises `NotInitialized`; closing it again does nothing. Closing the group of
+        all ranks is the same as `mcr.finalize()`. `with mcr.new_group(ranks) as group:` closes the group at
+        the end of the block, after an exception without waiting for other ranks.
 
-        A group that the program drops without closing it is closed when all its ranks have dropped it and
-        call `new_group`, `split` or `branch` again, at the latest by `mcr.finalize()`.
+        If the program drops a group without closing it, the group is closed when all its ranks have dropped
+        it and call `new_group`, `split` or `branch` again, at the latest by `mcr.finalize()`.
         """
         self._runtime.close_together(self.opened)
 
     def take_over(self) -> None:
         """Make the calling thread the one that issues this group's operations.
 
-        Only the thread that created a group may use it, because operations of two threads have no order that
-        is the same on all ranks. Call this from another thread after the first has stopped using the group.
+        Only the thread that created a group may use it: operations of two threads have no common order on all
+        ranks. Call this from another thread once the first thread has stopped using the group.
         """
         self.opened.take_over()
 
@@ -148,7 +148,7 @@ class Communicator(Operations):
         return made
 
     def branch_named(self, name: str | None) -> Communicator:
-        """`branch` with a name that no open group has, for layers above; None for the next one."""
+        """Branch under a name that no open group has, for higher layers; None picks the next free name."""
         self._check_open()
         if name is None:
             self.splits += 1
@@ -157,16 +157,16 @@ class Communicator(Operations):
         return self._runtime.open_group(name, self.ranks, checked=True)
 
     def successor(self) -> Communicator:
-        """Return what has taken the place of this group where ranks of the job have changed; local.
+        """Return the group that replaces this one after the ranks of the job have changed; local.
 
-        `mcr.shrink`, `mcr.reconfigure` and `mcr.elastic` make a new world. In it they open each group again
-        that `mcr.new_group`, `split` or `branch` had made: with those of its ranks that have gone on, in the
-        same order and under the same name, if all of them have kept it. Newcomers are in no group but that of
-        all ranks. The group itself is returned while its world is the present one.
+        `mcr.shrink`, `mcr.reconfigure` and `mcr.elastic` make a new world. In it they reopen each group made
+        by `mcr.new_group`, `split` or `branch`, with its surviving ranks in the same order and under the same
+        name, if all of these ranks have kept the group. New ranks are only in the group of all ranks. While
+        the group's world is current, `successor` returns the group itself.
 
         Raises:
-            Revoked: nothing has taken its place: none of its ranks is left, or some of them had closed or
-                dropped it; or this process has been left out.
+            Revoked: the group has no successor: none of its ranks is left, some ranks had closed or dropped
+                it, or this process has been left out.
             NotInitialized: the group has been closed.
 
         Example:
@@ -185,14 +185,14 @@ class Communicator(Operations):
         return self.succession.successor.successor()
 
     def progress(self) -> None:
-        """Advance pending operations of libraries that need the host; returns without waiting."""
+        """Advance pending operations of libraries that need the host, without waiting."""
         engine = self._runtime.engine
         with engine.lock:
             engine.progress()
 
     @property
     def polled_by_caller(self) -> list[str]:
-        """The names of this group's backends that make progress only during calls of the program."""
+        """Return the names of this group's backends that make progress only during calls of the program."""
         engine = self._runtime.engine
         if engine.progress_thread is not None:
             return []
@@ -205,7 +205,7 @@ class Communicator(Operations):
         return self._runtime.engine.hooks
 
     def stage_options(self, name: str) -> Any:
-        """Return the options of a stage of the pipeline; None if the pipeline lacks it."""
+        """Return the options of a stage; None if the pipeline does not have the stage."""
         return self.config.options(name)
 
     def send_bucket(
@@ -219,11 +219,11 @@ class Communicator(Operations):
         key: str | None = None,
         **options: Unpack[CallOptions],
     ) -> Work:
-        """Start an all_reduce of a bucket of `members` tensors, which the fuse stage does not fuse again.
+        """Start an all_reduce of a bucket of `members` tensors; the fuse stage does not fuse it again.
 
-        For hooks; otherwise the same as `all_reduce`. `values`: the bucket, contiguous. `into`: contiguous
-        memory of the same shape and dtype for the result, which leaves `values` as they are; by default, they
-        are reduced in place. `parts`, `key`: see `Signature`.
+        For gradient hooks; otherwise the same as `all_reduce`. `values`: the bucket, contiguous. `into`:
+        contiguous memory of the same shape and dtype for the result; without it, `values` are reduced in
+        place. `parts`, `key`: see `Signature`.
         """
         result = values if into is None else into
         extras: Extras = {"fused": members, "already_bucketed": True}
@@ -245,12 +245,12 @@ class Communicator(Operations):
 
     @property
     def done(self) -> int | None:
-        """After `mcr.shrink`: which operations of this group are done, by the ranks that have gone on.
+        """Number of the last operation known to be done, after `mcr.shrink`; None before.
 
-        All up to this number (`Work.info.sequence`) are complete on all of them, with results that may be
-        used; those above it count as not done. All of them get the same number. None before. Operations that
-        the stage `hierarchical` decomposes have no verdict. A receive is done if its `wait` returns; a send
-        that is done may not have been received.
+        Operations up to this number (`Work.info.sequence`) are complete on all surviving ranks, with results
+        that may be used; later operations count as not done. All surviving ranks get the same number. It does
+        not cover operations that the stage `hierarchical` decomposes. A receive is done if its `wait`
+        returns; a send that is done may not have been received.
         """
         return self.state.agreed
 
@@ -263,7 +263,7 @@ class Communicator(Operations):
         payload = self.objects.pickled(obj) if is_source else torch.empty(0, dtype=torch.uint8, device="cpu")
         length = torch.tensor([payload.numel()], device="cpu")
         self.broadcast(length, src, compress=False)
-        # Sizes are powers of two: each new size is a new signature, which ranks must bind and compare.
+        # Sizes are powers of two, because each new size is a new signature that ranks must bind and compare.
         room = torch.empty(1 << (int(length) - 1).bit_length(), dtype=torch.uint8, device="cpu")
         room[: payload.numel()] = payload
         self.broadcast(room, src, compress=False)
@@ -283,7 +283,7 @@ class Communicator(Operations):
     # -- groups and persistent operations ---------------------------------------------------------
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        """Split the group into groups of ranks with equal `color`, ordered by `key`, then rank. Collective.
+        """Split the group by `color`; each new group is ordered by `key`, then rank. Collective.
 
         Returns the new communicator, or None if `color` is None.
         """
@@ -294,7 +294,7 @@ class Communicator(Operations):
             ranks = Counter(chosen for chosen, _ in choices if chosen is not None)
             return [0 if chosen is None else ranks[chosen] for chosen, _ in choices]
 
-        # The name of the group holds the color, which may be an integer of NumPy on one rank alone.
+        # The group's name holds the color, which may be a NumPy integer on some ranks only: normalise it.
         if (number := whole_number(color)) is not None:
             color = number
         choices = self._runtime.agree(self, (color, key), "split", sizes)
@@ -311,9 +311,9 @@ class Communicator(Operations):
 
         Collective, like every call of the result. `kind` is the name of an operation with fixed sizes,
         followed by its arguments. The tensors must be contiguous and must not move. The program must wait for
-        each `Work` before the next start. After `mcr.shrink` and its like, the next call binds the operation
-        to the group's successor; it raises `InvalidArgument` if the tensors do not fit its number of ranks,
-        or the root has been lost.
+        each `Work` before the next start. After `mcr.shrink`, `reconfigure` or `elastic`, the next call binds
+        the operation to the group's successor; it raises `InvalidArgument` if the tensors do not fit the
+        successor's number of ranks, or the root has been lost.
         """
         return PersistentBinding.of(self, kind, tensors, options)
 
@@ -337,7 +337,7 @@ class Communicator(Operations):
         )  # fmt: skip
         try:
             plan = self._plans.get(key)
-        except TypeError:  # unhashable, so not a valid value of an option
+        except TypeError:  # an unhashable value is not a valid option
             calls.check_options(call.kind, call.reduce_op, options)
             raise
         if plan is None:
@@ -352,7 +352,7 @@ class Communicator(Operations):
             plan = self._chain(signature)
             for bound in self.hooks.bound:
                 plan = replace(plan, issue=bound(self._group, plan.issue))
-            if len(self._plans) >= _PLANS:  # without the other ranks: new plans use the same chains
+            if len(self._plans) >= _PLANS:  # needs no other rank: new plans use the same chains
                 self._plans.clear()
             self._plans[key] = plan
         return prepare(call, plan.signature, plan.issue)
@@ -374,14 +374,14 @@ class Communicator(Operations):
 
     def _check_open(self) -> None:
         if self.closed:
-            self.state.check_thread()  # raises: the group is closed
+            self.state.check_thread()  # raises if the group is closed
 
 
 name_others(Communicator, OF_COMMUNICATORS)
 
 
 def _check_valid(signature: Signature, group: Group) -> None:
-    """Raise `Unsupported` or `InvalidArgument` if no library could run it: no member, or a wrong op."""
+    """Raise `Unsupported` if this rank is not a member, `InvalidArgument` if the reduce op is missing."""
     if group.rank < 0:
         raise Unsupported(
             f"this rank is not a member of group '{group.name}' (ranks{group.of_job} {list(group.ranks)}); "

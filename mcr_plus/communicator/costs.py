@@ -24,10 +24,10 @@ def expected_us(
     tag: str | None = None,
     dense: bool = False,
 ) -> float | None:
-    """Return the expected microseconds of a synchronous operation by the tuning table; None if unknown.
+    """Return the microseconds that a synchronous operation should take by the tuning table; None if unknown.
 
-    `numel`: the payload in elements (see `Signature.nbytes`). `dense`: without a codec, whatever the pipeline
-    says. Each rank may call this for any operation.
+    `numel`: the payload in elements (see `Signature.nbytes`). `dense`: ignore codecs of the pipeline. Each
+    rank may call this for any operation.
     """
     signature = Signature(
         kind, dtype, (numel,), numel * dtype.itemsize, comm.name, comm.size, device, op, None, tag,

@@ -1,4 +1,4 @@
-"""Communication policies of gradients: codec, backend, and which gradients may share a bucket."""
+"""Communication policies of gradients: codec, backend, and the right to share a bucket."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ TAG: Final = "gradients"
 class GradientPolicy:
     """Communication policy of a gradient; gradients of equal policies may share a bucket.
 
-    `compress`, `backend`: as in a call; `compress` is None if the size of the bucket decides. `encoded`: a
-    codec may apply. `keeps`: the codec has state between calls, so a bucket must be the same in every pass.
+    `compress`, `backend`: as in a call; `compress` is None if the size of the bucket decides. `encoded`: True
+    if a codec may apply. `keeps`: True if the codec keeps state between calls, so a bucket must be the same
+    in every pass.
     """
 
     compress: tuple[tuple[str, object], ...] | bool | None = None
@@ -39,19 +40,19 @@ class GradientPolicy:
 
     @property
     def options(self) -> Mapping[str, Any] | bool | None:
-        """The argument `compress` of a call."""
+        """Return the argument `compress` of a call."""
         return thawed(self.compress) if isinstance(self.compress, tuple) else self.compress
 
 
 class Choice(NamedTuple):
-    """How a plan sends a bucket: the library, and the codec; None: as the pipeline chooses."""
+    """Library and codec of a bucket in a plan; None leaves the choice to the pipeline."""
 
     library: str | None = None
     codec: str | None = None
 
 
 def with_codec(policy: GradientPolicy, codec: str) -> GradientPolicy:
-    """Return the policy with another codec, of default options."""
+    """Return the policy with another codec and its default options."""
     return replace(policy, compress=frozen({"codec": codec}), encoded=True)
 
 
@@ -82,7 +83,7 @@ def policy_for(
 
 
 def warn_of_unmatched(config: Config, names: Sequence[str]) -> None:
-    """Warn of rules whose `param` matches none of a model's parameters, which may be misspelt."""
+    """Log a warning for rules whose `param` matches no parameter of the model: it may be misspelt."""
     for rule in config.rules:
         glob = rule.match.param
         if glob is not None and not any(fnmatchcase(name, glob) for name in names):
@@ -98,8 +99,8 @@ def _policy(
 ) -> GradientPolicy:
     """Return the policy for resolved options.
 
-    `between`: the codec between nodes, None without one. `explicit`: a rule names the parameter, which takes
-    precedence over `between`.
+    `between`: the codec options between nodes, if any. `explicit`: True if a rule names the parameter; the
+    rule then takes precedence over `between`.
     """
     if options is None:
         return GradientPolicy(backend=backend)
@@ -114,7 +115,7 @@ def _policy(
 def policy_for_bucket(
     config: Config, compress: Any, values: torch.Tensor, tag: str | None, ranks: int
 ) -> GradientPolicy:
-    """Return the policy for a bucket of another library, such as DDP; `values`: its elements."""
+    """Return the policy for a bucket of another library, such as DDP; `values` are its elements."""
     codec = frozen(compress) if isinstance(compress, Mapping) else compress
     signature = Signature(
         "all_reduce", values.dtype, tuple(values.shape), values.nbytes, "", ranks, tag=tag, compress=codec
@@ -124,6 +125,6 @@ def policy_for_bucket(
 
 
 def key_of(names: Sequence[str]) -> str:
-    """Return the name of a bucket of these parameters, which depends on their order."""
+    """Return the name of a bucket of these parameters; it depends on their order."""
     digest = blake2b("\n".join(names).encode(), digest_size=4).hexdigest()
     return f"{names[0]}+{len(names) - 1} {digest}"

@@ -1,4 +1,4 @@
-"""`RunningJob`: the members of a running job that a communicator uses."""
+"""`RunningJob`: the interface of a running job that a communicator uses."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class _Pickler(pickle.Pickler):
-    """Saves tensors of the dtypes that torch pickles but cannot unpickle, such as float8, by torch.save."""
+    """Pickler that uses torch.save for dtypes that torch pickles but cannot unpickle, such as float8."""
 
     def reducer_override(self, obj: Any) -> Any:
         """See `pickle.Pickler`."""
@@ -35,14 +35,14 @@ def _loaded(written: bytes) -> torch.Tensor:
 
 
 class SignedObjects:
-    """Pickling and unpickling of objects in a group, signed with the secret of the job."""
+    """Pickler and unpickler of a group's objects, signed with the secret of the job."""
 
     def __init__(self, group: Group, job: RunningJob) -> None:
         self._group = group
         self._job = job
 
     def pickled(self, obj: Any) -> torch.Tensor:
-        """Return an object as bytes (uint8, on the CPU), signed as this rank of this group.
+        """Return an object as bytes (uint8, on the CPU), with this rank's signature.
 
         Raises `InvalidArgument` if the object cannot be pickled.
         """
@@ -56,10 +56,10 @@ class SignedObjects:
         return torch.frombuffer(bytearray(sealed), dtype=torch.uint8)
 
     def unpickled(self, payload: torch.Tensor, rank: int) -> Any:
-        """Return the object that rank `rank` of the group has passed to `pickled`.
+        """Return the object that rank `rank` of the group passed to `pickled`.
 
-        Raises `BackendError` without unpickling it if that rank has not signed it: unpickling runs code of
-        the object's author.
+        Raises `BackendError` if that rank has not signed the object; the object is then not unpickled,
+        because unpickling runs code of its author.
         """
         name, sealed = self._group.name, payload.numpy().tobytes()
         written = unseal(self._job.world.secret, f"{name}/{rank}", sealed)

@@ -35,7 +35,7 @@ def give_up(channels: Iterable[Channel]) -> None:
 
 
 def release_unused(channels: Mapping[str, BackendChannel]) -> None:
-    """Close channels that no operation has used, as far as that needs no peer."""
+    """Close channels that no operation has used, where closing needs no peer."""
     give_up(each.channel for each in channels.values())
     for each in channels.values():
         each.channel.release()
@@ -43,19 +43,19 @@ def release_unused(channels: Mapping[str, BackendChannel]) -> None:
 
 @dataclass(eq=False)
 class OpenGroup:
-    """A group that is open in this process.
+    """State of a group that is open in this process.
 
     Only the program keeps the group's `Communicator` alive. When the program drops it, the group stays open
-    until all ranks have dropped theirs, because processes collect garbage at different times.
+    until all ranks have dropped their communicator, because processes collect garbage at different times.
 
     Attributes:
         parts: the groups inside this one, for the hierarchical stage.
-        inner: True if the group is such a part, which closes with its enclosing group.
-        follows: whether it is opened again in the world that takes the place of this one.
+        inner: True if the group is a part of another group and closes with it.
+        follows: True if the group is opened again in the next world.
         chains: the bound pipeline of each signature.
-        messages: the bound pipelines of sends and receives, which each rank binds without the others.
+        messages: the bound pipelines of sends and receives; each rank binds them on its own.
         plans: bound operations of all kinds, by call arguments.
-        numbers: the next number of what higher layers number, by its name; taken over by successors.
+        numbers: counters of higher layers, by name; successors inherit them.
         arrays: the streams of operations on arrays of other libraries.
     """
 
@@ -89,7 +89,7 @@ class OpenGroup:
 
     @property
     def all(self) -> Sequence[OpenGroup]:
-        """The group and its parts, in the order in which they are closed."""
+        """Return the group and its parts, in closing order."""
         return (*reversed(self.parts), self)
 
     @property
@@ -106,10 +106,10 @@ class OpenGroup:
         return communicator
 
     def forget_attached(self, clean: bool) -> None:
-        """Drop the attached objects of higher layers; groups among them close like dropped ones.
+        """Drop the attached objects of higher layers; attached groups close like dropped groups.
 
-        Those with a method `end_with_group`, such as ones that have threads, end first; they are told whether
-        the group ends in order.
+        Objects with a method `end_with_group`, such as owners of threads, end first; `clean` tells them
+        whether the group ends in order.
         """
         if (communicator := self._handle()) is not None:
             for each in list(communicator.attached.values()):
@@ -123,7 +123,7 @@ class OpenGroup:
             group.state.take_over()
 
     def shut(self, clean: bool) -> None:
-        """Close the group's channels at the end of the job; no operation may be pending."""
+        """Close the group's channels at the end of the job. No operation may be pending."""
         self.forget_attached(clean)
         self.runtime.forget()
         if not clean:
@@ -136,9 +136,8 @@ class OpenGroup:
     ) -> dict[str, Channel]:
         """Close the group in this process, while other ranks may still use it.
 
-        Returns the idle channels that are still open, by library: their libraries would wait for other ranks,
-        unless all ranks close the group `together`. `off`: libraries that must not be called, the same on all
-        ranks.
+        Returns the idle channels left open, by library: closing them would wait for other ranks, unless all
+        ranks close the group `together`. `off`: libraries that must not be called, the same on all ranks.
         """
         state = self.state
         state.publish()

@@ -1,4 +1,4 @@
-"""The operations of a group, one method each. `mcr_plus.<name>` documents them in full."""
+"""Operations of a group, one method each. `mcr_plus.<name>` documents them in full."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class P2POp:
 
 
 class Operations(ABC):
-    """Collectives, sends and receives of a group: checks of arguments, and a fast path for repeated calls."""
+    """Collectives, sends and receives of a group: argument checks, and a fast path for repeated calls."""
 
     arrays: ArrayStreams
     blocks: BlockSizes
@@ -81,7 +81,7 @@ class Operations(ABC):
 
         See `mcr.all_reduce`.
         """
-        # An inlined copy of `_call`, because this is the most frequent operation.
+        # A copy of `_call` written inline, because this is the most frequent operation.
         key: tuple[Any, ...] | None = None
         try:
             key = (
@@ -148,7 +148,7 @@ class Operations(ABC):
         async_op: bool = False,
         **options: Unpack[CallOptions],
     ) -> Work | None:
-        """Gather tensors that differ along dim 0, as `all_gather`; `tensor_list[r]` fits rank r's tensor.
+        """Gather tensors of different sizes along dim 0; `tensor_list[r]` fits rank r's tensor.
 
         See `mcr.all_gather_v`.
         """
@@ -162,7 +162,7 @@ class Operations(ABC):
         async_op: bool = False,
         **options: Unpack[CallOptions],
     ) -> Work | None:
-        """Reduce `input` of size × n elements over ranks; rank r gets part r in `output` of n elements.
+        """Reduce `input` of size × n elements over all ranks; rank r gets part r in `output` of n elements.
 
         See `mcr.reduce_scatter_tensor`.
         """
@@ -176,7 +176,7 @@ class Operations(ABC):
         async_op: bool = False,
         **options: Unpack[CallOptions],
     ) -> Work | None:
-        """Reduce `input_list[r]` over ranks into `output` of rank r, all of the same size.
+        """Reduce `input_list[r]` over all ranks into `output` of rank r, all of the same size.
 
         See `mcr.reduce_scatter`.
         """
@@ -190,7 +190,7 @@ class Operations(ABC):
         async_op: bool = False,
         **options: Unpack[CallOptions],
     ) -> Work | None:
-        """Reduce parts that differ along dim 0, as `reduce_scatter`; `input_list[r]` fits rank r's output.
+        """Reduce and scatter parts of different sizes along dim 0; `input_list[r]` fits rank r's output.
 
         See `mcr.reduce_scatter_v`.
         """
@@ -205,7 +205,7 @@ class Operations(ABC):
         async_op: bool = False,
         **options: Unpack[CallOptions],
     ) -> Work | None:
-        """Send part r of `input` to rank r and receive its part for this rank into `output`, in rank order.
+        """Send part r of `input` to rank r and receive the ranks' parts into `output`, in rank order.
 
         Parts are equal, or given by split sizes: rows along dim 0 per rank, which must sum to the size of
         dim 0. Either all ranks pass split sizes, or none.
@@ -224,7 +224,7 @@ class Operations(ABC):
         async_op: bool = False,
         **options: Unpack[CallOptions],
     ) -> Work | None:
-        """Send `input_list[r]` to rank r and receive from it into `output_list[r]`; sizes may differ.
+        """Send `input_list[r]` to rank r and receive from rank r into `output_list[r]`; sizes may differ.
 
         See `mcr.all_to_all`.
         """
@@ -252,7 +252,7 @@ class Operations(ABC):
         async_op: bool = False,
         **options: Unpack[CallOptions],
     ) -> Work | None:
-        """Gather tensors that differ along dim 0, as `gather`. See `mcr.gather_v`."""
+        """Gather tensors of different sizes along dim 0 on rank `dst`. See `mcr.gather_v`."""
         return self._issue(calls.gather_v, (tensor, gather_list, dst), async_op, options)
 
     def scatter(
@@ -277,13 +277,13 @@ class Operations(ABC):
         async_op: bool = False,
         **options: Unpack[CallOptions],
     ) -> Work | None:
-        """Scatter tensors that differ along dim 0, as `scatter`. See `mcr.scatter_v`."""
+        """Scatter tensors of different sizes along dim 0 from rank `src`. See `mcr.scatter_v`."""
         return self._issue(calls.scatter_v, (tensor, scatter_list, src), async_op, options)
 
     def barrier(
         self, async_op: bool = False, *, backend: str | None = None, tag: str | None = None
     ) -> Work | None:
-        """Wait until every rank has called it. See `mcr.barrier`."""
+        """Wait until every rank has called `barrier`. See `mcr.barrier`."""
         return self._call("barrier", (), (), async_op, {"backend": backend, "tag": tag})
 
     # -- coalesced --------------------------------------------------------------------------------
@@ -295,7 +295,7 @@ class Operations(ABC):
         async_op: bool = False,
         **options: Unpack[CallOptions],
     ) -> Work | None:
-        """Run `all_reduce` on each tensor, under one handle; small ones of a dtype are sent as one.
+        """Run `all_reduce` on each tensor, under one handle; packs small tensors of a dtype.
 
         Each tensor must be listed once.
 
@@ -315,7 +315,7 @@ class Operations(ABC):
         async_op: bool = False,
         **options: Unpack[CallOptions],
     ) -> Work | None:
-        """Run `all_gather_into_tensor` on each pair; small ones of a dtype are sent as one. One handle.
+        """Run `all_gather_into_tensor` on each pair, under one handle; packs small pairs of a dtype.
 
         See `mcr.all_gather_coalesced`.
         """
@@ -336,7 +336,7 @@ class Operations(ABC):
         async_op: bool = False,
         **options: Unpack[CallOptions],
     ) -> Work | None:
-        """Run `reduce_scatter_tensor` on each pair; small ones of a dtype are sent as one. One handle.
+        """Run `reduce_scatter_tensor` on each pair, under one handle; packs small pairs of a dtype.
 
         See `mcr.reduce_scatter_coalesced`.
         """
@@ -352,7 +352,7 @@ class Operations(ABC):
     # -- point to point ---------------------------------------------------------------------------
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int = 0, **options: Unpack[MessageOptions]) -> None:
-        """Send `tensor` to rank `dst`; returns when the program may change it. See `mcr.send`."""
+        """Send `tensor` to rank `dst`; return when the program may change it. See `mcr.send`."""
         self.isend(tensor, dst, tag, **options).wait()
 
     def recv(
@@ -386,7 +386,7 @@ class Operations(ABC):
         return self._call("irecv", (tensor,), (src, tag), True, _labelled(options))  # type: ignore[return-value]
 
     def batch_isend_irecv(self, p2p_ops: Sequence[P2POp]) -> list[Work]:
-        """Start all sends and receives of a batch; peers may list theirs in another order.
+        """Start all sends and receives of a batch; peers may list their operations in another order.
 
         See `mcr.batch_isend_irecv`.
         """
@@ -418,7 +418,7 @@ class Operations(ABC):
         async_op: bool,
         options: CallOptions,
     ) -> Work | None:
-        """Issue an operation on single tensors; a repeated call runs the bound operation of an earlier one.
+        """Issue an operation on single tensors; a repeated call runs the operation bound earlier.
 
         `name`: the name of the method. `own`: its arguments after the tensors.
         """
@@ -429,7 +429,7 @@ class Operations(ABC):
             run = self._plans[key]
         except KeyError:
             pass
-        except (TypeError, AttributeError, RuntimeError):  # an unhashable option, or no dense tensor
+        except (TypeError, AttributeError, RuntimeError):  # an unhashable option, or not a dense tensor
             key = None
         else:
             return run(*tensors)  # type: ignore[no-any-return]
@@ -444,7 +444,7 @@ class Operations(ABC):
         options: CallOptions,
         key: tuple[Any, ...] | None,
     ) -> Work | None:
-        """Check, bind and issue an operation. If calls can repeat it, its bound form is cached by `key`."""
+        """Check, bind and issue an operation; cache its bound form under `key` if calls can repeat it."""
         ready = self._ready(BUILDERS[name], (*tensors, *own), async_op, options)
         if key is not None and isinstance(ready, Prepared):
             run = repeated(ready, tensors, async_op)
@@ -461,7 +461,7 @@ class Operations(ABC):
     def _ready(
         self, build: Builder, arguments: tuple[Any, ...], async_op: bool, options: CallOptions
     ) -> Prepared | PreparedArrays:
-        """Check and bind an operation; on arrays of another library on a device, under a stream for them."""
+        """Check and bind an operation; device arrays of other libraries get a stream of their own."""
         try:
             call = build(self._group, *arguments)
         except ArrayOnDevice:
@@ -471,7 +471,7 @@ class Operations(ABC):
         return self.prepared(call, async_op, options)
 
     def _on_arrays(self, call: Callable[..., Any], arguments: tuple[Any, ...], async_op: bool) -> Work | None:
-        """Issue coalesced operations, which `call` starts."""
+        """Issue coalesced operations by `call`, under the stream of their arrays if there are any."""
         loan = self.arrays.loan(arguments)
         work = self.arrays.started(loan, partial(call, *loan.arguments))
         if async_op:
@@ -481,7 +481,7 @@ class Operations(ABC):
 
 
 def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Properties of a tensor that a bound operation depends on; `device` takes longer than `is_cpu`."""
+    """Return the properties of a tensor that a bound operation depends on; `is_cpu` is cheap."""
     return (
         tensor.dtype, tensor.shape, tensor.is_cpu or tensor.device, tensor.is_contiguous(),
         tensor.requires_grad, tensor.is_neg(),
@@ -489,7 +489,7 @@ def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _labelled(options: MessageOptions) -> CallOptions:
-    """Return the options of a message as those of a call: `label` becomes `tag`."""
+    """Return the options of a message as call options: `label` becomes `tag`."""
     renamed: dict[str, Any] = dict(options)
     if "label" in renamed:
         renamed["tag"] = renamed.pop("label")

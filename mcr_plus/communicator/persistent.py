@@ -37,7 +37,7 @@ class PersistentOp(Protocol):
     """The result of `mcr.persistent`."""
 
     def __call__(self) -> None:
-        """Run the operation; returns when its result may be used."""
+        """Run the operation; return when its result may be used."""
         ...
 
     def start(self) -> Work:
@@ -46,7 +46,7 @@ class PersistentOp(Protocol):
 
 
 def check_persistent(kind: str, tensors: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Raise `InvalidArgument` for operations without a persistent form, or non-contiguous tensors."""
+    """Raise `InvalidArgument` for an operation without a persistent form, or a non-contiguous tensor."""
     if kind not in KINDS:
         raise InvalidArgument(f"kind: {unknown('persistent operation', kind, KINDS)}")
     if "async_op" in options:
@@ -57,20 +57,20 @@ def check_persistent(kind: str, tensors: tuple[Any, ...], options: dict[str, Any
 
 
 class PersistentBinding:
-    """What a persistent operation is bound from: its kind, arguments and options, and the group.
+    """Kind, arguments and options of a persistent operation, to bind it again for another group.
 
-    The program has a `partial`, so that a call of it costs no frame of ours. Where another world takes the
-    place of the group's, the same `partial` is bound to the group's successor.
+    The program holds a `partial`, so that a call costs no extra Python frame. After the world has changed,
+    the same `partial` is bound to the group's successor.
     """
 
     def __init__(self, kind: str, options: dict[str, Any], ranks: int) -> None:
         self._kind, self._options = kind, options
-        self._ranks = ranks  # for which the tensors were made
+        self._ranks = ranks  # number of ranks that the tensors were made for
         self._arguments: dict[str, Any] = {}
-        self._root: str | None = None  # the name of the argument
-        self._lost: int | None = None  # the root, if it has been lost
+        self._root: str | None = None  # name of the root argument
+        self._lost: int | None = None  # rank of the root, if it has been lost
         self._stub: Any = None
-        self._loan: Loan | None = None  # of arrays of another library on a device
+        self._loan: Loan | None = None  # device arrays of another library
         self._memory: list[Any] = []
 
     @classmethod
@@ -104,14 +104,14 @@ class PersistentBinding:
         return partial(_start_and_wait, again, partial(_start_again, now)), partial(again, start)
 
     def _become(self, operation: Any, run: Any, start: Any, group: object) -> None:
-        """Change a `partial` in place, by the protocol with which it is unpickled."""
+        """Change a `partial` in place, by `__setstate__`, which unpickling uses."""
         kept = {"start": start, "group": group, "origin": self}
         operation.__setstate__((run.func, run.args, run.keywords, kept))
 
     def move(self, operation: Any, group: Communicator, ranks: Mapping[int, int]) -> None:
-        """Bind the operation again, for this group, when it is called next: that is collective, this is not.
+        """Have the next call bind the operation to this group. `move` is local, the next call is collective.
 
-        `ranks`: rank in the job before → rank in the job now, of all that have gone on.
+        `ranks`: rank in the old world → rank in the new world, for each surviving rank.
         """
         if self._root is not None and self._lost is None:
             root = int(self._arguments[self._root])
@@ -136,21 +136,21 @@ class PersistentBinding:
             self._become(operation, run, start, group)
             return operation
 
-        self._stub = lambda: bound()()  # kept, because it is replaced while it runs
+        self._stub = lambda: bound()()  # keeps the stub alive: `_become` replaces it while it runs
         self._become(operation, partial(self._stub), lambda: bound().start(), group)
         group.persistents.add(operation)
 
 
 def _pinned(tensor: torch.Tensor) -> Any:
-    """Return what keeps the memory of a tensor where it is, on the CPU: libraries have the address.
+    """Return an object that pins the memory of a CPU tensor, because libraries hold its address.
 
-    `tensor.resize_` raises from now on; after `tensor.data = other` the old memory goes on being used.
+    `tensor.resize_` raises from now on; after `tensor.data = other` the old memory stays in use.
     """
     return tensor.detach().reshape(-1).view(torch.uint8).numpy() if tensor.is_cpu else None
 
 
 def _bound(now: Prepared, later: Prepared) -> tuple[Any, Any]:
-    """How an operation is run and started: on a persistent request if its chain is one library call.
+    """Return functions that run and start an operation, on a persistent request if its chain is one call.
 
     `now` is the synchronous call, `later` the asynchronous one; neither has been issued.
     """
@@ -158,14 +158,14 @@ def _bound(now: Prepared, later: Prepared) -> tuple[Any, Any]:
     native = None if operation is None else operation.persistent(now.message)
     issue, signature = later.issue, later.message.signature
     run: Any = partial(now.issue.run, now.message)
-    if operation is not None and not operation.inline:  # its handle lets go of the message's tensors
+    if operation is not None and not operation.inline:  # its handle drops the message's tensors
         run = partial(
             _run_again, now.issue.run, now.message.with_tensors(now.message.inputs, now.message.outputs)
         )
     if native is not None:
         issue, bare = native
         run, signature = partial(bare), now.message.signature
-    # Kept alive here: the library's request refers to these tensors, and a handle drops its message's.
+    # Kept alive by the closure: the library's request refers to these tensors, and handles drop theirs.
     inputs, outputs, extras = later.message.inputs, later.message.outputs, later.message.extras
     latest: list[Work] = []
 

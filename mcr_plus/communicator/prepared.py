@@ -1,4 +1,4 @@
-"""Operations bound to a chain, with their tensors laid out in memory, ready to be issued."""
+"""Bound operations with their tensors laid out in memory, ready to be issued."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CopyOut = Callable[[], None]
 
 
 class Prepared(NamedTuple):
-    """An operation that is ready to be issued.
+    """Operation that is ready to be issued.
 
     `copy_out` copies the results to the caller's tensors once the operation is complete; None if no copy is
     needed.
@@ -43,14 +43,14 @@ class Prepared(NamedTuple):
     copy_out: CopyOut | None
 
     def start(self) -> Work:
-        """Issue the operation; returns a handle whose `wait` also copies the results out."""
+        """Issue the operation; return a handle whose `wait` also copies the results out."""
         work = self.issue.start(self.message)
         if self.copy_out is not None:
             work.then(self.copy_out)
         return work
 
     def run(self) -> None:
-        """Issue the operation; returns when its results are in the caller's tensors."""
+        """Issue the operation; return when its results are in the caller's tensors."""
         if self.copy_out is None:
             self.issue.run(self.message)
         else:
@@ -58,7 +58,7 @@ class Prepared(NamedTuple):
 
 
 def prepare(call: Call, signature: Signature, issue: Issue) -> Prepared:
-    """Lay out the tensors of a call: contiguous, lists as one flat tensor, as views where possible.
+    """Lay out the tensors of a call contiguously, a list as one flat tensor, without a copy where possible.
 
     Raises `InvalidArgument` if elements of an output share memory.
     """
@@ -102,23 +102,23 @@ def _target(outputs: Sequence[torch.Tensor], packed: bool) -> tuple[torch.Tensor
 
 
 def _assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    with torch.inference_mode():  # outside of which tensors that were made in it cannot be written
+    with torch.inference_mode():  # else tensors created in inference mode cannot be written
         tensor.copy_(value)
 
 
 def repeated(ready: Prepared, tensors: Tensors, async_op: bool) -> Callable[..., Work | None] | None:
     """Return a function that issues the same operation for other tensors of the same dtype, shape and layout.
 
-    It takes arguments like `tensors`, and returns a handle if `async_op`. None if calls need the slow path:
-    results are copied out, or tensors are not contiguous or complex (the key of a call does not show lazy
-    conjugation).
+    The function takes arguments like `tensors`, and returns a handle if `async_op`. Returns None if calls
+    need the slow path: results are copied out, or tensors are not contiguous or complex (the key of a call
+    does not show lazy conjugation).
     """
     issue, message, copy_out = ready
     if copy_out is not None or not all(is_plain(each) and not each.is_complex() for each in tensors):
         return None
     signature, extras = message.signature, message.extras
     inputs, outputs = message.inputs, message.outputs
-    # `issue.run`: a synchronous call, without a handle if the chain supports that.
+    # `issue.run` is synchronous, and makes no handle if the chain supports that.
     go: Callable[[Message], Any] = issue.start if async_op else issue.run
     if len(tensors) == 2:
         same = outputs[0] is tensors[0] and inputs[0] is tensors[1]
@@ -143,7 +143,7 @@ def repeated(ready: Prepared, tensors: Tensors, async_op: bool) -> Callable[...,
 
 
 def _two(ready: Prepared, go: Callable[[Message], Any], tensors: Tensors) -> Callable[..., Work | None]:
-    """Return the function of `repeated` for an output and an input, whose overlap each call checks."""
+    """Return the function of `repeated` for one output and one input; each call checks their overlap."""
     signature = ready.message.signature
     written, read = (tensor.nbytes for tensor in tensors)
 

@@ -1,4 +1,4 @@
-"""What takes the place of a group when another world takes the place of its own."""
+"""Succession of groups: the group in a new world that replaces a group of the old world."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class Succession:
-    """The place of one communicator in the line of those that have followed each other.
+    """Place of a communicator in the line of its predecessors and successors.
 
     Attributes:
-        successor: the latest one; None while there is none.
-        reason: why there is none.
-        before: those whose place it has taken. The program may have kept the first of them alone.
+        successor: the latest successor, if any.
+        reason: the reason why there is no successor.
+        before: the communicators it has replaced; the program may hold only the first.
     """
 
     successor: Communicator | None = None
@@ -26,7 +26,7 @@ class Succession:
 
 
 def succeed(old: Communicator, new: Communicator) -> None:
-    """Let one communicator take the place of another, and of those whose place that one had taken."""
+    """Make `new` the successor of `old` and of all predecessors of `old`."""
     line = [weakref.ref(old), *old.succession.before]
     new.opened.numbers.update(old.opened.numbers)
     new.succession.before = [each for each in line if each() is not None]

@@ -15,14 +15,14 @@ from mcr_plus.errors import InvalidArgument, Unsupported
 
 _NOT_SHARED: Final = (BufferError, RuntimeError, TypeError, ValueError)
 _GPUS: Final = (2, 10, 13)
-"""Types of devices in DLPack: CUDA, ROCm, and CUDA's managed memory."""
+"""DLPack device types of CUDA, ROCm and CUDA's managed memory."""
 
 
 def as_tensor(value: Any, name: str) -> torch.Tensor:
     """Return a torch tensor on the memory of `value`, a tensor or an object with DLPack; never a copy.
 
-    Raises `InvalidArgument` for other objects, `ArrayOnDevice` for those on a device, `Unsupported` for
-    layouts, devices and dtypes that libraries cannot send.
+    Raises `InvalidArgument` for other objects, `ArrayOnDevice` for device arrays, `Unsupported` for layouts,
+    devices and dtypes that libraries cannot send.
     """
     tensor = value if isinstance(value, torch.Tensor) else _from_dlpack(value, name)
     if tensor.layout is not torch.strided or tensor.is_nested:
@@ -37,11 +37,11 @@ def as_tensor(value: Any, name: str) -> torch.Tensor:
 
 
 class ArrayOnDevice(InvalidArgument):
-    """An array of another library lies on a device, so streams have to be ordered: see `arrays`."""
+    """An array of another library is on a device, so streams must be ordered: see `arrays`."""
 
 
 def is_on_device(value: Any) -> bool:
-    """Whether an object is an array of another library, in the memory of a GPU."""
+    """Return True if an object is an array of another library in GPU memory."""
     if isinstance(value, torch.Tensor):
         return False
     if hasattr(value, "__cuda_array_interface__"):
@@ -49,14 +49,14 @@ def is_on_device(value: Any) -> bool:
     device = getattr(value, "__dlpack_device__", None)
     try:
         return device is not None and int(device()[0]) in _GPUS
-    except _NOT_SHARED:  # such as an array that several devices have; `__dlpack__` gives the reason again
+    except _NOT_SHARED:  # such as an array on several devices; `__dlpack__` will repeat the reason
         return False
 
 
 def tensor_on(array: Any) -> torch.Tensor:
-    """A tensor on the memory of an array on a device; orders nothing.
+    """Return a tensor on the memory of a device array, without ordering streams.
 
-    Raises `InvalidArgument` where that needs a copy, or torch cannot use the memory.
+    Raises `InvalidArgument` if this needs a copy, or torch cannot use the memory.
     """
     name = type(array).__name__
     interface = getattr(array, "__cuda_array_interface__", {})
@@ -68,7 +68,7 @@ def tensor_on(array: Any) -> torch.Tensor:
     if hasattr(array, "__dlpack__"):
         try:
             return from_dlpack(array.__dlpack__(stream=-1))
-        except _NOT_SHARED as reason:  # CuPy's managed memory, for one, which the other interface has
+        except _NOT_SHARED as reason:  # such as CuPy's managed memory; the other interface covers it
             error = reason
     try:
         tensor = torch.as_tensor(array, device="cuda") if interface else None
@@ -83,7 +83,7 @@ def tensor_on(array: Any) -> torch.Tensor:
 
 
 def _check_strides(strides: object, name: str) -> None:
-    """Raise `InvalidArgument` for negative ones, with which torch ends the process."""
+    """Raise `InvalidArgument` for negative strides, on which torch aborts the process."""
     if isinstance(strides, tuple) and any(stride < 0 for stride in strides):
         raise InvalidArgument(f"{name}: the array has negative strides, which torch has not; pass a copy")
 
@@ -124,7 +124,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def plain_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor itself, or an uninitialised contiguous one whose values are later copied back."""
+    """Return the tensor itself, or an uninitialised contiguous tensor to copy back later."""
     return tensor if is_plain(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
@@ -165,7 +165,7 @@ def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     total = sum(tensor.numel() for tensor in tensors)
     storage = first.untyped_storage()
     if at - storage.data_ptr() > storage.nbytes():
-        return None  # adjacent by chance: separate allocations
+        return None  # separate allocations that are adjacent by chance
     return first.as_strided((total,), (1,))
 
 
@@ -176,7 +176,7 @@ def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def pack_space(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, bool]:
-    """Return a flat tensor for the tensors' values, and whether `unpack` must copy it out afterwards."""
+    """Return a flat tensor for the tensors' values, and True if `unpack` must copy it out afterwards."""
     view = joined(tensors)
     if view is not None:
         return view, False
@@ -186,6 +186,6 @@ def pack_space(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, bool]:
 
 def unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     """Copy consecutive parts of `flat` into `tensors`."""
-    with torch.inference_mode():  # outside of which tensors that were made in it cannot be written
+    with torch.inference_mode():  # else tensors created in inference mode cannot be written
         for part, tensor in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True):
             tensor.copy_(part.view(tensor.shape))

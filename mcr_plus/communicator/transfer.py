@@ -1,4 +1,4 @@
-"""Sends tensors, and nested state such as an optimizer's, from one rank to the others."""
+"""Broadcast of tensors, and of nested state such as an optimizer's, from one rank to the others."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from mcr_plus.core.message import Signature
 from mcr_plus.hierarchy.policy import between_nodes
 
 STATE: Final = "state"
-"""The tag of what newcomers get."""
+"""Tag of the operations that send state to new ranks."""
 Has = Literal["all", "parts", "nothing"]
-"""What a rank has of a state."""
-_PIECE: Final = 64 << 20  # bytes of one broadcast, which copies its tensors into a flat tensor
-_BLOCK: Final = 1 << 20  # bytes of which one digest is compared
+"""Share of a state that a rank holds."""
+_PIECE: Final = 64 << 20  # bytes per broadcast: its tensors are copied into a flat tensor
+_BLOCK: Final = 1 << 20  # bytes per compared digest
 
 
 class _TensorPlace(NamedTuple):
-    """Where a tensor is in a state; the tensors themselves are sent by themselves."""
+    """Placeholder of a tensor in an outlined state; tensors are sent separately."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -38,9 +38,9 @@ def broadcast_tensors(
 ) -> None:
     """Broadcast tensors from rank `src` of the job (None: the group's first rank), in large pieces.
 
-    Ranks have the same bits afterwards. With a `tag`, by which rules find them, they are encoded as the
-    pipeline says if that is without loss; otherwise, and without a tag, they travel as they are: other codecs
-    are for gradients, not for parameters. Tensors are of any dense dtype.
+    All ranks hold the same bits afterwards. With a `tag`, which rules match, the pipeline's codec is used if
+    it is lossless. Otherwise tensors are sent as they are, because lossy codecs are for gradients, not for
+    parameters. Tensors may have any dense dtype.
     """
     if comm.size == 1:
         return
@@ -53,7 +53,7 @@ def broadcast_tensors(
     root = comm.ranks[0] if src is None else src
     for batch in chain.from_iterable(alike.values()):
         flat = torch.cat([tensor.reshape(-1) for tensor in batch])
-        # Weights may have dtypes that operations have not, such as torch's bits8.
+        # Weights may have dtypes that operations do not support, such as torch's bits8.
         sent = flat if flat.dtype in DTYPES else flat.view(torch.uint8)
         comm.broadcast(sent, root, compress=False if tag is None else _lossless(sent, comm, tag), tag=tag)
         offset = 0
@@ -63,7 +63,7 @@ def broadcast_tensors(
 
 
 def _lossless(flat: torch.Tensor, comm: Communicator, tag: str) -> Compress:
-    """The codec that the pipeline has for a broadcast, if it is one without loss; the same on all ranks."""
+    """Return the pipeline's codec for a broadcast if it is lossless, False otherwise; equal on all ranks."""
     signature = Signature(
         "broadcast",
         flat.dtype,
@@ -77,7 +77,7 @@ def _lossless(flat: torch.Tensor, comm: Communicator, tag: str) -> Compress:
     options = between_nodes(comm.config, signature) or resolve_options(comm.config, signature)
     codec = None if options is None else codec_of(options)
     if codec is None or options is None or not codec.traits.lossless or flat.device.type != "cpu":
-        return False  # `exp_window`, the only one, has no kernel for GPUs
+        return False  # `exp_window`, the only lossless codec, has no GPU kernel
     if flat.numel() < codec.traits.min_numel or refusal(codec, options, signature) is not None:
         return False
     return plain_options(options)
@@ -90,12 +90,12 @@ def broadcast_state(
     beside: Sequence[torch.Tensor] = (),
     has: Sequence[Has] | None = None,
 ) -> Any:
-    """Return the state of rank `src` of the group: nested dicts, lists and tuples, with tensors in them.
+    """Return the state of rank `src` of the group: nested dicts, lists and tuples that hold tensors.
 
-    Collective. Tensors are sent through the pipeline, without loss, with the tag `state`; the rest is pickled
-    and signed. On other ranks tensors are new, on the same type of device. `beside`: tensors of every rank,
-    which are sent as well, in place. `has`: by rank, how much of it the ranks have; None if that does not
-    matter. If some have parts, which they pass, only what is lacking is sent, see `broadcast_differences`.
+    Collective. Tensors are sent losslessly through the pipeline, with the tag `state`; the rest is pickled
+    and signed. Other ranks get new tensors on the same type of device. `beside`: tensors of every rank that
+    are also broadcast, in place. `has`: the share of the state that each rank holds; None to send everything.
+    If some ranks pass parts, only missing pieces are sent: see `broadcast_differences`.
     """
     tensors: list[torch.Tensor] = []
     root = comm.ranks[src]
@@ -117,12 +117,13 @@ def broadcast_state(
 def broadcast_differences(
     tensors: Sequence[torch.Tensor], comm: Communicator, src: int, has: Sequence[Has]
 ) -> int:
-    """Broadcast those parts of tensors that differ on some rank from rank `src` of the job; returns bytes.
+    """Broadcast the pieces of tensors that differ from rank `src` of the job; return the bytes sent.
 
-    Collective. Ranks that have parts compare digests of pieces of 1 MiB with those of `src`. Ranks that have
-    `all` are believed, and those that have `nothing` get everything. `has`: by rank of the group.
+    Collective. Ranks with `parts` compare digests of 1 MiB pieces with the digests of `src`. Ranks with `all`
+    are not checked, and ranks with `nothing` get everything. `has`: the share that each rank of the group
+    holds.
     """
-    # mcr.shrink needs this module in a hurry, and no digests: these import the compiler of kernels.
+    # Imported here: mcr.shrink must load this module fast, and digests import the kernel compiler.
     from mcr_plus.kernels.digest import digest, to_signed
 
     def digest_of(piece: torch.Tensor) -> int:
@@ -144,7 +145,7 @@ def broadcast_differences(
 
 
 def _pieces(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
-    """Views of a tensor's parts, of which each has a digest; the whole where its memory has holes."""
+    """Return views of a tensor's pieces, one per digest; a non-contiguous tensor is one piece."""
     whole = tensor.detach()
     if not whole.is_contiguous():
         return (whole,)
@@ -154,7 +155,7 @@ def _pieces(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
 def outline(
     state: Any, tensors: list[torch.Tensor], taken: Callable[[torch.Tensor], torch.Tensor] = lambda each: each
 ) -> Any:
-    """The state with places instead of tensors; `taken` of each of them is appended to `tensors`."""
+    """Return the state with placeholders instead of tensors; append `taken(tensor)` to `tensors`."""
     if isinstance(state, torch.Tensor):
         tensors.append(taken(state))
         return _TensorPlace(tuple(state.shape), state.dtype, tensors[-1].device.type)
@@ -166,7 +167,7 @@ def outline(
 
 
 def rebuilt(plain: Any, tensors: list[torch.Tensor]) -> Any:
-    """The opposite of `outline`, with new tensors."""
+    """Return the state of an `outline` result, with new tensors."""
     if isinstance(plain, _TensorPlace):
         tensors.append(torch.empty(plain.shape, dtype=plain.dtype, device=plain.device))
         return tensors[-1]

@@ -1,4 +1,4 @@
-"""Decompositions of the kinds of operations: signatures of their steps, and messages of one call."""
+"""Decompositions of operations, one class per kind: signatures of the steps, and messages of one call."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ Prepare = Callable[[], None] | None
 
 
 class Decomposition(ABC):
-    """An operation decomposed into steps.
+    """Operation decomposed into steps.
 
-    `steps` maps the group of each step to its signature. All ranks have the same signatures, including those
-    of steps that only some nodes run, so that every rank finds out if a step is unsupported. `remark` is an
-    addition to the line that `explain` prints.
+    `steps` maps the group of each step to its signature. All ranks have the same signatures, also for steps
+    that only some nodes run, so that every rank finds out if a step is unsupported. `remark` is appended to
+    the line that `explain` prints.
     """
 
     steps: dict[Part, Signature]
     remark = ""
     has_rest: ClassVar[bool] = True
-    """Whether parts are equal, so that the last numel % L elements are in none and are sent flat."""
+    """True if parts are equal, and the last numel % L elements are sent flat."""
 
     def __init__(self, signature: Signature, nodes: Nodes, pool: Pool) -> None:
         assert signature.nbytes is not None
@@ -48,7 +48,7 @@ class Decomposition(ABC):
     @property
     @abstractmethod
     def summary(self) -> str:
-        """The steps, as `explain` prints them."""
+        """Description of the steps that `explain` prints."""
 
     @abstractmethod
     def start(self, message: Message, agreed: Work | None = None) -> Work:
@@ -66,7 +66,7 @@ class Decomposition(ABC):
     # -- for subclasses ---------------------------------------------------------------------------
 
     def step(self, kind: Kind, part: Part, numel: int, nbytes: int, **changes: Any) -> Signature:
-        """The signature of a step on tensors of `numel` elements each."""
+        """Return the signature of a step on tensors of `numel` elements each."""
         ranks = self.nodes.count if part == "inter" else self.nodes.size
         like = self.signature.replace(
             reduce_op=None,
@@ -76,7 +76,7 @@ class Decomposition(ABC):
             async_op=True,
             call=self.signature.as_call(),
         )
-        # The state of a codec belongs to the step that is compressed.
+        # The key names the codec's state, so only the compressed step gets it.
         key = self.signature.key if part == "inter" else None
         group = f"{self.signature.group}/{self.nodes.group_name(part)}"
         return like.replace(

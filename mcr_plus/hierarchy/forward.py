@@ -1,10 +1,10 @@
-"""A broadcast by a codec that keeps what is received: encoded once, and forwarded inside nodes as bytes.
+"""Broadcast for codecs whose receivers keep values: encoded once, and forwarded inside nodes as bytes.
 
-    lengths    of the payload, and whether a rank asks for all values: all ranks to all, 8 bytes each
+    lengths    payload length, and a flag if a rank needs all values: all ranks to all, 8 bytes each
     inter      the payload from the root to the rank with its local index on every other node
     intra2     the payload from that rank to the others of its node
 
-Every rank applies the payload to what it holds, so a node costs the link one payload, whatever its ranks.
+Every rank applies the payload to the value it holds, so the link carries one payload per node, not per rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mcr_plus.pipeline.stage import Issue, Next
 
 
 class ForwardedBroadcast(Decomposition):
-    """The compress stage encodes and applies the payload; its bytes move in these steps."""
+    """Steps that move the bytes of a payload; the compress stage encodes and applies it."""
 
     has_rest = False
 
@@ -31,7 +31,8 @@ class ForwardedBroadcast(Decomposition):
         assert signature.root is not None
         self._root_node, self._leader = nodes.place(signature.root)
         self._is_leader = nodes.index == self._leader
-        # Payloads have any length, so the leader's broadcasts are all_gathers to which it alone contributes.
+        # Payload lengths vary, so a broadcast by the leader is an all_gather to which only the leader
+        # contributes.
         unsized = {"dtype": torch.uint8, "counts_agreed": False, "compress": False}
         parts: tuple[Part, ...] = ("inter", "intra2")
         self.steps = {
@@ -56,7 +57,7 @@ class ForwardedBroadcast(Decomposition):
         return self._whole(message.with_tensors(message.inputs, message.outputs, after=after))
 
     def _forward(self, message: Message) -> Work:
-        """Move the payload, whose length is known when `message.prepare` has been called."""
+        """Move the payload; its length is known after `message.prepare`."""
         size, count = self.nodes.size, self.nodes.count
         across = Message(self.steps["inter"], (), (), **_of_steps(message))
         inside = Message(self.steps["intra2"], (), (), **_of_steps(message))

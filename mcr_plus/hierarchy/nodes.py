@@ -1,4 +1,4 @@
-"""Nodes of a group, and the groups inside it that the steps run in, computed from plain numbers.
+"""Nodes of a group, and the inner groups that run the steps, computed from plain numbers.
 
 A group of N nodes with L ranks each has ranks (j, i): local index i on node j. A rank is a member of three
 groups:
@@ -32,9 +32,9 @@ Part = Literal["intra", "inter", "intra2"]
 
 @dataclass(frozen=True)
 class Nodes:
-    """`ranks[j][i]`: the group rank with local index i on node j. `node`, `index`: this process's j and i.
+    """Nodes of a group; `node` and `index` are this process's j and i.
 
-    `in_job`: the ranks of the group in the job.
+    `ranks[j][i]`: the group rank of local index i on node j. `in_job`: the ranks of the group in the job.
     """
 
     ranks: tuple[tuple[int, ...], ...]
@@ -49,15 +49,15 @@ class Nodes:
 
     @property
     def size(self) -> int:
-        """Number of ranks of a node: L."""
+        """Number of ranks per node: L."""
         return len(self.ranks[0])
 
     def groups(self, part: Part) -> Sequence[tuple[int, ...]]:
-        """The group ranks of every group of a part."""
+        """Return the group ranks of every group of a part."""
         return list(zip(*self.ranks, strict=True)) if part == "inter" else self.ranks
 
     def group_name(self, part: Part) -> str:
-        """The name of this process's group of a part; records and saved states of codecs use it."""
+        """Return the name of this process's group of a part; records and saved codec states use it."""
         names = {
             "intra": f"node{self.node}",
             "inter": f"across{self.index}",
@@ -66,15 +66,15 @@ class Nodes:
         return names[part]
 
     def place(self, rank: int) -> tuple[int, int]:
-        """Node and local index of a group rank."""
+        """Return node and local index of a group rank."""
         return next((j, node.index(rank)) for j, node in enumerate(self.ranks) if rank in node)
 
 
 def nodes_of(config: Config, hosts: Sequence[str], group: Group) -> Nodes | str:
     """Return the nodes of a group, or the reason why its operations are not decomposed.
 
-    `hosts`: the host names of all ranks of the job. Raises `ConfigError` if the configuration lists another
-    number of ranks.
+    `hosts`: the host names of all ranks of the job. Raises `ConfigError` if the configuration lists a
+    different number of ranks.
     """
     options = check_nodes(config, len(hosts))
     if options is None:
@@ -97,9 +97,9 @@ def nodes_of(config: Config, hosts: Sequence[str], group: Group) -> Nodes | str:
 
 
 def check_nodes(config: Config, size: int) -> HierarchicalOptions | None:
-    """Return the options of the stage, None without one.
+    """Return the options of the stage, None if the pipeline does not have it.
 
-    Raises `ConfigError` if the options list the ranks of nodes, and these are not `size` ranks.
+    Raises `ConfigError` if the options list the ranks of nodes, but not `size` ranks.
     """
     spec = next((spec for spec in config.pipeline if spec.name == "hierarchical"), None)
     if spec is None or not isinstance(spec.options, HierarchicalOptions):
@@ -113,7 +113,7 @@ def check_nodes(config: Config, size: int) -> HierarchicalOptions | None:
 
 
 def inner_groups(config: Config, hosts: Sequence[str], group: Group) -> Mapping[Part, Group]:
-    """Return the groups of this rank; none if operations are not decomposed or the rank is no member."""
+    """Return this rank's inner groups; none if operations are not decomposed or the rank is no member."""
     nodes = nodes_of(config, hosts, group)
     if isinstance(nodes, str) or group.rank < 0:
         return {}

@@ -23,11 +23,11 @@ from mcr_plus.core.units import whole_number
 from mcr_plus.errors import short, unknown
 
 HIERARCHICAL: tuple[str, ...] = ("all_reduce", "broadcast", "all_to_all", "all_gather", "reduce_scatter")
-"""Kinds that can be decomposed into steps in the nodes and between them."""
+"""Kinds of operations that can be decomposed into steps in the nodes and between them."""
 
 
 def _nodes(value: object) -> tuple[tuple[int, ...], ...] | None:
-    """Ranks by node, every rank of the job once."""
+    """Validate a list of ranks per node that holds every rank of the job once."""
     if value is None:
         return None
     if not isinstance(value, (list, tuple)) or not all(isinstance(node, (list, tuple)) for node in value):
@@ -72,7 +72,7 @@ StepBackend = Annotated[str | None, BeforeValidator(_step_backend)]
 class LocalOptions(StageOptions):
     """Options of the steps inside a node.
 
-    `backend`: the library of these steps; None to choose one as for any operation.
+    `backend`: the library of these steps; None chooses one as for any operation.
     """
 
     backend: StepBackend = None
@@ -85,8 +85,8 @@ def _codec_options(options: CompressOptions | None, info: SerializationInfo) -> 
 class InterOptions(StageOptions):
     """Options of the step between nodes.
 
-    `backend`: as in `LocalOptions`. `compress`: the options of `compress` for this step; they take precedence
-    over those of the stage and of rules. None leaves the choice to the stage and the rules.
+    `backend`: as in `LocalOptions`. `compress`: options of `compress` for this step; they take precedence
+    over the options of the stage and of rules. None leaves the choice to the stage and the rules.
     """
 
     backend: StepBackend = None
@@ -100,10 +100,10 @@ class InterOptions(StageOptions):
 class HierarchicalOptions(StageOptions):
     """Options of `hierarchical`.
 
-    `kinds`: the operations that are decomposed; an all_to_all gains nothing where nodes have few ranks.
-    `min`: smaller operations, in bytes, stay flat. `nodes`: the ranks of every node, by their numbers in the
-    job; or `ranks_per_node`: so many consecutive ranks are a node; by default a host is a node. `local`,
-    `inter`: options of the steps inside a node, and between nodes.
+    `kinds`: the operations to decompose; an all_to_all gains nothing if nodes have few ranks. `min`: smaller
+    operations, in bytes, stay flat. `nodes`: the job ranks of every node; or `ranks_per_node`: the number of
+    consecutive ranks per node; by default each host is a node. `local`, `inter`: options of the steps inside
+    a node, and between nodes.
     """
 
     kinds: Annotated[tuple[str, ...], BeforeValidator(some_of(HIERARCHICAL))] = (
@@ -123,7 +123,7 @@ class HierarchicalOptions(StageOptions):
         return self
 
     def named_backends(self) -> dict[str, str]:
-        """See `StageOptions.named_backends`: of the steps."""
+        """Return the backends that the options name for the steps: see `StageOptions.named_backends`."""
         steps = {"local": self.local.backend, "inter": self.inter.backend}
         return {
             f"hierarchical.{step}.backend": backend for step, backend in steps.items() if backend is not None

@@ -1,18 +1,18 @@
-"""hierarchical: decomposes an operation of several nodes into steps inside the nodes and between them.
+"""Stage `hierarchical`: decomposes an operation into steps inside the nodes and between them.
 
     all_reduce      reduce_scatter in the node, all_reduce of each part between nodes, all_gather in the node
     broadcast       scatter in the root's node, broadcast of each part between nodes, all_gather in the node;
-                    with a codec that keeps what is received, of its payloads (`forward`)
+                    with a codec whose receivers keep values, of its payloads (`forward`)
     all_gather      between ranks of the same local index, then in the node
     reduce_scatter  in the node, then between ranks of the same local index
     all_to_all      exchange between ranks of the same local index, then exchange in the node
 
-Every value crosses the link once per node, not once per rank. The all_reduce is that of Horovod
-(hierarchical allreduce), Blink (Wang et al., MLSys 2020) and NCCL, the all_to_all that of DeepSpeed-MoE
-(Rajbhandari et al., ICML 2022) and of MSCCL's two-step algorithm.
+Every value crosses the link once per node, not once per rank. Horovod (hierarchical allreduce), Blink (Wang
+et al., MLSys 2020) and NCCL use the same all_reduce; DeepSpeed-MoE (Rajbhandari et al., ICML 2022) and the
+two-step algorithm of MSCCL use the same all_to_all.
 
-Why this cannot deadlock: a step waits for the previous step of the same operation, and in its queue for the
-same step of earlier operations (`intra` and `intra2` are separate groups). Both precede it in the order of
+This cannot deadlock: a step waits for the previous step of the same operation, and in its queue for the same
+step of earlier operations (`intra` and `intra2` are separate groups). Both come earlier in the order of
 operations and steps, which is the same on all ranks, so there is no cycle; and any wait advances all steps.
 """
 
@@ -40,15 +40,15 @@ if TYPE_CHECKING:
 
 
 class HierarchicalStage(Stage):
-    """Decomposes operations by nodes; the others stay flat, and `explain` prints the reason.
+    """Stage that decomposes operations by nodes; `explain` prints why an operation stays flat.
 
     An operation is not decomposed if the call or a rule names a backend for it. Steps in a node are never
-    compressed. The step between nodes gets the codec of the call, else that of `inter`, else that which the
-    compress stage chooses for it.
+    compressed. The step between nodes gets the codec of the call, else the codec of `inter`, else the codec
+    chosen by the compress stage.
     """
 
     Options = HierarchicalOptions
-    on_request = True  # it opens several groups for every group
+    on_request = True  # the stage opens several groups for every group
 
     def __init__(self, options: HierarchicalOptions, context: Context) -> None:
         self._options = options
@@ -80,7 +80,7 @@ class HierarchicalStage(Stage):
         return steps.announced(next, always=next.treatment(signature).compared)
 
     def treatment(self, signature: Signature, rest: Callable[[Signature], Treatment]) -> Treatment:
-        """Return the treatment by later stages, with the state of a codec between nodes."""
+        """Return the treatment by later stages, including the state of a codec between nodes."""
         treatment, between = rest(signature), codec_between(self._options)
         if between is None:
             return treatment
@@ -93,7 +93,7 @@ class HierarchicalStage(Stage):
             return self._nodes
         if (reason := self._refusal(signature, self._nodes)) is not None:
             return reason
-        from mcr_plus.hierarchy.decompose import DECOMPOSITIONS  # here: most jobs have one node
+        from mcr_plus.hierarchy.decompose import DECOMPOSITIONS  # imported here: most jobs have one node
 
         steps = DECOMPOSITIONS[signature.kind](signature, self._nodes, self._pool)
         local, inter = self._options.local.backend, self._options.inter.backend
@@ -148,7 +148,7 @@ class HierarchicalStage(Stage):
         return None
 
     def _unsupported(self, steps: Decomposition) -> str | None:
-        """Return the reason why a backend that the configuration names cannot do its step, None if it can."""
+        """Return the reason why a configured backend cannot run its step, None if all can."""
         for part, step in steps.steps.items():
             if step.backend is None:
                 continue
@@ -168,7 +168,7 @@ class HierarchicalStage(Stage):
         return None
 
     def _unavailable(self, name: str, part: Part, nodes: Nodes) -> str:
-        """Return the reason why a backend is unavailable for the groups of a step, '' if it is not.
+        """Return the reason why a backend is unavailable for the groups of a step, '' if it is available.
 
         All groups of the part are checked, not only that of this rank, so that all ranks agree.
         """
@@ -181,7 +181,7 @@ class HierarchicalStage(Stage):
 
 
 def _pipelines(context: Context) -> Mapping[str, Pipeline]:
-    """Return the pipelines of the groups of the steps; without a job they only serve `explain`."""
+    """Return the pipelines of the steps' groups; without a job, pipelines for `explain` only."""
     if context.parts:
         explains = context.runtime is None
         return {part: each.explaining if explains else each for part, each in context.parts.items()}

@@ -1,4 +1,4 @@
-"""The API of `horovod.torch`, for programs that change one import.
+"""API of `horovod.torch`, for programs that change one import.
 
     import mcr_plus.horovod as hvd  # instead of horovod.torch
 
@@ -7,8 +7,8 @@
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 
-Names, arguments and semantics are those of `horovod.torch`: operations are matched by name, in any order.
-Mismatched operations raise an error on all ranks, after which the job continues.
+Names, arguments and semantics are the same as in `horovod.torch`: operations are matched by name, in any
+order. Mismatched operations raise an error on all ranks, after which the job continues.
 """
 
 from typing import NoReturn

@@ -1,4 +1,4 @@
-"""Horovod's `Compression`, on top of the pipeline's codecs."""
+"""Horovod's `Compression`, implemented by the pipeline's codecs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from mcr_plus.errors import InvalidArgument
 
 
 class Compressor:
-    """Converts a tensor before it is reduced, and back. Programs may pass their own.
+    """Conversion of a tensor before it is reduced, and back. Programs may pass their own compressors.
 
-    The compressors of this module select a codec of the pipeline; their `compress` and `decompress` do the
-    same conversion on one tensor.
+    Compressors of this module select a codec of the pipeline; their `compress` and `decompress` do the same
+    conversion on one tensor.
     """
 
     codec: ClassVar[str] = ""  # as JSON, a name or a mapping
@@ -31,11 +31,11 @@ class Compressor:
 
 
 class NoneCompressor(Compressor):
-    """Selects the codec of the pipeline's configuration, by default none."""
+    """Compressor that uses the codec of the pipeline's configuration, by default none."""
 
 
 class FP16Compressor(Compressor):
-    """Sends float16: the codec `fp16`."""
+    """Compressor that sends float16: the codec `fp16`."""
 
     codec = '"fp16"'
 
@@ -51,7 +51,7 @@ class FP16Compressor(Compressor):
 
 
 class BF16Compressor(FP16Compressor):
-    """Sends bfloat16: the codec `bf16`."""
+    """Compressor that sends bfloat16: the codec `bf16`."""
 
     codec = '"bf16"'
 
@@ -77,7 +77,7 @@ class Compression:
     def codec(name: str, **options: object) -> type[Compressor]:
         """Return a compressor for a codec of the pipeline: `Compression.codec("topk", ratio=0.01)`.
 
-        Options of error feedback are accepted, too: `error_feedback=True`. Each named tensor is then sent
+        Options of error feedback are accepted too, as `error_feedback=True`; each named tensor is then sent
         separately.
         """
         if not isinstance(name, str):
@@ -87,7 +87,7 @@ class Compression:
 
 
 def codec_of(compression: Any) -> str | None:
-    """Return a compressor's codec as JSON; None for a compressor of the program, which converts tensors."""
+    """Return a compressor's codec as JSON; None for a program's own compressor, which converts tensors."""
     if isinstance(compression, type) and issubclass(compression, Compressor):
         # A program's subclass of `Compressor` with its own `compress` converts tensors itself.
         if compression.codec or compression.compress is Compressor.compress:

@@ -20,7 +20,7 @@ def broadcast_parameters(
     root_rank: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Copy tensors of rank `root_rank` into those of all ranks, in place.
+    """Copy the tensors of rank `root_rank` into the tensors of all ranks, in place.
 
     `params`: a `state_dict()`, `named_parameters()`, `parameters()`, or a list of tensors.
     """
@@ -47,7 +47,7 @@ def broadcast_object(
     if root_rank not in comm.ranks:
         raise InvalidArgument(f"root_rank: expected one of the ranks {list(comm.ranks)}, got {root_rank!r}")
     is_root = comm.ranks[comm.rank] == root_rank
-    # A gather in which only the root has rows needs no prior exchange of the size.
+    # A gather with rows on the root only needs no prior exchange of the size.
     payload = comm.objects.pickled(obj) if is_root else torch.empty(0, dtype=torch.uint8, device="cpu")
     title = None if name is None else f"broadcast_object.{name}"
     received = synchronize(gather_async([payload], title, process_set, many=False))
@@ -79,9 +79,9 @@ def broadcast_optimizer_state(
 ) -> None:
     """Broadcast the optimizer state and options of rank `root_rank`.
 
-    If an optimizer has no state, parameters without a gradient get one of zeros, as in Horovod, except sparse
-    ones: those of `SparseAdam`, and of `model`'s sparse embeddings. Raises `InvalidArgument` (a `ValueError`)
-    for L-BFGS.
+    If an optimizer has no state, parameters without a gradient get a gradient of zeros, as in Horovod;
+    parameters with sparse gradients (of `SparseAdam`, or sparse embeddings of `model`) do not. Raises
+    `InvalidArgument` (a `ValueError`) for L-BFGS.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise InvalidArgument("optimizer: the state of torch.optim.LBFGS cannot be broadcast")

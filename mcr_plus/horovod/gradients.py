@@ -45,7 +45,7 @@ def _applied(function: type[Function], *arguments: object) -> Any:
 
 
 def _needed(tensors: Any) -> bool:
-    """Return whether a gradient may be needed; the tensors are validated later."""
+    """Return True if a gradient may be needed; the tensors are validated later."""
     return torch.is_grad_enabled() and any(getattr(tensor, "requires_grad", False) for tensor in tensors)
 
 
@@ -178,7 +178,7 @@ class _Send(Function):
 def exchanged(
     tensor: torch.Tensor, splits: Any, name: str | None, process_set: ProcessSet
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `mcr_plus.horovod.alltoall`; always also returns the number of rows from each rank."""
+    """Exchange as `mcr_plus.horovod.alltoall`; always return the rows from each rank too."""
     if splits is None and isinstance(tensor, torch.Tensor) and tensor.ndim:
         ranks = negotiator_of(process_set).comm.size
         if len(tensor) % ranks == 0:

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class Handle:
-    """A started operation: see `synchronize` and `poll`. A call of the handle synchronizes it.
+    """Handle of a started operation: see `synchronize` and `poll`. Calling the handle synchronizes it.
 
-    The handle waits for the other ranks' requests of its name (`launched` is False), then for its `works`;
-    then `finish` returns the result.
+    The handle first waits for the other ranks' requests of the same name (`launched` is False), then for its
+    `works`; then `finish` returns the result.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Handle:
         self.launched = False
         self.works: list[Work] = []
         self.finish: Callable[[], Any] = lambda: None
-        self.offsets: list[int] = []  # of this rank's rows in the outputs of an allgather
+        self.offsets: list[int] = []  # index of this rank's first row in each output of an allgather
         self._result = result
         self._value: Any = None
         self._done = False
@@ -48,7 +48,7 @@ class Handle:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the dense tensors."""
+        """Return the bytes of the dense tensors."""
         return sum(0 if tensor.is_sparse else tensor.nbytes for tensor in self.tensors)
 
     def start(self, works: list[Work], finish: Callable[[], Any]) -> None:

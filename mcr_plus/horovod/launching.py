@@ -1,4 +1,4 @@
-"""Issuing of agreed operations on a communicator, in the same order on all ranks.
+"""Issue agreed operations on a communicator, in the same order on all ranks.
 
 All decisions depend only on the requests of all ranks, so all ranks issue the same operations. No function of
 this module waits.
@@ -63,17 +63,17 @@ def rows_of(rows: int, ranks: int) -> list[int]:
 
 @dataclass
 class _LaunchedBucket:
-    """Tensors that are sent in one operation."""
+    """Tensors to send in one operation."""
 
     op: ReduceOp
     compress: Compress
     tag: str | None
-    name: str = ""  # of the only member, if a codec must encode it separately; else empty
+    name: str = ""  # name of the only member if a codec must encode it separately; else empty
     tensors: list[torch.Tensor] = field(default_factory=list)
 
 
 class _Reductions:
-    """The allreduces of a round."""
+    """Allreduces of a round."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -202,7 +202,7 @@ def _allgather(comm: Communicator, agreed: Agreed) -> None:
 
 
 def _gathered(comm: Communicator, tensor: torch.Tensor, sizes: list[int]) -> tuple[Work, torch.Tensor]:
-    """Gather rows of all ranks; rank r has `sizes[r]` of them."""
+    """Gather the rows of all ranks; rank r has `sizes[r]` rows."""
     tensor = tensor.detach()
     output = tensor.new_empty(sum(sizes), *tensor.shape[1:])
     compress = None if tensor.is_floating_point() else False

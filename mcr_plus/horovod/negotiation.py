@@ -1,10 +1,10 @@
-"""Negotiation of the order of operations: ranks announce them by name, in any order.
+"""Negotiation of the order of operations that ranks announce by name, in any order.
 
-A communicator needs the same operations in the same order from all ranks; Horovod's programs name their
-operations and start them as gradients become ready. The two are connected by rounds: each round is an
-all_gather of every rank's announcements. All ranks see all announcements and so make the same decisions: a
-name that every rank has announced is launched, in the order in which names become complete. Requests that do
-not match raise an error on all ranks, before anything is sent, and the job continues.
+A communicator needs the same operations in the same order from all ranks, but Horovod programs start named
+operations as gradients become ready. Rounds connect the two: each round is an all_gather of every rank's
+announcements. All ranks see all announcements and so make the same decisions: an operation announced by every
+rank is launched, in the order in which names become complete. Requests that do not match raise an error on
+all ranks, before anything is sent, and the job continues.
 
 Rounds need no thread: a rank contributes when it starts an operation, polls or waits. A rank without
 announcements contributes only while it waits for an operation that others have not announced.
@@ -28,10 +28,10 @@ from mcr_plus.errors import InvalidArgument, McrError
 from mcr_plus.horovod.handle import Handle
 from mcr_plus.horovod.request import HorovodInternalError, OperationRequest, disagreement
 
-_ROW: Final = 1024  # bytes that a rank contributes to a round; longer texts need a second all_gather
-_LENGTH: Final = 4  # bytes of the length of the text in a row
-_KNOWN: Final = 4096  # requests that are abbreviated
-_CYCLE_S: Final = 1e-3  # between rounds, so that small operations share a round
+_ROW: Final = 1024  # bytes per rank and round; longer texts need a second all_gather
+_LENGTH: Final = 4  # bytes of the text length at the start of a row
+_KNOWN: Final = 4096  # most requests that ranks abbreviate by a number
+_CYCLE_S: Final = 1e-3  # pause between rounds, so that small operations share a round
 _AT_ONCE: Final = 4 << 20  # bytes of queued operations that start a round earlier
 _NAP_S: Final = 50e-6
 _TAG: Final = "horovod.negotiation"
@@ -39,7 +39,7 @@ _TAG: Final = "horovod.negotiation"
 
 @dataclass(frozen=True)
 class Agreed:
-    """An operation that all ranks have announced; `handle` is None on a rank that has joined.
+    """Operation announced by all ranks; `handle` is None on a rank that has joined.
 
     `requests`: by rank of the job, without ranks that have joined. `problem`: the error text if the requests
     do not match, else empty.
@@ -62,7 +62,7 @@ class _Row:
 
 
 class Negotiator:
-    """The rounds of one process set."""
+    """Negotiation of one process set, in rounds."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Negotiator:
         self._joined_since: dict[int, int] = {}
         self._counts: dict[str, int] = {}
         self._era = 0
-        self._number = 0  # of rounds
+        self._number = 0  # number of rounds
         self._round: Work | None = None
         self._text = b""
         self._buffers = _buffers(_ROW, comm.size)
@@ -99,7 +99,7 @@ class Negotiator:
     # -- starting operations --------------------------------------------------------------------------
 
     def auto_name(self, kind: str) -> str:
-        """Return a name for an unnamed operation: its number among the unnamed ones of its kind."""
+        """Return a name for an unnamed operation: its number among unnamed operations of its kind."""
         number = self._counts[kind] = self._counts.get(kind, 0) + 1
         return f"{kind}.noname.{self._era}.{number}"
 
@@ -146,7 +146,7 @@ class Negotiator:
 
     @property
     def round(self) -> Work | None:
-        """The round to which this rank has contributed and whose result it has not read."""
+        """The round to which this rank has contributed but whose result is not read yet."""
         return self._round
 
     def _due(self) -> bool:
@@ -156,10 +156,9 @@ class Negotiator:
         return late or sum(handle.nbytes for handle in self._queue) >= _AT_ONCE
 
     def step(self, *, insist: bool, waiting: str = "") -> bool:
-        """Read a complete round, and contribute to the next if one is due; returns whether a round was read.
+        """Read a complete round, and contribute to the next if it is due; return True if a round was read.
 
-        `insist`: contribute even without an announcement. `waiting`: the operation that this rank waits for,
-        without starting another meanwhile.
+        `insist`: contribute even without an announcement. `waiting`: the operation that blocks this rank.
         """
         if self.error is not None:
             return False
@@ -211,7 +210,7 @@ class Negotiator:
         self._flush()
 
     def _read(self) -> bool:
-        """Evaluate the round if it is complete; returns whether it was."""
+        """Evaluate the round if it is complete; return True if it was."""
         work = self._round
         if work is None or not work.is_completed():
             return False
@@ -280,7 +279,7 @@ class Negotiator:
         self.joined = False
         self.last_joined = max(self._joined_since, key=lambda rank: (self._joined_since[rank], rank))
         self._joined_since.clear()
-        self._counts.clear()  # ranks that joined early have numbered fewer operations
+        self._counts.clear()  # reset, because ranks that joined early have numbered fewer operations
         self._era += 1
 
     def _closing(self, leaving: list[int]) -> None:
@@ -292,7 +291,7 @@ class Negotiator:
         self._fail_open(f"Horovod has been shut down by rank {leaving[0]}")
 
     def missing(self, name: str) -> str:
-        """Return text with the ranks that have not announced an operation in the rounds read so far."""
+        """Return a text that names the ranks without an announcement of an operation so far."""
         announced = {*self._announced.get(name, ()), *self._joined_since, self.comm.ranks[self.comm.rank]}
         ranks = [rank for rank in self.comm.ranks if rank not in announced]
         return f"ranks {ranks}" if ranks else "all ranks"
@@ -310,7 +309,7 @@ class Negotiator:
 
 
 class Negotiations:
-    """The negotiations of this process, one for each process set that contains it."""
+    """Negotiations of this process, one per process set that contains it."""
 
     def __init__(self, timeout: float) -> None:
         self.lock = RLock()
@@ -319,7 +318,7 @@ class Negotiations:
         self._timeout = timeout
 
     def progress(self, insistent: Negotiator | None = None, waiting: str = "") -> bool:
-        """Advance every negotiation, without waiting; returns whether a round was read.
+        """Advance every negotiation without waiting; return True if a round was read.
 
         `insistent`: the negotiator of the operation that this rank waits for, see `Negotiator.step`.
         """
@@ -331,7 +330,7 @@ class Negotiations:
         return read
 
     def wait(self, negotiator: Negotiator, until: Callable[[], bool], waiting: str) -> None:
-        """Contribute to rounds until `until()` is true; raises `HorovodInternalError` after the deadline."""
+        """Contribute to rounds until `until()` is true. Raises `HorovodInternalError` after the deadline."""
         deadline = Deadline(self._timeout)
         idle = 0
         with self.lock:
@@ -363,14 +362,14 @@ class Negotiations:
             negotiator.break_off(error)
 
     def synchronize(self, handle: Handle) -> Any:
-        """Wait for an operation; returns its result or raises its error."""
+        """Wait for an operation; return its result or raise its error."""
         if not handle.launched:
             self.wait(handle.negotiator, lambda: handle.launched, handle.request.name)
         handle.complete()
         return handle.value()
 
     def poll(self, handle: Handle) -> bool:
-        """Return whether the operation was complete at the last poll, then drive progress."""
+        """Drive progress; return True if the operation was complete before."""
         if handle.launched:
             done = handle.is_done
             handle.update()

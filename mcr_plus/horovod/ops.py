@@ -47,9 +47,10 @@ def allreduce(
 ) -> torch.Tensor:
     """Reduce over ranks, into a new tensor; differentiable.
 
-    The shape is arbitrary, and the same on all ranks. `op` is Average by default; an average of integers is
-    their sum, divided and rounded towards zero. `prescale_factor` and `postscale_factor` multiply before and
-    after the reduction. The entries of sparse tensors are gathered, and the result is sparse.
+    The shape is arbitrary, but equal on all ranks. `op` is Average by default; an average of integers is the
+    sum divided by the number of ranks, rounded towards zero. `prescale_factor` and `postscale_factor`
+    multiply before and after the reduction. The entries of sparse tensors are gathered, and the result is
+    sparse.
     """
     reduction = gradients.Reduction(reduce_op_of(op, average), prescale_factor, postscale_factor, compression)
     return gradients.reduced([tensor], name, reduction, process_set, many=False)[0]
@@ -109,7 +110,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """`allreduce` of several tensors as one operation; differentiable."""
+    """Run `allreduce` on several tensors as one operation; differentiable."""
     reduction = gradients.Reduction(reduce_op_of(op, average), prescale_factor, postscale_factor, compression)
     return gradients.reduced(tensors, name, reduction, process_set, many=True)
 
@@ -139,7 +140,7 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """`allreduce_` of several tensors as one operation."""
+    """Run `allreduce_` on several tensors as one operation."""
     handle = grouped_allreduce_async_(
         tensors, average, name, op, prescale_factor, postscale_factor, process_set
     )
@@ -159,7 +160,7 @@ def allgather_async(
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """Concatenate the ranks' tensors along dim 0, where their sizes may differ; differentiable."""
+    """Concatenate the ranks' tensors along dim 0; sizes of dim 0 may differ. Differentiable."""
     return gradients.gathered([tensor], name, process_set, many=False)[0]
 
 
@@ -173,7 +174,7 @@ def grouped_allgather_async(
 def grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
-    """`allgather` of several tensors as one operation; differentiable."""
+    """Run `allgather` on several tensors as one operation; differentiable."""
     return gradients.gathered(tensors, name, process_set, many=True)
 
 
@@ -213,7 +214,7 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Copy the tensor of rank `root_rank` (of the whole job) into that of every rank."""
+    """Copy the tensor of rank `root_rank` (of the whole job) into the tensor of every rank."""
     return synchronize(broadcast_async_(tensor, root_rank, name, process_set))  # type: ignore[no-any-return]
 
 
@@ -225,7 +226,7 @@ def alltoall(
 ) -> Any:
     """Send rows of `tensor` to each rank and receive rows from each, in rank order; differentiable.
 
-    `splits[r]` rows go to rank r; None for equal numbers. Returns the received rows and, if `splits` was
+    `splits[r]` rows go to rank r; None sends equal numbers. Returns the received rows and, if `splits` was
     given, the number of rows from each rank.
     """
     output, received = gradients.exchanged(tensor, splits, name, process_set)
@@ -288,13 +289,13 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """`reducescatter` of several tensors as one operation; differentiable."""
+    """Run `reducescatter` on several tensors as one operation; differentiable."""
     reduction = gradients.Reduction(reduce_op_of(op), prescale_factor, postscale_factor, compression)
     return gradients.scattered(tensors, name, reduction, process_set, many=True)
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Return once every rank of the set has called it."""
+    """Wait until every rank of the set has called `barrier`."""
     negotiator = negotiator_of(process_set)
     name = negotiator.auto_name("barrier")
     negotiator.check_name(name)
@@ -302,10 +303,10 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def join(device: int = -1) -> int:  # noqa: ARG001 - the tensors' own device is used
-    """Announce that this rank has no more data, wait for all ranks to join; returns the last one's rank.
+    """Announce that this rank has no more data, wait until all ranks join; return the last rank to join.
 
     Meanwhile this rank contributes neutral elements to the other ranks' allreduces: zeros to sums and
-    averages (which still divide by the number of all ranks). Other operations of the whole job raise an
+    averages. Averages still divide by the number of all ranks. Other operations of the whole job raise an
     error.
     """
     everyone = current().everyone

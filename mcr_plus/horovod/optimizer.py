@@ -31,7 +31,7 @@ _SLOW: Final = (
 
 
 class _Gradients:
-    """The gradients of one optimizer's parameters while they are reduced."""
+    """Gradients of an optimizer's parameters while they are reduced."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class _Gradients:
     ) -> None:
         self.names = names
         self.passes = passes
-        self.waits = True  # `step` synchronizes
+        self.waits = True  # True if `step` synchronizes
         self.synchronized = False
         self._optimizer = optimizer
         self._compression = compression
@@ -59,7 +59,7 @@ class _Gradients:
         self._count = count_parameters(optimizer)
         self._units = units  # parameters whose gradients are reduced as one operation
         self._unit_of = {param: unit for unit in units for param in unit}
-        self._left: dict[Param, int] = {}  # backward passes until a gradient is complete
+        self._left: dict[Param, int] = {}  # backward passes left until a gradient is complete
         self._handles: dict[tuple[Param, ...], Handle] = {}
         self._dense: dict[Param, torch.Tensor] = {}  # dense copies of sparse gradients
         self._hooks: list[Any] = [optimizer.register_step_pre_hook(self.before_step)]
@@ -127,7 +127,7 @@ class _Gradients:
         return param.grad
 
     def synchronize(self) -> None:
-        """Reduce the remaining gradients, and wait for all."""
+        """Reduce the remaining gradients, and wait for all gradients."""
         self.synchronized = True
         if not self._process_set.included():
             return
@@ -154,7 +154,7 @@ class _Gradients:
     def before_step(
         self, _optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Hook before `step`: waits for the gradients, and wraps a closure to reduce after each run."""
+        """Wait for the gradients before `step`, and wrap a closure so that each run reduces them."""
         if count_parameters(self._optimizer) != self._count:
             raise InvalidArgument(
                 "optimizer: its parameters have changed since hvd.DistributedOptimizer; call it again"
@@ -189,7 +189,7 @@ class _Gradients:
 
 
 class _Distributed(torch.optim.Optimizer):
-    """Methods that `DistributedOptimizer` adds to an optimizer."""
+    """Mixin with the methods that `DistributedOptimizer` adds to an optimizer."""
 
     _plain: type[torch.optim.Optimizer]
     _gradients: _Gradients
@@ -204,7 +204,7 @@ class _Distributed(torch.optim.Optimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Context in which `step()` does not synchronize, for use after `synchronize()`."""
+        """Return a context in which `step()` does not synchronize, for use after `synchronize()`."""
         before, self._gradients.waits = self._gradients.waits, False
         try:
             yield
@@ -217,7 +217,7 @@ class _Distributed(torch.optim.Optimizer):
         self._gradients.begin()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients like the plain optimizer; raises `AssertionError` during their reduction."""
+        """Clear the gradients as the plain optimizer does. Raises `AssertionError` during their reduction."""
         if self._gradients.under_way:
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() and before optimizer.step() or "
@@ -226,7 +226,7 @@ class _Distributed(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Copies and pickles are plain optimizers, since hooks cannot leave this process.
+        # Copies and pickles are plain optimizers, because hooks cannot leave this process.
         return _blank, (self._plain,), self.__getstate__()
 
 
@@ -242,17 +242,19 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> OptimizerT:
-    """Reduce gradients over ranks as they become ready; `step()` waits for them. Returns `optimizer`.
+    """Make `optimizer` reduce gradients over ranks as they become ready; return it. `step()` waits for them.
 
     Args:
-        optimizer: gets the methods `synchronize`, `skip_synchronize` and `set_backward_passes_per_step`.
-        named_parameters: those of the model, with all of the optimizer's; names must be equal on all ranks.
+        optimizer: the optimizer to change; it gets the methods `synchronize`, `skip_synchronize` and
+            `set_backward_passes_per_step`.
+        named_parameters: the model's named parameters, including all parameters of the optimizer; names must
+            be equal on all ranks.
         compression: `hvd.Compression.none`, `.fp16`, `.bf16`, `.codec(…)`, or a compressor of the program.
-        backward_passes_per_step: the number of backward passes whose gradients are summed before sending.
+        backward_passes_per_step: the number of backward passes to sum before sending.
         op: Average or Sum (or Min, Max, Product, which skip ranks without a gradient).
-        gradient_predivide_factor: divides before the sum, multiplies after it; only with Average.
+        gradient_predivide_factor: the divisor before the sum and factor after it; only with Average.
         num_groups: deprecated, use `groups`.
-        groups: gradients that are reduced as one operation: the number of groups, or lists of parameters.
+        groups: the number of groups, or lists of parameters; each group is reduced as one operation.
         sparse_as_dense: send sparse gradients as dense ones.
         process_set: the participating ranks; on other ranks the optimizer stays local.
 
@@ -274,7 +276,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     passes = _positive(backward_passes_per_step)
     names = _names(optimizer, named_parameters)
     units = _units(optimizer, groups)
-    if reduce_op not in (Average, Sum):  # a missing gradient is not zero here, so each has its own request
+    if reduce_op not in (Average, Sum):  # a missing gradient cannot count as zero here: do not group
         units = [(param,) for unit in units for param in unit]
     before: Any = optimizer
     if isinstance(optimizer, _Distributed):
@@ -287,7 +289,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     )  # fmt: skip
     if process_set.included():
         gradients.attach()
-    # Changing the object's class keeps references to it valid, such as that of a learning-rate scheduler.
+    # Changing the object's class keeps references valid, such as the reference of a learning-rate scheduler.
     plain: type = before.__class__
     before.__class__ = type(plain.__name__, (_Distributed, plain), {"_plain": plain})
     before._gradients = gradients

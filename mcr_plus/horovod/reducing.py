@@ -1,4 +1,4 @@
-"""Horovod's reduce ops, and their translation to those of mcr_plus."""
+"""Horovod's reduce ops, and their translation to reduce ops of mcr_plus."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ _NAMES: Final[dict[int, Op]] = {Sum: "SUM", Min: "MIN", Max: "MAX", Product: "PR
 def reduce_op_of(op: int | None, average: bool | None = None) -> HorovodReduceOp:
     """Return the reduce op for `op` and `average` (deprecated); `Average` if neither is given.
 
-    Raises `InvalidArgument` (a `ValueError`) if both are given or one is unknown, `Unsupported` for `Adasum`.
+    Raises `InvalidArgument` (a `ValueError`) if both are given or `op` is unknown, `Unsupported` for
+    `Adasum`.
     """
     if op is not None and average is not None:
         raise InvalidArgument("op, average: expected one of them; op replaces average")
@@ -58,8 +59,8 @@ def issued_op(
 ) -> tuple[Op, float, float]:
     """Return the op to issue, and the factors to multiply with before and after it.
 
-    Without factors, an average of floats is the library's AVG. An average of integers is their sum, divided
-    and rounded towards zero.
+    Without factors, an average of floats is the library's AVG. An average of integers is the sum divided by
+    the number of ranks, rounded towards zero.
     """
     if op != Average:
         return _NAMES[op], before, after

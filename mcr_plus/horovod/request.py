@@ -1,4 +1,4 @@
-"""The request that a rank announces before an operation, and its comparison between ranks."""
+"""Request that a rank announces before an operation, and its comparison between ranks."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class OperationRequest:
-    """One rank's request for an operation. Requests of the same name, one per rank, form an operation.
+    """Request of one rank for an operation. Requests of the same name, one per rank, form an operation.
 
-    `shapes`, `dtypes`: of its tensors; a grouped operation has several. `numbers`: further data of the kind:
-    the rows for each rank of an alltoall and the number of entries of a sparse allreduce, which may differ
-    between ranks; the ranks of a process set, which must be equal. `codec`: a codec as JSON, or the empty
-    string. `absent`: this rank has no gradient, and adapts to the other ranks' requests. `problem`: the error
-    that prevents this rank from participating, or the empty string.
+    `shapes`, `dtypes`: shapes and dtypes of the tensors; a grouped operation has several. `numbers`: further
+    data of the kind: the rows for each rank of an alltoall or the entries of a sparse allreduce, which may
+    differ between ranks; or the ranks of a process set, which must be equal. `codec`: a codec as JSON, or the
+    empty string. `absent`: True if this rank has no gradient and adapts to the other ranks' requests.
+    `problem`: the error that prevents this rank from participating, or the empty string.
     """
 
     name: str
@@ -46,17 +46,17 @@ class OperationRequest:
     codec: str = ""
     tag: str | None = None
     absent: bool = False
-    recurring: bool = False  # the name may recur, so ranks abbreviate the request with a number
+    recurring: bool = False  # True if the name may recur, so ranks abbreviate the request by a number
     problem: str = ""
 
     @cached_property
     def text(self) -> str:
-        """The request as one line of JSON."""
+        """Return the request as one line of JSON."""
         return json.dumps(astuple(self))
 
     @classmethod
     def read(cls, line: str) -> OperationRequest:
-        """Return the request of a line written as `text`."""
+        """Return the request read from a line of `text`."""
         values: list[Any] = json.loads(line)
         values[2] = tuple(values[2])
         values[3] = tuple(tuple(shape) for shape in values[3])
@@ -65,13 +65,13 @@ class OperationRequest:
 
     @cached_property
     def compress(self) -> str | dict[str, object] | None:
-        """The codec as an argument `compress`."""
+        """Return the codec as an argument `compress`."""
         compress: str | dict[str, object] | None = json.loads(self.codec) if self.codec else None
         return compress
 
     @cached_property
     def types(self) -> tuple[torch.dtype, ...]:
-        """The dtypes of the tensors."""
+        """Return the dtypes of the tensors."""
         return tuple(getattr(torch, name) for name in self.dtypes)
 
 

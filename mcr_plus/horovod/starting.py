@@ -1,4 +1,4 @@
-"""Starting operations: arguments are checked and become a named request."""
+"""Functions that start operations: they check arguments and announce a named request."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ def _start(
     result: Callable[[Any], Any] | None = None,
     many: bool = False,
 ) -> Handle:
-    """Announce an operation. `fill` returns the fields of its request other than name, kind and tensors.
+    """Announce an operation. `fill` returns the other fields of its request besides name, kind and tensors.
 
-    An invalid argument raises an error here and, through the request, on the other ranks, so that none hangs.
+    An invalid argument raises an error here and, through the request, on the other ranks, so that no rank
+    hangs.
     """
     negotiator = negotiator_of(process_set)
     if name is not None and not isinstance(name, str):
@@ -85,7 +86,7 @@ def synchronize(handle: Handle) -> Any:
 
 
 def poll(handle: Handle) -> bool:
-    """Return whether an operation is complete, so that `synchronize` would not wait."""
+    """Return True if an operation is complete, so that `synchronize` would not wait."""
     return current().negotiations.poll(handle)
 
 
@@ -109,7 +110,7 @@ def reduce_async(
     codec = codec_of(compression)
     result: Callable[[Any], Any] | None = None
     if codec is None:
-        # A compressor of the program: its output is reduced and decompressed.
+        # The program's own compressor: reduce its output, then decompress the result.
         given = list(tensors)
         pairs = [compression.compress(tensor) for tensor in given]
         tensors = [packed for packed, _ in pairs]
@@ -139,9 +140,9 @@ def sparse_allreduce_async(
     op: int = Average,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Start an allreduce of a COO tensor: entries are gathered; those of equal indices are reduced.
+    """Start an allreduce of a COO tensor: gather all entries, then reduce entries of equal indices.
 
-    A call of the handle returns the result, a coalesced COO tensor.
+    Calling the handle returns the result, a coalesced COO tensor.
     """
     reduce_op = reduce_op_of(op)
     if not isinstance(tensor, torch.Tensor) or not tensor.is_sparse:
@@ -199,7 +200,7 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Start an alltoall; its result is that of `alltoall`."""
+    """Start an alltoall; the handle returns the result of `alltoall`."""
 
     def fill(negotiator: Negotiator) -> dict[str, Any]:
         _rows([tensor], "alltoall")

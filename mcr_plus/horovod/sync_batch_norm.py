@@ -12,10 +12,10 @@ from mcr_plus.horovod.world import ProcessSet, global_process_set
 
 
 class SyncBatchNorm(_BatchNorm):
-    """`torch.nn.BatchNorm1d`, `2d` or `3d` with mean and variance of all ranks' batches in training.
+    """`torch.nn.BatchNorm1d`, `2d` or `3d` that uses mean and variance of all ranks' batches in training.
 
     Input: [n, num_features, ...]; n may differ between ranks. Statistics are computed in float32 or wider.
-    Gradients are those of the sum of all ranks' losses. Evaluation does not communicate.
+    Gradients belong to the sum of all ranks' losses. Evaluation does not communicate.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class SyncBatchNorm(_BatchNorm):
         dims = [dim for dim in range(values.dim()) if dim != 1]
         shape = [1, -1] + [1] * (values.dim() - 2)
         count = values.new_full((1,), values.numel() // max(values.shape[1], 1))
-        # Two passes, the first for the mean: E[x²] - E[x]² would lose digits to cancellation.
+        # Two passes, the first for the mean, because E[x²] - E[x]² would lose digits to cancellation.
         sums = allreduce(torch.cat([values.sum(dims), count]), op=Sum, process_set=self.process_set)
         total = sums[-1].detach()
         mean = sums[:-1] / total

@@ -35,7 +35,7 @@ class ProcessSet:
     """A subset of the job's ranks; see `add_process_set`.
 
     Attributes:
-        ranks: of the whole job, ascending.
+        ranks: ranks of the whole job, ascending.
         process_set_id: a number, equal on all ranks; None before the set is added and after it is removed.
     """
 
@@ -57,7 +57,7 @@ class ProcessSet:
         return self.ranks.index(rank()) if self.included() else -1
 
     def included(self) -> bool:
-        """Return whether the set contains this process."""
+        """Return True if the set contains this process."""
         return rank() in self.ranks
 
     def __repr__(self) -> str:
@@ -71,13 +71,13 @@ global_process_set: Final = ProcessSet([])
 
 @dataclass
 class _World:
-    """The state that `init` creates."""
+    """State created by `init`."""
 
     comm: Communicator
-    own: bool  # `init` has joined the job, so `shutdown` leaves it
+    own: bool  # True if `init` has joined the job, so `shutdown` leaves it
     negotiations: Negotiations
     everyone: Negotiator
-    negotiators: dict[int, Negotiator] = field(default_factory=dict)  # by the number of the set
+    negotiators: dict[int, Negotiator] = field(default_factory=dict)  # by the number of the process set
     groups: dict[int, Communicator] = field(default_factory=dict)
     sets: dict[int, ProcessSet] = field(default_factory=dict)
     added: int = 0
@@ -98,8 +98,8 @@ def init(
 ) -> None:
     """Join the job, unless this process has joined it already; collective.
 
-    `process_sets` are added immediately; `"dynamic"` is accepted and has no effect: sets can always be added
-    later. `comm` must contain all ranks, as a list or as a communicator of mpi4py; use process sets for
+    `process_sets` are added immediately; `"dynamic"` is accepted without effect, because sets can always be
+    added later. `comm` must contain all ranks, as a list or as a communicator of mpi4py; use process sets for
     subsets. `config`, `backends`, `timeout`: see `mcr_plus.init`. If the program has called `mcr_plus.init`
     before, `shutdown` does not leave the job.
     """
@@ -177,12 +177,12 @@ def shutdown() -> None:
 
 
 def is_initialized() -> bool:
-    """Return whether `init` has been called, and `shutdown` has not been called since."""
+    """Return True between `init` and `shutdown`."""
     return _world is not None and runtime.is_initialized()
 
 
 def current() -> _World:
-    """Return the state that `init` created; raises `NotReady` before `init`."""
+    """Return the state created by `init`. Raises `NotReady` before `init`."""
     if _world is None or not runtime.is_initialized():
         raise NotReady("Horovod has not been initialized; call hvd.init() first")
     return _world
@@ -238,7 +238,7 @@ def cross_size() -> int:
 
 
 def is_homogeneous() -> bool:
-    """Return whether all hosts have the same number of ranks."""
+    """Return True if all hosts have the same number of ranks."""
     hosts = _hosts()
     return len({hosts.count(host) for host in hosts}) == 1
 
@@ -247,12 +247,12 @@ def is_homogeneous() -> bool:
 
 
 def mpi_built() -> bool:
-    """Return whether the backend mpi is available."""
+    """Return True if the backend mpi is available."""
     return backend_class("mpi").availability().available
 
 
 def gloo_built() -> bool:
-    """Return whether the backend gloo is available."""
+    """Return True if the backend gloo is available."""
     return backend_class("gloo").availability().available
 
 
@@ -268,12 +268,12 @@ def nccl_built() -> int:
 
 
 def cuda_built() -> bool:
-    """Return whether torch was built for CUDA."""
+    """Return True if torch was built for CUDA."""
     return torch.version.cuda is not None
 
 
 def rocm_built() -> bool:
-    """Return whether torch was built for ROCm."""
+    """Return True if torch was built for ROCm."""
     return torch.version.hip is not None
 
 
@@ -288,19 +288,19 @@ def ccl_built() -> bool:
 
 
 def mpi_enabled() -> bool:
-    """Return whether this job uses MPI."""
+    """Return True if this job uses MPI."""
     current()
     return "mpi" in runtime.get_backends()
 
 
 def gloo_enabled() -> bool:
-    """Return whether this job uses gloo."""
+    """Return True if this job uses gloo."""
     current()
     return "gloo" in runtime.get_backends()
 
 
 def mpi_threads_supported() -> bool:
-    """Return whether MPI may be called from several threads in this job."""
+    """Return True if MPI may be called from several threads in this job."""
     if not mpi_enabled():
         return False
     from mpi4py import MPI
@@ -312,7 +312,7 @@ def mpi_threads_supported() -> bool:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:  # noqa: ARG001 - there are none
-    """Record operations until `stop_timeline`, which writes those of rank 0 to `file_path` (Chrome's format).
+    """Start recording; `stop_timeline` writes the operations of rank 0 to `file_path` in Chrome's format.
 
     A recording in progress is ended and written first.
     """
@@ -339,7 +339,7 @@ def stop_timeline() -> None:
 
 
 def negotiator_of(process_set: ProcessSet) -> Negotiator:
-    """Return the negotiator of a set; raises `InvalidArgument` on a rank that is not in the set."""
+    """Return the negotiator of a set. Raises `InvalidArgument` on a rank that is not in the set."""
     world = current()
     number = process_set.process_set_id
     if number is None:
@@ -351,7 +351,7 @@ def negotiator_of(process_set: ProcessSet) -> Negotiator:
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Add a process set to the job; collective over the whole job. Returns the set, ready for use.
+    """Add a process set to the job and return it, ready for use; collective over the whole job.
 
     Raises `InvalidArgument` (a `ValueError`) if a set of these ranks exists already.
     """
@@ -365,7 +365,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Remove a process set; collective over the whole job. Returns whether the set was part of the job.
+    """Remove a process set; return True if it was part of the job. Collective over the whole job.
 
     The set of all ranks cannot be removed.
     """
@@ -377,7 +377,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def _together(kind: str, numbers: list[int]) -> int | None:
-    """Change the process sets on all ranks of the job, at the same position among their operations."""
+    """Change the process sets on all ranks of the job, at the same position in their operations."""
     everyone = current().everyone
     name = everyone.auto_name(kind)
     everyone.check_name(name)

@@ -1,1 +1,1 @@
-"""The seam between stages: the base class of stages, and their binding to a signature."""
+"""Base class of stages, and the pipeline that binds them to a signature."""

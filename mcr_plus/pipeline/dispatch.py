@@ -1,4 +1,4 @@
-"""dispatch: the end of the pipeline, where an operation is bound to a library's own call."""
+"""Stage `dispatch`: the end of the pipeline, where an operation is bound to a library call."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class DispatchStage(Stage):
         self._hosts = context.world.hosts_of(context.group)
 
     def bind(self, signature: Signature, next: Next) -> Issue:
-        """The callable that issues the operation; the same one whenever the signature comes again."""
+        """Return the callable that issues the operation; equal signatures share it."""
         if signature.backend is None:
             raise Unsupported(
                 f"{signature.describe()} reached dispatch without a backend: a select stage is missing"
@@ -93,9 +93,9 @@ class DispatchStage(Stage):
         return f"{'every' if every == 1 else f'1 in {every}'} verified by {what}{how}"
 
     def _compares_every(self, signature: Signature) -> bool:
-        """Whether every operation is compared: also where the library would pair operations that differ.
+        """Return True if ranks compare every operation: by option, or as the library could pair unequal ones.
 
-        A library sees the encoded size, not the number of values.
+        A library sees the encoded size, not the number of values, so it may not notice a mismatch.
         """
         if self._options.check == "every":
             return True
@@ -106,7 +106,7 @@ class DispatchStage(Stage):
         return of_any_size or not self._keeps_apart(backend, signature)
 
     def _keeps_apart(self, backend: type[Backend], signature: Signature) -> bool:
-        """Whether the library keeps an operation apart; a part of what it does, not in other courses."""
+        """Return True if the library, as used with these options, never pairs operations that differ."""
         if backend.on_stream or backend.keeps_apart or self._options.failover or self._options.verify:
             return backend.keeps_apart
         return backend.keeps_those_apart(signature, self._hosts)
@@ -123,7 +123,7 @@ class DispatchStage(Stage):
     def _operation(self, signature: Signature, runtime: GroupRuntime) -> BoundOperation:
         channel = runtime.channels[signature.backend or ""]
         backend = channel.backend
-        # Nothing to move: the operation keeps its number and its check, but needs no library.
+        # No data to move: the operation keeps its number and its check, but needs no library.
         empty = signature.nbytes == 0 and not signature.is_p2p and signature.kind != "barrier"
         start: Start
         if empty:

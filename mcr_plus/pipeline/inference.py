@@ -1,9 +1,8 @@
-"""Operations on tensors of torch's inference mode, which may end outside of it, or on the progress thread.
+"""Operations on tensors of torch's inference mode that end outside the mode, or on the progress thread.
 
-A tensor that was made in inference mode can be written in that mode alone. What a stage makes while the mode
-is on, such as the residuals of error feedback, would be such a tensor, and could not be written by a later
-call outside of it. So a stage that computes works outside of the mode, on tensors that share the memory of
-the caller's.
+A tensor created in inference mode can only be written in inference mode. Tensors that a stage creates in the
+mode, such as residuals of error feedback, could not be written by a later call outside it. So stages compute
+outside the mode, on tensors that share the memory of the caller's tensors.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from mcr_plus.pipeline.stage import Issue
 
 
 def ordinary(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or for one that was made in inference mode another one on the same memory."""
+    """Return the tensor itself, or an ordinary tensor on the memory of an inference tensor."""
     if not tensor.is_inference():
         return tensor
     shared = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -24,7 +23,7 @@ def ordinary(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def outside_of_inference_mode(issue: Issue) -> Issue:
-    """As `issue`, with inference mode on or off; its tensors have no lazy conjugation or negation."""
+    """Wrap `issue` to work in inference mode too; its tensors have no lazy conjugation or negation."""
 
     def changed(message: Message) -> Message:
         same = {id(each): ordinary(each) for each in (*message.inputs, *message.outputs)}

@@ -1,4 +1,4 @@
-"""The pipeline: stages bound to a signature, once, from the first to the last."""
+"""`Pipeline`: the stages of a group, bound once to each signature, from the first to the last."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Note:
-    """A decision of one stage about one signature; `place` is the rule's `file:line`, if a rule applied."""
+    """Decision of a stage about a signature; `place` is the rule's `file:line`, if a rule applied."""
 
     stage: str
     signature: Signature
@@ -31,7 +31,7 @@ class Note:
 
 @dataclass
 class BoundChain:
-    """The chain that is bound to a signature, and how it came about."""
+    """Chain of stages bound to a signature, with the notes that explain it."""
 
     signature: Signature
     issue: Issue
@@ -39,7 +39,7 @@ class BoundChain:
 
 
 class Pipeline:
-    """The stages of one group. Rules give a stage other options; each variant is built when first needed."""
+    """Stages of one group. Rules give a stage other options; each variant is built when first needed."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -48,7 +48,7 @@ class Pipeline:
 
     @property
     def libraries(self) -> list[str]:
-        """The names of the group's backends, in fallback order; none without a job to run in."""
+        """Return the names of the group's backends, in fallback order; none without a job."""
         channels = {} if self._context.runtime is None else self._context.runtime.channels
         return [name for name in self._context.backends if name in channels]
 
@@ -59,11 +59,11 @@ class Pipeline:
 
     @cached_property
     def explaining(self) -> Pipeline:
-        """The same stages without a job to run in: binding them has no effect."""
+        """Return a pipeline of the same stages without a job: binding it has no effect."""
         return Pipeline(replace(self._context, runtime=None))
 
     def expected_us(self, signature: Signature) -> float | None:
-        """Microseconds that the library operations for `signature` should take together; None if unknown.
+        """Return the microseconds that all library operations for `signature` should take; None if unknown.
 
         Binds to no library, so each rank may pass any signature.
         """
@@ -72,7 +72,7 @@ class Pipeline:
         return None if None in times or not times else sum(times)
 
     def treatment(self, signature: Signature) -> Treatment:
-        """The treatment that the stages give an operation; binds nothing."""
+        """Return the treatment that the stages give an operation, without binding it."""
         return self._treated_from(0, signature)
 
     def flush(self) -> None:
@@ -84,16 +84,16 @@ class Pipeline:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the buffers that stages keep."""
+        """Return the bytes of the buffers that stages keep."""
         return sum(stage.buffer_bytes for stage in self._stages.values())
 
     @property
     def stages(self) -> list[Stage]:
-        """Every stage that has been built, variants by rules included."""
+        """Return every stage built so far, including variants for rules."""
         return list(self._stages.values())
 
     def state(self) -> dict[tuple[str, str], Any]:
-        """The entries of the state of every stage, by the stage's name and their own."""
+        """Return the state entries of all stages, by stage name and entry name."""
         return {
             (name, entry): value
             for (name, _), stage in self._stages.items()
@@ -101,13 +101,13 @@ class Pipeline:
         }
 
     def load_state(self) -> None:
-        """Have every stage look through the state that has been loaded for it."""
+        """Have every stage read the state loaded for it."""
         if self._context.runtime is not None:
             for (name, _), stage in self._stages.items():
                 stage.load_state(self._context.runtime.restored.setdefault(name, {}))
 
     def forget_state(self, is_over: Callable[[str], bool]) -> None:
-        """Have every stage drop the state of operations that are over, by their names."""
+        """Have every stage drop the state of operations whose name `is_over`."""
         for stage in self._stages.values():
             stage.forget_state(is_over)
 
@@ -122,7 +122,7 @@ class Pipeline:
         name = self._names[index]
         touched = rule is not None and (rule.options(name) is not None or (name == "select" and rule.backend))
         if name == "compress" and signature.compress is not None:
-            touched = False  # the call decides, or the policy of the gradient
+            touched = False  # the call or the gradient's policy decides
         place = rule.place if rule is not None and touched else None
 
         def bind(changed: Signature, later: Instead | None = None) -> Issue:
@@ -178,7 +178,7 @@ def finish(stages: Iterable[Stage]) -> None:
 
 
 def _in_flight(changed: Signature, own: Signature) -> Signature:
-    """An operation that a stage issues for another: several may be in flight, even if the caller waits."""
+    """Return a changed signature as asynchronous, because a stage may have several in flight."""
     same = changed.kind == own.kind and changed.dtype == own.dtype and changed.shape == own.shape
     return changed if same else changed.replace(async_op=True)
 

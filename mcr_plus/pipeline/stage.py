@@ -1,4 +1,4 @@
-"""The seam between stages: their base class, and the binding of the rest of the pipeline."""
+"""Base class `Stage`, and `Next`, which binds the stages that follow."""
 
 from __future__ import annotations
 
@@ -23,44 +23,44 @@ if TYPE_CHECKING:
 
 
 Instead = Callable[[Signature], Issue | None]
-"""Binds an operation that a stage derives from another one; None leaves it to the next stage."""
+"""Function that binds an operation derived by a stage; None leaves it to the next stage."""
 
 
 class Next(Protocol):
-    """The rest of the pipeline, as a stage sees it while binding."""
+    """Rest of the pipeline after a stage, while the stage is being bound."""
 
     def __call__(self, signature: Signature) -> Issue:
-        """The bound rest of the pipeline for `signature`, which may differ from the stage's own.
+        """Bind the rest of the pipeline to `signature`, which may differ from the stage's signature.
 
-        With another kind, dtype or shape it is bound as an asynchronous operation, so that a stage may have
+        An operation of another kind, dtype or shape is bound as asynchronous, so that a stage may have
         several in flight.
         """
         ...
 
     def moving(self, signature: Signature, instead: Instead) -> Issue:
-        """As the call, but what the next stage makes of the operation is bound by `instead` where it can."""
+        """Bind the rest of the pipeline, but let `instead` bind operations derived by the next stage."""
         ...
 
     def through(self, pipeline: Pipeline, signature: Signature) -> Issue:
-        """Bind an operation of another group, by that group's pipeline, as a part of this one."""
+        """Bind an operation of another group, by that group's pipeline, as a part of this operation."""
         ...
 
     def treatment(self, signature: Signature) -> Treatment:
-        """The treatment that later stages give an operation; binds nothing."""
+        """Return the treatment that later stages give an operation, without binding it."""
         ...
 
     def note(self, text: str, details: Callable[[], Mapping[str, Any]] | None = None) -> None:
-        """Record a decision and its reason, shown by `explain`; only `explain` evaluates the details."""
+        """Record a decision and its reason for `explain`; only `explain` evaluates the details."""
         ...
 
 
 @dataclass(frozen=True)
 class Context:
-    """Arguments of a stage: configuration, the job, and one group.
+    """Arguments of a stage: configuration, job and group.
 
-    `backends` are those of the job, in fallback order. `runtime` is for dispatch, None while explaining.
-    `parts`: the pipelines of the groups that were opened for the hierarchical stage, by their purpose.
-    `place`: the rule whose options the stage has, as `file:line: rules[i]`; None with those of the pipeline.
+    `backends`: the job's backends, in fallback order. `runtime`: used by dispatch, None while explaining.
+    `parts`: the pipelines of the groups opened for the hierarchical stage, by purpose. `place`: the rule that
+    sets the stage's options, as `file:line: rules[i]`; None for the pipeline's options.
     """
 
     config: Config
@@ -73,93 +73,93 @@ class Context:
 
 
 class Stage(ABC):
-    """A step of the pipeline, built once per group as `StageClass(options, context)`.
+    """Step of the pipeline, built once per group as `StageClass(options, context)`.
 
-    A class attribute `Options`, a subclass of `mcr_plus.config.options.StageOptions`, is the model of its
-    options in configurations; a stage without it takes none. `on_request`: it is in the pipeline only if a
-    configuration names it; of interest for built-in stages alone, since others always have to be named.
+    The class attribute `Options`, a subclass of `mcr_plus.config.options.StageOptions`, is the model of the
+    stage's options in configurations; a stage without it takes no options. `on_request`: True for a built-in
+    stage that is in the pipeline only if a configuration names it; other stages must always be named.
     """
 
     on_request: ClassVar[bool] = False
 
     def __init__(self, options: Any, context: Context) -> None:
-        """Called on all ranks of the group; `options` is an instance of `Options`."""
+        """Build the stage, on all ranks of the group; `options` is an instance of `Options`."""
 
     @abstractmethod
     def bind(self, signature: Signature, next: Next) -> Issue | Callable[[Message], Work]:
-        """Bind this stage to `signature`; called once for each.
+        """Bind this stage to `signature`; called once per signature.
 
-        A stage with nothing to do returns `next(signature)` and costs nothing at run time. One that has
-        something to do returns an `Issue`; it may bind `next` to other
-        signatures and issue several operations. Its decisions may depend on the signature and the
-        configuration alone. A plain callable is taken for the `start` of an `Issue`.
+        A stage with nothing to do returns `next(signature)` and costs nothing at run time. Other stages
+        return an `Issue`; they may bind `next` to other signatures and issue several operations. Decisions
+        may depend only on the signature and the configuration. A plain callable is used as the `start` of an
+        `Issue`.
         """
 
     def treatment(self, signature: Signature, rest: Callable[[Signature], Treatment]) -> Treatment:
-        """The treatment of an operation by this stage and the later ones; binds nothing.
+        """Return the treatment of an operation by this stage and later stages, without binding it.
 
-        `rest(signature)` is the answer of the later stages. To be overridden by stages that change values.
+        `rest(signature)` returns the treatment by later stages. Stages that change values override this.
         """
         return rest(signature)
 
     def flush(self) -> None:
-        """Issue operations that are held back.
+        """Issue operations that the stage holds back.
 
         Called at the end of the program and by `Communicator.flush`, at the same place on all ranks.
         """
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes that are kept between operations."""
+        """Return the bytes of buffers kept between operations."""
         return 0
 
     def state(self) -> Mapping[str, Any]:
-        """Return the state that is kept between calls and belongs in the next job, for `mcr.state_dict`.
+        """Return the state kept between calls that the next job needs, for `mcr.state_dict`.
 
-        Called on all ranks of the group while nothing is in flight. The names are the same on all ranks and
-        in the next job. A value is a list of `StateTensor`, which is saved as a mapping from their names to
-        CPU tensors, or plain data that can be pickled, equal on all ranks.
+        Called on all ranks of the group while nothing is in flight. Names are the same on all ranks and in
+        the next job. A value is either a list of `StateTensor`, saved as a mapping of names to CPU tensors,
+        or plain data that can be pickled and is equal on all ranks.
         """
         return {}
 
     def load_state(self, kept: MutableMapping[str, Any]) -> None:
-        """Take over entries of the `state` of an earlier job, as they were saved.
+        """Take over entries of a saved `state`.
 
-        Called when the stage has been built, mostly with nothing in `kept`, and after each
-        `mcr.load_state_dict`. `kept` is the same object each time and is shared by the stages of one name in
-        the group, so a stage may hold on to it and look an entry up when an operation needs it. An entry that
-        is left in it is saved again by `mcr.state_dict`; one with tensors is reported at the end of the job.
+        Called after the stage is built, usually with `kept` empty, and after each `mcr.load_state_dict`.
+        `kept` is the same object each time, shared by the group's stages of the same name, so a stage may
+        keep it and look up an entry when an operation needs it. `mcr.state_dict` saves entries left in `kept`
+        again; unused entries with tensors are reported at the end of the job.
         """
 
     def forget_state(self, is_over: Callable[[str], bool]) -> None:
-        """Drop entries of `state` and of `kept` by their names: nobody issues these operations any more.
+        """Drop entries of `state` and `kept` whose name `is_over`: their operations are never issued again.
 
-        Called at the same point on all ranks of the group. Operations in flight end with what they have.
+        Called at the same point on all ranks of the group. Operations in flight keep the state they use.
         """
 
     @property
     def needs_finish(self) -> bool:
-        """Whether `finish` is to see this stage even if its group is closed before the job ends.
+        """True if `finish` needs this stage even after its group has been closed.
 
-        Read when the group is closed; the stage is then kept until the end of the job.
+        Read when the group is closed; if True, the stage is kept until the end of the job.
         """
         return False
 
     @classmethod
     def finish(cls, stages: Sequence[Any]) -> None:
-        """Called once with all stages of the class when the job ends in good order and nothing is in flight.
+        """Finish all stages of the class, called once when the job ends in order and nothing is in flight.
 
-        On every rank; issues nothing. May raise `McrError`.
+        Called on every rank; must not issue operations. May raise `McrError`.
         """
 
 
 def complete(stage: Any) -> Stage:
-    """A stage, with the defaults of `Stage` for methods that it lacks."""
+    """Return the stage, completed by the defaults of `Stage` for missing methods."""
     return stage if isinstance(stage, Stage) else _CompletedStage(stage)
 
 
 class _CompletedStage(Stage):
-    """A stage of a class that is no `Stage`."""
+    """Adapter of a stage whose class does not derive from `Stage`."""
 
     def __init__(self, stage: Any) -> None:
         self.stage = stage

@@ -1,4 +1,4 @@
-"""The state that stages keep between calls, in a form that any number of ranks can save and load."""
+"""State that stages keep between calls, in a form that any number of ranks can save and load."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 
 @dataclass(frozen=True)
 class StateTensor:
-    """A tensor that outlives a call, and its relation to those of the other ranks.
+    """Tensor kept between calls, and its relation to the tensors of the other ranks.
 
-    `own`: every rank has another; the mean over ranks is saved. `shard`: of the part of the values that this
-    rank sums; the parts are saved end to end in the order of ranks. `shared`: equal on all ranks.
+    `own`: ranks hold different tensors; the mean over ranks is saved. `shard`: the tensor covers the values
+    that this rank sums; the shards are saved concatenated in rank order. `shared`: equal on all ranks.
     """
 
     name: str
@@ -23,5 +23,5 @@ class StateTensor:
 
 
 def holds_tensors(value: object) -> bool:
-    """Whether an entry of a saved state holds tensors, by name, and not plain data."""
+    """Return True if an entry of a saved state holds named tensors, not plain data."""
     return isinstance(value, Mapping) and all(isinstance(each, torch.Tensor) for each in value.values())

@@ -1,1 +1,1 @@
-"""The select stage: the choice of the library that runs an operation."""
+"""Stage `select`: chooses the library that runs an operation."""

@@ -19,9 +19,9 @@ from mcr_plus.tables.table import BUILT_IN, Table, load_table
 def checked_tables(config: Config) -> list[Table]:
     """Return the tables that a configuration names, each once.
 
-    They may name the algorithms of `use_algorithms`, which must run first. Raises `ConfigError` for errors in
-    a table, and for rules that name a backend that the configuration lacks, or an algorithm that does not
-    exist for any operation.
+    Tables may name algorithms, so `use_algorithms` must run first. Raises `ConfigError` for errors in a
+    table, and for rules that name a backend missing from the configuration, or an algorithm that exists for
+    no operation.
     """
     tables = [load_table(ref.resolve()) for ref in {ref.digest(): ref for ref in config.tables}.values()]
     mistakes = Mistakes()
@@ -45,7 +45,7 @@ def named_tables(document: Document) -> Iterator[Path]:
 
 
 def _check_backends(table: Table, config: Config) -> None:
-    """Raise `ConfigError` for backends that the configuration lacks: one line for each, at its first rule."""
+    """Raise `ConfigError` for backends missing from the configuration, with the first rule of each."""
     if config.backends is None:
         return
     known = (*config.backends, "local", BUILT_IN)
@@ -66,8 +66,8 @@ def _check_backends(table: Table, config: Config) -> None:
 def use_algorithms(config: Config) -> None:
     """Read and verify the algorithm files that a configuration names, for `msccl:NAME` in this process.
 
-    Raises `ConfigError` for errors in a file, and if the configuration names an algorithm that does not exist
-    for any operation.
+    Raises `ConfigError` for errors in a file, and if the configuration names an algorithm that exists for no
+    operation.
     """
     from mcr_plus.msccl.catalog import use
 
@@ -77,10 +77,10 @@ def use_algorithms(config: Config) -> None:
 
 
 def check_algorithm(choice: str, place: str, files: str = "`algorithms:` of the configuration") -> None:
-    """Raise `ConfigError`, prefixed with `place`, if an algorithm does not exist for any operation.
+    """Raise `ConfigError`, prefixed with `place`, if an algorithm exists for no operation.
 
-    Sizes and numbers of ranks are checked later, for each operation. `files`: the place to add a file to, in
-    the error text.
+    Sizes and numbers of ranks are checked later, for each operation. `files`: the setting named in the error
+    text as the place to add a file.
     """
     name, _, algorithm = choice.partition(":")
     if not algorithm:
@@ -99,7 +99,7 @@ def check_algorithm(choice: str, place: str, files: str = "`algorithms:` of the 
 
 
 def _choices(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield every backend that the configuration itself names for operations, and its place."""
+    """Yield every backend named by the configuration for operations, and the place that names it."""
     named = [(spec.options, spec.place) for spec in config.pipeline]
     for rule in config.rules:
         if rule.backend is not None:

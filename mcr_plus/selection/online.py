@@ -3,7 +3,7 @@
 An operation that several choices support has an `OnlineTrial`. Its `Router` sends all calls to the current
 choice, except for at most one in sixteen, which goes to a rival. The ranks share their times and draw the
 same conclusion from the same numbers: a rival is dropped, the choice changes, or the trial ends. After the
-end, a call costs one Python call more than without refinement.
+trial, each call costs one more Python call than without refinement.
 
 A rank that is ahead of another by more than the trial's lag waits for the shared times before its next call.
 Therefore only synchronous operations are tuned: issuing an asynchronous one never waits.
@@ -29,20 +29,20 @@ from mcr_plus.trials.router import Router, exchange_signature
 
 _log = logging.getLogger("mcr_plus")
 
-TAG: Final = "select.online"  # the tag of the all_reduce by which ranks share times
+TAG: Final = "select.online"  # tag of the all_reduce that shares times
 
 
 class Refinement:
     """Online refinement of one select stage: its trials, and the file for their results."""
 
     def __init__(self, options: SelectOptions, context: Context, table: Table | None) -> None:
-        """Raises `ConfigError` if the file is the table itself."""
+        """Create the refinement. Raises `ConfigError` if the result file is the table itself."""
         self.table = table
         self.path = target_path(options)
         self.writes = context.world.rank == 0
         self._world = context.world
         self.earlier: MutableMapping[str, Any] = {}  # results of an earlier job, and of dropped bindings
-        self._settled: dict[str, RefinedTable] = {}  # ended in an earlier job, or before `forget`
+        self._settled: dict[str, RefinedTable] = {}  # trials that ended in an earlier job, or before `forget`
         self._hosts = {context.world.hosts[rank] for rank in context.group.ranks}
         self._trials: list[tuple[Router, OnlineTrial, Query, Callable[[int], str | None]]] = []
 
@@ -50,9 +50,9 @@ class Refinement:
     def tunes(signature: Signature) -> bool:
         """Return True if the choice of an operation may change while the job runs.
 
-        It may not if a call or rule names a backend; for send and receive, because both ends must agree;
-        for operations on a GPU, because the host does not observe their end; and for asynchronous
-        operations, because issuing one never waits.
+        Not tuned: operations whose backend a call or rule names; send and receive, because both ends must
+        agree; operations on a GPU, because the host does not see their end; and asynchronous operations,
+        because issuing must never wait.
         """
         fixed = signature.backend is not None or signature.is_p2p or signature.kind == "barrier"
         waits = not signature.async_op and signature.device == "cpu"
@@ -67,10 +67,10 @@ class Refinement:
         place: Callable[[str, Signature], Issue],
         prefer: Callable[[Signature], str],
     ) -> Issue:
-        """Return the issue of an operation, which a trial routes to a candidate; at first to the first.
+        """Return the issue of an operation: a trial routes each call to a candidate, initially to the first.
 
-        `query`: the operation for a lookup in a table. `place`: binds an operation to a choice; rivals for
-        which it raises `Unsupported` are left out. `prefer`: the choice where no table has one.
+        `query`: the operation as a table query. `place`: binds an operation to a choice; rivals that it
+        refuses with `Unsupported` are left out. `prefer`: the choice if no table has a rule.
         """
         bound = {candidates[0]: place(candidates[0], signature)}
         for rival in candidates[1:]:
@@ -97,7 +97,7 @@ class Refinement:
         exchange = place(prefer(reduction), reduction)
 
         def show_operation() -> None:
-            # Like every issue. A persistent operation bound now keeps the current choice.
+            # Every issue shows its operation. A persistent operation bound now keeps the current choice.
             router.issue.operation = issues[trial.chosen].operation
 
         router = Router(
@@ -113,7 +113,7 @@ class Refinement:
 
     @property
     def state(self) -> dict[str, dict[str, Any]]:
-        """The results of the trials so far, for a later job: plain data, equal on all ranks."""
+        """Return the results of the trials so far, for a later job: plain data, equal on all ranks."""
         state = {
             name: {"choice": each.choice, "us": dict(each.measured), "ended": True}
             for name, each in self._settled.items()
@@ -126,7 +126,7 @@ class Refinement:
         return {**self.earlier, **state}
 
     def forget(self) -> None:
-        """End the trials. Operations that are bound again continue from their results."""
+        """End the trials. Operations bound again continue from the results."""
         self.earlier.update(self.state)
         for _, trial, query, default in self._trials:
             if known := _microseconds(trial):

@@ -25,8 +25,8 @@ class SelectOptions(StageOptions):
     """Options of `select`.
 
     `table`: a table file, or None for the built-in one. `vector_size`: the size in bytes for lookups of
-    vector collectives, whose own size differs between ranks; None for the largest sizes. `online`: True to
-    continue measuring while the job runs. `refined`: the file for the results.
+    vector collectives, because their size differs between ranks; None uses the rules for the largest sizes.
+    `online`: True to continue measuring while the job runs. `refined`: the file for the results.
     """
 
     table: Annotated[

@@ -1,4 +1,4 @@
-"""The refined table: results of online refinement as rules, and the file that contains them."""
+"""Refined table: results of online refinement as rules, and the file that contains them."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger("mcr_plus")
 
 _LARGEST: Final = 1 << 40
-"""The largest size in bytes at which the built-in preference is evaluated where no table has a rule."""
+"""Largest size in bytes at which the built-in preference is evaluated if no table has a rule."""
 _LEAST_US: Final = 1e-3
-"""The least time in microseconds that a table can express."""
+"""Smallest time in microseconds that a table can express."""
 
 
 def check_target(options: SelectOptions) -> None:
@@ -56,9 +56,9 @@ def target_path(options: SelectOptions) -> Path:
 
 @dataclass(frozen=True)
 class RefinedTable:
-    """The result of a trial: the choice, and median microseconds by candidate.
+    """Result of a trial: the choice, and median microseconds by candidate.
 
-    `default`: returns the choice at another size without a rule in a table; None if no backend supports it.
+    `default`: returns the choice for a size without a rule in a table; None if no backend supports it.
     """
 
     query: Query
@@ -68,7 +68,7 @@ class RefinedTable:
 
     @property
     def key(self) -> TableKey:
-        """The key of a rule for this operation: it covers operations that differ from it only in size."""
+        """Key of a rule for this operation; it covers operations that differ only in size."""
         query = self.query
         ranks, nodes, per_node = (
             Range(number, number + 1) for number in (query.ranks, query.nodes, query.ranks_per_node)
@@ -77,7 +77,7 @@ class RefinedTable:
 
 
 def save_refined(refinements: Sequence[Refinement]) -> None:
-    """Write the results of all trials, one file for each path. Rank 0 writes them, for its groups.
+    """Write the results of all trials, one file per path. Rank 0 writes the results of its groups.
 
     Without results no file is written. If a file cannot be written, a warning is logged.
     """
@@ -96,10 +96,11 @@ def save_refined(refinements: Sequence[Refinement]) -> None:
 
 
 def refined_table(table: Table | None, learnt: Sequence[RefinedTable], here: Fingerprint) -> Table:
-    """Return `table` with the results of trials applied, only for operations like the observed ones.
+    """Return `table` with the results of trials applied to operations like the observed ones.
 
-    These get their own rules, before all rules that covered them. The choice changes only in the octave of
-    each observed size, from a power of two to the next; the geometric mean separates two sizes of one octave.
+    These operations get their own rules, placed before all rules that covered them. The choice changes only
+    in the octave of each observed size, from a power of two to the next; the geometric mean separates two
+    sizes in one octave.
     """
     before = () if table is None else table.rules
     groups: dict[TableKey, list[RefinedTable]] = {}
@@ -120,7 +121,7 @@ def refined_table(table: Table | None, learnt: Sequence[RefinedTable], here: Fin
 
 
 def _refined_rules(before: Sequence[TableRule], learnt: Sequence[RefinedTable]) -> list[TableRule]:
-    """Return the rules of one key: new ones override the old; adjacent ones with one choice are merged."""
+    """Return the rules of one key: new rules override old ones; adjacent rules of equal choice are merged."""
     first = learnt[0]
     old = [rule for rule in before if rule.key.includes(first.key)] or _preference(first)
     new = [
@@ -143,7 +144,7 @@ def _refined_rules(before: Sequence[TableRule], learnt: Sequence[RefinedTable]) 
 
 
 def _preference(entry: RefinedTable) -> list[TableRule]:
-    """Return the built-in preference as rules by octave; unsupported ones get the choice of the one below."""
+    """Return the built-in preference as rules by octave; an unsupported octave copies the octave below."""
     starts = [0, *(1 << power for power in range(1, _LARGEST.bit_length()))]
     rules, choice = [], entry.choice
     for lo, hi in zip(starts, [*starts[1:], None], strict=True):
@@ -155,7 +156,7 @@ def _preference(entry: RefinedTable) -> list[TableRule]:
 def _learnt_rule(key: TableKey, sizes: Range, learnt: Sequence[RefinedTable]) -> Iterator[TableRule]:
     """Yield the rule of one size. If indistinguishable operations have different choices, medians decide.
 
-    The rule covers the part of `sizes` that the choice supports; there is none if that is empty.
+    The rule covers the part of `sizes` that the choice supports; no rule if that part is empty.
     """
     names = dict.fromkeys(name for entry in learnt for name in entry.measured)
     us = {name: median(entry.measured[name] for entry in learnt if name in entry.measured) for name in names}
@@ -171,8 +172,8 @@ def _learnt_rule(key: TableKey, sizes: Range, learnt: Sequence[RefinedTable]) ->
 def _ranges(sizes: Iterable[int | None]) -> dict[int | None, Range]:
     """Return the range of each size, in ascending order; the first range that covers a size applies.
 
-    A range is the octave, or ends at the geometric mean with the next size if that is smaller. Operations
-    without a size have the range of all sizes.
+    A range is the size's octave; it ends at the geometric mean with the next size if that is smaller.
+    Operations without a size have the range of all sizes.
     """
     ordered = sorted(size for size in sizes if size is not None)
     if not ordered:

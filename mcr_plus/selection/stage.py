@@ -1,4 +1,4 @@
-"""The stage `select`: the choice of the library for an operation."""
+"""Stage `select`: chooses the library for an operation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _TABLES: Final = Path(tables.__file__).with_name("builtin")
 _BUILT_IN: Final = {
     "Open MPI": "openmpi_2ranks_1host.yaml",
     "MPICH": "mpich_2ranks_1host.yaml",
-    "Intel MPI": "mpich_2ranks_1host.yaml",  # derived from MPICH; our shared memory is the choice either way
+    "Intel MPI": "mpich_2ranks_1host.yaml",  # derived from MPICH; both choose our shared memory
 }
 
 
@@ -48,16 +48,16 @@ def built_in_table(world: World) -> Table | None:
 
 
 @lru_cache(maxsize=64)
-def _loaded(path: Path, digest: str) -> Table:  # noqa: ARG001 - a changed file is another entry
+def _loaded(path: Path, digest: str) -> Table:  # noqa: ARG001 - a changed file is a new cache entry
     return load_table(path)
 
 
 class SelectStage(Stage):
-    """Chooses by the first of: the caller or a rule, the tuning table, the built-in preference.
+    """Stage that chooses by the first of: the caller or a rule, the tuning table, the built-in preference.
 
-    If the caller, a rule or the job's own table names a backend that does not support the operation,
-    `Unsupported` is raised. The built-in table and preference fall back to the next of the configuration's
-    `backends`, and `explain` shows it. With `online`, the choice of a table or of the preference is compared
+    `Unsupported` is raised if the caller, a rule or the job's own table names a backend that does not support
+    the operation. The built-in table and preference fall back to the next of the configuration's `backends`,
+    and `explain` shows the fallback. With `online`, the choice of a table or of the preference is compared
     with its rivals while the job runs.
     """
 
@@ -77,7 +77,7 @@ class SelectStage(Stage):
         self._nodes, self._ranks_per_node = len(hosts), max(hosts.values())
         self._refinement: Refinement | None = None
         if options.online:
-            from mcr_plus.selection.online import Refinement  # here: most jobs do without
+            from mcr_plus.selection.online import Refinement  # imported here: most jobs do not refine
 
             self._refinement = Refinement(options, context, self._table)
             if context.runtime is not None:
@@ -119,14 +119,14 @@ class SelectStage(Stage):
         return {} if self._refinement is None else self._refinement.state
 
     def load_state(self, kept: MutableMapping[str, Any]) -> None:
-        """Use results of an earlier job for the operations that are bound from now on."""
+        """Use results of an earlier job for operations bound from now on."""
         if self._refinement is not None:
             self._refinement.earlier = kept
 
     # -- selection --------------------------------------------------------------------------------
 
     def _choose(self, signature: Signature) -> tuple[str, str, TableRule | None]:
-        """Return the choice, the reason, and the rule of the table if one determined it."""
+        """Return the choice, the reason, and the table rule that determined the choice, if any."""
         if names_no_algorithm(signature.backend):
             raise InvalidArgument(
                 f"backend {signature.backend!r} names no algorithm; expected name or name:algorithm"
@@ -202,7 +202,7 @@ class SelectStage(Stage):
         return sorted(known, key=place)
 
     def _rivals(self, chosen: str, signature: Signature) -> list[str]:
-        """Return the rivals that online refinement compares with the choice; none if it does not apply."""
+        """Return the rivals that online refinement compares with the choice; empty without refinement."""
         if self._refinement is None or not self._refinement.tunes(signature):
             return []
         known = self._context.backends
@@ -237,7 +237,7 @@ class SelectStage(Stage):
     # -- explaining -------------------------------------------------------------------------------
 
     def _details(self, signature: Signature, chosen: str, rule: TableRule | None) -> dict[str, Any]:
-        """Return the table rule that applied, and every alternative: its expected time and why it lost."""
+        """Return the table rule that applied, and each alternative with its expected time and why it lost."""
         query = self._query(signature)
         measured = self._costs.choices(query) if self._costs is not None else []
         own = None if self._costs is None else self._costs.expected(chosen, query)
@@ -250,7 +250,7 @@ class SelectStage(Stage):
         }
 
     def _origin(self) -> dict[str, Any]:
-        """Return the differences between this job and the one on which its own table was measured."""
+        """Return the differences between this job and the job on which its own table was measured."""
         table, world = self._table, self._context.world
         if table is None or not self._own:
             return {}
@@ -330,6 +330,6 @@ def _factor(ratio: float) -> str:
 
 
 def _by(choice: str, signature: Signature) -> Signature:
-    """Return the operation for a choice: a backend, or `name:algorithm`."""
+    """Return the operation bound to a choice: a backend, or `name:algorithm`."""
     name, _, algorithm = choice.partition(":")
     return signature.replace(backend=name, algorithm=algorithm or None)

@@ -1,4 +1,4 @@
-"""The trial of online refinement: rivals get few calls, spread over many, until one candidate remains."""
+"""Trial of online refinement: rivals get a few calls, spread over many, until one candidate remains."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mcr_plus.trials.trial import Trial, Turn, clearly_slower, compare
 BLOCK: Final = 32
 """Calls of a block; at most two of them go to a rival."""
 TURN: Final = 2
-"""Consecutive calls of a rival; only the last is timed, because the first ones after a change are slower."""
+"""Consecutive calls of a rival; only the last is timed, because the first calls after a change are slower."""
 TIMED: Final = 4
 """Timed calls of a block: one of the rival, and three of the current choice."""
 TURNS: Final = 3
@@ -27,16 +27,17 @@ _GOLDEN: Final = 0x9E3779B9
 
 @dataclass
 class OnlineTrial(Trial):
-    """A trial of bounded cost and length; `candidates` are choices, `name` or `name:algorithm`.
+    """Trial of bounded cost and length; `candidates` are choices, `name` or `name:algorithm`.
 
     Of the first n calls, for every n, at most n × `TURN` / `BLOCK` go to rivals of the current choice.
     A trial of k candidates ends within `BLOCK` + k × `ROUNDS` × (`TURNS` × (k - 1) × `BLOCK` + lag) calls.
 
     Attributes:
         rivals: indices of the candidates that are still tried.
-        former: indices of former choices; if one of them becomes the choice again, the trial ends.
+        former: indices of former choices; the trial ends if a former choice becomes the choice again.
         rounds: exchanges since the choice changed.
-        medians: the last median of each candidate in seconds; for a former choice, the last as the choice.
+        medians: the last median of each candidate in seconds; for a former choice, its last median as the
+            choice.
     """
 
     lag: int = LAG
@@ -54,7 +55,7 @@ class OnlineTrial(Trial):
 
     @property
     def _blocks(self) -> int:
-        """The number of blocks of a round."""
+        """Return the number of blocks of a round."""
         return TURNS * (len(self.candidates) - 1)
 
     @property

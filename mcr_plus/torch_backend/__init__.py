@@ -1,1 +1,1 @@
-"""The backend `mcr` of `torch.distributed`."""
+"""Backend `mcr` of `torch.distributed`."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from mcr_plus.core.kinds import REDUCE_OPS, ReduceOp, check_reducible
 from mcr_plus.errors import Unsupported
 
-# By the hash of torch's reduce op, which is its number.
+# Keyed by the hash of torch's reduce op, which is its number.
 TORCH_REDUCE_OPS: Final[dict[int, ReduceOp]] = {
     hash(getattr(dist.ReduceOp, name)): name for name in REDUCE_OPS
 }
@@ -22,10 +22,10 @@ _PREMUL_SUM: Final = hash(dist.ReduceOp.PREMUL_SUM)
 
 
 def reduction_of(opts: Any) -> tuple[ReduceOp, Any, bool]:
-    """The name of the reduce op, the factor of PREMUL_SUM or None, and whether the call is asynchronous."""
+    """Return the reduce op's name, the factor of PREMUL_SUM or None, and True if the call is asynchronous."""
     try:
         op, async_op = opts.reduceOp, opts.asyncOp
-    except AttributeError:  # torch's other overloads pass the op alone or nothing
+    except AttributeError:  # other overloads of torch pass only the op, or nothing
         if opts is None:
             return "SUM", None, True
         op, async_op = getattr(opts, "reduceOp", opts), getattr(opts, "asyncOp", True)
@@ -39,9 +39,9 @@ def reduction_of(opts: Any) -> tuple[ReduceOp, Any, bool]:
 
 
 def rooted(opts: Any, root: Any) -> tuple[int, bool]:
-    """The root's rank in the group, and whether the call is asynchronous.
+    """Return the root's group rank, and True if the call is asynchronous.
 
-    One of torch's two overloads of these methods passes options, the other the root alone.
+    Torch has two overloads of these methods: one passes options, the other only the root.
     """
     given = opts if root is None else root
     if given is None or hasattr(given, "__index__"):
@@ -50,13 +50,13 @@ def rooted(opts: Any, root: Any) -> tuple[int, bool]:
 
 
 def scale(tensor: torch.Tensor, factor: Any) -> None:
-    """Multiply the input of a sum in place; raises `Unsupported` for dtypes that cannot be summed."""
+    """Multiply the input of a sum in place. Raises `Unsupported` for dtypes that cannot be summed."""
     check_reducible("SUM", tensor.dtype)
     tensor.detach().mul_(factor)
 
 
 def scaled(tensors: Sequence[torch.Tensor], factor: Any) -> list[torch.Tensor]:
-    """The tensors times the factor of a `PREMUL_SUM`; the same tensors if it is None."""
+    """Return the tensors times the factor of a `PREMUL_SUM`; the same tensors if the factor is None."""
     return list(tensors) if factor is None else [tensor.detach() * factor for tensor in tensors]
 
 

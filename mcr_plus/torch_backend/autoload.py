@@ -1,7 +1,7 @@
 """Registration of the backend `mcr` with torch.distributed, without importing its implementation.
 
 `import torch` calls `register` through the entry point `torch.backends`, so that an unmodified program may
-name the backend. TORCH_DEVICE_BACKEND_AUTOLOAD=0 disables that; `import mcr_plus` registers it then.
+name the backend. TORCH_DEVICE_BACKEND_AUTOLOAD=0 disables this; then `import mcr_plus` registers the backend.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NAME: Final = "mcr"
 _DEVICES: Final = ["cpu", "cuda"]
 
 Rendezvous = tuple[Any, int, int]
-"""A store shared by all ranks, this rank, and the number of ranks."""
+"""Result of a rendezvous: the store shared by all ranks, this rank, and the number of ranks."""
 
 
 def register() -> None:
@@ -52,7 +52,7 @@ def _rendezvous(
     timeout: timedelta = timedelta(minutes=5),
     **_: object,
 ) -> Iterator[Rendezvous]:
-    """`init_method="mcr://"`: rendezvous under any launcher of `mcr.init`, MPI's and Slurm's included."""
+    """Rendezvous of `init_method="mcr://"`, under any launcher of `mcr.init`, including MPI and Slurm."""
     from mcr_plus.job.init import rendezvous
 
     yield rendezvous(timeout.total_seconds())
@@ -64,9 +64,9 @@ def _env_on_loopback(
     timeout: timedelta = timedelta(minutes=5),
     **others: Any,
 ) -> Iterator[Rendezvous]:
-    """`env://` if `mcr-plus run` has set an address for MPI's ranks: a store that listens on loopback only.
+    """Rendezvous of `env://`; for MPI ranks of `mcr-plus run`, with a store that listens on loopback only.
 
-    Torch's own store listens on all interfaces.
+    Torch's own store would listen on all interfaces.
     """
     from mcr_plus.rendezvous.store import open_torch_store
 
@@ -85,5 +85,5 @@ def _create(options: Any, pg_options: object = None) -> Any:
 
     try:
         return create(options, pg_options)
-    except ConfigError as error:  # its text has file and line; frames of this package do not help
+    except ConfigError as error:  # the text names file and line; frames of this package do not help
         raise error.with_traceback(None) from None

@@ -1,8 +1,8 @@
-"""Hooks before and after the operations of a process group, and torch's NaN check, as of torch 2.14.
+"""Hooks before and after the operations of a process group, and torch's NaN check (torch 2.14 on).
 
-Torch calls hooks in its dispatcher, which operations of a group in Python do not pass. The first hook makes a
-group an instance of a subclass whose operations call the hooks, and the removal of the last one makes it an
-instance of its own class again: without hooks an operation costs what it did.
+Torch calls hooks in its dispatcher, but operations of a Python group bypass the dispatcher. The first hook
+turns a group into an instance of a subclass whose operations call the hooks; removing the last hook restores
+the group's own class. So operations cost nothing extra without hooks.
 """
 
 # pyright: reportIncompatibleMethodOverride=false
@@ -61,37 +61,38 @@ _OPERATIONS: Final = {
     "recvAnysource": ("RECV", "", "tensors"),
     "barrier": ("BARRIER", "", ""),
 }
-"""The name that torch's hooks know a method by, and its parameters that hold inputs and outputs."""
+"""Method → its name in torch's hooks, and its parameters that hold inputs and outputs."""
 
 
 class HookableGroup(RefusingGroup):
-    """A process group that calls hooks around its operations; without these methods before torch 2.14."""
+    """Process group that calls hooks around its operations; before torch 2.14, without the hook methods."""
 
     _before: Mapping[int, Hook] = {}
     _after: Mapping[int, Hook] = {}
-    _numbers: count[int] | None = None  # of the operations with hooks
+    _numbers: count[int] | None = None  # numbers of the operations with hooks
 
     def register_pre_hook(self, hook_id: int, hook: Hook) -> None:
-        """Have `hook` called with a `PreHookArgs` before each operation; an error of it stops the operation.
+        """Call `hook` with a `PreHookArgs` before each operation; its error stops the operation.
 
-        Hooks are called in the order of their numbers. A number that is in use is given to the new hook.
+        Hooks are called in the order of their numbers. A new hook replaces the hook of the same number.
         """
         self._set_hooks({**self._before, int(hook_id): _callable(hook)}, self._after)
 
     def unregister_pre_hook(self, hook_id: int) -> None:
-        """Remove the hook of this number, if there is one."""
+        """Remove the hook of this number, if any."""
         self._set_hooks({key: hook for key, hook in self._before.items() if key != hook_id}, self._after)
 
     def register_post_hook(self, hook_id: int, hook: Hook) -> None:
-        """Have `hook` called with a `PostHookArgs` once an operation has been issued without an error."""
+        """Call `hook` with a `PostHookArgs` after each operation that was issued without an error."""
         self._set_hooks(self._before, {**self._after, int(hook_id): _callable(hook)})
 
     def unregister_post_hook(self, hook_id: int) -> None:
-        """Remove the hook of this number, if there is one."""
+        """Remove the hook of this number, if any."""
         self._set_hooks(self._before, {key: hook for key, hook in self._after.items() if key != hook_id})
 
     def _set_hooks(self, before: Mapping[int, Hook], after: Mapping[int, Hook]) -> None:
-        # New mappings each time: a hook may register hooks while the operation walks through the old ones.
+        # New mappings each time, because a hook may register hooks while an operation iterates over the old
+        # ones.
         self._before, self._after = dict(sorted(before.items())), dict(sorted(after.items()))
         if self._numbers is None:
             self._numbers = count()
@@ -114,16 +115,16 @@ def _callable(hook: Hook) -> Hook:
 
 @cache
 def _hooked(plain: type[HookableGroup]) -> type[HookableGroup]:
-    """A subclass whose operations call the group's hooks."""
+    """Return a subclass whose operations call the group's hooks."""
     methods = {name: _with_hooks(name, getattr(plain, name)) for name in _OPERATIONS if hasattr(plain, name)}
     kind = type(plain.__name__, (plain,), {**methods, "_plain": plain, "__module__": plain.__module__})
     return untraced(kind)
 
 
 def _with_hooks(method: str, usual: Callable[..., Any]) -> Callable[..., Any]:
-    """The method `usual` between the calls of hooks."""
+    """Return the method `usual` with calls of the hooks before and after."""
     operation, sent, received = _OPERATIONS[method]
-    while not hasattr(_TORCH.HookOpName, operation):  # torch 2.14 has ALLGATHER for ALLGATHER_BASE too
+    while not hasattr(_TORCH.HookOpName, operation):  # torch 2.14 uses ALLGATHER for ALLGATHER_BASE too
         operation = operation.rpartition("_")[0]
     name, bind = getattr(_TORCH.HookOpName, operation), signature(usual).bind
 
@@ -157,9 +158,9 @@ def _tensors(given: Any) -> list[torch.Tensor]:
 
 
 class GroupNanCheck:
-    """Torch's `NanCheckHook` for a group of the backend `mcr`: refuses to send floats with a NaN."""
+    """Counterpart of torch's `NanCheckHook` for the backend `mcr`: refuses to send floats with a NaN."""
 
-    _numbers = count(0x4E414E43)  # torch's own, out of the way of numbers that people choose
+    _numbers = count(0x4E414E43)  # torch's own start, unlikely to clash with numbers chosen by programs
 
     def __init__(self, group: HookableGroup) -> None:
         self._number = next(self._numbers)
@@ -167,7 +168,7 @@ class GroupNanCheck:
         group.register_pre_hook(self._number, self._check)
 
     def remove(self) -> None:
-        """Check nothing any more."""
+        """Stop checking."""
         group = self._group()
         if group is not None:
             group.unregister_pre_hook(self._number)
@@ -178,7 +179,7 @@ class GroupNanCheck:
         if group is None or (
             operation.name in (names.BROADCAST, names.SCATTER) and operation.root != group.rank()
         ):
-            return  # in these only the root sends
+            return  # only the root sends in these operations
         for tensor in operation.input_tensors:
             if tensor.is_floating_point():
                 torch.ops.c10d.check_for_nan(tensor._values() if tensor.is_sparse else tensor)
@@ -192,7 +193,7 @@ def _recorder(_group: HookableGroup, *_: object, **__: object) -> NoReturn:
 
 
 def let_torch_attach() -> None:
-    """Let torch attach its hooks written in C++ to groups of this backend, or refuse it (torch 2.14 on)."""
+    """Replace torch's C++ hooks for groups of this backend, or refuse them (torch 2.14 on)."""
     _attach("NanCheckHook", GroupNanCheck)
     _attach("FlightRecorderHook", _recorder)
     usual = getattr(distributed_c10d, "_maybe_attach_flight_recorder", None)

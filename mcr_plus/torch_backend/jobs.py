@@ -1,4 +1,4 @@
-"""The job behind process groups of the backend `mcr`: joined with the first, left with the last of them."""
+"""Job of the process groups of backend `mcr`: the first group joins it, the last group leaves it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _OF_JOB: Final = set(options_marked(DispatchOptions, Scope.JOB))
 
 
 class TorchJob:
-    """The job of torch's groups: its ranks in torch's numbering, and its open groups."""
+    """Job of torch's groups: its ranks in torch's numbering, and its open groups."""
 
     def __init__(self) -> None:
         self.runtime: Runtime | None = None
@@ -50,23 +50,23 @@ class TorchJob:
         self.groups = set[Communicator]()
         self.joined = False
         self.dropped = deque[Communicator]()
-        self.prepared: Communicator | None = None  # that of the group that torch makes next
-        # Of groups but the first: what they were opened with, where only the file names a timeout.
+        self.prepared: Communicator | None = None  # communicator of the group that torch makes next
+        # Configurations of all groups but the first, without the timeout passed by the program.
         self.configs = WeakKeyDictionary[Communicator, Config]()
 
     def enter(self, running: Runtime, ranks: tuple[int, ...], *, joined: bool) -> None:
-        """Start to use a job. `joined`: torch's first group has joined it, so it ends with the last one."""
+        """Start to use a job. `joined`: torch's first group joined it, so it ends with the last group."""
         self.runtime, self.ranks, self.joined = running, ranks, joined
         running.torch_ranks = None if ranks == tuple(range(len(ranks))) else ranks
         self.names, self.groups = Counter(), set()
 
     def go_on(self, running: Runtime) -> None:
-        """Use the job that has taken the place of this one; its world is torch's first group."""
+        """Use the job that replaces this one; its world is torch's first group."""
         self.enter(running, tuple(range(running.world.size)), joined=self.joined)
         self.use(running.communicator)
 
     def use(self, communicator: Communicator) -> None:
-        """Have a group of torch, which any thread may use, one at a time, also by calls of mcr_plus."""
+        """Register a group of torch; any thread may use it, one at a time, also by calls of mcr_plus."""
         for opened in communicator.opened.all:
             opened.state.changes_threads = opened.state.own_handles = True
         self.groups.add(communicator)
@@ -81,7 +81,7 @@ class TorchJob:
     ) -> Communicator:
         """Open a group of the job; collective over its ranks.
 
-        `ranks`: of the job. `seconds`: the deadline of the group's operations, unless `config` names one.
+        `ranks`: ranks of the job. `seconds`: the deadline of operations, unless `config` sets one.
         """
         self.names[name] += 1
         unique = f"torch/{name}/{self.names[name]}"  # torch may use a name again
@@ -94,7 +94,7 @@ class TorchJob:
     def split(
         self, running: Runtime, parent: Communicator, ranks: Sequence[int], seconds: float | None
     ) -> Communicator:
-        """Open a group with the pipeline of `parent`, of some of its ranks; collective over those."""
+        """Open a group of some ranks of `parent`, with its pipeline; collective over these ranks."""
         config = parent.opened.config if seconds is None else self.configs.get(parent, running.loaded)
         chosen = [parent.ranks[rank] for rank in ranks]
         return self.open(running, chosen, f"split/{'-'.join(map(str, chosen))}", config, seconds)
@@ -102,8 +102,8 @@ class TorchJob:
     def drop(self, communicator: Communicator, running: Runtime | None) -> None:
         """Mark a group of the job `running` as garbage-collected.
 
-        This is a finalizer and may interrupt any code in any thread, so it takes no lock and does not use
-        the store. Peers that share memory see the mark at once, others when `leave_dropped` is called.
+        This is a finalizer and may interrupt any code in any thread, so it takes no lock and does not use the
+        store. Peers that share memory see the mark at once, other peers when `leave_dropped` is called.
         """
         self.dropped.append(communicator)
         if running is None or running.closed:  # also in a forked child: the group is its parent's
@@ -120,9 +120,9 @@ class TorchJob:
             self.leave(self.dropped.popleft(), clean=False)
 
     def leave(self, communicator: Communicator, *, clean: bool = True) -> None:
-        """Close a group, and the job with the last one if torch's first group has joined it.
+        """Close a group; with the last group, also close the job if torch's first group has joined it.
 
-        The first group is the job's world: while other groups are open, its operations are only waited for.
+        The first group is the world: while other groups are open, `leave` only waits for its operations.
         """
         self.leave_dropped()
         self.groups.discard(communicator)
@@ -151,14 +151,14 @@ def communicator_of(
     name: str,
     options: object,
 ) -> Communicator:
-    """Open the communicator of one of torch's groups, in the running job or in a new one."""
+    """Open the communicator of a group of torch, in the running job or in a new job."""
     torch_job.leave_dropped()
     if (prepared := torch_job.prepared) is not None:
         torch_job.prepared = None
         return prepared
     seconds = (timeout or dist.default_pg_timeout).total_seconds()
     members = tuple(ranks) or tuple(range(size))
-    # The store may be older than this group, and serve groups of other ranks.
+    # The store may be older than this group, and may serve groups of other ranks: use a prefix.
     digest = hashlib.sha256(repr(members).encode()).hexdigest()[:16]
     group_store = signed_part(PrefixStore(f"mcr_plus/{digest}", store), rank, size, seconds)
     job_ranks = _ranks_in_job(Group(name, members, rank), group_store, seconds)
@@ -182,7 +182,7 @@ def communicator_of(
 
 
 def alone(timeout: timedelta | None, options: object) -> Communicator:
-    """Begin a job of this process alone, for torch's first group, which is to be reconfigured.
+    """Start a job of only this process, for a first group of torch that will be reconfigured.
 
     Raises `Unsupported` if the process has a job.
     """
@@ -190,7 +190,7 @@ def alone(timeout: timedelta | None, options: object) -> Communicator:
 
 
 def begin(store: Store, rank: int, size: int, timeout: timedelta, options: object) -> Communicator:
-    """Begin a job for torch's first group; collective over its ranks. `store`: a new one.
+    """Start a job for torch's first group; collective over its ranks. `store`: a new store.
 
     Raises `Unsupported` if the process has a job.
     """
@@ -206,11 +206,11 @@ def begin(store: Store, rank: int, size: int, timeout: timedelta, options: objec
 
 
 def _ranks_in_job(group: Group, store: Store, timeout: float) -> tuple[int, ...] | None:
-    """The ranks of a group in the running job, or None without a job; collective over the group.
+    """Return the job ranks of a group, or None without a job; collective over the group.
 
-    `group`: with the ranks of torch.distributed.
+    `group`: a group in the numbering of torch.distributed.
 
-    Raises `Unsupported` on all ranks if only some are in a job: they would wait for each other.
+    Raises `Unsupported` on all ranks if only some ranks are in a job: they would wait for each other.
     """
     running, own, members = job.runtime, None, group.ranks
     if running is not None and not running.closed:
@@ -252,7 +252,7 @@ def _load(options: Any) -> Config:
 
 
 def _checked(options: Any, running: Runtime, world: World) -> Config:
-    """The checked configuration of one group in a running job, equal on its ranks. `world`: the group's."""
+    """Return the checked configuration of a group in a running job, equal on its ranks."""
 
     def load() -> Config:
         config = _load(options)
@@ -265,7 +265,7 @@ def _checked(options: Any, running: Runtime, world: World) -> Config:
 
 
 def _check_inside(config: Config, running: Runtime) -> None:
-    """Raise `ConfigError` for job-wide settings that differ from those of the job."""
+    """Raise `ConfigError` for job-wide settings that differ from the job's settings."""
     known, elsewhere = running.libraries.names, "in the configuration of init_process_group too"
     foreign = [name for name in config.backends or () if name not in known]
     if foreign:

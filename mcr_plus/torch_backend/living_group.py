@@ -1,8 +1,8 @@
-"""The life of a process group: its end, its errors, and other ranks in its place, with the meaning of c10d.
+"""Life cycle of a process group: its end, its errors, and changes of its ranks, as c10d defines them.
 
-The first group of the backend is the job's world. When that is shrunk or reconfigured, another job takes its
-place, and the groups inside the old one raise `Revoked`. Other groups can be shrunk, but not reconfigured: a
-process has one job.
+The first group of the backend is the job's world. When it is shrunk or reconfigured, a new job replaces the
+old job, and other groups of the old job raise `Revoked`. Other groups can be shrunk, but not reconfigured,
+because a process has one job.
 """
 
 # pyright: reportIncompatibleMethodOverride=false, reportIncompatibleVariableOverride=false
@@ -50,9 +50,9 @@ _log = logging.getLogger("mcr_plus")
 
 @untraced
 class LivingGroup(HookableGroup):
-    """What `McrProcessGroup` has besides its operations.
+    """Life cycle of `McrProcessGroup`, without its operations.
 
-    A group is left as by `abort` when it and all of its handles have been garbage-collected.
+    When a group and all its handles have been garbage-collected, it is left as by `abort`.
     """
 
     _membership: Membership
@@ -66,13 +66,13 @@ class LivingGroup(HookableGroup):
         self._owner = 0
         self._destroyed = False
         self._communicator: Communicator | None = None
-        self._runtime: Runtime | None = None  # of the communicator, also after the end of that
-        self._failure: BaseException | None = None  # of the last communicator
+        self._runtime: Runtime | None = None  # runtime of the communicator, kept after the communicator's end
+        self._failure: BaseException | None = None  # error of the last communicator
         self._name = self._desc = ""
 
     @property
     def communicator(self) -> Communicator:
-        """The group's `mcr_plus.Communicator`, whose calls take codecs, tags and backends."""
+        """The group's `mcr_plus.Communicator`; its calls take codecs, tags and backends."""
         if self._destroyed:
             raise NotInitialized(f"process group '{self._name}' has been destroyed")
         if self._communicator is None:
@@ -82,7 +82,7 @@ class LivingGroup(HookableGroup):
 
     @property
     def is_destroyed(self) -> bool:
-        """Whether it has no use any more, unless `reconfigure` follows."""
+        """True if the group cannot be used any more, unless `reconfigure` follows."""
         return self._destroyed
 
     def _enter(self, communicator: Communicator) -> None:
@@ -95,7 +95,7 @@ class LivingGroup(HookableGroup):
         self._finalizer.atexit = False
 
     def detach(self) -> Communicator | None:
-        """Mark this group as destroyed, so that later calls raise; returns its communicator."""
+        """Mark this group as destroyed, so that later calls raise; return its communicator."""
         communicator, self._communicator, self._owner, self._destroyed = self._communicator, None, 0, True
         if self._finalizer is not None:
             self._finalizer.detach()
@@ -104,11 +104,11 @@ class LivingGroup(HookableGroup):
         return communicator
 
     def getRank(self) -> int:  # noqa: N802 - torch's name; its C++ code calls this
-        """This process's rank in the group; another one after `reconfigure`."""
+        """Return this process's rank in the group; `reconfigure` may change it."""
         return self._rank
 
     def getSize(self) -> int:  # noqa: N802 - torch's name; its C++ code calls this
-        """Number of ranks in the group; another one after `reconfigure`."""
+        """Return the number of ranks in the group; `reconfigure` may change it."""
         return self._size
 
     rank, size = getRank, getSize
@@ -116,16 +116,16 @@ class LivingGroup(HookableGroup):
     # -- the end ----------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """Wait for operations in flight, then leave the group, and the job with the last one."""
+        """Wait for operations in flight, then leave the group, and with the last group the job."""
         communicator = self.detach()
         if communicator is not None:
             try:
                 torch_job.leave(communicator)
-            except McrError as error:  # not raised, because torch would not remove the group then
+            except McrError as error:  # logged, not raised: else torch would not remove the group
                 _log.error("an operation that was never waited for has failed: %s", error)
 
     def abort(self) -> None:
-        """Leave the group, and the job with the last one, without waiting for operations or peers.
+        """Leave the group, and with the last group the job, without waiting for operations or peers.
 
         `reconfigure` may follow, if this is the first group.
         """
@@ -134,10 +134,10 @@ class LivingGroup(HookableGroup):
             torch_job.leave(communicator, clean=False)
 
     def get_error(self) -> Any:
-        """Why the group is of no use any more, as `ErrorType`: SUCCESS while it is, and after `abort`.
+        """Return why the group cannot be used any more, as `ErrorType`; SUCCESS if it can, and after `abort`.
 
-        TIMEOUT for a deadline that has passed, REMOTE_ERROR for a lost rank, and COMM_ERROR for anything
-        else. Raises `Unsupported` where torch has no `ErrorType` (before 2.7).
+        TIMEOUT means a deadline has passed, REMOTE_ERROR a rank was lost, COMM_ERROR anything else. Raises
+        `Unsupported` if torch has no `ErrorType` (before 2.7).
         """
         kinds = getattr(bindings, "ErrorType", None)
         if kinds is None:
@@ -151,20 +151,20 @@ class LivingGroup(HookableGroup):
 
     @property
     def place(self) -> str:
-        """A name of the job that is new with each change of its ranks, and the same on all of them."""
+        """Name of the job, equal on all its ranks; it changes with each change of the ranks."""
         assert self._runtime is not None
         roster = self._runtime.roster
         return roster.place if roster is not None else ""
 
     @property
     def failure(self) -> BaseException | None:
-        """The error because of which the group cannot be used; None while it can, and after `abort`."""
+        """The error that made the group unusable; None while the group can be used, and after `abort`."""
         return self._failure if self._communicator is None else self._communicator.state.failure
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the deadline of operations, those in flight included, and of the next `reconfigure`.
+        """Set the deadline of operations, also of operations in flight, and of the next `reconfigure`.
 
-        Raises `InvalidArgument` if it is not positive.
+        Raises `InvalidArgument` if `timeout` is not positive.
         """
         seconds = timeout.total_seconds()
         if seconds <= 0:
@@ -188,14 +188,14 @@ class LivingGroup(HookableGroup):
         group_desc: str | None = None,
         device_types: object = None,  # noqa: ARG002 - the group serves all devices
     ) -> LivingGroup | None:
-        """Make a group of some ranks of this one, in the order given; None on other ranks.
+        """Make a group of some ranks of this group, in the given order; return None on other ranks.
 
-        Collective over `new_ranks`; others need not call it. The new group has the pipeline of this one, and
-        its timeout if `timeout` is None.
+        Collective over `new_ranks`; other ranks need not call it. The new group has the pipeline of this
+        group, and its timeout if `timeout` is None.
 
         Raises:
-            InvalidArgument: `new_ranks` is empty, names a rank twice, or one that is not in the group.
-            Unsupported: `opts` is a pipeline, which `new_group` takes.
+            InvalidArgument: `new_ranks` is empty, names a rank twice, or names a rank outside the group.
+            Unsupported: `opts` is a pipeline; use `new_group` for another pipeline.
         """
         ranks = list(new_ranks)
         if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(self._size)):
@@ -227,23 +227,24 @@ class LivingGroup(HookableGroup):
         shrink_flags: int = SHRINK_DEFAULT,
         opts_override: object = None,
     ) -> LivingGroup:
-        """Make a group without some ranks, dead or alive; collective over the others.
+        """Make a group without some ranks, dead or alive; collective over the remaining ranks.
 
-        The others keep their order. This group is of no use afterwards; the caller destroys it.
+        The remaining ranks keep their order. This group cannot be used afterwards; the caller destroys it.
 
         Args:
-            ranks_to_exclude: ranks of this group, which do not call this.
-            shrink_flags: SHRINK_DEFAULT waits for operations in flight before, unless the group has failed;
-                SHRINK_ABORT does not.
-            opts_override: None; the new group has the pipeline of this one.
+            ranks_to_exclude: ranks of this group; they do not call `shrink`.
+            shrink_flags: SHRINK_DEFAULT first waits for operations in flight, unless the group has failed;
+                SHRINK_ABORT does not wait.
+            opts_override: None; the new group has the pipeline of this group.
 
         Raises:
             Unsupported: `opts_override` is something else.
-            InvalidArgument: `ranks_to_exclude` are no ranks of the group, are all of them, or have called it.
-            CommTimeout: a rank that is not excluded has not called it in time. As with the next error, the
-                group stays as it is, and all may call it again.
+            InvalidArgument: `ranks_to_exclude` are not ranks of the group, are all its ranks, or have called
+                `shrink`.
+            CommTimeout: a remaining rank has not called `shrink` in time. As with the next error, the group
+                stays unchanged, and all ranks may call `shrink` again.
             BackendError: another rank has been lost as well.
-            Revoked: the others have excluded this rank.
+            Revoked: the other ranks have excluded this rank.
             LaunchError: the job's store does not answer.
         """
         excluded = sorted(set(ranks_to_exclude))
@@ -278,25 +279,25 @@ class LivingGroup(HookableGroup):
 
     @classmethod
     def over(cls, store: Store, communicator: Communicator) -> LivingGroup:
-        """A group of this class with a communicator that is open already."""
+        """Return a group of this class over an open communicator."""
         return cls(store, communicator.rank, communicator.size, lambda: communicator)
 
     def get_reconfigure_handle(self) -> str:
-        """A text by which `reconfigure` finds this process, until that has succeeded; also after `abort`.
+        """Return a text that identifies this process, also after `abort`, until `reconfigure` succeeds.
 
-        Raises `Unsupported` for a group that is not the first one.
+        Raises `Unsupported` unless this is the first group.
         """
         return reconfiguring.handle(self._world())
 
     def reconfigure(self, opts: Any) -> dist.Work:
-        """Make a world of the processes that `opts.handles` name, in place of this group's; collective.
+        """Replace the world of this group by the processes named in `opts.handles`; collective.
 
-        `opts`: torch's `ReconfigureOptions` (from 2.14 on), or anything with `uuid`, new for each attempt,
-        `handles`, and perhaps `timeout`. Handles in a list are in the order of the ranks; those in a set are
-        ordered by the group. Rank and size of the group change; `hints` have no meaning here.
+        `opts`: torch's `ReconfigureOptions` (from 2.14 on), or any object with `uuid`, new for each attempt,
+        `handles`, and optionally `timeout`. A list of handles is in rank order; a set is sorted. Rank and
+        size of the group change; `hints` are ignored.
 
-        Returns a handle that is complete. Raises `Unsupported` for a group that is not the first one, and
-        otherwise as `mcr_plus.reconfigure` does.
+        Returns a complete handle. Raises `Unsupported` unless this is the first group, and otherwise the
+        errors of `mcr_plus.reconfigure`.
         """
         runtime = self._world()
         handles, timeout = opts.handles, getattr(opts, "timeout", None)
@@ -313,7 +314,7 @@ class LivingGroup(HookableGroup):
         return DONE
 
     def _world(self) -> Runtime:
-        """The job, whose world this group is; opens the group if it is not yet."""
+        """Return the job that has this group as its world; open the group first if needed."""
         if self._communicator is None and not self._destroyed:
             assert self.communicator
         runtime = self._runtime

@@ -1,21 +1,20 @@
-"""The backend `mcr` of torch.distributed: programs use the pipeline by changing the backend's name.
+"""Backend `mcr` of torch.distributed: programs use the pipeline by changing the backend's name.
 
     torch.distributed.init_process_group("mcr")
 
 The process group is a Python class over a `Communicator`: `torch.distributed` uses a subclass of
-`ProcessGroup` as it is, without a wrapper. All of c10d's calls on a group arrive here: from Python through
-every method below, from C++ (DDP's reducer, functional collectives) through those that torch's trampoline
-overrides.
+`ProcessGroup` directly, without a wrapper. All calls of c10d on a group arrive here: calls from Python
+through every method below, calls from C++ (DDP's reducer, functional collectives) through the methods
+overridden by torch's trampoline.
 
-The first group joins an mcr_plus job over torch's store, to which `mcr.record()`, `mcr.world()` and the
-others then refer. Later groups are groups of that job. A job that `mcr.init` has joined before is used as it
-is.
+The first group joins an mcr_plus job over torch's store; `mcr.record()`, `mcr.world()` and the like then
+refer to this job. Later groups are groups of the job. If `mcr.init` has joined a job before, that job is
+used.
 
-Long because a process group has one method for each operation.
+Long because a process group has one method per operation.
 """
 
-# The stubs of ProcessGroup are overloaded, and their argument names differ from those of the callers, which
-# pass arguments by position.
+# The stubs of ProcessGroup are overloaded, with other argument names; callers pass arguments by position.
 # pyright: reportIncompatibleMethodOverride=false, reportIncompatibleVariableOverride=false
 
 from __future__ import annotations
@@ -64,17 +63,16 @@ from mcr_plus.torch_backend.work import DONE, TorchWork, joint, untraced
 Options = str | Path | Mapping[str, Any]
 """Type of `pg_options`: the path of a pipeline's YAML file, or a mapping of the same form."""
 
-_RETAINED_WORKS: Final = 8  # DDP starts at most four while it uses the first
+_RETAINED_WORKS: Final = 8  # DDP starts at most four works while it uses the first
 
 
 @untraced
 class McrProcessGroup(LivingGroup):
-    """A process group whose operations run through a communicator's pipeline.
+    """Process group whose operations run through a communicator's pipeline.
 
-    Methods are those of `torch.distributed.ProcessGroup`, arguments in torch's order: lists of one tensor,
-    or of one list of tensors, and options with op, root and `asyncOp`. Ranks in arguments are group ranks.
-    An unsupported operation raises `Unsupported` (a `RuntimeError`) on every rank alike, before anything is
-    sent.
+    Methods and argument order are the same as in `torch.distributed.ProcessGroup`: lists of one tensor, or of
+    one list of tensors, and options with op, root and `asyncOp`. Ranks in arguments are group ranks. An
+    unsupported operation raises `Unsupported` (a `RuntimeError`) on every rank, before anything is sent.
 
     Any thread may issue operations, one at a time, in an order that is the same on all ranks.
     """
@@ -82,7 +80,7 @@ class McrProcessGroup(LivingGroup):
     def __init__(self, store: Store, rank: int, size: int, open_group: Callable[[], Communicator]) -> None:
         super().__init__(store, rank, size, open_group)
         self._lock = threading.RLock()
-        # Separate, because a collective of another thread may wait for a message.
+        # A separate lock, because a collective of another thread may wait for a message.
         self._messages_lock = threading.RLock()
         self._batch: list[dist.Work] | None = None
         self._scalar_works = deque[dist.Work](maxlen=_RETAINED_WORKS)
@@ -90,10 +88,10 @@ class McrProcessGroup(LivingGroup):
 
     @staticmethod
     def begin(store: Store, rank: int, size: int, timeout: timedelta, config: object) -> McrProcessGroup:
-        """A group outside of torch's registry, for whose ranks a new job begins; collective over them.
+        """Start a new job and return its group, outside torch's registry; collective over the ranks.
 
-        `store`: a new one, which all of them reach. Raises `Unsupported` if this process has a job, and
-        otherwise as `create` does.
+        `store`: a new store that all ranks reach. Raises `Unsupported` if this process has a job, and
+        otherwise the errors of `create`.
         """
         group = McrProcessGroup(store, rank, size, lambda: begin(store, rank, size, timeout, config))
         assert group.communicator
@@ -114,11 +112,11 @@ class McrProcessGroup(LivingGroup):
         self._desc = desc
 
     def getGroupName(self) -> str:  # noqa: N802 - torch's name
-        """The group's name in torch's registry."""
+        """Return the group's name in torch's registry."""
         return self._name
 
     def getGroupDesc(self) -> str:  # noqa: N802 - torch's name
-        """The group's description."""
+        """Return the group's description."""
         return self._desc
 
     setGroupName, setGroupDesc = _set_group_name, _set_group_desc  # noqa: N815 - torch's names
@@ -130,7 +128,7 @@ class McrProcessGroup(LivingGroup):
         return [torch.device(kind) for kind in device_types() if kind != "cuda" or torch.cuda.is_available()]
 
     def get_backend(self, device: object) -> Any:  # noqa: ARG002 - one for all
-        """The group itself, which is also the `Backend` object of every device."""
+        """Return the group itself: it is also the `Backend` object of every device."""
         return self
 
     _get_backend = get_backend
@@ -144,20 +142,20 @@ class McrProcessGroup(LivingGroup):
         self.communicator.flush()
 
     def _set_sequence_number_for_group(self) -> None:
-        """Does nothing: the runtime numbers the operations."""
+        """Do nothing: the runtime numbers the operations."""
 
     def _get_sequence_number_for_group(self) -> int:
         return self.communicator.state.sequence
 
     def get_group_store(self) -> Store:
-        """The store that torch gave to the group."""
+        """Return the store that torch gave to the group."""
         return self._store
 
     def all_reduces_with(self, tensor: torch.Tensor, **keywords: Any) -> None:
-        """Set keywords of `Communicator.all_reduce` for later all_reduces of `tensor`, this very object.
+        """Set keywords of `Communicator.all_reduce` for later all_reduces of this `tensor` object.
 
-        Also `called`: see `Signature.call`. For callers inside torch, which cannot pass them. The group holds
-        a weak reference to the tensor.
+        `called` is allowed too: see `Signature.call`. For callers inside torch, which cannot pass keywords.
+        The group holds a weak reference to the tensor.
         """
         if self._keywords is None:
             self._keywords = WeakIdKeyDictionary()
@@ -168,7 +166,7 @@ class McrProcessGroup(LivingGroup):
     def allreduce(self, tensors: Any, opts: Any = None, *_: object, op: Any = None) -> dist.Work:  # type: ignore[override]
         """Reduce a tensor over all ranks, in place."""
         (tensor,) = tensors if isinstance(tensors, (list, tuple)) else (tensors,)
-        # The usual case is inlined: this is the hot path.
+        # The common case is written inline: this is the hot path.
         factor = None
         try:
             name, async_op = TORCH_REDUCE_OPS[hash(opts.reduceOp)], opts.asyncOp
@@ -177,12 +175,12 @@ class McrProcessGroup(LivingGroup):
         if tensor.is_sparse:
             return self._sparse_all_reduce(tensor, name, factor, async_op)
         is_scalar = tensor.numel() == 1
-        # Not `_call`: another function or context manager would dominate the overhead of this method.
+        # Not `_call`: an extra function or context manager would dominate the overhead of this method.
         with Profiled(self._lock, "all_reduce", [tensor], self) if _profiler_enabled() else self._lock:
             group: Any = self._communicator if get_ident() == self._owner else self._group()
             if factor is not None:
                 scale(tensor, factor)
-            # Asynchronous for one element on all ranks: in DDP's `join`, only ranks without data wait.
+            # One element is always asynchronous: in DDP's `join`, only ranks without data wait for it.
             if self._keywords is None:
                 work = group.all_reduce(tensor, name, async_op or is_scalar)
             else:
@@ -193,7 +191,7 @@ class McrProcessGroup(LivingGroup):
         return self._scalar_handle(work, tensor, async_op) if is_scalar else self._started(work, [tensor])
 
     def _scalar_handle(self, work: Work | None, tensor: torch.Tensor, async_op: bool) -> dist.Work:
-        """The handle for one element, retained here: DDP passes it to C++, which holds no Python object."""
+        """Return the handle for one element, kept alive here: C++ code of DDP holds no Python object."""
         handle = self._started(work, [tensor])
         self._scalar_works.append(handle)
         if async_op:
@@ -204,9 +202,9 @@ class McrProcessGroup(LivingGroup):
     allreduce_sparse = allreduce  # the name of a backend's
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
-        """Reduce tensors of any dtypes over all ranks as few operations."""
+        """Reduce tensors of any dtypes over all ranks in few operations."""
         if len(tensors) == 1:
-            return McrProcessGroup.allreduce(self, tensors, opts)  # not with hooks again
+            return McrProcessGroup.allreduce(self, tensors, opts)  # without calling the hooks again
         op, factor, _ = reduction_of(opts)
         with self._call("all_reduce_coalesced", *tensors):
             group = self._group()
@@ -218,7 +216,7 @@ class McrProcessGroup(LivingGroup):
     def reduce(  # type: ignore[override]
         self, tensors: Any, opts: Any = None, op: Any = None, *_: object, root: Any = None
     ) -> dist.Work:
-        """Reduce a tensor over all ranks into the root's."""
+        """Reduce a tensor over all ranks into the root's tensor."""
         (tensor,) = tensors if isinstance(tensors, (list, tuple)) else (tensors,)
         root_rank, async_op = rooted(opts, root)
         name, factor, _async = reduction_of(op if hasattr(opts, "__index__") or opts is None else opts)
@@ -234,7 +232,7 @@ class McrProcessGroup(LivingGroup):
     def reduce_scatter(  # type: ignore[override]
         self, outputs: Any, inputs: Any, opts: Any = None, *_: object, op: Any = None
     ) -> dist.Work:
-        """Reduce a list of tensors, one per rank, and keep this rank's; their sizes may differ."""
+        """Reduce a list of tensors, one per rank, and keep this rank's tensor; sizes may differ."""
         nested = isinstance(outputs, (list, tuple))
         (output,), (parts,) = (outputs, inputs) if nested else ([outputs], [inputs])
         name, factor, async_op = reduction_of(opts if op is None else op)
@@ -251,7 +249,7 @@ class McrProcessGroup(LivingGroup):
     ) -> dist.Work:
         """Reduce a tensor of one block per rank, and keep this rank's block.
 
-        `keywords`: of `Communicator.reduce_scatter_tensor`, and `called`: see `Signature.call`.
+        `keywords`: keywords of `Communicator.reduce_scatter_tensor`, and `called`: see `Signature.call`.
         """
         op, factor, async_op = reduction_of(opts)
         (source,) = scaled([input], factor)
@@ -265,9 +263,9 @@ class McrProcessGroup(LivingGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> dist.Work:
-        """`reduce_scatter_single` of several tensors as few operations.
+        """Run `reduce_scatter_single` on several tensors in few operations.
 
-        Functional collectives, and DTensors with them, come here with one tensor, which needs no buffer.
+        Functional collectives, and so DTensors, call it with one tensor; one tensor needs no buffer.
         """
         if len(inputs) == 1:
             return McrProcessGroup.reduce_scatter_single(self, outputs[0], inputs[0], opts)
@@ -282,7 +280,7 @@ class McrProcessGroup(LivingGroup):
     def _sparse_all_reduce(
         self, tensor: torch.Tensor, op: ReduceOp, factor: Any, async_op: bool
     ) -> dist.Work:
-        """Sum of sparse tensors: all ranks' indices and values are gathered, and equal indices added up."""
+        """Sum sparse tensors: gather all ranks' indices and values, and add values of equal indices."""
         if op not in ("SUM", "AVG") or factor is not None or tensor.layout != torch.sparse_coo:
             name = op if factor is None else "PREMUL_SUM"
             raise Unsupported(f"all_reduce of sparse tensors: {name}; only SUM and AVG of COO tensors")
@@ -314,7 +312,7 @@ class McrProcessGroup(LivingGroup):
         return DONE if work is None else self._started(work, [tensor])
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        """Gather every rank's tensor on every rank, as a list; their sizes may differ."""
+        """Gather every rank's tensor on every rank, as a list; sizes may differ."""
         nested = isinstance(inputs, (list, tuple))
         (parts,), (tensor,) = (outputs, inputs) if nested else ([outputs], [inputs])
         with self._call("all_gather", tensor):
@@ -327,7 +325,7 @@ class McrProcessGroup(LivingGroup):
     def all_gather_single(self, output: Any, input: Any, opts: Any = None, **keywords: Any) -> dist.Work:
         """Gather every rank's tensor on every rank, as one tensor.
 
-        `keywords`: of `Communicator.all_gather_into_tensor`.
+        `keywords`: keywords of `Communicator.all_gather_into_tensor`.
         """
         with self._call("all_gather_into_tensor", input):
             async_op = getattr(opts, "asyncOp", True)
@@ -342,7 +340,7 @@ class McrProcessGroup(LivingGroup):
         inputs: list[torch.Tensor],
         opts: Any = None,
     ) -> dist.Work:
-        """`all_gather_single` of several tensors as few operations; of one as of `reduce_scatter_single`."""
+        """Run `all_gather_single` on several tensors in few operations; a single tensor needs no buffer."""
         if len(inputs) == 1:
             return McrProcessGroup.all_gather_single(self, outputs[0], inputs[0], opts)
         with self._call("all_gather_coalesced", *inputs):
@@ -354,7 +352,7 @@ class McrProcessGroup(LivingGroup):
     def allgather_coalesced(
         self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
     ) -> dist.Work:
-        """`allgather` of several tensors: `output_lists[rank][index]`."""
+        """Run `allgather` on several tensors; the result of each is `output_lists[rank][index]`."""
         calls = zip(zip(*output_lists, strict=True), inputs, strict=True)
         works = [McrProcessGroup.allgather(self, [list(parts)], [tensor], opts) for parts, tensor in calls]
         return joint(works, [part for parts in output_lists for part in parts])
@@ -371,7 +369,7 @@ class McrProcessGroup(LivingGroup):
         return DONE if work is None else self._started(work, outputs)
 
     def gather_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
-        """Gather every rank's tensor on the root, as one tensor, which other ranks need not have."""
+        """Gather every rank's tensor on the root, as one tensor; other ranks need no output."""
         root_rank, async_op = rooted(opts, None)
         is_root = self.rank() == root_rank
         with self._call("gather", input):
@@ -383,7 +381,7 @@ class McrProcessGroup(LivingGroup):
     gather_into_tensor = gather_single
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *_: object, root: Any = None) -> dist.Work:  # type: ignore[override]
-        """Send every rank its tensor of the root's list."""
+        """Send each rank its tensor from the root's list."""
         nested = isinstance(outputs, (list, tuple))
         (tensor,), lists = (outputs, inputs) if nested else ([outputs], [inputs])
         root_rank, async_op = rooted(opts, root)
@@ -402,7 +400,7 @@ class McrProcessGroup(LivingGroup):
     def all_to_all_single(
         self, output: Any, input: Any, output_sizes: Any, input_sizes: Any, opts: Any = None
     ) -> dist.Work:
-        """`alltoall` of blocks of one tensor, of equal sizes unless rows per rank are given."""
+        """Exchange blocks of one tensor between all ranks, equal unless rows per rank are given."""
         with self._call("all_to_all_single", input):
             work = self._group().all_to_all_single(
                 output, input, output_sizes or None, input_sizes or None, getattr(opts, "asyncOp", True)
@@ -430,7 +428,7 @@ class McrProcessGroup(LivingGroup):
         return self._started(work, tensors)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
-        """Start to receive a tensor from whichever rank of the group sends first."""
+        """Start to receive a tensor from the first rank of the group that sends."""
         (tensor,) = tensors
         with self._call("recv", tensor):
             work = self.communicator.irecv(tensor, None, tag)
@@ -451,7 +449,7 @@ class McrProcessGroup(LivingGroup):
         timeout: timedelta | None = None,
         wait_all_ranks: bool = False,  # noqa: ARG002 - the error always names all missing ranks
     ) -> None:
-        """Wait for all ranks; raises `CommTimeout` with the missing ranks, in gloo's words."""
+        """Wait for all ranks. Raises `CommTimeout` with the missing ranks, worded like gloo's error."""
         with self._call("monitored_barrier"):
             group = self._group()
             work = group.barrier(async_op=True)
@@ -480,17 +478,17 @@ class McrProcessGroup(LivingGroup):
     # -- inside -----------------------------------------------------------------------------------
 
     def _call(self, operation: str, *tensors: torch.Tensor) -> AbstractContextManager[object]:
-        """The lock for one call; with torch's profiler on, also a range with its arguments."""
+        """Return the lock for one call; with torch's profiler on, it also records a range."""
         lock = self._messages_lock if operation in MESSAGES else self._lock
         return Profiled(lock, operation, tensors, self) if _profiler_enabled() else lock
 
     def _group(self) -> Communicator:
-        """The communicator, with the calling thread as its owner."""
+        """Return the communicator, with the calling thread as its owner."""
         group = self._communicator
         if group is None:
             group = self.communicator
         caller = threading.get_ident()
-        # While one of autograd's threads (a _DummyThread) runs, its caller waits and stays the owner.
+        # While a thread of autograd (a _DummyThread) runs, its caller waits and stays the owner.
         if caller != self._owner and not isinstance(threading.current_thread(), threading._DummyThread):
             group.take_over()
             self._owner = caller
@@ -507,7 +505,7 @@ class McrProcessGroup(LivingGroup):
         return handle
 
     def _finished(self, result: Any) -> dist.Work:
-        """The handle of an operation that is already complete."""
+        """Return the handle of an operation that is already complete."""
         return self._started(JointWork([], "done", nbytes=0), result)
 
 
@@ -519,7 +517,7 @@ def _issue(
     called: str | None = None,
     **keywords: Any,
 ) -> Work | None:
-    """Issue an operation of a communicator. `called`: what ranks compare beside it."""
+    """Issue an operation of a communicator. `called`: a text that ranks compare with the operation."""
     if called is None:
         return getattr(group, kind)(*arguments, async_op, **keywords)  # type: ignore[no-any-return]
     call = BUILDERS[kind](group.opened.group, *arguments)._replace(called=called)
@@ -528,7 +526,7 @@ def _issue(
 
 
 def _called_from_cpp() -> bool:
-    """Whether C++ code has called the group: the code of a Python caller names the group's method."""
+    """Return True if C++ code called the group: the code of a Python caller names the group's method."""
     frame: FrameType | None = sys._getframe(1)
     method = ""
     while frame is not None and frame.f_code.co_filename == __file__:
@@ -538,14 +536,14 @@ def _called_from_cpp() -> bool:
 
 @cache
 def _names_of(method: str) -> frozenset[str]:
-    """All names of a method, which may have some of other versions of torch."""
+    """Return all names of a method, including its names in other versions of torch."""
     methods = vars(McrProcessGroup).items()
     return frozenset(name for name, value in methods if getattr(value, "__name__", "") == method)
 
 
 @untraced
 class _AsGloo(McrProcessGroup):
-    """The same under the name `gloo`, for unmodified programs; with the constructor of ProcessGroupGloo."""
+    """Process group named `gloo`, for unmodified programs, with the constructor of ProcessGroupGloo."""
 
     def __init__(
         self,
@@ -555,11 +553,11 @@ class _AsGloo(McrProcessGroup):
         timeout: timedelta | None = None,
         enable_reconfigure: bool = False,
     ) -> None:
-        # Torch sets these after the constructor and before it uses the group.
+        # Torch sets these fields after the constructor and before it uses the group.
         options = SimpleNamespace(global_ranks_in_group=[], group_name="", _timeout=timeout)
         self.options: Any = options
 
-        def open_group() -> Communicator:  # no reference to self: the cycle would delay its collection
+        def open_group() -> Communicator:  # no reference to self: a cycle would delay garbage collection
             if enable_reconfigure:
                 return alone(timeout, None)
             ranks, name = options.global_ranks_in_group, options.group_name
@@ -575,22 +573,22 @@ class _AsGloo(McrProcessGroup):
         return group
 
     def name(self) -> str:
-        """The name `gloo`."""
+        """Return the name `gloo`."""
         return "gloo"
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        """The name for C++, which would expect a ProcessGroupGloo under the name `gloo`."""
+        """Return the name for C++ code, which would expect a ProcessGroupGloo under the name `gloo`."""
         return NAME
 
     def _set_sequence_number_for_group(self) -> None:
-        assert self.communicator  # opens it: torch has set the group's ranks by now
+        assert self.communicator  # opens the group: torch has set its ranks by now
 
 
 def create(options: Any, pg_options: object = None) -> McrProcessGroup:
     """Create a process group of the backend `mcr`; called by torch.
 
-    `options`: torch's `_DistributedBackendOptions`. `pg_options`: an `Options`, None for the file that
-    MCR_CONFIG names, or if that is unset for all available backends.
+    `options`: torch's `_DistributedBackendOptions`. `pg_options`: an `Options`; None uses the file named by
+    MCR_CONFIG, or all available backends if it is unset.
 
     Raises:
         ConfigError: the configuration is wrong, or differs between ranks.
@@ -605,7 +603,7 @@ def create(options: Any, pg_options: object = None) -> McrProcessGroup:
         return communicator_of(store, rank, size, timeout, ranks, name, pg_options)
 
     group = McrProcessGroup(store, rank, size, open_group)
-    assert group.communicator  # opens it now, on all ranks, and not at the first use
+    assert group.communicator  # opens the group now, on all ranks, not at its first use
     return group
 
 
@@ -615,7 +613,7 @@ def masquerade() -> None:
 
 
 def _end_as_torch_does(function: str, method: str) -> None:
-    """Let a function of torch 2.6 that ends groups of NCCL alone end those of this backend, too.
+    """Make a function of torch 2.6 that ends only NCCL groups end groups of this backend, too.
 
     Later versions call the method of any group.
     """

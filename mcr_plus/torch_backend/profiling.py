@@ -1,7 +1,8 @@
-"""Ranges of operations in torch's profiler, with the arguments that torch's own libraries give theirs.
+"""Ranges of operations in torch's profiler, with the same arguments as torch's own libraries.
 
-Torch's `record_param_comms` takes them from an object of C++, which Python cannot make. They are keywords of
-the range `mcr:<operation>` instead, under the same names, so that HolisticTraceAnalysis and others find them.
+Torch's `record_param_comms` takes the arguments from a C++ object that Python cannot create. Here they are
+keywords of the range `mcr:<operation>`, under the same names, so that HolisticTraceAnalysis and other tools
+find them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from mcr_plus.torch_backend.arguments import NAME
 if TYPE_CHECKING:
     from mcr_plus.torch_backend.process_group import McrProcessGroup
 
-_MOST_RANKS: Final = 30  # in a list; torch truncates longer ones too
+_MOST_RANKS: Final = 30  # per list; torch truncates longer lists too
 _NCCL_NAMES: Final = {
     "all_reduce": "allreduce",
     "all_reduce_coalesced": "allreduce_coalesced",
@@ -29,7 +30,7 @@ _NCCL_NAMES: Final = {
     "reduce_scatter_coalesced": "reduce_scatter_tensor_coalesced",
     "all_to_all_single": "all_to_all",
 }
-"""Names of operations in torch's NCCL, where they are others than ours."""
+"""Names of operations in torch's NCCL that differ from ours."""
 _SCALAR_TYPES: Final = {
     torch.float64: "Double",
     torch.float32: "Float",
@@ -56,10 +57,10 @@ _KINDS: Final = {
 def arguments(
     operation: str, tensors: Sequence[torch.Tensor], ranks: Sequence[int], rank: int
 ) -> dict[str, Any]:
-    """The arguments of an operation on `tensors`, this rank's inputs, in a group of `ranks`.
+    """Return the arguments of an operation on `tensors`, this rank's inputs, in a group of `ranks`.
 
-    Of a scatter, whose inputs only one rank has, `tensors` is the output. Sizes are elements; those of an
-    uneven operation's output are counted as even. `rank`: of this process in the job.
+    For a scatter, `tensors` is the output, because only the root has inputs. Sizes are in elements; the
+    output size of an uneven operation is given as if even. `rank`: this process's rank in the job.
     """
     row = collective(_KINDS[operation])
     numel = sum(tensor.numel() for tensor in tensors)
@@ -85,7 +86,7 @@ def arguments(
 
 
 class Profiled:
-    """A lock with a range for torch's profiler."""
+    """Lock that also records a range in torch's profiler."""
 
     def __init__(
         self,

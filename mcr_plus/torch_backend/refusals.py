@@ -1,8 +1,8 @@
-"""Calls of c10d that groups of the backend `mcr` do not offer: queries say no, everything else is refused.
+"""Calls of c10d that the backend `mcr` does not offer: queries return False, other calls are refused.
 
-Torch would look for a C++ backend under the group, which a group in Python has not, and end in an error about
-that. A call that this file does not name and the group does not define is found by
-`tests/jobs/torch_backend/test_torch_names.py`.
+Otherwise torch would look for a C++ backend under the group, which a Python group does not have, and raise an
+error about that. `tests/jobs/torch_backend/test_torch_names.py` finds calls that neither this file nor the
+group defines.
 """
 
 # pyright: reportIncompatibleMethodOverride=false, reportIncompatibleVariableOverride=false
@@ -36,7 +36,7 @@ REFUSED: Final = {
     "suspend": "",
     "unregister_abort_hook": "; it has none",
 }
-"""Methods of torch's `ProcessGroup` and `Backend`, each with a hint for the end of the refusal."""
+"""Refused methods of torch's `ProcessGroup` and `Backend`, each with a hint for the error text."""
 
 
 def _refusal(name: str) -> Callable[..., NoReturn]:
@@ -48,7 +48,7 @@ def _refusal(name: str) -> Callable[..., NoReturn]:
 
 
 class RefusingGroup(ProcessGroup):
-    """A process group that refuses, in words of its own, what the backend does not offer."""
+    """Process group that refuses unsupported calls with clear errors."""
 
     supports_window = supports_abort_hooks = supports_completion_hooks = False
     supports_time_estimate = _supports_time_estimate = False
@@ -63,7 +63,7 @@ class RefusingGroup(ProcessGroup):
         return False
 
     def eager_connect_single_device(self, device: object) -> None:
-        """Do nothing: the group is connected when torch has made it."""
+        """Do nothing: the group is already connected when torch calls this."""
 
 
 for _name in REFUSED:

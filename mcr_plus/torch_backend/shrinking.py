@@ -1,4 +1,4 @@
-"""`torch.distributed.shrink_group` for groups of the backend `mcr`: torch's own refuses groups in Python."""
+"""`torch.distributed.shrink_group` for backend `mcr`, because torch's version refuses Python groups."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ def shrink_group(
     shrink_flags: int = SHRINK_DEFAULT,
     pg_options: object = None,
 ) -> ProcessGroup:
-    """Make a process group without some ranks, dead or alive; collective over the others.
+    """Make a process group without some ranks, dead or alive; collective over the remaining ranks.
 
-    As `torch.distributed.shrink_group` (torch 2.9), which calls this for groups of the backend `mcr`. The
-    others keep their order, and `group` is destroyed. If it is the default group, so are all others, and the
-    new one is the default group.
+    `torch.distributed.shrink_group` (torch 2.9) calls this for groups of the backend `mcr`. The remaining
+    ranks keep their order, and `group` is destroyed. If `group` is the default group, all other groups are
+    destroyed too, and the new group becomes the default group.
 
     Args:
-        ranks_to_exclude: ranks of `group`; they do not call this.
+        ranks_to_exclude: ranks of `group`; they do not call `shrink_group`.
         group: a process group of the backend `mcr`, None for the default group.
-        shrink_flags: 0 (`SHRINK_DEFAULT`) waits for operations in flight before, unless the group has
-            failed; 1 (`SHRINK_ABORT`) does not.
+        shrink_flags: 0 (`SHRINK_DEFAULT`) first waits for operations in flight, unless the group has failed;
+            1 (`SHRINK_ABORT`) does not wait.
         pg_options: None; the new group has the pipeline of `group`.
 
     Raises:
         TypeError: `ranks_to_exclude` is no list of ranks, or `group` is of another backend.
-        InvalidArgument: a rank is not in the group, is there twice, is this rank itself, or has called this;
-            nobody would be left, or nobody is excluded; the flags are unknown.
+        InvalidArgument: a rank is not in the group, is listed twice, is this rank itself, or has called
+            `shrink_group`; no rank would remain, or none is excluded; the flags are unknown.
         NotInitialized: `group` is None, and torch.distributed has no default group.
         Unsupported: `pg_options` are given.
-        CommTimeout: a rank that is not excluded has not called this in time. As with the next error, the
-            group stays as it is, and all may call this again.
+        CommTimeout: a remaining rank has not called `shrink_group` in time. As with the next error, the group
+            stays unchanged, and all ranks may call `shrink_group` again.
         BackendError: another rank has been lost as well.
-        Revoked: the others have excluded this rank.
+        Revoked: the other ranks have excluded this rank.
         LaunchError: torch's store does not answer.
 
     Example:
@@ -72,7 +72,7 @@ def shrink_group(
 
 
 def _registered(old: LivingGroup, excluded: list[int], new: LivingGroup) -> ProcessGroup:
-    """Let torch know of a group that takes the place of another one."""
+    """Register a group with torch in place of an old group."""
     backend, store = dist.get_backend(old), old.get_group_store()
     is_default = old is dist.group.WORLD
     ranks = [
@@ -91,7 +91,7 @@ def _registered(old: LivingGroup, excluded: list[int], new: LivingGroup) -> Proc
 
 
 def let_torch_shrink() -> None:
-    """Let `torch.distributed.shrink_group` shrink groups of this backend, too (torch 2.9 on)."""
+    """Make `torch.distributed.shrink_group` shrink groups of this backend, too (torch 2.9 on)."""
     usual = getattr(distributed_c10d, "_finalize_shrunk_group", None)
     if usual is None:
         return
@@ -106,7 +106,7 @@ def let_torch_shrink() -> None:
 
 
 def let_torch_split() -> None:
-    """Let torch make new groups of this backend anew: those written in Python are no source of a split."""
+    """Make torch create new groups of this backend from scratch, because it cannot split Python groups."""
     usual = distributed_c10d._get_split_source
 
     def source(pg: ProcessGroup, *requested: Any) -> Any:

@@ -1,8 +1,8 @@
-"""The process group of torchft over mcr_plus.
+"""Process group of torchft over mcr_plus.
 
-torchft says who belongs to the group, by `configure` or in versions from October 2026 on by `reconfigure`;
-each time a new job of mcr_plus begins. A rank that is lost in between makes operations fail within a second,
-instead of at the timeout. A process has one job, so groups inside a replica need another backend.
+torchft sets the members of the group by `configure`, or in versions from October 2026 on by `reconfigure`;
+each time a new job of mcr_plus starts. If a rank is lost in between, operations fail within a second instead
+of at the timeout. A process has one job, so groups inside a replica need another backend.
 """
 
 from __future__ import annotations
@@ -30,18 +30,17 @@ try:
 except ImportError as error:
     _missing = error
 
-# The words of gloo, by which programs know a lost peer and a deadline that has passed.
+# Error texts of gloo, by which programs recognise a lost peer and a passed deadline.
 _CLOSED: Final = "Connection closed by peer"
 _LATE: Final = "timed out after"
 
 
 class ProcessGroupMcr(_Wrapper):  # type: ignore[misc]
-    """A process group for torchft's `Manager` whose operations run through a pipeline of mcr_plus.
+    """Process group for torchft's `Manager` whose operations run through a pipeline of mcr_plus.
 
     Args:
-        timeout: how long ranks wait for each other when the group is configured, and the deadline of
-            operations.
-        config: path of a pipeline's YAML file, or a mapping of the same form; None for that of MCR_CONFIG.
+        timeout: the time that ranks wait for each other in `configure`, and the deadline of operations.
+        config: path of a pipeline's YAML file, or a mapping of the same form; None uses MCR_CONFIG.
 
     Raises `ImportError` without torchft.
     """
@@ -58,10 +57,10 @@ class ProcessGroupMcr(_Wrapper):  # type: ignore[misc]
         self._config = config
 
     def _create_pg(self, store: Store, rank: int, world_size: int) -> McrProcessGroup:
-        """Begin a job of the ranks that share the store; collective over them.
+        """Start a job of the ranks that share the store; collective over these ranks.
 
         Raises `Unsupported` if this process is in another job of mcr_plus, `ConfigError` if configurations
-        differ, and `LaunchError` if ranks do not come within the timeout, in the words of torch's stores.
+        differ, and `LaunchError`, worded like torch's store timeouts, if ranks do not connect in time.
         """
         try:
             return McrProcessGroup.begin(store, rank, world_size, self._timeout, self._config)
@@ -70,7 +69,7 @@ class ProcessGroupMcr(_Wrapper):  # type: ignore[misc]
             raise LaunchError(f"wait timeout after {milliseconds:.0f}ms: {error}") from error
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        """The name under which `register` registers the group."""
+        """Return the name under which `register` registers the group."""
         return "torchft-mcr"
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -80,13 +79,13 @@ class ProcessGroupMcr(_Wrapper):  # type: ignore[misc]
             self._pg.set_timeout(timeout)
 
     def shutdown(self) -> None:
-        """Leave the group without waiting for the others, which may go on."""
+        """Leave the group without waiting for the other ranks, which may continue."""
         group, self._pg = self._pg, None
         if group is not None:
             group.abort()
 
     def errored(self) -> Exception | None:
-        """The error because of which the group must be configured again; None if there is none."""
+        """Return the error that requires the group to be configured again, if any."""
         failure = None if self._pg is None else self._pg.failure
         if failure is None:
             return None
@@ -108,7 +107,7 @@ class ProcessGroupMcr(_Wrapper):  # type: ignore[misc]
 
 
 class _Work(dist.Work):
-    """A handle whose errors are in gloo's words."""
+    """Handle whose errors are worded like gloo's errors."""
 
     def __init__(self, work: dist.Work, group: ProcessGroupMcr) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-# The numbers of c10d's OpType, which Python does not see by their names.
+# Numbers of c10d's OpType; their names are not available in Python.
 _OP_TYPES: Final = {
     "broadcast": 0,
     "all_reduce": 1,
@@ -49,15 +49,15 @@ _COALESCED: Final = 17
 _UNKNOWN: Final = 100
 _NO_BACKWARD: Final = -1
 _HALVES: Final = (torch.float16, torch.bfloat16)
-_PAUSE_S: Final = 100e-6  # between polls of the thread that completes futures
+_PAUSE_S: Final = 100e-6  # pause between polls of the thread that completes futures
 _LEAST_S: Final = 1e-6  # the shortest bounded wait; for torch, zero means unbounded
-# Until the thread completes a future that the end of a backward pass should complete: the pass may have
-# raised, or wait for the future itself.
+# Delay before the thread completes a future that the end of a backward pass should complete: the pass
+# may have raised, or may itself wait for the future.
 _BACKWARD_S: Final = 1.0
 
 
 def untraced(kind: type[_T]) -> type[_T]:
-    """Exclude a class's methods and their callees from torch.compile: c10d calls them from C++.
+    """Exclude a class's methods and their callees from torch.compile, because c10d calls them from C++.
 
     Marks the methods without importing the compiler. No-op before torch 2.7, which has no such API.
     """
@@ -74,7 +74,7 @@ def untraced(kind: type[_T]) -> type[_T]:
 
 @untraced
 class _Done(dist.Work):
-    """The handle of all synchronous calls."""
+    """Handle shared by all synchronous calls."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002 - torch's signature
         return True
@@ -102,13 +102,13 @@ class _Done(dist.Work):
 DONE: Final = _Done()
 
 
-# Handles that C++ code uses. Before torch 2.7 it does not keep their Python objects, without which it waits
-# forever.
+# Handles used by C++ code. Before torch 2.7, C++ does not keep their Python objects alive, and waits
+# forever once these are gone.
 _used_by_cpp: Final[set[TorchWork]] = set()
 
 
 class Membership:
-    """A rank's membership in a group, alive while the process group or one of its handles is."""
+    """Membership of this rank in a group, kept alive by the process group and its handles."""
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
@@ -116,7 +116,7 @@ class Membership:
 
 @untraced
 class TorchWork(dist.Work):
-    """One of torch's handles over an `mcr_plus.Work`. `tensors` is the value of its future."""
+    """Handle of torch over an `mcr_plus.Work`. `tensors` is the value of its future."""
 
     def __init__(self, work: Work, tensors: Sequence[torch.Tensor], membership: Membership) -> None:
         super().__init__()
@@ -142,23 +142,23 @@ class TorchWork(dist.Work):
         self._work.wait()
 
     def is_completed(self) -> bool:
-        """Whether the operation has succeeded or failed."""
+        """Return True if the operation has succeeded or failed."""
         return self._work.is_completed()
 
     def is_success(self) -> bool:
-        """Whether the operation has succeeded."""
+        """Return True if the operation has succeeded."""
         return self._work.is_completed() and self._work.exception() is None
 
     def exception(self) -> BaseException | None:
-        """The error of the operation, if it failed."""
+        """Return the error of the operation, if it failed."""
         return self._work.exception()
 
     def result(self) -> list[torch.Tensor]:
-        """The output tensors."""
+        """Return the output tensors."""
         return self._tensors
 
     def source_rank(self) -> int:
-        """The group rank of the sender, after a completed receive from any source."""
+        """Return the group rank of the sender, after a completed receive from any source."""
         source = self._work.source_rank()
         return -1 if source is None else self._membership.communicator.ranks.index(source)
 
@@ -180,19 +180,20 @@ class TorchWork(dist.Work):
         return repr(self._work)
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the tensors.
+        """Return a future of the tensors.
 
-        Within a backward pass, autograd's thread completes it at the end of the pass, before DDP reads it;
-        otherwise a background thread completes it as soon as the operation is done. A failed operation makes
-        the backward pass raise: C++ would take the error in a Python future for a result.
+        Within a backward pass, autograd's thread completes the future at the end of the pass, before DDP
+        reads it; otherwise a background thread completes it as soon as the operation is done. A failed
+        operation makes the backward pass raise, because C++ would take the error in a Python future for a
+        result.
         """
-        _used_by_cpp.discard(self)  # the future refers to it
+        _used_by_cpp.discard(self)  # the future keeps the handle alive
         if self._future is None:
             self._future = _Future(self)
             done = self._work.is_completed()
             if torch._C._current_graph_task_id() != _NO_BACKWARD:
                 # Final callbacks run one after another, and DDP's callback for a static graph waits for
-                # futures that it creates itself: queue only those that graph nodes create.
+                # futures that it creates itself: queue only futures created by graph nodes.
                 if done or torch._C._current_autograd_node() is None:
                     self._future.complete_or_raise()
                 else:
@@ -212,21 +213,21 @@ class TorchWork(dist.Work):
 
 
 def _called_from_python() -> bool:
-    """Whether Python code called `get_future`: on a call from C++, the caller's frame is of other code."""
+    """Return True if Python code called `get_future`: the caller's frame names it, unlike on C++ calls."""
     try:
         return "get_future" in sys._getframe(2).f_code.co_names
-    except ValueError:  # no frame at all, in one of autograd's threads
+    except ValueError:  # no frame at all in a thread of autograd
         return False
 
 
 @cache
 def _script() -> Any:
-    """A TorchScript unit that makes futures whose value is a TensorList, as those of torch's own groups.
+    """Return a TorchScript unit that makes futures with a TensorList as value, as torch's own groups do.
 
     A result set from Python is an opaque Python object in C++: DDP accepts it, its hook FP16_COMPRESS does
-    not. A TorchScript future has the return type of its function; this one waits for a Python future without
-    blocking a thread. But one of torch's threads completes it, which on busy cores takes milliseconds to
-    wake: too long for float32, in which DDP itself reduces. Tensors on a device would lose their streams.
+    not. A TorchScript future has the return type of its function, and waits for a Python future without
+    blocking a thread. But a thread of torch completes it, and takes milliseconds to wake on busy cores: too
+    long for float32, in which DDP itself reduces. Tensors on a device would lose their streams.
     """
     return torch.jit.CompilationUnit("""
 def when(done: Future[int], tensors: List[Tensor]) -> List[Tensor]:
@@ -241,7 +242,7 @@ def typed(done: Future[int], tensors: List[Tensor]) -> Future[List[Tensor]]:
 
 @untraced
 class _Future(torch.futures.Future[Any]):
-    """A future that drives its operation's progress when Python waits for it."""
+    """Future that drives its operation's progress while Python waits for it."""
 
     def __init__(self, work: TorchWork) -> None:
         devices = {tensor.device for tensor in work.result() if not tensor.is_cpu}
@@ -251,7 +252,7 @@ class _Future(torch.futures.Future[Any]):
         self.completed = False
 
     def complete(self) -> None:
-        """Wait for the operation, and complete the future once."""
+        """Wait for the operation, and complete the future; later calls do nothing."""
         error: Exception | None = None
         try:
             self._work.wait()
@@ -267,12 +268,12 @@ class _Future(torch.futures.Future[Any]):
             self.set_exception(error)
 
     def complete_or_raise(self) -> None:
-        """As `complete`; raises the operation's error."""
+        """Complete the future as `complete` does, and raise the operation's error."""
         self._work.wait()
         self.complete()
 
     def poll(self) -> bool:
-        """Complete the future if the operation is done; returns whether it is."""
+        """Complete the future if the operation is done; return True if it is."""
         if not self._work.is_completed():
             return False
         self.complete()
@@ -294,13 +295,13 @@ class _Future(torch.futures.Future[Any]):
 
 
 def flat(tensors: Sequence[Any]) -> list[torch.Tensor]:
-    """The tensors of a sequence of tensors, or of lists of tensors."""
+    """Return the tensors of a sequence of tensors or lists of tensors."""
     lists = (item if isinstance(item, (list, tuple)) else [item] for item in tensors)
     return [tensor for part in lists for tensor in part]
 
 
 class _Completer:
-    """A background thread that completes pending futures in their order, each after its delay."""
+    """Background thread that completes pending futures in order, each after its delay."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -340,7 +341,7 @@ _completer: Final = _Completer()
 
 @untraced
 class _Joint(dist.Work):
-    """Several handles as one."""
+    """Joint handle of several operations."""
 
     def __init__(self, works: Sequence[dist.Work], tensors: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -384,5 +385,5 @@ class _Joint(dist.Work):
 
 
 def joint(works: Sequence[dist.Work], tensors: Sequence[torch.Tensor]) -> dist.Work:
-    """One handle for several operations, with `tensors` as its result."""
+    """Return one handle for several operations, with `tensors` as its result."""
     return _Joint(works, tensors)

@@ -1,11 +1,11 @@
-"""Routing of an operation's calls to the candidates of a trial, and agreement of the ranks on the times.
+"""Routing of calls to the candidates of a trial, and agreement of the ranks on the measured times.
 
-A time lasts from the last rank's call to the last rank's end, because earlier ranks wait for the others with
-any candidate. On one host all ranks read the same clock; between hosts each rank measures its own duration,
-and the maximum is used.
+A time is measured from the last rank's call to the last rank's end, because earlier ranks wait for the others
+whatever the candidate. On one host all ranks read the same clock; between hosts each rank measures its own
+duration, and the maximum is used.
 
-The times are shared by a small all_reduce (MAX) that is issued before one call and used `lag` calls later, so
-a rank waits for it only if it is that far ahead of another.
+A small all_reduce (MAX) shares the times. It is issued before one call and used `lag` calls later, so a rank
+waits for it only if the rank is `lag` calls ahead of another.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from mcr_plus.trials.trial import Trial, Turn
 
 
 class Router:
-    """Routes the calls of one operation to the candidates of its trial; `issue` is the stage's result.
+    """Router of one operation's calls to the candidates of its trial; `issue` is the stage's result.
 
     Args:
-        trial: selects the candidate of a call.
+        trial: the trial that selects the candidate of a call.
         issues: the bound candidates, in the trial's order.
-        share: starts the exchange: an all_reduce (MAX), in place, of a flat float64 tensor on the CPU that
-            holds `trial.contribution()`.
-        one_clock: True if all ranks of the group are on one host, and so read the same clock.
-        dependent: True to also time calls that wait for another operation (`Message.after`), including that
+        share: function that starts the exchange: an in-place all_reduce (MAX) of a flat float64 CPU tensor
+            that holds `trial.contribution()`.
+        one_clock: True if all ranks of the group are on one host and read the same clock.
+        dependent: True to also time calls that wait for another operation (`Message.after`), including the
             wait.
         agreed: called after each conclusion of the trial.
     """
@@ -69,7 +69,7 @@ class Router:
             began = perf_counter()
             work = self._issues[turn.candidate](message)
             work.then(partial(self._take, self.trial.exchanges, turn.slot, began))
-        self.trial.calls += 1  # at the end: a refused call does not count
+        self.trial.calls += 1  # counted last: a refused call does not count
         return work
 
     def _try_run(self, message: Message) -> None:
@@ -92,7 +92,7 @@ class Router:
         return self._turns.get(self.trial.calls, self._usual)
 
     def _step(self) -> None:
-        """Share times, or use the shared ones; all ranks do so before the same call."""
+        """Share times, or use shared times; all ranks do so before the same call."""
         if self._shared is None:
             values = torch.tensor(self.trial.contribution(), dtype=torch.float64, device="cpu")
             self._shared = self._share(values), values
@@ -113,7 +113,7 @@ class Router:
         self._agreed()
 
     def finish(self) -> None:
-        """Use times that were shared and not yet used, at the end of the job."""
+        """Use shared times that are not yet used, at the end of the job."""
         if self._shared is not None and self._shared[0].is_completed():
             self._conclude(*self._shared)
 

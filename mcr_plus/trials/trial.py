@@ -1,4 +1,4 @@
-"""A trial of candidates for an operation: selection for each call, and comparison of their times."""
+"""Trial of candidates for an operation: selects one for each call, and compares their times."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Final, Literal, NamedTuple
 from mcr_plus.tables.statistics import confidence_rank
 
 FEW: Final = 6
-"""With fewer times, no order statistic encloses the median with 95 %."""
+"""Number of times from which order statistics enclose the median with 95 %."""
 FACTOR: Final = 3.0
-"""Smallest ratio of times that a few samples can establish."""
+"""Smallest ratio of times that a few samples can show."""
 MARGIN: Final = 0.05
 """Smallest relative gain that justifies a change."""
 
@@ -22,7 +22,7 @@ Verdict = Literal["faster", "no faster", "open"]
 
 
 class Turn(NamedTuple):
-    """The candidate of a call, and the slot for its time, None if the call is not timed."""
+    """Candidate of a call, and the slot for its time; None if the call is not timed."""
 
     candidate: int
     slot: int | None
@@ -30,19 +30,19 @@ class Turn(NamedTuple):
 
 @dataclass
 class Trial(ABC):
-    """The choice of a candidate for the n-th call of an operation, and the times of each.
+    """Choice of a candidate for each call of an operation, and the times of all candidates.
 
     Calls are timed in rounds. Before call `exchange_at` the ranks start an exchange of the round's times, and
-    before call `apply_at` all of them draw the same conclusions from it (`agree`). A subclass decides which
-    calls of a round are timed (`schedule`), and the conclusion from the times (`_decide`).
+    before call `apply_at` all of them draw the same conclusions from it (`agree`). A subclass defines the
+    timed calls of a round (`schedule`) and the conclusion from the times (`_decide`).
 
     A trial has no clock and does not communicate. All fields except `local` are equal on all ranks, because
     they depend only on the number of calls and on agreed numbers. All fields are plain data.
 
     Attributes:
-        candidates: names of the candidates, the initially chosen one first.
+        candidates: names of the candidates, the initial choice first.
         lag: calls between an exchange and its use.
-        chosen: index of the chosen candidate, which calls outside of `schedule` use.
+        chosen: index of the chosen candidate, used by calls outside `schedule`.
         calls: number of calls so far.
         began: number of the first call of the current round.
         exchanges: number of agreements on times so far.
@@ -81,33 +81,33 @@ class Trial(ABC):
 
     @abstractmethod
     def _decide(self) -> None:
-        """Draw conclusions from `times`; may move `began`, now that of the next round, to a later call."""
+        """Draw conclusions from `times`; may postpone `began`, now the first call of the next round."""
 
     @property
     def exchange_at(self) -> int:
-        """The call before which the ranks share their times."""
+        """Number of the call before which the ranks share their times."""
         return self.began + self.length
 
     @property
     def apply_at(self) -> int:
-        """The call before which the shared times are used."""
+        """Number of the call before which the shared times are used."""
         return self.exchange_at + self.lag
 
     def take(self, exchange: int, slot: int, began: float, ended: float) -> None:
         """Record begin and end of a timed call on this rank, in the round after `exchange` exchanges.
 
-        Times are seconds on a clock that the ranks share, or `began` is 0. The record is ignored if the round
-        is over.
+        Times are seconds on a clock shared by the ranks; without one, `began` is 0 and `ended` the duration.
+        The record is ignored if the round is over.
         """
         if exchange == self.exchanges and not self.frozen:
             self.local[slot], self.local[self.slots + slot] = began, ended
 
     def contribution(self) -> list[float]:
-        """Return this rank's numbers for the exchange, which is a maximum over ranks."""
+        """Return this rank's numbers for the exchange, a maximum over ranks."""
         return list(self.local)
 
     def agree(self, numbers: Sequence[float]) -> None:
-        """Draw conclusions from the maximum of all ranks' contributions; a new round begins."""
+        """Draw conclusions from the maximum of all ranks' contributions, and begin a new round."""
         for turn in self.schedule().values():
             if turn.slot is not None:
                 seconds = numbers[self.slots + turn.slot] - numbers[turn.slot]
@@ -120,7 +120,7 @@ class Trial(ABC):
 
 
 def compare(own: Sequence[float], rival: Sequence[float]) -> Verdict:
-    """Return the comparison of a rival's median with that of the chosen candidate, `open` if uncertain.
+    """Compare a rival's median with the chosen candidate's median; return `open` if uncertain.
 
     `faster` and `no faster` refer to a gain of more than `MARGIN`. Order statistics enclose each median with
     95 %; with fewer times than `FEW`, all of them must differ by `FACTOR`.
@@ -136,7 +136,7 @@ def compare(own: Sequence[float], rival: Sequence[float]) -> Verdict:
 
 
 def clearly_slower(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Return whether `other` takes more than `FACTOR` times as long as `one`; needs three times of each."""
+    """Return True if `other` takes more than `FACTOR` times as long as `one`; needs three times of each."""
     if min(len(one), len(other)) < 3:
         return False
     return _interval(other)[0] > FACTOR * _interval(one)[1]

@@ -59,9 +59,7 @@ class CheckedMessages:
         return start
 
     def receive(self, signature: Signature, corrupted: Corrupted) -> Start:
-        """Return the start of receives of up to `MOST` bytes, which raise the error that `corrupted`
-        returns.
-        """
+        """Return the start of receives of up to `MOST` bytes; they raise what `corrupted` returns."""
         mpi, queue, free = self._mpi, self._queue, list[_Staged]()
 
         def start(message: Message) -> Poll:

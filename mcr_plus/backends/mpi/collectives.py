@@ -64,9 +64,7 @@ class Collectives:
         return [first, target[0]]
 
     def spec(self, signature: Signature) -> Callable[[torch.Tensor], list[Any]]:
-        """Return a function tensor → mpi4py buffer description, cached by address, as it costs as much as a
-        call.
-        """
+        """Return a function tensor → mpi4py buffer description; it caches, as one costs as much as a call."""
         datatype, from_address = datatype_of(signature), self._mpi.buffer.fromaddress
         known: dict[tuple[int, int], list[Any]] = {}
 

@@ -142,9 +142,7 @@ class MatchingQueue:
         return [rank for rank in range(self._group.size) if rank not in earlier]
 
     def _is_matched(self, receive: Receive, queues: dict[int | None, deque[Receive]]) -> bool:
-        """Return whether a receive leaves the queue; its own poll raises errors, since any poll may match
-        it.
-        """
+        """Return whether a receive leaves the queue. Any poll may match it; its own poll raises its error."""
         try:
             return self._match_one(receive, self._sources(receive, queues))
         except Exception as error:

@@ -1,8 +1,10 @@
 """Builds algorithms from moves of chunks, written in an order that is right if run sequentially.
 
     builder = Builder("pair", "allreduce", ranks=2, chunks=1)
-    for rank in range(2): builder.block(rank, send=1 - rank).send(Chunks("i", 0))
-    for rank in range(2): builder.block(rank, receive=1 - rank).receive_add(Chunks("i", 0), Chunks("o", 0))
+    for rank in range(2):
+        builder.block(rank, send=1 - rank).send(Chunks("i", 0))
+    for rank in range(2):
+        builder.block(rank, receive=1 - rank).receive_add(Chunks("i", 0), Chunks("o", 0))
     builder.algorithm()
 
 Steps of different thread blocks run concurrently. Within a rank, the builder adds dependencies to preserve

@@ -26,10 +26,11 @@ class FoundLibrary(NamedTuple):
 def library() -> FoundLibrary | None:
     """Return the NCCL of this process; None if only the system's loader may find one. The first of:
 
-    1. the one in LD_PRELOAD; 2. a library that this process has loaded, as the imports of torch and CuPy do;
-    3. the wheel nvidia-nccl beside torch, which torch loads, then that of another folder of Python's path; 4.
-    the one that CuPy has with it (`cupy/.data/lib`), or has installed (`python -m cupyx.tools.install_library
-    --library nccl`, in CUPY_CUDA_LIB_PATH or ~/.cupy/cuda_lib).
+    1. the library in LD_PRELOAD;
+    2. a library that this process has loaded, as the imports of torch and CuPy do;
+    3. the wheel nvidia-nccl beside torch, which torch loads, then a wheel elsewhere on Python's path;
+    4. the library included with CuPy (`cupy/.data/lib`) or installed by it (`python -m
+       cupyx.tools.install_library --library nccl`, in CUPY_CUDA_LIB_PATH or ~/.cupy/cuda_lib).
 
     Otherwise the system's loader searches LD_LIBRARY_PATH, then its own folders. Two NCCL libraries in one
     process would each keep their own state and GPU memory, so a loaded library comes first; torch calls the

@@ -26,25 +26,25 @@ class OperationRow:
 
 
 def backend_class(name: str) -> type[Backend]:
-    """Return the backend registered under `name`; raises `Unsupported`, which names the known ones."""
+    """Return the backend registered under `name`; raises `Unsupported`, which lists the known backends."""
     return complete(cast("type[Any]", registry.get("backends", name)))
 
 
 def table_sizes(choice: str) -> Range:
-    """Return the bytes for which a table's rule may name a choice, `name` or `name:algorithm`."""
+    """Return the message sizes (bytes) for which a table's rule may name `name` or `name:algorithm`."""
     name, _, algorithm = choice.partition(":")
     return backend_class(name).sizes(algorithm) if algorithm else Range(0)
 
 
 def preferred_backends() -> list[str]:
-    """Return all known backends in the built-in order of preference, those of other packages last."""
+    """Return all known backends in the built-in order of preference, backends of other packages last."""
     names = registry.names("backends")
     ours = [name for name in registry.BACKEND_ORDER if name in names]
     return ours + [name for name in names if name not in ours]
 
 
 def backends_for(names: Iterable[str], world: World, group: Group) -> list[str]:
-    """Return those of the named backends that are available for a group."""
+    """Return the named backends that are available for a group."""
     if group.size == 1:
         return [name for name in names if name == "local"]
     return [
@@ -53,9 +53,9 @@ def backends_for(names: Iterable[str], world: World, group: Group) -> list[str]:
 
 
 def assumed_backends(wanted: Sequence[str] | None, world: World, group: Group) -> dict[str, type[Backend]]:
-    """Return the backends that a group of a job which does not run would have.
+    """Return the backends that a group would have in a job that is not running.
 
-    `wanted`: their names; None for all that are installed.
+    `wanted`: their names; None for all installed backends.
     """
     names = backends_for([*(wanted or preferred_backends()), "local"], world, group)
     return {

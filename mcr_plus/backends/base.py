@@ -26,8 +26,8 @@ Poll = Callable[[], bool]
 class ReceivePoll:
     """The poll of a receive that finds its message before the data has arrived.
 
-    With another poll, the sender is the peer that the receive names, and the receive fails if that rank
-    leaves before it is done.
+    For any other poll, the sender is the peer that the receive names, and the receive fails if that rank
+    leaves before the receive is done.
 
     Attributes:
         source: the group rank of the sender, set when the message is found; None before.
@@ -43,7 +43,7 @@ class ReceivePoll:
 
 
 class BlockingPoll(ABC):
-    """The poll of an operation that its library completes in threads of its own, and can be waited for."""
+    """The poll of an operation that the library's own threads complete; callers can block on it."""
 
     __slots__ = ()
 
@@ -53,21 +53,21 @@ class BlockingPoll(ABC):
 
     @abstractmethod
     def block(self, seconds: float) -> None:
-        """Wait until the operation is done, for at most about `seconds`, by any thread, without the
-        interpreter. Raises nothing: the next poll raises the operation's error.
+        """Block until the operation is done, for at most about `seconds`, without the GIL; callable from any
+        thread. Raises nothing: the next poll raises the operation's error.
         """
 
 
 class StreamPoll(Protocol):
     """The poll of an operation on a CUDA stream.
 
-    `ready` is true once the operation is enqueued on its stream; before, its library still needs the host.
-    The other two methods may be called once it is ready, and never block.
+    `ready` is true once the operation is enqueued on its stream; until then the library needs the host. The
+    other two methods may be called once it is ready, and never block.
     """
 
     @property
     def ready(self) -> bool:
-        """Whether the stream has the operation."""
+        """Return whether the operation is enqueued on the stream."""
         ...
 
     def __call__(self) -> bool:
@@ -79,21 +79,21 @@ class StreamPoll(Protocol):
         ...
 
     def chain(self, function: Callable[[], None]) -> None:
-        """Run `function` under the operation's stream; the operation then includes its kernels."""
+        """Run `function` under the operation's stream; the operation then includes the function's kernels."""
         ...
 
 
 Start = Callable[[Message], Poll]
 """Hand an operation to a library; returns at once."""
 Corrupted = Callable[[int, int], Exception]
-"""Make the error of a received message: group rank of its sender, first block that has changed."""
+"""Return the error of a received message, given the sender's group rank and the first changed block."""
 
 
 class FirstCalls:
-    """A `Start` that becomes another one after its first calls, which then need not go through it.
+    """A `Start` that is replaced by another after its first calls, so that later calls can skip it.
 
     Attributes:
-        on_settled: called with the start for all later calls, once that is known.
+        on_settled: called with the start for all later calls, once it is known.
     """
 
     __slots__ = ("_start", "on_settled")
@@ -107,7 +107,7 @@ class FirstCalls:
         return self._start(message)
 
     def settle(self, start: Start) -> None:
-        """Use `start` from now on."""
+        """Use `start` for all later calls."""
         self._start = start
         if self.on_settled is not None:
             self.on_settled(start)
@@ -121,12 +121,12 @@ class Persistent(Protocol):
 
 
 class Gate(Protocol):
-    """A collective step of a library before it starts an operation.
+    """A collective step that a library requires before it starts an operation.
 
-    Called when all ranks have issued the operation, in the order of their group; returns a poll that is true
+    Called when all ranks have issued the operation, in the order of their group. Returns a poll that is true
     once the operation may start, or None if it may start at once. The poll raises `OperationsDiffer` if ranks
-    have issued different operations. `every`: each operation of the signature has to pass; `again`: the next
-    one has to pass, and ranks compare it. Both may change while an operation passes.
+    have issued different operations. `every`: each operation of the signature must pass. `again`: the next
+    operation must pass, and ranks compare it. Both may change while an operation passes.
     """
 
     @property
@@ -140,7 +140,7 @@ class Gate(Protocol):
         ...
 
     def __call__(self, message: Message) -> Poll | None:
-        """Begin."""
+        """Begin the step for `message`."""
         ...
 
 
@@ -148,8 +148,8 @@ class Gate(Protocol):
 class Support:
     """Support of a backend for an operation.
 
-    `native`: one call of the library. `emulated`: composed of other calls, which `how` names. `no`:
-    unsupported; `how` names the reason and the supported alternatives.
+    `native`: one call of the library. `emulated`: composed of other calls, listed in `how`. `no`:
+    unsupported; `how` gives the reason and the supported alternatives.
     """
 
     level: Literal["native", "emulated", "no"]
@@ -164,7 +164,7 @@ NATIVE = Support("native")
 
 @dataclass(frozen=True)
 class Availability:
-    """Whether a backend can run here; if not, the reason and a remedy."""
+    """Availability of a backend in this process; if unavailable, the reason and a remedy."""
 
     available: bool
     version: str = ""
@@ -173,12 +173,13 @@ class Availability:
 
 
 class Preference(NamedTuple):
-    """The places of a backend among others where neither a configuration nor a table decides.
+    """Preference of a backend where neither a configuration nor a table decides.
 
-    The lowest place comes first. Equal ones, such as the default, are in the order of the registry.
+    The lowest value is preferred. Backends with equal values, such as the default, keep the order of the
+    registry.
 
     Attributes:
-        cpu: for operations on CPU tensors. between_hosts: for large ones of these in groups on several hosts.
+        cpu: for operations on CPU tensors. between_hosts: for large ones in groups on several hosts.
         cuda: for operations on CUDA tensors.
     """
 
@@ -191,16 +192,16 @@ class Channel(ABC):
     """One group of ranks inside one library. Its operations start in the same order on all ranks.
 
     Attributes:
-        closes_alone: it has a `release`, which closes this rank's part while other ranks use theirs.
-        outlives_library: it has a `give_up`: it may stay open when its library is closed, and be closed
-            later.
+        closes_alone: the channel has a `release`, which closes this rank's part while other ranks use theirs.
+        outlives_library: the channel has a `give_up`; it may stay open when its library is closed, and be
+            closed later.
         ballots: a vote of the ranks of one host on a number before an operation, see `SharedBoard.cast`. Set
             before the first `bind` for one channel of a group that has `takes_ballots`; else None.
         takes_ballots: the channel uses `ballots`.
-        votes: whether ranks vote that they have started the same operation, in a library in which it may
-            complete on one rank before others have started it. Cleared before the first `bind` by a caller
+        votes: whether ranks vote that they have started the same operation, in a library whose operations may
+            complete on one rank before others have started them. Cleared before the first `bind` by a caller
             that compares operations itself.
-        streams: of the device, if operations run on a stream; None for the current CUDA device.
+        streams: streams of the device, if operations run on a stream; None for the current CUDA device.
     """
 
     closes_alone: bool = False
@@ -211,7 +212,7 @@ class Channel(ABC):
     streams: Streams | None = None
 
     def __init_subclass__(cls) -> None:
-        """Set `closes_alone` and `outlives_library` by the methods of the class."""
+        """Set `closes_alone` and `outlives_library` from the methods that the class defines."""
         cls.closes_alone = cls.release is not Channel.release
         cls.outlives_library = cls.give_up is not Channel.give_up
 
@@ -221,67 +222,66 @@ class Channel(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release the library's group: once, in the same order on all ranks, with nothing in flight."""
+        """Release the library's group: once, in the same order on all ranks, with no operation in flight."""
 
     def release(self) -> None:
-        """Close this rank's part, see `closes_alone`; nothing happens while something is in flight."""
+        """Close this rank's part, see `closes_alone`; do nothing while an operation is in flight."""
 
     def give_up(self) -> None:
-        """Free reserved resources: the channel may never be closed."""
+        """Free reserved resources, since the channel may never be closed."""
 
     def silent_failure(self) -> str:
         """Return the reason why operations in flight cannot end although the library reports no error, or ''.
 
-        Called every tenth of a second while operations are in flight or wait for their start, if there is
-        failover.
+        With failover, called every 0.1 s while operations are in flight or wait for their start.
         """
         return ""
 
     def stop_operations(self) -> bool:
-        """End what is in flight: return True once the library reads and writes no tensor any more.
+        """End what is in flight; return True once the library no longer reads or writes any tensor.
 
-        Called repeatedly until it returns True; no operation is started or polled from the first call on, on
-        any rank. The default is for libraries that do nothing unless they are called, see `stops_as_whole`.
+        Called repeatedly until it returns True. From the first call on, no rank starts or polls an operation.
+        The default suits libraries that do nothing unless they are called, see `stops_as_whole`.
         """
         return True
 
     def gate(self, signature: Signature, digest: int) -> Gate | None:  # noqa: ARG002
-        """Return the collective step before operations of a signature; None without one."""
+        """Return the collective step before operations of a signature; None if there is none."""
         return None
 
     def bind_persistent(self, signature: Signature, message: Message, digest: int) -> Persistent | None:  # noqa: ARG002
-        """Return a persistent request on the tensors of a message; None if the library has none for it."""
+        """Return a persistent request on the tensors of a message; None if the library has none for them."""
         return None
 
     def bind_checked(self, signature: Signature, every: int, corrupted: Corrupted) -> Start | None:  # noqa: ARG002
-        """As `bind`, for messages that carry their own checksums; None if messages of the library cannot.
+        """Bind as `bind` does, for messages that carry checksums; None if the library's messages cannot.
 
-        Receives raise what `corrupted` returns. Of messages between two ranks with a tag, one in `every`
-        carries checksums; such receives take the others, too.
+        Receives raise the error that `corrupted` returns. One in `every` messages between two ranks with a
+        tag carries checksums; such receives accept messages without checksums too.
         """
         return None
 
 
 class Backend(ABC):
-    """One communication library in one job. Constructed with the `World`, on all ranks alike.
+    """One communication library in one job, constructed with the `World` on all ranks alike.
 
     Attributes:
-        name: as in configurations.
+        name: name in configurations.
         on_stream: operations run on a CUDA stream and polls are event queries.
         spins: number of polls at full speed before a waiting rank yields.
         host_driven: operations advance only while they are polled, so a waiting rank continues to poll
             instead of sleeping.
         rings: the backend itself rings the bells of `World` whenever a poll has made progress for which a
             peer may wait.
-        keeps_apart: operations of different signatures are never matched with each other in the library, in
-            whatever order ranks issue them. If it is false, ranks compare every operation before it starts,
-            and not only the first of a signature; not so on a stream.
-        shares_connections: messages of all groups between two ranks share connections, which send them in
-            the order in which they were posted.
-        stops_as_whole: any call of the library may advance operations of all groups, and none can be ended:
-            after a failure it is not called again in this process.
-        has_algorithms: whether configurations may name algorithms of it.
-        preference: its places among the backends, see `Preference`.
+        keeps_apart: the library never matches operations of different signatures with each other, in whatever
+            order ranks issue them. If false, ranks compare every operation before it starts, and not only the
+            first of a signature (on a stream, only the first).
+        shares_connections: messages of all groups between two ranks share connections, which send them in the
+            order in which they were posted.
+        stops_as_whole: any call of the library may advance operations of all groups, and no operation can be
+            ended; after a failure this process does not call the library again.
+        has_algorithms: whether configurations may name algorithms of the backend.
+        preference: rank among the backends, see `Preference`.
     """
 
     name: str
@@ -296,11 +296,11 @@ class Backend(ABC):
     preference: ClassVar[Preference] = Preference()
 
     def __init__(self, world: World) -> None:
-        """Initialise the library; collective over the job's ranks only if that is."""
+        """Initialise the library; collective over the job's ranks only if the library's initialisation is."""
 
     @classmethod
     def keeps_those_apart(cls, signature: Signature, hosts: int) -> bool:  # noqa: ARG003
-        """`keeps_apart` for the operations of one signature, in a group on `hosts` hosts."""
+        """Return `keeps_apart` for operations of one signature, in a group on `hosts` hosts."""
         return cls.keeps_apart
 
     # -- of the library, before it is initialised -----------------------------------------------------
@@ -315,18 +315,18 @@ class Backend(ABC):
     def supports(cls, signature: Signature) -> Support:
         """Return the support for a signature; a function of it alone, so equal on all ranks.
 
-        `signature.algorithm` is None or an algorithm of the backend; for an unknown name, return a "no" that
-        lists the known ones.
+        `signature.algorithm` is None or an algorithm of the backend. For an unknown name, return a "no" that
+        lists the known algorithms.
         """
 
     @classmethod
     def unavailable_in(cls, world: World) -> str:  # noqa: ARG003
-        """Return the reason why the backend cannot be used in this job, or '' if it can."""
+        """Return the reason why the backend cannot be used in this job, or ''."""
         return ""
 
     @classmethod
     def unavailable_for(cls, world: World, group: Group) -> str:  # noqa: ARG003
-        """Return the reason why it cannot be used for a group of the job, or ''; the same on all ranks."""
+        """Return the reason why a group of the job cannot use the backend, or ''; the same on all ranks."""
         return ""
 
     @classmethod
@@ -341,17 +341,17 @@ class Backend(ABC):
 
     @classmethod
     def sizes(cls, algorithm: str) -> Range:  # noqa: ARG003
-        """Return the bytes for which a table's rule may name an algorithm."""
+        """Return the message sizes in bytes for which a table's rule may name an algorithm."""
         return Range(0)
 
     @classmethod
     def unknown_algorithm(cls, name: str) -> str:  # noqa: ARG003
-        """Return an error text if no operation has an algorithm of this name, or '' if one may have."""
+        """Return an error text if no operation has an algorithm of this name, or ''."""
         return ""
 
     @classmethod
     def descriptors(cls, size: int) -> int:  # noqa: ARG003
-        """Return the number of file descriptors of a group of `size` ranks in each of its processes."""
+        """Return the number of file descriptors that a group of `size` ranks uses in each process."""
         return 0
 
     # -- in a job -------------------------------------------------------------------------------------
@@ -362,35 +362,35 @@ class Backend(ABC):
 
     @abstractmethod
     def progress(self) -> None:
-        """Let the library advance everything in flight."""
+        """Let the library advance all operations in flight."""
 
     def disconnect(self) -> None:
-        """End the connections, before an unclean `close`: no rank uses this world any more."""
+        """End the connections before an unclean `close`: no rank uses this world any more."""
 
     @abstractmethod
     def close(self, clean: bool) -> None:
-        """Close the library. If `clean` is False, operations may be stuck, and nothing may block."""
+        """Close the library. If `clean` is False, operations may be stuck, and the call must not block."""
 
     def thread_restriction(self) -> str:
-        """Return the reason why it cannot be called from two threads at once, or '' if it can."""
+        """Return the reason why the library cannot be called from two threads at once, or ''."""
         return ""
 
     @classmethod
     def breaks(cls, error: BaseException) -> str:  # noqa: ARG003
-        """Return the reason why it is unusable in this process after one of its errors, or ''."""
+        """Return the reason why the library is unusable in this process after `error`, or ''."""
         return ""
 
     # -- at the end of a process ----------------------------------------------------------------------
 
     def before_exit(self) -> None:
-        """Called at the end of every process that has used it."""
+        """Called at the end of every process that has used the library."""
 
     def finalize(self) -> None:
         """Called after `before_exit` if all ranks end their processes."""
 
     @classmethod
     def switched_off(cls, reason: str) -> None:
-        """Called once the library is not to be called any more in this process."""
+        """Called once the library must not be called any more in this process."""
 
     def leave_launcher(self) -> None:
         """Called instead of `finalize` if the library must not be called any more."""
@@ -416,7 +416,7 @@ def complete(kind: type[Any]) -> type[Backend]:
 
 _completed: dict[type[Any], type[Any]] = {}
 
-# Members of `Backend` by their former names, which backends of other packages may still have.
+# Former names of members of `Backend`, which backends of other packages may still use.
 _FORMER: Final = {
     "serves": "unavailable_in",
     "reaches": "unavailable_for",
@@ -436,7 +436,7 @@ _OPTIONAL: Final = (
 
 
 class _CompletedChannel(Channel):
-    """Wraps a channel of a class that is no `Channel`."""
+    """Wraps a channel whose class is not derived from `Channel`."""
 
     def __init__(self, channel: Any) -> None:
         self._channel = channel
@@ -454,12 +454,12 @@ class _CompletedChannel(Channel):
 
 
 def done() -> bool:
-    """The poll of a finished operation."""
+    """Poll of a finished operation."""
     return True
 
 
 def advice(same_dtype: bool, count: int) -> str:
-    """Say what a receive of another size needs, which MPI would fill in part."""
+    """Return advice for a receive of another size, which MPI would fill in part."""
     if not same_dtype:
         return ""
     return f"; a message must fill its receive: send the size first, or receive into a tensor of {count}"

@@ -15,7 +15,7 @@ LocalReduce = Callable[[torch.Tensor, torch.Tensor], None]
 """Reduce `parts` over dim 0 into `out`: parts [ranks, n], out [n], same dtype, contiguous."""
 
 _PIECE: Final = 1 << 18
-"""Elements that are reduced at a time where that takes memory, which stays in the caches."""
+"""Elements reduced at a time where a reduction needs extra memory; a piece stays in the caches."""
 _HALVES = (torch.float16, torch.bfloat16)
 _LOGIC: dict[str, ReduceOp] = {"SUM": "BOR", "MAX": "BOR", "PRODUCT": "BAND", "MIN": "BAND"}
 _BITWISE = {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}
@@ -24,12 +24,13 @@ _BITWISE = {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bi
 def local_reduce(op: ReduceOp, dtype: torch.dtype) -> LocalReduce:
     """Return the reduction over ranks, in rank order on every rank, so that all ranks get the same bits.
 
-    float16 and bfloat16 are summed and multiplied in float32 and rounded once. On tensors in host memory.
+    float16 and bfloat16 are summed and multiplied in float32 and rounded once. Tensors must be in host
+    memory.
     """
     reduce_parts = _reduction(op, dtype)
 
     def run(parts: torch.Tensor, out: torch.Tensor) -> None:
-        with torch.inference_mode():  # outside of which tensors that were made in it cannot be written
+        with torch.inference_mode():  # tensors made in inference mode can be written only there
             reduce_parts(parts, out)
 
     return run
@@ -41,7 +42,7 @@ def _reduction(op: ReduceOp, dtype: torch.dtype) -> LocalReduce:
     if op in _BITWISE:
         return _in_pieces(_bitwise(_BITWISE[op]))
     if op in ("MIN", "MAX"):
-        if dtype.is_floating_point:  # torch keeps NaN, but either zero
+        if dtype.is_floating_point:  # torch propagates NaN, but may return either zero
             return _compiled(op, dtype)
         return _in_pieces(_extreme(torch.amin if op == "MIN" else torch.amax))
     if dtype.is_complex and op != "PRODUCT":
@@ -50,7 +51,7 @@ def _reduction(op: ReduceOp, dtype: torch.dtype) -> LocalReduce:
 
 
 def _by_parts(reduce_parts: LocalReduce) -> LocalReduce:
-    """Sums of complex numbers: torch multiplies addends by 1+0j, and an infinite part makes the other NaN."""
+    """Sum complex numbers by parts: torch multiplies addends by 1+0j, which turns an infinity into NaN."""
 
     def run(parts: torch.Tensor, out: torch.Tensor) -> None:
         reduce_parts(torch.view_as_real(parts).flatten(1), torch.view_as_real(out).view(-1))
@@ -81,7 +82,7 @@ def _extreme(function: Callable[..., torch.Tensor]) -> LocalReduce:
 
 
 def _compiled(op: ReduceOp, dtype: torch.dtype) -> LocalReduce:
-    from mcr_plus.backends.shm.reduce_kernels import kernels_for, reduce_rows  # numba, for these alone
+    from mcr_plus.backends.shm.reduce_kernels import kernels_for, reduce_rows  # imported here: needs numba
 
     with compiling(f"{op} on {dtype_name(dtype)}"):
         combine = kernels_for(dtype, op).combine
@@ -97,8 +98,8 @@ def _compiled(op: ReduceOp, dtype: torch.dtype) -> LocalReduce:
 
 
 def divide(total: torch.Tensor, number: int) -> None:
-    """Make the mean of a sum, in place: integers are rounded towards zero, parts of complex ones divided."""
-    with torch.inference_mode():  # outside of which tensors that were made in it cannot be written
+    """Divide a sum in place to make the mean: integers round towards zero, complex numbers by parts."""
+    with torch.inference_mode():  # tensors made in inference mode can be written only there
         values = torch.view_as_real(total) if total.is_complex() else total
         values.div_(number, rounding_mode=None if values.is_floating_point() else "trunc")
 
@@ -125,7 +126,7 @@ def _arithmetic(op: ReduceOp, wide: torch.dtype) -> LocalReduce:
         for part in parts[1:]:
             total = total.mul_(part) if op == "PRODUCT" else total.add_(part)
         out.copy_(total)
-        if op == "AVG":  # of the rounded sum, which may be infinite, as in all libraries
+        if op == "AVG":  # divides the rounded sum, which may be infinite, as all libraries do
             divide(out, len(parts))
 
     return run

@@ -1,4 +1,4 @@
-"""World size 1: every collective is a copy."""
+"""Backend for groups of one rank: every collective is a copy."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _nothing(message: Message) -> Poll:  # noqa: ARG001 - a Start
 
 
 class _MatchingQueue:
-    """Messages of the rank to itself, matched by tag, in order."""
+    """Messages of a rank to itself, matched by tag, in order."""
 
     def __init__(self) -> None:
         self._sent: dict[int, deque[torch.Tensor]] = defaultdict(deque)
@@ -97,12 +97,12 @@ class LocalBackend(Backend):
 
     @classmethod
     def availability(cls) -> Availability:
-        """Always available."""
+        """Report the backend as available everywhere."""
         return Availability(True, torch.__version__)
 
     @classmethod
     def supports(cls, signature: Signature) -> Support:
-        """All operations in groups of one rank."""
+        """Support all operations, in groups of one rank."""
         if signature.algorithm is not None:
             return Support("no", f"algorithm '{signature.algorithm}'; local has none to choose from")
         if signature.ranks != 1:
@@ -116,7 +116,7 @@ class LocalBackend(Backend):
         return _LocalChannel()
 
     def progress(self) -> None:
-        """No-op: every operation is complete at once."""
+        """Do nothing: every operation is complete at once."""
 
     def close(self, clean: bool) -> None:
-        """No-op."""
+        """Do nothing."""

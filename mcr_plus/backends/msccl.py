@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def chosen() -> type[Backend]:
-    """Return the class of the backend in this process."""
+    """Return the backend's class in this process."""
     if msccl_library() is None:
         from mcr_plus.backends.shm.backend import MscclBackend
 

@@ -1,1 +1,1 @@
-"""Order, progress, deadlines: from a bound operation to a library call."""
+"""Order, progress and deadlines of bound operations, down to the library call."""

@@ -1,4 +1,4 @@
-"""What a thread does between two polls of a wait: polls on, yields, naps, or has a library wake it."""
+"""Actions between two polls of a wait: poll again, yield, nap, or block in the library."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from mcr_plus.engine.work import IssuedWork
     from mcr_plus.waiting.policy import Pause
 
-_SHARED_NAP: Final = 200e-6  # seconds of sleep at most while something else needs polls too
-_BLOCK: Final = 2e-3  # seconds in a library that wakes this thread itself, at first
+_SHARED_NAP: Final = 200e-6  # longest sleep in s while another operation needs polls too
+_BLOCK: Final = 2e-3  # s to block in a library that wakes this thread itself, at first
 _LONGEST_BLOCK: Final = 0.02
 
 
 def pause_wait(engine: Engine, work: IssuedWork, pause: Pause, now: float, waited: float) -> None:
-    """Let others run in a wait for `work` of so far `waited` seconds: the library's threads, or peers."""
+    """Let the library's threads or the peers run, in a wait that has taken `waited` seconds so far."""
     poll = work.poll
     if isinstance(poll, SteppedPoll):
         poll = poll.current
@@ -35,9 +35,10 @@ def pause_wait(engine: Engine, work: IssuedWork, pause: Pause, now: float, waite
 
 
 def _has_others(engine: Engine, work: IssuedWork) -> bool:
-    """Whether anything else may need polls while this thread waits for `work`.
+    """Return whether another operation may need polls while this thread waits for `work`.
 
-    What follows an operation in flight does not, nor does what a library's threads complete.
+    An operation that starts after another one in flight needs none, nor does one that a library's own threads
+    complete.
     """
     if engine.unordered:
         return True
@@ -52,7 +53,7 @@ def _has_others(engine: Engine, work: IssuedWork) -> bool:
 
 
 def _needs_polls(work: IssuedWork) -> bool:
-    """Whether an operation in flight may be held up by a thread that does not poll it. Under the lock."""
+    """Return whether an operation in flight may need this thread's polls. Call under the lock."""
     if work.poll is not None:
         return work.operation.polled or work.operation.on_stream
     after = work.message.after

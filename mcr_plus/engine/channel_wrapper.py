@@ -1,7 +1,7 @@
-"""Channels that stand in for a library's own: base classes, and which library takes over for another.
+"""Base classes of channels that replace a library's own channel, for failover and verification.
 
-A capability wraps the channels of a group when that is opened (`registry.WRAPPERS`). The engine knows the
-wrappers as what follows here, and nothing of failover or verification.
+A capability wraps the channels of a group when the group is opened (`registry.WRAPPERS`). The engine knows
+wrappers only by the classes of this module; it knows nothing of failover or verification.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 class SteppedPoll(ABC):
-    """The poll of an operation of several steps."""
+    """The poll of an operation that consists of several steps."""
 
     __slots__ = ()
 
     @property
     @abstractmethod
     def current(self) -> Poll | None:
-        """The poll of the step that it waits for; None if it waits for its turn."""
+        """The poll of the current step; None while the operation waits for its turn."""
 
     @abstractmethod
     def __call__(self) -> bool:
@@ -41,53 +41,55 @@ class PollOfEither:
 
 
 class ChannelWrapper(Channel):
-    """A channel that uses a library's own, and that the engine drives beside the library.
+    """A channel that uses a library's own channel, and that the engine drives beside the library.
 
     Attributes:
-        has_failover: another library takes over the collectives where this one fails.
+        has_failover: another library takes over collectives that fail on this channel.
     """
 
     has_failover = False
 
     @property
     def taken_over_by(self) -> str | None:
-        """The library that has taken over; None while the first one works."""
+        """The library that has taken over; None while the first library works."""
         return None
 
     def bind_every(self, signature: Signature, every: int) -> Start:  # noqa: ARG002
-        """`bind`, where every so many operations of the signature are verified; none for 0.
+        """Bind as `bind` does, but verify every `every`-th operation of the signature; none if 0.
 
         Sends and receives follow the group's option: the two ends of a message may match different rules.
         """
         return self.bind(signature)
 
     def needs_polls(self, beside: Poll | None) -> bool:  # noqa: ARG002
-        """Whether operations other than the one of this poll may be held up without polls.
+        """Return whether operations other than the one of poll `beside` may need polls to go on.
 
-        Under the engine's lock. True unless a subclass knows better.
+        Called under the engine's lock. A subclass returns False where it can tell.
         """
         return True
 
     @abstractmethod
     def tick(self) -> None:
-        """Go on with what waits here; often, and under the engine's lock."""
+        """Advance the work that waits in this wrapper; called often, under the engine's lock."""
 
     def on_library_off(self, backend: Backend, reason: str) -> None:
-        """`backend` is not called any more in this process."""
+        """Handle that `backend` has been switched off in this process."""
 
 
 def bound_every(channel: Channel, every: int) -> Callable[[Signature], Start]:
-    """The `bind` of a channel for a stage whose option `verify` is `every`."""
+    """Return the `bind` of a channel, for a stage that verifies every `every`-th operation."""
     return partial(channel.bind_every, every=every) if isinstance(channel, ChannelWrapper) else channel.bind
 
 
 def has_failover(channel: Channel | None, signature: Signature) -> bool:
-    """Whether another library takes over an operation where this channel's fails: not sends and receives."""
+    """Return whether another library takes over the operation if this channel fails; False for sends and
+    receives.
+    """
     return isinstance(channel, ChannelWrapper) and channel.has_failover and not signature.is_p2p
 
 
 def second_of(names: Sequence[str], name: str) -> str | None:
-    """The library that takes over for `name`: the next one in this order, after the last one the first."""
+    """Return the library that takes over for `name`: the next in `names`, cyclically."""
     if name not in names:
         return None
     at = names.index(name)

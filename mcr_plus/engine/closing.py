@@ -1,4 +1,4 @@
-"""The end of groups and of the process's part in a job, with operations in flight or without."""
+"""Closing groups and leaving a job, with or without operations in flight."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from mcr_plus.engine.group_state import GroupState
     from mcr_plus.engine.work import IssuedWork
 
-_OWN_TAGS: Final = ("elastic", "local", "outer")  # which leave their last operations to the end of the job
+_OWN_TAGS: Final = ("elastic", "local", "outer")  # of groups closed with operations left
 
 
 def drain(engine: Engine, only: Sequence[GroupState] | None = None) -> None:
-    """Wait for the operations in flight, in `only` these groups; raises the first error at the end.
+    """Wait for the operations in flight, of all groups or those in `only`; raise the first error at the end.
 
-    The end of a group is a wait for all of its operations, that of the job is not: see `never_waited`.
+    Closing a group waits for all of its operations. Leaving the job does not: see `never_waited`.
     """
     errors: list[BaseException] = []
     while True:
-        issued = list(engine.in_flight)  # at once: a progress thread may drop some of them meanwhile
+        issued = list(engine.in_flight)  # a copy: a progress thread may remove operations meanwhile
         left = [work for work in issued if only is None or work.operation.state in only]
         if not left:
             break
@@ -52,7 +52,7 @@ def drain(engine: Engine, only: Sequence[GroupState] | None = None) -> None:
 def never_waited(engine: Engine) -> str | None:
     """Describe the asynchronous operations that the program never waited for, at the end of the job.
 
-    None if there are none. Sends, which have no result here, do not count: programs drop their handles.
+    None if there are none. Sends do not count: they have no result, so programs drop their handles.
     """
     left = [work for work in engine.unread if not (work.waited or work.error or _is_ours(work))]
     if not left:
@@ -71,14 +71,14 @@ def never_waited(engine: Engine) -> str | None:
 
 
 def _is_ours(work: IssuedWork) -> bool:
-    """Whether nobody needs to wait for an operation through our handle."""
+    """Return whether nobody needs to wait for the operation through a handle of ours."""
     signature = work.operation.signature
     tag = (signature.tag or "").partition(".")[0]
     return signature.kind == "send" or tag in _OWN_TAGS or work.operation.state.own_handles
 
 
 def has_messages(engine: Engine, state: GroupState) -> bool:
-    """Whether sends or receives of a group are in flight: each is for one peer, which may never come."""
+    """Return whether sends or receives of a group are in flight: their peer may never post its side."""
     with engine.lock:
         engine.progress()
         issued = (*engine.in_flight, *engine.unordered)
@@ -89,10 +89,10 @@ def has_messages(engine: Engine, state: GroupState) -> bool:
 
 
 def forget(engine: Engine, state: GroupState) -> bool:
-    """Fail the operations in flight in a group that is left; whether there were any.
+    """Fail the operations in flight of a group that is left; return whether there were any.
 
     Sends and receives are polled a last time: a message that has arrived is received. Libraries may still
-    write to the tensors of others, so they are kept until the end of the process.
+    write to the tensors of the failed operations, so these tensors are kept until the process ends.
     """
     name = state.group.name
     error = (
@@ -121,14 +121,14 @@ def forget(engine: Engine, state: GroupState) -> bool:
 
 
 def _look_again(work: IssuedWork) -> None:
-    """Complete an operation if it is; it is not failed here, whatever its library says."""
+    """Poll an operation once; an error of its library does not fail it here."""
     with contextlib.suppress(Exception):
         if not work.is_done and work.poll is not None and work.poll():
             work.complete()
 
 
 def completed(engine: Engine, state: GroupState) -> int:
-    """Number of the last operation of a group of which all up to it have completed well here.
+    """Return the largest number up to which all operations of the group have completed here without error.
 
     Sends and receives have no number. Operations in flight are polled a last time.
     """
@@ -147,14 +147,14 @@ def completed(engine: Engine, state: GroupState) -> int:
 
 
 def release_waiting(engine: Engine, lost: Mapping[int, str], what: str) -> None:
-    """End the waits of ranks that wait for this one: it does not come to their operations any more.
+    """Release the ranks that wait for this one, which will not join their operations any more.
 
-    `lost`: the states of ranks that it has found lost. `what`: the call that it has come to instead.
+    `lost`: states of the ranks that this rank has found lost. `what`: the call that it has reached instead.
     """
     text = f"this rank has called {what}"
     if lost:
         text = PeerLost(text, list(lost), seen=", ".join(dict.fromkeys(lost.values()))).passed_on
-    else:  # what another rank has told this one
+    else:  # `what` is a peer's report
         failures = (state.failure for state in engine.states)
         text = next((each.passed_on for each in failures if isinstance(each, PeerLost)), text)
     for state in engine.states:
@@ -164,24 +164,24 @@ def release_waiting(engine: Engine, lost: Mapping[int, str], what: str) -> None:
 
 
 def help_others(engine: Engine) -> None:
-    """Take part in what other ranks settle about a library that has failed, where this one has ended."""
+    """Help other ranks, after this one's last operation, to settle which library takes over a failed one."""
     with engine.lock:
         for wrapper in list(engine.wrappers):
             wrapper.tick()
 
 
 def close_states(engine: Engine, clean: bool) -> None:
-    """Close the states of all groups at the end of the job; if it is `clean`, all ranks have come there."""
+    """Close the states of all groups at the end of the job; `clean` if all ranks have reached it."""
     for state in engine.states:
         state.close()
         if clean:
-            if not engine.peers.rank_0_serves:  # otherwise the store may have ended by now
+            if not engine.peers.rank_0_serves:  # otherwise the store's process may have ended by now
                 state.board.remove_noted()
             state.board.close()
 
 
 def abandon(engine: Engine) -> None:
-    """In a forked child: the operations in flight are the parent's; here they fail."""
+    """Fail the operations in flight in a forked child: they belong to the parent."""
     engine.lock = threading.RLock()  # a thread of the parent may have held it
     engine.waiting.abandon()
     engine.progress_thread = engine.start_thread = None

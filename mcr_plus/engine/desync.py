@@ -1,6 +1,6 @@
-"""Desync detection: whether all ranks of a group have issued the same operation under a number.
+"""Desync detection: checks that all ranks of a group have issued the same operation under a number.
 
-Reads the group's board only. Functions return errors; the engine alone fails operations.
+Functions only read the group's board and return errors. Only the engine fails operations.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ if TYPE_CHECKING:
     from mcr_plus.engine.watchdog import Watchdog
     from mcr_plus.engine.work import IssuedWork
 
-_DESCRIBED_WITHIN: Final = 1.0  # seconds that peers have to describe an operation that differs
-_NAP: Final = 0.002  # seconds between two looks for that
+_DESCRIBED_WITHIN: Final = 1.0  # s for peers to describe an operation that differs
+_NAP: Final = 0.002  # s between two checks for that description
 
 
 def compare_signatures(work: IssuedWork) -> bool | McrError:
-    """Whether all peers have posted the signature of `work`; an error if one has posted another.
+    """Return True once all peers have posted the signature of `work`, and the error if a peer has posted
+    another.
 
-    False while peers are missing. Where peers have overwritten their posts, which they do only long after
-    the operation, the rows are read one by one, at the board's interval.
+    False while peers have not posted. Peers overwrite their posts only long after the operation; overwritten
+    rows are read one by one, at the board's interval.
     """
     state, sequence, digest = work.operation.state, work.sequence, work.operation.digest
     board = state.board
@@ -52,7 +53,7 @@ def compare_signatures(work: IssuedWork) -> bool | McrError:
 
 
 def find_mismatch(work: IssuedWork) -> OrderMismatch | None:
-    """During a long wait: the error if a peer has posted another operation under this number."""
+    """Return the error, during a long wait, if a peer has posted another operation under this number."""
     operation = work.operation
     board = operation.state.board
     for rank in operation.state.group.peers:
@@ -63,9 +64,9 @@ def find_mismatch(work: IssuedWork) -> OrderMismatch | None:
 
 
 def explain_difference(work: IssuedWork, difference: OperationsDiffer, watchdog: Watchdog) -> McrError:
-    """The error of an operation whose library has reported `difference` between ranks.
+    """Return the error of an operation whose library has reported `difference` between ranks.
 
-    It names the operations of two ranks if the peers post theirs within a moment.
+    The error names the operations of two ranks if the peers post theirs within a second.
     """
     state, sequence = work.operation.state, work.sequence
     deadline = Deadline(_DESCRIBED_WITHIN)
@@ -82,7 +83,7 @@ def explain_difference(work: IssuedWork, difference: OperationsDiffer, watchdog:
                 return mismatch
         time.sleep(_NAP)
     text = f"operation #{sequence} of group '{state.group.name}', {work.operation.signature.describe()}"
-    while not difference.explained and not deadline.passed():  # others name each other
+    while not difference.explained and not deadline.passed():  # while other ranks name each other
         if failed := watchdog.failed_peers_of(work):
             watchdog.note(failed)
             error = OrderMismatch(f"{text}: {described(failed)}")
@@ -93,9 +94,9 @@ def explain_difference(work: IssuedWork, difference: OperationsDiffer, watchdog:
 
 
 def _may_still_describe(work: IssuedWork, now: float) -> bool:
-    """Whether a peer that has issued another operation without posting it still has time to.
+    """Return whether a peer that has issued a different operation still has time to post it.
 
-    It posts the operation when its own wait for it becomes long.
+    A peer posts its operation when its own wait for it becomes long.
     """
     if work.undescribed_since is None:
         work.undescribed_since = now
@@ -104,7 +105,7 @@ def _may_still_describe(work: IssuedWork, now: float) -> bool:
 
 def _mismatch(work: IssuedWork, rank: int, digest: int | None) -> OrderMismatch:
     board, group = work.operation.state.board, work.operation.state.group
-    mine = unpad(work.operation.text)  # no longer than theirs, so that peers are passed both in full
+    mine = unpad(work.operation.text)  # cut like the peer's text: both fit in the record for peers
     theirs = "" if digest is None else board.text(rank, work.sequence, digest)
     theirs = theirs or "another operation, issued before and not described"
     return OrderMismatch(
@@ -115,7 +116,7 @@ def _mismatch(work: IssuedWork, rank: int, digest: int | None) -> OrderMismatch:
 
 
 def _count_mismatch(work: IssuedWork) -> OrderMismatch | None:
-    """The error of a vector collective in which a peer sends or expects another count than this rank does."""
+    """Return the error of a vector collective in which a peer's counts differ from this rank's."""
     for rank in work.operation.state.group.peers:
         if (mismatch := _count_mismatch_with(work, rank)) is not None:
             return mismatch
@@ -123,7 +124,7 @@ def _count_mismatch(work: IssuedWork) -> OrderMismatch | None:
 
 
 def _count_mismatch_with(work: IssuedWork, rank: int) -> OrderMismatch | None:
-    """The same for one peer; None too for operations without counts of their own."""
+    """Return that error for one peer; None also for operations without counts of their own."""
     if not work.message.compares_counts:
         return None
     state, named = work.operation.state, work.operation.state.group.named

@@ -1,4 +1,4 @@
-"""Libraries that are not called any more in this process, after an error that leaves them unusable."""
+"""Libraries that this process no longer calls, after an error that left them unusable."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def why_off(engine: Engine, operation: BoundOperation) -> str | None:
-    """Why the library of an operation is not called any more; None also if another one takes over."""
+    """Return why an operation's library is switched off; None if it is not, or another library takes over."""
     return None if operation.has_failover else engine.off.get(operation.signature.backend or "")
 
 
@@ -30,9 +30,9 @@ def switch_off_after(engine: Engine, work: IssuedWork, error: BaseException) -> 
 
 
 def switch_off(engine: Engine, backend: Backend, reason: str, work: IssuedWork | None = None) -> None:
-    """Never call a library again, after an error of `work`, whose own failure the caller sees to.
+    """Never call a library again, after an error of `work`; the caller fails `work` itself.
 
-    Its operations in flight fail, in all groups, and later ones are refused, but for those that another
+    Operations in flight on the library fail, in all groups, and later ones are refused, unless another
     library takes over.
     """
     if backend not in engine.backends:
@@ -55,11 +55,11 @@ def switch_off(engine: Engine, backend: Backend, reason: str, work: IssuedWork |
 
 
 def refuse_if_off(engine: Engine, operation: BoundOperation) -> None:
-    """Make an operation fail at once, without a comparison, if its library is switched off."""
+    """Make an operation fail at once, without comparing signatures, if its library is switched off."""
     reason = why_off(engine, operation)
     if reason is not None:
         operation.start = refusing(reason)
         operation.stop_polling()
         operation.gate = None
         operation.compare_every = operation.compared = False
-        operation.deferred = True  # the fast path has its own reference to the start
+        operation.deferred = True  # the fast path keeps its own reference to `start`

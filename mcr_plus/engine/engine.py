@@ -1,4 +1,4 @@
-"""Order and progress: the part of the runtime that all operations of a process share."""
+"""Order and progress of operations: the state that all groups of a process share."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from mcr_plus.rendezvous.processes import Peers
     from mcr_plus.waiting.futex import Wakeups
 
-_VERY_LONG_WAIT: Final = 1.0  # seconds after which checks become rarer
-_REAP: Final = 2  # completed handles dropped per issue: amortised, never a scan
-_UNREAD: Final = 1024  # handles that are kept to see whether they are ever waited for
+_VERY_LONG_WAIT: Final = 1.0  # s of waiting after which checks become rarer
+_REAP: Final = 2  # completed handles dropped per issue: a constant, so that an issue never scans them all
+_UNREAD: Final = 1024  # completed handles kept to find out whether the program ever waits for them
 
 
 class Engine:
@@ -40,14 +40,14 @@ class Engine:
 
     Attributes:
         in_flight: asynchronous operations, started or not.
-        unread: some that were done before the program waited for them, if it ever does.
+        unread: operations that completed before the program waited for them.
         blocked: channels with deferred operations.
-        unordered: deferred sends and receives, which no other operation waits behind.
-        off: backends that are not called any more in this process, with the reason.
-        writes: address of a storage → number of the last operation with failover that writes there.
-        wrappers: channels in place of those of libraries, for failover or verification.
+        unordered: deferred sends and receives; they hold back no other operation.
+        off: backends that this process no longer calls, with the reason.
+        writes: address of a storage → number of the last operation with failover that writes to it.
+        wrappers: channels that replace libraries' channels, for failover or verification.
         failed: whether any operation has failed.
-        waits: the waits that the program is in, beyond the first polls.
+        waits: the program's current waits that have outlasted the first polls.
         hooks: observers of operations.
     """
 
@@ -62,7 +62,7 @@ class Engine:
         ranks: int = 1,
         short: bool = False,
     ) -> None:
-        """`bells`, `beside`, `ranks`, `short`: see `WaitStrategy`, whose `peers` are `beside`."""
+        """`bells`, `beside`, `ranks`, `short`: see `WaitStrategy`; `beside` are its `peers`."""
         self.lock = threading.RLock()
         self.peers = peers
         self.hooks = Hooks()
@@ -103,25 +103,25 @@ class Engine:
 
     def _keep_unread(self, work: IssuedWork) -> None:
         self.unread.append(work)
-        if len(self.unread) > _UNREAD:  # half of the room is for those that come
+        if len(self.unread) > _UNREAD:  # drop half at once, which makes room for later handles
             self.unread = [work for work in self.unread if not work.waited][: _UNREAD // 2]
 
     def occupied(self) -> bool:
-        """Whether operations are in flight besides the one that the caller waits for."""
-        with self.lock:  # those that are done would stay until the next one is issued
+        """Return whether operations other than the one the caller waits for are in flight."""
+        with self.lock:  # polled, since completed ones would otherwise stay until the next issue
             while self.in_flight and self.in_flight[0].is_done:
                 if not (work := self.in_flight.popleft()).waited:
                     self._keep_unread(work)
         return bool(self.in_flight or self.blocked or self.unordered)
 
     def ring(self) -> None:
-        """Wake ranks of this host that wait for this one: something has been posted or started."""
+        """Wake ranks of this host that wait for this one, after a post or a start."""
         bells = self.waiting.bells
         if bells is not None and bells.wanted[0]:
             bells.ring()
 
     def defer(self, work: IssuedWork) -> None:
-        """Queue an operation that may not start yet; later ones on the same channel queue behind it."""
+        """Queue an operation that may not start yet; later operations on the channel queue behind it."""
         operation = work.operation
         channel = operation.backend_channel
         if operation.on_stream:
@@ -136,14 +136,14 @@ class Engine:
             self._start_in_background()
 
     def _start_in_background(self) -> None:
-        """Have a thread start an operation once all ranks have issued it: its library then needs no polls."""
+        """Let a thread start an operation once all ranks have issued it; its library then needs no polls."""
         if self.progress_thread is None:
             if self.start_thread is None:
                 self.start_thread = ProgressThread(self.start_pending)
             self.start_thread.wake()
 
     def start_pending(self) -> bool:
-        """Start pending operations of libraries with own threads, for a thread; whether some are left."""
+        """Start pending operations of libraries with threads of their own; return whether any are left."""
         with self.lock:
             channels = [channel for channel in self.blocked if _runs_by_itself(channel.pending[0])]
             for channel in channels:
@@ -151,11 +151,11 @@ class Engine:
             return any(channel.pending for channel in channels)
 
     def add_hook(self, hook: OperationHook) -> None:
-        """Report operations to a hook, from those on that are issued now."""
+        """Report operations to a hook, beginning with the next one that is issued."""
         self._use_hooks((*self.hooks.all, hook))
 
     def remove_hook(self, hook: OperationHook) -> None:
-        """Report to a hook no longer."""
+        """Stop reporting to a hook."""
         self._use_hooks(tuple(each for each in self.hooks.all if each is not hook))
 
     def _use_hooks(self, hooks: tuple[OperationHook, ...]) -> None:
@@ -165,7 +165,7 @@ class Engine:
             state.refresh()
 
     def mark_blocked(self, channel: BackendChannel, state: GroupState, blocked: bool) -> None:
-        """Note whether a channel has deferred operations."""
+        """Update whether a channel counts as one with deferred operations."""
         (self.blocked.append if blocked else self.blocked.remove)(channel)
         state.blocked_channels += 1 if blocked else -1
         state.refresh()
@@ -182,17 +182,17 @@ class Engine:
         self.ring()
 
     def _start_ready(self, channel: BackendChannel) -> None:
-        """Start the deferred operations of a channel, in order, as far as they may start."""
+        """Start the deferred operations of a channel in order, up to the first that may not start."""
         pending = channel.pending
         while pending and (pending[0].is_done or self._may_start(pending[0])):
             work = pending.popleft()
             if not work.is_done:
                 self._start(work)
-            if not pending:  # only now: the fast path takes no lock, and must not overtake this start
+            if not pending:  # only after the start: the fast path takes no lock, and must not overtake it
                 self.mark_blocked(channel, work.operation.state, False)
 
     def _may_start(self, work: IssuedWork) -> bool:
-        """Whether a deferred operation can start; it may fail here instead."""
+        """Return whether a deferred operation can start; may fail the operation."""
         if work.operation.deferred and not self._is_admitted(work):
             return work.is_done
         after = work.message.after
@@ -205,9 +205,9 @@ class Engine:
         return True
 
     def _is_admitted(self, work: IssuedWork) -> bool:
-        """Whether all ranks have issued the same, and the library is ready for it; may fail `work`."""
+        """Return whether all ranks have issued `work` and its library is ready for it; may fail `work`."""
         operation, gate = work.operation, work.gate
-        if gate is _admitted:  # it waits for something else, and must not pass the gate twice
+        if gate is _admitted:  # admitted before, and it must not pass the gate twice
             return True
         try:
             if gate is None and operation.compared and (match := compare_signatures(work)) is not True:
@@ -256,9 +256,9 @@ class Engine:
                     self._check_polled(work)
 
     def _check_polled(self, work: IssuedWork) -> None:
-        """Check deadline and peers for a caller that polls repeatedly instead of waiting.
+        """Check deadline and peers for a program that polls repeatedly instead of waiting.
 
-        Pending buckets are not flushed here: the caller may be our own progress thread.
+        Does not flush pending buckets, because the caller may be our own progress thread.
         """
         now = time.monotonic()
         if work.polled_since is None:
@@ -273,7 +273,7 @@ class Engine:
             self.fail(work, self.watchdog.timeout_error(work, now - since))
 
     def try_poll(self, work: IssuedWork) -> bool:
-        """Poll; True when done. Under the lock, or by the only thread that has the operation."""
+        """Poll once; return whether `work` is done. Needs the lock unless no other thread has `work`."""
         poll = work.poll
         if poll is None or work.is_done:
             return work.is_done
@@ -290,7 +290,7 @@ class Engine:
         return work.is_done
 
     def progress(self) -> None:
-        """Advance everything that needs the host: deferred operations and the libraries themselves."""
+        """Advance everything that needs the host: the libraries themselves and deferred operations."""
         for backend in self.backends:
             backend.progress()
         for wrapper in self.wrappers:
@@ -301,17 +301,16 @@ class Engine:
             self.unordered = start_messages(self.unordered, self._start)
 
     def stop_thread(self) -> None:
-        """End the threads, if there are any: from now on only callers make progress."""
+        """End the background threads; from now on only callers make progress."""
         threads = self.progress_thread, self.start_thread
         self.progress_thread = self.start_thread = None
         for thread in filter(None, threads):
             thread.stop()
 
     def progress_once(self) -> bool:
-        """Make progress on operations in flight, for the progress thread; False if there are none.
+        """Make progress on operations in flight, for the progress thread; return False if there are none.
 
-        Operations complete here, so that what follows them (decoding, copying out) is done before the program
-        waits.
+        Operations complete in this call, so decoding and copying are done before the program waits.
         """
         with self.lock:
             in_flight = self.in_flight
@@ -323,7 +322,7 @@ class Engine:
             return bool(in_flight)
 
     def _polled_first(self, work: IssuedWork) -> bool:
-        """Poll at full speed, but for an inline operation, which has had that; whether `work` is done."""
+        """Poll at full speed, unless `work` is inline and has had these polls; return whether it is done."""
         operation = work.operation
         if operation.inline or work.poll is None:
             return False
@@ -338,12 +337,12 @@ class Engine:
     def wait(
         self, work: IssuedWork, timeout: float | timedelta | None = None, *, until_done: bool = False
     ) -> None:
-        """Poll until `work` is done, and make progress on everything else.
+        """Poll until `work` is done, and make progress on all other operations.
 
-        Past its own deadline the operation fails; after `timeout` seconds `CommTimeout` is raised.
+        The operation fails at its own deadline. After `timeout` seconds, `CommTimeout` is raised.
 
-        An operation on a stream is waited for only until it has been handed to the stream, and the current
-        stream ordered after it, unless `until_done`.
+        For an operation on a stream, return once it has been handed to the stream and the current stream is
+        ordered after it, unless `until_done`.
         """
         if not self._polled_first(work):
             wait = ProgramWait(work, threading.get_ident(), time.time_ns())
@@ -397,7 +396,7 @@ class Engine:
             pause_wait(self, work, pause, now, waited)
 
     def compiles(self, begins: bool) -> None:
-        """Publish that this process begins or has ended compiling kernels; from any thread."""
+        """Publish that this process begins or ends compiling kernels; callable from any thread."""
         for state in list(self.states):
             if not state.closed:
                 state.board.mark_compiling(begins)
@@ -405,7 +404,7 @@ class Engine:
     def _check(self, work: IssuedWork, waited: float, *, flushes: bool = True) -> None:
         """Slow path of a long wait: publish this rank's position, then look for mismatches and failed peers.
 
-        `flushes`: also flush pending buckets.
+        `flushes`: flush pending buckets too.
         """
         if waited > _VERY_LONG_WAIT and work.noted is None:
             for waits_long in self.hooks.waits_long:
@@ -422,10 +421,10 @@ class Engine:
             self.fail(work, error)
 
     def fail(self, work: IssuedWork, error: BaseException) -> None:
-        """Complete an operation with an error, and fail its group."""
+        """Complete an operation with an error, and mark its group as failed."""
         reports: list[Callable[[], None] | None] = []
         if not work.is_done:
-            # The library may still write to these tensors: they are never freed.
+            # The library may still write to these tensors, so they are never freed.
             self.peers.keep.append((work.message, work.message.inputs, work.message.outputs, work.poll))
             work.operation.state.unfinished.add(work.operation.signature.backend)
             if isinstance(error, OperationsDiffer):
@@ -443,7 +442,7 @@ class Engine:
         state.publish()
         pending = work.operation.backend_channel.pending
         unstarted = [other for other in pending if other is not work and not other.is_done]
-        # Deferred operations before it do not start any more either, and peers wait for them.
+        # Deferred operations that were issued before it will not start either, and peers wait for them.
         others = [other.sequence for other in unstarted]
         first = min([work.sequence, *others])
         relayed = error.passed_on if isinstance(error, McrError) else ""
@@ -458,7 +457,7 @@ class Engine:
                 report()
 
     def _fail_dependents(self) -> None:
-        """Fail deferred operations that follow a failed one, now: this rank may never wait for them."""
+        """Fail now the deferred operations that depend on a failed one: this rank may never wait for them."""
         if self._failing_dependents:
             return
         self._failing_dependents = True
@@ -479,16 +478,16 @@ def _stream(work: IssuedWork) -> StreamPoll:
 
 
 def _error_before(work: IssuedWork) -> BaseException | None:
-    """The error of the operation that `work` is to follow; None unless that has failed."""
+    """Return the error of the operation that `work` follows; None if that has not failed."""
     after = work.message.after
     return after.exception() if after is not None and after.probe() else None
 
 
 def _runs_by_itself(work: IssuedWork) -> bool:
-    """Whether its library has threads of its own, so that it progresses without being polled."""
+    """Return whether the library's own threads complete an operation without polls."""
     return len(work.operation.burst) == 1 and not work.operation.on_stream
 
 
 def _admitted() -> bool:
-    """The gate of an operation that has passed its library's."""
+    """Gate of an operation that has passed its library's gate."""
     return True

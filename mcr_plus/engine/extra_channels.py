@@ -1,4 +1,4 @@
-"""Channels of a group besides those of its ordinary operations."""
+"""Additional channels of a group, separate from the channel of its ordinary operations."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ def open_further(
     purpose: str,
     is_given_up: Callable[[], bool] = lambda: False,
 ) -> Channel:
-    """Open one more channel of a library; collective over the group's ranks.
+    """Open another channel of a library; collective over the group's ranks.
 
-    `purpose`: another one for each of them. `is_given_up`: whether nobody waits for it any more.
+    Each `purpose` gets a channel of its own. `is_given_up`: returns True once nobody waits for the channel
+    any more.
     """
     of_purpose = replace(group, name=f"{group.name}/{purpose}")
     world.watch_store(of_purpose, is_given_up)

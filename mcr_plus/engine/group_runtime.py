@@ -13,32 +13,32 @@ from mcr_plus.engine.group_state import BackendChannel, GroupState
 from mcr_plus.engine.issue import Issue
 
 SIGNATURES: Final = 4096
-"""How many signatures a group remembers. Each takes some KiB."""
+"""Number of signatures that a group remembers. Each takes some KiB."""
 
 
 class PendingBucket(Protocol):
-    """Operations that a stage holds back."""
+    """Operations that a stage holds back to send them together."""
 
     def send(self) -> Exception | None:
-        """Issue them, under the engine's lock; they are no longer in the list. Returns the error, if any."""
+        """Issue the operations, under the engine's lock, and clear the list. Returns the error, if any."""
         ...
 
     def digests(self) -> Collection[int]:
-        """Digests that peers would see if the bucket were sent now, as one operation or several."""
+        """Return the digests that peers would see if the bucket were sent now (one operation or several)."""
         ...
 
 
 @dataclass(eq=False)
 class GroupRuntime:
-    """The state that the stages of a group share; a group that only explains has none.
+    """The state that the stages of a group share. A group that only explains decisions has none.
 
     Attributes:
-        channels: by backend name.
-        operations: by signature.
-        pending: buckets that stages hold back, in the order in which they are to be sent.
+        channels: open channels by backend name.
+        operations: bound operations by signature.
+        pending: buckets that stages hold back, in the order in which they will be sent.
         restored: entries of a loaded state by stage, see `Stage.load_state`.
         caches: functions that clear the stages' caches of signatures, see `forget`.
-        bound: number of signatures bound since.
+        bound: number of signatures bound since the last `forget`.
     """
 
     engine: Engine
@@ -51,10 +51,10 @@ class GroupRuntime:
     bound: int = 0
 
     def count(self) -> None:
-        """Count a signature that all ranks bind at this call; if there are too many, forget those before it.
+        """Count a signature that all ranks bind at this call; if there are too many, forget the earlier ones.
 
-        Ranks must forget at the same call, because all of them compare a signature when it comes again. So
-        this counts signatures that all ranks bind, and not look-ups, which may differ between ranks.
+        All ranks must forget at the same call, because all of them compare a signature when it comes again.
+        Look-ups may differ between ranks, so only signatures that all ranks bind are counted.
         """
         if self.bound >= SIGNATURES:
             self.forget()
@@ -72,17 +72,19 @@ class GroupRuntime:
         self.operations.clear()
 
     def forget_messages(self) -> None:
-        """Drop the bindings of sends and receives: ranks do not compare them, so each may on its own."""
+        """Drop the bindings of sends and receives; each rank may do so alone, because ranks do not compare
+        them.
+        """
         for signature in [known for known in self.operations if known.is_p2p]:
             del self.operations[signature]
 
     def flush_pending(self, only: PendingBucket | None = None) -> None:
-        """Issue all pending buckets, or `only` this one; all of them even if some fail.
+        """Issue all pending buckets, or only the bucket `only`; continue with the others if one fails.
 
         Raises the first error; `OrderMismatch` in a thread that may not issue operations of the group.
         """
         if get_ident() != self.state.owner:
-            self.state.check_thread()  # before a bucket is taken out that could not be sent
+            self.state.check_thread()  # before a bucket leaves the list: it could not be sent
         with self.engine.lock:
             sent = self.pending[:] if only is None else [only]
             self.pending[:] = [bucket for bucket in self.pending if bucket not in sent]

@@ -1,4 +1,4 @@
-"""A group in one process: its operations' numbers, the thread that may issue them, those not started."""
+"""State of a group in one process: operation numbers, issuing thread, failure, deferred operations."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class BackendChannel:
     """A backend as one group uses it: its open channel, and the operations that wait to start on it.
 
     Attributes:
-        pending: operations that have been issued but not started, in program order. They wait for the data
-            they depend on and for the check of their signature; later ones wait behind them, because a
-            library matches operations by their order.
+        pending: operations issued but not started, in program order. Each waits for the data that it depends
+            on and for the check of its signature. Later operations wait behind it, because a library matches
+            operations by their order.
     """
 
     backend: Backend
@@ -37,7 +37,7 @@ class BackendChannel:
 
     @cached_property
     def start_order(self) -> StartOrder:
-        """Of a library whose operations run on a stream."""
+        """The start order of a library whose operations run on a stream."""
         return StartOrder(self.channel.streams)
 
 
@@ -46,26 +46,26 @@ _NOTES: Final = 256  # long waits and failures that a group remembers
 
 
 class GroupState:
-    """State of one group in this process: numbering, board, thread and failure.
+    """State of one group in this process: numbering, board, issuing thread and failure.
 
     Attributes:
         sequence: number of the last operation issued.
-        remedy: text of errors about a failed group: how a program goes on.
-        owner: identity of the thread that may issue; 0 if every issue has to go through `check_thread`.
+        remedy: what errors about a failed group advise the program to do.
+        owner: identity of the thread that may issue; 0 if every issue must go through `check_thread`.
         fast_path_thread: `owner` while its synchronous operations may skip lock and handle; 0 otherwise.
-        agreed: once its world has been replaced, the number of the last operation of which all up to it are
-            complete on all ranks that have gone on; None before.
-        failed_at: the lowest number of an operation that has failed here, 0 if none has.
-        failure_raised: whether the program has been given `failure`.
-        revoked: why the world of the group has been replaced; empty unless it has.
-        ring: the last collectives: number, signature, and when they were issued, in `time.time_ns()`.
-        messages: the last sends and receives: peer and tag, signature, and when they were issued.
-        notes: of operations that were waited for for long, or have failed.
+        agreed: number up to which operations are complete on all surviving ranks, once the group's world has
+            been replaced; None before.
+        failed_at: lowest number of an operation that has failed here; 0 if none has.
+        failure_raised: whether `failure` has been raised in the program.
+        revoked: why the group's world has been replaced; empty if it has not.
+        ring: the last collectives: number, signature, and time of issue in `time.time_ns()`.
+        messages: the last sends and receives: peer and tag, signature, and time of issue.
+        notes: operations with a long wait or a failure.
         unfinished: libraries that may still work on operations that failed here.
-        changes_threads: whether any thread may use it, one at a time, as groups of torch.distributed.
-        own_handles: whether programs wait by other handles than ours, those of torch or Horovod.
+        changes_threads: whether any thread may use the group, one at a time, as in torch.distributed.
+        own_handles: whether programs wait through handles of torch or Horovod instead of ours.
         blocked_channels: number of channels with deferred operations.
-        when_stuck: called during a long wait, which may depend on a bucket that is held back here.
+        when_stuck: called during a long wait, since the wait may depend on a bucket held back here.
     """
 
     __slots__ = (
@@ -95,7 +95,7 @@ class GroupState:
     )
 
     def __init__(self, group: Group, board: GroupBoard, remedy: str = "", *, ring: int = 0) -> None:
-        """`ring`: how many of the last operations are remembered."""
+        """`ring`: number of last operations to remember."""
         self.ring: deque[tuple[int, Signature, int]] = deque(maxlen=ring)
         self.messages: deque[tuple[int | None, int, Signature, int]] = deque(maxlen=ring)
         self.notes: deque[Noted] = deque(maxlen=_NOTES)
@@ -125,18 +125,18 @@ class GroupState:
         self.fast_path_thread = 0 if special else self.owner
 
     def publish(self) -> None:
-        """Publish how many operations have been issued."""
+        """Publish the number of operations issued."""
         self.board.counter[0] = self.sequence
 
     def check_thread(self, *, any_thread: bool = False) -> None:
-        """Admit or refuse a caller that is not the group's thread: the slow path of an issue.
+        """Admit or refuse a caller that is not the group's issuing thread: the slow path of an issue.
 
-        `any_thread`: for sends and receives, which have no place in the group's order.
+        `any_thread`: admit every thread, for sends and receives, which have no number in the group's order.
 
         Raises:
             NotInitialized: the group is closed, or belongs to the parent of a forked process.
-            Revoked: its world has been replaced.
-            BackendError: an earlier operation of the group failed; `PeerLost` if because of lost ranks.
+            Revoked: the group's world has been replaced.
+            BackendError: an earlier operation of the group failed; `PeerLost` if ranks were lost.
             OrderMismatch: another thread uses this group, so the order of operations is not defined.
         """
         name = self.group.name
@@ -157,7 +157,8 @@ class GroupState:
                 "under a launcher of its own"
             )
         caller = threading.current_thread()
-        # Threads that Python did not start (autograd's) run while their caller waits: no second order.
+        # autograd's threads, which Python did not start, run while their caller waits, so they keep its
+        # order.
         if any_thread or isinstance(caller, threading._DummyThread):
             self._shared = True
             self.refresh()
@@ -172,12 +173,14 @@ class GroupState:
         )
 
     def is_its_thread(self) -> bool:
-        """Whether the caller is the group's thread, or one for which that waits (autograd's)."""
+        """Return whether the caller is the group's thread, or an autograd thread that it waits for."""
         caller = threading.current_thread()
         return threading.get_ident() == self.owner or isinstance(caller, threading._DummyThread)
 
     def take_over(self) -> None:
-        """Make the calling thread the group's thread; raises as `check_thread` does if none may issue."""
+        """Make the calling thread the group's issuing thread; raise as `check_thread` does if no thread may
+        issue.
+        """
         if self.closed or self.failure is not None or self.owner == _NOBODY:
             self.check_thread()
         self._thread = threading.current_thread()
@@ -185,9 +188,9 @@ class GroupState:
         self.refresh()
 
     def fail(self, error: BaseException, sequence: int) -> None:
-        """Refuse further operations: numbering or data of this group can no longer be trusted.
+        """Refuse further operations, because the group's numbering or data can no longer be trusted.
 
-        `sequence`: of the operation that has failed, 0 for one without a number.
+        `sequence`: number of the failed operation, 0 if it has none.
         """
         if sequence:
             self.failed_at = min(self.failed_at or sequence, sequence)
@@ -201,6 +204,6 @@ class GroupState:
         self.owner = self.fast_path_thread = 0
 
     def abandon(self) -> None:
-        """Called in a forked child."""
+        """Mark the group as unusable in a forked child."""
         self.owner = _NOBODY
         self.fast_path_thread = 0

@@ -1,4 +1,4 @@
-"""`OperationHook`: what observes the operations of a process, and is told of each event by the engine."""
+"""Base class `OperationHook`: an observer that the engine calls at each event of an operation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ProgramWait(NamedTuple):
-    """A wait of the program: for what, in which thread, and since when (`time.time_ns()`)."""
+    """A wait of the program: the operation, the thread, and the start (`time.time_ns()`)."""
 
     work: IssuedWork
     thread: int
@@ -24,13 +24,13 @@ class ProgramWait(NamedTuple):
 
 @dataclass(eq=False)
 class Noted:
-    """What is remembered of an operation that was waited for for long, or has failed.
+    """Record of an operation that was waited for for more than a second, or has failed.
 
     Attributes:
-        sequence: its number; 0 for sends and receives.
-        frames: of the program's thread then, the innermost first: name, file, line.
-        began, ended: of the wait, in `time.time_ns()`; `ended` is None while it goes on.
-        error: text of the error; empty unless it has failed.
+        sequence: the operation's number; 0 for sends and receives.
+        frames: stack of the program's thread at that time, innermost first: name, file, line.
+        began, ended: start and end of the wait in `time.time_ns()`; `ended` is None while the wait goes on.
+        error: text of the error; empty if the operation has not failed.
     """
 
     sequence: int
@@ -41,52 +41,52 @@ class Noted:
 
 
 class OperationHook:
-    """Base class of observers of operations: recording, metrics, dumps, capture; every method does nothing.
+    """Base class of observers (recording, metrics, dumps, capture); its methods do nothing.
 
     `Engine.add_hook` binds each event to the hooks that override its method, so an event without hooks costs
-    one look at an empty tuple. Methods are called by the thread to which the event happens, and do not raise.
+    one test of an empty tuple. A method runs in the thread of the event, and must not raise.
     """
 
     @property
     def holds(self) -> bool:
-        """True if buckets of gradients must be sent one after another at the end of the backward pass."""
+        """True if gradient buckets must be sent one after another at the end of the backward pass."""
         return False
 
     def bound(self, group: Group, issue: Issue) -> Issue:  # noqa: ARG002
-        """Return what issues the program's operations of a signature in place of `issue`.
+        """Return a replacement for `issue`, which issues the program's operations of a signature.
 
-        Called when a call is bound; a hook that defines it is added and removed by `Runtime.add_hook`.
+        Called when a call is bound. A hook that defines it is added and removed by `Runtime.add_hook`.
         """
         return issue
 
     def issued(self, work: IssuedWork) -> None:
-        """`work` is being issued. This, `waits` and `ended` come in pairs with `work.t_issue` … `t_done`."""
+        """Called when `work` is issued. `issued`, `waits`, `ended` match `work.t_issue` … `work.t_done`."""
 
     def waits(self, work: IssuedWork) -> None:
-        """The program begins to wait for `work`."""
+        """Called when the program begins to wait for `work`."""
 
     def waits_long(self, work: IssuedWork) -> None:
-        """The calling thread has waited for `work` for more than a second, and goes on waiting."""
+        """Called when the calling thread has waited for `work` for more than a second and still waits."""
 
     def ended(self, work: IssuedWork) -> None:
-        """`work` is complete, or has failed with `work.error`; its tensors are still there."""
+        """Called when `work` is complete or has failed with `work.error`; its tensors still exist."""
 
     def fails(self, work: IssuedWork, error: BaseException) -> Callable[[], None] | None:  # noqa: ARG002
-        """`work` is about to fail with `error`. Returns what is to be called once its group has failed."""
+        """Called before `work` fails with `error`. Returns a function to call once the group has failed."""
         return None
 
     def ready(self, param: torch.Tensor) -> None:
-        """The gradient of a parameter is ready to be sent."""
+        """Called when the gradient of a parameter is ready to be sent."""
 
     def carries(self, params: Sequence[torch.Tensor]) -> None:
-        """The next operation carries the gradients of these parameters."""
+        """Called before an operation that carries the gradients of these parameters."""
 
 
 _EVENTS: Final = ("bound", "issued", "waits", "waits_long", "ended", "fails", "ready", "carries")
 
 
 class Hooks:
-    """The hooks of a process; of each event, the methods to call, as attributes of its name."""
+    """The hooks of a process; for each event an attribute of its name holds the methods to call."""
 
     bound: tuple[Callable[[Group, Issue], Issue], ...]
     issued: tuple[Callable[[IssuedWork], None], ...]
@@ -101,7 +101,7 @@ class Hooks:
         self.use(())
 
     def use(self, hooks: tuple[OperationHook, ...]) -> None:
-        """Call these from now on."""
+        """Replace the hooks to call."""
         self.all = hooks
         for event in _EVENTS:
             base = getattr(OperationHook, event)

@@ -1,4 +1,4 @@
-"""`Issue`: how an operation of one signature is issued."""
+"""Result of binding a stage: `Issue`, with the functions that issue operations of one signature."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 class Issue:
-    """How an operation of one signature is issued: the result of binding a stage.
+    """Functions that issue an operation of one signature: the result of binding a stage.
 
     Attributes:
         start: starts an operation and returns its handle; never waits for a peer.
-        run: runs a synchronous operation to its end. By default `start(message).wait()`; dispatch has one
-            that needs no handle while all goes well, and a stage that wraps an issue passes it on.
+        run: runs a synchronous operation to its end, by default with `start(message).wait()`. The one of
+            dispatch creates a handle only after an error; a stage that wraps an issue passes it on.
         operation: the library operation that `start` starts, if it starts exactly one and nothing else.
-        start_in_place, run_in_place: `start` and `run` for an operation in place on one tensor, without a
+        start_in_place, run_in_place: `start` and `run` for an in-place operation on one tensor, without a
             message; None if the chain has no such form.
     """
 
@@ -45,12 +45,12 @@ class Issue:
         self.run_in_place = run_in_place
 
     def __call__(self, message: Message) -> Work:
-        """The same as `start`."""
+        """Same as `start`."""
         return self.start(message)
 
 
 def refusing(reason: str) -> Callable[[Message], NoReturn]:
-    """The start of an operation whose library is switched off."""
+    """Return a `start` that raises, for an operation whose library is switched off."""
 
     def refuse(message: Message) -> NoReturn:  # noqa: ARG001 - a Start
         raise BackendError(reason)

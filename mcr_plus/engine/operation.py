@@ -31,23 +31,23 @@ if TYPE_CHECKING:
 
 
 _BURST: Final = 16
-_WEIGHED: Final = 16  # of so many issues of an operation without a size, the bytes of one are noted
+_WEIGHED: Final = 16  # bytes are noted for one of 16 issues of an operation without a fixed size
 
 
 class BoundOperation:
-    """The end of a bound chain: everything an issue needs is resolved.
+    """The end of a bound chain: holds everything that an issue needs.
 
     Attributes:
-        inline: a synchronous host operation: only the calling thread polls it, so it needs no lock.
-        spins: polls at full speed before the engine's waiting loop takes over, as long as waits are calm;
-            `first` of them otherwise.
-        burst: polls in each round of that loop; `glance` where waits are not calm.
-        polled: the library moves only while it is polled. `rings`: it wakes peers itself when it has.
-        channel: where the library's own persistent requests come from; None if no library is involved.
-        deferred: whether the next issue is queued, to be compared or to pass the library's gate.
-        has_failover: another library takes over where this one fails.
-        compared: whether the next issue compares signatures with the peers before it starts.
-        gate: the library's requirement before it is handed the operation; None if it has none.
+        inline: a synchronous host operation; only the calling thread polls it, so it needs no lock.
+        spins: polls at full speed before the engine's waiting loop takes over, while waits are calm;
+            otherwise `first` polls.
+        burst: polls in each round of that loop; `glance` while waits are not calm.
+        polled: the library makes progress only while it is polled. `rings`: it then wakes peers itself.
+        channel: source of the library's persistent requests; None if no library is involved.
+        deferred: whether the next issue is queued, to compare signatures or to pass the library's gate.
+        has_failover: another library takes over if this one fails.
+        compared: whether the next issue compares signatures with the peers before the operation starts.
+        gate: condition of the library before an operation may be passed to it; None if there is none.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class BoundOperation:
         if self.has_failover and isinstance(channel, ChannelWrapper):
             self.backend = channel.taken_over_by or signature.choice
         self.inline = not (signature.async_op or on_stream or signature.is_p2p)
-        # Lists, which `stop_polling` empties under a loop of another thread.
+        # Lists, so that `stop_polling` can empty them under another thread's loop.
         self.spins = [None] * spins
         self.first = [None] * min(spins, GLANCE if rings else FIRST_POLLS)
         self.more = [None] * (spins - len(self.first))
@@ -99,20 +99,22 @@ class BoundOperation:
         refuse_if_off(engine, self)
 
     def update_checks(self) -> None:
-        """Set the requirements of the next issue, once an operation may start."""
+        """Update the requirements of the next issue after an operation has been admitted."""
         gate = self.gate
         self.compared = self.compare_every or (gate is not None and gate.again)
         self.deferred = self.compared or (gate is not None and gate.every)
 
     @property
     def mean_bytes(self) -> float:
-        """Bytes of one issue by the convention of nccl-tests, this rank's own where sizes differ."""
+        """Mean bytes of one issue, as counted by nccl-tests; this rank's bytes where sizes differ between
+        ranks.
+        """
         if self.signature.nbytes is not None:
             return self.signature.nbytes
         return self._weight[1] / max(self._weight[0], 1)
 
     def _weighed(self, start: Start) -> Start:
-        """Note the bytes of one issue in 16 of an operation whose messages differ in size."""
+        """Note the bytes of one in 16 issues of an operation whose messages differ in size."""
         calls = 0
         self._weight = 0, 0
 
@@ -126,31 +128,33 @@ class BoundOperation:
         return started
 
     def runs_on(self, backend: Backend) -> None:
-        """Take note of another library, which may have to be polled more often, or less."""
+        """Switch to another library, which may need more or fewer polls."""
         self.backend = backend.name
         self.burst = burst_of(backend)
         self.glance = self.burst[: len(self.first) or 1]
         self.polled, self.rings = backend.host_driven, backend.rings
 
     def stop_polling(self) -> None:
-        """End the loops that poll at full speed, in any thread: the library is not to be called again."""
+        """End the full-speed polling loops of all threads: the library must not be called again."""
         for polls in (self.spins, self.first, self.more):
             polls.clear()
 
     def prepare(self, message: Message) -> None:
-        """Do what stages do before the operation starts."""
+        """Run the stages' preparation before the operation starts."""
         if self.on_stream:
             self.backend_channel.start_order.prepare(message)
         elif message.prepare is not None:
             message.prepare()
 
     def name(self, sequence: int) -> str:
-        """For error messages: `all_reduce SUM float32[4] (#7 in group 'world')`."""
+        """Text for error messages: `all_reduce SUM float32[4] (#7 in group 'world')`."""
         number = "point-to-point" if self.signature.is_p2p else f"#{sequence}"
         return f"{self.signature.describe()} ({number} in group '{self.state.group.name}')"
 
     def bind(self) -> Issue:
-        """How this operation is issued; a synchronous one also without a handle while all goes well."""
+        """Return how to issue this operation; a synchronous one runs without a handle unless there is an
+        error.
+        """
         start = self._bind_p2p() if self.signature.is_p2p else self._bind_collective()
         if not self.inline:
             return Issue(start, operation=self)
@@ -158,11 +162,11 @@ class BoundOperation:
         return Issue(start, self._bind_run(start), operation=self, run_in_place=in_place)
 
     def persistent(self, message: Message) -> tuple[Issue, Callable[[], None]] | None:
-        """The same operation by the library's persistent request for the message's tensors, if it has one.
+        """Return the operation as a persistent request of the library for the message's tensors, or None.
 
-        Returns how to issue it (with a handle of its own life) and how to run it. The request is made by the
-        first start, when all ranks have issued it. Persistent and ordinary calls cannot meet in a library, so
-        the two have different digests.
+        The result says how to issue it (with a handle that can be reused) and how to run it. The first start
+        makes the request, when all ranks have issued it. Libraries cannot match a persistent call with an
+        ordinary one, so the two have different digests.
         """
         digest = self.digest ^ 1
         is_off = self.signature.backend in self.engine.off
@@ -227,8 +231,8 @@ class BoundOperation:
         first, waiting, (wanted, ring) = self.first, self.engine.waiting, self._bells()
         remember, signature, clock = state.ring.append, self.signature, time_ns
 
-        # No lock: `fast_path_thread` is this thread only while no other thread uses the group and nothing is
-        # deferred in it.
+        # No lock: `fast_path_thread` is this thread only while no other thread uses the group and no
+        # operation in it is deferred.
         def run(message: Message) -> None:
             if get_ident() != state.fast_path_thread or self.deferred:
                 issue(message).wait()
@@ -258,11 +262,11 @@ class BoundOperation:
         return run
 
     def _bind_run_in_place(self, issue: Callable[[Message], Work]) -> Callable[[torch.Tensor], None]:
-        """As `run`, with one message for all calls, as making one takes a tenth of a microsecond."""
+        """Bind `run` with one message for all calls, because creating a message takes 0.1 µs."""
         state, counter = self.state, self.state.board.counter
         first, waiting, (wanted, ring) = self.first, self.engine.waiting, self._bells()
         remember, signature, clock = state.ring.append, self.signature, time_ns
-        spare: Message | None = None  # not while it is in use, so that a signal's handler may call this
+        spare: Message | None = None  # None while in use, so that a signal handler may call this
 
         def run_in_place(tensor: torch.Tensor) -> None:
             nonlocal spare
@@ -298,14 +302,16 @@ class BoundOperation:
         return run_in_place
 
     def _bells(self) -> tuple[Sequence[int] | memoryview, Callable[[], None]]:
-        """How to find out and ring if a peer waits: none does if the library rings."""
+        """Return the functions that find and wake waiting peers; they do nothing if the library wakes peers
+        itself.
+        """
         bells = self.engine.waiting.bells
         if bells is None or not self.polled or self.rings:
             return (0,), self.engine.ring
         return bells.wanted, self.engine.ring
 
     def bind_request(self, message: Message, request: Persistent) -> Callable[[], None]:
-        """As `run` for one message and a persistent request, without even a call to start it."""
+        """Bind `run` for one message and a persistent request, without a separate call to start it."""
         state, counter = self.state, self.state.board.counter
         first, waiting, (wanted, ring) = self.first, self.engine.waiting, self._bells()
         issue, begin, test = self.bind().start, request.begin, request.test
@@ -341,7 +347,7 @@ class BoundOperation:
         return run
 
     def _poll_longer(self, poll: Poll) -> bool:
-        """Poll on after the first polls, and nap where waits are not calm; returns whether it is done."""
+        """Continue polling, with naps if waits are not calm; return whether the operation is done."""
         waiting = self.engine.waiting
         for _ in self.more if waiting.calm else ():
             if poll():
@@ -351,9 +357,9 @@ class BoundOperation:
         return not waiting.calm and self._nap(poll)
 
     def _nap(self, poll: Poll) -> bool:
-        """Sleep a few times until a peer rings, where waits are not calm; whether `poll` is done then.
+        """Sleep a few times until a peer rings, if waits are not calm; return whether `poll` is done then.
 
-        Deadline and peers are left to `Engine.wait`. So is everything if there is more in flight.
+        `Engine.wait` checks deadline and peers. It also does everything else if more is in flight.
         """
         engine, waiting = self.engine, self.engine.waiting
         if engine.occupied() or not (self.polled and waiting.may_nap()):
@@ -365,7 +371,7 @@ class BoundOperation:
             if poll():
                 break
             if not self.rings:
-                engine.ring()  # this rank's polls may have moved what others wait for
+                engine.ring()  # this rank's polls may have advanced an operation that peers wait for
             waiting.nap(self.rings)
             if poll():
                 break
@@ -386,7 +392,7 @@ class BoundOperation:
             raise
 
     def _keep(self, work: IssuedWork) -> None:
-        """After an interrupt: the operation goes on, and the library still has the tensors."""
+        """Keep the operation in flight after an interrupt, since the library still has the tensors."""
         with self.engine.lock:
             self.engine.keep_alive(work)
 
@@ -400,8 +406,8 @@ class BoundOperation:
         raise work.error or error
 
     def _bind_p2p(self) -> Callable[[Message], Work]:
-        # Send and receive are matched by peer and tag: they have no number, and queue only behind those that
-        # would be matched in their place. Not on a stream, which runs all in order: there they queue.
+        # Sends and receives are matched by peer and tag. They have no number, and queue only behind messages
+        # that could be matched in their place. On a stream order is kept anyway, so they queue there.
         engine, state = self.engine, self.state
         pending = self.backend_channel.pending if self.on_stream else ()
         any_thread = not self.on_stream and _allows_threads(engine, self.signature.backend)
@@ -434,20 +440,20 @@ class BoundOperation:
 
 
 def burst_of(backend: Backend) -> range:
-    """Polls in a row in a longer wait, of libraries that need them: large operations take many.
+    """Return how many polls to make in a row in a longer wait; large operations take many.
 
-    With threads of its own, a library may need the core that polls would take: also where an operation
-    consists of several, of which the next one starts in a poll.
+    A library with threads of its own may need the core that polls would occupy. This also holds for an
+    operation of several steps, because a poll starts the next step.
     """
     return range(_BURST if backend.host_driven else 1)
 
 
 def _gate_of(channel: Channel | None, signature: Signature, digest: int) -> Gate | None:
-    """The library's gate for the operations of a signature, if it has one."""
+    """Return the library's gate for the operations of a signature, or None."""
     return None if channel is None or signature.is_p2p else channel.gate(signature, digest)
 
 
 def _allows_threads(engine: Engine, name: str | None) -> bool:
-    """Whether a library may be called while another thread is inside it."""
+    """Return whether a library may be called while another thread is inside it."""
     backend = next((each for each in engine.backends if each.name == name), None)
     return backend is None or not backend.thread_restriction()

@@ -13,7 +13,7 @@ from mcr_plus.config.options import Scope, Seconds, StageOptions, duration_text
 from mcr_plus.core.units import parse_duration
 from mcr_plus.errors import in_yaml, short
 
-_SHORTEST_SILENCE: Final = 0.5  # seconds; heartbeats are 0.1 s apart, and some may be lost
+_SHORTEST_SILENCE: Final = 0.5  # s; heartbeats are 0.1 s apart, and some may be lost
 
 
 def _wait_or_seconds(value: object) -> object:
@@ -22,7 +22,7 @@ def _wait_or_seconds(value: object) -> object:
 
 def _word_or_seconds(value: object) -> object:
     if isinstance(value, bool):
-        value = "auto" if value else "off"  # as YAML 1.1 reads on and off
+        value = "auto" if value else "off"  # YAML 1.1 reads on and off as booleans
     if value in ("auto", "off"):
         return value
     seconds = _seconds(value, "auto, off")
@@ -39,7 +39,7 @@ def _seconds(value: object, words: str) -> float:
 
 
 def _every(value: object) -> int:
-    """0 for `off`, 1 for `every`."""
+    """Return 0 for `off` and 1 for `every`."""
     if value is False or value == "off":  # YAML 1.1 reads off as false
         return 0
     if value == "every":
@@ -63,25 +63,25 @@ WaitOrSeconds = Annotated[
 
 
 class DispatchOptions(StageOptions):
-    """Options of `dispatch`: the deadline in seconds, when ranks compare signatures, how a wait idles.
+    """Options of `dispatch`: the deadline in seconds, signature comparison, waiting, failover, verification.
 
-    `progress`: the thread that advances operations in flight on libraries that need the host (MPI): the
-    `caller`, whenever it issues or waits, or a `thread` of its own, also while the program computes.
+    `progress`: the thread that advances operations in flight on libraries that need the host (MPI). `caller`:
+    the program's thread, whenever it issues or waits. `thread`: a thread of its own, also while the program
+    computes.
 
-    `heartbeat`: seconds without a sign of life after which a host is lost, and no sooner, in jobs on several
-    hosts; `auto` for 30, or fewer where a library, the store or a connection fails too; `off` for no
-    heartbeats.
+    `heartbeat`: in jobs on several hosts, seconds without a heartbeat after which a host counts as lost.
+    `auto`: 30 s, or less if a library, the store or a connection fails too. `off`: no heartbeats.
 
-    `stopped`: seconds after which a rank whose process is stopped (SIGSTOP, a debugger) is lost to those that
-    wait for it; with `wait` it is waited for until the deadline.
+    `stopped`: seconds after which a stopped rank (SIGSTOP, a debugger) counts as lost to ranks that wait for
+    it. `wait`: they wait for it until the deadline.
 
-    `failover`: when a library fails, the next one of `backends` takes over its collective operations, and
-    runs again what is not complete on all ranks.
+    `failover`: when a library fails, the next one of `backends` takes over its collectives, and reruns those
+    that are not complete on all ranks.
 
-    `verify`: which operations of each signature compare checksums of what was sent and what has arrived:
-    `every` one, every Nth, or `off`.
+    `verify`: operations of each signature whose checksums are compared after sending and receiving: `every`
+    one, every Nth, or `off`.
 
-    Each option is marked with `Scope.JOB` or `Scope.GROUP`: groups of a job cannot differ in the former.
+    Each option is marked with `Scope.JOB` or `Scope.GROUP`; a job-scoped option cannot differ between groups.
     """
 
     timeout: Annotated[Seconds, Scope.GROUP] = 300.0
@@ -95,7 +95,7 @@ class DispatchOptions(StageOptions):
 
     @property
     def stop_grace(self) -> float:
-        """`stopped` in seconds; infinite if it says to wait."""
+        """`stopped` in seconds; infinite for `wait`."""
         return math.inf if self.stopped == "wait" else self.stopped
 
     def problem(

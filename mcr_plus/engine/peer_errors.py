@@ -1,4 +1,4 @@
-"""The errors of operations whose peers issue nothing more."""
+"""Errors of operations whose peers will issue no more operations."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from mcr_plus.engine.work import IssuedWork
 
 _RAISED_BY_PEER: Final = {"OrderMismatch": OrderMismatch, "CommTimeout": CommTimeout}
-_RELAYED_LOSS: Final = re.compile(r"PeerLost \[([\d, ]+)\]")  # as `PeerLost.passed_on` writes it
+_RELAYED_LOSS: Final = re.compile(r"PeerLost \[([\d, ]+)\]")  # as `PeerLost.passed_on` writes the list
 
 
 class FailedPeer(NamedTuple):
-    """A rank that issues nothing more.
+    """A rank that will issue no more operations.
 
-    `rank`: in the job. `failure`: the error of the operation that failed there. `seen`: see `PeerLost`; empty
-    unless it is lost.
+    `rank`: rank in the job. `failure`: the error of the operation that failed there. `seen`: see `PeerLost`;
+    empty if the rank is not lost.
     """
 
     rank: int
@@ -29,17 +29,17 @@ class FailedPeer(NamedTuple):
 
 
 def described(failed: Sequence[FailedPeer]) -> str:
-    """The reasons of all, as text."""
+    """Return the reasons of all peers as text."""
     return ", ".join(peer.reason for peer in failed)
 
 
 def peer_error(
     work: IssuedWork, text: str, failed: Sequence[FailedPeer], kind: type[McrError] | None = None
 ) -> McrError:
-    """The error of `work`, with this text, because of its peers: `PeerLost` if any of them is lost.
+    """Return the error of `work` caused by its peers, with this text: `PeerLost` if any peer is lost.
 
-    `kind`: of the error if none is; None for the kind that the first peer has raised. Other ranks are passed
-    that peer's own error: wrapped in this one it would grow with every rank.
+    `kind`: class of the error otherwise; None for the class that the first peer raised. Other ranks are
+    passed that peer's own error: wrapped in this one, it would grow with every rank.
     """
     failure = failed[0].failure if failed else ""
     error: McrError
@@ -56,10 +56,7 @@ def peer_error(
 
 
 def _lost(failed: Sequence[FailedPeer]) -> tuple[list[int], str] | None:
-    """The ranks that are lost and what was seen of them; None if no rank is lost.
-
-    A peer that has raised `PeerLost` itself reports the ranks that it has lost.
-    """
+    """Return the lost ranks and the evidence for each; None if no rank is lost."""
     lost = [peer for peer in failed if peer.seen]
     if lost:
         return sorted(peer.rank for peer in lost), "; ".join(dict.fromkeys(peer.seen for peer in lost))

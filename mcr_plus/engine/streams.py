@@ -1,6 +1,4 @@
-"""Streams of a device around operations that start late, and around those that are staged through host
-memory.
-"""
+"""Device streams: order of operations that start late, and staging of operations through host memory."""
 
 from __future__ import annotations
 
@@ -19,15 +17,15 @@ from mcr_plus.engine.issue import Issue
 
 
 class StartOrder:
-    """The order of what stages do before the operations of a channel start, on the device of a stream.
+    """Order, on a stream's device, of the stages' preparation before operations of a channel start.
 
-    An operation that starts later than it was issued is ordered after the caller's position at its issue,
-    and after nothing later. Encoders read and write state between calls, so they run in the order of the
-    operations, whatever the streams under which these were issued.
+    An operation that starts after its issue is ordered after the position of the caller's stream at the
+    issue, and after nothing later. Encoders read and write state between calls, so they run in operation
+    order, independent of the streams under which the operations were issued.
     """
 
     def __init__(self, streams: Streams | None) -> None:
-        """`streams`: None for those of the current CUDA device."""
+        """`streams`: None for the streams of the current CUDA device."""
         self.streams = streams or core_streams.streams_of(torch.device("cuda"))
         self._stream = self.streams.create()  # for operations that start later
         self._prepared: Event | None = None
@@ -39,12 +37,12 @@ class StartOrder:
         return event
 
     def after(self, position: Event) -> AbstractContextManager[object]:
-        """Make the work in a block follow a position."""
+        """Order the work in a block after a position."""
         self._stream.wait_event(position)
         return self.streams.under(self._stream)
 
     def prepare(self, message: Message) -> None:
-        """Call the message's `prepare`, whose kernels follow those of the operation before it."""
+        """Call the message's `prepare`, whose kernels run after those of the previous operation."""
         prepare = message.prepare
         if prepare is None:
             return
@@ -58,10 +56,10 @@ class StartOrder:
 
 
 class _Arrival(Work):
-    """The inputs' copies to host memory, as a handle that an operation can start after.
+    """Copies of the inputs to host memory, as a handle that an operation can start after.
 
-    The copies begin once `after`, the operation's own dependency, is done. An error in what precedes them
-    (an encoder's, say) becomes the operation's.
+    The copies begin once `after`, the operation's own dependency, is done. An error in an earlier step (for
+    example an encoder) becomes the operation's error.
     """
 
     __slots__ = ("_after", "_copy", "_error", "_event", "_is_begun")
@@ -78,7 +76,7 @@ class _Arrival(Work):
             assert self._after is not None
             if not self._after.probe():
                 return False
-            # The probe may have led here a second time: functions of `then` may issue operations.
+            # The probe may have re-entered this method: functions of `then` may issue operations.
             if not self._is_begun and self.exception() is None:
                 self._is_begun = True
                 try:
@@ -105,10 +103,10 @@ class _Arrival(Work):
 
 
 class _StagedWork(Work):
-    """A host operation whose results are copied back; `wait` makes the current stream wait for the copy.
+    """Host operation with results to copy back; `wait` makes the current stream wait for the copies.
 
-    Functions of `then` launch their kernels on the stream of the copies, behind the copy back. `copied` is
-    recorded behind the last of them, and what they refer to is retained until then.
+    Functions of `then` launch their kernels on the stream of the copies, after the copy back. `copied` is
+    recorded after the last of them; their tensors are kept alive until then.
     """
 
     __slots__ = ("_copied", "_inner", "_retained", "_stream", "_streams")
@@ -163,7 +161,7 @@ class _StagedWork(Work):
 
 
 def stage_through_host(signature: Signature, issue: Issue) -> Issue:
-    """Wrap the host operation `issue`: copy out, run it once the copy has arrived, copy back.
+    """Wrap the host operation `issue`: copy to the host, run it once the copy has arrived, copy back.
 
     The copies run on a stream of their own from and to pinned memory; nothing synchronises the device.
     """
@@ -171,7 +169,7 @@ def stage_through_host(signature: Signature, issue: Issue) -> Issue:
 
 
 class _Staging:
-    """What `stage_through_host` binds to a signature."""
+    """Bound form of `stage_through_host` for one signature."""
 
     def __init__(self, signature: Signature, issue: Issue) -> None:
         self._device = torch.device(signature.device)
@@ -187,7 +185,7 @@ class _Staging:
         return self._made[device]
 
     def _late_stream(self, message: Message) -> tuple[Streams, Any]:
-        """That of the device of what comes before, else of the current device of the type."""
+        """Return the stream type of the preceding operation's device, else of the type's current device."""
         of = None if message.after is None else message.after.streams
         kind = self._device
         return self._stream(kind if of is None else torch.device(kind.type, of.device))
@@ -196,7 +194,7 @@ class _Staging:
         tensors, prepare = message.inputs + message.outputs, message.prepare
         if not tensors and prepare is None:
             return self._issue(message.with_tensors((), (), self._signature))
-        is_late = not tensors  # `prepare` gives it tensors: their lengths have come by `after`
+        is_late = not tensors  # `prepare` supplies the tensors; their lengths arrive with `after`
         retained = self._retained
         retained.release()
         of, stream = self._stream(tensors[0].device) if tensors else self._late_stream(message)
@@ -205,7 +203,7 @@ class _Staging:
         pinned = {id(t): of.pinned(t) for t in tensors}
 
         def place() -> None:
-            """Give the host operation memory for tensors as they are by now."""
+            """Allocate host memory for tensors of the current lengths."""
             pinned.update((id(t), of.pinned(t)) for t in message.inputs + message.outputs)
             host.inputs = tuple(pinned[id(t)] for t in message.inputs)
             host.outputs = tuple(pinned[id(t)] for t in message.outputs)

@@ -1,6 +1,6 @@
 """Long waits: failed and exited peers, ranks that compile kernels, and deadlines.
 
-Functions return errors; the engine alone fails operations.
+Functions return errors; only the engine fails operations.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _LOST: Final = {
 LONG_WAIT: Final = 0.05
 """Seconds after which a wait also checks the peers' processes."""
 
-_DEATH_GRACE: Final = 0.2  # seconds; the last message of a rank that has just exited may still be in flight
-_CHECKS_OF_GRACE: Final = 40  # the same in checks of the board, which are rarer between hosts
-_TOGETHER: Final = 0.02  # seconds; ranks that end together do so within it
-_UNSEEN: Final = 10.0  # seconds that an operation may take while its peers' rows cannot be read
-_COMPILES_FOR: Final = 300.0  # seconds for which a peer that compiles kernels extends deadlines, at most
+_DEATH_GRACE: Final = 0.2  # s; the last message of an exited rank may still be in flight
+_CHECKS_OF_GRACE: Final = 40  # same grace in checks of the board, which are rarer between hosts
+_TOGETHER: Final = 0.02  # s; ranks that end together do so within this time
+_UNSEEN: Final = 10.0  # s that an operation may take while its peers' rows cannot be read
+_COMPILES_FOR: Final = 300.0  # s by which a peer that compiles kernels extends deadlines, at most
 
 
 class Watchdog:
     """Finds out why an operation does not complete.
 
     Attributes:
-        failed_peers: ranks of the job that have exited or failed, and so failed an operation here.
+        failed_peers: job ranks that exited or failed, and thereby failed an operation here.
     """
 
     def __init__(self, peers: Peers) -> None:
@@ -50,10 +50,10 @@ class Watchdog:
     # -- peers ------------------------------------------------------------------------------------
 
     def check(self, work: IssuedWork, waited: float) -> McrError | None:
-        """The error of an operation whose peers have failed, or cannot be seen, after `waited` seconds."""
+        """Return the error of `work` if its peers have failed, or cannot be seen, after `waited` seconds."""
         if waited > LONG_WAIT:
             self.note_compiling(work, time.monotonic())
-            is_out_of_reach = isinstance(work.operation.state.board.problem, BackendError)  # the store
+            is_out_of_reach = isinstance(work.operation.state.board.problem, BackendError)  # the job's store
             if is_out_of_reach or self._peers.has_silent_connection():
                 self._suspect(work)
         error = board_error(work, waited)
@@ -64,14 +64,14 @@ class Watchdog:
         failed = self.failed_peers_of(work)
         if not failed or not _past_grace(work, failed):
             return None
-        failed = self.failed_peers_of(work) or failed  # a host may have become silent during the look
+        failed = self.failed_peers_of(work) or failed  # a host may have become silent during `look`
         operation = work.operation
         self.note(failed)
         text = f"{operation.name(work.sequence)} on {operation.backend}: {described(failed)}"
         return peer_error(work, text, failed)
 
     def look(self, work: IssuedWork, waited: float) -> McrError | None:
-        """As `check`, but without any request to the board unless a peer is lost."""
+        """Check as `check` does, but send no request to the board unless a peer is lost."""
         if self._peers.has_silent_connection():
             self._suspect(work)
         ranks = work.operation.state.group.ranks
@@ -79,10 +79,10 @@ class Watchdog:
         return self.check(work, waited) if any(self._peers.lost(ranks[rank]) for rank in needed) else None
 
     def failed_peers_of(self, work: IssuedWork) -> list[FailedPeer]:
-        """The failed peers because of which `work` cannot complete.
+        """Return the failed peers that keep `work` from completing.
 
-        A rank that failed because a peer failed only relays that error: it is used if no root cause is known.
-        A receive from any source needs one of the others: the list is empty unless all have failed.
+        A rank that failed because a peer failed only relays that error; it is returned only if no root cause
+        is known. A receive from any source needs any one peer: the list is empty unless all have failed.
         """
         state, sequence = work.operation.state, work.sequence
         board, is_p2p = state.board, work.operation.signature.is_p2p
@@ -104,7 +104,7 @@ class Watchdog:
                 reason = _LOST[loss.status].format(seen=loss.seen)
                 root_causes.append(FailedPeer(process, f"{name} {reason}", seen=loss.seen))
             elif not closed and self._peers.has_left(process):
-                # Its failure does not show, so the store was lost to it: this rank may have been stopped.
+                # Its failure is not visible, so it had lost the store: this rank may have been stopped.
                 reason = f"{name} has left this world, and may have gone on in another one"
                 root_causes.append(FailedPeer(process, reason, seen=LEFT))
         if not needed and len(root_causes) + len(relayed) < len(state.group.peers):
@@ -112,9 +112,9 @@ class Watchdog:
         return root_causes or relayed[:1]
 
     def library_error(self, work: IssuedWork, error: Exception) -> McrError:
-        """The error of an operation in which a library has raised `error`; it names the peers to blame.
+        """Return the error of `work` after its library raised `error`; it names the peers to blame.
 
-        Waits a moment if there are none: the operating system may not have ended the process yet.
+        If there are none, wait a moment: the operating system may not have ended the process yet.
         """
         failed = self._blamed(work)
         operation = work.operation
@@ -125,7 +125,7 @@ class Watchdog:
         return named
 
     def board_failed(self, work: IssuedWork, error: McrError) -> McrError:
-        """The error of an operation whose board has failed with `error`; a `PeerLost` if peers are lost."""
+        """Return the error of `work` after its board failed with `error`; a `PeerLost` if peers are lost."""
         failed = self._blamed(work) if type(error) is BackendError else []
         if not any(peer.seen for peer in failed):
             return error
@@ -138,12 +138,12 @@ class Watchdog:
         group = work.operation.state.group
         needed = [group.ranks[rank] for rank in _needed(work) or group.peers]
         deadline, nap = Deadline(self._peers.patience), 0.002
-        # No time says that a host lives, only a beat: its agent, or that of this host, may not have run.
+        # Only a heartbeat proves that a host lives; its agent, or ours, may not have been scheduled.
         while not (failed := self.failed_peers_of(work)) and (
             not deadline.passed() or self._peers.in_doubt(needed)
         ):
             time.sleep(nap)
-            nap = min(1.5 * nap, 0.03)  # between hosts every look costs requests to the store
+            nap = min(1.5 * nap, 0.03)  # between hosts, every check costs requests to the store
         if any(peer.seen == DIED for peer in failed):
             time.sleep(_TOGETHER)
         if failed:
@@ -152,18 +152,18 @@ class Watchdog:
         return failed
 
     def _suspect(self, work: IssuedWork) -> None:
-        """Something speaks for the loss of a peer; which one, silence will tell."""
+        """Note a suspected loss, since there is evidence; silence will tell which peer it is."""
         group = work.operation.state.group
         self._peers.suspect(group.ranks[rank] for rank in _needed(work) or group.peers)
 
     def note(self, failed: Sequence[FailedPeer]) -> None:
-        """Remember the peers because of which an operation has failed here."""
+        """Remember the peers that caused an operation to fail here."""
         self.failed_peers.update(peer.rank for peer in failed)
 
     # -- deadlines --------------------------------------------------------------------------------
 
     def is_overdue(self, work: IssuedWork, began: float, now: float) -> bool:
-        """Whether a wait has reached its deadline, which begins anew when a rank it needs has compiled."""
+        """Return whether a wait is past its deadline; it restarts when a needed rank has compiled kernels."""
         timeout, since = work.operation.timeout, max(began, work.compiling_seen)
         if now - since < timeout:
             return False
@@ -172,7 +172,7 @@ class Watchdog:
         return now - max(since, work.compiling_seen) >= timeout
 
     def note_compiling(self, work: IssuedWork, now: float) -> None:
-        """Note in `work.compiling_seen` when a rank that `work` needs was last seen to compile kernels."""
+        """Note in `work.compiling_seen` when a rank needed by `work` was last seen compiling kernels."""
         state = work.operation.state
         turns = {rank: state.board.compiling(rank) for rank in _needed(work) or state.group.peers}
         busy = [state.group.ranks[rank] for rank, turn in turns.items() if turn % 2]
@@ -182,7 +182,7 @@ class Watchdog:
             work.compiling_seen = now
 
     def timeout_error(self, work: IssuedWork, waited: float) -> CommTimeout:
-        """The error of a deadline, with the ranks that have not issued the operation."""
+        """Return the error for a missed deadline; it names the ranks that have not issued the operation."""
         operation = work.operation
         state, is_p2p = operation.state, operation.signature.is_p2p
         group, missing, notes = state.group, [], []
@@ -208,7 +208,7 @@ class Watchdog:
 
 
 def board_error(work: IssuedWork, waited: float = math.inf) -> BackendError | None:
-    """The error of an operation whose peers' rows cannot be trusted, or not be read for `_UNSEEN` seconds."""
+    """Return the error if peers' rows cannot be trusted, or were unreadable for `_UNSEEN` seconds."""
     problem = work.operation.state.board.problem
     if problem is None or (waited < _UNSEEN and not isinstance(problem, LaunchError)):
         return None
@@ -218,9 +218,9 @@ def board_error(work: IssuedWork, waited: float = math.inf) -> BackendError | No
 
 
 def _past_grace(work: IssuedWork, failed: Sequence[FailedPeer]) -> bool:
-    """True once peers have looked failed for the grace period: their last messages may still be in flight.
+    """Return whether peers have looked failed for the grace period: last messages may still be in flight.
 
-    One that has been stopped or silent for long sends none.
+    A peer that has been stopped or silent for long has no messages in flight.
     """
     now = time.monotonic()
     if work.doubted_since is None:
@@ -233,7 +233,7 @@ def _past_grace(work: IssuedWork, failed: Sequence[FailedPeer]) -> bool:
 
 
 def _needed(work: IssuedWork) -> Sequence[int]:
-    """Group ranks that an operation cannot complete without; empty for a receive from any source."""
+    """Return the group ranks required to complete an operation; empty for a receive from any source."""
     group, peer = work.operation.state.group, work.message.peer
     if work.operation.signature.is_p2p:
         return [peer] if peer is not None and peer != group.rank else []
@@ -241,7 +241,7 @@ def _needed(work: IssuedWork) -> Sequence[int]:
 
 
 def _is_unmatched(work: IssuedWork) -> bool:
-    """Whether a send or receive has started, and its library has found no counterpart at the peer.
+    """Return whether a send or receive has started, but the library has found no counterpart at the peer.
 
     False on a stream: the operation may wait there for its turn, even if the peer has left meanwhile.
     """

@@ -39,28 +39,28 @@ class IssuedWork(Work):
         "waited",
     )
 
-    # Defaults of what few operations need. They are no slots, which the constructor would have to
-    # set: it is on every operation's path.
-    position: Event | None = None  # of the caller's stream, for a deferred stream operation
-    next_comparison: float | None = None  # when to read peers' rows one by one, while signatures are compared
-    undescribed_since: float | None = None  # since when a peer has issued another one, not posted
-    polled_since: float | None = None  # since when the caller has polled instead of waiting
-    next_check: float = 0.0  # when to check on peers next, while the caller polls
+    # Class-level defaults of rarely set attributes: slots would have to be set in the constructor, which runs
+    # for every operation.
+    position: Event | None = None  # position of the caller's stream, for a deferred stream operation
+    next_comparison: float | None = None  # time to read peers' rows one by one, while comparing signatures
+    undescribed_since: float | None = None  # since when a peer's different operation has not been posted
+    polled_since: float | None = None  # start of polling by a caller that does not wait
+    next_check: float = 0.0  # time of the next check of the peers, while the caller polls
     doubted_since: float | None = None  # since when a peer has looked dead
-    compiling_seen: float = -math.inf  # when a rank that it needs was last seen to compile kernels
+    compiling_seen: float = -math.inf  # when a needed rank was last seen compiling kernels
     compiling_turns: dict[int, int] | None = None  # `GroupBoard.compiling` of peers at the last check
     t_issue: float = 0.0
-    t_wait: float = math.inf  # when a wait began
+    t_wait: float = math.inf  # start of the first wait
     t_done: float | None = None
-    lost_before: float | None = None  # `WaitTime.lost` then
-    idle: float | None = None  # `WaitTime.seconds` at its issue, if arrivals are noted
-    site: Position | None = None  # where the program has issued it, if arrivals are noted
-    error_raised: bool = False  # by a wait
-    issued: int = 0  # of a send or receive, in `time.time_ns()`
-    noted: Noted | None = None  # what is remembered of it, once it is waited for for long or has failed
-    _on_stream: StreamPoll | None = None  # the poll of an operation that is done on a stream
-    late: StreamPoll | None = None  # what orders streams after functions that followed when it was done
-    ran_on: str = ""  # the library that has completed it, where another one may have taken over
+    lost_before: float | None = None  # `WaitTime.lost` at that time
+    idle: float | None = None  # `WaitTime.seconds` at the issue, if arrivals are recorded
+    site: Position | None = None  # place of the issue in the program, if arrivals are recorded
+    error_raised: bool = False  # whether a wait has raised `error`
+    issued: int = 0  # time of issue of a send or receive, in `time.time_ns()`
+    noted: Noted | None = None  # record of a long wait or a failure
+    _on_stream: StreamPoll | None = None  # poll of an operation that completes on a stream
+    late: StreamPoll | None = None  # orders streams after functions added when it was already done
+    ran_on: str = ""  # library that completed it, if another one may have taken over
 
     def __init__(self, operation: BoundOperation, message: Message, poll: Poll | None, sequence: int) -> None:
         self.operation = operation
@@ -70,13 +70,13 @@ class IssuedWork(Work):
         self.is_done = False
         self.error: BaseException | None = None
         self.finish: list[Callable[[], None]] | None = None
-        self.gate: Poll | None = None  # of the library, which the operation has to pass before it starts
-        self.source: int | None = None  # of a completed receive: rank of the job
-        self.waited = False  # or seen to be done: its results may be read
+        self.gate: Poll | None = None  # the library's gate, to pass before the start
+        self.source: int | None = None  # sender of a completed receive, as a rank of the job
+        self.waited = False  # or polled until done: its results may be read
 
     def is_behind(self, issued: Iterable[IssuedWork]) -> bool:
-        """Whether this send or receive must start after one of those issued before: messages of one peer and
-        tag are matched in the order in which they start.
+        """Whether this send or receive must start after an earlier one: messages with the same peer and tag
+        are matched in the order of their start.
         """
         earlier = _Places()
         for work in issued:
@@ -163,7 +163,7 @@ class IssuedWork(Work):
         )
 
     def then(self, function: Callable[[], None]) -> Work:  # noqa: D102
-        with self.operation.engine.lock:  # a progress thread may be about to complete it
+        with self.operation.engine.lock:  # a progress thread may be completing it
             if self.is_done:
                 if self.error is None and self._on_stream is not None:
                     self.late = self._on_stream
@@ -182,7 +182,7 @@ class IssuedWork(Work):
         return self
 
     def _ordered(self, function: Callable[[], None]) -> Callable[[], None]:
-        """The function, with its kernels ordered after the present position of the current stream."""
+        """Wrap a function so that its kernels run after the current stream's present position."""
         order = self.operation.backend_channel.start_order
         position = order.position()
 
@@ -193,7 +193,7 @@ class IssuedWork(Work):
         return run
 
     def complete(self) -> None:
-        """Run `finish` and mark as done. For the engine."""
+        """Run `finish` and mark the operation as done. Only the engine calls this."""
         if self.finish is not None:
             try:
                 for function in self.finish:
@@ -203,7 +203,7 @@ class IssuedWork(Work):
         self._complete()
 
     def fail(self, error: BaseException) -> None:
-        """Mark as done with an error. For the engine."""
+        """Mark the operation as done with an error. Only the engine calls this."""
         self.error = error
         self._complete()
 
@@ -215,7 +215,7 @@ class IssuedWork(Work):
             self.t_done = perf_counter()
             for ended in hooks.ended:
                 ended(self)
-        if not operation.inline:  # the handle may outlive the operation by far: free the tensors
+        if not operation.inline:  # free the tensors: the handle may long outlive the operation
             if operation.signature.kind == "recv":
                 poll, source = self.poll, self.message.peer
                 if isinstance(poll, ReceivePoll) and poll.source is not None:
@@ -233,7 +233,7 @@ class IssuedWork(Work):
 
 
 def start_messages(issued: Iterable[IssuedWork], start: Callable[[IssuedWork], None]) -> list[IssuedWork]:
-    """Start the sends and receives that can start, in the order of their issue; return those that cannot."""
+    """Start the sends and receives that can start, in issue order; return the others."""
     waiting: list[IssuedWork] = []
     places = _Places()
     for work in issued:
@@ -249,7 +249,7 @@ def start_messages(issued: Iterable[IssuedWork], start: Callable[[IssuedWork], N
 
 
 class _Places:
-    """Where sends and receives are matched. There may be hundreds that wait, at which every poll looks."""
+    """Peers and tags of waiting sends and receives. Hundreds may wait, and every poll consults this."""
 
     __slots__ = ("_peers",)
 
@@ -257,11 +257,11 @@ class _Places:
         self._peers: dict[tuple[int, str, int], set[int | None]] = {}  # by library, kind and tag
 
     def add(self, work: IssuedWork) -> None:
-        """Add the place of a send or receive."""
+        """Add the peer and tag of a send or receive."""
         self._peers.setdefault(_place(work), set()).add(work.message.peer)
 
     def matches(self, work: IssuedWork) -> bool:
-        """Whether one that has been added may be matched by what this one is to be matched by."""
+        """Return whether an added send or receive may be matched by the counterpart of `work`."""
         peers = self._peers.get(_place(work))
         if peers is None:
             return False

@@ -1,1 +1,1 @@
-"""The life of a job in one process: init, groups, agreement, reset, the end of the process."""
+"""The life of a job in one process: init, groups, agreement, reset and exit."""

@@ -1,4 +1,4 @@
-"""Agreement of ranks before they open a group: on room for it, and on dropped groups to close first."""
+"""Agreement of ranks before they open a group: file descriptors for it, and dropped groups to close first."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def agree_before_opening(
     what: str,
     sizes: Callable[[Sequence[ValueT]], Sequence[int]],
 ) -> list[ValueT]:
-    """See `Runtime.agree`; `gather` returns an object of each of these ranks of the job."""
+    """See `Runtime.agree`; `gather` collects an object from each of these ranks of the job."""
     libraries = runtime.libraries
     while True:
-        # As many as any of these groups may need, because the values of other ranks are not known yet.
+        # The most that any of these groups may need, because the values of other ranks are not known yet.
         room = descriptors_left(libraries.descriptors(len(ranks)))
         answers = gather((value, _dropped_groups(runtime, ranks), room, runtime.engine.off))
         values, dropped, left, disabled = zip(*answers, strict=True)
@@ -44,7 +44,7 @@ def agree_before_opening(
 
 
 def gather_patiently(communicator: Communicator, what: str, value: object) -> list[Any]:
-    """Every rank's `value`, for the call `what`; collective. Ranks that are long awaited are logged."""
+    """Return every rank's `value`, for the call `what`; collective. Long waits are logged with the ranks."""
     state, group = communicator.opened.state, communicator.opened.group
 
     def waits() -> str:
@@ -57,10 +57,10 @@ def gather_patiently(communicator: Communicator, what: str, value: object) -> li
 
 
 def _dropped_groups(runtime: Runtime, ranks: Sequence[int]) -> dict[str, list[int]]:
-    """The groups within these ranks that the program has dropped here or has closed here alone.
+    """Return the groups within these ranks that the program has dropped here or closed here alone.
 
-    By their names, with their ranks. A group in use by messages is none of them. Those of one rank, those of
-    other ranks and those that have failed are closed at once.
+    They are returned by name, with their ranks. A group with messages in flight is left out. Groups of one
+    rank, groups with other ranks and failed groups are closed at once.
     """
     dropped = runtime.idle_channels.groups_within(ranks)
     for opened in [opened for opened in runtime.groups if opened.is_dropped]:
@@ -73,7 +73,7 @@ def _dropped_groups(runtime: Runtime, ranks: Sequence[int]) -> dict[str, list[in
 
 
 def _close_dropped(runtime: Runtime, dropped: Mapping[int, Mapping[str, list[int]]]) -> bool:
-    """Close the groups that all their ranks have dropped; returns whether there are any, on any rank.
+    """Close the groups that all their ranks have dropped; return whether any rank has dropped one.
 
     `dropped`: the result of `_dropped_groups`, by rank.
     """

@@ -23,15 +23,15 @@ from mcr_plus.rendezvous.world import World
 from mcr_plus.selection.checks import check_targets, checked_tables
 from mcr_plus.tables.fingerprint import differences, fingerprint_here, library_versions
 
-_TO_JOIN: Final = 24  # file descriptors that libraries open once in a job, whatever they connect
+_TO_JOIN: Final = 24  # file descriptors that libraries open once per job, in addition to connections
 _log = logging.getLogger("mcr_plus")
 
 
 def compare_configs(loaded: Config | ConfigError, world: World, timeout: float | None = None) -> Config:
-    """Return the configuration, or raise `ConfigError` on all ranks if theirs differ; collective.
+    """Compare configurations; raise `ConfigError` on all ranks if they differ; collective.
 
-    All ranks raise, too, if one of them cannot read its own, or a file that it names. `timeout`: the
-    program's own, in seconds; it counts where the configuration names none.
+    All ranks also raise if one of them cannot read its configuration, or a file that it names. `timeout`: the
+    program's own, in seconds; used where the configuration has none.
     """
     library = "unset" if msccl_library() is None else "set"
     fingerprint, problem = "", None
@@ -77,7 +77,7 @@ def compare_configs(loaded: Config | ConfigError, world: World, timeout: float |
 
 
 def _difference(one: Any, other: Any, place: str = "") -> str:
-    """The first option in which two configurations differ, with both values."""
+    """Return the first option in which two configurations differ, with both values."""
     if isinstance(one, dict) and isinstance(other, dict):
         for key in sorted({*one, *other}):
             if one.get(key) != other.get(key):
@@ -92,7 +92,7 @@ def _difference(one: Any, other: Any, place: str = "") -> str:
 
 
 def distinct_ranks(ranks: Sequence[int], size: int) -> tuple[int, ...]:
-    """The ranks of a new group in a job of `size`; raises `InvalidArgument` if they cannot form one."""
+    """Return the ranks of a new group in a job of `size`; raise `InvalidArgument` if they cannot form one."""
     if (numbers := whole_numbers(ranks)) is None:
         raise InvalidArgument(f"ranks: expected a list of ranks, got {ranks!r}")
     chosen = tuple(numbers)
@@ -113,10 +113,10 @@ def check_descriptors(world: World) -> None:
 
 
 def choose_backends(config: Config, world: World) -> dict[str, type[Backend]]:
-    """The backends of the job: those asked for, or all that are available on every rank; and `local`.
+    """Return the job's backends: those requested, or all that are available on every rank; and `local`.
 
-    A single process that asks for none gets `local` alone: none of the others is imported for it.
-    Raises `BackendUnavailable` on all ranks if one that was asked for is not available, or if there is none.
+    A single process that requests none gets only `local`, and imports no other backend. Raises
+    `BackendUnavailable` on all ranks if a requested backend is unavailable, or if there is none.
     """
     named = config.backends
     if named is None and world.size == 1:
@@ -146,26 +146,28 @@ def choose_backends(config: Config, world: World) -> dict[str, type[Backend]]:
 
 
 def versions_on_rank_0(backends: Mapping[str, type[Backend]], world: World) -> dict[str, str]:
-    """The libraries behind the backends on rank 0, so that all ranks decide by the same."""
+    """Return the library versions of the backends on rank 0, so that all ranks decide by the same
+    versions.
+    """
     mine = library_versions([name for name in backends if name != "local"] if world.size > 1 else [])
     versions: dict[str, str] = json.loads(_gather(world, "libraries", json.dumps(mine))[0])
     return versions
 
 
 def check_tables(config: Config, world: World) -> None:
-    """Warn about tables that were measured elsewhere; refuse those that are `strict`.
+    """Warn about tables that were measured elsewhere; refuse such tables if `strict`.
 
     Raises `ConfigError` on all ranks if the table is strict and any rank differs, if it names a backend that
-    the configuration does not, or if rank 0 could not write a refined one.
+    the configuration does not, or if rank 0 could not write a refined table.
     """
     problem = ""
     try:
         check_targets(config)
     except ConfigError as error:
         problem = str(error)
-    if problem := _gather(world, "refined", problem)[0]:  # rank 0 is to write it
+    if problem := _gather(world, "refined", problem)[0]:  # rank 0 will write it
         raise ConfigError(problem)
-    for number, table in enumerate(checked_tables(config)):  # equal on all ranks, wherever they lie
+    for number, table in enumerate(checked_tables(config)):  # equal on all ranks, whatever their paths
         shape = Counter(world.hosts)
         here = fingerprint_here(
             world.libraries, ranks=world.size, nodes=len(shape), ranks_per_node=max(shape.values())
@@ -185,10 +187,10 @@ def check_tables(config: Config, world: World) -> None:
 def _drop_foreign_backends(
     classes: dict[str, type[Backend]], world: World, *, strict: bool
 ) -> dict[str, type[Backend]]:
-    """Without backends that this job's launcher does not serve, such as MPI under torchrun.
+    """Return the names without backends that this job's launcher does not serve, such as MPI under torchrun.
 
-    With `strict`, one of those raises `BackendUnavailable`, but where the world has replaced another one: the
-    ranks that are left go on with the libraries that are.
+    With `strict`, such a backend raises `BackendUnavailable`, unless the world has replaced another one: the
+    surviving ranks continue with the libraries that they still have.
     """
     kept, epoch = dict(classes), 0 if world.roster is None else world.roster.epoch
     for name, kind in classes.items():
@@ -199,14 +201,14 @@ def _drop_foreign_backends(
         if refusal:
             del kept[name]
             if epoch:
-                job.disabled.add(name)  # its end would wait for ranks that are not left
+                job.disabled.add(name)  # its shutdown would wait for ranks that are gone
             if strict and world.rank == 0:
                 _log.warning("epoch %d goes on without %s: %s", epoch, name, refusal)
     return kept
 
 
 def _gather(world: World, what: str, value: str) -> list[str]:
-    """Every rank's value."""
+    """Return every rank's value."""
     if world.store is None:
         return [value]
     return exchange(world.store, world.rank, world.size, what, value, world.timeout)

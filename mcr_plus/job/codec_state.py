@@ -1,4 +1,4 @@
-"""The state of codecs, carried from a world into the one that replaces it."""
+"""The state of codecs, carried from a world into its replacement."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from mcr_plus.job.runtime import Runtime
 from mcr_plus.pipeline.state import StateTensor, holds_tensors
 
 Key = tuple[str, str, str]
-"""Group, stage, and name of the operation."""
+"""Group, stage, and operation name."""
 Carried = dict[Key, dict[str, torch.Tensor]]
-"""By operation and name, the tensors of this rank."""
+"""This rank's tensors, by operation and tensor name."""
 
 
 def taken_from(runtime: Runtime) -> Carried:
-    """Return what this rank has of the state between calls, such as its residuals; local.
+    """Return this rank's codec state between calls, such as residuals; local.
 
-    Of operations whose state is nothing but residuals of each rank. Others begin anew: what ranks share
-    (estimates of a sum, counters) still contains the lost ranks, or differs where a failed pass has changed
-    it on some ranks, and parts that a rank sums for the others have other borders in another world.
+    Only operations whose state consists of each rank's residuals are included. Others start anew. State that
+    ranks share (estimates of a sum, counters) still contains the lost ranks' part, or differs where a failed
+    pass has changed it on some ranks; and the parts that a rank sums for others have other boundaries in
+    another world.
     """
     carried: Carried = {}
     for group, stage, name in runtime.unmerged:
@@ -51,16 +52,16 @@ def put_into(
     answers: Sequence[Sequence[Key] | None],
     ranks: Mapping[str, Sequence[int]],
 ) -> None:
-    """Give a new world the state of the one before; collective over all its ranks.
+    """Put codec state of the previous world into a new one; collective over all its ranks.
 
-    Operations that some survivor of their group has no state of begin anew, on all ranks alike. A rank that
-    is new gets the same entries, with zeros: what it has not sent yet is nothing. Call it before models are
-    wrapped for the new world, and groups opened.
+    Operations for which a survivor of their group has no state start anew, on all ranks alike. A new rank
+    gets the same entries, with zeros: it has no values left to send. Call this before models are wrapped for
+    the new world, and groups opened.
 
     Args:
         carried: see `taken_from`.
-        answers: by rank, the keys of that; None for ranks that are new.
-        ranks: group → its ranks; all of them for groups that are not in it.
+        answers: the keys of `carried` by rank; None for new ranks.
+        ranks: group → its ranks; groups that are not in it have all ranks.
     """
     comm = runtime.communicator
     known = [None if keys is None else set(keys) for keys in answers]

@@ -1,7 +1,7 @@
-"""How the ranks of a job go on after a failure, or take newcomers in: one epoch ends and the next begins.
+"""Change of a job's epoch, after a failure or to take newcomers in.
 
-    leave_epoch()    decide with the other members who goes on, and make the world of the next epoch
-    join_job()       the same for a process that waits to be taken in
+    leave_epoch()    decide with the other members who continues, and make the world of the next epoch
+    join_job()       wait to be taken in, then make that world
 
 See docs/design/membership.md for the protocol, and `mcr_plus.membership` for its rules.
 """
@@ -51,12 +51,12 @@ if TYPE_CHECKING:
     from mcr_plus.config.schema import Config
     from mcr_plus.job.runtime import Runtime
 
-_REMOVED_WITHIN: Final = 5.0  # seconds that the end of the process waits
+_REMOVED_WITHIN: Final = 5.0  # s that the end of the process waits for `remove_world`
 REMOVES: Final = "mcr_plus keys of the world before"
-"""The name of the thread of `remove_world`."""
+"""Name of the thread of `remove_world`."""
 # Keys that stay in the store when a world is removed.
-_MET: Final = re.compile(r"(?!come/\d+).*")  # where the processes of `reconfigure` have met
-_DECIDED: Final = re.compile(r"leaving|outcome|attempt\d+/decision|store")  # by members, see `EpochLog`
+_MET: Final = re.compile(r"(?!come/\d+).*")  # place where the processes of `reconfigure` have met
+_DECIDED: Final = re.compile(r"leaving|outcome|attempt\d+/decision|store")  # decisions, see `EpochLog`
 _REFUSED: Final[Mapping[str, type[McrError]]] = {
     "absent": CommTimeout,
     "living": InvalidArgument,
@@ -66,15 +66,15 @@ _REFUSED: Final[Mapping[str, type[McrError]]] = {
 
 @dataclass
 class Regrouping:
-    """What has changed with the last epoch.
+    """Changes made by the last epoch.
 
     Attributes:
-        epoch: its number; a job begins with epoch 0.
-        members: by rank.
-        former: by rank, the rank that each had before; None for newcomers.
-        lost: the rank that its launcher gave it → why it has not gone on (`dead`, `stopped`, `silent`, ...).
-        done: group → number of the last operation of which all up to it are complete on all that went on.
-        seconds: from the call to the new world.
+        epoch: number of the epoch; a job begins with epoch 0.
+        members: processes of the members, by rank.
+        former: previous rank of each member, by rank; None for newcomers.
+        lost: a lost rank's number from its launcher → why it was lost (`dead`, `stopped`, `silent`, ...).
+        done: group → number up to which all its operations are complete on all continuing ranks.
+        seconds: time from the call to the new world.
     """
 
     epoch: int
@@ -86,7 +86,7 @@ class Regrouping:
 
     @property
     def joined(self) -> list[int]:
-        """The newcomers, by the rank that their launcher gave them."""
+        """The newcomers' numbers from their launcher."""
         return [
             process.number
             for process, before in zip(self.members, self.former, strict=True)
@@ -94,7 +94,7 @@ class Regrouping:
         ]
 
     def take(self, decision: Decision, members: tuple[Process, ...]) -> None:
-        """Apply a decision of the members so far, after which there are these."""
+        """Apply a decision of the previous members; `members` are those after it."""
         self.epoch += 1
         for rank, why in decision.lost.items():
             if self.former[rank] is not None:
@@ -108,18 +108,19 @@ class Regrouping:
 def leave_epoch(
     runtime: Runtime, proposal: Proposal, timeout: float, what: str
 ) -> tuple[Runtime, Regrouping]:
-    """Decide with the other members who goes on, and make the world of the next epoch; collective over them.
+    """Decide with the other members who continues, and make the world of the next epoch; collective over
+    them.
 
-    `runtime`: that of this process. `proposal`: without what is found out here, lost ranks and completed
-    operations. `what`: the call of the program, for messages. If a member is lost while the new world is
-    made, the others decide again.
+    `runtime`: this process's runtime. `proposal`: this rank's proposal; lost ranks and completed operations
+    are added here. `what`: the program's call, for messages. If a member is lost while the new world is made,
+    the others decide again.
 
     Raises:
         NotInitialized: the job has one rank, and no store.
-        CommTimeout: ranks that live have not called this within `timeout` seconds. As with the next two
-            errors, the old world stays as it is, and all may call this again.
+        CommTimeout: live ranks have not called this within `timeout` seconds. As with the next two errors,
+            the old world stays as it is, and all ranks may call this again.
         InvalidArgument: `proposal` declares living ranks dead, or a rank has passed a wrong argument.
-        BackendError: fewer ranks are left than must be.
+        BackendError: too few ranks are left.
         Revoked: the others have declared this rank lost.
         LaunchError: the job's store does not answer.
     """
@@ -130,7 +131,7 @@ def leave_epoch(
     states = [state for state in runtime.engine.states if state.group.rank >= 0]
     done = {state.group.name: completed(runtime.engine, state) for state in states}
     for state in runtime.engine.states:
-        if isinstance(state.failure, PeerLost):  # which may be what another rank has seen
+        if isinstance(state.failure, PeerLost):  # a `PeerLost` may come from another rank
             runtime.suspect(state.failure.ranks)
     changes = Regrouping(roster.epoch, roster.members, tuple(range(len(roster.members))))
     new = _go_on(runtime, roster, runtime.lost_ranks, replace(proposal, done=done), timeout, what, changes)
@@ -148,9 +149,9 @@ def _go_on(
     what: str,
     changes: Regrouping,
 ) -> Runtime:
-    """Leave epochs until the members of one have made its world; notes the decisions in `changes`.
+    """Leave epochs until the members of one have made its world; note the decisions in `changes`.
 
-    `seen`: returns the states of the lost members of the epoch of `roster`.
+    `seen`: returns the states of the lost members of `roster`'s epoch.
     """
     sight: Sight | None = None
     left: list[EpochLog] = []
@@ -164,7 +165,7 @@ def _go_on(
             decision, members = settled.decision, settled.members
             if decision.refusal is not None:
                 raise _REFUSED.get(decision.refusal, BackendError)(f"{what}: {decision.text}")
-            if roster.rank in decision.stay:  # they remove the parts of the others
+            if roster.rank in decision.stay:  # they remove the parts of the lost ranks
                 remove_arrivals(runtime, decision)
             if sight is None and (sight := runtime.hand_over()) is not None:
                 ending.callback(sight.close)
@@ -206,12 +207,13 @@ def join_job(
 ) -> Runtime | None:
     """Wait until the members of the launcher's job take this process in, and make its world with them.
 
-    The process has a world of its own, in which it is alone. `passport`: what has to be the same in the job.
-    `proposal`: see `leave_epoch`, if a member is lost while the new world is made. `meanwhile`: see `join`.
+    The process starts in a world of its own, in which it is alone. `passport`: properties that must be equal
+    in the job. `proposal`: see `leave_epoch`, used if a member is lost while the new world is made.
+    `meanwhile`: see `join`.
 
     Returns None if the job has ended.
 
-    Raises `LaunchError` if the members refuse it, or do not take it in within `timeout` seconds.
+    Raises `LaunchError` if the members refuse this process, or do not take it in within `timeout` seconds.
     """
     alone = init.current()
     environment = launch_environment()
@@ -235,15 +237,15 @@ def join_job(
 
 
 class EpochWatch(LossWatch):
-    """Looks at the processes of an epoch's members while its world is made, and at what they do."""
+    """Watches the processes of an epoch's members, and their decisions, while its world is made."""
 
     def __init__(self, roster: EpochLog, config: Config, sight: Sight | None = None) -> None:
-        """`sight`: what the agents of the world before see, of members on other hosts."""
+        """`sight`: findings of the previous world's agents about members on other hosts."""
         super().__init__(roster.members, roster.rank, config, sight)
         self.roster = roster
 
     def error(self) -> PeerLost | None:
-        """The error of a wait for a value of the members."""
+        """Return the error that ends a wait for a value from the members, if any."""
         if lost := self.lost():
             seen = ", ".join(dict.fromkeys(lost.values()))
             text = f"{phrase_ranks(list(lost))} of epoch {self.roster.epoch}: {seen}"
@@ -254,19 +256,19 @@ class EpochWatch(LossWatch):
 
     @property
     def given_up(self) -> str:
-        """What another member has done."""
+        """Text for the case that another member has given the epoch up."""
         return f"a rank of epoch {self.roster.epoch} has seen the loss of another one"
 
 
 def begin_epoch(before: Runtime, watch: EpochWatch) -> Runtime:
-    """Make the world of an epoch, by the configuration of the one before; collective over its members.
+    """Make the world of an epoch, by the configuration of the previous one; collective over its members.
 
-    Either all members that live return it, also where one of them is lost by then, or none does: a rank that
-    went no further would not be told of by the boards of a world that others have.
+    Either all live members return it, even if one of them has been lost since, or none does: the boards of a
+    world made by some members would not report a rank that gave up.
     """
     roster, limit = watch.roster, before.world.timeout
     if not roster.is_remnant:
-        job.disabled.add("mpi")  # whose end would wait for ranks that live and are not left
+        job.disabled.add("mpi")  # its shutdown would wait for live ranks that are not in this world
     new, failure = None, None
     release: StoreRelease | None = None
     try:
@@ -280,7 +282,7 @@ def begin_epoch(before: Runtime, watch: EpochWatch) -> Runtime:
         exchange(store, roster.rank, len(roster.members), "made", "", limit)
     except McrError as error:
         failure = error
-    except RuntimeError as error:  # of a store that is lost
+    except RuntimeError as error:  # the store is lost
         failure = LaunchError(f"the store of epoch {roster.epoch} does not answer: {error}")
     finally:
         if release is not None:
@@ -295,10 +297,10 @@ def begin_epoch(before: Runtime, watch: EpochWatch) -> Runtime:
 
 
 def _meeting_place(roster: EpochLog, watch: EpochWatch, timeout: float) -> Store:
-    """The store of an epoch's world, in which its ranks exchange what they need to reach each other.
+    """Return the store of an epoch's world, in which its ranks exchange their addresses.
 
-    It is a part of that in which they agree, where a launcher has one; otherwise it is in the epoch's rank 0,
-    and is lost with it, as its world is.
+    With a launcher's store, it is a part of the store for decisions. Otherwise it is in the epoch's rank 0,
+    and is lost with it, as is the epoch's world.
     """
     if roster.kept is None:
         return part_of(roster.root, roster.place)
@@ -315,9 +317,9 @@ def _meeting_place(roster: EpochLog, watch: EpochWatch, timeout: float) -> Store
 
 
 def remove_arrivals(runtime: Runtime, decision: Decision) -> None:
-    """Remove from the store what `log.stragglers()` reads of a world that all ranks are about to leave.
+    """Remove from the store the data of `log.stragglers()` for a world that all ranks are about to leave.
 
-    Each rank removes its own part, and the first one of a group that stays also those of the lost.
+    Each rank removes its own part, and the first staying rank of a group also removes the lost ranks' parts.
     """
     if runtime.closed or runtime.engine.peers.store_is_lost():
         return
@@ -330,13 +332,13 @@ def remove_arrivals(runtime: Runtime, decision: Decision) -> None:
 def remove_world(
     roster: EpochLog, runtime: Runtime, following: EpochLog, dead: Collection[Process] = ()
 ) -> None:
-    """Begin to remove what a world has left in the store; by each of its ranks, in the world that follows.
+    """Begin to remove a world's keys from the store; called by each of its ranks, in the next world.
 
-    A request for each key takes tenths of a second after some hundreds of operations, so a thread makes them;
-    the end of the process waits for it, but not for a store that does not answer. Only where all others are
-    `dead`: one that was stopped may still look. What the members have decided stays, for processes that come
-    later, and so does the first world of a job, whose keys are beside that.
-    `runtime`: that of the world, or of one before it if it was not made.
+    After some hundreds of operations, a request per key takes tenths of a second in total, so a thread makes
+    the requests. The end of the process waits for the thread, unless the store does not answer. Keys are
+    removed only if all ranks left out are `dead`: a stopped rank may still read them. The members' decisions
+    stay, for processes that come later. So does the first world of a job, whose keys are stored beside these.
+    `runtime`: the world's runtime, or an earlier one if the world was not made.
     """
     goes_on, gone = ({process[:3] for process in each} for each in (following.members, dead))
     left = [process[:3] for process in roster.members if process[:3] in goes_on]
@@ -344,8 +346,8 @@ def remove_world(
     if own not in left or any(process[:3] not in goes_on | gone for process in roster.members):
         return
     if roster.members[0][:3] not in left and (roster.kept is not None or not agent_has_store()):
-        return  # the store has gone with its process
-    stores = [roster.root] if roster.kept is None and roster.epoch == 0 else []  # where processes had met
+        return  # the store ended with its process
+    stores = [roster.root] if roster.kept is None and roster.epoch == 0 else []  # where processes met
     if roster.kept is None:
         stores.append(part_of(roster.root, roster.place))
     elif runtime.world.roster is roster and runtime.world.store is not None:
@@ -353,7 +355,7 @@ def remove_world(
     share, number = len(left), left.index(own)
 
     def remove() -> None:
-        with suppress(RuntimeError):  # of a store that does not answer any more
+        with suppress(RuntimeError):  # the store does not answer any more
             for store in stores:
                 keeps = _MET if store is roster.root else _DECIDED
                 for key in keys_of(store):
@@ -367,7 +369,7 @@ def remove_world(
 
 
 def close_world(runtime: Runtime, why: str, decision: Decision) -> None:
-    """Close a world that no rank uses any more; its groups and handles raise `Revoked` from now on."""
+    """Close a world that no rank uses any more; its groups and handles then raise `Revoked`."""
     if runtime.closed:
         return
     for state in runtime.engine.states:

@@ -1,8 +1,8 @@
 """The barrier at the end of a job: no rank exits while others still need it.
 
-shutdown_barrier()    wait until all ranks have reached the same point
-abort_barrier()       release the other ranks, because this rank's program has crashed
-linger_for()          exit after the ranks that caused a crash, so that the launcher sees those first
+shutdown_barrier()    wait until all ranks have reached the same point abort_barrier()       release the other
+ranks, because this rank's program has crashed linger_for()          exit after the ranks that caused a crash,
+so that the launcher sees them first
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from mcr_plus.rendezvous.processes import Peers
     from mcr_plus.rendezvous.world import World
 
-SHORT: Final = 5.0  # seconds
+SHORT: Final = 5.0  # s
 _LONGEST_NAP: Final = 0.02
 _CRASHED: Final = "crashed"
-_LINGER: Final = 1.0  # seconds that a rank stays after the failure of another, for a clear message
+_LINGER: Final = 1.0  # s that a rank stays after the failure of another, for a clear message
 
 
 def shutdown_barrier(
@@ -37,12 +37,12 @@ def shutdown_barrier(
     then: Callable[[], None] = lambda: None,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> bool:
-    """Wait up to `patience` seconds until all ranks have called this; returns whether they have.
+    """Wait up to `patience` seconds until all ranks have called this; return whether they have.
 
-    With `peers`, ranks that have died or are stopped are not waited for; neither are those that have
-    failed, nor any once a rank has called `abort_barrier`. `notes` are keys that are set in the store
-    before peers see the arrival of this rank, and `then` is called if all ranks have arrived, while the
-    store still answers; `meanwhile` again and again during the wait.
+    With `peers`, dead, stopped and failed ranks are not waited for, and once a rank has called
+    `abort_barrier`, none are. `notes`: keys to set in the store before peers see this rank arrive. `then`:
+    called if all ranks have arrived, while the store still answers. `meanwhile`: called repeatedly during the
+    wait.
     """
     store, deadline = world.store, Deadline(patience)
     if store is None or world.size == 1:
@@ -58,7 +58,7 @@ def shutdown_barrier(
         nap = 0.0005
         while not is_away(0) and not store.check(keys):
             if deadline.passed() or any(map(will_not_come, others)) or store.check([_CRASHED]):
-                return store.check(keys)  # a rank that has exited without an error has set its key before
+                return store.check(keys)  # a rank that exits without an error has set its key before
             nap = min(2 * nap, _LONGEST_NAP)
             meanwhile()
             time.sleep(nap)
@@ -89,14 +89,14 @@ def _note(store: Store, keys: Iterable[str]) -> None:
 
 
 def abort_barrier(world: World, peers: Peers) -> None:
-    """Release the ranks that wait in a `shutdown_barrier`, which this one will not reach."""
+    """Release the ranks that wait in a `shutdown_barrier`, which this rank will not reach."""
     with contextlib.suppress(RuntimeError):
         if world.store is not None and not peers.is_away(0):
             put(world.store, _CRASHED, b"1")
 
 
 def linger_for(peers: Peers, ranks: Collection[int]) -> None:
-    """Wait a moment until the processes of `ranks` have ended, as far as they are visible here."""
+    """Wait a moment until the processes of `ranks` have ended, if they are visible here."""
     deadline = Deadline(_LINGER)
     while any(peers.status(rank) == "running" for rank in ranks) and not deadline.passed():
         time.sleep(_LONGEST_NAP)

@@ -1,4 +1,4 @@
-"""Channels that are left of groups that a process has closed."""
+"""Channels of closed groups that all ranks must close together."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from mcr_plus.core.group import Group
 
 Key = tuple[str, tuple[int, ...]]
-"""The name of a group, and its ranks."""
+"""Name and ranks of a group."""
 
 
 class IdleChannels:
-    """Open channels of closed groups whose libraries would wait for the other ranks if one closed them alone.
+    """Open channels of closed groups, whose libraries would wait for other ranks if closed by one rank alone.
 
-    All ranks of the group close them together, once each of them has closed the group.
+    All ranks of a group close its channels together, once each of them has closed the group.
     """
 
     def __init__(self) -> None:
@@ -29,22 +29,22 @@ class IdleChannels:
         return len(self._channels)
 
     def add(self, group: Group, channels: Mapping[str, Channel]) -> None:
-        """Take over channels, by library; operations in flight use none of them."""
+        """Take over channels, by library; no operation in flight uses them."""
         if channels:
             self._channels.setdefault((group.name, group.ranks), {}).update(channels)
 
     def groups_within(self, ranks: Collection[int]) -> dict[str, list[int]]:
-        """The names and ranks of the groups that have no other ranks than these."""
+        """Return the names and ranks of the groups whose ranks are all among these."""
         return {name: list(members) for name, members in self._channels if set(members) <= set(ranks)}
 
     def close(self, group: Key, disabled: Collection[str]) -> None:
-        """Close those of one group, which all its ranks do now, but for libraries that are `disabled`."""
+        """Close the channels of one group, as all its ranks do now, except for `disabled` libraries."""
         for library, channel in self._channels.pop(group, {}).items():
             if library not in disabled:
                 channel.close()
 
     def closable(self, disabled: Collection[str]) -> list[tuple[str, tuple[int, ...], str]]:
-        """Group, ranks and library of each that can be closed after its library has failed elsewhere."""
+        """Return group, ranks and library of each channel to close after its library failed elsewhere."""
         return [
             (name, ranks, library)
             for (name, ranks), channels in self._channels.items()
@@ -57,7 +57,7 @@ class IdleChannels:
     ) -> None:
         """Close the channels that are `closable` on all their ranks, which call this now; others stay open.
 
-        `rank`: of this process; `closable`: by rank of the job.
+        `rank`: this process's rank; `closable`: closable channels by rank of the job.
         """
         for channel in sorted(closable[rank]):
             name, ranks, library = channel
@@ -65,5 +65,5 @@ class IdleChannels:
                 self._channels[name, ranks][library].close()
 
     def give_up(self) -> None:
-        """Free the reserves of all that are left."""
+        """Free the reserved resources of all remaining channels."""
         give_up(channel for channels in self._channels.values() for channel in channels.values())

@@ -1,4 +1,4 @@
-"""What capabilities do at the turning points of a job, so that the job need not know them."""
+"""Hooks of capabilities into a job, so that the job need not know the capabilities."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 
 class Follower(NamedTuple):
-    """What is hooked into the world that takes the place of its own.
+    """An object hooked into a world that moves to the world's replacement.
 
     Attributes:
-        what: for messages.
+        what: description for messages.
         comm: the group over whose ranks its gradients are averaged.
-        branch: the name of the group in which that is done.
-        named: its parameters.
-        follow: hooks it into another group, with a branch of this name; collective over it. Nothing is
-            broadcast.
+        branch: the name of the group in which they are averaged.
+        named: its parameters by name.
+        follow: hooks it into another group, with a branch of the given name; collective over that group.
+            Broadcasts nothing.
     """
 
     what: str
@@ -36,35 +36,38 @@ class Follower(NamedTuple):
 class JobHook:
     """Base class of a capability's part in the jobs of this process; every method does nothing.
 
-    `registry.HOOKS` names those that come with mcr_plus, and entry points of the group `mcr_plus.hooks` those
-    of other packages. The process makes one of each. A process has one job at a time, and several in turn.
+    `registry.HOOKS` names the hooks of mcr_plus, and entry points of the group `mcr_plus.hooks` those of
+    other packages. The process creates one object of each. A process has one job at a time, and may have
+    several in turn.
     """
 
     def check(self, config: Config) -> None:
-        """Raise `ConfigError` if this rank cannot do what `config` wants, before ranks compare theirs."""
+        """Raise `ConfigError` if this rank cannot do what `config` requires; precedes the ranks'
+        comparison.
+        """
 
     def prepare(self, config: Config, world: World) -> None:
-        """Open what `config` wants, before there are any groups. Raises `ConfigError` on this rank alone."""
+        """Open what `config` requires, before any group exists. Raises `ConfigError` on this rank alone."""
 
     def accepts(self, stage: str, entry: object) -> bool:  # noqa: ARG002
-        """Return False for an entry of a loaded state that this capability will not be able to use."""
+        """Return False for an entry of a loaded state that this capability cannot use."""
         return True
 
     def begin(self, runtime: Runtime) -> None:
         """Take part in a job whose first group is open."""
 
     def followers(self, groups: Sequence[Communicator]) -> list[Follower]:  # noqa: ARG002
-        """Return what is hooked into these groups and moves to the world that replaces theirs; local.
+        """Return the objects hooked into these groups that move to the replacing world; local.
 
-        The result keeps it alive.
+        The result keeps them alive.
         """
         return []
 
     def closing(self) -> None:
-        """The job's operations have ended here, or the job cannot begin; peers may still be at work."""
+        """Called when the job's operations have ended here, or it cannot begin; peers may still work."""
 
     def closed(self) -> None:
-        """All ranks have ended the job, or none of them is waited for. Called after `closing`."""
+        """Called after `closing`, when all ranks have ended the job, or none of them is waited for."""
 
     def abandon(self) -> None:
-        """Let go of everything in a forked child, in which the parent's threads do not run."""
+        """Drop all resources in a forked child, which does not have the parent's threads."""

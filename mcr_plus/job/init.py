@@ -1,4 +1,4 @@
-"""The functions that begin and end a job, and that answer for the job of this process."""
+"""Functions that begin and end a process's job, and answer questions about it."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ from mcr_plus.selection.checks import use_algorithms
 
 Source = str | Path | Mapping[str, Any] | None
 """The forms in which a configuration may be given, see `config.load`."""
-_LOSS_SHOWS: Final = 0.3  # seconds after an error of the store in which the death behind it shows
+_LOSS_SHOWS: Final = 0.3  # s after a store error within which the death that caused it shows
 _NAP: Final = 0.01
 _lock = threading.Lock()
 _log = logging.getLogger("mcr_plus")
@@ -83,12 +83,12 @@ def init(
 ) -> Communicator:
     """Join the job and return the communicator of all its ranks; collective.
 
-    Works under `mcr-plus run`, torchrun, mpirun and mpiexec (Open MPI, MPICH), srun, and as a single
-    process. A default process group of torch.distributed may exist; it is not touched.
+    Works under `mcr-plus run`, torchrun, mpirun and mpiexec (Open MPI, MPICH), srun, and as a single process.
+    A default process group of torch.distributed may exist; it is not touched.
 
     Args:
-        config: path of a YAML file, a mapping of the same form, or None: every backend that is found, the
-            built-in preference, nothing compressed.
+        config: path of a YAML file, a mapping of the same form, or None: all available backends in the
+            built-in order of preference, no compression.
         backends: names in fallback order; overrides the configuration.
         timeout: seconds that ranks may take to find each other, and the deadline of operations unless the
             configuration's dispatch stage sets one.
@@ -96,10 +96,10 @@ def init(
     Raises:
         ConfigError: the configuration is wrong, or differs between ranks.
         AlreadyInitialized: `init` was called before without `finalize`.
-        BackendUnavailable: a backend that was asked for is missing on some rank.
+        BackendUnavailable: a requested backend is missing on some rank.
         BackendError: a rank has too few file descriptors left.
         LaunchError: the ranks cannot find each other.
-        PeerLost: a rank has died in it, or its host is cut off; or a rank has ended before it, for good,
+        PeerLost: a rank died during the call, or its host is cut off; or a rank ended for good before it,
             under `mcr-plus run --min-ranks`.
 
     Example:
@@ -131,17 +131,17 @@ def init(
                 world = _find_ranks(environment, limit, _grace_of_stops(loaded))
         except McrError:
             dismiss_witness()
-            if isinstance(loaded, ConfigError):  # nearer to the cause
+            if isinstance(loaded, ConfigError):  # its error is closer to the cause
                 raise loaded.with_traceback(None) from None
             raise
         try:
             return begin(loaded, world, seconds).communicator
-        except ConfigError as error:  # its text names the file and the line; our frames add nothing
+        except ConfigError as error:  # its text names file and line; our frames add nothing
             raise error.with_traceback(None) from None
 
 
 def _load(config: Source, backends: Sequence[str] | None, seconds: float | None) -> Config:
-    """Read a configuration with the arguments of `init` in it, and check its timeout."""
+    """Read a configuration, merge the arguments of `init` into it, and check its timeout."""
     loaded = configuration.load(config)
     if isinstance(backends, str):
         known = ", ".join(preferred_backends())
@@ -162,9 +162,9 @@ def readable(load: Callable[[], Config]) -> Config | ConfigError:
 
 
 def join(loaded: Config | ConfigError, store: Store, rank: int, size: int, timeout: float) -> Runtime:
-    """`init` for ranks that have found each other: `store`, a new one, reaches all. Raises as `init` does.
+    """Do the work of `init` for ranks that have found each other; `store`, a new one, reaches all of them.
 
-    `loaded`: see `readable`.
+    `loaded`: see `readable`. Raises as `init` does.
     """
     with _lock:
         alone = World(0, 1, (host_name(),), timeout)
@@ -173,7 +173,7 @@ def join(loaded: Config | ConfigError, store: Store, rank: int, size: int, timeo
 
 
 def rendezvous(timeout: float) -> tuple[Store, int, int]:
-    """A store that reaches all ranks of the launcher's job, this rank, and the number of ranks."""
+    """Return a store that reaches all ranks of the launcher's job, this rank, and the number of ranks."""
     environment = launch_environment()
     if environment.world_size == 1:
         _warn_of_siblings(environment)
@@ -185,7 +185,7 @@ def rendezvous(timeout: float) -> tuple[Store, int, int]:
 def begin(
     loaded: Config | ConfigError, world: World, timeout: float | None, *, native: bool = True
 ) -> Runtime:
-    """Make the runtime of a world; collective over its ranks. Raises as `init` does."""
+    """Create the runtime of a world; collective over its ranks. Raises as `init` does."""
     job.install_handlers()
     loaded = _prepared(loaded, world)
     try:
@@ -198,14 +198,14 @@ def begin(
         check_tables(config, world)
         check_nodes(config, world.size)
         runtime = Runtime(config, world, chosen, loaded, timeout, native=native)
-    except PeerLost:  # nobody is waited for
+    except PeerLost:  # wait for no other rank
         job.hooks_closing()
         dismiss_witness()
         raise
     except McrError:
         job.hooks_closing()
         job.all_ended = shutdown_barrier(world, "refused")  # so that every rank can read the reason
-        if job.all_ended:  # all ranks refuse: nobody is looked after any more
+        if job.all_ended:  # all ranks refuse, so watch none of them any more
             settle()
         raise
     job.begin(runtime)
@@ -214,7 +214,7 @@ def begin(
 
 
 def _prepared(loaded: Config | ConfigError, world: World) -> Config | ConfigError:
-    """Let the hooks open what the configuration wants; an error of that is one of the configuration."""
+    """Let the hooks open what the configuration requires; an error counts as a configuration error."""
     if isinstance(loaded, ConfigError):
         return loaded
     try:
@@ -226,7 +226,7 @@ def _prepared(loaded: Config | ConfigError, world: World) -> Config | ConfigErro
 
 
 def _grace_of_stops(loaded: Config | ConfigError) -> float:
-    """Seconds after which a rank that is stopped is lost, by the configuration."""
+    """Return the configured seconds after which a stopped rank is lost."""
     options = None if isinstance(loaded, ConfigError) else loaded.options("dispatch")
     if not isinstance(options, DispatchOptions):
         return STOPPED_FOR
@@ -234,7 +234,7 @@ def _grace_of_stops(loaded: Config | ConfigError) -> float:
 
 
 def _warn_of_siblings(environment: LaunchEnvironment) -> None:
-    """Log that a process which multiprocessing has started is a job of its own, which may be intended."""
+    """Log that a process started by multiprocessing is a job of its own, which may be intended."""
     processes = sys.modules.get("multiprocessing.process")
     if environment.launcher == "single" and processes is not None and processes.parent_process() is not None:
         _log.warning(
@@ -253,7 +253,7 @@ def _find_ranks(environment: LaunchEnvironment, timeout: float, stopped: float) 
 
 
 def world_of(store: Store, rank: int, size: int, timeout: float) -> World:
-    """The world of ranks that share a part of a store; collective over them."""
+    """Return the world of ranks that share a part of a store; collective over them."""
     mine = json.dumps([host_name(), sum(1 << core for core in usable_cores())])
     places = [json.loads(text) for text in exchange(store, rank, size, "hosts", mine, timeout)]
     hosts = tuple(host for host, _ in places)
@@ -264,8 +264,8 @@ def world_of(store: Store, rank: int, size: int, timeout: float) -> World:
 def finalize() -> None:
     """Wait for operations in flight, leave the job in good order, and release everything.
 
-    After the first, further calls do nothing. Raises `NotInitialized` if `init` has never been called, or the
-    first error of an operation in flight.
+    Calls after the first do nothing. Raises `NotInitialized` if `init` has never been called, or the first
+    error of an operation in flight.
     """
     runtime = job.runtime or current()
     if not runtime.closed:
@@ -273,26 +273,26 @@ def finalize() -> None:
 
 
 def reset() -> Communicator:
-    """Make a fresh world of the same ranks, by the same configuration, in place of one that has failed.
+    """Replace a failed world by a new one with the same ranks and configuration.
 
-    Collective over all ranks of the job, all of which must live. For programs that carry on after a failed
-    operation, such as an `OrderMismatch`: its group is of no use any more, and where that is the group of all
-    ranks, neither is the world. Nothing in flight is waited for; tensors of what had not ended must not be
-    used again. Communicators, wrapped models, hooks and persistent operations of the old world are closed;
-    what codecs keep between calls is gone unless it was saved (`mcr.state_dict`). Memory of operations that
-    never ended stays taken until the end of the process, but for gloo's, whose connections are closed. So do
-    MPI's communicators of a group in which an operation on MPI has not ended well, or is in flight: three,
-    and one per signature that the group has used on MPI more than once, 192 at most. Those of other groups
-    are freed.
+    Collective over all ranks of the job, all of which must live. It is for programs that continue after a
+    failed operation, such as an `OrderMismatch`: the operation's group can no longer be used, nor can the
+    world if the group has all ranks. Operations in flight are not waited for; the tensors of incomplete
+    operations must not be used again. Communicators, wrapped models, hooks and persistent operations of the
+    old world are closed; codec state is lost unless it was saved (`mcr.state_dict`). Memory of operations
+    that never ended stays allocated until the process ends, except gloo's, whose connections are closed. For
+    each group in which an MPI operation failed or is in flight, MPI's communicators stay allocated too:
+    three, and one per signature that the group has used on MPI more than once, 192 at most. Communicators of
+    other groups are freed.
 
-    Returns the communicator of all ranks. Where it raises, the old world is closed all the same, and all
-    ranks may call `init` again, with another configuration if need be.
+    Returns the communicator of all ranks. If it raises, the old world is closed (see `PeerLost` for the
+    exception), and all ranks may call `init` again, with another configuration if necessary.
 
     Raises:
-        NotInitialized: there is no world, or torch.distributed has made it: destroy its process group then.
-        PeerLost: a rank is lost, which the others see within about a second. Before all ranks have called
-            this, the old world stays as it is, so that those that are left may call `shrink`.
-        LaunchError: a rank has not called it within the time that `init` gave ranks to find each other.
+        NotInitialized: there is no world, or torch.distributed made it: then destroy its process group.
+        PeerLost: a rank is lost, which the others see within about a second. Until all ranks have called
+            this, the old world stays as it is, so that the remaining ranks may call `shrink`.
+        LaunchError: a rank has not called this within the time that `init` gave ranks to find each other.
         BackendUnavailable: the configuration names a library that has become unusable, as MPI does after an
             error inside it.
 
@@ -318,7 +318,7 @@ def reset() -> Communicator:
     runtime.prepare_reset()
     sight, roster = runtime.hand_over(), runtime.roster
     watch = None if roster is None else LossWatch(roster.members, roster.rank, runtime.config, sight)
-    if failure is None:  # so all ranks are here, and none uses the old world any more
+    if failure is None:  # all ranks are here, and none uses the old world any more
         for backend in runtime.engine.backends:
             backend.disconnect()
     runtime.close(clean=False)
@@ -340,9 +340,9 @@ def reset() -> Communicator:
 
 
 def _await_callers_of_reset(runtime: Runtime) -> LaunchError | None:
-    """Wait until all ranks have called `reset`, so that no world is closed if one is lost before.
+    """Wait until all ranks have called `reset`, so that no world is closed if a rank is lost before.
 
-    Returns the error if one does not come. Raises `PeerLost` if one is lost.
+    Returns the error if a rank does not call it in time. Raises `PeerLost` if a rank is lost.
     """
     world = runtime.world
     if world.store is None:
@@ -355,7 +355,7 @@ def _await_callers_of_reset(runtime: Runtime) -> LaunchError | None:
     except PeerLost as error:
         loss = error
     except LaunchError as error:
-        shows = Deadline(_LOSS_SHOWS)  # of the rank that had the store
+        shows = Deadline(_LOSS_SHOWS)  # for the loss of the rank that served the store
         while (found := lost()) is None:
             if shows.passed():
                 return error
@@ -375,7 +375,7 @@ def _fresh_world(runtime: Runtime, watch: LossWatch | None) -> World:
         mine = json.dumps([secrets.token_hex(8), idle.closable(runtime.engine.off)])
         texts = exchange(store, world.rank, world.size, "reset", mine, world.timeout)
         (name, _), *_ = answers = [json.loads(text) for text in texts]
-        # From here on no rank uses anything of the old world.
+        # From here on no rank uses the old world.
         idle.close_common(
             world.rank, [{(of, tuple(ranks), by) for of, ranks, by in closable} for _, closable in answers]
         )
@@ -391,7 +391,7 @@ def _fresh_world(runtime: Runtime, watch: LossWatch | None) -> World:
 
 
 def current() -> Runtime:
-    """The runtime between `init` and `finalize`."""
+    """Return the runtime between `init` and `finalize`."""
     runtime = job.runtime
     if runtime is None:
         raise NotInitialized("mcr.init has not been called in this process")
@@ -401,17 +401,17 @@ def current() -> Runtime:
 
 
 def is_initialized() -> bool:
-    """Whether `init` has been called, and `finalize` not since."""
+    """Return whether `init` has been called, and not `finalize` since."""
     return job.runtime is not None and not job.runtime.closed
 
 
 def world() -> Communicator:
-    """The communicator of all ranks."""
+    """Return the communicator of all ranks."""
     return job.communicator or current().communicator
 
 
 def member_of(group: Communicator | None) -> Communicator:
-    """`group`, or the communicator of all ranks for None."""
+    """Return `group`, or the communicator of all ranks for None."""
     if group is None:
         return job.communicator or current().communicator
     if not isinstance(group, Communicator):
@@ -420,22 +420,22 @@ def member_of(group: Communicator | None) -> Communicator:
 
 
 def get_backends() -> list[str]:
-    """Names of the libraries this job uses, in fallback order."""
+    """Return the names of the libraries that this job uses, in fallback order."""
     return current().libraries.names
 
 
 def get_rank(group: Communicator | None = None) -> int:
-    """This process's rank in `group` (None: in the job); -1 if it is not a member."""
+    """Return this process's rank in `group` (None: in the job); -1 if it is not a member."""
     return member_of(group).rank
 
 
 def get_world_size(group: Communicator | None = None) -> int:
-    """Number of ranks in `group` (None: in the job)."""
+    """Return the number of ranks in `group` (None: in the job)."""
     return member_of(group).size
 
 
 def new_group(ranks: Sequence[int]) -> Communicator:
-    """Create the communicator of `ranks`, which keep the given order; collective over the whole job.
+    """Create the communicator of `ranks`, in the given order; collective over the whole job.
 
     Other ranks get a communicator too; its `rank` is -1 and it refuses operations. A group is closed by its
     `close()`, at the end of a `with` block, or some time after all its ranks have dropped it.
@@ -444,8 +444,8 @@ def new_group(ranks: Sequence[int]) -> Communicator:
         ranks: distinct ranks of the job, at least one; the same on all ranks of the job.
 
     Raises:
-        InvalidArgument: `ranks` are no ranks of the job, or one is there twice.
-        OrderMismatch: ranks have passed different ones.
+        InvalidArgument: `ranks` are not ranks of the job, or contain a duplicate.
+        OrderMismatch: ranks passed different lists.
         BackendError: a rank has too few file descriptors left.
 
     Example:

@@ -1,4 +1,4 @@
-"""The libraries of a job: its backends, those that a rank no longer calls, and channels for a group."""
+"""The libraries of a job: its backends, disabled backends, and a group's channels."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Libraries:
     """The backends of one job.
 
     Attributes:
-        classes: those that the ranks have agreed on, in fallback order, and `local`.
-        backends: an object of each that this job uses.
-        disabled: by rank, the names of the libraries that it no longer calls, and why, as last agreed on.
-        dropped: those that the group of all ranks goes without.
+        classes: backends that the ranks have agreed on, in fallback order, and `local`.
+        backends: an object of each backend that this job uses.
+        disabled: rank → the libraries that it no longer calls, with reasons, as last exchanged.
+        dropped: backends that the group of all ranks does not have.
     """
 
     def __init__(self, config: Config, world: World, classes: Mapping[str, type[Backend]]) -> None:
@@ -39,7 +39,7 @@ class Libraries:
         self._world = world
 
     def open(self) -> None:
-        """Make the backends; a single process needs no library, whatever is named."""
+        """Create the backends; a single process needs no library, whatever is named."""
         for name, kind in self.classes.items():
             if self._world.size > 1 or name == "local":
                 with collector_paused():
@@ -47,9 +47,9 @@ class Libraries:
 
     @property
     def names(self) -> list[str]:
-        """The backends of the job in fallback order, but for those that the group `world` goes without.
+        """Return the job's backends in fallback order, without those that the group `world` does not have.
 
-        In a single process that has named none: all that are installed, with `local` last.
+        In a single process that names none: all installed backends, with `local` last.
         """
         if self._world.size == 1 and self._config.backends is None:
             names = [name for name in preferred_backends() if name != "local"]
@@ -61,10 +61,10 @@ class Libraries:
         ]
 
     def descriptors(self, size: int) -> int:
-        """File descriptors that a group of `size` ranks may take in each of them."""
+        """Return the file descriptors that a group of `size` ranks may take in each of its processes."""
         groups = 1 + 3 * (self._config.options("hierarchical") is not None)
         if self._has_failover:
-            groups *= 2  # each library takes over for another one, by a channel of its own
+            groups *= 2  # each library takes over for another one, on a channel of its own
         if any(isinstance(each, DispatchOptions) and each.verify for each in self._config.all_options):
             groups *= 2  # verified operations have a channel of their own
         return groups * descriptors_for(self.classes, size) if size > 1 else 0
@@ -75,7 +75,7 @@ class Libraries:
         return isinstance(options, DispatchOptions) and options.failover
 
     def disabled_on(self, ranks: Sequence[int]) -> dict[str, str]:
-        """The libraries that one of these ranks no longer calls, and why; the same on all of them."""
+        """Return the libraries that any of these ranks no longer calls, with reasons; equal on all ranks."""
         return {
             name: f"rank {rank}: {reason}"
             for rank in reversed(ranks)
@@ -83,14 +83,14 @@ class Libraries:
         }
 
     def note_disabled(self, ranks: Sequence[int], disabled: Sequence[Mapping[str, str]]) -> None:
-        """Take over the disabled libraries that `ranks` have exchanged."""
+        """Store the disabled libraries that `ranks` have exchanged."""
         self.disabled.update(zip(ranks, disabled, strict=True))
 
     def open_channels(self, group: Group) -> tuple[dict[str, BackendChannel], dict[str, str]]:
-        """A channel of every library that can serve a group, and why the others are left out.
+        """Open a channel of every library that can serve a group; also return why others are left out.
 
         A library that turns out to be unusable for the group is left out if the configuration names no
-        backends; otherwise this raises `BackendUnavailable`, on all ranks of the group.
+        backends. Otherwise this raises `BackendUnavailable`, on all ranks of the group.
         """
         names = backends_for(self.backends, self._world, group)
         channels: dict[str, BackendChannel] = {}
@@ -116,17 +116,17 @@ class Libraries:
         return channels, dropped
 
     def _wait_for_others(self, group: Group) -> None:
-        """Wait until all ranks of a group have come to the library that cannot serve it.
+        """Wait until all ranks of a group have reached the library that cannot serve the group.
 
-        Those that are still connecting by another library would fail in it, if it were closed here.
+        Ranks that are still connecting through another library would fail if it were closed here.
         """
         if group.size > 1 and self._world.store is not None:
             store = self._world.store_of(group)
-            with suppress(LaunchError, RuntimeError):  # the error at hand is the one to raise
+            with suppress(LaunchError, RuntimeError):  # the original error is the one to raise
                 exchange(store, group.rank, group.size, "unavailable", "", self._world.timeout, group=group)
 
     def close(self, clean: bool) -> None:
-        """Close the backends; one that needs no call at the end of the process is forgotten."""
+        """Close the backends; drop those that need no call at the end of the process."""
         for backend in self.backends.values():
             backend.close(clean)
             kind = type(backend)

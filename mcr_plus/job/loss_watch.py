@@ -1,4 +1,4 @@
-"""Looks at the processes of ranks while a world is made of them: nothing else does so then."""
+"""Watch over the processes of ranks while their world is made, when no watchdog runs yet."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 class LossWatch:
-    """The processes of the ranks of a world that is being made."""
+    """Watches the processes of the ranks of a world that is being made."""
 
     def __init__(
         self, members: Sequence[Process], rank: int, config: Config, sight: Sight | None = None
     ) -> None:
-        """`rank`: of this process. `sight`: what the agents of the world before see, of other hosts."""
+        """`rank`: this process's rank. `sight`: findings of the previous world's agents about other hosts."""
         options = config.options("dispatch")
         assert isinstance(options, DispatchOptions)
         places = tuple(process.place for process in members)
@@ -29,29 +29,29 @@ class LossWatch:
         )
 
     def losses(self) -> dict[int, Loss]:
-        """Why ranks are lost, of those that this process sees."""
+        """Return the losses that this process sees, by rank."""
         found = {rank: self._peers.lost(rank) for rank in range(len(self._peers.processes))}
         return {rank: loss for rank, loss in found.items() if loss is not None}
 
     def lost(self) -> dict[int, str]:
-        """The states of the ranks that are lost."""
+        """Return the states of the lost ranks."""
         return {rank: loss.status for rank, loss in self.losses().items()}
 
     def error(self) -> PeerLost | None:
-        """The error of a wait for a value of the ranks, if any is lost."""
+        """Return the error that ends a wait for a value from the ranks, if any of them is lost."""
         return loss_of(self.losses())
 
     def is_cut_off(self, place: str) -> bool:
-        """Whether a host is silent; `place` as in `Process`."""
+        """Return whether a host is silent; `place` as in `Process`."""
         return self._peers.is_cut_off(place)
 
     def is_away(self, rank: int) -> bool:
-        """Whether the process of a rank answers nothing now, and its connections are open."""
+        """Return whether a rank's process does not answer now, although its connections are open."""
         return (loss := self._peers.lost(rank)) is not None and loss.status != "dead"
 
 
 def loss_of(losses: dict[int, Loss]) -> PeerLost | None:
-    """The error of a wait for ranks of the job of which these are lost; None if none is."""
+    """Return the error of a wait for ranks of the job, given their losses; None without any."""
     if not losses:
         return None
     seen = "; ".join(dict.fromkeys(loss.seen for loss in losses.values()))

@@ -1,4 +1,4 @@
-"""The members of a job as a world begins: their processes, and the place where they agree on later worlds."""
+"""The members of a job as a world begins: their processes, and the store for later decisions."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from mcr_plus.engine.options import DispatchOptions
     from mcr_plus.rendezvous.world import World
 
-_SILENT: Final = 30.0  # seconds; on overloaded hosts, agents have not run for more than two
+_SILENT: Final = 30.0  # s; on overloaded hosts, agents have not run for more than two
 
 
 def observed(world: World, options: DispatchOptions) -> Peers:
-    """The processes of the job's ranks, watched as the options say; collective."""
+    """Return the processes of the job's ranks, watched as the options say; collective."""
     hosts, roster = len(set(world.hosts)), world.roster
     beats = {"auto": max(_SILENT, silence(hosts)), "off": None}
     return Peers(
@@ -37,9 +37,9 @@ def observed(world: World, options: DispatchOptions) -> Peers:
 
 
 def first_roster(world: World, peers: Peers, *, native: bool) -> EpochLog:
-    """The members of a job's first epoch, and where they agree on the next ones; collective.
+    """Return the epoch log of a job's first epoch; collective.
 
-    `native`: otherwise the world is one of torch.distributed, which needs its own store to go on.
+    `native`: False if torch.distributed made the world, which then needs its own store to go on.
     """
     store, members, kept = world.store, peers.processes, world.kept
     assert store is not None

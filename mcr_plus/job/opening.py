@@ -1,4 +1,4 @@
-"""How a group is opened once its channels are: its state, its pipeline, and the groups inside it by nodes."""
+"""Opening of a group whose channels are open: its state, its pipeline, and its groups by node."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def open_with_parts(
     *,
     inner: bool = False,
 ) -> OpenGroup:
-    """Open a group over its channels and the groups inside it; collective over its ranks."""
+    """Open a group over its channels, and the groups inside it; collective over its ranks."""
     world, name, rank = runtime.world, group.name, group.rank
     one_host = world.hosts_of(group) == 1
     store = world.store_of(group) if rank >= 0 and group.size > 1 and world.store is not None else None
@@ -70,7 +70,7 @@ def open_with_parts(
     state.refresh()
     runtime.groups.append(opened)
     for part, members in inner_groups(config, world.hosts, group).items():
-        # On all ranks in the same order, here and not at the first use: it is collective.
+        # Opened here and not at the first use, because opening is collective; same order on all ranks.
         below = _open_part(runtime, group, part, members, config)
         opened.parts.append(below)
         of_group.caches.append(below.runtime.forget)
@@ -79,7 +79,7 @@ def open_with_parts(
 
 
 def _wrappers(config: Config, options: DispatchOptions) -> Iterator[str]:
-    """Return the names of what stands between the libraries of a group and the engine."""
+    """Return the names of the wrappers between a group's libraries and the engine."""
     if options.failover:
         yield "failover"
     if any(isinstance(each, DispatchOptions) and each.verify for each in config.all_options):
@@ -93,7 +93,7 @@ def warn_of_missing(group: Group, missing: Mapping[str, str]) -> None:
 
 
 def _remedy(runtime: Runtime, name: str) -> str:
-    """How a program goes on after the group `name` has failed, for messages."""
+    """Return how a program can go on after the group `name` has failed, for messages."""
     if not runtime.is_native:
         return "destroy the process group and make a new one"
     fresh = "mcr.reset() makes a fresh world"
@@ -105,8 +105,8 @@ def _remedy(runtime: Runtime, name: str) -> str:
 def _open_part(runtime: Runtime, group: Group, part: Part, inner: Group, config: Config) -> OpenGroup:
     """Open a group inside `group`; if it cannot be opened, all ranks of `group` raise.
 
-    A library that one of the groups of this part must go without is left out in all of them. Raises
-    `BackendUnavailable` on all ranks of `group` if that is one the configuration names for the step.
+    A library that one group of this part must do without is left out in all of them. Raises
+    `BackendUnavailable` on all ranks of `group` if the configuration names that library for the step.
     """
     problem = ""
     channels: dict[str, BackendChannel] = {}
@@ -132,9 +132,9 @@ def _missing(
     config: Config,
     mine: tuple[str, list[str], dict[str, str]],
 ) -> dict[str, str]:
-    """The libraries that one of the groups of a part must go without, and why; raises for `_open_part`.
+    """Return the libraries that one group of a part must do without, and why; raises for `_open_part`.
 
-    `mine`: of this rank's group of the part, why it cannot be opened, its libraries, and those it lacks.
+    `mine`: about this rank's group of the part: why it cannot be opened, its libraries, and missing ones.
     """
     world, what = runtime.world, f"opened/{group.name}/{part}"
     texts = exchange(
@@ -156,7 +156,7 @@ def _missing(
 
 
 def _named_for(step: str, config: Config) -> set[str]:
-    """The libraries that the hierarchical stage, or a rule that changes it, names for `local` or `inter`."""
+    """Return the libraries that the hierarchical stage, or a rule for it, names for `local` or `inter`."""
     hierarchical = [options for options in config.all_options if isinstance(options, HierarchicalOptions)]
     backends = [(options.local if step == "local" else options.inter).backend for options in hierarchical]
     return {backend.partition(":")[0] for backend in backends if backend is not None}

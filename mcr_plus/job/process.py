@@ -1,4 +1,4 @@
-"""The one job of a process, and the end of the process: in good order, after an exception, or in a fork."""
+"""The one job of a process, and the end of the process: in order, after an exception, or in a fork."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class ProcessJob:
     """The process's one runtime, and the end of its libraries with the process.
 
     Attributes:
-        runtime: the last one that `init` has made, also after `finalize`; None before.
-        communicator: of all ranks, between `init` and `finalize`.
+        runtime: the last runtime that `init` has made, also after `finalize`; None before.
+        communicator: communicator of all ranks, between `init` and `finalize`.
         crashed: whether an exception has reached the interpreter.
-        all_ended: whether all ranks have ended the job together. Only then may the end of a library be called
+        all_ended: whether all ranks have ended the job together. Only then may a library function be called
             that waits for the other ranks.
-        backends: those that have a part in the end of the process, by their ids.
-        disabled: the names of those that some rank no longer calls.
-        hooks: what capabilities do in jobs; made for the first one.
-        leave_dropped: leaves the groups of torch.distributed that the program has dropped; set by the
-            torch backend.
+        backends: backends to call at the end of the process, by id.
+        disabled: names of libraries that some rank no longer calls.
+        hooks: hooks of capabilities; created for the first job.
+        leave_dropped: leaves the groups of torch.distributed that the program has dropped; set by the torch
+            backend.
     """
 
     def __init__(self) -> None:
@@ -49,12 +49,12 @@ class ProcessJob:
         self._has_handlers = False
 
     def begin(self, runtime: Runtime) -> None:
-        """Make this the process's runtime."""
+        """Make `runtime` the process's runtime."""
         self.runtime, self.communicator, self.all_ended = runtime, runtime.communicator, False
         self.backends.update({id(backend): backend for backend in runtime.engine.backends})
 
     def hooks_closing(self) -> None:
-        """Tell the hooks that the runtime's operations have ended, or that none begins."""
+        """Tell the hooks that the runtime's operations have ended, or that the job cannot begin."""
         for hook in self.hooks:
             hook.closing()
 
@@ -64,7 +64,7 @@ class ProcessJob:
             hook.closed()
 
     def install_handlers(self) -> None:
-        """Make the hooks, and install the handlers of exit, uncaught exceptions and forks; once."""
+        """Create the hooks, and install the handlers of exit, uncaught exceptions and forks; once."""
         if self._has_handlers:
             return
         self._has_handlers = True
@@ -80,10 +80,10 @@ class ProcessJob:
         sys.excepthook = note_crash
 
     def _at_exit(self) -> None:
-        """End the job in good order if the program has ended so; wait for no rank that will not come."""
+        """End the job in order if the program has; wait for no rank that will not come."""
         self.leave_dropped()
         runtime = self.runtime
-        # A hook that the program has installed after ours may not call it. Interactive shells go on.
+        # The excepthook that the program installed after ours may not call ours. Interactive shells go on.
         self.crashed |= hasattr(sys, "last_value") and not hasattr(sys, "ps1")
         if runtime is not None and self.crashed:
             runtime.crash()
@@ -115,7 +115,7 @@ class ProcessJob:
 
 
 def _end_unused_mpi(*, waits: bool) -> None:
-    """End MPI if it only carried the address of the job's store. `waits`: for the other ranks."""
+    """End MPI if it only carried the address of the job's store. `waits`: whether for the other ranks."""
     if "mpi4py.MPI" in sys.modules:
         mpi: Any = backend_class("mpi")
         (mpi.end_library if waits else mpi.leave_unfinalized)()

@@ -1,7 +1,7 @@
-"""What a world takes over from the one whose place it takes: groups, models, persistent operations, codecs.
+"""Transfer of groups, models, persistent operations and codec state from a world to its replacement.
 
-All of it is named in one exchange, so that ranks agree on what there is before any of it is opened: a group
-or a model that one of its ranks has dropped would otherwise keep the others waiting.
+All of it is listed in one exchange, so that ranks agree on the list before they open anything. A group or a
+model that one of its ranks has dropped would otherwise keep the other ranks waiting.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from mcr_plus.rendezvous.identity import own_process
 _ATTACHED: Final = "inheritance"
 _log = logging.getLogger("mcr_plus")
 Member = tuple[int, str, str]
-"""What makes a process the same one, whatever rank it has."""
+"""Identity of a process, whatever its rank."""
 
 
 class _FormerGroup(NamedTuple):
-    """A group of an earlier world, as one rank has it, with its ranks there, and how often it was split."""
+    """A group of an earlier world as one rank has it: its ranks there, and how often it was split."""
 
     name: str
     ranks: tuple[int, ...]
@@ -49,11 +49,11 @@ class _WrappedModel(NamedTuple):
 
 
 class _PreviousState(NamedTuple):
-    """What one rank had.
+    """State that one rank had in the previous world.
 
     Attributes:
-        origin: the same for ranks that come from the same world.
-        codecs: names of codec state; None if the rank takes what the others have.
+        origin: equal for ranks that come from the same world.
+        codecs: names of codec state; None if the rank takes the state of other ranks.
         made, splits: numbers that are part of the names of later groups.
     """
 
@@ -67,7 +67,7 @@ class _PreviousState(NamedTuple):
 
 
 class _Chosen(NamedTuple):
-    """A group that is opened again: the name that it had in a world, the one that it gets, and its ranks."""
+    """A group to reopen: its name in the old world, its new name, and its ranks."""
 
     origin: str
     before: str
@@ -78,13 +78,13 @@ class _Chosen(NamedTuple):
 
 @dataclass
 class Inheritance:
-    """What this rank has of a world that ends.
+    """Transferable state that this rank has of a world that ends.
 
     Attributes:
-        members: of that world, by rank.
-        groups: those of the program, by name.
-        codecs: see `carried`.
-        is_new: whether the rank takes what others have of codecs, instead of keeping its own.
+        members: members of that world, by rank.
+        groups: groups of the program, by name.
+        codecs: see `codec_state`.
+        is_new: whether the rank takes other ranks' codec state instead of keeping its own.
     """
 
     origin: str
@@ -97,9 +97,9 @@ class Inheritance:
     _followers: list[Follower] = field(default_factory=list)
 
     def give(self, new: Runtime) -> None:
-        """Make in a new world what there was in the old ones; collective over the new world.
+        """Recreate the state of the old worlds in a new one; collective over the new world.
 
-        Where it raises, because a rank is lost meanwhile, the next world inherits the same.
+        If it raises, because a rank is lost meanwhile, the next world inherits the same state.
         """
         new.attached[_ATTACHED] = self
         comm = new.communicator
@@ -131,7 +131,7 @@ class Inheritance:
                 old.succession.reason = refused.get((self.origin, name), "")
         del new.attached[_ATTACHED]
         self._followers = []
-        # What is left of the old worlds are cycles of objects with buckets, memory and file descriptors.
+        # The remains of the old worlds are cycles of objects with buckets, memory and file descriptors.
         gc.collect()
 
     def _had(self) -> _PreviousState:
@@ -173,20 +173,20 @@ class Inheritance:
 
 @contextmanager
 def inheriting(runtime: Runtime, *, takes_codecs: bool = False) -> Iterator[Inheritance]:
-    """What is to be given to the world that takes the place of this one, in the block; local.
+    """Yield the state to give to the world that replaces this one; local.
 
-    `takes_codecs`: a rank without state of codecs, such as a new one, takes what the others have.
+    `takes_codecs`: whether a rank without codec state, such as a new one, takes other ranks' state.
     """
     kept: Inheritance | None = runtime.attached.get(_ATTACHED)
     if kept is None or not (runtime.closed or kept.world is not runtime.communicator):
         kept = runtime.attached[_ATTACHED] = _taken(runtime)
-    # Otherwise no later world has got it.
+    # Otherwise no later world has received it.
     kept.is_new = takes_codecs and not kept.codecs
     try:
         yield kept
     except BaseException:
         if not runtime.closed and kept.world is runtime.communicator:
-            del runtime.attached[_ATTACHED]  # the world stays, and groups of it may be dropped
+            del runtime.attached[_ATTACHED]  # the world stays, and the program may drop its groups
         raise
 
 
@@ -219,7 +219,7 @@ def _digest(follower: Follower) -> str:
 
 
 def _origins(answers: Sequence[_PreviousState]) -> dict[str, dict[int, _PreviousState]]:
-    """Origin → what its ranks had, by rank; in the order of their first ranks."""
+    """Return origin → previous state of its ranks, by rank; in the order of their first ranks."""
     found: dict[str, dict[int, _PreviousState]] = {}
     for rank, had in enumerate(answers):
         found.setdefault(had.origin, {})[rank] = had
@@ -229,7 +229,7 @@ def _origins(answers: Sequence[_PreviousState]) -> dict[str, dict[int, _Previous
 def _groups(
     answers: Sequence[_PreviousState], places: dict[Member, int]
 ) -> tuple[list[_Chosen], dict[tuple[str, str], str]]:
-    """The groups that are opened again, the same on all ranks; and why others are not, by origin and name."""
+    """Return the groups to reopen, the same on all ranks; and why others are not, by origin and name."""
     chosen: list[_Chosen] = []
     refused = {}
     for number, (origin, hads) in enumerate(_origins(answers).items()):
@@ -254,12 +254,11 @@ def _groups(
 def _models(
     answers: Sequence[_PreviousState], chosen: Sequence[_Chosen]
 ) -> list[tuple[dict[str, str], str, str]]:
-    """The models that all ranks of their groups have.
+    """Return the models that all ranks of their groups have, in the same order on all ranks.
 
-    Returns for each, in the same order on all ranks, origin → name of its branch there, the name of the new
-    branch, and the group that it had. Ranks from one world know a model by its branch, whose name is the same
-    on all of them. Those from several worlds have the same models if these have the same parameters, in the
-    same order.
+    For each model: origin → name of its branch there, the name of the new branch, and its former group. Ranks
+    from one world identify a model by its branch, whose name is the same on all of them. Ranks from several
+    worlds have the same models if the models have the same parameters in the same order.
     """
     found: list[tuple[dict[str, str], str, str]] = []
     of_world: dict[str, dict[tuple[str, int], str]] = {}  # by origin, digest and number: branches

@@ -1,7 +1,7 @@
-"""A new world of processes that a program names by their handles, old ranks and new ones.
+"""A new world of processes, old ranks and new ones, that a program names by their handles.
 
-The meaning is that of c10d's `reconfigure` (torch 2.14): the order of the handles is that of the ranks, and
-an attempt that fails before all have come leaves each process in the world that it has.
+The semantics are those of c10d's `reconfigure` (torch 2.14): ranks have the order of the handles, and if an
+attempt fails before all processes have arrived, each of them stays in its world.
 """
 
 from __future__ import annotations
@@ -70,28 +70,28 @@ _ERRORS: Final[Mapping[str, type[McrError]]] = {
 }
 _USED: Final = "uuid: already used; each attempt needs a new one"
 _DIFFERENT: Final = "handles: processes have passed different ones with this uuid"
-_FIRST_NAP: Final = 0.0005  # seconds between looks at the store
+_FIRST_NAP: Final = 0.0005  # s between polls of the store
 _NAP: Final = 0.02
-_LOOKS_AFTER: Final = 0.1  # seconds between looks at the processes
-_LOSS_SHOWS: Final = 0.3  # seconds after an error of a library in which the death behind it shows
+_LOOKS_AFTER: Final = 0.1  # s between checks of the processes
+_LOSS_SHOWS: Final = 0.3  # s after a library error within which the death that caused it shows
 
 
 @dataclass(frozen=True)
 class ProcessHandle:
-    """What a handle says: the process, what is new with each of its worlds, and a store that it reaches."""
+    """Content of a handle: the process, a value new in each of its worlds, and a store that it reaches."""
 
     process: Process
     token: str
     address: tuple[str, int]
 
     def text(self) -> str:
-        """The handle as programs pass it on."""
+        """The handle as text, for programs to pass on."""
         plain = json.dumps([self.process, self.token, self.address])
         return _FORM + base64.urlsafe_b64encode(plain.encode()).decode()
 
     @classmethod
     def read(cls, text: object, place: str) -> ProcessHandle:
-        """The opposite; raises `InvalidArgument` for anything else."""
+        """Parse a handle's `text`; raise `InvalidArgument` for any other text."""
         try:
             assert isinstance(text, str)
             assert text.startswith(_FORM)
@@ -105,15 +105,15 @@ class ProcessHandle:
 
 
 def latest() -> Runtime:
-    """The runtime of this process whose place another world may take: the present one, or the last one if it
-    has ended by a change of its members. Raises `NotInitialized` if there is none.
+    """Return this process's runtime that another world may replace: the present one, or the last one if it
+    ended with a change of members. Raises `NotInitialized` if there is none.
     """
     runtime = job.runtime
     return runtime if runtime is not None and runtime.superseded else init.current()
 
 
 def handle(runtime: Runtime) -> str:
-    """The handle of this process in its world `runtime`."""
+    """Return the handle of this process in its world `runtime`."""
     return _own(runtime).text()
 
 
@@ -123,7 +123,7 @@ def _own(runtime: Runtime) -> ProcessHandle:
 
 
 def _address(runtime: Runtime) -> tuple[str, int]:
-    """The store in which this process can be met: one that outlives all ranks, or one of its own."""
+    """Return the address of a store for meeting this process: one that outlives all ranks, or its own."""
     if agent_has_store():
         environment = launch_environment()
         if environment.master_addr and environment.master_port:
@@ -132,7 +132,7 @@ def _address(runtime: Runtime) -> tuple[str, int]:
 
 
 def reconfigure(runtime: Runtime, uuid: str, texts: Sequence[str], timeout: float) -> Runtime:
-    """See `mcr.reconfigure`. `runtime`: whose place the new world takes."""
+    """See `mcr.reconfigure`. `runtime`: the runtime that the new world replaces."""
     if not isinstance(uuid, str) or not uuid:
         raise InvalidArgument(f"uuid: expected a text that is new for each attempt, got {uuid!r}")
     handles = [ProcessHandle.read(text, f"handles[{index}]") for index, text in enumerate(texts)]
@@ -183,11 +183,11 @@ def reconfigure(runtime: Runtime, uuid: str, texts: Sequence[str], timeout: floa
 
 
 def _signed(part: Store, place: str, name: str) -> Store:
-    """The part of a store with values that are signed by the secret in this place."""
+    """Return a part of a store whose values are signed by the secret at `place`."""
     try:
         return SignedStore(part, read_offer(place), name)
     except LaunchError:
-        part.set("epoch0/leaving", "")  # so that the others do not wait for this process
+        part.set("epoch0/leaving", "")  # so that others do not wait for this process
         raise
 
 
@@ -196,9 +196,9 @@ def _begin(runtime: Runtime, watch: EpochWatch) -> Runtime:
     try:
         return begin_epoch(runtime, watch)
     except McrError as error:
-        # A library may raise an error of its own before the death behind it shows.
+        # A library may raise an error of its own before the death that caused it shows.
         loss = _soon(watch)
-        with contextlib.suppress(RuntimeError):  # so that ranks that do not see it learn it as well
+        with contextlib.suppress(RuntimeError):  # so that ranks that do not see the loss learn of it
             watch.roster.root.set(f"{watch.roster.place}/leaving", "")
         if loss is None or isinstance(error, PeerLost):
             raise
@@ -206,7 +206,7 @@ def _begin(runtime: Runtime, watch: EpochWatch) -> Runtime:
 
 
 def _soon(watch: EpochWatch) -> PeerLost | None:
-    """The loss that shows within a short time."""
+    """Return the loss that shows within a short time, if any."""
     deadline = Deadline(_LOSS_SHOWS)
     while (loss := watch.error()) is None and not deadline.passed():
         time.sleep(_NAP)
@@ -214,7 +214,7 @@ def _soon(watch: EpochWatch) -> PeerLost | None:
 
 
 def _meet(first: ProcessHandle, uuid: str, timeout: float) -> Store:
-    """The part, for one attempt, of the store that the first handle names."""
+    """Return the part, for one attempt, of the store that the first handle names."""
     host, port = first.address
     try:
         server = TCPStore(
@@ -226,12 +226,12 @@ def _meet(first: ProcessHandle, uuid: str, timeout: float) -> Store:
 
 
 class _Coming(NamedTuple):
-    """What a process brings to an attempt.
+    """Values that a process brings to an attempt.
 
     Attributes:
-        handles: a digest of them.
-        problem: why it cannot come; empty if it can.
-        passport: what must be equal.
+        handles: digest of the handles.
+        problem: why the process cannot take part; empty if it can.
+        passport: properties that must be equal.
         offer: on rank 0, the place of the secret with which values are signed; empty for none.
     """
 
@@ -250,9 +250,9 @@ def _passport(runtime: Runtime) -> dict[str, str]:
 
 
 def _gather(store: Store, mine: _Coming, watch: EpochWatch, timeout: float) -> str:
-    """Wait until all processes have come; raises on all that have if one does not, or cannot.
+    """Wait until all processes have arrived; if one does not or cannot, raise on all that have.
 
-    Returns what rank 0 offers.
+    Returns rank 0's offer.
     """
     rank, verdict = watch.roster.rank, "decision"
     keys = [f"come/{each}" for each in range(len(watch.roster.members))]
@@ -262,7 +262,7 @@ def _gather(store: Store, mine: _Coming, watch: EpochWatch, timeout: float) -> s
         is_other = json.loads(store.get(verdict))[1] != _DIFFERENT
         raise InvalidArgument(f"reconfigure: {_USED if is_other else _DIFFERENT}")
     known = look(store, verdict)
-    has_begun = known is not None and json.loads(known)[0] == _GO  # for which all have come before
+    has_begun = known is not None and json.loads(known)[0] == _GO  # begun: all had arrived before
     if has_begun or store.check([keys[rank]]):
         raise InvalidArgument(f"reconfigure: {_USED}")
     store.set(keys[rank], json.dumps(mine))
@@ -275,7 +275,7 @@ def _gather(store: Store, mine: _Coming, watch: EpochWatch, timeout: float) -> s
 
 
 def _verdict(store: Store, keys: list[str], watch: EpochWatch, timeout: float) -> list[str]:
-    """What becomes of an attempt, as this process sees it: a kind, and a text."""
+    """Return the outcome of an attempt, as this process sees it: a kind, and a text."""
     deadline, looks, nap = Deadline(timeout), Deadline(_LOOKS_AFTER), _FIRST_NAP
     while not store.check(keys):
         if store.check(["decision"]):

@@ -60,21 +60,21 @@ class Runtime:
     """Everything that `init` creates and `finalize` takes down.
 
     Attributes:
-        config: of the job, with the program's own timeout in it.
-        loaded: the same without that timeout.
-        timeout: the program's own, in seconds.
-        is_native: whether `init` has made it, and not torch.distributed.
+        config: configuration of the job, including the program's own timeout.
+        loaded: configuration without that timeout.
+        timeout: the program's own timeout in seconds.
+        is_native: whether `init` made the job, and not torch.distributed.
         closed: whether the job has ended here; `closed_because` says how, for messages.
-        superseded: whether it has ended by a change of its members, which another `reconfigure` may follow.
-        communicator: of all ranks.
-        torch_ranks: of each rank its number in torch.distributed, if it is not the same.
-        groups: those that are open, in the order in which they were opened.
-        idle_channels: of groups that were closed here, those that all ranks must close together.
+        superseded: whether the job ended by a change of members, which another `reconfigure` may follow.
+        communicator: communicator of all ranks.
+        torch_ranks: number of each rank in torch.distributed, if it differs.
+        groups: open groups, in the order in which they were opened.
+        idle_channels: channels of groups closed here, which all ranks must close together.
         restored: group → stage → entries of a loaded state, see `Stage.load_state`.
-        unmerged: group, stage and name of entries in `restored` that differ between ranks, see `carried`.
-        tagged: models by the tags of their operations. Two models that share one would share codec state.
-        attached: objects of layers above that live as long as the job, by a name of theirs.
-        roster: the members of the job; None in a single process that nobody has taken in.
+        unmerged: group, stage and name of entries in `restored` that differ between ranks, see `codec_state`.
+        tagged: models by the tags of their operations. Two models with one tag would share codec state.
+        attached: objects of higher layers that live as long as the job, by name.
+        roster: the members of the job; None in a single process that no job has taken in.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Runtime:
         self.closed = False
         self.closed_because = "finalize has been called"
         self.superseded = False
-        self._goes_on = False  # in another world, of which the keepers are too
+        self._goes_on = False  # the job, and its keepers, continue in another world
         self._peers = observed(world, options)
         bells = open_bells(world.store, world.rank, world.hosts, world.timeout)
         self.world = world = replace(world, bells=bells, lost=self.lost_among)
@@ -123,8 +123,8 @@ class Runtime:
         self.unmerged: set[tuple[str, str, str]] = set()
         self.tagged: WeakValueDictionary[str, Any] = WeakValueDictionary()
         self.attached: dict[str, Any] = {}
-        self._ended: list[Stage] = []  # of groups that were closed, if they need a `finish`
-        self.groups_made = 0  # by `new_group`
+        self._ended: list[Stage] = []  # stages of closed groups that need a `finish`
+        self.groups_made = 0  # number of groups made by `new_group`
         try:
             self.libraries.open()
             self.engine.backends = list(self.libraries.backends.values())
@@ -139,31 +139,31 @@ class Runtime:
         compiling.watchers.append(self.engine.compiles)
 
     def lost_ranks(self) -> dict[int, str]:
-        """The state of each rank of the job that is lost, as far as this process can see."""
+        """States of the job's lost ranks, as far as this process can see them."""
         found = {rank: self._peers.lost(rank) for rank in range(self.world.size) if rank != self.world.rank}
         return {rank: loss.status for rank, loss in found.items() if loss is not None}
 
     def suspect(self, ranks: Sequence[int]) -> None:
-        """Note that others have found these ranks lost; see `Peers.suspect`."""
+        """Note that other processes have found these ranks lost; see `Peers.suspect`."""
         self._peers.suspect(ranks)
 
     def hand_over(self) -> Sight | None:
-        """Before this world is closed for another one: what its agents see; see `Peers.hand_over`."""
+        """Return the agents' findings, before another world replaces this one; see `Peers.hand_over`."""
         return self._peers.hand_over()
 
     def is_running(self, rank: int) -> bool:
-        """Whether the process of a rank is seen to run."""
+        """Return whether the process of a rank is seen to run."""
         return self._peers.status(rank) == "running"
 
     def has_leavers(self) -> bool:
-        """Whether a rank has left the job, in good order or after an exception of its program."""
+        """Return whether a rank has left the job, in order or after an exception of its program."""
         board = self.communicator.opened.state.board
         peers = [rank for rank in range(self.world.size) if rank != self.world.rank]
         failures = [board.failure(rank) for rank in peers]
         return any(map(board.is_closed, peers)) or any(each and not each.sequence for each in failures)
 
     def lost_among(self, ranks: Sequence[int]) -> PeerLost | None:
-        """The error of a wait for one of these ranks, if any is lost."""
+        """Return the error of a wait for one of these ranks, if any is lost."""
         found = {rank: self._peers.lost(rank) for rank in ranks if rank != self.world.rank}
         return loss_of({rank: loss for rank, loss in found.items() if loss is not None})
 
@@ -195,15 +195,15 @@ class Runtime:
             self.engine.progress_thread = ProgressThread(self.engine.progress_once)
 
     def add_hook(self, hook: OperationHook) -> None:
-        """Add a hook that binds the program's calls, which are bound again, to the same chains.
+        """Add a hook. The program's calls are bound again, with the hook, to the same chains.
 
-        Persistent operations that are bound already are not reported.
+        Persistent operations bound before are not reported.
         """
         self.engine.add_hook(hook)
         self._forget_plans()
 
     def remove_hook(self, hook: OperationHook) -> None:
-        """Remove a hook that was added here."""
+        """Remove a hook added by `add_hook`."""
         self.engine.remove_hook(hook)
         self._forget_plans()
 
@@ -212,7 +212,7 @@ class Runtime:
             opened.plans.clear()
 
     def set_timeout(self, opened: OpenGroup, seconds: float) -> None:
-        """Set the deadline of a group's operations, those in flight included."""
+        """Set the deadline of a group's operations, including those in flight."""
         for group in opened.all:
             for stage in group.pipeline.stages:
                 if isinstance(stage, DispatchStage):
@@ -225,7 +225,7 @@ class Runtime:
 
     @property
     def communicators(self) -> list[Communicator]:
-        """Those of all open groups, the groups inside groups included; the same on all ranks of each."""
+        """Communicators of all open groups and of the groups inside them; the same on all ranks of each."""
         return [opened.communicator(self) for opened in self.groups]
 
     def open_group(
@@ -233,8 +233,8 @@ class Runtime:
     ) -> Communicator:
         """Create the communicator of `ranks`; collective over them.
 
-        `config`: of its pipeline, None for that of the job. `checked`: whether the ranks have agreed that all
-        of them have file descriptors left for it, see `agree`; if not, they do so now.
+        `config`: configuration of its pipeline, None for that of the job. `checked`: whether the ranks have
+        agreed that all of them have enough file descriptors for it, see `agree`; if not, they do so now.
         """
         world, config = self.world, config or self.config
         rank = ranks.index(world.rank) if world.rank in ranks else -1
@@ -257,7 +257,7 @@ class Runtime:
             return open_with_parts(self, group, channels, config).communicator(self)
         except McrError:
             raise
-        except RuntimeError as error:  # of torch's store, or of a library that uses it
+        except RuntimeError as error:  # from torch's store, or a library that uses it
             raise BackendError(f"group '{name}' cannot be opened over the job's store: {error}") from error
         finally:
             for failed in set(world.stores) - {opened.name for opened in self.groups} - world.opening:
@@ -285,28 +285,28 @@ class Runtime:
         what: str,
         sizes: Callable[[Sequence[ValueT]], Sequence[int]],
     ) -> list[ValueT]:
-        """Every rank's `value`, before groups are opened inside a group; collective over that group.
+        """Return every rank's `value`, before groups are opened inside a group; collective over that group.
 
-        Groups inside it that all their ranks have dropped are closed on the way. `sizes` maps the values of
-        all ranks to the size of each rank's new group. Raises `BackendError` on all ranks if one of them has
-        not enough file descriptors left for it.
+        Also closes the groups inside it that all their ranks have dropped. `sizes` maps the values of all
+        ranks to the size of each rank's new group. Raises `BackendError` on all ranks if one of them has too
+        few file descriptors left for it.
         """
         gather = partial(gather_patiently, communicator, what)
         return agree_before_opening(self, communicator.ranks, gather, value, what, sizes)
 
     def wait_in_flight(self, opened: OpenGroup) -> None:
-        """Wait for everything in flight in a group; raises its first error."""
+        """Wait for all operations in flight in a group; raise the first error."""
         if opened.state.failure is None:
             opened.pipeline.flush()
             drain(self.engine, [open_group.state for open_group in opened.all])
             opened.arrays.finish()
 
     def leave(self, communicator: Communicator, clean: bool = True) -> None:
-        """Close a group here, or the job if it is the group of all its ranks, unless that is closed already.
+        """Close a group here, or the job if the group has all its ranks; do nothing if it is already closed.
 
-        Other ranks may still use the group. With `clean`, everything in flight is waited for and its first
-        error raised; without, as at the end of a `with` block after an exception, nothing is waited for. If
-        another world has replaced that of all ranks, it is the other one that is closed.
+        Other ranks may still use the group. With `clean`, wait for all operations in flight and raise the
+        first error. Without, as at the end of a `with` block after an exception, wait for none. If another
+        world has replaced that of all ranks, close the replacement instead.
         """
         if self.closed or communicator.closed:
             successor = job.runtime
@@ -332,7 +332,7 @@ class Runtime:
             try:
                 self.wait_in_flight(opened)
                 if group.size > 1 and group.rank >= 0 and state.failure is None:
-                    # From here on nothing is in flight on any rank.
+                    # From here on no rank has operations in flight.
                     off = opened.communicator(self).all_gather_object(self.engine.off, tag="close")
                     self.libraries.note_disabled(group.ranks, off)
                 together = state.failure is None
@@ -340,7 +340,7 @@ class Runtime:
                 self.remove(opened, together, together=together)
 
     def remove(self, opened: OpenGroup, clean: bool, *, together: bool = False) -> None:
-        """Close a group in which nothing is waited for any more; see `OpenGroup.shut_alone`."""
+        """Close a group with no operations left to wait for; see `OpenGroup.shut_alone`."""
         off = self.libraries.disabled_on(opened.group.ranks) if together else ()
         opened.forget_attached(clean)
         for open_group in opened.all:
@@ -361,7 +361,7 @@ class Runtime:
     # -- the end ----------------------------------------------------------------------------------
 
     def close(self, clean: bool) -> None:
-        """Take everything down. Waits for operations in flight if `clean`, and raises their first error."""
+        """Close the job. With `clean`, wait for operations in flight and raise their first error."""
         self.closed = True
         job.communicator = None
         job.disabled.update(self.engine.off)
@@ -422,7 +422,7 @@ class Runtime:
                 for group, stages in self.restored.items()
                 for entries in stages.values()
                 for name, value in entries.items()
-                if holds_tensors(value)  # which change results; plain data, such as measurements, does not
+                if holds_tensors(value)  # tensors change results; plain data, such as measurements, does not
             ]
             if unused and self.world.rank == 0:
                 _log.warning(
@@ -435,9 +435,9 @@ class Runtime:
         return None
 
     def wait_for_all_to_end(self, timeout: float = SHORT) -> bool:
-        """Wait until all ranks have ended the job, however their operations went; returns whether they have.
+        """Wait until all ranks have ended the job, with or without errors; return whether they have.
 
-        `timeout`: in seconds. With more than the default, a rank that has failed is not waited for.
+        `timeout`: in seconds. If it exceeds the default, failed ranks are not waited for.
         """
         board = self.engine.states[0].board
         store, names = self.world.store, {backend.name for backend in job.backends.values()}
@@ -462,9 +462,9 @@ class Runtime:
         return job.all_ended
 
     def prepare_reset(self) -> None:
-        """Close the channels that no peer waits for and keep those that all ranks must close together.
+        """Close the channels that no peer waits for; keep those that all ranks must close together.
 
-        A channel whose library may still be at an operation stays open.
+        A channel whose library may still run an operation stays open.
         """
         self._goes_on = True
         for opened in reversed(self.groups):
@@ -481,13 +481,15 @@ class Runtime:
             self.idle_channels.add(opened.group, kept)
 
     def crash(self) -> None:
-        """Leave after an uncaught exception without a wait for others, but after the ranks that caused it."""
+        """Leave after an uncaught exception; wait for no ranks except those that caused it, which leave
+        first.
+        """
         abort_barrier(self.world, self._peers)
         self.leave(self.communicator, clean=False)
         linger_for(self._peers, self.engine.watchdog.failed_peers)
 
     def abandon(self) -> None:
-        """In a forked child: let go of the parent's groups and libraries without closing them."""
+        """Drop the parent's groups and libraries in a forked child, without closing them."""
         self.closed = True
         self._stop_watching()
         abandon(self.engine)

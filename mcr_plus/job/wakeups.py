@@ -1,4 +1,4 @@
-"""How the ranks of a host come to share the memory in which they wake each other."""
+"""Setup of the shared memory through which ranks of a host wake each other."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def open_bells(store: Store | None, rank: int, hosts: Sequence[str], timeout: float) -> Wakeups:
     """Open the bells of this host; collective over the ranks of the job.
 
-    Where the ranks of a host cannot map the same memory, they sleep without bells, which is no error.
+    If the ranks of a host cannot map the same memory, they sleep without bells, which is not an error.
     """
     ranks = [peer for peer, host in enumerate(hosts) if host == hosts[rank]]
     if store is None or len(set(hosts)) == len(hosts) or not SYSTEM_CALL or sys.byteorder != "little":

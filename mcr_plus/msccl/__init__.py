@@ -1,1 +1,1 @@
-"""MSCCL's language: algorithm files, read, written, generated, simulated and proved."""
+"""MSCCL's language: algorithm files are read, written, generated, simulated and verified."""

@@ -1,9 +1,9 @@
 """The model of an algorithm: for every rank, thread blocks of steps that move and add chunks.
 
-The model of MSCCL (Cowan et al., "MSCCLang: Microsoft Collective Communication Language", ASPLOS 2023),
-and of its XML files. A buffer is divided into chunks of equal size. A thread block has at most one peer
-to send to and one to receive from; on every (source, target, channel) runs one first-in-first-out queue,
-with one thread block at each end. Steps of a thread block run in order.
+The model follows MSCCL (Cowan et al., "MSCCLang: Microsoft Collective Communication Language", ASPLOS 2023),
+and of its XML files. A buffer is divided into chunks of equal size. A thread block has at most one peer to
+send to and one to receive from. Every (source, target, channel) has one first-in-first-out queue, with one
+thread block at each end. Steps of a thread block run in order.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ OPERATIONS: Final[tuple[Operation, ...]] = get_args(Operation)
 RECEIVES: Final = frozenset({"r", "rcs", "rrs", "rrc", "rrcs"})
 SENDS: Final = frozenset({"s", "rcs", "rrs", "rrcs"})
 READS: Final = frozenset({"s", "rrs", "rrc", "rrcs", "cpy", "re"})
-"""Steps that read `src` on their own rank; in others `source` describes the peer's buffer, if any."""
+"""Steps that read `src` on their own rank; for other steps `source` describes the peer's buffer, if any."""
 WRITES: Final = frozenset({"r", "rcs", "rrc", "rrcs", "cpy", "re"})
 """Steps that write `dst` on their own rank."""
 
 Space = Literal["i", "o", "s"]
-"""Input, output, scratch."""
+"""Buffer: input, output or scratch."""
 SPACES: Final[tuple[Space, ...]] = get_args(Space)
 
 ROWS: Final[Mapping[str, kinds.Collective]] = {
     row.msccl: row for row in kinds.COLLECTIVES.values() if row.msccl
 }
-"""The collectives with a defined result, by their names in MSCCL."""
+"""Collectives with a defined result, by their names in MSCCL."""
 COLLECTIVES: Final = (*ROWS, "alltoallv", "send", "recv", "custom")
 """Names of collectives in MSCCL."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Chunks of a buffer from `at` on; their number is the step's `count`."""
+    """Chunks of a buffer from `at` on; the step's `count` is their number."""
 
     space: Space
     at: int
@@ -61,11 +61,11 @@ class AlgorithmStep:
 
     Attributes:
         operation: see `Operation`.
-        source, target: its chunks; `READS` and `WRITES` list the operations that use them.
-        count: contiguous chunks, at least 1 but for `nop`.
+        source, target: the step's chunks; `READS` and `WRITES` list the operations that use them.
+        count: number of contiguous chunks, at least 1 except for `nop`.
         after: (thread block of the same rank, step) that must be done before; None without a dependency.
         awaited: whether a step of another thread block depends on this one (`hasdep`).
-        line: in the file, 0 for an algorithm without one.
+        line: line in the file, 0 for an algorithm without a file.
     """
 
     operation: Operation
@@ -79,7 +79,7 @@ class AlgorithmStep:
 
 @dataclass(frozen=True, slots=True)
 class ThreadBlock:
-    """Steps in order, and the peers that they send to and receive from, -1 for none."""
+    """Steps in order, and the peers to which they send and from which they receive; -1 for no peer."""
 
     send: int
     receive: int
@@ -90,7 +90,7 @@ class ThreadBlock:
 
 @dataclass(frozen=True, slots=True)
 class RankProgram:
-    """The program of one rank: numbers of chunks of its buffers, and its thread blocks by their ids."""
+    """The program of one rank: numbers of chunks of its buffers, and thread blocks by id."""
 
     inputs: int
     outputs: int
@@ -104,21 +104,20 @@ class Algorithm:
     """A collective of a fixed number of ranks.
 
     Attributes:
-        name: in messages and tables.
+        name: name in messages and tables.
         collective: the collective that it computes.
         ranks: number of ranks.
         chunks: `nchunksperloop`, the number of chunks of the whole buffer: the input of allreduce, reduce,
             reducescatter, alltoall, broadcast and scatter, and the output of allgather and gather.
-        channels: number of queues between two ranks in one direction, at most.
-        in_place, out_of_place: the calls that may use it. In place, input and output of allreduce
-            and alltoall are one buffer; allgather's input is its rank's part of the output,
-            reducescatter's output its rank's part of the input. `postconditions.layout` has all
-            collectives.
-        least, most: intended bytes of the whole buffer; both included, `most` None for any.
-        root: of broadcast, reduce, gather and scatter.
+        channels: maximum number of queues between two ranks in one direction.
+        in_place, out_of_place: the calls that may use the algorithm. In place, input and output of allreduce
+            and alltoall are one buffer; allgather's input is its rank's part of the output, reducescatter's
+            output its rank's part of the input. See `postconditions.layout` for all collectives.
+        least, most: intended bytes of the whole buffer, both inclusive; `most` is None without a limit.
+        root: root of broadcast, reduce, gather and scatter.
         protocol: `Simple`, `LL` or `LL128`; it matters on GPUs only.
-        programs: by rank.
-        file: its path; empty for a generated one.
+        programs: programs by rank.
+        file: path of the file; empty for a generated algorithm.
     """
 
     name: str
@@ -137,7 +136,7 @@ class Algorithm:
 
     @property
     def largest_step(self) -> int:
-        """Chunks of the largest step of any rank; a `nop` moves none, whatever its count is."""
+        """Number of chunks of the largest step of any rank; a `nop` moves none, whatever its count."""
         steps = (step for program in self.programs for block in program.blocks for step in block.steps)
         return max((step.count for step in steps if step.operation != "nop"), default=1)
 

@@ -1,4 +1,4 @@
-"""Builds algorithms from moves of chunks, written in an order that would be right sequentially.
+"""Builds algorithms from moves of chunks, written in an order that is right if run sequentially.
 
     builder = Builder("pair", "allreduce", ranks=2, chunks=1)
     for rank in range(2):
@@ -7,9 +7,9 @@
         builder.block(rank, receive=1 - rank).receive_add(Chunks("i", 0), Chunks("o", 0))
     builder.algorithm()
 
-Steps of different thread blocks run concurrently. Within a rank, the builder preserves the written order by
-dependencies wherever it matters: between two steps on the same chunk, unless both only read it. Chunks that
-are the same only in place count as the same, so the algorithm has no races in place or out of place.
+Steps of different thread blocks run concurrently. Within a rank, the builder adds dependencies to preserve
+the written order wherever it matters: between two steps on the same chunk, unless both only read it. Chunks
+that coincide only in place count as the same chunk, so the algorithm has no races in place or out of place.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _NOTHING = Chunks("i", 0)
 
 @dataclass(slots=True)
 class _Uses:
-    """The last step that wrote a chunk, and those that have read it since."""
+    """The last step that wrote a chunk, and the steps that have read it since."""
 
     written: _At | None = None
     read: list[_At] = field(default_factory=list)
 
 
 class Block:
-    """A thread block under construction; every method adds a step, and `nop` steps for its dependencies."""
+    """A thread block under construction. Every method adds a step, and `nop` steps for its dependencies."""
 
     def __init__(self, program: _Program, number: int, send: int, receive: int, channel: int) -> None:
         self.send_peer = send
@@ -62,7 +62,7 @@ class Block:
         self._add("rcs" if forward else "r", target, target, count)
 
     def receive_add(self, source: Chunks, target: Chunks, count: int = 1, *, forward: bool = False) -> None:
-        """Receive chunks, add `source`, store the sum; with `forward`, send it on."""
+        """Receive chunks, add `source`, store the sum; with `forward`, send the sum on."""
         self._add("rrcs" if forward else "rrc", source, target, count)
 
     def receive_add_send(self, source: Chunks, count: int = 1) -> None:
@@ -74,7 +74,7 @@ class Block:
         self._add("cpy", source, target, count)
 
     def add(self, source: Chunks, target: Chunks, count: int = 1) -> None:
-        """Add chunks to others."""
+        """Add chunks to other chunks."""
         self._add("re", source, target, count)
 
     def _add(self, operation: Operation, source: Chunks, target: Chunks, count: int) -> None:
@@ -140,7 +140,7 @@ class AlgorithmBuilder:
         self._programs = [_Program(layout(self._made, rank, in_place=True)) for rank in range(ranks)]
 
     def block(self, rank: int, *, send: int = -1, receive: int = -1, channel: int = 0) -> Block:
-        """Return the thread block of `rank` with these peers and channel, made at its first use."""
+        """Return the thread block of `rank` with these peers and channel; create it at its first use."""
         return self._programs[rank].block(send, receive, channel)
 
     def algorithm(self) -> Algorithm:

@@ -1,8 +1,8 @@
-"""The algorithms that `msccl:NAME` may name: those that we generate, and the files of the configuration.
+"""The algorithms that `msccl:NAME` may name: generated ones, and the files of the configuration.
 
-The name of a generated one is that of its generator without the operation, such as `ring` of
-`all_reduce_ring`; that of a file is its file name without `.xml`. The algorithms for an operation depend on
-the files, which are equal on all ranks, and on the signature.
+A generated algorithm is named like its generator without the operation, such as `ring` for `all_reduce_ring`.
+An algorithm file is named by its file name without `.xml`. The algorithms for an operation depend only on the
+files, which are equal on all ranks, and on the signature.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ def use(paths: Iterable[Path]) -> None:
     """Read and verify the algorithm files of this process's job; they replace earlier ones.
 
     Raises:
-        ConfigError: one cannot be read, has the name of another algorithm, or (`AlgorithmError`) is wrong.
+        ConfigError: a file cannot be read, has the name of another algorithm, or (`AlgorithmError`) is wrong.
     """
     algorithms: dict[str, Algorithm] = {}
     for path in paths:
         from mcr_plus.msccl.reader import read_algorithm  # other jobs read no files
-        from mcr_plus.msccl.verifier import verify_all  # 60 ms, which jobs without algorithms do without
+        from mcr_plus.msccl.verifier import verify_all  # 60 ms, which jobs without algorithms save
 
         read, name = read_algorithm(path), path.stem
-        # Queues cost memory, so there are as many as are used, not as many as the file claims.
+        # Queues cost memory, so count those in use, not the number that the file claims.
         algorithm = replace(read, name=name, channels=read.used_channels)
         verify_all(algorithm)
         if name in algorithms:
@@ -57,7 +57,7 @@ def use(paths: Iterable[Path]) -> None:
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """Restore the files in use, those of the running job, at the end of the block."""
+    """Restore the running job's files at the end of the block."""
     before = dict(_files)
     try:
         yield
@@ -72,15 +72,15 @@ def paths() -> list[Path]:
 
 
 def channels(ranks: int) -> int:
-    """Return the most queues between two ranks that an algorithm for so many ranks needs."""
+    """Return the largest number of queues between two ranks that an algorithm for `ranks` ranks needs."""
     used = [algorithm.channels for algorithm in _files.values() if algorithm.ranks == ranks]
     return max([_GENERATED_CHANNELS, *used])
 
 
 def candidates(kind: Kind, ranks: int) -> list[str]:
-    """Return the algorithms for an operation that `tune` should compare, of all sizes.
+    """Return the algorithms for an operation that `tune` should compare, for all sizes.
 
-    For two ranks, generated ones are left out: they all are one exchange, which the direct collectives do
+    For two ranks, generated algorithms are left out: each is one exchange, which the direct collectives do
     with less overhead.
     """
     ours = _generated(kind) if ranks > 2 else []
@@ -88,9 +88,9 @@ def candidates(kind: Kind, ranks: int) -> list[str]:
 
 
 def sizes(name: str) -> Range:
-    """Return the bytes for which a table's rule may name an algorithm: those of its file.
+    """Return the message sizes in bytes for which a table's rule may name an algorithm, from its file.
 
-    A file of an operation with a root has none, because it is for one root, and a rule is for all.
+    A file of an operation with a root has none, because the file is for one root, and a rule is for all.
     """
     if name not in _files:
         return Range(0)
@@ -117,7 +117,7 @@ def _span(algorithm: Algorithm) -> Range:
 
 
 def nowhere(name: str) -> str:
-    """Return an error text if no operation at all has an algorithm of this name; '' if one has.
+    """Return an error text if no operation has an algorithm of this name, or ''.
 
     The text lists the known names and a likely correction.
     """
@@ -129,7 +129,7 @@ def nowhere(name: str) -> str:
 
 
 def refusal(signature: Signature) -> str:
-    """Return the reason why `signature.algorithm` cannot do the operation, '' if it can."""
+    """Return the reason why `signature.algorithm` cannot do the operation, or '' if it can."""
     name, kind, ranks = signature.algorithm or "", signature.kind, signature.ranks
     if kind not in COLLECTIVES:
         return f"{kind} has no algorithms"
@@ -157,7 +157,7 @@ def _span_words(algorithm: Algorithm) -> str:
 
 
 def _elsewhere(name: str) -> str:
-    """Return a refusal that names the operations of an algorithm; '' if there is none of this name."""
+    """Return a refusal that names the operations of an algorithm; '' if no algorithm has this name."""
     if name in _files:
         return f"algorithm '{name}' is for {description(name)} ({_files[name].file})"
     kinds = [kind for kind in COLLECTIVES if name in _generated(kind)]
@@ -165,7 +165,7 @@ def _elsewhere(name: str) -> str:
 
 
 def _meant(name: str, known: Sequence[str]) -> str:
-    """Return a hint if `name` is a known name with `.xml` or with its operation; else ''."""
+    """Return a hint if `name` is a known name with `.xml` or with its operation, else ''."""
     plain = name.removesuffix(".xml")
     without = [plain.removeprefix(f"{kind}_") for kind in COLLECTIVES]
     likely = next((candidate for candidate in (plain, *without) if candidate in known), None)

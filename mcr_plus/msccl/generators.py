@@ -1,10 +1,10 @@
-"""Generated algorithms, each for any number of ranks from 2 on, and for calls in place and out of place.
+"""Generated algorithms for 2 or more ranks, for calls in place and out of place.
 
     GENERATORS["all_reduce_ring"].make(4)                     an Algorithm
     GENERATORS["all_reduce_hierarchical"].make(8, group=4)
 
-Costs are for one rank of n and a whole buffer of S bytes: steps are sequential messages, bytes are those
-that a rank sends.
+Costs are for one of n ranks and a whole buffer of S bytes: steps are sequential messages, bytes are sent
+bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mcr_plus.msccl.builder import AlgorithmBuilder
 
 
 class Generator(NamedTuple):
-    """Makes algorithms; `options` are the arguments of `make` besides the number of ranks."""
+    """Function that makes an algorithm; `options` are the arguments of `make` besides the number of ranks."""
 
     collective: str
     make: Callable[..., Algorithm]
@@ -38,7 +38,7 @@ def _s(at: int) -> Chunks:
 
 
 def _others(rank: int, ranks: int) -> Iterator[int]:
-    """Yield all other ranks, from the right neighbour on, so that not all send to the same rank at once."""
+    """Yield all other ranks, beginning with the right neighbour, so that not all send to one rank at once."""
     return ((rank + shift) % ranks for shift in range(1, ranks))
 
 
@@ -46,7 +46,7 @@ def _others(rank: int, ranks: int) -> Iterator[int]:
 
 
 def all_reduce_ring(ranks: int) -> Algorithm:
-    """Sums travel once around the ring, results once more: 2(n-1) steps, 2S(n-1)/n bytes.
+    """Pass sums around the ring, then results: 2(n-1) steps, 2S(n-1)/n bytes.
 
     Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 2009.
     """
@@ -76,17 +76,17 @@ def _ring_all_reduce(
 
 
 def all_reduce_halving_doubling(ranks: int) -> Algorithm:
-    """Halves are exchanged with ranks ever closer, and collected back: 2 log₂ n steps, 2S(n-1)/n bytes.
+    """Exchange halves with ranks ever closer, then collect them: 2 log₂ n steps, 2S(n-1)/n bytes.
 
-    If n is no power of two, each rank beyond the largest one in it adds its buffer to another rank's and
-    gets the result from there: 2 more steps, and 2S bytes for these pairs. Rabenseifner, "Optimization
-    of collective reduction operations", ICCS 2004.
+    If n is not a power of two, each rank beyond the largest power of two adds its buffer to another rank's
+    and gets the result from there: 2 more steps, and 2S bytes for these pairs. Rabenseifner, "Optimization of
+    collective reduction operations", ICCS 2004.
     """
     _check_ranks(ranks)
     core = 1 << (ranks.bit_length() - 1)
     folded = ranks - core
     builder = AlgorithmBuilder("all_reduce_halving_doubling", "allreduce", ranks, core)
-    # In the first pairs of ranks, the odd ones only send and receive; the others halve and double.
+    # In the first pairs of ranks, the odd ranks only send and receive; the other ranks halve and double.
     members = [2 * pair for pair in range(folded)] + list(range(2 * folded, ranks))
     for pair in range(folded):
         giver, taker = 2 * pair + 1, 2 * pair
@@ -118,7 +118,7 @@ def all_reduce_halving_doubling(ranks: int) -> Algorithm:
 def _exchange_halves(
     builder: AlgorithmBuilder, members: Sequence[int], position: int, distance: int, space: Space
 ) -> None:
-    """Send the half that the partner keeps, and add the received half to the own one."""
+    """Send the half that the partner keeps, and add the received half to our own."""
     partner = members[position ^ distance]
     block = builder.block(members[position], send=partner, receive=partner)
     keep = position & -distance
@@ -127,7 +127,7 @@ def _exchange_halves(
 
 
 def all_reduce_all_pairs(ranks: int) -> Algorithm:
-    """Every rank sums one chunk of all and sends it to all: 2 steps, 2S(n-1)/n bytes."""
+    """Let every rank sum one chunk of all ranks and send it to all: 2 steps, 2S(n-1)/n bytes."""
     _check_ranks(ranks)
     builder = AlgorithmBuilder("all_reduce_all_pairs", "allreduce", ranks, ranks)
     _direct_reduce(builder, list(range(ranks)), [(chunk, 1) for chunk in range(ranks)])
@@ -138,7 +138,7 @@ def all_reduce_all_pairs(ranks: int) -> Algorithm:
 def _direct_reduce(
     builder: AlgorithmBuilder, members: Sequence[int], parts: Sequence[tuple[int, int]]
 ) -> None:
-    """Sum part k (first chunk, count) of all members' inputs into the output of the k-th of them."""
+    """Sum part k (first chunk, count) of all members' inputs into the k-th member's output."""
     count = len(members)
     for position, rank in enumerate(members):
         for other in _others(position, count):
@@ -155,7 +155,7 @@ def _direct_reduce(
 def _direct_gather(
     builder: AlgorithmBuilder, members: Sequence[int], parts: Sequence[tuple[int, int]]
 ) -> None:
-    """Send part k of the output of the k-th member to all of them."""
+    """Send part k of the k-th member's output to all members."""
     count = len(members)
     for position, rank in enumerate(members):
         for other in _others(position, count):
@@ -166,10 +166,10 @@ def _direct_gather(
 
 
 def all_reduce_hierarchical(ranks: int, group: int | None = None) -> Algorithm:
-    """Sums within groups of g neighbours, around rings across the groups, results within the groups.
+    """Sum within groups of g neighbours and around rings across the groups; return results in the groups.
 
-    All pairs within a group, so 2 + 2(n/g-1) steps and 2S(n-1)/n bytes, of which 2S(n/g-1)/n leave the
-    group. `group` divides the ranks; by default, it is the divisor next to the square root.
+    Groups use all pairs, so there are 2 + 2(n/g-1) steps and 2S(n-1)/n bytes; 2S(n/g-1)/n bytes leave the
+    group. `group` must divide the number of ranks; by default it is the divisor closest to the square root.
     """
     size = _group(ranks, group)
     groups = ranks // size
@@ -194,7 +194,7 @@ def all_reduce_hierarchical(ranks: int, group: int | None = None) -> Algorithm:
 
 
 def all_to_all_direct(ranks: int) -> Algorithm:
-    """Every rank sends every other its chunk: one step, S(n-1)/n bytes in n-1 messages."""
+    """Send every other rank its chunk: one step, S(n-1)/n bytes in n-1 messages."""
     _check_ranks(ranks)
     builder = AlgorithmBuilder("all_to_all_direct", "alltoall", ranks, ranks)
     for rank in range(ranks):
@@ -208,15 +208,15 @@ def all_to_all_direct(ranks: int) -> Algorithm:
 
 
 def all_to_all_two_level(ranks: int, group: int | None = None) -> Algorithm:
-    """Chunks for a position in any group meet at this position of the own group, and go on as one.
+    """Collect chunks for one position of other groups at that position of our group, then send them as one.
 
-    With groups of g neighbours, n/g-1 messages of g chunks leave a group per rank, instead of n-g of one
-    chunk. `group` as in `all_reduce_hierarchical`.
+    With groups of g neighbours, n/g-1 messages of g chunks leave a group per rank, instead of n-g messages of
+    one chunk. `group` as in `all_reduce_hierarchical`.
     """
     size = _group(ranks, group)
     groups = ranks // size
     builder = AlgorithmBuilder("all_to_all_two_level", "alltoall", ranks, ranks)
-    # Scratch of a rank: for every group, the chunks of the own group's members for the rank's position.
+    # Scratch of a rank: for every group, the chunks from our group's members for the rank's position.
     for rank in range(ranks):
         own, position = divmod(rank, size)
         for to in range(size):
@@ -248,7 +248,7 @@ def all_to_all_two_level(ranks: int, group: int | None = None) -> Algorithm:
 
 
 def all_gather_ring(ranks: int) -> Algorithm:
-    """Chunks travel around the ring: n-1 steps, S(n-1)/n bytes."""
+    """Pass chunks around the ring: n-1 steps, S(n-1)/n bytes."""
     _check_ranks(ranks)
     builder = AlgorithmBuilder("all_gather_ring", "allgather", ranks, ranks)
     for rank in range(ranks):
@@ -261,20 +261,20 @@ def all_gather_ring(ranks: int) -> Algorithm:
 
 
 def all_gather_direct(ranks: int) -> Algorithm:
-    """Every rank sends its chunk to every other: one step, S(n-1)/n bytes in n-1 messages."""
+    """Send the own chunk to every other rank: one step, S(n-1)/n bytes in n-1 messages."""
     _check_ranks(ranks)
     builder = AlgorithmBuilder("all_gather_direct", "allgather", ranks, ranks)
     for rank in range(ranks):
         for other in _others(rank, ranks):
             builder.block(rank, send=other).send(_i(0))
             builder.block(rank, receive=other).receive(_o(other))
-        # last, since in place it would hold the sends back
+        # last, since in place it would delay the sends
         builder.block(rank).copy(_i(0), _o(rank))
     return builder.algorithm()
 
 
 def reduce_scatter_ring(ranks: int) -> Algorithm:
-    """Sums travel around the ring: n-1 steps, S(n-1)/n bytes."""
+    """Pass sums around the ring: n-1 steps, S(n-1)/n bytes."""
     _check_ranks(ranks)
     builder = AlgorithmBuilder("reduce_scatter_ring", "reducescatter", ranks, ranks)
     for rank in range(ranks):
@@ -287,7 +287,7 @@ def reduce_scatter_ring(ranks: int) -> Algorithm:
 
 
 def reduce_scatter_direct(ranks: int) -> Algorithm:
-    """Every rank sums its chunk of all: one step of n-1 sums, S(n-1)/n bytes in n-1 messages."""
+    """Sum the own chunk of all ranks: one step of n-1 sums, S(n-1)/n bytes in n-1 messages."""
     _check_ranks(ranks)
     builder = AlgorithmBuilder("reduce_scatter_direct", "reducescatter", ranks, ranks)
     for rank in range(ranks):
@@ -304,7 +304,7 @@ def reduce_scatter_direct(ranks: int) -> Algorithm:
 
 
 def broadcast_tree(ranks: int, root: int = 0) -> Algorithm:
-    """The buffer goes down a binomial tree: ⌈log₂ n⌉ steps."""
+    """Send the buffer down a binomial tree: ⌈log₂ n⌉ steps."""
     _check_ranks(ranks, root)
     builder = AlgorithmBuilder("broadcast_tree", "broadcast", ranks, 1, root)
     for position in range(ranks):
@@ -319,7 +319,7 @@ def broadcast_tree(ranks: int, root: int = 0) -> Algorithm:
 
 
 def reduce_tree(ranks: int, root: int = 0) -> Algorithm:
-    """Sums go up a binomial tree: ⌈log₂ n⌉ steps. The inputs of the other ranks are preserved."""
+    """Sum up a binomial tree: ⌈log₂ n⌉ steps. The inputs of the other ranks are preserved."""
     _check_ranks(ranks, root)
     builder = AlgorithmBuilder("reduce_tree", "reduce", ranks, 1, root)
     for position in reversed(range(ranks)):
@@ -334,7 +334,7 @@ def reduce_tree(ranks: int, root: int = 0) -> Algorithm:
 
 
 def _family(position: int, ranks: int, root: int) -> tuple[int, int | None, list[int]]:
-    """Return a rank, its parent and its children in a binomial tree, by its position from the root on."""
+    """Return a rank, its parent and its children in a binomial tree, by position counted from the root."""
 
     def rank(place: int) -> int:
         return (place + root) % ranks
@@ -346,7 +346,7 @@ def _family(position: int, ranks: int, root: int) -> tuple[int, int | None, list
 
 
 def gather_direct(ranks: int, root: int = 0) -> Algorithm:
-    """Every rank sends its chunk to the root: one step, S/n bytes."""
+    """Send the own chunk to the root: one step, S/n bytes."""
     _check_ranks(ranks, root)
     builder = AlgorithmBuilder("gather_direct", "gather", ranks, ranks, root)
     builder.block(root).copy(_i(0), _o(root))
@@ -357,7 +357,7 @@ def gather_direct(ranks: int, root: int = 0) -> Algorithm:
 
 
 def scatter_direct(ranks: int, root: int = 0) -> Algorithm:
-    """The root sends every rank its chunk: one step, S(n-1)/n bytes from the root."""
+    """Send every rank its chunk from the root: one step, S(n-1)/n bytes from the root."""
     _check_ranks(ranks, root)
     builder = AlgorithmBuilder("scatter_direct", "scatter", ranks, ranks, root)
     builder.block(root).copy(_i(root), _o(0))

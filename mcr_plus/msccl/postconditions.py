@@ -1,7 +1,7 @@
-"""Pre- and postconditions of every collective: buffers, their aliases in place, contributions.
+"""Preconditions and postconditions of every collective: buffers, aliases in place, contributions.
 
-A contribution is one chunk of one rank's input. A sum of contributions is a set of them, written as the
-bits of an integer: bit `rank * chunks + index`.
+A contribution is one chunk of one rank's input. A sum is a set of contributions, written as the bits of an
+integer: bit `rank * chunks + index`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ VERIFIABLE: Final = tuple(ROWS)
 """Collectives with a defined result."""
 ROOTED: Final = frozenset(name for name, row in ROWS.items() if row.rooted)
 DIVIDED: Final = frozenset(name for name, row in ROWS.items() if row.is_shared)
-"""Every rank has a part of the whole buffer, so the ranks must divide its chunks."""
+"""Collectives in which every rank has a part of the whole buffer; the ranks must divide its chunks."""
 _ONE_BUFFER: Final = frozenset(name for name, row in ROWS.items() if row.sends == row.receives)
 
 
 class BufferLayout(NamedTuple):
     """Offsets of the buffers of one rank in its memory, in chunks.
 
-    Two chunks are the same one exactly if their places in memory are: in place, input and output
+    Two chunks are the same if and only if their places in memory are equal: in place, input and output
     overlap.
     """
 
@@ -35,11 +35,11 @@ class BufferLayout(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Chunks of the whole memory; scratch comes last."""
+        """Number of chunks of the whole memory; scratch comes last."""
         return self.scratch_at + self.scratch
 
     def length(self, space: Space) -> int:
-        """Return the number of chunks that a buffer really has; a file may state another."""
+        """Return the actual number of chunks of a buffer; a file may state another."""
         return {"i": self.inputs, "o": self.outputs, "s": self.scratch}[space]
 
     def start(self, space: Space) -> int:
@@ -58,9 +58,9 @@ def layout(algorithm: Algorithm, rank: int, *, in_place: bool) -> BufferLayout:
     """Return the layout of the buffers of `rank` in a call in place or out of place.
 
     In place, allreduce, alltoall, broadcast and reduce have one buffer; the input of allgather and of
-    gather's root is the rank's part of the output; the output of reducescatter and of scatter's root is
-    the rank's part of the input. A buffer that a call does not have, such as the output of a gather on
-    other ranks than the root, has no chunks.
+    gather's root is the rank's part of the output; the output of reducescatter and of scatter's root is the
+    rank's part of the input. A buffer that a call does not have, such as the output of a gather outside the
+    root, has no chunks.
     """
     whole, part = algorithm.chunks, algorithm.chunks // algorithm.ranks
     is_root = rank == algorithm.root
@@ -75,13 +75,13 @@ def layout(algorithm: Algorithm, rank: int, *, in_place: bool) -> BufferLayout:
         return BufferLayout(inputs, outputs, scratch, 0, rank * part, whole)
     if in_place and outputs == whole != inputs:
         return BufferLayout(inputs, outputs, scratch, rank * part, 0, whole)
-    if in_place and inputs == outputs == whole:  # a divided collective of one rank: its part is the whole
+    if in_place and inputs == outputs == whole:  # divided, but of one rank: its part is the whole
         return BufferLayout(inputs, outputs, scratch, 0, 0, whole)
     return BufferLayout(inputs, outputs, scratch, 0, inputs, inputs + outputs)
 
 
 def contribution(algorithm: Algorithm, rank: int, index: int) -> int:
-    """Return the set with only chunk `index` of the input of `rank`."""
+    """Return the set with the single chunk `index` of the input of `rank`."""
     return 1 << (rank * algorithm.chunks + index)
 
 
@@ -96,7 +96,7 @@ def sources(algorithm: Algorithm, contributions: int) -> Iterator[tuple[int, int
 def given(algorithm: Algorithm, rank: int) -> dict[int, int]:
     """Return the input of `rank` at the start: {index: contribution}.
 
-    A rank that is not the root of a broadcast or scatter has no input, whatever its buffer contains.
+    A rank other than the root of a broadcast or scatter has no input, whatever its buffer contains.
     """
     count = algorithm.chunks
     if algorithm.collective in ROWS:

@@ -1,15 +1,15 @@
-"""Reads MSCCL XML, both dialects of it.
+"""Reader of MSCCL XML, in both of its dialects.
 
 Optional attributes and their defaults:
 
     outofplace    the opposite of inplace, as before the attribute existed
     minBytes      0
-    maxBytes      no limit, which 0 means too
+    maxBytes      no limit; also written 0
     root          0 (of broadcast, reduce, gather and scatter; an attribute of ours)
 
-`reduce_scatter` is `reducescatter`. Comments and unknown attributes are ignored; an unknown element is
-refused. Ids may come in any order, but every one from 0 on must occur once. Nothing outside of the file is
-ever read: a document type, and with it every entity, is refused.
+`reduce_scatter` means `reducescatter`. Comments and unknown attributes are ignored; an unknown element is
+refused. Ids may come in any order, but each id from 0 on must occur once. The reader never accesses anything
+outside the file: it refuses a document type, and with it every entity.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from mcr_plus.msccl.well_formed import MAX_CHUNKS, Problem, structure_problems
 
 MAX_FILE_BYTES: Final = 16 << 20
 MAX_ELEMENTS: Final = 1 << 18
-"""Per file. An element takes a hundred times as much memory as the shortest takes in the file."""
+"""Maximum per file. An element takes up to a hundred times as much memory as in the file."""
 _CHILD: Final = {"algo": "gpu", "gpu": "tb", "tb": "step"}
 _INTEGER: Final = re.compile(r"-?[0-9]{1,19}")
 _INT64: Final = 1 << 63
@@ -57,7 +57,7 @@ def read_algorithm(path: str | Path) -> Algorithm:
     """Read an algorithm file of at most 16 MiB and 262144 elements.
 
     Returns:
-        An algorithm whose peers, offsets and dependencies exist. `verifier.verify` proves that it computes
+        Algorithm whose peers, offsets and dependencies exist. `verifier.verify` proves that it computes
         its collective.
 
     Raises:
@@ -69,7 +69,7 @@ def read_algorithm(path: str | Path) -> Algorithm:
 
 
 def parse_algorithm(text: bytes | str, name: str) -> Algorithm:
-    """Read an algorithm from the text of a file; `name` is the file in errors. As `read_algorithm`."""
+    """Read an algorithm from the text of a file, as `read_algorithm` does; errors call the file `name`."""
     root = _parse(text.encode() if isinstance(text, str) else text, name)
     algorithm = _algorithm(root, name)
     for problem in structure_problems(algorithm):
@@ -83,7 +83,7 @@ def parse_algorithm(text: bytes | str, name: str) -> Algorithm:
 
 @dataclass(slots=True)
 class _Element:
-    """An element, and its place as errors write it: `algo`, `gpu[0].tb[1]`."""
+    """An element, and its place as written in errors: `algo`, `gpu[0].tb[1]`."""
 
     file: str
     tag: str
@@ -97,14 +97,14 @@ class _Element:
         return ConfigError(f"{self.file}:{self.line}: {self.place}.{name}: {what}")
 
     def text(self, name: str, default: str | None = None) -> str:
-        """Return an attribute as it is written."""
+        """Return the text of an attribute."""
         value = self.attributes.get(name, default)
         if value is None:
             raise self.error(name, "missing; every " + self.tag + " has one")
         return value
 
     def integer(self, name: str, default: int | None = None, *, least: int | None = None) -> int:
-        """Return an attribute that is an integer, and at least `least`."""
+        """Return an integer attribute, which must be at least `least`."""
         text = self.text(name, None if default is None else str(default))
         if not _INTEGER.fullmatch(text):
             raise self.error(name, f"{short(text)}, expected an integer")
@@ -116,7 +116,7 @@ class _Element:
         return value
 
     def chunks(self, name: str) -> int:
-        """Return an attribute that is the length of a buffer."""
+        """Return an attribute that is a buffer length in chunks."""
         value = self.integer(name, least=0)
         if value > MAX_CHUNKS:
             raise self.error(name, f"{value}, expected at most {MAX_CHUNKS}")
@@ -137,7 +137,7 @@ class _Element:
         return known[text]
 
     def numbered(self, name: str) -> list[_Element]:
-        """Return the children by their ids, which must be 0, 1, 2 and so on, each once."""
+        """Return the children in the order of their ids, which must be 0, 1, 2 and so on, each once."""
         children: dict[int, _Element] = {}
         for child in self.children:
             number = child.integer(name, least=0)
@@ -155,7 +155,7 @@ class _Element:
 
 
 def _parse(content: bytes, file: str) -> _Element:
-    """Return the root element; elements other than nested `algo`, `gpu`, `tb` and `step` are refused."""
+    """Return the root element; refuse elements other than nested `algo`, `gpu`, `tb` and `step`."""
     parser = expat.ParserCreate()
     roots: list[_Element] = []
     opened: list[_Element] = []
@@ -177,7 +177,7 @@ def _parse(content: bytes, file: str) -> _Element:
             raise ConfigError(f"{here}: element {short(tag)}, expected {expected or 'nothing in a step'}")
         if count > MAX_ELEMENTS:
             raise ConfigError(f"{here}: {tag} is element {count}, expected at most {MAX_ELEMENTS} of a file")
-        # its place by position, until its id has been read
+        # position of the element, until its id has been read
         prefix = "" if parent.tag == "algo" else f"{parent.place}."
         child = _Element(file, tag, line, f"{prefix}{tag}[{len(parent.children)}]", attributes)
         parent.children.append(child)

@@ -1,22 +1,21 @@
 """One symbolic run of an algorithm: values of chunks, dependencies, and steps that may run concurrently.
 
-Thread blocks are deterministic programs that share nothing between ranks but first-in-first-out queues
-with one writer and one reader each: a Kahn process network, whose queues here are bounded. A step that
-can run stays runnable until it has run, whatever the others do; so every maximal run ends after the same
-steps, and with the same messages. One run decides for all, given that thread blocks of a rank do not race for
-its memory, which the run also detects, with vector clocks (Mattern,
-"Virtual Time and Global States of Distributed Systems", 1989; per chunk as in FastTrack, Flanagan and
-Freund, PLDI 2009).
+Thread blocks are deterministic programs. Ranks share nothing but first-in-first-out queues with one writer
+and one reader each: a Kahn process network, here with bounded queues. A step that can run stays runnable
+until it has run, whatever other steps do. So every maximal run ends after the same steps, and with the same
+messages. One run therefore decides for all, provided that thread blocks of a rank do not race for its memory.
+The run detects races too, with vector clocks (Mattern, "Virtual Time and Global States of Distributed
+Systems", 1989; per chunk as in FastTrack, Flanagan and Freund, PLDI 2009).
 
 The order of steps is program order, dependencies, and messages from sending to receipt. A full queue that
-blocks its sender does not count as order: no algorithm shall be right only for a certain depth of queues.
+blocks its sender does not count as order: an algorithm must not depend on the depth of queues.
 
-The next run on the same queues, be it the next operation or the next tile of a large one, needs no
-barrier before it. Ranks share nothing but queues; if as many messages of the same lengths go in as come
-out, the messages of a run meet its own steps, and one run after the other is one schedule of both, so that by
-the above every schedule ends in the same state. Within a rank, an operation begins when the one before has
-ended, and the tiles of one are other parts of the same chunks, scratch included: thread blocks may be in
-different tiles, as long as a dependency refers to the step of the same tile.
+The next run on the same queues, for the next operation or the next tile of a large one, needs no barrier
+before it. Ranks share nothing but queues. If as many messages of the same lengths go in as come out, the
+messages of a run meet the steps of the same run. One run after the other is then one schedule of both runs,
+so every schedule ends in the same state, as shown above. Within a rank, an operation begins when the previous
+one has ended. The tiles of an operation are different parts of the same chunks, scratch included: thread
+blocks may be in different tiles, provided that a dependency refers to the step of the same tile.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ from mcr_plus.msccl.well_formed import Problem, also, place
 StepId = tuple[int, int, int]
 """Rank, thread block, step."""
 Clock = npt.NDArray[np.int32]
-"""Numbers of earlier steps of every thread block of all ranks."""
+"""Vector clock: number of earlier steps of every thread block of all ranks."""
 
 
 class ChunkSum(NamedTuple):
-    """The value of a chunk: its contributions, and those that are in it more than once."""
+    """The value of a chunk: its contributions, and the contributions included more than once."""
 
     once: int
     more: int = 0
@@ -65,7 +64,7 @@ def _added(first: Value, second: Value) -> Value:
 
 @dataclass(slots=True)
 class _Queue:
-    """Messages in flight: their chunks, and the clock of the step that sent them."""
+    """Messages in flight: their chunks, and the sender's clock at the sending step."""
 
     sender: int
     receiver: int
@@ -74,7 +73,7 @@ class _Queue:
 
 @dataclass(slots=True)
 class _Cell:
-    """A chunk of memory: its value, and the last steps that have written and read it."""
+    """A chunk of memory: its value, and the last steps that wrote and read it."""
 
     value: Value = None
     written: tuple[int, int] | None = None
@@ -106,15 +105,15 @@ class _Block:
 
 
 class SymbolicRun:
-    """One run of an algorithm with queues of `slots` messages; its attributes are the result.
+    """One run of an algorithm with queues of `slots` messages; the attributes hold the result.
 
     `algorithm` must have no `well_formed.structure_problems`. In each round, all runnable steps run at once.
 
     Attributes:
         problems: reads of unwritten chunks, writes out of bounds or to an input, races.
-        times: the round of every step that ran, from 1 on.
-        rounds: their number.
-        messages, sent: messages in all, and chunks that each rank sent.
+        times: the round of every step that ran, counted from 1.
+        rounds: the number of rounds.
+        messages, sent: total number of messages, and number of chunks that each rank sent.
     """
 
     def __init__(self, algorithm: Algorithm, *, in_place: bool, slots: int) -> None:
@@ -170,9 +169,8 @@ class SymbolicRun:
     # --- Progress ---
 
     def _run(self) -> None:
-        # All runnable steps are found before any of them runs, since a round is one moment. Only blocks that
-        # a step of the previous round may have unblocked are checked: checking all would take blocks times
-        # steps.
+        # Find all runnable steps before running any, since a round is one moment. Only blocks that a step of
+        # the previous round may have unblocked are checked: checking all would take blocks times steps.
         ready = self._able(range(len(self._blocks)))
         while ready:
             self.rounds += 1
@@ -182,11 +180,11 @@ class SymbolicRun:
             ready = self._able(freed)
 
     def _able(self, blocks: Iterable[int]) -> list[int]:
-        """Return those of the blocks that can run their next step, in their order."""
+        """Return the blocks of `blocks` that can run their next step, in order."""
         return [index for index in sorted(blocks) if self._blocks[index].step and not self._waits(index)]
 
     def _waits(self, index: int) -> list[tuple[str, int]]:
-        """Return what the next step of a thread block waits for, and the thread block that provides it."""
+        """Return why the next step of a thread block waits, and the thread block that it waits for."""
         block = self._blocks[index]
         step = block.step
         assert step is not None
@@ -203,7 +201,7 @@ class SymbolicRun:
         return reasons
 
     def cycle(self) -> list[tuple[StepId, str]]:
-        """Return a cycle of steps that wait for one another, and for what; empty if every step has run.
+        """Return a cycle of steps that wait for one another, with the reasons; empty if every step has run.
 
         If the messages of every queue match at both ends, every waiting thread block waits for another
         waiting one, so some of them form a cycle.
@@ -219,7 +217,7 @@ class SymbolicRun:
         return [(self._blocks[i].at, self._waits(i)[0][0]) for i in list(path)[path[index] :]]
 
     def _advance(self, index: int) -> set[int]:
-        """Run the next step of a block; returns the blocks that it may have unblocked, itself included."""
+        """Run the next step of a block; return the blocks that it may have unblocked, including itself."""
         block = self._blocks[index]
         step = block.step
         assert step is not None
@@ -270,7 +268,7 @@ class SymbolicRun:
         self.problems.append(Problem(block.steps[block.done].line, place(*block.at), what))
 
     def _cells(self, index: int, chunks: Chunks, count: int) -> Iterator[tuple[int, _Cell | None]]:
-        """Yield the chunks of a step, None for those beyond the buffer of such a call."""
+        """Yield the chunks of a step, None for chunks beyond the buffer in a call of this type."""
         rank = self._blocks[index].rank
         where, memory = self.layouts[rank], self.memory[rank]
         length, start = where.length(chunks.space), where.start(chunks.space)
@@ -312,11 +310,11 @@ class SymbolicRun:
             cell.value, cell.written, cell.read = value, (index, self._blocks[index].done + 1), {}
 
     def _follows(self, index: int, earlier: tuple[int, int]) -> bool:
-        """Whether `earlier`, a thread block and a count of its steps, happened before now."""
+        """Return whether `earlier`, a thread block and a count of its steps, happened before now."""
         return index == earlier[0] or bool(self._blocks[index].clock[earlier[0]] >= earlier[1])
 
     def _race(self, index: int, earlier: tuple[int, int], doing: str, other_doing: str) -> None:
-        """Report a race of the next step with an earlier one, once per pair."""
+        """Report a race of the next step with an earlier step, once per pair."""
         block, other = self._blocks[index], self._blocks[earlier[0]]
         before: StepId = (other.rank, other.number, earlier[1] - 1)
         if (pair := (before, block.at)) in self._reported:
@@ -333,10 +331,10 @@ class SymbolicRun:
         return source - where.start(step.target.space) - step.target.at
 
     def _copies_onto_itself(self, rank: int, step: AlgorithmStep) -> bool:
-        # Copies to the own part in place do so: the value does not change, so concurrent reads are harmless.
+        # Copies to the own part in place do so. The value does not change, so concurrent reads are harmless.
         return step.operation == "cpy" and self._shift(rank, step) == 0
 
     def _check_overlap(self, index: int, step: AlgorithmStep) -> None:
-        """Refuse source and target that share some chunks, but not one for one."""
+        """Refuse source and target that share chunks, unless they are identical."""
         if 0 < abs(self._shift(self._blocks[index].rank, step)) < step.count:
             self._problem(index, "source and target overlap, expected the same chunks or others")

@@ -1,13 +1,13 @@
-"""Proves that an algorithm computes its collective, before it runs.
+"""Proof, before an algorithm runs, that it computes its collective.
 
     verify(algorithm, in_place=True)     a Report, or an AlgorithmError with all problems
     verify_all(algorithm)                the same in place and out of place, as the algorithm claims
 
-The proof covers, for queues of a given depth: the result has every required contribution once, and no other;
+For queues of a given depth, the proof shows: the result has every required contribution once, and no other;
 no step waits for ever; no chunk is read before it was written; no two thread blocks of a rank race for a
-chunk; every message is received by a step that expects its length, so every queue is empty at the end and the
-algorithm may run again without a barrier (`simulator` explains why this suffices). Out of place, the input is
-not modified.
+chunk; every message is received by a step that expects its length. So every queue is empty at the end, and
+the algorithm may run again without a barrier (`simulator` explains why). Out of place, the input is not
+modified.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mcr_plus.msccl.simulator import ChunkSum, StepId, SymbolicRun
 from mcr_plus.msccl.well_formed import Problem, also, place, structure_problems, where
 
 SLOTS: Final = 2
-"""Default capacity of a queue in messages; with one, rings deadlock."""
+"""Default capacity of a queue in messages; with capacity 1, rings deadlock."""
 _MOST_REPORTED: Final = 20
 
 
@@ -33,11 +33,11 @@ class Report:
     """The result of a proof, and the cost of a run.
 
     Attributes:
-        in_place, slots: the kind of call and the depth of queues of the proof.
-        blocks, steps: of all ranks.
-        messages: in all.
+        in_place, slots: the kind of call and the queue depth for which the proof holds.
+        blocks, steps: total numbers on all ranks.
+        messages: total number.
         rounds: the longest chain of dependent steps, with queues of this depth.
-        sent: the most chunks that a rank sends.
+        sent: largest number of chunks that a rank sends.
     """
 
     in_place: bool
@@ -53,9 +53,8 @@ def verify(algorithm: Algorithm, *, in_place: bool, slots: int = SLOTS) -> Repor
     """Prove an algorithm for calls in place, or out of place, with queues of `slots` messages.
 
     Raises:
-        AlgorithmError: it cannot be proved. A line for every problem, at most 20. Problems of a kind
-            that make others meaningless (structure, mismatched messages, deadlocks) are reported without
-            those that follow from them.
+        AlgorithmError: the proof failed; one line per problem, at most 20. Problems that make others
+            meaningless (structure, mismatched messages, deadlocks) are reported without their consequences.
         InvalidArgument: `slots` is less than 1.
     """
     if slots < 1:
@@ -83,7 +82,7 @@ def verify(algorithm: Algorithm, *, in_place: bool, slots: int = SLOTS) -> Repor
 
 
 def verify_all(algorithm: Algorithm, *, slots: int = SLOTS) -> list[Report]:
-    """Prove an algorithm in place and out of place, as far as it claims; raises as `verify`."""
+    """Prove an algorithm in place and out of place, as far as it claims these; raise as `verify` does."""
     claims = ((True, algorithm.in_place), (False, algorithm.out_of_place))
     places = [place for place, claimed in claims if claimed]
     # an algorithm that claims neither has a structure problem
@@ -168,7 +167,7 @@ def _wrong_results(run: SymbolicRun) -> Iterator[Problem]:
     goals = wanted(algorithm, 0, in_place=run.in_place)
     for rank, program in enumerate(algorithm.programs):
         layout, memory = run.layouts[rank], run.memory[rank]
-        # For allreduce it is the same on all ranks, and computing it for each rank would take longer than the
+        # For allreduce the output is the same on all ranks; computing it for each would take longer than the
         # run.
         if rank and algorithm.collective != "allreduce":
             goals = wanted(algorithm, rank, in_place=run.in_place)

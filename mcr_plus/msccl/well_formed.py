@@ -1,4 +1,4 @@
-"""Checks that an algorithm is well-formed (peers, queues, references), before the proof of its result."""
+"""Checks that an algorithm is well-formed (peers, queues, references), made before the proof."""
 
 from __future__ import annotations
 
@@ -19,45 +19,45 @@ from mcr_plus.msccl.algorithm import (
 from mcr_plus.msccl.postconditions import DIVIDED, ROOTED, VERIFIABLE, layout
 
 MAX_CHUNKS: Final = 1 << 12
-"""Per buffer. With the following limits, the verifier needs at most about a gigabyte."""
+"""Maximum per buffer. With the following limits, the verifier needs at most about a gigabyte."""
 MAX_CONTRIBUTIONS: Final = 1 << 15
-"""Chunks of the whole buffer times ranks."""
+"""Maximum of chunks of the whole buffer times ranks."""
 MAX_CLOCKS: Final = 1 << 27
-"""Thread blocks of all ranks times clocks: those of thread blocks and of awaited steps."""
+"""Maximum of thread blocks of all ranks times clocks; thread blocks and awaited steps have clocks."""
 MAX_SCRATCH: Final = 1 << 17
-"""Chunks of all ranks."""
+"""Maximum of scratch chunks of all ranks."""
 MAX_WORK: Final = 1 << 19
-"""Steps and the chunks that they move. With the following, the verifier takes about ten seconds at most."""
+"""Maximum of steps and moved chunks. With the next limit, the verifier takes at most about ten seconds."""
 MAX_CLOCK_WORK: Final = 1 << 29
-"""Thread blocks times steps: a step may compare every clock."""
+"""Maximum of thread blocks times steps, because a step may compare every clock."""
 MAX_CHANNELS: Final = 256
-"""Between two ranks. NCCL has 64 at most, and every one takes memory in each direction."""
+"""Maximum between two ranks. NCCL has at most 64, and each channel takes memory in both directions."""
 
 
 class Problem(NamedTuple):
-    """A problem: its line (0 for an algorithm without a file), its place there, and a description."""
+    """A problem: its line (0 for an algorithm without a file), its place in the file, and a description."""
 
     line: int
     place: str
     what: str
 
     def text(self, algorithm: Algorithm) -> str:
-        """Write it as errors begin: `file:line: place: what`."""
+        """Return the start of an error text: `file:line: place: what`."""
         return f"{where(algorithm, self.line)}: {self.place}: {self.what}"
 
 
 def where(algorithm: Algorithm, line: int) -> str:
-    """Write `file:line`, or the name of an algorithm without a file."""
+    """Return `file:line`, or the name of an algorithm without a file."""
     return f"{algorithm.file}:{line}" if algorithm.file else f"<{algorithm.name}>"
 
 
 def also(at: str, line: int) -> str:
-    """Write another place of the same file: `gpu[0].tb[1].step[2] (line 9)`."""
+    """Return another place in the same file: `gpu[0].tb[1].step[2] (line 9)`."""
     return f"{at} (line {line})" if line else at
 
 
 def place(rank: int, block: int | None = None, step: int | None = None, field: str = "") -> str:
-    """Write the path of a part of the file: `gpu[0].tb[1].step[2].cnt`."""
+    """Return the path of a part of the file: `gpu[0].tb[1].step[2].cnt`."""
     text = f"gpu[{rank}]"
     if block is not None:
         text += f".tb[{block}]"
@@ -81,7 +81,7 @@ def structure_problems(algorithm: Algorithm) -> Iterator[Problem]:
 
 
 class _At(NamedTuple):
-    """A step's place."""
+    """Place of a step."""
 
     rank: int
     block: int
@@ -187,7 +187,7 @@ def _bound_problems(
     algorithm: Algorithm, program: RankProgram, chunks: Chunks, count: int, at: _At, field: str
 ) -> Iterator[Problem]:
     length = {"i": program.inputs, "o": program.outputs, "s": program.scratch}[chunks.space]
-    # In place, files omit the count of a buffer that is an alias, and some use the buffer nevertheless.
+    # In place, files omit the count of an aliased buffer, although some use the buffer.
     known = algorithm.collective in VERIFIABLE and len(algorithm.programs) == algorithm.ranks
     if length == 0 and algorithm.in_place and known:
         length = layout(algorithm, at.rank, in_place=True).length(chunks.space)

@@ -1,4 +1,4 @@
-"""Writes algorithms as MSCCL XML, with every attribute that any known reader requires."""
+"""Writer of algorithms as MSCCL XML, with every attribute that any known reader requires."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""gloo, through torch's ProcessGroupGloo built on the job's own store.
+"""gloo, through torch's ProcessGroupGloo on the job's own store.
 
-The default process group of the program is neither needed nor touched. gloo runs operations on its own
-threads; waiting ranks yield at once, because those threads need the cores.
+The program's default process group is neither needed nor touched. gloo runs operations on its own threads;
+waiting ranks yield at once, because those threads need the cores.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from mcr_plus.rendezvous.network import host_address
 from mcr_plus.rendezvous.world import World
 
 _SLACK: Final = timedelta(seconds=30)  # gloo's own timeout must not expire before ours
-_FIRST_BYTES: Final = 8  # which a peer sends as soon as it has connected
+_FIRST_BYTES: Final = 8  # sent by a peer as soon as it has connected
 
 _EMULATIONS: Final = {
     "reduce_scatter": "all_to_all, then each rank reduces its part",
@@ -76,12 +76,12 @@ class GlooBackend(Backend):
 
     @classmethod
     def library_version(cls) -> str:
-        """The version of torch: gloo has none of its own."""
+        """Version of torch, since gloo has none of its own."""
         return f"gloo of torch {torch.__version__.partition('+')[0]}"
 
     @classmethod
     def availability(cls) -> Availability:
-        """gloo comes with torch on Linux and macOS."""
+        """Report gloo as available on Linux and macOS, where torch includes it."""
         if _available():
             return Availability(True, f"torch {torch.__version__}")
         return Availability(
@@ -92,7 +92,7 @@ class GlooBackend(Backend):
 
     @classmethod
     def supports(cls, signature: Signature) -> Support:
-        """All operations; those that gloo lacks are built from all_to_all or all_gather."""
+        """Support all operations; missing ones are built from all_to_all or all_gather."""
         if signature.algorithm is not None:
             return Support("no", f"algorithm '{signature.algorithm}'; gloo has none to choose from")
         if signature.device != "cpu":
@@ -112,12 +112,12 @@ class GlooBackend(Backend):
 
     @classmethod
     def keeps_those_apart(cls, signature: Signature, hosts: int) -> bool:
-        """See `Backend`: exchanges between two ranks are messages, which have tags."""
+        """See `Backend`. Exchanges between two ranks are messages, which have tags."""
         return swaps(signature, hosts)
 
     @classmethod
     def descriptors(cls, size: int) -> int:
-        """See `Backend`: a connection to each peer."""
+        """See `Backend`. A group has a connection to each peer."""
         return size - 1
 
     def open(self, group: Group) -> Channel:
@@ -135,13 +135,13 @@ class GlooBackend(Backend):
                 store, group.rank, group.size, devices=[self._device], threads=2, timeout=self._timeout
             )
         finally:
-            # Another thread of the program may have opened some, to other hosts or ports.
+            # Another thread of the program may have opened connections to other hosts or ports.
             connections = of_peers(open_sockets().items() - before.items(), self._address)
             self._connections.update(connections)
             with _lock:
                 _opening.remove(token)
         connections = self._without_strangers(connections)
-        workers = threads() - others  # at least; threads of the program that have begun meanwhile, too
+        workers = threads() - others  # a lower bound: also counts threads that the program began meanwhile
         hosts = self._world.hosts_of(group)
         channel = GlooChannel(
             process_group, group, self._timeout, self._channels, connections, workers, self._pool, hosts
@@ -150,10 +150,10 @@ class GlooBackend(Backend):
         return channel
 
     def _without_strangers(self, connections: dict[int, str]) -> dict[int, str]:
-        """End connections of others, and let nobody connect until the next group is opened.
+        """End connections of strangers, and accept none until the next group is opened.
 
-        gloo keeps whatever connects to its port for as long as the job lasts. Once a group is made, all its
-        peers are connected; those of the next one connect after this rank has published its address for it.
+        gloo keeps every connection to its port for as long as the job lasts. Once a group is open, all of its
+        peers are connected; peers of the next group connect after this rank has published its address for it.
         """
         silent = accepted_in_silence(connections, self._listener, _FIRST_BYTES)
         shut_down(silent)
@@ -175,9 +175,9 @@ class GlooBackend(Backend):
     def close(self, clean: bool) -> None:
         """See `Backend.close`.
 
-        Destroying a group joins its threads. With a stuck operation that would block until gloo's own
-        timeout, so the groups are not destroyed then. After `disconnect` such operations fail, mostly at
-        once; a group in which one has not is destroyed when a later job of this process closes, if at all.
+        Destroying a group joins its threads. A stuck operation would block that until gloo's own timeout, so
+        its group is not destroyed here. After `disconnect` stuck operations fail, mostly at once; a group
+        whose operation has not failed is destroyed when a later job of this process closes, if at all.
         """
         if not clean and self._disconnected:
             for channel in self._channels:
@@ -191,22 +191,22 @@ class GlooBackend(Backend):
         self._channels.clear()
         self._pool.clear()
         self._device = None  # its thread and its files go with the last group
-        del self._world  # the end of the process uses this object, but not the closed world
+        del self._world  # the exit handler keeps this object, but must not keep the closed world
 
     def abandon(self) -> None:
-        """Never destroy the groups: also in a forked child, which does not have their threads."""
+        """Never destroy the groups; in a forked child too, which does not have their threads."""
         for channel in self._channels:
             channel.keep()
         _never.extend(self._channels)
 
     def before_exit(self) -> None:
-        """Keep the end of the process from becoming an abort.
+        """Prevent an abort or a hang at the end of the process.
 
         A thread that still waits for a peer wakes up when the peer closes its connection. If the interpreter
-        ends at that moment, the thread is killed inside C++ code, for which std::terminate aborts the process
-        (pytorch #190489). With another handler such a thread sleeps until the process ends. Also, gloo's own
+        ends at that moment, the thread is killed inside C++ code, and std::terminate aborts the process
+        (pytorch #190489). With another handler, such a thread sleeps until the process ends. Also, gloo's own
         threads continue while C++ libraries destroy their globals, which sometimes corrupts the heap and
-        makes the process spin for ever: so the process ends at once after the interpreter.
+        makes the process spin for ever. So the process ends at once after the interpreter.
         """
         if stuck or _never or _opening:
             try:
@@ -215,9 +215,9 @@ class GlooBackend(Backend):
                 libc.fflush(None)
                 libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)  # called as _exit(status)
             except (OSError, AttributeError):
-                pass  # other C and C++ libraries: an abort is possible
+                pass  # C library without these functions: an abort is possible
 
 
 _never: list[GlooChannel] = []
-_lock = threading.Lock()  # of the next, and of whether others may connect
-_opening: list[object] = []  # in threads that may be inside gloo when the process ends
+_lock = threading.Lock()  # guards `_opening`, and whether peers may connect
+_opening: list[object] = []  # threads that may be inside gloo when the process ends

@@ -25,7 +25,7 @@ from mcr_plus.core.message import Message, Signature
 from mcr_plus.core.sockets import Sockets, shut_down, torn, unacknowledged
 from mcr_plus.core.threads import all_wait
 
-# Dtypes that gloo reduces; others are moved as bytes, and every rank reduces them in the same order.
+# Dtypes that gloo reduces. Others are moved as bytes, and every rank reduces them in the same order.
 _REDUCES: Final = (
     torch.float64,
     torch.float16,
@@ -48,12 +48,12 @@ _NATIVE_OP: Final[dict[str, Any]] = {
 }
 
 
-_ASLEEP: Final = 0.03  # seconds for which threads that have nothing to do are seen to wait
-_UNACKNOWLEDGED: Final = 0.6  # seconds; TCP sends again after 0.2 and 0.6 s
+_ASLEEP: Final = 0.03  # s for which idle threads must be seen waiting
+_UNACKNOWLEDGED: Final = 0.6  # s; TCP retransmits after 0.2 and 0.6 s
 
 
 def gloo_reduces(signature: Signature) -> bool:
-    """Whether gloo reduces the dtype of a signature."""
+    """Return whether gloo reduces the dtype of a signature."""
     return signature.dtype in _REDUCES
 
 
@@ -64,7 +64,7 @@ def _opts(options: Any, **values: Any) -> Any:
 
 
 class _Started(BlockingPoll):
-    """The poll of a collective of gloo."""
+    """The poll of a gloo collective."""
 
     __slots__ = ("_finish", "_running", "_work")
 
@@ -82,13 +82,13 @@ class _Started(BlockingPoll):
         return True
 
     def block(self, seconds: float) -> None:
-        """See `BlockingPoll`. The wait is on a condition, and ends with an error that changes nothing."""
+        """See `BlockingPoll`. gloo waits on a condition; its timeout error does not affect the operation."""
         with contextlib.suppress(Exception):
-            self._work.wait(timedelta(milliseconds=max(1, round(1e3 * seconds))))  # 0: without a limit
+            self._work.wait(timedelta(milliseconds=max(1, round(1e3 * seconds))))  # 0 would mean no limit
 
 
 class GlooChannel(Channel):
-    """The operations of a group."""
+    """The operations of a gloo group."""
 
     def __init__(
         self,
@@ -101,12 +101,13 @@ class GlooChannel(Channel):
         pool: Pool,
         hosts: int = 1,
     ) -> None:
-        """`open_ones`: the backend's channels that are not closed.
+        """`open_ones`: the backend's open channels.
 
-        `connections`: to the peers. `workers`: the threads that run operations, among others. `pool`: of
-        memory for what arrives and is not a result. `hosts`: on how many the ranks are.
+        `connections`: connections to the peers. `workers`: threads that include those that run operations.
+        `pool`: memory for received data that is not a result. `hosts`: number of hosts of the ranks.
         """
-        # None once closed. No other object keeps gloo's group alive: the last reference destroys it.
+        # None once closed. Only this attribute keeps gloo's group alive: dropping the last reference destroys
+        # it.
         self._pg: Any = process_group
         self._open_ones = open_ones
         self._running: set[object] = set()  # operations not known to be complete
@@ -116,8 +117,8 @@ class GlooChannel(Channel):
         self._connections = connections
         self._workers = workers
         self._stopped = False
-        self._asleep: Deadline | None = None  # since when the workers wait
-        self._sent: dict[tuple[int | None, int], int] = {}  # messages so far, by peer and tag
+        self._asleep: Deadline | None = None  # since when the workers have been waiting
+        self._sent: dict[tuple[int | None, int], int] = {}  # number of messages so far, by peer and tag
 
     def close(self) -> None:
         """See `Channel`."""
@@ -129,13 +130,13 @@ class GlooChannel(Channel):
         self.drop()
 
     def drop(self) -> None:
-        """Let go of gloo's group, which this destroys. Destroying waits for operations: see `is_idle`."""
+        """Drop gloo's group, which destroys it. Destroying waits for operations: see `is_idle`."""
         self._pg = None
 
     @property
     def is_idle(self) -> bool:
-        """Whether gloo has ended all operations, well or with an error."""
-        running = tuple(self._running)  # other threads may end some
+        """Return whether gloo has ended all operations, with or without an error."""
+        running = tuple(self._running)  # a copy: other threads may remove operations
         ended = {work for work in running if isinstance(work, c10d.Work) and work.is_completed()}
         self._running -= ended
         return not self._running
@@ -143,10 +144,10 @@ class GlooChannel(Channel):
     def silent_failure(self) -> str:
         """See `Channel`.
 
-        gloo waits for a peer behind a link that is cut as long as its own timeout. So it does after one of
-        some 25 torn connections, with an operation that may be complete on all other ranks.
+        gloo waits for a peer behind a cut link until its own timeout. It does the same after about one in 25
+        broken connections, even for an operation that is complete on all other ranks.
         """
-        # Where there are others, another thread has opened some meanwhile.
+        # If there are more, another thread has opened connections meanwhile.
         if len(self._connections) == self._group.size - 1 and torn(self._connections):
             return "a connection to another rank is torn"
         peer = unacknowledged(self._connections, _UNACKNOWLEDGED)
@@ -155,9 +156,9 @@ class GlooChannel(Channel):
     def stop_operations(self) -> bool:
         """See `Channel`.
 
-        Where a connection is torn, gloo may let an operation wait for a message until its timeout. Nothing
-        can arrive for it once all connections are closed; what has arrived is worked off when all threads
-        wait.
+        After a broken connection, gloo may let an operation wait for a message until its timeout. Once all
+        connections are closed no message can arrive, and once all threads wait, arrived messages have been
+        processed.
         """
         if not self._stopped:
             self._stopped = True
@@ -173,7 +174,7 @@ class GlooChannel(Channel):
         return self._asleep is not None and self._asleep.passed()
 
     def keep(self) -> None:
-        """Never destroy gloo's group, unless `let_go` follows, whoever else refers to it."""
+        """Keep gloo's group alive unless `let_go` follows, whoever else refers to it."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._pg))
 
     def let_go(self) -> None:
@@ -182,9 +183,10 @@ class GlooChannel(Channel):
         self.drop()
 
     def release(self) -> None:
-        """Close it while other ranks may still use theirs: gloo destroys a group without them.
+        """Close this rank's part while other ranks may still use theirs: gloo destroys a group locally.
 
-        Destroying waits for pending operations, so with any left the group stays until the job ends.
+        Destroying waits for pending operations, so with pending operations the group stays until the job
+        ends.
         """
         if not self._running or self._stopped:
             self.close()
@@ -204,7 +206,7 @@ class GlooChannel(Channel):
         return bound
 
     def bind_checked(self, signature: Signature, every: int, corrupted: Corrupted) -> Start | None:  # noqa: ARG002
-        """See `Channel`: headers say which messages carry checksums."""
+        """See `Channel`. Message headers say whether a message carries checksums."""
         bind = self._send if signature.kind == "send" else self._recv
         return bind(signature, corrupted)
 
@@ -249,7 +251,7 @@ class GlooChannel(Channel):
                 target = message.outputs[0]
                 if op == "AVG":
                     finish = partial(divide, target, size)
-            else:  # gloo uses their tensors as scratch; our operations preserve their input
+            else:  # gloo uses its tensors as scratch; our operations preserve their input
                 lease = self._pool.lease(value.device)
                 target, finish = lease.tensor(value.numel(), value.dtype), lease.release
             if target is not value:
@@ -323,7 +325,7 @@ class GlooChannel(Channel):
     def _exchange(
         self, output: torch.Tensor, value: torch.Tensor, output_counts: list[int], input_counts: list[int]
     ) -> Any:
-        """all_to_all of flat tensors, counts in elements; empty lists mean equal parts."""
+        """Run all_to_all of flat tensors, with counts in elements; empty lists mean equal parts."""
         width = value.element_size()
         return self._pg.alltoall_base(
             bytes_of(output),
@@ -443,11 +445,11 @@ class GlooChannel(Channel):
         return start
 
     def _send(self, signature: Signature, corrupted: Corrupted | None = None) -> Start:
-        """Messages carry checksums with `corrupted`, see `Channel.bind_checked`."""
+        """Start a send; with `corrupted`, messages carry checksums, see `Channel.bind_checked`."""
         sent, running = self._sent, self._running
         checksums: Callable[[torch.Tensor], torch.Tensor] | None = None
         if corrupted is not None:
-            from mcr_plus.kernels.checksum import of_blocks  # numba, for verified messages alone
+            from mcr_plus.kernels.checksum import of_blocks  # imported here: needs numba
 
             checksums = of_blocks
 
@@ -463,7 +465,7 @@ class GlooChannel(Channel):
         return start
 
     def _recv(self, signature: Signature, corrupted: Corrupted | None = None) -> Start:
-        """See `_send`."""
+        """Start a receive; `corrupted` as for `_send`."""
         group, running = self._group, self._running
 
         def start(message: Message) -> Poll:
@@ -481,7 +483,7 @@ class GlooChannel(Channel):
 
 
 stuck: Final[list[GlooChannel]] = []
-"""Channels that are closed but for an operation that gloo has not ended."""
+"""Closed channels that still hold an operation that gloo has not ended."""
 
 
 def _gather_bytes(pg: Any, output: torch.Tensor, value: torch.Tensor, timeout: timedelta) -> Any:

@@ -1,8 +1,8 @@
-"""MIN and MAX of floating-point values in gloo: of integers in the order of the values, in place of these.
+"""MIN and MAX of floating-point values in gloo, computed on integer keys in the order of the values.
 
-gloo's own take the first or the second of two zeros, and of a NaN and a number, by the place of an element in
-the tensor. Two ranks exchange their values, as much as gloo's all_reduce would send, and compare them by
-themselves: that is one pass over them and not two.
+gloo's own MIN and MAX of two zeros, or of a NaN and a number, depend on the place of an element in the
+tensor. Two ranks exchange their values, which sends as much as gloo's all_reduce, and compare them locally:
+one pass over the values instead of two.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mcr_plus.kernels.compiling import compiling
 
 
 def compares_keys(signature: Signature) -> bool:
-    """Whether gloo gets keys in place of the values."""
+    """Return whether gloo reduces keys instead of the values."""
     return signature.dtype in FLOATS and signature.reduce_op in ("MIN", "MAX")
 
 
@@ -34,17 +34,17 @@ def keyed(
 ) -> Start:
     """Return the start of a MIN or MAX of keys.
 
-    `reduce`: starts it on keys, in place, and returns gloo's work, of which `poll` makes a poll that calls a
-    function at its end. `wanted`: of a rank that gets the result.
+    `reduce`: starts the reduction of keys, in place, and returns gloo's work. `poll`: makes a poll of that
+    work which calls a function at its end. `wanted`: whether this rank gets the result.
     """
-    from mcr_plus.backends.shm.reduce_kernels import apply, keys_for  # numba, for these alone
+    from mcr_plus.backends.shm.reduce_kernels import apply, keys_for  # imported here: needs numba
 
     dtype, op = signature.dtype, signature.reduce_op
     assert dtype is not None
     assert op is not None
     with compiling(f"{op} on {dtype_name(dtype)}"):
         of_values, to_values, key = keys_for(dtype, op)
-    fits = wanted and key.itemsize == dtype.itemsize  # in the memory of the result
+    fits = wanted and key.itemsize == dtype.itemsize  # keys fit into the result's memory
 
     def start(message: Message) -> Poll:
         value, lease = message.inputs[0], None
@@ -76,9 +76,9 @@ def exchanged(
 ) -> Start:
     """Return the start of a MIN or MAX between two ranks.
 
-    `exchange`: starts all_to_all into its first argument of its second, by counts; `poll` as of `keyed`.
+    `exchange`: starts all_to_all from its second into its first argument, by counts; `poll` as in `keyed`.
     """
-    from mcr_plus.backends.shm.reduce_kernels import apply, kernels_for  # numba, for these alone
+    from mcr_plus.backends.shm.reduce_kernels import apply, kernels_for  # imported here: needs numba
 
     dtype, op = signature.dtype, signature.reduce_op
     assert dtype is not None
@@ -91,7 +91,7 @@ def exchanged(
         other = lease.tensor(value.numel(), dtype)
 
         def finish() -> None:
-            operands = (other, value) if rank else (value, other)  # in one order on both
+            operands = (other, value) if rank else (value, other)  # same order on both ranks
             apply(combine, out.data_ptr(), *(each.data_ptr() for each in operands), value.numel())
             lease.release()
 

@@ -1,7 +1,7 @@
 """Sends and receives through gloo: a header before each message, and threads that detect completion.
 
-A verified message carries the checksums of its blocks of 64 KiB: that of a single block in the header, those
-of more in a message of their own between the header and the data, so that nothing is copied.
+A verified message carries the checksums of its blocks of 64 KiB. The checksum of a single block is in the
+header; several are a message of their own between the header and the data, so that no data is copied.
 """
 
 from __future__ import annotations
@@ -23,28 +23,29 @@ from mcr_plus.core.message import Message, Signature
 from mcr_plus.errors import OrderMismatch
 
 # A header: number of the message between two ranks under a tag, bytes, dtype, description, whether it carries
-# checksums (all bits of a byte, so that one that flips hides none), and that of a single block.
+# checksums (all bits of a byte, so that a flipped bit hides none), and the checksum of a single block.
 _HEADER: Final = struct.Struct("<QQ16s192sBq")
 _CARRIES: Final = 255
-SLOTS: Final = 2**6  # gloo's tags per tag of ours: one for headers, the others for messages in turn
+SLOTS: Final = 2**6  # gloo's tags per tag of ours: one for headers, the others used by messages in turn
 FIRST_FREE: Final = 2**24 * SLOTS
-"""The first of gloo's tags, of 31 bits, that are not used for messages, as ours are below 2²⁴."""
+"""The first of gloo's 31-bit tags that no message uses: our tags are below 2²⁴."""
 LONGEST: Final = timedelta(days=1000)
-"""For messages, which may wait for a rank that comes late: deadlines are those of operations, and gloo closes
-all connections of a group when a wait expires."""
+"""gloo's timeout for messages, which may wait for a late rank. Operations have deadlines of their own, and
+gloo closes all connections of a group when a wait expires.
+"""
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same memory as flat bytes, as gloo can move every dtype."""
-    # Not reshape(-1): a contiguous tensor of one element may have any stride, which `view` refuses.
+    """Return the same memory as flat bytes, since gloo can move every dtype as bytes."""
+    # Not reshape(-1): a contiguous tensor of one element may have any stride, and `view` refuses it.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 class _Watchers:
-    """Threads that each block on one gloo work; idle ones are reused.
+    """Threads that each block on one gloo work; idle threads are reused.
 
     gloo's sends and receives cannot be polled, and a wait with a timeout closes the connection when it
-    expires. The data moves without these threads, which only detect completion.
+    expires. These threads only detect completion; the data moves without them.
     """
 
     def __init__(self) -> None:
@@ -55,7 +56,7 @@ class _Watchers:
             inbox = self._idle.pop()
         except IndexError:
             inbox = SimpleQueue()
-            # A daemon, so that a work that never ends does not keep the process alive.
+            # A daemon, so that work that never ends does not keep the process alive.
             Thread(target=self._work, args=(inbox,), name="mcr-gloo-watch", daemon=True).start()
         inbox.put(task)
 
@@ -65,7 +66,7 @@ class _Watchers:
             self._idle.append(inbox)
 
     def abandon(self) -> None:
-        """In a forked child, which does not have the threads."""
+        """Forget the threads in a forked child, which does not have them."""
         self._idle.clear()
 
 
@@ -111,7 +112,7 @@ class _WatchedPoll(BlockingPoll):
 
 
 class WatchedSend(_WatchedPoll):
-    """The poll of a message and of the header sent before it."""
+    """The poll of a message and of its header, which is sent first."""
 
     def __init__(self, works: list[Any], running: set[object]) -> None:
         super().__init__(running)
@@ -123,7 +124,7 @@ class WatchedSend(_WatchedPoll):
 
 
 class WatchedReceive(_WatchedPoll, ReceivePoll):
-    """Receives the header first: gloo accepts any dtype, and aborts if a message is too long."""
+    """The poll of a receive that gets the header first: gloo accepts any dtype, and aborts on excess data."""
 
     def __init__(
         self,
@@ -134,7 +135,7 @@ class WatchedReceive(_WatchedPoll, ReceivePoll):
         running: set[object],
         corrupted: Corrupted | None = None,
     ) -> None:
-        """`corrupted`: see `Channel.bind_checked`; None for a receive that compares no checksums."""
+        """`corrupted`: see `Channel.bind_checked`; None for a receive without checksums."""
         super().__init__(running)
         self._corrupted = corrupted
         self._pg: Any = pg
@@ -168,7 +169,7 @@ class WatchedReceive(_WatchedPoll, ReceivePoll):
             )
         parts, words = [bytes_of(target)] if nbytes else [], None
         if carries:
-            from mcr_plus.kernels.checksum import blocks_of  # numba, for verified messages alone
+            from mcr_plus.kernels.checksum import blocks_of  # imported here: needs numba
 
             words = torch.full((blocks_of(nbytes),), word, device="cpu")
             if words.numel() > 1:
@@ -196,9 +197,9 @@ def slot_of(tag: int, number: int) -> int:
 def parts_of(
     signature: Signature, value: torch.Tensor, number: int, words: torch.Tensor | None = None
 ) -> list[torch.Tensor]:
-    """What is sent of message `number`, as bytes: its header, and what follows that.
+    """Return the parts of message `number` as bytes: its header, its checksums if several, its data.
 
-    `words`: int64, checksums of the blocks of the data `value`; None for a message that carries none.
+    `words`: checksums (int64) of the blocks of the data `value`; None for a message without checksums.
     """
     parts, word = [bytes_of(value)] if value.numel() else [], 0
     if words is not None and words.numel() == 1:

@@ -1,8 +1,8 @@
-"""Exchanges between the two ranks of a group: a message each way, under a tag of the operation's signature.
+"""Exchanges between the two ranks of a group: one message each way, tagged by the operation's signature.
 
-gloo matches collectives by their order, but messages by their tags. So exchanges of different signatures are
-never matched with each other, and need not be compared before they start. Between hosts that saves requests
-to the job's store; on one host a comparison takes some microseconds, and gloo's own collectives take less.
+gloo matches collectives by order, but messages by tag. Exchanges of different signatures are therefore never
+matched with each other, and need no comparison before they start. Between hosts that saves requests to the
+job's store. On one host a comparison takes some microseconds, and gloo's own collectives are faster.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from mcr_plus.backends.gloo.messages import FIRST_FREE, LONGEST, bytes_of, watch
 from mcr_plus.core.message import Signature
 
 SWAPPED: Final = ("all_gather", "all_to_all", "reduce_scatter")
-"""Kinds that two ranks make of one exchange."""
+"""Kinds that two ranks perform as one exchange."""
 
 
 def swaps(signature: Signature, hosts: int) -> bool:
-    """Whether an operation is made of one exchange, in a group on `hosts` hosts."""
+    """Return whether an operation is done as one exchange, in a group on `hosts` hosts."""
     return hosts == signature.ranks == 2 and signature.kind in SWAPPED and signature.device == "cpu"
 
 
 def tag_of(signature: Signature) -> int:
-    """gloo's tag of the exchanges of a signature, beyond those of sends and receives."""
+    """Return gloo's tag for exchanges of a signature, above the tags of sends and receives."""
     return FIRST_FREE + signature.digest() % FIRST_FREE
 
 
 class Swaps:
-    """The exchanges of a group, and the thread that waits for those in flight.
+    """The exchanges of a group, and the thread that waits for exchanges in flight.
 
-    gloo's messages cannot be polled. One thread waits for all exchanges of a group, in the order in which
-    they were issued: that is the same on both ranks, so none waits for a later one.
+    gloo's messages cannot be polled. One thread waits for all exchanges of a group in the order of their
+    issue. The order is the same on both ranks, so no exchange waits for a later one.
     """
 
     def __init__(self, rank: int, running: set[object]) -> None:
-        """`rank`: of the group, 0 or 1. `running`: holds the exchanges that gloo has not ended."""
+        """`rank`: group rank, 0 or 1. `running`: the exchanges that gloo has not ended."""
         self._rank, self._running = rank, running
         self._in_flight: deque[Swap] = deque()
         self._lock = Lock()
@@ -54,7 +54,7 @@ class Swaps:
         parts: torch.Tensor,
         finish: Callable[[], None] | None = None,
     ) -> Swap:
-        """all_to_all of the two halves of `value`, whose bytes become the halves of `parts`."""
+        """Exchange the halves of `value`: all_to_all into the halves of `parts`."""
         rank = self._rank
         sent, received = (each.view(2, -1) for each in (bytes_of(value), bytes_of(parts)))
         received[rank].copy_(sent[rank])
@@ -68,7 +68,7 @@ class Swaps:
         received: torch.Tensor,
         finish: Callable[[], None] | None = None,
     ) -> Swap:
-        """Exchange flat bytes. `finish`: what follows in the poll that finds it complete."""
+        """Exchange flat bytes. `finish`: called by the poll that finds the exchange complete."""
         peer = 1 - self._rank
         swap = Swap([pg.recv([received], peer, tag), pg.send([sent], peer, tag)], finish)
         self._running.add(swap)
@@ -98,7 +98,7 @@ class Swap(BlockingPoll):
         self._works, self._finish = works, finish
         self._error: Exception | None = None
         self._has_ended = False
-        self._in_flight = Lock()  # held until the exchange has ended; lighter than an Event
+        self._in_flight = Lock()  # held until the exchange has ended; cheaper than an Event
         self._in_flight.acquire()
 
     def __call__(self) -> bool:
@@ -117,7 +117,7 @@ class Swap(BlockingPoll):
             self._in_flight.release()
 
     def end(self, running: set[object]) -> None:
-        """Wait until gloo neither reads nor writes the tensors any more; `running`: see `Swaps`."""
+        """Wait until gloo no longer reads or writes the tensors; `running`: see `Swaps`."""
         for work in self._works:
             try:
                 work.wait(LONGEST)

@@ -1,8 +1,8 @@
 """MPI, through mpi4py and the MPI library that it finds.
 
-Collectives are started as nonblocking calls and tested, so that every wait has a deadline and progresses
-other libraries too; operations bound once with `mcr.persistent` are MPI-4 persistent requests, which cost no
-more than a blocking call. Only buffer methods are used, never mpi4py's pickling ones.
+Collectives are started as nonblocking calls and tested, so that every wait has a deadline and also progresses
+other libraries. Operations bound once with `mcr.persistent` are MPI-4 persistent requests, which cost no more
+than a blocking call. Only buffer methods are used, never mpi4py's pickling methods.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from mcr_plus.rendezvous.world import World
 
 _MAX_COUNT: Final = 2**31 - 1
 _HOW_TO_START: Final = "start the job with mcr-plus run or mpirun, or name no mpi in `backends`"
-_BREAKING: Final = ("TRUNCATE", "IN_STATUS", "INTERN", "UNKNOWN")  # classes of errors
+_BREAKING: Final = ("TRUNCATE", "IN_STATUS", "INTERN", "UNKNOWN")  # error classes after which MPI is unusable
 
 _log = logging.getLogger("mcr_plus")
 
 
 class MpiBackend(Backend):
-    """MPI over the communicator of all ranks that the launcher started, or of those that are left of them."""
+    """MPI over the communicator of all ranks that the launcher started, or of the surviving ranks."""
 
     name = "mpi"
     on_stream = False
@@ -62,7 +62,7 @@ class MpiBackend(Backend):
 
     @classmethod
     def availability(cls) -> Availability:
-        """Available with mpi4py and an MPI library."""
+        """Report MPI as available if mpi4py and an MPI library are."""
         if reason := missing_library():
             return Availability(False, reason=reason, remedy=REMEDY)
         import mpi4py
@@ -71,7 +71,7 @@ class MpiBackend(Backend):
 
     @classmethod
     def library_version(cls) -> str:
-        """The MPI library in use: `Open MPI 5.0.11`, `MPICH 5.0.2`."""
+        """Version of the MPI library in use: `Open MPI 5.0.11`, `MPICH 5.0.2`."""
         text = str(load_mpi().Get_library_version())
         found = re.search(r"(Open MPI|MPICH|Intel\(R\) MPI Library|MVAPICH2?)\D*([\d.]+)", text)
         if found is None:
@@ -80,7 +80,7 @@ class MpiBackend(Backend):
 
     @classmethod
     def unavailable_in(cls, world: World) -> str:
-        """See `Backend`: an MPI launcher must have started the job, each rank as the same rank of its own."""
+        """See `Backend`. The job must have been started by an MPI launcher, with the same rank numbers."""
         if world.roster is not None and world.roster.epoch > 0:
             refusal = cls.off or cls._not_started(None) or cls._unloadable()
             refusal = shrinking.follow(world, world.roster, refusal)
@@ -88,7 +88,7 @@ class MpiBackend(Backend):
             return refusal
         refusal = cls.off or cls._not_started(world)
         if world.store is not None:
-            # Before any rank initialises MPI, which waits for all that its launcher has started.
+            # Before any rank initialises MPI, which waits for all processes that its launcher has started.
             place = (world.store, world.rank, world.size)
             refusals = exchange(*place, "mpi/started", refusal, world.timeout)
             refusal = next(filter(None, refusals), "")
@@ -105,17 +105,18 @@ class MpiBackend(Backend):
 
     @staticmethod
     def _not_started(world: World | None) -> str:
-        """Why no MPI launcher has started this process, or not as this rank of `world`; empty if one has."""
+        """Return why no MPI launcher has started this process with its rank of `world`; empty if one has."""
         if "mpi4py.MPI" in sys.modules:
             return ""
-        # Initialising MPI in a process that it did not start takes a second, for a world of one rank.
+        # Without a launcher, initialising MPI takes a second and yields a world of one rank.
         if not started_by_mpi():
             return f"no MPI launcher started this job; {_HOW_TO_START}"
         try:
             place = rank_by_mpi()
         except LaunchError as error:
             return str(error)
-        # Children of a rank inherit its variables: those of torchrun or Ray under srun or mpirun.
+        # A rank's child processes inherit these variables, as do torchrun or Ray workers under srun or
+        # mpirun.
         if world is None or place in (None, (world.rank, world.size), (world.rank, None)):
             return ""
         assert place is not None
@@ -128,7 +129,7 @@ class MpiBackend(Backend):
 
     @staticmethod
     def _unloadable() -> str:
-        """Why MPI cannot be initialised in this process; empty if it can, or has been."""
+        """Return why MPI cannot be initialised in this process; empty if it can be, or already is."""
         try:
             load_mpi()
         except BackendUnavailable as error:
@@ -137,7 +138,7 @@ class MpiBackend(Backend):
 
     @classmethod
     def supports(cls, signature: Signature) -> Support:
-        """All operations on up to 2³¹ − 1 elements."""
+        """Support all operations on up to 2³¹ − 1 elements."""
         if signature.algorithm is not None:
             return Support("no", f"algorithm '{signature.algorithm}'; mpi has none to choose from")
         if signature.device != "cpu":
@@ -160,7 +161,7 @@ class MpiBackend(Backend):
         try:
             everyone = self._comm.Get_group()
             members = everyone.Incl(list(group.ranks))
-            # One communicator for collectives and one for messages: a user's tag never matches internal
+            # Separate communicators for collectives and messages: a user's tag never matches internal
             # traffic.
             comm = self._comm.Create_group(members, 0)
             members.Free()
@@ -185,12 +186,12 @@ class MpiBackend(Backend):
         return MpiChannel(mpi, comm, messages, group, self._busy, agreed[0], lambda: bool(MpiBackend.off))
 
     def progress(self) -> None:
-        """One probe lets the library advance every request."""
+        """Probe once, which lets the library advance every request."""
         try:
             self._probe()
         except (
             self._mpi.Exception
-        ):  # a rank has died: each operation detects by itself whether it depends on that rank
+        ):  # a rank has died: each operation detects itself whether it depends on that rank
             self._probe = self._own_probe
         if self._busy:
             for queue in tuple(self._busy):
@@ -200,8 +201,8 @@ class MpiBackend(Backend):
     def breaks(cls, error: BaseException) -> str:
         """See `Backend`: truncations and internal errors make MPI unusable.
 
-        After a truncation, Open MPI's nonblocking collectives have written past a buffer, or free memory
-        twice when they are called again, even in another group.
+        After a truncation, Open MPI's nonblocking collectives may have written past a buffer, or may free
+        memory twice in a later call, even in another group.
         """
         mpi = load_mpi()
         cause: Any = error.__cause__ if isinstance(error, BackendError) else error
@@ -218,7 +219,7 @@ class MpiBackend(Backend):
         return f"{self.library_version()} was initialised without MPI_THREAD_MULTIPLE"
 
     def close(self, clean: bool) -> None:
-        """See `Backend.close`. MPI is finalised at the end of the process: it can be only once."""
+        """See `Backend.close`. MPI can be finalised only once, so that happens at the end of the process."""
 
     def finalize(self) -> None:
         """See `Backend`."""
@@ -235,9 +236,9 @@ class MpiBackend(Backend):
 
     @staticmethod
     def leave_unfinalized() -> None:
-        """Say good-bye to Open MPI's launcher, which ends all ranks when one exits without a word.
+        """Sign off from Open MPI's launcher, which kills all ranks when one exits without doing so.
 
-        If the program has loaded MPI before us, mpi4py ends it, which needs PMIx.
+        If the program loaded MPI before this package, mpi4py finalises it, which needs PMIx.
         """
         import mpi4py
 
@@ -250,9 +251,9 @@ class MpiBackend(Backend):
 
     @staticmethod
     def end_library() -> None:
-        """Finalise MPI; all ranks must call this at the end of their processes, since it waits for all."""
+        """Finalise MPI. It waits for all ranks, so all must call this at the end of their processes."""
         mpi = sys.modules.get("mpi4py.MPI")
-        if mpi is None:  # it could not be loaded
+        if mpi is None:  # MPI could not be loaded
             return
         import mpi4py
 
@@ -265,7 +266,7 @@ class MpiBackend(Backend):
 def _probes() -> tuple[Callable[[], Any], Callable[[], Any]]:
     """Return probes that progress the library, on a communicator of all ranks and on one of this rank.
 
-    MPICH answers a probe of a communicator of one rank without progress.
+    MPICH makes no progress in a probe of a communicator of one rank.
     """
     mpi = load_mpi()
     return mpi.COMM_WORLD.Dup().Iprobe, mpi.COMM_SELF.Dup().Iprobe

@@ -1,4 +1,4 @@
-"""A group of ranks in MPI: its operations, each on the communicator of its signature, and its messages."""
+"""A group of ranks in MPI: collectives, each on the communicator of its signature, and messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class MpiChannel(Channel):
-    """The operations of a group. `is_off` returns whether MPI can no longer be called in this process."""
+    """The operations of an MPI group. `is_off` returns whether this process must no longer call MPI."""
 
     takes_ballots = True
 
@@ -33,7 +33,7 @@ class MpiChannel(Channel):
         room: int,
         is_off: Callable[[], bool],
     ) -> None:
-        """`room`: limit of signatures with a communicator, the same on all ranks."""
+        """`room`: maximum number of signatures with a communicator, the same on all ranks."""
         self._comm = comm
         self._messages = messages
         self.matching = MatchingQueue(mpi, messages, group, busy)
@@ -54,7 +54,7 @@ class MpiChannel(Channel):
         self._comm.Free()
 
     def give_up(self) -> None:
-        """See `Channel`: returns the unused communicators of its reservation."""
+        """See `Channel`. Returns the unused communicators of the reservation."""
         self.contexts.give_up()
 
     def gate(self, signature: Signature, digest: int) -> ContextGate:
@@ -68,8 +68,8 @@ class MpiChannel(Channel):
         return self._requests.bind(signature, message, digest)
 
     def bind_checked(self, signature: Signature, every: int, corrupted: Corrupted) -> Start | None:
-        """See `Channel`: small ones, in a group whose messages all carry checksums."""
-        from mcr_plus.backends.mpi.checked import MOST, CheckedMessages  # numba, for verified messages alone
+        """See `Channel`. Only small messages, in a group whose messages all carry checksums."""
+        from mcr_plus.backends.mpi.checked import MOST, CheckedMessages  # needs numba
 
         if every != 1 or not 0 < (signature.nbytes or 0) <= MOST:
             return None

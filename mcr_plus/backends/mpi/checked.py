@@ -1,4 +1,4 @@
-"""Small messages that carry the checksum of their data, before it, in one MPI message of bytes."""
+"""Small messages that carry a checksum before their data, in one MPI message of bytes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from mcr_plus.core.message import Message, Signature
 
 MOST: Final = 4096
-"""Bytes of a message that is copied to stand behind its checksum: so many cost less than a second message."""
+"""Bytes up to which a message is copied behind its checksum: a second message would cost more."""
 
 
 class _Staged:
-    """Memory of a message: its checksum, and its data."""
+    """Memory of a message: the checksum, then the data."""
 
     __slots__ = ("address", "memory", "spec")
 
@@ -36,13 +36,13 @@ def _done() -> bool:
 
 
 class CheckedMessages:
-    """Binds such messages of one MPI communicator."""
+    """Binds checked messages of one MPI communicator."""
 
     def __init__(self, mpi: Any, messages: Any, queue: MatchingQueue) -> None:
         self._mpi, self._isend, self._queue = mpi, messages.Isend, queue
 
     def send(self, signature: Signature) -> Start:
-        """The start of sends of up to `MOST` bytes."""
+        """Return the start of sends of up to `MOST` bytes."""
         assert signature.dtype is not None
         mpi, call, tag = self._mpi, self._isend, self._queue.tag
         dtype, nbytes, free = signature.dtype, signature.nbytes or 0, list[_Staged]()
@@ -59,7 +59,7 @@ class CheckedMessages:
         return start
 
     def receive(self, signature: Signature, corrupted: Corrupted) -> Start:
-        """The start of receives of up to `MOST` bytes, which raise what `corrupted` returns."""
+        """Return the start of receives of up to `MOST` bytes; they raise what `corrupted` returns."""
         mpi, queue, free = self._mpi, self._queue, list[_Staged]()
 
         def start(message: Message) -> Poll:
@@ -70,7 +70,7 @@ class CheckedMessages:
 
 
 class _CheckedSend:
-    """The poll of a send that was not done at once."""
+    """The poll of a send that did not complete at once."""
 
     def __init__(self, test: Callable[[], bool], staged: _Staged, free: list[_Staged]) -> None:
         self._test, self._staged, self._free, self._is_done = test, staged, free, False
@@ -102,7 +102,7 @@ class _CheckedReceive(Receive):
         self._staged, self._free, self._corrupted, self._is_done = staged, free, corrupted, False
 
     def __call__(self) -> bool:
-        """Poll; raises as `Receive`, and for a message that has changed."""
+        """Poll; raises as `Receive` does, and for a message whose data has changed."""
         if self._is_done:
             return True
         if self.error is not None:

@@ -1,6 +1,6 @@
-"""MPI's nonblocking calls for the collectives: how each is called, and with what.
+"""MPI's nonblocking calls for the collectives: the function and arguments for each kind.
 
-`Collectives` has one method per kind, named after it.
+`Collectives` has one method per kind, with the name of the kind.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ SPECS: Final = 4096  # buffer descriptions kept per bound operation
 
 
 def datatype_of(signature: Signature) -> Any:
-    """The MPI_Datatype of an operation's elements."""
+    """Return the MPI_Datatype of an operation's elements."""
     assert signature.dtype is not None
     return mpi_datatype(signature.dtype)
 
 
 def op_of(signature: Signature) -> Any:
-    """The MPI_Op of a reduction; see `mpi_op`."""
+    """Return the MPI_Op of a reduction; see `mpi_op`."""
     assert signature.dtype is not None
     assert signature.reduce_op is not None
     return mpi_op(signature.reduce_op, signature.dtype)
 
 
 class Collectives:
-    """The calls of a group's collectives, on a communicator that every call of `bind` names."""
+    """The calls of a group's collectives, on the communicator given to `bind`."""
 
     def __init__(self, mpi: Any, group: Group) -> None:
         self._mpi = mpi
         self._group = group
 
     def bind(self, signature: Signature, comm: Any) -> Start:
-        """How to start operations of a signature on a communicator; the results of AVG are divided."""
+        """Return the start of operations of a signature on a communicator; AVG divides the results."""
         binder: Callable[[Signature, Any], Start] = getattr(self, f"_{signature.kind}")
         start = binder(signature, comm)
         return self.divided(start, signature) if signature.reduce_op == "AVG" else start
@@ -64,7 +64,7 @@ class Collectives:
         return [first, target[0]]
 
     def spec(self, signature: Signature) -> Callable[[torch.Tensor], list[Any]]:
-        """Return tensor → mpi4py buffer description, cached by address: one costs as much as a call."""
+        """Return a function tensor → mpi4py buffer description; it caches, as one costs as much as a call."""
         datatype, from_address = datatype_of(signature), self._mpi.buffer.fromaddress
         known: dict[tuple[int, int], list[Any]] = {}
 
@@ -74,14 +74,14 @@ class Collectives:
             if spec is None:
                 if len(known) >= SPECS:
                     known.clear()
-                # Without a count, which mpi4py takes as elements per rank in gathers and exchanges.
+                # Without a count, which mpi4py would take as elements per rank in gathers and exchanges.
                 spec = known[key] = [from_address(key[0], key[1] * tensor.element_size()), datatype]
             return spec
 
         return describe
 
     def _fixed_spec(self, signature: Signature) -> Callable[[torch.Tensor], list[Any]]:
-        """As `spec`, for tensors whose size the signature fixes."""
+        """Return `spec` for tensors whose size the signature fixes."""
         datatype, from_address = datatype_of(signature), self._mpi.buffer.fromaddress
         nbytes = signature.nbytes or 0
         known: dict[int, list[Any]] = {}
@@ -98,7 +98,7 @@ class Collectives:
         return describe
 
     def divided(self, start: Start, signature: Signature) -> Start:
-        """As `start`, a SUM, whose result is divided by the number of ranks."""
+        """Wrap `start`, a SUM, so that its result is divided by the number of ranks."""
         size = self._group.size
         divides = signature.root is None or signature.root == self._group.rank
 
@@ -272,5 +272,5 @@ def _parts(
     counts: tuple[int, ...] | None,
     datatype: Any,
 ) -> list[Any]:
-    """Buffer, counts and (implied, dense) displacements."""
+    """Return buffer, counts and (implied, dense) displacements."""
     return [spec(tensor)[0], list(counts or ()), None, datatype]

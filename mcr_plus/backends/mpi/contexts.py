@@ -1,12 +1,12 @@
-"""A communicator for every signature, and votes on what ranks have started.
+"""A communicator for every signature, and votes on the operations that ranks have started.
 
-MPI matches the n-th collective of a communicator on one rank with the n-th on every other, whatever they are.
-Mismatched collectives return garbage, and where sizes differ Open MPI writes past buffers. So every signature
-has a communicator of its own: different operations are never matched, and stay pending until the mismatch is
-detected. An operation that may complete before other ranks start it (a broadcast on its root, an asynchronous
-operation) is reported complete only after a vote that all ranks started the same. Vector collectives are
-voted on before they start, with their numbers of elements, and so are signatures for which no communicator is
-left.
+MPI matches the n-th collective of a communicator on one rank with the n-th on every other rank, whatever they
+are. Mismatched collectives return garbage, and where sizes differ Open MPI writes past buffers. So every
+signature has a communicator of its own: different operations are never matched, and stay pending until the
+mismatch is detected. An operation that may complete before other ranks start it (a broadcast on its root, an
+asynchronous operation) is reported complete only after a vote that all ranks started the same operation.
+Vector collectives are voted on before they start, with their numbers of elements; so are signatures for which
+no communicator is left.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from mcr_plus.core.group import Group
 from mcr_plus.core.message import Message
 from mcr_plus.errors import BackendError, OperationsDiffer
 
-# Communicators for signatures: of a group, and of all groups of a process. MPICH has 2,048 per process; a
-# group takes three for itself, and the program may use some.
+# Limits of communicators for signatures: per group, and for all groups of a process. MPICH has 2,048 per
+# process; a group takes three for itself, and the program may use some.
 _OF_A_GROUP: Final = 192
 _OF_A_PROCESS: Final = 1024
 _WORD: Final = 1 << 64
@@ -33,8 +33,8 @@ class Contexts:
     """The communicators of a group: one for each signature up to a limit, and one that all others share.
 
     Attributes:
-        unreserved: communicators of this process that no group has reserved.
-        in_the_making: communicators of this process that have been begun and are not made.
+        unreserved: number of communicators of this process that no group has reserved.
+        in_the_making: communicators of this process whose creation has begun but not ended.
     """
 
     unreserved: ClassVar[int] = _OF_A_PROCESS
@@ -54,19 +54,19 @@ class Contexts:
 
     @staticmethod
     def room() -> int:
-        """How many communicators a new group may reserve here."""
+        """Return how many communicators a new group may reserve on this rank."""
         return min(_OF_A_GROUP, Contexts.unreserved // 4)
 
     def of(self, digest: int) -> Any:
-        """The communicator for a signature."""
+        """Return the communicator for a signature."""
         return self.own.get(digest, self._shared)
 
     def is_apart(self, digest: int) -> bool:
-        """Whether a signature has a communicator of its own."""
+        """Return whether a signature has a communicator of its own."""
         return digest in self.own
 
     def free(self) -> None:
-        """Free all of them; collective."""
+        """Free all communicators; collective."""
         for context in (*self.own.values(), self._shared):
             if context is not None:
                 context.Free()
@@ -78,10 +78,10 @@ class Contexts:
         self._taken = len(self.own)
 
     def make(self, digest: int | None) -> Poll | None:
-        """Begin to create the communicator of a signature, or for None the one that signatures share.
+        """Begin to create the communicator of a signature, or with None the one that signatures share.
 
         Returns None if it exists, or at the limit. Collective: all ranks have issued the operation. The poll
-        raises `BackendError` if there is no communicator to share either.
+        raises `BackendError` if not even the shared communicator can be created.
         """
         there = self._shared is not None if digest is None else digest in self.own
         if there or (self._shared is not None and len(self.own) >= self.limit):
@@ -115,7 +115,7 @@ class Contexts:
             elif self._shared is None:
                 raise BackendError(f"MPI has no communicator left: {problem or 'on another rank'}")
             else:
-                self.limit = len(self.own)  # all further signatures share one
+                self.limit = len(self.own)  # all further signatures share one communicator
             return True
 
         return made
@@ -127,9 +127,11 @@ class Contexts:
             self.own[digest] = context
 
     def vote(self, digest: int, flows: int = 0) -> Poll:
-        """Begin to compare an operation on all ranks. The poll raises `OperationsDiffer` on at least one.
+        """Begin to compare an operation on all ranks. The poll raises `OperationsDiffer` on at least one
+        rank.
 
-        `flows`: of a vector collective, see `flow_sum`; they add up to 0 if the numbers of elements fit.
+        `flows`: the `flow_sum` of a vector collective; over all ranks they add up to 0 if the numbers of
+        elements fit.
         """
         mpi, size = self._mpi, self._group.size
         mine, result = array("Q", (digest, flows)), array("Q", (0, 0))
@@ -156,10 +158,10 @@ class Contexts:
 
 
 class ContextGate:
-    """Creates the communicator of a signature before its second operation, and votes where needed.
+    """The gate that creates a signature's communicator before its second operation, and votes where needed.
 
-    The first operation, which ranks have compared, uses the communicator that signatures share, since many
-    signatures occur only once. With `at_once` the first operation already has its own communicator.
+    The first operation, which ranks have compared, uses the shared communicator, since many signatures occur
+    only once. With `at_once` the first operation already has its own communicator.
     """
 
     def __init__(self, contexts: Contexts, digest: int, *, every: bool, at_once: bool) -> None:
@@ -169,7 +171,7 @@ class ContextGate:
         self.again = True
 
     def __call__(self, message: Message) -> Poll | None:
-        """Begin what the next operation has to wait for; None if it need not wait."""
+        """Begin the step for the next operation; None if it need not wait."""
         is_first, self._is_first = self._is_first, False
         self.again = is_first
         made = self._contexts.make(None if is_first else self._digest)
@@ -195,7 +197,7 @@ class ContextGate:
 
 
 def voted(start: Start, digest: int, cast: Callable[[int], Poll]) -> Start:
-    """Wrap `start` so that an operation completes only after a vote that all ranks have started the same."""
+    """Wrap `start`: an operation completes only after a vote that all ranks have started the same one."""
 
     def start_and_vote(message: Message) -> Poll:
         poll, ballot = start(message), cast(digest)
@@ -205,7 +207,7 @@ def voted(start: Start, digest: int, cast: Callable[[int], Poll]) -> Start:
 
 
 def _flow_factors(group: Group) -> tuple[list[int], list[int]]:
-    """Return an odd factor per pair of ranks: for sends of this rank to each, and for receives from each."""
+    """Return an odd factor per pair of ranks: for this rank's sends to each rank and receives from each."""
 
     def factor(source: int, target: int) -> int:
         pair = f"{source}>{target}".encode()

@@ -58,14 +58,14 @@ _BOOL_OPS: Final = {
 
 
 def mpi_datatype(dtype: torch.dtype) -> Any:
-    """The MPI_Datatype of a torch dtype."""
+    """Return the MPI_Datatype of a torch dtype."""
     return getattr(load_mpi(), _DATATYPES[dtype])
 
 
 def mpi_op(op: ReduceOp, dtype: torch.dtype) -> Any:
-    """The MPI_Op of a reduction; SUM for AVG, whose result is divided afterwards.
+    """Return the MPI_Op of a reduction; SUM for AVG, whose result is divided afterwards.
 
-    Compiles one of this package where MPI's does not fit. Raises `Unsupported` for one that nobody has.
+    Compiles an operation of this package where MPI's does not fit. Raises `Unsupported` if neither has one.
     """
     check_reducible(op, dtype)
     op = "SUM" if op == "AVG" else op
@@ -77,7 +77,7 @@ def mpi_op(op: ReduceOp, dtype: torch.dtype) -> Any:
 
 
 def own_reduction(op: ReduceOp | None, dtype: torch.dtype | None) -> str:
-    """How an operation of this package differs from that of MPI; empty where MPI's own is used."""
+    """Return how this package's operation differs from MPI's; empty where MPI's own is used."""
     if dtype in _HALVES:
         return "widens to float32"
     if dtype in FLOATS and op in ("MIN", "MAX"):
@@ -89,7 +89,7 @@ def own_reduction(op: ReduceOp | None, dtype: torch.dtype | None) -> str:
 
 @cache
 def _own_op(op: ReduceOp, dtype: torch.dtype) -> Any:
-    """Return an MPI_Op of a function compiled by numba; a Python callback would take the GIL per segment."""
+    """Return an MPI_Op of a function compiled by numba; a Python callback needs the GIL for each segment."""
     from mcr_plus.backends.shm.reduce_kernels import mpi_function
 
     mpi = load_mpi()

@@ -1,10 +1,10 @@
 """Matching of MPI messages: a receive is posted after its message has been probed.
 
-A library does not distinguish dtypes, and Open MPI 5.0.11 writes a message that is too long past the end of
-the buffer before it reports the truncation. So a receive is posted only when a message has arrived with the
-right size and dtype, which is part of the tag. So is whether it carries a checksum, see `checked`. Of the 29
-bits of MPICH's tags 24 are the program's and 4 for the dtype: the last dtypes share a code, and leave the
-program fewer bits.
+MPI libraries do not check dtypes, and Open MPI 5.0.11 writes an overlong message past the end of the buffer
+before it reports the truncation. So a receive is posted only when a message of the right size and dtype has
+arrived. The tag encodes the dtype, and whether the message carries a checksum, see `checked`. MPICH's tags
+have 29 bits: 24 are the program's and 4 encode the dtype. The last dtypes share a code, and leave the program
+fewer bits.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from mcr_plus.errors import OrderMismatch, Unsupported
 _CODES: Final = {dtype: code for code, dtype in enumerate(DTYPES)}
 _CHECKED: Final = 1 << 4  # in a tag: the message carries a checksum; the bits below are for the dtype
 _BITS: Final = 5
-_SHARED: Final = _CHECKED - 1  # the code of this dtype and of all after it
-_MORE: Final = 4  # bits that tell these apart
+_SHARED: Final = _CHECKED - 1  # shared code of this dtype and all later ones
+_MORE: Final = 4  # bits that distinguish dtypes with the shared code
 _PROBE_OTHERS_EVERY: Final = 256  # polls without a message before probing for other dtypes
 CHECKSUM: Final = 8
 """Bytes of the checksum that a message may carry."""
-_AT_ONCE: Final = 16  # tags that one call of `progress` matches
+_AT_ONCE: Final = 16  # tags matched by one call of `progress`
 
 
 class Receive(ReceivePoll):
     """The poll of a receive; `source` is set once its message has begun to arrive.
 
     Attributes:
-        checked: bytes of a checksum in its message; 0 without.
+        checked: bytes of the checksum in the message; 0 without a checksum.
     """
 
     checked = 0
@@ -63,7 +63,7 @@ class Receive(ReceivePoll):
         self.error: Exception | None = None
 
     def __call__(self) -> bool:
-        """Poll; raises `OrderMismatch` for a message of another dtype or size, and errors of the library."""
+        """Poll; raises `OrderMismatch` for a message of another dtype or size, and the library's errors."""
         if self.request is None:
             if self.error is None:
                 self._queue.match(self.tag)
@@ -75,13 +75,13 @@ class Receive(ReceivePoll):
 
 
 class MatchingQueue:
-    """Receives of one MPI communicator, from which nothing else receives. Not thread-safe.
+    """Receives of one MPI communicator, which alone receive on it. Not thread-safe.
 
-    A message goes to the receive posted first among those it fits by source and tag, as in MPI.
+    A message goes to the receive posted first among those with a matching source and tag, as in MPI.
     """
 
     def __init__(self, mpi: Any, comm: Any, group: Group, busy: set[MatchingQueue]) -> None:
-        """`busy`: a set that contains this object while receives wait in it."""
+        """`busy`: a set that contains this object while it has waiting receives."""
         self._busy = busy
         self._mpi = mpi
         self._comm = comm
@@ -111,11 +111,11 @@ class MatchingQueue:
         return receive
 
     def progress(self) -> None:
-        """Receive arrived messages, so that a sender does not wait for a poll of its receiver."""
+        """Receive arrived messages, so that a sender does not wait until the receiver polls."""
         for tag in list(self._waiting)[:_AT_ONCE]:
             self.match(tag)
             if (queues := self._waiting.pop(tag, None)) is not None:
-                self._waiting[tag] = queues  # last: the next call starts with others
+                self._waiting[tag] = queues  # moved to the end, so that the next call starts with others
 
     def match(self, tag: int) -> None:
         """Post the receives under `tag` whose messages have arrived."""
@@ -133,7 +133,7 @@ class MatchingQueue:
                 self._busy.discard(self)
 
     def _sources(self, receive: Receive, queues: dict[int | None, deque[Receive]]) -> Sequence[int]:
-        """Return the sources of which this receive may take a message: none with an earlier receive."""
+        """Return the sources from which this receive may take a message: those without an earlier receive."""
         if len(queues) == 1:
             return (self._mpi.ANY_SOURCE if receive.peer is None else receive.peer,)
         earlier = {peer for peer, queue in queues.items() if queue and queue[0].number < receive.number}
@@ -142,7 +142,7 @@ class MatchingQueue:
         return [rank for rank in range(self._group.size) if rank not in earlier]
 
     def _is_matched(self, receive: Receive, queues: dict[int | None, deque[Receive]]) -> bool:
-        """Whether a receive leaves the queue; its own poll raises its error, since any poll may match it."""
+        """Return whether a receive leaves the queue. Any poll may match it; its own poll raises its error."""
         try:
             return self._match_one(receive, self._sources(receive, queues))
         except Exception as error:
@@ -150,7 +150,7 @@ class MatchingQueue:
             return True
 
     def _match_one(self, receive: Receive, sources: Sequence[int]) -> bool:
-        """Whether the message has arrived: the receive then is posted, or has failed."""
+        """Match a receive if its message has arrived; return whether it was posted or has failed."""
         assert receive.signature.dtype is not None
         tag = self.tag(receive.signature.dtype, receive.tag, checked=receive.checked > 0)
         receive.polls += 1
@@ -175,7 +175,7 @@ class MatchingQueue:
         assert receive.signature.dtype is not None
         # In elements: the bytes of a large message may not fit MPI's counts.
         count = status.Get_count(receive.spec[1])
-        if receive.checked:  # small, and its spec is of bytes
+        if receive.checked:  # small, with a buffer description in bytes
             count = (count - receive.checked) // receive.signature.dtype.itemsize
         if count == receive.target.numel():
             receive.request = self._comm.Irecv(receive.spec, sender, tag)
@@ -185,9 +185,9 @@ class MatchingQueue:
         return True
 
     def _other(self, receive: Receive, source: int, tag: int, dtype: torch.dtype, checked: int) -> bool:
-        """Handle a message of another dtype, or whose size decides otherwise about a checksum.
+        """Handle a message of another dtype, or one whose size decides otherwise about a checksum.
 
-        One of the right dtype sent earlier has arrived, too.
+        An earlier message of the right dtype from this sender has arrived too.
         """
         sender = self._status.Get_source()
         count = (self._status.Get_count(self._mpi.BYTE) - checked) // dtype.itemsize
@@ -202,7 +202,7 @@ class MatchingQueue:
 def mismatch(
     group: Group, wanted: Signature, tag: int, sender: int, dtype: torch.dtype, count: int
 ) -> OrderMismatch:
-    """Return the error of a receive of `wanted` whose message has `count` elements of `dtype`."""
+    """Return the error of receive `wanted`, whose message has `count` elements of `dtype`."""
     return OrderMismatch(
         f"message with tag {tag} in group '{group.name}': {group.named(sender)} issued send "
         f"{dtype_name(dtype)}[{count}] ({count * dtype.itemsize} bytes); {group.named(group.rank)} issued "

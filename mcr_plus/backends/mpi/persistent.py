@@ -1,4 +1,4 @@
-"""Persistent requests of MPI-4: of operations bound to their tensors, and of small all_reduces."""
+"""Persistent requests of MPI-4: for operations bound to their tensors, and for small all_reduces."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mcr_plus.core.kinds import ROOTED
 from mcr_plus.core.message import Message, Signature
 from mcr_plus.rendezvous.mpi_library import load_mpi
 
-_STAGED_BYTES: Final = 4096  # up to here two copies are cheaper than a nonblocking call
+_STAGED_BYTES: Final = 4096  # up to this size two copies cost less than a nonblocking call
 _NAMES: Final = {
     "all_reduce": "Allreduce_init",
     "broadcast": "Bcast_init",
@@ -31,8 +31,8 @@ _NAMES: Final = {
 def has_persistent() -> bool:
     """Return True if MPI 4's persistent collectives can be used, as in Open MPI 5, which reports MPI 3.1.
 
-    Those of Intel MPI 2021.18 are wrong: a scatter or all_gather that is started again delivers what it has
-    sent first, and a gather nothing at all.
+    Intel MPI 2021.18 has wrong ones: a restarted scatter or all_gather delivers the data of the first start,
+    and a restarted gather delivers nothing.
     """
     mpi = load_mpi()
     if "Intel(R) MPI" in mpi.Get_library_version():
@@ -45,7 +45,7 @@ def has_persistent() -> bool:
 
 
 class MpiRequest:
-    """A persistent request, created when it first starts: creating one is an ordered collective."""
+    """A persistent request, created by its first start, because its creation is an ordered collective."""
 
     def __init__(self, make: Callable[[], tuple[Callable[[], object], Poll]]) -> None:
         self._make = make
@@ -62,7 +62,7 @@ class MpiRequest:
 
 
 class _User:
-    """Lives as long as a request may be started or polled."""
+    """Token that lives as long as a request may be started or polled."""
 
 
 class PersistentRequests:
@@ -73,15 +73,15 @@ class PersistentRequests:
         self._collectives = collectives
         self._contexts = contexts
         self._requests: list[Any] = []
-        self._unused: list[Any] = []  # those of them that cannot be started any more
+        self._unused: list[Any] = []  # requests that cannot be started any more
 
     def free(self) -> None:
-        """Free all of them."""
+        """Free all requests."""
         for request in self._requests:
             request.Free()
 
     def bind(self, signature: Signature, message: Message, digest: int) -> MpiRequest | None:
-        """A request on the message's buffers; None if MPI has none for the operation."""
+        """Return a request on the message's buffers; None if MPI has none for the operation."""
         name = _NAMES.get(signature.kind)
         if name is None or signature.reduce_op == "AVG" or not has_persistent():
             return None
@@ -112,7 +112,7 @@ class PersistentRequests:
     def staged(self, signature: Signature, comm: Any) -> Start | None:
         """Return a small all_reduce by a persistent request on own buffers; None if large, or MPI is too old.
 
-        Starting one is cheaper than a nonblocking call, by more than the cost of two small copies. A
+        Starting a request is cheaper than a nonblocking call, by more than the cost of two small copies. A
         synchronous operation of a signature is never in flight twice, so one pair of buffers is enough. The
         request is freed some time after the last reference to its start and polls.
         """

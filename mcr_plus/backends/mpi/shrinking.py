@@ -1,9 +1,9 @@
-"""MPI after the loss of ranks: the communicator of those that are left, by Open MPI's ULFM.
+"""MPI after the loss of ranks: a communicator of the surviving ranks, through Open MPI's ULFM.
 
-`MPI_Comm_shrink` makes it (Bland, Bouteiller, Herault, Bosilca and Dongarra, "Post-failure recovery of MPI
-communication capability", 2013). The call ends only once all processes of the communicator that live have
-made it, so it is made where all that are missing have died, in a thread that is waited for only so long. Open
-MPI's `MPI_Comm_ishrink` fails while collectives of dead ranks are pending (seen with 5.0.11).
+`MPI_Comm_shrink` creates it (Bland, Bouteiller, Herault, Bosilca and Dongarra, "Post-failure recovery of MPI
+communication capability", 2013). The call returns only once all live processes of the communicator have made
+it. So it is called after all missing ranks have died, in a thread with a time limit. Open MPI's
+`MPI_Comm_ishrink` fails while collectives of dead ranks are pending (seen with 5.0.11).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mcr_plus.membership.epoch_log import EpochLog
     from mcr_plus.rendezvous.world import World
 
-_PATIENCE: Final = 3.0  # seconds; with a dead rank it takes a tenth of one
+_PATIENCE: Final = 3.0  # s; with a dead rank the call takes 0.1 s
 
 
 class _Remnant:
@@ -31,16 +31,16 @@ class _Remnant:
 
 
 def everyone() -> Any:
-    """The communicator of all ranks of the world; raises `BackendUnavailable` if MPI cannot be loaded."""
+    """Return the communicator of all of the world's ranks; raises `BackendUnavailable` without MPI."""
     return load_mpi().COMM_WORLD if _Remnant.comm is None else _Remnant.comm
 
 
 def follow(world: World, roster: EpochLog, refusal: str) -> str:
-    """Have the communicator of an epoch's members; collective over them.
+    """Create the communicator of an epoch's members; collective over them.
 
-    `refusal`: why MPI is unusable in this process already; empty if it is not. Returns why there is none.
+    `refusal`: why this process already cannot use MPI; empty if it can. Returns why there is no communicator.
     """
-    if not roster.is_remnant:  # the same on all
+    if not roster.is_remnant:  # the same on all ranks
         return "MPI serves the ranks that are left only where all others have died, and none has joined"
     is_known = False
     if not refusal:
@@ -70,7 +70,7 @@ def follow(world: World, roster: EpochLog, refusal: str) -> str:
 
 
 def _hindrance(epoch: int) -> str:
-    """Why this process may not shrink its communicator for this epoch; empty if it may."""
+    """Return why this process may not shrink its communicator for this epoch; empty if it may."""
     mpi = load_mpi()
     if epoch - _Remnant.epoch not in (0, 1):
         return "an epoch before has gone on without MPI"
@@ -82,7 +82,7 @@ def _hindrance(epoch: int) -> str:
 
 
 class _Shrinking(threading.Thread):
-    """`comm`: the new communicator, None before and if that has failed."""
+    """A shrink in progress. `comm`: the new communicator; None until then, and after a failure."""
 
     def __init__(self, before: Any) -> None:
         super().__init__(name="mcr-shrink-mpi", daemon=True)

@@ -1,7 +1,7 @@
-"""The NCCL C ABI by ctypes: types, constants, and one loaded library.
+"""The NCCL C ABI in ctypes: types, constants, and one loaded library.
 
-It declares the functions of NCCL 2.10, and optionally error texts (2.13), `ncclCommFinalize` (2.14) and
-`ncclCommRevoke` (2.29), so that forks of older versions load too.
+The functions of NCCL 2.10 are required. Error texts (2.13), `ncclCommFinalize` (2.14) and `ncclCommRevoke`
+(2.29) are optional, so that forks of older versions load too.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ DATATYPES: Final = {
 OPS: Final = {"SUM": 0, "PRODUCT": 1, "MAX": 2, "MIN": 3, "AVG": 4}
 
 Call = Callable[[int, int], int]
-"""An NCCL call (or several) with everything bound but the communicator and the stream."""
+"""One or more NCCL calls with all arguments bound but the communicator and the stream."""
 
 
 class UniqueId(ctypes.Structure):
-    """`ncclUniqueId`, which is passed by value."""
+    """`ncclUniqueId`, passed by value."""
 
     _fields_ = (("internal", ctypes.c_ubyte * 128),)
 
@@ -75,7 +75,7 @@ _NAP: Final = 100e-6
 
 
 class NcclError(RuntimeError):
-    """An error of NCCL. The dispatcher wraps it in a `BackendError` that names the operation."""
+    """An NCCL error. The dispatcher wraps it in a `BackendError` that names the operation."""
 
     def __init__(self, text: str, code: int) -> None:
         super().__init__(text)
@@ -83,7 +83,7 @@ class NcclError(RuntimeError):
 
 
 class Nccl:
-    """One loaded library. The collectives are its own functions; everything returns NCCL's result codes."""
+    """One loaded library. Its collectives are attributes; every function returns NCCL's result codes."""
 
     def __init__(self, library: Any) -> None:
         found = {name: _declare(library, name, types) for name, types in (_FUNCTIONS | _LATER).items()}
@@ -92,7 +92,7 @@ class Nccl:
             raise BackendUnavailable(
                 f"backend nccl: {library!r} is no NCCL library: it lacks {', '.join(missing)}"
             )
-        self.place = ""  # of the library, in words
+        self.place = ""  # how the library was found, in words
         self._functions: dict[str, Any] = found
         self.all_reduce = found["ncclAllReduce"]
         self.reduce = found["ncclReduce"]
@@ -115,7 +115,7 @@ class Nccl:
         return ".".join(map(str, self.version))
 
     def error(self, code: int, doing: str, comm: int = 0) -> NcclError:
-        """Return the error for a result code, with the text of the library."""
+        """Return the error for a result code, with the library's text."""
         text = self._functions["ncclGetErrorString"](code).decode(errors="replace")
         last = self._functions["ncclGetLastError"]
         detail = last(comm).decode(errors="replace").strip() if last is not None else ""
@@ -125,18 +125,18 @@ class Nccl:
         )
 
     def check(self, code: int, doing: str, comm: int = 0) -> None:
-        """Raise unless `code` is success or in progress."""
+        """Raise unless `code` means success or in progress."""
         if code not in (SUCCESS, IN_PROGRESS):
             raise self.error(code, doing, comm)
 
     def unique_id(self) -> bytes:
-        """Return a new id of a communicator; one rank creates it for all."""
+        """Return a new unique id for a communicator; one rank creates it for all."""
         identity = UniqueId()
         self.check(self._functions["ncclGetUniqueId"](ctypes.byref(identity)), "making a unique id")
         return bytes(identity)
 
     def init_rank(self, size: int, identity: bytes, rank: int) -> int:
-        """Join a communicator on the current device and return its handle; blocks until all ranks have."""
+        """Join a communicator on the current device and return its handle; blocks until all ranks join."""
         comm = c_void_p()
         arguments = (ctypes.byref(comm), size, UniqueId.from_buffer_copy(identity), rank)
         code = self._functions["ncclCommInitRank"](*arguments)
@@ -146,10 +146,10 @@ class Nccl:
         return comm.value or 0
 
     def settled(self, comm: int, code: int, is_given_up: Callable[[], object] = bool) -> int:
-        """Wait until NCCL has done what a call of it returned `code` for; returns the code of its outcome.
+        """Wait until NCCL has completed the call that returned `code`; return the resulting code.
 
-        Only a communicator that NCCL_COMM_BLOCKING=0 makes non-blocking may have something left to do: it
-        accepts no other call meanwhile, and may not have launched. `is_given_up`: whether to wait no longer.
+        Only a communicator that NCCL_COMM_BLOCKING=0 makes non-blocking may be in progress: it accepts no
+        other call meanwhile, and may not have launched yet. `is_given_up`: returns True to stop waiting.
         """
         while code == IN_PROGRESS and not is_given_up():
             time.sleep(_NAP)
@@ -163,23 +163,23 @@ class Nccl:
         return code or state.value
 
     def close(self, comm: int) -> None:
-        """Finalize and free a communicator that has nothing in flight."""
+        """Finalize and free a communicator that has no operation in flight."""
         finalize = self._functions["ncclCommFinalize"]
         if finalize is not None:
             self.check(self.settled(comm, finalize(comm)), "finalizing a communicator", comm)
         self.check(self._functions["ncclCommDestroy"](comm), "destroying a communicator")
 
     def revoke(self, comm: int) -> bool:
-        """Stop the running operations and calls of a communicator, which stays; false if NCCL cannot."""
+        """Stop a communicator's running operations and calls, but keep it; return False if NCCL cannot."""
         function = self._functions["ncclCommRevoke"]
         return function is not None and function(comm, 0) in (SUCCESS, IN_PROGRESS)
 
     def abort(self, comm: int) -> None:
-        """Abort a communicator and its running operations, and free it. No call may be in it."""
+        """Abort a communicator with its operations, and free it. No other thread may be in a call on it."""
         self._functions["ncclCommAbort"](comm)
 
     def grouped(self, calls: Sequence[Call], comm: int, stream: int) -> int:
-        """Make several calls as one operation, so that no single call can block it."""
+        """Make several calls as one NCCL group, so that no single call can block it."""
         code: int = self._functions["ncclGroupStart"]()
         if code != SUCCESS:
             return code
@@ -203,9 +203,9 @@ def _declare(library: Any, name: str, types: tuple[Any, ...]) -> Any:
 
 @cache
 def load(path: str | None = None) -> Nccl:
-    """Load `path`, else the result of `finding.library`, else what the system's loader has.
+    """Load `path`, else the result of `finding.library`, else the library that the system's loader finds.
 
-    Raises `BackendUnavailable`, which names the error.
+    Raises `BackendUnavailable` with the loader's error.
     """
     found = None if path else finding.library()
     chosen = path or (found.path if found else finding.LOADER)

@@ -1,4 +1,4 @@
-"""NCCL as a backend: the library, and the channels of its groups."""
+"""The backend NCCL: the library, and the channels of its groups."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _ABORT_PATIENCE: Final = 10.0
 
 
 class NcclBackend(Backend):
-    """NCCL on the CUDA device that is current when a group is created; ranks of a group use different
+    """NCCL on the CUDA device that is current when a group is created. Ranks of a group use different
     devices.
 
-    `library` is the path of another library with NCCL's ABI, for subclasses.
+    `library`: path of another library with NCCL's ABI, set by subclasses.
     """
 
     name = "nccl"
@@ -46,7 +46,7 @@ class NcclBackend(Backend):
     ) -> None:
         self._world = world
         if world.single_host:
-            # By default NCCL listens on the network; a single host does not need it.
+            # By default NCCL listens on the network, which a single host does not need.
             default_variable("NCCL_SOCKET_IFNAME", "lo")
         from mcr_plus.backends.nccl.abi import load
 
@@ -56,14 +56,14 @@ class NcclBackend(Backend):
 
     @classmethod
     def library_version(cls) -> str:
-        """The NCCL in use: `NCCL 2.28.3`."""
+        """Version of the NCCL in use: `NCCL 2.28.3`."""
         from mcr_plus.backends.nccl.abi import load
 
         return f"NCCL {load(cls.library).version_text}"
 
     @classmethod
     def availability(cls) -> Availability:
-        """Available with a CUDA device and an NCCL library; queries the driver's NVML, not CUDA."""
+        """Report NCCL as available with a CUDA device and a library; queries the driver's NVML, not CUDA."""
         if torch.cuda.device_count() == 0:
             built = torch.version.cuda is not None
             return Availability(
@@ -82,8 +82,8 @@ class NcclBackend(Backend):
 
     @classmethod
     def supports(cls, signature: Signature) -> Support:
-        """All operations on CUDA tensors except reductions that NCCL lacks."""
-        from mcr_plus.backends.nccl.channel import support  # here: without a GPU it is not needed
+        """Support all operations on CUDA tensors except reductions that NCCL lacks."""
+        from mcr_plus.backends.nccl.channel import support  # here: not needed without a GPU
 
         return support(signature)
 
@@ -125,7 +125,7 @@ class NcclBackend(Backend):
         )
 
     def progress(self) -> None:
-        """Launches operations that were queued while NCCL was connecting; others need no host."""
+        """Launch operations that were queued while NCCL was connecting; others need no host."""
         for channel in self._channels:
             channel.progress()
 

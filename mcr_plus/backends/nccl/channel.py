@@ -1,8 +1,8 @@
 """A group of ranks in NCCL: its communicators, and its operations as NCCL calls.
 
-A group has one communicator for its collectives and one for each direction in which two of its ranks send,
-made when first used, so that a send never waits for a collective or a receive. NCCL has neither tags nor
-receives from any source.
+A group has one communicator for its collectives. It also has one for each direction in which two of its ranks
+send, created when first used, so that a send never waits for a collective or a receive. NCCL has neither tags
+nor receives from any source.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _PARTS: Final = {torch.complex64: torch.float32, torch.complex128: torch.float64
 
 
 class _NcclReduction(NamedTuple):
-    """A reduction in NCCL: its datatype and op, and the number of its elements per element of the tensor."""
+    """A reduction in NCCL: datatype, op, and number of NCCL elements per tensor element."""
 
     datatype: int
     op: int
@@ -52,7 +52,7 @@ class _NcclReduction(NamedTuple):
 
 
 def _reduction(signature: Signature) -> _NcclReduction | None:
-    """Return NCCL's reduction for the reduce op and dtype of a signature, None without one."""
+    """Return NCCL's reduction for a signature's reduce op and dtype, None if it has none."""
     op, dtype = signature.reduce_op or "", signature.dtype
     if dtype is torch.bool and op in _BOOL_OPS:
         return _NcclReduction(
@@ -91,7 +91,7 @@ def support(signature: Signature) -> Support:
 
 
 class _PeerBytes(NamedTuple):
-    """Bytes to send to or receive from a rank."""
+    """Bytes to send to or receive from a peer."""
 
     peer: int
     address: int
@@ -103,7 +103,7 @@ def _whole(tensor: torch.Tensor, peer: int) -> _PeerBytes:
 
 
 def _parts(tensor: torch.Tensor, size: int, counts: Sequence[int] | None) -> list[_PeerBytes]:
-    """Return the consecutive parts of a tensor, one per rank: equal, or of `counts` elements."""
+    """Return the consecutive parts of a tensor, one per rank: of equal sizes, or of `counts` elements."""
     counts = [tensor.numel() // size] * size if counts is None else counts
     parts, address = [], tensor.data_ptr()
     for peer, count in enumerate(counts):
@@ -113,7 +113,7 @@ def _parts(tensor: torch.Tensor, size: int, counts: Sequence[int] | None) -> lis
 
 
 class NcclChannel(Channel):
-    """One group's communicators."""
+    """The communicators of a group."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class NcclChannel(Channel):
     ) -> None:
         """`drive`: progresses all channels. `closing`: called when this channel is closed.
 
-        `library`: the name of the backend; another backend may open the same groups over the same store.
+        `library`: name of the backend; another backend may open the same groups over the same store.
         """
         self._nccl = nccl
         self.streams = self._streams = streams
@@ -181,7 +181,7 @@ class NcclChannel(Channel):
                 link.advance()
 
     def close(self) -> None:
-        """See `Channel.close`. A communicator that cannot be closed is logged, and leaves no other open."""
+        """See `Channel.close`. A link that cannot be closed is logged; the others are closed all the same."""
         self._closing(self)
         links, deadline = self._links(), Deadline(self._timeout)
         for link in links:
@@ -304,12 +304,12 @@ class NcclChannel(Channel):
         receives: Sequence[_PeerBytes],
         *tensors: torch.Tensor,
     ) -> Poll:
-        """Submit sends and receives of bytes as one operation; both sides leave out empty parts."""
+        """Submit sends and receives of bytes as one operation; both sides omit empty parts."""
         nccl = self._nccl
         sends, receives = [p for p in sends if p.nbytes], [p for p in receives if p.nbytes]
         calls: list[Call] = [partial(nccl.send, p.address, p.nbytes, UINT8, p.peer) for p in sends]
         calls += [partial(nccl.recv, p.address, p.nbytes, UINT8, p.peer) for p in receives]
-        # Ranks connect when two of them first exchange something in a direction, whatever its size.
+        # Ranks connect at their first exchange in a direction, whatever its size.
         key = frozenset([*(("to", p.peer) for p in sends), *(("from", p.peer) for p in receives)])
         return link.submit(self._together(calls), key, *tensors, parts=len(calls))
 

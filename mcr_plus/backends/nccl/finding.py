@@ -1,4 +1,4 @@
-"""Where the NCCL library is that a process uses."""
+"""Search for the NCCL library that a process uses."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ import torch
 
 _NAME: Final = "libnccl.so"
 LOADER: Final = f"{_NAME}.2"
-"""What the loader of the system is asked for, which looks in LD_LIBRARY_PATH first."""
+"""Name passed to the system's loader, which searches LD_LIBRARY_PATH first."""
 
 
 class FoundLibrary(NamedTuple):
-    """A library: its path, and in words how it was found."""
+    """A library: its path, and how it was found, in words."""
 
     path: str
     how: str
 
 
 def library() -> FoundLibrary | None:
-    """The NCCL of this process; None if only the system's loader may know one. The first of:
+    """Return the NCCL of this process; None if only the system's loader may find one. The first of:
 
-    1. the one in LD_PRELOAD;
-    2. one that this process has loaded, as torch or CuPy do when they are imported;
-    3. the wheel nvidia-nccl beside torch, which torch loads, then that of another folder of Python's path;
-    4. the one that CuPy has with it (`cupy/.data/lib`), or has installed (`python -m
+    1. the library in LD_PRELOAD;
+    2. a library that this process has loaded, as the imports of torch and CuPy do;
+    3. the wheel nvidia-nccl beside torch, which torch loads, then a wheel elsewhere on Python's path;
+    4. the library included with CuPy (`cupy/.data/lib`) or installed by it (`python -m
        cupyx.tools.install_library --library nccl`, in CUPY_CUDA_LIB_PATH or ~/.cupy/cuda_lib).
 
-    If there is none of these, the loader of the system is asked: LD_LIBRARY_PATH, then its own folders. Two
-    NCCL libraries in one process would each keep their own state and GPU memory, which is why one that is
-    there already comes first: torch calls that of LD_PRELOAD, too.
+    Otherwise the system's loader searches LD_LIBRARY_PATH, then its own folders. Two NCCL libraries in one
+    process would each keep their own state and GPU memory, so a loaded library comes first; torch calls the
+    one in LD_PRELOAD too.
     """
     return next(_candidates(), None)
 
 
 def loaded() -> FoundLibrary | None:
-    """What the loader of the system has found, after it has loaded it."""
+    """Return the library that the system's loader has loaded, and how it was found."""
     path = next(_loaded(), None)
     if path is None:
         return None
@@ -73,7 +73,7 @@ def _is_library(path: str) -> bool:
 
 
 def _loaded() -> Iterator[str]:
-    """The paths of those that this process has loaded."""
+    """Yield the paths of the NCCL libraries that this process has loaded."""
     try:
         with open("/proc/self/maps") as maps:
             fields = [line.split(maxsplit=5) for line in maps if "libnccl" in line]
@@ -83,15 +83,15 @@ def _loaded() -> Iterator[str]:
 
 
 def _package(name: str) -> list[Path]:
-    """The folders of a package that can be imported, without importing it."""
+    """Yield the folders of an importable package, without importing it."""
     try:
         spec = find_spec(name)
-    except ValueError:  # a module that has been made by hand
+    except ValueError:  # a module object created by hand
         return []
     return [] if spec is None else [Path(folder) for folder in spec.submodule_search_locations or ()]
 
 
 def _version(path: Path) -> tuple[list[int], str]:
-    """For comparisons: of .../CUDA version/nccl/version/lib/libnccl.so.2, the versions."""
+    """Return the versions in .../CUDA version/nccl/version/lib/libnccl.so.2, for comparisons."""
     of_cuda, _, of_nccl = path.parts[-5:-2]
     return [int(number) for number in re.findall(r"\d+", f"{of_cuda} {of_nccl}")], path.name

@@ -1,12 +1,12 @@
 """One NCCL communicator with its stream, and its queue of operations.
 
 An operation waits for the work enqueued so far on the caller's stream, runs on the communicator's own stream,
-and ends in an event. A call of NCCL may wait for peers: while the communicator is made, and while ranks
-connect for an operation of a kind, size or peer that is new to it. These calls run on a thread of their own,
-one at a time, and other operations are queued here meanwhile; so they are while the device's queues have no
-room for them, since launches would wait. All others are launched where they are issued: NCCL's non-blocking
-communicators start a thread for every launch, which takes it ten times as long; where NCCL_COMM_BLOCKING=0
-asks for them, their launches are waited for in the background too. What has run on a GPU: docs/gpu.md.
+and ends in an event. An NCCL call may wait for peers: while the communicator is created, and while ranks
+connect for an operation of a new kind, size or peer. Such calls run on a thread, one at a time, and other
+operations are queued here meanwhile. Operations are also queued while the device's queues have no room, since
+launches would wait. All other operations are launched where they are issued. NCCL's non-blocking
+communicators start a thread for every launch, which takes ten times as long; if NCCL_COMM_BLOCKING=0 selects
+them, their launches are waited for in the background too. Tests on GPUs: docs/gpu.md.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from mcr_plus.errors import CommTimeout, McrError, Unsupported
 
 _CHECK_EVERY: Final = 0.01  # seconds between checks for background errors of NCCL
 _POLL_STORE_EVERY: Final = 0.001  # seconds between the first polls of the store, doubled at each
-_POLL_STORE_RARELY: Final = 0.1  # at most: thousands of ranks may ask
+_POLL_STORE_RARELY: Final = 0.1  # longest interval: thousands of ranks may poll
 _NAP: Final = 100e-6
-_ABORT_WAITS: Final = 1.0  # seconds for calls of other threads
+_ABORT_WAITS: Final = 1.0  # s for calls of other threads to end
 _MOST_LAUNCHES: Final = 256  # in flight
 _MOST_ENTRIES: Final = (
-    900  # of the stream in flight: with 1,024, CUDA's launches wait, also those of decoders
+    900  # stream entries in flight; with 1,024, CUDA's launches wait, including those of decoders
 )
 _OF_LAUNCH: Final = 3
 _OF_FUNCTION: Final = 16  # kernels of a decoder
 _MOST_PARTS: Final = (
-    2048  # calls of launches in flight; NCCL has 1 MiB for the descriptions, below 100 B each
+    2048  # NCCL calls of launches in flight; NCCL has 1 MiB for the descriptions, below 100 B each
 )
 _MOST_KNOWN: Final = 4096
 
@@ -47,9 +47,9 @@ _MOST_KNOWN: Final = 4096
 class NcclLink:
     """A communicator of `size` ranks, in which this process is `rank`.
 
-    `identity` returns the communicator's unique id, or None until all ranks have come; it is called until it
-    returns one. `drive` progresses all links of the process: a wait calls it, because a peer may wait on
-    another link. `name` is part of error texts. After an error all operations on the link fail with it.
+    `identity` returns the communicator's unique id, or None until all ranks have arrived; it is called until
+    it returns an id. `drive` progresses all links of the process: a wait calls it, because a peer may wait on
+    another link. `name` is part of error texts. After an error, all operations on the link fail with it.
     """
 
     def __init__(
@@ -80,12 +80,12 @@ class NcclLink:
         self._pause = _POLL_STORE_EVERY
         self._next_check = 0.0
         self._queue: deque[EventPoll] = deque()
-        self._background: Background[int] | None = None  # NCCL accepts no calls until it is done
-        self._then: Callable[[int], None] = self._joined  # is passed what it returns
-        self._known: set[Hashable] = set()  # operations for which the ranks have connected
-        self._flying: deque[EventPoll] = deque()  # launched, not yet known to be done
-        self._parts = 0  # calls of those
-        self.entries = 0  # of the stream, of those
+        self._background: Background[int] | None = None  # NCCL accepts no calls until it ends
+        self._then: Callable[[int], None] = self._joined  # called with the result of `_background`
+        self._known: set[Hashable] = set()  # keys of operations for which the ranks have connected
+        self._flying: deque[EventPoll] = deque()  # launched, not known to be done
+        self._parts = 0  # NCCL calls of the launches in flight
+        self.entries = 0  # stream entries of the launches in flight
         self._last: EventPoll | None = None
         self._closing: Background[None] | None = None
         self._events: list[Event] = []
@@ -97,9 +97,9 @@ class NcclLink:
     ) -> EventPoll:
         """Queue an operation that follows the work enqueued so far on the current stream.
 
-        `key`: equal for operations that need the same connections between ranks; a frozenset for one that
-        needs several, each of which may have been made for another operation. `parts`: how many calls of NCCL
-        it is.
+        `key`: equal for operations that need the same connections between ranks; a frozenset for an operation
+        that needs several, each of which another operation may have made. `parts`: number of NCCL calls in
+        the operation.
         """
         for tensor in tensors:
             if tensor.get_device() != self.streams.device:
@@ -131,13 +131,14 @@ class NcclLink:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all submitted operations are enqueued on the stream."""
+        """Return whether all submitted operations are enqueued on the stream."""
         return bool(self.comm) and self._background is None and not self._queue
 
     def advance(self) -> None:
-        """Launch queued operations as far as NCCL accepts them; never blocks, and leaves errors to polls.
+        """Launch queued operations as far as NCCL accepts them; never block, and leave errors to polls.
 
-        Errors of the store and of threads, too: whoever drives all links need not have an operation on this.
+        This includes errors of the store and of threads, because the caller that drives all links may have no
+        operation on this one.
         """
         if self.error is not None or not self.lock.acquire(blocking=False):
             return
@@ -153,7 +154,7 @@ class NcclLink:
             self.lock.release()
 
     def _accepts(self) -> bool:
-        """Whether NCCL accepts calls now."""
+        """Return whether NCCL accepts calls now."""
         background = self._background
         if background is None:
             if self.comm or self._closing is not None:
@@ -166,7 +167,7 @@ class NcclLink:
         return True
 
     def _join(self) -> Background[int] | None:
-        """Begin to make the communicator, once all ranks have come."""
+        """Begin to create the communicator, once all ranks have arrived."""
         now = time.monotonic()
         if now < self._next_poll:
             return None
@@ -214,7 +215,7 @@ class NcclLink:
         self.entries += poll.entries
 
     def _has_room(self, poll: EventPoll) -> bool:
-        """Whether the queues of the device have room for another launch; an empty one has for any."""
+        """Return whether the device's queues have room for another launch; empty queues have room for any."""
         flying = self._flying
         while flying and (
             len(flying) >= _MOST_LAUNCHES
@@ -267,7 +268,7 @@ class NcclLink:
     # -- closing ----------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Begin to close the communicator if nothing is in flight on it."""
+        """Begin to close the communicator if no operation is in flight on it."""
         if self._closing is None and self.is_idle and self._is_quiet():
             self._next_check = 0.0
             self.watch()
@@ -275,14 +276,15 @@ class NcclLink:
                 self._closing = self.streams.background(partial(self.nccl.close, self.comm))
 
     def _is_quiet(self) -> bool:
-        with suppress(Exception):  # of a function that was chained to it, or of NCCL, which `error` has
+        with suppress(Exception):  # errors of a chained function, or of NCCL, which are in `error`
             return self._last is None or self._last()
         return True
 
     def destroy(self, deadline: Deadline) -> None:
-        """Close the communicator; it is aborted if it has failed or something is in flight at the deadline.
+        """Close the communicator; abort it if it has failed, or if operations are in flight at the deadline.
 
-        Raises `NcclError` if NCCL cannot close it, or has not by the deadline: then its thread goes on.
+        Raises `NcclError` if NCCL cannot close it, or has not by the deadline; then the closing thread goes
+        on.
         """
         if not self.comm:
             self.abort()
@@ -299,16 +301,17 @@ class NcclLink:
         while not closing.done and not deadline.passed():
             time.sleep(_NAP)
         self.comm = 0
-        if not closing.done:  # an abort would free what NCCL is closing
+        if not closing.done:  # an abort would free memory that NCCL is closing
             raise NcclError(f"the {self.name} was not closed within {self.timeout:g} s", 0)
         closing.result()
 
     def abort(self) -> None:
-        """Abort the communicator, whatever is in flight; a second time does nothing.
+        """Abort the communicator, whatever is in flight; a second call does nothing.
 
-        NCCL frees it, and wants no other thread to be in a call then. A launch takes microseconds; one in the
-        background ends when NCCL finds that a peer has died, but may wait for one that is silent for ever.
-        So that one is told to end, which NCCL can since 2.29, and otherwise keeps its communicator.
+        NCCL frees the communicator, and requires that no other thread is in a call then. A launch takes
+        microseconds. A call in the background ends when NCCL finds that a peer has died, but a silent peer
+        may block it for ever. NCCL 2.29 and later can end such a call (revoke); in earlier versions the call
+        keeps its communicator.
         """
         self.error = self.error or NcclError(f"the {self.name} was aborted", 0)
         is_held = self.lock.acquire(timeout=_ABORT_WAITS)
@@ -330,7 +333,7 @@ class NcclLink:
 
 
 def _has_ended(call: Background[int]) -> bool:
-    """Wait a moment for a call of NCCL; returns whether it has ended."""
+    """Wait a moment for an NCCL call; return whether it has ended."""
     deadline = Deadline(_ABORT_WAITS)
     while not (call.done or deadline.passed()):
         time.sleep(_NAP)
@@ -338,7 +341,7 @@ def _has_ended(call: Background[int]) -> bool:
 
 
 class EventPoll:
-    """The poll of one operation: a query of the event that follows it.
+    """The poll of one operation: queries the event recorded after it.
 
     `on_host`: the host waits for the operation, not a stream (barrier).
     """
@@ -365,7 +368,7 @@ class EventPoll:
         self.call = call
         self.key = key
         self.parts = parts
-        self.entries = _OF_LAUNCH  # of the stream
+        self.entries = _OF_LAUNCH  # entries of the stream
         self.is_flying = False  # counted by the link
         self._link = link
         self._begin = begin
@@ -373,7 +376,7 @@ class EventPoll:
         self._done = False
         self._error: Exception | None = None
         self._functions: list[tuple[Event, Callable[[], None]]] = []
-        self._ran: list[Callable[[], None]] = []  # their kernels may still use what they refer to
+        self._ran: list[Callable[[], None]] = []  # chained functions; kernels may use their memory
         self._on_host = on_host
 
     def __call__(self) -> bool:
@@ -399,7 +402,7 @@ class EventPoll:
 
     @property
     def ready(self) -> bool:
-        """Whether `order_current_stream` returns at once. Poll until then, so that others can progress."""
+        """Return whether `order_current_stream` returns at once. Until then poll, so others can progress."""
         return self._done or (self._end is not None and not self._on_host)
 
     def order_current_stream(self) -> None:
@@ -425,8 +428,8 @@ class EventPoll:
     def chain(self, function: Callable[[], None]) -> None:
         """Run `function` under the link's stream, at once or as soon as the operation is launched.
 
-        Its kernels follow the operation and the work enqueued so far on the current stream. It must not
-        block.
+        Its kernels run after the operation and the work enqueued so far on the current stream. `function`
+        must not block.
         """
         link = self._link
         arrived = link.mark()
@@ -446,12 +449,12 @@ class EventPoll:
 
     @property
     def expected(self) -> int:
-        """How many entries of the stream its launch takes."""
+        """Number of stream entries that the launch takes."""
         return _OF_LAUNCH + _OF_FUNCTION * len(self._functions)
 
     @property
     def reached(self) -> bool:
-        """Whether the device has done the operation, and what was chained to it so far."""
+        """Return whether the device has completed the operation and the functions chained to it so far."""
         return self._done or (self._end is not None and self._end.query())
 
     def launched(self) -> None:

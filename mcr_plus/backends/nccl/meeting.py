@@ -1,4 +1,4 @@
-"""How the ranks of a communicator find each other before they call NCCL."""
+"""Rendezvous of a communicator's ranks before they call NCCL."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ if TYPE_CHECKING:
 
 
 class Meeting:
-    """Returns the unique id of a communicator once all its ranks have come, None before.
+    """Returns the communicator's unique id once all its ranks have arrived, None before.
 
-    Ranks call NCCL only then: it would wait for those that have not come, and cannot be stopped while it
-    makes a communicator.
+    Ranks call NCCL only then: NCCL would wait for absent ranks, and cannot be stopped while it creates a
+    communicator.
     """
 
     def __init__(
         self, store: Store | None, name: str, size: int, rank: int, make: Callable[[], bytes]
     ) -> None:
-        """`name`: a new one, under which the store has nothing. `make`: makes the id, on rank 0."""
+        """`name`: a new name, unused in the store. `make`: creates the id, on rank 0."""
         self._store = store
         self._name = name
         self._size = size

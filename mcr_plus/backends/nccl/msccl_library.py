@@ -1,7 +1,7 @@
 """The backend `msccl` on GPUs: a library with NCCL's C ABI that runs algorithm files itself.
 
-Examples are MSCCL's executor for NCCL, and RCCL. The library's own scheduler picks the algorithms from the
-folder in MSCCL_ALGO_DIR. Has not run on a GPU, nor with any such library.
+Examples are MSCCL's executor for NCCL, and RCCL. The library's own scheduler picks algorithms from the folder
+MSCCL_ALGO_DIR. This backend is untested: neither on a GPU nor with any such library.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class MscclLibraryBackend(NcclBackend):
 
     @classmethod
     def library_version(cls) -> str:
-        """The version of NCCL that the library reports."""
+        """Version of NCCL that the library reports."""
         return f"{cls.library}, NCCL {load(cls.library).version_text}"
 
     @classmethod
     def supports(cls, signature: Signature) -> Support:
-        """As NCCL; algorithms cannot be named, since the library picks them."""
+        """Support what NCCL supports, but no named algorithms: the library picks them."""
         if signature.algorithm is not None:
             return Support("no", f"algorithm '{signature.algorithm}'; {cls.library} picks its own")
         return super().supports(signature)

@@ -1,1 +1,1 @@
-"""Shared memory of one host: its own collectives and messages, and an interpreter of algorithm files."""
+"""Shared memory on one host: direct collectives, messages, and an interpreter of algorithm files."""

@@ -1,8 +1,8 @@
-"""Intrinsics for memory that processes share: ordered loads and stores, copies, pauses, futexes.
+"""Intrinsics for memory shared by processes: ordered loads and stores, copies, pauses, futexes.
 
-All are numba intrinsics on addresses (int64), not on arrays: a compiled function then takes one array of
-state, in which every buffer is a number, which makes calls as cheap as numba allows. Addresses of counters
-are multiples of 8.
+All are numba intrinsics on addresses (int64), not on arrays. A compiled function then takes one array of
+state with the addresses of all buffers, which makes calls as cheap as numba allows. Addresses of counters are
+multiples of 8.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numba.core import cgutils
 
 from mcr_plus.waiting.futex_memory import EVERYBODY, SYSTEM_CALL, WAKE
 
-_numba: Any = numba  # partly annotated, which type checkers report here
+_numba: Any = numba  # partly annotated, which type checkers report
 _types: Any = _numba.types
 _I8: Final = ir.IntType(8)
 _I32: Final = ir.IntType(32)
@@ -30,7 +30,7 @@ STREAMED: Final = 64
 
 
 def _of_integers(arguments: int, returns: bool, emit: Callable[[Any, Any], Any]) -> Any:
-    """Return a numba function of so many int64 from LLVM instructions: `emit(builder, arguments)`."""
+    """Return a numba function of several int64 from LLVM instructions: `emit(builder, arguments)`."""
     result = _types.int64 if returns else _types.void
 
     def build() -> Any:
@@ -38,7 +38,7 @@ def _of_integers(arguments: int, returns: bool, emit: Callable[[Any, Any], Any])
             lambda context, builder, signature, args: emit(builder, args)  # noqa: ARG005
         )
 
-    # numba counts the parameters, so there is one function for each number of them.
+    # numba counts the parameters, so there is one function per number of parameters.
     def none(typing_context: Any) -> Any:  # noqa: ARG001
         return build()
 
@@ -68,7 +68,7 @@ def _emit_store(builder: Any, args: Any) -> None:
 
 
 def _emit_pause(builder: Any, args: Any) -> None:  # noqa: ARG001
-    # By LLVM intrinsics: numba has no parser for assembly.
+    # Uses LLVM intrinsics, because numba has no parser for assembly.
     machine = platform.machine()
     if machine in ("x86_64", "AMD64"):
         kind = ir.FunctionType(ir.VoidType(), [])
@@ -80,7 +80,7 @@ def _emit_pause(builder: Any, args: Any) -> None:  # noqa: ARG001
 
 
 def _emit_yield(builder: Any, args: Any) -> None:  # noqa: ARG001
-    # By name, which the linker resolves in every process: the cache on disk cannot contain an address.
+    # Calls by name, which the linker resolves in every process: the disk cache cannot hold addresses.
     kind = ir.FunctionType(_I32, [])
     builder.call(cgutils.get_or_insert_function(builder.module, kind, "sched_yield"), [])
 

@@ -1,4 +1,4 @@
-"""The backend `msccl`: the ranks of one host, through memory that they share."""
+"""The backend `msccl`: collectives and messages among the ranks of one host, through shared memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def kernel_of(kind: str) -> int | None:
-    """Return the number of a collective in `collectives_kernels`; None if that has none of this name."""
+    """Return the number of a collective in `collectives_kernels`; None if there is none of this name."""
     found: int | None = getattr(collectives_kernels, kind.upper(), None)
     if found is None and kind in VECTOR:
         return collectives_kernels.EXCHANGE if collective(kind).sends == "each" else collectives_kernels.SHARE
@@ -41,20 +41,20 @@ def kernel_of(kind: str) -> int | None:
 
 _KERNELS: Final = {kind: number for kind in KINDS if (number := kernel_of(kind)) is not None}
 _SHARED_MEMORY: Final = Path("/dev/shm")
-_MOST_RANKS: Final = 128  # the memory grows with their square
+_MOST_RANKS: Final = 128  # the memory grows with the square of this
 # Bytes of a slot. Ranks wait for each other at each slice; on busy cores each wait costs a time slice of
-# another process. Larger slots make that rarer; slots beyond 2 MiB do not fit the caches.
+# another process. Larger slots mean fewer waits, but slots beyond 2 MiB do not fit the caches.
 _AREA: Final = 2 << 20
 _IN_THREAD: Final = 768 << 10  # bytes above which asynchronous operations run in the thread
-_SPINS: Final = 20  # in a poll, which then takes as long as one of MPI; the engine sets the number of polls
+_SPINS: Final = 20  # per poll, which then takes as long as an MPI poll; the engine sets the number of polls
 _YIELDS: Final = 4
 _AREAS: Final = 24 << 20  # bytes for all ranks
-_MESSAGES: Final = 1  # channel of sends and receives; those of algorithms follow
+_MESSAGES: Final = 1  # channel of sends and receives; the channels of algorithms follow
 _DEPTH: Final = 4
 _SLOT: Final = 128 << 10
 _SLOTS: Final = 16 << 20  # bytes for all queues
 _LEAST_SLOT: Final = 256  # bytes
-_PATIENCE_S: Final = 0.25  # before a mismatch is reported without the description of the peer's operation
+_PATIENCE_S: Final = 0.25  # s before a mismatch is reported without the description of the peer's operation
 
 
 class MscclBackend(Backend):
@@ -76,26 +76,26 @@ class MscclBackend(Backend):
 
     @classmethod
     def availability(cls) -> Availability:
-        """Available with Linux's shared memory."""
+        """Report the backend as available if the system has shared memory as Linux does."""
         if not _SHARED_MEMORY.is_dir():
             return Availability(False, reason=f"no {_SHARED_MEMORY} on {sys.platform}", remedy="use Linux")
         return Availability(True, cls.library_version())
 
     @classmethod
     def library_version(cls) -> str:
-        """The version of this package."""
+        """Version of this package."""
         return f"mcr_plus {package_version()}"
 
     @classmethod
     def unavailable_in(cls, world: World) -> str:
-        """See `Backend`: some ranks must share a host."""
+        """See `Backend`. Some ranks must share a host."""
         if world.size > 1 and len(set(world.hosts)) == world.size:
             return "every rank is on a host of its own, and hosts share no memory"
         return ""
 
     @classmethod
     def unavailable_for(cls, world: World, group: Group) -> str:
-        """See `Backend`: all ranks must share a host."""
+        """See `Backend`. All ranks must share a host."""
         hosts = world.hosts_of(group)
         if hosts > 1:
             return f"group '{group.name}' is on {hosts} hosts, which share no memory"
@@ -120,7 +120,7 @@ class MscclBackend(Backend):
 
     @classmethod
     def supports(cls, signature: Signature) -> Support:
-        """All operations for which `collectives_kernels` has a kernel, and messages."""
+        """Support messages and all operations for which `collectives_kernels` has a kernel."""
         if signature.kind not in _KERNELS and signature.kind not in MESSAGES:
             return Support("no", f"{signature.kind}; msccl has {', '.join((*_KERNELS, *MESSAGES))}")
         if signature.algorithm is not None:
@@ -133,7 +133,7 @@ class MscclBackend(Backend):
 
     @classmethod
     def descriptors(cls, size: int) -> int:  # noqa: ARG003 - a Backend
-        """See `Backend`: the shared memory."""
+        """See `Backend`. A group has one shared memory file."""
         return 1
 
     def open(self, group: Group) -> Channel:
@@ -152,7 +152,7 @@ class MscclBackend(Backend):
             channel.progress()
 
     def thread_restriction(self) -> str:
-        """See `Backend`: a work queue admits one thread, and the engine's lock protects messages."""
+        """See `Backend`. A work queue admits one thread, and the engine's lock protects messages."""
         return ""
 
     def close(self, clean: bool) -> None:  # noqa: ARG002 - a Backend
@@ -162,7 +162,7 @@ class MscclBackend(Backend):
 
 
 def _too_large(signature: Signature) -> str:
-    """Return why an algorithm is too large for so many ranks (for the verifier or the memory), or ''."""
+    """Return why an algorithm is too large for the verifier or for the shared memory, or ''."""
     try:
         most, slot = catalog.algorithm_of(signature).largest_step, _shape(signature.ranks).slot
     except AlgorithmError as error:
@@ -188,7 +188,7 @@ def _shape(ranks: int) -> Shape:
 
 
 def _values(signature: Signature) -> tuple[int, ReduceKernels]:
-    """Bytes of a value, and the kernels that reduce them; a complex number has two values."""
+    """Return the bytes of a value, and the kernels that reduce values; a complex number has two values."""
     width = 1 if signature.dtype is None else signature.dtype.itemsize
     if signature.kind not in REDUCING:
         return width, ReduceKernels()
@@ -199,7 +199,7 @@ def _values(signature: Signature) -> tuple[int, ReduceKernels]:
 
 
 def _count(signature: Signature, width: int) -> int:
-    """Values of a buffer, or of a rank's block, see `DirectCollectives.bind`."""
+    """Return the number of values of a buffer, or of a rank's block, see `DirectCollectives.bind`."""
     count = (signature.nbytes or 0) // width
     return count if signature.kind in IN_PLACE else count // signature.ranks
 
@@ -246,7 +246,7 @@ class SharedMemoryChannel(Channel):
         return start
 
     def bind_checked(self, signature: Signature, every: int, corrupted: Corrupted) -> Start | None:  # noqa: ARG002
-        """See `Channel`: headers say which messages carry checksums."""
+        """See `Channel`. Message headers say whether a message carries checksums."""
         with preparing("msccl's messages with checksums"):
             p2p_kernels.prepare()
             if not self._p2p.check():
@@ -256,8 +256,8 @@ class SharedMemoryChannel(Channel):
         return self._p2p.bind_receive(signature, corrupted)
 
     def direct(self, signature: Signature) -> Any:
-        """The state of a direct collective of equal sizes, see `DirectCollectives.bind`."""
-        # One state for all calls: the queue begins an operation only when the one before it is done.
+        """Return the state of a direct collective of equal sizes, see `DirectCollectives.bind`."""
+        # One state for all calls: the queue begins an operation only after the previous one is done.
         width, kernels = _values(signature)
         return self._collectives.bind(
             _KERNELS[signature.kind],
@@ -269,13 +269,13 @@ class SharedMemoryChannel(Channel):
         )
 
     def run_by(self, signature: Signature, state: Any, begin: Begin, advance: Advance) -> Run:
-        """How operations of a state start, which these functions run in the order of the queue."""
-        # Smaller operations are done before the thread has woken up.
+        """Return the start of operations of a state; the work queue calls the given functions in order."""
+        # Smaller operations are done before the thread could wake up.
         in_thread = signature.async_op and (signature.nbytes or 0) > _IN_THREAD
         return self._queue.bind(begin, advance, state, in_thread=in_thread)
 
     def _bind_algorithm(self, signature: Signature) -> Start:
-        from mcr_plus.backends.shm import interpreter_kernels  # here: the tables of most jobs name none
+        from mcr_plus.backends.shm import interpreter_kernels  # here: most jobs' tables name no algorithm
         from mcr_plus.backends.shm.interpreter import Interpreter, mismatched_peer
 
         width, kernels = _values(signature)
@@ -357,7 +357,7 @@ class SharedMemoryChannel(Channel):
         self.end()
         self._segment.close()
 
-    release = close  # other ranks may still use theirs: their mapping is their own
+    release = close  # other ranks may still use theirs, since each has its own mapping
 
 
 class _Stepping:
@@ -381,7 +381,7 @@ class _Stepping:
         if (rank := self._mismatched(self._state)) is not None:
             now = monotonic()
             if self._since is None:
-                self._since = now  # the peer's description may follow, for a better error
+                self._since = now  # a better error may follow with the peer's description
             elif now - self._since > _PATIENCE_S:
                 raise OrderMismatch(
                     f"{self._signature.describe()} in group '{self._group.name}': "
@@ -391,11 +391,11 @@ class _Stepping:
 
 
 class _Uneven:
-    """The poll of an operation with uneven sizes; raises if ranks disagree on them."""
+    """The poll of an operation with uneven sizes; raises if ranks disagree on the sizes."""
 
     def __init__(self, poll: Poll, state: Any, message: Message, group: Group, parts: int) -> None:
         self._poll, self._state, self._message, self._group = poll, state, message, group
-        self._parts = parts  # values of the kernels per element
+        self._parts = parts  # kernel values per element
 
     def __call__(self) -> bool:
         if not self._poll():

@@ -1,4 +1,4 @@
-"""Direct collectives without an algorithm file: the operations that `collectives_kernels` runs."""
+"""Direct collectives, which need no algorithm file: the operations of `collectives_kernels`."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from mcr_plus.backends.shm.segment import Segment
 
 _NOTHING: Final = ReduceKernels()
-_CACHED: Final = 768 << 10  # bytes of a slice that stay in the core's cache until a peer takes them
+_CACHED: Final = 768 << 10  # bytes of a slice that stay in the core's cache until a peer reads them
 
 
 class DirectCollectives:
     """The direct collectives of one rank of two or more on a segment.
 
     Operations run one at a time, in the same order on all ranks. `spins` and `yields`: number of retries of
-    `advance` with and without the core before it returns. `whole`: largest bytes of which every rank reduces
-    everything. `streamed`: least bytes of a result that is written past the caches.
+    `advance` with and without the core before it returns. `whole`: size in bytes up to which every rank
+    reduces all data. `streamed`: size in bytes from which results are written past the caches.
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class DirectCollectives:
         `begin(state, source, target)` takes addresses, equal for calls in place: all_gather's source may be
         its block of the target. `count` elements of `width` bytes are the whole buffer of all_reduce, reduce
         and broadcast, and one rank's block of all others. broadcast reads the root's `source` and does not
-        write its target. A state may be begun again when it is done. Ranks with different `tag`s wait for
-        each other for ever.
+        write its target. A state may be begun again when the operation is done. Ranks with different `tag`s
+        wait for each other for ever.
 
-        For EXCHANGE, SHARE and REDUCE_SCATTER_V it is a pattern, from which `of_sizes` makes states.
+        For EXCHANGE, SHARE and REDUCE_SCATTER_V the state is a pattern, from which `of_sizes` makes states.
         """
         shape, rank = self._segment.shape, self._segment.rank
         header = (-(-8 * (1 + shape.ranks) // 64) * 64) if kind in UNEVEN else 0
@@ -112,10 +112,11 @@ class DirectCollectives:
         return state
 
     def of_sizes(self, pattern: Any, sent: Sequence[int], expected: Sequence[int]) -> Any:
-        """Return the state of one operation: elements for each rank, and elements expected of each.
+        """Return the state of one operation, given the elements for each rank and the elements expected from
+        it.
 
-        They are contiguous in source and target, in rank order; SHARE's source is sent to all. When the
-        operation is done, `mismatch` returns a disagreement on sizes.
+        Parts are contiguous in source and target, in rank order; SHARE's source is sent to all ranks. When
+        the operation is done, `mismatch` returns a disagreement on sizes.
         """
         state = pattern.copy()
         ranks = self._segment.shape.ranks
@@ -127,5 +128,5 @@ class DirectCollectives:
 
 
 def mismatch(state: Any) -> tuple[int, int] | None:
-    """Return, for a finished operation, a rank with an unexpected count and that count; None without one."""
+    """Return, after an operation, a rank with an unexpected count, and the count; None if there is none."""
     return (int(state[words.MISMATCH]) - 1, int(state[words.GIVEN])) if state[words.MISMATCH] else None

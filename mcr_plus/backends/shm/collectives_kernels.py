@@ -1,7 +1,6 @@
-"""Compiled functions of the direct collectives: each rank writes to its own area, and reads those of the
-others.
+"""Compiled functions of the direct collectives: each rank writes to its own area and reads its peers' areas.
 
-Data pass in slices through a ring of slots per rank, in up to three phases, each of which may be ahead of
+Data passes in slices through a ring of slots per rank, in up to three phases, each of which may be ahead of
 the next one by as many slices as there are slots:
 
     put      copy the data that others need from this rank into the slot      then `put` += 1
@@ -18,8 +17,8 @@ header: the number of slices of its rank, and the number of elements for each of
 the largest number. A rank that receives an unexpected count discards the data, and `collectives.mismatch`
 returns the sender.
 
-`advance` is resumable: it returns after a moment without progress, so that Python checks
-deadlines, and it never blocks on a dead peer.
+`advance` is resumable: it returns after a moment without progress, so that Python checks deadlines, and it
+never blocks on a dead peer.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from mcr_plus.backends.shm.segment import LINE
 from mcr_plus.backends.shm.wakeup import give_way, may_yield, ring
 from mcr_plus.kernels.cpu import compiled
 
-_types: Any = numba.types  # partly annotated, which type checkers report here
+_types: Any = numba.types  # partly annotated, which type checkers report
 
 BARRIER: Final = 0
 ALL_REDUCE: Final = 1
@@ -55,10 +54,10 @@ BROADCAST: Final = 5
 REDUCE: Final = 6
 GATHER: Final = 7
 SCATTER: Final = 8
-EXCHANGE: Final = 9  # each rank sends different data to each other, of uneven sizes
-SHARE: Final = 10  # each rank sends the same data to all that expect it, of uneven sizes
+EXCHANGE: Final = 9  # each rank sends different data of uneven sizes to every other rank
+SHARE: Final = 10  # each rank sends the same data of uneven sizes to all ranks that expect it
 REDUCE_SCATTER_V: Final = 11
-ALL_REDUCE_WHOLE: Final = 12  # every rank reduces everything: one exchange instead of two
+ALL_REDUCE_WHOLE: Final = 12  # every rank reduces all data: one exchange instead of two
 UNEVEN: Final = (EXCHANGE, SHARE, REDUCE_SCATTER_V)
 
 # Words of the state.
@@ -71,7 +70,7 @@ AREA: Final = 5  # bytes of a slot
 RING: Final = 6
 SPINS: Final = 7
 YIELDS: Final = 8
-BASE: Final = 9  # slices of all operations before this one
+BASE: Final = 9  # slices of all earlier operations
 SLICES: Final = 10
 PUT: Final = 11  # slices of this operation: put, reduced, taken by this rank
 REDUCED: Final = 12
@@ -88,21 +87,21 @@ STREAMS: Final = 22  # whether `take` writes past the caches
 HEADER: Final = 23  # bytes, where sizes differ between ranks
 AGREED: Final = 24  # whether the number of slices is known
 MISMATCH: Final = 25  # 1 + a rank that sends an unexpected count
-TAG: Final = 26  # of the operation, equal on all ranks
+TAG: Final = 26  # tag of the operation, equal on all ranks
 BELLS: Final = 27
-GIVEN: Final = 28  # elements that the rank of `MISMATCH` sends to this one
-WORDS: Final = 29  # for uneven sizes: elements for each rank follow, and elements expected of each
+GIVEN: Final = 28  # elements that the rank of `MISMATCH` sends to this rank
+WORDS: Final = 29  # for uneven sizes: then elements for each rank, and elements expected from each
 
-PUT_AT: Final = 0  # in a rank's line
+PUT_AT: Final = 0  # offsets in a rank's line
 REDUCED_AT: Final = 8
 TAKEN_AT: Final = 16
-TAGS_AT: Final = 24  # of the operation that each slot of the ring belongs to
-KNOWN_AT: Final = 64  # slices known to be taken by all others; on a cache line that they do not read
+TAGS_AT: Final = 24  # tag of the operation that each slot of the ring belongs to
+KNOWN_AT: Final = 64  # slices known to be taken by all peers; on a cache line that peers do not read
 
 
 @compiled
 def all_reached(state, offset, count):  # type: ignore[no-untyped-def]
-    """Whether the counter at `offset` of every other rank's line is at least `count`."""
+    """Return whether the counter at `offset` of every other rank's line is at least `count`."""
     lines = state[LINES]
     for rank in range(state[RANKS]):
         if rank != state[RANK] and load_acquire(lines + rank * LINE + offset) < count:
@@ -112,7 +111,7 @@ def all_reached(state, offset, count):  # type: ignore[no-untyped-def]
 
 @compiled
 def all_put(state, index):  # type: ignore[no-untyped-def]
-    """Whether every other rank has put slice `index`, and for the same operation.
+    """Return whether every other rank has put slice `index` for the same operation.
 
     A slice of another operation is never taken: mismatched operations stay pending.
     """
@@ -129,16 +128,16 @@ def all_put(state, index):  # type: ignore[no-untyped-def]
 
 @compiled
 def slot_of(state, rank, slice_number):  # type: ignore[no-untyped-def]
-    """Address of a rank's slot for a slice of this operation."""
+    """Return the address of a rank's slot for a slice of this operation."""
     ring = state[RING]
     return state[AREAS] + (rank * ring + (state[BASE] + slice_number) % ring) * state[AREA]
 
 
 @compiled
 def bounds_of(state, rank, elements):  # type: ignore[no-untyped-def]
-    """First element of a rank's part of a slice, and how many there are.
+    """Return the first element of a rank's part of a slice, and the number of elements.
 
-    Parts are whole cache lines, so that no two ranks write to the same.
+    Parts are whole cache lines, so that no two ranks write to the same line.
     """
     ranks, line = state[RANKS], 64 // state[WIDTH]
     part = (elements + ranks * line - 1) // (ranks * line) * line
@@ -148,7 +147,7 @@ def bounds_of(state, rank, elements):  # type: ignore[no-untyped-def]
 
 @compiled
 def block_of(state, rank, index):  # type: ignore[no-untyped-def]
-    """Where a slice of the block that a rank sends to this one lies: in its slot, or in the own source."""
+    """Return the address of a slice of the block from a rank to this one: in its slot, or in our source."""
     me, width = state[RANK], state[WIDTH]
     exchanged = state[KIND] == ALL_TO_ALL
     if rank != me:
@@ -160,7 +159,7 @@ def block_of(state, rank, index):  # type: ignore[no-untyped-def]
 
 @compiled
 def _left(state, count, index):  # type: ignore[no-untyped-def]
-    """Elements of slice `index` of `count` elements."""
+    """Return the number of elements of slice `index` of `count` elements."""
     return max(0, min(state[SLICE], count - index * state[SLICE]))
 
 
@@ -202,7 +201,7 @@ def _agree(state):  # type: ignore[no-untyped-def]
 
 @compiled
 def _take_uneven(state, index):  # type: ignore[no-untyped-def]
-    """Copy a slice of the data of every rank for this one, its own from the source."""
+    """Copy a slice of every rank's data for this rank; the own part comes from the source."""
     me, ranks, width = state[RANK], state[RANKS], state[WIDTH]
     skip = index * state[SLICE] * width
     target = state[TARGET] + skip
@@ -330,7 +329,7 @@ def _take_reduced(state, index, first, elements):  # type: ignore[no-untyped-def
 
 @compiled
 def _take_blocks(state, index, first, elements):  # type: ignore[no-untyped-def]
-    """Copy a slice of every rank's block, the own one from the source."""
+    """Copy a slice of every rank's block; the own block comes from the source."""
     width = state[WIDTH]
     for rank in range(state[RANKS]):
         target, at = state[TARGET] + (rank * state[COUNT] + first) * width, block_of(state, rank, index)
@@ -365,7 +364,7 @@ def _take(state, index):  # type: ignore[no-untyped-def]
 
 @compiled
 def may_put(state, count):  # type: ignore[no-untyped-def]
-    """Whether all have taken that many slices; mostly known without reading the lines of the others."""
+    """Return whether all ranks have taken `count` slices; mostly known without reading their lines."""
     if load_acquire(state[LINES] + state[RANK] * LINE + KNOWN_AT) >= count:
         return True
     return all_reached(state, np.int64(TAKEN_AT), count)
@@ -373,7 +372,7 @@ def may_put(state, count):  # type: ignore[no-untyped-def]
 
 @compiled
 def may_put_next(state):  # type: ignore[no-untyped-def]
-    """Whether the next slice may be put."""
+    """Return whether the next slice may be put."""
     put, ring = state[PUT], state[RING]
     return put < state[SLICES] and put < state[TAKEN] + ring and may_put(state, state[BASE] + put + 1 - ring)
 
@@ -389,7 +388,7 @@ def has_put(state):  # type: ignore[no-untyped-def]
 
 @compiled
 def may_reduce_next(state):  # type: ignore[no-untyped-def]
-    """Whether the next slice may be reduced; not for kinds without a reduction."""
+    """Return whether the next slice may be reduced; False for kinds without a reduction."""
     kind, reduced = state[KIND], state[REDUCED]
     reduces = kind in (ALL_REDUCE, REDUCE, REDUCE_SCATTER, REDUCE_SCATTER_V, ALL_REDUCE_WHOLE)
     return reduces and reduced < state[PUT] and all_put(state, reduced)
@@ -397,7 +396,7 @@ def may_reduce_next(state):  # type: ignore[no-untyped-def]
 
 @compiled
 def has_reduced(state):  # type: ignore[no-untyped-def]
-    """Publish that the next slice has been reduced, where others take the sums."""
+    """Publish that the next slice has been reduced, if peers take the sums."""
     state[REDUCED] += 1
     if state[KIND] in (ALL_REDUCE, REDUCE):
         store_release(state[LINES] + state[RANK] * LINE + REDUCED_AT, state[BASE] + state[REDUCED])
@@ -405,7 +404,7 @@ def has_reduced(state):  # type: ignore[no-untyped-def]
 
 @compiled
 def may_take_next(state):  # type: ignore[no-untyped-def]
-    """Whether the next slice may be taken."""
+    """Return whether the next slice may be taken."""
     kind, taken = state[KIND], state[TAKEN]
     if kind in (REDUCE_SCATTER, REDUCE_SCATTER_V, ALL_REDUCE_WHOLE):
         return taken < state[REDUCED]
@@ -423,7 +422,7 @@ def has_taken(state):  # type: ignore[no-untyped-def]
 
 @compiled
 def _step(state):  # type: ignore[no-untyped-def]
-    """Run each phase for one slice if possible; returns whether any ran."""
+    """Run each phase for one slice if possible; return whether any ran."""
     moved = False
     if may_put_next(state):
         _put(state, state[PUT])
@@ -447,7 +446,7 @@ def _step(state):  # type: ignore[no-untyped-def]
 
 @compiled
 def advance(state, patient):  # type: ignore[no-untyped-def]
-    """Advance as far as possible: 1 once the operation is done, else 0, after microseconds if `patient`."""
+    """Advance as far as possible. Return 1 once done, else 0, after microseconds if `patient`."""
     spins = yields = 0
     while state[TAKEN] < state[SLICES] or not state[AGREED]:
         if _step(state):
@@ -482,7 +481,7 @@ def begin(state, source, target):  # type: ignore[no-untyped-def]
 
 @cache
 def prepare() -> None:
-    """Compile the functions, or load them from disk: some seconds, during which no peer should wait."""
+    """Compile the functions, or load them from disk. Takes seconds, during which no peer should wait."""
     words, address = _types.int64[::1], _types.int64
     advance.compile((words, address))
     begin.compile((words, address, address))

@@ -1,4 +1,4 @@
-"""Bits that tests flip inside compiled functions which take checksums of what they move."""
+"""Bit flips for tests, inside compiled functions that compute checksums of the data they move."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from mcr_plus.backends.shm.atomics import copy, load_acquire, store_release
 from mcr_plus.kernels.cpu import compiled
 
 # Words of a fault.
-PLACE: Final = 0  # where a bit flips: one of the places that a function names, 0 for nowhere
-AFTER: Final = 1  # after so many times at that place
-BYTE: Final = 2  # modulo the bytes there
-MASK: Final = 3  # of the bit, in its byte
+PLACE: Final = 0  # place of the flip, by the functions' numbers; 0 for none
+AFTER: Final = 1  # number of passes at that place before the flip
+BYTE: Final = 2  # modulo the number of bytes there
+MASK: Final = 3  # mask of the bit in its byte
 SCRATCH: Final = 4
 FAULT_WORDS: Final = 5
 
 
 @compiled
 def damage(fault, place, address, nbytes):  # type: ignore[no-untyped-def]
-    """Flip the bit that a test has asked for, if it is here. `fault`: address of `FAULT_WORDS` int64."""
+    """Flip the bit that a test requested, if it is due here. `fault`: address of `FAULT_WORDS` int64."""
     if load_acquire(fault) != place or nbytes <= 0:
         return
     if load_acquire(fault + 8 * AFTER):

@@ -1,4 +1,4 @@
-"""Programs of algorithm files on a segment: the state of an operation, which `interpreter_kernels` runs."""
+"""Programs of algorithm files on a segment: the state of an operation that `interpreter_kernels` runs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Interpreter:
     """One rank's program of one algorithm on a segment.
 
     Operations run one at a time, in the same order on all ranks. `spins` and `yields`: number of retries of
-    `advance` with and without the core before it returns. The first `skip` channels of the segment are not
-    used.
+    `advance` with and without the core before it returns. The first `skip` channels of the segment stay
+    unused.
 
     Raises:
         Unsupported: the algorithm needs more channels than the segment has, or its chunks cannot be divided
@@ -63,13 +63,13 @@ class Interpreter:
         `begin(state, source, target)` takes addresses. For a call `in_place` they are equal, except for
         allgather, whose source is this rank's block of the target, and for reducescatter, the other way
         round. `count` elements of `width` bytes are the whole buffer, or for allgather, reducescatter,
-        alltoall, gather and scatter one rank's block of it. A state may be begun again when it is done; its
-        memory lives as long as this object. Ranks with different `tag`s wait for each other for ever;
-        `mismatched_peer` returns such a rank.
+        alltoall, gather and scatter one rank's block of it. A state may be begun again when the operation is
+        done; its memory lives as long as this object. Ranks with different `tag`s wait for each other for
+        ever; `mismatched_peer` returns such a rank.
         """
         shape, segment = self._segment.shape, self._segment
         steps = [step for block in self._program.blocks for step in block.steps]
-        # All ranks need the same tiles, so the largest step of any rank counts.
+        # All ranks need the same tiles, so the largest step of any rank determines them.
         most = self.algorithm.largest_step
         chunk, rest = divmod(count, self._per_block)
         room = shape.slot // most // _LINE_BYTES * _LINE_BYTES // width
@@ -129,20 +129,20 @@ class Interpreter:
         return state
 
     def offset(self, nbytes: int) -> int:
-        """Return the bytes from output to input in a call in place; `nbytes` as `count` of `bind`."""
+        """Return the bytes from output to input of an in-place call; `nbytes` as `count` in `bind`."""
         own_input, own_output = self._aliased
         return -own_output * nbytes if own_output >= 0 else own_input * nbytes
 
     @property
     def _aliased(self) -> tuple[int, int]:
-        """In place: block of the output that is the input, and of the input that is the output; or -1."""
+        """Return, in place, the output's block with the input and the input's with the output; or -1."""
         rank, row = self._segment.rank, ROWS[self.algorithm.collective]
         if row.sends == row.receives:
             return 0, -1
         return (rank, -1) if row.receives == "each" else (-1, rank)
 
     def _stage(self, in_place: bool) -> Literal["", "buffer", "output"]:
-        """Return the place to which the input must be copied first; '' if the algorithm can read it."""
+        """Return the place to which the input must be copied first; '' if the algorithm reads it directly."""
         algorithm = self.algorithm
         if in_place:
             return "" if algorithm.in_place else "buffer"
@@ -177,7 +177,7 @@ class Interpreter:
                 )
                 state[word + words.RECEIVES] = block.receive
             for step in block.steps:
-                # A step without a buffer of its own describes the peer's, which is ignored.
+                # A step without a buffer of its own describes the peer's buffer, which is ignored.
                 source, target = step.source, step.target
                 reads, writes = step.operation in READS, step.operation in WRITES
                 after = step.after or (-1, -1)
@@ -196,5 +196,5 @@ class Interpreter:
 
 
 def mismatched_peer(state: Any) -> int | None:
-    """Return a rank that sends data of another operation, None without one: the orders of ranks differ."""
+    """Return a rank that sends data of another operation, None if there is none."""
     return int(state[words.MISMATCHED]) - 1 if state[words.MISMATCHED] else None

@@ -1,19 +1,19 @@
 """Compiled functions that run an algorithm: a resumable interpreter of its steps over queues.
 
 Every chunk is cut into tiles that fit a slot of a queue, and all steps run once per tile, as in MSCCL's own
-runtime. Thread blocks are not threads: `advance` runs the next step of each in turns, if its inputs and slots
-are ready, and returns after a moment without progress, so that Python checks deadlines.
+runtime. Thread blocks are not threads: `advance` runs the next step of each block in turn, if the step's
+inputs and slots are ready. It returns after a moment without progress, so that Python checks deadlines.
 
-Where the number of elements is not divisible by that of chunks, the remaining elements form one more tile, of
-one element per chunk, padded with any values in a separate buffer. So all chunks of a tile have one size, on
-which steps over scratch chunks, and steps that move a chunk to another place, rely: with boundaries at k n /
-N each chunk would have its own size, and a rank could not determine the size of a received chunk.
+If the number of elements is not divisible by the number of chunks, the remaining elements form one more tile,
+of one element per chunk, padded with arbitrary values in a separate buffer. So all chunks of a tile have one
+size. Steps over scratch chunks, and steps that move a chunk, rely on this: with boundaries at k n / N each
+chunk would have its own size, and a rank could not determine the size of a received chunk.
 
-An operation begins when the one before has ended on this rank, and the counters of queues continue from one
+An operation begins when the previous one has ended on this rank, and queue counters continue from one
 operation to the next. So the two ends of a queue agree as long as all ranks run the same operations in the
-same order. Beside the counter of filled slots is the tag of the operation of each slot: data of another
-operation is never received. A rank that finds another tag has detected a mismatch
-(`interpreter.mismatched_peer`), since its earlier operations have received all slots that were sent for them.
+same order. The tag of each slot's operation is next to the counter of filled slots: data of another operation
+is never received. A rank that finds another tag has detected a mismatch (`interpreter.mismatched_peer`),
+since its earlier operations have received all slots that were sent for them.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from mcr_plus.kernels.cpu import compiled
 if TYPE_CHECKING:
     from mcr_plus.msccl.algorithm import Operation
 
-_types: Any = numba.types  # partly annotated, which type checkers report here
+_types: Any = numba.types  # partly annotated, which type checkers report
 
-# Operations by numbers of their own: compiled functions are kept on disk as long as this file stays the same.
+# Numbers of the operations are defined here: compiled functions stay in the disk cache as long as this file
+# stays the same.
 _S: Final = 0
 _R: Final = 1
 _RCS: Final = 2
@@ -59,25 +60,25 @@ YIELDS: Final = 5
 WIDTH: Final = 6  # bytes of an element
 COMBINE: Final = 7  # addresses of kernels
 DIVIDE: Final = 8
-COUNT: Final = 9  # elements of a block of the buffers: of the whole one, or of the block of one rank
-PER_BLOCK: Final = 10  # chunks of such a block
-CHUNK: Final = 11  # elements of a chunk, but for those left over
+COUNT: Final = 9  # elements of a block of the buffers: the whole buffer, or the block of one rank
+PER_BLOCK: Final = 10  # chunks of a block
+CHUNK: Final = 11  # elements of a chunk, without the remaining elements
 TILE: Final = 12  # elements of a tile
-TILES: Final = 13  # with the one of the elements left over
-REST: Final = 14  # elements left over, per block
+TILES: Final = 13  # including the tile of the remaining elements
+REST: Final = 14  # remaining elements, per block
 INPUTS: Final = 15  # blocks of the input, and of the output
 OUTPUTS: Final = 16
 STAGE: Final = 17  # address to which the input is copied first: 0 none, 1 its place in the output
-OWN_INPUT: Final = 18  # elements from the start of the output to the input of a call in place
-OWN_OUTPUT: Final = 19  # and from the start of the input to the output
+OWN_INPUT: Final = 18  # elements from the start of the output to the input of an in-place call
+OWN_OUTPUT: Final = 19  # elements from the start of the input to the output
 DELIVERS: Final = 20  # whether this rank has a result
 FINISHED: Final = 21
 SPACE: Final = 22  # addresses of input, output and scratch
-REST_SPACE: Final = 25  # the same for the elements left over: 3 words, of which two may be one buffer
-REST_BUFFERS: Final = 28  # candidate addresses for them
+REST_SPACE: Final = 25  # the same for the remaining elements: 3 words; two may be one buffer
+REST_BUFFERS: Final = 28  # candidate addresses for `REST_SPACE`
 STAND_IN: Final = 31  # an output for a rank without one, 0 if not needed
 BLOCKS: Final = 32  # number of thread blocks
-TAG: Final = 33  # of the operation, equal on all ranks
+TAG: Final = 33  # tag of the operation, equal on all ranks
 MISMATCHED: Final = 34  # 1 + a rank that sends data of another operation
 BELLS: Final = 35
 HEAD: Final = 36
@@ -88,14 +89,14 @@ STEPS: Final = 1
 FILLED: Final = 2  # addresses of the counters, with tags behind them, and slots of the queue it sends to
 EMPTIED: Final = 3
 TO: Final = 4
-PEER_FILLED: Final = 5  # and of the one it receives from
+PEER_FILLED: Final = 5  # the same for the queue it receives from
 PEER_EMPTIED: Final = 6
 FROM: Final = 7
 SENT: Final = 8  # slots filled by this rank, and known to be emptied
 FREED: Final = 9
 TAKEN: Final = 10  # slots emptied by this rank, and known to be filled
 ARRIVED: Final = 11
-AT_TILE: Final = 12  # its position
+AT_TILE: Final = 12  # position of the block
 AT_STEP: Final = 13
 RECEIVES: Final = 14  # the rank it receives from
 BLOCK: Final = 15
@@ -109,14 +110,14 @@ TARGET_AT: Final = 4
 CHUNKS: Final = 5
 AFTER_BLOCK: Final = 6
 AFTER_STEP: Final = 7
-TAKES: Final = 8  # whether it receives, and whether it sends
+TAKES: Final = 8  # whether the step receives, and whether it sends
 PUTS: Final = 9
 STEP: Final = 10
 
 
 @compiled
 def _place(state, space, chunk, tile):  # type: ignore[no-untyped-def]
-    """Address of a chunk's part of a tile."""
+    """Return the address of a chunk's part of a tile."""
     width = state[WIDTH]
     if state[REST] and tile == state[TILES] - 1:
         return state[REST_SPACE + space] + chunk * width
@@ -153,13 +154,13 @@ def _piece(state, operation, source, target, arrived, leaving, elements):  # typ
 
 @compiled
 def _tag_of(state, counter, number):  # type: ignore[no-untyped-def]
-    """Address of the tag of a queue's slot `number`; `counter` is the word of the address of its counter."""
+    """Return the address of the tag of slot `number`; state word `counter` has the counter's address."""
     return state[counter] + 8 * (1 + number % state[DEPTH])
 
 
 @compiled
 def _ready(state, block, step, tile, receives, sends):  # type: ignore[no-untyped-def]
-    """Whether a step can run: its dependency is done, a slot is filled, a slot is empty."""
+    """Return whether a step can run: its dependency is done, a slot is filled, a slot is empty."""
     awaited = state[step + AFTER_BLOCK]
     if awaited >= 0:
         other = HEAD + awaited * BLOCK
@@ -182,7 +183,7 @@ def _ready(state, block, step, tile, receives, sends):  # type: ignore[no-untype
 
 @compiled
 def _turn(state, block):  # type: ignore[no-untyped-def]
-    """Run a thread block's next step if it can run; returns whether it ran."""
+    """Run a thread block's next step if it can run; return whether it ran."""
     tile = state[block + AT_TILE]
     if tile == state[TILES]:
         return False
@@ -239,7 +240,7 @@ def _move_rest(state, space, blocks, fills):  # type: ignore[no-untyped-def]
 
 @compiled
 def advance(state, patient):  # type: ignore[no-untyped-def]
-    """Advance as far as possible: 1 once the operation is done, else 0, after microseconds if `patient`."""
+    """Advance as far as possible. Return 1 once done, else 0, after microseconds if `patient`."""
     spins = yields = 0
     while not state[FINISHED]:
         moved, ended = False, True
@@ -310,7 +311,7 @@ def begin(state, source, target):  # type: ignore[no-untyped-def]
 
 @cache
 def prepare() -> None:
-    """Compile the functions, or load them from disk: some seconds, during which no peer should wait."""
+    """Compile the functions, or load them from disk. Takes seconds, during which no peer should wait."""
     words, address = _types.int64[::1], _types.int64
     advance.compile((words, address))
     begin.compile((words, address, address))

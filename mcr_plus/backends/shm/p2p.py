@@ -1,8 +1,8 @@
-"""Sends and receives between the ranks of a segment, through one queue from each rank to each other.
+"""Sends and receives between the ranks of a segment, through one queue per pair of ranks and direction.
 
 The message at the head of a queue goes to the first posted receive that matches it. If none does while
-receives wait for messages behind it, it is an unexpected message and is copied to memory of the receiver; if
-no receive waits for that sender, it stays in the queue, and blocks its sender.
+receives wait for messages behind it, it is an unexpected message and is copied to memory of the receiver. If
+no receive waits for its sender, the message stays in the queue and blocks the sender.
 
 `p2p_kernels` moves the data.
 """
@@ -63,7 +63,7 @@ def _done() -> bool:
 
 
 class _QueueSend:
-    """The poll of a send that was not done at once."""
+    """The poll of a send that did not complete at once."""
 
     done = False
     error: Exception | None = None  # sends do not fail
@@ -98,7 +98,7 @@ class _QueueReceive(ReceivePoll):
         self.corrupted = corrupted
 
     def end(self, source: int, damaged: int) -> None:
-        """Its message is there, with a first damaged block or -1."""
+        """Mark the message as received; `damaged`: its first damaged block or -1."""
         self.source = source
         if damaged < 0 or self.corrupted is None:
             self.done = True
@@ -106,14 +106,14 @@ class _QueueReceive(ReceivePoll):
             self.error = self.corrupted(source, damaged)
 
     def __call__(self) -> bool:
-        """Poll; raises `OrderMismatch` for another dtype or size, and `corrupted` for a damaged message."""
+        """Poll; raises `OrderMismatch` for another dtype or size, and `corrupted`'s error for damage."""
         return self.done or self.p2p.drive(self)
 
 
 class _Unexpected:
     """An unexpected message in memory of this process, and a receive posted for it while it arrives.
 
-    `kept`: its checksums, for a message that carries any; else None.
+    `kept`: checksums of the message; None if it carries none.
     """
 
     __slots__ = ("code", "complete", "data", "kept", "number", "receive", "source", "tag")
@@ -127,15 +127,15 @@ class _Unexpected:
 
 
 class PointToPoint:
-    """The sends and receives of one rank of two or more on a segment; one object per segment. Not
+    """The sends and receives of one rank, among two or more, on a segment; one object per segment. Not
     thread-safe.
 
-    A message goes to the receive posted first among those it fits by source and tag, as in MPI; one of
-    another dtype or size is discarded and fails that receive. Messages from one rank to another with the
-    same tag stay in order. A message of a rank to itself is copied at once.
+    A message goes to the receive posted first among those with a matching source and tag, as in MPI; a
+    message of another dtype or size is discarded and fails that receive. Messages from one rank to another
+    with the same tag stay in order. A message of a rank to itself is copied at once.
 
-    `glances`: number of checks of a poll without progress before it returns; `spins` and `yields`: further
-    checks after progress, before yielding the core and after.
+    `glances`: checks of a poll without progress before it returns; `spins` and `yields`: further checks after
+    progress, before and after yielding the core.
     """
 
     def __init__(
@@ -159,13 +159,13 @@ class PointToPoint:
         ] * shape.ranks  # by source: accepted if its message is next
         self._waiting: dict[
             tuple[int | None, int], deque[_QueueReceive]
-        ] = {}  # all others, by source and tag
-        self._wanted = [0] * shape.ranks  # receives, due or waiting, of each source
+        ] = {}  # all other waiting receives, by source and tag
+        self._wanted = [0] * shape.ranks  # receives, due or waiting, by source
         self._wanted_of_any = 0
         self._unexpected: dict[tuple[int, int], deque[_Unexpected]] = {}  # by source and tag
-        # The destination of the message that leaves a queue, by source; None: it is discarded.
+        # The destination of the message that leaves a queue, by source; None if the message is discarded.
         self._coming: list[_QueueReceive | _Unexpected | None] = [None] * shape.ranks
-        self._in_flight = 0  # sends, receives, and messages that are copied as unexpected or discarded
+        self._in_flight = 0  # sends, receives, and messages being discarded or copied as unexpected
         self._posted = self._unexpected_count = 0
 
     def _describe(self, row: int, source: int, target: int) -> None:
@@ -185,7 +185,7 @@ class PointToPoint:
             self._chains = np.empty((len(rows), CHAIN_BYTES), np.uint8)
             for row, chains in zip(rows, self._chains, strict=True):
                 self._state[row + CHAINS] = chains.ctypes.data
-            from mcr_plus.backends.shm import p2p_checks  # here: verified messages alone
+            from mcr_plus.backends.shm import p2p_checks  # here: only verified messages need it
 
             self._state[CARRY_OUT], self._state[CARRY_IN] = p2p_checks.prepare()
         return True
@@ -195,9 +195,9 @@ class PointToPoint:
     def bind_send(self, signature: Signature, mark: int = 0) -> Start:
         """Return the start of sends of a signature.
 
-        A send is done when all bytes are in the queue: at once for a small message and a free slot.
-        Without a size in the signature, it is that of each message. `mark`: `CHECKED` for messages that carry
-        checksums, see `check`.
+        A send is done when all bytes are in the queue: at once for a small message and a free slot. If the
+        signature has no size, the message's size counts. `mark`: `CHECKED` for messages that carry checksums,
+        see `check`.
         """
         if signature.nbytes is None:
             return lambda message: self.bind_send(_sized(signature, message.inputs[0]), mark)(message)
@@ -224,8 +224,8 @@ class PointToPoint:
     def bind_receive(self, signature: Signature, corrupted: Corrupted | None = None) -> Start:
         """Return the start of receives of a signature.
 
-        The poll raises `OrderMismatch` if the message has another dtype or size, and what `corrupted` returns
-        for a message that carries checksums of other data. Its `source`, a group rank, is set once the
+        The poll raises `OrderMismatch` if the message has another dtype or size, and the error that
+        `corrupted` returns if a checksum does not match the data. Its `source`, a group rank, is set once the
         message has arrived.
         """
         if signature.nbytes is None:
@@ -266,11 +266,11 @@ class PointToPoint:
         return start
 
     def _is_wanted(self, source: int) -> bool:
-        """Whether a receive is due from `source`, or waits for a message that may come from it."""
+        """Return whether a receive is due from `source`, or waits for a message that may come from it."""
         return bool(self._wanted[source] or self._wanted_of_any)
 
     def _wait(self, receive: _QueueReceive) -> None:
-        """Queue a receive for its message."""
+        """Queue a receive until its message arrives."""
         peer, words = receive.peer, self._words
         self._in_flight += 1
         self._posted += 1
@@ -302,7 +302,7 @@ class PointToPoint:
     # -- moving -----------------------------------------------------------------------------------
 
     def progress(self) -> None:
-        """Progress pending messages, at no cost without any. Polls raise their errors."""
+        """Progress pending messages; costs nothing without any. Polls raise their errors."""
         if self._in_flight:
             for _ in range(_AT_ONCE):
                 index = advance(self._state, 0)
@@ -311,7 +311,7 @@ class PointToPoint:
                 self._handle(index)
 
     def drive(self, wanted: _QueueSend | _QueueReceive) -> bool:
-        """Progress pending messages, and wait a moment for `wanted`; returns whether it is done.
+        """Progress pending messages, and wait a moment for `wanted`; return whether it is done.
 
         Raises:
             OrderMismatch: the message for `wanted` has another dtype or size.
@@ -347,11 +347,11 @@ class PointToPoint:
                 return
 
     def _arrived(self, source: int) -> None:
-        """Match the message at the head of a queue, which was not due."""
+        """Match the message at the head of a queue that was not due."""
         row, words = _row(source, True), self._words
         tag, code, nbytes, mark = words[row + TAG : row + MARK + 1]
         due = self._due[source]
-        if due is not None:  # it was posted before all receives that wait for this source
+        if due is not None:  # it was posted before all other receives that wait for this source
             self._due[source] = None
             self._waiting.setdefault((source, due.tag), deque()).appendleft(due)
         receive, kept = self._match(source, tag), 0
@@ -394,7 +394,7 @@ class PointToPoint:
     # -- matching ---------------------------------------------------------------------------------
 
     def _match(self, source: int, tag: int) -> _QueueReceive | None:
-        """Remove and return the first posted receive that matches, None without one."""
+        """Remove and return the first posted receive that matches, None if there is none."""
         found = None
         keys: tuple[tuple[int | None, int], ...] = ((source, tag), (None, tag))
         for key in keys:
@@ -420,7 +420,7 @@ class PointToPoint:
         return early
 
     def _take_unexpected(self, peer: int | None, tag: int) -> _Unexpected | None:
-        """Remove and return the first unexpected message that matches a receive, None without one."""
+        """Remove and return the first unexpected message that matches a receive, None if there is none."""
         sources = range(self._group.size) if peer is None else (peer,)
         queues = [self._unexpected[source, tag] for source in sources if (source, tag) in self._unexpected]
         if not queues:
@@ -445,7 +445,7 @@ class PointToPoint:
             receive.end(early.source, damaged)
 
     def _fits(self, receive: _QueueReceive, source: int, code: int, nbytes: int) -> bool:
-        """Whether a message has the dtype and size of the receive; if not, the receive fails."""
+        """Return whether a message has the dtype and size of the receive; if not, fail the receive."""
         signature = receive.signature
         if signature.dtype is DTYPES[code] and signature.nbytes == nbytes:
             return True
@@ -458,7 +458,7 @@ class PointToPoint:
 
 
 def _row(peer: int, incoming: bool) -> int:
-    """Return the first word of the row of a queue."""
+    """Return the first word of a queue's row."""
     return HEAD + (2 * peer + incoming) * ROW
 
 
@@ -467,7 +467,7 @@ def _sized(signature: Signature, tensor: torch.Tensor) -> Signature:
 
 
 def _described(signature: Signature) -> tuple[int, int]:
-    """Return the code of the dtype and the bytes of a signature's tensors."""
+    """Return the dtype code and the bytes of a signature's tensors."""
     assert signature.dtype is not None
     assert signature.nbytes is not None
     return _CODES[signature.dtype], signature.nbytes

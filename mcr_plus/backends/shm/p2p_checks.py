@@ -1,9 +1,9 @@
-"""Functions that move the data of a message through a slot of its queue, and take checksums of it.
+"""Functions that move a message's data through a slot of its queue and compute checksums.
 
-Each block of 64 KiB has a checksum: of what is copied into a slot, and of the target once it has been copied
-there, in parts that the nearest cache holds; of a large message, of what is written to the target past the
-caches. A block may begin in one slot and end in another: its checksum is in the header of the slot in which
-it ends.
+Each block of 64 KiB has a checksum. The sender computes it from the data copied into a slot, the receiver
+from the target after the copy, in parts that the nearest cache holds; for a large message, from the data
+written to the target past the caches. A block may begin in one slot and end in another: its checksum is in
+the header of the slot in which it ends.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from mcr_plus.kernels.checksum import (
 from mcr_plus.kernels.checksum_sizes import BLOCK
 from mcr_plus.kernels.cpu import c_function, compiled
 
-_types: Any = numba.types  # partly annotated, which type checkers report here
+_types: Any = numba.types  # partly annotated, which type checkers report
 
-IN_SLOT: Final = 1  # places of faults: what has been copied into a slot, or to the target
+IN_SLOT: Final = 1  # places of faults: data just copied into a slot, or to the target
 IN_TARGET: Final = 2
 STREAMED_FROM: Final = 8 << 20
-"""Bytes of a message that is written past the caches, as results of collectives are."""
+"""Bytes from which a message is written past the caches, as results of collectives are."""
 _PART: Final = 16 << 10  # bytes that are read and copied in one go
 
 
@@ -57,7 +57,7 @@ def _word(row, word):  # type: ignore[no-untyped-def]
 
 @compiled
 def _ends_of(row, at, left):  # type: ignore[no-untyped-def]
-    """Of the bytes `left` from `at` on: those up to the end of the block, and whether it ends there."""
+    """Return the bytes, of `left` from `at` on, before the block's end, and whether the block ends there."""
     size = min(BLOCK - at % BLOCK, left)
     return size, (at + size) % BLOCK == 0 or at + size == _word(row, BYTES)
 
@@ -82,7 +82,7 @@ def _carry_out(row, place, at, nbytes):  # type: ignore[no-untyped-def]
 
 
 def _carry_in(row, place, at, nbytes):  # type: ignore[no-untyped-def]
-    """Copy bytes of a message from a slot to where it belongs, and compare its checksums, or keep them."""
+    """Copy bytes of a message from a slot to their destination, and compare or keep the checksums."""
     chains, target, kept = _word(row, CHAINS), _word(row, ADDRESS) + at, _word(row, KEPT)
     source, checks, done = place + HEADER, place + CHECKS_AT, np.int64(0)
     streams = _word(row, BYTES) >= STREAMED_FROM and target % STREAMED == 0

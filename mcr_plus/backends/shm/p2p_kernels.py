@@ -1,4 +1,4 @@
-"""Compiled functions that move messages through queues, from each rank of a segment to each other.
+"""Compiled functions that move messages through queues between the ranks of a segment.
 
 A message fills a number of slots: a header and the first of its data, then the rest in whole slots. The
 sender fills slots and the receiver empties them at the same time, so that a large message streams.
@@ -7,8 +7,8 @@ All functions work on one array, the state of a rank. `advance` moves slots of a
 Python for decisions (an unexpected message has arrived, a message is complete), and otherwise after a moment
 without progress, so that it never blocks on a dead peer.
 
-A message may carry checksums of its data: then every slot has a header, with those of the blocks that end in
-it, and the functions of `p2p_checks` move the data, by their addresses. Others are moved without any of them.
+A message may carry checksums of its data. Then every slot has a header with the checksums of the blocks that
+end in it, and the functions of `p2p_checks`, called by address, move the data.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from mcr_plus.backends.shm.wakeup import give_way, may_yield, ring
 from mcr_plus.kernels.checksum_sizes import CHAIN_BYTES
 from mcr_plus.kernels.cpu import compiled
 
-_types: Any = numba.types  # partly annotated, which type checkers report here
+_types: Any = numba.types  # partly annotated, which type checkers report
 
 HEADER: Final = 64
 """Bytes before the data of a message: tag, code of the dtype, bytes of data, `CHECKED` or 0, checksums."""
 CHECKED: Final = 0x6D63725F76657269
-"""Of a message that carries checksums: no few bits that flip make another message one of these."""
+"""Mark of a message that carries checksums: few flipped bits cannot turn another mark into this one."""
 CHECKS_AT: Final = 32
-"""Where the checksums are in a header."""
+"""Offset of the checksums in a header."""
 
-# Words of the state: constants, then two rows per rank, of the queue to it and the queue from it.
+# Words of the state: constants, then two rows per rank: the queue to it and the queue from it.
 ROWS: Final = 0
 DEPTH: Final = 1
 SLOT: Final = 2  # bytes
@@ -52,20 +52,20 @@ MODE: Final = 0
 FILLED: Final = 1  # addresses of the queue's counters and slots
 EMPTIED: Final = 2
 SLOTS: Final = 3
-OWN: Final = 4  # slots filled or emptied by this rank, and known to be emptied or filled by the other
+OWN: Final = 4  # slots filled or emptied by this rank, and known to be emptied or filled by the peer
 SEEN: Final = 5
-TAG: Final = 6  # of the current message
+TAG: Final = 6  # tag of the current message
 CODE: Final = 7
 BYTES: Final = 8
 MARK: Final = 9  # `CHECKED` or 0
-ADDRESS: Final = 10  # of its data; 0: the data is discarded
+ADDRESS: Final = 10  # address of the message's data; 0: the data is discarded
 AT: Final = 11  # bytes moved, -1 before the header
-DUE_TAG: Final = 12  # of the message that is accepted without returning to Python
+DUE_TAG: Final = 12  # tag that may be accepted without returning to Python
 DUE_CODE: Final = 13  # -1: none
 DUE_BYTES: Final = 14
 DUE_ADDRESS: Final = 15
-CHAINS: Final = 16  # address of the chains of a block under way
-KEPT: Final = 17  # where the checksums that arrive are kept; 0: they are compared
+CHAINS: Final = 16  # address of the checksum chains of the current block
+KEPT: Final = 17  # address for arriving checksums; 0: they are compared
 DAMAGED: Final = 18  # the first block whose checksum differs, or -1
 FAULT: Final = 19  # see `faults`
 ROW: Final = FAULT + FAULT_WORDS
@@ -73,16 +73,16 @@ ROW: Final = FAULT + FAULT_WORDS
 # Modes.
 IDLE: Final = 0
 PUSHES: Final = 1
-WATCHES: Final = 2  # for the next message
+WATCHES: Final = 2  # watch for the next message
 PULLS: Final = 3
 
-# What `advance` returns when it is not a row.
+# Results of `advance` other than a row.
 _NOTHING: Final = -1
 
 
 @compiled
 def _places(state, row):  # type: ignore[no-untyped-def]
-    """Bytes before the data of the next slot of a message, and how many there are at most."""
+    """Return the bytes before the data of a message's next slot, and the most bytes of data in it."""
     if state[row + MARK]:
         return np.int64(HEADER), (state[SLOT] - HEADER) // CHAIN_BYTES * CHAIN_BYTES
     skip = np.int64(HEADER) if state[row + AT] < 0 else np.int64(0)
@@ -91,7 +91,7 @@ def _places(state, row):  # type: ignore[no-untyped-def]
 
 @compiled
 def _push(state, row):  # type: ignore[no-untyped-def]
-    """Fill a slot if one is free; returns whether one was."""
+    """Fill a slot if one is free; return whether one was."""
     depth, slot, own, at = state[DEPTH], state[SLOT], state[row + OWN], state[row + AT]
     if own - state[row + SEEN] >= depth:
         state[row + SEEN] = load_acquire(state[row + EMPTIED])
@@ -119,7 +119,7 @@ def _push(state, row):  # type: ignore[no-untyped-def]
 
 @compiled
 def _filled(state, row):  # type: ignore[no-untyped-def]
-    """Whether the next slot is filled."""
+    """Return whether the next slot is filled."""
     if state[row + SEEN] == state[row + OWN]:
         state[row + SEEN] = load_acquire(state[row + FILLED])
     return state[row + SEEN] != state[row + OWN]
@@ -127,7 +127,7 @@ def _filled(state, row):  # type: ignore[no-untyped-def]
 
 @compiled
 def _pull(state, row):  # type: ignore[no-untyped-def]
-    """Empty a slot if one is filled; returns whether one was."""
+    """Empty a slot if one is filled; return whether one was."""
     if not _filled(state, row):
         return False
     own, at = state[row + OWN], max(np.int64(0), state[row + AT])
@@ -149,7 +149,7 @@ def _pull(state, row):  # type: ignore[no-untyped-def]
 
 @compiled
 def _pull_on(state, row):  # type: ignore[no-untyped-def]
-    """Empty all filled slots of a message; returns whether it is complete."""
+    """Empty all filled slots of a message; return whether the message is complete."""
     while state[row + MODE] == PULLS and _pull(state, row):
         pass
     ring(state[BELLS])
@@ -158,7 +158,7 @@ def _pull_on(state, row):  # type: ignore[no-untyped-def]
 
 @compiled
 def _look(state, row):  # type: ignore[no-untyped-def]
-    """Whether a message has arrived; the one that is due is accepted."""
+    """Return whether a message has arrived; accept the message that is due."""
     if not _filled(state, row):
         return False
     place = state[row + SLOTS] + state[row + OWN] % state[DEPTH] * state[SLOT]
@@ -180,7 +180,7 @@ def _look(state, row):  # type: ignore[no-untyped-def]
 
 @compiled
 def _turn(state):  # type: ignore[no-untyped-def]
-    """Move a slot of each queue; returns a row for Python, -1 after progress, -2 without."""
+    """Move a slot of each queue; return a row for Python, -1 after progress, -2 without."""
     rows, index = state[ROWS], state[NEXT]
     result = -2
     for _ in range(rows):
@@ -237,7 +237,7 @@ def advance(state, patient):  # type: ignore[no-untyped-def]
 
 @compiled
 def send(state, row, tag, code, nbytes, mark, address):  # type: ignore[no-untyped-def]
-    """Begin a send on an idle row; returns whether it is done. `mark`: `CHECKED` for checksums, or 0."""
+    """Begin a send on an idle row; return whether it is done. `mark`: `CHECKED` for checksums, or 0."""
     state[row + TAG], state[row + CODE], state[row + BYTES], state[row + MARK] = tag, code, nbytes, mark
     state[row + ADDRESS], state[row + AT] = address, -1
     state[row + MODE] = PUSHES
@@ -249,7 +249,7 @@ def send(state, row, tag, code, nbytes, mark, address):  # type: ignore[no-untyp
 
 @compiled
 def expect(state, row, tag, code, nbytes, address):  # type: ignore[no-untyped-def]
-    """Accept the next message on an idle row if it is this one; returns whether it is complete."""
+    """Accept the next message on an idle row if it has this tag; return whether it is complete."""
     state[row + DUE_TAG], state[row + DUE_CODE], state[row + DUE_BYTES] = tag, code, nbytes
     state[row + DUE_ADDRESS] = address
     state[row + MODE] = WATCHES
@@ -259,9 +259,9 @@ def expect(state, row, tag, code, nbytes, address):  # type: ignore[no-untyped-d
 
 @compiled
 def accept(state, row, address, kept):  # type: ignore[no-untyped-def]
-    """Begin to receive the message that `advance` has found; returns whether it is complete.
+    """Begin to receive the message that `advance` has found; return whether it is complete.
 
-    `kept`: where its checksums are to be kept, for one that is delivered later; else 0.
+    `kept`: address for the checksums of a message that is delivered later; else 0.
     """
     state[row + ADDRESS], state[row + AT], state[row + KEPT] = address, -1, kept
     state[row + MODE] = PULLS
@@ -270,7 +270,7 @@ def accept(state, row, address, kept):  # type: ignore[no-untyped-def]
 
 @cache
 def prepare() -> None:
-    """Compile the functions, or load them from disk: some seconds, during which no peer should wait."""
+    """Compile the functions, or load them from disk. Takes seconds, during which no peer should wait."""
     words, integer = _types.int64[::1], _types.int64
     advance.compile((words, integer))
     send.compile((words, *[integer] * 6))

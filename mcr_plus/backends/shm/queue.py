@@ -1,4 +1,4 @@
-"""The work queue of a segment: runs its operations in the order in which they were started."""
+"""The work queue of a segment: runs operations in the order in which they were started."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ if TYPE_CHECKING:
     from mcr_plus.backends.base import Poll
 
 Begin = Callable[[Any, int, int], int]
-"""`begin` of collectives or of an interpreter: state, addresses of source and target → 1 if done."""
+"""`begin` of collectives or of an interpreter: (state, source address, target address) → 1 if done."""
 Advance = Callable[[Any, int], int]
-"""`advance` of either: state, whether to wait a moment → 1 if done."""
+"""`advance` of either: (state, whether to wait a moment) → 1 if done."""
 
-_NAP_S: Final = 50e-6  # of the thread without progress, to leave the cores to computation
+_NAP_S: Final = 50e-6  # sleep of the thread without progress, to leave the cores to computation
 
 Run = Callable[[int, int, object], "Poll"]
-"""Start an operation: addresses of source and target, and an object to keep alive until it is done."""
+"""Start an operation: addresses of source and target, an object to keep alive → its poll."""
 
 
 def done_at_once() -> bool:
-    """The poll of an operation that was done when it started."""
+    """Poll of an operation that was done when it started."""
     return True
 
 
 class _QueuedOperation:
-    """The poll of an operation that was not done at once."""
+    """The poll of an operation that did not complete at once."""
 
     __slots__ = ("advance", "arguments", "begin", "begun", "done", "keep", "queue")
 
@@ -44,7 +44,7 @@ class _QueuedOperation:
         return self.done or self.queue.drive(self)
 
     def run(self, patient: int) -> bool:
-        """Advance as far as possible; returns True when complete. `patient`: wait a moment for peers."""
+        """Advance as far as possible; return True when complete. `patient`: wait a moment for peers."""
         if self.begun:
             self.done = bool(self.advance(self.arguments[0], patient))
         else:
@@ -56,8 +56,9 @@ class _QueuedOperation:
 class WorkQueue:
     """Runs operations described by `DirectCollectives.bind` and `Interpreter.bind`.
 
-    Any poll advances the operations. A thread of the queue advances those that should run while the program
-    computes: the compiled code needs no GIL. Only one thread advances at a time; polls of others return.
+    Any poll advances the operations. The queue's thread advances operations that should run while the program
+    computes: the compiled code needs no GIL. Only one thread advances at a time; polls in other threads
+    return.
 
     A poll never blocks on a missing peer: it returns False, and the engine detects that the peer is dead.
     """
@@ -67,7 +68,8 @@ class WorkQueue:
         self._running: deque[_QueuedOperation] = deque()
         self._on_idle = on_idle
         self._closing = False
-        # Held by the advancing thread. RLock, so that an interrupted thread can find out whether it holds it.
+        # Held by the advancing thread. An RLock, so that an interrupted thread can tell whether it holds the
+        # lock.
         self._lock: Any = RLock()
         self._worker: Thread | None = None
         self._wanted = Semaphore(0)
@@ -75,7 +77,7 @@ class WorkQueue:
     def bind(self, begin: Begin, advance: Advance, state: Any, *, in_thread: bool = False) -> Run:
         """Return a function that starts an operation; it begins if the queue is empty, and never blocks.
 
-        `in_thread`: the queue's thread runs it. Only one thread at a time may start operations.
+        `in_thread`: the queue's thread runs the operation. Only one thread at a time may start operations.
         """
         running, lock = self._running, self._lock
         acquire, release, has_it = lock.acquire, lock.release, lock._is_owned
@@ -90,7 +92,7 @@ class WorkQueue:
             tried = False
             try:
                 if not running and acquire(False):
-                    tried = True  # no interrupt occurs between this and the call
+                    tried = True  # no interrupt occurs between this line and the call
                     if begin(state, source, target):
                         return done_at_once
                     return begun(source, target, keep)
@@ -114,7 +116,7 @@ class WorkQueue:
         return start_in_thread if in_thread else start
 
     def drive(self, wanted: _QueuedOperation) -> bool:
-        """Advance the first operation, then the following ones; returns whether `wanted` is done."""
+        """Advance the first operation, then the following ones; return whether `wanted` is done."""
         self._advance(1)
         return wanted.done
 
@@ -138,7 +140,7 @@ class WorkQueue:
             self._worker = None
 
     def _advance(self, patient: int) -> bool:
-        """Advance operations unless another thread does; returns True if none is left."""
+        """Advance operations unless another thread does; return True if none is left."""
         running, lock = self._running, self._lock
         try:
             if not lock.acquire(False):

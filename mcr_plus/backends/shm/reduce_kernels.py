@@ -1,14 +1,14 @@
 """Kernels of reductions: `target[i] = left[i] op right[i]`, compiled for each dtype and operation.
 
-A kernel is a C function `void(int64 target, int64 left, int64 right, int64 count)`, reached by its address:
-so the functions that move data are compiled once and not for every dtype. `target` may be `left` or `right`,
-or overlap neither. Blocks of 64 bytes are written as vector instructions, because a compiler that must rule
-out overlaps does not vectorise equal buffers.
+A kernel is a C function `void(int64 target, int64 left, int64 right, int64 count)`, called by address, so the
+functions that move data are compiled once and not for every dtype. `target` may be `left` or `right`, or
+overlap neither. Blocks of 64 bytes are written as vector instructions, because a compiler that must rule out
+overlaps does not vectorise equal buffers.
 
 float16 and bfloat16 are widened to float32, combined, and rounded to nearest even, in every addition.
 Integers wrap around, and their means are rounded towards zero. MIN and MAX are `minimum` and `maximum` of
-IEEE 754-2019: NaN if either side is NaN, and -0 is less than +0. MPI has these kernels by `mpi_function`, and
-gloo compares `Keys`, integers in the order of the values.
+IEEE 754-2019: NaN if either side is NaN, and -0 is less than +0. MPI gets these kernels through
+`mpi_function`; gloo compares `Keys`, integers in the order of the values.
 
 PRODUCT of complex numbers multiplies by the definition, as torch does: infinities are not recovered where
 both parts are NaN, as they are in C.
@@ -34,7 +34,7 @@ from mcr_plus.kernels.cpu import c_function, compiled
 Emit = Callable[[Any, Any, Any], Any]
 """(llvmlite builder, value, value) → value."""
 
-_numba: Any = numba  # partly annotated, which type checkers report here
+_numba: Any = numba  # partly annotated, which type checkers report
 _types: Any = _numba.types
 _I16: Final = ir.IntType(16)
 _I32: Final = ir.IntType(32)
@@ -47,7 +47,7 @@ _BLOCK: Final = 64
 
 
 class _Format(NamedTuple):
-    """The stored and the computed type of values of a dtype."""
+    """The stored type and the computed type of a dtype's values."""
 
     stored: Any
     computed: Any
@@ -73,20 +73,20 @@ _INFINITE: Final[dict[torch.dtype, int]] = {
     torch.float16: 0x1F << 10,
     torch.bfloat16: 0xFF << 7,
 }
-"""Bits of infinity: those of NaN without their sign are larger."""
+"""Bit pattern of infinity; without the sign, every NaN's pattern is larger."""
 _LOGIC: Final[dict[str, str]] = {"SUM": "BOR", "MAX": "BOR", "PRODUCT": "BAND", "MIN": "BAND"}
-"""Arithmetic on bool, whose bytes are 0 or 1."""
+"""Logic operations for arithmetic on bool, whose bytes are 0 or 1."""
 _OPS: Final = ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "DIVIDE")
 _CONVERSIONS: Final = ("MIN", "MAX", "VALUE")  # to keys for one of two operations, or back
 
 
 def _extreme(builder: Any, kind: str, sign: str, a: Any, b: Any) -> Any:
-    """The larger value for `>`, the smaller one for `<`."""
+    """Return the larger value for `>`, the smaller one for `<`."""
     if kind != "f":
         compare = {"i": builder.icmp_signed, "u": builder.icmp_unsigned}[kind]
         return builder.select(compare(sign, a, b), a, b)
-    # Not by `llvm.maximum`, which LLVM had no instructions for on x86 before version 17. `second` wins where
-    # neither is greater: of zeros it is the right one, and a NaN unless only `first` is one.
+    # Not `llvm.maximum`, for which LLVM had no x86 instructions before version 17. `second` wins where
+    # neither value is greater: of two zeros it is the right one, and it is NaN unless only `first` is NaN.
     lanes = a.type.count if isinstance(a.type, ir.VectorType) else 1
     integer = _I64 if a.type in (_DOUBLE, _spread(_DOUBLE, lanes)) else _I32
     bits = builder.bitcast(a, _spread(integer, lanes))
@@ -139,7 +139,7 @@ def _narrowed(builder: Any, form: _Format, lanes: int, value: Any) -> Any:
         bits = builder.bitcast(value, _spread(_I32, lanes))
         odd = builder.and_(builder.lshr(bits, _constant(_I32, lanes, 16)), _constant(_I32, lanes, 1))
         rounded = builder.add(builder.add(bits, _constant(_I32, lanes, 0x7FFF)), odd)
-        # A NaN gets a fixed payload, since rounding could make it infinite.
+        # A NaN gets a fixed payload, since rounding could turn it into an infinity.
         nan = builder.fcmp_unordered("uno", value, value)
         rounded = builder.select(nan, _constant(_I32, lanes, 0x7FC00000), rounded)
         return builder.trunc(builder.lshr(rounded, _constant(_I32, lanes, 16)), _spread(_I16, lanes))
@@ -179,7 +179,7 @@ def _divide(typing_context, dtype, lanes, target, divisor):  # type: ignore[no-u
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]  # noqa: ARG001
         pointer = builder.inttoptr(args[2], stored.as_pointer())
         value = builder.load(pointer, align=size)
-        if form.kind != "f":  # in 64 bits, which hold every number of ranks
+        if form.kind != "f":  # in 64 bits, which hold any number of ranks
             wide = _spread(_I64, count)
             extend, divide = {"i": (builder.sext, builder.sdiv), "u": (builder.zext, builder.udiv)}[form.kind]
             quotient = divide(extend(value, wide), _splat(builder, args[3], count))
@@ -193,7 +193,7 @@ def _divide(typing_context, dtype, lanes, target, divisor):  # type: ignore[no-u
 
 
 def _splat(builder: Any, value: Any, lanes: int) -> Any:
-    """A vector of equal values."""
+    """Return a vector of equal values."""
     if lanes == 1:
         return value
     vector = ir.Constant(_spread(value.type, lanes), ir.Undefined)
@@ -217,7 +217,7 @@ def _convert(typing_context, dtype, conversion, lanes, target, source):  # type:
             return _constant(bits, count, value)
 
         def reflected(value: Any) -> Any:
-            """In the order of integers from that of signs and magnitudes, and the other way round."""
+            """Map integers in sign-magnitude order to two's complement order, and back."""
             return builder.xor(value, builder.and_(builder.ashr(value, constant(width - 1)), largest))
 
         largest = constant((1 << (width - 1)) - 1)
@@ -238,7 +238,7 @@ def _convert(typing_context, dtype, conversion, lanes, target, source):  # type:
 
 @_numba.extending.intrinsic(prefer_literal=True)
 def _multiply(typing_context, dtype, target, left, right):  # type: ignore[no-untyped-def]  # noqa: ARG001
-    """Multiply two complex values, pairs of floating-point ones of this dtype."""
+    """Multiply two complex values, each a pair of floating-point values of this dtype."""
     element = _FORMATS[_DTYPES[dtype.literal_value]].stored
     size = _width(element)
 
@@ -265,9 +265,9 @@ def _cfunc(function: Callable[..., Any], third: Any = _types.int64) -> Any:
 
 
 def _steps(dtype: torch.dtype) -> tuple[int, int, int]:
-    """The number of a dtype, the bytes of a value, and the values of a vector.
+    """Return the number of a dtype, the bytes of a value, and the values of a vector.
 
-    Functions close over integers only, since these are part of the key of the cache on disk.
+    Functions close over integers only, because these are part of the disk cache's key.
     """
     form = _FORMATS[dtype]
     return _DTYPES.index(dtype), _width(form.stored), _BLOCK // _width(form.computed)
@@ -332,7 +332,7 @@ def mpi_function(dtype: torch.dtype, op: ReduceOp) -> Any:
 
 @cache
 def _conversion(dtype: torch.dtype, kind: str) -> Any:
-    """A function of the addresses of a target and a source, and the number of values."""
+    """Return a conversion function of the addresses of target and source, and the number of values."""
     (code, size, lanes), which = _steps(dtype), _CONVERSIONS.index(kind)
     key = max(size, 4)
     to, of = (size, key) if kind == "VALUE" else (key, size)
@@ -348,10 +348,10 @@ def _conversion(dtype: torch.dtype, kind: str) -> Any:
 
 
 class Keys(NamedTuple):
-    """Addresses of the functions that make keys of values for MIN or MAX and turn them back.
+    """Addresses of the functions that convert values to keys for MIN or MAX, and back.
 
-    Keys of float64 are int64, all others int32: those of float64 and float32 may replace the values. The
-    largest key of MAX, and the smallest of MIN, is NaN.
+    Keys of float64 are int64, all others int32: float64 and float32 values can be replaced in place by their
+    keys. The largest key of MAX, and the smallest of MIN, is NaN.
     """
 
     of_values: int
@@ -373,13 +373,13 @@ def apply(function, target, first, second, third):  # type: ignore[no-untyped-de
 
 
 def prepare() -> None:
-    """Compile what calls the kernels by their addresses, or load it from disk."""
+    """Compile the functions that call kernels by address, or load them from disk."""
     apply.compile((_types.int64,) * 5)
 
 
 @compiled
 def reduce_rows(combine, divide, parts, out, ranks, count, width):  # type: ignore[no-untyped-def]
-    """Reduce `ranks` rows of `count` elements of `width` bytes in their order, by kernels of this module."""
+    """Reduce `ranks` rows of `count` elements of `width` bytes in row order, with kernels of this module."""
     call(combine, out, parts, parts + count * width, count)
     for rank in range(2, ranks):
         call(combine, out, out, parts + rank * count * width, count)
@@ -405,7 +405,7 @@ class ReduceKernels(NamedTuple):
     Attributes:
         combine: `target = left op right`.
         divide: `target /= right`, where `right` is the number of ranks; 0 for all operations but AVG.
-        parts: values of the kernels in one element; 2 where complex numbers are taken as pairs.
+        parts: kernel values per element; 2 where complex numbers are treated as pairs.
     """
 
     combine: int = 0
@@ -415,7 +415,7 @@ class ReduceKernels(NamedTuple):
 
 @cache
 def kernels_for(dtype: torch.dtype, op: ReduceOp) -> ReduceKernels:
-    """Return the kernels of `op` on `dtype`; the first call compiles them in some tenths of a second.
+    """Return the kernels of `op` on `dtype`; the first call compiles them, which takes some 0.1 s.
 
     Raises:
         Unsupported: `op` is not defined on `dtype`.

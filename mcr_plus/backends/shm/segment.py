@@ -1,9 +1,9 @@
 """Shared memory of the ranks of a group on one host, and its layout.
 
-One rank creates a file in /dev/shm, all map it, and it is unlinked as soon as they have: from then on no
-crash leaves anything behind. The next job removes the file of a job that was killed before that point. The
-blocks are reserved when the file is created, so that a full /dev/shm is an error then and not a SIGBUS in the
-middle of an operation.
+One rank creates a file in /dev/shm, all ranks map it, and it is then unlinked: from that point on no crash
+leaves a file behind. The next job removes the file of a job that was killed before that point. The file's
+blocks are reserved at its creation, so that a full /dev/shm is an error then, and not a SIGBUS in the middle
+of an operation.
 
     lines        one per rank: the counters of `collectives`
     queues       one line per end and queue: number of filled slots, with their tags; number of emptied ones
@@ -45,11 +45,11 @@ class Shape:
 
     Attributes:
         ranks: number of ranks of the group.
-        channels: queues from one rank to another.
-        depth: slots of a queue, 2 to 7: with one, rings deadlock; all tags share a cache line.
+        channels: number of queues from one rank to another.
+        depth: slots of a queue, 2 to 7: with one slot, rings deadlock; the tags of 7 fit a cache line.
         slot: bytes of a queue's slot, a multiple of 64.
-        ring: slots of a rank's area in `collectives`, 2 to 5: all tags share a cache line.
-        area: bytes of such a slot, a multiple of 64 × ranks.
+        ring: slots of a rank's area in `collectives`, 2 to 5: the tags of 5 fit a cache line.
+        area: bytes of a slot of an area, a multiple of 64 × ranks.
     """
 
     ranks: int
@@ -112,7 +112,7 @@ class Segment:
         self.base = ctypes.addressof(self._anchor)
 
     def close(self) -> None:
-        """Unmap it. No compiled code may use it any more."""
+        """Unmap the memory. No compiled code may use it afterwards."""
         if self.base:
             self.base = 0
             del self._anchor
@@ -125,7 +125,7 @@ def open_segment(store: Store, group: Group, shape: Shape, timeout: float, bells
     Raises:
         BackendUnavailable: a rank has failed; raised on all ranks, with the failure of that rank.
         LaunchError: ranks have not joined within `timeout` seconds, or the store does not answer.
-        PeerLost: a rank has been lost, if the waits of `store` end then (`WatchedStore`).
+        PeerLost: a rank has been lost, if `store` ends its waits then (`WatchedStore`).
     """
     opening = _Opening(store, group, shape.nbytes, timeout)
     try:
@@ -147,7 +147,7 @@ def open_segment(store: Store, group: Group, shape: Shape, timeout: float, bells
 
 
 class _Opening:
-    """Opens the same memory on all ranks: the first creates and publishes it, and all confirm."""
+    """Opens the same memory on all ranks: the first rank creates and publishes it, and all confirm."""
 
     def __init__(self, store: Store, group: Group, nbytes: int, timeout: float) -> None:
         self._memory: mmap.mmap | None = None
@@ -159,7 +159,7 @@ class _Opening:
         self._seen = {rank: f"{key}/seen/{rank}" for rank in range(group.size)}
 
     def take_part(self) -> None:
-        """Create or map the memory, and publish a failure of this rank."""
+        """Create or map the memory; publish a failure of this rank."""
         rank, problem = self._group.rank, ""
         try:
             if rank == 0:
@@ -168,7 +168,7 @@ class _Opening:
             else:
                 self._wait({0: self._file})
                 self._map_theirs(self._store.get(self._file).decode())
-        # Errors other than OSError: a size that no file or address can have.
+        # Not only OSError: the size may be impossible for a file or address.
         except (OSError, OverflowError, ValueError) as error:
             reason, place = getattr(error, "strerror", None) or error, getattr(error, "filename", None)
             problem = f"{self._group.named(rank)}: {reason} ({place or _FOLDER})"
@@ -187,7 +187,7 @@ class _Opening:
         self._memory = _map(self._path, self._nbytes)
 
     def meet(self) -> str:
-        """Wait for all ranks; returns the failure of one of them, or ''."""
+        """Wait for all ranks; return the failure of one of them, or ''."""
         self._wait(self._seen)
         if self._store.check([self._problem]):
             return self._store.get(self._problem).decode()
@@ -197,7 +197,7 @@ class _Opening:
         """Wait for keys of ranks; raises `LaunchError`, which names the missing ranks."""
         try:
             self._store.wait(list(keys.values()), timedelta(seconds=self._timeout))
-        except McrError:  # a rank that is lost, which is no late one
+        except McrError:  # a lost rank is not a late one
             raise
         except RuntimeError as error:
             missing = [rank for rank, key in keys.items() if not self._store.check([key])]
@@ -214,12 +214,12 @@ class _Opening:
         return memory
 
     def end(self) -> None:
-        """Unlink the file, and unmap memory that was not taken."""
+        """Unlink the file, and unmap memory that the caller has not taken."""
         if self._memory is not None:
             self._memory.close()
         if self._path is not None:  # by the first rank that gets here: the creator may have died
             self._path.unlink(missing_ok=True)
-        else:  # or it died before it could publish the path
+        else:  # the creator died before it could publish the path
             with contextlib.suppress(OSError):
                 remove_stale()
 
@@ -250,7 +250,7 @@ def _map(path: Path, nbytes: int) -> mmap.mmap:
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         return mmap.mmap(descriptor, nbytes)
-    except ValueError as error:  # shorter: not created by a rank of this job
+    except ValueError as error:  # too short: not created by a rank of this job
         raise OSError(0, str(error), str(path)) from error
     finally:
         os.close(descriptor)
@@ -283,7 +283,7 @@ def _start_of(pid: int) -> int:
 
 
 def _namespace() -> int:
-    """Return the PID namespace: a container may share /dev/shm with others that have other pids."""
+    """Return the PID namespace: containers with different pids may share /dev/shm."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:

@@ -1,4 +1,4 @@
-"""Wakes sleeping peers from compiled code; the protocol is that of `mcr_plus.waiting.futex`."""
+"""Wake-up of sleeping peers from compiled code; uses the protocol of `mcr_plus.waiting.futex`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from mcr_plus.backends.shm.atomics import (
 from mcr_plus.kernels.cpu import compiled
 from mcr_plus.waiting.futex_memory import BYTES, LINE
 
-_AWAY_NS: Final = 1_000_000  # a peer returns the core sooner; other work uses its time slice
+_AWAY_NS: Final = 1_000_000  # a peer returns the core sooner than this; other work uses its time slice
 
 
 @compiled
 def _answer(bells):  # type: ignore[no-untyped-def]
-    """Wake the peers that have asked for it."""
+    """Wake the peers that have requested it."""
     wanted, first, lines = load_acquire(bells), load_acquire(bells + 8), load_acquire(bells + 16)
     asked = exchange(wanted, 0)
     for line in range(lines):
@@ -32,7 +32,7 @@ def _answer(bells):  # type: ignore[no-untyped-def]
 
 @compiled
 def may_yield(bells):  # type: ignore[no-untyped-def]
-    """Whether a yield gives the core to a peer, as far as is known."""
+    """Return whether, as far as known, a yield gives the core to a peer."""
     return bells == 0 or load_acquire(bells + 24) != 0
 
 

@@ -28,7 +28,7 @@ _RETURNS_WITHIN: Final = 5.0  # seconds within which a receiver reconnects
 
 
 class _VersionStep(NamedTuple):
-    """Payloads that lead from one version to the next, and digests of the first version, for each buffer."""
+    """Payloads that lead from `base` to `target`, and digests of the base version, for each buffer."""
 
     base: int
     base_digests: list[int]

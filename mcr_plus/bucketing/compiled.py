@@ -184,9 +184,7 @@ class _Backend:
             if not torch.is_grad_enabled():
                 return self._inner(graph, inputs, **options)
             part_of, parts = self._cut(graph, inputs)
-            known = {
-                name for part in self.parts for name in part.parameters
-            }  # also of an earlier compilation
+            known = {name for part in self.parts for name in part.parameters}  # recompiled, or used before
             news = [
                 GraphPart(after, tuple(each for each in names if each not in known)) for after, names in parts
             ]

@@ -79,9 +79,7 @@ def probe(
             left = seconds - of_library.spent()
             if points and left < parts * whole:  # measure at least one size, however late it is
                 break
-            fitting = (
-                left / (len(sizes) - at) / (_PARTS * whole)
-            )  # number of measurements of single operations that fit
+            fitting = left / (len(sizes) - at) / (_PARTS * whole)  # number of single operations that fit
             length = int(max(1, min(_TRAIN / size, _LONGEST, fitting)))
             train = [start, *(partial(send, values.clone(), library) for _ in range(length - 1))]
             points[size] = _measured(comm, train, max(1, int(min(fitting / length, _MOST))))

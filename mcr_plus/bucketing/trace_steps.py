@@ -168,9 +168,7 @@ class Reader:
                 ]
                 chosen = _carried([ready[index].nbytes for index in known], nbytes)
                 carried = tuple(ready[known[index]].param for index in chosen)
-                issued = max(
-                    [issued, *(times[known[index]] for index in chosen)]
-                )  # despite rounding, not before
+                issued = max([issued, *(times[known[index]] for index in chosen)])  # despite rounding
                 unsent = [index for index in unsent if ready[index].param not in carried]
             seconds = None
             if operation.started is not None and operation.done is not None:

@@ -1,4 +1,4 @@
-"""The best buckets for a captured step, on its own ranks or on another cluster, and the gain of changes.
+"""Best buckets for a captured step, on its own ranks or on another cluster, and predicted gains of changes.
 
     advice = advise(step, costs, ranks=4096)
     advice.timeline.step_s, advice.plan, advice.scaling, advice.what_ifs
@@ -34,7 +34,7 @@ from mcr_plus.bucketing.step import CapturedStep, ComputeEvent, IssueEvent
 from mcr_plus.errors import ConfigError, InvalidArgument, McrError, Unsupported, unknown
 
 SECONDS: Final = 4.0
-"""Time limit of all searches together."""
+"""Time limit of all searches together, in seconds."""
 _CODEC: Final = "int8_block"
 _MIB: Final = 1 << 20
 
@@ -62,14 +62,14 @@ class WhatIf:
 
 @dataclass(frozen=True)
 class PlanAdvice:
-    """A plan for a step, with predictions.
+    """A plan for a step, and predictions.
 
-    `bound`: lower bound in seconds over all buckets; `timeline.bound` is the lower bound for those of `plan`.
-    `gap`: upper bound of the relative distance of `plan` to the best buckets: by the search if there is one
-    channel, else the distance to `bound` (`to_bound`), which no buckets may reach. `exact`: the buckets are
-    the best ones. `others`: the step under other plans, by name. `scaling`: the step on other numbers of
-    ranks. `what_ifs`: the largest gain first. `skipped`: changes that could not be simulated, with the
-    reasons.
+    `bound`: lower bound in seconds over all buckets; `timeline.bound` is the lower bound for the buckets of
+    `plan`. `gap`: upper bound of the relative distance of `plan` to the best buckets: from the search if
+    there is one channel, else the distance to `bound` (`to_bound`), which may be out of reach. `exact`: the
+    buckets are optimal. `others`: the step under other plans, by name. `scaling`: the step on other numbers
+    of ranks. `what_ifs`: in order of gain, the largest first. `skipped`: changes that could not be simulated,
+    with the reasons.
     """
 
     plan: BucketPlan
@@ -93,17 +93,17 @@ def advise(
     codec: str | None = None,
     seconds: float = SECONDS,
 ) -> PlanAdvice:
-    """Search the best buckets for `ranks` ranks, and simulate the step with these and with other plans.
+    """Search the best buckets for `ranks` ranks, and simulate the step with them and with other plans.
 
     Args:
-        costs: of operations, on the target topology. ranks: None for the captured number.
-        what_ifs: changes to try besides the usual ones: `compress=CODEC` for gradients, `compute=0.8` to
-            scale the computation time, or those of `Topology.changed`. codec: compresses all buckets; the
+        costs: costs of operations on the target topology. ranks: None for the captured number.
+        what_ifs: further changes to try: `compress=CODEC` for gradients, `compute=0.8` to
+            scale the computation time, or changes of `Topology.changed`. codec: compresses all buckets; the
             encoding time is unknown, so their costs are assumed. seconds: time limit of all searches; usual
             changes that would exceed it are skipped.
 
     Raises:
-        ConfigError: an unknown change. InvalidArgument, Unsupported: see `network.simulate`.
+        ConfigError: a change is unknown. InvalidArgument, Unsupported: see `network.simulate`.
     """
     world = step.ranks if ranks is None else ranks
     if world > costs.topology.ranks:
@@ -127,7 +127,7 @@ def advise(
             until = now + (end - now) / (len(tried) - number)
             after = _changed(step, costs, world, change, plan, codec, until)
         except ConfigError:
-            continue  # a usual change that this cluster does not support
+            continue  # this cluster does not support this usual change
         except McrError as problem:
             skipped.append(f"{change}: {problem}")
             continue
@@ -152,7 +152,7 @@ def advise(
 
 
 def _others(step: CapturedStep, costs: ClusterCosts, world: int, codec: str | None) -> dict[str, Timeline]:
-    """Return the step as captured, and with the usual buckets, compressed by `codec`."""
+    """Return the step as captured, and the step with the usual buckets, compressed by `codec`."""
     plans: dict[str, BucketPlan | None] = {"as captured": None}
     units, base = units_of(step), best_library(costs)
     if units:
@@ -184,8 +184,8 @@ def _known(step: CapturedStep, plan: BucketPlan | None, costs: ClusterCosts, wor
 def _spreads(step: CapturedStep, ranks: int) -> bool:
     """Return whether the step can be simulated on `ranks` ranks.
 
-    A step with a single role and a single group of all ranks scales to any number, others to multiples of the
-    captured one.
+    A step with a single role and a single group of all ranks scales to any number of ranks, other steps to
+    multiples of the captured number.
     """
     whole = tuple(range(step.ranks))
     groups = {each.group for role in step.roles for each in role.events if isinstance(each, IssueEvent)}

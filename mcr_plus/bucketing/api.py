@@ -1,4 +1,4 @@
-"""Planning of training steps: their capture, and the findings of `fuse: {plan: auto}`."""
+"""Capture of training steps, and the report of `fuse: {plan: auto}`."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ __all__ = ["capture", "plan_report"]
 def capture(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int = 5, *, hold: bool = True
 ) -> Capture:
-    """Capture the first `steps` training steps of a block; collective: all ranks enter and end it together.
+    """Capture the first `steps` training steps of a block; collective: all ranks enter and leave it together.
 
-    A step ends with `optimizer.step()`. Hooks note when modules first need their parameters and when
-    gradients become ready; operations of the program and its waits are noted too, by tag, kind, bytes and
+    A step ends with `optimizer.step()`. Hooks record when modules first need their parameters and when
+    gradients become ready. The program's operations and waits are recorded, too, by tag, kind, bytes and
     group. Times are seconds of the host or, for parameters on a GPU, of its current stream. At the end of the
-    block the ranks exchange their times, and each has the same `CapturedStep`: medians, without the first
-    steps as long as they take three times the median. Steps beyond `steps` run as if there were no block.
+    block the ranks exchange their times, and all get the same `CapturedStep`: medians, without first steps
+    that take more than three times the median. Steps beyond `steps` run as if there were no block.
 
-    With `hold`, models of `mcr.wrap`, `DistributedOptimizer` and their like send their buckets at the end of
-    the backward pass, one after another: communication takes nothing from computing meanwhile, and the time
-    of an operation is its own. These steps are slower than usual ones, and the step's `seconds` are theirs.
-    Without `hold`, and for operations of the program itself, the times of computing include what
-    communication beside it has taken. Operations that `mcr.persistent` has bound before are not seen. Of a
-    compiled model, only gradients and operations are noted: inside its graph there are no modules.
+    With `hold`, models of `mcr.wrap`, `DistributedOptimizer` and similar wrappers send their buckets at the
+    end of the backward pass, one after another: communication does not slow computation, and each operation
+    is timed alone. These steps, and the step's `seconds`, are slower than usual.
+    Without `hold`, and for operations of the program itself, computation times include the slowdown by
+    concurrent communication. Operations bound earlier by `mcr.persistent` are not recorded. For a
+    compiled model, only gradients and operations are recorded: there are no modules inside its graph.
 
-    In a job with `fuse: {plan: auto}`, the step also has the times of all_reduces by library that
-    `mcr.wrap` has measured (`measured`), from which `mcr-plus plan` has their times and shares of the core.
+    In a job with `fuse: {plan: auto}`, the step also contains the times of all_reduces by library that
+    `mcr.wrap` has measured (`measured`); `mcr-plus plan` uses them for times and shares of the core.
 
     Args:
         model: any module, wrapped or not. Parameters of any shape, dtype and device.
-        optimizer: of the model; its `step` marks the end of a step.
+        optimizer: the optimizer of the model; its `step` marks the end of a step.
         steps: number, at least 3; the same on all ranks.
         hold: see above; the same on all ranks.
 
     Returns:
-        A context manager, which has the attributes and methods of a `CapturedStep` once the block has ended.
+        A context manager with the attributes and methods of a `CapturedStep`, available after the block.
 
     Raises:
         NotInitialized: there is no job.
-        InvalidArgument: a wrong argument or another capture is running; at the end of the block, on all
-            ranks: fewer than three steps, other numbers of them on other ranks, or no backward pass.
-        BackendError: the block of another rank has ended with an exception.
+        InvalidArgument: an argument is wrong, or another capture is running; at the end of the block, on all
+            ranks: fewer than three steps, different numbers of steps, or no backward pass.
+        BackendError: the block of another rank ended with an exception.
 
     Example:
         ```python
@@ -67,27 +67,27 @@ def capture(
 
 
 def plan_report() -> dict[str, Any] | None:
-    """The result of the latest trial of `fuse: {plan: auto}` in this job; None before its end, and if
-    nothing was tried.
+    """Return the result of the latest trial of `fuse: {plan: auto}` in this job; None before its end, and if
+    there was no trial.
 
-    Times are milliseconds of a whole step, of the slowest rank:
+    Times are milliseconds of a whole step on the slowest rank:
 
     - `plan`: "auto". `chosen`: "searched", or "by size" if the searched plan was not faster.
-    - `buckets`: the names of the parameters of each bucket that is used from now on, in the order of sending;
-      `libraries`, `codecs`: the library and the codec of each, None where the pipeline chooses.
-      `baseline_buckets`: how many there were by size.
-    - `measured_ms`, `baseline_ms`: with the searched buckets and with those by size, tried in turns.
-    - `foretold_ms`, `foretold_baseline_ms`: the times expected of both, before.
-    - `bound_ms`: the least time of any plan, by the same costs; at most a measured one, as the passes in
-      which computing is measured can be slower than others. `gap`: the most by which the searched plan
-      may be above the best one, in the model of the search; `exact`: it is proved to be the best there.
-    - `cuts`, of a model compiled with `cuts="auto"` only: the modules at whose ends its graph is cut;
-      `cuts_known`: how many places there were. `chosen`: "whole" (uncut, buckets by size), "blocks" (cut at
-      all places, buckets by size) or "searched"; `tried_ms`: the time of each. `cut_ms`: the price of a
-      cut. Without `fuse: {plan: auto}`, nothing is searched or foretold, and `measured_ms` is that of
+    - `buckets`: names of the parameters in each bucket in use, in the order of sending;
+      `libraries`, `codecs`: library and codec of each bucket, None if the pipeline chooses.
+      `baseline_buckets`: number of buckets by size.
+    - `measured_ms`, `baseline_ms`: times with the searched buckets and with buckets by size, run in turns.
+    - `foretold_ms`, `foretold_baseline_ms`: predicted times of both.
+    - `bound_ms`: least time of any plan, by the same costs; at most a measured time, as the passes that
+      measure computation can be slower than others. `gap`: upper bound of the searched plan's relative
+      distance to the best plan, in the model of the search; `exact`: the plan is optimal in this model.
+    - `cuts`, for a model compiled with `cuts="auto"` only: modules at whose ends its graph is cut;
+      `cuts_known`: number of possible places. `chosen`: "whole" (uncut, buckets by size), "blocks" (cut at
+      all places, buckets by size) or "searched"; `tried_ms`: time of each. `cut_ms`: cost of a
+      cut. Without `fuse: {plan: auto}`, there is no search or prediction, and `measured_ms` is the time of
       "blocks".
-    - `compute_ms`: of computing alone. `exposed_ms`: that are expected to pass after it; `exposed_by`: the
-      name of the parameter that they wait for.
+    - `compute_ms`: computation alone. `exposed_ms`: predicted wait after the computation; `exposed_by`: the
+      parameter that the program waits for.
 
     Raises:
         NotInitialized: there is no job.

@@ -1,15 +1,15 @@
-"""`fuse: {plan: auto}`: captures some backward passes, searches the best buckets, and tries them in the job.
+"""`fuse: {plan: auto}`: capture some backward passes, search the best buckets, and try them in the job.
 
 Passes of a job, counted from the one after the first:
 
     0           by size, in the order of the first pass; warm-up
     1 … 3       captured: buckets are sent at the end, so that communication does not slow the computation
-    4 … 21      both plans take turns, three passes each, of which the first is not counted
+    4 … 21      both plans take turns, three passes each, not counting the first pass of a turn
     22 …        the faster plan
 
-The first of these passes is one in which no rank of the group has another trial running (`trials`); buckets
+Pass 0 is the first pass in which no rank of the group has another trial running (`trials`); buckets
 stay by size until then. Each rank times the whole step, from the end of a pass to the end of the next one,
-and the time of a step is that of the slowest rank. The searched plan has to be faster by a margin; otherwise
+and the slowest rank determines the time of a step. The searched plan must be faster by a margin; otherwise
 the buckets are kept.
 """
 
@@ -46,7 +46,7 @@ from mcr_plus.job.init import current
 _log = logging.getLogger("mcr_plus")
 WARM: Final = 1
 CAPTURED: Final = 3
-TURN: Final = 3  # passes of a plan in a row, of which the first binds its operations
+TURN: Final = 3  # consecutive passes of a plan; the first binds its operations
 ROUNDS: Final = 3
 _INCOMPLETE: Final = 10  # number of unusable passes after which the trial ends
 _WARM_UP: Final = 1 << 12  # elements
@@ -54,20 +54,20 @@ MARGIN: Final = 0.02  # smallest relative gain that justifies a change
 
 
 Issue = Callable[[torch.Tensor, "str | None", Compress], Work]
-"""Starts the all_reduce of a bucket by a library; None: by the pipeline's choice."""
+"""Function that starts the all_reduce of a bucket by a library; None: the pipeline chooses."""
 
 
 class ExecutablePlan(NamedTuple):
-    """An executable plan: buckets, and how each is sent."""
+    """Executable plan: buckets, and library and codec of each."""
 
     buckets: list[Bucket]
     choices: list[Choice]
 
 
 class PassTimes(NamedTuple):
-    """The times of a pass on one rank, in `perf_counter` seconds.
+    """Times of a pass on one rank, in `perf_counter` seconds.
 
-    `began`: the end of the previous pass. `ready`: of gradients, by index. `computed`: the end of the
+    `began`: end of the previous pass. `ready`: ready time of each gradient, by index. `computed`: end of the
     backward pass, before any wait. `ended`: the means are available.
     """
 
@@ -79,7 +79,7 @@ class PassTimes(NamedTuple):
 
 @dataclass
 class Captured:
-    """The agreed times of a step, in seconds from the end of the previous pass: the maximum over ranks."""
+    """Agreed times of a step: seconds since the end of the previous pass, maximum over ranks."""
 
     order: list[int]
     ready: list[float]
@@ -88,13 +88,13 @@ class Captured:
 
 @dataclass(eq=False)  # a trial equals only itself, and is a key of `trials`
 class AutoPlan:
-    """The choice of buckets for the passes of a job; all ranks draw the same conclusions.
+    """Choice of buckets for the passes of a job; all ranks reach the same decisions.
 
     Args:
-        comm: the reducer's group. entries: gradients by index, all with the same `like`.
-        alignment: bytes. limits: of buckets by size. curves: by library and codec.
-        tail: bytes of the operation that ends a pass. names: of the parameters, by index.
-        polled: the libraries that progress only in calls of the program.
+        comm: group of the reducer. entries: gradients by index, all with the same `like`.
+        alignment: bytes. limits: for buckets by size. curves: costs by library and codec.
+        tail: bytes of the operation that ends a pass. names: names of the parameters, by index.
+        polled: libraries that progress only in calls of the program.
     """
 
     comm: Communicator
@@ -105,7 +105,7 @@ class AutoPlan:
     tail: int
     names: Sequence[str]
     polled: Sequence[str]
-    used: dict[int, str] = field(default_factory=dict)  # the library that has sent a bucket, by its bytes
+    used: dict[int, str] = field(default_factory=dict)  # library that sent a bucket, by bytes of the bucket
     report: dict[str, Any] = field(default_factory=dict)
     is_final: bool = False
     _passes: int = 0
@@ -116,17 +116,17 @@ class AutoPlan:
 
     @property
     def is_of_cuts(self) -> bool:
-        """True if cuts of a compiled model are also tried."""
+        """Whether cuts of a compiled model are tried as well."""
         return False
 
     @property
     def has_verdict(self) -> bool:
-        """True if plans have been compared, so that a later job can use the result."""
+        """Whether plans have been compared, so that a later job can use the result."""
         return self.is_final and "chosen" in self.report and not self.is_of_cuts
 
     @property
     def holds(self) -> bool:
-        """True if the buckets of the next pass are sent at its end."""
+        """Whether the buckets of the next pass are sent at its end."""
         return WARM <= self._passes < WARM + CAPTURED
 
     def after(
@@ -134,7 +134,7 @@ class AutoPlan:
     ) -> ExecutablePlan | None:
         """Record a whole pass; returns the plan of the next pass if it changes, else None.
 
-        For the times, see `PassTimes`. `order`: gradients in the order of their readiness on the first rank
+        For the times, see `PassTimes`. `order`: gradients in the order of readiness on the first rank
         in the first pass.
         """
         times = PassTimes(began, ready, computed, ended)
@@ -155,21 +155,23 @@ class AutoPlan:
         return self._end()
 
     def incomplete(self) -> ExecutablePlan | None:
-        """Record a pass in which the first rank had no new gradient of some parameter; returns as `after`."""
+        """Record a pass in which the first rank lacked a new gradient of some parameter; returns like
+        `after`.
+        """
         self._incomplete += 1
         if self._incomplete < _INCOMPLETE:
             return None
         return self._give_up(f"in {_INCOMPLETE} passes, the first rank had parameters without a new gradient")
 
     def _give_up(self, reason: str) -> ExecutablePlan | None:
-        """Return to buckets by size; all ranks do so in the same pass."""
+        """Return to buckets by size; all ranks do this in the same pass."""
         self.is_final = True
         if self.comm.rank == 0:
             _log.warning("gradients: buckets by size: %s", reason)
         return self._plans[0] if self._plans else None
 
     def _tried(self, turn: int) -> int:
-        """Return the number of a turn's plan: the searched one first, since the other has just been used."""
+        """Return the number of a turn's plan: the searched plan first, since the other has just been used."""
         return -(turn + 1) % len(self._plans)
 
     def _by_size(self, order: Sequence[int]) -> list[Bucket]:
@@ -195,7 +197,7 @@ class AutoPlan:
                     for begin, end, choice in found.buckets
                 ]
                 self._foretell(captured, found, plan)
-            except Exception as error:  # the other ranks wait for the broadcast, so none may escape
+            except Exception as error:  # must not propagate: the other ranks wait for the broadcast
                 problem = f"the search for a plan failed: {type(error).__name__}: {error}"
         plan, self.report, problem = self.comm.broadcast_object(
             (plan, self.report, problem), self.comm.ranks[0]
@@ -211,7 +213,7 @@ class AutoPlan:
         return self._plans[self._tried(0)]
 
     def _agreed(self, order: Sequence[int]) -> Captured:
-        """Return the captured times: medians over passes, the maximum over ranks."""
+        """Return the captured times: medians over passes, maxima over ranks."""
         rows = [
             [
                 *(each.ready.get(index, each.computed) - each.began for index in order),
@@ -225,7 +227,7 @@ class AutoPlan:
         return Captured(list(order), np.maximum.accumulate(ready).tolist(), compute)
 
     def _searched(self, captured: Captured, choices: Sequence[Choice]) -> FoundPlan:
-        """Return the best plan; if there are very many gradients, small neighbours stay together."""
+        """Return the best plan; with very many gradients, small neighbours share an entry."""
         sizes = [self.entries[index].nbytes for index in captured.order]
         ends = groups(sizes)
         whole = [
@@ -264,12 +266,12 @@ class AutoPlan:
         }
 
     def _tail_time(self) -> float:
-        """Return the expected seconds of the operation that ends a pass, which no codec encodes."""
+        """Return the expected seconds of the operation that ends a pass, which no codec compresses."""
         plain = [curve for choice, curve in self.curves.items() if choice.codec is None]
         return float(min(curve.times(np.array([self.tail]))[0] for curve in plain))
 
     def _chosen(self, nbytes: int) -> Choice:
-        """Return the library that the pipeline is expected to choose: that of the bucket closest in size."""
+        """Return the library that the pipeline will probably choose: that of the bucket closest in size."""
         if Choice() in self.curves:
             return Choice()
         if self.used:
@@ -311,7 +313,7 @@ class AutoPlan:
             "chosen": "searched" if chosen else "by size",
             "baseline_ms": 1e3 * before,
             "measured_ms": 1e3 * after,
-            # Captured passes, whose buckets are sent at the end, can be slower than others.
+            # Captured passes can be slower than others, as they send their buckets at the end.
             "bound_ms": min(self.report["bound_ms"], 1e3 * before, 1e3 * after),
         }
         if not chosen:
@@ -356,21 +358,21 @@ def _measured(
     codecs: Sequence[str],
     issue: Issue,
 ) -> dict[Choice, BucketCurve]:
-    """Return the costs of buckets by each library, with each of these codecs and with that of `policy`.
+    """Return the costs of buckets for each library, with each of these codecs and with the codec of `policy`.
 
-    A stage `hierarchical` leaves operations alone whose library is named, so there the pipeline's own choice
-    is measured as well.
+    If a library is named, a stage `hierarchical` skips the operation. So the pipeline's own choice is
+    measured, too.
     """
     libraries: list[str | None] = [*comm.pipeline.libraries] if policy.backend is None else [policy.backend]
     if policy.backend is None and comm.stage_options("hierarchical") is not None:
         libraries.append(None)
     curves: dict[Choice, BucketCurve] = {}
-    if policy.compress is not None:  # a rule decides for its gradients
+    if policy.compress is not None:  # a rule determines the codec of its gradients
         codecs = ()
     for name in (None, *codecs):
         own = policy if name is None else with_codec(policy, name)
         send = partial(_send, issue, own.options)
-        if name is not None:  # its kernels are compiled, or loaded, before the clock of the probe runs
+        if name is not None:  # compile or load its kernels before the probe's clock runs
             with suppress(Unsupported):
                 send(torch.zeros(_WARM_UP, dtype=dtype, device=device), libraries[0]).wait()
         found = probe(comm, dtype, device, nbytes, libraries, send)
@@ -389,7 +391,8 @@ def begun(
 ) -> AutoPlan | None:
     """Measure the costs of buckets, and return the trial; None, with a warning, for unsupported gradients.
 
-    Collective. `named`: the parameters, at least one; `entries`: of each. For the others, see `AutoPlan`.
+    Collective. `named`: parameters, at least one; `entries`: an entry for each. Other arguments: see
+    `AutoPlan`.
 
     Raises `ConfigError` for codecs that a plan cannot choose.
     """

@@ -1,10 +1,10 @@
-"""The best buckets for the gradients of a step: exact for one channel, a local search for several.
+"""Best buckets for the gradients of a step: optimal for one channel, a local search for several.
 
     found = searched(step, costs, ranks, until=perf_counter() + 2)
     found.plan, found.bound
 
 The search (`search`) models one channel. Gradients of different ranks or groups are searched separately; with
-several libraries, single buckets are then changed as long as the simulated step becomes shorter.
+several libraries, single buckets are then changed for as long as the simulated step becomes shorter.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mcr_plus.tables.scaling import Placement
 
 _ALIGNMENT: Final = 64  # bytes
 _POINTS: Final = 16  # points of a curve per doubling of the size
-_TRIED: Final = 400  # largest number of changes tried
+_TRIED: Final = 400  # most changes to try
 _WORTH: Final = 1e-4  # smallest relative gain of the step that justifies a change
 _CUTS: Final = 8  # a large bucket may be cut between this many parts
 
@@ -41,11 +41,11 @@ def simulated(step: CapturedStep, plan: BucketPlan | None, costs: ClusterCosts, 
 
 
 class Unit(NamedTuple):
-    """Gradients that may share buckets, since the same ranks send them in the same groups.
+    """Gradients that may share buckets: the same ranks send them in the same groups.
 
     `sizes`: bytes by name, in the order of readiness. `ready`: seconds of computation before each gradient.
-    `until`: seconds of computation before the program waits for the last one. `computed`: seconds of
-    computation in total. `group`: the captured ranks that send them. Times are those of the sending role
+    `until`: seconds of computation before the program waits for the last gradient. `computed`: total seconds
+    of computation. `group`: captured ranks that send them. Times are from the sending role
     with the longest computation.
     """
 
@@ -118,7 +118,7 @@ def searched(
 def _part(
     unit: Unit, costs: ClusterCosts, captured: int, world: int, codec: str | None, seconds: float
 ) -> _UnitBuckets:
-    """Return the best buckets of a unit, without regard to other operations."""
+    """Return the best buckets of a unit, ignoring other operations."""
     names, nbytes, times = _grouped(unit)
     to = costs.topology.placement(members(unit.group, captured, world))
     curves = _curves(costs, to, sum(nbytes), codec)
@@ -167,7 +167,7 @@ def _improved(
     libraries: Sequence[str],
     until: float,
 ) -> BucketPlan:
-    """Return the plan after a local search: each change of one bucket makes the simulated step shorter."""
+    """Improve a plan by local search; every accepted change of a bucket makes the simulated step shorter."""
     best, tried = simulated(step, plan, costs, world).step_s, 0
     together = {name: number for number, unit in enumerate(units_of(step)) for name in unit.sizes}
     improved = True
@@ -188,11 +188,11 @@ def _improved(
 def _neighbours(
     buckets: list[PlannedBucket], libraries: Sequence[str], unit: Mapping[str, int]
 ) -> Iterator[list[PlannedBucket]]:
-    """Yield plans in which one bucket has another library, is joined with the next one, or is cut in two.
+    """Yield plans in which one bucket has another library, is joined with the next, or is cut in two.
 
     `unit`: the unit of each gradient; gradients of different units are never joined.
     """
-    for at in reversed(range(len(buckets))):  # the last buckets are exposed
+    for at in reversed(range(len(buckets))):  # start with the last buckets, which are exposed
         before, bucket, behind = buckets[:at], buckets[at], buckets[at + 1 :]
         for library in libraries:
             if library != bucket.library:
@@ -206,7 +206,7 @@ def _neighbours(
 
 
 def _places(count: int) -> list[int]:
-    """Return the positions where a bucket of `count` gradients may be cut: all, or a few of a large one."""
+    """Return the positions at which a bucket of `count` gradients may be cut: all, or a few if large."""
     return sorted({round(count * part / _CUTS) for part in range(1, _CUTS)} - {0, count})
 
 
@@ -254,7 +254,7 @@ def _unit(role: Role, nbytes: Mapping[str, int], group: tuple[int, ...]) -> Unit
         if isinstance(each, ComputeEvent):
             done += each.seconds
         elif isinstance(each, ReadyEvent) and each.param in nbytes:
-            ready.pop(each.param, None)  # one that accumulates is ready with its last part
+            ready.pop(each.param, None)  # an accumulated gradient is ready with its last part
             ready[each.param] = done
         elif isinstance(each, WaitEvent) and each.id in carrying:
             until = done
@@ -282,10 +282,10 @@ def _grouped(unit: Unit) -> tuple[list[tuple[str, ...]], list[int], list[float]]
 
 
 class _Curves(NamedTuple):
-    """The costs of all_reduces by a library.
+    """Costs of all_reduces by a library.
 
-    `work`: the seconds for which they would fill their widest link. `above`: the largest relative amount by
-    which the curve exceeds the true costs between its points.
+    `work`: seconds in which they would fill their widest link. `above`: largest relative excess of the curve
+    over the true costs between its points.
     """
 
     cost: BucketCurve
@@ -321,19 +321,19 @@ def _curves(costs: ClusterCosts, to: Placement, nbytes: int, codec: str | None =
 
 
 def libraries_of(costs: ClusterCosts) -> list[str]:
-    """Return the libraries that may send buckets; `CAPTURED` only if no library with a name is available."""
+    """Return the libraries that may send buckets; `CAPTURED` only if no named library is available."""
     named = [each for each in costs.libraries() if each != CAPTURED]
     return named or costs.libraries()
 
 
 def best_library(costs: ClusterCosts) -> str:
-    """Return the library of operations without gradients: that of the captured step, if it has costs."""
+    """Return the library for operations without gradients: the captured step's, if it has costs."""
     libraries = costs.libraries()
     return CAPTURED if CAPTURED in libraries or not libraries else libraries[0]
 
 
 def buckets_of(sizes: Mapping[str, int], limit: int, library: str) -> list[PlannedBucket]:
-    """Return buckets of up to `limit` bytes of the gradients, in the order of `sizes`."""
+    """Return buckets of up to `limit` bytes, in the order of `sizes`."""
     names = list(sizes)
     entries = [BucketEntry(at, nbytes) for at, nbytes in enumerate(sizes.values())]
     return [

@@ -1,7 +1,7 @@
-"""Captures training steps of a running job by hooks.
+"""Capture of training steps of a running job by hooks.
 
 Hooks of the model and the optimizer mark when modules need their parameters, gradients become ready and steps
-end; the communicator reports the operations that the program issues and waits for. Marks are times of the
+end; the communicator reports the program's operations and waits. Marks are times of the
 host, or events on the current stream if the parameters are on a device. At the end all ranks exchange their
 marks and construct the same `CapturedStep` from them.
 """
@@ -48,9 +48,9 @@ LEAST: Final = 3
 
 
 class _Seen(NamedTuple):
-    """A recorded event with times of the capture's clock. `number`: index of the operation, or -1."""
+    """A recorded event, with times of the capture's clock. `number`: index of the operation, or -1."""
 
-    event: ReadyEvent | NeedEvent | None  # None: an operation, issued or waited for
+    event: ReadyEvent | NeedEvent | None  # None: an operation was issued, or waited for
     computed: str
     begin: Any
     end: Any
@@ -59,7 +59,7 @@ class _Seen(NamedTuple):
 
 
 class _CapturedOperation:
-    """An operation of the program, without references to tensors. `end`: the clock at its completion."""
+    """An operation of the program, without references to tensors. `end`: clock at its completion."""
 
     __slots__ = ("begin", "end", "gradients", "group", "match_tag", "nbytes", "peer", "signature")
 
@@ -84,7 +84,7 @@ def _on_stream(device: torch.device) -> Any:
 
 
 class Capture(OperationHook):
-    """The result of `mcr.capture`: the captured `CapturedStep`, once the block has ended.
+    """Result of `mcr.capture`: the captured `CapturedStep`, available after the block.
 
     `save(path)` writes it as JSON; `step` is the `CapturedStep`, whose attributes are available on this
     object.
@@ -129,7 +129,7 @@ class Capture(OperationHook):
         self._seen: list[_Seen] = []
         self._operations: list[_CapturedOperation] = []
         self._needed: set[str] = set()
-        self._tasks: dict[int, int] = {}  # by parameter, the backward pass in which it became ready
+        self._tasks: dict[int, int] = {}  # parameter → backward pass in which its gradient became ready
         self._carried: tuple[str, ...] = ()
         # Completed steps: begin, end, recorded events, operations, and the name of the last computation.
         self._done: list[tuple[Any, Any, list[_Seen], list[_CapturedOperation], str]] = []
@@ -168,9 +168,7 @@ class Capture(OperationHook):
         comm, self._comm = self._comm, None
         assert comm is not None
         if kind is not None:
-            if (
-                not comm.closed
-            ):  # peers that reach the end of the block raise an error with this rank's reason
+            if not comm.closed:  # peers raise an error with this rank's reason at the end of their block
                 what = f"its block of mcr.capture has ended with {kind.__name__}: {error}"
                 comm.state.board.mark_failed(Failure(0, what))
             runtime.leave(comm, clean=False)
@@ -225,7 +223,7 @@ class Capture(OperationHook):
 
     def _needs(self, name: str) -> Callable[..., None]:
         def need(module: torch.nn.Module, inputs: Any) -> None:  # noqa: ARG001 - a hook
-            if torch.compiler.is_compiling():  # an enclosing function; recording would break its graph
+            if torch.compiler.is_compiling():  # recording would break the graph of an outer function
                 return
             if self._active:
                 if name not in self._needed:
@@ -251,11 +249,13 @@ class Capture(OperationHook):
 
     @property
     def holds(self) -> bool:
-        """See `OperationHook`."""
+        """Whether buckets are sent at the end of the pass, see `OperationHook`."""
         return self._active and self._hold
 
     def ready(self, param: torch.Tensor) -> None:
-        """See `OperationHook`. A reducer calls this before it sends; the hook's repetition is ignored."""
+        """Record a ready gradient, see `OperationHook`. A reducer calls this before sending; repeats are
+        ignored.
+        """
         name, task = self._names.get(id(param)), torch._C._current_graph_task_id()
         if name is None or not self._active or self._tasks.get(id(param)) == task:
             return
@@ -266,11 +266,11 @@ class Capture(OperationHook):
         self._doing = module
 
     def carries(self, params: Sequence[torch.Tensor]) -> None:
-        """See `OperationHook`."""
+        """Note the gradients of the next operation, see `OperationHook`."""
         self._carried = tuple(self._names[id(param)] for param in params if id(param) in self._names)
 
     def bound(self, group: Group, issue: BoundIssue) -> BoundIssue:
-        """See `OperationHook`."""
+        """Record the operations of a bound call, see `OperationHook`."""
 
         def start(message: Message) -> Work:
             if not self._active:
@@ -303,7 +303,7 @@ class Capture(OperationHook):
         operation.end = self._now()
 
     def waited(self, begin: Any, operation: _CapturedOperation, number: int) -> None:
-        """Record that the program has waited for an operation, possibly of an earlier step, since `begin`."""
+        """Record that the program has waited since `begin` for an operation, possibly of an earlier step."""
         if self._active:
             is_known = number < len(self._operations) and self._operations[number] is operation
             known = number if is_known else -1
@@ -338,7 +338,7 @@ class Capture(OperationHook):
                 operation = operations[each.number]
                 seconds = None if operation.end is None else self._between(operation.begin, operation.end)
                 event = _event(operation, each.number)
-                issued = max(begin, end - OVERHEAD)  # before it, the program has copied into buckets
+                issued = max(begin, end - OVERHEAD)  # before that, the program copied into buckets
                 marks.append(Mark(event, each.computed, issued, end, seconds, keys[each.number]))
         return RankStep(self._between(began, ended), tuple(marks), last)
 
@@ -347,7 +347,7 @@ class Capture(OperationHook):
 
     @property
     def step(self) -> CapturedStep:
-        """The captured step. Raises `InvalidArgument` before the end of the block."""
+        """Captured step. Raises `InvalidArgument` before the end of the block."""
         if self._step is None:
             raise InvalidArgument(
                 "mcr.capture: the step is available once the block has ended without an error"
@@ -365,7 +365,7 @@ class Capture(OperationHook):
 
 
 class _WatchedWork(Work):
-    """Handle of an operation of the program that records when the program waits for it."""
+    """Handle of a program's operation that records when the program waits for it."""
 
     __slots__ = ("_capture", "_number", "_operation", "_was_waited_for", "_work")
 
@@ -425,7 +425,7 @@ def _ends(operation: _CapturedOperation) -> tuple[int, ...]:
 
 
 def _keys(operations: Sequence[_CapturedOperation]) -> list[str]:
-    """Return a key for each operation, equal on all its ranks: group or message pair, and number there."""
+    """Return a key for each operation, equal on all its ranks: group or message pair, and index there."""
     counts: dict[str, int] = {}
     keys = []
     for operation in operations:
@@ -433,7 +433,7 @@ def _keys(operations: Sequence[_CapturedOperation]) -> list[str]:
         if operation.signature.is_p2p:
             ends = _ends(operation)
             name = f"{'>'.join(map(str, ends))} tag {operation.match_tag} in {name}"
-            if len(set(ends)) == 1:  # a message to itself, or a receive whose sender is unknown
+            if len(set(ends)) == 1:  # a message to itself, or a receive from an unknown sender
                 name = f"{operation.signature.kind} {name}"
         counts[name] = number = counts.get(name, 0) + 1
         keys.append(f"{name}#{number}")

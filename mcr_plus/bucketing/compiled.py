@@ -1,6 +1,6 @@
-"""Compilation of a model in parts, so that its gradients become ready one part after another.
+"""Compilation of a model in parts, so that its gradients become ready part by part.
 
-A graph compiled as a whole is a single node of autograd: all of its gradients become ready at its end, and
+A graph compiled as a whole is a single node of autograd: all its gradients become ready at its end, and
 communication cannot overlap with computation. Here Dynamo's graph of the forward pass is cut at the ends of
 modules, and each part is compiled separately. The cost of a cut is the loss of fusion across it.
 """
@@ -23,8 +23,8 @@ from mcr_plus.errors import InvalidArgument
 from mcr_plus.kernels.compiling import watched
 
 _NAMES_SHOWN: Final = 20  # largest number of modules in an error text
-_ROOT: Final = re.compile(r"^[^.]*?\[[^\]]*\]\.?")  # Dynamo's notation of the module whose frame it compiles
-_ITEM: Final = re.compile(r"\._modules\['([^']*)'\]")  # of a module in a container, in torch 2.6
+_ROOT: Final = re.compile(r"^[^.]*?\[[^\]]*\]\.?")  # Dynamo's name of the module whose frame is compiled
+_ITEM: Final = re.compile(r"\._modules\['([^']*)'\]")  # its name of a module in a container, in torch 2.6
 
 Cuts = tuple[str, ...]
 
@@ -32,7 +32,7 @@ Cuts = tuple[str, ...]
 class GraphPart(NamedTuple):
     """A part of a graph.
 
-    `after`: the modules at whose end the part begins, empty at the beginning of a graph. `parameters`: those
+    `after`: modules at whose end the part begins; empty at the beginning of a graph. `parameters`: parameters
     whose gradients become ready with the part.
     """
 
@@ -41,10 +41,10 @@ class GraphPart(NamedTuple):
 
 
 def blocks(model: nn.Module) -> list[str]:
-    """Return the names of a model's repeated children: the modules in its `Sequential`s and `ModuleList`s.
+    """Return the names of a model's repeated children: modules in its `Sequential`s and `ModuleList`s.
 
-    Nested containers are searched, but not the inside of a block. Modules without parameters are omitted, and
-    so are containers with fewer than two other modules.
+    Nested containers are searched, but not the inside of a block. Modules without parameters are omitted;
+    containers with fewer than two other modules, too.
     """
 
     def children(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
@@ -71,7 +71,7 @@ def chosen_cuts(model: nn.Module, cuts: str | Sequence[str]) -> Cuts:
     """Return the names of the modules at whose ends the graph may be cut.
 
     Raises:
-        InvalidArgument: `cuts` is neither of "auto", "none" and "blocks" nor a sequence of names of the
+        InvalidArgument: `cuts` is neither "auto", "none" or "blocks", nor a sequence of names of the
             model's modules.
     """
     if cuts == "none":
@@ -93,10 +93,10 @@ def chosen_cuts(model: nn.Module, cuts: str | Sequence[str]) -> Cuts:
 
 
 class CompiledCall:
-    """Replaces a model's forward pass by compiled variants, one for each set of cuts, created on first use.
+    """Replacement of a model's forward pass by compiled variants, one per set of cuts, made on first use.
 
-    `places`: the modules at whose ends the graph may be cut. `cuts`: the modules at whose ends it is cut.
-    `is_auto`: cuts are chosen by measured times. `before`: called with the model before every forward pass,
+    `places`: modules at whose ends the graph may be cut. `cuts`: modules at whose ends it is cut.
+    `is_auto`: measured times determine the cuts. `before`: called with the model before every forward pass,
     outside of the compiled code.
     """
 
@@ -115,7 +115,7 @@ class CompiledCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass with the current cuts."""
         model = self._model()
-        assert model is not None  # it is the caller
+        assert model is not None  # the caller holds the model
         if self.before is not None:
             self.before(model)
         return self._variant(model)[1](*args, **kwargs)
@@ -139,8 +139,8 @@ class CompiledCall:
 def _forward(model: nn.Module) -> Callable[..., Any]:
     """Return the forward pass, including hooks, as a function with its own code object.
 
-    Dynamo caches compiled code by code object, up to a limit that variants and models would share. And it
-    does not start at code of torch, so a `Sequential` would not be compiled.
+    Dynamo caches compiled code by code object, up to a limit that variants and models would share. Also, it
+    does not compile torch's own code, so a `Sequential` would not be compiled.
     """
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -194,14 +194,14 @@ class _Backend:
             return _compiled_parts(graph, inputs, part_of, self._inner, options)
 
     def _cut(self, graph: fx.GraphModule, inputs: list[Any]) -> tuple[dict[fx.Node, int], list[GraphPart]]:
-        """Return the part of each node, and the parts; each part has gradients that become ready with it."""
+        """Return the part of each node, and the parts; every part has gradients that become ready with it."""
         part_of: dict[fx.Node, int] = {}
         after: list[Cuts] = [()]
         active: set[str] = set()
         for node in graph.graph.nodes:
             if node.op in ("placeholder", "output", "get_attr"):
                 continue
-            if _is_item(node):  # its source may be no tensor, which must not leave its part
+            if _is_item(node):  # its source may not be a tensor, and must stay in its part
                 part_of[node] = part_of.get(node.args[0], len(after) - 1)
                 continue
             now = self._active(graph, node)
@@ -239,7 +239,7 @@ class _Backend:
     def _first_uses(
         self, graph: fx.GraphModule, inputs: list[Any], part_of: dict[fx.Node, int]
     ) -> dict[str, int]:
-        """Return the part of each trainable parameter's first use, which a backward pass reaches last."""
+        """Return the part of each trainable parameter's first use, which the backward pass reaches last."""
         model = self._model()
         named = {} if model is None else {id(each): name for name, each in model.named_parameters()}
         found: dict[str, int] = {}
@@ -277,7 +277,7 @@ def _compiled_parts(
 
     split = split_module(graph, None, part_of.__getitem__)  # type: ignore[arg-type]
     for name in ("propagate_dynamo_source", "propagate_metadata"):
-        if hasattr(distributed, name):  # torch 2.6 does without
+        if hasattr(distributed, name):  # torch 2.6 lacks it
             getattr(distributed, name)(graph, split)
     fake_mode = detect_fake_mode(inputs) or FakeTensorMode()
     compiler = distributed.SubmodCompiler(split, partial(inner, **options), fake_mode)

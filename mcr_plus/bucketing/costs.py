@@ -1,4 +1,4 @@
-"""Cost of buckets: seconds when alone, and the share of the core taken from concurrent computation."""
+"""Cost of buckets: duration when alone, and share of the core taken from concurrent computation."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 OVERHEAD: Final = 50e-6
-"""Seconds that a rank spends issuing an operation and waiting for it."""
+"""Seconds in which a rank issues an operation and waits for it."""
 SEARCHED: Final = 600
-"""Largest number of searched gradients; memory and time of a search grow with its square."""
+"""Most gradients in a search; its memory and time grow with the square of their number."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class BucketCurve:
 
 
 def prices(nbytes: Sequence[int], alignment: int, curves: Sequence[BucketCurve], overhead: float) -> Prices:
-    """Return the prices of all buckets of consecutive gradients of these sizes, for each curve.
+    """Return the prices of all buckets of consecutive gradients with these sizes, for each curve.
 
     In a bucket, every gradient begins at a multiple of `alignment` bytes.
     """
@@ -74,8 +74,8 @@ def prices(nbytes: Sequence[int], alignment: int, curves: Sequence[BucketCurve],
 def groups(sizes: Sequence[int], most: int = SEARCHED, starts: Sequence[int] = ()) -> list[int]:
     """Return the ends of groups of neighbouring gradients that a search keeps together.
 
-    Up to `most` gradients form groups of one; of more, small neighbours share a group. No group extends
-    across an index in `starts`.
+    Up to `most` gradients form groups of one; if there are more, small neighbours share a group. No group
+    extends across an index in `starts`.
     """
     least = 2 * sum(sizes) / most if len(sizes) > most else 0.0
     fixed, held = {*starts, len(sizes)}, 0

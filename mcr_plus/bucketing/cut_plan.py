@@ -1,4 +1,4 @@
-"""`mcr.compile(model, cuts="auto")`: measures costs of cuts, searches for the best, tries them in the job.
+"""`mcr.compile(model, cuts="auto")`: measure the costs of cuts, search the best cuts, try them in the job.
 
 Passes of a job, counted from the one after the first:
 
@@ -6,12 +6,12 @@ Passes of a job, counted from the one after the first:
     1 … 3       the whole graph, captured
     4           cut at every block; the parts are compiled
     5 … 7       cut at every block, captured
-    8 …         the candidates take turns, three passes each, of which the first is not counted
+    8 …         the candidates take turns, three passes each, not counting the first pass of a turn
 
 The candidates are the whole graph and the graph cut at every block, both with buckets by size; and with
 `fuse: {plan: auto}` the best cuts and buckets by an exact search. For this search, captured passes send their
-buckets at the end, as in `auto_plan`, and the cost of a cut is the additional computation time with all cuts,
-divided by their number. The fastest candidate by the slowest rank's times is kept; it has to be faster than
+buckets at the end, as in `auto_plan`, and the cost of a cut is the additional computation time with all cuts
+divided by their number. The fastest candidate, by the slowest rank's times, is kept; it must beat
 the whole graph by a margin.
 """
 
@@ -47,12 +47,12 @@ from mcr_plus.fusion.bucket import packed
 from mcr_plus.job.init import current
 
 _log = logging.getLogger("mcr_plus")
-_PLACES: Final = 24  # largest number of places in a search; of more, evenly spread ones are used
-_SEARCHED: Final = 200  # largest number of gradients; of more, small neighbours of a part stay together
+_PLACES: Final = 24  # most places in a search; of more, evenly spread ones are used
+_SEARCHED: Final = 200  # most gradients; if there are more, small neighbours in a part stay together
 _NAMES: Final = {"whole": "uncut, by size", "blocks": "cut at every block, by size", "searched": "searched"}
 
 Plan = list[tuple[tuple[int, ...], Choice]]
-"""The gradients of each bucket, and how it is sent."""
+"""Gradients of each bucket, and its library and codec."""
 
 
 class Candidate(NamedTuple):
@@ -64,9 +64,9 @@ class Candidate(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """Gradients between two places where a graph may be cut.
+    """Gradients between two places at which a graph may be cut.
 
-    `after`: the modules at the preceding place, in the order of the forward pass; empty at the beginning of a
+    `after`: modules at the preceding place, in the order of the forward pass; empty at the beginning of a
     graph, where parts end in any case. `gradients`: their number.
     """
 
@@ -76,15 +76,15 @@ class Stretch(NamedTuple):
 
 @dataclass(eq=False)
 class CutPlan(AutoPlan):
-    """The choice of cuts of a compiled model, and of its buckets; it replaces `AutoPlan`.
+    """Choice of cuts of a compiled model, and of its buckets; replaces `AutoPlan`.
 
     Args:
-        call: the compiled model, which may be cut at its `places`. curves: empty without a search.
+        call: the compiled model, which can be cut at its `places`. curves: empty without a search.
     """
 
     call: CompiledCall = field(kw_only=True)
     _whole: Captured | None = None
-    _least: list[float] = field(default_factory=list)  # computation seconds: whole, cut
+    _least: list[float] = field(default_factory=list)  # seconds of computation: whole graph, cut graph
     _candidates: list[Candidate] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -92,18 +92,18 @@ class CutPlan(AutoPlan):
 
     @property
     def is_of_cuts(self) -> bool:
-        """True."""
+        """Whether cuts of a compiled model are tried: always."""
         return True
 
     @property
     def holds(self) -> bool:
-        """True if the buckets of the next pass are sent at its end."""
+        """Whether the buckets of the next pass are sent at its end."""
         return bool(self.curves) and WARM <= self._passes < 2 * (WARM + CAPTURED)
 
     def after(
         self, began: float, ready: Mapping[int, float], computed: float, ended: float, order: Sequence[int]
     ) -> ExecutablePlan | None:
-        """See `AutoPlan.after`."""
+        """Record a whole pass, see `AutoPlan.after`."""
         times = PassTimes(began, ready, computed, ended)
         number, self._passes = self._passes, self._passes + 1
         phase, place = divmod(number, WARM + CAPTURED)
@@ -157,7 +157,7 @@ class CutPlan(AutoPlan):
         if self.comm.rank == 0:
             try:
                 candidates = self._found(whole, cut)
-            except Exception as error:  # the other ranks wait for the broadcast, so none may escape
+            except Exception as error:  # must not propagate: the other ranks wait for the broadcast
                 problem = f"the search for cuts failed: {type(error).__name__}: {error}"
         candidates, self.report, problem = self.comm.broadcast_object(
             (candidates, self.report, problem), self.comm.ranks[0]
@@ -181,7 +181,7 @@ class CutPlan(AutoPlan):
         return self._use(self._tried(0))
 
     def _found(self, whole: Captured, cut: Captured) -> list[Candidate]:
-        """Return the candidates, on the first rank; stores their expected times in the report."""
+        """Return the candidates, on the first rank; stores their predicted times in the report."""
         by_part, stretches = self._in_parts(cut)
         places = tuple(name for stretch in stretches[1:] for name in stretch.after)
         candidates = [Candidate("whole", (), self._sized(whole.order))]
@@ -202,10 +202,10 @@ class CutPlan(AutoPlan):
         return [(bucket.members, Choice()) for bucket in self._by_size(order)]
 
     def _in_parts(self, cut: Captured) -> tuple[Captured, list[Stretch]]:
-        """Return the gradients in the order of parts, last part first, and the number in each part.
+        """Return the gradients ordered by part, last part first, and the number in each part.
 
-        The parts come from the graph instead of measured times, so noise cannot move a gradient to a
-        neighbour.
+        The parts come from the graph, not from measured times, so noise cannot move a gradient into a
+        neighbouring part.
         """
         parts: list[GraphPart] = [GraphPart((), ()), *self.call.parts()]
         place = {name: at for at, part in enumerate(parts) for name in part.parameters}
@@ -261,7 +261,7 @@ class CutPlan(AutoPlan):
     def _foretell_cuts(
         self, free: Captured, starts: Sequence[int], costs: Sequence[float], chosen: Sequence[int], plan: Plan
     ) -> None:
-        """Store the expected times with and without cuts; `free`: the times with all cuts at no cost."""
+        """Store the predicted times with and without cuts; `free`: times with all cuts at no cost."""
         count = len(free.order)
         for key, cuts, buckets in (
             ("foretold_ms", chosen, plan),

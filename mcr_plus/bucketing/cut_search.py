@@ -1,14 +1,14 @@
-"""The best positions to cut a compiled graph, jointly with the best buckets: an extension of `search`.
+"""Best positions to cut a compiled graph, jointly with the best buckets: an extension of `search`.
 
     found = search_cuts(ready, compute, prices, positions, costs)
     found.cuts          # [index in positions, …]
     found.buckets       # [(begin, end, choice), …]
 
-All gradients of a part become ready at its end, that is when its last one is computed. A cut between two
+All gradients of a part become ready at its end, when the last one is computed. A cut between two
 parts delays all later computation by its cost, the loss of fusion across it. A state of the search is the
-number of gradients sent and the end of the part that contains the last of them; its labels (F, D) are those
-of `search`. A bucket that ends in another part than its predecessor pays for the cut at the end of the
-predecessor's part. A cut inside a bucket, which would make no gradient ready earlier, is never taken.
+number of gradients sent and the end of the part that contains the last of them; its labels (F, D) are like
+those of `search`. A bucket that ends in another part than its predecessor pays for the cut at the end of the
+predecessor's part. A cut inside a bucket makes no gradient ready earlier, and is never taken.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _NONE: Final = -1
 
 @dataclass(frozen=True)
 class FoundCuts(FoundPlan):
-    """The best plan and `cuts`: ascending indices into the given positions.
+    """The best plan, and its `cuts`: ascending indices into the given positions.
 
-    `bound` holds for every choice of cuts, including cuts without a cost.
+    `bound` holds for every choice of cuts, even at no cost.
     """
 
     cuts: tuple[int, ...] = ()
@@ -50,11 +50,11 @@ def search_cuts(
     """Return the cuts and buckets with the earliest end of the step.
 
     Args:
-        ready: seconds after which each gradient is ready if the graph is cut at all positions at no cost,
-            ascending. compute: seconds of computation in total, without cuts.
-        prices: of all buckets and choices. positions: the number of gradients that become ready before each
-            possible cut, strictly ascending, from 1 to the number of gradients - 1. costs: non-negative
-            seconds of each cut. labels: the largest number of labels kept for a state.
+        ready: ready time of each gradient in seconds, if the graph is cut at all positions at no cost;
+            ascending. compute: total seconds of computation, without cuts.
+        prices: prices of all buckets and choices. positions: number of gradients that become ready before
+            each possible cut, strictly ascending, from 1 to the number of gradients - 1. costs: non-negative
+            seconds of each cut. labels: most labels kept for a state.
 
     Raises:
         ValueError: `ready` or `positions` is not ascending, a position or a cost is out of range, or an

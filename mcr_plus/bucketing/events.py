@@ -1,9 +1,9 @@
-"""Discrete-event simulation of a step: ranks that compute, queues of operations, and shared links.
+"""Discrete-event simulation of a step: computing ranks, queues of operations, and shared links.
 
-All arrays contain representatives, see `network`: a rank, a queue or a link represents all equivalent ones.
-Times are in seconds. The next event is the end of an operation or of a rank's computation; all others follow
-from these two. Both are in one indexed heap, so a step of E events takes O(E log E); when an operation begins
-or ends, rates are recomputed only for operations connected with it by links.
+All arrays contain representatives, see `network`: a rank, queue or link stands for all equivalent ones.
+Times are in seconds. The next event is the end of an operation or of a rank's computation; all other events
+follow from these. Both are in one indexed heap, so a step of E events takes O(E log E). When an operation
+begins or ends, rates are recomputed only for operations connected with it by links.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _CLOSE: Final = 1e-12  # relative tolerance of equal rates
 
 
 class Programs(NamedTuple):
-    """The concatenated events of programs; program p has the events `begins[p]` to `begins[p + 1]`.
+    """Concatenated events of programs; program p has the events `begins[p]` to `begins[p + 1]`.
 
-    `code`: of the event. `value`: seconds of computation. `slot`, `number`: the operation to issue or to wait
-    for, as the index of its queue among the rank's queues and its number in the queue.
+    `code`: kind of the event. `value`: seconds of computation. `slot`, `number`: the operation to issue or to
+    wait for: index of its queue among the rank's queues, and number in the queue.
     """
 
     begins: Ints
@@ -44,13 +44,13 @@ class Programs(NamedTuple):
 
 
 class Queues(NamedTuple):
-    """The concatenated operations of queues; queue q has the operations `begins[q]` to `begins[q + 1]`.
+    """Concatenated operations of queues; queue q has the operations `begins[q]` to `begins[q + 1]`.
 
-    `seconds`: the duration when alone; `share`: of a core meanwhile; `busy[:, class]`: the used fraction of
-    links; `flow`: bytes per second of a message; `turn`: seconds of a message. The members of queue q, from
+    `seconds`: duration when alone; `share`: share of a core meanwhile; `busy[:, class]`: used fraction of
+    links; `flow`: bytes per second of a message; `turn`: seconds of a message. Members of queue q, from
     `members[q]` on: `rank`, and the rank's `slot` for the queue. `by_caller`: operations begin only when the
     program of each rank issues, waits or has a gradient ready. `connection`: equal for queues whose messages
-    follow one another on the same connections, those of issued operations that wait in the queue included.
+    share connections in order, including messages of issued operations that wait in the queue.
     """
 
     begins: Ints
@@ -67,10 +67,10 @@ class Queues(NamedTuple):
 
 
 class LinkShares(NamedTuple):
-    """The sharing of links: an entry is the use of one link by one queue.
+    """Sharing of links: an entry is the use of one link by one queue.
 
-    Entries of queue q begin at `of_queue[q]`. `by_link` contains the indices of entries by link, those of a
-    link from `of_link[link]` on. `times`: the number of equivalent queues on the link.
+    Entries of queue q begin at `of_queue[q]`. `by_link` contains the indices of entries by link; entries of a
+    link begin at `of_link[link]`. `times`: number of equivalent queues on the link.
     """
 
     of_queue: Ints
@@ -83,10 +83,10 @@ class LinkShares(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """Result of a simulation. `starts`, `ends`: of operations, NaN if they never ran.
+    """Result of a simulation. `starts`, `ends`: times of operations, NaN if they never ran.
 
-    `cause`: the last rank to arrive and its event; -1 if the preceding operation delayed it.
-    `when[rank, event]`: the end of an event, NaN if it was never reached. `blocked[rank, event]`: True if the
+    `cause`: last rank to arrive and its event; -1 if the preceding operation delayed it.
+    `when[rank, event]`: end of an event, NaN if it was never reached. `blocked[rank, event]`: True if the
     event waited.
     """
 
@@ -101,7 +101,7 @@ def run(programs: Programs, of_rank: Ints, queue_of: Ints, queues: Queues, share
     """Simulate a step.
 
     Args:
-        programs: of all ranks. of_rank: the program of each rank. queue_of: [ranks, slots] of int64, the
+        programs: programs of all ranks. of_rank: program of each rank. queue_of: [ranks, slots] of int64,
             queue of each slot, -1 for none. queues, shares: see `Queues` and `LinkShares`.
     """
     return Ran(*_run(programs, of_rank, queue_of, queues, shares))
@@ -169,7 +169,7 @@ def _lowest_level(flow, speed, free, slope):  # type: ignore[no-untyped-def]
 
 @compiled
 def _left_over(begins, link, need, flow, speed, free, slope):  # type: ignore[no-untyped-def]
-    """Set `free` to each link's capacity left by fixed speeds, `slope` to the others' need per level."""
+    """Set `free` to the capacity that fixed speeds leave per link, `slope` to the others' need per level."""
     free[:] = 1.0
     slope[:] = 0.0
     for i in range(len(flow)):
@@ -182,7 +182,7 @@ def _left_over(begins, link, need, flow, speed, free, slope):  # type: ignore[no
 
 @compiled
 def _stops(begins, link, need, free, slope, level, i):  # type: ignore[no-untyped-def]
-    """Return whether one of the links of an operation is full at this level."""
+    """Return whether a link of an operation is full at this level."""
     for k in range(begins[i], begins[i + 1]):
         if need[k] > 0.0 and free[link[k]] <= level * slope[link[k]]:
             return True
@@ -194,7 +194,7 @@ def fill(begins, link, need, flow, links, speed):  # type: ignore[no-untyped-def
     """Compute max-min fair speeds by progressive filling (Bertsekas, Gallager 1992, section 6.5.2).
 
     Messages of all operations get the same bytes per second until one reaches full speed or a link is full;
-    then the rates of the others continue to grow. At full speed, operation i needs the fraction `need[k]` of
+    then the other rates continue to grow. At full speed, operation i needs the fraction `need[k]` of
     `link[k]`, k from `begins[i]` to `begins[i + 1]`, and has `flow[i]` bytes per second. `speed`: the result,
     0 to 1.
     """
@@ -216,7 +216,7 @@ def fill(begins, link, need, flow, links, speed):  # type: ignore[no-untyped-def
 
 @compiled
 def _issued_turns(queues, issued, head, q):  # type: ignore[no-untyped-def]
-    """Return the seconds of one message of each operation in flight: those that all members have issued."""
+    """Return the seconds of one message of each operation in flight, i.e. issued by all members."""
     until = len(queues.seconds)
     for m in range(queues.members[q], queues.members[q + 1]):
         until = min(until, issued[queues.rank[m], queues.slot[m]])
@@ -232,8 +232,8 @@ def _share_connections(  # type: ignore[no-untyped-def]
 ):
     """Change the `flow` of the running queues `found` so that equal levels mean equal rates of connections.
 
-    A connection sends messages in the order in which they were posted, and every operation in flight has one
-    message there. So operations advance in proportion to the seconds of their messages (round robin of
+    A connection sends messages in the order of posting, and every operation in flight has one
+    message there. So operations progress in proportion to the seconds of their messages (round robin of
     messages). `turns`, `most`: by connection, all 0 before and after.
     """
     own = np.zeros(len(found))
@@ -253,7 +253,7 @@ def _share_connections(  # type: ignore[no-untyped-def]
 
 @compiled
 def _run(programs, of_rank, queue_of, queues, shares):  # type: ignore[no-untyped-def] # noqa: C901
-    # One function: numba counts references to every array argument, and these parts share about forty.
+    # One function: numba counts references to every array argument, and its parts share about forty arrays.
     ranks, slots = queue_of.shape
     count = len(queues.begins) - 1
     links = len(shares.of_link) - 1
@@ -266,24 +266,24 @@ def _run(programs, of_rank, queue_of, queues, shares):  # type: ignore[no-untype
     when = np.full((ranks, longest), np.nan)
     blocked = np.zeros((ranks, longest), np.bool_)
 
-    at = np.zeros(ranks, np.int64)  # the current event of each rank
+    at = np.zeros(ranks, np.int64)  # current event of each rank
     state = np.full(ranks, _COMPUTING, np.int64)
     left, rate, since = np.zeros(ranks), np.ones(ranks), np.zeros(ranks)
     issued = np.zeros((ranks, slots), np.int64)
     arrived = np.zeros((ranks, slots), np.bool_)
 
-    head = np.zeros(count, np.int64)  # number of a queue's completed operations
+    head = np.zeros(count, np.int64)  # number of completed operations per queue
     running = np.zeros(count, np.bool_)
     there = np.zeros(count, np.int64)  # number of arrived members
     rest, speed, seen = np.zeros(count), np.zeros(count), np.zeros(count)
 
-    keys = np.full(count + ranks, np.inf)  # queues first: of simultaneous events, operations end first
+    keys = np.full(count + ranks, np.inf)  # queues come first: of simultaneous events, operations end first
     heap = np.arange(count + ranks)
     place = np.arange(count + ranks)
 
     todo, more = np.arange(ranks)[::-1].copy(), ranks
     begin, beginning = np.zeros(count, np.int64), 0
-    grown, growing = np.zeros(count, np.int64), 0  # running queues with a further operation
+    grown, growing = np.zeros(count, np.int64), 0  # running queues with a further issued operation
     has_grown = np.zeros(count, np.bool_)
     turns, most = np.zeros(count), np.zeros(count)  # by connection
     dirty, changed = np.zeros(ranks, np.int64), 0
@@ -293,7 +293,7 @@ def _run(programs, of_rank, queue_of, queues, shares):  # type: ignore[no-untype
     local = np.zeros(links, np.int64)
     turn = 0
     now = 0.0
-    ended = -1  # a queue whose operation has just ended
+    ended = -1  # queue whose operation has just ended
     while True:
         while more > 0:
             more -= 1
@@ -347,7 +347,7 @@ def _run(programs, of_rank, queue_of, queues, shares):  # type: ignore[no-untype
                             begin[beginning] = q
                             beginning += 1
 
-        # operations that begin, and operations that share links with these or with the ended one
+        # operations that begin, and operations that share links with them or with the ended operation
         turn += 1
         reached = 0
         for i in range(beginning):

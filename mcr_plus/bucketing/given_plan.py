@@ -1,4 +1,4 @@
-"""Buckets that are given before training begins: from a file, or from a trial in `mcr.state_dict`."""
+"""Buckets fixed before training begins: from a file, or from a trial in `mcr.state_dict`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mcr_plus.fusion.options import FuseOptions
 from mcr_plus.job.init import current
 
 STATE: Final = "plan"
-"""Key of plans in a group's state, beside the keys of stages; plans are stored by the hash of the model."""
+"""Key of plans in a group's state, next to the keys of stages; the hash of a model selects its plan."""
 
 _log = logging.getLogger("mcr_plus")
 
@@ -30,12 +30,12 @@ Named = Sequence[tuple[str, torch.nn.Parameter]]
 
 
 def found(plan: str | TableRef, comm: Communicator, group: str, named: Named) -> SavedPlan | None:
-    """Return the plan of a file, or else of the group's loaded state, for these parameters; collective.
+    """Return the plan for these parameters from a file, or else from the group's loaded state; collective.
 
     None if the loaded state has no plan for this job.
 
     Raises:
-        ConfigError: the file cannot be read, or the job differs from its plan; the text has the first
+        ConfigError: the file cannot be read, or the job does not match its plan; the text has the first
             difference.
     """
     job = _job(comm, named)
@@ -50,7 +50,7 @@ def found(plan: str | TableRef, comm: Communicator, group: str, named: Named) ->
         data = current().restored.get(group, {}).get(STATE, {}).get(job.model) if comm.rank == 0 else None
         of_state = None if data is None else SavedPlan.model_validate(data)
         if of_state is not None and of_state.difference(**job._asdict()) is not None:
-            data = None  # for other ranks or nodes: plan again
+            data = None  # other ranks or nodes: plan again
         if of_state is not None and not _allowed(comm).issuperset(of_state.codecs):
             data = None
         data = comm.broadcast_object(data, comm.ranks[0])
@@ -61,13 +61,13 @@ def found(plan: str | TableRef, comm: Communicator, group: str, named: Named) ->
 
 
 def _allowed(comm: Communicator) -> set[str]:
-    """The codecs that the configuration lets plans choose."""
+    """Return the codecs that the configuration lets plans choose."""
     fuse = comm.stage_options("fuse")
     return {*fuse.codecs} if isinstance(fuse, FuseOptions) else set()
 
 
 def warn_of_parts(bucket: SavedBucket, parts: int) -> None:
-    """Warn that a bucket of the plan is sent as several buckets."""
+    """Warn that a bucket of the plan is split into several buckets."""
     _log.warning(
         "gradients: the plan's bucket that begins with %r is sent as %d, since its gradients have several "
         "dtypes, devices or codecs",
@@ -104,7 +104,7 @@ def keep(group: str, named: Named, comm: Communicator, report: Mapping[str, Any]
 
 
 class _JobProperties(NamedTuple):
-    """The properties of a job that are compared with a plan; see `SavedPlan.difference`."""
+    """Properties of a job that must match a plan; see `SavedPlan.difference`."""
 
     model: str
     names: Sequence[str]

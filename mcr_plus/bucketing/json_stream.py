@@ -1,4 +1,4 @@
-"""Incremental reading of large JSON documents: yields the elements of a top-level list one at a time.
+"""Incremental reading of large JSON documents, one element of a top-level list at a time.
 
     for key, value, byte in members(path, {"traceEvents"}):
         Place(path, byte, "event").fields(value, {"dur": NUMBER})
@@ -23,7 +23,7 @@ from typing import IO, Any, Final, NamedTuple, cast
 from mcr_plus.errors import ConfigError, short
 
 _CHUNK: Final = 1 << 20  # bytes
-_LARGEST: Final = 1 << 23  # largest number of characters of a value; decoding one takes eight times as much
+_LARGEST: Final = 1 << 23  # most characters of a value; decoding takes eight times as much memory
 _EXPECTED: Final = "a step that `step.save` wrote, or a trace of torch's profiler"
 _SPACE: Final = " \t\n\r"
 _OF_NUMBERS: Final = "0123456789.eE+-"
@@ -90,7 +90,7 @@ class FilePlace(NamedTuple):
         if not isinstance(found, dict):
             raise self.wrong(inside or "content", found, "an object")
         kept: dict[str, Any] = {}
-        for name, form in forms.items():  # the keys of `forms`, so that all objects share them
+        for name, form in forms.items():  # keys of `forms`, so that all objects share them
             value = cast("dict[str, Any]", found).get(name)
             if value is None:
                 continue
@@ -103,13 +103,13 @@ class FilePlace(NamedTuple):
 def members(path: Path, lists: Collection[str]) -> Iterator[tuple[str, Any, int]]:
     """Yield the members of an object: key, value, and the byte offset of the value.
 
-    The elements of lists named in `lists` are yielded one at a time, with the name of the list as the key. A
-    top-level list is read as the first of `lists`. Files whose name ends with `.gz` are decompressed, and
-    byte offsets are those of the content.
+    The elements of lists named in `lists` are yielded one at a time, with the name of the list as key. A
+    top-level list is read as the first of `lists`. Files whose name ends with `.gz` are decompressed; byte
+    offsets refer to the decompressed content.
 
     Raises:
-        ConfigError: the file cannot be read, is no JSON object, ends too early, or has a value of more than
-            8 Mi characters; the text has the file and the byte offset.
+        ConfigError: the file cannot be read, is not a JSON object, ends too early, or has a value of more
+            than 8 Mi characters; the text has the file and the byte offset.
     """
     with _open(path) as file:
         reader = _Reader(path, file)
@@ -150,7 +150,7 @@ def _open(path: Path) -> Iterator[IO[bytes]]:
     """Open a regular file; with O_NONBLOCK, since opening a FIFO without a writer would block."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except (OSError, ValueError) as error:  # ValueError: the name has a null byte
+    except (OSError, ValueError) as error:  # ValueError: the name contains a null byte
         raise ConfigError(f"{path}: cannot read: {getattr(error, 'strerror', None) or error}") from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -164,7 +164,7 @@ def _open(path: Path) -> Iterator[IO[bytes]]:
 
 
 class _Reader:
-    """The part of the text in memory, with a current position."""
+    """The part of the text that is in memory, with a current position."""
 
     def __init__(self, path: Path, file: IO[bytes]) -> None:
         self._path = path
@@ -193,7 +193,7 @@ class _Reader:
         if self._ended:
             return False
         try:
-            chunk = self._file.read(max(_CHUNK, len(self._text) - self._at))  # a value is decoded again
+            chunk = self._file.read(max(_CHUNK, len(self._text) - self._at))  # decoding restarts per chunk
             text = self._utf8.decode(chunk, final=not chunk)
         except (EOFError, OSError, zlib.error) as error:
             raise self.error(f"cannot read further: {error}", len(self._text)) from None

@@ -5,16 +5,17 @@
 
 The model:
 
-- A rank repeats the captured computation, at the rate 1 - the sum of the shares of the core of operations in
-  flight on it.
+- A rank repeats the captured computation, at the rate 1 - the sum of the core shares of its operations in
+  flight.
 - Each group has a queue for each library, in which operations run one after another. An operation begins when
-  all ranks of the group have arrived, that is when each has issued it and its predecessor has ended; if the
-  program drives progress (`by_caller`) of a library that has to be polled, a rank arrives when the program
+  all ranks of the group have arrived: each has issued it, and its predecessor has ended. If the
+  program drives progress (`by_caller`) of a library that must be polled, a rank arrives when the program
   next issues, waits, or has a gradient ready.
 - An operation alone takes the time in `ClusterCosts`, and uses a fraction of the rate of each of its links.
   Operations on an overloaded link are slowed down so that their messages have equal rates. If a link's rate
-  is unknown, an operation is assumed to use all of it, as do operations of the same ranks by other libraries.
-- MPI sends all messages between two ranks over one connection, in the order in which they were posted, and
+  is unknown, an operation is assumed to use all of it, and so are operations of the same ranks by other
+      libraries.
+- MPI sends all messages between two ranks over one connection, in the order of posting, and
   every issued operation has one message there. So an operation waits for a message of each operation that
   its ranks have in flight: it gets the part of the rate that its message has of the messages in flight.
 
@@ -23,7 +24,7 @@ that carry gradients, extend over all copies; other groups exist once per copy. 
 the same.
 
 Equivalent ranks, queues and links are simulated once. They are found by the coarsest equitable partition
-(colour refinement), so the times are equal to those of a simulation of all ranks.
+(colour refinement), so the times equal those of a simulation of all ranks.
 """
 
 from __future__ import annotations
@@ -74,13 +75,14 @@ def simulate(
     """Simulate `step` under `plan`.
 
     Args:
-        plan: None for the captured operations. costs: of operations, with their topology. topology: replaces
-            that of `costs`. ranks: None for the captured number. overhead: seconds of computation to issue an
-            operation. fold: simulate equivalent ranks only once.
+        plan: None for the captured operations. costs: costs of operations, with their topology. topology:
+            replaces the topology of `costs`. ranks: None for the captured number. overhead: seconds of
+                computation to
+                issue an operation. fold: simulate equivalent ranks only once.
 
     Raises:
-        InvalidArgument: more ranks than the topology has; a number of ranks that is no multiple of the
-            captured one although ranks differ or form several groups; an operation in a group without the
+        InvalidArgument: more ranks than the topology has; a number of ranks that is not a multiple of the
+            captured number although ranks differ or form several groups; an operation in a group without the
             issuing rank, or whose ranks issue different operations; a plan with gradients that the step does
             not have; negative times; a deadlock.
         Unsupported: the cost of an operation is unknown.
@@ -140,7 +142,7 @@ class _Simulation:
     # -- queues -------------------------------------------------------------------------------------------
 
     def _make_queues(self) -> None:
-        """Number the queues of all ranks; `queue_of[rank, slot]`."""
+        """Number the queues of all ranks; sets `queue_of[rank, slot]`."""
         captured, world = self.step.ranks, self.world
         slots = max((len(program.slots) for program in self.programs), default=0)
         self.queue_of = np.full((world, max(slots, 1)), -1, np.int64)
@@ -288,7 +290,7 @@ class _Simulation:
         ranks, queues = np.unique(rank_of), np.unique(queue_rep)
         rank_at = np.searchsorted(ranks, rank_of)
         queue_at = np.searchsorted(queues, queue_rep)
-        queue_of = np.append(queue_at, -1)[self.queue_of[ranks]]  # where there is none, -1
+        queue_of = np.append(queue_at, -1)[self.queue_of[ranks]]  # -1 for missing queues
         members = self._members(queues, rank_at)
         made = self._queues(queues, members)
         shares = self._shares(queues, queue_at, link_rep, links)
@@ -329,7 +331,7 @@ class _Simulation:
         )
 
     def _connections(self, queues: Ints) -> Ints:
-        """Number the connections of queues, shared by those of the same ranks if a library shares them."""
+        """Number the connections of queues; queues of the same ranks share them if their library does."""
         alike: dict[object, int] = {}
         keys = [
             tuple(self.groups[at]) if shares_connections(self.library[at]) else int(at)
@@ -338,7 +340,7 @@ class _Simulation:
         return np.array([alike.setdefault(key, len(alike)) for key in keys], np.int64)
 
     def _by_caller(self, library: str) -> bool:
-        """Return whether the program drives a library's operations; those of gloo and NCCL need no polls."""
+        """Return whether the program drives a library's operations; gloo and NCCL need no polls."""
         return self.step.by_caller and is_polled(library)
 
     def _shares(self, queues: Ints, queue_at: Ints, link_rep: Ints, links: Ints) -> LinkShares:
@@ -386,14 +388,14 @@ def _check_alike(
 
 @cache
 def is_polled(library: str) -> bool:
-    """Return whether a library's operations advance only while they are polled; True for an unknown one."""
+    """Return whether a library's operations advance only while polled; True for an unknown library."""
     name = library.partition(":")[0]
     return name not in registry.names("backends") or backend_class(name).host_driven
 
 
 @cache
 def shares_connections(library: str) -> bool:
-    """Return whether all groups of a library share connections between ranks; True for an unknown one."""
+    """Return whether all groups of a library share connections between ranks; True for an unknown library."""
     name = library.partition(":")[0]
     return name not in registry.names("backends") or backend_class(name).shares_connections
 

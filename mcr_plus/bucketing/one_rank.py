@@ -1,4 +1,4 @@
-"""The step of all ranks of a job from the trace of one: the others are assumed to do the same."""
+"""Extension of one rank's trace to the step of a whole job, whose other ranks are assumed to do the same."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from mcr_plus.bucketing.trace_operations import TracedOperation, operations
 from mcr_plus.core.kinds import MESSAGES
 from mcr_plus.errors import ConfigError, short
 
-_MOST: Final = 1 << 16  # ranks of the job
+_MOST: Final = 1 << 16  # most ranks of the job
 
 _Group = tuple[int, ...]
 
 
 def ranks_of_job(trace: Trace, given: int | None, notes: Notes) -> int:
-    """Return the number of ranks of the job whose only trace this is, by the trace if it says so.
+    """Return the number of ranks of a job from its only trace, or from `given`.
 
-    `given`: the number of `--ranks`. Raises `ConfigError` if there are operations between ranks, and neither
-    the trace nor `given` says how many ranks there are.
+    `given`: the value of `--ranks`. Raises `ConfigError` if there are operations between ranks, and neither
+    the trace nor `given` has the number of ranks.
     """
     issued = operations(trace) if not trace.world else []
     world = trace.world or max(map(_least_ranks, issued), default=1)
@@ -37,7 +37,7 @@ def ranks_of_job(trace: Trace, given: int | None, notes: Notes) -> int:
     elif issued:
         notes.add(f"assumed: the job has {world} ranks, as many as the largest group in the trace")
     elif not trace.world:
-        trace.rank = 0  # whatever its name says: there is no communication
+        trace.rank = 0  # ignore the rank in its name: there is no communication
     if world > _MOST:
         raise ConfigError(f"{trace.path}: one rank's trace of {world:,} ranks; expected at most {_MOST:,}")
     if trace.rank >= world:
@@ -46,10 +46,10 @@ def ranks_of_job(trace: Trace, given: int | None, notes: Notes) -> int:
 
 
 def of_all(step: CapturedStep, trace: Trace, world: int) -> CapturedStep:
-    """Return the step of a job of `world` ranks from that of one rank, as `CapturedStep.merged` returns it.
+    """Return the step of a job of `world` ranks from the step of one rank, as `CapturedStep.merged` does.
 
-    Groups of some ranks are repeated over the others: with (0, 2) also (1, 3), (4, 6), (5, 7). Raises
-    `ConfigError` for groups that cannot be.
+    Groups of some ranks are repeated over the other ranks: with (0, 2) also (1, 3), (4, 6), (5, 7). Raises
+    `ConfigError` for groups that cannot be repeated.
     """
     (role,) = step.roles
     issued = [event for event in role.events if isinstance(event, IssueEvent)]
@@ -88,7 +88,7 @@ def of_all(step: CapturedStep, trace: Trace, world: int) -> CapturedStep:
 
 
 def _least_ranks(operation: TracedOperation) -> int:
-    """Return how many ranks an operation has at least, by its arguments; 0 if they do not say it."""
+    """Return the least number of ranks of an operation by its arguments; 0 if they do not tell."""
     ranks = operation.get("Process Group Ranks")
     return max(operation.get("Group size") or 0, max(ranks) + 1 if ranks else 0)
 

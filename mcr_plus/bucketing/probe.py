@@ -1,8 +1,9 @@
-"""Measures the cost of all_reduces of buckets within the job: without and during computation.
+"""Measurement of the cost of bucket all_reduces within the job, with and without computation.
 
 A step sends its buckets closely behind each other. So small operations are measured in trains, several in
-flight together, and the time of each is that of the train by their number: buffers and the burst of a traffic
-shaper take a few hundred KiB faster than the link goes on, which only the first operation gains from.
+flight together; the time of an operation is the time of the train divided by its length. Measured alone, an
+operation would look too fast: buffers and the burst of a traffic shaper take the first few hundred KiB faster
+than the link.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from mcr_plus.core.work import Work
 from mcr_plus.errors import Unsupported
 
 Send = Callable[[torch.Tensor, "str | None"], Work]
-"""Starts the all_reduce of a bucket by the named library; None: as the pipeline chooses."""
+"""Function that starts the all_reduce of a bucket by a named library; None: the pipeline chooses."""
 
 _SMALLEST: Final = 4 << 10
-_LARGEST: Final = 4 << 20  # beyond it, time grows with size
+_LARGEST: Final = 4 << 20  # beyond this, time grows with size
 _FACTOR: Final = 8
 _SECONDS: Final = 2.0  # time limit of all measurements together
-_MOST: Final = 9  # largest number of repetitions of a size
+_MOST: Final = 9  # most repetitions of a size
 _FIRST: Final = 2  # operations before a measurement
 _PARTS: Final = 4.2  # duration of a measurement in trains: alone, computation, and both together
 _TRAIN: Final = 2 << 20  # bytes of a train
-_LONGEST: Final = 8  # largest number of operations in a train
-_EDGE: Final = 160  # of the square matrices multiplied meanwhile: about a tenth of a millisecond
+_LONGEST: Final = 8  # most operations in a train
+_EDGE: Final = 160  # size of the square matrices multiplied meanwhile: about a tenth of a millisecond
 
 
 def probe(
@@ -48,8 +49,8 @@ def probe(
     """Return the curves of all_reduces up to `nbytes` bytes by library, equal on all ranks; collective.
 
     A time is the median over repetitions, the maximum over ranks. The measurement takes about two seconds in
-    total, divided among libraries and sizes; sizes that do not fit into this time are omitted, as are
-    libraries that cannot run the operation.
+    total, divided among libraries and sizes; sizes that do not fit into this time are omitted. Libraries that
+    cannot run the operation are omitted, too.
     """
     largest = min(nbytes, _LARGEST)
     sizes = [_SMALLEST]
@@ -76,9 +77,9 @@ def probe(
             work.wait()
             whole = _slowest(comm, [_time_of([start])])[0]
             left = seconds - of_library.spent()
-            if points and left < parts * whole:  # one size at least, however late it is
+            if points and left < parts * whole:  # measure at least one size, however late it is
                 break
-            fitting = left / (len(sizes) - at) / (_PARTS * whole)  # measurements of single operations
+            fitting = left / (len(sizes) - at) / (_PARTS * whole)  # number of single operations that fit
             length = int(max(1, min(_TRAIN / size, _LONGEST, fitting)))
             train = [start, *(partial(send, values.clone(), library) for _ in range(length - 1))]
             points[size] = _measured(comm, train, max(1, int(min(fitting / length, _MOST))))
@@ -96,7 +97,7 @@ def _expected(points: Mapping[int, tuple[float, float]], size: int) -> float:
 
 
 class _ProbeClock:
-    """Measures the seconds since its creation, as the maximum over ranks."""
+    """Clock that returns seconds since its creation, as the maximum over ranks."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -125,7 +126,7 @@ def _measured(comm: Communicator, train: Sequence[Callable[[], Work]], repeats: 
         began = perf_counter()
         for _ in range(pieces):
             torch.mm(left, right)
-            comm.progress()  # like the hooks of gradients
+            comm.progress()  # as hooks of gradients do
         return perf_counter() - began
 
     compute(4)

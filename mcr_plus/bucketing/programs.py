@@ -1,4 +1,4 @@
-"""The programs of captured ranks, with gradients sent according to a plan: the input of `network`."""
+"""Programs of captured ranks, with gradients sent according to a plan: the input of `network`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Ints = NDArray[np.int64]
 
 
 class PlannedBucket(NamedTuple):
-    """Gradients that are sent as one operation, by the names of their parameters; library and codec."""
+    """Gradients sent as one operation, by the names of their parameters; with library and codec."""
 
     params: tuple[str, ...]
     library: str = CAPTURED
@@ -32,7 +32,7 @@ class BucketPlan:
     """Buckets, and the library of other operations.
 
     `buckets`: in the order of sending; they replace the captured operations that carry gradients. None keeps
-    these. `library`: of all other operations.
+    the captured operations. `library`: library of all other operations.
     """
 
     buckets: Sequence[PlannedBucket] | None = None
@@ -57,7 +57,7 @@ class CapturedQueue(NamedTuple):
 
 @dataclass
 class CapturedProgram:
-    """The events of a captured rank."""
+    """Events of a captured rank."""
 
     code: list[int] = field(default_factory=list)
     value: list[float] = field(default_factory=list)
@@ -74,7 +74,7 @@ class CapturedProgram:
         self.number.append(number)
 
     def issue(self, slot: CapturedQueue, sent: ProgramOperation) -> tuple[int, int]:
-        """Append an operation; returns the index of its queue among the rank's, and its number there."""
+        """Append an operation; returns the index of its queue in the rank's queues, and its number there."""
         if slot not in self.slots:
             self.slots.append(slot)
             self.sent.append([])
@@ -86,10 +86,10 @@ class CapturedProgram:
 
 
 class ProgramBuilder:
-    """Builds the program of a role, with its gradients sent according to the plan.
+    """Builder of a role's program, with its gradients sent according to the plan.
 
-    `sent`: the gradients that the role sends, including those that are ready only on other ranks. `sizes`:
-    their bytes.
+    `sent`: gradients that the role sends, including gradients that are ready only on other ranks. `sizes`:
+    bytes of the gradients.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class ProgramBuilder:
 
     def _on_ready(self, event: ReadyEvent) -> None:
         self._ready.add(event.param)
-        if event.param in self._averaged:  # the hooks of others (`mcr_skip`) do not poll
+        if event.param in self._averaged:  # hooks of other parameters (`mcr_skip`) do not poll
             self.program.add(POLL)
         while len(self._sent) < len(self._buckets):
             if not self._ready.issuperset(self._buckets[len(self._sent)].params):
@@ -163,7 +163,7 @@ class ProgramBuilder:
             return
         if event.kind not in KINDS:
             self.unknown[event.kind] = None
-        kind = "send" if event.kind == "recv" else event.kind  # one operation on both ranks
+        kind = "send" if event.kind == "recv" else event.kind  # a single operation on both ranks
         stem = event.tag or event.kind
         self._named[stem] = self._named.get(stem, -1) + 1
         sent = ProgramOperation(f"{stem} {self._named[stem]}", kind, event.nbytes, None)
@@ -205,7 +205,7 @@ def sizes_of(step: CapturedStep) -> dict[str, int]:
 
 
 def gradients_of(step: CapturedStep, role: Role) -> frozenset[str]:
-    """Return the gradients that a plan sends for a role: those that its operations carry.
+    """Return the gradients carried by the captured operations of `role`, which a plan sends.
 
     Other ready gradients are not averaged (`mcr_skip`). If no operation of the step carries gradients, all
     ready gradients are sent.
@@ -243,7 +243,7 @@ def _buckets(role: Role, plan: BucketPlan, sent: Set[str]) -> list[PlannedBucket
 
 
 def joined(programs: Sequence[CapturedProgram]) -> Programs:
-    """Return the concatenation of programs as arrays."""
+    """Return concatenated programs as arrays."""
     return Programs(
         bounds_of([len(each.code) for each in programs]),
         np.array([code for each in programs for code in each.code], np.int64),
@@ -254,5 +254,5 @@ def joined(programs: Sequence[CapturedProgram]) -> Programs:
 
 
 def bounds_of(lengths: Sequence[int]) -> Ints:
-    """Return the begins of consecutive parts of these lengths, and the end of the last one."""
+    """Return the begins of consecutive parts with these lengths, and the end of the last part."""
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)

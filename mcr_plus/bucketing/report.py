@@ -1,4 +1,4 @@
-"""The report of `mcr-plus plan`: HTML with the timeline, the step over ranks, and the gain of changes."""
+"""Report of `mcr-plus plan`: HTML with the timeline, the step over ranks, and the gain of changes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from mcr_plus.core.units import about
 
 COLOURS: Final = {"measured": "#1b7837", "scaled": "#e08214", "assumed": "#b2182b"}
 _COMPUTING: Final = "#9ecae1"
-# Pictures and coloured words are drawn for light pages; dark ones invert them and keep the hues. Narrow pages
-# scroll wide content: a picture that shrinks to 400 pixels has labels of 4.
+# Pictures and coloured words are made for light pages; dark pages invert them and keep the hues. Narrow pages
+# scroll wide content: labels of a picture that shrinks to 400 pixels would have a height of 4.
 _STYLE: Final = """
 :root { color-scheme: light dark; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
@@ -77,7 +77,7 @@ def html_report(step: CapturedStep, advice: PlanAdvice, title: str) -> str:
 
 
 def summary(advice: PlanAdvice) -> str:
-    """Return the predicted step time and its causes in a few sentences."""
+    """Return the predicted step time and its causes, in a few sentences."""
     timeline = advice.timeline
     text = (
         f"{_ms(timeline.step_s)} ms on {timeline.ranks} ranks (costs: {costs_of(timeline)}); computation "
@@ -104,7 +104,7 @@ def summary(advice: PlanAdvice) -> str:
 
 
 def costs_of(known: Timeline | Scaled) -> str:
-    """Return the origin of costs; both origins if that of the core's shares is weaker than that of times."""
+    """Return the origin of costs; both origins if shares of the core have a weaker origin than times."""
     return known.how if known.how == known.times_how else f"{known.how} (times {known.times_how})"
 
 

@@ -1,11 +1,11 @@
-"""Files with buckets of gradients, by the names of their parameters, for `fuse: {plan: FILE}`.
+"""Files with buckets of gradients, by names of parameters, for `fuse: {plan: FILE}`.
 
     {"version": 1, "model": "0f3a…", "ranks": 8, "nodes": 2, "ranks_per_node": 4,
      "buckets": [{"params": ["head.weight", "head.bias"], "library": "gloo"}, …]}
 
 Buckets are in the order of sending. `library` and `codec` are omitted, or null, if the pipeline chooses.
 `nodes`, `ranks_per_node` and `tables` (the digests of the tables used for the plan) are compared if present.
-`unused` lists parameters that had no gradient in the captured step; jobs send their gradients after the
+`unused` lists parameters without a gradient in the captured step; jobs send their gradients after the
 buckets, in further buckets by size.
 """
 
@@ -32,7 +32,7 @@ def _known_codec(name: str | None) -> str | None:
 
 
 class SavedBucket(BaseModel):
-    """The parameters whose gradients are sent together, the library that sends them, and the codec."""
+    """Parameters whose gradients are sent together, with library and codec."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     params: tuple[str, ...] = Field(min_length=1)
@@ -46,10 +46,10 @@ def digests(config: Config) -> tuple[str, ...]:
 
 
 class SavedPlan(BaseModel):
-    """The buckets of a model's gradients on a number of ranks.
+    """Buckets of a model's gradients on a number of ranks.
 
-    `model`: the hash of the parameters' names, shapes and dtypes, see `model_hash`. `ranks_per_node`: the
-    maximum over nodes. `tables`: the digests of the tables with the costs of buckets. `unused`: parameters
+    `model`: hash of the parameters' names, shapes and dtypes, see `model_hash`. `ranks_per_node`:
+    maximum over nodes. `tables`: digests of the tables with the costs of buckets. `unused`: parameters
     without a gradient on any rank, which are in no bucket. None: unknown.
     """
 
@@ -65,7 +65,7 @@ class SavedPlan(BaseModel):
 
     @property
     def codecs(self) -> list[str]:
-        """The codecs of its buckets, sorted."""
+        """Codecs of the buckets, sorted."""
         return sorted({each.codec for each in self.buckets if each.codec is not None})
 
     @classmethod
@@ -80,7 +80,7 @@ class SavedPlan(BaseModel):
         try:
             return cls.model_validate_json(content)
         except ValidationError as error:
-            from mcr_plus.bucketing.step_file import line_of  # imported where a file is wrong
+            from mcr_plus.bucketing.step_file import line_of  # only needed for a wrong file
 
             first = error.errors(include_url=False)[0]
             line = line_of(content.decode(errors="replace"), first["loc"])
@@ -107,14 +107,14 @@ class SavedPlan(BaseModel):
         ranks_per_node: int | None = None,
         tables: tuple[str, ...] | None = None,
     ) -> str | None:
-        """Return a text with the first difference between a job and this plan, or None.
+        """Describe the first difference between a job and this plan; return None without a difference.
 
         Fields that are None on one side are not compared.
 
         Args:
-            model: the hash of the job's model. names: of its parameters with gradients.
-            ranks: of the job. libraries: those that can send buckets. nodes: of the job. ranks_per_node: the
-                maximum over nodes. tables: the `digests` of its pipeline.
+            model: hash of the job's model. names: names of its parameters with gradients.
+            ranks: number of the job's ranks. libraries: libraries that can send buckets. nodes: number of
+                nodes. ranks_per_node: maximum over nodes. tables: `digests` of the job's pipeline.
         """
         planned = [name for bucket in self.buckets for name in bucket.params] + list(self.unused or ())
         if len(set(planned)) < len(planned):

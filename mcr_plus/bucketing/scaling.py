@@ -3,13 +3,13 @@
     costs = Costs(from_table(table), topology)
     costs.of("all_reduce", 25 << 20, range(64), "gloo")     # Cost(seconds=0.31, share=0.2, how="scaled", …)
 
-"measured": the table, the job's probe or the captured step has the time for these ranks, at this size or
+"measured": the table, the job's probe or the captured step has a time for these ranks, at this size or
 between two sizes near it. "scaled": the time comes from other numbers of ranks or other links, by the rounds
 of the library's algorithms (`tables/scaling`), from another dtype, or from sizes far away. "assumed": only
-latency and bandwidth of the links are known, or a part of the time was not measured, such as a codec's
+latency and bandwidth of the links are known, or part of the time was not measured, such as a codec's
 encoding.
 
-Long because the measurements, their links and their scaling have to agree.
+This file is long because measurements, their links and their scaling must agree.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class Cost(NamedTuple):
 class Use(NamedTuple):
     """A cost, and the use of links by an operation that runs alone.
 
-    `busy`: the used fraction (0 to 1) of the rate of the busiest link, by class; 1 for the widest class if
+    `busy`: used fraction (0 to 1) of the rate of the busiest link, by class; 1 for the widest class if
     its rate is unknown. `flow`: bytes per second of one message on the most used class. `turn`: seconds of
-    one message, the operation's seconds by its number of rounds.
+    one message, i.e. seconds of the operation divided by its number of rounds.
     """
 
     cost: Cost
@@ -84,10 +84,10 @@ class Use(NamedTuple):
 class Measured:
     """Measured times of a kind of operation by a library, on ranks with the placement `at`.
 
-    `curve`: microseconds over bytes, counted by the basis of the table's key (`per_rank`: bytes of one rank).
-    `shares`: bytes, ascending, and the share of a core at each; None if not measured. `dtype`, `device`: of
-    the tensors; None if unspecified. `of_step`: the tensors are those of the captured step. `hosts`: the node
-    of each rank, numbered along the cluster; empty for consecutive nodes from the first one on.
+    `curve`: microseconds over bytes, counted as in the table's key (`per_rank`: bytes of one rank).
+    `shares`: bytes, ascending, and the share of a core at each; None if not measured. `dtype`, `device`:
+    properties of the tensors; None if unspecified. `of_step`: the tensors are those of the captured step.
+    `hosts`: node of each rank, numbered along the cluster; empty for consecutive nodes from the first one on.
     """
 
     kind: str
@@ -110,11 +110,11 @@ class Measured:
         return 1e-6 * self.estimate(nbytes).us
 
     def is_near(self, nbytes: float) -> bool:
-        """Return whether a measured size is near this one, or two close ones enclose it."""
+        """Return whether a measured size is near this size, or two close sizes enclose it."""
         return _is_near(self.curve.sizes, self._own(nbytes))
 
     def share(self, nbytes: float) -> tuple[float, How]:
-        """Return the share at a size, interpolated between the measured ones, and its origin."""
+        """Return the share at a size, interpolated between measured sizes, and its origin."""
         if self.shares is None:
             return 0.0, "assumed"
         size = self._own(nbytes)
@@ -122,7 +122,7 @@ class Measured:
         return float(np.interp(size, *self.shares)), how
 
     def how(self, like: Like) -> How:
-        """Return the origin of its times for tensors like these.
+        """Return the origin of the times for tensors like these.
 
         Times of another dtype apply to the same number of bytes. An unspecified dtype means float32, as in
         `tune` without `--dtypes`; an unspecified device means the CPU.
@@ -134,7 +134,7 @@ class Measured:
         return "measured" if (self.dtype or "float32") == like.dtype else "scaled"
 
     def placed_in(self, rack: Rack | None) -> Placement:
-        """Return the placement of its ranks on a cluster with such racks."""
+        """Return the placement of the ranks on a cluster with such racks."""
         at = self.at
         if rack is None or at.racks > 1:
             return at
@@ -150,7 +150,7 @@ class Measured:
 
 
 class Like(NamedTuple):
-    """The dtype and the device of tensors; None if unknown, or not equal for all."""
+    """Dtype and device of tensors; None if unknown, or not equal for all."""
 
     dtype: str | None
     device: str | None
@@ -259,7 +259,7 @@ def _joined(measured: Sequence[Measured], at: Placement) -> Measured:
 
 
 def _is_near(sizes: Floats, size: float) -> bool:
-    """Return whether a size is near one of these, or between two of them that are not far apart."""
+    """Return whether a size is near one of these, or between two of them that are close to each other."""
     at = int(np.searchsorted(sizes, size))
     around = sizes[max(at - 1, 0) : at + 1]
     near = bool(np.any((around <= _NEAR * size) & (size <= _NEAR * around)))
@@ -267,7 +267,7 @@ def _is_near(sizes: Floats, size: float) -> bool:
 
 
 def _apart(points: Mapping[int, float]) -> dict[int, float]:
-    """Return the points without those that take longer than another of almost the same size.
+    """Return the points without those that take longer than a point of almost the same size.
 
     Otherwise a disturbed measurement among almost equal sizes would become a slope of the curve.
     """
@@ -284,12 +284,12 @@ def _apart(points: Mapping[int, float]) -> dict[int, float]:
 
 @dataclass
 class ClusterCosts:
-    """The costs of operations on a cluster.
+    """Costs of operations on a cluster.
 
     Args:
-        measured: the measurements. Costs are for tensors like those of the captured step if `measured`
-            contains it, else for float32 on the CPU. topology: the target cluster. measured_on: the measured
-            cluster; None: its links are equal to those of `topology`. guessed: this equality is unconfirmed,
+        measured: measurements. Costs are for tensors like those of the captured step if `measured`
+            contains it, else for float32 on the CPU. topology: target cluster. measured_on: measured
+            cluster; None: its links equal those of `topology`. guessed: this equality is unconfirmed,
             so times over links with a given rate are "assumed".
     """
 
@@ -322,7 +322,7 @@ class ClusterCosts:
     ) -> Cost:
         """Return the cost of an operation that runs alone; `nbytes` is counted as in `Signature.nbytes`.
 
-        `library`: a name, or `name:algorithm`. `codec`: compresses the operation; None for none.
+        `library`: a name, or `name:algorithm`. `codec`: compresses the operation; None: no codec.
 
         Raises:
             Unsupported: costs of the library and rates of the links are unknown, or the codec has no fixed
@@ -332,7 +332,7 @@ class ClusterCosts:
         return self.use(kind, nbytes, self.topology.placement(group), library, codec).cost
 
     def use(self, kind: str, nbytes: int, to: Placement, library: str, codec: str | None = None) -> Use:
-        """Return the cost, as `of` does, for ranks with this placement, and the use of links."""
+        """Return the cost, like `of`, for ranks with this placement, and the use of links."""
         key = (kind, nbytes, to, library, codec)
         if key not in self._known:
             self._known[key] = self._use(kind, nbytes, to, library, codec)
@@ -358,7 +358,7 @@ class ClusterCosts:
         return wire_bytes(codec, nbytes, self._like.dtype or "float32")
 
     def _cost(self, kind: str, nbytes: int, to: Placement, library: str) -> tuple[Cost, Rounds]:
-        """Return the cost from the best available measurement, minimal over the library's algorithms."""
+        """Return the cost from the best available measurement, the lowest over the library's algorithms."""
         after = self.topology.medium
         candidates = algorithms(kind, library)
         own = self._own(kind, library)
@@ -404,7 +404,9 @@ class ClusterCosts:
         return Cost(seconds, 0.0, "assumed"), best(nbytes, to, after.shared)
 
     def _own(self, kind: str, library: str) -> list[Measured]:
-        """Return the measurements of a kind by a library, placed in racks; the most similar tensors first."""
+        """Return the measurements of a kind by a library, placed in racks, sorted by similarity of the
+        tensors.
+        """
         if (kind, library) not in self._placed:
             rack = (self.measured_on or self.topology).links.rack
             alone: list[Measured] = []
@@ -430,24 +432,24 @@ class ClusterCosts:
 
     @cached_property
     def _like(self) -> Like:
-        """The dtype and device for which costs are requested."""
+        """Dtype and device for which costs are requested."""
         found = next((each for each in self.measured if each.of_step), None)
         return Like("float32", "cpu") if found is None else Like(found.dtype, found.device)
 
     @cached_property
     def _usable(self) -> list[Measured]:
-        """The measurements that were not made on another device."""
+        """Measurements that were not made on another device."""
         devices = (None, self._like.device)
         return [each for each in self.measured if self._like.device is None or each.device in devices]
 
     @cached_property
     def _media(self) -> tuple[Medium, Medium]:
-        """The links of the measured cluster and of the target cluster."""
+        """Links of the measured cluster and of the target cluster."""
         before, after = (self.measured_on or self.topology).medium, self.topology.medium
         return completed(before, after), completed(after, before)
 
     def _is_here(self, to: Placement) -> bool:
-        """Return whether the links of ranks with this placement are equal to the measured ones."""
+        """Return whether ranks with this placement have the same links as the measured ranks."""
         before, after = (self.measured_on or self.topology), self.topology
         return all(
             before.rate(link) == after.rate(link)
@@ -457,20 +459,20 @@ class ClusterCosts:
         )
 
     def _is_explained(self, at: Placement, to: Placement) -> bool:
-        """Return whether each link that both cross has a known rate on both clusters, or on neither."""
+        """Return whether each link crossed by both has a known rate on both clusters, or on neither."""
         before, after = (self.measured_on or self.topology), self.topology
         both = set(crossed(at)) & set(crossed(to))
         return all((before.rate(link) is None) == (after.rate(link) is None) for link in both)
 
     def _scaled(self, each: Measured, algorithm: Algorithm, to: Placement, nbytes: int) -> float | None:
-        """Return the seconds by an algorithm, scaled to other links first, and then to other ranks."""
+        """Return the seconds by an algorithm, scaled first to other links, and then to other ranks."""
         before, after = self._media
         at = each.at if to.racks > 1 else each.at._replace(racks=1, per_rack=each.at.ranks)
         is_as_measured = at == each.at and self._is_here(at)
         measured = each.seconds if is_as_measured else _relinked(each, before, algorithm, at, after)
         if at == to:
             return measured(nbytes)
-        # The overhead of headers on the NIC cannot be derived from times over uplinks.
+        # The NIC's header overhead cannot be derived from times over uplinks.
         over = after if at.racks == 1 else after._replace(rates={})
         return Stretched(algorithm, measured, at, over, to, after).seconds(nbytes)
 
@@ -484,7 +486,7 @@ def _relinked(
 ) -> Callable[[float], float]:
     """Return the seconds over bytes of measured operations, scaled to the links `after` and placement `at`.
 
-    The time of each round's bytes on the busiest link depends on the rates, the rest on the ranks. Over
+    The rates determine the time of each round's bytes on the busiest link, the ranks determine the rest. Over
     slower links, the ranks' own work overlaps with the transfer.
     """
 

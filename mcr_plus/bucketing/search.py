@@ -1,4 +1,4 @@
-"""The best buckets of gradients, and the library of each: an exact search with a lower bound.
+"""Best buckets of gradients, and the library of each: an exact search with a lower bound.
 
     found = search(ready, compute, prices)
     found.buckets       # [(begin, end, choice), …] in the order of sending
@@ -13,7 +13,7 @@ them is ready and the channel is free:
 
 with F the time at which the channel is free and D the delay of computation so far. The step ends when both
 have ended: max(F, compute + D). Smaller F and D are always better, so only the Pareto-optimal labels (F, D)
-after the first j gradients need be kept; then the search over all consecutive buckets and all libraries is
+after the first j gradients are kept, and still the search over all consecutive buckets and all libraries is
 exact. The whole share of an operation is counted before the next gradient, which is pessimistic by at most
 one operation's share; `simulate` computes the exact timeline.
 """
@@ -31,8 +31,8 @@ from numpy.typing import NDArray
 from mcr_plus.kernels.cpu import compiled
 
 Floats = NDArray[np.float64]
-_LABELS: Final = 1024  # kept for each gradient; `FoundPlan.exact` is True if they sufficed
-_BEAMS: Final = (8, 64, 512)  # smaller numbers tried first: their results exclude most labels
+_LABELS: Final = 1024  # most labels of a gradient; `FoundPlan.exact` is True if they sufficed
+_BEAMS: Final = (8, 64, 512)  # smaller limits to try first: their results exclude most labels
 _SECONDS: Final = 2.0
 _ROUNDING: Final = 1e-9  # bounds and labels add the same numbers in a different order
 _WEIGHINGS: Final = 16  # attempts to find the best weight of communication, an interval of 0.05 %
@@ -50,8 +50,8 @@ _NONE: Final = -1
 class Prices:
     """Costs of buckets: `seconds[choice, i, j]` is the duration of a bucket of the gradients i … j-1.
 
-    `shares[choice, i, j]`: the fraction of it that is lost to computation, 0 to 1. `overhead`: seconds of
-    computation that every bucket costs. Entries with j <= i are not read; impossible buckets have infinite
+    `shares[choice, i, j]`: fraction of the duration that is lost to computation, 0 to 1. `overhead`: seconds
+    of computation that every bucket costs. Entries with j <= i are not read; impossible buckets have infinite
     seconds.
     """
 
@@ -61,7 +61,7 @@ class Prices:
 
     @property
     def lost(self) -> Floats:
-        """Seconds of computation that each bucket costs; infinite for impossible ones."""
+        """Seconds of computation that each bucket costs; infinite for impossible buckets."""
         known = np.isfinite(self.seconds)
         lost = np.where(known, self.seconds, 0.0) * self.shares + self.overhead
         return np.where(known, lost, np.inf)
@@ -69,9 +69,9 @@ class Prices:
 
 @dataclass(frozen=True)
 class FoundPlan:
-    """The best plan found; times in seconds.
+    """Best plan found; times in seconds.
 
-    `buckets`: (begin, end, choice) of consecutive gradients. `step`: the end of the step in the model.
+    `buckets`: (begin, end, choice) of consecutive gradients. `step`: end of the step in the model.
     `bound`: lower bound over all plans, which also holds if shares are counted as they accrue. `exact`: no
     dropped label could have led to an earlier end, so `step` is the optimum. `least`: lower bound over all
     plans in this model, from the dropped labels.
@@ -100,12 +100,12 @@ def search(
     """Return the buckets with the earliest end of the step.
 
     Args:
-        ready: seconds after which each gradient is ready, ascending. compute: seconds of computation in
-            total. prices: of all buckets and choices. labels: the largest number kept for each gradient;
-            fewer if the search would take longer than `seconds`.
+        ready: seconds after which each gradient is ready, ascending. compute: total seconds of
+            computation. prices: prices of all buckets and choices. labels: most labels kept for each
+            gradient; fewer if the search would take longer than `seconds`.
 
     Raises:
-        ValueError: `ready` is not ascending, or prices are not of its length.
+        ValueError: `ready` is not ascending, or prices have another length.
     """
     times = checked_times(ready, prices)
     count = len(times)
@@ -142,7 +142,7 @@ def checked_times(ready: Sequence[float] | Floats, prices: Prices) -> Floats:
 
 
 def beams(labels: int) -> list[tuple[int, float]]:
-    """Return the number of labels of each attempt, and the factor by which the next one takes longer."""
+    """Return the number of labels of each attempt, and the factor by which the next attempt takes longer."""
     most = [*(few for few in _BEAMS if few < labels), labels]
     return [(this, next_ / this) for this, next_ in zip(most, [*most[1:], labels], strict=True)]
 
@@ -164,7 +164,7 @@ def prepare() -> None:
 
 
 class Rest(NamedTuple):
-    """Lower bounds of the step after the first j gradients have been sent, with the labels (F, D).
+    """Lower bounds of the step, once the first j gradients have been sent with the labels (F, D).
 
     For each of `weights`: weight · F + (1 - weight) · D + `after[weight, j]`; and D + `late[j]`.
     """
@@ -175,21 +175,21 @@ class Rest(NamedTuple):
 
     @property
     def bound(self) -> float:
-        """The lower bound of the step in seconds before any gradient has been sent."""
+        """Lower bound of the step in seconds before any gradient has been sent."""
         return float(max(self.after[:, 0].max(), self.late[0]))
 
 
 def rest(ready: Floats, compute: float, seconds: Floats, lost: Floats, weights: Floats | None = None) -> Rest:
-    """Return lower bounds of the step for what is still to be sent.
+    """Return lower bounds of the step for the gradients still to be sent.
 
     A step ends after its communication, and after its computation with all delays. So it takes at least the
-    weighted mean of the two for any weight, and that is least if every bucket has the least weighted mean of
-    its seconds and of the delay it causes. Weights 1 and 0, either bound alone, do not count that the fastest
+    weighted mean of the two for any weight. This is least if every bucket has the least weighted mean of
+    its seconds and of the delay it causes. Weights 1 and 0, either bound alone, ignore that the fastest
     library may delay computation most.
 
     Args:
         seconds, lost: of buckets, as `Prices.seconds` and `Prices.lost`. weights: of communication, 0 to 1;
-            None: that of the highest bound of the whole step, and others beside it.
+            None: the weight with the highest bound of the whole step, and others near it.
     """
     known = np.isfinite(seconds)
     time, delay = (np.where(known, each, 0.0) for each in (seconds, lost))
@@ -197,7 +197,7 @@ def rest(ready: Floats, compute: float, seconds: Floats, lost: Floats, weights: 
     def of(weight: float) -> tuple[Floats, Floats]:
         price = np.where(known, weight * time + (1 - weight) * delay, np.inf).min(axis=0)
         idle = (1 - weight) * compute
-        # The bucket of a gradient may begin with an earlier one.
+        # A gradient's bucket may begin with an earlier gradient.
         ends = idle + weight * ready + _cheapest(np.minimum.accumulate(price, axis=0))[:-1]
         return idle + _cheapest(price), np.maximum.accumulate(np.append(ends, 0.0)[::-1])[::-1]
 
@@ -209,7 +209,7 @@ def rest(ready: Floats, compute: float, seconds: Floats, lost: Floats, weights: 
 
 
 def _highest(value: Callable[[float], float]) -> float:
-    """Return the place from 0 to 1 of a function's only maximum, by golden-section search (Kiefer 1953)."""
+    """Return the position in [0, 1] of a function's only maximum, by golden-section search (Kiefer 1953)."""
     golden = (5**0.5 - 1) / 2
     low, high = 0.0, 1.0
     left, right = 1 - golden, golden
@@ -293,10 +293,10 @@ def least_end(free, delay, weights, after, late, j):  # type: ignore[no-untyped-
 
 @compiled
 def front(frees, delays, leasts, most):  # type: ignore[no-untyped-def]
-    """Return the indices of the Pareto-optimal labels (F, D), and the least of `leasts` of dropped ones.
+    """Return the indices of the Pareto-optimal labels (F, D), and the least of `leasts` of dropped labels.
 
-    Of more than `most` labels, those with the lowest `leasts` are kept. Without dropped labels, the second
-    result is infinite.
+    If there are more than `most` labels, those with the lowest `leasts` are kept. Without dropped labels, the
+    second result is infinite.
     """
     kept, lowest = 0, np.inf
     found = np.empty(len(frees), np.int64)

@@ -1,11 +1,11 @@
-"""Simulation of a step under a plan: a computing rank, and a channel that sends buckets one after another.
+"""Simulation of a step under a plan: a computing rank, and a channel that sends buckets in order.
 
     course = simulate(marks, compute, buckets)
     course.step, course.starts, course.ends
 
 Computation runs at the rate 1 - share while an operation is in flight, and an operation starts when its last
 gradient is ready and the channel is free. If the program drives progress (`dispatch: {progress: caller}`) of
-a library that has to be polled, a queued operation starts at the next mark of the program, that is when a
+a library that must be polled, a queued operation starts at the next mark of the program: when a
 gradient becomes ready, or at the end, when the program waits.
 """
 
@@ -25,9 +25,9 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class BucketTimes:
-    """Seconds from the beginning of the step.
+    """Times of buckets, in seconds from the beginning of the step.
 
-    `computed`: the end of computation. `starts`, `ends`: of each bucket's operation. `step`: the end of both.
+    `computed`: end of computation. `starts`, `ends`: times of each bucket's operation. `step`: end of both.
     """
 
     computed: float
@@ -36,7 +36,7 @@ class BucketTimes:
 
     @property
     def step(self) -> float:
-        """The end of the step."""
+        """End of the step."""
         return max(self.computed, float(self.ends.max(initial=0.0)))
 
     @property
@@ -58,12 +58,12 @@ def simulate(
     """Simulate a step.
 
     Args:
-        marks: seconds of computation after which each gradient is ready, ascending. compute: seconds of
-            computation in total.
-        last: the index in `marks` of the last gradient of each bucket, in the order of sending.
-        seconds, shares: of each bucket, its duration when alone and its share of the core meanwhile.
-        overhead: seconds of computation to issue a bucket. by_caller: the program drives progress, for each
-            bucket or for all.
+        marks: seconds of computation after which each gradient is ready, ascending. compute: total seconds
+            of computation.
+        last: index in `marks` of the last gradient of each bucket, in the order of sending.
+        seconds, shares: for each bucket, its duration when alone and its share of the core meanwhile.
+        overhead: seconds of computation to issue a bucket. by_caller: whether the program drives progress,
+            for each bucket or for all.
     """
     computed, starts, ends = _course(
         np.asarray(marks, np.float64),
@@ -86,8 +86,8 @@ def prepare() -> None:
 def _course(marks, compute, last, seconds, shares, overhead, by_caller):  # type: ignore[no-untyped-def]
     count, buckets = len(marks), len(last)
     starts, ends = np.zeros(buckets), np.zeros(buckets)
-    now, done = 0.0, 0.0  # the time, and the completed seconds of computation
-    issued, running, finished = 0, -1, 0.0  # number of issued buckets; the one in flight, and its end
+    now, done = 0.0, 0.0  # current time, and completed seconds of computation
+    issued, running, finished = 0, -1, 0.0  # number of issued buckets; bucket in flight, and its end
     begun = 0  # number of started operations
     mark, extra = 0, 0.0
     while mark <= count:

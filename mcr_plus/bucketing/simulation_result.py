@@ -21,15 +21,15 @@ Ints = NDArray[np.int64]
 CLASSES: Final[tuple[LinkClass, ...]] = ("inside", "nic", "uplink")
 """Link classes, in the order of the columns of `Queues.busy`."""
 _RANKED: Final[tuple[How, ...]] = ("measured", "scaled", "assumed")
-_LONGEST: Final = 10_000  # largest number of parts of a critical path
+_LONGEST: Final = 10_000  # most parts of a critical path
 _MATTERS: Final = 0.01  # smallest relevant fraction of the step
 
 
 class SimulatedOperation(NamedTuple):
     """An operation of the slowest rank; times are seconds from the beginning of the step.
 
-    `exposed`: seconds in which the rank only waited for it. `how`: origin of its duration when alone.
-    `share_how`: origin of its share of the core.
+    `exposed`: seconds in which the rank did nothing but wait for it. `how`: origin of its duration when
+    alone. `share_how`: origin of its share of the core.
     """
 
     name: str
@@ -58,12 +58,12 @@ class PathPart(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The timeline of a simulated step.
+    """Timeline of a simulated step.
 
     `step_s`: seconds of the step; `compute_s`: seconds of computation, the maximum over ranks. `bound`: lower
     bound of the step with these operations and costs; `bound_by`: its cause. `critical`: the critical path,
     from the beginning of the step. `per_op`: operations of the slowest rank, by start time. `ranks`: number
-    of simulated ranks; `distinct`: number of different ones. `how`: the weakest origin of the costs,
+    of simulated ranks; `distinct`: number of different ranks. `how`: weakest origin of the costs,
     including shares of the core that could change the step by more than 1 %; `times_how`: without shares.
     `unknown`: unknown kinds of operations, simulated as barriers.
     """
@@ -82,7 +82,7 @@ class Timeline:
 
     @property
     def exposed(self) -> dict[str, float]:
-        """Seconds in which the slowest rank only waited, by operation."""
+        """Seconds in which the slowest rank did nothing but wait, by operation."""
         found: dict[str, float] = {}
         for each in self.per_op:
             if each.exposed > 0:
@@ -91,15 +91,15 @@ class Timeline:
 
     @property
     def exposed_s(self) -> float:
-        """Seconds in which the slowest rank only waited."""
+        """Seconds in which the slowest rank did nothing but wait."""
         return sum(each.exposed for each in self.per_op)
 
 
 class SimulatedJob(Protocol):
     """A step on all ranks.
 
-    By queue: the operations `sent`, their `uses` of links, the ranks (`groups`), the `library`. `of_rank`:
-    the program of each rank. `world`: number of ranks. `unknown`: unknown kinds of operations.
+    By queue: operations `sent`, their `uses` of links, ranks (`groups`), and `library`. `of_rank`:
+    program of each rank. `world`: number of ranks. `unknown`: unknown kinds of operations.
     """
 
     sent: list[list[ProgramOperation]]
@@ -113,7 +113,7 @@ class SimulatedJob(Protocol):
 
 @dataclass
 class SimulationResult:
-    """Evaluates the result of a simulation run."""
+    """Evaluation of a finished simulation."""
 
     job: SimulatedJob
     ranks: Ints
@@ -192,7 +192,7 @@ class SimulationResult:
 
         The bound is the maximum of three terms. Computation: a rank loses the shares of its operations while
         they run, or does not compute meanwhile. Links: the busy time of each link. Queues: an operation and
-        all later ones of its queue run after the earliest time when it can be issued.
+        all later operations of its queue run after the earliest time at which it can be issued.
         """
         found: list[tuple[float, str]] = []
         for at in range(len(self.ranks)):

@@ -4,7 +4,7 @@
     step.roles[0].events        # [Compute("layers.3", 0.012), Ready("layers.3.weight", …), Issue(…), Wait(…)]
 
 The events of a rank are in the order of its program: a `ComputeEvent` is the time between two others. Ranks
-with the same events form one role, with the times of the rank that the others wait for. `CapturedStep.save`
+with the same events form a role, with the times of the rank for which the others wait. `CapturedStep.save`
 writes JSON of version 1.
 A step has at most 1,048,576 ranks, and an operation at most 1 PiB.
 """
@@ -29,9 +29,9 @@ from mcr_plus.errors import InvalidArgument
 
 VERSION: Final = 1
 MOST_RANKS: Final = 1 << 20  # files declare the number, and arrays of this length must fit into memory
-MOST_BYTES: Final = 1 << 50  # of an operation: sums must fit into 64 bits
+MOST_BYTES: Final = 1 << 50  # per operation: sums must fit into 64 bits
 _OF_ALL: Final = frozenset(KINDS).difference(ROOTED, MESSAGES)
-_WARM: Final = 3.0  # first steps that exceed this multiple of the median are taken to compile
+_WARM: Final = 3.0  # multiple of the median; slower first steps are taken to compile
 Source = Literal["hooks", "kineto", "et"]
 
 
@@ -60,10 +60,10 @@ class IssueEvent(NamedTuple):
     """The program starts an operation.
 
     `seconds`: its duration on the rank that waited least; None if unknown. `id`: equal on all participating
-    ranks, and unique within a role. `nbytes`: counted as in `Signature.nbytes`; this role's own if sizes
-    differ between ranks. `group`: ranks of the job; for messages, the sender and the receiver. `gradients`:
-    the parameters whose gradients it carries, empty for the program's own operations; a plan replaces those
-    that carry gradients. `dtype`: its name; None if unknown.
+    ranks, and unique within a role. `nbytes`: counted as in `Signature.nbytes`; the value on this role if
+    sizes differ between ranks. `group`: ranks of the job; for messages, the sender and the receiver.
+    `gradients`: parameters whose gradients it carries, empty for the program's own operations; a plan
+    replaces operations with gradients. `dtype`: its name; None if unknown.
     """
 
     id: int
@@ -96,9 +96,9 @@ class Role:
 class Mark(NamedTuple):
     """An event of one step of one rank, in seconds from the beginning of the step on the rank's own clock.
 
-    `computed`: the name of the computation since the previous mark. Between `begin` and `end` the program
+    `computed`: name of the computation since the previous mark. Between `begin` and `end` the program
     issues an operation or waits, and does not compute. For an `IssueEvent`, whose `id` is the rank's own
-    number: `seconds` from here to its end; `key`, equal on its ranks and unique within a step.
+    number: `seconds` until the end of the operation; `key`, equal on its ranks and unique within a step.
     """
 
     event: ReadyEvent | NeedEvent | IssueEvent | WaitEvent
@@ -120,8 +120,8 @@ class RankStep(NamedTuple):
 class Probed(NamedTuple):
     """The job's own measurement of one library.
 
-    `sizes`: bytes, ascending. `seconds`, `shares`: duration of an operation and its share of a core, for each
-    size.
+    `sizes`: bytes, ascending. `seconds`, `shares`: for each size, duration of an operation and its share of
+    a core.
     """
 
     kind: str
@@ -134,11 +134,11 @@ class Probed(NamedTuple):
 class CapturedStep:
     """One step of all ranks.
 
-    `ranks`, `nodes`: number of ranks of the job, and of their hosts. `model`: a hash of the names, shapes and
-    dtypes of the parameters. `seconds`: the measured time of the step, the median of the slowest rank.
-    `spread`: (slowest - fastest) / median of the captured steps. `source`: the origin of the record.
-    `by_caller`: the program drives progress. `notes`: messages about data that could not be read exactly from
-    a trace. `measured`: the job's own measurements, by library.
+    `ranks`, `nodes`: number of ranks of the job, and of their hosts. `model`: hash of the names, shapes and
+    dtypes of the parameters. `seconds`: measured time of the step, the median of the slowest rank.
+    `spread`: (slowest - fastest) / median of the captured steps. `source`: origin of the record.
+    `by_caller`: the program drives progress. `notes`: messages about data that a trace does not
+    contain exactly. `measured`: the job's own measurements, by library.
     """
 
     ranks: int
@@ -157,9 +157,10 @@ class CapturedStep:
         """Read a file written by `save`.
 
         Raises:
-            ConfigError: the file cannot be read, or is no step of version 1; the text has file, line and key.
+            ConfigError: the file cannot be read, or is not a step of version 1; the text has file, line and
+                key.
         """
-        from mcr_plus.bucketing.step_file import read  # for its models
+        from mcr_plus.bucketing.step_file import read  # only reading needs its models
 
         return read(Path(path))
 
@@ -200,9 +201,9 @@ class CapturedStep:
         """Merge several records of a step from all ranks of a job into one.
 
         Operations of different ranks are matched by `Mark.key`. The duration of an operation in a step is its
-        minimum over ranks, since earlier ranks have waited for the last one; operations get the medians over
-        steps, and computation see `_computing`. Only steps with the most frequent sequence of events are
-        used, without the first ones while these take more than three times the median, since they compile.
+        minimum over ranks, since earlier ranks have waited for the last one. Operations get medians over
+        steps; for computation, see `_computing`. Only steps with the most frequent sequence of events are
+        used, without first steps that take more than three times the median, since they compile.
 
         Raises:
             InvalidArgument: ranks have different numbers of steps, or fewer than `least`; no step has a
@@ -267,7 +268,7 @@ def _shape(step: RankStep) -> tuple[Any, ...]:
 
 
 def _usual(steps: Sequence[RankStep], warm: int) -> Chosen:
-    """Return the steps from `warm` on with the most frequent sequence of events; of a tie, the later one."""
+    """Return the steps from `warm` on with the most frequent sequence of events; in a tie, the later one."""
     shapes = [_shape(step) for step in steps]
     counted = Counter(reversed(shapes[warm:]))
     usual = counted.most_common(1)[0][0]
@@ -323,7 +324,7 @@ def _events(
 
 
 def _alike(event: Event) -> Event:
-    """Return the event without fields that may differ between ranks of one role."""
+    """Return the event without fields that may differ between ranks of a role."""
     return event._replace(nbytes=0) if isinstance(event, IssueEvent) and event.kind in VECTOR else event
 
 
@@ -356,11 +357,11 @@ def _spent(chosen: Chosen) -> Floats:
 def _computing(usual: Mapping[int, Chosen], spent: Mapping[int, Floats], slowest: int) -> Floats:
     """Return the seconds of computation of a role: before each mark, and after the last one.
 
-    Where all ranks of the role issue an operation and wait for it at once, they continue with the last one.
-    So each part of a step between two such operations is that of its slowest rank in that step; all parts
-    together take no longer than the step. Times are medians over the steps, scaled so that parts and steps
-    add up to their own medians: medians of skewed times alone add up to less. `slowest`: the rank to use if
-    no step has the usual events on all ranks.
+    If all ranks of the role issue an operation and wait for it at once, they continue with the last rank.
+    So each part of a step between two such operations takes as long as on its slowest rank in that step; all
+    parts together take no longer than the step. Times are medians over the steps, scaled so that parts and
+    steps add up to their own medians: plain medians of skewed times add up to less. `slowest`: the rank to
+    use if no step has the usual events on all ranks.
     """
     kept = set.intersection(*({number for number, _ in chosen} for chosen in usual.values()))
     ranks = list(usual) if kept else [slowest]
@@ -386,7 +387,7 @@ def _computing(usual: Mapping[int, Chosen], spent: Mapping[int, Floats], slowest
 def _meetings(step: RankStep, ranks: frozenset[int]) -> list[int]:
     """Return the indices of the marks at which the program waits for all of these ranks.
 
-    It does so if it waits right after the issue of an operation in which each rank needs all others.
+    It does so if it waits right after issuing an operation in which each rank needs all others.
     """
     return [
         index

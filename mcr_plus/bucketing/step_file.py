@@ -1,4 +1,4 @@
-"""The file of a captured step: JSON of version 1, checked, with errors that have file, line and key."""
+"""File of a captured step: JSON of version 1, validated, with errors that name file, line and key."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def read(path: Path) -> CapturedStep:
 
 
 class _Wrong(Exception):
-    """An error that the types of fields do not exclude, and its key."""
+    """An error that the types of fields cannot express, and its key."""
 
     def __init__(self, keys: Keys, text: str) -> None:
         super().__init__(text)
@@ -67,7 +67,7 @@ class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-_Seconds = Annotated[float, Field(ge=0, le=1e13)]  # as traces have them; sums must stay finite
+_Seconds = Annotated[float, Field(ge=0, le=1e13)]  # range of traces; sums must stay finite
 _Share = Annotated[float, Field(ge=0)]
 _Bytes = Annotated[int, Field(ge=0, le=MOST_BYTES)]
 _Rank = Annotated[int, Field(ge=0, lt=MOST_RANKS)]
@@ -120,7 +120,7 @@ class _Role(_Model):
 
     @property
     def unknown(self) -> set[str]:
-        """Kinds of operations that there are not; they become barriers."""
+        """Return the unknown kinds of operations, which become barriers."""
         return {each.kind for each in self.events if isinstance(each, _Issue) and each.kind not in KINDS}
 
     def built(self, ranks: int, keys: Keys) -> Role:
@@ -231,11 +231,11 @@ def _decoded(content: bytes, place: str) -> tuple[str, Any]:
 
 
 def _problems(error: ValidationError) -> list[tuple[Keys, str]]:
-    """Return keys and texts of pydantic's first errors; those of missing fields of an object are one."""
+    """Return keys and texts of pydantic's first errors; missing fields of an object are one error."""
     found: list[tuple[Keys, str]] = []
     missing: dict[Keys, list[str]] = {}
     for each in error.errors(include_url=False)[:8]:
-        # Keys without the tags of unions.
+        # Remove the tags of unions from keys.
         keys = tuple(key for at, key in enumerate(each["loc"]) if not (at and key in _EVENTS))
         if each["type"] == "missing":
             missing.setdefault(keys[:-1], []).append(str(keys[-1]))
@@ -246,7 +246,7 @@ def _problems(error: ValidationError) -> list[tuple[Keys, str]]:
         place = (*keys, names[0]) if len(names) == 1 else keys
         fields = "field" if len(names) == 1 else f"fields {', '.join(names)}"
         found.append((place, f"missing {fields}; expected what `step.save` wrote"))
-    # A list whose elements are wrong is reported as too short, too.
+    # A list with wrong elements is also reported as too short.
     within = [keys for keys, _ in found]
     return [
         (keys, text)

@@ -1,4 +1,4 @@
-"""The cluster on which a step runs: nodes, ranks, and the links between them.
+"""Cluster on which a step runs: nodes, ranks, and the links between them.
 
     nodes: 8
     ranks_per_node: 4
@@ -35,7 +35,7 @@ _RATES: Final = {
     "KiB/s": 2.0**10, "MiB/s": 2.0**20, "GiB/s": 2.0**30,
 }  # fmt: skip
 _LATENCIES: Final = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
-_MOST: Final = 1 << 20  # largest number of nodes, and of ranks of a node
+_MOST: Final = 1 << 20  # most nodes, and most ranks of a node
 
 Scope = Literal["rank", "node"]
 
@@ -92,7 +92,7 @@ class Nic(NetworkLink):
 
 
 class Rack(_ClusterPart):
-    """Racks of `nodes` nodes. `uplink`, `latency`: of the link of each rack to the others."""
+    """Racks of `nodes` nodes. `uplink`, `latency`: properties of each rack's link to the others."""
 
     nodes: Count
     uplink: Rate
@@ -100,7 +100,7 @@ class Rack(_ClusterPart):
 
 
 class Links(_ClusterPart):
-    """The links of a cluster; None for an unknown link."""
+    """Links of a cluster; None for an unknown link."""
 
     inside: NetworkLink | None = None
     nic: Nic | None = None
@@ -139,8 +139,8 @@ class Topology(_ClusterPart):
     def changed(self, changes: Sequence[str]) -> Topology:
         """Return the topology with changes: `nic=100Gbit/s`, `nic.latency=2us`, `rack.nodes=4`, `nodes=64`.
 
-        The name of a link sets its rate, `uplink` that of racks. Only known links can be changed, since the
-        effect of a change depends on the present value. Raises `ConfigError` that begins with the change.
+        The name of a link sets its rate, `uplink` the rate of racks. Only known links can be changed, since
+        the effect of a change depends on the present value. Raises `ConfigError` that begins with the change.
         """
         found = self
         for change in changes:
@@ -165,7 +165,7 @@ class Topology(_ClusterPart):
 
     @property
     def ranks(self) -> int:
-        """The largest number of ranks."""
+        """Largest number of ranks."""
         return self.nodes * self.ranks_per_node
 
     def placement(self, group: Sequence[int]) -> Placement:
@@ -182,7 +182,7 @@ class Topology(_ClusterPart):
 
     @property
     def medium(self) -> Medium:
-        """The known properties of the links, in the form used to scale costs."""
+        """Known properties of the links, in the form used to scale costs."""
         classes: tuple[LinkClass, ...] = ("inside", "nic", "uplink")
         rates: dict[LinkClass, float] = {
             link: rate for link in classes if (rate := self.rate(link)) is not None
@@ -219,7 +219,7 @@ def crossed(at: Placement) -> tuple[LinkClass, ...]:
 
 
 def completed(medium: Medium, other: Medium) -> Medium:
-    """Return the links of a cluster, with unknown ones taken from another cluster."""
+    """Return the links of a cluster; unknown links are taken from another cluster."""
     absent = other.rates.keys() - medium.rates.keys()
     return Medium(
         {**other.rates, **medium.rates},

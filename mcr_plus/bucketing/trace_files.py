@@ -1,6 +1,6 @@
 """Incremental reading of Kineto's JSON and of execution traces: the data of one rank's steps."""
 
-# Long because profilers of several versions write events and sizes in several forms.
+# This file is long because profilers of several versions write events and sizes in several forms.
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Notes:
 
 
 class TraceRange(NamedTuple):
-    """A range of the host or a kernel, in seconds; the byte offset of its event, and its used arguments."""
+    """A range of the host or a kernel: seconds, byte offset of its event, and used arguments."""
 
     begin: float
     end: float
@@ -118,7 +118,7 @@ class TraceRange(NamedTuple):
 
 
 class Launches:
-    """Calls that launch kernels: the number shared with the kernel, the call's begin, and its thread."""
+    """Calls that launch kernels: number shared with the kernel, begin of the call, and its thread."""
 
     def __init__(self) -> None:
         self._numbers = array("q")
@@ -137,7 +137,7 @@ class Launches:
         self._threads.append(self._numbered[thread])
 
     def last(self, numbers: Sequence[int]) -> Ints:
-        """Return the row of the last call of each number; -1 if it has none."""
+        """Return the row of the last call of each number; -1 without a call."""
         known, wanted = np.array(self._numbers, np.int64), np.array(numbers, np.int64)
         if not len(known):
             return np.full(len(wanted), -1)
@@ -156,9 +156,9 @@ class Launches:
 
 @dataclass
 class Trace:
-    """The stored data of a Kineto trace; times in seconds since `base`, which is in microseconds.
+    """Stored data of a Kineto trace; times in seconds since `base`, which is in microseconds.
 
-    Frequent events (there may be millions) are stored as numbers only; of others, at most 1,048,576 are
+    Frequent events (there may be millions) are stored as numbers only; of other events, at most 1,048,576 are
     stored.
     """
 
@@ -178,7 +178,7 @@ class Trace:
     busy: dict[Thread, array[float]] = field(default_factory=lambda: defaultdict(lambda: array("d")))
     launches: Launches = field(default_factory=Launches)
     kernels: array[float] = field(default_factory=lambda: array("d"))  # begin and end of each
-    launched_by: array[int] = field(default_factory=lambda: array("q"))  # their numbers
+    launched_by: array[int] = field(default_factory=lambda: array("q"))  # numbers shared with their launches
     remote: list[TraceRange] = field(default_factory=list)  # kernels of communication
     first: float = math.inf
     last: float = 0.0
@@ -186,7 +186,7 @@ class Trace:
 
 @dataclass
 class Graph:
-    """The stored data of an execution trace: arguments of operations, with Kineto's names, by `rf_id`."""
+    """Stored data of an execution trace: arguments of operations, with Kineto's names, by `rf_id`."""
 
     path: Path
     pid: int | str | None = None
@@ -196,7 +196,7 @@ class Graph:
 
 
 def read_file(path: Path) -> Trace | Graph | None:
-    """Read a trace; returns None if the file is a step that `CapturedStep.save` wrote."""
+    """Read a trace; returns None if the file is a step written by `CapturedStep.save`."""
     trace, graph = Trace(path), Graph(path)
     kinds: set[str] = set()
     if _begins_as_chakra(path):
@@ -215,7 +215,7 @@ def read_file(path: Path) -> Trace | Graph | None:
                 return None
             else:
                 _take_about(trace, graph, key, value, byte)
-    except RecursionError:  # for nesting just below the limit of `members`
+    except RecursionError:  # nesting just below the limit of `members`
         raise ConfigError(f"{path}: not JSON that can be read: nested too deeply") from None
     if kinds == {"nodes"}:
         return graph
@@ -235,15 +235,15 @@ def _is_chakra(path: Path) -> ConfigError:
 
 
 def _begins_as_chakra(path: Path) -> bool:
-    """Return whether a file begins as Chakra's protobuf: a length, and so many bytes of fields 1 and 2.
+    """Return whether a file begins like Chakra's protobuf: a length, then this many bytes of fields 1 and 2.
 
-    These are the version and the attributes of `GlobalMetadata`; JSON begins with neither.
+    The fields are the version and the attributes of `GlobalMetadata`; JSON begins with neither.
     """
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
             data = file.read(1 << 16)
     except (OSError, EOFError, zlib.error):
-        return False  # `members` says why
+        return False  # `members` reports the reason
     end, at = _varint(data, 0)
     end += at
     if at == end or len(data) < end:
@@ -258,7 +258,7 @@ def _begins_as_chakra(path: Path) -> bool:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Return a number of protobuf's wire format, and the place behind it."""
+    """Return a varint of protobuf's wire format, and the offset behind it."""
     value = shift = 0
     while at < len(data) and shift < 32:
         value, shift, at = value | (data[at] & 0x7F) << shift, shift + 7, at + 1
@@ -363,7 +363,7 @@ def _take_range(trace: Trace, event: dict[str, Any], place: FilePlace, begin: fl
         if thread not in trace.busy:
             _count(trace, place)
         spans = trace.busy[thread]
-        if not spans or begin < spans[-2] or end > spans[-1]:  # most are inside their predecessor
+        if not spans or begin < spans[-2] or end > spans[-1]:  # most ranges are inside their predecessor
             spans.extend((begin, end))
 
 
@@ -389,7 +389,7 @@ def _count(trace: Trace, place: FilePlace) -> None:
 
 
 def _label(event: dict[str, Any], name: str, place: FilePlace) -> Thread:
-    """Return a thread or a process."""
+    """Return the id of a thread or a process."""
     value: Thread = place.fields(event, {name: LABEL}).get(name)
     return value
 
@@ -442,7 +442,7 @@ def _take_node(graph: Graph, node: Any, byte: int) -> None:
 
 
 def _take_groups(graph: Graph, place: FilePlace, inputs: dict[str, Any]) -> None:
-    """Store the groups in the text argument of the creation of groups; that of all ranks has no list."""
+    """Store the groups in the text argument of a creation of groups; the group of all ranks has no list."""
     for text in inputs.get("values", []):
         try:
             groups = json.loads(text)

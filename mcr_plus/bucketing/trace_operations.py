@@ -1,4 +1,4 @@
-"""The operations in a rank's trace: times of issue and execution, and their arguments."""
+"""Operations in a rank's trace: times of issue and execution, and arguments."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _KERNEL: Final = re.compile(r"nccl(?:Dev)?Kernel_?(\w*?)(?:_|\(|$)", re.IGNORECA
 
 @dataclass
 class TracedOperation:
-    """An operation that the program issues. Times in seconds; `started`, `done`: of its execution.
+    """An operation that the program issues. Times in seconds; `started`, `done`: begin and end of execution.
 
-    `parts`: the arguments of its ranges, outermost first. `byte`: byte offset of the first range's event.
+    `parts`: arguments of its ranges, outermost first. `byte`: byte offset of the first range's event.
     """
 
     begin: float
@@ -82,10 +82,10 @@ def operations(trace: Trace) -> list[TracedOperation]:
 
 
 def _complete_by_threads(found: Sequence[TracedOperation], elsewhere: Sequence[TraceRange]) -> None:
-    """Set the execution times of operations that a thread of the library has run.
+    """Set the execution times of operations that a library's thread has run.
 
     The profiler numbers a range at its creation, which is inside the call, so the range's number follows
-    that of the call.
+    the number of the call.
     """
     calls = sorted(
         (number, index)
@@ -138,7 +138,7 @@ def _complete_by_kernels(found: list[TracedOperation], trace: Trace) -> None:
 
 
 class Arguments:
-    """Reads the arguments of one rank's operations. `ranks`: of the job; `notes`: receives assumptions."""
+    """Reader of the arguments of one rank's operations. `ranks`: of the job; `notes` gets assumptions."""
 
     def __init__(self, trace: Trace, ranks: int, notes: Notes) -> None:
         self._trace = trace
@@ -241,7 +241,7 @@ class Arguments:
         """Return a name shared by operations that all their ranks issue in the same order."""
         if kind in MESSAGES:
             return f"{'>'.join(map(str, group))}{kind if len(set(group)) == 1 else ''}"
-        named = "" if group is self._world else str(group)  # a text of all ranks may be long
+        named = "" if group is self._world else str(group)  # the text of all ranks may be long
         return f"{operation.get('Process Group Name') or ''} {named}"
 
 

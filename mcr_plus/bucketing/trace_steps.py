@@ -1,4 +1,4 @@
-"""The steps in a rank's trace: gradients, operations and waits in the order of the program."""
+"""Steps in a rank's trace: gradients, operations and waits in the order of the program."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mcr_plus.errors import ConfigError
 
 Floats = NDArray[np.float64]
 
-_ROUNDING: Final = 1e-6  # seconds: traces count microseconds from 1970
+_ROUNDING: Final = 1e-6  # seconds; traces count microseconds from 1970
 _DTYPES: Final = {
     "float": "float32", "double": "float64", "half": "float16", "long": "int64", "long int": "int64",
     "int": "int32", "unsigned char": "uint8", "signed char": "int8",
@@ -29,7 +29,7 @@ _DTYPES: Final = {
 class Draft(NamedTuple):
     """A step of a rank before all waits are placed; times on the clock of the trace.
 
-    `last`: the beginning of the optimizer's step. `waits`: of each operation, see `Reader._wait`.
+    `last`: begin of the optimizer's step. `waits`: wait for each operation, see `Reader._wait`.
     """
 
     began: float
@@ -86,7 +86,7 @@ def usual_places(drafts: Sequence[Draft]) -> dict[tuple[int, int], int]:
 
 
 class Reader:
-    """Reads the steps of one rank from its trace."""
+    """Reader of one rank's steps from its trace."""
 
     def __init__(self, trace: Trace, ranks: int, notes: Notes) -> None:
         self._trace = trace
@@ -104,7 +104,7 @@ class Reader:
         self._busy = _union(kernels[:, 1:]) if self._on_gpu else self._host_busy()
 
     def _at(self, host: float) -> float:
-        """Return the time of a host event on the computing stream: after all earlier launched kernels."""
+        """Return the time of a host event on the computing stream: after all kernels launched earlier."""
         index = int(np.searchsorted(self._launched, host, side="right"))
         return max(host, float(self._ended[index - 1])) if index else host
 
@@ -124,7 +124,7 @@ class Reader:
     # -- steps ------------------------------------------------------------------------------------
 
     def drafts(self) -> list[Draft]:
-        """Return the steps of this rank; without step ranges, the first begins with the trace."""
+        """Return the steps of this rank; without step ranges, the first step begins with the trace."""
         trace = self._trace
         ranges = sorted((each.begin, each.end) for each in trace.steps)
         if not ranges:
@@ -190,7 +190,7 @@ class Reader:
         index = int(np.searchsorted(self._busy[:, 1], issued if done is None else done, side="right"))
         before = float(self._busy[index - 1, 1]) if index else issued
         resumed = float(self._busy[index, 0]) if index < len(self._busy) else ended
-        if done is None:  # the library does not record it
+        if done is None:  # the library does not record the end
             return (issued, min(max(resumed, issued), ended)) if at_once else (None, issued)
         idle, done = max(before, issued), min(max(done, issued), ended)
         if at_once:

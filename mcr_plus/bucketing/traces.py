@@ -1,11 +1,11 @@
-"""Reads steps from traces of torch's profiler: Kineto's JSON, optionally with execution traces.
+"""Reading of steps from traces of torch's profiler: Kineto's JSON, optionally with execution traces.
 
     step = load_step(["rank0.pt.trace.json.gz", "rank1.pt.trace.json.gz"])
 
 A trace contains the times when gradients became ready, the issued operations, and their durations. Other data
 are inferred:
 
-- A step is a range `ProfilerStep`, or lasts from the end of an `Optimizer.step` to the end of the next one.
+- A step is a range `ProfilerStep`, or lasts from the end of an `Optimizer.step` to the end of the next.
 - With kernels, times are those of the GPU: an event of the host is placed at the end of all kernels launched
   before it.
 - The program waits for an operation if it is idle until the operation ends. If the operation ended while the
@@ -49,13 +49,13 @@ def load_step(paths: str | Path | Sequence[str | Path], ranks: int | None = None
     1,048,576 ranks, and in a trace as many steps, gradients, operations, modules and threads together.
     Inexact data is reported in `CapturedStep.notes`, and logged.
 
-    With the trace of one rank alone, the others are assumed to do the same. `ranks`: of the job, where that
-    trace does not contain their number.
+    With the trace of a single rank, the other ranks are assumed to do the same. `ranks`: number of the job's
+    ranks, if that trace does not contain it.
 
     Raises:
-        ConfigError: a file cannot be read, is truncated or no trace; a field has a wrong type or exceeds its
-            limits; times are negative or steps overlap; ranks are missing or duplicate, or their number is
-            unknown; there is no backward pass. The text has the file and the byte offset.
+        ConfigError: a file cannot be read, is truncated or not a trace; a field has a wrong type or exceeds
+            its limits; times are negative or steps overlap; ranks are missing or duplicate, or their number
+            is unknown; there is no backward pass. The text has the file and the byte offset.
     """
     listed = [paths] if isinstance(paths, (str, Path)) else list(paths)
     files = [file for path in listed for file in _files(Path(path))]
@@ -93,7 +93,7 @@ def _files(path: Path) -> list[Path]:
         return [path]
     inside = list(path.iterdir())
     found = [file for file in inside if file.name.endswith((".json", ".json.gz"))]
-    found = found or [file for file in inside if file.suffix == ".et"]  # to be named as what they are
+    found = found or [file for file in inside if file.suffix == ".et"]  # to report them as what they are
     return sorted(
         found, key=lambda file: [int(part) if part.isdecimal() else part for part in _parts(file.name)]
     )
@@ -136,7 +136,7 @@ def _number_ranks(traces: list[Trace], notes: Notes) -> None:
     """Set the rank of each trace; raises `ConfigError` if ranks are duplicate."""
     for index, trace in enumerate(traces):
         in_name = re.search(r"(?:rank|worker)[_\-.]?(\d+)", trace.path.name, re.IGNORECASE)
-        if trace.rank < 0 and in_name and int(in_name[1]) < MOST_RANKS:  # else it is a time
+        if trace.rank < 0 and in_name and int(in_name[1]) < MOST_RANKS:  # otherwise it is a time
             trace.rank = int(in_name[1])
         elif trace.rank < 0:
             trace.rank = index
@@ -197,8 +197,8 @@ def _merged(traces: Sequence[Trace], world: int, source: Source, notes: Notes) -
 def _check_models(per_rank: Mapping[int, Sequence[RankStep]], traces: Sequence[Trace]) -> None:
     """Raise `ConfigError` if ranks have different models although all ranks work as one group.
 
-    If all operations are of all ranks, gradients are averaged over these. A rank may lack gradients, but two
-    ranks must not each have gradients that the other one lacks. Gradients without a shape match any.
+    If all operations involve all ranks, gradients are averaged over all. A rank may lack gradients, but two
+    ranks must not each have gradients that the other lacks. Gradients without a shape match any shape.
     """
     last = {rank: steps[-1].marks for rank, steps in per_rank.items() if steps}
     groups = {

@@ -1,1 +1,1 @@
-"""`mcr.elastic`, `mcr.shrink`, `mcr.reconfigure`: a program that goes on when ranks are lost or join."""
+"""Programs that go on when ranks are lost or join: `mcr.elastic`, `mcr.shrink`, `mcr.reconfigure`."""

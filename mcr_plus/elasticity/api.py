@@ -1,4 +1,4 @@
-"""Worlds of other ranks: `mcr.shrink` and `mcr.reconfigure`."""
+"""`mcr.shrink` and `mcr.reconfigure`, which make a world of other ranks."""
 
 from __future__ import annotations
 
@@ -27,39 +27,38 @@ def shrink(
     timeout: float | str | timedelta = "10s",
     min_ranks: int | None = None,
 ) -> Communicator:
-    """Make a world of the ranks that are left, after others were lost; collective over those that are left.
+    """Make a world of the remaining ranks after others were lost; collective over the remaining ranks.
 
-    All of them get the same ranks, by the order that they had. Ranks that are lost are found by themselves.
-    A rank that lives is waited for, so all must call this: after a `PeerLost`, each does. Communicators and
-    handles of the old world raise `Revoked` from then on; groups have successors
-    (`Communicator.successor`), in which persistent operations are bound again by their next call. Models and
-    optimizers are hooked into the successor of their group; their parameters are not touched, and a pass that
-    failed is to be repeated from the forward pass on. Residuals of error feedback are kept, other state of
-    codecs begins anew. Nothing in flight is waited for, and tensors of what had not ended must not be used
-    again.
+    All of them agree on the new world, and keep their order. Lost ranks are detected automatically. Living
+    ranks are waited for, so every rank must call this after its `PeerLost`. Communicators and
+    handles of the old world raise `Revoked` from then on. Groups have successors
+    (`Communicator.successor`), to which the next call of a persistent operation binds it again. Models and
+    optimizers are hooked into their group's successor; their parameters are not touched. Repeat a failed pass
+    from the forward pass on. Residuals of error feedback are kept, other codec state starts anew. Operations
+    in flight are abandoned: do not use tensors of unfinished operations again.
 
-    No rank or host is needed, that of rank 0 included: what ranks agree on is in the launcher, or in
-    processes beside the ranks of each host. Ranks that are cut off from most others raise instead of going
-    on, so that a job never goes on twice.
+    No particular rank or host must survive, not even rank 0: ranks agree through the launcher, or through
+    processes beside the ranks of each host. Ranks cut off from the majority raise instead of going
+    on, so two halves of a job never both go on.
 
     Args:
-        group: whose survivors are returned; the same on all ranks. None is the job.
-        dead: ranks of the job that do not take part, besides those that are found lost.
-        timeout: how long ranks that live are waited for: seconds, text such as `10s`, or a timedelta.
-        min_ranks: the ranks with which the job may go on, where they need not be a majority of those that
+        group: the group of which the successor is returned; the same on all ranks. None is the job.
+        dead: ranks of the job that do not take part, besides those detected as lost.
+        timeout: time to wait for living ranks: seconds, text such as `10s`, or a timedelta.
+        min_ranks: number of ranks with which the job may go on, even if they are not a majority of those that
             may still run somewhere. At or below half of the ranks of several hosts, both sides of a partition
             may then go on, each for itself.
 
-    Returns the successor of `group`, of those of its ranks that are left; that of all is `mcr.world()`.
+    Returns the successor of `group` with its remaining ranks; the successor of the job is `mcr.world()`.
 
     Raises:
-        CommTimeout: a rank that lives has not called it in time. Like the next two errors, this is raised
-            on all ranks that have called it, and all may call it again.
-        InvalidArgument: `dead` names a rank that lives, or none of the job.
-        BackendError: the ranks that are left are too few.
-        Revoked: the other ranks have declared this one lost, and have gone on; or the new world is there, and
+        CommTimeout: a living rank did not call this in time. Like the next two errors, this is raised
+            on all ranks that called, and all may call again.
+        InvalidArgument: `dead` names a living rank, or a rank that the job does not have.
+        BackendError: too few ranks remain.
+        Revoked: the other ranks have declared this one lost, and gone on; or the new world exists, but
             `group` has no successor in it.
-        PeerLost: a rank has been lost after the new world was made; another `shrink` carries on.
+        PeerLost: a rank was lost after the new world was made; another `shrink` carries on.
         LaunchError: the job's store does not answer.
 
     Example:
@@ -84,7 +83,7 @@ def shrink(
 
 
 def _own_world(what: str, instead: str) -> Runtime:
-    """The present runtime; raises `NotInitialized` if torch.distributed has made it."""
+    """Return the current runtime; raises `NotInitialized` if torch.distributed made it."""
     runtime = current()
     if not runtime.is_native:
         raise NotInitialized(f"{what}: this world belongs to torch.distributed; use {instead}")
@@ -92,7 +91,7 @@ def _own_world(what: str, instead: str) -> Runtime:
 
 
 def _problem(runtime: Runtime, dead: Sequence[int] | None, least: int | None) -> str:
-    """Why arguments of `shrink` are wrong; empty if they are not."""
+    """Return the mistake in the arguments of `shrink`; empty if there is none."""
     size = runtime.world.size
     if least is not None and ((number := whole_number(least)) is None or not 1 <= number <= size):
         return f"min_ranks: expected a number of ranks from 1 to {size}, got {least!r}"
@@ -111,7 +110,7 @@ def _problem(runtime: Runtime, dead: Sequence[int] | None, least: int | None) ->
 
 
 def seconds_of(timeout: float | str | timedelta) -> float:
-    """A timeout of a program in seconds; raises `InvalidArgument`."""
+    """Return a timeout in seconds; raises `InvalidArgument`."""
     try:
         return parse_duration(timeout.total_seconds() if isinstance(timeout, timedelta) else timeout)
     except ValueError as error:
@@ -119,11 +118,11 @@ def seconds_of(timeout: float | str | timedelta) -> float:
 
 
 def reconfigure_handle() -> str:
-    """A text by which `mcr.reconfigure` can make this process a rank of another world.
+    """Return a text with which `mcr.reconfigure` can make this process a rank of another world.
 
-    It is good for the world that the process has now, also if that has failed; a later world has another
-    one. Pass it to the other processes by any means. A process that is alone in its job, such as a newcomer,
-    has one too.
+    It is valid for the current world of the process, even after a failure; a later world has another
+    handle. Pass it to the other processes by any means. A process alone in its job, such as a newcomer,
+    has a handle too.
 
     Raises:
         NotInitialized: `init` has not been called.
@@ -141,32 +140,32 @@ def reconfigure(
 ) -> Communicator:
     """Make a world of these processes, which may be ranks of this world or of others; collective over them.
 
-    As c10d's `reconfigure`: the ranks are in the order of the handles. The program says who belongs to it, so
-    nothing is agreed on; `mcr.shrink` finds out. Communicators and handles of the old worlds raise `Revoked`
-    from then on; groups, models and persistent operations go on as after `mcr.shrink`, with those of their
-    ranks that are in the new world. Codecs keep what they have not sent yet, and nobody's parameters are
-    touched: broadcast them (`mcr.broadcast_parameters`) where newcomers take part. Each process keeps its
-    own configuration, and these must be the same.
+    Works like c10d's `reconfigure`: ranks are in the order of the handles. The program names the members, so
+    no agreement is needed; `mcr.shrink` detects them. Communicators and handles of the old worlds raise
+    `Revoked` from then on. Groups, models and persistent operations go on as after `mcr.shrink`, with their
+    ranks in the new world. Codecs keep their unsent residuals, and parameters are not
+    touched: broadcast them (`mcr.broadcast_parameters`) if newcomers take part. Each process keeps its
+    own configuration; all configurations must be equal.
 
     Args:
-        uuid: names the attempt; the same on all processes, and new for each attempt.
-        handles: of all processes (`mcr.reconfigure_handle`), each once; the same on all of them. In a set,
-            the ranks are in an order of ours.
-        timeout: how long they wait for each other.
+        uuid: name of the attempt; the same on all processes, and new for each attempt.
+        handles: of all processes (`mcr.reconfigure_handle`), each once; the same on all of them. For a set,
+            the library chooses the order of the ranks.
+        timeout: time that the processes wait for each other.
 
     Returns the communicator of all ranks.
 
     Raises:
-        CommTimeout: a process has not come in time. As with the next four errors, each process that has come
+        CommTimeout: a process did not come in time. As with the next four errors, each process that came
             keeps its old world, and may try again with another `uuid`.
-        BackendError: a process has died before all had come.
+        BackendError: a process died before all had come.
         ConfigError: a process has another configuration, or another version of mcr_plus or torch.
-        InvalidArgument: `handles` are no handles, have a process twice, or lack this one; they differ between
-            processes; a handle is stale; the `uuid` has been used before.
+        InvalidArgument: `handles` are invalid, name a process twice, or lack this process; they differ
+            between processes; a handle is stale; the `uuid` has been used before.
         NotInitialized: `init` has not been called, or torch.distributed has made the world.
-        LaunchError: the store in which the first handle is met does not answer.
-        PeerLost: a process has been lost after all had come, and the old worlds are gone; `reconfigure`
-            without it may follow.
+        LaunchError: the store of the first handle does not answer.
+        PeerLost: a process was lost after all had come, and the old worlds are gone; call `reconfigure`
+            again without it.
 
     Example:
         ```python

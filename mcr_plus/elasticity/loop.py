@@ -1,4 +1,4 @@
-"""A training loop that goes on when ranks are lost, and takes ranks in: `mcr.elastic`."""
+"""`mcr.elastic`: a training loop that survives lost ranks and takes new ranks in."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ from mcr_plus.membership.request import JoinRequest
 from mcr_plus.membership.rules import Proposal
 from mcr_plus.training.parameters import unaveraged
 
-_LOOK_EVERY: Final = 0.25  # seconds between looks at the store for processes that want to join
+_LOOK_EVERY: Final = 0.25  # seconds between looks in the store for processes that want to join
 _TAG: Final = "elastic"
 _log = logging.getLogger("mcr_plus")
 
 
 class Stateful(Protocol):
-    """What a newcomer gets the state of: a sampler, a scheduler, a data loader."""
+    """An object whose state newcomers receive: a sampler, a scheduler, a data loader."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state."""
@@ -61,12 +61,12 @@ class Stateful(Protocol):
 
 @dataclass
 class ElasticStep:
-    """One step of `elastic`, a context in which the program computes it.
+    """A step of `elastic`: the context in which the program computes it.
 
     Attributes:
-        number: of the step, from 0.
+        number: number of the step, from 0.
         lost: the loss that ended the step; None if the step is complete.
-        failed: another error has ended it.
+        failed: whether another error ended it.
     """
 
     number: int
@@ -88,7 +88,7 @@ class ElasticStep:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         if error is not None and self._is_loss(error):
-            # A new one: the frames of its traceback would keep the old world alive.
+            # Raise a new error: the frames in the old traceback would keep the old world alive.
             self.lost = error.again(str(error)) if isinstance(error, PeerLost) else PeerLost(str(error))
             return True
         self.failed = error is not None
@@ -104,44 +104,44 @@ def elastic(
     timeout: float | str | timedelta | None = None,
     precopy: bool = True,
 ) -> Iterator[ElasticStep]:
-    """Yield the steps of a training loop which goes on when ranks are lost, and takes ranks in.
+    """Yield the steps of a training loop that goes on when ranks are lost, and takes ranks in.
 
-    `model` and `optimizer` have been wrapped (`mcr.wrap`), or the result of `mcr.local` is in `state`. Where
-    a rank is lost within a step, the others go on without it and repeat the step. Replicas are equal between
-    steps, so nothing is saved for this: a rank that had not completed the last step gets the state of one
-    that has. A process that `mcr-plus run --min-ranks` has started again is alone in its job until its loop
-    begins; the others take it in between two steps, and it gets model, optimizer and `state` from them, model
-    and optimizer beforehand, while they train (`precopy`). What happened is one line on stderr of the first
-    rank that has gone on.
+    `model` and `optimizer` are wrapped by `mcr.wrap`, or the result of `mcr.local` is in `state`. If a rank
+    is lost within a step, the others go on without it and repeat the step. Replicas are equal between
+    steps, so no checkpoint is needed: a rank that had not completed the last step receives the state of one
+    that had. A process restarted by `mcr-plus run --min-ranks` is alone in its job until its loop begins. The
+    others take it in between two steps and send it model, optimizer and `state`; with `precopy`, model and
+    optimizer travel beforehand, while they train. The first rank that went on reports each change in one line
+    on stderr.
 
-    The ranks may change between two steps: read `mcr.get_rank()` and `mcr.get_world_size()` in each, so that
-    the step's data is divided among the ranks that there are. Communicators of before are revoked then, and
-    have successors without the newcomers (`Communicator.successor`). Gradients are dropped, so accumulate
-    them within one step. A sampler that
-    counts calls is a step ahead after a repeated one: derive the data from the number of the step.
+    Ranks may change between two steps: read `mcr.get_rank()` and `mcr.get_world_size()` in each step, and
+    divide its data among the current ranks. Earlier communicators are then revoked, and have
+    successors without the newcomers (`Communicator.successor`). Gradients are dropped, so accumulate
+    them within one step. A sampler that counts calls is a step ahead after a repeated step: derive the data
+    from the number of the step.
 
     Args:
         model: replicated on all ranks; changed in place.
-        optimizer: of the model; its state is replicated too.
-        state: anything else to give to newcomers, with `state_dict` and `load_state_dict`.
-        steps: their number; None for no end.
-        min_ranks: the ranks with which training goes on; None for those of `mcr-plus run --min-ranks`, or a
-            majority. Fewer wait for newcomers until `timeout`.
-        timeout: how long ranks wait for each other, and for newcomers where they are too few; None for the
+        optimizer: the optimizer of the model; its state is replicated too.
+        state: other objects whose state newcomers need, with `state_dict` and `load_state_dict`.
+        steps: number of steps; None for no end.
+        min_ranks: number of ranks with which training goes on; None: `--min-ranks` of `mcr-plus run`, or a
+            majority. Fewer ranks wait for newcomers until `timeout`.
+        timeout: time that ranks wait for each other, and for newcomers if they are too few; None for the
             timeout of the job.
         precopy: whether one rank sends a newcomer a copy of model and optimizer, if they have 16 MiB or more,
-            and the gradients of the steps that follow, while all train on. It has that copy in memory of the
-            CPU until it is sent. Without, all of it is sent while all wait. The same on all ranks.
+            and the gradients of the following steps, while all train on. The copy occupies CPU memory until
+            it is sent. Without `precopy`, all ranks wait for the whole state. The same on all ranks.
 
     Raises:
-        InvalidArgument: arguments of another type; a model that neither `wrap` nor `local` averages, or with
-            parameters that are not replicated (`mcr_skip`, DTensor), which are lost with their rank;
+        InvalidArgument: arguments have a wrong type; neither `wrap` nor `local` averages the model, or
+            it has parameters that are not replicated (`mcr_skip`, DTensor) and would be lost with their rank;
             `min_ranks` above the number of ranks; a second `with` block of a step.
         NotInitialized: `init` has not been called, or a step was used without `with`.
         BackendError: fewer ranks than `min_ranks` are left.
-        Revoked: the others have declared this rank lost, such as after a SIGSTOP.
-        LaunchError: the job has not taken this process in: it differs in its version, configuration or model.
-        SystemExit: this process was started again, and the others have completed the last step meanwhile.
+        Revoked: the others have declared this rank lost, for example after a SIGSTOP.
+        LaunchError: the job refused this process: its version, configuration or model differs.
+        SystemExit: this process was restarted, and the others have completed the last step meanwhile.
 
     Example:
         ```python
@@ -160,7 +160,7 @@ def elastic(
 
 
 class _Loop:
-    """The state of one `elastic`."""
+    """State of one call of `elastic`."""
 
     def __init__(
         self,
@@ -181,10 +181,10 @@ class _Loop:
         self._least = environment.min_ranks() if min_ranks is None else min_ranks
         self._timeout = runtime.world.timeout if timeout is None else seconds_of(timeout)
         self._passport = _passport(runtime, model, optimizer)
-        self._done = 0  # steps, of which model and optimizer have the state; -1 while they have that of none
+        self._done = 0  # steps in the state of model and optimizer; -1 while they have no valid state
         self._looked = 0.0
         self._asking: tuple[Work, torch.Tensor] | None = None
-        self._applied = False  # whether the optimizer has made its step in the current one
+        self._applied = False  # whether the optimizer has made its step in the current iteration
         self._newcomers = Newcomers(model, optimizer, precopies=precopy)
         self._receiver: StateReceiver | None = None  # until this process has the state
         self._precopy = precopy
@@ -201,7 +201,7 @@ class _Loop:
             runtime.roster.note_training(takes_in=True)
 
     def steps(self) -> Iterator[ElasticStep]:
-        """See `elastic`. The hook on the optimizer lives as long as this runs."""
+        """Yield the steps, see `elastic`. The hook on the optimizer lives as long as this generator."""
         hook = self._optimizer.register_step_post_hook(self._note_applied)
         try:
             yield from self._steps_left()
@@ -222,7 +222,7 @@ class _Loop:
             if not step._entered:
                 raise NotInitialized("elastic: use each step in a `with` block, so that losses are caught")
             regroups = step.lost is not None
-            # A rank that has lost another one after its optimizer's step does not repeat the step.
+            # If a rank is lost after this rank's optimizer step, this rank does not repeat the step.
             if not regroups or self._applied:
                 self._done += 1
             if not regroups:
@@ -242,18 +242,18 @@ class _Loop:
 
     @staticmethod
     def _is_loss(error: BaseException) -> bool:
-        """Whether ranks have been lost, or have left the job by an exception of their program."""
+        """Return whether ranks are lost, or have left the job by an exception of their program."""
         return isinstance(error, PeerLost) or (
             isinstance(error, BackendError) and not isinstance(error, Revoked) and current().has_leavers()
         )
 
     def _ended(self) -> bool:
-        """Whether all ranks have completed the last step; then nobody is taken in any more."""
+        """Return whether all ranks have completed the last step; from then on nobody is taken in."""
         while self._steps is not None and self._done >= self._steps:
             runtime = current()
             try:
                 runtime.communicator.barrier(tag=_TAG)
-            except BackendError as error:  # ranks that have not completed it need this one
+            except BackendError as error:  # a rank that has not completed it needs this one
                 if not self._is_loss(error):
                     raise
                 self._regroup()
@@ -263,16 +263,16 @@ class _Loop:
         return False
 
     def _end(self) -> None:
-        """Take nobody in any more."""
+        """Stop taking in newcomers."""
         runtime = current()
         if runtime.roster is not None and runtime.world.rank == 0:
-            with suppress(RuntimeError):  # of a store that does not answer
+            with suppress(RuntimeError):  # the store may not answer
                 runtime.roster.end()
 
     def _meet_newcomers(self) -> bool:
-        """Do what rank 0 has seen one step ago to be done for processes that wait to be taken in.
+        """Do for waiting processes what rank 0 decided one step ago.
 
-        Returns whether they are to be taken in now, the same on all ranks.
+        Returns whether to take them in now; the same on all ranks.
         """
         runtime = current()
         if runtime.roster is None:
@@ -323,7 +323,9 @@ class _Loop:
         return Proposal(least=self._least, patient=True)
 
     def _regroup(self) -> None:
-        """Go on with the ranks that are left, and those that wait to join; again if one is lost meanwhile."""
+        """Go on with the remaining ranks and the processes that wait to join; repeat if a rank is lost
+        meanwhile.
+        """
         began, lost = time.monotonic(), dict[int, str]()
         while True:
             self._asking = None
@@ -335,7 +337,7 @@ class _Loop:
                 if runtime.roster is not None:
                     self._newcomers.have_joined(runtime.roster)
                 for param in self._model.parameters():
-                    param.grad = None  # of a pass that has failed, or of a bucket that is gone
+                    param.grad = None  # from a failed pass, or a bucket that no longer exists
                 has_begun = self._begin(runtime, inheritance)
             if not has_begun:
                 continue
@@ -347,9 +349,9 @@ class _Loop:
             return
 
     def _begin(self, runtime: Runtime, inheritance: Inheritance) -> bool:
-        """Begin in a new world, with the model hooked into it and the state of the foremost rank.
+        """Start in a new world: hook the model into it, and get the state of the foremost rank.
 
-        Returns False if a rank has been lost meanwhile.
+        Returns False if a rank was lost meanwhile.
         """
         inheritance.is_new = self._done < 0
         try:
@@ -360,7 +362,7 @@ class _Loop:
         return True
 
     def _receive(self, comm: Communicator) -> None:
-        """Give all ranks the state of one that has completed the most steps."""
+        """Give all ranks the state of a rank that has completed the most steps."""
         if self._receiver is not None:
             self._receiver.finish()
         has_parts = self._receiver is not None and self._receiver.has_parts
@@ -375,8 +377,8 @@ class _Loop:
         if set(has) != {"all"}:
             if self._done < foremost:
                 self._done = -1
-                self._newcomers.end()  # its steps are not those that it has given
-            # What a newcomer has is best compared with the rank that has given it.
+                self._newcomers.end()  # its steps differ from those that it has sent
+            # A newcomer's state is most similar to that of the rank that sent it.
             src = max(range(comm.size), key=lambda rank: (has[rank] == "all", answers[rank][2], -rank))
             self._receive_state(comm, src, has)
         self._done, self._receiver = foremost, None
@@ -391,7 +393,7 @@ class _Loop:
 
 
 def _be_ready(request: JoinRequest) -> bool:
-    """For a process that gets the state once it has been taken in."""
+    """Ask to be taken in at once; the state follows afterwards."""
     if not request.is_ready:
         request.be_ready()
     return False
@@ -428,7 +430,7 @@ def _check_arguments(
 
 
 def _passport(runtime: Runtime, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """What a newcomer must have in common with the job."""
+    """Return the properties that a newcomer must share with the job."""
     shapes = ", ".join(f"{name} {list(each.shape)} {each.dtype}" for name, each in model.named_parameters())
     digest = hashlib.sha256(shapes.encode()).hexdigest()[:12]
     count = sum(1 for _ in model.parameters())
@@ -442,7 +444,7 @@ def _passport(runtime: Runtime, model: torch.nn.Module, optimizer: torch.optim.O
 
 
 def _line(lost: Mapping[int, str], joined: Sequence[int], step: int, size: int, seconds: float) -> str:
-    """What has happened, in one line."""
+    """Describe the change of ranks in one line."""
     losses = [f"{phrase_ranks([rank])} was lost ({why})" for rank, why in lost.items()]
     what = ", ".join([*losses, *([f"{phrase_ranks(joined)} joined"] if joined else [])]) or "no rank was lost"
     who = "1 rank goes" if size == 1 else f"{size} ranks go"

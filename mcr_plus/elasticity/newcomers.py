@@ -1,4 +1,4 @@
-"""What ranks that train do for processes that wait to join: they give them the state, and take them in."""
+"""Duties of training ranks toward processes that wait to join: send them the state, take them in."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _OURS: Final = "127.0.0.1"
 
 
 class StateRequest(NamedTuple):
-    """What rank 0 wants to be done between two steps; the same on all ranks.
+    """Action between two steps, as decided by rank 0; the same on all ranks.
 
     Attributes:
-        what: nothing, newcomers are to be taken in, or one is to be given the state.
-        rank, number, attempt: who gives it to whom, and how many have failed.
+        what: no action, take newcomers in, or send the state to one newcomer.
+        rank, number, attempt: the sending rank, the newcomer's number, and the number of failed attempts.
     """
 
     what: int = NOTHING
@@ -37,24 +37,24 @@ class StateRequest(NamedTuple):
 
 
 class Newcomers:
-    """The part of one rank. `precopies`: newcomers get the state before they are taken in."""
+    """Duties of one rank toward newcomers. `precopies`: newcomers get the state before they are taken in."""
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, precopies: bool) -> None:
         self._model, self._optimizer, self._allowed = model, optimizer, precopies
-        self._given: dict[tuple[int, int], int] = {}  # request and attempt → rank, in this epoch
+        self._given: dict[tuple[int, int], int] = {}  # request and attempt → sending rank, in this epoch
         self._sources: dict[int, StateSource] = {}
 
     def precopies(self) -> bool:
-        """Whether newcomers get the state before they are taken in."""
+        """Return whether newcomers get the state before they are taken in."""
         return self._allowed and nbytes_of(self._model, self._optimizer) >= WORTH
 
     @property
     def gives(self) -> bool:
-        """Whether this rank gives a newcomer the state."""
+        """Whether this rank is sending the state to a newcomer."""
         return any(not source.is_over for source in self._sources.values())
 
     def look(self, roster: EpochLog) -> StateRequest:
-        """What is to be done for those that wait; for rank 0."""
+        """Return the action for waiting newcomers; called on rank 0."""
         waiting = roster.newcomers()
         if not waiting:
             return StateRequest()
@@ -77,27 +77,27 @@ class Newcomers:
         return StateRequest()
 
     def give(self, roster: EpochLog, errand: StateRequest) -> None:
-        """Begin to give a newcomer the state of now, on the rank that the errand names."""
+        """Start sending the current state to a newcomer, if `errand` names this rank."""
         if roster.rank != errand.rank:
             return
         request, place = roster.request(errand.number), None
         try:
             newcomer = roster.newcomers().get(errand.number)
-            if newcomer is None:  # it has died
+            if newcomer is None:  # the newcomer has died
                 return
             address = _OURS if newcomer.place == roster.members[roster.rank].place else host_address()
             name = f"{request.key}/{errand.attempt}"
             source = StateSource(self._model, self._optimizer, secret_of(roster.root), name, address)
-            digest(torch.zeros(1, device="cpu"))  # compiles it before the others wait for that
+            digest(torch.zeros(1, device="cpu"))  # compile it before the others must wait for it
             self.end(errand.number)
             self._sources[errand.number], place = source, source.place
         except (OSError, MemoryError, RuntimeError) as error:
             _log.warning("elastic: a newcomer cannot get the state from this rank: %s", error)
-        with suppress(RuntimeError):  # of a store that does not answer, which the next look finds
+        with suppress(RuntimeError):  # the store may not answer; the next look finds out
             request.offer(errand.attempt, place)
 
     def have_joined(self, roster: EpochLog) -> None:
-        """A new epoch has begun: those that were taken in get what is left to be sent, and no more."""
+        """Start a new epoch: newcomers that were taken in get the rest of their messages, and no new ones."""
         self._given.clear()
         for number, source in list(self._sources.items()):
             if source.is_over:
@@ -106,7 +106,7 @@ class Newcomers:
                 source.finish()
 
     def end(self, number: int | None = None) -> None:
-        """Give a newcomer nothing more, or all of them."""
+        """Stop sending to one newcomer, or to all of them."""
         for each in list(self._sources) if number is None else [number]:
             if (source := self._sources.pop(each, None)) is not None:
                 source.close()

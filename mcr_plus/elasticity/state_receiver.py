@@ -1,4 +1,4 @@
-"""A newcomer that gets its state while the others train on; see `precopy` for the messages."""
+"""Receiving end of a newcomer's state, while the others train; messages: see `state_stream`."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from mcr_plus.rendezvous.store import secret_of
 from mcr_plus.rendezvous.stream import StreamClosed, StreamConnection
 
 _log = logging.getLogger("mcr_plus")
-_ENDS_WITHIN: Final = 5.0  # seconds without a byte, once the others wait for this process
-_TRIES: Final = 2  # to connect
-_AHEAD: Final = 2  # messages that are received while others are applied
+_ENDS_WITHIN: Final = 5.0  # seconds without a byte before giving up, once the others wait for this process
+_TRIES: Final = 2  # attempts to connect
+_AHEAD: Final = 2  # messages received ahead of the one being applied
 _Queue = queue.Queue[tuple[int, Any]]
 
 
 class StateReceiver:
-    """Receives the state of model and optimizer, and makes the steps of the ranks that train.
+    """Receiver of the state of model and optimizer; repeats the steps of the training ranks.
 
-    All but the receiving is done in the thread that calls `poll` and `finish`.
+    Only receiving runs on a thread of its own; the rest runs in the caller of `poll` and `finish`.
 
     Attributes:
-        has_parts: whether some of the state has been received.
-        is_ready: whether the process waits for nothing but to be taken in.
+        has_parts: whether parts of the state have been received.
+        is_ready: whether the process is ready to be taken in.
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -41,7 +41,7 @@ class StateReceiver:
         self._params = list(model.parameters())
         self.has_parts = self.is_ready = False
         self._attempt = 0
-        self._over = False  # nothing comes any more
+        self._over = False  # no more messages follow
         self._closed = False
         self._link: StreamConnection | None = None
         self._thread: threading.Thread | None = None
@@ -49,7 +49,7 @@ class StateReceiver:
         self._began = self._seen = 0.0
 
     def poll(self, request: JoinRequest) -> bool:
-        """Do what can be done now, for a newcomer that waits; returns whether anything has moved.
+        """Make progress, while this newcomer waits; returns whether anything has moved.
 
         Raises `RuntimeError` if the store does not answer.
         """
@@ -75,7 +75,7 @@ class StateReceiver:
             return moved
         try:
             self._apply(kind, state)
-        except Exception as error:  # of the program's optimizer; the state is compared and sent again later
+        except Exception as error:  # in the program's optimizer; the state is later compared and resent
             self._attempt = TRIES
             self._fail(request, f"{type(error).__name__}: {error}")
             return True
@@ -85,7 +85,7 @@ class StateReceiver:
         return True
 
     def finish(self) -> None:
-        """This process has been taken in: apply what is on its way still; a second call does nothing."""
+        """Apply the remaining messages, after this process was taken in; a second call does nothing."""
         while self._thread is not None and not self._over:
             try:
                 kind, state = self._came.get(timeout=0.05)
@@ -102,7 +102,7 @@ class StateReceiver:
         self.close()
 
     def close(self) -> None:
-        """End the connection; a second call does nothing."""
+        """Close the connection; a second call does nothing."""
         self._closed = self._over = True
         if self._link is not None:
             self._link.close()
@@ -110,7 +110,7 @@ class StateReceiver:
             self._thread.join(5.0)
 
     def _fail(self, request: JoinRequest, why: str) -> None:
-        """Ask for another source, or go on without."""
+        """Ask for another source, or go on without one."""
         _log.info("elastic: this process does not get the state beside training: %s", why)
         if self._link is not None:
             self._link.close()
@@ -127,7 +127,7 @@ class StateReceiver:
             request.be_ready()
 
     def _moved(self) -> float:
-        """When something has come last."""
+        """Return the time of the last received bytes."""
         link = self._link
         return self._began if link is None else max(self._began, link.moved)
 
@@ -158,11 +158,11 @@ class StateReceiver:
                 for param in group["params"]:
                     param.grad = None
 
-    # -- of the thread that receives ------------------------------------------------------------------
+    # -- the receiving thread -------------------------------------------------------------------------
 
     def _begin(self, place: tuple[str, int], request: JoinRequest) -> None:
         secret, name = secret_of(request.root), f"{request.key}/{self._attempt}"
-        digest(torch.zeros(1, device="cpu"))  # compiles it before the others wait for that
+        digest(torch.zeros(1, device="cpu"))  # compile it before the others must wait for it
         self._began = time.monotonic()
         self._thread = threading.Thread(
             target=self._receive_all,

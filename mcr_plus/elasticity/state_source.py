@@ -1,4 +1,4 @@
-"""The rank that gives a newcomer its state, while it trains on; see `precopy` for the messages."""
+"""Sending end of a newcomer's state, on a rank that trains on; messages: see `state_stream`."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from mcr_plus.rendezvous import stream as links
 from mcr_plus.rendezvous.stream import StreamClosed, StreamConnection
 
 _log = logging.getLogger("mcr_plus")
-_COMES_WITHIN: Final = 20.0  # seconds, of the newcomer
+_COMES_WITHIN: Final = 20.0  # s; the newcomer must connect by then
 _NAP_S: Final = 0.25
 _SAYS_EVERY: Final = 5.0  # seconds
 _STEPS: Final = 4
-"""Steps that may wait to be sent: a newcomer that is behind by more does not catch up any more, as sending
-the state takes as long as the gradients of about three."""
+"""Steps that may wait to be sent. A newcomer further behind cannot catch up: sending the state takes as long
+as sending the gradients of about three steps."""
 
 
 class StateSource:
-    """Sends a copy of model and optimizer, and the steps that follow, to one newcomer, on a thread.
+    """Sender of a copy of model and optimizer, and of the following steps, to one newcomer, on a thread.
 
-    Memory: one copy of what the optimizer changes, until it is sent, and as much of gradients that wait to be
-    sent, or four steps of them. Parameters that it does not change are sent from where they are.
+    Memory: a copy of everything that the optimizer changes, until it is sent, and as much again, or four
+    steps, of waiting gradients. Parameters that the optimizer does not change are sent without a copy.
 
-    To be made between two steps, in the thread that trains. `secret`: of the job. `name`: of the transfer,
-    the same at its other end. `address`: where the newcomer can connect.
+    Made between two steps, in the training thread. `secret`: secret of the job. `name`: name of the transfer,
+    the same at both ends. `address`: address to which the newcomer can connect.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class StateSource:
         self._model, self._optimizer, self._secret, self._name = model, optimizer, secret, name
         self._changed = threading.Condition()
         self._closed = False
-        self._follows = True  # steps of the optimizer
+        self._follows = True  # whether steps of the optimizer are sent
         self._copy_nbytes = 0
         self._waiting: deque[StateMessage] = deque()
         held = {
@@ -68,17 +68,17 @@ class StateSource:
 
     @property
     def place(self) -> tuple[str, int]:
-        """Where the newcomer is to connect."""
+        """Address to which the newcomer connects."""
         address, port = self._listener.getsockname()[:2]
         return str(address), int(port)
 
     @property
     def is_over(self) -> bool:
-        """Whether all is sent, or nothing can be sent any more."""
+        """Whether everything is sent, or the transfer has failed."""
         return not self._thread.is_alive()
 
     def finish(self) -> None:
-        """The newcomer has been taken in: what waits to be sent is sent still, and nothing follows."""
+        """Send the waiting messages and nothing more: the newcomer has been taken in."""
         self._hook.remove()
         with self._changed:
             self._follows = False
@@ -86,7 +86,7 @@ class StateSource:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """End it, whatever has been sent; a second call does nothing."""
+        """Stop the transfer at once; a second call does nothing."""
         self._hook.remove()
         with self._changed:
             self._closed, self._follows = True, False
@@ -94,7 +94,7 @@ class StateSource:
             self._changed.notify_all()
         self._thread.join(5.0)
 
-    # -- of the thread that trains --------------------------------------------------------------------
+    # -- the training thread --------------------------------------------------------------------------
 
     def _append_copy(self) -> None:
         copy = state_stream.copied(
@@ -109,7 +109,7 @@ class StateSource:
         self._waiting.append(copy)
 
     def _note_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Keep the gradients of a step that the optimizer is about to make."""
+        """Keep the gradients of the step that the optimizer is about to make."""
         if not self._follows:
             return
         if any(value is not None for value in (*args[1:], *kwargs.values())):
@@ -128,7 +128,7 @@ class StateSource:
                 if all(each.kind != state_stream.COPY for each in self._waiting):
                     self._give_up("the training steps are faster than their gradients can be sent")
                     return
-                # What is frozen takes this long: a copy of now is shorter than the steps since the last one.
+                # Sending FROZEN has taken this long: a new copy is shorter than the steps since the last one.
                 kept = [each for each in self._waiting if each.kind == state_stream.FROZEN]
                 self._waiting.clear()
                 self._waiting.extend(kept)
@@ -140,7 +140,7 @@ class StateSource:
             self._changed.notify_all()
 
     def _give_up(self, why: str) -> None:
-        """Send no steps; the newcomer is to be taken in with what it has."""
+        """Stop sending steps; the newcomer is taken in with the state that it has."""
         _log.info("elastic: newcomers get the rest of the state between two steps: %s", why)
         with self._changed:
             kept = [each for each in self._waiting if each.kind == state_stream.FROZEN]
@@ -149,7 +149,7 @@ class StateSource:
             self._follows = False
             self._changed.notify_all()
 
-    # -- of the thread that sends ---------------------------------------------------------------------
+    # -- the sending thread ---------------------------------------------------------------------------
 
     def _run(self) -> None:
         link: StreamConnection | None = None
@@ -161,7 +161,7 @@ class StateSource:
                 self._say(f"it has taken nothing for {state_stream.STALLED_S:g} s")
         except (OSError, EOFError, BackendError) as error:
             self._say(str(error))
-        except Exception as error:  # such as memory that cannot be had
+        except Exception as error:  # for example MemoryError
             self._say(f"{type(error).__name__}: {error}")
         finally:
             with self._changed:
@@ -175,7 +175,7 @@ class StateSource:
             _log.info("elastic: a newcomer gets its state from this rank no more: %s", why)
 
     def _accepted(self) -> StreamConnection:
-        """Return the newcomer's connection; others, which may say nothing, do not keep it waiting."""
+        """Return the newcomer's connection; silent connections of others do not delay it."""
         ends = time.monotonic() + _COMES_WITHIN
         came: SimpleQueue[StreamConnection] = SimpleQueue()
         acceptor = Acceptor(self._listener, self._name, members=1)
@@ -193,7 +193,7 @@ class StateSource:
     def _greet(
         self, acceptor: Acceptor, connection: socket.socket, came: SimpleQueue[StreamConnection]
     ) -> None:
-        """Pass on the connection of a process that belongs to the job, and close that of another."""
+        """Pass on the connection if the process belongs to the job, else close it."""
         try:
             link = StreamConnection(
                 connection, lambda: self._closed or time.monotonic() > link.moved + state_stream.STALLED_S
@@ -204,7 +204,7 @@ class StateSource:
             return
         if acceptor.admit(connection):
             came.put(link)
-        else:  # there is one already
+        else:  # there is a connection already
             link.close()
 
     def _send_all(self, link: StreamConnection) -> None:

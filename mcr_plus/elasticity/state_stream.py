@@ -1,15 +1,15 @@
-"""How the state for a newcomer travels beside training: messages on a connection of their own.
+"""Messages that bring the state to a newcomer during training, on a connection of their own.
 
-    FROZEN     parameters that the optimizer does not change, from where they are
-    COPY       what it changes: parameters, buffers, its own state, as they were between two steps
-    STEP       the gradients and settings of one step of the optimizer, which the newcomer makes as well
-    REACHED    the newcomer has all that there is now
-    GIVEN_UP   no further steps follow: they come faster than they can be sent, or cannot be repeated
+    FROZEN     parameters that the optimizer does not change, sent without a copy
+    COPY       everything that it changes: parameters, buffers, its own state, as of one moment between steps
+    STEP       gradients and settings of one optimizer step, which the newcomer repeats
+    REACHED    the newcomer has the current state
+    GIVEN_UP   no further steps follow: they are faster than they can be sent, or cannot be repeated
     LAST       the newcomer has been taken in
-    ALIVE      nothing
+    ALIVE      a sign of life
 
-Nothing of it has to be right: once the newcomer has been taken in, digests of all of the state are compared,
-and what differs is sent again (`broadcast_differences`).
+The result need not be exact: once the newcomer has been taken in, digests of the whole state are compared,
+and differing parts are sent again (`broadcast_differences`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LARGEST_OUTLINE: Final = 1 << 30
 
 
 class StateMessage(NamedTuple):
-    """Something to be sent: its kind, an outline (see `transfer.outline`), and the tensors of it."""
+    """A message: its kind, an outline (see `transfer.outline`), and the outline's tensors."""
 
     kind: int
     plain: Any = None
@@ -48,14 +48,14 @@ class StateMessage(NamedTuple):
 
 
 def copied(kind: int, state: Any) -> StateMessage:
-    """A message with copies of the state's tensors, in memory of the CPU."""
+    """Return a message with copies of the state's tensors in CPU memory."""
     tensors: list[torch.Tensor] = []
     plain = outline(state, tensors, lambda each: each.detach().to("cpu", copy=True).contiguous())
     return StateMessage(kind, plain, tuple(tensors))
 
 
 def referring(kind: int, state: Any) -> StateMessage:
-    """A message with the state's tensors as they are; those of other devices are copied as they are sent."""
+    """Return a message with the state's own tensors; tensors of other devices are copied when sent."""
     tensors: list[torch.Tensor] = []
     outline(state, tensors)
     plain = outline(state, [], lambda each: torch.empty(0, dtype=each.dtype, device="cpu"))
@@ -63,7 +63,7 @@ def referring(kind: int, state: Any) -> StateMessage:
 
 
 def send(link: StreamConnection, secret: bytes, name: str, message: StateMessage) -> None:
-    """Send a message; `name` is part of its signature. Raises as `StreamConnection.send`."""
+    """Send a message; `name` is part of its signature. Raises like `StreamConnection.send`."""
     written = pickle.dumps(message.plain, protocol=pickle.HIGHEST_PROTOCOL)
     sealed = seal(secret, f"{name}/{message.kind}", written)
     link.start(message.kind, len(sealed) + message.nbytes, len(sealed))
@@ -73,9 +73,10 @@ def send(link: StreamConnection, secret: bytes, name: str, message: StateMessage
 
 
 def receive(link: StreamConnection, secret: bytes, name: str) -> tuple[int, Any]:
-    """The kind and state of the next message, with tensors in memory of the CPU.
+    """Return the kind and state of the next message, with tensors in CPU memory.
 
-    Raises as `StreamConnection.receive`, and `BackendError` for one that was not signed: it is not unpickled.
+    Raises like `StreamConnection.receive`, and `BackendError` for an unsigned message, which is not
+    unpickled.
     """
     kind, nbytes, length, _ = link.head(_LARGEST)
     if length > min(nbytes, _LARGEST_OUTLINE):
@@ -95,12 +96,12 @@ def receive(link: StreamConnection, secret: bytes, name: str) -> tuple[int, Any]
 def _bytes(tensor: torch.Tensor) -> memoryview:
     if not tensor.numel():
         return memoryview(b"")
-    view: Any = tensor.view(-1).view(torch.uint8).numpy()  # which type checkers do not take for a buffer
+    view: Any = tensor.view(-1).view(torch.uint8).numpy()  # Any: type checkers do not accept it as a buffer
     return memoryview(view)
 
 
 def nbytes_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the state of a model and an optimizer."""
+    """Return the bytes of the state of a model and an optimizer."""
     states = (value for state in optimizer.state.values() for value in _values(state))
     tensors = (*model.parameters(), *model.buffers(), *states)
     return sum(each.nbytes for each in tensors if isinstance(each, torch.Tensor))
@@ -111,7 +112,7 @@ def _values(state: Any) -> tuple[Any, ...]:
 
 
 def without_hooks(optimizer: torch.optim.Optimizer, call: Callable[[], object]) -> None:
-    """Call something that makes the optimizer's step; hooks of the program concern ranks that train."""
+    """Call a function that makes the optimizer's step, without the program's hooks on that step."""
     hooks = {name: getattr(optimizer, name) for name in _HOOKS}
     try:
         for name, kept in hooks.items():

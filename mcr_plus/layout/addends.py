@@ -11,9 +11,9 @@ from mcr_plus.layout.regions import cut_apart, grids
 
 
 def whole(layout: Layout) -> Layout:
-    """Return the layout with the same boxes and local tensors, in which all values are complete.
+    """Return the layout with the same boxes and local tensors, and complete values.
 
-    Addends become replicas. This is the layout of the addends' gradient: it equals the gradient of the sum.
+    Addends become replicas. The gradient of addends has this layout: it equals the gradient of the sum.
     """
     if not layout.is_partial and layout.op == "SUM" and not layout.has_gaps:
         return layout
@@ -27,9 +27,9 @@ def whole(layout: Layout) -> Layout:
 
 
 def to_itself(source: Layout, target: Layout) -> tuple[Layout, Layout]:
-    """Return the pair of layouts to plan for: the given one, except for two equal layouts of addends.
+    """Return the pair of layouts to plan for: the given pair, unless both are the same layout of addends.
 
-    Those are planned as complete values, so that every rank keeps its boxes and nothing is reduced.
+    Then values are planned as complete, so that every rank keeps its boxes and nothing is reduced.
     """
     if not target.is_partial or source != target:
         return source, target
@@ -38,7 +38,7 @@ def to_itself(source: Layout, target: Layout) -> tuple[Layout, Layout]:
 
 
 def as_source(layout: Layout) -> Layout:
-    """Return the same layout of complete values, as a source in which elements that no rank holds are 0."""
+    """Return the same layout with complete values, as a source in which elements without a holder are 0."""
     layout = whole(layout)
     if layout.known_good or layout.volume == 0:
         return layout
@@ -49,7 +49,7 @@ def as_source(layout: Layout) -> Layout:
 def as_addends(layout: Layout) -> Layout:
     """Return the layout with the same local tensors, in which every copy of an element is a separate addend.
 
-    Overlapping boxes are cut. The copies of an element are numbered by rank; where elements have different
+    Overlapping boxes are cut. The copies of an element are numbered by rank; if elements have different
     numbers of copies, or none, the layout is marked `has_gaps`.
     """
     layout = whole(layout)

@@ -1,4 +1,4 @@
-"""Agreement of ranks on the tensors of a redistribution, and the errors where they differ."""
+"""Agreement of ranks on the tensors of a redistribution, and errors about differences."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mcr_plus.layout.plan import Spec
 
 TAG: Final = "redistribute"
-_NAMED: Final = 8  # ranks in an error
+_NAMED: Final = 8  # most ranks named in an error
 
 
 def agree_on_specs(
@@ -25,8 +25,8 @@ def agree_on_specs(
 ) -> int:
     """Return the digest of specs and options.
 
-    `among`: all tensors of the call; a tensor of another dtype on one rank is missing from its `specs`, so
-    that only these show which one it is. Raises `InvalidArgument` on all ranks if specs or options differ
+    `among`: all tensors of the call; a tensor with another dtype on one rank is missing from its `specs`, so
+    only `among` identifies the tensor. Raises `InvalidArgument` on all ranks if specs or options differ
     between ranks, or if any rank passes `wrong`.
     """
     words = [

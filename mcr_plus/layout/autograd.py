@@ -1,4 +1,4 @@
-"""Redistributions and halo exchanges that gradients flow back through; see `mcr_plus.autograd`."""
+"""Differentiable redistributions and halo exchanges; see `mcr_plus.autograd`."""
 
 from __future__ import annotations
 
@@ -34,33 +34,33 @@ def redistribute(
     tag: str | None = None,
     compress: Compress = None,
 ) -> torch.Tensor:
-    """Bring `x` from one layout to another, as `mcr.redistribute`; backward brings its gradient back.
+    """Redistribute `x` to another layout, as `mcr.redistribute`; backward redistributes its gradient back.
 
-    The gradient goes through the transposed redistribution, planned by the same planner. Every replica of an
-    element of the source gets the whole gradient of it, and so does every addend (a mean's: divided by their
-    number). Elements that the target has not get 0.
+    The gradient goes through the transposed redistribution, planned by the same planner. Every replica of a
+    source element gets the whole gradient, and so does every addend (for means, divided by the number of
+    addends). Elements that the target lacks get 0.
 
     Args:
-        x: this rank's local tensor in `source`. Where it has no part in it: None, or an empty tensor of shape
-            [0], such as another redistribution has returned, so that both run backward in their order. Where
-            some rank has no part in `source` or `target`, always of the dtype of the first call.
-        source, target: layouts of the same global shape; the addends of `source`, if any, are summed or
-            averaged, those of `target` are complete values.
-        replicas: what the gradients of a target's replicas are. `same`: one gradient, which all have, because
-            what follows is the same on them, as in `all_reduce` and in DTensor; it is taken once. `sum`:
-            addends, because what follows differs, as in `all_gather`; they are summed. Boxes that overlap, as
-            those with a halo do, are replicas where they overlap.
-        group, tag, compress: as of `mcr.redistribute`, for the backward pass too.
+        x: this rank's local tensor in `source`. Without a part in it: None, or an empty tensor of shape
+            [0], such as the result of another redistribution, so that both run backward in order. If
+            some rank has no part in `source` or `target`, the dtype of the first call applies to all calls.
+        source, target: layouts of the same global shape; addends of `source`, if any, are summed or
+            averaged, and `target` has complete values.
+        replicas: meaning of the gradients of a target's replicas. `same`: equal gradients, as later
+            computation is the same on all replicas, like in `all_reduce` and DTensor; one is taken. `sum`:
+            addends, as later computation differs, like in `all_gather`; they are summed. Overlaps of boxes,
+            for example halos, count as replicas.
+        group, tag, compress: as in `mcr.redistribute`, for the backward pass too.
 
     Returns:
-        The local tensor in `target`, of its local shape and the dtype of `x`. A rank with no part in it gets
-        an empty tensor, of shape [0]. All ranks of the group must run backward through what they got: of an
+        The local tensor in `target`, with its local shape and the dtype of `x`. A rank without a part gets
+        an empty tensor of shape [0]. All ranks of the group must run backward through their result: for an
         empty tensor `y`, `y.square().sum()` is 0 and may be a loss (`y.sum()` too, but it has no gradients of
-        gradients). Where gradients are enabled, a rank that passes None takes it that `x` needs gradients on
-        the others.
+        gradients). If gradients are enabled, a rank that passes None assumes that `x` requires gradients on
+        the other ranks.
 
     Raises:
-        InvalidArgument: as `mcr.redistribute` does, and if `target` is partial or `replicas` unknown.
+        InvalidArgument: as in `mcr.redistribute`, and if `target` is partial or `replicas` unknown.
         Unsupported: `source` has addends of a maximum, minimum or product.
 
     Example:
@@ -86,7 +86,7 @@ def redistribute(
     if x is None:
         x = torch.empty(
             0, requires_grad=torch.is_grad_enabled(), device="cpu"
-        )  # so that this rank has a backward pass
+        )  # so that this rank has a backward pass, too
     return applied(_Redistribute, x, passes, 0, given)
 
 
@@ -110,23 +110,23 @@ def halo_exchange(
     group: Communicator | None = None,
     tag: str | None = None,
 ) -> torch.Tensor:
-    """Return `x` with a halo: elements around this rank's box, of the ranks that hold them.
+    """Return `x` with a halo: elements around this rank's box, from the ranks that hold them.
 
-    Backward returns the gradients of all copies of an element to the ranks that hold it, where they are
-    summed in the order of ranks, so that the same run has the same bits again. Where several ranks hold an
+    Backward returns the gradients of all copies of an element to the ranks that hold it, and sums them
+    there in the order of ranks, so results are bit-reproducible. If several ranks hold an
     element, each gets the whole sum.
 
     Args:
         x: this rank's local tensor in `layout`, of any dtype and strides.
-        layout: in which every rank of the group holds one box, be it empty.
-        before, after, periodic: as of `Layout.with_halo`.
-        group: its ranks are those of `layout`. tag: of the operations, `redistribute` if None.
+        layout: a layout in which every rank of the group holds one box, possibly empty.
+        before, after, periodic: as in `Layout.with_halo`.
+        group: the ranks of `layout`. tag: tag of the operations, `redistribute` if None.
 
     Returns:
         The local tensor in `layout.with_halo(before, after, periodic)`.
 
     Raises:
-        InvalidArgument: as `Layout.with_halo` and `mcr.redistribute` do, and if the group has other ranks
+        InvalidArgument: as in `Layout.with_halo` and `mcr.redistribute`, and if the group has other ranks
             than the layout.
 
     Example:
@@ -135,7 +135,7 @@ def halo_exchange(
         x = torch.ones(layout.local_shape(mcr.get_rank()), requires_grad=True)
         y = autograd.halo_exchange(x, layout, 1, 1)  # of shape [3] on each of two ranks
         y.sum().backward()
-        assert sorted(x.grad.tolist()) == [1.0, 2.0]  # the neighbour has a copy of one
+        assert sorted(x.grad.tolist()) == [1.0, 2.0]  # the neighbour has a copy of one element
         ```
     """
     comm = member_of(group)
@@ -150,7 +150,7 @@ def halo_exchange(
 
 
 def check_ranks(comm: Communicator, layout: Layout, what: str) -> None:
-    """Refuse a layout whose ranks are not those of the group: a rank without a part has no backward pass."""
+    """Raise unless the layout has the ranks of the group: a rank without a part has no backward pass."""
     if set(comm.ranks) != set(layout.ranks):
         raise InvalidArgument(
             f"{what}: the ranks of {layout}, {list(layout.ranks)}, are not those of group '{comm.name}', "
@@ -159,7 +159,7 @@ def check_ranks(comm: Communicator, layout: Layout, what: str) -> None:
 
 
 class _ScaledMove(NamedTuple):
-    """A redistribution, whose result is multiplied by `scale`."""
+    """A redistribution, and a factor `scale` for its result."""
 
     source: Layout
     target: Layout
@@ -167,12 +167,12 @@ class _ScaledMove(NamedTuple):
 
 
 _NEXT: Final = {"same": (1, 0), "sum": (1, 2, 1)}
-"""Of each move of `_moves`, the one that its backward pass makes."""
+"""For each move of `_moves`, the number of the move in its backward pass."""
 
 
 @lru_cache(maxsize=256)
 def _moves(source: Layout, target: Layout, replicas: Replicas) -> tuple[_ScaledMove, ...]:
-    """The moves of the value, of the gradient, and of the gradient's gradient if that is another one."""
+    """Return the moves of the value and of its gradient, and of the gradient's gradient if it differs."""
     if target.is_partial:
         raise InvalidArgument(f"target {target}: values cannot be divided into addends")
     if source.is_partial and source.op not in ("SUM", "AVG"):
@@ -186,7 +186,7 @@ def _moves(source: Layout, target: Layout, replicas: Replicas) -> tuple[_ScaledM
 
 @dataclass(frozen=True)
 class _Passes:
-    """The moves of a call and of its backward passes."""
+    """Moves of a call and of its backward passes."""
 
     moves: Sequence[_ScaledMove]
     next: Sequence[int]

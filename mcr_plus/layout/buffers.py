@@ -1,4 +1,4 @@
-"""Buffers of redistributions, reused by later calls."""
+"""Buffers of redistributions, which later calls reuse."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Space:
     """Memory for the buffers of one run.
 
     Attributes:
-        buffers: those of each mover that has used it, by its key.
-        used: behind the last use on a device, which may be followed by one on another stream.
+        buffers: buffers of each mover that has used this memory, by the mover's key.
+        used: event after the last use on a device; the next use may be on another stream.
     """
 
     __slots__ = ("buffers", "data", "device", "used")
@@ -38,7 +38,7 @@ class Space:
 
 
 class SpacePool:
-    """Memory kept between runs: a space for each concurrent run, or, with `is_single`, one space."""
+    """Memory kept between runs: a space per concurrent run, or a single space with `is_single`."""
 
     def __init__(self, *, is_single: bool = False) -> None:
         self.idle: list[Space] = []
@@ -81,7 +81,7 @@ class SpacePool:
 
 
 class Chain:
-    """Successive runs of several movers in the same memory. `before`: operations the next run waits for."""
+    """Successive runs of several movers in the same memory. `before`: operations to wait for."""
 
     def __init__(self, pool: SpacePool, space: Space) -> None:
         self.space = space
@@ -94,7 +94,7 @@ class Chain:
 
 
 class Buffers:
-    """The buffers of one mover in a space, and cached views of the boxes in them."""
+    """Buffers of one mover in a space, and cached views of boxes in them."""
 
     def __init__(self, mover: Mover, space: Space) -> None:
         with torch.inference_mode(False):
@@ -116,7 +116,7 @@ class Buffers:
     def views(self, boxes: Sequence[Strided], buffer: torch.Tensor) -> list[torch.Tensor]:
         """Return the boxes as views of a buffer, cached by the identity of the list.
 
-        The plan keeps the list alive. The buffer must be the same in every call with this list.
+        The plan keeps the list alive. The buffer must be the same in every call with the same list.
         """
         found = self._views.get(id(boxes))
         if found is None:
@@ -125,7 +125,7 @@ class Buffers:
 
 
 class Repeated:
-    """A recorded run of one operation, replayed for calls with the same tensors: its copies and its message.
+    """A recorded run of one operation, replayed for calls with the same tensors: copies and a message.
 
     The record is dropped once one of the tensors is freed: its views would keep the memory alive.
     """

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class CollectiveMover:
-    """A native collective bound to its groups, for one tensor; it has the interface of `Mover`.
+    """A native collective bound to its groups, for one tensor; has the interface of `Mover`.
 
     The constructor is collective over `comm`: it opens the groups on first use. `call`: see `Plan.call`.
     """
@@ -40,7 +40,7 @@ class CollectiveMover:
         self._op: ReduceOp = spec.source.op
         self._group = _group(comm, native)
         self._options: CallOptions = {**options, "tag": options.get("tag") or TAG}
-        # A codec would make replicas in different groups differ, and the source of a broadcast be written.
+        # A codec could make replicas in different groups differ, and overwrite the source of a broadcast.
         if len(native.groups) > 1 or native.kind == "broadcast":
             self._options["compress"] = False
         self._parts: list[Strided] = []
@@ -70,7 +70,7 @@ class CollectiveMover:
         self._buffer = None
 
     def run(self, sources: Locals, outputs: Locals) -> None:
-        """See `Mover.run`."""
+        """Run the collective, see `Mover.run`."""
         if self._is_alone:
             _copy_whole(sources, outputs)
         elif self._group is not None:
@@ -79,7 +79,7 @@ class CollectiveMover:
                 finish()
 
     def start(self, sources: Locals, outputs: Locals, nbytes: int) -> Work:
-        """See `Mover.start`."""
+        """Start the collective, see `Mover.start`."""
         works: list[Work] = []
         if self._is_alone:
             _copy_whole(sources, outputs)
@@ -131,7 +131,7 @@ class CollectiveMover:
         return issue("reduce_scatter_tensor", result, flat, self._op), None
 
     def _space(self, like: torch.Tensor) -> torch.Tensor:
-        """Return a buffer for all parts, which no pending call uses: the kept one or a new one."""
+        """Return a buffer for all parts that no pending call uses: the kept one or a new one."""
         buffer, self._buffer = self._buffer, None
         if buffer is not None and buffer.device == like.device:
             return buffer
@@ -157,7 +157,7 @@ def _copy_whole(sources: Locals, outputs: Locals) -> None:
 
 
 def _group(comm: Communicator, native: NativeCollective) -> Communicator | None:
-    """Return this rank's group, None if it has none. The first call opens it, collectively."""
+    """Return this rank's group; None without one. The first call opens it, collectively."""
     if native.groups == (comm.ranks,):
         return comm
     known: dict[tuple[tuple[int, ...], ...], Communicator | None]
@@ -170,5 +170,5 @@ def _group(comm: Communicator, native: NativeCollective) -> Communicator | None:
                 colour, key = index, members.index(rank)
         made = known[native.groups] = comm.split(colour, key)
         if made is not None:
-            made.opened.follows = False  # another world has other groups
+            made.opened.follows = False  # a new world gets other groups
     return known[native.groups]

@@ -37,7 +37,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def with_halo(layout: Layout, before: Widths, after: Widths, periodic: bool = False) -> Layout:
-    """See `Layout.with_halo`."""
+    """Return the layout with a halo, see `Layout.with_halo`."""
     check_single(layout, "with_halo")
     wide = [_widths(each, what, len(layout.shape)) for each, what in ((before, "before"), (after, "after"))]
     boxes = Boxes(layout.held.lows - wide[0], layout.held.highs + wide[1])
@@ -67,7 +67,7 @@ def windows(layout: Layout, owners: Ints, boxes: Boxes, periodic: bool, name: st
 
 
 def _wrapped(boxes: Boxes, shape: Ints) -> tuple[Ints, Boxes, Ints]:
-    """Cut boxes of an infinite tensor, a repetition of one of `shape`, into parts of that one.
+    """Cut boxes of an infinite tensor, which repeats a tensor of `shape`, into parts within that tensor.
 
     Returns for each part the index of its box, its bounds in the tensor, and its offset in the box. Any two
     parts of one box are equal or disjoint.
@@ -94,8 +94,8 @@ def _wrapped(boxes: Boxes, shape: Ints) -> tuple[Ints, Boxes, Ints]:
 def _edges(boxes: Boxes, shape: Ints) -> Ints:
     """Return the cuts of each dimension of the tensor for each box, [4, boxes, dims], with 0 and the size.
 
-    A box that contains no element twice needs no cut; another one is cut at its begin and end. Parts that
-    contain the same elements are then equal, and are sent once.
+    A box that contains no element twice needs no cut; another box is cut at its begin and end. Parts with
+    the same elements are then equal, and sent once.
     """
     twice = boxes.highs - boxes.lows > shape
     ends = np.sort(np.stack([boxes.lows % shape, boxes.highs % shape]), axis=0)
@@ -105,7 +105,7 @@ def _edges(boxes: Boxes, shape: Ints) -> Ints:
 
 @lru_cache(maxsize=256)
 def lifted(layout: Layout, sizes: tuple[int, ...]) -> Layout:
-    """Return the layout with leading dimensions of `sizes` added; every rank holds all indices of these."""
+    """Return the layout with leading dimensions of `sizes` added; every rank holds all their indices."""
     front = np.broadcast_to(as_ints(sizes), (len(layout.owners), len(sizes)))
     zeros = np.zeros_like(front)
     boxes = Boxes(
@@ -134,7 +134,7 @@ def check_single(layout: Layout, what: str) -> None:
 
 
 def one_per_dim(given: Any, dims: int) -> tuple[int, ...] | None:
-    """Return one integer for each dimension; `given`: one for all, or one for each. None if it is neither."""
+    """Return one integer per dimension, given one for all or one for each; None if `given` is neither."""
     one = whole_number(given)
     found = whole_numbers(given) if one is None else [one] * dims
     return tuple(found) if found is not None and len(found) == dims else None
@@ -158,7 +158,7 @@ def _said(widths: Ints) -> str:
 
 
 class _Term(NamedTuple):
-    """One term of this rank's gradient: a part of its own copies, or of those that it receives.
+    """A term of this rank's gradient: some of its own copies, or of received copies.
 
     `at`: its indices in the gradient. `own`: its indices in the rank's own copies, None
     for received ones. `received`: its range in the received elements. `is_all`: it covers all elements that
@@ -172,11 +172,11 @@ class _Term(NamedTuple):
 
 
 class Halo:
-    """The exchange between a layout of one box for each rank and one of overlapping boxes.
+    """Exchange between a layout with one box per rank and a layout of overlapping boxes.
 
     Attributes:
-        source: the layout of the elements that each rank owns.
-        target: the layout of the elements that each rank needs.
+        source: layout of the elements that each rank owns.
+        target: layout of the elements that each rank needs.
         moves: True if any rank needs elements that it does not own; the same on all ranks.
     """
 
@@ -190,10 +190,11 @@ class Halo:
 
     @cached_property
     def _back(self) -> tuple[Layout, Layout, Ints]:
-        """Both layouts of the backward exchange, and the order of the boxes of `layers` among all overlaps.
+        """Return both layouts of the backward exchange, and the order of the boxes of `layers` among all
+        overlaps.
 
-        `copies`: the boxes of the target as layers. `layers`: for each rank, the copies of its elements that
-        other ranks hold.
+        `copies`: the boxes of the target as layers. `layers`: for each rank, other ranks' copies of its
+        elements.
         """
         source, target = self.source, self.target
         shape = (len(target.owners), *source.shape)
@@ -219,7 +220,7 @@ class Halo:
         return copies, layers, order
 
     def _terms(self, rank: int) -> list[_Term]:
-        """Return the terms that a rank adds up, in the order of the layers.
+        """Return the terms that a rank adds, in the order of the layers.
 
         If no element has more than two terms, the order does not matter, and a term that covers all elements
         comes first: a copy of it replaces the zeros.
@@ -245,7 +246,7 @@ class Halo:
             if not found[-1].is_all:
                 others.append(index)
         common = self._common.take(as_ints(others))
-        apart = meet_all(common, common)[0].size == len(others)  # each overlaps only itself
+        apart = meet_all(common, common)[0].size == len(others)  # each box overlaps only itself
         if apart and len(others) == len(found) - 1:  # at most two addends of any element
             found.sort(key=lambda term: not term.is_all)
         return found
@@ -255,19 +256,19 @@ class Halo:
         return {}
 
     def start(self, x: torch.Tensor, comm: Communicator, options: CallOptions) -> RedistributionWork:
-        """Start to send halos; the handle's `output`, once complete, is the local tensor in the target."""
+        """Start sending halos; the handle's `output`, once complete, is the local tensor in the target."""
         move = bound(self.source, self.target, comm, options.get("tag"), options.get("compress"))
         return move.start({"": x.detach()})  # in a Function's forward, `x` still requires gradients
 
     def run(self, x: torch.Tensor, comm: Communicator, options: CallOptions) -> torch.Tensor:
-        """Exchange halos: return the local tensor in the target for `x`, the one in the source."""
+        """Exchange halos: return the local tensor in the target for `x`, the local tensor in the source."""
         move = bound(self.source, self.target, comm, options.get("tag"), options.get("compress"))
         output = move({"": x.detach()})[""]
         assert output is not None  # every rank has a part
         return output
 
     def start_back(self, y: torch.Tensor, comm: Communicator, options: CallOptions) -> Returning:
-        """Start to send the copies back to their owners; `wait` of the handle returns their sum.
+        """Start sending the copies back to their owners; the handle's `wait` returns their sum.
 
         `y`: the local tensor in the target; it must not be changed before `wait` returns.
         """
@@ -283,7 +284,7 @@ class Halo:
 
 
 class Returning:
-    """The handle of copies that are being sent back to the ranks that own their elements."""
+    """Handle of copies on their way back to the owners of their elements."""
 
     def __init__(
         self,
@@ -298,7 +299,7 @@ class Returning:
         self._shape = shape
 
     def wait(self) -> torch.Tensor:
-        """Wait, then return the sum of the copies of each element this rank owns; 0 where there are none."""
+        """Wait, and return the sum of the copies of each element that this rank owns; 0 without copies."""
         y, received = self._y, self._y
         if self._work is not None:
             self._work.wait()
@@ -324,7 +325,7 @@ def _slices(low: Ints, high: Ints, base: Ints, place: Ints | int) -> tuple[slice
 
 
 def halo(layout: Layout, before: Widths, after: Widths, periodic: bool) -> Halo:
-    """Return the exchange of halos of one layout, cached."""
+    """Return the halo exchange of a layout, cached."""
     if not isinstance(layout, Layout):
         raise InvalidArgument(f"layout: expected a Layout, got {short(layout)}")
     wide = (tuple(each) if isinstance(each, Iterable) else each for each in (before, after))

@@ -1,6 +1,6 @@
 """Layouts: the boxes of a global tensor that each rank holds, and their positions in its local tensor.
 
-Long because it is one class, half of which are constructors.
+This file is long because it is one class, half of it constructors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OPS: Final[Mapping[str, Op]] = {
     "P": "SUM", "P(sum)": "SUM", "P(avg)": "AVG", "P(max)": "MAX", "P(min)": "MIN", "P(product)": "PRODUCT",
     "P(band)": "BAND", "P(bor)": "BOR", "P(bxor)": "BXOR",
 }  # fmt: skip
-_NAMED: Final = 8  # ranks of a mesh in the name of a layout
+_NAMED: Final = 8  # most ranks of a mesh in the name of a layout
 _PLACEMENTS: Final = (
     "R (replicated), S0, S1, … (sharded along a dimension), P (an addend of a sum), P(avg), P(max), P(min), "
     "P(product), P(band), P(bor), P(bxor)"
@@ -38,7 +38,7 @@ Box = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The boxes of a global tensor that each rank holds, and the addend that each box belongs to.
+    """The boxes of a global tensor that each rank holds, and the addend to which each box belongs.
 
     An element that several ranks hold in the same addend is replicated; the value of an element is the
     reduction (`op`) of its addends. Layouts are made by the class methods, immutable, and comparable and
@@ -46,16 +46,16 @@ class Layout:
     the whole job.
 
     Attributes:
-        shape: the shape of the global tensor.
+        shape: shape of the global tensor.
         owners, held, addends: for each box, the rank that holds it, its bounds, and the index of its addend.
             Sorted by rank, without empty boxes.
-        places: for each box, the coordinates in the rank's local tensor at which it begins; one coordinate in
+        places: for each box, the coordinates of its begin in the rank's local tensor; one coordinate in
             `packed` layouts.
-        locals: the shape of each rank's local tensor, empty ones included.
+        locals: shape of each rank's local tensor, including empty ones.
         packed: True if local tensors have one dimension and contain the boxes one after another, each in
             row-major order.
-        op: the reduction of the addends.
-        name: the printed form, such as `S0,R @2x4`.
+        op: reduction of the addends.
+        name: printed form, such as `S0,R @2x4`.
         has_gaps: True if addends may lack elements. The value of an element is then the reduction of the
             addends that contain it, and 0 if none does. For sources only, such as gradients (`addends.py`).
     """
@@ -72,7 +72,7 @@ class Layout:
     known_good: bool = field(default=False, repr=False)
     """True if the construction rules out gaps and overlaps, so that neither is checked."""
     inside: tuple[Layout, Ints] | None = field(default=None, repr=False)
-    """A layout whose local tensors contain the boxes, and for each box the index of the enclosing box."""
+    """Layout whose local tensors contain the boxes, and for each box the index of the enclosing box."""
     has_gaps: bool = False
 
     # -- construction -----------------------------------------------------------------------------
@@ -88,7 +88,7 @@ class Layout:
     ) -> Layout:
         """Return the layout in which rank i of `ranks` holds slice i along `dim`, of size `sizes[i]`.
 
-        Without `sizes`, slices have ceil(n / ranks) indices, as those of `torch.chunk`; the last ones may be
+        Without `sizes`, slices have ceil(n / ranks) indices, as in `torch.chunk`; the last ones may be
         smaller or empty.
 
         Raises:
@@ -119,14 +119,14 @@ class Layout:
             shape: the shape of the global tensor.
             ranks: an array of ranks (nested lists, NumPy, torch), one dimension for each placement, in the
                 order of the shards.
-            placements: for each mesh dimension, `R` (replicas), `S<dim>` (shards as by `torch.chunk`), or
+            placements: for each mesh dimension, `R` (replicas), `S<dim>` (shards as in `torch.chunk`), or
                 `P` (addends of a sum), `P(avg)`, `P(max)`, `P(min)`, `P(product)`, `P(band)`, `P(bor)`,
                 `P(bxor)`. If several mesh dimensions shard the same dimension of the tensor, each cuts the
-                shards of the one before it.
+                shards of the previous one.
 
         Raises:
-            InvalidArgument: a rank appears twice, a placement is unknown, their number is not that of the
-                mesh dimensions, or reduce ops are mixed.
+            InvalidArgument: a rank appears twice, a placement is unknown, there is not one placement for each
+                mesh dimension, or reduce ops are mixed.
         """
         shape, mesh = _shape(shape), _mesh(ranks)
         if isinstance(placements, str):
@@ -206,7 +206,7 @@ class Layout:
 
     @classmethod
     def boxes(cls, shape: Sequence[int], boxes: Mapping[int, Sequence[Box]]) -> Layout:
-        """Return the layout of any boxes, `{rank: [box, …]}`, each a (low, high) for each dimension.
+        """Return a layout of arbitrary boxes, `{rank: [box, …]}`; a box has a (low, high) for each dimension.
 
         Boxes of different ranks may overlap. If every rank has one box, a local tensor has the shape of its
         box. Otherwise local tensors have one dimension and contain the boxes one after another, each in
@@ -250,7 +250,7 @@ class Layout:
 
         Args:
             tensor: a tensor on a mesh that contains this rank.
-            mesh: a mesh of which the tensor's mesh is a part, along some of its dimensions. The tensor is
+            mesh: a mesh that contains the tensor's mesh along some of its dimensions. The tensor is
                 assumed to be the same on all such parts, like a LayerNorm that FSDP2 shards over `mesh["dp"]`
                 beside layers that are tensor parallel over `mesh["tp"]`. None: the layout contains the ranks
                 of the tensor's own mesh, and differs between ranks of different parts.
@@ -326,7 +326,7 @@ class Layout:
 
     @classmethod
     def part_of(cls, layout: Layout, owners: Ints, boxes: Boxes, pieces: Ints, name: str) -> Layout:
-        """Return the layout of boxes that lie inside those of another layout, in the same local tensors.
+        """Return the layout of boxes that lie inside the boxes of another layout, in the same local tensors.
 
         `pieces`: for each box, the index of the box of `layout` that contains it.
         """
@@ -399,7 +399,7 @@ class Layout:
                 are smaller there.
 
         Raises:
-            InvalidArgument: a rank holds several boxes, a flattened one, or an addend, or a width is not a
+            InvalidArgument: a rank holds several boxes, a flattened box, or an addend; or a width is not a
                 whole number from 0.
 
         Example:
@@ -417,17 +417,17 @@ class Layout:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that have a part, possibly an empty one, in ascending order."""
+        """Ranks that have a part, possibly an empty one, in ascending order."""
         return tuple(sorted(self.locals))
 
     @cached_property
     def volume(self) -> int:
-        """The number of elements of the global tensor."""
+        """Number of elements of the global tensor."""
         return math.prod(self.shape)
 
     @cached_property
     def addend_count(self) -> int:
-        """The number of addends; 1 for complete values."""
+        """Number of addends; 1 for complete values."""
         return int(self.addends.max(initial=0)) + 1
 
     @property
@@ -472,7 +472,7 @@ class Layout:
 
     @cached_property
     def regions(self) -> Regions:
-        """The regions of the layout as a source: any two of an addend are disjoint."""
+        """Regions of the layout as a source: any two regions of an addend are disjoint."""
         if self.known_good:
             return Regions(self.held, self.addends, self.owners)
         parts = []
@@ -486,19 +486,19 @@ class Layout:
 
     @cached_property
     def target_regions(self) -> Regions:
-        """The regions of the layout as a target; they may overlap."""
+        """Regions of the layout as a target; they may overlap."""
         return Regions(self.held, np.zeros_like(self.addends), self.owners)
 
     @cached_property
     def overlaps(self) -> bool:
-        """True if its regions overlap, as those with a halo do."""
+        """True if regions overlap, for example because of a halo."""
         if self.known_good:
             return False
         return any((grid > 1).any() for _, grid in grids(self.target_regions.boxes, self.shape))
 
     @cached_property
     def digest(self) -> bytes:
-        """A hash of the content, 16 bytes, equal on all ranks for equal layouts."""
+        """Hash of the content, 16 bytes, equal on all ranks for equal layouts."""
         text = repr((self.shape, self.packed, self.op, self.has_gaps, sorted(self.locals.items())))
         found = hashlib.blake2b(text.encode(), digest_size=16)
         for part in (self.owners, *self.held, self.addends, self.places):
@@ -547,7 +547,7 @@ def _whole_boxes(shape: tuple[int, ...], number: int) -> Boxes:
 
 
 def _strides(extents: Ints) -> Ints:
-    """Return the strides of contiguous tensors of these extents, both [n, dims]."""
+    """Return the strides of contiguous tensors with these extents, both [n, dims]."""
     strides = np.ones_like(extents)
     for dim in range(extents.shape[1] - 2, -1, -1):
         strides[:, dim] = strides[:, dim + 1] * extents[:, dim + 1]
@@ -614,7 +614,7 @@ def _pair(bound: Any, where: str) -> tuple[int, int]:
 def _mesh(ranks: Any) -> Ints:
     mesh = np.asarray(ranks)
     if mesh.ndim == 0 and mesh.dtype.kind in "iu":
-        # Neither reading is the obvious one: a count in other libraries, a rank in NumPy.
+        # Both readings are plausible: a count in other libraries, a rank in NumPy.
         raise InvalidArgument(
             f"ranks: expected a sequence of ranks, got {short(ranks)}; pass range({mesh}) if it is a number "
             f"of ranks, [{mesh}] if it is a rank"

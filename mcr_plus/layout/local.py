@@ -1,4 +1,4 @@
-"""Checks of the local tensors that a rank passes to a redistribution: shapes, dtypes, disjoint memory."""
+"""Checks of the local tensors passed to a redistribution: shapes, dtypes, disjoint memory."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from mcr_plus.layout.regions import Flags, Ints, as_ints
 
 State = Mapping[str, Any]
 Given = Mapping[str, "tuple[torch.Tensor | None, torch.Tensor | None]"]
-"""The local tensors that a caller has passed, by name: (in the source, in the target)."""
+"""Local tensors passed by the caller, by name: (in the source, in the target)."""
 
 
 class Local(NamedTuple):
     """A tensor on this rank.
 
-    `source`: contiguous, as it is sent. `output`: contiguous, as it is received. `final`: the tensor that
-    `output` is copied to, None if there is no need. `given`: the result for the caller.
+    `source`: contiguous, as it is sent. `output`: contiguous, as it is received. `final`: destination of a
+    copy of `output`, None if not needed. `given`: result for the caller.
     """
 
     source: torch.Tensor | None
@@ -34,7 +34,7 @@ class Local(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """The expected dtype and shapes of a tensor; a shape is None where this rank has no part."""
+    """Expected dtype and shapes of a tensor; a shape is None if this rank has no part."""
 
     name: str
     dtype: torch.dtype
@@ -43,9 +43,9 @@ class Expected(NamedTuple):
 
 
 class KnownLocals:
-    """A fast check of tensors against those of the last call, which most calls resemble.
+    """A fast check of tensors against the tensors of the last call, which are usually similar.
 
-    `names`: the names that have layouts. `device`: the device of all tensors, new ones included.
+    `names`: names with layouts. `device`: device of all tensors, including new ones.
     """
 
     def __init__(self, names: Set[str], device: torch.device, expected: Sequence[Expected]) -> None:
@@ -59,7 +59,7 @@ class KnownLocals:
         self._sizes = as_ints(sizes).reshape(-1, 2)
         self._single: list[int] = self._sizes[0].tolist() if len(expected) == 1 else []
         self._apart: list[int] = []
-        """The addresses of the last call, whose tensors were found to be disjoint in memory."""
+        """Addresses in the last call, whose tensors were found to be disjoint in memory."""
 
     def rows(self, source: State, target: State | None) -> dict[str, Local] | None:
         """Return the tensors if all are as expected and disjoint; None if they need the full check."""
@@ -99,7 +99,7 @@ class KnownLocals:
         )
 
     def _are_apart(self, addresses: list[int]) -> bool:
-        if len(addresses) == 2:  # without NumPy, which would dominate the time of the check
+        if len(addresses) == 2:  # NumPy would dominate the time of the check
             x, out = addresses
             read, written = self._single
             return not (x and out and x < out + written and out < x + read)
@@ -111,7 +111,7 @@ class KnownLocals:
 
 
 def checked(source: State, target: State, layouts: Mapping[str, tuple[Layout, Layout]], rank: int) -> Given:
-    """Return the tensors that have layouts. Raises `InvalidArgument` or `Unsupported` if any does not fit."""
+    """Return the tensors that have layouts. Raises `InvalidArgument` or `Unsupported` for a wrong tensor."""
     for what, state in (("source", source), ("target", target)):
         if not isinstance(state, Mapping):
             raise InvalidArgument(
@@ -137,7 +137,7 @@ def checked(source: State, target: State, layouts: Mapping[str, tuple[Layout, La
 
 
 def made_apart(rows: dict[str, Local]) -> dict[str, Local]:
-    """Return the same tensors, with copies of the sources that share memory with an output."""
+    """Return the tensors; sources that share memory with an output are replaced by copies."""
     reads = _spans(row.source for row in rows.values())
     meets = _meeting(reads, _spans(row.output for row in rows.values()))
     assert meets is not None  # outputs have been checked
@@ -154,7 +154,7 @@ def local(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Local:
-    """Return a tensor as it is sent and received. `shape`: in the target, None if this rank has no part."""
+    """Return a tensor as sent and received. `shape`: in the target, None if this rank has no part."""
     result = out
     if shape is not None and (out is None or not is_plain(out)):
         result = torch.empty(shape, dtype=dtype, device=device if out is None else out.device)
@@ -218,7 +218,7 @@ def _described(value: Any) -> str:
 def _check_outputs(outputs: dict[str, torch.Tensor]) -> None:
     """Raise `InvalidArgument` if two outputs overlap in memory.
 
-    Of tensors that are not contiguous only the first element is compared: their address ranges may overlap
+    For tensors that are not contiguous, only the first element is compared: their address ranges may overlap
     although they share no element.
     """
     found = [(name, out) for name, out in outputs.items() if out.numel()]
@@ -240,7 +240,7 @@ def _spans(tensors: Iterable[torch.Tensor | None]) -> Ints:
 
 
 def _meeting(reads: Ints, writes: Ints) -> Flags | None:
-    """Return which spans of `reads` overlap any of `writes`; None if some of `writes` overlap each other."""
+    """Return a mask of spans of `reads` that overlap any of `writes`; None if `writes` overlap each other."""
     writes = writes[writes[:, 0] < writes[:, 1]]
     lows, highs = writes[np.argsort(writes[:, 0])].T
     if (lows[1:] < highs[:-1]).any():

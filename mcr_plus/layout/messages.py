@@ -1,8 +1,8 @@
 """The messages of one exchange from a layout to another: sender, receiver and box of each, computed by each
 rank for itself.
 
-The *regions* of a layout are its distinct boxes: those of the source with the ranks that hold each (for every
-addend), those of the target with the ranks that need each. A *demand* is the overlap of a source region with
+The *regions* of a layout are its distinct boxes: source regions with the ranks that hold each (for every
+addend), target regions with the ranks that need each. A *demand* is the overlap of a source region with
 a target region that a rank needs and does not hold. The demands on a source region are concatenated in the
 order of the target's regions and ranks, and the result is cut into equal shares for the ranks that hold the
 region. All holders thus send equally much, and every rank computes its own sends and receives without
@@ -32,10 +32,10 @@ _SNAP: Final = 16
 
 
 class BoxRows(NamedTuple):
-    """The boxes that a rank sends or receives, in the order in which both sides pack them.
+    """Boxes that a rank sends or receives, in the order in which both sides pack them.
 
-    `peers`: the other rank of each. `pieces`: the index of this rank's box that contains it: in the source
-    for sends, in the target for receives.
+    `peers`: the other rank of each box. `pieces`: the index of this rank's box that contains it: in the
+    source for sends, in the target for receives.
     """
 
     peers: Ints
@@ -45,7 +45,7 @@ class BoxRows(NamedTuple):
 
     @property
     def sizes(self) -> Ints:
-        """The number of elements of each box."""
+        """Number of elements of each box."""
         return self.boxes.volumes
 
     def take(self, which: Ints | Flags) -> BoxRows:
@@ -60,7 +60,7 @@ class BoxRows(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence[BoxRows], dims: int) -> BoxRows:
-        """Return the concatenation of several; `dims`: dimensions of the tensor."""
+        """Return several concatenated; `dims`: dimensions of the tensor."""
         none = np.zeros(0, np.int64)
         empty = cls(none, Boxes(none.reshape(0, dims), none.reshape(0, dims)), none, none)
         peers, boxes, addends, pieces = zip(empty, *parts, strict=True)
@@ -72,7 +72,7 @@ class BoxRows(NamedTuple):
 
 
 class KeptBoxes(NamedTuple):
-    """The boxes that a rank holds already, copied from box `pieces` of its source to `into` of its target."""
+    """Boxes that a rank holds already, copied from box `pieces` of its source to `into` of its target."""
 
     boxes: Boxes
     addends: Ints
@@ -91,12 +91,12 @@ class ExchangePart:
 
 
 class LayoutExchange:
-    """One step of a plan: every rank receives the elements of the target that it does not hold in the source.
+    """A step of a plan: every rank receives the elements of the target that it lacks in the source.
 
     Args:
-        source, target: the layouts; the addends of the target are complete values.
+        source, target: the layouts; the target has complete values.
         itemsize: bytes of an element.
-        nodes: the node of each rank of the job; None for one node.
+        nodes: node of each rank of the job; None for one node.
         turn: an offset that rotates the holders of small demands, to balance the load of many tensors.
     """
 
@@ -120,11 +120,11 @@ class LayoutExchange:
 
     @property
     def dims(self) -> int:
-        """The number of dimensions of the tensor."""
+        """Number of dimensions of the tensor."""
         return len(self.source.shape)
 
     def part(self, rank: int) -> ExchangePart:
-        """Return the sends, the receives and the copies of a rank."""
+        """Return the sends, receives and copies of a rank."""
         kept: list[tuple[Boxes, Ints, Ints, Ints]] = []
         lacking: list[tuple[Ints, Ints, Ints, Boxes]] = []  # source region, target region, piece, overlap
         mine_have, pieces_have = self.have.of_rank(rank)
@@ -215,7 +215,7 @@ class LayoutExchange:
         return BoxRows.joined(parts, self.dims).ordered()
 
     def _whole_demands(self, region: int, piece: int, rank: int) -> BoxRows:
-        """Return the whole demands on a region that `rank`, one of its holders, serves."""
+        """Return the whole demands on a region that `rank`, a holder of the region, serves."""
         which, common = meet(self.have.boxes.lows[region], self.have.boxes.highs[region], self.need.boxes)
         entry, ranks = self.need.entries(which)
         own = np.full(len(entry), region)
@@ -251,7 +251,7 @@ class LayoutExchange:
         """Return the demands on each of `regions`, concatenated into lines.
 
         With nodes, a region has a line for the ranks of each node that holds it, and one for all other ranks;
-        only the lines of the node of `rank` and the latter are made.
+        only lines of the node of `rank`, and the last kind, are made.
         """
         boxes = self.have.boxes.take(regions)
         i, wanted, common = meet_all(boxes, self.need.boxes)
@@ -275,7 +275,7 @@ class LayoutExchange:
 
 
 class _Lines:
-    """The demands on regions that several ranks hold, sorted by region and line, and their shares."""
+    """Demands on regions that several ranks hold, sorted by region and line, and their shares."""
 
     def __init__(
         self, exchange: LayoutExchange, regions: Ints, lines: Ints, ranks: Ints, wanted: Ints, boxes: Boxes
@@ -328,7 +328,7 @@ class _Lines:
         return demand, members[starts[at] + (index[share] + turn) % number[at]], boxes
 
     def _holders(self, regions: Ints, lines: Ints) -> tuple[Ints, Ints, Ints]:
-        """Return the concatenated ranks that serve the lines, and the first index and length of each line."""
+        """Return the concatenated holders that serve the lines, and each line's first index and length."""
         have, nodes = self._exchange.have, self._exchange.nodes
         if nodes is None:
             return have.members, have.starts[regions], have.counts[regions]

@@ -1,7 +1,7 @@
 """Execution of plans: boxes are packed into buffers, exchanged through the pipeline, and unpacked.
 
 The boxes of many tensors share one exchange. The caller does not wait between the steps of a plan: all
-operations are issued at once. Each starts when the one before it is complete (`Message.after`), and packs its
+operations are issued at once. Each starts when the previous one is complete (`Message.after`), and packs its
 buffer just before it starts. A large plan whose second step gathers inside nodes is cut into waves: one wave
 is gathered while the next one is in flight between nodes. If `memory` bounds the buffers, an exchange is cut
 into rounds with alternating buffers, so that one is packed while the other is in flight.
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
     from mcr_plus.config.schema import Config
 
 _ROUNDS: Final = "rounds of messages"
-_SLOTS: Final = 2  # buffers that rounds use alternately
+_SLOTS: Final = 2  # buffers used alternately by rounds
 _WAVES: Final = 4
-_LEAST_WAVE: Final = 2 << 20  # bytes of the fullest rank, below which its latency is not worth the overlap
+_LEAST_WAVE: Final = 2 << 20  # bytes of the fullest rank; below, a wave's latency outweighs its overlap
 _CPU: Final = torch.device("cpu")
 
 
@@ -60,9 +60,9 @@ class Mover:
         comm: the group.
         plan: the plan, for tensors of one dtype and device.
         options: the options of its operations.
-        memory: the bound of the buffers in bytes; None: no bound. The addends of one tensor are not cut into
+        memory: bound of the buffers in bytes; None: no bound. The addends of a tensor are not cut into
             rounds, so they may exceed it.
-        pool: the pool of the buffers, which other movers may share; None: a private one.
+        pool: pool of the buffers, which other movers may share; None: a private pool.
     """
 
     def __init__(
@@ -75,21 +75,21 @@ class Mover:
         device: torch.device = _CPU,
     ) -> None:
         self.comm = comm
-        self.device = device  # where a rank without tensors takes part
+        self.device = device  # for operations of a rank without tensors
         self.plan = plan
         self.options: CallOptions = {**options, "tag": options.get("tag") or TAG}
         self.dtype = plan.specs[0].dtype
         self.rank = comm.ranks[comm.rank]
         self._wave_count = self._waves_within(memory)
         self.waves = [Waves.of(spec.source, self._wave_count) for spec in plan.specs if self._wave_count > 1]
-        """The waves of each tensor; empty if the steps run one after the other."""
+        """Waves of each tensor; empty if the steps run one after the other."""
         self.stages = [self._stage(step, memory) for step in range(plan.steps)]
         self._choose_messages()
         self.gaps = [index for index, spec in enumerate(plan.specs) if spec.source.has_gaps]
-        """Indices of the tensors whose source may lack elements; these are zero in the result."""
+        """Indices of tensors whose source may lack elements; these elements are zero in the result."""
         self.pool = SpacePool() if pool is None else pool
         self._digest = crc32(plan.call.encode())
-        self.key = object()  # in `Space.buffers`, where the mover itself would be a cycle
+        self.key = object()  # key in `Space.buffers`, where the mover itself would form a cycle
         rounds = [each for stage in self.stages for each in stage.rounds]
         self.slots = _SLOTS if any(len(stage.rounds) > 1 for stage in self.stages) else 1
         if self.waves:
@@ -109,9 +109,9 @@ class Mover:
             and self.stages[0].is_last
             and not self.stages[0].by_messages
         )
-        """True if a run consists of one operation and of copies before and after it."""
+        """True if a run is one operation with copies before and after it."""
         self._seen: list[int] = []
-        """The ids of the tensors of the last run."""
+        """Ids of the tensors of the last run."""
         self._seen_one: Callable[[], torch.Tensor | None] = _nothing
 
     # -- binding ----------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ class Mover:
         moved = plan.loads[..., [0, 1, 3, 4]].sum(axis=(0, 2))  # by step
         if len(moved) < 2 or plan.steps != 2 or not moved[:2].all():
             return 1
-        if memory is not None and moved.max() > memory // _WAVES:  # one wave may need the buffer of all
+        if memory is not None and moved.max() > memory // _WAVES:  # one wave may need the buffer of all waves
             return 1
         if any(spec.source.is_partial or spec.source.overlaps for spec in plan.specs):
             return 1
@@ -156,7 +156,7 @@ class Mover:
                 for addend, pair in zip(part.kept.addends.tolist(), pairs, strict=True):
                     empty[addend][1].append(pair)
             elif step.source.inside is None or step.source.inside[0] is not step.target:
-                # otherwise the kept boxes are slices, which lie in the target already
+                # otherwise the kept boxes are slices, already within the target
                 kept += pairs
         moved = plan.loads[:, number, [0, 1, 3, 4]].sum(axis=1)
         rounds = self._rounds(moved, sends, receives, sums, memory)
@@ -169,8 +169,8 @@ class Mover:
     def _choose_messages(self) -> None:
         """Decide which steps consist of messages between pairs of ranks; collective.
 
-        Only on CPU tensors: an all_to_all of NCCL consists of messages already. Where a codec may apply, by
-        the call or by a rule, it is one operation.
+        Only for CPU tensors: an all_to_all of NCCL consists of messages already. If a codec may apply, by
+        the call or by a rule, the step is one operation.
         """
         comm, compress = self.comm, self.options.get("compress")
         may_encode = compress not in (None, False) or (compress is None and _names_a_codec(comm.config))
@@ -205,9 +205,9 @@ class Mover:
         sums: dict[int, AddendSum],
         memory: int | None,
     ) -> list[ExchangeRound]:
-        """Return the rounds of an exchange. `moved`: bytes of each tensor on the fullest rank of all."""
+        """Return the rounds of an exchange. `moved`: bytes of each tensor on the fullest rank."""
         whole: dict[int, int] = {}  # the round of each tensor with addends
-        first, number = 0, 1  # for the others, the first round and the number of rounds
+        first, number = 0, 1  # for the other tensors
         if memory is not None and not self.waves:
             room = max(1, memory // _SLOTS)
             last = filled = 0
@@ -261,9 +261,9 @@ class Mover:
     def next_match_tag(self) -> int:
         """Return the tag of the messages of the next round, the same on all ranks.
 
-        It differs from those of other rounds and plans in flight. Messages of one tag start in the order in
-        which they were issued, so one that is ready would wait for those of other rounds that are not.
-        Programs that use tags from 2²³ on may meet it.
+        It differs from the tags of other rounds and plans in flight: messages with the same tag start in the
+        order of issue, so a ready message would wait for rounds that are not ready.
+        Programs that use tags from 2²³ on may collide with it.
         """
         counter: list[int] = self.comm.attached.setdefault(_ROUNDS, [0])
         counter[0] += 1
@@ -283,9 +283,9 @@ class Mover:
     def start(self, sources: Locals, outputs: Locals, nbytes: int, chain: Chain | None = None) -> Work:
         """Issue all operations of the plan; returns one handle for all of them.
 
-        `sources`, `outputs`: this rank's local tensors, contiguous and disjoint, None where it has no part.
+        `sources`, `outputs`: this rank's local tensors, contiguous and disjoint, None if it has no part.
         Before the handle is complete, sources must not be changed and outputs must not be read. `chain`: the
-        runs that this one follows.
+        previous runs in the same memory.
         """
         run = PlanRun(self, sources, outputs, chain)
         joint = JointWork(run.start(), TAG, nbytes=nbytes, tag=self.options.get("tag"), legs=True)
@@ -315,7 +315,9 @@ class Mover:
         run.finish()
 
     def _remember(self, run: PlanRun, sources: Locals, outputs: Locals) -> None:
-        """Record the run if its tensors are those of the run before, so that the next one can replay it."""
+        """Record the run if its tensors are the same as in the previous run, so that the next run can replay
+        it.
+        """
         tensors = [*outputs, *sources]
         like = next((each for each in tensors if each is not None), None)
         ids = list(map(id, tensors))
@@ -327,10 +329,10 @@ class Mover:
 
 
 def _names_a_codec(config: Config) -> bool:
-    """Whether a stage or a rule of a configuration names a codec."""
+    """Return whether a stage or a rule of a configuration names a codec."""
     options = (each for each in config.all_options if isinstance(each, CompressOptions))
     return any(each.codec != "none" for each in options)
 
 
 def _nothing() -> None:
-    """A dead weak reference: it returns None."""
+    """Stand in for a dead weak reference: return None."""

@@ -1,4 +1,4 @@
-"""Pairs of layouts whose redistribution is one native collective in each of several groups of ranks."""
+"""Pairs of layouts whose redistribution is a single native collective in each of several groups."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from mcr_plus.communicator.communicator import Communicator
 
 GROUPS: Final = "groups of layouts"
-"""The key under which a communicator keeps the groups opened for native collectives."""
+"""Key of the groups that a communicator has opened for native collectives."""
 _MOST_GROUPS: Final = 32  # partitions of a communicator; they stay open until it is closed
 NativeKind = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast"]
 
 
 @dataclass(frozen=True)
 class NativeCollective:
-    """One collective per group, of parts of equal size.
+    """One collective per group, with parts of equal size.
 
     Attributes:
-        kind: the kind of the collective, the same in all groups.
-        groups: ranks of the job, in the order of their parts; every rank that holds elements is in one. A
-            rank that is alone in its group copies its part. In a broadcast, ranks ascend.
+        kind: kind of the collective, the same in all groups.
+        groups: ranks of the job, in the order of their parts; every rank that holds elements is in a group. A
+            rank alone in its group copies its part. In a broadcast, ranks ascend.
         repeats: True if several groups compute the same elements, as in a mesh with replicas along another
             dimension.
     """
@@ -51,7 +51,7 @@ def root_of(group: Sequence[int], source: Layout) -> int:
 def native(source: Layout, target: Layout) -> NativeCollective | None:
     """Return the collective that redistributes `source` to `target`.
 
-    It is None if one does not suffice, or none is needed.
+    None if one collective does not suffice, or none is needed.
     """
     same = np.array_equal(source.owners, target.owners)
     if source.has_gaps or not len(source.owners) or not (same or len(source.owners) < len(target.owners)):
@@ -70,7 +70,7 @@ def native(source: Layout, target: Layout) -> NativeCollective | None:
 
 
 class Room:
-    """The budget of the native collectives of a call: buffer bytes and open groups, the same on all ranks.
+    """Budget for the native collectives of a call: buffer bytes and open groups, the same on all ranks.
 
     `memory`: the limit in bytes; None: no limit. `used`: bytes of the chosen collectives.
     """
@@ -82,7 +82,7 @@ class Room:
         self._open = {*comm.attached.get(GROUPS, ())}
 
     def has(self, one: NativeCollective, source: Layout, target: Layout, itemsize: int) -> bool:
-        """Return True if a collective fits into what is left of the budget."""
+        """Return True if a collective fits into the remaining budget."""
         opens = one.groups != self._whole and one.groups not in self._open
         if opens and len(self._open) >= _MOST_GROUPS:
             return False
@@ -100,9 +100,9 @@ class Room:
 
 
 def packed_volume(one: NativeCollective, source: Layout, target: Layout) -> int:
-    """Return the elements of the largest buffer in which a rank packs parts.
+    """Return the number of elements of the largest buffer in which a rank packs parts.
 
-    It is 0 if each part is contiguous in the whole.
+    0 if each part is contiguous in the whole.
     """
     if one.kind in ("all_reduce", "broadcast") or not source.shape:
         return 0
@@ -112,7 +112,7 @@ def packed_volume(one: NativeCollective, source: Layout, target: Layout) -> int:
     if one.kind == "reduce_scatter":
         outer, inner = inner, outer
     extents, whole = inner.highs - inner.lows, outer.highs - outer.lows
-    # A contiguous part has one index in the dimensions before some dimension, and all indices behind it.
+    # A contiguous part has one index in the dimensions before some dimension, and all indices after it.
     single = np.ones(extents.shape, bool)
     single[:, 1:] = np.logical_and.accumulate(extents == 1, axis=1)[:, :-1]
     full = np.ones(extents.shape, bool)
@@ -122,9 +122,9 @@ def packed_volume(one: NativeCollective, source: Layout, target: Layout) -> int:
 
 
 def _made(kind: NativeKind, outer: Boxes, inner: Boxes | None, source: Layout) -> NativeCollective | None:
-    """Return the collective among ranks with equal outer boxes; None if inner boxes are no partition of it.
+    """Return the collective among ranks with equal outer boxes; None if inner boxes do not partition these.
 
-    If several ranks hold the same part, the first ranks of all parts form one group, the second ones another.
+    If several ranks hold the same part, the first rank of each part is in one group, the second in another.
     """
     group = _classes(*outer)
     if np.bincount(group).max() < 2:
@@ -154,13 +154,13 @@ def _broadcast(source: Layout, target: Layout) -> NativeCollective | None:
     box_of = _classes(*boxes)
     held, needed = box_of[: len(source.owners)], box_of[len(source.owners) :]
     if len(np.unique(held)) < len(held) or not np.array_equal(np.unique(held), np.unique(needed)):
-        return None  # a box with several holders, or of other borders, or one that is not needed
+        return None  # a box has several holders or other borders, or is not needed
     groups = [
         tuple(np.union1d(source.owners[held == box], target.owners[needed == box]).tolist()) for box in held
     ]
     sizes = [len(group) for group in groups]
     if max(sizes) < 3 or sum(sizes) > len(np.union1d(source.owners, target.owners)):
-        return None  # only single messages, or a rank in two groups
+        return None  # only single messages, or a rank would be in two groups
     return NativeCollective("broadcast", tuple(sorted(groups)))
 
 
@@ -175,7 +175,7 @@ def _classes(*columns: Ints) -> Ints:
 
 
 def _places(classes: Ints) -> Ints:
-    """Return for each entry the number of entries of its class before it."""
+    """Return for each entry the number of earlier entries of its class."""
     sizes = np.bincount(classes)
     order = np.argsort(classes, kind="stable")
     found = np.empty(len(classes), np.int64)
@@ -196,7 +196,7 @@ def keeps_bits(one: NativeCollective, source: Layout, dtype: torch.dtype) -> boo
 
 
 def may_reduce(one: NativeCollective, source: Layout, dtype: torch.dtype) -> bool:
-    """Return True if a collective's result is the one of exchanges, but for the order of addends.
+    """Return True if a collective's result equals that of exchanges, except for the order of addends.
 
     Libraries round every partial sum of float16 and bfloat16; exchanges add in float32 and round once.
     """
@@ -215,7 +215,7 @@ def _has_each_addend(group: Ints, sizes: Ints, source: Layout) -> bool:
 
 
 def _is_whole(layout: Layout) -> bool:
-    """Return True if each local tensor is its box alone, and boxes of an addend are equal or disjoint."""
+    """Return True if each local tensor is a single box, and boxes of an addend are equal or disjoint."""
     sizes = [math.prod(layout.locals[rank]) for rank in layout.owners.tolist()]
     return sizes == layout.held.volumes.tolist() and not layout.overlaps
 

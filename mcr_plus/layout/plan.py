@@ -1,4 +1,4 @@
-"""Plans of redistributions: chosen, agreed on by the ranks of a group, and proved before any data is sent."""
+"""Plans of redistributions: chosen by cost, agreed on by the group, and proved before data is sent."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 
 MOST_STEPS: Final = 3
 ALONE: Final = 1 << 20
-"""Bytes from which on one of several tensors may use a native collective of its own."""
+"""Bytes from which a tensor may have a native collective of its own if there are several tensors."""
 _TAG: Final = "redistribute"
 _COSTS: Final = "costs of layouts"
 _LARGE: Final = 4 << 20  # bytes of an all_to_all whose latency is negligible
 
 
 class Spec(NamedTuple):
-    """A tensor to redistribute. `name`: its name in messages; empty for a single tensor."""
+    """A tensor to redistribute. `name`: name in error texts; empty for a single tensor."""
 
     name: str
     source: Layout
@@ -55,7 +55,7 @@ class Spec(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """The program of one tensor, and this rank's part of each of its steps."""
+    """Program of one tensor, and this rank's part of each of its steps."""
 
     program: ExchangeProgram
     parts: Sequence[ExchangePart]
@@ -63,14 +63,14 @@ class Chosen(NamedTuple):
 
 @dataclass(frozen=True)
 class RedistributionPlan:
-    """The plan of a redistribution, agreed on and proved by all ranks of the group.
+    """Plan of a redistribution, agreed on and proved by all ranks of the group.
 
     Attributes:
         specs: the tensors.
-        chosen: the program of each tensor.
-        loads: [tensors, steps, 6]: the largest loads of any rank, in the order of `LOADS`.
-        nodes: the node of each rank of the job; None for one node.
-        call: a name of the plan in the signatures of its operations, so that ranks with different plans are
+        chosen: program of each tensor.
+        loads: [tensors, steps, 6]: largest loads of any rank, in the order of `LOADS`.
+        nodes: node of each rank of the job; None for one node.
+        call: name of the plan in the signatures of its operations, so that ranks with different plans are
             detected. Equal on ranks with the same layouts, dtypes and options.
     """
 
@@ -82,7 +82,7 @@ class RedistributionPlan:
 
     @property
     def steps(self) -> int:
-        """The number of consecutive exchanges."""
+        """Number of consecutive exchanges."""
         return max((len(each.program.steps) for each in self.chosen), default=0)
 
     def take(self, which: Sequence[int]) -> RedistributionPlan:
@@ -92,7 +92,7 @@ class RedistributionPlan:
         return RedistributionPlan(specs, chosen, self.loads[list(which)], self.nodes, self.call)
 
     def bounds(self) -> list[VolumeBound]:
-        """Return for each tensor the volume that any plan must move at least, in elements."""
+        """Return for each tensor the least volume of any plan, in elements."""
         return [bound(spec.source, spec.target, self.nodes) for spec in self.specs]
 
     def describe(self) -> str:
@@ -136,9 +136,9 @@ def make_plan(
     """Choose a program for each tensor, agree with the other ranks of the group, and prove this rank's parts.
 
     Collective. `wrong`: the error in this rank's arguments, if any; then, or if the specs or `options` differ
-    between ranks, all ranks raise. `room`: the budget of native collectives, from which those chosen are
+    between ranks, all ranks raise. `room`: budget of native collectives, from which the chosen ones are
     subtracted; None: no limit of bytes. `lossy`: a codec is requested; only programs that leave replicas with
-    the same bits are allowed. `among`: all tensors of the call, if `specs` are those of one dtype.
+    the same bits are allowed. `among`: all tensors of the call, if `specs` are only those of one dtype.
     """
     for spec in specs:
         wrong = wrong or _refused(comm, spec)
@@ -194,9 +194,10 @@ def _cheapest(
     crossing: NDArray[np.int64],
     room: Room,
 ) -> ExchangeProgram:
-    """Return the cheapest program of a tensor, without native collectives that do not fit into `room`.
+    """Return the cheapest program of a tensor whose native collectives fit into `room`.
 
-    Raises `Unsupported` if the cost of all others is infinite: they would leave replicas with different bits.
+    Raises `Unsupported` if all other programs have infinite costs: they would make the bits of replicas
+    differ.
     """
     pair = spec.source, spec.target, spec.dtype.itemsize
     usable = [
@@ -216,7 +217,7 @@ def _cheapest(
 
 
 class _Known:
-    """A cache of programs and parts, for pairs of layouts that several tensors have."""
+    """Cache of programs and parts, as several tensors may have the same pair of layouts."""
 
     def __init__(self, nodes: Ints | None) -> None:
         self._nodes = nodes
@@ -247,11 +248,11 @@ def keeps_replicas(program: ExchangeProgram) -> bool:
 
 
 def lossy_steps(program: ExchangeProgram) -> int:
-    """Return the number of leading steps of a program that may use a codec; the others send exact values.
+    """Return the number of leading steps of a program that may use a codec; later steps are exact.
 
     Replicas would differ after a lossy step in which one rank keeps values that others receive. A native
-    collective counts as one step: its ranks get the same bits, but if several groups run it, an element may
-    be in two of them; and the root of a broadcast keeps its values.
+    collective counts as one step: its ranks get the same bits. But if several groups run it, an element may
+    be in two of them; and the root of a broadcast keeps its exact values.
     """
     if program.native is not None:
         return int(len(program.native.groups) == 1 and program.native.kind != "broadcast")
@@ -271,7 +272,7 @@ def nodes_of(comm: Communicator) -> Ints | None:
 
 
 def costs_of(comm: Communicator, nodes: Ints | None) -> MessageCosts:
-    """Return the costs of messages and bytes in this group, the same on all ranks, as their tables are.
+    """Return the costs of messages and bytes in this group, equal on all ranks because the tables are.
 
     They come from the all_to_all and the send of the group's tuning table; defaults apply if no table is
     named, or the table lacks one of them. An all_to_all of s bytes on n ranks, k of them on each node, sends

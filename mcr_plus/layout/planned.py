@@ -1,4 +1,4 @@
-"""DTensor's own redistributions by plans of mcr_plus where these move fewer bytes, and DTensor's volumes."""
+"""Replacement of DTensor's redistributions by plans that move fewer bytes, and DTensor's volumes."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from mcr_plus.layout.torch_layouts import (
 
 _FUNCTION: Final = "redistribute_local_tensor"
 _OPTIMIZE: Final = "_optimize_transform_infos"
-"""In newer versions of torch: it merges collectives along several mesh dimensions on a flattened mesh."""
+"""Function of newer versions of torch: merges collectives along several dimensions of a flattened mesh."""
 _TAKES: Final = ("local_tensor", "current_spec", "target_spec")
 _OPTIONS: Final = {"async_op", "is_backward", "use_graph_based_transform", "is_explicit"}
-"""Keywords of torch 2.6 to 2.15; none changes the result where the target is not partial."""
+"""Keywords of torch 2.6 to 2.15; none changes the result if the target is not partial."""
 _UNKNOWN: Final = (
     AttributeError, TypeError, ValueError, RuntimeError, AssertionError, InvalidArgument, Unsupported,
 )  # fmt: skip
-"""Errors of torch's internals for unsupported cases, or if the internals differ from those expected."""
+"""Errors of torch's internals for unsupported cases, or for unexpected internals."""
 
 
 class Volume(NamedTuple):
@@ -73,7 +73,7 @@ def dtensor_volume(
         source, target: placements, of torch or as in `Layout.mesh`: `R`, `S0`, `P`, `P(max)`.
 
     Returns:
-        The elements that all ranks together receive, and those of the fullest rank; None if this version of
+        Elements that all ranks together receive, and elements of the fullest rank; None if this version of
         torch does not expose its plan, or does not support the redistribution.
 
     Raises:
@@ -104,15 +104,15 @@ def dtensor_volume(
 
 @contextmanager
 def planned() -> Iterator[None]:
-    """Run DTensor's redistributions inside the block by plans of mcr_plus where these move fewer bytes.
+    """Use plans of mcr_plus for DTensor's redistributions within the block if they move fewer bytes.
 
     This applies to `DTensor.redistribute` and its backward pass, and to redistributions inside operators. The
     plans for a pair of layouts are compared once, first by the largest volume that a rank receives or sends,
     then by the volume that all ranks together receive; DTensor's own plan is used unless it moves more, or
-    there are strided shards. It is also used for partial targets, in traced code, and for placements that are
-    not torch's own. All ranks of a mesh must enter the block. Results equal DTensor's, except that sums of
-    floats are added in another order, and where DTensor loses or reorders rows: uneven shards that it gathers
-    on a flattened mesh are gathered along one mesh dimension after the other.
+    there are strided shards. It is also used for partial targets, in traced code, and for placements of
+    other libraries. All ranks of a mesh must enter the block. Results equal DTensor's, except that sums of
+    floats are added in another order, and except where DTensor loses or reorders rows: uneven shards, which
+    it gathers on a flattened mesh, are gathered along one mesh dimension after the other.
 
     Raises:
         NotInitialized: there is no job, neither of `mcr.init` nor of the backend `mcr`.
@@ -157,10 +157,10 @@ def _set(places: Sequence[ModuleType], name: str, function: Any) -> None:
 
 
 def _merged(optimize: Callable[..., Sequence[Any]], infos: Sequence[Any], *others: Any) -> Sequence[Any]:
-    """Return torch's steps with collectives merged on flattened meshes, or as they are if rows would be lost.
+    """Return torch's steps with collectives merged on flattened meshes, or unmerged if rows would be lost.
 
     torch pads the shards of a merged gather as if the flattened mesh had cut the dimension at once; uneven
-    shards of nested cuts have other sizes (pytorch#194457). Equal on all ranks that take part in the gather.
+    shards of nested cuts have other sizes (pytorch#194457). Equal on all ranks of the gather.
     """
     merged = optimize(infos, *others)
     for info in merged:
@@ -194,22 +194,22 @@ def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(function).parameters
 
 
-# -- in place of torch's function -----------------------------------------------------------------
+# -- replacement of torch's function --------------------------------------------------------------
 
 
 class _Choices:
-    """The choices of a job: a redistribution for each pair of specs, None for DTensor's; groups of meshes."""
+    """Choices of a job: a redistribution for each pair of specs, None for DTensor's; groups of meshes."""
 
     def __init__(self) -> None:
         self.moves: dict[DeviceMesh, dict[tuple[Any, Any], Redistribution | None]] = {}
         self.groups: dict[tuple[int, ...], Communicator] = {}
 
 
-_MOST: Final = 1024  # pairs of specs on a mesh, whose plans are kept
+_MOST: Final = 1024  # most pairs of specs on a mesh whose plans are kept
 
 
 class _Planned:
-    """A replacement of `redistribute_local_tensor` that tries a plan of mcr_plus first."""
+    """Replacement of `redistribute_local_tensor` that tries a plan of mcr_plus first."""
 
     def __init__(self, original: Any) -> None:
         self.original = original
@@ -217,7 +217,7 @@ class _Planned:
     def __call__(
         self, local_tensor: torch.Tensor, current_spec: Any, target_spec: Any, **options: Any
     ) -> torch.Tensor:
-        """See torch's function."""
+        """Redistribute like torch's function, by a plan of mcr_plus if it moves fewer bytes."""
         if self._may_plan(local_tensor, current_spec, target_spec):
             found = _moved(local_tensor, current_spec, target_spec)
             if found is not None:
@@ -242,7 +242,7 @@ class _Planned:
 
 
 def _refuse_strided(current_spec: Any, target_spec: Any) -> None:
-    """Raise `Unsupported` for DTensor's plans that take strided shards for others; equal on all ranks."""
+    """Raise `Unsupported` if DTensor's plan would misread strided shards; equal on all ranks."""
     before, after = current_spec.placements, target_spec.placements
     if before == after or not any(type(each) is _StridedShard for each in (*before, *after)):
         return
@@ -274,13 +274,14 @@ def _moved(local: torch.Tensor, current_spec: Any, target_spec: Any) -> torch.Te
 def _choose(
     choices: _Choices, local: torch.Tensor, current_spec: Any, target_spec: Any
 ) -> Redistribution | None:
-    """Return a redistribution if it moves less than DTensor's plan, or if that may be wrong, else None.
+    """Return a redistribution that moves less than DTensor's plan, or replaces a possibly wrong one; else
+    None.
 
     The choice is the same on all ranks of the mesh. Collective over them, unless the lower bound shows that
-    DTensor's plan is as good. DTensor takes shards for others if a strided one encodes no order of cuts.
+    DTensor's plan is as good. DTensor misreads shards if a strided shard encodes no order of cuts.
     """
     try:
-        # The target of an operator may lack metadata. Its order of shards is kept.
+        # The target of an operator may lack metadata. Keep its order of shards.
         target_spec = copy(target_spec)
         target_spec.tensor_meta = current_spec.tensor_meta
         source, target = layout_of_spec(current_spec), layout_of_spec(target_spec)
@@ -314,13 +315,13 @@ def _choose(
     busiest = 0
     for sent, received, _, far_sent, far_received, _ in plan.loads[0].tolist():
         busiest += max(sent + far_sent, received + far_received)
-    # Where nothing is summed, all ranks together receive no more than the bound.
+    # Without sums, all ranks together receive no more than the bound.
     ours = Volume(theirs.total if source.is_partial else least.total, -(-busiest // local.dtype.itemsize))
     return move if ours[::-1] < theirs[::-1] else None
 
 
 def _rounds_between(placements: Sequence[Placement], dtype: torch.dtype) -> bool:
-    """Return True for means of integers over several mesh dimensions, which DTensor rounds after each."""
+    """Return True for means of integers over several mesh dimensions: DTensor rounds after each dimension."""
     means = sum(isinstance(each, Partial) and each.reduce_op == "avg" for each in placements)
     return means > 1 and not (dtype.is_floating_point or dtype.is_complex)
 
@@ -341,7 +342,7 @@ def _group(choices: _Choices, ranks: tuple[int, ...]) -> Communicator:
 
 
 def _volume_of_plan(current_spec: Any, target_spec: Any, ranks: Ints) -> Volume | None:
-    """Return the volume of DTensor's plan; None if the plan has an unknown form. `ranks`: the mesh."""
+    """Return the volume of DTensor's plan; None if the plan's form is unknown. `ranks`: the mesh."""
     infos = _redistribute._gen_transform_infos(current_spec, target_spec)
     mesh = current_spec.mesh
     optimize = getattr(_redistribute, "_optimize_transform_infos", None)
@@ -374,7 +375,7 @@ def _volume_of_plan(current_spec: Any, target_spec: Any, ranks: Ints) -> Volume 
             continue
         elif type(before) is Shard and type(after) is Shard:
             received += now - _common(shape, ranks, kept, placements)
-        else:  # gathered, and possibly cut again
+        else:  # shards are gathered, and possibly cut again
             for axis in axes:
                 kept[axis] = Replicate()
             received += _volumes(shape, ranks, kept) - held
@@ -382,7 +383,7 @@ def _volume_of_plan(current_spec: Any, target_spec: Any, ranks: Ints) -> Volume 
 
 
 def _without_order(placement: Placement) -> Placement:
-    """Return plain shards for strided ones; sizes are the same unless shards are uneven."""
+    """Return plain shards in place of strided ones; sizes are equal unless shards are uneven."""
     return placement if getattr(placement, "split_factor", None) is None else Shard(placement.dim)  # type: ignore[attr-defined]
 
 
@@ -399,7 +400,7 @@ def _volumes(shape: tuple[int, ...], ranks: Ints, placements: Sequence[Placement
 
 
 def _common(shape: tuple[int, ...], ranks: Ints, a: Sequence[Placement], b: Sequence[Placement]) -> Ints:
-    """Return the elements that each rank holds in both layouts; 0 unless it holds one box in each."""
+    """Return the number of elements that each rank holds in both layouts; 0 unless each has one box."""
     found = []
     one, other = (_state(shape, ranks, each) for each in (a, b))
     for rank in ranks.ravel().tolist():
@@ -414,11 +415,11 @@ def _common(shape: tuple[int, ...], ranks: Ints, a: Sequence[Placement], b: Sequ
 
 
 def _mesh_without_a_job(ranks: torch.Tensor) -> DeviceMesh:
-    """Return a mesh as its first rank sees it, without a process group."""
+    """Return a mesh from the view of its first rank, without a process group."""
     alone: dict[str, Any] = {"_init_backend": False}
     if "_rank" in inspect.signature(DeviceMesh.__init__).parameters:
         return DeviceMesh("cpu", ranks, **alone, _rank=0)
-    mesh: Any = DeviceMesh("xla", ranks, **alone)  # torch 2.6 asks a process group for the rank elsewhere
+    mesh: Any = DeviceMesh("xla", ranks, **alone)  # with other types, torch 2.6 needs a process group
     mesh._coordinate_on_dim = [0] * ranks.ndim
     return mesh  # type: ignore[no-any-return]
 

@@ -45,7 +45,7 @@ _MOST_SLICES: Final = 1 << 13  # slices of all ranks together
 _CLOSE: Final = 0.05
 
 LOADS: Final = ("sent", "received", "partners", "sent_far", "received_far", "partners_far")
-"""The loads of a rank in an exchange: bytes and partners, on its own node and on other nodes."""
+"""Loads of a rank in an exchange: bytes and partners, on its own node and on other nodes."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,8 @@ def summed(source: Layout, target: Layout, itemsize: int, turn: int = 0) -> Layo
     """Return the layout of the regions of a partial source, cut into slices that are each summed on one rank.
 
     A rank that sums elements that it needs does not receive them later. Elements that some of their holders
-    need are therefore summed by these, unless the largest volume of a rank is smaller if all holders share
-    the sums. None if the addends are not cut into the same boxes.
+    need are therefore summed by these holders, unless sharing the sums among all holders makes the largest
+    volume of a rank smaller. None if the addends are not cut into the same boxes.
     """
     have, need = source.regions, target.target_regions
     number, addends = len(have.counts), source.addend_count
@@ -125,7 +125,7 @@ def summed(source: Layout, target: Layout, itemsize: int, turn: int = 0) -> Layo
     for part in have.boxes:
         if not (part.reshape(addends, per, -1) == part[:per]).all():
             return None
-    # The holders of each box, of all addends.
+    # The holders of each box, over all addends.
     box_of = have.region_of_member % per
     order = np.lexsort((have.members, box_of))
     box_of, members = box_of[order], have.members[order]
@@ -165,7 +165,7 @@ def _members_of(some: Ints, box_of: Ints, members: Ints) -> tuple[Ints, Ints]:
 
 
 def _fullest(owned: tuple[Ints, Boxes], need: Regions, addends: int) -> int:
-    """Return the largest received volumes in elements: of the sums, plus of the target after them."""
+    """Return the largest received volumes, in elements: for the sums, plus for the target after them."""
     owners, boxes = owned
     size = 1 + int(max(owners.max(initial=0), need.members.max(initial=0)))
     sums = np.bincount(owners, boxes.volumes, size)
@@ -179,7 +179,8 @@ def _fullest(owned: tuple[Ints, Boxes], need: Regions, addends: int) -> int:
 def sliced(
     source: Layout, target: Layout, itemsize: int, nodes: Ints | None = None, turn: int = 0
 ) -> Layout | None:
-    """Return the layout in which each rank holds its elements and a slice of those that it and others lack.
+    """Return the layout in which each rank holds its elements and a slice of elements that it and others
+    lack.
 
     Slices lie inside the target's local tensors. None if every element is lacked by at most as many ranks as
     hold it, or if there would be too many slices.
@@ -200,7 +201,7 @@ def sliced(
     lacking, lackers = entry[~held], ranks[~held]
     if not len(lacking):
         return None
-    # Groups of ranks that lack a cell: all of them, or those of each node.
+    # Groups of ranks that lack a cell: one group, or one per node.
     group = np.zeros(len(lacking), np.int64) if nodes is None else nodes[lackers]
     order = np.lexsort((lackers, group, lacking))
     lacking, lackers, group = lacking[order], lackers[order], group[order]
@@ -218,7 +219,7 @@ def sliced(
     )
     if len(which) > _MOST_SLICES:
         return None
-    # Each slice goes to one rank of every group of its cell, and stays with ranks that hold the cell.
+    # Each slice goes to one rank of every group of its cell, and stays on ranks that hold the cell.
     begin = np.searchsorted(which, np.arange(len(cells.lows)))
     pieces_of_cell = np.bincount(which, minlength=len(cells.lows))
 
@@ -294,7 +295,7 @@ def native_load(
         others = as_ints([member for member in members if member != rank])
         far = 0 if nodes is None else int((nodes[others] != nodes[rank]).sum())
         for where, those in enumerate((len(others) - far, far)):
-            # (number - 1) parts, of which each of the others has as much
+            # (number - 1) parts; each of the other ranks has as many
             found[where] = [-(-times * size * those // number)] * 2 + [int(those > 0)]
     return found.ravel()
 
@@ -311,17 +312,17 @@ def _broadcast_load(
         far = np.zeros(len(others), bool) if nodes is None else nodes[others] != nodes[root]
         for where, there in enumerate((~far, far)):
             receives = bool(there[others == rank].any())
-            sent = -(-size * int(there.sum()) // len(members))  # shared by all, and the root sends all once
+            sent = -(-size * int(there.sum()) // len(members))  # all share this, and the root sends all once
             sent = max(sent, size * int(rank == root and there.any()))
             found[where] = sent, size * receives, int(there.any())
     return found.ravel()
 
 
 class MessageCosts(NamedTuple):
-    """The costs of a message and of a byte in seconds, inside a node and between nodes (`far`).
+    """Costs of a message and of a byte in seconds, inside a node and between nodes (`far`).
 
-    `send`: of an operation on one message instead of one part of an all_to_all, `isend` or `irecv`. The
-    defaults are assumptions for one host and a link of 1 Gbit/s.
+    `send`: extra cost of a message of its own (`isend` or `irecv`), compared with a part of an all_to_all.
+    The defaults are assumptions for one host and a link of 1 Gbit/s.
     """
 
     message: float = 15e-6
@@ -342,8 +343,8 @@ class MessageCosts(NamedTuple):
     def seconds(self, loads: NDArray[np.int64], crossing: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the time of exchanges.
 
-        `loads`: [..., 6], the largest of any rank. `crossing`: [..., 2], the most bytes that leave a node and
-        that enter one, over the link that its ranks share.
+        `loads`: [..., 6], the largest loads of any rank. `crossing`: [..., 2], the most bytes that leave a
+        node, and that enter a node, over the link that its ranks share.
         """
         near = self.message * loads[..., 2] + self.byte * np.maximum(loads[..., 0], loads[..., 1])
         far = self.far_message * loads[..., 5] + self.far_byte * crossing.max(axis=-1)
@@ -352,9 +353,9 @@ class MessageCosts(NamedTuple):
 
 
 def cheapest(seconds: Sequence[float], crossing: Sequence[int]) -> int:
-    """Return the index of the program to run: of the fastest, the one with the fewest bytes between nodes.
+    """Return the index of the program to run: among the fastest, the one with the fewest bytes between nodes.
 
-    `seconds`: the expected time of each; `crossing`: the bytes that it sends from nodes to others, in all.
+    `seconds`: expected time of each program; `crossing`: total bytes that it sends between nodes.
     Times up to 5 % above the least count as equal: links carry other traffic, too.
     """
     least = min(seconds)
@@ -364,12 +365,12 @@ def cheapest(seconds: Sequence[float], crossing: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class VolumeBound:
-    """The volume that any plan must move at least, in elements.
+    """Least volume of any plan, in elements.
 
     Attributes:
-        received: the elements that each rank of the target must receive.
-        total: the elements of all ranks together; with sums it exceeds the sum of `received`.
-        entering: the elements that must enter each node.
+        received: elements that each rank of the target must receive.
+        total: elements of all ranks together; with sums it exceeds the sum of `received`.
+        entering: elements that must enter each node.
     """
 
     received: dict[int, int]
@@ -378,7 +379,7 @@ class VolumeBound:
 
     @cached_property
     def fullest(self) -> int:
-        """The largest number of elements that a rank must receive."""
+        """Largest number of elements that a rank must receive."""
         return max(self.received.values(), default=0)
 
 

@@ -1,15 +1,15 @@
-"""Proof that an exchange is correct, made by each rank for its own part before the first byte is sent.
+"""Proof that an exchange is correct; each rank checks its own part before the first byte is sent.
 
 `check` verifies the result of planning independently of the planner: the boxes that a rank keeps and receives
 cover each of its boxes exactly once for every addend; it receives each box from a rank that holds it; and it
 sends only boxes that it holds. The `digests` of sender and receiver are compared, so that both pack and
 unpack the same boxes in the same order. If `check` passes on every rank for every step, and all digests
 agree, every element of the target is the reduction of all its addends, each once, by induction over the
-steps: each of them leads from a complete layout to a complete layout.
+steps: each step leads from a complete layout to a complete layout.
 
 `check_native` verifies a native collective in each of several groups: the boxes of a group's members, in
-their order, are the inputs and outputs of such a collective. All ranks compare `digest_of_groups`, so that
-they run the same collectives in the same groups.
+their order, are the inputs and outputs of such a collective. All ranks compare `digest_of_groups`, to make
+sure that they run the same collectives in the same groups.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def check(part: ExchangePart, source: Layout, target: Layout) -> str | None:
 def _not_inside(
     does: str, rank: int, source: Layout, pieces: Ints, boxes: Boxes, addends: Ints
 ) -> str | None:
-    """Return the error if a row is not inside its box of the rank's source, or of another addend."""
+    """Return the error if a row lies outside its box of the rank's source, or has another addend."""
     if not (source.owners[pieces] == rank).all():
         return f"rank {rank} {does} a part of a box of another rank"
     if not (contains(source.held.take(pieces), boxes) & (source.addends[pieces] == addends)).all():
@@ -74,12 +74,12 @@ def _covered(part: ExchangePart, source: Layout, target: Layout, piece: int) -> 
     addends = np.concatenate([part.receives.addends[received], part.kept.addends[kept]])
     sides = zip(part.receives.boxes.take(received), part.kept.boxes.take(kept), strict=True)
     lows, highs = (np.concatenate(side) for side in sides)
-    # The addend is one more dimension; every element must be covered once.
+    # Treat the addend as one more dimension; every element must be covered once.
     boxes = Boxes(np.column_stack([addends, lows]), np.column_stack([addends + 1, highs]))
     if source.has_gaps:
         _, held = meet(low, high, source.regions.boxes)
-        # Kept and received boxes lie in those of the source. If they are disjoint and as large as its part of
-        # the box, they cover it.
+        # Kept and received boxes lie inside the source's boxes. If they are disjoint, and as large as the
+        # source's part of the box, they cover it.
         if int(boxes.volumes.sum()) == int(held.volumes.sum()) and _apart(boxes):
             return None
     elif cover_once(boxes, np.append(0, low), np.append(source.addend_count, high)):
@@ -116,9 +116,9 @@ def _all_hold(layout: Layout, ranks: Ints, boxes: Boxes, addends: Ints) -> str |
 def check_native(
     native: NativeCollective, source: Layout, target: Layout, ranks: Collection[int]
 ) -> str | None:
-    """Return the error in the groups of a native collective, None if they are correct.
+    """Return the error in the groups of a native collective; None if they are correct.
 
-    Of the groups, only those that contain any of `ranks` are checked in detail.
+    Only groups that contain any of `ranks` are checked in detail.
     """
     members = as_ints([rank for group in native.groups for rank in group])
     if len(np.unique(members)) != len(members):
@@ -193,7 +193,7 @@ def _wrong_broadcast(group: Ints, source: Layout, target: Layout) -> str | None:
 
 
 def digest_of_groups(native: NativeCollective) -> int:
-    """Return a hash of a native collective and its groups, equal on ranks that run the same ones."""
+    """Return a hash of a native collective and its groups, equal on ranks that run the same collectives."""
     text = repr((native.kind, native.groups)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
 

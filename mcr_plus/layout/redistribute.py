@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from mcr_plus.communicator.calls import Compress
 
-_KEPT: Final = 1024  # redistributions of a group
-_BUFFERS: Final = 256 << 20  # bytes of their buffers between calls
+_KEPT: Final = 1024  # most cached redistributions of a group
+_BUFFERS: Final = 256 << 20  # most bytes of their buffers between calls
 
 
 def redistribute(
@@ -45,7 +45,7 @@ def redistribute(
 
     Args:
         x: this rank's local tensor in `source`, of shape `source.local_shape(rank)`, of any dtype and
-            strides; None where the rank has no part in it. It must not be changed while an asynchronous call
+            strides; None if the rank has no part in it. It must not be changed while an asynchronous call
             is pending.
         source: a `Layout`, or, if `x` is a `DTensor`, the mesh of the result.
         target: a `Layout` of the same global shape, or, if `x` is a `DTensor`, the placements of the result.
@@ -56,20 +56,20 @@ def redistribute(
         dtype: the dtype of the tensor, the same on all ranks. Required if some rank has no part in the source
             and tensors of several dtypes have the same layouts: without it, the dtype of the first call is
             expected.
-        tag: the tag of its operations, which rules match; `redistribute` if None.
-        compress: see the other collectives. With a codec, replicas still get the same bits.
+        tag: tag of its operations, for rules; `redistribute` if None.
+        compress: as in the other collectives. With a codec, replicas still get the same bits.
 
     Returns:
-        The local tensor in `target`, None where this rank has no part in it. With a `DTensor`, a `DTensor`.
+        The local tensor in `target`, None if this rank has no part in it. With a `DTensor`, a `DTensor`.
         Values are exact, except for sums of floats, which depend on the order of the addends: by index in
-        exchanges, that of the library in native collectives. Halves are added in float32 and rounded once.
-        Sums of bool are "or"; means of integers are rounded towards zero.
+        exchanges, chosen by the library in native collectives. Half-precision addends are summed in float32
+        and rounded once. Sums of bool are "or"; means of integers are rounded towards zero.
 
     Raises:
         InvalidArgument: on all ranks: layouts, dtypes or shapes do not match or differ between ranks, or no
-            rank holds some element. With a cached plan, only the rank that passes a wrong tensor raises, as
+            rank holds some element. With a cached plan, only a rank that passes a wrong tensor raises, as
             in other collectives.
-        Unsupported: a codec would leave replicas with different bits.
+        Unsupported: a codec would make the bits of replicas differ.
 
     Example:
         ```python
@@ -118,7 +118,7 @@ def bound(
 ) -> Redistribution:
     """Return the redistribution of one tensor: a cached object for calls with the same arguments.
 
-    The group caches the latest ones, the same on all ranks. `dtype`: see `redistribute`.
+    The group caches the latest redistributions, the same on all ranks. `dtype`: see `redistribute`.
     """
     comm = member_of(group)
     kept: _CachedRedistributions | None = comm.attached.get("redistributions")
@@ -129,7 +129,7 @@ def bound(
 
 
 class _CachedRedistributions:
-    """The cached redistributions of a group, and the bound on their buffers: the latest ones keep theirs."""
+    """Cached redistributions of a group; a bound on buffers lets only the latest keep theirs."""
 
     def __init__(self) -> None:
         self.moves: OrderedDict[Any, _CachedMove] = OrderedDict()
@@ -148,7 +148,7 @@ class _CachedRedistributions:
         """Count the buffers of a redistribution, and free the oldest buffers beyond the bound."""
         with self._lock:
             self._bytes.pop(move, None)
-            if self.moves.get(move.key) is not move:  # dropped from the cache, or not agreed on
+            if self.moves.get(move.key) is not move:  # dropped from the cache, or not agreed on yet
                 return
             if nbytes > _BUFFERS:
                 move.release()
@@ -162,7 +162,7 @@ class _CachedRedistributions:
 
 
 class _CachedMove(Redistribution):
-    """The redistribution of one tensor, cached by its group after the first successful call."""
+    """Redistribution of one tensor, cached by its group after the first successful call."""
 
     _other_dtypes = "pass `dtype` on all ranks"
 

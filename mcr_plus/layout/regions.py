@@ -19,7 +19,7 @@ Flags = NDArray[np.bool_]
 
 _MOST_CELLS: Final = 1 << 20
 _ROWS: Final = 64
-"""A cut of a box may move by 1/64 of a share, so that it falls between rows and leaves fewer boxes."""
+"""Fraction of a share (1/64) by which a cut may move to fall between rows, which leaves fewer boxes."""
 
 
 class Boxes(NamedTuple):
@@ -30,7 +30,7 @@ class Boxes(NamedTuple):
 
     @property
     def volumes(self) -> Ints:
-        """The number of elements of each box."""
+        """Number of elements of each box."""
         return volumes(self.lows, self.highs)
 
     def take(self, which: Ints | Flags) -> Boxes:
@@ -50,7 +50,7 @@ def volumes(lows: Ints, highs: Ints) -> Ints:
 
 
 def meet(low: Ints, high: Ints, boxes: Boxes) -> tuple[Ints, Boxes]:
-    """Return the overlaps of one box with many: the indices of the overlapped boxes, and the overlaps."""
+    """Return the overlaps of one box with many: indices of the overlapped boxes, and the overlaps."""
     lows, highs = np.maximum(boxes.lows, low), np.minimum(boxes.highs, high)
     (which,) = (lows < highs).all(axis=1).nonzero()
     return which, Boxes(lows[which], highs[which])
@@ -59,7 +59,7 @@ def meet(low: Ints, high: Ints, boxes: Boxes) -> tuple[Ints, Boxes]:
 def meet_all(a: Boxes, b: Boxes) -> tuple[Ints, Ints, Boxes]:
     """Return the overlaps of all boxes of `a` with all of `b`: both indices, and the overlaps.
 
-    They are sorted by the index in `a`, then in `b`. Takes O(len(a) · len(b) · dims).
+    Sorted by the index in `a`, then in `b`. Takes O(len(a) · len(b) · dims).
     """
     hit = np.ones((len(a.lows), len(b.lows)), bool)
     for dim in range(a.lows.shape[1]):
@@ -76,10 +76,10 @@ def contains(outer: Boxes, inner: Boxes) -> Flags:
 
 
 def row_length(boxes: Boxes, share: Ints) -> Ints:
-    """Return for each flattened box the largest number of consecutive elements as the unit of its cuts.
+    """Return for each flattened box its unit of cuts: the largest suitable number of consecutive elements.
 
-    It is a product of trailing extents, at most 1/64 of `share` (elements between two cuts), or 1 if all such
-    products are larger.
+    The unit is a product of trailing extents, at most 1/64 of `share` (elements between two cuts), or 1 if
+    all such products are larger.
     """
     extents = boxes.highs - boxes.lows
     unit = np.ones(len(extents), np.int64)
@@ -193,14 +193,14 @@ def cover_once(boxes: Boxes, low: Ints, high: Ints) -> bool:
 
 
 class Regions:
-    """The distinct boxes of a layout, each with its addend and the ranks that hold it.
+    """Distinct boxes of a layout, each with its addend and the ranks that hold it.
 
     Attributes:
-        boxes, addends: the box and the addend of each region.
+        boxes, addends: box and addend of each region.
         members, starts: the ranks of region i are `members[starts[i] : starts[i + 1]]`, ascending.
         pieces: for each member, the index in the constructor's arguments of the box that contains the region.
         twins: pairs of equal boxes of one rank, which count as one member: (index of its box, index of the
-            other).
+            duplicate).
     """
 
     def __init__(self, boxes: Boxes, addends: Ints, owners: Ints, pieces: Ints | None = None) -> None:
@@ -227,12 +227,12 @@ class Regions:
 
     @cached_property
     def counts(self) -> Ints:
-        """The number of ranks that hold each region."""
+        """Number of ranks that hold each region."""
         return np.diff(self.starts)
 
     @cached_property
     def region_of_member(self) -> Ints:
-        """The index of the region of each entry of `members`."""
+        """Index of the region of each entry of `members`."""
         return np.repeat(np.arange(len(self.counts)), self.counts)
 
     @cached_property
@@ -249,7 +249,7 @@ class Regions:
         return self.region_of_member[at], self.pieces[at]
 
     def find(self, regions: Ints, ranks: Ints) -> Ints:
-        """Return the index in `members` of `ranks[i]` in region `regions[i]`, which it must hold."""
+        """Return the index in `members` of rank `ranks[i]` in region `regions[i]`, which it must hold."""
         return np.searchsorted(self._keys, regions * self._base + ranks)
 
     def has(self, regions: Ints, ranks: Ints) -> Flags:

@@ -1,4 +1,4 @@
-"""Rounds of an exchange: the boxes of many tensors that a rank sends and receives in one operation."""
+"""Rounds of an exchange: boxes of many tensors that a rank sends and receives in one operation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _torch: Any = torch  # its type stubs lack the operations on lists
 
 
 class Strided(NamedTuple):
-    """A box in a local tensor, as for `torch.as_strided`, and its offset `at` in a buffer, in elements."""
+    """A box in a local tensor, as in `torch.as_strided`, and its offset `at` in a buffer, in elements."""
 
     tensor: int
     extents: tuple[int, ...]
@@ -43,7 +43,7 @@ class Strided(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """Boxes to copy: each of `froms` to the one of `tos` with the same index."""
+    """Boxes to copy: each box in `froms` to the box in `tos` with the same index."""
 
     froms: list[Strided]
     tos: list[Strided]
@@ -61,9 +61,9 @@ class Pairs(NamedTuple):
 
 @dataclass
 class AddendSum:
-    """The addends of one tensor in the order of reduction: for each, received boxes and kept ones.
+    """Addends of one tensor in the order of reduction, each with received and kept boxes.
 
-    `onto`: True: the first addend may lack elements, so it is added to zeros instead of copied.
+    `onto`: True if the first addend may lack elements, so it is added to zeros instead of copied.
     """
 
     tensor: int
@@ -74,9 +74,9 @@ class AddendSum:
 
 @dataclass
 class Transfer:
-    """The boxes that this rank sends to one peer in a round, or receives from it, if not `is_send`.
+    """Boxes that this rank sends to one peer in a round, or receives from it without `is_send`.
 
-    `peer`: its index in the group. `begin`, `end`: the range of the buffer, in elements.
+    `peer`: index of the peer in the group. `begin`, `end`: range of the buffer, in elements.
     """
 
     peer: int
@@ -89,12 +89,12 @@ class Transfer:
 
 @dataclass
 class ExchangeRound:
-    """The boxes that this rank sends and receives in one operation.
+    """Boxes that this rank sends and receives in one operation.
 
-    `place`: its number and that of all rounds of the step, such as `1 of 3`. `received`: boxes that are
-    copied into place; `sums`: boxes that are reduced. `sent_at`, `received_at`: the offset in a single local
+    `place`: number of the round and of all rounds of the step, such as `1 of 3`. `received`: boxes to copy
+    into place; `sums`: boxes to reduce. `sent_at`, `received_at`: offset in a single local
     tensor in which all boxes are contiguous, in the order of the buffer, so that no copy is needed; None if
-    they are not.
+    they are not contiguous.
     """
 
     place: str
@@ -108,9 +108,9 @@ class ExchangeRound:
     sent_at: int | None = None
     received_at: int | None = None
     bound: dict[tuple[bool, str], tuple[Signature, Issue]] = field(default_factory=dict)
-    """The bound operation, by (asynchronous, type of the device)."""
+    """Bound operation, by (asynchronous, type of the device)."""
     messages: list[Transfer] = field(default_factory=list)
-    """The messages of this rank, where a step consists of messages."""
+    """Messages of this rank, if the step consists of messages."""
 
     def cut_into_messages(self) -> None:
         """Fill `messages`: the receives, then the sends."""
@@ -139,11 +139,11 @@ class ExchangeRound:
 
 @dataclass
 class ExchangeStage:
-    """One step of the plan: its rounds, and the boxes that this rank keeps (from, to).
+    """A step of the plan: its rounds, and the boxes that this rank keeps (from, to).
 
-    `targets`: for each tensor, the layout after the step, None if its program has fewer steps. `is_last`: the
+    `targets`: for each tensor, the layout after the step; None if its program has fewer steps. `is_last`: the
     step writes the outputs of all tensors. `is_lossy`: a codec may be used. `is_idle`: no rank of the group
-    sends data. `by_messages`: it consists of messages between pairs of ranks instead of an all_to_all.
+    sends data. `by_messages`: messages between pairs of ranks replace an all_to_all.
     """
 
     rounds: list[ExchangeRound]
@@ -172,7 +172,7 @@ def copy_all(targets: list[torch.Tensor], values: list[torch.Tensor]) -> None:
 
 
 class RowsOf(NamedTuple):
-    """The rows of one tensor, in the order of packing."""
+    """Rows of one tensor, in the order of packing."""
 
     tensor: int
     layout: Layout
@@ -182,7 +182,7 @@ class RowsOf(NamedTuple):
 
     @classmethod
     def of(cls, tensor: int, layout: Layout, rank: int, rows: BoxRows) -> RowsOf:
-        """Return the rows of tensor number `tensor`, which has this layout."""
+        """Return the rows of tensor number `tensor`, which has layout `layout`."""
         return cls(
             tensor, layout, rank, rows, strided(tensor, *layout.strided(rank, rows.pieces, rows.boxes))
         )
@@ -194,7 +194,7 @@ class RowsOf(NamedTuple):
 
 
 Item = tuple[int, int, Strided]
-"""The peer's index in the group, the addend, and the box."""
+"""Index of the peer in the group, addend, and box."""
 
 
 def cut(
@@ -203,7 +203,7 @@ def cut(
     """Return the rows of all tensors in rounds, each sorted by peer, then tensor.
 
     Tensors are cut into `number` rounds from `begin` on. `whole`: the rounds of tensors that are not cut.
-    Sender and receiver cut the elements of one message alike.
+    Sender and receiver cut the elements of a message alike.
     """
     entries = sorted(
         (order[peer], at, row)
@@ -238,7 +238,7 @@ def cut(
 
 
 class Waves(NamedTuple):
-    """The boxes into which a tensor is cut so that its steps overlap, and the wave of each box."""
+    """Boxes into which a tensor is cut so that its steps overlap, and the wave of each box."""
 
     boxes: Boxes
     wave_of: Ints
@@ -247,7 +247,7 @@ class Waves(NamedTuple):
     def of(cls, source: Layout, number: int) -> Waves:
         """Cut each box of a complete source into `number` slabs, one per wave.
 
-        So all its ranks send in every wave.
+        As a result, all its ranks send in every wave.
         """
         lows, highs = (np.repeat(side, number, axis=0) for side in source.regions.boxes)
         index = np.tile(np.arange(number), len(lows) // number)
@@ -295,7 +295,7 @@ def strided(tensor: int, extents: Ints, strides: Ints, offsets: Ints) -> list[St
 
 
 def in_one_piece(boxes: Sequence[Strided]) -> int | None:
-    """Return the offset of boxes that are contiguous in one local tensor, in order; None if they are not."""
+    """Return the offset of boxes that are contiguous in one local tensor, in order; else None."""
     if not boxes:
         return 0
     at = begin = boxes[0].offset

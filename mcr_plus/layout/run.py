@@ -1,4 +1,4 @@
-"""One run of a plan: its local tensors at every step, its copies, and its operations in flight."""
+"""Run of a plan: its local tensors at every step, its copies, and its operations in flight."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def _extreme(
     targets: list[torch.Tensor],
     values: list[torch.Tensor],
 ) -> None:
-    """MIN or MAX as all libraries have them: torch keeps NaN, but of two zeros it takes either.
+    """Compute MIN or MAX as all libraries do: like torch keep NaN, but order the zeros by sign.
 
-    `of_equal`: combines the bits of equal numbers, which differ in the sign of zeros alone.
+    `of_equal`: combines the bits of equal numbers, which can differ only in the sign of zeros.
     """
     equal: list[torch.Tensor] = []
     if targets[0].is_floating_point():
@@ -50,7 +50,7 @@ def _extreme(
 
 
 def _add(targets: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-    """Add, complex numbers by their parts: torch multiplies them by 1 first, which makes NaN of inf."""
+    """Add complex numbers by their parts: torch first multiplies them by 1, which makes NaN of inf."""
     _torch._foreach_add_([_parts(each) for each in targets], [_parts(each.resolve_conj()) for each in values])
 
 
@@ -100,7 +100,7 @@ class PlanRun:
             self._stores.append(outputs if stage.is_last else self._store(stage, device))
 
     def _store(self, stage: ExchangeStage, device: torch.device) -> Locals:
-        """Return the local tensors that a step writes: outputs, new ones, or those of the step before."""
+        """Return the tensors that a step writes: outputs, new tensors, or those of the previous step."""
         mover, found = self._mover, list[torch.Tensor | None]()
         for index, layout in enumerate(stage.targets):
             if layout is None:
@@ -134,7 +134,7 @@ class PlanRun:
         (stage,) = self._mover.stages
         (each,) = stage.rounds
         number = len(self._stores[1])
-        # `data` is another tensor on the same memory; views of it do not keep the original alive.
+        # `data` is another tensor in the same memory; views of it do not keep the original alive.
         aliases = [None if local is None else local.data for local in tensors]
         self._stores = [aliases[number:], aliases[:number]]
         packed, unpacked = self.buffers.of(each, 0)
@@ -148,11 +148,11 @@ class PlanRun:
         return Repeated(self.buffers, tensors, copies, issue, message)
 
     def start(self) -> list[Work]:
-        """Issue all operations; returns their handles. The outputs are complete when all of them are."""
+        """Issue all operations; returns their handles. Once all are complete, so are the outputs."""
         if self._mover.waves:
             return self._start_in_waves()
         works: list[Work] = []
-        last: list[Work] = []  # the operations of the step before
+        last: list[Work] = []  # operations of the previous step
         slots = self._mover.slots
         for number, stage in enumerate(self._mover.stages):
             mine: list[Work] = []
@@ -236,7 +236,7 @@ class PlanRun:
         return issue, Message(signature, (source,), (target,), **extras)
 
     def _issue_messages(self, number: int, each: ExchangeRound, slot: int, extras: Extras) -> Work:
-        """Issue the messages of a round, receives first. `extras`: `after` of a step that follows another."""
+        """Issue the messages of a round, receives first. `extras`: `after`, if the step follows another."""
         mover = self._mover
         packed, unpacked = self.buffers.of(each, slot)
         tag = mover.next_match_tag()
@@ -291,7 +291,7 @@ class PlanRun:
         self._reduce(number, each, slot)
 
     def _keep(self, number: int) -> None:
-        """Copy the boxes that this rank holds already into its local tensors of the next layout."""
+        """Copy boxes that this rank holds already into its local tensors of the next layout."""
         self._mover.stages[number].kept.copy(self._stores[number], self._stores[number + 1])
 
     def _reduce(self, number: int, each: ExchangeRound, slot: int) -> None:
@@ -301,7 +301,7 @@ class PlanRun:
             if result is None:
                 continue
             into = result
-            # Summed in float32 and rounded once; a mean of two may be finite where their sum is not.
+            # Sum in float32 and round once. A mean of two may be finite although their sum is not.
             if result.dtype in _HALF and len(addends.addends) > 1 + (addends.op != "AVG"):
                 into = torch.zeros_like(result, dtype=torch.float32)  # some addends may lack elements
             for addend, (received, kept) in enumerate(addends.addends):

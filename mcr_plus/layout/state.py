@@ -1,4 +1,4 @@
-"""`mcr.redistribution`: redistribution of many tensors, such as a model's state, bound once."""
+"""`mcr.redistribution`: redistribution of many tensors, for example a model's state, bound once."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ _Bound = tuple[list[RedistributionPlan], list[_Named]]
 
 
 class RedistributionWork(JointWork):
-    """The handle of a pending redistribution.
+    """Handle of a pending redistribution.
 
-    `outputs`: this rank's local tensors in the target by name, None where it has no part; valid once the
+    `outputs`: this rank's local tensors in the target by name, None if it has no part; valid once the
     handle is complete.
     """
 
@@ -56,13 +56,13 @@ class RedistributionWork(JointWork):
 
     @property
     def output(self) -> torch.Tensor | None:
-        """The output, if the redistribution has exactly one tensor."""
+        """Output tensor, if the redistribution has exactly one tensor."""
         (output,) = self.outputs.values()
         return output
 
 
 class Redistribution:
-    """Tensors of a state between two sets of layouts; the result of `mcr.redistribution`.
+    """Redistribution of the tensors of a state; the result of `mcr.redistribution`.
 
     A call is collective over the group. The first call makes the plan, for the dtypes of its tensors. A rank
     without a part in the source of a tensor assumes that later calls have the same dtypes: other ranks must
@@ -95,7 +95,7 @@ class Redistribution:
                 raise InvalidArgument(
                     f"specs[{name!r}]: expected (source, target), two layouts, got {short(pair)}"
                 )
-        same: dict[Layout, Layout] = {}  # one object for equal layouts, so that regions are computed once
+        same: dict[Layout, Layout] = {}  # one object for equal layouts, to compute regions once
         for name, (source, target) in self._specs.items():
             self._specs[name] = (same.setdefault(source, source), same.setdefault(target, target))
         self._memory = None if memory is None else _memory(memory, self._specs)
@@ -107,17 +107,17 @@ class Redistribution:
         self.rank = self._comm.ranks[self._comm.rank] if self._comm.rank >= 0 else -1
         members = set(self._comm.ranks)
         self._asks = any(members - set(source.ranks) for source, _ in self._specs.values())
-        """True if a rank has no part in some source, so that it may need the dtype from other ranks."""
+        """True if a rank has no part in some source, so it may need the dtype from other ranks."""
         self._dtypes: _Dtypes | None = None
-        """The dtypes that all ranks expect, if `_asks`."""
+        """Dtypes that all ranks expect, if `_asks`."""
         self._device = torch.device("cpu")
-        """The device of operations; on a rank without tensors, of the type that the others' tensors have."""
+        """Device of operations; on a rank without tensors, the device type of the other ranks' tensors."""
 
     def __call__(self, source: State, target: State | None = None) -> dict[str, torch.Tensor | None]:
         """Redistribute the tensors of `source` to `target`; returns those of the target.
 
         Args:
-            source: this rank's local tensors by name, in their source layouts; None or absent where it has no
+            source: this rank's local tensors by name, in their source layouts; None or absent if it has no
                 part. Names without layouts are ignored.
             target: local tensors to write to. Those that are None or absent are allocated, on the device of
                 this rank's other tensors, or on the CPU if it has none. A name without layouts is an error.
@@ -177,8 +177,8 @@ class Redistribution:
         """Make the plans for tensors of these dtypes, in the order of the specs, before the first call.
 
         Collective. Later calls expect these dtypes. `wrong`: the error in this rank's tensors, if any; all
-        ranks then raise `InvalidArgument`. `device`: that of the tensors, for ranks that have none; None: as
-        in the call before, or the CPU.
+        ranks then raise `InvalidArgument`. `device`: device of the tensors, for ranks without tensors; None:
+        as in the previous call, or the CPU.
         """
         if device is not None:
             self._device = torch.device(device)
@@ -196,12 +196,12 @@ class Redistribution:
         return self._bound[key][0]
 
     def shape_of_source(self, name: str) -> tuple[int, ...] | None:
-        """Return the shape of this rank's local tensor in the source; None where it has no part."""
+        """Return the shape of this rank's local tensor in the source; None if it has no part."""
         return self._specs[name][0].local_shape(self.rank)
 
     @property
     def plan(self) -> RedistributionPlan:
-        """The plan of the last call, for all tensors.
+        """Plan of the last call, for all tensors.
 
         Raises:
             NotInitialized: there has been no call.
@@ -221,7 +221,7 @@ class Redistribution:
 
     @property
     def plans(self) -> list[RedistributionPlan]:
-        """The plans of the last call, one for each dtype."""
+        """Plans of the last call, one for each dtype."""
         return list(self._latest or ())
 
     @property
@@ -287,7 +287,7 @@ class Redistribution:
         return movers, made_apart(rows)
 
     def _check_dtypes(self, given: Given) -> None:
-        """Raise `InvalidArgument` if a dtype differs from the one that ranks without the tensor expect."""
+        """Raise `InvalidArgument` if a dtype differs from that expected by ranks without the tensor."""
         for (name, pair), dtype in zip(given.items(), self._dtypes or (), strict=False):
             for each in pair:
                 if each is not None and each.dtype != dtype:
@@ -301,7 +301,7 @@ class Redistribution:
         """Raise on all ranks if any rank passes `wrong`, or if layouts or options differ between ranks.
 
         This precedes all other communication, so that ranks with invalid arguments take part in it, too.
-        `device`: that of this rank's tensors, None without any; then it is taken from the other ranks.
+        `device`: device of this rank's tensors; None without tensors; then other ranks determine it.
         """
         words = [self._said, *(f"{name}/{a.digest!r}/{b.digest!r}" for name, (a, b) in self._specs.items())]
         number = int.from_bytes(hashlib.blake2b("\n".join(words).encode(), digest_size=7).digest(), "big")
@@ -337,7 +337,7 @@ class Redistribution:
 
     @property
     def _said(self) -> str:
-        """The options of the call in the form that ranks compare."""
+        """Options of the call in the form that ranks compare."""
         compress = self._options.get("compress")
         if isinstance(compress, Mapping):
             compress = dict(sorted(compress.items(), key=str))
@@ -369,7 +369,7 @@ class Redistribution:
     def _for_native(self) -> int | None:
         """Return the bytes for native collectives of all dtypes together; None: no limit.
 
-        With several tensors: at most half of the memory, and no more than exchanges leave over.
+        With several tensors: at most half of the memory, and no more than exchanges leave unused.
         """
         if self._memory is None or len(self._specs) == 1:
             return self._memory
@@ -394,7 +394,9 @@ class Redistribution:
         return Mover(self._comm, plan, self._options, memory, self._pool, self._device)
 
     def _chain(self, movers: Sequence[_Named], locals_: Mapping[str, Local]) -> Chain | None:
-        """Return a chain that runs several dtypes in turn in the same memory; None if it is not bounded."""
+        """Return one run that moves the dtypes one after another through a shared buffer; None without a
+        bound.
+        """
         sizes = [mover.nbytes for _, mover in movers if isinstance(mover, Mover)]
         if self._pool is None or len(sizes) < 2:
             return None
@@ -403,11 +405,11 @@ class Redistribution:
         return Chain(self._pool, self._pool.take(max(sizes), device))
 
     def _done(self) -> None:
-        """Run after each call, once its outputs are complete; for subclasses."""
+        """Run after each call, once its outputs are complete; a hook for subclasses."""
 
 
 def refuse(group: Communicator | None, error: McrError) -> NoReturn:
-    """Raise an error after sending it to the other ranks of the group: if this is their first call, too, they
+    """Send an error to the other ranks of the group, then raise it: if this is their first call, too, they
     raise it as well.
     """
     comm = member_of(group)
@@ -431,10 +433,10 @@ def redistribution(
     target_state)`.
 
     Args:
-        specs: the layouts (source, target) of each tensor by name, the same on all ranks of the group.
-        memory: the bound of the buffers of a call in bytes (`256MiB`), for all dtypes together. Larger
-            exchanges are cut into rounds, of which one is packed while another is in flight. None: no bound.
-            It does not include: the addends of a tensor that is summed, which are not cut, with the slices
+        specs: layouts (source, target) of each tensor by name, the same on all ranks of the group.
+        memory: bound of the buffers of a call in bytes (`256MiB`), for all dtypes together. Larger
+            exchanges are cut into rounds, so that one is packed while another is in flight. None: no bound.
+            Not included: addends of a summed tensor, which are not cut, with the slices
             and float32 sums made of them; whole copies of tensors that are not contiguous, and of sources
             that share memory with the target; and the memory of codecs and libraries.
         group, tag, compress: see `mcr.redistribute`.
@@ -483,7 +485,7 @@ def _needed(specs: Mapping[str, tuple[Layout, Layout]]) -> tuple[int, str, int]:
     rows = {name: source.shape[-1] if len(source.shape) > 1 else 1 for name, (source, _) in specs.items()}
     widest = max(rows, key=rows.__getitem__, default="")
     row = rows.get(widest, 0)
-    # Two rounds in flight, each with one row sent and one received, of the largest dtype.
+    # Two rounds in flight; each sends and receives a row of the largest dtype.
     return 4 * 16 * row, widest, row
 
 

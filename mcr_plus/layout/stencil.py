@@ -1,4 +1,4 @@
-"""Layouts of convolutions and pooling: the output of each rank, the input that it needs, and the part of the
+"""Layouts of convolutions and pooling: the output of each rank, the input that it needs, and the part of its
 output that needs no halo.
 """
 
@@ -17,7 +17,7 @@ Range = tuple[int, int]
 
 
 class Window(NamedTuple):
-    """The window of the input that one element of the output reads, in each spatial dimension."""
+    """Window of the input that one element of the output reads, in each spatial dimension."""
 
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
@@ -28,7 +28,7 @@ class Window(NamedTuple):
 
     @property
     def reach(self) -> Ints:
-        """The number of elements from the first to the last that one output element reads."""
+        """Number of elements from the first to the last that one output element reads."""
         return as_ints(self.dilation) * (as_ints(self.kernel) - 1) + 1
 
     def reads(self, low: Ints, high: Ints) -> tuple[Ints, Ints]:
@@ -103,10 +103,10 @@ class StencilPart(NamedTuple):
     """This rank's share of a convolution.
 
     Attributes:
-        inner: the part of the output that reads only elements of this rank; None if there is none.
-        outer: the rest of the output.
-        whole: the whole output.
-        own, needed: the input that the rank owns, and the input that it needs; circular dimensions extend
+        inner: part of the output that reads only elements of this rank; None if there is none.
+        outer: rest of the output.
+        whole: whole output.
+        own, needed: input that the rank owns, and input that it needs; circular dimensions extend
             beyond the tensor's bounds.
     """
 
@@ -125,7 +125,7 @@ def part_of(window: Window, layout: Layout, output: Layout, rank: int) -> Stenci
     low, high = (as_ints([bound[side] for bound in out]) for side in (0, 1))
     size = as_ints(layout.shape)
     begin, end = (as_ints([bound[side] for bound in own]) for side in (0, 1))
-    # Beyond the tensor's bounds, no data of other ranks is needed: padding, or elements of this rank.
+    # Beyond the tensor's bounds no other rank's data is needed: padding, or elements of this rank.
     alone = (begin == 0) & (end == size)
     free = alone if window.circular else np.ones(len(out), bool)
     stride, left = as_ints(window.stride), as_ints(window.left)

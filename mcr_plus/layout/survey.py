@@ -1,4 +1,4 @@
-"""Plans of all ranks, made in one process without a job, for `mcr-plus layout`."""
+"""Plans of all ranks, computed in one process without a job, for `mcr-plus layout`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def parse_layout(text: str, shape: Sequence[int]) -> Layout:
     `@2x4+8`: the mesh consists of ranks 8 to 15. See `Layout.mesh` for placements.
 
     Raises:
-        InvalidArgument: the text has another form, or the layout is invalid.
+        InvalidArgument: the text has a wrong form, or the layout is invalid.
     """
     placements, ranks = parse_mesh(text)
     return Layout.mesh(shape, ranks, placements)
@@ -70,10 +70,10 @@ def node_of_rank(ranks: Collection[int], nodes: int) -> Ints | None:
 
 
 class ProgramOutcome(NamedTuple):
-    """One program on all ranks.
+    """Outcome of one program on all ranks.
 
-    `loads`: [ranks, steps, 6], in the order of `program.LOADS`. `links`: [nodes, nodes], the bytes from each
-    node to each other node. `wrong`: the error found by the proof; None if it holds. `seconds`: the expected
+    `loads`: [ranks, steps, 6], in the order of `program.LOADS`. `links`: [nodes, nodes], bytes from each
+    node to each other node. `wrong`: error found by the proof; None if it holds. `seconds`: expected
     time.
     """
 
@@ -98,11 +98,11 @@ class ProgramOutcome(NamedTuple):
 
 @dataclass(frozen=True)
 class ProgramSurvey:
-    """All programs from one layout to another on all ranks; the cheapest is the plan.
+    """All programs from one layout to another, on all ranks; the plan is the cheapest of them.
 
     Attributes:
-        ranks: the ranks that have a part in either layout.
-        outcomes: the outcome of each program.
+        ranks: ranks that have a part in either layout.
+        outcomes: outcome of each program.
     """
 
     source: Layout
@@ -114,13 +114,13 @@ class ProgramSurvey:
 
     @cached_property
     def plan(self) -> ProgramOutcome:
-        """The program that a job would run."""
+        """Program that a job would run."""
         crossing = [int(outcome.links.sum()) for outcome in self.outcomes]
         return self.outcomes[cheapest([outcome.seconds for outcome in self.outcomes], crossing)]
 
     @cached_property
     def bound(self) -> VolumeBound:
-        """The volume that any plan must move at least, in elements."""
+        """Least volume of any plan, in elements."""
         return bound(self.source, self.target, self.nodes)
 
 

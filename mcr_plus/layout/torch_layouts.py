@@ -33,18 +33,18 @@ if TYPE_CHECKING:
     from mcr_plus.communicator.calls import Compress
 
 Order = Sequence[int]
-"""The dimensions of a mesh, in the order in which they cut the tensor."""
+"""Dimensions of a mesh, in the order in which they cut the tensor."""
 
 _REDUCTIONS: Final = {"sum": "P"} | {
     op: f"P({op})" for op in ("avg", "max", "min", "product", "band", "bor", "bxor")
 }
-_KEPT: Final = 1024  # layouts on a mesh
+_KEPT: Final = 1024  # most layouts cached per mesh
 
 _known: WeakKeyDictionary[DeviceMesh, dict[Any, Layout]] = WeakKeyDictionary()
 
 
 def layout_of(tensor: DTensor, mesh: DeviceMesh | None = None) -> Layout:
-    """See `Layout.of`."""
+    """Return the layout of a `DTensor`, see `Layout.of`."""
     if not isinstance(tensor, DTensor):
         raise InvalidArgument(_not_a_dtensor(tensor))
     if mesh is not None and not isinstance(mesh, DeviceMesh):
@@ -58,7 +58,7 @@ def layout_of(tensor: DTensor, mesh: DeviceMesh | None = None) -> Layout:
 
 
 def _not_a_dtensor(value: Any) -> str:
-    """Return the error about a value that has no placements, with what to pass instead."""
+    """Return the error about a value without placements, which says what to pass instead."""
     if isinstance(value, torch.nn.Module):
         return (
             f"expected a DTensor, got a module ({type(value).__name__}); pass its parameters: "
@@ -76,7 +76,7 @@ def _not_a_dtensor(value: Any) -> str:
 
 
 def _layout_in(mesh: DeviceMesh, spec: Any) -> Layout:
-    """Return the layout on `mesh` of a tensor on a part of it, replicated over all parts of the same form."""
+    """Return the layout on `mesh` of a tensor on a part of it, replicated over all such parts."""
     axes = _axes_of(spec.mesh, mesh)
     others = [axis for axis in range(mesh.ndim) if axis not in axes]
     order = getattr(spec, "shard_order", None)
@@ -91,7 +91,7 @@ def _layout_in(mesh: DeviceMesh, spec: Any) -> Layout:
 
 
 def _axes_of(part: DeviceMesh, mesh: DeviceMesh) -> tuple[int, ...]:
-    """Return the dimensions of `mesh` that `part` spans; in the others it has this rank's coordinates."""
+    """Return the dimensions of `mesh` that `part` spans; it has this rank's coordinates in the others."""
     here = mesh.get_coordinate()
     if here is None:
         raise InvalidArgument(
@@ -117,7 +117,7 @@ def layout_of_spec(spec: Any) -> Layout:
 
 
 def target_on(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> Layout:
-    """Return the layout that DTensor gives a tensor of this shape on a mesh with these placements."""
+    """Return DTensor's layout of a tensor of this shape on a mesh with these placements."""
     return _layout_on(mesh, tuple(shape), tuple(placements), None, True)
 
 
@@ -129,7 +129,7 @@ def _layout_on(
     as_order: bool,
 ) -> Layout:
     """Return `layout_on`, cached by mesh. `shard_order`, `as_order`: properties of the `DTensorSpec`."""
-    known = _known.setdefault(mesh, {})  # no key or value may refer to the mesh: it would never be freed
+    known = _known.setdefault(mesh, {})  # keys and values must not keep the mesh alive
     key = (shape, placements, shard_order, as_order, _numbering())
     layout = known.get(key)
     if layout is None:
@@ -147,11 +147,11 @@ def layout_on(
 ) -> Layout:
     """Return the layout of a tensor on a mesh of ranks of the job.
 
-    `order`: the order in which the mesh dimensions cut the tensor; None: that of the mesh, with strided
-    shards as torch makes them.
+    `order`: order in which the mesh dimensions cut the tensor; None: the order of the mesh, with strided
+    shards as in torch.
 
     Raises:
-        Unsupported: a placement is not one of torch's own, or has another reduce op than those of torch.
+        Unsupported: a placement is not one of torch's own, or has a reduce op that torch does not have.
     """
     words = [_word(placement) for placement in placements]
     name = f"{','.join(words)} @{mesh_text(ranks)}"
@@ -187,7 +187,7 @@ def decoded(sizes: Sequence[int], placements: Sequence[Placement]) -> Order | No
 
 
 def _order(sizes: Sequence[int], placements: Sequence[Placement], entries: Any) -> Order | None:
-    """Return the order of cuts of a `shard_order`; None if it is that of the mesh dimensions."""
+    """Return the order of cuts of a `shard_order`; None if it is the order of the mesh dimensions."""
     if not entries or any(type(placement) is _StridedShard for placement in placements):
         return None
     order = _with_the_rest((axis for entry in entries for axis in entry.mesh_dims), len(sizes))
@@ -261,7 +261,7 @@ def _parts(
     size: int, dim: int, mesh: tuple[int, ...], placements: Sequence[Placement]
 ) -> tuple[list[int], Mapping[tuple[int, ...], list[_Run]]]:
     """Return the mesh dimensions that cut a dimension of the tensor, and the runs of its indices for each
-    coordinate in these.
+    coordinate in these mesh dimensions.
     """
     axes = [
         axis
@@ -293,7 +293,7 @@ def _split(whole: torch.Tensor, dim: int, number: int, placement: Any) -> list[t
 
 
 def _runs(indices: Ints) -> list[_Run]:
-    """Return indices as runs of consecutive ones."""
+    """Return indices as runs of consecutive indices."""
     if not len(indices):
         return []
     (steps,) = (np.diff(indices) != 1).nonzero()
@@ -329,7 +329,7 @@ def job_ranks(mesh: DeviceMesh) -> Ints:
 
 
 def _numbering() -> tuple[int, ...] | None:
-    """Return the number in torch.distributed of each rank of the job; None if both are the same."""
+    """Return the number in torch.distributed of each rank of the job; None if the numberings are equal."""
     return None if job.runtime is None or job.runtime.closed else job.runtime.torch_ranks
 
 
@@ -365,12 +365,12 @@ def redistribute_dtensor(
     tag: str | None,
     compress: Compress,
 ) -> Any:
-    """Redistribute a DTensor to a mesh, possibly another one of other ranks; see `mcr.redistribute`.
+    """Redistribute a DTensor to a mesh, possibly with other ranks; see `mcr.redistribute`.
 
     Ranks outside of a mesh also pass and receive a DTensor, with an empty local tensor, as in torch.
     """
     comm = member_of(group)
-    if not isinstance(x, DTensor):  # before anything collective: other ranks may have passed layouts
+    if not isinstance(x, DTensor):  # before any collective: other ranks may have passed layouts
         if not isinstance(mesh, DeviceMesh):
             what = f"expected a Layout, or the mesh of the result of a DTensor, got {short(mesh)}"
             refuse(comm, InvalidArgument(f"source: {what}"))
@@ -439,7 +439,7 @@ def local_tensor(local: torch.Tensor, shape: tuple[int, ...] | None) -> torch.Te
     if isinstance(local, AsyncCollectiveTensor):
         local = local.wait()
     local = local.detach()
-    # Some empty shards of torch have only one dimension.
+    # Some empty shards in torch have only one dimension.
     return local.view(shape) if local.numel() == 0 and 0 in shape else local
 
 

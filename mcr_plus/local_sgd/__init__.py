@@ -1,1 +1,1 @@
-"""Training with outer steps: ranks train alone, and average what they have learned every so many steps."""
+"""Local SGD: ranks train alone, and average their progress every `every` steps (`mcr.local`)."""

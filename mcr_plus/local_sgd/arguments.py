@@ -1,4 +1,4 @@
-"""What `mcr.local` refuses."""
+"""Checks of the arguments of `mcr.local`."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 GATES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
 DEFAULT_OUTER: Final[Outer] = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
-"""That of DiLoCo."""
+"""Default outer optimizer, as in DiLoCo."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of `mcr.local`, checked."""
+    """Checked arguments of `mcr.local`."""
 
     every: int
     fragments: int
@@ -58,7 +58,7 @@ def checked(
     warmup: object,
     gate: object,
 ) -> Settings:
-    """The settings, or `InvalidArgument`."""
+    """Return the checked settings, or raise `InvalidArgument`."""
     every, fragments = _count("every", every, 1), _count("fragments", fragments, 1)
     delay, warmup = _count("delay", delay, 0), _count("warmup", warmup, 0)
     if fragments > every:
@@ -100,7 +100,7 @@ def _count(name: str, value: object, least: int) -> int:
 
 
 def check_call(inner: torch.optim.Optimizer, closure: object, scaler: object, *, warmup: bool) -> None:
-    """Raise `InvalidArgument` for arguments of `step` that do not go together."""
+    """Raise `InvalidArgument` for arguments of `step` that cannot be combined."""
     if closure is not None and not callable(closure):
         raise InvalidArgument(f"closure: expected a function or None, got {closure!r}")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
@@ -117,13 +117,13 @@ def check_call(inner: torch.optim.Optimizer, closure: object, scaler: object, *,
 
 
 def needs_closure(inner: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer makes no step without a closure."""
+    """Return whether the optimizer cannot make a step without a closure."""
     found = inspect.signature(inner.step).parameters.get("closure")
     return found is not None and found.default is inspect.Parameter.empty
 
 
 def trained(model: torch.nn.Module, inner: torch.optim.Optimizer) -> list[Named]:
-    """The parameters that take part: those that are trained, each once, without `mcr_skip`."""
+    """Return the participating parameters: trained, without `mcr_skip`, each once."""
     refuse_lazy((*model.named_parameters(), *model.named_buffers()))
     named = [
         (name, param)
@@ -153,7 +153,7 @@ def trained(model: torch.nn.Module, inner: torch.optim.Optimizer) -> list[Named]
 
 
 def fragments_of(named: Sequence[Named], settings: Settings, outer: Any) -> list[Fragment]:
-    """Cut the parameters into fragments of about the same size, each of whole layers."""
+    """Cut the parameters into fragments of similar size, each of whole layers."""
     layers = layers_of(named)
     if settings.fragments > len(layers):
         raise InvalidArgument(
@@ -186,7 +186,7 @@ def fragments_of(named: Sequence[Named], settings: Settings, outer: Any) -> list
 
 
 def check_compression(compress: Any, fragments: Sequence[Fragment], comm: Communicator) -> None:
-    """Raise `InvalidArgument` for a codec that cannot carry the fragments."""
+    """Raise `InvalidArgument` if the codec cannot carry the fragments."""
     if compress is None or compress is False:
         return
     if not isinstance(compress, (str, Mapping)):
@@ -223,7 +223,7 @@ def check_compression(compress: Any, fragments: Sequence[Fragment], comm: Commun
                 f"compress: {compress!r} for {fragment.tag}: {reason}; each fragment is averaged as one "
                 "vector: expected a codec for that, such as int8_block, int4_block or topk"
             )
-        prepare(codec, anchor.dtype)  # its kernels are loaded here, not in the first window
+        prepare(codec, anchor.dtype)  # load the kernels now, not in the first window
 
 
 _stepping: Final = WeakSet[torch.optim.Optimizer]()
@@ -231,7 +231,7 @@ _stepping: Final = WeakSet[torch.optim.Optimizer]()
 
 @contextmanager
 def stepping(inner: torch.optim.Optimizer) -> Iterator[None]:
-    """Allow steps of an optimizer in this block, see `refuse_other_steps`."""
+    """Allow steps of an optimizer within this block, see `refuse_other_steps`."""
     _stepping.add(inner)
     try:
         yield
@@ -240,9 +240,9 @@ def stepping(inner: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def refuse_other_steps(local: LocalSteps) -> None:
-    """Let steps outside of `local.step` raise `InvalidArgument`: nothing would be averaged after them.
+    """Make steps outside of `local.step` raise `InvalidArgument`: no averaging would follow them.
 
-    They cannot count as steps of `local`: where a GradScaler leaves one out, ranks would count differently.
+    They cannot count as steps of `local`: if a GradScaler skips a step, ranks would count differently.
     """
     owner = weakref.ref(local, lambda _: handle.remove())
 

@@ -1,4 +1,4 @@
-"""What ranks compare, so that all of them raise where one must."""
+"""Comparisons between ranks, so that all ranks raise an error together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 CHECK: Final = "local.check"
 DIGEST, STEPS, TOKENS, NANOSECONDS, CHANGED = range(5)
-"""Columns of the table that travels with each fragment, a row for each rank."""
+"""Columns of the table that travels with each fragment; it has a row for each rank."""
 
 _NUMBERS: Final = "mcr.local"
 _TAG: Final = re.compile(r" tag=outer\.(?:(\d+)\.)?\d+(?: |$)")
@@ -28,11 +28,11 @@ _live: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
 
 
 class _Own(NamedTuple):
-    """What one rank says when it makes a `LocalSteps`.
+    """Numbers and settings of one rank's `LocalSteps`, for the other ranks.
 
     Attributes:
-        number: the next one that it has.
-        live: those of this group that its program still has.
+        number: next free number on this rank.
+        live: numbers of this group that the program still uses.
     """
 
     settings: dict[str, str]
@@ -41,11 +41,11 @@ class _Own(NamedTuple):
 
 
 def agree(local: LocalSteps) -> int:
-    """Compare the settings, and return the number of this `LocalSteps` among those of the group; collective.
+    """Compare the settings, and return the number of this `LocalSteps` in its group; collective.
 
-    Numbers only grow, also from one world to the next, because codecs keep residuals by tags, of which the
-    number is a part: none begins with those of another. Ranks collect garbage at different times, so the
-    state of numbers that are over is dropped here, once they are over on all ranks.
+    Codecs keep residuals by tag, and tags contain the number. So numbers only grow, even from one world to
+    the next, and no `LocalSteps` starts with the residuals of another. Ranks collect garbage at different
+    times; codec state of unused numbers is dropped here, once no rank uses them.
     """
     comm = local.comm
     settings = {name: repr(value) for name, value in vars(local.settings).items()}
@@ -71,20 +71,20 @@ def agree(local: LocalSteps) -> int:
 
 
 def keep_number(local: LocalSteps, number: int) -> None:
-    """Give the number of a `LocalSteps` to no later one of its group."""
+    """Reserve a number, so that no later `LocalSteps` of the group gets it."""
     numbers = local.comm.opened.numbers
     numbers[_NUMBERS] = max(numbers.get(_NUMBERS, 0), number + 1)
     _live.add(local)
 
 
 def _number_in(operation: str) -> int | None:
-    """The number in the tag of an operation, by its name; None if it is of no fragment."""
+    """Return the number in the tag of an operation, given its name; None if it belongs to no fragment."""
     found = _TAG.search(operation)
     return None if found is None else int(found[1] or 0)
 
 
 def refuse_wrapped(model: torch.nn.Module) -> None:
-    """Raise `InvalidArgument` for a model whose gradients are averaged already."""
+    """Raise `InvalidArgument` if the model's gradients are averaged already."""
     averages = isinstance(model, torch.nn.parallel.DistributedDataParallel)
     if averages or is_wrapped(model):
         by = "in DistributedDataParallel" if averages else "wrapped by mcr.wrap"
@@ -94,7 +94,7 @@ def refuse_wrapped(model: torch.nn.Module) -> None:
 
 
 def changes(local: LocalSteps) -> str | None:
-    """What has changed in this rank's model so that it cannot go on, None if nothing has."""
+    """Return the change in this rank's model that prevents it from going on; None without one."""
     try:
         refuse_wrapped(local.model)
         now = arguments.trained(local.model, local.inner)
@@ -118,11 +118,11 @@ def changes(local: LocalSteps) -> str | None:
 
 
 def compare_table(local: LocalSteps, fragment: Fragment, table: torch.Tensor, refusal: str | None) -> None:
-    """Raise on all ranks if one cannot go on, or if they differ.
+    """Raise an error on all ranks if one rank cannot go on, or if their rows differ.
 
     Args:
         table: int64, of the shape [ranks, columns].
-        refusal: why this rank cannot go on, None if it can.
+        refusal: the reason why this rank cannot go on, None if it can.
     """
     named = local.comm.opened.group.named
     changed = [rank for rank, each in enumerate(table[:, CHANGED].tolist()) if each]
@@ -156,7 +156,7 @@ def compare_digests(local: LocalSteps, fragment: Fragment, digests: Sequence[int
 
 
 def share_of(local: LocalSteps, own: float, times: Sequence[float]) -> int:
-    """How many steps a rank makes while the fastest one makes `every`, by times per step; 0: unknown."""
+    """Return the steps of a rank while the fastest makes `every`, by times per step; 0 if unknown."""
     known = [each for each in times if each]
     share = min(known) / own if own else 1.0
     return max(len(local.fragments), round(local.settings.every * share))

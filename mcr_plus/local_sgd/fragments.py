@@ -1,4 +1,4 @@
-"""The fragments of a model: their outer parameters, and what becomes of a pseudo-gradient."""
+"""Fragments of a model: outer parameters, pseudo-gradients, and outer steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mcr_plus.core.work import Work
 from mcr_plus.kernels.digest import digest as digest_of_bits
 
 Outer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
-"""Makes the outer optimizer of the outer parameters of one fragment."""
+"""Function that makes the outer optimizer for the outer parameters of one fragment."""
 Named = tuple[str, torch.nn.Parameter]
 
 
@@ -22,13 +22,13 @@ class OuterUpdate:
     """A pseudo-gradient that has been sent.
 
     Attributes:
-        due: the inner step after which its mean is applied.
-        values: flat, of the outer parameters' dtype; the mean over ranks once it has arrived.
-        tokens: from which it has been learned.
-        work: None once it has arrived.
-        check: what ranks compare, with its own handle; None once it has been compared.
-        weight: by which this rank has multiplied its pseudo-gradient; None if ranks count alike.
-        refusal: why this rank cannot go on, which it raises together with the others.
+        due: inner step after which its mean is applied.
+        values: flat tensor with the outer parameters' dtype; the mean over ranks once it has arrived.
+        tokens: tokens of the steps that it covers.
+        work: handle of the all_reduce; None once the mean has arrived.
+        check: handle and table of the comparison between ranks; None once they have been compared.
+        weight: divisor of this rank's tokens, to weight its pseudo-gradient; None if ranks count equally.
+        refusal: the reason why this rank cannot go on, raised together with the other ranks.
     """
 
     due: int
@@ -41,18 +41,18 @@ class OuterUpdate:
 
 
 class Fragment:
-    """Some of a model's parameters, with their outer parameters and the optimizer of these.
+    """A part of a model's parameters, with their outer parameters and outer optimizer.
 
-    Memory beside the model, in units of the parameters in float32: 1 for `anchor`, as much as the outer
-    optimizer keeps (1 for momentum), and 1 while a pseudo-gradient is in flight.
+    Memory beside the model, in units of the parameters in float32: 1 for `anchor`, the state of the outer
+    optimizer (1 for momentum), and 1 while a pseudo-gradient is in flight.
 
     Attributes:
-        tag: of its all_reduces.
-        anchor: the outer parameters, flat, on the CPU; of the same bits on all ranks. In the warm-up, they
-            are those of the model only where they are needed.
-        rounds: how many outer steps it has made.
-        tokens: what this rank has learned from since the last sending; steps, if nobody counts tokens.
-        residual: of `gate`; None without one.
+        tag: tag of its all_reduces.
+        anchor: outer parameters, flat, on the CPU; bit-identical on all ranks. During the warm-up they are
+            copied from the model only when needed.
+        rounds: number of outer steps.
+        tokens: tokens since the last sending; steps, if nobody counts tokens.
+        residual: residual of `gate`; None without a gate.
     """
 
     def __init__(self, index: int, named: Sequence[Named], outer: Outer, dtype: torch.dtype) -> None:
@@ -79,7 +79,7 @@ class Fragment:
 
     @property
     def pairs(self) -> Iterable[tuple[torch.nn.Parameter, Named]]:
-        """Each outer parameter, and the model's."""
+        """Yield each outer parameter with the model's."""
         return zip(self._leaves, self.named, strict=True)
 
     @property
@@ -89,13 +89,14 @@ class Fragment:
 
     @torch.no_grad()
     def pseudo_gradient(self, gate: torch.dtype | None) -> torch.Tensor:
-        """The outer parameters less the model's, flat; with `gate` only what a pass in this dtype would see.
+        """Return outer minus model parameters, flat; with `gate` only changes visible to a pass in that
+        dtype.
 
-        What the gate holds back is added to the next one (PULSELoCo, 2026).
+        The rest is added to the next pseudo-gradient (PULSELoCo, 2026).
         """
         flat = torch.empty_like(self.anchor)
         for (view, (_, param)), leaf in zip(self._pairs(flat), self._leaves, strict=True):
-            # What the parameters were set to: rounding to a shorter dtype is nothing that was learned.
+            # Compare with the values that were set: rounding to a shorter dtype is not progress.
             begin, own = leaf.view(-1).to(param.dtype), param.reshape(-1)
             if begin.dtype is view.dtype and own.device == view.device:
                 torch.sub(begin, own, out=view)
@@ -110,7 +111,7 @@ class Fragment:
         return flat
 
     def all_of_it(self) -> torch.Tensor:
-        """The pseudo-gradient with what a gate holds back, which is then sent and waits no longer."""
+        """Return the pseudo-gradient together with the residual of the gate, which is cleared."""
         flat = self.pseudo_gradient(None)
         if self.residual is not None:
             flat += self.residual
@@ -119,7 +120,7 @@ class Fragment:
 
     @torch.no_grad()
     def apply(self, mean: torch.Tensor, mix: float) -> None:
-        """Make the outer step, and draw the model's parameters to the outer ones by `mix`."""
+        """Make the outer step, and move the model's parameters toward the outer parameters by `mix`."""
         for leaf, (view, _) in zip(self._leaves, self._pairs(mean), strict=True):
             leaf.grad = view.view(leaf.shape)
         with torch.enable_grad():
@@ -131,33 +132,33 @@ class Fragment:
 
     @torch.no_grad()
     def settle(self, mean: torch.Tensor) -> None:
-        """End with what the ranks have learned on average: an outer step without momentum, of the rate 1."""
+        """Apply the ranks' mean progress at the end: an outer step with rate 1 and without momentum."""
         for leaf, (view, _) in zip(self._leaves, self._pairs(mean), strict=True):
             leaf.sub_(view.view(leaf.shape))
         self.rounds += 1
         self.draw(1.0)
 
     def load_outer(self, state: dict[str, Any]) -> None:
-        """Load a state of the outer optimizer."""
+        """Load the state of the outer optimizer."""
         self.optimizer.load_state_dict(state)
         self._fuse()
 
     def _fuse(self) -> None:
-        """Have torch's SGD make its steps in one pass over memory, where its program has not chosen how."""
+        """Let torch's SGD step in one pass over memory (fused), unless the program has chosen otherwise."""
         if type(self.optimizer) is torch.optim.SGD:
             for group in self.optimizer.param_groups:
                 if not (group["foreach"] or group["differentiable"] or group["fused"] is False):
                     group["fused"] = True
 
     def drop(self) -> None:
-        """Forget what is in flight: the next pseudo-gradient has its steps, too."""
+        """Discard the flight: its steps become part of the next pseudo-gradient."""
         if self.flight is not None:
             self.tokens += self.flight.tokens
         self.flight = None
 
     @torch.no_grad()
     def draw(self, mix: float) -> None:
-        """Set the model's parameters to mix × outer + (1 - mix) × their own."""
+        """Set the model's parameters to mix × outer + (1 - mix) × model."""
         for leaf, (_, param) in self.pairs:
             if mix == 1:
                 param.copy_(leaf)
@@ -173,7 +174,7 @@ class Fragment:
 
 
 def layers_of(named: Iterable[Named]) -> list[list[Named]]:
-    """Parameters by the module that has them, in the order of the model; fragments do not divide these."""
+    """Return parameters grouped by their module, in the order of the model; fragments keep groups whole."""
     layers: dict[str, list[Named]] = {}
     for name, param in named:
         layers.setdefault(name.rpartition(".")[0], []).append((name, param))
@@ -181,9 +182,9 @@ def layers_of(named: Iterable[Named]) -> list[list[Named]]:
 
 
 def cut(sizes: Sequence[int], parts: int) -> list[range]:
-    """Cut a sequence into runs of about the same sum, each of at least one element.
+    """Cut a sequence into runs of similar sums, each of at least one element.
 
-    Each border is the one nearest to its share of the sum that leaves enough for the parts behind it.
+    Each border is the nearest to its share of the sum that leaves enough elements for the later runs.
     """
     sums = [0, *accumulate(sizes)]
     borders = [0]
@@ -194,6 +195,6 @@ def cut(sizes: Sequence[int], parts: int) -> list[range]:
 
 
 def digest(values: torch.Tensor) -> int:
-    """A number, as int64 has it, that tells apart tensors of other bits, or in another order."""
+    """Return an int64 digest that differs for tensors with different bits, or in another order."""
     found = digest_of_bits(values)
     return found - (1 << 64) if found >> 63 else found

@@ -1,4 +1,4 @@
-"""`mcr.local`: inner steps on each rank alone, and outer steps on what the ranks have learned."""
+"""`mcr.local`: inner steps on each rank alone, outer steps on the ranks' mean progress."""
 
 from __future__ import annotations
 
@@ -40,67 +40,68 @@ def local(
     gate: str | None = None,
     group: Communicator | None = None,
 ) -> LocalSteps:
-    """Train a model on ranks that are joined by slow links: with inner steps alone, and outer steps together.
+    """Train over slow links: ranks make inner steps alone, and outer steps together.
 
-    Every rank calls `local.step()` instead of `inner.step()`, which raises as long as `local` exists, as does
-    the step of another optimizer of the model. Every `every` steps, the ranks average how far
-    their parameters have moved since the last outer step (the pseudo-gradient), and the outer optimizer makes
-    one step of the outer parameters with it, alike on all ranks (DiLoCo; Douillard et al. 2023, arXiv
+    Every rank calls `local.step()` instead of `inner.step()`. While `local` exists, `inner.step()` and steps
+    of other optimizers of the model raise. Every `every` steps, the ranks average the differences of their
+    parameters since the last outer step (the pseudo-gradient), and the outer optimizer makes one step of the
+    outer parameters with it, equal on all ranks (DiLoCo; Douillard et al. 2023, arXiv
     2311.08105). The model continues from there; the inner optimizer keeps its state, which is not exchanged.
-    So the ranks send once in `every` steps what data parallel training sends in each.
+    So the ranks send once in `every` steps as much as data parallel training sends in each step.
 
-    With `fragments`, the model is cut by layers into parts of about the same size, each of which is sent at a
-    step of its own; with `delay`, training goes on while a fragment is on its way, and after so many steps
-    its parameters become mix × outer + (1 - mix) × their own (Streaming DiLoCo; Douillard et al. 2025, arXiv
-    2501.18512, whose α is 1 - mix). The pseudo-gradient of fragment i is an asynchronous all_reduce with the
-    tag `outer.i`, so that rules with `match: {tag: outer.*}` apply; `compress` is that of the call.
+    With `fragments`, the model is cut by layers into parts of similar size, each sent at a step of its own.
+    With `delay`, training goes on while a fragment travels; after `delay` steps its parameters become
+    mix × outer + (1 - mix) × model (Streaming DiLoCo; Douillard et al. 2025, arXiv
+    2501.18512, where α is 1 - mix). The pseudo-gradient of fragment i is an asynchronous all_reduce with the
+    tag `outer.i`, so rules with `match: {tag: outer.*}` apply; `compress` is an option of this call.
 
     Settings of other methods:
 
         DiLoCo          the defaults, with every=100 to 500
         SparseLoCo      outer=partial(SGD, lr=1.0), compress={"codec": "topk", "ratio": 1 / 64,
-                        "error_feedback": {"decay": 0.95}}: the feedback in place of the outer momentum
+                        "error_feedback": {"decay": 0.95}}: the feedback replaces the outer momentum
                         (Sarfi et al. 2025, arXiv 2508.15706)
-        PULSELoCo       gate="bf16": only what a pass in bfloat16 would see is sent, the rest waits (2026)
-        Local SGD       outer=partial(SGD, lr=1.0): the mean of the parameters (Stich 2019, arXiv 1805.09767)
-        PostLocalSGD    the same, with warmup=1000: gradients are averaged in each of the first steps
+        PULSELoCo       gate="bf16": only changes visible to a pass in bfloat16 are sent, the rest later
+        (2026) Local SGD       outer=partial(SGD, lr=1.0): the mean of the parameters (Stich 2019, arXiv
+        1805.09767) PostLocalSGD    the same, with warmup=1000: gradients are averaged in each of the first
+                        steps
                         (Lin et al. 2020, arXiv 1808.07217)
-        EASGD           outer=partial(SGD, lr=β), mix=α: the outer parameters move to the mean of the
-                        model's, these to the outer ones (Zhang et al. 2015, arXiv 1412.6651), of which the
-                        new value is taken
+        EASGD           outer=partial(SGD, lr=β), mix=α: outer parameters move toward the mean of the models,
+                        and the models toward the new outer parameters (Zhang et al. 2015, arXiv
+                        1412.6651)
 
     Parameters and buffers are broadcast from the group's first rank. Shared parameters count once. Frozen
-    ones, and those with `mcr_skip`, are left alone afterwards; so are buffers (running statistics), which
-    each rank keeps for itself until `finish()`. The outer parameters are kept on the CPU in float32 (float64
-    for models with float64 parameters): beside the model one copy of its parameters, what the outer
-    optimizer keeps (one more for momentum), one while pseudo-gradients are in flight, and the residuals of
-    error feedback and of `gate`.
+    parameters and those with `mcr_skip` stay local afterwards; so do buffers (running statistics), until
+    `finish()`. The outer parameters are kept on the CPU in float32 (float64
+    for models with float64 parameters). Memory beside the model: one copy of its parameters, the state of the
+    outer optimizer (one more for momentum), one copy while pseudo-gradients are in flight, and the residuals
+    of error feedback and of `gate`.
 
-    Ranks compare, with each fragment, the bits of its outer parameters and how many steps they have made.
+    With each fragment, ranks compare the bits of its outer parameters and their numbers of steps.
 
     Args:
-        model: changed in place. Neither wrapped by `mcr.wrap` nor in DDP or FSDP, which average gradients.
+        model: changed in place. Must not be wrapped by `mcr.wrap`, DDP or FSDP, which average gradients.
         inner: any optimizer with parameters of the model, such as AdamW.
-        outer: a class of optimizers, or a function, that is called with the outer parameters of each
-            fragment and returns their optimizer. None: SGD with a learning rate of 0.7 and Nesterov momentum
+        outer: a class of optimizers, or a function; called with the outer parameters of each
+            fragment, it returns their optimizer. None: SGD with a learning rate of 0.7 and Nesterov momentum
             0.9.
-        every: inner steps from one outer step of a fragment to the next.
-        fragments: how many; at most as many as modules with parameters, and as `every`.
-        delay: inner steps from sending a pseudo-gradient to applying the mean; fewer than `every`.
+        every: number of inner steps between outer steps of a fragment.
+        fragments: number of fragments; at most the number of modules with parameters, and at most `every`.
+        delay: inner steps from sending a pseudo-gradient to applying the mean; less than `every`.
         mix: above 0, up to 1, see above.
-        compress: as of `mcr.all_reduce`; None for what the pipeline says.
-        uneven: ranks may be of unlike speed. `every` is that of the fastest rank; the others make fewer
-            steps in the same time, by measured times, and count less. Programs then loop until
+        compress: as in `mcr.all_reduce`; None: the pipeline decides.
+        uneven: ranks may differ in speed. `every` then counts steps of the fastest rank; the others make
+            fewer steps in the same time, by measured times, and have less weight. Programs then loop until
             `local.rounds`, because ranks make different numbers of steps.
-        weighted: ranks count by the tokens that they pass to `step`.
-        warmup: in so many first steps, gradients are averaged, without compression, as with `mcr.wrap`.
+        weighted: weight ranks by the tokens that they pass to `step`.
+        warmup: number of first steps that average gradients, without compression, as with `mcr.wrap`.
         gate: "bf16" or "fp16", see PULSELoCo above.
         group: the ranks that train the model together; None is the whole job.
 
     Raises:
-        InvalidArgument: an argument of another type or range, more fragments than layers, a codec that cannot
-            carry the fragments, a model that is wrapped or sharded, or other parameters or settings on
-            another rank.
+        InvalidArgument: an argument has a wrong type or range, there are more fragments than layers, a codec
+            cannot carry the fragments, the model is wrapped or sharded, or another rank has other
+            parameters or settings.
 
     Example:
         ```python
@@ -123,13 +124,13 @@ def local(
 
 
 class LocalSteps:
-    """The training of a model by inner and outer steps; made by `mcr.local`.
+    """Training of a model by inner and outer steps; made by `mcr.local`.
 
     Attributes:
-        steps: inner steps of this rank, those of the warm-up included.
-        rounds: completed windows of `every` steps: how often the last fragment has been sent.
-        fragments: in the order in which they are sent; each has `anchor`, its outer parameters (flat, on the
-            CPU), and `optimizer`, the outer one, whose learning rate may be changed.
+        steps: inner steps of this rank, including the warm-up.
+        rounds: number of completed windows of `every` steps.
+        fragments: in the order of sending; each has `anchor`, its outer parameters (flat, on the
+            CPU), and `optimizer`, the outer optimizer, whose learning rate may be changed.
     """
 
     def __init__(
@@ -152,11 +153,11 @@ class LocalSteps:
         for fragment in self.fragments:
             fragment.take_parameters()
         self.steps = self.rounds = 0
-        self.position = 0  # inner steps in the present window
-        self.every = self._next_every = settings.every  # of this rank
+        self.position = 0  # inner steps in the current window
+        self.every = self._next_every = settings.every  # steps of this rank per window
         self.pace = 0  # nanoseconds per inner step in the last window; 0: unknown
         self._needs_closure = arguments.needs_closure(inner)
-        self._references: dict[int, float] = {}  # fragment → tokens that count as 1
+        self._references: dict[int, float] = {}  # fragment → tokens with weight 1
         self._computing = self._in_window = self._waiting = self._outer = 0.0
         self._bytes = self._wire_bytes = 0
         self._left = time.perf_counter()
@@ -171,30 +172,30 @@ class LocalSteps:
         closure: Callable[[], Any] | None = None,
         scaler: torch.amp.GradScaler | None = None,
     ) -> Any:
-        """Make a step of the inner optimizer, and what is due of outer steps.
+        """Make a step of the inner optimizer, and the outer steps that are due.
 
-        All ranks call it as often, or with `uneven` until `rounds` is what it should be. It waits for other
-        ranks only where a fragment is due that has not arrived.
+        All ranks make equally many calls; with `uneven` they call it until `rounds` is reached. It waits for
+        other ranks only if a fragment is due that has not arrived.
 
         Args:
-            tokens: from how many this rank has learned in the step; with `weighted` ranks count by these.
-            closure: for `inner.step`, as LBFGS needs it; not in the warm-up.
-            scaler: makes the step, in place of `scaler.step(inner)`; `scaler.update()` follows as usual. A
-                step that it leaves out counts as one, so that ranks whose gradients are finite go on. In the
-                warm-up it must be the same on all ranks, and gradients not unscaled yet, as with DDP.
+            tokens: number of tokens in this rank's step; the weight of the rank with `weighted`.
+            closure: closure for `inner.step`, as LBFGS needs; not in the warm-up.
+            scaler: makes the step like `scaler.step(inner)`; call `scaler.update()` afterwards as usual. A
+                skipped step counts as one, so that ranks with finite gradients go on. In the
+                warm-up the scale must be equal on all ranks, and gradients not unscaled yet, as with DDP.
 
         Returns:
-            What `inner.step` returns, such as the loss of the closure.
+            The result of `inner.step`, such as the loss of the closure.
 
         Raises:
-            InvalidArgument: an argument is missing, of another type, or goes with no other; or parameters of
-                one rank have been frozen, unfrozen, resized or wrapped since: on all ranks where the next
-                fragment is due.
-            PeerLost: a rank is lost. The step of the inner optimizer has been made, if `steps` has grown (in
-                the warm-up it may not have), and nothing of the model is lost; see `resume`.
+            InvalidArgument: an argument is missing, has a wrong type, or cannot be combined with another; or
+                parameters of one rank were frozen, unfrozen, resized or wrapped since: raised on all ranks
+                when the next fragment is due.
+            PeerLost: a rank is lost. If `steps` has grown, the step of the inner optimizer has been made (it
+                may not have been in the warm-up). The model is intact; see `resume`.
             OrderMismatch: ranks have made different numbers of steps.
-            ResultMismatch: outer parameters differ between ranks: an outer optimizer, library or codec gives
-                them different results.
+            ResultMismatch: outer parameters differ between ranks: an outer optimizer, library or codec
+                computed different results.
         """
         counted = self._counted(tokens)
         if closure is not None or scaler is not None or self._needs_closure:
@@ -228,9 +229,9 @@ class LocalSteps:
         return returned
 
     def catch_up(self, *, last: bool = False) -> None:
-        """Set the outer parameters to the model's in the warm-up, in which they do not follow by themselves.
+        """Copy the model's parameters to the outer ones, which do not follow during the warm-up.
 
-        `last`: only after its last step, while `steps` does not count it yet.
+        `last`: only if this is the end of the warm-up, before `steps` counts its last step.
         """
         left = self.settings.warmup - self.steps
         if left == 1 or (left > 1 and not last):
@@ -238,7 +239,7 @@ class LocalSteps:
                 fragment.take_parameters()
 
     def _proceed(self, counted: int) -> None:
-        """Send the fragments that are due, and apply those that have to arrive."""
+        """Send the fragments that are due, and apply those whose delay has passed."""
         self.position += 1
         flying = False
         for fragment in self.fragments:
@@ -259,22 +260,22 @@ class LocalSteps:
             self.position, self.every = 0, self._next_every
             self.rounds += 1
         if flying:
-            self.comm.progress()  # of codecs and libraries that advance only when they are called
+            self.comm.progress()  # some codecs and libraries advance only when called
 
     def finish(self, *, exact: bool = False) -> None:
-        """End with equal models: what has not been sent yet is averaged, and no outer optimizer moves it.
+        """End training with equal models: average all unsent changes, without the outer optimizers.
 
-        A part of a window would be moved as far by momentum as a whole one. Pseudo-gradients are sent as
-        always, with codec and error feedback, so models end with the outer parameters, which lack what one
-        round of the codec leaves for the next. What `gate` holds back is sent, too.
+        Momentum would move part of a window as far as a whole one. Pseudo-gradients are sent as
+        usual, with codec and error feedback, so the models become the outer parameters, without the residuals
+        that the codec would have sent later. The residual of `gate` is sent, too.
 
-        Collective, at the same step on all ranks, or with `uneven` after the same `rounds`. Buffers of
-        floating point become their means over ranks, others those of the first rank. Training may go on
-        afterwards, with a new window.
+        Collective, at the same step on all ranks, or with `uneven` after the same `rounds`. Floating-point
+        buffers become their means over ranks; other buffers are copied from the first rank. Training may go
+        on afterwards, with a new window.
 
         Args:
-            exact: end with the mean of the ranks' parameters as they are, which are sent in float32 without
-                codec: as many bytes as the parts of the model that have not just been sent.
+            exact: end with the exact mean of the ranks' parameters, sent in float32 without codec. This sends
+                all fragments except those that have just been sent.
         """
         if not isinstance(exact, bool):
             raise InvalidArgument(f"exact: expected True or False, got {exact!r}")
@@ -284,7 +285,7 @@ class LocalSteps:
         for fragment in self.fragments:
             if fragment.flight is not None:
                 self._land(fragment, self.settings.mix)
-        # After a loss ranks may have dropped fragments at different steps.
+        # After a loss, ranks may have dropped fragments at different steps.
         moved = self.comm.all_gather_object([bool(each.tokens) for each in self.fragments], tag=CHECK)
         for index, fragment in enumerate(self.fragments):
             if any(each[index] for each in moved):
@@ -306,36 +307,36 @@ class LocalSteps:
         self._left = time.perf_counter()
 
     def resume(self) -> None:
-        """Go on in the world that has taken the place of this one; collective, at the next `step()` at last.
+        """Go on in the world that has replaced this one; collective, at the latest by the next `step()`.
 
-        After `mcr.shrink`, `mcr.reconfigure` or a step of `mcr.elastic`. A fragment counts only where it has
-        arrived on all ranks: one that was in flight when a rank was lost is dropped otherwise, and the steps
-        since are in the next pseudo-gradient. Outer parameters, and the outer optimizer's state, become those
-        of the rank with the most outer steps. A process that is new makes its `mcr.local` before it joins,
-        and begins with the outer parameters. Ranks go on with the number of steps of the one that has most.
+        Called after `mcr.shrink`, `mcr.reconfigure` or a step of `mcr.elastic`. A fragment in flight counts
+        only if it has arrived on all ranks. Otherwise it is dropped, and its steps are part of the next
+        pseudo-gradient. Outer parameters and the outer optimizer's state are copied from the rank with the
+        most outer steps. A new process makes its `mcr.local` before it joins, and starts with the outer
+        parameters. All ranks continue from the largest number of steps.
         """
         resume(self)
 
     def forget_weights(self) -> None:
-        """Let all ranks find anew by what tokens count: those that are new have no earlier ones."""
+        """Let all ranks choose new token weights: new ranks have no earlier ones."""
         self._references.clear()
 
     def take_number(self, number: int) -> None:
-        """Set the tags of the fragments by the number that this one has in its group, 0 for the first."""
+        """Set the tags of the fragments from the number of this object in its group, 0 for the first."""
         self.number = number
         consistency.keep_number(self, number)
         for fragment in self.fragments:
             fragment.tag = f"outer.{number}.{fragment.index}" if number else f"outer.{fragment.index}"
 
     def begin_window(self, every: int) -> None:
-        """Begin a window of so many steps of this rank."""
+        """Begin a window with `every` steps of this rank."""
         self.position, self._in_window = 0, 0.0
         self.every = self._next_every = every
 
     # -- sending and applying ---------------------------------------------------------------------
 
     def _send(self, fragment: Fragment, delay: int, last: Literal["coded", "exact"] | None = None) -> None:
-        """Start the average of a fragment's pseudo-gradient; `last`: see `finish`."""
+        """Start averaging a fragment's pseudo-gradient; `last`: see `finish`."""
         comm, settings = self.comm, self.settings
         refusal = consistency.changes(self)
         pace = int(1e9 * self._in_window / max(1, self.position))
@@ -346,7 +347,7 @@ class LocalSteps:
         )
         assert check is not None
         weight = None
-        if refusal is not None:  # the others wait for something, before all raise
+        if refusal is not None:  # send zeros: the others wait for this operation before all raise
             flat = torch.zeros_like(fragment.anchor)
         elif last == "coded":
             flat = fragment.all_of_it()
@@ -368,7 +369,7 @@ class LocalSteps:
             self._in_window, self.pace = 0.0, pace
 
     def arrived(self, fragment: Fragment) -> torch.Tensor:
-        """Wait for a fragment in flight; returns the mean. If that fails, its steps have not been sent."""
+        """Wait for a fragment in flight; returns the mean. On an error, its steps count as unsent."""
         flight = fragment.flight
         assert flight is not None
         try:
@@ -406,7 +407,7 @@ class LocalSteps:
         self._waiting += time.perf_counter() - began
 
     def _average_buffers(self) -> None:
-        """At the end of training."""
+        """Average the buffers at the end of training."""
         buffers = [each for each in self.model.buffers() if not getattr(each, "mcr_skip", False)]
         for buffer in buffers:
             if buffer.dtype in FLOATS and buffer.numel():  # float8 has no sums
@@ -414,7 +415,7 @@ class LocalSteps:
         broadcast_tensors([each for each in buffers if each.dtype not in FLOATS], self.comm)
 
     def _average_gradients(self) -> None:
-        """As in data parallel training, before a step of the warm-up; None stays where all ranks have it."""
+        """Average gradients before a step of the warm-up; a gradient that is None on all ranks stays None."""
         for fragment in self.fragments:
             params = [param for _, param in fragment.named]
             numel = fragment.anchor.numel()
@@ -436,34 +437,34 @@ class LocalSteps:
     # -- state ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of outer steps, at any step; local, and complete together with those of model and inner.
+        """Return the state of outer steps, at any step; local. Save it with the states of model and inner.
 
-        Outer parameters and their optimizer's state, counters, the residual of `gate`, and of each fragment
-        in flight the mean, for which it waits. Tensors are not copied. All but counters with `uneven` and
-        the residual is equal on all ranks. So where each rank saves this, `model.state_dict()` and
-        `inner.state_dict()`, as many ranks go on as if nothing had happened; of other numbers each loads
-        those of one rank, and what the others have learned since their last outer step is lost. Residuals
-        of error feedback are in `mcr.state_dict()`.
+        It contains outer parameters and their optimizer's state, counters, the residual of `gate`, and the
+        mean of each fragment in flight, after waiting for it. Tensors are not copied. All ranks have equal
+        states, except for the residual, and for counters with `uneven`. If each rank saves this,
+        `model.state_dict()` and `inner.state_dict()`, the same number of ranks goes on as if nothing had
+        happened. Another number of ranks loads the states of one rank, and progress of the others since their
+        last outer step is lost. Residuals of error feedback are in `mcr.state_dict()`.
         """
         state = saved(self)
-        self._left = time.perf_counter()  # waiting for fragments is no computing
+        self._left = time.perf_counter()  # do not count the wait for fragments as computing
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the result of `state_dict`; after the state of the model, which it leaves as it is.
+        """Load the result of `state_dict`, after the model's state, which stays unchanged.
 
         Raises:
-            InvalidArgument: it is something else, or of other fragments; or of another `every` while it is
-                in the middle of a window.
+            InvalidArgument: the state has another form, or other fragments; or another `every` and is from
+                the middle of a window.
         """
         restore(self, state)
 
     def stats(self) -> dict[str, float]:
-        """Figures of this rank so far.
+        """Return figures of this rank so far.
 
-        `steps`, `rounds`; `bytes` of pseudo-gradients and `wire_bytes` as handed to libraries
+        `steps`, `rounds`; `bytes` of pseudo-gradients, and `wire_bytes` as handed to libraries
         (`Work.info`); seconds `computing` (outside of `step`, and in the inner optimizer), `waiting` for
-        other ranks, and in `outer` steps; `utilization`: the share of computing.
+        other ranks, and in `outer` steps; `utilization`: the share of computing in the total time.
         """
         total = self._computing + self._waiting + self._outer
         return {

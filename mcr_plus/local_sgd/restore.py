@@ -1,4 +1,4 @@
-"""What ranks agree on when they go on in another world."""
+"""Agreement of ranks that go on in another world."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _TAG: Final = "local.resume"
 
 
 class _RankProgress(NamedTuple):
-    """What one rank has.
+    """Progress of one rank.
 
     Attributes:
-        number: of the group's `LocalSteps`, a part of tags.
-        pace: nanoseconds per step; 0 if the rank has not measured them.
-        dues: by fragment, the step after which what has arrived is applied; None if nothing has.
+        number: number of the group's `LocalSteps`, part of the tags.
+        pace: nanoseconds per step; 0 if not measured.
+        dues: by fragment, the step after which an arrived mean is applied; None if none has arrived.
     """
 
     number: int
@@ -38,14 +38,14 @@ class _RankProgress(NamedTuple):
 
 
 def resume(local: LocalSteps) -> None:
-    """See `LocalSteps.resume`."""
+    """Go on in a new world, see `LocalSteps.resume`."""
     comm = local.comm.successor()
     local.catch_up()
     for fragment in local.fragments:
         if fragment.flight is not None:
             try:
-                local.arrived(fragment)  # the ranks of its table are those of the world that is gone
-            except McrError:  # the flight is over
+                local.arrived(fragment)  # wait now: ranks in its table are those of the old world
+            except McrError:  # the flight has failed
                 continue
     local.comm = comm
     own = _RankProgress(
@@ -64,7 +64,7 @@ def resume(local: LocalSteps) -> None:
     first = answers[foremost]
     is_new = own.steps == 0 and first.steps > 0
     local.take_number(first.number)
-    if local.settings.uneven:  # ranks are at steps of their own, so all begin a window
+    if local.settings.uneven:  # ranks are at different steps, so all begin a window
         local.steps = first.steps if is_new else local.steps
         local.rounds = max(each.rounds for each in answers)
         local.begin_window(share_of(local, own.pace, [each.pace for each in answers]))
@@ -81,9 +81,9 @@ def resume(local: LocalSteps) -> None:
                 fragment.load_outer(outer)
                 fragment.draw(1.0 if is_new or first.steps <= local.settings.warmup else local.settings.mix)
                 fragment.rounds = max(done)
-        # One verdict: what is in flight counts if it has arrived on all of them.
+        # One verdict for all ranks: a flight counts only if it has arrived everywhere.
         if own.done[index] < max(done):
-            fragment.flight = None  # it has been applied elsewhere
+            fragment.flight = None  # other ranks have applied it
         elif min(done) < max(done) or len({each.dues[index] for each in answers}) > 1:
             fragment.drop()
         if is_new:
@@ -93,7 +93,7 @@ def resume(local: LocalSteps) -> None:
 
 
 def _due(local: LocalSteps, fragment: Fragment) -> int | None:
-    """The step after which what has arrived is applied, alike on all ranks but with `uneven`."""
+    """Return the step after which an arrived mean is applied; equal on all ranks except with `uneven`."""
     if fragment.flight is None:
         return None
     return 0 if local.settings.uneven else fragment.flight.due

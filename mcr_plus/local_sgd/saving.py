@@ -1,4 +1,4 @@
-"""The state of outer steps, saved and restored."""
+"""Saving and restoring the state of outer steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _VERSION: Final = 1
 
 
 def saved(local: LocalSteps) -> dict[str, Any]:
-    """See `LocalSteps.state_dict`."""
+    """Return the state, see `LocalSteps.state_dict`."""
     local.catch_up()
     fragments = []
     for fragment in local.fragments:
@@ -25,7 +25,7 @@ def saved(local: LocalSteps) -> dict[str, Any]:
             try:
                 mean = local.arrived(fragment)
                 arrived = {"due": fragment.flight.due, "mean": mean, "tokens": fragment.flight.tokens}
-            except (PeerLost, Revoked):  # of a world that is gone: its steps count as not sent
+            except (PeerLost, Revoked):  # the world is gone: its steps count as unsent
                 assert fragment.flight is None
         fragments.append(
             {
@@ -51,7 +51,7 @@ def saved(local: LocalSteps) -> dict[str, Any]:
 
 
 def restore(local: LocalSteps, state: Mapping[str, Any]) -> None:
-    """See `LocalSteps.load_state_dict`."""
+    """Load a state, see `LocalSteps.load_state_dict`."""
     if not isinstance(state, Mapping) or state.get("version") != _VERSION or "fragments" not in state:
         raise InvalidArgument("state: expected what state_dict() of mcr.local's result returned")
     theirs = [each["layout"] for each in state["fragments"]]
@@ -60,7 +60,7 @@ def restore(local: LocalSteps, state: Mapping[str, Any]) -> None:
         raise InvalidArgument(f"state: {_difference(theirs, ours)}")
     for fragment, each in zip(local.fragments, state["fragments"], strict=True):
         own = type(fragment.optimizer).__name__
-        # torch loads the state of another class, and its step then fails.
+        # torch accepts the state of another class, whose step then fails.
         if each.get("optimizer", own) != own:
             raise InvalidArgument(
                 f"state: its outer optimizer is {each['optimizer']}, that of this mcr.local is {own}; "
@@ -77,7 +77,7 @@ def restore(local: LocalSteps, state: Mapping[str, Any]) -> None:
     local.forget_weights()
     for fragment, each in zip(local.fragments, state["fragments"], strict=True):
         fragment.anchor.copy_(each["anchor"])
-        fragment.load_outer(copy.deepcopy(each["outer"]))  # torch would keep its tensors
+        fragment.load_outer(copy.deepcopy(each["outer"]))  # torch would keep references to its tensors
         fragment.rounds, fragment.tokens = each["rounds"], each["tokens"]
         residual, arrived = each["residual"], each["arrived"]
         fragment.residual = None if residual is None else residual.clone()

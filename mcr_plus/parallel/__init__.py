@@ -1,1 +1,1 @@
-"""Parallelism inside a layer: tensors spread over space (`mcr.spatial`), experts (`mcr.expert`)."""
+"""Parallelism within a layer: spatially sharded tensors (`mcr.spatial`) and experts (`mcr.expert`)."""

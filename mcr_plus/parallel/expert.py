@@ -1,15 +1,15 @@
-"""Expert parallelism: tokens travel to the ranks of their experts, and the experts' answers back.
+"""Expert parallelism: tokens travel to the ranks of their experts, and answers of the experts travel back.
 
     from mcr_plus import expert
 
     routed = expert.dispatch(x, expert_ids, weights, experts=64)
-    parts = routed.rows.split(routed.counts)  # of each local expert
+    parts = routed.rows.split(routed.counts)  # one part per local expert
     answers = torch.cat([one(part) for one, part in zip(local_experts, parts)])
     y = expert.combine(answers, routed)  # weighted sums, [n, hidden]
 
 A token travels once to each rank that has one of its experts, and one weighted sum of their answers comes
-back. Both functions are differentiable: the backward pass of `dispatch` sends as `combine` does, and the
-reverse. The interface has the shape of DeepEP's (https://github.com/deepseek-ai/DeepEP); the exchange runs
+back. Both functions are differentiable: the backward pass of `dispatch` communicates like `combine`, and vice
+versa. The interface has the shape of DeepEP's (https://github.com/deepseek-ai/DeepEP); the exchange runs
 over any library.
 """
 
@@ -42,14 +42,14 @@ _FORMATS: Final[dict[Codec | None, Format]] = {None: "plain", "bf16": "bf16", "f
 
 
 class Pending(Generic[Result]):
-    """An operation in flight, of `async_op=True`. The tensors it was given must not change before `wait`."""
+    """An operation in flight (`async_op=True`). Its input tensors must not change before `wait`."""
 
     def __init__(self, finish: Callable[[], Result]) -> None:
         self._finish: Callable[[], Result] | None = finish
         self._result: Result
 
     def wait(self) -> Result:
-        """Return the result once it is there; raises what the operation raises."""
+        """Wait for the result and return it; raises what the operation raises."""
         if self._finish is not None:
             self._result = self._finish()
             self._finish = None
@@ -58,14 +58,14 @@ class Pending(Generic[Result]):
 
 @dataclass(frozen=True)
 class Dispatched:
-    """The tokens that have come to this rank's experts.
+    """Tokens that this rank's experts have received.
 
     Attributes:
-        rows: [m, hidden], in the order of local experts, for each in the order of ranks, of each in that of
-            tokens; of the dtype of the tokens. A token is there once for each of its experts on this rank.
+        rows: [m, hidden], ordered by local expert, then by rank, then by token; with the dtype of the tokens.
+            A token has one row for each of its experts on this rank.
         counts: rows of each local expert; they sum to m.
-        weights: [m] the weight of each row, by which `combine` multiplies its answer; None for 1.
-        routing: for another dispatch with the same experts.
+        weights: [m] weight of each row, by which `combine` multiplies its answer; None for 1.
+        routing: the routing, reusable by another dispatch with the same experts.
     """
 
     rows: torch.Tensor
@@ -75,12 +75,12 @@ class Dispatched:
 
     @property
     def load(self) -> torch.Tensor | None:
-        """See `Routing`."""
+        """Tokens that chose each expert, see `Routing`."""
         return self.routing.load
 
     @property
     def dropped(self) -> int:
-        """See `Routing`."""
+        """Number of dropped choices, see `Routing`."""
         return self.routing.dropped
 
 
@@ -115,39 +115,41 @@ def dispatch(
 ) -> Dispatched | Pending[Dispatched]:
     """Send every token to the ranks of its experts; all ranks of the group call it, each with its own tokens.
 
-    Experts lie on the ranks in consecutive runs of equal length; where they do not divide, the first ranks
-    have one more. Numbers of tokens may differ between ranks, and be 0. The exchange is two operations, the
-    first of which carries counts; one with `max_rows` or `routing`.
+    Each rank has a consecutive run of experts, all of equal length; if the numbers do not divide, the first
+    ranks have one more. Numbers of tokens may differ between ranks, and be 0. The exchange is two operations,
+    the first of which carries counts; with `max_rows` or `routing` it is one operation.
 
     Args:
         x: [n, hidden], float32, bfloat16, float16 or float64. Its gradient is the sum over the token's
             experts.
-        expert_ids: integers [n, k], from 0 to `experts` - 1 or -1 for none. A token that names an expert
-            twice has two rows there.
-        weights: [n, k] the weights of the experts' answers, floating-point; they travel as float32 (float64
-            as that), and get gradients from `combine`. None: all are 1.
-        experts: how many there are on all ranks. Ranks may have none.
-        routing: of an earlier dispatch, in place of `expert_ids`, `experts`, `capacity`, `max_rows`, `load`,
-            `compress`, `compress_back`, `group`, `backend` and `tag`; `x` has as many tokens and any width.
-        capacity: how many of this rank's choices an expert takes at most: first choices before second ones,
-            each in the order of tokens. The others are dropped. None: all.
-        max_rows: how many tokens any rank sends to any other at most, the same on all ranks. Messages then
-            have room for so many, and counts travel with them. It pays for few tokens.
-        load: also return how many tokens of all ranks chose each expert, for losses and biases that balance
-            them.
-        compress: None, `bf16` or `fp8_block` (e4m3 with a float32 scale for each 256 values of a token): how
-            tokens travel to the experts, and in the backward pass gradients of answers. Rows that stay on
-            their rank are exact.
-        compress_back: likewise of answers on the way back, and of gradients of tokens.
-        group: None: all ranks.
-        backend, tag: as of `mcr.all_to_all_single`; operations are named `<tag>.counts`, `<tag>.dispatch` and
+        expert_ids: integers [n, k], from 0 to `experts` - 1, or -1 for none. A token that names an expert
+            twice gets two rows there.
+        weights: [n, k] weights of the experts' answers, floating-point; sent as float32 (float64
+            as float64). `combine` computes their gradients. None: all are 1.
+        experts: number of experts on all ranks together. Ranks may have none.
+        routing: routing of an earlier dispatch, in place of `expert_ids`, `experts`, `capacity`, `max_rows`,
+            `load`, `compress`, `compress_back`, `group`, `backend` and `tag`. `x` has the same number of
+                tokens, and any
+                width.
+        capacity: most choices of this rank that an expert accepts: first choices before second choices,
+            each in the order of tokens. Further choices are dropped. None: no limit.
+        max_rows: most tokens that any rank sends to any other, the same on all ranks. Messages then have
+            this fixed size and include the counts. Pays off for few tokens.
+        load: also return how many tokens of all ranks chose each expert, for balancing losses and
+            biases.
+        compress: None, `bf16` or `fp8_block` (e4m3 with a float32 scale for each 256 values of a token):
+            format of tokens on the way to the experts and, in the backward pass, of gradients of answers.
+            Rows that stay on their rank are exact.
+        compress_back: format of answers on the way back, and of gradients of tokens.
+        group: the participating ranks; None: all ranks.
+        backend, tag: as in `mcr.all_to_all_single`; operations are named `<tag>.counts`, `<tag>.dispatch` and
             `<tag>.combine`.
         async_op: return a `Pending` at once (without `max_rows` and `routing`: after the counts).
 
     Raises:
-        InvalidArgument: an argument is wrong. For ids out of range, shapes of ids and weights that do not
-            fit, and more rows than `max_rows` on one rank, and for ranks that differ in `experts`, k, hidden,
-            dtype or `compress`, all ranks raise.
+        InvalidArgument: an argument is wrong. All ranks raise for ids out of range, shapes of ids and weights
+            that do not match, more than `max_rows` rows on one rank, and differences between ranks in
+            `experts`, k, hidden, dtype or `compress`.
 
     Example:
         ```python
@@ -206,7 +208,7 @@ def dispatch(
 
 
 def _learn(made: Routing, heard: torch.Tensor, load: bool, error: InvalidArgument | None) -> None:
-    if error is not None:  # the others have heard of it
+    if error is not None:  # the other ranks have received the refusal
         raise error
     made.learn_counts(heard, load)
 
@@ -214,7 +216,7 @@ def _learn(made: Routing, heard: torch.Tensor, load: bool, error: InvalidArgumen
 def _again(
     routing: Routing, x: torch.Tensor, weights: torch.Tensor | None, async_op: bool
 ) -> Dispatched | Pending[Dispatched]:
-    """`dispatch` of other tokens with the same routing."""
+    """Dispatch other tokens with the same routing."""
     if not isinstance(routing, Routing):
         raise InvalidArgument(f"routing: expected that of a dispatch, got {type(routing).__name__}")
     _check_tokens(x)
@@ -253,18 +255,18 @@ def combine(
 def combine(
     answers: torch.Tensor, routed: Dispatched, *, async_op: bool = False
 ) -> torch.Tensor | Pending[torch.Tensor]:
-    """Return to every token the weighted sum of its experts' answers; all ranks of the group call it.
+    """Return the weighted sum of its experts' answers to every token; all ranks of the group call it.
 
-    Sums are made in float32 (of float64: in float64): first over the experts of a rank, whose sum travels,
-    then over the ranks. A token without experts gets 0.
+    Sums are computed in float32 (for float64 in float64): first over the experts of a rank, so that one sum
+    travels, then over the ranks. A token without experts gets 0.
 
     Args:
-        answers: [m, any width], the answer to each of `routed.rows`, of a dtype that tokens may have.
-        routed: what `dispatch` has returned; its group, library, tag and `compress_back` hold here, too.
+        answers: [m, any width], the answer to each of `routed.rows`, with a dtype that `x` may have.
+        routed: the result of `dispatch`; its group, library, tag and `compress_back` apply here, too.
         async_op: return a `Pending` at once.
 
     Returns:
-        [n, width], of the dtype of `answers`.
+        [n, width], with the dtype of `answers`.
 
     Raises:
         InvalidArgument: `answers` has another number of rows, or a dtype that tokens cannot have.
@@ -379,7 +381,7 @@ def _checked_ids(ids: Any) -> torch.Tensor:
 
 
 def _travelling(weights: Any) -> torch.Tensor | None:
-    """Weights in the dtype in which they travel."""
+    """Return the weights in the dtype in which they are sent."""
     if weights is None:
         return None
     if not isinstance(weights, torch.Tensor) or not weights.dtype.is_floating_point:
@@ -414,7 +416,7 @@ def _refusal(
     max_rows: int | None,
     comm: Communicator,
 ) -> InvalidArgument | None:
-    """What is wrong with the values, of which the other ranks hear in the exchange."""
+    """Return the error in the values; the exchange tells the other ranks of it."""
     if len(ids) != len(x):
         return InvalidArgument(
             f"expert_ids: shape {list(ids.shape)} does not fit x of shape {list(x.shape)}; "

@@ -1,13 +1,13 @@
-"""The exchanges of expert parallelism: what travels between the ranks of one routing, there and back.
+"""Exchanges of expert parallelism between the ranks of one routing, to the experts and back.
 
-A dispatch is two operations. The first carries facts to compare, and counts, from which every rank has the
-sizes of the second. The second carries, for each rank, rows, and for each entry a weight and the number of
+A dispatch is two operations. The first carries facts to compare, and counts, from which every rank derives
+the sizes of the second. The second carries, for each rank, rows, and for each entry a weight and the index of
 its row:
 
     header, if any | rows | up to 7 bytes | weights of entries | rows of entries | up to 15 bytes
 
-With a bound on the rows (`max_rows`), both are one operation, with the counts in front, of messages of fixed
-length. A rank sends nothing to itself: its own rows are read where they are.
+With a bound on the rows (`max_rows`), a dispatch is one operation, with the counts in front, and messages
+have a fixed length. A rank sends nothing to itself: it reads its own rows in place.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from mcr_plus.parallel.routing_kernels import Ints, ReceivedRows, SentRows
 from mcr_plus.parallel.row_kernels import Format, Lists, Wire
 
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""Of tokens."""
+"""Dtypes of tokens."""
 WEIGHTS: Final = (None, torch.float32, torch.float64)
-"""Of weights as they travel; None for none."""
+"""Dtypes of weights in messages; None without weights."""
 
 _FACTS: Final = (
     "experts",
@@ -43,24 +43,24 @@ _FACTS: Final = (
     "compress",
     "compress_back",
 )
-_ROWS: Final = 1 + len(_FACTS)  # before it: whether the rank refuses its arguments, and its facts
+_ROWS: Final = 1 + len(_FACTS)  # preceded by a flag whether the rank refuses its arguments, and by its facts
 _COUNTS: Final = _ROWS + 1
 
 
 @cache
 def ready(dtype: torch.dtype, form: Format) -> None:
-    """Have the kernels for rows of a dtype in a format, and those for lists."""
+    """Load the kernels for rows of a dtype in a format, and the kernels for lists."""
     lists_of.prepare()
     row_kernels.prepare(dtype, form)
 
 
 class Spread(NamedTuple):
-    """Which rank has which of the experts.
+    """Distribution of the experts over the ranks.
 
     Attributes:
-        firsts: [ranks + 1] the first expert of each rank.
-        owners: [experts] the rank of each.
-        most: the largest number of experts that a rank has.
+        firsts: [ranks + 1] first expert of each rank.
+        owners: [experts] rank of each expert.
+        most: largest number of experts on a rank.
     """
 
     firsts: Ints
@@ -70,7 +70,7 @@ class Spread(NamedTuple):
 
 @cache
 def spread(experts: int, ranks: int) -> Spread:
-    """Consecutive runs of equal length; where they do not divide, the first ranks have one more."""
+    """Distribute experts in consecutive runs of equal length; the first ranks get one more if necessary."""
     each, more = divmod(experts, ranks)
     lengths = np.full(ranks, each, np.int64)
     lengths[:more] += 1
@@ -83,7 +83,7 @@ def _ends(lengths: npt.NDArray[Any]) -> Ints:
 
 @dataclass(frozen=True)
 class Facts:
-    """What must be equal on all ranks; `there` and `back`: how rows travel to the experts, and back."""
+    """Properties that must be equal on all ranks; `there`, `back`: row formats to the experts and back."""
 
     experts: int
     choices: int
@@ -95,7 +95,7 @@ class Facts:
 
     @cached_property
     def numbers(self) -> tuple[int, ...]:
-        """In the order of `_FACTS`."""
+        """Return the properties as numbers, in the order of `_FACTS`."""
         forms = row_kernels.FORMATS
         return (
             self.experts, self.choices, self.hidden, DTYPES.index(self.dtype), WEIGHTS.index(self.weights),
@@ -115,11 +115,11 @@ def _shown(fact: int, number: int) -> str:
 
 
 class Flow(NamedTuple):
-    """What one side sends to each rank, or gets from it: nothing to and from itself.
+    """Rows and entries that one side exchanges with each rank; none with itself.
 
     Attributes:
-        rows: [ranks + 1] where the rows of each rank begin.
-        entries: [ranks] how many there are.
+        rows: [ranks + 1] begin of the rows of each rank.
+        entries: [ranks] number of entries.
     """
 
     rows: Ints
@@ -127,13 +127,13 @@ class Flow(NamedTuple):
 
 
 class MessageLayout(NamedTuple):
-    """Where the messages of all ranks are in a buffer, in bytes.
+    """Positions of all ranks' messages in a buffer, in bytes.
 
     Attributes:
-        rows: [ranks] where their rows begin.
-        entries: of each rank, where its entries begin and how many there are.
-        sizes: of each rank, the length of its message.
-        total: of the buffer.
+        rows: [ranks] begin of the rows.
+        entries: for each rank, begin and number of its entries.
+        sizes: for each rank, length of its message.
+        total: length of the buffer.
     """
 
     rows: Ints
@@ -143,14 +143,14 @@ class MessageLayout(NamedTuple):
 
 
 class Way(NamedTuple):
-    """What the messages of an exchange hold.
+    """Format of the messages of an exchange.
 
     Attributes:
-        width, dtype, form: of rows.
-        weights: dtype of the number that each entry has, None for none.
-        lists: whether each entry has the number of its row.
+        width, dtype, form: properties of a row.
+        weights: dtype of the number that each entry has; None without numbers.
+        lists: whether each entry has the index of its row.
         head: bytes in front of the rows of each message.
-        slot: the length of each message, None for no more than needed.
+        slot: fixed length of each message; None for exactly the length needed.
     """
 
     width: int
@@ -167,13 +167,13 @@ class Way(NamedTuple):
         return row_kernels.nbytes(self.width, self.dtype, self.form)
 
     def length(self, rows: Any, entries: Any) -> tuple[Any, Any]:
-        """Where the entries of a message begin, and its length; of numbers or of arrays."""
+        """Return the offset of the entries and the total length of a message (ints or arrays)."""
         each = (0 if self.weights is None else self.weights.itemsize) + 4 * self.lists
         begin = -(-(rows * self.row_bytes + self.head) // 8) * 8
         return begin, -(-(begin + entries * each) // 16) * 16
 
     def layout(self, flow: Flow, rank: int) -> MessageLayout:
-        """Of the messages of one side, of which this rank, `rank`, has none."""
+        """Return the layout of the messages of one side; `rank` itself has no message."""
         begins, sizes = self.length(np.diff(flow.rows), flow.entries)
         if self.slot is not None:
             sizes[:] = self.slot
@@ -185,7 +185,7 @@ class Way(NamedTuple):
 
 
 class ExpertExchange(NamedTuple):
-    """An operation, done or in flight; what it sends is kept until it is done."""
+    """An operation, done or in flight; keeps its input until it is done."""
 
     way: Way
     received: torch.Tensor
@@ -193,24 +193,24 @@ class ExpertExchange(NamedTuple):
     work: Work | None
 
     def wait(self) -> None:
-        """Return once the received bytes are there."""
+        """Wait until the received bytes have arrived."""
         if self.work is not None:
             self.work.wait()
 
 
 class Routing:
-    """Which tokens go to which rank, and where their rows lie there: what a dispatch has found out.
+    """Routing computed by one dispatch: destination rank and row of every token.
 
-    It serves other dispatches, of other tokens with the same experts, on all ranks alike.
+    Later dispatches of other tokens with the same experts may reuse it, on all ranks.
 
     Attributes:
-        experts: how many there are on all ranks.
-        local_experts: those of this rank, `range(first, after the last)`.
+        experts: number of experts on all ranks together.
+        local_experts: experts of this rank, `range(first, last + 1)`.
         tokens, choices: n and k of the expert ids, [n, k].
-        counts: rows of each local expert, which lie one behind another in this order.
-        load: int64 [k, experts], how many tokens of all ranks chose each expert as their first, second, …
-            choice, dropped choices included; None if it was not asked for.
-        dropped: choices of this rank's tokens that were dropped, because their experts had reached
+        counts: rows of each local expert, one after another in this order.
+        load: int64 [k, experts], number of tokens of all ranks that chose each expert as their first, second,
+            … choice, dropped choices included; None unless requested.
+        dropped: number of choices of this rank's tokens that were dropped because their experts had reached
             `capacity`.
     """
 
@@ -226,15 +226,15 @@ class Routing:
         self.counts: list[int] = []
         self.load: torch.Tensor | None = None
         self.dropped = int(sent.load.sum() - sent.counts.sum())
-        self._entries = _ends(sent.counts)[self._spread.firsts]  # [ranks + 1] where those for each rank begin
+        self._entries = _ends(sent.counts)[self._spread.firsts]  # [ranks + 1] begin of each rank's entries
         self._out = Flow(sent.firsts, self._of_others(np.diff(self._entries)))
         self._counts: Ints  # [ranks, local experts]
         self._in: Flow
         self._found: ReceivedRows
-        self._layouts: dict[tuple[Way, bool], MessageLayout] = {}  # by way, and the side
+        self._layouts: dict[tuple[Way, bool], MessageLayout] = {}  # by way and side
 
     def _layout(self, way: Way, of_tokens: bool) -> MessageLayout:
-        """Of the messages on the side of this rank's tokens, or of its experts."""
+        """Return the layout of messages on the side of this rank's tokens, or of its experts."""
         found = self._layouts.get((way, of_tokens))
         if found is None:
             found = way.layout(self._out if of_tokens else self._in, self._comm.rank)
@@ -247,13 +247,13 @@ class Routing:
 
     @property
     def rows(self) -> int:
-        """How many rows this rank has of all its experts."""
+        """Number of rows for all experts of this rank."""
         return sum(self.counts)
 
     # -- counts -------------------------------------------------------------------------------------
 
     def header(self, refuses: bool, load: bool) -> torch.Tensor:
-        """int32 [ranks, numbers]: facts and counts for each rank. `refuses`: the arguments are wrong."""
+        """Return facts and counts for each rank, int32 [ranks, numbers]. `refuses`: arguments are wrong."""
         comm, sent, firsts = self._comm, self._sent, self._spread.firsts.tolist()
         most = self._spread.most
         numbers = np.zeros((comm.size, _COUNTS + most + (sent.load.size if load else 0)), np.int32)
@@ -269,7 +269,7 @@ class Routing:
         return torch.from_numpy(numbers)
 
     def exchange_counts(self, header: torch.Tensor) -> torch.Tensor:
-        """The headers of all ranks for this one."""
+        """Return the headers of all ranks for this rank."""
         if self._comm.size == 1:
             return header
         heard = torch.empty_like(header)
@@ -278,7 +278,7 @@ class Routing:
         return heard
 
     def learn_counts(self, heard: torch.Tensor, load: bool) -> None:
-        """Take the headers of all ranks; raises `InvalidArgument` where one refuses, or facts differ."""
+        """Store the headers of all ranks; raises `InvalidArgument` if a rank refuses, or facts differ."""
         numbers: npt.NDArray[np.int32] = heard.numpy()
         self._compare(numbers)
         self._counts = numbers[:, _COUNTS : _COUNTS + len(self.local_experts)].astype(np.int64)
@@ -308,11 +308,11 @@ class Routing:
     # -- to the experts -----------------------------------------------------------------------------
 
     def way_there(self, x: torch.Tensor, weights: torch.Tensor | None, lists: bool = False) -> Way:
-        """Of `x` [tokens, width], with weights [tokens, k] if there are any."""
+        """Return the format for `x` [tokens, width], with weights [tokens, k] if there are any."""
         return Way(x.shape[1], x.dtype, self._facts.there, None if weights is None else weights.dtype, lists)
 
     def bounded(self, way: Way, header: torch.Tensor, max_rows: int) -> Way:
-        """`way` with messages that hold a header and up to `max_rows` rows."""
+        """Return `way` with messages for a header and up to `max_rows` rows."""
         way = way._replace(head=-(-header.shape[1] * 4 // 16) * 16)
         return way._replace(slot=way.length(max_rows, max_rows * self.choices)[1])
 
@@ -324,9 +324,9 @@ class Routing:
         header: torch.Tensor | None = None,
         async_op: bool = False,
     ) -> ExpertExchange:
-        """Send rows to the ranks of their experts, with the header in front of them if there is one.
+        """Send rows to the ranks of their experts, preceded by the header if there is one.
 
-        Of a rank that refuses its arguments, the header alone.
+        A rank that refuses its arguments sends only the header.
         """
         ready(way.dtype, way.form)
         refuses = header is not None and bool(header[0, 0])
@@ -364,7 +364,7 @@ class Routing:
         return weights.reshape(-1)[choices]
 
     def header_of(self, exchange: ExpertExchange, header: torch.Tensor) -> torch.Tensor:
-        """The headers of all ranks that an exchange with headers has brought; its own is `header`."""
+        """Return the headers of all ranks from an exchange with headers; this rank's own is `header`."""
         heard, begin = header.clone(), 0
         for rank in range(self._comm.size):
             if rank != self._comm.rank:
@@ -374,14 +374,14 @@ class Routing:
         return heard
 
     def rows_there(self, exchange: ExpertExchange) -> Wire:
-        """The rows that have come."""
+        """Return the received rows."""
         way = exchange.way
         layout = self._layout(way, False)
         at = lists_of.addresses(self._in.rows, layout.rows, way.row_bytes)
         return Wire(exchange.received, at, way.form)
 
     def learn_lists(self, exchange: ExpertExchange) -> None:
-        """Take the rows of entries that have come, from which places follow."""
+        """Store the received row indices of entries, and compute the places of rows."""
         own, way = self._comm.rank, exchange.way
         skipped = 0 if way.weights is None else way.weights.itemsize
         parts = []
@@ -397,7 +397,7 @@ class Routing:
             )
 
     def weights_there(self, exchange: ExpertExchange, weights: torch.Tensor) -> torch.Tensor:
-        """[rows]: the weight of each, of which `weights` [tokens, k] are this rank's."""
+        """Return the weight of each row, [rows]; `weights` [tokens, k] are this rank's own."""
         own, way = self._comm.rank, exchange.way
         first, after = self._entries[own : own + 2].tolist()
         parts = []
@@ -411,7 +411,7 @@ class Routing:
 
     @property
     def sources(self) -> Ints:
-        """Of each row, which of the rows that have come it is, or -1 - t for token t of this rank."""
+        """Return, for each row, the index of the received row, or -1 - t for token t of this rank."""
         return self._found.sources
 
     # -- back ---------------------------------------------------------------------------------------
@@ -423,12 +423,12 @@ class Routing:
         numbers: torch.Tensor | None = None,
         async_op: bool = False,
     ) -> ExpertExchange:
-        """Send to the ranks of the tokens the sums of the rows of each: those of this rank's experts.
+        """Send, for each received token, the sum of its rows on this rank's experts back to the token's rank.
 
         Args:
             values: [rows, width].
-            weights: [rows], the factor of each row; None for 1.
-            numbers: [rows], one that travels back for each row.
+            weights: [rows], factor of each row; None for 1.
+            numbers: [rows], a number to send back for each row.
             async_op: do not wait.
         """
         ready(values.dtype, self._facts.back)
@@ -450,7 +450,9 @@ class Routing:
     def sums_back(
         self, exchange: ExpertExchange, values: torch.Tensor, weights: torch.Tensor | None
     ) -> torch.Tensor:
-        """[tokens, width]: the sums that have come, and those of this rank's experts, of `start_back`."""
+        """Return received sums plus sums of this rank's experts, [tokens, width]; arguments as in
+        `start_back`.
+        """
         way, found = exchange.way, self._found
         layout = self._layout(way, True)
         at = lists_of.addresses(self._out.rows, layout.rows, way.row_bytes)
@@ -462,7 +464,7 @@ class Routing:
         return out
 
     def numbers_back(self, exchange: ExpertExchange, numbers: torch.Tensor) -> torch.Tensor:
-        """[tokens, k]: of each choice the number that has come; 0 where it was dropped or is none."""
+        """Return the received number of each choice, [tokens, k]; 0 for dropped or missing choices."""
         own = self._comm.rank
         first, after = _ends(self._counts.sum(1))[own : own + 2].tolist()
         mine = torch.from_numpy(self._found.places[first:after]).to(numbers.device)

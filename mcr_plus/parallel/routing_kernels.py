@@ -1,8 +1,8 @@
-"""Index lists of expert parallelism on the CPU: which token travels where, and in which order rows lie there.
+"""Index lists of expert parallelism on the CPU: destinations of tokens, and the order of their rows.
 
 A *choice* is a pair of a token and one of its k experts. A *row* of a message is a token, which travels once
-to each rank that has one of its experts. An *entry* is a choice that is kept. Entries are in the order of
-experts, and of tokens at each expert, so those for one rank lie together.
+to each rank that has one of its experts. An *entry* is a choice that is kept. Entries are ordered by expert,
+then by token, so the entries for one rank are adjacent.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ Ints = npt.NDArray[np.int64]
 
 
 class SentRows(NamedTuple):
-    """What a rank sends. Its own rank counts no rows: they stay where they are.
+    """Index lists of a sending rank. Its own rank counts no rows: they stay in place.
 
     Attributes:
-        bad: the flat index of the first expert id that is out of range, -1 if all are in it; the rest is then
-            valid.
-        load: [k, experts] how many tokens chose each expert as their first, second, … choice; dropped ones,
-            too.
-        counts: [experts] entries of each.
-        firsts: [ranks + 1] where the rows for each rank begin.
-        tokens: [rows] the token of each.
+        bad: flat index of the first expert id that is out of range; -1 if all ids are valid, and only then
+            the rest is valid.
+        load: [k, experts] number of tokens that chose each expert as their first, second, … choice, including
+            dropped choices.
+        counts: [experts] number of entries.
+        firsts: [ranks + 1] begin of the rows for each rank.
+        tokens: [rows] token of each row.
         token_firsts, token_rows: the rows of token t are `token_rows[token_firsts[t] : token_firsts[t + 1]]`.
-        entry_rows: [entries] the row, counted from the first for its rank; at this rank the token itself.
-        entry_choices: [entries] token × k + number of the choice.
+        entry_rows: [entries] row, counted from the first row for its rank; for this rank itself, the token.
+        entry_choices: [entries] token × k + index of the choice.
     """
 
     bad: int
@@ -46,15 +46,15 @@ class SentRows(NamedTuple):
 
 
 class ReceivedRows(NamedTuple):
-    """Where rows go. *Positions* are in the order of this rank's experts, then of ranks, then of tokens.
+    """Destinations of rows. *Positions* are ordered by this rank's experts, then by rank, then by token.
 
     Attributes:
-        bad: True if an entry names a row that has not come; the rest is then not valid.
-        sources: [positions] the received row that belongs there, or -1 - t for this rank's own token t.
-        places: [entries] the position of each, entries being in the order of ranks, then of experts.
+        bad: True if an entry names a row that was not received; the rest is then invalid.
+        sources: [positions] received row for the position, or -1 - t for this rank's own token t.
+        places: [entries] position of each entry; entries are ordered by rank, then by expert.
         row_firsts, row_positions: the positions of received row j are
             `row_positions[row_firsts[j] : row_firsts[j + 1]]`.
-        own_firsts, own_positions: likewise of this rank's own tokens.
+        own_firsts, own_positions: the same for this rank's own tokens.
     """
 
     bad: bool
@@ -68,10 +68,10 @@ class ReceivedRows(NamedTuple):
 
 @compiled
 def _keep(ids, capacity, load, counts, kept):  # type: ignore[no-untyped-def]
-    """Mark the choices that find room, count them, and return the first id that is out of range."""
+    """Mark and count the choices within capacity, and return the first id that is out of range."""
     tokens, k = ids.shape
     bad = -1
-    for c in range(k):  # first choices have precedence over second ones
+    for c in range(k):  # first choices take precedence over second choices
         for t in range(tokens):
             expert = ids[t, c]
             if expert >= 0 and expert < counts.size:
@@ -112,7 +112,7 @@ def _sent(ids, owners, ranks, rank, capacity):  # type: ignore[no-untyped-def]
     load, counts = np.zeros((k, owners.size), np.int64), np.zeros(owners.size, np.int64)
     kept, seen = np.zeros((tokens, k), np.uint8), np.full(ranks, -1, np.int64)
     bad = _keep(ids, capacity, load, counts, kept)
-    ends = np.empty(owners.size, np.int64)  # they move to the end of an expert's entries as these are found
+    ends = np.empty(owners.size, np.int64)  # each advances with the entries of its expert
     entries = _sum_up(counts, ends)
     of_ranks, firsts = np.zeros(ranks, np.int64), np.empty(ranks + 1, np.int64)
     _count_rows(ids, kept, owners, rank, of_ranks, seen)
@@ -146,7 +146,7 @@ def _sent(ids, owners, ranks, rank, capacity):  # type: ignore[no-untyped-def]
 
 @compiled
 def _place(counts, firsts, rows, rank, tokens, sources, places):  # type: ignore[no-untyped-def]
-    """Give every entry its position; returns whether one names a row that is not there."""
+    """Assign each entry its position; return whether an entry names a missing row."""
     ranks, experts = counts.shape
     starts = np.empty((ranks, experts), np.int64)
     at = 0
@@ -172,7 +172,7 @@ def _place(counts, firsts, rows, rank, tokens, sources, places):  # type: ignore
 
 @compiled
 def _group(sources, sign, first, firsts):  # type: ignore[no-untyped-def]
-    """The positions of each number i = sign × source - first, from 0."""
+    """Group the positions by number i = sign × source - first, for i from 0."""
     counts = np.zeros(firsts.size - 1, np.int64)
     for at in range(sources.size):
         i = sign * sources[at] - first
@@ -210,32 +210,32 @@ def _addresses(firsts, bases, nbytes):  # type: ignore[no-untyped-def]
 
 
 def sent(ids: Ints, owners: Ints, ranks: int, rank: int, capacity: int | None) -> SentRows:
-    """The lists of a rank that sends.
+    """Return the lists of a sending rank.
 
     Args:
-        ids: [tokens, k] the experts of each token; -1 for none.
-        owners: [experts] the rank of each.
-        ranks, rank: how many there are, and this one.
-        capacity: entries of an expert at most, those of first choices first, then by token; None for no
+        ids: [tokens, k] experts of each token; -1 for none.
+        owners: [experts] rank of each expert.
+        ranks, rank: number of ranks, and this rank.
+        capacity: most entries of an expert, first choices before second, then by token; None for no
             limit.
     """
     return SentRows(*_sent(ids, owners, ranks, rank, -1 if capacity is None else capacity))
 
 
 def received(counts: Ints, firsts: Ints, rows: npt.NDArray[np.int32], rank: int, tokens: int) -> ReceivedRows:
-    """The lists of a rank that receives.
+    """Return the lists of a receiving rank.
 
     Args:
-        counts: [ranks, own experts] entries that come from each rank for each expert.
-        firsts: [ranks + 1] where the rows of each rank begin; none are this rank's.
-        rows: `entry_rows` of all ranks for this one, one behind another.
-        rank, tokens: this one, and how many tokens it has.
+        counts: [ranks, own experts] number of entries from each rank for each expert.
+        firsts: [ranks + 1] begin of the rows of each rank; this rank has none.
+        rows: `entry_rows` of all ranks for this rank, concatenated.
+        rank, tokens: this rank, and its number of tokens.
     """
     return ReceivedRows(*_received(counts, firsts, rows, rank, tokens))
 
 
 def addresses(firsts: Ints, bases: Ints, nbytes: int) -> Ints:
-    """Where each row begins in a buffer: those of rank r from `bases[r]` on, `nbytes` apart."""
+    """Return the address of each row in a buffer: rows of rank r from `bases[r]` on, `nbytes` apart."""
     return _addresses(firsts, bases, nbytes)  # type: ignore[no-any-return]
 
 

@@ -1,14 +1,14 @@
-"""Rows of tokens, from tensors to the messages of expert parallelism and back: torch reference, CPU kernels.
+"""Rows of tokens, packed into messages of expert parallelism and unpacked: torch reference, CPU kernels.
 
-A message is bytes in which a row of `width` values begins at an address of its own, a multiple of 4. Formats:
+In a message, a row of `width` values begins at an address of its own, a multiple of 4. Formats:
 
-    plain      the values as they are
+    plain      the values unchanged
     bf16       rounded to bfloat16, to nearest even
     fp8_block  a payload of `fp8_block` per row: a float32 scale for each 256 values, then their codes (e4m3)
 
-Sums of rows are made in float32 (of float64: in float64), products of two rows in float64; both are rounded
-once. The CPU kernels are for float32 and bfloat16; other dtypes and devices take the reference, with the same
-results but for the order of additions.
+Sums of rows are computed in float32 (for float64 in float64), products of two rows in float64; both are
+rounded once. The CPU kernels handle float32 and bfloat16; other dtypes and devices use the reference, with
+equal results except for the order of additions.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from mcr_plus.parallel.routing_kernels import Ints
 Format = Literal["plain", "bf16", "fp8_block"]
 FORMATS: Final[tuple[Format, ...]] = ("plain", "bf16", "fp8_block")
 DTYPES: Final = (torch.float32, torch.bfloat16)
-"""Of tensors that CPU kernels take."""
+"""Dtypes of tensors that the CPU kernels accept."""
 
-_numba: Any = numba  # annotated in part, which type checkers take for a mistake of ours
+_numba: Any = numba  # its partial annotations make type checkers report errors here
 _E4M3: Final = fp8_block.FORMATS["e4m3"]
 
 
 class Lists(NamedTuple):
-    """For each of some sums, which rows are its addends: `items[firsts[i] : firsts[i + 1]]`."""
+    """Addends of each sum: sum i adds the rows `items[firsts[i] : firsts[i + 1]]`."""
 
     firsts: Ints
     items: Ints
@@ -45,8 +45,8 @@ class Wire(NamedTuple):
 
     Attributes:
         bytes: uint8 [nbytes], a multiple of 16.
-        at: [rows] the address of each.
-        format: of all of them.
+        at: [rows] address of each row.
+        format: format of all rows.
     """
 
     bytes: torch.Tensor
@@ -55,17 +55,17 @@ class Wire(NamedTuple):
 
 
 def nbytes(width: int, dtype: torch.dtype, form: Format) -> int:
-    """Length of a row, a multiple of 4."""
+    """Return the length of a row, a multiple of 4."""
     if form == "fp8_block":
         return fp8_block.nbytes(width, "float32")
     return -(-width * (dtype.itemsize if form == "plain" else 2) // 4) * 4
 
 
-# --- torch: what the kernels are tested against, and what other dtypes and devices take ---------------------
+# --- torch: reference for the kernels' tests, and implementation for other dtypes and devices ---------------
 
 
 def _encoded(rows: torch.Tensor, form: Format) -> torch.Tensor:
-    """[rows, bytes]."""
+    """Return encoded rows, [rows, bytes]."""
     count, width = rows.shape
     size = nbytes(width, rows.dtype, form)
     out = torch.zeros(count, size, dtype=torch.uint8, device=rows.device)
@@ -88,7 +88,7 @@ def _encoded(rows: torch.Tensor, form: Format) -> torch.Tensor:
 
 
 def _decoded(raw: torch.Tensor, width: int, dtype: torch.dtype, form: Format) -> torch.Tensor:
-    """[rows, width], in the dtype in which sums are made, from [rows, bytes] of rows of `dtype`."""
+    """Return decoded rows, [rows, width], in the dtype of sums, from [rows, bytes] of rows of `dtype`."""
     count, exact = len(raw), _summing(dtype)
     if form != "fp8_block":
         stored = dtype if form == "plain" else torch.bfloat16
@@ -104,7 +104,7 @@ def _decoded(raw: torch.Tensor, width: int, dtype: torch.dtype, form: Format) ->
 
 
 def _bytes_of(wire: Wire, size: int) -> torch.Tensor:
-    """The index of every byte of every row: [rows, size]."""
+    """Return the index of every byte of every row, [rows, size]."""
     at = _index(wire.at, wire.bytes)
     return at[:, None] + torch.arange(size, device=at.device)
 
@@ -128,7 +128,7 @@ def _summing(dtype: torch.dtype) -> torch.dtype:
 
 
 def _sums(rows: torch.Tensor, weights: torch.Tensor | None, lists: Lists) -> torch.Tensor:
-    """Weighted sums of rows, in the dtype in which sums are made."""
+    """Return weighted sums of rows, in the dtype of sums."""
     items = _index(lists.items, rows)
     addends = rows[items].to(_summing(rows.dtype))
     if weights is not None:
@@ -139,17 +139,17 @@ def _sums(rows: torch.Tensor, weights: torch.Tensor | None, lists: Lists) -> tor
 
 
 def pack_reference(values: torch.Tensor, rows: Ints, wire: Wire) -> None:
-    """`pack` in plain torch."""
+    """Run `pack` in plain torch."""
     _put(values[_index(rows, values)], wire)
 
 
 def unpack_reference(own: torch.Tensor, wire: Wire, sources: Ints, out: torch.Tensor) -> None:
-    """`unpack` in plain torch."""
+    """Run `unpack` in plain torch."""
     out.copy_(_come(own, wire, sources))
 
 
 def _come(own: torch.Tensor, wire: Wire, sources: Ints) -> torch.Tensor:
-    """What `unpack` brings, in the dtype in which sums are made."""
+    """Return the rows that `unpack` would write, in the dtype of sums."""
     rows = torch.cat([_taken(wire, own.shape[1], own.dtype), own.to(_summing(own.dtype))])
     return rows[_index(np.where(sources < 0, len(wire.at) - 1 - sources, sources), own)]
 
@@ -163,14 +163,14 @@ def unpack_gradient_reference(
     out: torch.Tensor,
     weight_gradient: torch.Tensor,
 ) -> None:
-    """`unpack_gradient` in plain torch."""
+    """Run `unpack_gradient` in plain torch."""
     exact = _come(own, wire, sources)
     weight_gradient.copy_((exact.double() * answers.double()).sum(1))
     out.copy_(exact * weights[:, None])
 
 
 def pack_sums_reference(values: torch.Tensor, weights: torch.Tensor | None, lists: Lists, wire: Wire) -> None:
-    """`pack_sums` in plain torch."""
+    """Run `pack_sums` in plain torch."""
     sums = _sums(values, weights, lists)
     _put(sums.to(values.dtype) if wire.format == "plain" else sums, wire)
 
@@ -183,13 +183,13 @@ def unpack_sums_reference(
     rows: Lists,
     out: torch.Tensor,
 ) -> None:
-    """`unpack_sums` in plain torch."""
+    """Run `unpack_sums` in plain torch."""
     come = _taken(wire, values.shape[1], values.dtype)
     out.copy_(_sums(values, weights, own) + _sums(come, None, rows))
 
 
 # --- CPU ----------------------------------------------------------------------------------------------------
-# The dtype of an array is the format of its rows: float32 is plain, uint16 bfloat16, and uint8 fp8_block.
+# The array's dtype encodes its row format: float32 for plain, uint16 for bfloat16, uint8 for fp8_block.
 
 _OPTIONS: Final = {"nogil": True, "error_model": "numpy"}
 _16: Final = np.uint32(16)
@@ -211,7 +211,7 @@ _encode_fp8: Final = fp8_block.encode_block_at
 
 
 def _by_dtype(position: int, **implementations: Any) -> Any:
-    """A function for kernels that is chosen by the dtype of an argument."""
+    """Return a function for kernels, dispatched on the dtype of an argument."""
 
     def stub(*_: Any) -> None:
         raise NotImplementedError
@@ -286,14 +286,14 @@ def _store_fp8(a, b, c):  # type: ignore[no-untyped-def]  # noqa: ARG001
 
 
 _load = _by_dtype(0, plain=_load_plain, bf16=_load_bf16, fp8=_load_fp8)
-"""`_load(row, numbers, None)`: float32 `numbers` become those of the row."""
+"""`_load(row, numbers, None)`: decodes the row into float32 `numbers`."""
 _add = _by_dtype(0, plain=_add_plain, bf16=_add_bf16, fp8=_add_blocks)
-"""`_add(row, numbers, factor)`: adds the row times a factor."""
+"""`_add(row, numbers, factor)`: adds the row times a factor to `numbers`."""
 _store = _by_dtype(1, plain=_store_plain, bf16=_store_bf16, fp8=_store_fp8)
-"""`_store(numbers, row, None)`: writes the row."""
+"""`_store(numbers, row, None)`: encodes `numbers` into the row."""
 
 
-@_numba.njit(fastmath={"reassoc"}, **_OPTIONS)  # for vector instructions; NaN and infinity stay what they are
+@_numba.njit(fastmath={"reassoc"}, **_OPTIONS)  # allows vector instructions; NaN and infinity stay intact
 def _dot(a, b):  # type: ignore[no-untyped-def]
     total = np.float64(0)
     for i in range(a.size):
@@ -374,7 +374,7 @@ def _unpack_sums(  # type: ignore[no-untyped-def]
 
 
 def pack(values: torch.Tensor, rows: Ints, wire: Wire) -> None:
-    """Write row `rows[i]` of `values` [n, width] to place i of `wire`."""
+    """Write row `rows[i]` of `values` [n, width] to address i of `wire`."""
     if not _by_kernel(values):
         pack_reference(values, rows, wire)
         return
@@ -383,9 +383,9 @@ def pack(values: torch.Tensor, rows: Ints, wire: Wire) -> None:
 
 
 def unpack(own: torch.Tensor, wire: Wire, sources: Ints, out: torch.Tensor) -> None:
-    """Overwrite row i of `out` [m, width] with row `sources[i]` of `wire`, or row -1 - `sources[i]` of `own`.
+    """Write to row i of `out` [m, width] row `sources[i]` of `wire`, or row -1 - `sources[i]` of `own`.
 
-    `own`: [n, width], of the dtype of `out`.
+    `own`: [n, width], with the dtype of `out`.
     """
     if not _by_kernel(own):
         unpack_reference(own, wire, sources, out)
@@ -403,10 +403,10 @@ def unpack_gradient(
     out: torch.Tensor,
     weight_gradient: torch.Tensor,
 ) -> None:
-    """`unpack` of gradients: row i of `out` becomes `weights[i]` × the row g that comes.
+    """Unpack gradients: row i of `out` becomes `weights[i]` × the received row g.
 
     `weight_gradient[i]` becomes the dot product of g and row i of `answers`. `weights`, `weight_gradient`:
-    [m], float32, or float64 where a dtype is that.
+    [m], float32, or float64 if a dtype is float64.
     """
     if not _by_kernel(own, answers) or weights.dtype != torch.float32:
         unpack_gradient_reference(own, wire, sources, weights, answers, out, weight_gradient)
@@ -419,7 +419,7 @@ def unpack_gradient(
 
 
 def pack_sums(values: torch.Tensor, weights: torch.Tensor | None, lists: Lists, wire: Wire) -> None:
-    """Write to place i of `wire` the sum of rows of `values` [m, width], list i, times `weights` [m]."""
+    """Write to address i of `wire` the sum of rows in list i of `values` [m, width] × `weights` [m]."""
     if not _by_kernel(values) or not _usual(weights):
         pack_sums_reference(values, weights, lists, wire)
         return
@@ -438,10 +438,10 @@ def unpack_sums(
     rows: Lists,
     out: torch.Tensor,
 ) -> None:
-    """Overwrite row i of `out` [n, width] with two sums in one pass.
+    """Write the total of two sums to each row i of `out` [n, width], in one pass.
 
-    These are the rows of list i of `own` in `values` [m, width], times `weights` [m], and the rows of list i
-    of `rows` in `wire`. `out` has the dtype of `values`.
+    The first adds the rows of list i of `own` in `values` [m, width], times `weights` [m], the second the
+    rows of list i of `rows` in `wire`. `out` has the dtype of `values`.
     """
     if not _by_kernel(values) or not _usual(weights):
         unpack_sums_reference(values, weights, own, wire, rows, out)
@@ -480,7 +480,7 @@ def _usual(weights: torch.Tensor | None) -> bool:
 
 
 def _rows(values: torch.Tensor) -> Any:
-    """A contiguous tensor as an array whose dtype is its format."""
+    """Return a contiguous tensor as an array whose dtype encodes its format."""
     plain = values.detach()
     return (plain.view(torch.uint16) if values.dtype == torch.bfloat16 else plain).numpy()
 
@@ -490,7 +490,7 @@ def _weights(weights: torch.Tensor | None) -> tuple[Any, bool]:
 
 
 def _places(values: Any, wire: Wire) -> tuple[Any, Ints, int]:
-    """The bytes as an array whose dtype is the format of its rows, and in its units their places and size."""
+    """Return the bytes as an array whose dtype encodes the row format, with row places and size in units."""
     units: dict[Format, type] = {"plain": values.dtype, "bf16": np.uint16, "fp8_block": np.uint8}
     array: Any = wire.bytes.numpy().view(units[wire.format])
     width = values.shape[1]

@@ -1,4 +1,4 @@
-"""Convolutions and pooling of tensors whose spatial dimensions are spread over ranks.
+"""Convolution and pooling of tensors whose spatial dimensions are sharded over ranks.
 
     from mcr_plus import spatial
 
@@ -9,15 +9,15 @@
     spatial.global_mean(y, pool.out_layout) # [N, 16], the same on all ranks
 
 Every rank has all of N and C, and a box of the spatial dimensions (Dryden et al. 2019, arXiv 1903.06681). A
-layer takes the layout of its input and has that of its output, `out_layout`. Results are those of torch's
-layer on the whole tensor, forward and backward, but for rounding.
+layer takes the layout of its input and computes the layout of its output, `out_layout`. Forward and backward
+results equal those of torch's layer on the whole tensor, except for rounding.
 
-Weights are replicated, and each rank computes the part of their gradients that its output contributes. Their
-sum over the ranks is the gradient: `sum_gradients(model)` after `backward()`. (`mcr.wrap` averages, so it
-needs a loss times the number of ranks.)
+Weights are replicated, and each rank computes the gradient contribution of its part of the output. The
+gradient is the sum over ranks: call `sum_gradients(model)` after `backward()`. (`mcr.wrap` averages, so it
+needs a loss multiplied by the number of ranks.)
 """
 
-# Long because the layers share their functions, and each has an example.
+# This file is long because the layers share their functions, and each has an example.
 
 from __future__ import annotations
 
@@ -59,21 +59,19 @@ _FRONT: Final = 2  # N and C
 
 
 def _at(slices: Iterable[slice]) -> Any:
-    """The index of a box in the last dimensions."""
+    """Return the index of a box in the last dimensions."""
     return (..., *slices)
 
 
 def _nothing(x: torch.Tensor, more: torch.Tensor, *shape: int) -> torch.Tensor:
-    """A tensor without elements that gradients flow back through, so that ranks without an output go on
-    alike.
-    """
+    """Return a tensor without elements through which gradients flow, for ranks without output."""
     return (x.sum() + more).expand(shape)
 
 
 def _read(
     x: torch.Tensor, base: Sequence[Range], reads: Sequence[Range], size: Sequence[int], circular: bool
 ) -> tuple[torch.Tensor, list[int]]:
-    """Return the input of a strip, from a tensor that has the ranges `base` of it: wrapped, a view, or with
+    """Return a strip's input, from a tensor that has the ranges `base` of it: wrapped, a view, or with
     some padding; and the padding on both sides that the convolution adds itself.
     """
     pads: list[int] = []
@@ -94,8 +92,8 @@ def _read(
 def _returned(
     grad: torch.Tensor, base: Sequence[Range], reads: Sequence[Range], size: Sequence[int], circular: bool
 ) -> torch.Tensor:
-    """The gradient of `_read`'s input, from that of its output."""
-    pads: list[int] = []  # negative ones cut padding off
+    """Return the gradient of `_read`'s input from the gradient of its output."""
+    pads: list[int] = []  # negative pads cut padding off
     for dim, ((low, high), (first, last), number) in enumerate(zip(base, reads, size, strict=True)):
         at = _FRONT + dim
         both = min(max(first, low) - first, last - min(last, high))
@@ -108,13 +106,13 @@ def _returned(
 
 
 def _wraps(base: Range, reads: Range, size: int, circular: bool) -> bool:
-    """Whether a dimension that is all here is read beyond its borders."""
+    """Return whether a dimension that is complete on this rank is read beyond its borders."""
     return circular and base == (0, size) and not 0 <= reads[0] <= reads[1] <= size
 
 
 @dataclass(frozen=True)
 class _Convolution:
-    """A convolution of tensors with certain N and C, on this rank."""
+    """Convolution of tensors with fixed N and C, on this rank."""
 
     window: Window
     groups: int
@@ -127,7 +125,7 @@ class _Convolution:
     overlap: bool
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """The local output of a local input."""
+        """Return the local output for a local input."""
         if self.halo.moves:
             function = cast("Callable[..., torch.Tensor]", _Convolve.apply)
             return function(x, weight, bias, self)
@@ -138,7 +136,7 @@ class _Convolution:
     def of(
         self, x: torch.Tensor, padding: list[int], weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """The convolution of the input that has been read."""
+        """Return the convolution of an input prepared by `read`."""
         function: Any = F.conv2d if len(self.size) == 2 else F.conv3d
         return cast(
             "torch.Tensor",
@@ -151,7 +149,7 @@ class _Convolution:
     def run(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The output, and the input with its halo."""
+        """Return the output, and the input with its halo."""
         output = x.new_empty(x.shape[0], weight.shape[0], *self.out_local)
         part = self.part
         if not self.overlap:
@@ -159,13 +157,13 @@ class _Convolution:
             if part is not None:
                 output = self.of(*self.read(needed, part.needed, part.whole), weight, bias)
             return output, needed
-        # Asynchronous on all ranks alike, also where nothing can be computed meanwhile.
+        # Asynchronous on all ranks alike, even if there is nothing to compute meanwhile.
         work = self.halo.start(x, self.comm, self.options)
         if part is not None and part.inner is not None:
             output[_at(part.inner.at)] = self.of(*self.read(x, part.own, part.inner), weight, bias)
         work.wait()
         found = work.output
-        assert found is not None  # every rank has a part
+        assert found is not None  # every rank has a part of the output
         if part is not None:
             for strip in part.outer:
                 output[_at(strip.at)] = self.of(*self.read(found, part.needed, strip), weight, bias)
@@ -174,7 +172,7 @@ class _Convolution:
     def gradients(
         self, grad: torch.Tensor, needed: torch.Tensor, weight: torch.Tensor, wanted: Sequence[bool]
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Of the input, the weight and the bias; that of the halo travels while the others are computed."""
+        """Return gradients of input, weight and bias; the halo's gradient travels during the computation."""
         window, part = self.window, self.part
 
         def of(x: torch.Tensor, padding: list[int], *mask: bool) -> tuple[torch.Tensor | None, ...]:
@@ -225,14 +223,14 @@ class _Convolve(Function):
 
 
 class _Layer(nn.Module):
-    """Base of the layers: the layout of their input, and the group."""
+    """Base class of the layers: layout of their input, and group."""
 
     layout: Layout
     out_layout: Layout
     group: Communicator | None
 
     def _state(self) -> dict[str, Any]:
-        """The attributes of a copy: all but the exchanges that this layer has bound."""
+        """Return the attributes for a copy: all but the exchanges that this layer has bound."""
         return {name: value for name, value in self.__dict__.items() if name != "_known"} | {"_known": {}}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -244,7 +242,7 @@ class _Layer(nn.Module):
         return self._state()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Layer:
-        memo[id(self.group)] = self.group  # of which there is one
+        memo[id(self.group)] = self.group  # share the group
         found = memo[id(self)] = type(self).__new__(type(self))
         found.__setstate__(copy.deepcopy(self._state(), memo))  # type: ignore[no-untyped-call]
         return found
@@ -265,7 +263,7 @@ class _Layer(nn.Module):
 
 
 class _Conv(_Layer):
-    """A convolution as torch's; `layout` is that of the spatial dimensions of its input."""
+    """Convolution layer like torch's; `layout` is the layout of its input's spatial dimensions."""
 
     def _spread(self, layout: Layout, group: Communicator | None, tag: str | None, overlap: bool) -> None:
         conv = cast("nn.Conv3d", self)
@@ -293,8 +291,8 @@ class _Conv(_Layer):
         self._known: dict[Any, _Convolution] = {}
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """`input`: [N, in_channels, *local shape in `layout`]; returns [N, out_channels, *that in
-        `out_layout`]."""
+        """Convolve `input` [N, in_channels, *local shape in `layout`]; returns [N, out_channels, *local shape
+        in `out_layout`]."""
         conv, x = cast("nn.Conv3d", self), input
         comm = self._checked(x, conv.in_channels)
         key = (len(x), self.overlap)
@@ -325,26 +323,26 @@ class _Conv(_Layer):
 
 
 class Conv3d(_Conv, nn.Conv3d):
-    """`torch.nn.Conv3d` of volumes whose depth, height and width are spread over ranks.
+    """`torch.nn.Conv3d` for volumes whose depth, height and width are sharded over ranks.
 
-    It takes the arguments of torch's layer, and has its parameters and its state.
+    It takes the arguments of torch's layer, and has the same parameters and state.
 
     Args:
-        layout: of the spatial dimensions of the input, one box for each rank of the group, be it empty, each
-            element on one rank: `mcr.Layout.sharded((64, 64), ranks, 0)`,
+        layout: layout of the input's spatial dimensions: one box (may be empty) for each rank of the group,
+            and each element on one rank, such as `mcr.Layout.sharded((64, 64), ranks, 0)` or
             `mcr.Layout.mesh(shape, ranks, ["S0", "S1"])`.
-        group: the ranks of the layout; None: the whole job.
-        tag: of the halo exchanges, which rules match; `redistribute` if None.
-        overlap: convolve all that needs no halo while that is in flight, and the borders then. It costs
-            small convolutions; where halos arrive at once, False may be faster.
+        group: ranks of the layout; None: the whole job.
+        tag: tag of the halo exchanges, for rules; `redistribute` if None.
+        overlap: while the halo is in flight, convolve everything that does not need it; then the borders.
+            This slows small convolutions down; if halos arrive at once, False may be faster.
 
     Attributes:
-        layout, out_layout: of the spatial dimensions of input and output. An element of the output is on the
-            rank that has the middle of what it reads.
+        layout, out_layout: layouts of the spatial dimensions of input and output. An output element is on the
+            rank that has the middle of its receptive field.
 
-    Inputs are this rank's part, [N, C, *layout.local_shape(rank)], with the same N on all ranks. Backward is
-    collective where forward was; gradients of gradients are not there where ranks need halos. Gradients of
-    weights are this rank's part of them: see `sum_gradients`.
+    Each input is this rank's part, [N, C, *layout.local_shape(rank)], with the same N on all ranks. Backward
+    is collective if forward was. Gradients of gradients are not supported if ranks need halos. Gradients of
+    weights are contributions of this rank: see `sum_gradients`.
 
     Raises:
         InvalidArgument: the layout has another number of dimensions, several boxes on a rank, replicas or
@@ -375,9 +373,9 @@ class Conv3d(_Conv, nn.Conv3d):
 
 
 class Conv2d(_Conv, nn.Conv2d):
-    """`torch.nn.Conv2d` of images whose height and width are spread over ranks.
+    """`torch.nn.Conv2d` for images whose height and width are sharded over ranks.
 
-    Arguments, attributes and errors are those of `Conv3d`.
+    Arguments, attributes and errors are the same as for `Conv3d`.
 
     Example:
         ```python
@@ -406,7 +404,7 @@ class Conv2d(_Conv, nn.Conv2d):
 
 
 class _Pool(_Layer):
-    """Pooling of windows that do not overlap, each of which lies on one rank."""
+    """Pooling with windows that do not overlap, each on one rank."""
 
     def __init__(
         self,
@@ -444,7 +442,7 @@ class _Pool(_Layer):
     _function: Callable[..., torch.Tensor]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x`: [N, C, *local shape in `layout`]; returns [N, C, *that in `out_layout`]."""
+        """Pool `x` [N, C, *local shape in `layout`]; returns [N, C, *local shape in `out_layout`]."""
         comm = self._checked(x)
         local = self.out_layout.locals[comm.ranks[comm.rank]]
         if 0 in local:
@@ -452,25 +450,25 @@ class _Pool(_Layer):
         return type(self)._function(x, self.kernel_size)
 
     def extra_repr(self) -> str:
-        """The layer's arguments, as `print` shows them."""
+        """Return the layer's arguments, as `print` shows them."""
         return f"kernel_size={self.kernel_size}"
 
 
 class MaxPool3d(_Pool):
-    """`torch.nn.MaxPool3d` with windows that do not overlap, of volumes that are spread over ranks.
+    """`torch.nn.MaxPool3d` with windows that do not overlap, for volumes sharded over ranks.
 
     Args:
         kernel_size: an int, or one for each spatial dimension. stride: the same, or None.
-        layout, group: as of `Conv3d`. Borders between ranks must be multiples of the kernel's size.
+        layout, group: as in `Conv3d`. Borders between ranks must be multiples of the kernel's size.
 
     Attributes:
-        layout, out_layout: of the spatial dimensions of input and output.
+        layout, out_layout: layouts of the spatial dimensions of input and output.
 
-    Nothing is communicated. Elements behind the last whole window are left out, as torch does.
+    There is no communication. Elements behind the last whole window are ignored, as in torch.
 
     Raises:
-        InvalidArgument: as of `Conv3d`.
-        Unsupported: a rank's box cuts a window, or the stride is another one.
+        InvalidArgument: as in `Conv3d`.
+        Unsupported: a rank's box cuts a window, or the stride differs from the kernel's size.
 
     Example:
         ```python
@@ -486,20 +484,20 @@ class MaxPool3d(_Pool):
 
 
 class AvgPool3d(_Pool):
-    """`torch.nn.AvgPool3d` with windows that do not overlap; all else as `MaxPool3d`."""
+    """`torch.nn.AvgPool3d` with windows that do not overlap; otherwise like `MaxPool3d`."""
 
     _function = staticmethod(F.avg_pool3d)
 
 
 class MaxPool2d(_Pool):
-    """`torch.nn.MaxPool2d` with windows that do not overlap; all else as `MaxPool3d`."""
+    """`torch.nn.MaxPool2d` with windows that do not overlap; otherwise like `MaxPool3d`."""
 
     _dims = 2
     _function = staticmethod(F.max_pool2d)
 
 
 class AvgPool2d(_Pool):
-    """`torch.nn.AvgPool2d` with windows that do not overlap; all else as `MaxPool3d`."""
+    """`torch.nn.AvgPool2d` with windows that do not overlap; otherwise like `MaxPool3d`."""
 
     _dims = 2
     _function = staticmethod(F.avg_pool2d)
@@ -511,9 +509,9 @@ class AvgPool2d(_Pool):
 def global_mean(
     x: torch.Tensor, layout: Layout, *, group: Communicator | None = None, **options: Unpack[CallOptions]
 ) -> torch.Tensor:
-    """The mean over all spatial dimensions of `x`, on all ranks: [N, C, *local shape] → [N, C].
+    """Return the mean over all spatial dimensions of `x` on all ranks: [N, C, *local shape] → [N, C].
 
-    The gradient is right if what follows is the same on all ranks, as of `autograd.all_reduce`.
+    The gradient is right if later computation is the same on all ranks, as for `autograd.all_reduce`.
 
     Raises:
         InvalidArgument: `x` is not this rank's part of `layout`.
@@ -532,7 +530,7 @@ def global_mean(
         raise InvalidArgument(f"x: expected a torch.Tensor, got {type(x).__name__}")
     if x.ndim != _FRONT + len(local) or tuple(x.shape[_FRONT:]) != local:
         raise InvalidArgument(f"expected [N, C, {', '.join(map(str, local))}], got {list(x.shape)}")
-    # A sum in half precision overflows where its mean does not.
+    # A half-precision sum may overflow although the mean does not.
     dtype = torch.float32 if x.dtype in HALF else None
     total = x.flatten(_FRONT).sum(dim=_FRONT, dtype=dtype) / layout.volume
     mean = autograd.all_reduce(total, group=comm, **options)
@@ -540,7 +538,7 @@ def global_mean(
 
 
 def local_part(x: torch.Tensor, layout: Layout, *, group: Communicator | None = None) -> torch.Tensor:
-    """This rank's part of a whole tensor, whose last dimensions are those of `layout`; a copy.
+    """Return a copy of this rank's part of a whole tensor whose last dimensions are those of `layout`.
 
     Raises:
         InvalidArgument: `x` does not end with the layout's shape, or the rank holds several boxes.
@@ -568,20 +566,19 @@ def local_part(x: torch.Tensor, layout: Layout, *, group: Communicator | None = 
 def sum_gradients(
     model: nn.Module, *, group: Communicator | None = None, **options: Unpack[CallOptions]
 ) -> None:
-    """Sum the gradients of all convolutions in `model` that are spread over ranks, in one operation of each
-    group.
+    """Sum the gradients of all sharded convolutions in `model` over ranks, in one operation per group.
 
     Afterwards `param.grad` of their weights and biases is the gradient of the whole layer, on all ranks.
-    Those of other layers, which compute the same on all ranks, are left as they are. A rank without a
-    gradient adds 0.
+    Other layers, which compute the same on all ranks, are not touched. A rank without a gradient
+    adds 0.
 
     Args:
         model: its convolutions are summed over their own groups, in the order of `model.modules()`.
-        group: of the layers that were made without one; None: the whole job.
-        options: as of every collective.
+        group: group of layers made without one; None: the whole job.
+        options: as for every collective.
 
     Raises:
-        InvalidArgument: a layer's layout is of other ranks than its group, or layers of different groups
+        InvalidArgument: a layer's layout has other ranks than its group, or layers of different groups
             share a parameter.
         NotInitialized: there is no job, or the group is closed.
 

@@ -1,1 +1,1 @@
-"""Training: averaging the gradients of a model, an optimizer, DDP or FSDP2 through the pipeline."""
+"""Average gradients through the pipeline, for a model, an optimizer, DDP or FSDP2."""

@@ -1,4 +1,4 @@
-"""Plans buckets of gradients for the earliest end of the last all_reduce (`fuse: {plan: exact}`)."""
+"""Plan buckets of gradients so that the last all_reduce ends earliest (`fuse: {plan: exact}`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mcr_plus.core.message import Signature
 from mcr_plus.errors import ConfigError
 from mcr_plus.fusion.bucket import Bucket, BucketEntry, Cost, earliest_finish
 
-_OVERHEAD: Final = 50e-6  # seconds of a rank to issue an operation and wait for it
+_OVERHEAD: Final = 50e-6  # seconds that a rank takes to issue an operation and wait for it
 
 
 def all_reduce_costs(
@@ -28,9 +28,9 @@ def all_reduce_costs(
 ) -> dict[Hashable, Cost]:
     """Return the cost of an all_reduce for each set of gradients that may share a bucket.
 
-    For the costs and errors, see `all_reduce_cost`; an entry's `like` is its dtype, device and policy, its
-    `id` the index of its parameter in `params`. With a codec, the cost is that of the operations that move
-    payloads; the time of encoding is not in it.
+    `all_reduce_cost` describes the costs and errors. `like` of an entry is its dtype, device and policy, and
+    `id` the index of its parameter in `params`. With a codec, the cost covers the operations that move
+    payloads, but not the time of encoding.
     """
     sets: dict[Hashable, list[BucketEntry]] = {}
     for entry in entries:
@@ -52,7 +52,7 @@ def all_reduce_costs(
 
 
 def _of_operations(dense: Cost, operations: int, rate: float) -> Cost:
-    """The cost of so many equal operations in place of one, of `rate` times the bytes together."""
+    """Return the cost of `operations` equal operations that together move `rate` times the bytes of one."""
 
     def cost(nbytes: NDArray[np.int64]) -> NDArray[np.float64]:
         return operations * dense((nbytes * (rate / operations)).astype(np.int64))
@@ -68,7 +68,7 @@ def _payloads(
     device: str,
     tag: str,
 ) -> tuple[int, int] | None:
-    """See `as_all_reduces`, of a bucket of these parameters; None if no codec applies to it."""
+    """Apply `as_all_reduces` to a bucket of these parameters; return None if no codec applies to it."""
     shapes = tuple(tuple(param.shape) for param in params)
     numel = sum(param.numel() for param in params)
     signature = Signature(
@@ -88,7 +88,7 @@ def all_reduce_cost(
 ) -> Cost:
     """Return the expected seconds of an all_reduce as a function of its bytes, up to `nbytes`.
 
-    The seconds are those of a synchronous operation in the pipeline's tuning table, plus the overhead of
+    The seconds are the tuning table's for a synchronous operation of the pipeline, plus the overhead of
     issuing it. `dense`: without the pipeline's codec. Raises `ConfigError` if the table has no times for it.
     """
     steps = max(2, 2 * int(np.ceil(np.log2(max(nbytes, 1024) / 512))))
@@ -111,10 +111,10 @@ def all_reduce_cost(
 
 
 def earliest(entries: Sequence[BucketEntry], costs: dict[Hashable, Cost], alignment: int) -> list[Bucket]:
-    """Return the buckets of entries with measured `ready` times, in the order of their readiness.
+    """Return buckets of entries with measured `ready` times, in the order in which the buckets become ready.
 
-    Entries with different `BucketEntry.like`, which may not share a bucket, are planned independently,
-    without regard to the sharing of the link.
+    Entries with different `BucketEntry.like` may not share a bucket. They are planned independently, as if
+    each kind had the link to itself.
     """
     ready = {entry.id: entry.ready for entry in entries}
     buckets = []
@@ -128,7 +128,8 @@ def first_waiting(buckets: Sequence[Sequence[int]], seen: Sequence[int]) -> tupl
     """Return the first bucket that is ready before its predecessor, and the gradient that it waits for.
 
     `buckets`: indices of gradients, in the order of sending. `seen`: indices in the order in which gradients
-    become ready; others follow at the end of the pass. Returns (number of the bucket, index), or None.
+    become ready; other gradients follow at the end of the pass. Returns (number of the bucket, index), or
+    None.
     """
     place = {index: at for at, index in enumerate(seen)}
     last = [max(members, key=lambda index: place.get(index, len(seen))) for members in buckets]

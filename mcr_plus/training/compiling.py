@@ -1,4 +1,4 @@
-"""`mcr.compile`: a model compiled in parts, so that communication overlaps."""
+"""`mcr.compile` compiles a model in parts, so that communication overlaps with computation."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ def compile(  # noqa: A001 - as in torch
     mode: str | None = None,
     options: dict[str, Any] | None = None,
 ) -> ModelT:
-    """Compile a model by `torch.compile`, cut so that gradients become ready part after part.
+    """Compile a model with `torch.compile`, cut into parts so that gradients become ready part by part.
 
-    Works in place, as `model.compile()`, and returns the same model: the names in its `state_dict()` stay.
+    Works in place, like `model.compile()`, and returns the same model; names in its `state_dict()` stay.
     Copies and pickles of the model are not compiled. `mcr.wrap` may be called before or after; compiling a
     second time replaces the first.
 
     Args:
         model: any module. Its forward pass may have graph breaks and checkpoints.
-        cuts: where the graph is cut:
+        cuts: positions of the cuts in the graph:
 
-            - "none": nowhere. All gradients become ready at the end of the backward pass, and no
+            - "none": no cuts. All gradients become ready at the end of the backward pass, and no
               communication overlaps.
-            - "blocks": at the end of every repeated child, that is every module in a `Sequential` or
+            - "blocks": at the end of every repeated child, i.e. every module in a `Sequential` or
               `ModuleList` that is not inside another such module.
-            - names of modules: at the end of each of them.
-            - "auto": with `mcr.wrap`, "none" and "blocks" are timed in the job, 27 steps in all, and the
-              faster one by the slowest rank's times stays; with `fuse: {plan: auto}` in the pipeline, the
-              best of all subsets of the blocks is searched jointly with the buckets, and tried too (36
-              steps). Under `fuse: {plan: exact}`, with buckets of a file or of a loaded state, or with codecs
-              that keep state, it is "blocks". Without `mcr.wrap`, or on a single rank, it is "none". What is
-              chosen is not part of `mcr.state_dict()`.
+            - names of modules: at the end of each named module.
+            - "auto": with `mcr.wrap`, the job times "none" and "blocks", in 27 steps, and keeps the one that
+              is faster on the slowest rank. With `fuse: {plan: auto}` in the pipeline, the best of all
+              subsets of the blocks is searched together with the buckets, and timed too (36 steps). It is
+              "blocks" under `fuse: {plan: exact}`, with buckets from a file or a loaded state, and with
+              codecs that keep state; "none" without `mcr.wrap` and on a single rank. The choice is not
+              part of `mcr.state_dict()`.
 
             A cut after which no gradient becomes ready is left out. Without gradients (evaluation), the graph
             is compiled as a whole.
@@ -54,8 +54,8 @@ def compile(  # noqa: A001 - as in torch
         mode, options: as in `torch.compile`, for "inductor" only.
 
     Raises:
-        InvalidArgument: `model` is not a module, or already the result of `torch.compile`; `cuts` has a name
-            that is no module's; the backend is unknown.
+        InvalidArgument: `model` is not a module, or already the result of `torch.compile`; `cuts` contains a
+            name that no module has; the backend is unknown.
 
     Example:
         ```python

@@ -1,4 +1,4 @@
-"""The communication hook of DistributedDataParallel. DDP checks its annotations, so they are not strings."""
+"""Communication hook for DistributedDataParallel. DDP inspects its annotations, so they are not strings."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,10 +22,10 @@ Result = torch.futures.Future[torch.Tensor]
 class DDPState:
     """State of `ddp_hook`: the group (None: the whole job) and the options of its operations.
 
-    `passes` counts the backward passes: DDP rebuilds its buckets after the first one, so a codec with state
-    between calls is used from the second pass on. `number` distinguishes models, so all ranks must create
-    their states in the same order. `results`: with `dispatch: {failover: true}`, two tensors for the means of
-    each bucket, by its index, which take turns.
+    `passes` counts the backward passes: DDP rebuilds its buckets after the first pass, so a codec that keeps
+    state between calls is used from the second pass on. `number` distinguishes models, so all ranks must
+    create their states in the same order. `results` maps a bucket's index to two tensors for its means, used
+    in turn with `dispatch: {failover: true}`.
     """
 
     group: Communicator | None = None
@@ -38,9 +38,9 @@ class DDPState:
     results: dict[int, list[torch.Tensor]] = field(default_factory=dict, repr=False)
 
     def result_of(self, index: int, values: torch.Tensor) -> torch.Tensor:
-        """Return memory for the means of a bucket, so that DDP's `values` stay as they are.
+        """Return memory for the means of a bucket, so that DDP's `values` are not overwritten.
 
-        The means of the last pass are intact until the one after the next.
+        The means of the last pass stay intact until the pass after the next.
         """
         found = self.results.get(index, [])
         if not found or found[0].shape != values.shape or found[0].dtype != values.dtype:
@@ -49,7 +49,7 @@ class DDPState:
         return found[0]
 
     def finish(self) -> None:
-        """Wait for pending operations; DDP would wait for the futures without driving progress."""
+        """Wait for pending operations; DDP itself waits for the futures without driving progress."""
         pending, self.pending = self.pending, []
         for work, values, future in pending:
             _resolve(work, values, future)
@@ -73,11 +73,11 @@ def ddp_hook(state: DDPState, bucket: GradBucket) -> Result:
 
     Args:
         state: one for each model, created on all ranks in the same order.
-        bucket: of DDP, which calls the hook.
+        bucket: the bucket of gradients, passed by DDP.
 
     Raises:
         NotInitialized: there is no job, or the group of `state` is closed. `backward()` raises this error and
-            those of the operations.
+            the errors of the operations.
 
     Example:
         ```python
@@ -119,7 +119,7 @@ def ddp_hook(state: DDPState, bucket: GradBucket) -> Result:
     state.pending.append((work, result, future))
     if first:
         try:
-            # Queued before DDP's own callback, which waits for the futures.
+            # Queue this before DDP's own callback, which waits for the futures.
             Variable._execution_engine.queue_callback(state.finish)
         except RuntimeError:  # outside of a backward pass, for buckets with only unused parameters
             state.finish()

@@ -1,4 +1,4 @@
-"""`mcr.DistributedOptimizer`: data parallel training by an optimizer, as in Horovod."""
+"""`mcr.DistributedOptimizer` averages gradients for an optimizer, as in Horovod."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
 
 class AveragedOptimizer:
-    """Averages the gradients of an optimizer's parameters, see `DistributedOptimizer`."""
+    """Averaging of the gradients of one optimizer's parameters, see `DistributedOptimizer`."""
 
     def __init__(self, named: list[tuple[str, torch.nn.Parameter]], comm: Communicator) -> None:
         self.named = named
@@ -28,7 +28,7 @@ class AveragedOptimizer:
         self.average(comm)
 
     def average(self, comm: Communicator, branch: str | None = None) -> None:
-        """Average them over this group from now on."""
+        """Average the gradients over group `comm` from now on."""
         self.comm = comm
         self.reducer = Reducer(self.named, comm, branch)
         guard = _Guard(comm)
@@ -52,19 +52,19 @@ class AveragedOptimizer:
             )
 
     def move(self, comm: Communicator, branch: str) -> None:
-        """See `Follower.follow`."""
+        """Move to a new group, see `Follower.follow`."""
         self.reducer.detach()
         self.average(comm, branch)
 
 
 class _Guard:
-    """Watches steps of other optimizers as long as parameters live that a `DistributedOptimizer` averaged."""
+    """Check of other optimizers' steps while parameters averaged by a `DistributedOptimizer` exist."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
 
     def before_other_step(self, optimizer: torch.optim.Optimizer, *_: bool) -> None:
-        """Raise `InvalidArgument` if the optimizer has parameters that are not averaged (any more)."""
+        """Raise `InvalidArgument` if the optimizer also trains parameters that are not averaged."""
         if optimizer in averaged_optimizers or self.comm.closed:
             return
         params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -93,11 +93,11 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 ) -> OptimizerT:
     """Average the gradients of an optimizer's parameters over ranks; returns the same optimizer.
 
-    This function is `wrap` for an optimizer instead of a model. Programs written for Horovod, with
-    `synchronize`, `op` or `compression`, import `mcr_plus.horovod`, whose optimizer has all of these. This
-    function does not broadcast parameters; call `mcr.broadcast_parameters(model.state_dict())`. Gradients are
-    averaged when `backward()` returns, so there is no `synchronize`. `named_parameters`: names for error
-    texts.
+    The counterpart of `wrap` for an optimizer instead of a model. Programs written for Horovod, which use
+    `synchronize`, `op` or `compression`, import `mcr_plus.horovod` instead: its optimizer has all of them.
+    This function does not broadcast parameters; call `mcr.broadcast_parameters(model.state_dict())`.
+    Gradients are averaged when `backward()` returns, so there is no `synchronize`. `named_parameters`: names
+    used in error messages.
     """
     comm = member_of(group)
     if not isinstance(optimizer, torch.optim.Optimizer):

@@ -1,9 +1,9 @@
-"""The memory of buckets of gradients: flat tensors; each `param.grad` is a view into one.
+"""Memory of gradient buckets: flat tensors; each `param.grad` is a view into one.
 
-With `dispatch: {failover: true}` a bucket has three such tensors, which take turns, so that nothing has to be
-copied: a pass reads its gradients from one and writes the means to the next one. A rank that has the means of
-a pass may be in the next pass while others lack them, but not in the one after that, which begins once all
-ranks have taken part in the next one. So the gradients of a pass are intact as long as a rank may need them.
+With `dispatch: {failover: true}` a bucket has three tensors, used in turn, so that nothing is copied: a pass
+reads its gradients from one tensor and writes the means to the next. A rank that has the means of a pass may
+start the next pass while other ranks still lack them. It cannot start the pass after that, which begins only
+once all ranks have taken part in the next one. So gradients stay intact as long as a rank may need them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TURNS: Final = 3  # tensors of a bucket with failover
 
 @dataclass(eq=False)
 class ParameterSlot:
-    """A parameter and its place in a bucket: `views` into the bucket's tensors, and that of this pass."""
+    """A parameter and its place in a bucket: `views` into the bucket's tensors, and `view` for this pass."""
 
     index: int
     name: str
@@ -40,17 +40,17 @@ class ParameterSlot:
 
 @dataclass(eq=False)
 class Flat:
-    """The memory of a bucket, and the state of its operation.
+    """Memory of a bucket, and the state of its operation.
 
-    `memory`: one tensor that is reduced in place, or those that take turns; `turn`: the index of the one that
-    has the gradients of this pass.
+    `memory`: one tensor that is reduced in place, or the tensors used in turn. `turn`: the index of the
+    tensor that holds the gradients of this pass.
     """
 
     memory: list[torch.Tensor]
     slots: list[ParameterSlot]
     policy: GradientPolicy
     backend: str | None
-    parts: tuple[tuple[int, ...], ...]  # the members' shapes, and the gaps between them
+    parts: tuple[tuple[int, ...], ...]  # shapes of the members and of the gaps between them
     gaps: list[torch.Tensor]
     nbytes: int  # as counted in the plan
     missing: int = 0
@@ -63,16 +63,16 @@ class Flat:
 
     @property
     def values(self) -> torch.Tensor:
-        """The gradients of this rank in this pass."""
+        """This rank's gradients in this pass."""
         return self.memory[self.turn]
 
     @property
     def means(self) -> torch.Tensor:
-        """Where the means go; `values` if the bucket is reduced in place."""
+        """Destination of the means; `values` if the bucket is reduced in place."""
         return self.memory[(self.turn + 1) % len(self.memory)]
 
     def reset(self) -> None:
-        """Begin the next pass: the means of this one are the gradients so far."""
+        """Start the next backward pass; the means of this one are now the accumulated gradients."""
         if self.work is not None:
             self.turn = (self.turn + 1) % len(self.memory)
         self.missing, self.work = len(self.slots), None
@@ -81,9 +81,9 @@ class Flat:
 
 
 def keeps_inputs(comm: Communicator, values: torch.Tensor) -> bool:
-    """Return whether gradients in `values` should outlive their reduction, so that it can run again.
+    """Return whether gradients in `values` must survive their reduction, so that it can run again.
 
-    True with `dispatch: {failover: true}` for CPU tensors; those of a GPU are copied to the host in any case.
+    True for CPU tensors with `dispatch: {failover: true}`. GPU gradients are copied to the host in any case.
     """
     options = comm.stage_options("dispatch")
     has_failover = isinstance(options, DispatchOptions) and options.failover
@@ -91,7 +91,7 @@ def keeps_inputs(comm: Communicator, values: torch.Tensor) -> bool:
 
 
 def flat_of(comm: Communicator, slots: list[ParameterSlot], bucket: Bucket, choice: Choice) -> Flat:
-    """Allocate a bucket for the gradients of these parameters, and move existing ones into it."""
+    """Allocate a bucket for the gradients of these parameters, and move existing gradients into it."""
     first = slots[0].param
     numel = -(-bucket.nbytes // first.element_size())
     begins = [offset // first.element_size() for offset in bucket.offsets]
@@ -100,10 +100,10 @@ def flat_of(comm: Communicator, slots: list[ParameterSlot], bucket: Bucket, choi
     gaps = [values[end:begin] for end, begin in zip(ends, begins[1:], strict=False) if begin > end]
     policy = slots[0].policy
     backend = choice.library if policy.backend is None else policy.backend
-    if choice.codec is not None and policy.compress is None:  # a rule decides for its parameters
+    if choice.codec is not None and policy.compress is None:  # a rule overrides the choice
         policy = with_codec(policy, choice.codec)
     memory = [values]
-    if keeps_inputs(comm, values) and not policy.encoded:  # encoded values are in memory of their own
+    if keeps_inputs(comm, values) and not policy.encoded:  # encoded values have memory of their own
         memory += [torch.zeros_like(values) for _ in range(_TURNS - 1)]
     flat = Flat(memory, slots, policy, backend, _parts(slots, begins), gaps, bucket.nbytes)
     for slot, begin in zip(slots, begins, strict=True):
@@ -117,7 +117,7 @@ def flat_of(comm: Communicator, slots: list[ParameterSlot], bucket: Bucket, choi
 
 
 def move_into_bucket(slot: ParameterSlot) -> None:
-    """Copy the parameter's gradient into the bucket, unless it is a view of it; zeros without a gradient."""
+    """Copy the parameter's gradient into its bucket, unless it is a view of it; zeros if there is none."""
     param, view = slot.param, slot.view
     assert view is not None
     grad = param.grad
@@ -158,7 +158,7 @@ def _view(flat: torch.Tensor, offset: int, param: torch.Tensor) -> torch.Tensor:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether the elements fill a range of memory without gaps, in any order of dimensions."""
+    """Return whether the elements fill a range of memory without gaps, in any order of the dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:

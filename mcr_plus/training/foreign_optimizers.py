@@ -1,4 +1,4 @@
-"""Steps of optimizers that train what others were passed for, to `mcr.wrap`, `mcr.local` or Horovod's API."""
+"""Hooks on steps of optimizers that were not passed to `mcr.wrap`, `mcr.local` or Horovod's API."""
 
 from __future__ import annotations
 
@@ -19,18 +19,17 @@ class _WatchedOptimizer(NamedTuple):
 
 
 _watched: weakref.WeakKeyDictionary[object, _WatchedOptimizer] = weakref.WeakKeyDictionary()
-# By optimizer: how many parameters it had when it was compared with the models, and whose it trains.
+# Per optimizer: its number of parameters when it was compared with the models, and the owners it trains.
 _known: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, weakref.WeakSet[Any]]]
 _known = weakref.WeakKeyDictionary()
 
 
 def watch_steps(owner: object, of: torch.nn.Module | Sequence[torch.Tensor], before: Before) -> None:
-    """Call `before` ahead of each step of an optimizer that trains some of these parameters.
+    """Call `before` ahead of each step of an optimizer that trains some of these parameters, while `owner`
+    lives.
 
-    A module is referred to weakly, as are the parameters of a sequence.
-
-    This lasts as long as `owner`, which is passed to it, with the optimizer, whether the optimizer makes
-    such a step for the first time, or has other parameters than before, and whether the step has a closure.
+    `before` receives `owner`, the optimizer, whether this is the optimizer's first such step or its number of
+    parameters has changed, and whether the step has a closure. Modules and parameters are held weakly.
     """
     if isinstance(of, torch.nn.Module):
         _watched[owner] = _WatchedOptimizer(partial(_parameters, weakref.ref(of)), before)
@@ -51,18 +50,18 @@ def _alive(params: list[weakref.ref[torch.Tensor]]) -> Iterable[torch.Tensor]:
 
 @cache
 def _register() -> None:
-    # A compiled step is more than one graph anyway.
+    # A compiled step breaks its graph here anyway.
     hook: Any = torch.compiler.disable(_before_step)
     register_optimizer_step_pre_hook(hook)
 
 
 def count_parameters(optimizer: torch.optim.Optimizer) -> int:
-    """Return how many parameters an optimizer has."""
+    """Return the number of parameters of an optimizer."""
     return sum(len(group["params"]) for group in optimizer.param_groups)
 
 
 def has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a step has a closure, by the arguments of its hooks, which begin with the optimizer."""
+    """Return whether a step has a closure, given the arguments of its hooks (first the optimizer)."""
     return any(callable(each) for each in (*args[1:], *kwargs.values()))
 
 
@@ -73,7 +72,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     owners = _owners_of(optimizer) if known is None or is_new else known[1]
     for owner in owners:
         _watched[owner].before(owner, optimizer, is_new, has_closure(args, kwargs))
-    if is_new:  # not before: a step that is refused may be tried again
+    if is_new:  # only after the hooks: a refused step may be tried again
         _known[optimizer] = count, owners
 
 

@@ -29,18 +29,19 @@ def fsdp(
 ) -> Model:
     """Set the codecs of the collectives of an FSDP2 model (`fully_shard`); returns the same model.
 
-    `parameters` is for the all_gather of parameters, `gradients` for the reduce_scatter of gradients, and
-    `replicas` for the all_reduce between the replicas of a hybrid mesh: None (the pipeline decides), False
-    (off), a codec's name or a mapping with `codec` and its options. Every sharded module has its own tags,
-    `TAG.NAME.parameters`, `TAG.NAME.gradients` and `TAG.NAME.replicas` by its name in the model, for rules
-    and error feedback. The model's groups must have the backend `mcr`. Call this function with the same
-    arguments on all ranks, after `fully_shard`; another call for the same model replaces the first.
+    `parameters` applies to the all_gather of parameters, `gradients` to the reduce_scatter of gradients, and
+    `replicas` to the all_reduce between the replicas of a hybrid mesh. Values: None (the pipeline decides),
+    False (off), a codec's name, or a mapping with `codec` and its options. Every sharded module has its own
+    tags for rules and error feedback: `TAG.NAME.parameters`, `TAG.NAME.gradients` and `TAG.NAME.replicas`,
+    where NAME is the module's name in the model. The model's groups must have the backend `mcr`. Call this
+    function with the same arguments on all ranks, after `fully_shard`; another call for the same model
+    replaces the first.
 
-    On the CPU, parameters that FSDP2 prefetches, and gradients, travel while the passes compute: in the
-    backward pass by themselves, in the forward pass where the program calls torch's
-    `set_modules_to_forward_prefetch`. Gradients are complete when `backward()` returns; those of at most two
-    modules are in flight. Where a pass gives gradients to some parameters of a module alone, and to others on
-    another rank, the reduction raises `OrderMismatch`, which names both; torch would average them.
+    On the CPU, prefetched parameters and gradients travel while the passes compute. The backward pass
+    prefetches by itself; in the forward pass the program calls torch's `set_modules_to_forward_prefetch`.
+    Gradients are complete when `backward()` returns; gradients of at most two modules are in flight. If ranks
+    have gradients for different parameters of a module, the reduction raises `OrderMismatch`, which names the
+    parameters of both ranks; torch would average them.
 
     Raises:
         InvalidArgument: no module of the model is sharded by `fully_shard`, or another existing model has the
@@ -72,7 +73,7 @@ def fsdp(
         sees_reduced,
     )
 
-    shards: list[tuple[str, Any]] = [  # for type checkers, an FSDPModule is no module
+    shards: list[tuple[str, Any]] = [  # type checkers do not know that an FSDPModule is a module
         (name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)
     ]
     if not shards:
@@ -88,7 +89,7 @@ def fsdp(
     groups = [_replica_group(module) for _, module in shards]
     if replicas is not None and not any(groups):
         raise Unsupported("fsdp: replicas: the model's mesh has no dimension of replicas; use a hybrid one")
-    # Without a codec, the group between replicas may have another backend.
+    # Without a codec for replicas, their group may have another backend.
     between = [checked_group(group) if group and replicas is not None else group for group in groups]
     tags = [f"{tag}.{name}" if name else tag for name, _ in shards]
     _claim_tags({inside: module for inside, (_, module) in zip(tags, shards, strict=True)}, tag)
@@ -103,7 +104,7 @@ def fsdp(
 
 
 def _claim_tags(modules: Mapping[str, nn.Module], tag: str) -> None:
-    """Register the tags of these modules in the running job, because codecs keep their state by tag.
+    """Register the tags of these modules in the running job: codecs keep their state by tag.
 
     Raises `InvalidArgument` if another model has one of the tags.
     """
@@ -127,7 +128,7 @@ def _claim_tags(modules: Mapping[str, nn.Module], tag: str) -> None:
 def _replica_group(module: nn.Module) -> Any:
     """Return the group between a module's replicas on a hybrid mesh; None without replicas.
 
-    The dimension of replicas is the first one in the mesh of the parameters.
+    Replicas are the first dimension of the parameters' mesh.
     """
     from torch.distributed.tensor import DTensor
 
@@ -138,7 +139,7 @@ def _replica_group(module: nn.Module) -> Any:
 
 
 def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters that torch reduces with this module: all but those of inner sharded modules."""
+    """Yield the parameters that torch reduces with this module: all outside inner sharded modules."""
     from torch.distributed.fsdp import FSDPModule
 
     yield from module.parameters(recurse=False)

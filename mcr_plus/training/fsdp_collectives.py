@@ -1,13 +1,13 @@
-"""The collectives of FSDP2 that `mcr.fsdp` sets: an all_gather of parameters, a reduce_scatter of gradients.
+"""FSDP2's collectives as set by `mcr.fsdp`: all_gather of parameters, reduce_scatter of gradients.
 
-FSDP2 relies on streams for overlap, and calls both synchronously. The CPU has no streams, so here they are
-asynchronous:
+FSDP2 relies on streams for overlap, and calls both synchronously. The CPU has no streams, so both are
+asynchronous here:
 
-- FSDP2 waits for a gather by its handle, if there is one, when a module uses the parameters: what it
-  prefetches travels while the module before computes.
-- It has no handle for a reduction, but reads nothing of a gradient before the backward pass ends, with the
-  exceptions in `_may_be_late`. A reduction is completed after the next one has been started, and the last at
-  the end of the pass (decision 43).
+- FSDP2 waits for the handle of a gather, if there is one, when a module uses the parameters: prefetched
+  parameters travel while the previous module computes.
+- FSDP2 has no handle for a reduction, but reads a gradient only after the backward pass, with the
+  exceptions in `_may_be_late`. A reduction is completed after the next one has been started, and the last
+  one at the end of the pass (decision 43).
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from mcr_plus.errors import NotInitialized, Unsupported
 from mcr_plus.torch_backend.process_group import McrProcessGroup
 
 _NO_BACKWARD: Final = -1
-_NAMED: Final = 4  # parameters in an error
-_REDUCED: Final = "fsdp_params"  # parameter of foreach_reduce of FSDP2: those with gradients
+_NAMED: Final = 4  # most names of parameters in an error
+_REDUCED: Final = "fsdp_params"  # parameter of FSDP2's foreach_reduce: the parameters that have gradients
 
 
 class _Collective:
-    """Base of both: the module, their memory, and the options of their calls."""
+    """Base class of both collectives: their module, memory, and options."""
 
     def __init__(self, module: nn.Module, compress: Any, tag: str) -> None:
-        self._module = weakref.ref(module)  # which refers to this object
+        self._module = weakref.ref(module)  # weak: the module refers to this object
         self._options: dict[str, Any] = {"compress": compress, "tag": tag}
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for an input or output."""
+        """Allocate an input or output."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 class Gather(_Collective):
-    """The all_gather of a module's parameters."""
+    """All_gather of a module's parameters."""
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
     ) -> dist.Work | None:
-        """Start it; returns a handle if the call is asynchronous, as all are on the CPU."""
+        """Start the gather; returns a handle if the call is asynchronous, as all calls on the CPU are."""
         options = AllgatherOptions()
         options.asyncOp = async_op or input_tensor.is_cpu
         work = checked_group(group).all_gather_single(output_tensor, input_tensor, options, **self._options)
@@ -64,19 +64,19 @@ class Gather(_Collective):
 
 
 class _Gathering(dist.Work):
-    """The handle of a gather.
+    """Handle of a gather.
 
-    FSDP2 keeps a gather until it has used its result. One that has failed is taken from it, so that the next
-    pass starts another; and one of a group that is gone raises what another would raise.
+    FSDP2 keeps the handle until it has used the result. After a failure, `wait` removes the handle from
+    FSDP2, so that the next pass starts another gather. `wait` also raises if the group no longer exists.
     """
 
     def __init__(self, work: dist.Work, group: McrProcessGroup, shards: Sequence[Any]) -> None:
-        """`shards`: the groups of parameters that may keep it."""
+        """Keep `shards`, the parameter groups of FSDP2 that may hold this handle."""
         super().__init__()
         self._work, self._group, self._shards = work, group, shards
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the parameters; raises what `checked_group` and the operation raise."""
+        """Wait for the parameters; raises the errors of `checked_group` and of the operation."""
         checked_group(self._group)
         try:
             return self._work.wait() if timeout is None else self._work.wait(timeout)
@@ -88,21 +88,21 @@ class _Gathering(dist.Work):
                         shard._all_gather_result = None
 
     def is_completed(self) -> bool:
-        """Whether the gather has succeeded or failed."""
+        """Return whether the gather has succeeded or failed."""
         return self._work.is_completed()
 
 
 class BackwardPass:
-    """The reduction of a model that has been started, and is to be complete when the backward pass ends."""
+    """The pending reduction of a model, completed by the end of the backward pass at the latest."""
 
     def __init__(self) -> None:
         self._work: dist.Work | None = None
         self._task = _NO_BACKWARD
 
     def started(self, work: dist.Work) -> None:
-        """Complete the reduction before this one, so that the memory of one at most is held while computing.
+        """Complete the previous reduction, so that memory for one reduction at most is held while computing.
 
-        Raises the error of that one.
+        Raises the error of the previous reduction.
         """
         before, self._work = self._work, work
         task = torch._C._current_graph_task_id()
@@ -120,7 +120,7 @@ class BackwardPass:
 
 
 class ReduceScatter(_Collective):
-    """The reduce_scatter of a module's gradients."""
+    """Reduce_scatter of a module's gradients."""
 
     _between: McrProcessGroup | None = None
 
@@ -129,14 +129,14 @@ class ReduceScatter(_Collective):
         self._backward = backward
 
     def set_replica_options(self, group: McrProcessGroup, compress: Any, tag: str) -> None:
-        """Set the options of the output's all_reduce between replicas."""
+        """Set the options of the all_reduce between replicas."""
         self._between, self._later = group, {"compress": compress, "tag": tag}
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """See `_Collective`.
+        """Allocate an input or output, see `_Collective`.
 
-        FSDP2 has no hook for the all_reduce between replicas (its hook runs afterwards), but it allocates the
-        tensor of that all_reduce here.
+        FSDP2 has no hook before the all_reduce between replicas (its hook runs afterwards), but it allocates
+        the tensor of that all_reduce here.
         """
         values = super().allocate(size, dtype=dtype, device=device)
         if self._between is not None:
@@ -152,10 +152,10 @@ class ReduceScatter(_Collective):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Start it, and complete it now or in the course of the backward pass."""
+        """Start the reduction; it completes now or later in the backward pass."""
         options = ReduceScatterOptions()
         options.reduceOp = op
-        # Also if it is completed at once: hooks and gradients of an earlier pass may be those of one rank.
+        # Also asynchronous if completed at once: hooks and earlier gradients may exist on one rank only.
         options.asyncOp = async_op or output_tensor.is_cpu
         called = self._subset(sys._getframe(1).f_locals.get(_REDUCED, ()))
         work = checked_group(group).reduce_scatter_single(
@@ -170,12 +170,12 @@ class ReduceScatter(_Collective):
         return None
 
     def _subset(self, reduced: Sequence[Any]) -> str | None:
-        """Return the names of the parameters that are reduced; None if they are all of the module.
+        """Return the names of the reduced parameters; None if they are all parameters of the module.
 
-        FSDP2 reduces those that have gradients. Ranks whose passes took different branches, or that have
-        frozen different parameters, may have gradients of the same size for different parameters, which would
-        be averaged: their names in the signature make it differ. `reduced`: the caller's, as FSDP2 does not
-        pass them on; empty if `sees_reduced` is false.
+        FSDP2 reduces the parameters that have gradients. Ranks whose passes took different branches, or that
+        froze different parameters, may have gradients of the same size for different parameters, and would
+        average them. Names in the signature make the ranks' operations differ. `reduced`: read from the
+        calling frame, as FSDP2 does not pass it on; empty if `sees_reduced` is false.
         """
         shards = _param_groups(self._module())
         names = [str(getattr(param, "_param_fqn", None)) for param in reduced]
@@ -188,10 +188,10 @@ class ReduceScatter(_Collective):
         return f"gradients of {some} alone"
 
     def _may_be_late(self, output: torch.Tensor, op: Any) -> bool:
-        """Whether the result is needed at the end of the backward pass only."""
+        """Return whether the result is not needed before the end of the backward pass."""
         return (
             torch._C._current_graph_task_id() != _NO_BACKWARD
-            and op == dist.ReduceOp.AVG  # with others, FSDP2 may divide the result itself
+            and op == dist.ReduceOp.AVG  # with other operators, FSDP2 may divide the result itself
             and bool(shards := _param_groups(self._module()))
             and not any(_reads_early(shard, output.dtype) for shard in shards)
         )
@@ -201,9 +201,9 @@ _USED: Final = ("fsdp_params", "_all_gather_result", "_all_reduce_hook", "_is_hs
 
 
 def _param_groups(module: Any) -> list[Any]:
-    """FSDP2's own objects for the parameters of a module.
+    """Return FSDP2's internal objects for the parameters of a module.
 
-    Empty where this version of torch has other attributes than those used here, which are not documented.
+    Empty if this version of torch lacks the undocumented attributes that are used here.
     """
     state = None if module is None else module._get_fsdp_state()
     found = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
@@ -211,10 +211,10 @@ def _param_groups(module: Any) -> list[Any]:
 
 
 def _reads_early(shard: Any, dtype: torch.dtype) -> bool:
-    """Whether FSDP2, or a hook of the program, reads gradients as soon as they are reduced.
+    """Return whether FSDP2, or a hook of the program, reads gradients as soon as they are reduced.
 
-    It reduces them between replicas, adds them to those of an earlier pass, converts them to the dtype of the
-    parameters, and passes them to hooks.
+    Reasons: reduction between replicas, gradients of an earlier pass, conversion to the dtype of the
+    parameters, and hooks.
     """
     params = [param.sharded_param for param in shard.fsdp_params if param.sharded_param.requires_grad]
     return (
@@ -230,18 +230,18 @@ def _reads_early(shard: Any, dtype: torch.dtype) -> bool:
 
 
 def sees_reduced() -> bool:
-    """Whether the function of this torch that starts a reduction has the parameters under the known name."""
+    """Return whether torch's function that starts a reduction has a parameter of the known name."""
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
 
     return _REDUCED in inspect.signature(foreach_reduce).parameters
 
 
 def checked_group(group: Any) -> McrProcessGroup:
-    """The group of a model's shards.
+    """Return the group of a model's shards.
 
     Raises:
-        Unsupported: it has another backend.
-        NotInitialized: it has been destroyed.
+        Unsupported: the group has another backend.
+        NotInitialized: the group has been destroyed.
     """
     if not isinstance(group, McrProcessGroup):
         raise Unsupported(

@@ -1,4 +1,4 @@
-"""`mcr.fsdp_state`: the state of a sharded model whose job has lost ranks, from the shards that are left."""
+"""`mcr.fsdp_state` rebuilds the state of a sharded model after lost ranks, from the remaining shards."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from mcr_plus.core.units import whole_number
 from mcr_plus.errors import BackendError, InvalidArgument, Unsupported
 from mcr_plus.job.init import member_of
 
-_WRAPPERS: Final = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch.compile and of checkpointing
+_WRAPPERS: Final = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile, checkpointing
 Name = tuple[str, ...]
-"""`model` and the tensor's name, or `optimizer`, the parameter's name and the entry's."""
+"""`model` and the tensor's name, or `optimizer`, the parameter's name and the name of the entry."""
 
 
 class _ShardPiece(NamedTuple):
-    """What one rank has of a tensor: the extent of the whole, and where in it the piece begins."""
+    """One rank's piece of a tensor: its place in the whole tensor, and the shape of the whole."""
 
     name: Name
     whole: tuple[int, ...]
@@ -30,17 +30,17 @@ class _ShardPiece(NamedTuple):
 
     @property
     def box(self) -> tuple[slice, ...]:
-        """The part of the whole."""
+        """Slices of the whole tensor that the piece covers."""
         return tuple(slice(at, at + size) for at, size in zip(self.offset, self.shape, strict=True))
 
 
 class _RankShards(NamedTuple):
-    """What one rank has.
+    """Shards and other state of one rank.
 
     Attributes:
-        plain: values that are no tensors.
-        groups: `param_groups` of the optimizer, with the names of parameters; None without an optimizer.
-        problem: why it cannot take part; empty if it can.
+        plain: values that are not tensors.
+        groups: `param_groups` of the optimizer, with names of parameters; None without an optimizer.
+        problem: the reason why the rank cannot take part; empty if it can.
     """
 
     step: int
@@ -53,27 +53,27 @@ class _RankShards(NamedTuple):
 def fsdp_state(
     model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None = None, *, step: int = 0
 ) -> dict[str, Any]:
-    """Put the state of an FSDP2 model together whose job has lost ranks, from the shards that are left.
+    """Rebuild the state of an FSDP2 model after lost ranks, from the shards that are left.
 
-    Collective over all ranks that are left, after `mcr.shrink_group` or `reconfigure`. With hybrid sharding,
-    every shard has a copy in each replica of the model, so that nothing is lost unless all ranks with a copy
-    of a shard are. Without replicas, a shard is lost with its rank. The process groups of the old model are
-    gone in either case: build the model anew, shard it over a mesh of the ranks that are left, and load the
+    Collective over all remaining ranks, after `mcr.shrink_group` or `reconfigure`. With hybrid sharding,
+    every replica of the model has a copy of each shard, so a shard is lost only with all ranks that have a
+    copy. Without replicas, a shard is lost with its rank. The process groups of the old model no longer exist
+    in either case: build the model anew, shard it over a mesh of the remaining ranks, and load the
     state with torch's `set_model_state_dict` and `set_optimizer_state_dict`.
 
     Args:
-        model: sharded by `fully_shard`; its passes may have failed. None on a rank that has no part of it,
+        model: sharded by `fully_shard`; its passes may have failed. None on a rank without a part of it,
             such as a newcomer.
-        optimizer: of the model's parameters; all ranks with a model pass it, or none.
-        step: how many steps of the optimizer this rank has completed. Where ranks differ, since a loss may
-            keep some from the last one, the latest step is taken of which all shards are left.
+        optimizer: the optimizer of the model's parameters, on all ranks with a model or on none.
+        step: number of optimizer steps that this rank has completed. A loss may keep some ranks from the last
+            step; then the latest step is used for which all shards are left.
 
     Returns `model` and `optimizer`, as torch's `get_model_state_dict` and `get_optimizer_state_dict` do with
     full tensors on the CPU (`optimizer` is None without one), and `step`. All ranks get all of it.
 
     Raises:
-        BackendError: shards have been lost with all their ranks. The message names one; load a checkpoint.
-        InvalidArgument: on all ranks, if one has passed something else, or an optimizer of other parameters.
+        BackendError: shards have been lost with all their copies. The message names one; load a checkpoint.
+        InvalidArgument: on all ranks, if a rank passed a wrong type, or an optimizer of other parameters.
 
     Example:
         ```python
@@ -99,7 +99,7 @@ def fsdp_state(
 
 
 def _had(model: object, optimizer: object, step: object, tensors: list[torch.Tensor]) -> _RankShards:
-    """What this rank has; its pieces are appended to `tensors`."""
+    """Return this rank's shards and other state; appends its pieces to `tensors`."""
     if model is None:
         return _RankShards(-1)
     if not isinstance(model, torch.nn.Module):
@@ -113,7 +113,7 @@ def _had(model: object, optimizer: object, step: object, tensors: list[torch.Ten
         (("model", _clean(name)), value) for name, value in model.state_dict().items()
     ]
     names: dict[torch.Tensor, str] = {}
-    for called, param in model.named_parameters():  # sharded again, by state_dict
+    for called, param in model.named_parameters():  # state_dict() has sharded them again
         names[param] = _clean(called)
     groups = None
     if optimizer is not None:
@@ -159,7 +159,7 @@ def _clean(name: str) -> str:
 
 
 def _sources(answers: Sequence[_RankShards]) -> tuple[int, dict[_ShardPiece, int]]:
-    """The latest step that is complete, and each of its pieces with the first rank that has it."""
+    """Return the latest complete step, and the first rank that has each of its pieces."""
     problem = "no rank that is left has a part of the model"
     for step in sorted({had.step for had in answers if had.step >= 0}, reverse=True):
         sources: dict[_ShardPiece, int] = {}
@@ -181,9 +181,9 @@ def _sources(answers: Sequence[_RankShards]) -> tuple[int, dict[_ShardPiece, int
 
 
 def _missing(pieces: Mapping[_ShardPiece, int]) -> Iterator[tuple[Name, int, int]]:
-    """Tensors of which elements are missing: the name, how many are there, and of how many."""
+    """Yield tensors with missing elements: name, number of elements present, and number of all elements."""
     counts: dict[tuple[Name, tuple[int, ...]], int] = {}
-    for piece in pieces:  # those of one mesh are the same, or have nothing in common
+    for piece in pieces:  # pieces of one mesh are equal or disjoint
         counts[piece.name, piece.whole] = counts.get((piece.name, piece.whole), 0) + math.prod(piece.shape)
     for (name, whole), count in counts.items():
         if count < math.prod(whole):
@@ -197,7 +197,7 @@ def _received(
     step: int,
     sources: Mapping[_ShardPiece, int],
 ) -> dict[str, Any]:
-    """The full state on all ranks."""
+    """Return the full state, on all ranks."""
     own = dict(zip(answers[comm.rank].pieces, tensors, strict=True))
     full: dict[Name, Any] = {}
     for src in dict.fromkeys(sources.values()):
@@ -213,7 +213,7 @@ def _received(
             whole = full.setdefault(piece.name, torch.empty(piece.whole, dtype=piece.dtype, device="cpu"))
             whole[piece.box] = values
     first = next(had for had in answers if had.step == step)
-    for piece in sources:  # tensors without elements
+    for piece in sources:  # tensors without elements: nothing was sent for them
         full.setdefault(piece.name, torch.empty(piece.whole, dtype=piece.dtype, device="cpu"))
     full.update(first.plain)
     state: dict[str, Any] = {"model": {}, "optimizer": None, "step": step}

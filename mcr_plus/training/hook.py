@@ -1,4 +1,4 @@
-"""The part of wrapped models in each job."""
+"""Hook by which wrapped models take part in events of the job."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 class TrainingHook(JobHook):
-    """Lets wrapped models and optimizers follow their groups into another world."""
+    """Hook that lets wrapped models and optimizers follow their groups into another world."""
 
     def followers(self, groups: Sequence[Communicator]) -> list[Follower]:
-        """See `JobHook`."""
+        """Return the wrapped models and optimizers that follow `groups`, see `JobHook`."""
         wrap = sys.modules.get("mcr_plus.training.wrap")  # a program without wrapped models never loads it
         return [] if wrap is None else wrap.followers_of(groups)

@@ -1,4 +1,4 @@
-"""The parameters whose gradients are averaged: which they are, and that ranks have the same."""
+"""Selection of the parameters whose gradients are averaged, and a check that they are equal on all ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def broadcast_parameters(
 ) -> None:
     """Copy tensors (a `state_dict()` or `named_parameters()`) from rank `root_rank` to all, in place.
 
-    Collective over the group. Tensors of one dtype and device are sent together, uncompressed.
+    Collective over the group. Tensors with the same dtype and device are sent together, uncompressed.
 
     Args:
         params: pairs of a name and a tensor, or a mapping; shapes, dtypes and order are equal on all ranks.
@@ -32,8 +32,8 @@ def broadcast_parameters(
         group: the participating ranks; None is the whole job.
 
     Raises:
-        InvalidArgument: `root_rank` is not in the group, or `params` is something else.
-        OrderMismatch: ranks have passed tensors of different sizes or dtypes.
+        InvalidArgument: `root_rank` is not in the group, or `params` has another type.
+        OrderMismatch: ranks passed tensors of different sizes or dtypes.
 
     Example:
         ```python
@@ -72,12 +72,12 @@ def trainable(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
 
 
 def unaveraged(named: Iterable[tuple[str, torch.nn.Parameter]]) -> str | None:
-    """Return the name of the first trained parameter whose gradient is not averaged; None: all are."""
+    """Return the name of the first trained parameter whose gradient is not averaged; None if all are."""
     return next((name for name, param in named if param.requires_grad and reducer_of(param) is None), None)
 
 
 def refuse_lazy(named: Iterable[tuple[str, object]]) -> None:
-    """Raise `InvalidArgument` for parameters and buffers of lazy modules that have no values yet."""
+    """Raise `InvalidArgument` if a parameter or buffer of a lazy module has no values yet."""
     for name, tensor in named:
         if isinstance(tensor, torch.Tensor) and is_lazy(tensor):
             raise InvalidArgument(
@@ -86,12 +86,12 @@ def refuse_lazy(named: Iterable[tuple[str, object]]) -> None:
 
 
 def is_skipped(tensor: torch.Tensor) -> bool:
-    """Whether a parameter or buffer is left to its rank: `param.mcr_skip = True`."""
+    """Return whether a parameter or buffer is excluded from communication by `param.mcr_skip = True`."""
     return bool(getattr(tensor, "mcr_skip", False))
 
 
 def compare(comm: Communicator, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
-    """Raise `InvalidArgument` on every rank unless all have the same parameters."""
+    """Raise `InvalidArgument` on every rank unless all ranks have the same parameters."""
     own = [f"{name}: {list(param.shape)} of {param.dtype}" for name, param in named]
     phrase = comm.opened.group.named
     for rank, other in enumerate(comm.all_gather_object(own)):
@@ -105,7 +105,7 @@ def compare(comm: Communicator, named: Sequence[tuple[str, torch.nn.Parameter]])
 
 
 def refuse_within_backward(reducer: Reducer) -> None:
-    """Raise `InvalidArgument` within a backward pass whose gradients are being averaged."""
+    """Raise `InvalidArgument` if a backward pass whose gradients are being averaged is in progress."""
     if reducer.active and torch._C._current_graph_task_id() != -1:
         raise InvalidArgument(
             "optimizer.step: called within the backward pass, before its gradients are averaged; "

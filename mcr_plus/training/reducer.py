@@ -1,4 +1,4 @@
-"""Averages gradients over ranks during the backward pass.
+"""Average gradients over ranks during the backward pass.
 
 Gradients are stored in flat buckets, and `param.grad` is a view. The all_reduce of a bucket starts when its
 last gradient is ready, in the same order of buckets on all ranks, and the end of the backward pass waits for
@@ -6,8 +6,8 @@ all buckets. So `param.grad` is the mean over ranks when `backward()` returns.
 
 The first pass uses buckets in reverse order of the parameters. The order in which the gradients of rank 0
 became ready is then broadcast, and determines the buckets from then on (as in DDP; Li et al., VLDB 2020).
-With `fuse: {plan: exact}` rank 0 also measures when they become ready, and a few passes later it plans the
-buckets with the earliest end of the last all_reduce. With `plan: auto`, see `auto_plan`.
+With `fuse: {plan: exact}` rank 0 also measures when gradients become ready, and a few passes later plans the
+buckets with the earliest end of the last all_reduce. For `plan: auto`, see `auto_plan`.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("mcr_plus")
 _MEASURED_PASS: Final = 3  # `plan: exact` uses the times of this pass; earlier ones allocate and warm up
-_WHOLE, _CAPTURED = 1, 2  # see `_outcome`
+_WHOLE, _CAPTURED = 1, 2  # flags in `_outcome`
 _PARAMS: Final = 3  # index of the first parameter in `_outcome`
-_ALIGNMENT: Final = 64  # bytes: a cache line, and the widest vector register
+_ALIGNMENT: Final = 64  # bytes: a cache line, and the width of the widest vector register
 
 
 # Reducers by the identity of the parameter: an attribute would be part of copies and pickles.
@@ -54,22 +54,22 @@ _reducers: dict[int, weakref.ref[Reducer]] = {}
 
 
 def reducer_of(param: torch.nn.Parameter) -> Reducer | None:
-    """Return what averages the gradient of a parameter."""
+    """Return the reducer that averages the gradient of a parameter; None if there is none."""
     reducer = _reducers.get(id(param), lambda: None)()
     is_current = reducer is not None and any(slot.param is param for slot in reducer._slots)
     return reducer if is_current else None
 
 
 class Reducer:
-    """The gradients of some parameters, averaged over the ranks of `comm` in every backward pass.
+    """Averaging of the gradients of some parameters over the ranks of `comm`, in every backward pass.
 
     All ranks pass the same parameters in the same order. After a backward pass that raised with some
     gradients ready, `recover` sends the remaining buckets and a failure flag, so that the peers raise instead
     of waiting for this rank.
 
-    Operations are issued in a separate group: a rank without a gradient of some parameter sends its bucket
-    late, and this must not change the order of the program's operations. `branch`: its name, None for a new
-    one.
+    Operations are issued in a separate group: a rank that lacks the gradient of a parameter sends its bucket
+    late, which must not change the order of the program's own operations. `branch`: name of this group; None
+    for a new name.
     """
 
     def __init__(
@@ -96,21 +96,21 @@ class Reducer:
         if comm.rank == 0:
             warn_of_unmatched(config, [name for name, _ in params])
         self._order: list[int] = []
-        self._times: list[float] = []  # when each of `_order` became ready, in seconds
+        self._times: list[float] = []  # ready times of the gradients in `_order`, in seconds
         self._arranged = False
-        self._seen: list[int] = []  # in the order of the buckets after the first pass
+        self._seen: list[int] = []  # gradients in the order of the buckets after the first pass
         self._final = False  # True if the buckets are final
         self._is_given = False  # True if the buckets come from a file or a loaded state
-        self._watches_order = False  # True if they are planned, and gradients have kept the plan's order
-        self._last_order: list[int] | None = []  # of gradients; None: skip the comparison of the next pass
+        self._watches_order = False  # True if buckets are planned, and gradients have kept the plan's order
+        self._last_order: list[int] | None = []  # of the last pass; None: skip the next comparison
         self._whole_passes = 0
         self._task: int | None = None  # the current autograd graph task
         self._flats: list[Flat] = []
         self._next = 0
-        # The outcome of a pass, reduced to the maximum over ranks at its end: 1 + a rank whose pass failed (0
-        # without a failure); of rank 0, _WHOLE if all gradients became ready in it, plus _CAPTURED; 1 if a
-        # trial of plans must wait for another one on any rank; and for every parameter, 1 if any rank has a
-        # gradient.
+        # The outcome of a pass, reduced to the maximum over ranks at its end. [0]: 1 + a rank whose pass
+        # failed, or 0. [1], from rank 0: _WHOLE if all gradients became ready, plus _CAPTURED. [2]: 1 if any
+        # rank's trial of plans must wait for another trial. From [_PARAMS] on, per parameter: 1 if any rank
+        # has a gradient.
         device = params[0][1].device if params else None
         self._outcome = torch.zeros(_PARAMS + len(params), dtype=torch.int32, device=device)
         exactly, tensors = self._limits.plan == "exact" and comm.size > 1, [param for _, param in params]
@@ -136,29 +136,29 @@ class Reducer:
 
     @property
     def active(self) -> bool:
-        """True if a backward pass is in progress."""
+        """Whether a backward pass is in progress."""
         return self._task is not None
 
     @property
     def _captured(self) -> bool:
-        """True if a step is being captured, with its buckets sent at the end of the pass."""
+        """Whether a step is being captured, with its buckets sent at the end of the pass."""
         return self.comm.hooks.holds
 
     @property
     def buckets(self) -> list[list[str]]:
-        """The names of the parameters of each bucket, in the order of sending."""
+        """Names of the parameters of each bucket, in the order of sending."""
         return [[slot.name for slot in flat.slots] for flat in self._flats]
 
     @property
     def all_used(self) -> bool:
-        """True if every parameter had a gradient on some rank in the last pass."""
+        """Whether every parameter had a gradient on some rank in the last pass."""
         return bool(self._outcome[_PARAMS:].all())
 
     def detach(self) -> None:
-        """Remove the hooks from the parameters.
+        """Remove the hooks from the parameters, without communication.
 
-        This does not communicate, and a later reducer gets its own group: garbage collection is independent
-        on each rank, so a replaced reducer may exist on only some of them.
+        A later reducer gets its own group: garbage collection is independent on each rank, so a replaced
+        reducer may exist on only some of them.
         """
         for hook in self._hooks:
             hook.remove()
@@ -169,18 +169,18 @@ class Reducer:
     def recover(self) -> None:
         """Complete a backward pass that raised, so that the peers do not wait for it.
 
-        The training thread calls this before every forward pass, and becomes the owner of the group.
+        The training thread calls this before every forward pass, and then owns the group.
         """
         self.comm.take_over()
         if self.active:
             self._complete(failed=True)
 
     def use(self, call: CompiledCall) -> None:
-        """Start the choice of a compiled model's cuts by measured times, if `call.is_auto`."""
+        """Start choosing the cuts of a compiled model by measured times, if `call.is_auto`."""
         if not call.is_auto or not self._slots or self.comm.size == 1:
             return
         if self._is_given or self._costs is not None or any(slot.policy.keeps for slot in self._slots):
-            call.set_cuts(call.places)  # the buckets are planned only once, for the order with these cuts
+            call.set_cuts(call.places)  # buckets are planned only once, for the order with these cuts
             return
         # Imported here: most jobs need neither the search nor numba.
         from mcr_plus.bucketing.cut_plan import CutPlan
@@ -205,14 +205,14 @@ class Reducer:
 
     @property
     def _gap(self) -> int:
-        """Alignment of gradients in a bucket, in bytes, so that no block of a codec holds two gradients."""
+        """Return the alignment of gradients in a bucket, in bytes: no codec block may hold two gradients."""
         itemsize = max((slot.param.element_size() for slot in self._slots), default=1)
         return math.lcm(_ALIGNMENT, self._alignment * itemsize)
 
     def _arrange(self, plan: Sequence[Bucket], choices: Sequence[Choice] = ()) -> None:
         """Allocate these buckets, and move existing gradients into them.
 
-        The plan is equal on all ranks, so all ranks raise if a gradient is missing from it or duplicate.
+        The plan is equal on all ranks, so all ranks raise if it omits a gradient or contains one twice.
         """
         held = Counter(index for bucket in plan for index in bucket.members)
         for slot in self._slots:
@@ -227,7 +227,7 @@ class Reducer:
         ]
 
     def _given(self) -> SavedPlan | None:
-        """Return the plan of a file or of a loaded state, or None."""
+        """Return the plan from a file or a loaded state; None without one."""
         if self._limits.plan in ("size", "exact") or (self._limits.plan == "auto" and self.comm.size == 1):
             return None
         from mcr_plus.bucketing import given_plan
@@ -263,7 +263,7 @@ class Reducer:
         self._arranged = self._final = self._is_given = self._watches_order = True
 
     def _auto_plan(self) -> AutoPlan | None:
-        """Measure the costs of buckets; None if `plan: auto` does not support these gradients."""
+        """Measure the costs of buckets; returns None if `plan: auto` does not support these gradients."""
         if not self._slots:
             return None
         # Imported here: the search is compiled by numba, which starts slowly.
@@ -277,14 +277,14 @@ class Reducer:
     # -- one backward pass ------------------------------------------------------------------------
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        # The parameter refers to its hook in C++, where the garbage collector cannot find a cycle through it.
+        # The parameter holds its hook in C++, where the garbage collector cannot find a reference cycle.
         reducer = weakref.ref(self)
 
         def ready(_: torch.Tensor) -> None:
             if (owner := reducer()) is not None and owner.syncing:
                 owner._is_ready(owner._slots[index])
             elif owner is not None:
-                owner.keeps = True  # until a pass averages what this one accumulates
+                owner.keeps = True  # until a pass averages the gradients that this one accumulates
 
         return ready
 
@@ -314,7 +314,7 @@ class Reducer:
             self.comm.progress()
 
     def _send_complete(self) -> None:
-        """Send the buckets that are complete and whose predecessors have been sent."""
+        """Send the complete buckets whose predecessors have been sent."""
         while self._next < len(self._flats) and self._flats[self._next].missing == 0:
             self._send(self._flats[self._next])
             self._next += 1
@@ -323,7 +323,7 @@ class Reducer:
         policy = flat.policy
         encoded = policy.encoded and (self._final or not policy.keeps)
         if policy.encoded:
-            for gap in flat.gaps:  # decoded values in gaps would affect the scale of a codec's block
+            for gap in flat.gaps:  # decoded values left in gaps would change the scale of a codec's block
                 gap.zero_()
         for carries in self.comm.hooks.carries:
             carries([slot.param for slot in flat.slots])
@@ -350,7 +350,7 @@ class Reducer:
     ) -> Work:
         """Start the all_reduce of a bucket."""
         op: ReduceOp = AVG
-        if values.dtype is torch.float16:  # the sum may overflow although the mean does not
+        if values.dtype is torch.float16:  # the sum may overflow even if the mean does not
             values.div_(self.comm.size)
             op = SUM
         return self.comm.send_bucket(
@@ -359,7 +359,7 @@ class Reducer:
         )  # fmt: skip
 
     def _end(self) -> None:
-        """Callback of autograd at the end of a backward pass."""
+        """Complete the pass; autograd calls this at the end of a backward pass."""
         if self.active:
             self._complete(failed=False)
 
@@ -378,7 +378,7 @@ class Reducer:
         for flat in self._flats[self._next :]:
             self._send(flat)
             if captured and flat.work is not None:
-                flat.work.wait()  # so that operations do not overlap
+                flat.work.wait()  # a captured step must not have overlapping operations
         outcome = self.comm.send_bucket(self._outcome, MAX, members=1, tag=TAG, compress=False)  # by no rule
         try:
             for work in [*(flat.work for flat in self._flats), outcome]:
@@ -417,12 +417,12 @@ class Reducer:
             )
 
     def _replan(self, seen: list[int], times: list[float], whole: bool, *, tries: bool) -> None:
-        """Plan the buckets of later passes by the order and the times on rank 0 in this pass.
+        """Plan the buckets of later passes from rank 0's order and ready times in this pass.
 
         `seen`: indices of parameters in the order in which their gradients became ready, at `times`
         (seconds). `whole`: all gradients of rank 0 became ready in this pass; with reentrant checkpoints,
-        some may not. `tries`: the pass may be part of a trial of plans: rank 0 has not captured it, so its
-        times are those of the plan, and no other trial runs.
+        some may not. `tries`: the pass may be part of a trial of plans, as rank 0 has not captured it (so the
+        times are the plan's) and no other trial runs.
         """
         self._whole_passes += whole
         first = not self._arranged
@@ -432,7 +432,7 @@ class Reducer:
             and not self._auto.is_of_cuts
             and (given := self._given()) is not None
         ):
-            self._auto = None  # the state was loaded after `mcr.wrap`
+            self._auto = None  # a state was loaded after `mcr.wrap`
             self._adopt(given)
             return
         if self._auto is not None and not first:
@@ -466,7 +466,7 @@ class Reducer:
         )
 
     def _compare_order(self, seen: list[int]) -> None:
-        """Warn once, on rank 0, if gradients become ready in another order than the plan's; it is kept."""
+        """Warn once, on rank 0, if the order of ready gradients differs from the plan's; the plan is kept."""
         known, self._last_order = self._last_order, seen
         if seen == known or known is None:
             return
@@ -480,7 +480,7 @@ class Reducer:
             )  # fmt: skip
 
     def _take_turns(self, auto: AutoPlan, ready: dict[int, float], whole: bool) -> None:
-        """Record a pass in `plan: auto`, and use its plan for the next pass."""
+        """Record a pass for `plan: auto`, and arrange the buckets that it wants in the next pass."""
         if whole:
             sent = auto.after(self._began, ready, self._computed, perf_counter(), self._seen)
         else:
@@ -491,7 +491,7 @@ class Reducer:
         if auto.is_final:
             self._final, self._auto = True, None
             self._watches_order = "chosen" in auto.report
-            # The graph's cuts differ from the captured ones, so the next pass sets the usual order.
+            # The graph's cuts differ from the captured ones, so the next pass sets the reference order.
             self._last_order = None if auto.is_of_cuts else []
             if auto.has_verdict:
                 from mcr_plus.bucketing import given_plan

@@ -1,8 +1,8 @@
-"""The trials of plans that run in this process: of those that share a rank, only one runs at a time.
+"""Trials of plans in this process; among trials that share a rank, only one runs at a time.
 
-A trial times whole steps, which would include the changing plans of another model. So a trial begins after a
-pass in which no rank of its group had another one running. Ranks agree on that in the operation that ends
-every pass, since their groups, and so their trials, may differ.
+A trial times whole steps, and plans that change in another model would distort its times. So a trial begins
+only after a pass in which no rank of its group had another trial running. The groups of trials may differ,
+so ranks agree on this in the operation that ends every pass.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 _ATTACHED: Final = "trials"
 _IDLE: Final = 50
-"""Number of passes of other models without one of its own after which a trial delays no other trial."""
+"""Number of passes of other models, without one of its own, after which a trial no longer delays others."""
 
 
 class Trials:
-    """The running trials of this process, each with the number of refusals since its last pass."""
+    """Running trials of this process, each with the number of refusals since its last pass."""
 
     def __init__(self) -> None:
         self._idle: WeakKeyDictionary[AutoPlan, int] = WeakKeyDictionary()
 
     def must_wait(self, trial: AutoPlan) -> bool:
-        """Return whether a trial that has not begun must wait for another one; called once per pass."""
+        """Return whether a trial that has not begun must wait for another trial; called once per pass."""
         if trial in self._idle:
             return False
         others = [other for other, idle in self._idle.items() if idle < _IDLE]
@@ -36,7 +36,7 @@ class Trials:
         return bool(others)
 
     def passed(self, trial: AutoPlan) -> None:
-        """Note a pass of a trial, which runs from its first one until it is final."""
+        """Note a pass of a trial, which runs from its first pass until its plan is final."""
         if trial.is_final:
             self._idle.pop(trial, None)
         else:

@@ -40,14 +40,14 @@ _wrapped: weakref.WeakKeyDictionary[torch.nn.Module, _Wrapped] = weakref.WeakKey
 
 
 class _Inert:
-    """Replaces the hooks of a wrapped model in a pickle."""
+    """Replacement of a wrapped model's hooks in a pickle."""
 
     def before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
         """Do nothing: the copy is not wrapped."""
 
 
 class _Wrapped(_Inert):
-    """The hooks and the reducer of a wrapped model; they are not part of the model's state."""
+    """Hooks and reducer of a wrapped model; not part of the model's state."""
 
     def __init__(
         self,
@@ -75,19 +75,19 @@ class _Wrapped(_Inert):
         ]
         watch_steps(self, model, _Wrapped.before_other_step)
         if model._compiled_call_impl is not None:
-            from mcr_plus.bucketing.compiled import CompiledCall  # for models of `mcr.compile` alone
+            from mcr_plus.bucketing.compiled import CompiledCall  # only models of `mcr.compile` need it
 
             if isinstance(model._compiled_call_impl, CompiledCall):
                 self.use(model._compiled_call_impl)
 
     def use(self, call: CompiledCall) -> None:
-        """Replace the forward hook of a compiled model, since this hook cannot be part of a graph."""
+        """Use the hook of a compiled model instead of the forward hook, which cannot be part of a graph."""
         self.is_compiled = True
         call.before = self.begin_forward
         self.reducer.use(call)
 
     def __deepcopy__(self, memo: object) -> _Wrapped:
-        return self  # copies of the model also call it; `before_forward` ignores all models but `model`
+        return self  # the hook ignores all models but `model`, so copies may share it
 
     def __reduce__(self) -> tuple[type[_Inert], tuple[()]]:
         return _Inert, ()
@@ -97,17 +97,17 @@ class _Wrapped(_Inert):
             self.begin_forward(module)
 
     def begin_forward(self, module: torch.nn.Module) -> None:
-        """Complete a failed pass, and broadcast buffers."""
+        """Complete a failed pass, check the parameters, and broadcast buffers."""
         self.reducer.recover()
         if not (module.training and torch.is_grad_enabled() and self.reducer.syncing):
             return
-        # Listed in every pass: a module may have assigned others.
+        # List them in every pass: a module may have assigned other tensors.
         params, buffers = _held(module)
         trained = self.trained
         if len(params) != self.parameters:
             self.check()
         elif any(param.requires_grad and id(param) not in trained for param in params) and not _is_swapped():
-            self.check(missing=False)  # some are frozen for a pass and nothing else, such as by GANs
+            self.check(missing=False)  # tolerate frozen ones: GANs, for example, freeze some for one pass
         buffers = [buffer for buffer in buffers if not is_skipped(buffer)]
         if buffers:
             broadcast_tensors(buffers, self.comm)
@@ -115,7 +115,7 @@ class _Wrapped(_Inert):
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Call `check` if a cheap test indicates that parameters were added, removed, frozen or unfrozen.
 
-        Raises `InvalidArgument` if no pass has averaged what passes in `no_sync` have accumulated.
+        Raises `InvalidArgument` if gradients accumulated in `no_sync` have not been averaged since.
         """
         self.refuse_sums(has_closure(args, kwargs))
         if self.reducer.detached and (name := unaveraged(self.named)) is not None:
@@ -128,17 +128,18 @@ class _Wrapped(_Inert):
             self.check()
 
     def before_other_step(self, optimizer: torch.optim.Optimizer, is_new: bool, has_closure: bool) -> None:
-        """Look at the step of an optimizer that trains parameters of the model, see `watch_steps`."""
+        """Check a step of another optimizer that trains parameters of the model, see `watch_steps`."""
         if optimizer is self.optimizer() or self.reducer.detached:
             return
         self.refuse_sums(has_closure)
         if is_new or any(param.requires_grad for param in self.frozen):
-            self.check(missing=False)  # those that it has not got may be frozen for its steps
+            self.check(missing=False)  # parameters that it does not train may be frozen during its steps
 
     def refuse_sums(self, has_closure: bool) -> None:
-        """Raise `InvalidArgument` if gradients are, or those of a closure will be, of this rank alone.
+        """Raise `InvalidArgument` if this step would use gradients of this rank alone.
 
-        Also within a backward pass whose gradients are being averaged.
+        These are gradients accumulated in `no_sync`, or gradients of a closure within it. Also raises within
+        a backward pass whose gradients are being averaged.
         """
         refuse_within_backward(self.reducer)
         keeps = self.reducer.keeps and any(param.grad is not None for _, param in self.named)
@@ -151,7 +152,7 @@ class _Wrapped(_Inert):
     def check(self, *, missing: bool = True) -> None:
         """Raise `InvalidArgument` if the model's parameters differ from the wrapped ones.
 
-        `missing`: also if some are gone or frozen, which lets no ranks differ.
+        `missing`: also raise if parameters are gone or frozen, which never makes ranks differ.
         """
         model = self.model()
         if model is None or self.reducer.detached:
@@ -159,7 +160,7 @@ class _Wrapped(_Inert):
         now, then = trainable(model), self.named
         have, had = {id(param) for _, param in now}, {id(param) for _, param in then}
         names = {name for name, _ in then}
-        # By identity: pruning, for one, gives a parameter another name.
+        # Compare by identity: pruning, for one, renames a parameter.
         found = [
             (name, "was replaced" if name in names else "was added or unfrozen")
             for name, param in now
@@ -174,7 +175,7 @@ class _Wrapped(_Inert):
 
     def detach(self) -> None:
         if not self.comm.closed:
-            self.reducer.recover()  # peers may wait in a pass that failed on this rank
+            self.reducer.recover()  # peers may be waiting in a pass that failed on this rank
         self.reducer.detach()
         for handle in self.handles:
             handle.remove()
@@ -187,21 +188,21 @@ def wrap(
 
     Parameters and buffers are broadcast from the group's first rank. From then on the gradients of every
     backward pass are averaged while it runs: when `backward()` returns, `param.grad` is the mean over ranks,
-    a view into a bucket, so clipping, `GradScaler` and `optimizer.step()` work unchanged. A parameter without
-    a gradient on any rank keeps None. Buffers (running statistics) are broadcast before every forward pass in
-    training mode.
+    a view into a bucket, so clipping, `GradScaler` and `optimizer.step()` work unchanged. If no rank has a
+    gradient of a parameter, its `grad` stays None. Buffers (running statistics) are broadcast before every
+    forward pass in training mode.
 
-    Parameters with `param.mcr_skip = True` (experts, shards), frozen ones, and buffers with `mcr_skip` are
-    ignored. `with mcr.no_sync(model):` accumulates without communication. Wrapping again replaces the first
-    wrapping: do so on all ranks after parameters were added, removed, frozen or unfrozen.
+    Parameters with `param.mcr_skip = True` (experts, shards), frozen parameters, and buffers with `mcr_skip`
+    are ignored. `with mcr.no_sync(model):` accumulates without communication. Wrapping again replaces the
+    first wrapping: do so on all ranks after adding, removing, freezing or unfreezing parameters.
 
-    Bucket sizes are those of the pipeline's fuse stage, or its defaults (25 MiB, the first 1 MiB). All ranks
+    The pipeline's fuse stage sets the bucket sizes, by default 25 MiB and 1 MiB for the first. All ranks
     must run the same forward and backward passes. A parameter has one wrapping, or one
     `DistributedOptimizer`: a later one replaces it.
 
     A backward pass that raises after its first gradient is an error on all ranks. A pass that raises earlier,
-    or that one rank skips, is not detected: the next pass of that rank is matched with this pass of its
-    peers, whose last pass then has no partner.
+    or that only one rank skips, is not detected: the rank's next pass is matched with its peers' current
+    pass, and their last pass then has no partner.
 
     Args:
         model: in training or evaluation mode; changed in place.
@@ -211,9 +212,9 @@ def wrap(
     Raises:
         InvalidArgument: `model` or `optimizer` has another type, the optimizer has no parameter of the model,
             a parameter of a lazy module has no shape yet, or ranks have different parameters. At the next
-            forward pass, or `step()` of any optimizer of these parameters: parameters have been added,
-            replaced, unfrozen or removed since, or frozen at `step()` of this one; or, at `step()`, gradients
-            are those of passes in `no_sync` alone.
+            forward pass, or `step()` of any optimizer of these parameters: parameters were added,
+            replaced, unfrozen or removed meanwhile, or (at `step()` of this optimizer) frozen; or, at
+            `step()`, all gradients come from passes in `no_sync`.
         Unsupported: in a backward pass, a gradient is sparse or has a graph (`create_graph=True`).
 
     Example:
@@ -222,7 +223,7 @@ def wrap(
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model, optimizer = mcr.wrap(model, optimizer)
         model(torch.full((3, 4), float(mcr.get_rank()))).sum().backward()
-        assert model.weight.grad.unique().tolist() == [1.5]  # the mean of 0 and 3, on both of two ranks
+        assert model.weight.grad.unique().tolist() == [1.5]  # the mean of 0 and 3, on both ranks
         optimizer.step()
         ```
     """
@@ -251,12 +252,12 @@ def use_compiled(model: torch.nn.Module, call: CompiledCall) -> None:
 
 
 def is_wrapped(model: torch.nn.Module) -> bool:
-    """Whether `wrap` has hooked the model's gradients."""
+    """Return whether `wrap` has hooked the model's gradients."""
     return model in _wrapped
 
 
 def followers_of(groups: Sequence[Communicator]) -> list[Follower]:
-    """The models and optimizers that are wrapped for these groups; local. The result keeps them alive."""
+    """Return the models and optimizers wrapped for these groups on this rank. The result keeps them alive."""
     found = []
     for model, wrapped in list(_wrapped.items()):
         optimizer = wrapped.optimizer()
@@ -281,7 +282,7 @@ def no_sync(model: torch.nn.Module) -> Iterator[None]:
     """Accumulate gradients locally in this block; the next backward pass outside averages the sum.
 
     Args:
-        model: a model that `mcr.wrap` has returned. All ranks enter the block for the same passes.
+        model: a model that `mcr.wrap` returned. All ranks enter the block for the same passes.
 
     Raises:
         InvalidArgument: `mcr.wrap` has not been called on `model`.
@@ -298,7 +299,7 @@ def no_sync(model: torch.nn.Module) -> Iterator[None]:
         assert model.weight.grad.unique().tolist() == [1.0]  # the mean of 0 + 0 and 1 + 1 on two ranks
         ```
     """
-    wrapped = _wrapped.get(getattr(model, "_orig_mod", model))  # of torch.compile
+    wrapped = _wrapped.get(getattr(model, "_orig_mod", model))  # unwrap the result of torch.compile
     if wrapped is None:
         raise InvalidArgument("model: mcr.wrap has not been called on it")
     reducer = wrapped.reducer
@@ -310,11 +311,11 @@ def no_sync(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _held(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], list[torch.Tensor]]:
-    """Return parameters and buffers, each once; `parameters()` takes longer, as it makes names."""
+    """Return parameters and buffers, each once; faster than `parameters()`, which builds names."""
     modules, seen = [model], {model}
     params: dict[int, torch.nn.Parameter] = {}
     buffers: dict[int, torch.Tensor] = {}
-    for module in modules:  # which grows
+    for module in modules:  # the loop appends to `modules`
         for param in module._parameters.values():
             if param is not None:
                 params[id(param)] = param
@@ -329,7 +330,7 @@ def _held(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], list[torch.
 
 
 def _is_swapped() -> bool:
-    """Whether the present pass is one of `torch.func.functional_call`, with other tensors for a time."""
+    """Return whether this pass runs in `torch.func.functional_call`, which swaps in other tensors."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not stateless._functional_call.__code__:
         frame = frame.f_back

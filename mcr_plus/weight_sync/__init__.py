@@ -1,1 +1,1 @@
-"""`mcr.sync`: weights that some ranks publish and others pull, as deltas, inside a job or between jobs."""
+"""Weights that some ranks publish and others pull as deltas (`mcr.sync`), within or between jobs."""

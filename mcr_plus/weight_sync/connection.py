@@ -1,4 +1,4 @@
-"""What a receiver of weights gets from one source rank: a connection, and the buffers that it fills."""
+"""Connection of a receiver to one source rank, and the buffers that the source fills."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from mcr_plus.rendezvous.stream import AuthenticationFailed, StreamClosed, Strea
 from mcr_plus.weight_sync.weights import combined, digest_of
 
 _log = logging.getLogger("mcr_plus")
-_TRIES: Final = 8  # connections in a row that bring no answer
-_FAILURES: Final = 3  # answers in a row that cannot be used
-_UNKNOWN: Final = 0  # the digest of weights that are not usable
-_TIMED: Final = 4 << 20  # bytes; shorter messages may lie in the socket before they are read
+_TRIES: Final = 8  # connections in a row without an answer
+_FAILURES: Final = 3  # unusable answers in a row
+_UNKNOWN: Final = 0  # digest of weights that are not usable
+_TIMED: Final = 4 << 20  # bytes; shorter messages may already lie in the socket, so timing them means nothing
 
 
 class SourceAnswer(NamedTuple):
-    """What a source rank has sent: the version that its payloads lead to, how many they are, and the body."""
+    """Answer of a source rank: the version after its payloads, the number of payloads, and their bytes."""
 
     version: int
     payloads: int
@@ -33,11 +33,11 @@ class SourceAnswer(NamedTuple):
 
 
 class SourceConnection:
-    """The connection to a source rank, and the buffers for what it sends, with their version and digests.
+    """Connection to a source rank, and the buffers that it fills, with their version and digests.
 
-    One thread at a time uses it. `has_ended`: whether the source has closed the synchronisation. `rank`: of
-    this receiver, or its number, if it is outside the job, with the `offer` that it takes; `ends`: whether it
-    is to end.
+    One thread at a time uses it. `has_ended`: whether the source has closed the synchronisation. `rank`: rank
+    of this receiver; outside the job its number, with the `offer` that it takes. `ends`: whether this end
+    must stop.
     """
 
     def __init__(
@@ -59,35 +59,35 @@ class SourceConnection:
         self._most = links.longest(sum(each.nbytes for each in held))
         self._link: StreamConnection | None = None
         self._fruitless = self._failures = 0
-        self._rate = 0.0  # bytes per second of the last long message
-        self._apply_s = 0.0  # of the changes of one version, in the last message with some
+        self._rate = 0.0  # bytes per second, from the last long message
+        self._apply_s = 0.0  # seconds to apply one version's changes, from the last message with changes
 
     @property
     def cost(self) -> int:
-        """Bytes that take as long to arrive as the changes of one version to be applied; 0 if not known."""
+        """Bytes that arrive in the time that one version's changes take to apply; 0 if unknown."""
         return int(self._rate * self._apply_s)
 
     def lacks(self, version: int) -> bool:
-        """Whether it has to be fetched for this version."""
+        """Return whether this source must be asked again to reach a version."""
         return self.version < version or not self.is_whole
 
     def fetch(
         self, kind: int, aim: int = 0, announced: Callable[[int], object] | None = None
     ) -> SourceAnswer:
-        """Ask the source, and wait for its answer, on new connections where they break.
+        """Send a request and wait for the answer; reconnect if the connection breaks.
 
         Args:
-            kind: `WAIT` for something newer than what is held, or `POLL`.
-            aim: the version that is wanted, 0 for the newest. The answer is for a newer one if the source has
-                dropped what leads to this one.
-            announced: called with the version of the answer before its payloads come; again if they are sent
-                again.
+            kind: `WAIT` for a newer version than the held one, or `POLL`.
+            aim: the wanted version, 0 for the newest. The answer is for a newer version if the source has
+                dropped the payloads that lead to the wanted one.
+            announced: called with the version of the answer before its payloads arrive, and again if they are
+                sent again.
 
         Raises:
-            PeerLost: the source does not answer any more.
-            SyncClosed: it has closed the synchronisation.
-            BackendError: it, or its job, has failed, or it is of another version.
-            Ended: this end is to end.
+            PeerLost: the source no longer answers.
+            SyncClosed: the source has closed the synchronisation.
+            BackendError: the source or its job has failed, or the source runs another version of the library.
+            StreamClosed: `ends` has become true.
         """
         began = 0.0
 
@@ -104,7 +104,7 @@ class SourceConnection:
                     link.send(links.AIM, aim, self.cost)
                 link.send(kind, self.version, combined(self._digests) if self.is_whole else _UNKNOWN)
                 answer, version, count, body = self._received(link, begun)
-            except (OSError, EOFError) as error:  # the connection may have been the trouble
+            except (OSError, EOFError) as error:  # a broken connection may be the only problem
                 self._broken(error)
                 continue
             if answer == links.END:
@@ -119,7 +119,7 @@ class SourceConnection:
             return SourceAnswer(version, count, body)
 
     def connected(self) -> StreamConnection:
-        """The connection, made if there is none; raises as `fetch`."""
+        """Return the connection, opened if there is none; raises what `fetch` raises."""
         if self._link is None:
             try:
                 self._link = links.connect(
@@ -130,7 +130,7 @@ class SourceConnection:
         return self._link
 
     def check(self) -> None:
-        """Connect again if the source has closed the connection, on which nothing is expected; as `fetch`."""
+        """Reconnect if the source closed an idle connection; raises what `fetch` raises."""
         try:
             self.connected().check()
         except (OSError, EOFError) as error:
@@ -140,11 +140,11 @@ class SourceConnection:
     def _received(
         self, link: StreamConnection, announced: Callable[[int, int], object]
     ) -> tuple[int, int, int, bytearray]:
-        """The next frame."""
+        """Return the next frame."""
         return link.receive(self._most, announced)
 
     def _broken(self, error: Exception) -> None:
-        """Close the connection; raises `PeerLost` if several in a row have brought no answer."""
+        """Close the connection; raises `PeerLost` after `_TRIES` connections without an answer."""
         if isinstance(error, AuthenticationFailed):
             self.refused += 1
             _log.warning("%s: %s; %s connects again", self._what, error, links.named(self._rank))
@@ -163,7 +163,7 @@ class SourceConnection:
         )
 
     def close(self, *, says_end: bool = False) -> None:
-        """Close the connection, if there is one; with a word to the source that this was intended."""
+        """Close the connection, if there is one; `says_end` tells the source that this is intended."""
         link, self._link = self._link, None
         if link is not None:
             if says_end and not link.is_sending:
@@ -174,8 +174,8 @@ class SourceConnection:
     def take(self, answer: SourceAnswer) -> int:
         """Apply an answer to the buffers; returns how many elements it lists as changed.
 
-        One that does not follow from what is held, or is damaged, is logged, and the next one is of all
-        elements. Raises `BackendError` if that was the third in a row.
+        An answer that is damaged, or does not follow from the held version, is logged; the next answer then
+        has all elements. Raises `BackendError` after three such answers in a row.
         """
         if not self._held:
             self.version = max(self.version, answer.version)
@@ -228,6 +228,6 @@ class SourceConnection:
         steps = count // parts - anchors
         if steps:
             self._apply_s = seconds / steps
-        else:  # all weights do not show it, so a long one that was chance would last
+        else:  # full weights do not measure it; halve it, so that one bad measurement cannot last
             self._apply_s /= 2
         return changed

@@ -1,10 +1,10 @@
-"""Invitations: files by which processes outside a job come to receive its weights (`mcr.join_sync`).
+"""Invitations: files that let processes outside a job receive its weights (`mcr.join_sync`).
 
-An invitation names the source ranks and where they listen, the key of one synchronisation, and *offers*: the
-sets of tensors, or of parts of them, that a receiver may hold. The elements of an offer come in the same
-parts as those of ranks of the job, so that each part is still encoded once. The secret of the job does not
-follow from the key, but whoever reads the file can take the weights, and be taken for a source: it is
-readable by its owner alone, and refused otherwise.
+An invitation names the source ranks and their addresses, the key of one synchronisation, and *offers*: sets
+of tensors, or of parts of tensors, that a receiver may hold. An offer consists of the same parts as the
+shards of ranks in the job, so each part is still encoded once. The key does not reveal the secret of the
+job, but whoever reads the file can receive the weights and pose as a source. So the file is readable by its
+owner alone, and refused otherwise.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from mcr_plus.weight_sync.shards import HeldShard, ShardAssignment, held_by, who
 from mcr_plus.weight_sync.weights import Layouts
 
 FORMAT: Final = 1
-"""Of invitations: increased where a reader of the one before would misunderstand the new one."""
+"""Version of the file format; increased if readers of the previous version would misread the new one."""
 WHOLE: Final = -1
-"""In the place of a rank, among the receivers of a part: a receiver that holds all of all tensors. Receivers
-that only `offers` of `mcr.sync` describe have the numbers below."""
+"""Rank of a receiver that holds all of all tensors, among the receivers of a part. Receivers that only the
+`offers` of `mcr.sync` describe have the numbers below it."""
 Offers = Mapping[str, Layouts]
-"""Names for sets of layouts: those of the ranks of another job, by names of tensors."""
+"""Sets of layouts by name; each set has the layouts of another job's tensors, by name of the tensor."""
 _MOST: Final = 256 << 20
 _PRIVATE: Final = 0o600
 
 
 class ShardOffer(NamedTuple):
-    """What a receiver outside the job may hold. `rank`: that of a receiver with the same, or see `WHOLE`."""
+    """Tensors that a receiver outside the job may hold. `rank`: a receiver with the same, or `WHOLE`."""
 
     name: str
     rank: int
@@ -55,7 +55,7 @@ class _FileModel(BaseModel):
 
 
 class _ListeningAddress(_FileModel):
-    """Where a source rank listens."""
+    """Address on which a source rank listens."""
 
     rank: int
     host: str
@@ -63,7 +63,7 @@ class _ListeningAddress(_FileModel):
 
 
 class _Tensor(_FileModel):
-    """A `HeldShard`; without corners for all of the tensor."""
+    """A `HeldShard`; without corners for a whole tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -77,14 +77,14 @@ class _Offered(_FileModel):
 
 
 class _Boxes(_FileModel):
-    """Boxes of a tensor: their lowest corners, and the highest ones, which are outside."""
+    """Boxes of a tensor: their lowest corners, and their highest ones (exclusive)."""
 
     name: str
     corners: tuple[list[list[int]], list[list[int]]]
 
 
 class _SentShard(_FileModel):
-    """A `ShardAssignment`; `offers`: the numbers of those that include it."""
+    """A `ShardAssignment`; `offers`: numbers of the offers that include it."""
 
     source: int
     dtype: str
@@ -92,23 +92,23 @@ class _SentShard(_FileModel):
     boxes: list[_Boxes]
 
     def part(self) -> ShardAssignment:
-        """As `parts_of` returns it, but for receivers. Raises `ValueError` if there is no such part."""
+        """Return the part, without receivers, like `parts_of`. Raises `ValueError` for an invalid part."""
         return ShardAssignment(
             self.source, (), self.dtype, [(each.name, _boxes_of(each.corners)) for each in self.boxes]
         )
 
 
 class EndpointFile(_FileModel):
-    """The content of the file.
+    """Content of an invitation file.
 
     Attributes:
         format: `FORMAT`.
-        tag: of the synchronisation.
-        created: seconds since 1970 by the clock of the lead source.
-        key: of the synchronisation, hexadecimal.
-        timeout: the deadline of operations of the job, in seconds.
-        sources: the lead first.
-        offers, parts: see the module.
+        tag: tag of the synchronisation.
+        created: time in seconds since 1970, by the clock of the lead source.
+        key: key of the synchronisation, hexadecimal.
+        timeout: deadline of the job's operations, in seconds.
+        sources: addresses of the source ranks, the lead first.
+        offers, parts: described in the module's docstring.
     """
 
     format: int
@@ -131,7 +131,7 @@ class EndpointFile(_FileModel):
         offers: Sequence[ShardOffer],
         parts: Sequence[ShardAssignment],
     ) -> EndpointFile:
-        """That of a synchronisation. `places`: where source ranks listen."""
+        """Return the file of a synchronisation. `places`: addresses of the source ranks."""
         return cls(
             format=FORMAT,
             tag=tag,
@@ -158,13 +158,13 @@ class EndpointFile(_FileModel):
 
     @property
     def secret(self) -> bytes:
-        """The key."""
+        """Key of the synchronisation, in bytes."""
         return bytes.fromhex(self.key)
 
     def choose(self, held: Sequence[HeldShard]) -> tuple[int, list[ShardAssignment]]:
-        """The number of the offer that is what a receiver holds, and its parts.
+        """Return the number of the offer that equals the tensors of a receiver, and the offer's parts.
 
-        Raises `InvalidArgument` with the first difference to the most similar one, and all offers.
+        Raises `InvalidArgument` with all offers, and the first difference to the most similar one.
         """
         own = _content(held)
         contents = [_content([_held(tensor) for tensor in each.tensors]) for each in self.offers]
@@ -184,7 +184,7 @@ class EndpointFile(_FileModel):
 
 
 def checked(offers: object) -> Offers:
-    """Argument `offers` of `mcr.sync`; raises `InvalidArgument`."""
+    """Return argument `offers` of `mcr.sync`; raises `InvalidArgument`."""
     if offers is None:
         return {}
     if not isinstance(offers, Mapping):
@@ -205,7 +205,7 @@ def checked(offers: object) -> Offers:
 
 
 def digest_of(offers: Offers) -> str:
-    """The same on ranks that have the same offers."""
+    """Return a digest that is equal on ranks with equal offers."""
     content = [
         (name, sorted((tensor, layout.digest) for tensor, layout in offers[name].items()))
         for name in sorted(offers)
@@ -216,9 +216,11 @@ def digest_of(offers: Offers) -> str:
 def offers_of(
     held: Mapping[int, Sequence[HeldShard]], sources: Sequence[int], named: Offers | None = None
 ) -> list[ShardOffer]:
-    """What receivers outside the job may hold: all, what `named` gives a rank, or what a rank holds.
+    """Return the offers to receivers outside the job: everything, the sets in `named`, and each receiver's
+    shards.
 
-    `held`: of all ranks. Raises `InvalidArgument` if there is nothing to offer, or `named` does not fit.
+    `held`: shards of all ranks. Raises `InvalidArgument` if there is nothing to offer, or `named` does not
+    fit.
     """
     whole = whole_of(held, sources)
     offers = [] if whole is None else [ShardOffer("all of all tensors", WHOLE, whole)]
@@ -248,7 +250,7 @@ def offers_of(
 
 
 def _named_offers(whole: Sequence[HeldShard], named: Offers) -> list[ShardOffer]:
-    """What each rank of each set of layouts holds; tensors without a layout are whole."""
+    """Return the shards of each rank of each set of layouts; tensors without a layout are whole."""
     tensors = {each.name: each for each in whole}
     found: list[ShardOffer] = []
     for name, layouts in sorted(named.items()):
@@ -273,16 +275,18 @@ def _named_offers(whole: Sequence[HeldShard], named: Offers) -> list[ShardOffer]
 
 
 def _part_of(whole: HeldShard, layout: Layout | None, rank: int) -> HeldShard:
-    """What a rank holds of a tensor; of a complex one, whose parts are a last dimension here, both parts."""
+    """Return a rank's shard of a tensor; for a complex tensor, with the last dimension of 2 (real,
+    imaginary).
+    """
     if layout is None:
         return whole
     return held_by(whole.name, layout, rank, whole.dtype, whole.shape[len(layout.shape) :])
 
 
 def write(path: str, invitation: EndpointFile) -> Callable[[], None]:
-    """Write the file, readable by its owner alone, in place of the one before; returns what removes it.
+    """Write the file, readable by its owner alone, over the previous one; returns a function that removes it.
 
-    Raises `InvalidArgument` if it cannot be written.
+    Raises `InvalidArgument` if the file cannot be written.
     """
     target = Path(path)
     temporary = target.parent / f".{target.name}.{secrets.token_hex(8)}"
@@ -298,24 +302,24 @@ def write(path: str, invitation: EndpointFile) -> Callable[[], None]:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-    except (OSError, ValueError) as error:  # ValueError: the name has a null byte
+    except (OSError, ValueError) as error:  # ValueError: the name contains a null byte
         reason = getattr(error, "strerror", None) or error
         raise InvalidArgument(f"sync: invite: {path!r} cannot be written: {reason}") from None
     return partial(_remove, target.absolute(), (status.st_dev, status.st_ino))
 
 
 def _remove(path: Path, own: tuple[int, int]) -> None:
-    """Remove the file, unless another one is there now."""
-    with suppress(OSError):  # it is gone, or its folder
+    """Remove the file, unless it has been replaced by another."""
+    with suppress(OSError):  # the file or its folder no longer exists
         status = path.stat()
         if (status.st_dev, status.st_ino) == own:
             path.unlink()
 
 
 def read(path: str) -> EndpointFile | None:
-    """The invitation of a file; None if there is no file.
+    """Return the invitation in a file; None if there is no file.
 
-    Raises `InvalidArgument` if others than this user may read it, or it is not a whole invitation.
+    Raises `InvalidArgument` if other users may read the file, or it is not a complete invitation.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -374,7 +378,7 @@ def _parsed(path: str, text: bytes) -> EndpointFile:
 
 
 def _check(invitation: EndpointFile) -> None:
-    """Raise `ValueError` unless the parts of each offer are the elements of its tensors, from sources."""
+    """Raise `ValueError` unless the parts of each offer are the elements of its tensors, sent by sources."""
     ranks = [each.rank for each in invitation.sources]
     if not ranks or len(set(ranks)) < len(ranks) or len(invitation.secret) != 32:
         raise ValueError("expected source ranks, each once, and a key of 32 bytes")
@@ -398,7 +402,7 @@ def _check(invitation: EndpointFile) -> None:
                 raise ValueError(f"{offer.name}: its parts lack {count} elements of {name!r}")
 
 
-# -- between the file and what it describes ---------------------------------------------------------------
+# -- conversion between the file and shards --------------------------------------------------------------
 
 
 def _corners(boxes: Boxes) -> tuple[list[list[int]], list[list[int]]]:
@@ -406,7 +410,7 @@ def _corners(boxes: Boxes) -> tuple[list[list[int]], list[list[int]]]:
 
 
 def _is_some(held: HeldShard) -> bool:
-    """Whether it is a tensor or a part of one, and not what a rank lacks."""
+    """Return whether a rank holds any element of the tensor."""
     return held.boxes is None or bool(held.boxes.volumes.any())
 
 
@@ -416,7 +420,7 @@ def _tensor(held: HeldShard) -> _Tensor:
 
 
 def _boxes_of(corners: tuple[list[list[int]], list[list[int]]]) -> Boxes:
-    """Raises `ValueError` for corners that are none."""
+    """Return boxes from their corners. Raises `ValueError` for invalid corners."""
     lows, highs = (as_ints(side) for side in corners)
     if lows.ndim != 2 or lows.shape != highs.shape or (lows < 0).any() or (highs < lows).any():
         raise ValueError(f"corners of boxes {short(corners)}")
@@ -424,7 +428,7 @@ def _boxes_of(corners: tuple[list[list[int]], list[list[int]]]) -> Boxes:
 
 
 def _held(tensor: _Tensor) -> HeldShard:
-    """Raises `ValueError` for what no rank can hold."""
+    """Return the shard of a tensor. Raises `ValueError` for a shard that no rank can hold."""
     if not isinstance(getattr(torch, tensor.dtype, None), torch.dtype) or min(tensor.shape, default=0) < 0:
         raise ValueError(f"a tensor of shape {list(tensor.shape)}, {tensor.dtype}")
     if tensor.corners is None:
@@ -439,7 +443,7 @@ _Content = dict[str, tuple[tuple[int, ...], str, frozenset[tuple[int, ...]]]]
 
 
 def _content(held: Sequence[HeldShard]) -> _Content:
-    """What is held, by name, for comparison: shape, dtype, and the boxes that are not empty, in any order."""
+    """Return shards by name, for comparison: shape, dtype, and the set of non-empty boxes."""
     found: _Content = {}
     for each in held:
         boxes = each.bounds

@@ -1,4 +1,4 @@
-"""`mcr.join_sync`: a receiver of weights outside the job of their sources, which comes and goes alone."""
+"""`mcr.join_sync`: a receiver of weights outside the sources' job, which may come and go at any time."""
 
 from __future__ import annotations
 
@@ -33,31 +33,31 @@ def join_sync(
     rank: int = 0,
     timeout: float = 60.0,
 ) -> WeightSync:
-    """Receive the weights of another job, in a process that is in no job itself, as long as it likes.
+    """Receive the weights of another job, in a process that need not be in a job itself.
 
-    For servers that start after the trainers, are killed, and come back: neither `mcr.init` nor
-    `torch.distributed` is needed, and neither the trainers' program nor other receivers notice. The trainers
-    call `mcr.sync(…, invite="policy.sync")`. What this process holds must be one of the things that the
-    invitation offers; only its elements travel, and of these only what changes, after all of them once.
+    For servers that start after the trainers, are killed, and come back: the server needs neither `mcr.init`
+    nor `torch.distributed`, and neither the trainers' program nor other receivers notice it. The trainers
+    call `mcr.sync(…, invite="policy.sync")`. The tensors of this process must equal one of the offers in the
+    invitation. Only elements of this offer travel: all of them once, then only changes.
 
-    The result is a receiver: its `pull`, `stats` and `close` are those of one in the job, but that `close`
-    waits for nobody. When the trainers have closed their `mcr.sync`, or their job has ended, `pull` raises
-    `SyncClosed`, and `PeerLost` when they have died; both are `BackendError`. A server that goes on then
-    calls `join_sync` again, which reads the newer invitation.
+    The result is a receiver, with `pull`, `stats` and `close` like a receiver in the job, except that `close`
+    waits for nobody. `pull` raises `SyncClosed` when the trainers have closed their `mcr.sync` or their job
+    has ended, and `PeerLost` when they have died; both are `BackendError`. A server that wants to go on calls
+    `join_sync` again, which reads the newer invitation.
 
     Args:
-        invitation: the file, which belongs to this user and nobody else can read. On another host, a copy.
+        invitation: the file, owned by this user and readable by nobody else. On another host, a copy.
         module_or_state_dict: as for `mcr.sync`; written in place by `pull`.
         layout: as for `mcr.sync`.
-        rank: which of the ranks of its layouts this process is: that of the receiver in the job that holds
-            the same, or one of those of `offers` of the trainers' `mcr.sync`.
-        timeout: seconds to wait for the file to be there, and for its sources to answer; with 0 each is
-            looked at once, and a source has a quarter of a second.
+        rank: rank of this process in its layouts: the rank of a receiver in the job that holds the same
+            tensors, or a rank in the `offers` of the trainers' `mcr.sync`.
+        timeout: seconds to wait until the file exists, and its sources answer. With 0, the file is read once
+            and each source has a quarter of a second to answer.
 
     Raises:
-        InvalidArgument: the file may be read by others or is not an invitation, or what this process holds is
-            not offered; the text has the first difference, and all offers.
-        CommTimeout: no file came in time.
+        InvalidArgument: other users may read the file, it is not an invitation, or no offer equals the
+            tensors of this process; the text has the first difference, and all offers.
+        CommTimeout: the file did not appear in time.
         PeerLost: the sources did not answer in time; the text has the age of the file.
 
     Example:
@@ -75,7 +75,7 @@ def join_sync(
         raise InvalidArgument(f"join_sync: rank={rank!r}; expected a rank of the layouts")
     weights = Weights(module_or_state_dict, layout, place)
     for width in sorted({getattr(torch, each.dtype).itemsize for each in weights.held}):
-        delta.prepare(width)  # before the sources are asked, as it may take seconds, in which they may end
+        delta.prepare(width)  # before asking the sources: it may take seconds, in which they may end
     try:
         found = _answering(path, timeout)
         offer, parts = found.choose(weights.held)
@@ -98,7 +98,7 @@ def _checked(invitation: Path, timeout: float) -> str:
 
 
 def _answering(path: str, timeout: float) -> EndpointFile:
-    """The invitation of the file, once its sources answer; the file may be replaced meanwhile."""
+    """Return the file's invitation once its sources answer; the file may be replaced meanwhile."""
     deadline = time.monotonic() + timeout
     while True:
         found = endpoint_file.read(path)
@@ -122,7 +122,7 @@ def _answering(path: str, timeout: float) -> EndpointFile:
 
 
 def _silence(invitation: EndpointFile, deadline: float) -> tuple[int, Exception] | None:
-    """The first source that does not answer as one of this invitation, and why; None if all do."""
+    """Return the first source that does not answer for this invitation, and its error; None if all do."""
     for each in invitation.sources:
         error = _trouble((each.host, each.port), invitation.secret, deadline)
         if error is not None:
@@ -131,7 +131,7 @@ def _silence(invitation: EndpointFile, deadline: float) -> tuple[int, Exception]
 
 
 def _trouble(place: tuple[str, int], key: bytes, deadline: float) -> Exception | None:
-    """Why a source does not answer; it is greeted, and nothing is asked of it."""
+    """Connect to a source without a request; return the error if it does not answer."""
     within = max(_LOOK_S, deadline - time.monotonic())
     try:
         link = links.connect(place, key, links.JOINER, lambda: time.monotonic() > deadline, 1, within=within)

@@ -1,12 +1,12 @@
-"""A receiver of weights: a thread that fetches and checks versions, and `pull`, which copies them out.
+"""Receiver of weights: a thread fetches and checks versions, and `pull` copies them to the tensors.
 
-With several source ranks, each of which sends a part, a version is whole when it has come from all of them.
-The first source, the *lead*, is asked for what is newer; when its answer begins, the others are asked for the
-version that it leads to, at the same time, so that all answers are for the same one. A source that has
-dropped what leads there answers with all its weights of a newer one: then all are asked for that one, and
-`pull` waits until it is whole. What has come is applied first, so that changes lead on from it: a receiver
-that asked again for what it had thrown away would get all weights again, of a newer version again, for as
-long as the sources push faster than all weights travel.
+With several source ranks, each sends a part, and a version is complete once all parts have arrived. The
+receiver asks the first source, the *lead*, for a newer version. When the lead's answer begins, the receiver
+asks the other sources for the same version, so that all answers arrive at the same time and agree. A source
+that has dropped the payloads up to this version answers with all its weights of a newer version. Then all
+sources are asked for the newer version, and `pull` waits until it is complete. Answers are applied before
+that, so that later changes can build on them: a receiver that discarded them would need all weights of a
+newer version again, for as long as the sources push faster than all weights travel.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ AHEAD: Final = 4
 
 
 class WeightReceiver:
-    """Holds the newest version that has arrived whole; the module's tensors get it when the program pulls.
+    """Holder of the newest complete version; the program's `pull` copies it to the tensors.
 
-    `sources`: for each source rank, where it listens, and the numbers of the buffers that it fills. `rank`:
-    of this receiver; of one outside the job its number, with the `offer` that it takes. Ranks are those of
-    the job.
+    `sources`: address of each source rank, and the numbers of the buffers that it fills. `rank`: rank of this
+    receiver in the job; outside the job its number, with the `offer` that it takes.
     """
 
     def __init__(
@@ -52,10 +51,10 @@ class WeightReceiver:
         self._held = weights.buffers()
         weights.read(self._held)
         self._changed = threading.Condition()
-        self._holding = threading.Lock()  # of `_held`
+        self._holding = threading.Lock()  # guards `_held`
         self._applied = self._newest = 0
-        self._unused = self._fetched = 0  # answers since the last pull, and all
-        self._waiting = 0  # calls of `pull` that wait
+        self._unused = self._fetched = 0  # answers since the last pull, and all answers
+        self._waiting = 0  # number of waiting `pull` calls
         self._is_paused = self._was_said = self._is_idle = False
         self._error: McrError | None = None
         self._closed, self._is_in_order = False, True
@@ -73,7 +72,7 @@ class WeightReceiver:
     # -- of the program's thread --------------------------------------------------------------------
 
     def pull(self, wait: bool, timeout: float) -> int | None:
-        """See `WeightSync.pull`."""
+        """Copy the newest version to the tensors, see `WeightSync.pull`."""
         if self._newest or not wait:
             return self._pull(wait, timeout)
         with logged_waiting(lambda: f"{self._what}: waits for the first push of {self._sources}"):
@@ -91,7 +90,7 @@ class WeightReceiver:
             while self._awaits_newer(wait, fetched, deadline, timeout):
                 begin = time.perf_counter()
                 with self._holding:
-                    if self._is_new:  # again: the next version may have been taken in since, and be damaged
+                    if self._is_new:  # again: the next version may have been applied, damaged
                         self._weights.write(self._held)
                         self._applied = self._feeds[0].version
                         self._stats["pause_seconds"] = time.perf_counter() - begin
@@ -100,10 +99,12 @@ class WeightReceiver:
         finally:
             with self._changed:
                 self._waiting -= wait
-                self._unused = 0  # what came while it waited was not left unused
+                self._unused = 0  # answers that came while it waited do not count as unused
 
     def _awaits_newer(self, wait: bool, fetched: int, deadline: float, timeout: float) -> bool:
-        """Wait for a newer version, and so many answers; False if there is none and it does not wait."""
+        """Wait for a newer version, after at least `fetched` answers; False if there is none and `wait` is
+        false.
+        """
         with self._changed:
             while not (self._is_new and self._fetched >= fetched):
                 if self._error is not None or self._group_ends() or self._closed:
@@ -143,7 +144,7 @@ class WeightReceiver:
 
     @property
     def _is_level(self) -> bool:
-        """Whether all sources have sent the same version whole."""
+        """Whether all sources have sent the same version completely."""
         version = self._feeds[0].version
         return all(feed.is_whole and feed.version == version for feed in self._feeds)
 
@@ -153,7 +154,7 @@ class WeightReceiver:
         return self._weights.nbytes
 
     def stats(self) -> dict[str, Any]:
-        """See `WeightSync.stats`."""
+        """Return figures of this rank, see `WeightSync.stats`."""
         with self._changed:
             behind = max(0, self._newest - self._applied)
             counted = {
@@ -164,7 +165,7 @@ class WeightReceiver:
             return {**self._stats, **counted, "version": self._applied, "versions_behind": behind}
 
     def close(self, *, in_order: bool = True) -> None:
-        """End the threads. `in_order`: what a `pull` is told that waits in another thread."""
+        """Stop the threads. `in_order`: whether a `pull` waiting in another thread raises `SyncClosed`."""
         with self._changed:
             self._closed, self._is_in_order = True, in_order
             self._changed.notify_all()
@@ -174,7 +175,7 @@ class WeightReceiver:
         return self._closed or self._group_ends() or self._error is not None
 
     def _ends_or_looks(self) -> bool:
-        """`_ends`; while only the lead's next version is expected, the other sources are looked after."""
+        """Return `_ends()`; while idle until the lead's next version, check the other connections."""
         if self._ends():
             return True
         if self._is_idle:
@@ -182,7 +183,7 @@ class WeightReceiver:
                 feed.check()
         return False
 
-    # -- of the thread that fetches -------------------------------------------------------------------
+    # -- the fetching thread ---------------------------------------------------------------------------
 
     def _fetch_all(self) -> None:
         kind, aim, is_intended = links.WAIT, 0, False
@@ -215,9 +216,9 @@ class WeightReceiver:
             self._changed.notify_all()
 
     def _answers(self, kind: int, aim: int) -> dict[SourceConnection, SourceAnswer | None]:
-        """The lead's answer to a request, and those of the other sources for the same version.
+        """Return the lead's answer to a request, and the other sources' answers for the same version.
 
-        None for a source of which nothing is needed for that.
+        The answer is None for a source that already has sent this version.
         """
         lead, *others = self._feeds
         pending = self._pending = {}
@@ -246,7 +247,7 @@ class WeightReceiver:
             except BaseException as error:
                 future.set_exception(error)
 
-        # Those of a `ThreadPoolExecutor` are waited for at the end of the process.
+        # At exit, Python would wait for threads of a `ThreadPoolExecutor`; daemon threads do not delay it.
         thread = threading.Thread(target=run, name=f"mcr_plus-{self._what}", daemon=True)
         self._helpers = [each for each in self._helpers if each.is_alive()]
         thread.start()
@@ -254,9 +255,7 @@ class WeightReceiver:
         return future
 
     def _begins_pause(self) -> bool:
-        """Pause if the program has pulled none of the last answers, and does not wait for sources that have
-        not reached one version yet.
-        """
+        """Pause if the program pulled none of the last answers, unless a `pull` waits for sources."""
         with self._changed:
             self._is_paused = self._unused >= AHEAD and not self._waiting
             return self._is_paused

@@ -1,4 +1,4 @@
-"""Which elements each source rank sends to which receivers: parts of a model, each encoded once."""
+"""Assignment of elements to source ranks and receivers: parts of a model, each encoded once."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from mcr_plus.layout.regions import Boxes, Regions, as_ints, cut_apart, meet_all
 
 
 class HeldShard(NamedTuple):
-    """What a rank holds of a tensor. `shape`: of the whole tensor; `boxes`: None for all of it.
+    """Shard of a tensor on one rank. `shape`: of the whole tensor; `boxes`: None for the whole tensor.
 
-    `is_complex`: whether the last dimension, of 2, and the dtype are of the parts of complex numbers.
+    `is_complex`: the tensor is complex; its last dimension, of size 2, and its dtype are the real view's.
     """
 
     name: str
@@ -29,7 +29,7 @@ class HeldShard(NamedTuple):
 
     @property
     def bounds(self) -> Boxes:
-        """The boxes."""
+        """Boxes of the shard; one box for a whole tensor."""
         if self.boxes is not None:
             return self.boxes
         return Boxes(np.zeros((1, len(self.shape)), np.int64), as_ints(self.shape)[None, :])
@@ -40,7 +40,7 @@ class HeldShard(NamedTuple):
 
 
 def held_by(name: str, layout: Layout, rank: int, dtype: str, tail: Sequence[int] = ()) -> HeldShard:
-    """What a rank holds of a tensor by its layout. `tail`: (2,) for a complex tensor."""
+    """Return a rank's shard of a tensor by its layout. `tail`: (2,) for a complex tensor."""
     own = layout.pieces(rank)
     lows, highs = (
         np.concatenate([side[own], np.tile(as_ints(ends), (len(own), 1))], axis=1)
@@ -64,14 +64,14 @@ class ShardAssignment(NamedTuple):
 def parts_of(
     held: Mapping[int, Sequence[HeldShard]], sources: Sequence[int], of_job: str = ""
 ) -> list[ShardAssignment]:
-    """Divide what receivers need among source ranks; the same result from the same arguments on all ranks.
+    """Divide the elements that receivers need among source ranks; equal arguments give equal results.
 
-    An element that several source ranks hold is sent by the one that has the fewest bytes to send so far.
-    `held`: of all ranks; those that are not sources are receivers.
+    If several source ranks hold an element, the source with the fewest bytes assigned so far sends it.
+    `held`: shards of all ranks; ranks outside `sources` are receivers.
 
     Raises:
         InvalidArgument: ranks disagree about the shape or dtype of a tensor, no source holds an element that
-            a receiver holds, or no receiver holds any element of a tensor of the sources.
+            a receiver holds, or no receiver holds any element of a source's tensor.
     """
     receivers = [rank for rank in held if rank not in sources]
     tensors: dict[str, list[tuple[int, HeldShard]]] = {}
@@ -93,7 +93,9 @@ def parts_of(
 
 
 def whole_of(held: Mapping[int, Sequence[HeldShard]], sources: Sequence[int]) -> list[HeldShard] | None:
-    """All of each tensor that source ranks hold; None if they lack elements. Raises as `parts_of`."""
+    """Return all tensors of the sources as whole shards; None if elements are missing. Raises like
+    `parts_of`.
+    """
     tensors: dict[str, list[tuple[int, HeldShard]]] = {}
     for rank in sources:
         for each in held[rank]:
@@ -109,7 +111,7 @@ def whole_of(held: Mapping[int, Sequence[HeldShard]], sources: Sequence[int]) ->
 
 
 def _agreed(holders: Sequence[tuple[int, HeldShard]], of_job: str = "") -> HeldShard:
-    """What is the same on all ranks that hold some of a tensor."""
+    """Return the shape and dtype of a tensor, on which all its holders must agree."""
     rank, first = holders[0]
     for other, held in holders:
         if held[:3] != first[:3]:
@@ -120,7 +122,7 @@ def _agreed(holders: Sequence[tuple[int, HeldShard]], of_job: str = "") -> HeldS
 
 
 def _regions(holders: Sequence[tuple[int, HeldShard]]) -> Regions | None:
-    """The disjoint boxes that some ranks hold of a tensor, with their ranks; None if they hold no element."""
+    """Return the disjoint boxes of a tensor that ranks hold, with the ranks; None if there are none."""
     bounds = [held.bounds for _, held in holders]
     owners = as_ints([rank for (rank, _), boxes in zip(holders, bounds, strict=True) for _ in boxes.lows])
     if not len(owners):
@@ -142,7 +144,7 @@ def _match(
     receivers: Sequence[int],
     of_job: str,
 ) -> None:
-    """Raise `InvalidArgument` unless receivers need some of a tensor, and sources hold what they need."""
+    """Raise `InvalidArgument` unless a receiver needs elements of a tensor, and sources hold all of these."""
     if here is None and there is None:
         return
     if there is None:
@@ -168,7 +170,7 @@ def _match(
 def _shared(
     here: Regions | None, there: Regions | None, sent: dict[int, int], itemsize: int
 ) -> Iterator[tuple[int, tuple[int, ...], Boxes]]:
-    """Yield which source rank sends which boxes of a tensor to which receivers; adds to the bytes `sent`."""
+    """Yield (source rank, receivers, boxes) for a tensor; adds the bytes to `sent`."""
     if here is None or there is None:
         return
     region, wanted, common = meet_all(here.boxes, there.boxes)

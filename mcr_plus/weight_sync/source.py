@@ -1,4 +1,4 @@
-"""The source of weights: encodes what changed between two pushes, and answers receivers, beside training."""
+"""Source of weights: encodes changes between pushes, and answers receivers, while training goes on."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from mcr_plus.weight_sync.weights import Weights, combined, digest_of
 _log = logging.getLogger("mcr_plus")
 _LOOK_S: Final = 0.5
 SMALL: Final = 1 << 20
-"""Weights of so few bytes may be pushed faster than a receiver asks several sources for one version."""
-_RETURNS_WITHIN: Final = 5.0  # seconds in which a receiver connects again
+"""Size up to which weights may be pushed faster than a receiver asks several sources for one version."""
+_RETURNS_WITHIN: Final = 5.0  # seconds within which a receiver reconnects
 
 
 class _VersionStep(NamedTuple):
-    """The payloads that lead from one version to the next, and the digests of that one, for each buffer."""
+    """Payloads that lead from `base` to `target`, and digests of the base version, for each buffer."""
 
     base: int
     base_digests: list[int]
@@ -41,12 +41,12 @@ class _VersionStep(NamedTuple):
 
 
 class WeightSource:
-    """Holds the last version encoded, its payloads from the versions before, and a thread per receiver.
+    """Last encoded version, payloads from earlier versions, and a thread per receiver.
 
-    `secret`: the key of the synchronisation. `listener`: what receivers connect to. `ends`: whether the group
-    is closed. `receivers`: the ranks that may ask, with the numbers of the buffers that each gets. Payloads
-    of earlier versions are kept up to `history` bytes. `offers`: the buffers of each offer that receivers
-    outside the job may take, which come and go at any time; with some, no receiver need be left.
+    `secret`: key of the synchronisation. `listener`: socket to which receivers connect. `ends`: whether the
+    group is closed. `receivers`: ranks that may ask, with the numbers of their buffers. Payloads of earlier
+    versions are kept up to `history` bytes. `offers`: buffers of each offer to receivers outside the job,
+    which come and go at any time; with offers, the source goes on without any receiver.
     """
 
     def __init__(
@@ -74,18 +74,18 @@ class WeightSource:
             for buffer in self._held
         ]
         self._changed = threading.Condition()
-        self._encoding = threading.Lock()  # of `_held`
+        self._encoding = threading.Lock()  # guards `_held`
         self._steps: deque[_VersionStep] = deque()
-        self._kept = 0  # bytes of the payloads of `_steps`
-        self._anchors: dict[int, Payload] = {}  # of the version that is held, by buffer
+        self._kept = 0  # bytes of the payloads in `_steps`
+        self._anchors: dict[int, Payload] = {}  # all elements of the held version, by buffer
         self._version = self._pushed = 0
         self._pending: int | None = None
         self._error: McrError | None = None
         self._closed, self._is_in_order = False, True
-        self.is_last: Callable[[], bool] = lambda: False  # whether the program pushes no more
+        self.is_last: Callable[[], bool] = lambda: False  # whether the program will push no more
         self._links: dict[int, StreamConnection] = {}
-        self._lost: dict[int, float] = {}  # rank → since when
-        self._joined: dict[int, int] = {}  # of receivers outside the job: the version that each asked from
+        self._lost: dict[int, float] = {}  # rank → time of the loss
+        self._joined: dict[int, int] = {}  # receiver outside the job → version from which it asked
         self._stats: dict[str, Any] = {
             "density": 0.0, "bytes": 0, "seconds": 0.0, "anchors": 0, "sent_bytes": 0, "push_seconds": 0.0,
         }  # fmt: skip
@@ -100,7 +100,7 @@ class WeightSource:
     # -- of the program's thread --------------------------------------------------------------------
 
     def push(self, version: int | None) -> int:
-        """See `WeightSync.push`."""
+        """Publish the weights as they are now, see `WeightSync.push`."""
         number = self._pushed + 1 if version is None else whole_number(version)
         if number is None or not self._pushed < number < 2**63:
             raise InvalidArgument(
@@ -123,7 +123,7 @@ class WeightSource:
         return self._weights.nbytes
 
     def stats(self) -> dict[str, Any]:
-        """See `WeightSync.stats`."""
+        """Return figures of this rank, see `WeightSync.stats`."""
         with self._changed:
             return {
                 **self._stats, "version": self._version, "versions_behind": self._pushed - self._version,
@@ -149,7 +149,7 @@ class WeightSource:
             )
 
     def settle(self, within: float) -> None:
-        """Wait until receivers outside the job have the last version, at most so many seconds."""
+        """Wait until receivers outside the job have the last version, at most `within` seconds."""
         deadline = time.monotonic() + within
         with self._changed:
             while any(version < self._pushed for version in self._joined.values()) and not self._ends():
@@ -159,7 +159,9 @@ class WeightSource:
                 self._changed.wait(min(left, _LOOK_S))
 
     def close(self, *, in_order: bool = True) -> None:
-        """End the threads; a transfer that has begun is given up. `in_order`: what receivers are told."""
+        """Stop the threads and abandon transfers. `in_order`: receivers are told of a normal end, not a
+        failure.
+        """
         with self._changed:
             self._closed, self._is_in_order = True, in_order
             self._changed.notify_all()
@@ -169,7 +171,7 @@ class WeightSource:
     def _ends(self) -> bool:
         return self._closed or self._group_ends() or self._error is not None
 
-    # -- of the thread that encodes -------------------------------------------------------------------
+    # -- the encoding thread ------------------------------------------------------------------------------
 
     def _encode_all(self) -> None:
         try:
@@ -203,7 +205,7 @@ class WeightSource:
             with self._changed:
                 self._steps.append(step)
                 self._kept += step.nbytes
-                # The last one is always kept: it is no longer than what an anchor would be.
+                # Always keep the last step: it is no longer than an anchor would be.
                 while len(self._steps) > 1 and self._kept > self._history:
                     self._kept -= self._steps.popleft().nbytes
                 self._version, self._pending = version, None
@@ -214,7 +216,7 @@ class WeightSource:
                 self._stats["seconds"] = time.perf_counter() - begin
                 self._changed.notify_all()
 
-    # -- of the threads of receivers ------------------------------------------------------------------
+    # -- threads of receivers -----------------------------------------------------------------------------
 
     def _accept_all(self) -> None:
         with self._acceptor.listener as listener:
@@ -227,7 +229,7 @@ class WeightSource:
                 self._serving = [each for each in self._serving if each.is_alive()]
                 try:
                     thread.start()
-                except RuntimeError as error:  # the process may have no more; the receiver asks again
+                except RuntimeError as error:  # no more threads can be started; the receiver asks again
                     self._acceptor.refuse(connection, f"it could not be served: {error}")
                     time.sleep(_LOOK_S)
                     continue
@@ -247,7 +249,7 @@ class WeightSource:
                 self._lost.pop(rank, None)
                 if rank > JOINER:
                     self._joined[rank] = 0
-            if superseded is not None:  # or its thread would keep what it was sending
+            if superseded is not None:  # else its thread would hold an unfinished message
                 superseded.close()
             elif rank > JOINER:
                 _log.info("%s: %s has come", self._what, links.named(rank))
@@ -264,7 +266,7 @@ class WeightSource:
                 _log.warning("%s: a receiver was refused: %s", self._what, error)
             else:
                 self._acceptor.refuse(connection, error)
-        except Exception as error:  # such as memory that cannot be had
+        except Exception as error:  # for example MemoryError
             _log.warning("%s: %s cannot be served: %s", self._what, links.named(rank), error)
             self._lose(rank, link, error)
             self._say_end(link, links.FAILED)
@@ -273,7 +275,9 @@ class WeightSource:
             link.close()
 
     def _wanted(self, link: StreamConnection, connection: Any) -> tuple[int, Sequence[int] | None]:
-        """Who asks, and for which buffers; None if it only looked whether the source is there."""
+        """Return the receiver's rank and its buffers; None for buffers if it only checks that the source
+        answers.
+        """
         rank = links.greeted(link, self._secret)
         self._acceptor.admit(connection)
         if rank == JOINER and self._offers:
@@ -305,7 +309,7 @@ class WeightSource:
         )  # fmt: skip
 
     def _forget(self, rank: int, link: StreamConnection) -> bool:
-        """Drop a connection; False if the receiver has another one."""
+        """Drop a connection; return False if the receiver has another one."""
         with self._changed:
             if self._links.get(rank) is not link:
                 return False
@@ -315,7 +319,7 @@ class WeightSource:
             return True
 
     def _answer(self, link: StreamConnection, rank: int, buffers: Sequence[int]) -> bool:
-        """Answer one request; False if it was the last."""
+        """Answer one request; return False if it was the last."""
         kind, version, digest, _ = link.receive(0)
         aim = cost = 0
         if kind == links.AIM:
@@ -345,7 +349,7 @@ class WeightSource:
         return True
 
     def _waited(self, link: StreamConnection, least: int) -> bool:
-        """Wait for a version; False if the receiver ends the connection before, or its process does."""
+        """Wait for a version; return False if the receiver, or its process, ends the connection first."""
         with self._changed:
             while self._version < least:
                 if self._ends() or (self.is_last() and self._version == self._pushed):
@@ -365,11 +369,12 @@ class WeightSource:
         *,
         exactly: bool = False,
     ) -> list[Payload] | None:
-        """The payloads from a version to another; None if an anchor is sooner there, or some are gone.
+        """Return payloads from one version to another; None if an anchor arrives earlier, or payloads are
+        gone.
 
-        Each step takes the receiver a pass over the weights, which is worth `cost` bytes of its connection.
-        `exactly`: an anchor, which is of another version, would make the receiver ask all sources again, and
-        of small weights there is always a newer one by then.
+        Each step costs the receiver a pass over the weights, equal to `cost` bytes on its connection.
+        `exactly`: prefer steps for small weights, as an anchor is of another version: the receiver would ask
+        all sources again, and by then there is always a newer version of small weights.
         """
         steps = [step for step in self._steps if version <= step.base and step.target <= newest]
         if not steps or (steps[0].base, steps[-1].target) != (version, newest):
@@ -387,8 +392,8 @@ class WeightSource:
         return payloads if sooner else None
 
     def _anchored(self, buffers: Sequence[int]) -> tuple[int, list[Payload]]:
-        """The version that is held, and payloads of all its elements in these buffers."""
-        with self._encoding:  # the next version waits for it, not the program
+        """Return the held version, and payloads of all its elements in these buffers."""
+        with self._encoding:  # this delays the encoding of the next version, not the program
             for number in buffers:
                 if number not in self._anchors:
                     held = self._held[number]

@@ -1,4 +1,4 @@
-"""`mcr.sync`: the weights of one rank, or of several, on others, of which only what changed travels."""
+"""`mcr.sync` copies weights from one or more source ranks to other ranks, as lossless deltas."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from mcr_plus.weight_sync.source import SMALL, WeightSource
 from mcr_plus.weight_sync.weights import Layouts, Source, Weights, first_difference
 
 _ATTACHED: Final = "weight_sync."
-_LAST_WITHIN: Final = 10.0  # seconds in which receivers outside the job get the last version
+_LAST_WITHIN: Final = 10.0  # seconds for receivers outside the job to get the last version
 
 Path = str | os.PathLike[str]
 
 
 class WeightSync:
-    """Weights that source ranks push and the others pull; made by `mcr.sync` and `mcr.join_sync`.
+    """Weights that source ranks push and other ranks pull; made by `mcr.sync` and `mcr.join_sync`.
 
-    A source encodes and sends on threads of its own, and the other ranks receive on such. `push` and
-    `pull` belong to the program's thread.
+    Sources encode and send on threads of their own, and receivers receive on such threads. Only the program's
+    thread calls `push` and `pull`.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class WeightSync:
         timeout: float,
         withdraw: Callable[[], None] | None = None,
     ) -> None:
-        """`comm`: None outside the job. `timeout`: of `pull`. `withdraw`: removes the invitation."""
+        """Wrap `end`. `comm`: None outside the job. `timeout`: for `pull`. `withdraw` removes the file."""
         self._comm, self._tag, self._end = comm, tag, end
         self._timeout, self._withdraw = timeout, withdraw
         self._closed = False
@@ -55,17 +55,17 @@ class WeightSync:
     def push(self, version: int | None = None) -> int | None:
         """On a source rank: publish the weights as they are now; returns their version. Elsewhere: None.
 
-        Returns after one copy of the weights, and after the version before is encoded if it is not yet.
-        Receivers get the newest version that there is when they ask; those that are skipped are sent as far
-        as they are needed. `version`: an integer above the last one, by default the next one; for example
-        the training step. The first version that `mcr.sync` found has number 0. Where there are several
-        source ranks, each pushes its own part, with the same numbers; receivers get a version once all have.
+        Returns after one copy of the weights, once the previous version is encoded. A receiver gets the
+        version that is the newest when it asks; payloads of skipped versions are sent as far as the receiver
+        needs them. `version`: an integer above the last one, for example the training step; by default the
+        next integer. The weights at the call of `mcr.sync` have number 0. With several source ranks, each
+        pushes its own part under the same numbers; receivers get a version once all sources have pushed it.
 
         Raises:
             InvalidArgument: `version` is not above the last one, or names, shapes or dtypes have changed
                 since `mcr.sync`; the text names them.
-            PeerLost: all receivers have gone, and there is no invitation; the loss of some is logged.
-            NotInitialized: it is closed.
+            PeerLost: all receivers are lost, and there is no invitation; the loss of only some is logged.
+            NotInitialized: the synchronisation is closed.
         """
         self._check()
         return self._end.push(version) if isinstance(self._end, WeightSource) else None
@@ -73,22 +73,22 @@ class WeightSync:
     def pull(self, wait: bool = True, timeout: float | None = None) -> int | None:
         """On a receiver: copy the newest weights to the tensors, in place; returns their version.
 
-        On a source: returns None. Waits for a version newer than the one that the tensors have, up to
+        On a source: returns None. Waits for a newer version than that of the tensors, up to
         `timeout` seconds (None: the deadline of operations of the source's job). Without `wait`, returns None
-        at once if none has arrived. Versions that a newer one has overtaken are skipped. They are received,
-        applied to a copy and compared with their digest beforehand, so that the program pauses for one copy
-        of the weights; at most for the application of what one message brings before that. Values that the
-        program has written to the tensors are overwritten.
+        at once if none has arrived. Versions overtaken by a newer one are skipped. Versions are received,
+        applied to a copy and compared with their digest in the background, so the program pauses for one copy
+        of the weights, at most longer by the time to apply one message. Values that the program has written
+        to the tensors are overwritten.
 
         Raises:
-            CommTimeout: nothing newer came in time; the text names source ranks that others wait for.
+            CommTimeout: no newer version came in time; the text names source ranks that others wait for.
             InvalidArgument: names, shapes or dtypes have changed since `mcr.sync`; the text names them.
-            SyncClosed: a source has closed it, or its job has ended, and nothing newer has arrived: the
-                normal end.
+            SyncClosed: a source closed the synchronisation, or its job ended, and nothing newer has arrived:
+                the normal end.
             PeerLost: a source has died, and nothing newer has arrived from it.
             BackendError: a source has failed, or three answers in a row were damaged. The two errors above
                 are of this type, too.
-            NotInitialized: it is closed.
+            NotInitialized: the synchronisation is closed.
         """
         self._check()
         if isinstance(self._end, WeightSource):
@@ -99,26 +99,27 @@ class WeightSync:
         return self._end.pull(wait, seconds)
 
     def stats(self) -> dict[str, Any]:
-        """Figures of this rank. Bytes are those on the wire, seconds of wall time.
+        """Return figures of this rank. Bytes are bytes on the wire, seconds are wall time.
 
-        On all ranks: `version` (of the tensors; on a source the last one that is encoded),
-        `versions_behind` (newer ones that are known to exist), `density` (share of the elements that the
-        last message lists as changed), `bytes` (of the last message; at a receiver of several sources, of the
-        last one from each), `dense_bytes` (of the weights that this rank sends or receives), `seconds` (to
+        On all ranks: `version` (of the tensors; on a source, of the last encoding),
+        `versions_behind` (newer versions that are known to exist), `density` (share of the elements that the
+        last message lists as changed), `bytes` (of the last message; with several sources, of the last
+        message from each), `dense_bytes` (of the weights that this rank sends or receives), `seconds` (to
         encode, or to apply and compare, the last message), `anchors` (messages with all weights). On a
-        source: `push_seconds` (the last copy), `sent_bytes`, `history_bytes` (payloads kept for receivers
-        that are late), `receivers` (connected), `joined` (how many of these are outside the job), `lost`
-        (ranks). On receivers: `pause_seconds` (the last
-        pull, without waiting), `received_bytes`, `refused` (damaged messages).
+        source: `push_seconds` (the last copy), `sent_bytes`, `history_bytes` (payloads kept for late
+        receivers), `receivers` (connected), `joined` (connected receivers outside the job), `lost` (ranks).
+        On receivers: `pause_seconds` (the last pull, without waiting), `received_bytes`, `refused` (damaged
+        messages).
         """
         return {**self._end.stats(), "dense_bytes": self._end.nbytes}
 
     def close(self) -> None:
-        """End it; collective over the group. `mcr.finalize` does it, too. A second call does nothing.
+        """End the synchronisation; collective over the group. `mcr.finalize` does it, too; repeats do
+        nothing.
 
-        The source waits for the others, so that they can pull what has been pushed; up to 10 seconds for
-        receivers outside the job, which `finalize` does not. Such a receiver itself waits for nobody. The
-        invitation is removed, unless it is that of another synchronisation by now.
+        The source waits for the receivers, so that they can pull the last version; for receivers outside the
+        job up to 10 seconds, but not in `finalize`. A receiver outside the job waits for nobody. The
+        invitation is removed, unless another synchronisation has replaced it.
         """
         if self._closed:
             return
@@ -133,7 +134,7 @@ class WeightSync:
             self._end_here()
 
     def end_with_group(self, clean: bool) -> None:
-        """End it here: its group is closed, `clean` if that was not because of an error."""
+        """End the synchronisation on this rank as its group is closed; `clean`: not because of an error."""
         if not self._closed:
             self._end_here(in_order=clean)
 
@@ -159,7 +160,7 @@ class WeightSync:
             raise NotInitialized(f"{self._tag!r}: the weight sync is closed")
 
 
-@torch.inference_mode(False)  # threads outside of this mode write the buffers that are made here
+@torch.inference_mode(False)  # threads outside of inference mode write the buffers made here
 def sync(
     module_or_state_dict: Source,
     src: int | Sequence[int] = 0,
@@ -171,20 +172,20 @@ def sync(
     invite: Path | None = None,
     offers: Offers | None = None,
 ) -> WeightSync:
-    """Bring the weights of source ranks to the other ranks, again and again; collective over `group`.
+    """Copy the weights of source ranks to the other ranks, again and again; collective over `group`.
 
-    Each `push` of the source is a version; a receiver's `pull` copies the newest one to its tensors. Only
-    what changed since the version that a receiver holds travels, without loss (see the codec `delta`), and
-    all weights where these are there sooner, where the receiver holds something else, such as after a
-    restart, or if what it received is damaged. That concerns no other rank, and never the source's program:
-    encoding and sending run on threads beside it. A receiver that has the source's weights at the beginning,
-    for example from the same checkpoint, gets changes alone from the first version on.
+    Each `push` of the source makes a version; a receiver's `pull` copies the newest one to its tensors. Only
+    changes since the receiver's version travel, without loss (see the codec `delta`). All weights travel if
+    they arrive earlier, if the receiver holds something else (for example after a restart), or if a message
+    was damaged. Neither case affects other ranks, and the source's program is never interrupted: encoding and
+    sending run on other threads. A receiver that starts with the source's weights, for example from the same
+    checkpoint, gets only changes from the first version on.
 
-    Ranks may hold parts of tensors: several source ranks (`src=range(4)`) those of one layout, receivers
-    those of another, such as FSDP2's shards and tensor parallel ones. A receiver gets from each source rank
-    the elements that it holds, and no others; those that several receivers hold are encoded once, by one of
-    the source ranks that hold them. A DTensor says itself what its rank holds; `layout` says it of other
-    tensors. A tensor with neither is whole. With parts, or several sources, ranks may lack tensors.
+    Ranks may hold parts of tensors: several source ranks (`src=range(4)`) shards of one layout, receivers
+    shards of another, such as FSDP2's and tensor parallel ones. A receiver gets from each source rank
+    only elements that it holds itself; elements that several receivers hold are encoded once, by one of
+    the source ranks that hold them. A DTensor defines the shard of its rank; `layout` defines it for other
+    tensors. A tensor with neither is whole. With shards, or several sources, ranks may lack tensors.
 
     Weights travel on a TCP connection from each source to each receiver, not through the pipeline
     (`docs/decisions/0029-weight-sync.md`, `0044-sharded-weight-sync.md`). Memory: a source keeps two copies
@@ -192,32 +193,32 @@ def sync(
     copy of its weights, and the messages that arrive.
 
     Args:
-        module_or_state_dict: a module, of which all parameters and buffers travel, or a mapping of tensors;
-            without layouts, on all ranks with the same names, shapes and dtypes in the same order. Tensors
-            that share memory travel once. Any strides and devices; on a source it is read, elsewhere written
-            in place.
-        src: the rank in the job whose weights these are, or the ranks.
-        tag: a name; a group may have several at a time under different names.
-        layout: for the names of tensors of which this rank has a part, their layouts; each rank passes its
-            own. Of a layout, only what it says of this rank counts.
-        group: the communicator of the ranks that take part, None for all.
-        history: payloads of earlier versions that a source keeps, as a multiple of the weights' bytes; of
-            several sources 1 MiB at least, but with 0 none but the last.
-        invite: a file that the first rank of `src` writes, by which processes outside the job may receive
-            the weights as well, at any time (`mcr.join_sync`): all of all tensors, if the sources hold that
-            together, what a receiver in the job holds, or what is in `offers`. The group then needs no
+        module_or_state_dict: a module (all parameters and buffers travel) or a mapping of tensors.
+            Without layouts, all ranks have the same names, shapes and dtypes in the same order. Tensors
+            that share memory travel once. Any strides and devices; sources read the tensors, receivers write
+            them in place.
+        src: the rank in the job that has the weights, or several such ranks.
+        tag: a name; a group may run several synchronisations at a time under different names.
+        layout: layouts of the tensors of which this rank has a part, by name; each rank passes its own. Only
+            the shard of this rank counts.
+        group: the communicator of the participating ranks, None for all.
+        history: payloads of earlier versions that a source keeps, as a multiple of the weights' bytes; with
+            several sources at least 1 MiB. With 0 only the last is kept.
+        invite: a file that the first rank of `src` writes, so that processes outside the job may receive
+            the weights too, at any time (`mcr.join_sync`): all tensors, if the sources together hold them,
+            the shards of a receiver in the job, or an entry of `offers`. The group then needs no
             receiver. The same on all ranks. The file has a key of this synchronisation and is readable by
             its owner alone; `close` removes it.
-        offers: what receivers outside the job may hold as well, such as tensor parallel servers: names, each
-            for the layouts of tensors by name, whose ranks are those that receivers pass to `mcr.join_sync`,
-            numbered as they like. Tensors without a layout are whole on each of them. The same on all ranks.
+        offers: further shards for receivers outside the job, such as tensor parallel servers: names, each
+            with the layouts of tensors by name. Their ranks, numbered freely, are those that receivers pass
+            to `mcr.join_sync`. Tensors without a layout are whole on each rank. The same on all ranks.
 
     Raises:
         InvalidArgument: on all ranks if the tensors differ between ranks (the text names the first
             difference), a local tensor does not fit its layout, no source holds an element that a receiver
             has, or a rank cannot take part; a rank of `src` is not in the group; the tag is in use; the
-            invitation cannot be written, or would offer nothing; `offers` are not of the sources' tensors, or
-            are not the same on all ranks.
+            invitation cannot be written, or would offer nothing; `offers` do not fit the sources' tensors, or
+            differ between ranks.
 
     Example:
         ```python
@@ -248,7 +249,7 @@ def sync(
         mine = str(error)
     place = listener.getsockname()[:2] if listener is not None else None
     file = os.fspath(invite) if invite is not None and not mine else ""
-    arguments = ((), "", "") if mine else (sources, tag, file)  # what is refused may be anything
+    arguments = ((), "", "") if mine else (sources, tag, file)  # refused arguments may be of any type
     is_whole, offered = weights is None or weights.is_whole, endpoint_file.digest_of(named)
     own = _Answer(mine, place, arguments, is_whole, [], secrets.token_hex(32), offered)
     if weights is not None:
@@ -288,7 +289,7 @@ def sync(
             kept = max(int(history * weights.nbytes), least)
             end = WeightSource(weights, what, key, listener, buffers, kept, ends, of_offers)
             runtime = current()
-            end.is_last = lambda: runtime.closed  # it waits in `finalize`, where receivers may wait for it
+            end.is_last = lambda: runtime.closed  # `finalize` waits for receivers, which may wait for it
         else:
             there = buffers_from([part for part in parts if rank in part.receivers], places)
             end = WeightReceiver(weights, what, key, there, rank, ends)
@@ -306,7 +307,7 @@ def sync(
 def buffers_from(
     parts: Sequence[ShardAssignment], places: Mapping[int, tuple[str, int]]
 ) -> dict[int, tuple[tuple[str, int], list[int]]]:
-    """Where each source listens, and the numbers of the parts that a receiver gets from it."""
+    """Return, for each source of a receiver, its address and the numbers of the parts that it sends."""
     return {
         source: (place, [number for number, part in enumerate(parts) if part.source == source])
         for source, place in places.items()
@@ -314,7 +315,7 @@ def buffers_from(
 
 
 def _needed(parts: Sequence[ShardAssignment], receiver: int) -> list[int]:
-    """The numbers of the parts that a receiver, or an offer, needs."""
+    """Return the numbers of the parts that a receiver, or an offer, needs."""
     return [number for number, part in enumerate(parts) if receiver in part.receivers]
 
 
@@ -324,7 +325,7 @@ def _place(answer: _Answer) -> tuple[str, int]:
 
 
 def _address(single_host: bool, invites: bool) -> str:
-    """Where a source listens: receivers that are invited may be on other hosts, if there are any."""
+    """Return the address for a source to listen on: invited receivers may be on other hosts."""
     if single_host and not invites:
         return "127.0.0.1"
     try:
@@ -336,7 +337,9 @@ def _address(single_host: bool, invites: bool) -> str:
 
 
 def _listener(address: str) -> socket.socket:
-    """What receivers connect to. Raises `InvalidArgument`, as the other ranks wait for this one's answer."""
+    """Return a socket for receivers. Raises `InvalidArgument`, since the other ranks wait for this one's
+    answer.
+    """
     try:
         return listen(address)
     except OSError as error:
@@ -346,7 +349,9 @@ def _listener(address: str) -> socket.socket:
 def _invited(
     comm: Communicator, lead: int, file: str, invitation: EndpointFile | None
 ) -> Callable[[], None] | None:
-    """Write the lead's invitation; returns there what removes it. Raises on all ranks if it fails."""
+    """Write the lead's invitation; returns, on the lead, a function that removes it. Raises on all ranks
+    alike.
+    """
     problem, withdraw = "", None
     if invitation is not None:
         try:
@@ -378,9 +383,9 @@ def _named(offers: object, invite: object) -> Offers:
 
 
 class _Answer(NamedTuple):
-    """What a rank says to others.
+    """Arguments and shards of a rank, for the other ranks.
 
-    `place`: where a source listens; `is_whole`: whether it has no parts; `offers`: their digest.
+    `place`: address of a source; `is_whole`: whether all tensors are whole; `offers`: digest of the offers.
     """
 
     mistake: str
@@ -404,7 +409,7 @@ def _sources(src: int | Sequence[int], comm: Communicator) -> tuple[int, ...]:
 
 
 def _compare(answers: Mapping[int, _Answer], mine: str, of_job: str) -> None:
-    """Raise the same on all ranks if one cannot take part, or they differ."""
+    """Raise the same error on all ranks if a rank cannot take part, or their arguments differ."""
     for rank, answer in answers.items():
         if answer.mistake:
             raise InvalidArgument(mine or f"rank {rank}{of_job}: {answer.mistake}")
@@ -419,7 +424,7 @@ def _compare(answers: Mapping[int, _Answer], mine: str, of_job: str) -> None:
             raise InvalidArgument(f"sync: rank {one}{of_job} and rank {rank}{of_job} have different offers")
     source, *others = first.arguments[0]
     if others or not all(answer.is_whole for answer in answers.values()):
-        return  # `parts_of` compares tensor by tensor
+        return  # `parts_of` compares shards tensor by tensor
     expected = answers[source].held
     for rank, answer in answers.items():
         here, there = (f"rank {each}{of_job} has" for each in (source, rank))

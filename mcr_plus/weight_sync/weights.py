@@ -1,4 +1,4 @@
-"""The tensors of a module or a state dict, and flat buffers of their bits, for weight synchronisation."""
+"""Tensors of a module or a state dict, and flat buffers of their bits, for weight synchronisation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WIDTHS: Final = (1, 2, 4, 8)
 
 
 class TensorIdentity(NamedTuple):
-    """A tensor of this rank, to find out whether it is another one later. `placements`: of a DTensor."""
+    """Name, shape and dtype of a tensor, to notice a later change. `placements`: of a DTensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class TensorIdentity(NamedTuple):
 
 
 class Named(NamedTuple):
-    """A tensor as it was given, and its bits on this rank: a real tensor, whatever its strides and device."""
+    """A tensor as given, and its bits on this rank as a real tensor of any strides and device."""
 
     entry: TensorIdentity
     given: torch.Tensor
@@ -44,10 +44,10 @@ class Named(NamedTuple):
 
 
 def named_tensors(source: Source) -> list[Named]:
-    """Parameters and buffers of a module, or the tensors of a mapping; those that share memory once.
+    """Return parameters and buffers of a module, or tensors of a mapping; tensors that share memory once.
 
-    Of a DTensor, this rank's local tensor. Complex tensors appear as real ones with a last dimension of 2.
-    Raises `InvalidArgument` for values that have no bits of their own on this rank.
+    A DTensor counts as this rank's local tensor, a complex tensor as a real one with a last dimension of 2.
+    Raises `InvalidArgument` for values without bits of their own on this rank.
     """
     if isinstance(source, torch.nn.Module):
         pairs: Iterator[tuple[str, object]] = iter([*source.named_parameters(), *source.named_buffers()])
@@ -73,7 +73,7 @@ def named_tensors(source: Source) -> list[Named]:
 
 
 def _is_dtensor(value: object) -> bool:
-    return type(value).__name__ == "DTensor"  # the class takes a second to import
+    return type(value).__name__ == "DTensor"  # importing the class takes a second
 
 
 def _real(name: str, value: object) -> tuple[torch.Tensor, str]:
@@ -106,9 +106,9 @@ def _real(name: str, value: object) -> tuple[torch.Tensor, str]:
 
 
 class _Local(NamedTuple):
-    """What this rank holds of a tensor, and where each box begins in the local tensor.
+    """This rank's shard of a tensor, and the position of each box in the local tensor.
 
-    `places`: None where the local tensor is the only box. `is_packed`: see `Layout`.
+    `places`: None if the local tensor is the only box. `is_packed`: see `Layout`.
     """
 
     held: HeldShard
@@ -117,9 +117,9 @@ class _Local(NamedTuple):
 
 
 class _Slice(NamedTuple):
-    """A box of a local tensor, and where its elements lie in a buffer.
+    """A box of a local tensor, and the range of its elements in a buffer.
 
-    `packed`: begin and end in the first dimension, and the extents, of the box of a packed tensor around it.
+    `packed`: for a packed tensor, the range in the first dimension of the surrounding box, and its extents.
     """
 
     bounds: tuple[slice, ...]
@@ -129,7 +129,7 @@ class _Slice(NamedTuple):
     end: int
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
-        """The box as a view."""
+        """Return the box as a view of the local tensor."""
         if self.packed is not None:
             begin, end, extents = self.packed
             local = local[begin:end].view(extents)
@@ -137,19 +137,21 @@ class _Slice(NamedTuple):
 
 
 class Weights:
-    """The tensors of a rank, of which parts lie in flat buffers on the CPU once `lay` has been called.
+    """Tensors of a rank; after `lay`, parts of them are copied to and from flat buffers on the CPU.
 
     Tensors are read and written box by box, whatever their strides and devices.
 
     Attributes:
-        held: what this rank holds of each tensor.
-        is_whole: whether that is all of each.
-        sizes, dtypes: of the buffers.
-        numel, nbytes: of all buffers.
+        held: this rank's shard of each tensor.
+        is_whole: whether every tensor is whole on this rank.
+        sizes, dtypes: number of elements and dtype of each buffer.
+        numel, nbytes: elements and bytes of all buffers.
     """
 
     def __init__(self, source: Source, layout: Layouts | None = None, rank: int = 0) -> None:
-        """`layout`: of tensors of which a rank of the job, `rank`, has parts, by name."""
+        """Read the tensors' identities. `layout`: by name, layouts of tensors of which `rank` of the job has
+        parts.
+        """
         self.source = source
         named = named_tensors(source)
         layouts = _checked(layout, {each.entry.name for each in named}, rank)
@@ -163,7 +165,7 @@ class Weights:
         self.numel = self.nbytes = 0
 
     def lay(self, parts: Sequence[ShardAssignment]) -> None:
-        """Have a buffer for each of these parts."""
+        """Assign a buffer to each of these parts."""
         self._slices = [[] for _ in self.held]
         number_of = {each.name: number for number, each in enumerate(self.held)}
         self.sizes, self.dtypes = [], [getattr(torch, part.dtype) for part in parts]
@@ -178,18 +180,18 @@ class Weights:
         self.nbytes = sum(n * dtype.itemsize for n, dtype in zip(self.sizes, self.dtypes, strict=True))
 
     def buffers(self) -> list[torch.Tensor]:
-        """New buffers of zeros."""
+        """Return new buffers of zeros."""
         return [
             torch.zeros(n, dtype=dtype, device="cpu")
             for n, dtype in zip(self.sizes, self.dtypes, strict=True)
         ]
 
     def read(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Copy the tensors to buffers. Raises `InvalidArgument` if they have changed but for their values."""
+        """Copy the tensors to buffers. Raises `InvalidArgument` if anything but their values has changed."""
         self._each(buffers, lambda tensor, view: view.copy_(tensor))
 
     def write(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Copy buffers to the tensors, in place; raises as `read`."""
+        """Copy buffers to the tensors, in place; raises like `read`."""
         self._each(buffers, lambda tensor, view: tensor.copy_(view))
 
     def _each(
@@ -201,7 +203,7 @@ class Weights:
         )
         if difference is not None:
             raise InvalidArgument(f"sync: the weights have changed: {difference}; call mcr.sync again")
-        with torch.inference_mode():  # outside of which tensors that were made in it cannot be written
+        with torch.inference_mode():  # outside of it, tensors made in inference mode cannot be written
             for each, slices in zip(named, self._slices, strict=True):
                 for one in slices:
                     view = one.of(each.local)
@@ -209,7 +211,7 @@ class Weights:
 
 
 def _checked(layout: Layouts | None, names: set[str], rank: int) -> dict[str, Layout]:
-    """The layouts of tensors of which this rank has a part; raises `InvalidArgument`."""
+    """Return the layouts of tensors of which this rank has a part; raises `InvalidArgument`."""
     if layout is None:
         return {}
     if not isinstance(layout, Mapping):
@@ -227,7 +229,7 @@ def _checked(layout: Layouts | None, names: set[str], rank: int) -> dict[str, La
 
 
 def _local(named: Named, layout: Layout | None, rank: int) -> _Local:
-    """What a rank holds by a layout, or by the placements of a DTensor; without either, all of the tensor."""
+    """Return a rank's shard by a layout or a DTensor's placements; without either, the whole tensor."""
     name, local = named.entry.name, named.local
     if layout is None:
         if not _is_dtensor(named.given):
@@ -253,9 +255,9 @@ def _local(named: Named, layout: Layout | None, rank: int) -> _Local:
 
 
 def _slices(local: _Local, boxes: Boxes, buffer: int, at: int) -> Iterator[_Slice]:
-    """Where the elements of boxes, which lie one after another in a buffer from `at` on, are on this rank.
+    """Yield the local positions of boxes that lie one after another in a buffer from `at` on.
 
-    A box that lies inside several boxes of the local tensor is in all of them.
+    A box that lies inside several boxes of the local tensor is yielded for each of them.
     """
     ends = at + boxes.volumes.cumsum()
     own = local.held.bounds
@@ -276,7 +278,7 @@ def _slices(local: _Local, boxes: Boxes, buffer: int, at: int) -> Iterator[_Slic
 
 
 def first_difference(first: Sequence[object], second: Sequence[object], one: str, other: str) -> str | None:
-    """The first place in which two lists of tensors differ, in words; None if they are the same."""
+    """Describe the first place in which two lists of tensors differ; None if they are equal."""
     for number, (left, right) in enumerate(zip_longest(first, second)):
         if left != right:
             return f"tensor {number}: {one} {left or 'no more tensors'}, {other} {right or 'no more tensors'}"
@@ -284,11 +286,11 @@ def first_difference(first: Sequence[object], second: Sequence[object], one: str
 
 
 def digest_of(buffers: Sequence[torch.Tensor]) -> list[int]:
-    """The digest of each buffer."""
+    """Return the digest of each buffer."""
     return [digest(buffer) for buffer in buffers]
 
 
 def combined(digests: Sequence[int]) -> int:
-    """One digest for those of all buffers."""
+    """Return one digest for the digests of all buffers."""
     words = [each - (1 << 64) if each >> 63 else each for each in digests]
     return digest(torch.tensor(words, dtype=torch.int64, device="cpu"))

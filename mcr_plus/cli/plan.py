@@ -63,7 +63,7 @@ def plan(
         captured = replace(captured, notes=(*captured.notes, *notes))
         advice = advise(captured, costs, ranks=ranks, what_ifs=what_if or (), codec=codec)
     except McrError as error:
-        _print_notes(captured)  # an operation that is not known, for instance, may be why
+        _print_notes(captured)  # an unknown operation, for instance, may be the reason
         if not isinstance(error, InvalidArgument):
             raise
         hint = "" if topology is not None else " (--topology describes a larger cluster)"

@@ -25,7 +25,7 @@ class ViaChoice(str, Enum):
 
 
 def _refuse_hosts(value: str | None) -> None:
-    """Refuse the options by which other launchers take hosts; says which of them start ranks there."""
+    """Refuse options by which other launchers take hosts; name the launchers for several hosts."""
     if value is not None:
         raise typer.BadParameter(
             f"{value}: mcr-plus run starts ranks on this host alone. On several hosts, start the program by "
@@ -34,7 +34,7 @@ def _refuse_hosts(value: str | None) -> None:
 
 
 def _refuse_number(value: str | None) -> None:
-    """Refuse the options by which other launchers take the number of ranks."""
+    """Refuse options by which other launchers take the number of ranks."""
     if value is not None:
         raise typer.BadParameter(
             f"{value}: mcr-plus run takes the number of ranks on this host by -n {value}"

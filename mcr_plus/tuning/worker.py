@@ -61,7 +61,7 @@ class TuningJob:
     """Parameters of a tuning or benchmark job; plain data. Sizes in bytes, durations in seconds.
 
     `output`: the table file (tune). `answer`: the file for the results that the command prints. `backends`:
-    the backends to compare, or their algorithms (`msccl:ring`), None for all. `algorithms`: algorithm files.
+    backends to compare, or their algorithms (`msccl:ring`), None for all. `algorithms`: algorithm files.
     `bind`: pin each rank to its own core while it measures. `config`, `against_torch`, `passes` (over all
     sizes): for bench only.
     """

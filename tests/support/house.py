@@ -1,10 +1,10 @@
-"""Count what the library asks of its readers and of a job: sizes, names, and what is loaded.
+"""Counts of the library's size: lines, names, and modules loaded by a job.
 
     python tests/support/house.py
     python tests/support/house.py --modules    the page of the site that lists every module
 
-Lines are those of files of the package, linked folders included. What a job loads is measured on rank 0 of
-two, under torchrun; calls are Python calls of the package, by `sys.setprofile`.
+Lines are those of files of the package, linked folders included. The modules that a job loads are measured on
+rank 0 of two, under torchrun; calls are Python calls of the package, by `sys.setprofile`.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def words(paths: list[Path]) -> int:
 
 
 def loaded() -> dict[str, float]:
-    """Return what `mcr.init` and one all_reduce load."""
+    """Return the number of modules and lines that `mcr.init` and one all_reduce load."""
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder, "job.py")
         job.write_text(JOB)
@@ -99,7 +99,7 @@ def loaded() -> dict[str, float]:
 
 
 def names_kind(text: str, kind: str) -> bool:
-    """Whether code has the kind as a text or a name; comments, docstrings and attributes do not count."""
+    """Return whether code has the kind as a text or name, not in comments, docstrings or attributes."""
     before = ""
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if (

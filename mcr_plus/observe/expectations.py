@@ -20,7 +20,7 @@ def expectations(records: Sequence[Record], config: Config, nodes: int) -> list[
     """Return rows for the operations that took longest in total, by kind, size class, tag, library and ranks.
 
     A row has `kind`, `size_class`, `tag`, `backend`, `ranks`, `is_async`, `bytes` (the median), `count`, and
-    two mappings: `job`, by the configuration of the job, and `usual`, by a configuration that names no library
+    two mappings: `job`, by the job's configuration, and `usual`, by a configuration that names no library
     and no table. Each mapping has `expected_us` of the chosen library and `alternatives` (choice →
     microseconds; only comparable figures), and is empty if the operation cannot be explained. Operations with
     codecs have no row: tables hold uncompressed operations.

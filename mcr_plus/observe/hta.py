@@ -1,6 +1,6 @@
 """Traces of CPU jobs in the form that HolisticTraceAnalysis reads.
 
-HolisticTraceAnalysis analyses GPU kernels by stream and takes kernels named `^nccl.*Kernel` for communication.
+HolisticTraceAnalysis reads GPU kernels by stream and takes kernels named `^nccl.*Kernel` for communication.
 A CPU job has no kernels, so its operations are written as such kernels, and the outermost torch operators as
 compute kernels.
 """

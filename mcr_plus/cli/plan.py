@@ -251,6 +251,7 @@ def _write_plan(path: Path, pipeline: Config, step: CapturedStep, advice: PlanAd
         else:
             data["pipeline"].insert(0, {"fuse": {"plan": beside.name}})
     write_text(path, "# Written by mcr-plus plan.\n" + yaml.safe_dump(data, sort_keys=False))
+    # Read everything back as a job would, so that a plan that no job accepts fails here.
     written = load(path)
     with kept():
         use_algorithms(written)

@@ -121,7 +121,7 @@ def _supervised(
     """Check the options about failed ranks against the others; raises usage errors."""
     if min_ranks is None:
         raise typer.BadParameter(
-            f"{restart_failed}: needs --min-ranks, with how many ranks the job goes on: 1 to {ranks}",
+            f"{restart_failed}: needs --min-ranks, the fewest ranks for the job to continue: 1 to {ranks}",
             param_hint="--restart-failed",
         )
     if not 1 <= min_ranks <= ranks:

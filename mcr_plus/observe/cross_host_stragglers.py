@@ -197,6 +197,7 @@ class AcrossHosts:
                 return None
             return ClockDifference(bounds[0] * 1e6, bounds[1] * 1e6, "heartbeats and operations")
 
+        # This rank's clock comes first: `place` relates all others to it.
         order = [own, *(where for where in columns if where != own)]
         placed = place(order, difference)
         if len(placed) < len(columns):

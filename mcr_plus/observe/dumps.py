@@ -127,7 +127,7 @@ def read_folder(path: Path) -> Folder:
             continue
         if (other := dumps.get(dump.rank)) is not None:
             raise InvalidArgument(
-                f"{file}: a dump of rank {dump.rank}, as {other.path.name} is; expected one of each rank"
+                f"{file}: a second dump of rank {dump.rank}, beside {other.path.name}; expected one per rank"
             )
         dumps[dump.rank] = dump
     dumps = _of_one_job(dumps, problems)

@@ -53,6 +53,7 @@ def collecting(log: Log, runtime: Runtime, path: str | os.PathLike[str]) -> Iter
         ended = time.perf_counter()
         hook.remove()
         world = runtime.world
+        # The same job id on all ranks: the report refuses files of different jobs.
         processes = runtime.engine.peers.processes or [own_process(world.hosts[world.rank], world.rank)]
         about = {
             "job": job_id(processes),

@@ -178,7 +178,7 @@ class Recorder(OperationHook):
 
     def _hand_over(self, snapshot: Snapshot, folder: str) -> None:
         if not self._watcher.do(partial(self._write, snapshot, folder)):
-            self._complain(f"{folder!r} takes long: the dump may be missing")
+            self._complain(f"{folder!r} responds slowly: the dump may be missing")
 
     def _write(self, snapshot: Snapshot, folder: str | None) -> None:
         """Write a dump, and those of ranks that cannot. Log an error once; one error hides no other."""

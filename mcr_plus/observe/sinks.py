@@ -164,7 +164,7 @@ class Otlp:
         data = self._reader.get_metrics_data()
         with _silent(_OTLP_LOGGER):  # it logs every failed export; the publisher logs once
             if data is not None and self._exporter.export(data) is not MetricExportResult.SUCCESS:
-                raise ConnectionError("the collector has not taken the metrics")
+                raise ConnectionError("the collector has not accepted the metrics")
 
     def close(self) -> None:
         """See `Sink.close`."""

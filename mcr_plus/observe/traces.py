@@ -90,11 +90,13 @@ def merge_traces(paths: Sequence[Path], output: Path, *, hta: Path | None = None
         before = seen.setdefault((trace.rank, trace.is_log), trace.path)
         if before is not trace.path:
             raise ConfigError(f"{trace.path}: rank {trace.rank} is in {before} too; expected it once")
+    # A profiler may not name the host: take it from the log of the same rank.
     logged = {trace.rank: trace.host for trace in traces if trace.is_log}
     placed = [(logged.get(trace.rank) or trace.host or "unknown", trace) for trace in traces]
     epochs: dict[str, float] = {}
     for host, trace in sorted(placed, key=lambda each: not each[1].is_log):
         epochs.setdefault(host, trace.epoch_us)
+    # Only logs number their operations, so only they relate the clocks of hosts.
     hosts = {
         host: spans(
             each

@@ -92,6 +92,7 @@ def _of_wait(job: RecordedJob, group: OperationGroup, late: ArrivalDelays | None
     title = f"{group.waited:.0%} of the time waits for {group.name} on {group.backend}"
     rows = _choices(job, group)
     cause = _of_late_arrivals(group, late)
+    # Only the time after the last arrival depends on the library.
     served = group.waited - group.late
     if (better := _better(rows)) is not None:
         gain = min(served, better.mean_us * group.count / len(job.ranks) / 1e6 / job.seconds)
@@ -106,6 +107,7 @@ def _of_wait(job: RecordedJob, group: OperationGroup, late: ArrivalDelays | None
                 _rule(group, f"backend: {better.choice}"),
                 group.waited,
             )
+    # No table names a faster library: look for other causes, the most certain first.
     if group.late > group.waited / 2:
         return ReportAdvice(
             "note", title, f"{cause}A faster library would not help with that.", share=group.waited

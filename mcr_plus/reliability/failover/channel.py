@@ -386,7 +386,7 @@ class FailoverChannel(ChannelWrapper):
         notices.put(self, group.ranks[group.rank], group.name, self._first.name, over, self.why)
         if self._group.rank == 0:
             _log.warning(
-                "group '%s': %s has failed (%s); its operations go over %s now, %d of them again",
+                "group '%s': %s has failed (%s); its operations now run on %s, %d of them again",
                 group.name, self._first.name, self.why, over, len(repeated),
             )  # fmt: skip
 
@@ -470,5 +470,5 @@ class FailoverChannel(ChannelWrapper):
         former.release()
         if self._group.rank == 0:
             _log.warning(
-                "group '%s': %s works again, and has its operations back", self._group.name, self._first.name
+                "group '%s': %s works again and takes its operations back", self._group.name, self._first.name
             )

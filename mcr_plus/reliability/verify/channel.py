@@ -248,9 +248,7 @@ class VerifiedChannel(ChannelWrapper):
         rows = self._rows.read()
         if damaged := damaged_rows(rows):
             rank = self._group.ranks[damaged[0]]
-            raise self._error(
-                signature, "the checksums themselves have changed on their way", rank, rank, None
-            )
+            raise self._error(signature, "the checksums themselves have changed in transit", rank, rank, None)
         if operations_differ(rows):
             raise OperationsDiffer("another rank has run another operation in its place")
         found = first_difference(rows)

@@ -151,6 +151,7 @@ class VerifiedRuns:
                 if (gate := step.gate(inner)) is not None:
                     yield gate
                 poll = step.start(inner)
+                # The checksum of the previous piece is taken while the library moves this one.
                 if before is not None:
                     yield before
                     ledger.take_piece(GOT, pieces[number - 1].data_ptr(), number - 1)
@@ -188,6 +189,7 @@ class VerifiedRuns:
 
         def run(value: list[torch.Tensor], out: torch.Tensor, ledger: ChecksumTable) -> VerifiedRun:
             most = max(each.numel() for each in value) * size
+            # Two buffers: the library fills one while the other is copied out.
             memory, before = self._memory(value[0], most, most), None
 
             def placed(number: int) -> None:
@@ -268,6 +270,8 @@ class VerifiedRuns:
             memory = self._memory(value[0], *(parts_numel,) * 2, *(own_numel,) * 2)
             exchanged: Poll | None = None
             summed: Poll | None = None
+            # A pipeline of three steps: exchange piece `number`, reduce and gather the piece before it, and
+            # check the sums of the piece before that. All ranks start operations in the same order.
             for number in range(repeats + 2):
                 arriving: Poll | None = None
                 if number <= repeats:

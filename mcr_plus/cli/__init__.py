@@ -6,7 +6,7 @@ import sys
 
 
 def start() -> None:
-    """Run the command line; exits with an install hint if rich or typer is missing."""
+    """Run the command line; exit with an install hint if rich or typer is missing."""
     try:
         from mcr_plus.cli.main import main
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""`mcr-plus diagnose`: what is wrong with a job, by the dumps of its ranks."""
+"""`mcr-plus diagnose`: faults of a job, found in the dumps of its ranks."""
 
 from __future__ import annotations
 

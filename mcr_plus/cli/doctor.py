@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from mcr_plus.reliability.failover.notices import Notice
 
 _CUDAS: Final = ("12", "13")
-"""For which there are extras."""
+"""Major CUDA versions with an extra."""
 _CUPY: Final = ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy")
-"""The names that CuPy has as a package."""
+"""Package names of CuPy."""
 
 
 def doctor(
@@ -90,7 +90,7 @@ def _tested_row(name: str, found: dict[str, Any]) -> tuple[str, str, str, str]:
 
 
 def _gpu_packages() -> dict[str, dict[str, str | None]]:
-    """The packages for GPUs: version, place where that matters, and how to install one that is not there."""
+    """Return the packages for GPUs: version, place where it matters, and installation hint if missing."""
     from mcr_plus.backends.nccl import abi
 
     try:

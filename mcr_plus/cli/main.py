@@ -23,7 +23,7 @@ _COMMANDS: Final = (
     "doctor", "run", "validate", "explain", "layout", "tune", "bench", "plan", "replay", "diagnose", "report",
     "warmup", "top", "table", "msccl", "trace",
 )  # fmt: skip
-"""Each a module of `mcr_plus.cli` with a function of that name, or an `app` with commands of its own."""
+"""Each is a module of `mcr_plus.cli` with a function of that name, or with an `app` of subcommands."""
 
 
 def _print_version(requested: bool) -> None:
@@ -39,7 +39,7 @@ def _common(
 
 
 def app(names: Iterable[str] = _COMMANDS) -> typer.Typer:
-    """The command line with these commands."""
+    """Return the command line with these commands."""
     words_for_help = {"help_option_names": ["--help", "-h"]}  # commands inherit it
     made = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, context_settings=words_for_help)
     made.callback()(_common)
@@ -54,8 +54,8 @@ def app(names: Iterable[str] = _COMMANDS) -> typer.Typer:
 
 
 def main() -> None:
-    """Run the command line; an `McrError` is printed on stderr without a traceback."""
-    # The command that is called alone, where there is one: importing all of them takes three times as long.
+    """Run the command line; print an `McrError` on stderr without a traceback."""
+    # Import only the command that is called: importing all of them takes three times as long.
     named = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
     try:
         app([named] if named in _COMMANDS else _COMMANDS)(prog_name="mcr-plus")

@@ -29,8 +29,8 @@ _INTERRUPTED = 128
 def answer_of(job: TuningJob, ranks: int | None, via: ViaChoice) -> dict[str, Any] | None:
     """Run the job on `ranks` ranks of this host and return the answer of rank 0.
 
-    Without `ranks`, this process must be a rank started by mpirun, torchrun or srun; rank 0 then returns the
-    answer and the others None. Exits with the job's status if the job fails.
+    Without `ranks`, this process must be a rank started by mpirun, torchrun or srun; only rank 0 then returns
+    the answer, the others None. Exits with the job's status if the job fails.
     """
     with tempfile.TemporaryDirectory(prefix="mcr-measure-") as folder:
         job = replace(job, answer=str(Path(folder) / "answer.json"))
@@ -48,7 +48,7 @@ def answer_of(job: TuningJob, ranks: int | None, via: ViaChoice) -> dict[str, An
 
 
 def rank_here() -> int:
-    """Return the rank of this process under a launcher; raises a usage error (`-n`) without one."""
+    """Return the rank of this process under a launcher; raise a usage error (`-n`) without one."""
     place = launch_environment()
     if place.world_size == 1:
         raise typer.BadParameter(
@@ -75,7 +75,7 @@ def _read(job: TuningJob) -> dict[str, Any]:
 
 
 def names(text: str | None, what: str, known: Sequence[str], option: str) -> tuple[str, ...] | None:
-    """Return the names in `a,b,c`; unknown ones are a usage error."""
+    """Return the names in `a,b,c`; an unknown name is a usage error."""
     if text is None:
         return None
     listed = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))

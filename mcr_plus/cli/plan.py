@@ -63,7 +63,7 @@ def plan(
         captured = replace(captured, notes=(*captured.notes, *notes))
         advice = advise(captured, costs, ranks=ranks, what_ifs=what_if or (), codec=codec)
     except McrError as error:
-        _print_notes(captured)  # an operation that is not known, for instance, may be why
+        _print_notes(captured)  # an unknown operation, for instance, may be the reason
         if not isinstance(error, InvalidArgument):
             raise
         hint = "" if topology is not None else " (--topology describes a larger cluster)"
@@ -251,6 +251,7 @@ def _write_plan(path: Path, pipeline: Config, step: CapturedStep, advice: PlanAd
         else:
             data["pipeline"].insert(0, {"fuse": {"plan": beside.name}})
     write_text(path, "# Written by mcr-plus plan.\n" + yaml.safe_dump(data, sort_keys=False))
+    # Read everything back as a job would, so that a plan that no job accepts fails here.
     written = load(path)
     with kept():
         use_algorithms(written)

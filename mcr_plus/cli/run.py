@@ -25,7 +25,7 @@ class ViaChoice(str, Enum):
 
 
 def _refuse_hosts(value: str | None) -> None:
-    """Refuse the options by which other launchers take hosts; says which of them start ranks there."""
+    """Refuse options by which other launchers take hosts; name the launchers for several hosts."""
     if value is not None:
         raise typer.BadParameter(
             f"{value}: mcr-plus run starts ranks on this host alone. On several hosts, start the program by "
@@ -34,7 +34,7 @@ def _refuse_hosts(value: str | None) -> None:
 
 
 def _refuse_number(value: str | None) -> None:
-    """Refuse the options by which other launchers take the number of ranks."""
+    """Refuse options by which other launchers take the number of ranks."""
     if value is not None:
         raise typer.BadParameter(
             f"{value}: mcr-plus run takes the number of ranks on this host by -n {value}"
@@ -121,7 +121,7 @@ def _supervised(
     """Check the options about failed ranks against the others; raises usage errors."""
     if min_ranks is None:
         raise typer.BadParameter(
-            f"{restart_failed}: needs --min-ranks, with how many ranks the job goes on: 1 to {ranks}",
+            f"{restart_failed}: needs --min-ranks, the fewest ranks for the job to continue: 1 to {ranks}",
             param_hint="--restart-failed",
         )
     if not 1 <= min_ranks <= ranks:

@@ -1,4 +1,4 @@
-"""Versions of libraries that tests have run with, as docs/installation.md lists them."""
+"""Library versions that the tests have run with, as docs/installation.md lists them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ TESTED: Final = {
     "mpich": ("5.0.2",),
     "impi-rt": ("2021.18.1",),
 }
-"""Versions by the names of packages, ascending; those between the first and the last count as tested."""
+"""Versions by package, ascending; every version between the first and the last counts as tested."""
 
 
 def tested_versions() -> dict[str, dict[str, str | bool | list[str] | None]]:
-    """For each library: the installed version, whether it is within the tested ones, and those."""
+    """Return for each library the installed version, the tested versions, and whether these include it."""
     found: dict[str, dict[str, str | bool | list[str] | None]] = {}
     for name, tested in TESTED.items():
         installed = _installed(name)
@@ -32,7 +32,7 @@ def tested_versions() -> dict[str, dict[str, str | bool | list[str] | None]]:
 
 
 def is_within(installed: str, tested: tuple[str, ...]) -> bool:
-    """Whether a version lies between the lowest and the highest that are tested, these included."""
+    """Return whether a version lies between the lowest and the highest tested one, inclusive."""
     return _release(tested[0]) <= _release(installed) <= _release(tested[-1])
 
 
@@ -46,6 +46,6 @@ def _installed(name: str) -> str | None:
 
 
 def _release(text: str) -> tuple[int, ...]:
-    """The numbers of a release: without what a build or a development version appends."""
+    """Return the numbers of a release, without suffixes of builds and development versions."""
     found = re.match(r"\d+(\.\d+)*", text)
     return tuple(map(int, found.group().split("."))) if found else ()

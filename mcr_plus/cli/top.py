@@ -1,4 +1,4 @@
-"""`mcr-plus top`: what the ranks of running jobs on this host do now, and for whom they wait."""
+"""`mcr-plus top`: current activity of the ranks of running jobs on this host, and the ranks they wait for."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def top(
 ) -> None:
     """Show what the ranks of your running jobs on this host do, and for whom they wait.
 
-    It reads what ranks publish, and disturbs none of them; one that hangs or is stopped is shown too.
+    It reads the ranks' status pages and disturbs no rank; ranks that hang or are stopped are shown too.
     Ctrl-C ends it.
     """
     from mcr_plus.observe.job_status import survey
@@ -173,7 +173,7 @@ def _said(job: ObservedJob) -> list[str]:
 
 
 def _rows(job: ObservedJob, member: Member) -> list[tuple[str, ...]]:
-    """The rows of a rank: one for each of its groups that has issued anything, that of its wait first."""
+    """Return the rows of a rank: one for each group that has issued anything, the group it waits in first."""
     from mcr_plus.observe.findings import seconds
 
     here = len(set(job.hosts)) == 1
@@ -205,7 +205,7 @@ _GONE: Final = ("stopped", "dead", "busy")
 
 
 def _cells(member: Member, group: GroupTraffic | None) -> tuple[str, ...]:
-    """Group, number, operation, whom it waits for, operations and bytes per second."""
+    """Return group, number, operation, awaited ranks, operations and bytes per second."""
     if group is None:
         return ("",) * 6
     wait = next((each for each in member.waits if each.group == group.name), None)

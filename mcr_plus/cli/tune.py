@@ -101,7 +101,7 @@ def tune(
 
 
 def _check_output(output: Path, figures: Path) -> None:
-    """Refuse unwritable outputs, and tables not written by `tune`, before measuring for minutes."""
+    """Refuse unwritable outputs, and tables that `tune` has not written, before measuring for minutes."""
     from mcr_plus.tuning.worker import COMMENT
 
     if not output.parent.is_dir():

@@ -38,11 +38,13 @@ def validate(
         return
     mistakes = Mistakes()
     config = mistakes.collect(lambda: load(file), None)
+    # A broken configuration names tables all the same: report their mistakes in the same run.
     if config is None:
         for table in named_tables(document):
             mistakes.collect(partial(load_table, table), None)
         mistakes.raise_all()
         return
+    # Algorithm files register their algorithms: undo that afterwards.
     with kept():
         mistakes.collect(lambda: use_algorithms(config), None)
         mistakes.collect(lambda: checked_tables(config), [])

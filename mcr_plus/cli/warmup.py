@@ -79,7 +79,7 @@ def warmup(
 
 
 def _compile(names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Compile kernels by their names, on all cores, the longest first; yields a row for each that is done."""
+    """Compile the named kernels on all cores, the longest first; yield a row for each finished kernel."""
     from mcr_plus.core.environment import usable_cores
 
     ordered = sorted(names, key=lambda name: name not in _LONG)
@@ -176,9 +176,9 @@ _LIBRARIES: Final = {
 
 
 def tasks(codecs: list[str] | None, only: list[str] | None = None) -> dict[str, Callable[[], None]]:
-    """Return what compiles the kernels of these codecs, or `only` these, by name; None: all of the package.
+    """Return functions that compile the kernels of these codecs, or `only` these, by name; None: all.
 
-    Those of MPI's reductions of 16-bit floats are left out: they are made anew in every process.
+    MPI's reductions of 16-bit floats are left out: they are compiled anew in every process.
     """
     if not only:
         return _codecs(codecs) if codecs else {**_LIBRARIES, **_codecs(None)}

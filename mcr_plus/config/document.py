@@ -24,7 +24,7 @@ from mcr_plus.errors import ConfigError, short, unknown
 MAX_FILE_BYTES = 1 << 20
 MAX_DEPTH = 32
 NO_FILE: Final = "configuration"
-"""The place of mistakes in a configuration that is a dict."""
+"""Name of a configuration that is a dict, used as the place of mistakes."""
 
 Keys = tuple[str | int, ...]
 T = TypeVar("T")
@@ -33,7 +33,7 @@ U = TypeVar("U")
 
 @dataclass(frozen=True)
 class Document:
-    """Plain data (dict, list, str, int, float, bool, None) and where each part of it was written.
+    """Plain data (dict, list, str, int, float, bool, None), and the place of each part in the source.
 
     Relative paths in the document are relative to `folder`.
     """
@@ -44,7 +44,7 @@ class Document:
     lines: Mapping[Keys, int] | None = None
 
     def place(self, keys: Keys) -> str:
-        """Return `file:line` of the entry at `keys`, or of the closest one around it; the name of a dict."""
+        """Return `file:line` of the entry at `keys`, or of the closest enclosing one; for a dict its name."""
         if self.lines is None:
             return self.name
         while keys and keys not in self.lines:
@@ -69,7 +69,7 @@ class Mistakes:
         self._lines: list[str] = []
 
     def __len__(self) -> int:
-        """Number of lines collected."""
+        """Return the number of collected lines."""
         return len(self._lines)
 
     def collect(self, read: Callable[[], T], default: U) -> T | U:
@@ -95,7 +95,7 @@ class Mistakes:
 
 
 def _file_and_line(mistake: str) -> tuple[str, int]:
-    """The file and the line that a mistake names; `("", 0)` for one without a line."""
+    """Return the file and the line that a mistake names; `("", 0)` without a line."""
     place = re.match(r"(.+?):(\d+): ", mistake)
     return (place[1], int(place[2])) if place else ("", 0)
 
@@ -107,9 +107,9 @@ def path_text(keys: Keys) -> str:
 
 
 def read_document(path: str | Path, *, versioned: bool = True) -> Document:
-    """Read a YAML file of at most 1 MiB; raises `ConfigError` for anything but plain data.
+    """Read a YAML file of at most 1 MiB; raise `ConfigError` for anything but plain data.
 
-    `versioned`: it must have a key `version`; see `parse_document`.
+    `versioned`: the file must have a key `version`; see `parse_document`.
     """
     name, path = str(path), Path(path)
     return parse_document(_read_text(path, name), name, path.parent, versioned=versioned)
@@ -139,9 +139,9 @@ def read_bytes(path: Path, place: str, *, most: int = MAX_FILE_BYTES) -> bytes:
 
 
 def read_up_to(file: IO[bytes], most: int) -> bytes:
-    """Read a file up to its end, and no more than `most` bytes.
+    """Read a file up to its end, but at most `most` bytes.
 
-    `file.read(most)` allocates `most` bytes before it reads, however short the file is.
+    `file.read(most)` would allocate `most` bytes before it reads, however short the file is.
     """
     content = file.read(min(most, os.fstat(file.fileno()).st_size + 1))
     while len(content) < most and (more := file.read(min(most - len(content), 1 << 20))):
@@ -150,7 +150,7 @@ def read_up_to(file: IO[bytes], most: int) -> bytes:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a regular file; raises `ConfigError` for other files, since a FIFO may have no reader."""
+    """Write a regular file; raise `ConfigError` for other files, since a FIFO may have no reader."""
     try:
         if path.exists() and not path.is_file():
             raise ConfigError(f"{path}: cannot write: not a regular file")
@@ -181,7 +181,7 @@ def parse_document(text: str, name: str, folder: Path, *, versioned: bool = True
 
 
 def dict_document(data: Mapping[str, Any], name: str = NO_FILE, folder: Path | None = None) -> Document:
-    """Copy a mapping into plain data; raises `ConfigError` for values that a YAML file cannot hold."""
+    """Copy a mapping into plain data; raise `ConfigError` for values that a YAML file cannot hold."""
     place = Document({}, name, folder or Path())
     copied = _copy(data, (), place)
     if not isinstance(copied, dict):
@@ -212,7 +212,7 @@ def _copy(value: object, keys: Keys, document: Document) -> Any:
 def mapping_at(document: Document, keys: Keys, example: str = "") -> dict[str, Any]:
     """Return the mapping at `keys`; an entry without a value (null) is an empty mapping.
 
-    `example`: one that the error shows where there is something else.
+    `example`: a mapping to show in the error for another value.
     """
     value: Any = document.data
     for key in keys:
@@ -226,7 +226,7 @@ def mapping_at(document: Document, keys: Keys, example: str = "") -> dict[str, A
 
 
 def list_at(document: Document, key: str) -> list[Any] | None:
-    """Return the list under a key of the root, None if there is none; other values raise `ConfigError`."""
+    """Return the list under a key of the root, None without the key; raise `ConfigError` for other values."""
     value = document.data.get(key)
     if value is not None and not isinstance(value, list):
         raise document.error((key,), f"expected a list, got {short(value)}")
@@ -241,7 +241,7 @@ def check_keys(document: Document, keys: Keys, known: Sequence[str]) -> None:
 
 
 def check_version(version: object, document: Document) -> None:
-    """Raise `ConfigError` unless `version` is the one that this release reads."""
+    """Raise `ConfigError` unless `version` is the version that this release reads."""
     if version is None:
         raise document.error(("version",), "missing; expected version: 1")
     if isinstance(version, bool) or not isinstance(version, int) or version != 1:

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def kind_matches(pattern: str, kind: str) -> bool:
-    """Whether a kind named in a rule or table covers the kind of an operation.
+    """Return whether a kind named in a rule or table covers the kind of an operation.
 
     A kind covers its vector form (`all_gather` covers `all_gather_v`, not the reverse), `send` covers `recv`
     (both ends of a message use the same backend), and "*" covers everything.
@@ -22,7 +22,7 @@ def kind_matches(pattern: str, kind: str) -> bool:
 
 
 def refuse_recv(name: str) -> str:
-    """Return a kind's name; raises ValueError for `recv`, since both ends of a message must choose alike."""
+    """Return a kind's name; raise ValueError for `recv`, since both ends of a message must choose alike."""
     if name == "recv":
         raise ValueError("a recv is treated like its send; write 'send', which covers both")
     return name
@@ -54,7 +54,7 @@ def read_backends(document: Document) -> tuple[str, ...] | None:
 def stored_backend(choice: T) -> T:
     """Return `name` or `name:algorithm` as it is stored and shown: `msccl:ring` for `shm:ring`.
 
-    A value that is no string is returned unchanged.
+    A value other than a string is returned unchanged.
     """
     if not isinstance(choice, str):
         return choice
@@ -63,12 +63,12 @@ def stored_backend(choice: T) -> T:
 
 
 def backend_name(choice: object) -> object:
-    """Return the backend of `name` or `name:algorithm`; a value that is no string is returned unchanged."""
+    """Return the backend of `name` or `name:algorithm`; a value other than a string is returned unchanged."""
     return choice.partition(":")[0] if isinstance(choice, str) else choice
 
 
 def names_no_algorithm(choice: object) -> bool:
-    """Whether a choice is `name:` without an algorithm after the colon."""
+    """Return whether a choice is `name:` without an algorithm after the colon."""
     return isinstance(choice, str) and choice.partition(":")[1:] == (":", "")
 
 

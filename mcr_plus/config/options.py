@@ -47,7 +47,7 @@ def duration_text(value: float | str, info: SerializationInfo) -> float | str:
     return f"{value!r}s".replace(".0s", "s") if info.context and not isinstance(value, str) else value
 
 
-# Serialized with a context (any), these types are text with units, for people to read.
+# Serialized with a context (any), these types become text with units, for people to read.
 Seconds = Annotated[float, BeforeValidator(parse_duration), PlainSerializer(duration_text)]
 
 
@@ -69,7 +69,7 @@ NOWHERE: Final = dict_document({})
 
 
 class Scope(Enum):
-    """A mark in the annotation of an option: `warmup: Annotated[int, Scope.LOCAL] = 0`."""
+    """Mark in the annotation of an option: `warmup: Annotated[int, Scope.LOCAL] = 0`."""
 
     WIRE = "changes what travels"
     LOCAL = "does not change what travels"
@@ -78,30 +78,30 @@ class Scope(Enum):
 
 
 def options_marked(model: type[BaseModel], scope: Scope) -> tuple[str, ...]:
-    """Return the names of the options of a model that have a mark, in their order."""
+    """Return the names of a model's options with a mark, in their order."""
     return tuple(name for name, field in model.model_fields.items() if scope in field.metadata)
 
 
 class StageOptions(BaseModel):
     """The options of a stage or of a codec: frozen, unknown keys refused, no conversion between types.
 
-    A stage declares its options as the class attribute `Options`, which may be any pydantic model; one that
-    derives from this class may also override how it is read, written and checked.
+    A stage declares its options as the class attribute `Options`, which may be any pydantic model; a subclass
+    of this class may also override reading, writing and checking.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     @classmethod
     def read(cls, document: Document, keys: Keys, base: Mapping[str, Any]) -> Self:
-        """Check the options at `keys` of `document`, which override those of `base`. Raises `ConfigError`."""
+        """Check the options at `keys` of `document`, which override those of `base`; raise `ConfigError`."""
         return validate(cls, {**base, **mapping_at(document, keys)}, document, keys)
 
     def plain(self, *, units: bool = False) -> dict[str, Any]:
-        """Return the mapping that these options are read from; see `plain_options`."""
+        """Return the mapping from which these options are read; see `plain_options`."""
         return self.model_dump(mode="json", by_alias=True, context={"units": True} if units else None)
 
     def by_content(self) -> dict[str, Any]:
-        """Return the data that ranks compare: as `plain`, with digests of files in place of their paths."""
+        """Return the data that ranks compare: as `plain`, with digests of files instead of their paths."""
         return self.plain()
 
     def files(self) -> Sequence[TableRef]:
@@ -113,15 +113,15 @@ class StageOptions(BaseModel):
         stages: Collection[str] | None,  # noqa: ARG002 - for classes that override it
         backends: Sequence[str] | None,  # noqa: ARG002
     ) -> tuple[Keys, str] | None:
-        """Return the first conflict with the rest of the configuration: keys in these options, and why.
+        """Return the first conflict with the rest of the configuration: keys in these options, and reason.
 
-        `stages`: the names in the pipeline, None to skip checks against them. `backends`: those of the
-        configuration, None for all that are available.
+        `stages`: the names in the pipeline, None to skip checks against them. `backends`: the configuration's
+        backends, None for all available ones.
         """
         return None
 
     def named_backends(self) -> Mapping[str, str]:
-        """Return the backends, or `backend:algorithm`, that these options name, by the place in them."""
+        """Return the backends, or `backend:algorithm`, that these options name, by their keys."""
         return {}
 
 
@@ -146,7 +146,7 @@ def some_of(known: tuple[str, ...]) -> Callable[[object], tuple[str, ...]]:
 
 
 class NoOptions(StageOptions):
-    """The model of a stage or codec that declares none: every key is refused."""
+    """The model of a stage or codec without options: every key is refused."""
 
 
 def validate(
@@ -168,14 +168,14 @@ def validate(
         problems: dict[Keys, str] = {}  # a union has one error per member: the first counts
         for detail in (*strange, *others):
             at: Keys = tuple(detail["loc"])
-            # In place of a mapping, the keys of that mapping are known, and elsewhere those beside the entry.
+            # If a mapping is missing, suggest the keys of that mapping, otherwise the keys beside the entry.
             inside = (*at, "") if detail["type"] in _NO_MAPPING else at
             problems.setdefault((*keys, *at), _explain(dict(detail), _known(model, inside) or known))
         raise document.errors(problems.items()) from None
 
 
 def _known(model: type[BaseModel], at: Keys) -> tuple[str, ...]:
-    """The keys of the nested model in which the entry `at` stands; empty for entries of `model` itself."""
+    """Return the keys of the nested model that contains entry `at`; empty for entries of `model` itself."""
     for key in at[:-1]:
         field = model.model_fields.get(str(key))
         types = [] if field is None else [field.annotation, *get_args(field.annotation)]
@@ -239,7 +239,7 @@ def stage_options(stage: str, data: Mapping[str, Any], name: str = NO_FILE) -> B
 
 
 def plain_options(options: BaseModel, *, units: bool = False) -> dict[str, Any]:
-    """Return the mapping that options are read from; JSON-serializable.
+    """Return the mapping from which options are read; JSON-serializable.
 
     `units`: write sizes and durations with units (`25MiB`, `300s`).
     """
@@ -278,5 +278,5 @@ def declared_options(kind: str, name: str, document: Document = NOWHERE, keys: K
 def problem(
     options: BaseModel, stages: Collection[str] | None, backends: Sequence[str] | None
 ) -> tuple[Keys, str] | None:
-    """Return the first conflict of options with the rest of a configuration: see `StageOptions.problem`."""
+    """Return the first conflict of options with the rest of a configuration; see `StageOptions.problem`."""
     return options.problem(stages, backends) if isinstance(options, StageOptions) else None

@@ -50,7 +50,7 @@ def _node_kind(node: yaml.Node | None) -> str:
 
 
 class _Refused(yaml.YAMLError):
-    """Valid YAML that is more than plain data."""
+    """Valid YAML with features beyond plain data."""
 
     def __init__(self, event: yaml.Event, what: str) -> None:
         self.line = event.start_mark.line + 1 if event.start_mark else 1
@@ -89,7 +89,7 @@ _cyaml: Any = getattr(yaml, "cyaml", None)  # missing if PyYAML was built withou
 
 
 def _fast_loader() -> Any:
-    """Like `_Loader` with libyaml's parser, several times as fast on large tables."""
+    """Return a loader like `_Loader` with libyaml's parser, several times as fast on large tables."""
 
     class FastLoader(_PlainNodes, _cyaml.CParser, yaml.resolver.Resolver):  # type: ignore[misc]
         def __init__(self, text: str) -> None:
@@ -156,7 +156,7 @@ _SCALARS = yaml.constructor.SafeConstructor()
 
 
 def _scalar(node: yaml.ScalarNode) -> str | int | float | bool | None:
-    """Return the value of a scalar in YAML 1.1; raises ValueError for a number that Python cannot read."""
+    """Return the value of a scalar in YAML 1.1; raise ValueError for a number that Python cannot read."""
     text: str = node.value
     match _scalar_type(node):
         case "null":

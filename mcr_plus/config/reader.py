@@ -2,16 +2,16 @@
 
     load("run.yaml")            a Config: frozen and checked; every name in it is known
     config.rule_for(...)        the first rule that matches an operation
-    fingerprint(config)         a hash that ranks compare at start, because all must decide alike
+    fingerprint(config)         a hash that ranks compare at the start: all must decide alike
 
 `document.py` reads the YAML, `core/environment.py` the environment.
 
-A mistake in a file raises a `ConfigError`. Its text is `file:line: path: ` and the problem, with the expected
-or known values, and has one line per mistake, for example
+A mistake in a file raises a `ConfigError`. Its text has one line per mistake: `file:line: path: ` and
+the problem, with the expected or known values, for example
 
     run.yaml:7: pipeline[1].compress.codec: unknown codec 'int9'; known: bf16, fp16, none
 
-where `configuration` replaces `file:line` if it is a dict.
+For a dict, `configuration` replaces `file:line`.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def _config(document: Document) -> Config:
 
 
 def is_table(document: Document) -> bool:
-    """Whether a document is a tuning table, which users may pass for a configuration."""
+    """Return whether a document is a tuning table, which users may pass as a configuration by mistake."""
     rules = document.data.get("rules")
     of_table = isinstance(rules, list) and any(
         isinstance(rule, dict) and {"kind", "bytes"} <= set(rule) and "match" not in rule for rule in rules
@@ -213,7 +213,7 @@ def _check_version(document: Document) -> None:
 
 
 def _pipeline(document: Document, mistakes: Mistakes) -> tuple[tuple[StageSpec, ...], bool]:
-    """The stages, and whether all are valid; an invalid stage is included with `NoOptions`."""
+    """Return the stages, and whether all are valid; an invalid stage is included with `NoOptions`."""
     before = len(mistakes)
     names = mistakes.collect(lambda: _stage_names(document, mistakes), [])
     if names is None:
@@ -232,7 +232,7 @@ def _pipeline(document: Document, mistakes: Mistakes) -> tuple[tuple[StageSpec, 
 
 
 def _with_required(stages: list[StageSpec]) -> list[StageSpec]:
-    """Add the stages that every pipeline has, with their defaults, where the document leaves them out."""
+    """Add the required stages, with default options, if the document leaves them out."""
     select, dispatch = (
         []
         if any(spec.name == name for spec in stages)
@@ -244,7 +244,7 @@ def _with_required(stages: list[StageSpec]) -> list[StageSpec]:
 
 
 def _stage_names(document: Document, mistakes: Mistakes) -> list[str | None] | None:
-    """The name of every stage, None for an invalid one; None instead of a list without a pipeline."""
+    """Return the name of every stage, None for an invalid one; None instead of a list without a pipeline."""
     items = list_at(document, "pipeline")
     if items is None:
         return None
@@ -289,7 +289,7 @@ def _check_order(names: Sequence[str], document: Document) -> None:
 
 
 def _rank(stage: str) -> float:
-    """Position of a built-in stage; NaN, neither before nor after any, for one of another package."""
+    """Return the position of a built-in stage; for other packages' stages NaN, which is unordered."""
     return registry.STAGE_ORDER.index(stage) if stage in registry.STAGE_ORDER else math.nan
 
 
@@ -338,9 +338,9 @@ def _rule(
 
 
 def _assumed(pipeline: tuple[StageSpec, ...], rule: Mapping[str, Any]) -> tuple[StageSpec, ...]:
-    """Stages to check a rule against when the pipeline has mistakes.
+    """Return the stages to check a rule against when the pipeline has mistakes.
 
-    They are the valid stages, and the built-in ones with default options for the rest. `compress` is assumed
+    These are the valid stages, and built-in stages with default options for the rest. `compress` is assumed
     only if the rule names a codec, because the codec determines which other options are valid.
     """
     compress = rule.get("compress")
@@ -400,6 +400,6 @@ def _override(
             raise document.error((*keys, name), "the nodes of a job are the same for all its operations")
     options = read_options(spec.name, document, keys, plain_options(spec.options))
     _check_beside(options, document, keys, pipeline, backends)
-    if "preset" in named:  # a name for several options
+    if "preset" in named:  # a preset sets several options
         named = tuple(sorted(plain_options(options)))
     return Override(spec.name, options, named)

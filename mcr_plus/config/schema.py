@@ -1,4 +1,4 @@
-"""The configuration as data: stages, rules and what they match."""
+"""The configuration as data: stages, rules and their conditions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from mcr_plus.errors import ConfigError, short, unknown
 
 @dataclass(frozen=True)
 class TableRef:
-    """A table file, or one of a plan, as a configuration names it, relative to its folder.
+    """A table or plan file as a configuration names it, relative to the configuration's folder.
 
     References are equal if their texts are equal, wherever the configuration was read from.
     """
@@ -67,7 +67,7 @@ class TableRef:
 
 
 def file_ref(value: object, info: ValidationInfo, what: str) -> TableRef:
-    """The file that an option names, for validators of pydantic."""
+    """Return the file that an option names; a validator of pydantic."""
     if not isinstance(value, str) or not value or "\0" in value:
         raise ValueError(f"expected the path of a {what} file, got {short(value)}")
     if not isinstance(info.context, ReadContext):
@@ -113,7 +113,7 @@ class StageSpec:
 
 @dataclass(frozen=True)
 class Override:
-    """The options of one stage under a rule, and the names of those that the rule sets."""
+    """The options of one stage under a rule, and the names of the options that the rule sets."""
 
     stage: str
     options: BaseModel
@@ -189,7 +189,7 @@ class Match(StageOptions):
         param: str | None = None,
         ranks: int | None = None,
     ) -> bool:
-        """Whether the rule applies to an operation."""
+        """Return whether the rule applies to an operation."""
         return (
             (self.kind is None or any(kind_matches(pattern, kind) for pattern in self.kind))
             and (self.bytes is None or self.bytes.covers(nbytes))
@@ -241,8 +241,8 @@ def default_observe() -> BaseModel | None:
 class Config:
     """A checked configuration. Equal configurations decide alike, wherever they were read from.
 
-    `backends` is the fallback order; None means every backend that is available. `observe` changes what is
-    written about a job, and never what it does; it may differ between ranks.
+    `backends` is the fallback order; None means every available backend. `observe` changes the reports about
+    a job, but never its behaviour; it may differ between ranks.
     """
 
     version: int = 1
@@ -262,7 +262,7 @@ class Config:
         param: str | None = None,
         ranks: int | None = None,
     ) -> Rule | None:
-        """Return the first rule that covers an operation, None if there is none.
+        """Return the first rule that covers an operation, or None.
 
         `nbytes` is None if sizes differ between ranks; the operation then counts as large. `dtype` is a name
         such as "float32".
@@ -284,13 +284,13 @@ class Config:
 
     @property
     def all_options(self) -> tuple[BaseModel, ...]:
-        """The options of all stages, and those that rules override."""
+        """The options of all stages, and the options that rules override."""
         changed = (override.options for rule in self.rules for override in rule.overrides)
         return (*(spec.options for spec in self.pipeline), *changed)
 
     @property
     def tables(self) -> tuple[TableRef, ...]:
-        """The table files that options of stages name; nothing is read."""
+        """The table files named in the options of stages; the files are not read."""
         named = (options for options in self.all_options if isinstance(options, StageOptions))
         return tuple(ref for options in named for ref in options.files())
 

@@ -1,1 +1,1 @@
-"""Plain data that every other folder uses: kinds, messages, groups, units, the environment."""
+"""Plain data for all other folders: kinds, messages, groups, units, the environment."""

@@ -1,6 +1,6 @@
-"""Streams and events of accelerators other than CUDA, such as XPU and devices that are not part of torch.
+"""Streams and events of accelerators other than CUDA, such as XPU and devices outside torch.
 
-By `torch.Stream`, `torch.Event` and `torch.accelerator`, which torch has for all of them.
+Implemented with `torch.Stream`, `torch.Event` and `torch.accelerator`, which cover all accelerators.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from mcr_plus.errors import Unsupported
 
 
 class AcceleratorEvent:
-    """An event of an accelerator; each `record` makes another one of torch.
+    """An event of an accelerator; each `record` makes a new torch event.
 
-    What waits for a record must not wait for later ones, too, and not all accelerators keep these apart:
-    where a stream waits for an event that it records again, `torch_openreg` waits for ever.
+    Waiting for one record must not wait for later ones, but some accelerators do not keep them apart: if a
+    stream waits for an event that it records again, `torch_openreg` waits forever.
     """
 
     __slots__ = ("_device", "last")
@@ -40,7 +40,7 @@ class AcceleratorEvent:
 
 
 class AcceleratorStream:
-    """A stream of an accelerator; two of the same queue are equal."""
+    """A stream of an accelerator; two streams of the same queue are equal."""
 
     __slots__ = ("queue",)
 
@@ -48,12 +48,12 @@ class AcceleratorStream:
         self.queue = queue
 
     def wait_event(self, event: AcceleratorEvent) -> None:
-        """Make later work on the stream wait for what `event` has recorded by now."""
+        """Make later work on the stream wait for the work that `event` has recorded so far."""
         if event.last is not None:
             self.queue.wait_event(event.last)
 
     def wait_stream(self, other: AcceleratorStream) -> None:
-        """Make later work on the stream wait for what `other` has been given by now."""
+        """Make later work on the stream wait for the present work of `other`."""
         self.queue.wait_stream(other.queue)
 
     def __eq__(self, other: object) -> bool:
@@ -64,7 +64,7 @@ class AcceleratorStream:
 
 
 class AcceleratorStreams(DeviceStreams):
-    """`Streams` of an accelerator of any type, by what torch has for all of them."""
+    """`Streams` of an accelerator of any type, by torch's generic functions."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -93,7 +93,7 @@ class AcceleratorStreams(DeviceStreams):
                 torch.accelerator.set_stream(before.queue)
 
     def keep(self, tensor: torch.Tensor, stream: Any) -> None:
-        """See `Streams.keep`; not by `record_stream`, which not all accelerators have."""
+        """See `Streams.keep`. Avoids `record_stream`, which some accelerators lack."""
         event = self.event()
         event.record(stream)
         self._kept.add(event, tensor)

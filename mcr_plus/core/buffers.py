@@ -1,4 +1,4 @@
-"""Buffers for payloads, sums and what arrives for them, reused: fresh pages cost more than filling them."""
+"""Reused buffers for payloads, sums and received data: fresh pages cost more than filling them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 import torch
 
 _KEPT: Final = 512 << 20
-"""Bytes that are kept for reuse; tensors released beyond them are freed."""
+"""Most bytes to keep for reuse; tensors released beyond them are freed."""
 
 
 class Pool:
@@ -24,11 +24,11 @@ class Pool:
         self._lock = Lock()
 
     def lease(self, device: torch.device) -> Lease:
-        """A lease for one call, whose tensors are released together."""
+        """Return a lease for one call, whose tensors are released together."""
         return Lease(self, device)
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """An uninitialised flat uint8 tensor of at least `nbytes` bytes."""
+        """Return an uninitialised flat uint8 tensor of at least `nbytes` bytes."""
         size = _size_class(nbytes)
         with self._lock:
             free = self._free.get(size)
@@ -46,14 +46,14 @@ class Pool:
                 self._free.setdefault(size, []).append(space)
 
     def clear(self) -> None:
-        """Free what is kept."""
+        """Free the kept tensors."""
         with self._lock:
             self.nbytes = 0
             self._free.clear()
 
 
 class Lease:
-    """The tensors of one call of an operation; `release` once nothing uses them any more.
+    """The tensors of one call of an operation; call `release` once nothing uses them.
 
     On a device they are freed with the lease: functions that follow an operation keep theirs until their
     kernels are done.
@@ -63,10 +63,10 @@ class Lease:
         self._pool = pool
         self._device = device
         self._spaces: list[torch.Tensor] = []
-        self._held: list[torch.Tensor] = []  # on a device
+        self._held: list[torch.Tensor] = []  # tensors on a device
 
     def tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat uninitialised tensor; begins at a multiple of 64 bytes."""
+        """Return a flat uninitialised tensor that begins at a multiple of 64 bytes."""
         if torch.is_inference_mode_enabled():  # its tensors cannot be written outside of it
             with torch.inference_mode(False):
                 return self.tensor(numel, dtype)
@@ -79,13 +79,13 @@ class Lease:
         return space[: numel * dtype.itemsize].view(dtype)
 
     def release(self) -> None:
-        """Give all tensors back to the pool."""
+        """Return all tensors to the pool."""
         for space in self._spaces:
             self._pool.put(space)
         self._spaces.clear()
 
     def release_after(self, function: Callable[[], None]) -> Callable[[], None]:
-        """A function that calls another one and releases the tensors."""
+        """Return a function that calls `function` and then releases the tensors."""
 
         def run() -> None:
             function()
@@ -95,7 +95,7 @@ class Lease:
 
 
 def _size_class(nbytes: int) -> int:
-    """The next of eight sizes between powers of two, so that at most an eighth is wasted."""
+    """Return the next of eight sizes between powers of two, so that at most an eighth is wasted."""
     if nbytes <= 512:
         return 512
     step = 1 << max((nbytes - 1).bit_length() - 4, 6)

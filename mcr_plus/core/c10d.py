@@ -1,7 +1,7 @@
-"""The parts of torch.distributed that its stubs do not export, or describe wrongly.
+"""Parts of torch.distributed that its stubs omit or describe wrongly.
 
-torch.distributed imports them under a condition, so for type checkers they are not there; they are taken
-from where they are defined.
+torch.distributed imports them conditionally, so type checkers do not see them; they are imported from their
+defining modules.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ __all__ = [
 ]
 
 TORCH: Final = tuple(int(part) for part in torch.__version__.split(".")[:2])
-"""Torch's version, for what cannot be told by looking for a name."""
+"""Torch's version, for differences that no name reveals."""
 
 
 def on_socket(listener: socket) -> dict[str, Any]:
@@ -77,34 +77,36 @@ _ABSENT: Final = "mcr_plus: no value"
 
 
 def look(store: Store, key: str) -> bytes | None:
-    """The value that a key has now, in one request; None if it has none.
+    """Return the present value of a key in one request; None without a value.
 
-    `get` after `check` would wait for as long as the store's timeout if the key was removed in between.
+    `get` after `check` would wait until the store's timeout if the key was removed in between.
     """
     if isinstance(store, WrappedStore):
         return store.look(key)
-    # Torch's stores answer so for a key without a value; nothing is written unless the value is this text.
+    # Torch's stores return the expected text for a missing key; nothing is written unless the value equals
+    # Torch's stores return the expected text for a missing key; nothing is written unless the value
+    # equals it.
     found = store.compare_set(key, _ABSENT, _ABSENT)
     return None if found == _ABSENT.encode() else found
 
 
 def keys_of(store: Store) -> list[str]:
-    """The keys of a store, or of a part of one; none where this torch does not list them (before 2.10)."""
+    """Return the keys of a store, or of a part of one; none if this torch cannot list them (before 2.10)."""
     while isinstance(store, WrappedStore):
         store = store.wrapped
     try:
         return list(store.list_keys()) if hasattr(store, "list_keys") else []
-    except IndexError:  # of a part, if a key beside it has the very name of the part
+    except IndexError:  # for a part, if another key has the very name of the part
         return []
 
 
 def put(store: Store, key: str, value: bytes) -> None:
-    """Set a key of a store to bytes; the stubs have text only."""
+    """Set a key of a store to bytes; the stubs allow only text."""
     store.set(key, value)  # type: ignore[arg-type]
 
 
 class WrappedStore(Store):
-    """A store that hands every request on to another one; for those that change some of them."""
+    """A store that forwards every request to another store; base class of stores that change some."""
 
     def __init__(self, store: Store) -> None:
         super().__init__()
@@ -112,46 +114,46 @@ class WrappedStore(Store):
 
     @property
     def wrapped(self) -> Store:
-        """The other store."""
+        """Return the other store."""
         return self._store
 
     def get(self, key: str) -> bytes:
-        """Wait for a value; raises the errors of the other store."""
+        """Wait for a value; raise the errors of the other store."""
         return self._store.get(key)
 
     def look(self, key: str) -> bytes | None:
-        """See the function."""
+        """See the function `look`."""
         return look(self._store, key)
 
     def add(self, key: str, value: int) -> int:
-        """Add to a counter; returns its new value."""
+        """Add to a counter; return its new value."""
         return self._store.add(key, value)
 
     def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
-        """Write a value where there is the expected one, or none for ''; returns what is there then."""
+        """Write a value if the present one is `expected_value` ('': none); return the resulting value."""
         return self._store.compare_set(key, expected_value, desired_value)
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all of these keys are there."""
+        """Return whether all of these keys are set."""
         return self._store.check(keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait until they are."""
+        """Wait until all of these keys are set."""
         return self._store.wait(keys) if timeout is None else self._store.wait(keys, timeout)
 
     def delete_key(self, key: str) -> bool:
-        """Remove a key; whether it was there."""
+        """Remove a key; return whether it was set."""
         return self._store.delete_key(key)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long `get` and `wait` wait."""
+        """Set the timeout of `get` and `wait`."""
         self._store.set_timeout(timeout)
 
 
 def gloo_group(
     store: Store, rank: int, size: int, *, devices: Sequence[Any], threads: int, timeout: timedelta
 ) -> ProcessGroupGloo:
-    """Create a gloo group on chosen devices; the stubs have neither the options' class nor this argument."""
+    """Create a gloo group on chosen devices; the stubs lack the options' class and this argument."""
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = list(devices)
     options._threads = threads

@@ -1,4 +1,4 @@
-"""Python's garbage collector, paused where objects are made that stay."""
+"""Pausing of Python's garbage collector while long-lived objects are made."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_lock = threading.RLock()  # a signal's handler may pause the collector, too
-_paused = 0  # by so many threads or callers
+_lock = threading.RLock()  # a signal handler may pause the collector, too
+_paused = 0  # number of pauses in effect
 _was_enabled = True
 
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Around imports and parsing, which leave no garbage. A collection walks all objects of torch: 0.1 s.
+    """Pause the collector around imports and parsing, which leave no garbage: a collection takes 0.1 s.
 
-    Several threads may pause it at once: the last one that ends makes it as it was before the first.
+    Several threads may pause it at once: the last one to end restores the state from before the first.
     """
     global _paused, _was_enabled
     with _lock:

@@ -1,4 +1,4 @@
-"""The time that is left of a timeout."""
+"""Timeouts, and the time left of them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from mcr_plus.errors import InvalidArgument, short
 
 
 def check_timeout(timeout: object) -> None:
-    """Raise `InvalidArgument` unless it is a number of seconds or a timedelta."""
+    """Raise `InvalidArgument` unless `timeout` is a number of seconds or a timedelta."""
     if not isinstance(timeout, (Real, timedelta)) or timeout != timeout:
         raise InvalidArgument(f"timeout: expected seconds, a timedelta or None, got {short(timeout)}")
 
 
 def check_wait(timeout: float | timedelta | None) -> None:
-    """Raise `InvalidArgument` unless a program may wait for so long: -1 does not mean for ever."""
+    """Raise `InvalidArgument` unless `timeout` is a valid wait: -1 does not mean forever."""
     check_timeout(0 if timeout is None else timeout)
     if timeout is not None and timeout < (timedelta(0) if isinstance(timeout, timedelta) else 0):  # type: ignore[operator]
         raise InvalidArgument(f"timeout: {timeout} is negative; None waits until the operation is done")
@@ -36,9 +36,9 @@ class Deadline:
         self._at = monotonic() + (timeout.total_seconds() if isinstance(timeout, timedelta) else timeout)
 
     def left(self) -> float | None:
-        """Seconds left, at least 0.0; None without a timeout. What a `wait` takes."""
+        """Return the seconds left, at least 0.0, as an argument of `wait`; None without a timeout."""
         return None if self._at == math.inf else max(0.0, self._at - monotonic())
 
     def passed(self) -> bool:
-        """Whether the time is up."""
+        """Return whether the time is up."""
         return monotonic() >= self._at

@@ -1,10 +1,10 @@
 """The environment this process was started in: the only reader of environment variables in a rank.
 
     launch_environment()    rank, size and rendezvous, under any launcher
-    torch_environment()     the same in torch's words, where `mcr-plus run` gave them beside MPI's
+    torch_environment()     the same by torch's variables, if `mcr-plus run` set them beside MPI's
     agent_has_store()       whether torchrun's agent has the job's store
     config_file()           the configuration that MCR_CONFIG names
-    rank_by_mpi()           rank and size by the variables of an MPI launcher, whatever others say
+    rank_by_mpi()           rank and size by the variables of an MPI launcher only
     on_one_host()           whether the launcher's variables place all ranks on this host
     dump_folder()           the folder for dumps that MCR_DUMP names
     job_secret()            the ranks' signing key from MCR_SECRET
@@ -12,16 +12,16 @@
     error_channel()         the pipe on which `mcr-plus run` reads uncaught exceptions (MCR_JOB_ERRORS)
     whole_tracebacks()      whether MCR_TRACEBACK asks for whole tracebacks
     socket_interface()      the network interface that GLOO_SOCKET_IFNAME names
-    meeting_interface()     the one that MCR_SOCKET_IFNAME names, for the job's store and heartbeats
-    min_ranks()             the least ranks with which `mcr-plus run` lets a job go on (MCR_MIN_RANKS)
-    restarts()              how often it has started this rank again (MCR_RESTARTS)
+    meeting_interface()     the interface of MCR_SOCKET_IFNAME, for the job's store and heartbeats
+    min_ranks()             fewest ranks with which `mcr-plus run` continues a job (MCR_MIN_RANKS)
+    restarts()              number of restarts of this rank by `mcr-plus run` (MCR_RESTARTS)
     mpi4pys_library()       the MPI library that MPI4PY_LIBMPI names for mpi4py
-    library_path()          where the loader looks for libraries first (LD_LIBRARY_PATH)
+    library_path()          the loader's first search folders (LD_LIBRARY_PATH)
     slurm_job()             the number of Slurm's job (SLURM_JOB_ID)
     slurm_step()            the numbers of job and step (SLURM_STEP_ID)
     default_variable(...)   a default for a library's variable that is unset
 
-A variable that is malformed, or contradicts another, is a `LaunchError` that begins with its name.
+A malformed or contradictory variable raises a `LaunchError` that begins with its name.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from mcr_plus.errors import ConfigError, LaunchError
 
 Launcher = Literal["torchrun", "openmpi", "mpich", "slurm", "mcr-plus", "env", "single"]
 
-# Slurm numbers the steps that are no srun of the user's (batch script, interactive shell) from here on.
+# Slurm numbers special steps (batch script, interactive shell) from here on; they are no user's srun.
 SLURM_SPECIAL_STEPS = 0xFFFFFFF0
 _SLURM_PORTS = range(20_000, 30_000)  # below the usual range of ephemeral ports
 LOOPBACK = "127.0.0.1"
-# How MPI and Slurm name their variables.
+# Prefixes of the variables of MPI and Slurm.
 _OF_RANKS = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_", "MPI_", "SLURM_")
 
 
@@ -54,7 +54,7 @@ class LaunchEnvironment:
 
     `master_addr` and `master_port` are None unless the launcher gave a rendezvous; with `agent_store`
     torchrun's agent already listens there. `launcher` is the source of the numbers: under
-    `mcr-plus run` that is "mcr-plus" for its elastic agent, but the MPI for its mpiexec.
+    `mcr-plus run` "mcr-plus" for its elastic agent, but the name of the MPI for its mpiexec.
     """
 
     rank: int = 0
@@ -88,8 +88,8 @@ HYDRA_PMIX = replace(HYDRA, rank="PMIX_RANK")
 def launch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnvironment:
     """Find rank, size and rendezvous in the environment; a process that no launcher started is single.
 
-    Recognised are torchrun and env://, Open MPI, MPICH and Intel MPI (hydra), and srun. Raises
-    `LaunchError` naming the variable when values are malformed or contradict each other.
+    Recognises torchrun and env://, Open MPI, MPICH and Intel MPI (hydra), and srun. Raises
+    `LaunchError` naming the variable if values are malformed or contradict each other.
     """
     env = _present(environ)
     launcher, (rank, size, local_rank, local_size) = _recognise(env)
@@ -110,20 +110,20 @@ def launch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnviro
 
 
 def agent_has_store(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether the job's store is in torchrun's agent, and not in the process of rank 0."""
+    """Return whether torchrun's agent, not rank 0, holds the job's store."""
     env = os.environ if environ is None else environ
     return env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def gloo_connects_late() -> bool:
-    """Whether torch's gloo connects two ranks only when they use the connection."""
+    """Return whether torch's gloo connects two ranks only at the first use of the connection."""
     return "TORCH_GLOO_LAZY_INIT" in os.environ
 
 
 def ranks_keep_their_own(hosts: int, environ: Mapping[str, str] | None = None) -> bool:
-    """Whether ranks can outlive each other, on so many hosts, and no launcher has a store for all of them."""
+    """Return whether ranks on `hosts` hosts can outlive each other although no launcher holds their store."""
     env = os.environ if environ is None else environ
-    if agent_has_store(env):  # which is lost with its host; a launcher that starts ranks again looks there
+    if agent_has_store(env):  # the store is lost with its host; a launcher that restarts ranks uses it again
         return hosts > 1 and min_ranks(env) is None
     launcher = launch_environment(env).launcher
     if launcher == "openmpi":
@@ -132,7 +132,7 @@ def ranks_keep_their_own(hosts: int, environ: Mapping[str, str] | None = None) -
 
 
 def _present(environ: Mapping[str, str] | None) -> dict[str, str]:
-    """The variables that have a value, but for those that a worker of Ray inherits from Ray's own start."""
+    """Return the variables that have a value, without those that Ray workers inherit from Ray's start."""
     given = os.environ if environ is None else environ
     foreign = _OF_RANKS if given.get("RAY_RAYLET_PID") == str(os.getppid()) else ()
     return {
@@ -141,10 +141,10 @@ def _present(environ: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def on_one_host(environ: Mapping[str, str] | None = None, *, ranks: int = 1) -> bool:
-    """Whether the launcher's variables place all ranks on this host; false if missing or malformed.
+    """Return whether the launcher's variables place all ranks on this host; false if missing or malformed.
 
-    `ranks`: of the group in question. Variables of a launcher that has started fewer are of another job, as
-    where a task of srun starts ranks itself.
+    `ranks`: size of the group in question. Variables of a launcher that has started fewer ranks belong to
+    another job, for instance if a task of srun starts ranks itself.
     """
     env = _present(environ)
     try:
@@ -160,9 +160,9 @@ def on_one_host(environ: Mapping[str, str] | None = None, *, ranks: int = 1) -> 
 
 
 def torch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnvironment | None:
-    """Find the variables that `env://` of torch.distributed finds in a job for which `speaks_for_both` holds.
+    """Return the variables of torch's `env://` in a job for which `speaks_for_both` holds.
 
-    A program may have changed it. None in any other job, and where something is missing.
+    A program may have changed them. None in any other job, or if one is missing.
     """
     env = os.environ if environ is None else environ
     names = (TORCH.rank, TORCH.size, "MASTER_ADDR", "MASTER_PORT")
@@ -172,12 +172,12 @@ def torch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnviron
 
 
 def speaks_for_both(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether `mcr-plus run` has started this process under MPI, and gave it torch's variables too."""
+    """Return whether `mcr-plus run` started this process under MPI and set torch's variables too."""
     return _by_our_mpi(os.environ if environ is None else environ)
 
 
 def started_by_mpi(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether an MPI launcher started this process (Open MPI, hydra, or srun with PMI)."""
+    """Return whether an MPI launcher started this process (Open MPI, hydra, or srun with PMI)."""
     env = _present(environ)
     return any(name in env for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"))
 
@@ -185,7 +185,7 @@ def started_by_mpi(environ: Mapping[str, str] | None = None) -> bool:
 def rank_by_mpi(environ: Mapping[str, str] | None = None) -> tuple[int, int | None] | None:
     """Return rank and number of ranks by the variables of the MPI launcher; None without them.
 
-    The number is None where it is not among them. Raises `LaunchError` for malformed ones.
+    The number is None if it has no variable. Raises `LaunchError` for malformed variables.
     """
     env = _present(environ)
     for names in (OPENMPI, HYDRA, HYDRA_PMIX):
@@ -212,9 +212,9 @@ def job_secret() -> bytes:
 
 
 def min_ranks(environ: Mapping[str, str] | None = None) -> int | None:
-    """Return the least number of ranks with which the job goes on; None if a lost rank ends it.
+    """Return the fewest ranks with which the job continues; None if a lost rank ends it.
 
-    Raises `LaunchError` for a number above that of the ranks.
+    Raises `LaunchError` for more than the job's ranks.
     """
     least = _integer(_present(environ), "MCR_MIN_RANKS", lowest=1)
     if least is not None and least > (size := launch_environment(environ).world_size):
@@ -223,12 +223,12 @@ def min_ranks(environ: Mapping[str, str] | None = None) -> int | None:
 
 
 def restarts(environ: Mapping[str, str] | None = None) -> int:
-    """Return how often this rank has been started again after a failure, while the other ranks went on."""
+    """Return the number of times that this rank was restarted after a failure while the others continued."""
     return _integer(_present(environ), "MCR_RESTARTS") or 0
 
 
 def mpi4pys_library() -> str | None:
-    """Return what MPI4PY_LIBMPI has mpi4py load: files, or folders of libraries; None if it is unset."""
+    """Return the files or folders from which MPI4PY_LIBMPI makes mpi4py load MPI; None if it is unset."""
     return os.environ.get("MPI4PY_LIBMPI")
 
 
@@ -243,14 +243,14 @@ def slurm_job() -> str:
 
 
 def slurm_step() -> str:
-    """Return the numbers of Slurm's job and step, as `42.0`; `unknown` for what is missing."""
+    """Return the numbers of Slurm's job and step, as `42.0`; `unknown` for a missing number."""
     return f"{slurm_job()}.{os.environ.get('SLURM_STEP_ID') or 'unknown'}"
 
 
 def masquerade_name() -> str | None:
-    """Return the name that MCR_MASQUERADE wants the torch backend to go by too, None if it is unset.
+    """Return the second name that MCR_MASQUERADE gives the torch backend; None if it is unset.
 
-    Raises `ConfigError` for another one than `gloo`.
+    Raises `ConfigError` for other names than `gloo`.
     """
     name = os.environ.get("MCR_MASQUERADE") or None
     if name not in (None, "gloo"):
@@ -259,21 +259,21 @@ def masquerade_name() -> str | None:
 
 
 def autoloads() -> bool:
-    """Whether `import torch` runs the entry points of its backends."""
+    """Return whether `import torch` runs the entry points of its backends."""
     return os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1"
 
 
 def error_channel() -> str | None:
     """Return the pipe on which `mcr-plus run` reads uncaught exceptions; None in other processes.
 
-    MCR_JOB_ERRORS is `pid:path`, and meant for the process of that number only, not for those it starts.
+    MCR_JOB_ERRORS is `pid:path` and applies only to the process with that pid, not to its children.
     """
     pid, _, path = os.environ.get("MCR_JOB_ERRORS", "").partition(":")
     return path if pid == str(os.getpid()) else None
 
 
 def whole_tracebacks() -> bool:
-    """Whether MCR_TRACEBACK=1 asks for the tracebacks of all ranks instead of one message for each error.
+    """Return whether MCR_TRACEBACK=1 requests the tracebacks of all ranks, not one message for each error.
 
     Raises `LaunchError` for other values than 0 and 1.
     """
@@ -289,22 +289,22 @@ def msccl_library() -> str | None:
 
 
 def host_name() -> str:
-    """Return this host's name; ranks with equal names are taken to share memory and loopback."""
+    """Return this host's name; ranks with equal names are assumed to share memory and loopback."""
     return socket.gethostname()
 
 
 def cores() -> int:
-    """Return how many processor cores this process may run on."""
+    """Return the number of processor cores that this process may run on."""
     return len(usable_cores())
 
 
 def usable_cores() -> set[int]:
-    """Return the numbers of the processor cores this process may run on."""
+    """Return the numbers of the processor cores that this process may run on."""
     return os.sched_getaffinity(0)
 
 
 def quota_cores(root: Path = Path("/")) -> float:
-    """How many cores the cgroups of this process let it use on average; infinity without a limit."""
+    """Return the average number of cores that this process's cgroups allow; infinity without a limit."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -322,7 +322,7 @@ def quota_cores(root: Path = Path("/")) -> float:
 
 
 def _quota(folder: Path) -> float:
-    """The limit of one cgroup, of version 2 or 1."""
+    """Return the limit of one cgroup, of version 2 or 1."""
     try:
         quota, period = (folder / "cpu.max").read_text().split()
     except (OSError, ValueError):
@@ -332,7 +332,7 @@ def _quota(folder: Path) -> float:
             return math.inf
     try:
         return int(quota) / int(period) if int(quota) > 0 else math.inf
-    except (ValueError, ZeroDivisionError):  # `max`
+    except (ValueError, ZeroDivisionError):  # `max`: no limit
         return math.inf
 
 
@@ -343,12 +343,12 @@ def socket_interface(environ: Mapping[str, str] | None = None) -> str | None:
 
 
 def meeting_interface() -> str | None:
-    """Return the interface on which ranks meet: that of MCR_SOCKET_IFNAME, else `socket_interface`."""
+    """Return the interface on which ranks meet: MCR_SOCKET_IFNAME, else `socket_interface`."""
     return os.environ.get("MCR_SOCKET_IFNAME", "").strip() or socket_interface()
 
 
 def default_variable(name: str, value: str) -> None:
-    """Set a variable that a library is going to read, unless the user has set it."""
+    """Set a variable for a library to read, unless the user has set it."""
     os.environ.setdefault(name, value)
 
 
@@ -360,11 +360,11 @@ def _started_by_us(env: Mapping[str, str]) -> bool:
 
 
 def _recognise(env: Mapping[str, str]) -> tuple[Launcher, tuple[int, int, int, int]]:
-    """Check launchers from the most explicit to the most inherited.
+    """Return the launcher and its numbers, from the most explicit variables to the most inherited ones.
 
-    RANK and WORLD_SIZE come first: they are set for this purpose only, and mpirun may start one
-    torchrun per host. Slurm's come last: an mpirun inside an allocation starts its helpers by srun, and
-    ranks then inherit the numbers of the helper.
+    RANK and WORLD_SIZE come first: they have no other purpose, and mpirun may start one torchrun per host.
+    Slurm's come last: an mpirun inside an allocation starts its helpers by srun, and ranks then inherit the
+    numbers of the helper.
     """
     if not _by_our_mpi(env) and (TORCH.rank in env or TORCH.size in env):
         return "torchrun" if "TORCHELASTIC_RUN_ID" in env else "env", _ranks(env, TORCH)
@@ -378,8 +378,8 @@ def _recognise(env: Mapping[str, str]) -> tuple[Launcher, tuple[int, int, int, i
 
 
 def _by_our_mpi(env: Mapping[str, str]) -> bool:
-    # `mcr-plus run` gives the ranks of its mpirun torch's names too, and an address: both for
-    # torch.distributed, whose store may have the address already.
+    # `mcr-plus run` sets torch's variables and an address for the ranks of its mpirun too, but only for
+    # torch.distributed, whose store may already use the address.
     return "MCR_LAUNCHER" in env and started_by_mpi(env) and "TORCHELASTIC_RUN_ID" not in env
 
 
@@ -409,9 +409,9 @@ def _slurm_size(env: Mapping[str, str]) -> str:
 
 
 def _slurm_rendezvous(env: Mapping[str, str]) -> dict[str, str]:
-    """Where the ranks of a job step can meet: the host of rank 0, and a port that follows from the step.
+    """Return the rendezvous of a job step: the host of rank 0, and a port derived from the step.
 
-    Slurm gives a step no port of its own; steps that share a host get different ones, most likely.
+    Slurm assigns no port to a step; steps that share a host most likely get different ones.
     """
     nodes = env.get("SLURM_STEP_NODELIST", "")
     if not nodes or "SLURM_JOB_ID" not in env:
@@ -423,7 +423,7 @@ def _slurm_rendezvous(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _first_host(nodes: str) -> str:
-    """`gpu03-ib` of Slurm's `gpu[03-05,09]-ib,cpu1`."""
+    """Return the first host of a list: `gpu03-ib` of Slurm's `gpu[03-05,09]-ib,cpu1`."""
     match = re.match(r"([^,\[\]]*)(?:\[([^,\[\]-]+)[^\]]*\])?([^,\[\]]*)", nodes)
     assert match is not None, "every part of the pattern may be empty"
     host = "".join(part or "" for part in match.groups())
@@ -448,7 +448,7 @@ def _tasks_on_node(env: Mapping[str, str]) -> int:
 
 
 def _ranks(env: Mapping[str, str], names: _Variables) -> tuple[int, int, int, int]:
-    """Read and check rank, size, local rank, local size; without local numbers all ranks are on one host."""
+    """Read and check rank, size, local rank and local size; without local numbers the job has one host."""
     rank = _required(env, names.rank, names.size)
     size = _required(env, names.size, names.rank, lowest=1)
     _check_below(names.rank, rank, names.size, size)
@@ -485,8 +485,8 @@ def _integer(env: Mapping[str, str], name: str, lowest: int = 0, highest: int = 
 
 @cache
 def package_version() -> str:
-    """The version of mcr_plus; `unknown` where it runs from its sources without being installed."""
-    from importlib.metadata import PackageNotFoundError, version  # which takes as long as the rest here
+    """Return the version of mcr_plus; `unknown` if it runs from its sources without installation."""
+    from importlib.metadata import PackageNotFoundError, version  # takes as long as the rest of this module
 
     try:
         return version("mcr_plus")

@@ -1,7 +1,7 @@
-"""File descriptors: how many a process may still open, checked before a group needs them.
+"""Limit of file descriptors, checked before a group is opened.
 
-A library that runs out of them in the middle of opening a group leaves its peers waiting, and gloo ends the
-process. So all ranks first exchange how many they have left.
+A library that runs out of descriptors while it opens a group leaves its peers waiting, and gloo ends the
+process. So all ranks first exchange the number of descriptors they have left.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ import resource
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-_RESERVE: Final = 24  # for short-lived descriptors, and for the program's own
-_OWN: Final = 1  # of any group: its board
+_RESERVE: Final = 24  # for short-lived descriptors, and for the program
+_OWN: Final = 1  # every group's board
 _UNKNOWN: Final = 1 << 30
 
 _log = logging.getLogger("mcr_plus")
 
 
 def descriptors_for(backends: Mapping[str, Any], size: int) -> int:
-    """How many a group of `size` ranks may take in each of its processes."""
+    """Return the number of descriptors that a group of `size` ranks may need in each of its processes."""
     return _OWN + sum(int(backend.descriptors(size)) for backend in backends.values())
 
 
 def descriptors_left(need: int) -> int:
-    """How many this process may still open; raises its soft limit to the hard one if `need` are not there."""
+    """Return the descriptors left; raise this process's soft limit to the hard one for `need`."""
     try:
         used = len(os.listdir("/proc/self/fd"))
     except OSError:  # not Linux
@@ -47,7 +47,7 @@ def _left(limit: int, used: int) -> int:
 
 
 def lacking_descriptors(ranks: Sequence[int], left: Sequence[int], needs: Sequence[int]) -> str:
-    """An error text for ranks that have too few left, with remedies; empty if all have enough."""
+    """Return an error text for ranks with too few descriptors, with remedies; empty if all have enough."""
     short = [
         (rank, there, need) for rank, there, need in zip(ranks, left, needs, strict=True) if there < need
     ]

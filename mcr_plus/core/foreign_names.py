@@ -1,4 +1,4 @@
-"""Names of other libraries, and ours: what a program that comes from there is told."""
+"""Names of other libraries and ours, for error messages to programs ported from those libraries."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ _NONE: Final = (
     "set_attr", "set_backend", "sparse_allreduce", "tcpstore", "toint", "win",
 )  # fmt: skip
 _OF_ALL_MODULES: Final[Mapping[str, str | None]] = {
-    **dict.fromkeys(_NONE),  # we have none, and none of ours is like it
+    **dict.fromkeys(_NONE),  # without a counterpart, or anything similar to one, here
     **dict.fromkeys(
         [f"{each}_built" for each in ("ccl", "cuda", "ddl", "gloo", "mpi", "nccl", "rocm")]
         + [f"is_{each}_available" for each in ("backend", "gloo", "mpi", "nccl", "ucc", "xccl")]
@@ -239,7 +239,7 @@ OF_PROCESS_SETS: Final = {
 def no_attribute(
     module: str, name: str, known: Sequence[str], others: Mapping[str, str | None] = _OF_MODULES
 ) -> AttributeError:
-    """The error for a name that a module lacks, with the one that was probably meant.
+    """Return the error for a name that a module lacks, with the name that was probably meant.
 
     `others`: names of other libraries, each with the module's own; None for a name without a counterpart.
     """
@@ -249,10 +249,10 @@ def no_attribute(
     if ours is not None and (whole := f"{ours}{name[len(key) :].casefold()}") in known:
         said = _said(whole)
     elif ours is not None and " " not in ours and ours.partition(".")[0] not in known:
-        # A function is none of the classes and constants that its name may be like.
+        # Do not suggest classes and constants for the name of a function.
         alike = [each for each in known if each.islower() or not name.islower() or each.casefold() == key]
         said = "" if name.startswith("_") else hint(key, alike)
-    # Without a name Python adds no suggestion of its own.
+    # Without a name Python adds no suggestion.
     return AttributeError(f"module '{module}' has no attribute '{name}'{said}", name=None)
 
 
@@ -261,9 +261,9 @@ def _said(ours: str) -> str:
 
 
 def name_others(cls: type, names: Mapping[str, str]) -> None:
-    """Make a class say its names for those of other libraries, which mpi4py also has with a capital.
+    """Make a class answer other libraries' names, also with a capital as in mpi4py, with its own names.
 
-    It says them for other spellings of its own names, too, such as `allGather`, `AllGather` or `allgather`.
+    It does the same for other spellings of its names, such as `allGather`, `AllGather` or `allgather`.
     """
     own = [name for name in dir(cls) if not name.startswith("_")]
     spelt = {other: name for name in own for other in _spellings(name)}
@@ -289,7 +289,7 @@ def _own_names(self: object) -> list[str]:
 
 
 class _OtherName:
-    """An attribute whose error says our name. A `__getattr__` would slow every call (3.11)."""
+    """An attribute whose error gives our name. A `__getattr__` would slow every call (3.11)."""
 
     def __init__(self, text: str, ours: str) -> None:
         self._text = text + _said(ours)

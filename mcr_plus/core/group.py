@@ -10,7 +10,7 @@ from mcr_plus.errors import phrase_ranks
 
 @dataclass(frozen=True)
 class Group:
-    """A set of ranks: global ranks in group order, and which of them this process is."""
+    """A set of ranks: global ranks in group order, and this process's rank among them."""
 
     name: str
     ranks: tuple[int, ...]
@@ -28,12 +28,12 @@ class Group:
 
     @cached_property
     def peers(self) -> tuple[int, ...]:
-        """Group ranks of the others."""
+        """Group ranks of the other members."""
         return tuple(rank for rank in range(self.size) if rank != self.rank)
 
     @cached_property
     def of_job(self) -> str:
-        """What error texts put after ranks: ` of the job`, unless this group's own numbers are the same."""
+        """Suffix of ranks in error texts: ` of the job`, or empty if group ranks equal ranks of the job."""
         return "" if self.ranks == tuple(range(self.size)) else " of the job"
 
     def named(self, *ranks: int) -> str:

@@ -37,7 +37,7 @@ def _one(ranks: int) -> float:  # noqa: ARG001
 
 
 Parts = Literal["none", "one", "each"]
-"""How many parts a rank's input or output has: none, one, or one for each rank of the group."""
+"""Number of parts of a rank's input or output: none, one, or one for each rank of the group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +45,15 @@ class Collective:
     """Properties of every operation of a kind, independent of the library.
 
     Attributes:
-        sends, receives: the parts of a rank's input and output. `sends_elsewhere`, `receives_elsewhere`: of
-            those that are not the root, where they differ.
-        rooted: one rank is named in the call. reduces: it takes a reduce op.
-        in_place: its input is its output. same_result: all ranks hold equal tensors afterwards.
+        sends, receives: the parts of a rank's input and output.
+        sends_elsewhere, receives_elsewhere: the parts of ranks other than the root, if they differ.
+        rooted: the call names one rank. reduces: the call takes a reduce op.
+        in_place: the input is the output. same_result: all ranks hold equal tensors afterwards.
         bus_factor: busbw / algbw on n ranks (nccl-tests, doc/PERFORMANCE.md).
-        msccl: its name in algorithm files; empty where they cannot describe it.
-        mpi: the MPI call, after `MPI_` and without its `I`; empty where MPI has none that does the same.
+        msccl: name in algorithm files; empty if they cannot describe it.
+        mpi: name of the MPI call, after `MPI_` and without its `I`; empty without an equivalent.
         torch: the function of `torch.distributed` on a tensor in and a tensor out.
-        vector: the form whose sizes differ between ranks; empty where there is none.
+        vector: the kind's form with sizes that differ between ranks; empty without one.
     """
 
     kind: Kind
@@ -72,20 +72,20 @@ class Collective:
     vector: Kind | None = None
 
     def buffers(self, *, root: bool = True) -> tuple[Parts, Parts]:
-        """Return the parts of the input and of the output of a rank; `root`: of the one that is named."""
+        """Return the parts of a rank's input and output; `root`: whether it is the rank named in the call."""
         sends = self.sends if root or self.sends_elsewhere is None else self.sends_elsewhere
         receives = self.receives if root or self.receives_elsewhere is None else self.receives_elsewhere
         return sends, receives
 
     def parts(self, ranks: int, *, root: bool = True) -> tuple[int, int]:
-        """As `buffers`, in numbers of parts in a group of `ranks` ranks."""
+        """Return the result of `buffers` as numbers of parts in a group of `ranks` ranks."""
         sends, receives = self.buffers(root=root)
         count = {"none": 0, "one": 1, "each": ranks}
         return count[sends], count[receives]
 
     @property
     def is_shared(self) -> bool:
-        """Whether its payload is that of all ranks together, so that a rank has one part of it."""
+        """Whether the payload belongs to all ranks together, so that each rank has one part of it."""
         return "each" in (self.sends, self.receives)
 
 
@@ -133,7 +133,7 @@ COLLECTIVES: Final[Mapping[str, Collective]] = {
         Collective("barrier", sends="none", receives="none", mpi="barrier", torch="barrier"),
     )
 }  # fmt: skip
-"""A row for every kind of one size. A vector form is as the kind that names it, but for its sizes."""
+"""Rows of all kinds of one size. A vector form has its plain kind's properties, except for sizes."""
 
 PLAIN: Final[tuple[Kind, ...]] = tuple(row.kind for row in COLLECTIVES.values())
 """Kinds without their vector forms."""
@@ -144,7 +144,7 @@ _PLAIN: Final[Mapping[str, str]] = {
 
 
 def collective(kind: str) -> Collective:
-    """Return the row of a kind; of a vector form that of the kind that it is a form of."""
+    """Return the row of a kind; for a vector form, the row of its plain kind."""
     return COLLECTIVES[_PLAIN[kind]]
 
 
@@ -160,7 +160,7 @@ def _where(holds: Callable[[Collective], bool]) -> frozenset[Kind]:
 ALIASES: Final[Mapping[str, Kind]] = {
     row.torch: row.kind for row in COLLECTIVES.values() if row.torch not in KINDS and row.is_shared
 }
-"""Kinds as calls spell them, where configurations, tables and `explain` name an operation."""
+"""Kinds as spelled in calls, for operations named in configurations, tables and `explain`."""
 VECTOR: Final = frozenset(row.vector for row in COLLECTIVES.values() if row.vector is not None)
 ROOTED: Final = _where(lambda row: row.rooted)
 REDUCING: Final = _where(lambda row: row.reduces)
@@ -192,7 +192,7 @@ _MOVED: Final = (
 MOVED: Final = tuple(getattr(torch, name) for name in _MOVED if hasattr(torch, name))
 """Dtypes without reductions. Old versions of torch lack the last one."""
 DTYPES: Final = (*ARITHMETIC, *MOVED)
-"""By their places in it messages name dtypes."""
+"""All dtypes; messages encode a dtype as its index here."""
 
 # On bool, arithmetic means logic: SUM and MAX are OR, PRODUCT and MIN are AND.
 REDUCIBLE: Final[Mapping[str, tuple[torch.dtype, ...]]] = {
@@ -213,7 +213,7 @@ MESSAGES: Final = ("send", "recv")
 
 @cache  # recording asks for every operation
 def dtype_name(dtype: torch.dtype | None) -> str:
-    """`float32` for `torch.float32`; `none` for operations without data."""
+    """Return `float32` for `torch.float32`; `none` for operations without data."""
     return "none" if dtype is None else str(dtype).removeprefix("torch.")
 
 
@@ -227,6 +227,6 @@ def check_reducible(op: ReduceOp, dtype: torch.dtype) -> None:
 
 
 def bus_factor(kind: str, ranks: int) -> float:
-    """busbw / algbw of a kind of operation on `ranks` ranks; 1 for kinds without a formula."""
+    """Return busbw / algbw of a kind of operation on `ranks` ranks; 1 for kinds without a formula."""
     row = COLLECTIVES.get(kind.removesuffix("_v"))
     return 1.0 if row is None else row.bus_factor(ranks)

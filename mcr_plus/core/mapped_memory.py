@@ -1,4 +1,4 @@
-"""Anonymous memory of the ranks of a host: a memfd that they open through /proc, without a name."""
+"""Anonymous memory of the ranks of a host: a nameless memfd that they open through /proc."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 
 
 def made(size: int, name: str) -> tuple[mmap.mmap | None, int | None, str]:
-    """Create memory; returns it, its descriptor, and the place for `mapped`, or nothing if it cannot be."""
+    """Create memory; return it, its descriptor, and the place for `mapped`, or nothing if creation fails."""
     try:
         descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
     except (OSError, AttributeError):
@@ -21,7 +21,7 @@ def made(size: int, name: str) -> tuple[mmap.mmap | None, int | None, str]:
 
 
 def mapped(place: str, size: int) -> mmap.mmap | None:
-    """Map the memory at a place that `made` has returned in another process; None if that fails."""
+    """Map the memory at a place that `made` returned in another process; return None if that fails."""
     try:
         pid, number, inode = place.split(":")
         descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)

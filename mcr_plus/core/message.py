@@ -1,4 +1,4 @@
-"""One communication operation as plain data: the data to move, never the method."""
+"""One communication operation as plain data: the data to move, without the method."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ Codec = str | tuple[tuple[str, object], ...]
 
 
 def frozen(options: Mapping[str, object]) -> tuple[tuple[str, object], ...]:
-    """A call's `compress` mapping as signatures hold it: hashable, sorted by key."""
+    """Return a call's `compress` mapping in the form of signatures: hashable, sorted by key."""
     return tuple(sorted((key, _hashable(value)) for key, value in options.items()))
 
 
 def thawed(pairs: tuple[tuple[str, object], ...]) -> dict[str, object]:
-    """The mapping that `frozen` has made hashable."""
+    """Return the mapping from which `frozen` made `pairs`."""
     return {key: _mutable(value) for key, value in pairs}
 
 
@@ -46,7 +46,7 @@ def _mutable(value: object) -> object:
 
 
 def bucket_text(numels: Iterable[int]) -> str:
-    """The sizes of the tensors in a bucket, for people and for comparison: `4+8`, short for many."""
+    """Return the tensor sizes of a bucket for people and for comparison: `4+8`, shortened if many."""
     sizes = list(numels)
     text = "+".join(map(str, sizes))
     if len(text) <= _SIZES_TEXT:
@@ -55,20 +55,19 @@ def bucket_text(numels: Iterable[int]) -> str:
 
 
 class Signature(NamedTuple):
-    """Everything all ranks of a group share about an operation; the only thing a decision may read.
+    """Properties of an operation that all ranks of a group share; decisions may read nothing else.
 
     `shape` is the shape of the tensor each rank passes, without dim 0 for vector collectives, whose
     sizes differ between ranks. `nbytes` is the payload in bytes by the convention of nccl-tests (the
     larger of a rank's input and output), or None for vector collectives. `root` is a group rank, and
-    `root_in_job` the same rank in the job, for texts (None where no other numbering exists).
+    `root_in_job` the same rank in the job, for texts (None if the numbers are the same).
     `backend` is the caller's choice (`name` or `name:algorithm`) until the select stage splits it into
-    `backend` and `algorithm`. `parts` are the shapes of the tensors that lie end to end in a bucket, and
-    `key` identifies the bucket, for codecs with state between calls; both are None for operations on
-    anything but a model's buckets. `encoding` names the codec and options of values that are encoded
-    already. `call` describes the call that a stage derived this operation from: ranks compare their
-    programs' calls, because a sum and a mean of encoded values, for one, are the same on the wire.
-    `counts_agreed`: of a vector collective whose counts follow from `call`: ranks have compared them already,
-    so they are not compared in every call.
+    `backend` and `algorithm`. `parts` are the shapes of the contiguous tensors in a bucket, and `key`
+    identifies the bucket, for codecs with state between calls; both are None outside a model's buckets.
+    `encoding` names the codec and options of values that are already encoded. `call` describes the call from
+    which a stage derived this operation: ranks compare their programs' calls, because, for example, a sum and
+    a mean of encoded values are the same on the wire. `counts_agreed`: counts of a vector collective follow
+    from `call`: ranks have compared them already and do not compare them in every call.
     """
 
     kind: Kind
@@ -93,12 +92,12 @@ class Signature(NamedTuple):
     root_in_job: int | None = None
 
     def replace(self, **changes: object) -> Self:
-        """The same signature with some fields changed: a stage describes the operation it issues by this."""
+        """Return the signature with some fields changed; stages describe their operations this way."""
         return self._replace(**changes)  # type: ignore[arg-type]
 
     @property
     def choice(self) -> str:
-        """The backend, with the algorithm if one is named: `msccl:ring`; empty before one is chosen."""
+        """The backend, with the algorithm if one is named: `msccl:ring`; empty before the choice."""
         return ":".join(name for name in (self.backend, self.algorithm) if name)
 
     @property
@@ -107,7 +106,7 @@ class Signature(NamedTuple):
         return self.kind in MESSAGES
 
     def describe(self) -> str:
-        """One line for people and for the board: `all_reduce SUM float32[4] tag=mlp`.
+        """Describe the operation in one line, for people and the board: `all_reduce SUM float32[4] tag=mlp`.
 
         An operation derived by a stage: `broadcast float32[8] as scatter float32[4] root=0`, or
         `all_reduce SUM float32[8] compressed with bf16 as all_reduce SUM bfloat16[8]`.
@@ -132,9 +131,9 @@ class Signature(NamedTuple):
         return " ".join(parts)
 
     def as_call(self) -> str | None:
-        """The `call` of the operations that a stage derives from this one.
+        """Return the `call` of the operations that a stage derives from this one.
 
-        It contains only facts that ranks must agree on: neither the library nor `async_op`. None for sends
+        It contains only facts on which ranks must agree: neither the library nor `async_op`. None for sends
         and receives, which peers match by tag.
         """
         if self.is_p2p:
@@ -145,7 +144,7 @@ class Signature(NamedTuple):
         return plain.describe() + sizes + codec
 
     def digest(self) -> int:
-        """32 bits that are equal on ranks with equal signatures (never Python's salted `hash`)."""
+        """Return 32 bits that are equal on ranks with equal signatures (never Python's salted `hash`)."""
         data = repr(tuple(self)).encode()
         return int.from_bytes(hashlib.blake2b(data, digest_size=4).digest(), "big")
 
@@ -172,10 +171,10 @@ _EXTRAS: Final = frozenset(Extras.__annotations__)
 
 
 class Message:
-    """One operation on its way through the pipeline: the shared signature and this rank's own part.
+    """One operation in the pipeline: the shared signature and this rank's part.
 
     Tensors are contiguous and flat sizes fit the signature; `outputs` are the inputs themselves when the
-    op works in place. They stay referenced until the op is done and must not be touched before that.
+    op works in place. They stay referenced until the op is done; do not touch them before.
 
     Attributes:
         inputs, outputs: empty on ranks that pass none (non-root ranks of gather and scatter).
@@ -184,12 +183,12 @@ class Message:
         after: the op starts only once this is done; the calling thread does not wait for it.
         prepare: local work run just before the op starts, once `after` is done.
         fused: how many members were packed into this op.
-        counts_known: whether counts are given when the op is issued, so that ranks can compare them.
-        values: `flows` of the values before they were encoded, which ranks compare in place of these.
-        already_bucketed: it is a bucket already, and must not wait for others to be fused with.
+        counts_known: counts are given when the op is issued, so that ranks can compare them.
+        values: `flows` of the values before encoding; ranks compare them instead of the encoded sizes.
+        already_bucketed: the op is a bucket already and must not wait for fusion.
         codec: name of the codec that encoded the payload, for records.
         uncompressed_bytes: bytes before encoding, for records; None when not encoded.
-        released_bytes: `own_bytes` of tensors that have been let go.
+        released_bytes: `own_bytes` of tensors that have been released.
     """
 
     # Defaults of the fields of `Extras`.
@@ -207,7 +206,7 @@ class Message:
     uncompressed_bytes: int | None = None
     released_bytes: int = 0
 
-    # Slots for the fields of every message; the rest has its defaults on the class, and is rarely set.
+    # Slots for the fields that every message sets; rarely set fields have class-level defaults.
     __slots__ = ("__dict__", "inputs", "outputs", "signature")
 
     def __init__(
@@ -217,7 +216,7 @@ class Message:
         outputs: tuple[torch.Tensor, ...] = (),
         **extras: Unpack[Extras],
     ) -> None:
-        """Raises `TypeError` for an extra of an unknown name."""
+        """Create a message; raise `TypeError` on an unknown extra."""
         self.signature = signature
         self.inputs = inputs
         self.outputs = outputs
@@ -228,7 +227,7 @@ class Message:
 
     @property
     def extras(self) -> Extras:
-        """A copy of the fields besides its signature and tensors that are not at their defaults."""
+        """Return a copy of the extra fields that differ from their defaults."""
         return cast("Extras", vars(self).copy())
 
     def with_tensors(
@@ -238,22 +237,22 @@ class Message:
         signature: Signature | None = None,
         **changes: Unpack[Extras],
     ) -> Message:
-        """The same message for other tensors, with some extras changed."""
+        """Return the same message for other tensors, with some extras changed."""
         extras = self.extras
         extras.update(changes)
         return Message(signature or self.signature, inputs, outputs, **extras)
 
     @property
     def compares_counts(self) -> bool:
-        """Whether ranks compare counts: those of a vector collective, given at its issue, not agreed yet."""
+        """Whether ranks compare the counts of a vector collective: known at issue, and not agreed yet."""
         signature = self.signature
         known = self.counts_known or self.values is not None
         return signature.kind in VECTOR and known and not signature.counts_agreed
 
     def flows(self, rank: int) -> tuple[Sequence[int], Sequence[int]]:
-        """Elements that this rank, number `rank` of its group, sends to and expects from each of the others.
+        """Return the elements that rank `rank` of the group sends to and expects from each other rank.
 
-        Of a vector collective.
+        For vector collectives.
         """
         signature, size = self.signature, self.signature.ranks
         none = [0] * size
@@ -271,10 +270,10 @@ class Message:
         return sent, expected
 
     def compared_flows(self, rank: int) -> tuple[Sequence[int], Sequence[int]]:
-        """The flows that must fit those of the other ranks."""
+        """Return the flows that must match those of the other ranks."""
         return self.flows(rank) if self.values is None else self.values
 
     def own_bytes(self) -> int:
-        """The larger of the bytes that this rank sends and receives; kept once the tensors are released."""
+        """Return the larger of the bytes that this rank sends and receives; kept after their release."""
         sent, received = (sum(tensor.nbytes for tensor in part) for part in (self.inputs, self.outputs))
         return max(sent, received, self.released_bytes)

@@ -1,4 +1,4 @@
-"""A process as /proc shows it."""
+"""State of processes in /proc."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from functools import cache
 from typing import Final, Literal
 
 State = Literal["running", "stopped", "dead"]
-_LOOKS_WITHIN: Final = 0.3  # seconds between two looks at a stopped process that count in full
-_OF_GRACE: Final = 0.6  # the most that the time between two looks counts, as a share of the grace
-_NO_CORE_FOR: Final = 5.0  # seconds that whoever looks may get no core; after more, it was stopped itself
+_LOOKS_WITHIN: Final = 0.3  # seconds between two observations of a stopped process that count in full
+_OF_GRACE: Final = 0.6  # most that the time between two observations counts, as a share of the grace
+_NO_CORE_FOR: Final = 5.0  # seconds that an observer may get no core; after more, it was stopped itself
 
 
 @cache
 def boot_id() -> str:
-    """A text that is the same in all processes under one running kernel, in containers too; may be empty."""
+    """Return a text that is equal in all processes under one kernel, also in containers; may be empty."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return file.read().strip()
@@ -22,7 +22,7 @@ def boot_id() -> str:
 
 
 def read_stat(pid: int | str) -> tuple[str, str] | None:
-    """State letter and start time of a process, or None if there is none."""
+    """Return state letter and start time of a process; None without the process."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             text = file.read()
@@ -33,7 +33,7 @@ def read_stat(pid: int | str) -> tuple[str, str] | None:
 
 
 def state_of(pid: int, started: str) -> State:
-    """The state of the process that has begun at `started`; another one may have its number by now."""
+    """Return the state of the process begun at `started`; another process may have its pid by now."""
     now = read_stat(pid)
     if now is None or now[1] != started or now[0] in "ZX":
         return "dead"
@@ -41,7 +41,7 @@ def state_of(pid: int, started: str) -> State:
 
 
 def tracer_of(pid: int) -> int:
-    """The process that has stopped another one to trace it, such as a debugger; 0 if there is none."""
+    """Return the process that traces and has stopped another, such as a debugger; 0 if there is none."""
     try:
         with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
             fields = dict(line.split(":", 1) for line in file if line.startswith(("State:", "TracerPid:")))
@@ -51,20 +51,20 @@ def tracer_of(pid: int) -> int:
 
 
 class Stop:
-    """A stop of a process, from the first look that finds it to the last, all by one observer.
+    """A stop of a process, from its first to its last observation, all by one observer.
 
-    Of the time between two looks 0.3 s count at most: the observer itself may have been stopped with the
-    process, or may have had no core. After five seconds without a look the stop counts as a new one.
+    Of the time between two observations at most 0.3 s count: the observer itself may have been stopped with
+    the process, or may have had no core. After five seconds without an observation a new stop begins.
     """
 
     __slots__ = ("_grace", "_last", "_since")
 
     def __init__(self, grace: float, now: float) -> None:
-        """`grace`: seconds after which it is certain; may be infinite. `now`: of the first look."""
+        """Begin a stop at `now`; it is certain after `grace` seconds, which may be infinite."""
         self._grace, self._since, self._last = grace, now, now
 
     def is_certain(self, now: float) -> bool:
-        """Whether it is certain at a look that finds the process stopped still, or for the first time."""
+        """Return whether the stop is certain, at an observation that finds the process stopped."""
         gap, self._last = now - self._last, now
         uncounted = max(0.0, gap - min(_LOOKS_WITHIN, _OF_GRACE * self._grace))
         self._since = now if gap > _NO_CORE_FOR else self._since + uncounted
@@ -72,7 +72,7 @@ class Stop:
 
 
 def handles(pid: int, number: int) -> bool:
-    """Whether a process catches or ignores a signal, in Python or below it; false if that cannot be read."""
+    """Return whether a process catches or ignores a signal, in Python or below; false if unreadable."""
     try:
         with open(f"/proc/{pid}/status") as file:
             masks = [int(line.split()[1], 16) for line in file if line.startswith(("SigCgt:", "SigIgn:"))]

@@ -1,7 +1,7 @@
-"""Connections of this process that others have opened, such as C++ libraries, and keep to themselves.
+"""Connections of this process that are opened and owned by others, such as C++ libraries.
 
-They are looked at through their descriptors, by the C library: a socket object of Python over a copy of one
-would change the flags that both share (`socket.setdefaulttimeout`).
+They are accessed through their descriptors with the C library: a Python socket object on a copy of the
+descriptor would change the shared flags (`socket.setdefaulttimeout`).
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Final, NamedTuple
 
-# Of `struct tcp_info` in Linux's include/uapi/linux/tcp.h: tcpi_probes (sent without an answer, of a closed
-# window or of an idle connection), tcpi_backoff, tcpi_unacked, and tcpi_last_ack_recv (milliseconds since the
-# last acknowledgement). The kernel of a process that is slow or stopped acknowledges, and answers probes.
+# Fields of `struct tcp_info` in Linux's include/uapi/linux/tcp.h: tcpi_probes (unanswered probes of a closed
+# window or an idle connection), tcpi_backoff, tcpi_unacked, and tcpi_last_ack_recv (milliseconds since the
+# last acknowledgement). The kernel acknowledges and answers probes even if the process is slow or stopped.
 _INFO: Final = struct.Struct("=3xBB3x16xI28xI")
-_RECEIVED: Final = struct.Struct("=128xQ")  # tcpi_bytes_received, of Linux 4.1 and later
+_RECEIVED: Final = struct.Struct("=128xQ")  # tcpi_bytes_received, Linux 4.1 and later
 _ESTABLISHED: Final = 1  # tcpi_state, the first byte
-_PROBES: Final = 2  # without an answer; that of one may be on its way
-_NAME_SIZE: Final = 128  # of struct sockaddr_storage
-_IDLE_S: Final = 1  # after which a connection is probed, and then again
+_PROBES: Final = 2  # unanswered probes; the answer to a single one may be in transit
+_NAME_SIZE: Final = 128  # size of struct sockaddr_storage
+_IDLE_S: Final = 1  # seconds of idleness before a probe, and between probes
 _KEEP_ALIVE: Final = (
     (socket.TCP_KEEPIDLE, _IDLE_S),
     (socket.TCP_KEEPINTVL, _IDLE_S),
     (socket.TCP_KEEPCNT, 127),
 )
-_ATTACH_FILTER, _DETACH_FILTER = 26, 27  # SO_*, which Python's `socket` does not have
-_DROP: Final = struct.pack("=HBBI", 6, 0, 0, 0)  # of classic BPF: return 0, the bytes of the packet to keep
+_ATTACH_FILTER, _DETACH_FILTER = 26, 27  # SO_* constants that Python's `socket` lacks
+_DROP: Final = struct.pack("=HBBI", 6, 0, 0, 0)  # classic BPF: return 0, the bytes of the packet to keep
 _libc = ctypes.CDLL(None)
 
 Sockets = Mapping[int, str]
-"""File descriptor → the kernel's name of the socket, which is never used again for another one."""
+"""File descriptor → the kernel's name of the socket, which is never reused for another socket."""
 
 
 class End(NamedTuple):
-    """One end of a connection; IPv4 addresses as such, also where the socket is one of IPv6."""
+    """One end of a connection; IPv4 addresses in IPv4 form, also for an IPv6 socket."""
 
     address: str
     port: int
 
 
 def open_sockets() -> dict[int, str]:
-    """The sockets of this process."""
+    """Return the sockets of this process."""
     found = {}
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
@@ -57,12 +57,12 @@ def open_sockets() -> dict[int, str]:
 
 
 def peer_of(descriptor: int) -> End | None:
-    """The other end of a TCP connection; None of anything else."""
+    """Return the other end of a TCP connection; None for anything else."""
     return _end(_libc.getpeername, descriptor) if _is_tcp(descriptor) else None
 
 
 def of_peers(sockets: Iterable[tuple[int, str]], address: str) -> dict[int, str]:
-    """Those that are TCP connections whose own end has this address."""
+    """Return the sockets that are TCP connections with this local address."""
     return {
         descriptor: name
         for descriptor, name in sockets
@@ -71,7 +71,7 @@ def of_peers(sockets: Iterable[tuple[int, str]], address: str) -> dict[int, str]
 
 
 def listener_among(sockets: Iterable[tuple[int, str]]) -> dict[int, str]:
-    """The one that listens for TCP connections; empty if there are several."""
+    """Return the socket that listens for TCP connections; empty if there are several."""
     found = {
         descriptor: name
         for descriptor, name in sockets
@@ -81,10 +81,9 @@ def listener_among(sockets: Iterable[tuple[int, str]]) -> dict[int, str]:
 
 
 def take_connections(listeners: Sockets, accepts: bool) -> None:
-    """Let the kernel drop requests to connect to listening sockets, or pass them on again.
+    """Make the kernel drop connection requests to listening sockets, or pass them on again.
 
-    A request that was dropped is sent again, after a second at first. Does nothing where there are no socket
-    filters.
+    A peer repeats a dropped request, after a second at first. Does nothing on systems without socket filters.
     """
     for descriptor, name in listeners.items():
         with contextlib.suppress(OSError):
@@ -99,7 +98,7 @@ def take_connections(listeners: Sockets, accepts: bool) -> None:
 
 
 def accepted_in_silence(connections: Sockets, listeners: Sockets, least: int) -> dict[int, str]:
-    """The connections that came to these listening sockets and have brought fewer than `least` bytes."""
+    """Return connections accepted by these listeners that have received fewer than `least` bytes."""
     ports = {own.port for each in listeners if (own := _end(_libc.getsockname, each))}
     found = {}
     for descriptor, name in connections.items():
@@ -112,7 +111,7 @@ def accepted_in_silence(connections: Sockets, listeners: Sockets, least: int) ->
 
 
 def shut_down(sockets: Sockets) -> None:
-    """End the connections of these sockets, where they are still open; their owner closes them."""
+    """End the connections of these sockets if they are still open; their owner closes them."""
     for descriptor, name in sockets.items():
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{descriptor}") == name:
@@ -120,12 +119,12 @@ def shut_down(sockets: Sockets) -> None:
 
 
 def shut(descriptor: int) -> bool:
-    """End a connection; returns whether there was one."""
+    """End a connection; return whether there was one."""
     return bool(_libc.shutdown(descriptor, socket.SHUT_RDWR) == 0)
 
 
 def torn(sockets: Sockets) -> bool:
-    """Whether one of these connections has ended, at either end, or its owner has closed it."""
+    """Return whether one of these connections has ended, at either end, or was closed by its owner."""
     try:
         return any(
             os.readlink(f"/proc/self/fd/{descriptor}") != name
@@ -137,10 +136,10 @@ def torn(sockets: Sockets) -> bool:
 
 
 def unacknowledged(sockets: Sockets, seconds: float, hosts: Collection[str] | None = None) -> str:
-    """A peer whose kernel has answered nothing for so long; empty if all have, or were sent nothing.
+    """Return a peer whose kernel has acknowledged nothing for `seconds`; empty if there is none.
 
-    With `hosts`, only connections to these addresses count, and the kernel probes them once a second from now
-    on while they are idle, so that one is found whose peer is to send.
+    With `hosts`, only connections to these addresses count, and the kernel probes them once a second while
+    they are idle, so that a silent peer is found even if only the peer has to send.
     """
     for descriptor, name in sockets.items():
         with contextlib.suppress(OSError):
@@ -167,7 +166,7 @@ def _is_tcp(descriptor: int) -> bool:
 
 
 def _probe(descriptor: int) -> None:
-    """Have the kernel probe an idle connection, and hold on to it for long."""
+    """Make the kernel probe an idle connection, and keep it for long."""
     if not _number(descriptor, socket.SOL_SOCKET, socket.SO_KEEPALIVE):
         for option, value in _KEEP_ALIVE:
             _set(descriptor, socket.IPPROTO_TCP, option, value)
@@ -187,7 +186,7 @@ def _end(call: Callable[..., int], descriptor: int) -> End | None:
 
 
 def _option(descriptor: int, level: int, option: int, size: int) -> bytes:
-    """The value, with zeros where the kernel has less; raises `OSError` if there is none."""
+    """Return the option's value, zero-padded if the kernel's is shorter; raise `OSError` without one."""
     value, length = ctypes.create_string_buffer(size), ctypes.c_uint(size)
     if _libc.getsockopt(descriptor, level, option, value, ctypes.byref(length)) != 0:
         raise OSError(f"descriptor {descriptor} has no such option")

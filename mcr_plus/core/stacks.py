@@ -1,4 +1,4 @@
-"""Where a thread is in the user's program: its Python frames outside mcr_plus."""
+"""Python frames of a thread outside mcr_plus: the thread's place in the user's program."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from types import CodeType, FrameType
 from typing import Final, NamedTuple
 
 FRAMES: Final = 32
-"""How many frames of a thread a dump has at most."""
+"""Most frames of a thread in a dump."""
 _PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_DEPTH: Final = 400  # frames that are looked at
+_DEPTH: Final = 400  # frames to search
 _LIBRARIES: Final = tuple(
     {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
 _OTHERS: Final = (*_LIBRARIES, _PACKAGE, "<")
 _is_program: Final[dict[str, bool]] = {}  # by file
-_INSTALLED: Final = re.compile(r"^<|/(site|dist)-packages/|/lib/python3\.\d+/")  # on whatever machine
-# Python 3.11 may end with SIGSEGV where a thread reads frame objects of another one that runs, as profilers
-# have found too; 3.12 makes them in the same way. There, frames come from faulthandler, which makes none and
-# takes up to some milliseconds for all threads of a process.
+_INSTALLED: Final = re.compile(r"^<|/(site|dist)-packages/|/lib/python3\.\d+/")  # on any machine
+# Python 3.11 may end with SIGSEGV if a thread reads frame objects of another running thread, as profilers
+# have found too; 3.12 creates frames in the same way. There, frames come from faulthandler, which creates no
+# frame objects and takes up to some milliseconds for all threads of a process.
 _OTHERS_BY_TEXT: Final = (3, 11) <= sys.version_info < (3, 13)
 _LINE: Final = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _ESCAPED: Final = re.compile(r"\\(?:x(..)|u(....)|U(.{8}))")
@@ -32,11 +32,11 @@ _ESCAPED: Final = re.compile(r"\\(?:x(..)|u(....)|U(.{8}))")
 Site = tuple[str, int, str]
 """File, line and function."""
 Position = tuple[CodeType, int]
-"""Where a function is: its code, and the offset of the instruction. The line takes longer to find."""
+"""Place in a function: its code, and the offset of the instruction. Finding the line takes longer."""
 
 
 class Frame(NamedTuple):
-    """A function that has not returned: its name, its file, and the line that it is at."""
+    """A function that has not returned: its name, its file, and its current line."""
 
     name: str
     filename: str
@@ -47,11 +47,11 @@ class Stack(NamedTuple):
     """The frames of a thread.
 
     Attributes:
-        frames: those outside mcr_plus, innermost first.
-        program: indices of those in no installed library, the lines of the program; of the innermost if there
-            are none.
-        call: the function of mcr_plus that the program has called and that has not returned; `mcr_plus` if
-            that is no public one, such as a hook that torch has called; empty if none.
+        frames: frames outside mcr_plus, innermost first.
+        program: indices of frames outside installed libraries, the program's lines; if there are none, of the
+            innermost frame.
+        call: the function of mcr_plus that the program is in; `mcr_plus` if that is not public, such as a
+            hook called by torch; empty if the program is not in mcr_plus.
     """
 
     frames: tuple[Frame, ...] = ()
@@ -60,15 +60,15 @@ class Stack(NamedTuple):
 
 
 def stack_of(frame: FrameType | None, limit: int = 24) -> Stack:
-    """The stack that ends in `frame`: at most `limit` frames, one of them the program's if it has any.
+    """Return the stack that ends in `frame`: at most `limit` frames, one of them the program's if it has any.
 
-    Only for frames of the calling thread, or of one that has ended; `stack_in` is for others.
+    Only for frames of the calling thread, or of a thread that has ended; `stack_in` is for others.
     """
     return _stack(_walked(frame), limit)
 
 
 def stack_in(thread: int, limit: int = 24) -> Stack:
-    """The same of any thread, by its `threading.get_ident()`; empty if it has ended."""
+    """Return the stack of any thread, by its `threading.get_ident()`; empty if it has ended."""
     if thread == threading.get_ident():
         return stack_of(sys._getframe(1), limit)
     if _OTHERS_BY_TEXT:
@@ -85,7 +85,7 @@ def _walked(frame: FrameType | None) -> Iterator[Frame]:
 
 
 def _frames_by_text(thread: int) -> Iterator[Frame]:
-    """The innermost 100 frames of a thread as faulthandler writes them."""
+    """Yield the innermost 100 frames of a thread as faulthandler writes them."""
     try:
         with open(os.memfd_create("mcr_plus"), "rb") as file:
             faulthandler.dump_traceback(file)
@@ -113,7 +113,8 @@ def _stack(frames: Iterable[Frame], limit: int) -> Stack:
         if len(found) >= limit and program:
             break
         if frame.filename.startswith(_PACKAGE):
-            # What the program has called, also where a library stands between that and the innermost.
+            # The function that the program has called, even if a library is between that and the innermost
+            # frame.
             within = not program and (call or not found)
             if within and not (call and frame.name.startswith("<")):  # a generator has no name
                 call = frame.name
@@ -127,21 +128,21 @@ def _stack(frames: Iterable[Frame], limit: int) -> Stack:
 
 
 def waiting_frames(limit: int = FRAMES) -> list[Frame]:
-    """The frames of the calling thread, the innermost first, without those of mcr_plus.
+    """Return the frames of the calling thread, innermost first, without those of mcr_plus.
 
-    For code of mcr_plus that waits: the first frame is then the line of the program, or of torch, that called
+    For waiting code of mcr_plus: the first frame is then the line of the program, or of torch, that called
     the operation. Takes some microseconds.
     """
     return list(stack_of(sys._getframe(1), limit).frames)
 
 
 def frames_of(thread: int, limit: int = FRAMES) -> list[Frame]:
-    """The same of any thread, by its `threading.get_ident()`; empty if it has ended."""
+    """Return the frames of any thread, by its `threading.get_ident()`; empty if it has ended."""
     return list(stack_in(thread, limit).frames)
 
 
 def call_site(frames: Sequence[Frame]) -> Frame | None:
-    """The frame to show where there is room for one: the innermost that is of no installed package.
+    """Return the one frame to show if space is short: the innermost one outside installed packages.
 
     The frames may come from another machine, so packages are recognised by the names of folders.
     """
@@ -150,7 +151,7 @@ def call_site(frames: Sequence[Frame]) -> Frame | None:
 
 
 def position_of(frame: FrameType | None) -> Position | None:
-    """Where the program is in a stack; None if none of it is the program's. It takes half a microsecond."""
+    """Return the program's innermost position in a stack; None without one. Takes half a microsecond."""
     while frame is not None:
         code = frame.f_code
         file = code.co_filename
@@ -164,7 +165,7 @@ def position_of(frame: FrameType | None) -> Position | None:
 
 
 def site_at(position: Position) -> Site:
-    """The line of a position."""
+    """Return the line of a position."""
     code, offset = position
     lines = (line for start, end, line in code.co_lines() if start <= offset < end)
     return code.co_filename, next(lines, None) or 0, code.co_name

@@ -1,6 +1,6 @@
-"""Streams and events of one device: the functions that operations on it are ordered with.
+"""Streams and events of one device, with the functions that order operations on it.
 
-For CUDA and ROCm they are those of `torch.cuda`; `accelerators` has those of other devices.
+For CUDA and ROCm they come from `torch.cuda`; `accelerators` has those of other devices.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _OWN_KERNELS: Final = ("cpu", "cuda")
 
 
 def has_kernels(kind: str) -> bool:
-    """Whether this library has kernels for a type of device; tensors of others are encoded on the host."""
+    """Return whether this library has kernels for a device type; the host encodes other devices' tensors."""
     return kind in _OWN_KERNELS
 
 
 def device_types() -> tuple[str, ...]:
-    """Return the types of devices whose tensors calls take: the host, CUDA, and the accelerator of torch."""
+    """Return the device types that calls accept: the host, CUDA, and torch's accelerator."""
     accelerator = None
-    with suppress(RuntimeError):  # torch 2.6 raises where there is none
+    with suppress(RuntimeError):  # torch 2.6 raises without an accelerator
         accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type in _OWN_KERNELS:
         return _OWN_KERNELS
@@ -50,12 +50,12 @@ class Event(Protocol):
         ...
 
     def query(self) -> bool:
-        """Whether the stream has reached the event; true of an event that was never recorded."""
+        """Return whether the stream has reached the event; true for an event that was never recorded."""
         ...
 
 
 class Streams(Protocol):
-    """The streams of one device, with this index among those of its type."""
+    """The streams of one device."""
 
     device: int
 
@@ -68,7 +68,7 @@ class Streams(Protocol):
         ...
 
     def external(self, handle: int | None) -> Any:
-        """Return a stream of another library by its handle in CUDA; None: the default stream."""
+        """Return another library's stream by its CUDA handle; None: the default stream."""
         ...
 
     def event(self) -> Event:
@@ -76,15 +76,15 @@ class Streams(Protocol):
         ...
 
     def under(self, stream: Any) -> AbstractContextManager[object]:
-        """Make `stream` the current one of the calling thread in a block."""
+        """Make `stream` the calling thread's current stream in a block."""
         ...
 
     def selected(self) -> AbstractContextManager[object]:
-        """Make the device the current one of the calling thread in a block."""
+        """Make the device the calling thread's current device in a block."""
         ...
 
     def background(self, call: Callable[[], T]) -> Background[T]:
-        """Run a call that may block on a thread of its own, for which the device is the current one."""
+        """Run a call that may block in a separate thread, whose current device is this one."""
         ...
 
     def keep(self, tensor: torch.Tensor, stream: Any) -> None:
@@ -92,7 +92,7 @@ class Streams(Protocol):
         ...
 
     def pinned(self, like: torch.Tensor) -> torch.Tensor:
-        """Return an uninitialised contiguous tensor in page-locked host memory, of the shape of another."""
+        """Return an uninitialised contiguous tensor in page-locked host memory, with the shape of `like`."""
         ...
 
     def memory(self) -> int:
@@ -105,7 +105,7 @@ class Streams(Protocol):
 
 
 class DeviceStreams:
-    """`Streams` of a CUDA device, by the module that torch has for its type."""
+    """`Streams` of a CUDA device, by torch's module for its type."""
 
     def __init__(self, device: torch.device) -> None:
         self._torch: Any = torch.get_device_module(device)
@@ -114,7 +114,7 @@ class DeviceStreams:
         self._number: Callable[[int], int] | None = None
         if device.type == "cuda":
             self._number = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-        self._known: dict[int, Any] = {}  # torch makes an object for each question, in 7 microseconds
+        self._known: dict[int, Any] = {}  # torch creates an object per request, in 7 microseconds
 
     def create(self) -> Any:  # noqa: D102
         return self._torch.Stream(self._place)
@@ -197,14 +197,14 @@ _made = cache(_made_for)
 
 
 def streams_of(device: torch.device) -> Streams:
-    """Return the streams of a device; without an index, of the one of its type that is current."""
+    """Return the streams of a device; without an index, of the current device of its type."""
     if device.index is None:
         device = torch.device(device.type, torch.get_device_module(device).current_device())
     return _made(device)
 
 
 def recorded(device: torch.device) -> Event | None:
-    """Return an event at the end of the current stream's work; None of the host, which works in order."""
+    """Return an event at the end of the current stream's work; None for the host, which works in order."""
     if device.type == "cpu":
         return None
     streams = streams_of(device)
@@ -214,27 +214,27 @@ def recorded(device: torch.device) -> Event | None:
 
 
 def follow(event: Event | None, device: torch.device) -> None:
-    """Make the current stream wait for what `recorded` has returned."""
+    """Make the current stream wait for an event of `recorded`."""
     if event is not None:
         streams_of(device).current().wait_event(event)
 
 
 class Retained:
-    """What streams may still use, such as the tensors of a function that has launched kernels.
+    """Objects that streams may still use, such as the tensors of a function that has launched kernels.
 
-    Let go by a later `add`, once its event has been reached.
+    A later `add` releases an object once its event has been reached.
     """
 
     def __init__(self) -> None:
         self._kept = deque[tuple[Event, object]]()
 
     def add(self, event: Event, used: object) -> None:
-        """Keep `used` until `event`, recorded already, has been reached."""
+        """Keep `used` until the recorded `event` has been reached."""
         self.release()
         self._kept.append((event, used))
 
     def release(self) -> None:
-        """Let go what was used before events that have been reached, in the order of `add`."""
+        """Release objects whose events have been reached, in the order of `add`."""
         kept = self._kept
         with suppress(IndexError):  # another thread may take the last one
             while kept and kept[0][0].query():

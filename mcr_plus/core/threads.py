@@ -1,4 +1,4 @@
-"""Threads of this process: those that C++ libraries have started, and blocking calls on their own ones."""
+"""Threads of this process: threads started by C++ libraries, and threads for blocking calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TASKS = Path("/proc/self/task")
 
 
 def threads() -> set[str]:
-    """The kernel's numbers of the threads of this process; empty where there is no /proc."""
+    """Return the kernel's ids of this process's threads; empty without /proc."""
     try:
         return set(os.listdir(_TASKS))
     except OSError:
@@ -23,7 +23,7 @@ def threads() -> set[str]:
 
 
 def all_wait(numbers: Iterable[str]) -> bool:
-    """Whether each of these threads waits for something, or has ended; one that could run does not."""
+    """Return whether each of these threads is waiting or has ended; a runnable thread does not wait."""
     return all(map(_waits, numbers))
 
 
@@ -36,10 +36,10 @@ def _waits(number: str) -> bool:
 
 
 class Background(Generic[T]):
-    """A call that may block, on a thread of its own."""
+    """A call that may block, in a separate thread."""
 
     def __init__(self, call: Callable[[], T], inside: AbstractContextManager[object]) -> None:
-        """`inside`: entered by the thread around the call."""
+        """Start the call; the thread enters `inside` around it."""
         self._call = call
         self._inside = inside
         self._lock = threading.Lock()
@@ -67,17 +67,17 @@ class Background(Generic[T]):
         return bool(self._results) or self._error is not None
 
     def result(self) -> T:
-        """Return what the call has returned, or raise what it has raised; only once `done`."""
+        """Return the call's result or raise its exception; only once `done`."""
         if self._error is not None:
             raise self._error
         return self._results[0]
 
     def abandon(self, discard: Callable[[T], object]) -> None:
-        """Pass the result to `discard`, now or, by the thread, once the call returns one."""
+        """Pass the result to `discard`, now, or in the thread once the call returns."""
         self.follow(lambda: [discard(result) for result in self._results])
 
     def follow(self, function: Callable[[], object]) -> None:
-        """Call `function`, now or, by the thread, once the call has returned or raised; once for each."""
+        """Call `function` once: now, or in the thread once the call has returned or raised."""
         with self._lock:
             if not self._has_ended:
                 self._after = function

@@ -1,4 +1,4 @@
-"""Sizes, durations, counts and ranges: as people write them, and as numbers.
+"""Parsing and formatting of sizes, durations, counts and ranges.
 
     parse_size("64KiB")        65536
     parse_duration("5ms")      0.005
@@ -24,7 +24,7 @@ MAX_INTEGER = (1 << 63) - 1
 
 
 def parse_size(value: object) -> int:
-    """Read a size in bytes: an int, or a text such as "64KiB"; raises `ValueError` with the expected form."""
+    """Read a size in bytes: an int, or a text such as "64KiB"; raise `ValueError` with the expected form."""
     if isinstance(value, str):
         match = re.fullmatch(r"(\d{1,19}) ?([A-Za-z]*)", value.strip(), re.ASCII)
         if match is None:
@@ -37,20 +37,20 @@ def parse_size(value: object) -> int:
 
 
 def format_size(nbytes: int) -> str:
-    """Write a size in the largest unit that holds it exactly, so that `parse_size` gives it back."""
+    """Format a size in the largest unit that is exact, so that `parse_size` returns it."""
     unit = max((u for u in SIZE_UNITS if nbytes % SIZE_UNITS[u] == 0), key=SIZE_UNITS.__getitem__)
     return f"{nbytes // SIZE_UNITS[unit]}{unit}" if nbytes and unit != "B" else str(nbytes)
 
 
 def size_words(nbytes: int) -> str:
-    """Write a size for people, always with its unit: `96 B`, `64 KiB`."""
+    """Format a size for people, always with its unit: `96 B`, `64 KiB`."""
     text = format_size(nbytes)
     number = text.rstrip("".join(SIZE_UNITS))
     return f"{number} {text[len(number) :] or 'B'}"
 
 
 def about(nbytes: int) -> str:
-    """Write a size for people in three digits or so: `96 B`, `40.3 MiB`, `1,000 KiB`."""
+    """Format a size for people with about three digits: `96 B`, `40.3 MiB`, `1,000 KiB`."""
     unit = max(
         (name for name, size in SIZE_UNITS.items() if nbytes >= size), key=SIZE_UNITS.__getitem__, default="B"
     )
@@ -59,9 +59,9 @@ def about(nbytes: int) -> str:
 
 
 def format_span(lo: int, hi: int | None) -> str:
-    """Write a range of sizes as files do: `0..64KiB`, `96B..38KiB`, `1MiB..`.
+    """Format a range of sizes as in files: `0..64KiB`, `96B..38KiB`, `1MiB..`.
 
-    A number of bytes beside another unit has its own, or it would read as if it had the other's.
+    Plain bytes get their unit beside another unit, or they would seem to have that unit.
     """
     ends = [format_size(lo), "" if hi is None else format_size(hi)]
     if any(end and not end.isdigit() for end in ends):
@@ -70,7 +70,7 @@ def format_span(lo: int, hi: int | None) -> str:
 
 
 def parse_duration(value: object) -> float:
-    """Read a duration in seconds: a number, or "5ms"; raises `ValueError` with the expected form."""
+    """Read a duration in seconds: a number, or "5ms"; raise `ValueError` with the expected form."""
     seconds = _seconds(value)
     if not (math.isfinite(seconds) and seconds > 0):
         raise ValueError(f"expected a duration that is finite and more than 0, got {short(value)}")
@@ -93,7 +93,7 @@ def _seconds(value: object) -> float:
 
 
 def parse_count(value: object) -> int:
-    """Read a plain whole number, as an int or as text; raises `ValueError` with the expected form."""
+    """Read a plain whole number, as an int or as text; raise `ValueError` with the expected form."""
     if isinstance(value, str) and re.fullmatch(r"\d{1,19}", value.strip(), re.ASCII):
         value = int(value)
     return _whole(value, "a whole number")
@@ -107,7 +107,7 @@ def _whole(value: object, expected: str) -> int:
 
 
 def whole_number(value: object) -> int | None:
-    """Return an integer, one of NumPy's too, as an int; None for anything else, and for a bool."""
+    """Return an integer, also NumPy's, as an int; None for anything else, and for a bool."""
     if type(value) is int:
         return value
     if isinstance(value, bool):
@@ -119,7 +119,7 @@ def whole_number(value: object) -> int | None:
 
 
 def whole_numbers(values: object) -> list[int] | None:
-    """Return integers as ints; None if one of the values is none, or there is nothing to iterate over."""
+    """Return integers as ints; None if a value is not an integer, or `values` is not iterable."""
     try:
         found = [whole_number(each) for each in cast("Iterable[object]", values)]
     except TypeError:
@@ -130,7 +130,7 @@ def whole_numbers(values: object) -> list[int] | None:
 
 @dataclass(frozen=True)
 class Range:
-    """Whole numbers from `lo` up to, not including, `hi`; `hi` None has no end."""
+    """Whole numbers from `lo` up to, not including, `hi`; no end if `hi` is None."""
 
     lo: int
     hi: int | None = None
@@ -138,15 +138,15 @@ class Range:
     def covers(self, number: int | None) -> bool:
         """Return whether a number is in the range.
 
-        None is the size of an operation whose size differs between ranks, which therefore must not
-        decide by it; it counts as large, so the ranges without an end cover it.
+        None is the size of an operation with sizes that differ between ranks and must not affect decisions;
+        it counts as large, so ranges without an end cover it.
         """
         if number is None:
             return self.hi is None
         return self.lo <= number and (self.hi is None or number < self.hi)
 
     def __str__(self) -> str:
-        """Write the range as a file does: `64..1024`, `64..` without an end, `64` if it is one number."""
+        """Return the range as in files: `64..1024`, `64..` without an end, `64` if it is one number."""
         if self.hi == self.lo + 1:
             return str(self.lo)
         return f"{self.lo}..{'' if self.hi is None else self.hi}"
@@ -155,7 +155,7 @@ class Range:
 def parse_range(value: object, parse: Callable[[object], int] = parse_size) -> Range:
     """Read a range: `64KiB..1MiB` (half-open), `1MiB..`, `>=1MiB`, `>`, `<=`, `<`, `==`, or one number.
 
-    `parse` reads the numbers in it. Raises ValueError for anything else, and for a range that is empty.
+    `parse` reads its numbers. Raises ValueError for anything else, and for an empty range.
     """
     if isinstance(value, Range):
         return value
@@ -168,7 +168,7 @@ def parse_range(value: object, parse: Callable[[object], int] = parse_size) -> R
 
 
 def _bounds(text: str, parse: Callable[[object], int]) -> tuple[int, int | None] | None:
-    """Return the ends of a range written as `a..b` or as a comparison; None if it is written as neither."""
+    """Return the ends of a range written as `a..b` or as a comparison; None for other forms."""
     if ".." in text:
         lo, _, hi = text.partition("..")
         return parse(lo), parse(hi) if hi.strip() else None

@@ -46,7 +46,7 @@ class Info:
 class Work(ABC):
     """A started operation. Keeps its tensors alive until it is done.
 
-    Any thread may wait, one at a time. A wait drives the progress of everything in flight. After an error
+    Any thread may wait, one at a time. A wait drives the progress of all operations in flight. After an error
     every further `wait` raises the same error.
     """
 
@@ -56,9 +56,9 @@ class Work(ABC):
     def wait(self, timeout: float | timedelta | None = None) -> None:
         """Return once the result may be used.
 
-        On a CUDA stream the current stream is ordered after the operation and the host runs on; otherwise
-        the host waits. `timeout` is in seconds and bounds this wait only: when it expires `CommTimeout` is
-        raised and the operation goes on. The operation's own deadline (`dispatch: {timeout: …}`) is final.
+        On a CUDA stream, the current stream is ordered after the operation and the host continues; otherwise
+        the host waits. `timeout` is in seconds and bounds this wait only: when it expires, `CommTimeout` is
+        raised and the operation continues. The operation's own deadline (`dispatch: {timeout: …}`) is final.
 
         Raises:
             CommTimeout, OrderMismatch, BackendError: the operation failed.
@@ -66,15 +66,15 @@ class Work(ABC):
 
     @abstractmethod
     def is_completed(self) -> bool:
-        """Whether the operation has succeeded or failed. Does not wait, but drives progress."""
+        """Return whether the operation has succeeded or failed. Does not wait, but drives progress."""
 
     @abstractmethod
     def exception(self) -> BaseException | None:
-        """The error of the operation; None if it succeeded or is still running."""
+        """Return the error of the operation; None if it succeeded or is still running."""
 
     @abstractmethod
     def then(self, function: Callable[[], None]) -> Work:
-        """Run `function` when the operation is done, before any handle reports it as done; returns self.
+        """Run `function` when the operation is done, before any handle reports it as done; return self.
 
         For stages: decoding, copying out. On a CUDA stream the function is run at once under the
         operation's stream, so kernels it launches run after the operation.
@@ -83,10 +83,10 @@ class Work(ABC):
     @property
     @abstractmethod
     def info(self) -> Info:
-        """The operation's kind, size, library and codec."""
+        """Return the operation's kind, size, library and codec."""
 
     def probe(self) -> bool:
-        """As `is_completed`, without driving anything else; the engine calls it while it makes progress."""
+        """Return `is_completed` without driving other operations; the engine calls it in its progress."""
         return self.is_completed()
 
     @property
@@ -95,7 +95,7 @@ class Work(ABC):
         return None
 
     def source_rank(self) -> int | None:
-        """After a finished receive: the rank (of the whole job) it came from. None for anything else."""
+        """Return the rank in the job from which a finished receive came; None for anything else."""
         return None
 
     def __repr__(self) -> str:
@@ -109,7 +109,7 @@ class Work(ABC):
 
 name_others(Work, OF_WORKS)
 
-_NAP_S: Final = 20e-6  # between looks at another thread that copies the results out
+_NAP_S: Final = 20e-6  # pause while another thread copies the results out
 _retained: Final = Retained()
 
 
@@ -117,10 +117,10 @@ class JointWork(Work):
     """Several handles as one: the handle of a coalesced call, or of a stage that issues several operations.
 
     Done when all members are done. `kind`, `tag` and `nbytes` describe the operation that the program issued.
-    With `legs` the members move the same payload one after another, so that `wire_bytes` is that of the
-    largest, as for one operation of the library that does the same; otherwise the sum.
+    With `legs` the members move the same payload one after another, and `wire_bytes` is the largest member's,
+    as for a single operation of the library; otherwise it is the sum.
 
-    Functions of `then` launch their kernels on the current stream of the thread that waits first or finds the
+    Functions of `then` launch their kernels on the current stream of the first thread that waits or finds the
     members done; other waits are ordered after them.
     """
 
@@ -145,12 +145,12 @@ class JointWork(Work):
         self.nbytes = nbytes
         self.tag = tag
         self.codec = codec
-        self._finish = deque[tuple[Callable[[], None], Event | None]]()  # each with where it was added
+        self._finish = deque[tuple[Callable[[], None], Event | None]]()  # each with the event of its `add`
         self._turn = [True]  # the thread that pops it runs the functions of `then`
         self._finisher = 0
         self._is_done = False
         self._error: BaseException | None = None
-        self._end: Event | None = None  # behind the kernels of functions
+        self._end: Event | None = None  # after the kernels of the functions
 
     def wait(self, timeout: float | timedelta | None = None) -> None:  # noqa: D102
         check_wait(timeout)
@@ -173,7 +173,7 @@ class JointWork(Work):
         return self._ended([member.probe() for member in self.members])
 
     def _ended(self, members: list[bool]) -> bool:
-        if not all(members):  # a wait may have finished before members on a stream are done
+        if not all(members):  # a wait may finish before members on a stream are done
             return False
         self._finish_once()
         return self._is_done and (self._end is None or self._end.query())

@@ -31,11 +31,11 @@ class LoopbackRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """True: ranks connect to this store, and rank 0 opens none."""
+        """Return True: ranks connect to this store, and rank 0 opens none."""
         return True
 
     def get_backend(self) -> str:
-        """Name shown in torch's logs."""
+        """Return the name shown in torch's logs."""
         return "mcr-loopback"
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -44,7 +44,7 @@ class LoopbackRendezvous(RendezvousHandler):
         return RendezvousInfo(PrefixStore("mcr_plus.agent", self._store), 0, 1, address)
 
     def is_closed(self) -> bool:
-        """False: the rendezvous stays open while the process runs."""
+        """Return False: the rendezvous stays open while the process runs."""
         return False
 
     def set_closed(self) -> None:

@@ -26,7 +26,7 @@ _TRACEBACK = "Traceback (most recent call last)"
 _DUMP = "Fatal Python error: "  # printed by faulthandler after a fatal signal
 _TORCH_TAG = re.compile(r"^\[rank\d+\]: ")  # prefix of torch.distributed on each line of a traceback
 _ABORT = re.compile(r"Abort\((-?\d+)\) on node \d+ ")
-# Of Open MPI: rank in the world, if that was the communicator; the process by which it is known always (5.0).
+# Open MPI's messages: by rank in the world, if the communicator was that; by process always (5.0).
 _ABORTS = re.compile(
     r"MPI_ABORT was invoked on rank (?:(\d+) in communicator MPI_COMM_WORLD|\d+ in communicator .*)\s+"
     r"(?:Proc: \[\[\d+,\d+\],(\d+)\]\s+Errorcode:|with errorcode) (-?\d+)"
@@ -44,12 +44,12 @@ class RankState:
     pid: int | None = None
     code: int | None = None  # exit status, or minus the signal that killed it
     ended: float = 0.0
-    raised: float | None = None  # when the last traceback began
+    raised: float | None = None  # time of the last traceback's begin
     report: Mapping[str, Any] | None = None  # an uncaught exception, see `mcr_plus.launch.uncaught`
     shown: bool = False  # the report has been printed
-    # What MPI_Abort was called with: MPICH kills the rank before it exits, and an exit status has 8 bits.
+    # Argument of MPI_Abort: MPICH kills the rank before it exits, and an exit status has only 8 bits.
     aborted: int | None = None
-    left_mpi: bool = False  # it ended without MPI_Finalize, for which Open MPI's launcher ends the others
+    left_mpi: bool = False  # it ended without MPI_Finalize, so Open MPI's launcher ends the other ranks
     errors: deque[bytes] = field(default_factory=lambda: deque(maxlen=_REMEMBERED_LINES))
 
     @property
@@ -59,16 +59,16 @@ class RankState:
 
     @property
     def failed(self) -> bool:
-        """Whether the rank has ended with something other than 0, or has aborted with whatever status."""
+        """Whether the rank has ended with a status other than 0, or has aborted with any status."""
         return self.aborted is not None or self.end not in (None, 0)
 
     @property
     def failure_time(self) -> float:
-        """Time of the traceback, else of the exit, which peers that failed later may reach earlier."""
+        """Time of the traceback, else of the exit, which may follow the exits of peers that failed later."""
         return self.ended if self.raised is None else self.raised
 
     def ending(self) -> str:
-        """`exited with status 3`, `was killed by SIGKILL` or `ended with an exception`."""
+        """The end in words: `exited with status 3`, `was killed by SIGKILL` or `ended with an exception`."""
         if self.end is None:
             return "did not end"
         if self.report is not None and self.end in (-signal.SIGTERM, -signal.SIGINT):
@@ -82,14 +82,14 @@ class RankState:
         return f"was killed by {signal_name(-self.end)}"
 
     def headline(self) -> str:
-        """What happened, in one line: an exception that was reported with its place, else the `ending`."""
+        """The failure in one line: a reported exception with its place, else the `ending`."""
         if self.report is None:
             return self.ending()
         place = self.report["place"]
         return f"ended with {self.report['error']}{'' if place is None else f' ({place})'}"
 
     def last_words(self) -> list[str]:
-        """The exception or traceback that ended the rank, or else its last lines on stderr.
+        """Return the exception or traceback that ended the rank, or else its last lines on stderr.
 
         A dump of faulthandler, already complete on stderr, is reduced to the error and its innermost frame.
         """
@@ -104,7 +104,7 @@ class RankState:
         return _summary(words) if words[0].startswith(_DUMP) else _without_runner(words)
 
     def exception(self) -> list[str]:
-        """`last_words` without the frames of a traceback."""
+        """Return `last_words` without the frames of a traceback."""
         words = self.last_words()
         if not words or not words[0].startswith(_TRACEBACK):
             return words
@@ -112,7 +112,7 @@ class RankState:
         return words[frames[-1] + 1 :] or words if frames else words
 
     def kind_of_failure(self) -> object:
-        """A key that is equal for ranks that failed alike.
+        """Return a key that is equal for ranks that failed alike.
 
         The words of an OrderMismatch are sorted, because ranks name its two sides in either order.
         """
@@ -124,7 +124,7 @@ class RankState:
         return tuple(sorted(re.findall(r"\w+", text))) if text.startswith("OrderMismatch") else text
 
     def place(self) -> tuple[str, str] | None:
-        """File and line of the user's program that raised an error of ours, and the text of that line."""
+        """Return the user's file and line that raised an error of ours, and the text of that line."""
         if self.report is None or self.report["text"] is None or self.report["place"] is None:
             return None
         return self.report["place"], self.report["source"] or ""
@@ -139,7 +139,7 @@ class RankState:
         return self.traceback()
 
     def traceback(self) -> list[str]:
-        """The lines of a reported traceback, without those of what runs the program."""
+        """Return the lines of a reported traceback, without frames of the program's runner."""
         return [] if self.report is None else _without_runner(self.report["traceback"])
 
     def note_report(self, report: Mapping[str, Any]) -> None:
@@ -148,7 +148,7 @@ class RankState:
         self.shown = report.get("shown", False)
 
     def is_slow_to_end(self) -> bool:
-        """Whether the rank still runs long after its exception, for instance because of another thread."""
+        """Return whether the rank still runs long after its exception, perhaps because of another thread."""
         if self.report is None or self.shown or self.end is not None or self.raised is None:
             return False
         return time.monotonic() - self.raised > _PATIENCE_S
@@ -164,7 +164,7 @@ class RankState:
 
 
 def signal_name(number: int) -> str:
-    """`SIGKILL` for 9; `signal 40` for one without a name."""
+    """Return `SIGKILL` for 9; `signal 40` for a number without a name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -200,7 +200,7 @@ class Channels:
         """
         self.states = [RankState(rank) for rank in range(ranks)]
         self._sink = sink
-        self._early: dict[int, Mapping[str, Any]] = {}  # reports of processes whose start is still to be read
+        self._early: dict[int, Mapping[str, Any]] = {}  # reports of processes whose start is not read yet
         self._selector = selectors.DefaultSelector()
         self._open(folder / "status", 0, "status")
         for rank in range(ranks):
@@ -220,7 +220,7 @@ class Channels:
         return bool(ready)
 
     def note_ends(self, text: str) -> None:
-        """Store what Open MPI's launcher says of the rank for which it has ended the others."""
+        """Store the rank for which Open MPI's launcher says that it has ended the others."""
         for where, process, status in _ABORTS.findall(text):
             rank = int(process or where or len(self.states))
             if rank < len(self.states) and self.states[rank].aborted is None:
@@ -230,7 +230,7 @@ class Channels:
                 self.states[rank].left_mpi = True
 
     def drain(self) -> None:
-        """Forward everything that is left, incomplete last lines included."""
+        """Forward all remaining lines, including incomplete last ones."""
         while self.pump(0):
             pass
         for channel in self._channels():
@@ -247,7 +247,7 @@ class Channels:
 
     def _open(self, path: Path, rank: int, purpose: Purpose) -> None:
         os.mkfifo(path, 0o600)
-        # Also opened for writing: without any writer, the pipe would be readable (at its end) for ever.
+        # Also opened for writing: without any writer, the pipe would always be readable (at its end).
         descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector.register(descriptor, selectors.EVENT_READ, NamedPipe(descriptor, rank, purpose))
 
@@ -271,7 +271,7 @@ class Channels:
         try:
             report: dict[str, Any] = json.loads(line)
         except ValueError:
-            return  # of a process that was killed while it wrote
+            return  # the process was killed while it wrote
         state = self.states[rank]
         if report["pid"] == state.pid:
             state.note_report(report)
@@ -308,10 +308,10 @@ class Channels:
             state.code, state.ended = report["code"], report["time"]
 
     def _note_verdict(self, state: RankState, verdict: Mapping[str, Any]) -> None:
-        """Show what the supervisor does about a failed rank; one that is started again gets a new state."""
+        """Show the supervisor's decision about a failed rank; a restarted rank gets a new state."""
         for channel in self._channels():
             if channel.rank == state.rank and channel.purpose != "status":
-                # What the process has written, at least: a pipe holds no more than is read at once.
+                # Forward at least the process's output: a pipe holds no more than is read at once.
                 self._pass_on(channel)
                 self._complete(channel)
         if state.code is None:  # the wrapper was killed together with the rank
@@ -323,14 +323,14 @@ class Channels:
 
 
 def _summary(dump: Sequence[str]) -> list[str]:
-    """The error in a dump of faulthandler, and the innermost frame of the thread that caused it."""
+    """Return the error in a dump of faulthandler, and the innermost frame of the thread that caused it."""
     current = (index for index, line in enumerate(dump) if line.startswith("Current thread"))
     at = next(current, len(dump)) + 1
     return [f"{dump[0]} (its dump is above)", *(line for line in dump[at : at + 1] if line.startswith("  "))]
 
 
 def _without_runner(lines: list[str]) -> list[str]:
-    """A traceback without the frames of what runs the user's program, such as `python -m mpi4py`."""
+    """Return a traceback without frames of the program's runner, such as `python -m mpi4py`."""
     kept: list[str] = []
     in_runner = False
     for line in lines:

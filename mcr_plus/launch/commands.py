@@ -28,7 +28,7 @@ _LOOPBACK_SETTINGS = {
     "I_MPI_FABRICS": "shm",
 }
 _LOOPBACK_ON_GPU = {"UCX_TLS": "self,sm,cuda"}
-# Variables that identify a rank; those of a surrounding job must not leak into the job that is started.
+# Variables that identify a rank; those of a surrounding job must not leak into the started job.
 _OF_ANOTHER_JOB = re.compile(
     r"(RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_(RANK|WORLD_SIZE|NAME)|GROUP_WORLD_SIZE|MASTER_(ADDR|PORT)|MPI_LOCAL\w+)$"
     r"|OMPI_COMM_|OMPI_UNIVERSE|PMIX_|PMI_|PMI2_|PRTE_(?!MCA_)|TORCHELASTIC_|HYDRA_|MCR_JOB|MCR_LAUNCHER"
@@ -38,11 +38,11 @@ _OF_ANOTHER_JOB = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Supervised:
-    """A way to start ranks: failed ones are started again, and the job goes on without those that are not.
+    """A way to start ranks: failed ranks are restarted, and the job continues without the ones that are not.
 
     Attributes:
-        min_ranks: the smallest number of ranks with which it goes on.
-        restarts: how many starts there are beyond the first ones, in the whole job.
+        min_ranks: the smallest number of ranks with which the job continues.
+        restarts: the number of restarts in the whole job.
     """
 
     min_ranks: int
@@ -50,24 +50,24 @@ class Supervised:
 
 
 def cores() -> int:
-    """Number of cores that this process may run on."""
+    """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0))
 
 
 def mpi_command(launcher: MpiLauncher, command: Sequence[str], ranks: int) -> list[str]:
-    """The command that starts `ranks` ranks of `command` under MPI on this host."""
+    """Return the command that starts `ranks` ranks of `command` under MPI on this host."""
     options = _openmpi_options(launcher, ranks) if launcher.flavour == "openmpi" else _hydra_options()
     return [launcher.path, *options, "-n", str(ranks), *_wrapped(_reporting(command, with_mpi=True))]
 
 
 def torch_command(scratch: Scratch, command: Sequence[str], ranks: int) -> list[str]:
-    """The command that starts `ranks` ranks of `command` under torchrun's elastic agent."""
+    """Return the command that starts `ranks` ranks of `command` under torchrun's elastic agent."""
     agent = [sys.executable, "-m", "mcr_plus.launch.agent", str(ranks), str(scratch.root)]
     return [*agent, *_wrapped(_reporting(command))]
 
 
 def supervisor_command(scratch: Scratch, command: Sequence[str], ranks: int, how: Supervised) -> list[str]:
-    """The command that starts `ranks` ranks of `command` under our own supervisor."""
+    """Return the command that starts `ranks` ranks of `command` under our own supervisor."""
     numbers = map(str, (ranks, how.min_ranks, how.restarts))
     supervisor = [sys.executable, "-m", "mcr_plus.launch.supervisor", *numbers, str(scratch.root)]
     return [*supervisor, *_wrapped(_reporting(command))]
@@ -83,9 +83,9 @@ def environment(
     port: int | None = None,
     supervised: Supervised | None = None,
 ) -> dict[str, str]:
-    """The environment of a job: `base`, defaults for variables missing there, and the settings of the job.
+    """Return a job's environment: `base`, defaults for variables missing there, and the job's settings.
 
-    `port`: that of torch.distributed's store, see `reserved_port`.
+    `port`: the port of torch.distributed's store, see `reserved_port`.
     """
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cores() // ranks)),
@@ -97,7 +97,7 @@ def environment(
     inherited = {name: value for name, value in base.items() if not _OF_ANOTHER_JOB.match(name)}
     settings = _job_settings(scratch, config, terminal, port)
     if supervised is not None:
-        # Of the job and not of rank 0, which would otherwise offer one: that process may be replaced.
+        # The secret belongs to the job: rank 0 would otherwise make one, but its process may be replaced.
         secret = inherited.get("MCR_SECRET") or secrets.token_hex(32)
         settings |= {"MCR_MIN_RANKS": str(supervised.min_ranks), "MCR_SECRET": secret}
     return {**defaults, **inherited, **settings}
@@ -126,8 +126,8 @@ def _job_settings(
 def reserved_port() -> Iterator[int]:
     """Reserve a port of this host: while the context is open, the system assigns it to no other process.
 
-    Rank 0 can still listen on it: its socket has SO_REUSEADDR, like that of every server, and may therefore
-    share the port with the socket opened here, which has SO_REUSEADDR too and does not listen.
+    Rank 0 can still listen on it: its socket has SO_REUSEADDR, like every server's, and may therefore share
+    the port with the socket opened here, which has SO_REUSEADDR too and does not listen.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -151,7 +151,7 @@ def _hydra_options() -> list[str]:
 
 
 def dying_with(parent: int, command: Sequence[str]) -> list[str]:
-    """`command`, started so that the kernel sends it SIGTERM when process `parent`, its own parent, dies."""
+    """Return `command`, wrapped so that the kernel sends it SIGTERM when its parent process `parent` dies."""
     return [*_wrapped(["--launcher", str(parent)]), *command]
 
 
@@ -160,10 +160,10 @@ def _wrapped(command: Sequence[str]) -> list[str]:
 
 
 def _reporting(command: Sequence[str], *, with_mpi: bool = False) -> list[str]:
-    """Run a Python program so that its uncaught exceptions are reported, where that is possible.
+    """Run a Python program so that its uncaught exceptions are reported, if possible.
 
     With MPI it runs as by `python -m mpi4py`, which calls MPI_Abort after an uncaught exception; otherwise
-    the rank would wait in MPI_Finalize for its peers, and they for it.
+    the rank and its peers would wait for each other in MPI_Finalize.
     """
     words = list(command)
     is_program = words[:1] == [sys.executable] and len(words) > 1

@@ -1,4 +1,4 @@
-"""Run one job: start it, forward its output, and end all of it when a rank fails."""
+"""A job: start of its ranks, forwarding of output, and its end when a rank fails."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ Via = Literal["mpi", "torch"] | Supervised
 
 _POLL_S = 0.02
 _EXPOSED_POLL_S = 0.002
-_OWN_END_S = 1.0  # time for the launcher to end the job by itself after a rank has failed
+_OWN_END_S = 1.0  # seconds that the launcher has to end the job after a rank has failed
 _TERMINATE_S = 3.0
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LOG_LINES = 20
 _SEGMENT = 16 << 20  # bytes: Open MPI's default size
 _NOT_STARTED = "PMIx server's listener thread failed to start"
-"""What Open MPI's launcher says in about one of a thousand starts, before it has started any rank."""
+"""Message of Open MPI's launcher in about one of a thousand starts, before it has started any rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +45,18 @@ class JobOutcome:
     status: int  # exit status of mpiexec, the elastic agent or the supervisor
     interrupted: int | None  # the signal that stopped the job, if any
     timed_out: bool
-    log: tuple[str, ...]  # last lines printed by that program itself
+    log: tuple[str, ...]  # last lines printed by that program
     supervised: bool = False
 
     @property
     def culprit(self) -> RankState | None:
         """The rank that failed first, which is usually the cause of the other failures.
 
-        Ranks ended by SIGTERM are left out, because the launcher terminated them; but where all others have
-        raised an exception, those that had raised one before count, too. A rank that exited without an
-        exception may have closed its connections, which makes its peers raise, well before its exit is
-        reported. A rank that ended with 0, but without MPI_Finalize, counts if the launcher has terminated
-        all that failed because of it.
+        Ranks ended by SIGTERM are left out, because the launcher terminated them; but if all others have
+        raised an exception, ranks that raised one before SIGTERM count too. A rank that exits without an
+        exception may close its connections, which makes its peers raise, well before its exit is reported. A
+        rank that ended with 0 but without MPI_Finalize counts if the launcher terminated all failed ranks
+        because of it.
         """
         failed = [state for state in self.states if state.failed]
         candidates = [state for state in failed if state.end != -signal.SIGTERM]
@@ -69,16 +69,16 @@ class JobOutcome:
 
     @property
     def never_began(self) -> bool:
-        """The launcher has failed by itself before it has started any rank, which it does now and then."""
+        """Whether the launcher has failed before it started any rank, which happens now and then."""
         by_itself = self.interrupted is None and not self.timed_out
         any_rank = any(state.pid is not None for state in self.states)
         return by_itself and not any_rank and any(_NOT_STARTED in line for line in self.log)
 
     @property
     def worked(self) -> bool:
-        """Every rank ended with 0, and the job was neither stopped nor timed out.
+        """Whether every rank ended with 0, and the job was neither stopped nor timed out.
 
-        Of a supervised job, enough ranks.
+        In a supervised job, whether enough ranks did.
         """
         all_zero = all(state.code == 0 and not state.failed for state in self.states)
         worked = self.status == 0 if self.supervised else all_zero
@@ -99,7 +99,7 @@ def run_job(
 ) -> JobOutcome:
     """Run `ranks` ranks of `command` on this host until all have ended or one has failed.
 
-    With `via=Supervised(…)` the job goes on without ranks that have failed, or with new processes for them.
+    With `via=Supervised(…)` the job continues without failed ranks, or with new processes for them.
 
     `sink` is called with every line of output, its rank and its stream, in this thread. No process, file or
     shared memory of the job is left behind. `env` replaces the environment that the job inherits. With
@@ -141,7 +141,7 @@ def _driver_command(command: Sequence[str], ranks: int, via: Via, folders: scrat
 
 
 def _check_shared_memory(folder: Path, env: Mapping[str, str], ranks: int) -> None:
-    """Raise `LaunchError`, with the remedy, where ranks would exit in MPI_Init without a message."""
+    """Raise `LaunchError`, with the remedy, if ranks would exit in MPI_Init without a message."""
     launcher = mpi_flavour()
     if launcher is None:
         return
@@ -172,7 +172,7 @@ class _LaunchedJob:
     ) -> None:
         self._words, self._env, self._channels, self._folders = words, env, channels, folders
         self._deadline = Deadline(timeout)
-        self._supervised = supervised  # failed ranks are the supervisor's business
+        self._supervised = supervised  # the supervisor handles failed ranks
         self._interrupted: int | None = None
         self._timed_out = False
         self._log_path = folders.root / "launcher.log"
@@ -211,11 +211,11 @@ class _LaunchedJob:
                 stdin=stdin,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # so that Ctrl-C in a terminal reaches this process only
+                start_new_session=True,  # Ctrl-C in a terminal reaches this process only
             )
 
     def _keep_to_loopback(self, driver: subprocess.Popen[bytes]) -> None:
-        """Rebind ports that are open to all interfaces until the ranks run; none is opened later."""
+        """Rebind ports that are open to all interfaces, until the ranks run; none is opened later."""
         try:
             while driver.poll() is None and not self._anything_happened():
                 loopback.bind_to_loopback(driver.pid)
@@ -262,7 +262,7 @@ class _LaunchedJob:
     def _signals(self) -> Iterator[None]:
         """Record SIGINT, SIGTERM and SIGHUP instead of dying of them, so that the job is ended first.
 
-        SIGUSR2 is passed on to the ranks that do not die of it: they write dumps.
+        SIGUSR2 is passed on to the ranks that handle it: they write dumps.
         """
 
         def note(number: int, _frame: FrameType | None) -> None:

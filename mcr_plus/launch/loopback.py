@@ -1,9 +1,9 @@
-"""Move the listening sockets of an MPI launcher from all interfaces to loopback.
+"""Moving of an MPI launcher's listening sockets from all interfaces to loopback.
 
 `prterun` (Open MPI 5) and Hydra's `mpiexec` bind a control port to every interface, and no setting prevents
 that (prterun fails with an include list that contains the loopback device alone). A job on one host needs
 no connections from outside, so the parent of the launcher, this process, duplicates each listening
-descriptor and binds it again. The launcher is stopped meanwhile, and is not affected.
+descriptor and binds it again. The launcher is stopped meanwhile and continues afterwards.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 _PIDFD_GETFD = 438  # the same number on every architecture of Linux
 _ANY = ("0.0.0.0", "::")
 _BACKLOG = 128
-_GONE = (errno.ESRCH, errno.EBADF)  # the process, or its descriptor, since they were listed
+_GONE = (errno.ESRCH, errno.EBADF)  # the process is gone, or has closed its descriptor since the listing
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +38,10 @@ class Listener:
 
 
 def listeners(pid: int) -> list[Listener]:
-    """The listening TCP sockets of a process; empty if it has exited.
+    """Return the listening TCP sockets of a process; empty if it has exited.
 
-    Raises OSError where this process may not duplicate its descriptors. `/proc/net/tcp` would do without, but
-    takes milliseconds to read, and the launcher is looked at some twenty times while it starts.
+    Raises OSError if this process may not duplicate its descriptors. `/proc/net/tcp` needs no permission, but
+    takes milliseconds to read, and the launcher is checked some twenty times while it starts.
     """
     with _copies(pid) as copies:
         return [
@@ -52,9 +52,9 @@ def listeners(pid: int) -> list[Listener]:
 
 
 def bind_to_loopback(pid: int) -> int:
-    """Bind those listening sockets of our child `pid` to loopback that are bound to all interfaces.
+    """Rebind those of child `pid`'s listening sockets to loopback that are bound to all interfaces.
 
-    Returns their number. Raises OSError where a parent may not duplicate the descriptors of its child.
+    Returns their number. Raises OSError if a parent may not duplicate the descriptors of its child.
     """
     exposed = {listener.descriptor for listener in listeners(pid) if listener.on_all_interfaces}
     if not exposed:
@@ -73,7 +73,7 @@ def bind_to_loopback(pid: int) -> int:
 
 @contextmanager
 def _copies(pid: int) -> Iterator[list[tuple[int, socket.socket]]]:
-    """Duplicates of the open TCP sockets of a process, with their descriptors there."""
+    """Yield duplicates of the open TCP sockets of a process, with their descriptors in that process."""
     with ExitStack() as stack:
         copies: list[tuple[int, socket.socket]] = []
         for descriptor in _sockets(pid):
@@ -89,12 +89,12 @@ def _copies(pid: int) -> Iterator[list[tuple[int, socket.socket]]]:
 
 
 def _sockets(pid: int) -> list[int]:
-    """Descriptors of the open sockets of a process."""
+    """Return the descriptors of the open sockets of a process."""
     folder = f"/proc/{pid}/fd"
     found: list[int] = []
-    with suppress(OSError):  # it has exited
+    with suppress(OSError):  # the process has exited
         for name in os.listdir(folder):
-            with suppress(FileNotFoundError):  # it has closed this one meanwhile
+            with suppress(FileNotFoundError):  # the process has closed it meanwhile
                 if os.readlink(f"{folder}/{name}").startswith("socket:["):
                     found.append(int(name))
     return found

@@ -31,9 +31,9 @@ def launch(
 
     Returns 0 if every rank ended with 0, 128 + the signal number after Ctrl-C or SIGTERM, 141 if its output
     was closed (`mcr-plus run … | head`), and otherwise 1. The errors of the ranks are then printed at the
-    end of stderr, that of the rank that failed first before the others. An exception that several ranks
-    raised is printed once; with MCR_TRACEBACK=1, each rank prints its own traceback in full. With
-    `via=Supervised(…)`, 0 means that enough ranks ended with 0, and each failure gets a line when it happens.
+    end of stderr, beginning with the rank that failed first. An exception that several ranks raised is
+    printed once; with MCR_TRACEBACK=1, each rank prints its own full traceback. With `via=Supervised(…)`,
+    0 means that enough ranks ended with 0, and each failure gets a line when it happens.
     """
     if ranks < 1:
         raise LaunchError(f"ranks: expected at least 1, got {ranks}")
@@ -100,7 +100,7 @@ class _Printer:
 
 
 def _terminal() -> str | None:
-    """The terminal on stdout, if any, which rank 0 inherits so that its progress bars work."""
+    """Return the terminal on stdout, if any; rank 0 inherits it so that its progress bars work."""
     try:
         return os.ttyname(sys.stdout.fileno())
     except (OSError, ValueError):
@@ -108,11 +108,11 @@ def _terminal() -> str | None:
 
 
 def explanation(outcome: JobOutcome, via: Via) -> list[str]:
-    """The message about a failed job, in lines; the rank that failed first comes first."""
+    """Return the lines of the message about a failed job, beginning with the rank that failed first."""
     if outcome.interrupted is not None:
         return [f"mcr-plus: stopped by {signal_name(outcome.interrupted)}; all ranks ended"]
-    # A supervisor that was killed took ranks along that had not failed, whatever others did before. One that
-    # has given its verdict ends those that run.
+    # A killed supervisor took ranks with it that had not failed, whatever others did before. A supervisor
+    # that has reported its verdict ends the running ranks.
     failed = [state for state in outcome.states if state.failed]
     ended = all(state.end == -signal.SIGTERM and state.report is None for state in failed)
     if outcome.culprit is not None and not (outcome.supervised and (outcome.status < 0 or ended)):
@@ -124,19 +124,19 @@ def explanation(outcome: JobOutcome, via: Via) -> list[str]:
     silent = ", ".join(str(state.rank) for state in outcome.states if state.code is None)
     if isinstance(via, Supervised):
         if outcome.status == 1 and not outcome.log:
-            return []  # its verdict has been shown
+            return []  # the verdict has been printed
         program = "the supervisor"
     else:
         program = "mpiexec" if via == "mpi" else "the elastic agent"
     head = f"mcr-plus: {program} ended with status {outcome.status} before rank {silent} did"
     if via == "mpi" and (done := [state for state in outcome.states if state.code == 0]):
-        last = max(done, key=lambda state: state.ended)  # for its end, hydra kills the others without a word
+        last = max(done, key=lambda state: state.ended)  # hydra kills the others silently when it ends
         head += f", after rank {last.rank} had exited with status 0, perhaps without MPI_Finalize"
     return [f"{head}; its last lines:", *(f"  {line}" for line in outcome.log)]
 
 
 def _failures(outcome: JobOutcome, culprit: RankState) -> list[list[RankState]]:
-    """Failed ranks, grouped by failure; the group of the culprit comes first.
+    """Return the failed ranks, grouped by failure; the culprit's group comes first.
 
     Other ranks without a report are left out: their output on stderr is all there is.
     """
@@ -148,7 +148,7 @@ def _failures(outcome: JobOutcome, culprit: RankState) -> list[list[RankState]]:
 
 
 def _message(alike: Sequence[RankState], outcome: JobOutcome, *, then: bool = False) -> list[str]:
-    """The message about ranks that failed alike, with the exception of the first of them.
+    """Return the message about ranks that failed alike, with the exception of the first of them.
 
     `then`: they failed after other ranks, so the message omits their signal and the frames of the traceback.
     """
@@ -172,7 +172,7 @@ def _message(alike: Sequence[RankState], outcome: JobOutcome, *, then: bool = Fa
 
 
 def _ranks(numbers: Iterable[int]) -> str:
-    """`rank 3`, `ranks 0 and 1`, `ranks 0 to 7`."""
+    """Format ranks: `rank 3`, `ranks 0 and 1`, `ranks 0 to 7`."""
     ranks = sorted(numbers)
     if len(ranks) == 1:
         return f"rank {ranks[0]}"

@@ -1,11 +1,11 @@
 """Folders of a job: accessible to their owner only, and removed with the job, however it ends.
 
-A job has one folder in the temporary directory and one in shared memory, of the same name, which contains the
-pid of the launcher. The launcher holds a lock on both as long as it lives. The kernel releases the locks
-when the launcher dies, so the next launcher of this user can distinguish stale folders from those in use,
-whatever killed their owner. Locks also hold between containers that share a folder, and cannot see each
-other's processes. Between hosts that share one, as over NFS, they may not, so the name ends with the running
-kernel, and folders of others are left alone.
+A job has one folder in the temporary directory and one in shared memory, with the same name, which contains
+the launcher's pid. The launcher holds a lock on both as long as it lives. The kernel releases the locks when
+the launcher dies, however it dies, so the user's next launcher can distinguish stale folders from folders in
+use. Locks also work between containers that share a folder but cannot see each other's processes. Between
+hosts that share a folder, as over NFS, they may not work, so the name ends with the id of the running kernel,
+and folders of other kernels are left alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ JOB_VARIABLE = "MCR_JOB_ID"
 
 _SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "mcr-job"
-# MPICH and UCX choose the names of their segments, and have no setting for the folder.
+# MPICH and UCX choose the names of their segments; the folder cannot be configured.
 _FOREIGN_SEGMENT = re.compile(r"mpich_shm_|mpich_shar_|ucx_shm_posix_|Intel_MPI_|fi_shm|shm-\w+-\w+$")
 _OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY
 _SETTLE_S = 0.05
@@ -49,7 +49,7 @@ class Scratch:
 
     @property
     def name(self) -> str:
-        """Name of the job: the value of MCR_JOB_ID in all its processes."""
+        """Return the name of the job: the value of MCR_JOB_ID in all its processes."""
         return self.root.name
 
     def __enter__(self) -> Scratch:
@@ -59,7 +59,7 @@ class Scratch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Remove everything that the job has left behind."""
+        """Remove all leftovers of the job."""
         kill_job(self.name)
         remove_orphaned_segments()
         _remove(self.root, self.shm)
@@ -70,7 +70,7 @@ class Scratch:
 def create() -> Scratch:
     """Create the folders of a new job, after removing those of jobs whose launcher is dead.
 
-    Raises `LaunchError` where they cannot be made, such as on a full disk; none is left then.
+    Raises `LaunchError` if they cannot be created, as on a full disk; no folder is left then.
     """
     remove_stale()
     name = f"{_PREFIX}-{os.getuid()}-{os.getpid()}-{time.monotonic_ns():x}-{kernel()}"
@@ -94,28 +94,28 @@ def create() -> Scratch:
 
 
 def kernel() -> str:
-    """The end of the names of folders that launchers under this running kernel make."""
+    """Return the suffix of the folder names of launchers under this running kernel."""
     return hashlib.blake2b(boot_id().encode(), digest_size=4).hexdigest()
 
 
 def remove_stale() -> None:
-    """Remove folders and kill processes that dead launchers of this user have left behind here."""
+    """Remove folders and kill processes left here by dead launchers of this user."""
     name = f"{_PREFIX}-{os.getuid()}-*-{kernel()}"
     stale = [_remove_if_stale(root) for root in Path(tempfile.gettempdir()).glob(name)]
-    # Of jobs with another temporary directory, whose processes may be about to clean up there.
+    # Jobs with another temporary directory, whose processes may be about to clean up there.
     stale += [_remove_if_stale(shm) for shm in _SHARED_MEMORY.glob(name) if _is_abandoned(shm.name)]
     if any(stale):
         remove_orphaned_segments()
 
 
 def processes_of(job: str) -> list[int]:
-    """Live processes with the job's MCR_JOB_ID in their environment, except this one."""
+    """Return the live processes with the job's MCR_JOB_ID in their environment, except this one."""
     mark = f"{JOB_VARIABLE}={job}".encode()
     return [pid for pid in _own_processes() if mark in _read(pid, "environ").split(b"\0")]
 
 
 def kill_job(job: str) -> None:
-    """SIGKILL every process of a job and wait until none is left."""
+    """Kill every process of a job with SIGKILL, and wait until none is left."""
     deadline = Deadline(_KILL_DEADLINE_S)
     while (pids := processes_of(job)) and not deadline.passed():
         for pid in pids:
@@ -126,7 +126,7 @@ def kill_job(job: str) -> None:
 def remove_orphaned_segments() -> None:
     """Remove shared-memory files of MPICH and UCX that belong to this user and that no process uses.
 
-    They are listed twice, because another job maps a file a moment after creating it.
+    Files are listed twice, because another job maps a file a moment after creating it.
     """
     orphans = _orphaned_segments()
     if orphans:
@@ -136,19 +136,19 @@ def remove_orphaned_segments() -> None:
 
 
 def _shm_folder(name: str) -> Path:
-    """The folder for the job's shared memory, in the temporary directory on a system without /dev/shm."""
+    """Return the folder for the job's shared memory; in the temporary directory without /dev/shm."""
     return (_SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())) / name
 
 
 def _create_locked(folder: Path) -> int:
-    """Create a folder and lock it; returns the descriptor that holds the lock."""
+    """Create a folder and lock it; return the descriptor that holds the lock."""
     while True:
         folder.mkdir(mode=0o700)
-        with suppress(FileNotFoundError):  # until it is locked, another launcher may remove it
+        with suppress(FileNotFoundError):  # before it is locked, another launcher may remove it
             lock = os.open(folder, _OPEN | os.O_CLOEXEC)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            except OSError as error:  # some file systems of clusters have no locks unless they are asked for
+            except OSError as error:  # some cluster file systems have locks only on request
                 os.close(lock)
                 raise LaunchError(
                     f"the job's folder {folder} cannot be locked: {error.strerror}; set TMPDIR to a folder "
@@ -160,13 +160,13 @@ def _create_locked(folder: Path) -> int:
 
 
 def _is_abandoned(job: str) -> bool:
-    """Whether no process of a job is left, nor its launcher: one of an older version locks `root` alone."""
+    """Return whether a job has no process and no launcher left; older versions lock `root` alone."""
     launcher = read_stat(job.split("-")[3])
     return (launcher is None or launcher[0] in "ZX") and not processes_of(job)
 
 
 def _remove_if_stale(folder: Path) -> bool:
-    """Remove the folders and processes of a job, one of whose folders this is, if its lock is free."""
+    """Remove the folders and processes of a job if the lock of `folder`, one of its folders, is free."""
     try:
         descriptor = os.open(folder, _OPEN)
     except OSError:
@@ -177,7 +177,7 @@ def _remove_if_stale(folder: Path) -> bool:
         return False
     else:
         opened = os.fstat(descriptor)
-        # Where another launcher has removed the folder, its owner may have created and locked another one.
+        # If another launcher has removed the folder, its owner may have created and locked a new one.
         if not _is_at(folder, opened):
             return False
         if opened.st_uid == os.getuid():
@@ -189,7 +189,7 @@ def _remove_if_stale(folder: Path) -> bool:
 
 
 def _is_at(folder: Path, opened: os.stat_result) -> bool:
-    """Whether an opened folder still has this path."""
+    """Return whether an opened folder still has this path."""
     with suppress(FileNotFoundError):
         return os.path.samestat(folder.lstat(), opened)
     return False
@@ -211,18 +211,18 @@ def _orphaned_segments() -> set[Path]:
 
 
 def _is_open(path: Path) -> bool:
-    """Whether a process has a file of this user open for writing, or so mapped.
+    """Return whether a process has a file of this user open for writing, or mapped writable.
 
-    Also one whose maps cannot be read: of another user, or of a container with processes of its own that
-    shares the memory of this one. False where the kernel cannot say.
+    Includes processes whose maps are unreadable: of another user, or of a container that has its own
+    processes but shares this memory. False if the kernel cannot say.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        return error.errno == errno.EAGAIN  # another launcher asks the same
+        return error.errno == errno.EAGAIN  # another launcher checks the same file
     try:
-        # Who opens the file meanwhile waits until it is closed here, and the kernel tells this process of it:
-        # by a signal that it ignores, instead of SIGIO, of which it would die.
+        # A process that opens the file meanwhile waits until it is closed here, and the kernel notifies this
+        # process, by default with SIGIO, which would kill it: choose a signal that it ignores.
         fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
     except OSError as error:
@@ -245,7 +245,7 @@ def _own_processes() -> list[int]:
 
 
 def _read(pid: int, name: str) -> bytes:
-    """Content of a file in /proc; empty if the process has exited or belongs to another user."""
+    """Return the content of a file in /proc; empty if the process has exited or belongs to another user."""
     try:
         return Path(f"/proc/{pid}/{name}").read_bytes()
     except OSError:

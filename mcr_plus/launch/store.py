@@ -1,7 +1,7 @@
 """The rendezvous store of a job on one host, in the process that starts the ranks.
 
-It listens on 127.0.0.1 only: torch's TCPStore binds every interface, whatever host it is given, unless it
-gets a listening socket.
+It listens on 127.0.0.1 only. TCPStore itself binds every interface, whatever host it is given, unless it gets
+a listening socket.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _STORE_TIMEOUT = timedelta(minutes=5)
 
 
 def loopback_store(timeout: timedelta = _STORE_TIMEOUT) -> TCPStore:
-    """A TCPStore server whose socket is bound to loopback, on a free port."""
+    """Return a TCPStore server whose socket is bound to loopback, on a free port."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.bind((LOOPBACK, 0))
     listener.listen()

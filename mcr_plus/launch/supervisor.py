@@ -1,21 +1,19 @@
-"""Start ranks, and those that fail again.
+"""Supervisor: starts ranks, and restarts failed ones.
 
     python -m mcr_plus.launch.supervisor RANKS MIN_RANKS RESTARTS FOLDER COMMAND…
 
-mpiexec ends all ranks when one fails, and torchrun's agent starts all of them again; the supervisor leaves
-the others alone. It is a separate process, so that `mcr-plus run` monitors it like these two, and serves one
-host. The job's store is in it, and lives as long as the job, whichever rank dies.
+mpiexec ends all ranks when one fails, and torchrun's agent restarts all of them; the supervisor leaves the
+others alone. It is a separate process, so that `mcr-plus run` monitors it like these two, and serves one
+host. It holds the job's store, which lives as long as the job, whichever rank dies.
 
-A rank that is started again waits in `mcr.elastic` for those that train. Where a rank is lost before any of
-them has come there, its peers fail in the set-up of the program, and nobody would take in those that are
-started again: once none of the processes that had met is left, all ranks begin anew, with a store of their
-own.
+A restarted rank waits in `mcr.elastic` for ranks that train. If a rank is lost before any rank has reached
+`mcr.elastic`, its peers fail in the set-up of the program, and no rank could admit restarted ranks. So once
+no process of the first generation is left, all ranks start over with a new store.
 
-A program without `mcr.elastic` takes nobody in, also where ranks go on by `mcr.shrink`: a rank that is
-started again runs alone then. Once all others have ended, in whatever way, the job ends as failed, and none
-is started again.
+A program without `mcr.elastic` admits no ranks, even if it continues with `mcr.shrink`: a restarted rank runs
+alone then. Once all others have ended, for any reason, the job ends as failed, and no rank is restarted.
 
-Exit status: 0 if all ranks have ended with 0 except for those that the job went on without, 1 if fewer than
+Exit status: 0 if all ranks have ended with 0 except for those that the job continued without, 1 if fewer than
 MIN_RANKS were left, 128 + the signal number after SIGTERM or SIGINT.
 """
 
@@ -40,7 +38,7 @@ from mcr_plus.launch.store import loopback_store
 from mcr_plus.rendezvous.arrivals import have_met, have_trained, note_end, takes_in
 
 _POLL_S = 0.02
-_SHORTEST_LIFE_S = 1.0  # a rank that fails sooner waits for the rest of it before its next start
+_SHORTEST_LIFE_S = 1.0  # seconds; a rank that fails sooner waits for the rest of it before its restart
 _TERMINATE_S = 3.0
 _IN_VAIN = (
     "the job ends: nobody is left to take in ranks that were started again, as none had come to mcr.elastic"
@@ -49,24 +47,24 @@ _IN_VAIN = (
 
 @dataclass(slots=True)
 class _Rank:
-    """One rank. Without a process and a code, it waits for its next start."""
+    """One rank. Without a process and a code, it waits for its restart."""
 
     number: int
     process: subprocess.Popen[bytes] | None = None
-    code: int | None = None  # exit status, or minus a signal, of a rank that is not started again
+    code: int | None = None  # exit status, or minus a signal, of a rank that is not restarted
     restarts: int = 0
-    is_substitute: bool = False  # whether its process has been started after the ranks had met
+    is_substitute: bool = False  # its process was started after the ranks had met
     began: float = 0.0
     due: float = 0.0  # time of the next start
 
 
 class Supervisor:
-    """The ranks of a job, on this host."""
+    """The ranks of a job on this host."""
 
     def __init__(
         self, ranks: int, min_ranks: int, restarts: int, folder: str, command: Sequence[str]
     ) -> None:
-        """Open the store; `folder` has the pipe on which `mcr-plus run` reads what becomes of ranks."""
+        """Open the store; `folder` has the pipe on which `mcr-plus run` reads the fate of ranks."""
         self._ranks = [_Rank(number) for number in range(ranks)]
         self._min_ranks = min_ranks
         self._limit, self._used = restarts, 0
@@ -115,7 +113,7 @@ class Supervisor:
         rank.process = subprocess.Popen(self._command, env=self._environment(rank))
 
     def _judge(self, rank: _Rank, code: int) -> None:
-        """Decide what a failed rank means for the job, and report it."""
+        """Decide the consequences of a failed rank for the job, and report them."""
         again = self._used < self._limit
         if again:
             self._used += 1
@@ -149,12 +147,12 @@ class Supervisor:
         rank.process, rank.due = None, rank.began + _SHORTEST_LIFE_S
 
     def _have_met(self) -> bool:
-        with contextlib.suppress(RuntimeError):  # of the store, which is in this process
+        with contextlib.suppress(RuntimeError):  # the store is in this process
             return have_met(self._store)
         return False
 
     def _nobody_trains(self) -> bool:
-        """Whether all processes that had met each other have failed before any came to `mcr.elastic`."""
+        """Return whether all processes that had met have failed before any reached `mcr.elastic`."""
         if any(rank.code is not None or (rank.process and not rank.is_substitute) for rank in self._ranks):
             return False
         with contextlib.suppress(RuntimeError):
@@ -162,7 +160,7 @@ class Supervisor:
         return False
 
     def _begin_anew(self) -> None:
-        """Start all ranks as in the beginning."""
+        """Start all ranks over."""
         self._stop([rank.process for rank in self._ranks if rank.process is not None])
         self._store = loopback_store()
         for rank in self._ranks:
@@ -170,31 +168,31 @@ class Supervisor:
                 self._replace(rank)
 
     def _note_end(self, rank: _Rank, code: int) -> None:
-        """Tell ranks that wait for this one in `mcr.init`: it does not come any more."""
+        """Tell ranks that wait for this one in `mcr.init` that it will not arrive."""
         how = f"exited with status {code}" if code >= 0 else f"was killed by {signal_name(-code)}"
-        with contextlib.suppress(RuntimeError):  # of the store, which is in this process
+        with contextlib.suppress(RuntimeError):  # the store is in this process
             note_end(self._store, rank.number, how)
 
     def _left(self) -> int:
-        """Number of ranks that run, are going to, or have ended with 0; none where nobody takes ranks in."""
+        """Return the number of ranks that run, will run, or ended with 0; 0 if no rank admits others."""
         return 0 if self._nobody_takes_in() else sum(not rank.code for rank in self._ranks)
 
     def _nobody_takes_in(self) -> bool:
-        """Whether ranks are started again in vain: all that had met have ended, without `mcr.elastic`.
+        """Return whether restarts are in vain: all ranks that had met have ended, without `mcr.elastic`.
 
-        Also if these have ended with 0: a rank that is alone computes something else than they did.
+        This includes ranks that ended with 0: a rank alone would compute something else than they did.
         """
         again = [rank for rank in self._ranks if rank.process is None or rank.is_substitute]
         if all(rank.code for rank in again) or any(
             rank.code is None for rank in self._ranks if rank not in again
         ):
             return False
-        with contextlib.suppress(RuntimeError):  # of the store, which is in this process
+        with contextlib.suppress(RuntimeError):  # the store is in this process
             return have_met(self._store) and not takes_in(self._store)
         return False
 
     def _environment(self, rank: _Rank) -> dict[str, str]:
-        """The variables of torchrun's agent, and how often this rank has been started again."""
+        """Return the variables of torchrun's agent, and the number of this rank's restarts."""
         number, size = str(rank.number), str(len(self._ranks))
         return {
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
@@ -218,7 +216,7 @@ class Supervisor:
 
     @staticmethod
     def _stop(running: Sequence[subprocess.Popen[bytes]]) -> None:
-        """End processes: by SIGTERM, which they may act upon, and then by SIGKILL."""
+        """End processes: by SIGTERM, which they may handle, and then by SIGKILL."""
         for process in running:
             process.terminate()
         deadline = Deadline(_TERMINATE_S)
@@ -232,7 +230,7 @@ class Supervisor:
 
 
 def main() -> int:
-    """Run a job, and remove its folders if `mcr-plus run` has been killed and cannot."""
+    """Run a job; remove its folders if `mcr-plus run` has been killed and cannot."""
     ranks, min_ranks, restarts = (int(word) for word in sys.argv[1:4])
     try:
         return Supervisor(ranks, min_ranks, restarts, sys.argv[4], sys.argv[5:]).run()

@@ -1,4 +1,4 @@
-"""Report uncaught exceptions of a rank to `mcr-plus run`.
+"""Reports of a rank's uncaught exceptions to `mcr-plus run`.
 
 The launcher prints one message for all ranks that failed alike: for an error of ours the line of the user's
 program that raised it, for any other exception the whole traceback.
@@ -6,9 +6,9 @@ program that raised it, for any other exception the whole traceback.
     python uncaught.py RUNNER FILE ARGS…           RUNNER: `python`, or `mpi4py` as in `python -m mpi4py`
     python uncaught.py RUNNER -m MODULE ARGS…
 
-runs a program whose exceptions are reported from its first line on, also where it cannot be compiled, or
-fails before it imports mcr_plus. This module uses the standard library only, because `import mcr_plus`
-imports it, and because a program decides by itself when it imports mcr_plus and torch.
+runs a program and reports its exceptions from its first line on, also if it cannot be compiled or fails
+before it imports mcr_plus. This module uses the standard library only: `import mcr_plus` imports it, and the
+program decides when to import mcr_plus and torch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def report_to(channel: str) -> None:
     rank = os.getpid()
 
     def report(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-        # A forked process is no failure of this rank.
+        # Failures of forked processes do not count for this rank.
         if os.getpid() != rank or not _reported(channel, value, trace, time.monotonic()):
             default(kind, value, trace)
 
@@ -53,9 +53,9 @@ def report_to(channel: str) -> None:
 def _reported(
     channel: str, value: BaseException, trace: TracebackType | None, when: float, *, shown: bool = False
 ) -> bool:
-    """Write an exception to the launcher's pipe, once; returns whether that is done.
+    """Write an exception to the launcher's pipe, once; return whether that is done.
 
-    `shown`: whether the program has printed it, in its own way.
+    `shown`: whether the program has already printed it.
     """
     global _last
     if value is _last:
@@ -71,7 +71,7 @@ def _reported(
     return True
 
 
-_last: BaseException | None = None  # that has been reported
+_last: BaseException | None = None  # the last reported exception
 
 
 def description(error: BaseException, trace: TracebackType | None) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def description(error: BaseException, trace: TracebackType | None) -> dict[str, 
     ]
     try:
         lines = "".join(traceback.format_exception(type(error), error, trace)).splitlines()
-    except BaseException:  # of the exception's own methods, or of what loads the text of a module
+    except BaseException:  # raised by the exception's own methods, or while loading a module's source
         places = [f'  File "{each.filename}", line {each.lineno}, in {each.name}' for each in frames]
         lines = ["Traceback (most recent call last):", *places, *words.splitlines()]
     ours = "\n".join([words, *_notes(error), *_cause(error)]) if _is_ours(error) else None
@@ -109,7 +109,7 @@ def _words(error: BaseException) -> str:
 
 
 def _text(value: object) -> str:
-    """Return `str(value)`, or what Python shows where that raises."""
+    """Return `str(value)`, or Python's replacement text if that raises."""
     try:
         return str(value)
     except BaseException:
@@ -117,7 +117,7 @@ def _text(value: object) -> str:
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Whether it is an `McrError`, which a program that has not imported mcr_plus cannot raise."""
+    """Return whether it is an `McrError`, which needs an imported mcr_plus."""
     errors = sys.modules.get("mcr_plus.errors")
     return errors is not None and isinstance(error, errors.McrError)
 
@@ -133,7 +133,7 @@ def _cause(error: BaseException) -> list[str]:
 
 
 def _frame_of_user(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
-    """The innermost frame outside of libraries and mcr_plus; else the innermost outside of mcr_plus."""
+    """Return the innermost frame outside libraries and mcr_plus, else the innermost outside mcr_plus."""
     outside = [frame for frame in frames if not _within(frame.filename, [_PACKAGE])]
     outside = [frame for frame in outside if not _is_runner(Path(frame.filename))]
     installed = [Path(sysconfig.get_path(name)) for name in _PATHS]
@@ -142,7 +142,7 @@ def _frame_of_user(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameS
 
 
 def _is_runner(path: Path) -> bool:
-    """Whether a file only runs programs, such as runpy (`python -m`) and mpi4py."""
+    """Return whether a file only runs programs, such as runpy (`python -m`) and mpi4py."""
     return str(path).startswith("<frozen") or path.name == "runpy.py" or path.parent.name == "mpi4py"
 
 
@@ -151,16 +151,16 @@ def _within(name: str, folders: Sequence[Path]) -> bool:
 
 
 def _shown(name: str) -> str:
-    """A path, relative to the working directory if it is inside."""
-    with contextlib.suppress(ValueError, OSError):  # elsewhere; the working directory is gone
+    """Return a path, relative to the working directory if it is inside."""
+    with contextlib.suppress(ValueError, OSError):  # outside of it, or the working directory is gone
         return str(Path(name).relative_to(Path.cwd()))
     return name
 
 
 def run_program(runner: str, words: Sequence[str]) -> None:
-    """Run a program, see the head of this file; an exception in it is raised here."""
+    """Run a program, see the head of this file; its exceptions propagate."""
     is_module = words[0] == "-m"
-    if not getattr(sys.flags, "safe_path", False):  # else Python has put no folder there
+    if not getattr(sys.flags, "safe_path", False):  # otherwise Python has added no folder
         sys.path[0] = str(Path.cwd() if is_module else Path(words[0]).resolve().parent)
     if runner == "mpi4py":
         from mpi4py.run import main
@@ -168,8 +168,8 @@ def run_program(runner: str, words: Sequence[str]) -> None:
         sys.argv = [runner, *words]
         main()
         return
-    # As `python` does, and other than runpy's functions, `__main__` stays the program's after its last line:
-    # threads and functions of atexit still run then.
+    # As with `python`, and unlike with runpy's functions, `__main__` stays the program's after its last line,
+    # because its threads and atexit functions still run.
     sys.modules["__main__"] = program = ModuleType("__main__")
     if is_module:
         sys.argv = list(words[1:])
@@ -186,15 +186,15 @@ def run_program(runner: str, words: Sequence[str]) -> None:
 
 
 def _end_with(error: BaseException, channel: str | None, when: float) -> None:
-    """Do what Python does after an uncaught exception, but for the frames of what runs the program.
+    """End like Python after an uncaught exception, but without the frames of the program's runner.
 
-    Whatever hook the program has installed (such as rich's or IPython's) shows the frames of the program, and
-    what it has shown by itself the launcher does not show again.
+    The program's own hook (such as rich's or IPython's) gets the program's frames; the launcher does not
+    print again what the hook has shown.
     """
     trace = error.__traceback__
     while trace is not None and (trace.tb_frame.f_globals is globals() or _is_runner(Path(_file(trace)))):
         trace = trace.tb_next
-    if trace is None:  # it could not be run, such as a file that does not compile
+    if trace is None:  # the program could not run, such as a file that does not compile
         trace = error.__traceback__
     error.__traceback__ = trace
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
@@ -210,22 +210,22 @@ def _file(trace: TracebackType) -> str:
 
 
 def main() -> int | None:
-    """Run the program of the command line; returns the exit status after an exception."""
+    """Run the program of the command line; return the exit status after an exception."""
     pid, _, pipe = os.environ.get("MCR_JOB_ERRORS", "").partition(":")
     channel = pipe if pid == str(os.getpid()) else None
     if channel is not None:
         report_to(channel)
     try:
         run_program(sys.argv[1], sys.argv[2:])
-    except BaseException as error:  # asyncio.CancelledError is no Exception
+    except BaseException as error:  # BaseException: includes asyncio.CancelledError
         when = time.monotonic()
-        if os.getpid() != _PROCESS:  # a forked process is no failure of this rank
+        if os.getpid() != _PROCESS:  # failures of a forked process do not count for this rank
             channel = None
         if not isinstance(error, SystemExit):
             _end_with(error, channel, when)
         elif isinstance(error.code, int | None) or not (channel and _reported(channel, error, None, when)):
             raise
-        if isinstance(error, KeyboardInterrupt):  # has been shown; by it, Python dies of SIGINT in the end
+        if isinstance(error, KeyboardInterrupt):  # already printed; Python ends by SIGINT after it
             sys.excepthook = lambda *_: None
             raise
         return 1

@@ -46,7 +46,7 @@ def main() -> int:
 
 
 def _die_with(parent: int, number: int) -> None:
-    """Request a signal from the kernel for the death of this process's parent."""
+    """Make the kernel send signal `number` when this process's parent dies."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
@@ -62,7 +62,7 @@ def _attach(folder: str, rank: int) -> None:
 
 
 def _set_torchrun_variables(rank: int) -> None:
-    """Set RANK and WORLD_SIZE under MPI too, whose own variables `init_process_group` does not read."""
+    """Set RANK and WORLD_SIZE under MPI too: `init_process_group` does not read MPI's own variables."""
     size = next((os.environ[name] for name in _SIZE_VARIABLES if name in os.environ), None)
     if size is not None:  # all ranks are on this host
         for name, value in (("RANK", str(rank)), ("WORLD_SIZE", size)):

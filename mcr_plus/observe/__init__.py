@@ -1,1 +1,1 @@
-"""What a job shows of itself: options under `observe:`, dumps and their diagnosis, metrics, status pages."""
+"""Observation of running jobs: options under `observe:`, dumps, diagnosis, metrics and status pages."""

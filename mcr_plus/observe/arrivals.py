@@ -1,7 +1,7 @@
-"""When ranks arrive at the operations of a group: who is late, once or as a rule.
+"""Late ranks of a group, from the times at which ranks arrive at operations.
 
 The delay of the last rank is the time from the median arrival of the others to its own. Only ranks of one
-host are compared, which share a clock.
+host are compared: they share a clock.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Final
 
 from mcr_plus.observe.dumps import Dump, DumpedOperation
 
-_LATE: Final = 1.0  # seconds
-_SLOW: Final = 0.01  # seconds of delay that count
+_LATE: Final = 1.0  # seconds; one delay this long makes a rank late
+_SLOW: Final = 0.01  # seconds; shorter delays do not count
 _OFTEN: Final = 0.6  # share of operations in which a slow rank is the last
-_ENOUGH: Final = 8  # operations, to say that anything is a rule
+_ENOUGH: Final = 8  # operations; fewer show no pattern
 
 
 @dataclass
@@ -25,9 +25,9 @@ class LateRank:
     """A rank that was late.
 
     Attributes:
-        operation: the one for which it was latest; `others`: the same on the other ranks.
-        delays: seconds, each time that it was late; `of`: how many operations were compared.
-        is_slow: whether it was late as a rule.
+        operation: the operation with its longest delay. others: the same operation on the other ranks.
+        delays: seconds of each delay. of: the number of operations compared.
+        is_slow: the rank was late repeatedly, not once.
     """
 
     rank: int
@@ -40,7 +40,7 @@ class LateRank:
 
 
 def late_ranks(dumps: Mapping[int, Dump], name: str, away: Collection[int]) -> list[LateRank]:
-    """The ranks of group `name` that others have waited for, of those that are not `away`."""
+    """Return the late ranks of group `name`, without the ranks in `away`."""
     there = {
         rank: dump
         for rank, dump in dumps.items()

@@ -1,4 +1,4 @@
-"""Differences between the clocks of hosts, from operations that all of their ranks completed together."""
+"""Clock differences between hosts, computed from operations that all of their ranks completed together."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 TOGETHER: Final = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"})
-"""Kinds that complete nowhere before all ranks have issued them. Sizes that differ between ranks may be zero,
-so vector forms are not among them."""
+"""Kinds that complete on no rank before all ranks have issued them. Vector forms are excluded: their sizes
+may be zero on some ranks.
+"""
 
 Key = tuple[str, int, str, int]
-"""Of one operation on all its ranks: group, sequence, kind, bytes."""
+"""Key of one operation on all its ranks: group, sequence, kind, bytes."""
 
 
 @dataclass(frozen=True)
 class Clock:
-    """The clock of a host: `shift_us` is added to its times; `error_us` is the most that these are then off.
+    """The clock of a host: add `shift_us` to its times; the sum is off by at most `error_us`.
 
-    `error_us` is None where nothing bounds it. `by`: what the shift follows from.
+    `error_us` is None if the error has no bound. `by` names the evidence for the shift.
     """
 
     shift_us: float
@@ -27,7 +28,7 @@ class Clock:
 
 
 class ClockDifference(NamedTuple):
-    """What is known of one clock less another one: between `least` and `most` µs, `by` what."""
+    """Bounds of the difference between two clocks, `least` and `most`, in µs; `by` names the evidence."""
 
     least: float
     most: float
@@ -42,12 +43,12 @@ class Span:
     done: float
 
     def joined(self, other: Span) -> Span:
-        """Both together."""
+        """Return the span of both operations together."""
         return Span(max(self.issued, other.issued), min(self.done, other.done))
 
 
 def spans(operations: Iterable[tuple[Key, Span]]) -> dict[Key, Span]:
-    """The operations of one host, those of several ranks joined."""
+    """Return the operations of one host; the spans of one operation on several ranks are joined."""
     found: dict[Key, Span] = {}
     for key, span in operations:
         other = found.get(key)
@@ -56,15 +57,16 @@ def spans(operations: Iterable[tuple[Key, Span]]) -> dict[Key, Span]:
 
 
 def align(hosts: Mapping[str, Mapping[Key, Span]], times_of_day: Mapping[str, float]) -> dict[str, Clock]:
-    """The clocks of all hosts as seen from the first one.
+    """Return the clocks of all hosts relative to the first host.
 
-    No rank completes an operation of `TOGETHER` before all have issued it. So each one gives a lowest and a
-    highest difference of two clocks; what is left between all of these is the error. A host without common
-    operations is placed by its time of day. Clocks are taken to run at one speed.
+    No rank completes an operation of `TOGETHER` before all ranks have issued it. So each operation bounds the
+    difference of two clocks from below and from above; the gap that remains between the bounds is the error.
+    A host without common operations is placed by its time of day. All clocks are assumed to run at the same
+    rate.
 
     Args:
-        hosts: of each host its operations, in microseconds of its clock.
-        times_of_day: of each host the time of day, in microseconds, at 0 of its clock.
+        hosts: the operations of each host, in microseconds of its clock.
+        times_of_day: the time of day of each host, in microseconds, at 0 of its clock.
     """
     placed = place(list(hosts), lambda there, here: _difference(hosts[there], hosts[here]))
     first = next(iter(hosts))
@@ -75,10 +77,10 @@ def align(hosts: Mapping[str, Mapping[Key, Span]], times_of_day: Mapping[str, fl
 
 
 def place(hosts: Sequence[str], difference: Callable[[str, str], ClockDifference | None]) -> dict[str, Clock]:
-    """The clocks of hosts as seen from the first one, each by way of the one with the least error.
+    """Return the clocks of hosts relative to the first host, each along the path with the least error.
 
-    `difference(there, here)`: what is known of two of them; None for nothing. Hosts that nothing connects
-    with the first one are left out.
+    `difference(there, here)` returns the bounds for two hosts, or None if nothing relates them. Hosts without
+    a path to the first host are left out.
     """
     first, *others = hosts
     placed = {first: Clock(0.0, 0.0, "the clock of the first host")}
@@ -105,7 +107,7 @@ def _through(known: Clock, difference: ClockDifference) -> Clock:
 
 
 def _difference(there: Mapping[Key, Span], here: Mapping[Key, Span]) -> ClockDifference | None:
-    """By the operations that two hosts have in common; None without any."""
+    """Return the bounds given by the operations that two hosts have in common; None without any."""
     common = there.keys() & here.keys()
     if not common:
         return None
@@ -115,5 +117,5 @@ def _difference(there: Mapping[Key, Span], here: Mapping[Key, Span]) -> ClockDif
 
 
 def unplaced(clocks: Mapping[str, Clock]) -> Sequence[str]:
-    """The hosts whose clocks nothing bounds."""
+    """Return the hosts whose clock errors have no bound."""
     return [host for host, clock in clocks.items() if clock.error_us is None]

@@ -1,8 +1,9 @@
-"""Arrivals of ranks at operations of groups across hosts, whose boards do not show them.
+"""Arrivals of ranks in groups that span hosts, whose boards do not show arrivals.
 
-Each rank publishes its own in the job's store when its recording ends. `log.stragglers()` reads those of the
-others, and brings them to the clock of its own host: by heartbeats, which say when they were sent, and by the
-operations that all ranks complete together. Neither is sent for it.
+Each rank publishes its own arrivals in the job's store when its recording ends. `log.stragglers()` reads the
+arrivals of the other ranks and converts them to the clock of its own host. Two sources bound the clocks:
+heartbeats, which carry their time of sending, and operations that all ranks complete together. Both exist
+anyway: nothing is sent for this purpose.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ if TYPE_CHECKING:
 
 Floats = npt.NDArray[np.float64]
 PATIENCE: Final = 5.0
-"""Seconds that ranks are waited for whose recordings have not ended."""
+"""Seconds to wait for ranks whose recordings have not ended."""
 _LOOK_EVERY: Final = 0.01
-_TOGETHER: Final = 512  # operations, by which clocks are compared once: clocks drift
+_TOGETHER: Final = 512  # operations per comparison of clocks; more would let the clocks drift
 
 
 class Compared(NamedTuple):
-    """Operations of one group: their numbers and keys, and of each a row with the times of all ranks.
+    """Operations of one group: their numbers and keys, and a row with the times of all ranks per operation.
 
-    Times are those of each rank's own clock; `shifts` has what is to be added for that of this rank. `error`:
-    the most by which two of these clocks may then differ. All in seconds.
+    Times are on each rank's own clock; adding `shifts` converts them to the clock of this rank. After that,
+    two clocks differ by at most `error`. All are in seconds.
     """
 
     numbers: list[int]
@@ -48,18 +49,18 @@ class Compared(NamedTuple):
 
 @dataclass
 class _GroupOnHosts:
-    """A group across hosts. `own`: operations that have not been compared, see `AcrossHosts.add`."""
+    """A group across hosts. `own`: operations that have not been compared yet, see `AcrossHosts.add`."""
 
     state: GroupState
     own: dict[int, tuple[int, bool, tuple[float, float, float]]] = field(default_factory=dict)
-    silent: set[int] = field(default_factory=set)  # ranks of the group that were waited for in vain
+    silent: set[int] = field(default_factory=set)  # ranks of the group that did not publish in time
 
 
 class AcrossHosts:
-    """The operations that a log has of groups across hosts.
+    """The operations that a log has recorded in groups across hosts.
 
     Attributes:
-        missing: ranks of the job whose arrivals at some of the operations are not known.
+        missing: ranks of the job whose arrivals at some of the operations are unknown.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -68,7 +69,7 @@ class AcrossHosts:
         self.missing: set[int] = set()
 
     def note(self, state: GroupState, number: int, times: tuple[float, float, float]) -> None:
-        """Note an operation of this rank: when it was issued, the idle time until then, and its end."""
+        """Note an operation of this rank: its time of issue, the idle time until then, and its end."""
         if id(state) not in self._groups:
             self._groups[id(state)] = _GroupOnHosts(state)
         state.board.note(number, *times)
@@ -76,11 +77,11 @@ class AcrossHosts:
     def add(
         self, state: GroupState, number: int, key: int, together: bool, times: tuple[float, float, float]
     ) -> None:
-        """Add one that was noted, for `compared`. `together`: its kind is in `clocks.TOGETHER`, with data."""
+        """Add a noted operation for `compared`. `together`: a kind of `clocks.TOGETHER`, with data."""
         self._groups[id(state)].own[number] = key, together, times
 
     def publish(self) -> None:
-        """Publish what has been noted, for other ranks."""
+        """Publish the noted operations for other ranks."""
         clocks = self._engine.peers.clocks() if self._groups else {}
         for each in self._groups.values():
             if not _has_ended(each.state):
@@ -88,14 +89,14 @@ class AcrossHosts:
 
     @property
     def left(self) -> int:
-        """The number of operations that have not been compared."""
+        """Return the number of operations that have not been compared."""
         return sum(len(each.own) for each in self._groups.values())
 
     def compared(self) -> Iterator[tuple[Group, Compared]]:
-        """Operations of which all ranks have published their arrivals by now, each of them once.
+        """Yield the operations whose arrivals all ranks have published by now, each operation once.
 
-        Waits for ranks whose recordings are about to end, `PATIENCE` seconds at most in all. Of groups that
-        are closed, nothing more is compared, also if they are closed meanwhile by another thread.
+        Waits for ranks whose recordings are about to end, at most `PATIENCE` seconds in total. Closed groups
+        are skipped, also groups that another thread closes meanwhile.
         """
         deadline = time.monotonic() + PATIENCE
         self.missing = set()
@@ -104,7 +105,7 @@ class AcrossHosts:
                 try:
                     for found in self._of_group(each, deadline):
                         yield each.state.group, found
-                except ValueError:  # of memory that another thread has closed with the group
+                except ValueError:  # another thread has closed the group and its memory
                     if not _has_ended(each.state):
                         raise
 
@@ -138,10 +139,10 @@ class AcrossHosts:
             yield found
 
     def _awaited(self, of: _GroupOnHosts, rank: int, last: int, deadline: float) -> Published | None:
-        """What a rank has published, if its recording has come as far as `last`, or does so in time.
+        """Return what a rank has published once it covers operation `last`; None if it does not in time.
 
-        Without a wait for one that publishes nothing more: it has left, has failed or is lost, or this rank
-        leaves the group meanwhile, in another thread.
+        Does not wait for a rank that will publish nothing more: one that has left, failed or is lost. Stops
+        waiting if another thread of this rank leaves the group.
         """
         board = of.state.board
         while not (_has_ended(of.state) or self._engine.peers.store_is_lost()):
@@ -149,11 +150,11 @@ class AcrossHosts:
             if (found is not None and found.issued >= last) or rank in of.silent:
                 return found
             if self._has_gone(of, rank):
-                return board.published(rank)  # what it has published last
+                return board.published(rank)  # its final publication
             if time.monotonic() > deadline:
                 of.silent.add(rank)
                 return found
-            self._engine.progress_once()  # of what it may wait for
+            self._engine.progress_once()  # the rank may be waiting for this one
             time.sleep(_LOOK_EVERY)
         return None
 
@@ -173,7 +174,7 @@ class AcrossHosts:
         noted: Sequence[Noted],
         clocks: Mapping[str, Mapping[int, float]],
     ) -> Compared | None:
-        """These operations with the shifts of clocks; None where nothing compares some of them."""
+        """Return these operations with the shifts of clocks; None if some clocks cannot be compared."""
         times = np.array([[each[number] for each in noted] for number in numbers])
         issued, idle, done = times[:, :, 0], times[:, :, 1], times[:, :, 2]
         together = np.array([of.own[number][1] for number in numbers])
@@ -187,7 +188,8 @@ class AcrossHosts:
         first = {where: done[together][:, at].min(axis=1) for where, at in columns.items()}
 
         def difference(there: str, here: str) -> ClockDifference | None:
-            # None completes before all have been issued, and no datagram arrives before it was sent.
+            # No operation completes before all ranks have issued it, and no datagram arrives before it was
+            # sent.
             least = [-clocks[here].get(lowest[there], np.inf), *(last[there] - first[here])]
             most = [clocks[there].get(lowest[here], np.inf), *(first[there] - last[here])]
             bounds = float(np.max(least)), float(np.min(most))
@@ -195,6 +197,7 @@ class AcrossHosts:
                 return None
             return ClockDifference(bounds[0] * 1e6, bounds[1] * 1e6, "heartbeats and operations")
 
+        # This rank's clock comes first: `place` relates all others to it.
         order = [own, *(where for where in columns if where != own)]
         placed = place(order, difference)
         if len(placed) < len(columns):
@@ -211,5 +214,5 @@ class AcrossHosts:
 
 
 def _has_ended(state: GroupState) -> bool:
-    """Whether a group's store is not to be used any more."""
+    """Return whether a group's store must no longer be used."""
     return state.closed or state.failure is not None or bool(state.revoked)

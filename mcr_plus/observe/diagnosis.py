@@ -1,8 +1,4 @@
-"""What is wrong with a job, by the dumps of its ranks: who is missing, who differs, who is slow, and where.
-
-Each check looks at one kind of fault and knows nothing of the others; `diagnose` runs them in the order in
-which one fault explains others.
-"""
+"""Faults of a job, found in the dumps of its ranks: ranks that are missing, slow, or differ from others."""
 
 from __future__ import annotations
 
@@ -32,23 +28,23 @@ _DIFFERING: Final[tuple[tuple[str, Callable[[DumpedOperation], object]], ...]] =
     ("tag", lambda each: each.tag),
     ("options", lambda each: each.text),
 )
-"""What ranks must agree on, by the names of faults."""
-_SWAPPED_WITHIN: Final = 16  # operations between two of which ranks have swapped the order
-_LONG: Final = 1.0  # seconds after which an operation that has not ended is a fault
+"""Properties on which ranks must agree, by the names of faults."""
+_SWAPPED_WITHIN: Final = 16  # operations; two swapped ones are at most this far apart
+_LONG: Final = 1.0  # seconds after which an incomplete operation is a fault
 BEHIND: Final = "behind"
-"""Ranks that others wait for, for a moment: no fault yet."""
+"""Fault name of ranks that others have waited for only briefly: no fault yet."""
 
 
 @dataclass
 class WaitingPlace:
-    """Where a rank is: the line of the program, and for how many seconds it has waited there, if it has."""
+    """The place of a rank: a line of the program, and the seconds it has waited there, if it waits."""
 
     rank: int
     frame: Frame | None
     seconds: float | None = None
 
     def plain(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the place as plain data for JSON."""
         return asdict(self) | {"frame": None if self.frame is None else self.frame._asdict()}
 
 
@@ -58,10 +54,10 @@ class DiagnosedFault:
 
     Attributes:
         fault: one of FAULTS.
-        ranks: those that cause it, as ranks of the job. Where ranks differ, the fewer; of as many, those
-            that differ from the lowest rank. Empty if none is to blame.
-        operation: of the group, with its number (0 for sends and receives).
-        at: where these ranks are. waiting: who waits because of it, and where.
+        ranks: the ranks of the job that cause the fault; empty if none is to blame. Where ranks differ, the
+            minority; in a tie, the ranks that differ from the lowest rank.
+        operation: an operation of the group, with its number (0 for sends and receives).
+        at: the places of these ranks. waiting: the ranks that wait because of the fault, with their places.
     """
 
     fault: str
@@ -74,7 +70,7 @@ class DiagnosedFault:
     waiting: list[WaitingPlace] = field(default_factory=list)
 
     def plain(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the fault as plain data for JSON."""
         places = {
             "at": [each.plain() for each in self.at],
             "waiting": [each.plain() for each in self.waiting],
@@ -95,11 +91,11 @@ FAULTS: Final = (
     "late",
     BEHIND,
 )
-"""Causes before what may follow from them."""
+"""Names of faults, causes before possible consequences."""
 
 
 def diagnose(folder: Folder) -> list[DiagnosedFault]:
-    """The faults that the dumps of a folder show, causes before what follows from them; empty for none."""
+    """Return the faults that the dumps of a folder show, causes before consequences."""
     return _Diagnosis(folder).findings()
 
 
@@ -115,7 +111,7 @@ class _Diagnosis:
             if status in AWAY
         }
         self.late = [late for name in self.groups for late in late_ranks(self.dumps, name, statuses)]
-        # One that has failed itself has ended because of that.
+        # A rank that failed an operation ended because of that failure: it is not the cause.
         self.away = {
             rank: status
             for rank, status in statuses.items()
@@ -146,7 +142,7 @@ class _Diagnosis:
     # -- ranks that are away ----------------------------------------------------------------------
 
     def _lost(self) -> Iterator[DiagnosedFault]:
-        """Ranks that are away while others need them."""
+        """Yield faults for ranks that are away while others need them."""
         for rank, status in sorted(self.away.items()):
             waiting = [
                 (other, name, each)
@@ -155,11 +151,11 @@ class _Diagnosis:
             ]
             named = [dump for dump in self.dumps.values() if rank in ((dump.error or {}).get("ranks") or ())]
             if not waiting and not named:
-                continue  # nobody needs it: it has ended
+                continue  # no rank needs it: it has ended normally
             name, each = (waiting[0][1], waiting[0][2]) if waiting else ("world", None)
             last = self._issued(rank, name)
             if status == "stopped" and (seen := self._seen(rank, name, status)) is not None:
-                last = seen  # by its own dump, it may have gone on since
+                last = seen  # its own dump may be older than what others saw
             text = f"rank {rank} {AWAY[status]}"
             if each is not None and each.number:
                 behind = "has not issued" if last is not None and last < each.number else "has issued"
@@ -178,7 +174,7 @@ class _Diagnosis:
     # -- operations that differ -------------------------------------------------------------------
 
     def _differing(self, name: str) -> Iterator[DiagnosedFault]:
-        """The first operation of a group in which ranks differ."""
+        """Return the first operation of a group in which ranks differ."""
         of_ranks = {
             rank: dump.groups[name].operations
             for rank, dump in self.dumps.items()
@@ -221,7 +217,7 @@ class _Diagnosis:
     # -- operations that some ranks have not issued -----------------------------------------------
 
     def _missing(self) -> list[DiagnosedFault]:
-        """Ranks that have not issued what others wait for."""
+        """Return faults for ranks that have not issued operations that others wait for."""
         first: dict[str, int] = {}
         waits: dict[tuple[str, int], list[tuple[int, DumpedOperation]]] = defaultdict(list)
         for rank, name, each in self._held_up():
@@ -264,7 +260,7 @@ class _Diagnosis:
     def _elsewhere(
         self, absent: int, name: str, holding: Sequence[int]
     ) -> tuple[str, DumpedOperation] | None:
-        """The operation of another group in which an absent rank waits for one of those that wait for it."""
+        """Return the operation in another group in which rank `absent` waits for one of `holding`."""
         for rank, there, each in self._held_up():
             if rank == absent and there != name and each.number:
                 ranks = self.dumps[rank].groups[there].ranks
@@ -277,7 +273,7 @@ class _Diagnosis:
     # -- the rest ---------------------------------------------------------------------------------
 
     def _stuck(self) -> Iterator[DiagnosedFault]:
-        """Operations that all ranks have issued, and that do not end."""
+        """Yield operations that all ranks have issued but that do not end."""
         for name in self.groups:
             holding = [
                 (rank, each)
@@ -299,7 +295,7 @@ class _Diagnosis:
                 yield DiagnosedFault("error", (rank,), "", 0, "", text, self._at((rank,)))
 
     def _lateness(self, late: LateRank) -> DiagnosedFault:
-        """A rank that others have waited for, although all is complete now."""
+        """Return the fault of a rank that was late, although everything is complete now."""
         each, group = late.operation, late.group
         if late.is_slow:
             text = (
@@ -323,7 +319,7 @@ class _Diagnosis:
         return dump is not None and dump.written_by == rank and dump.error is not None
 
     def _held_up(self) -> Iterator[tuple[int, str, DumpedOperation]]:
-        """All operations that hold a rank up."""
+        """Yield all operations that block a rank."""
         for rank, dump in self.dumps.items():
             if dump.written_by == rank:
                 for name, group in dump.groups.items():
@@ -332,14 +328,14 @@ class _Diagnosis:
                             yield rank, name, each
 
     def _issued(self, rank: int, name: str) -> int | None:
-        """How many collectives a rank has issued in a group; None if no dump shows it."""
+        """Return the number of collectives that a rank has issued in a group; None if no dump shows it."""
         dump = self.dumps.get(rank)
         if dump is not None:
             return dump.groups[name].issued if name in dump.groups else None
         return self._seen(rank, name)
 
     def _seen(self, rank: int, name: str, status: str | None = None) -> int | None:
-        """The same by the dumps of other ranks; with `status`, of those for which it had that one."""
+        """Return the same number from the dumps of other ranks; with `status`, if they saw that status."""
         seen = [
             group.peers[group.ranks.index(rank)]
             for other in self.dumps.values()
@@ -362,7 +358,7 @@ class _Diagnosis:
 
 
 def _causes(missing: list[DiagnosedFault], others: list[DiagnosedFault]) -> list[DiagnosedFault]:
-    """Those of `missing` that follow from no other fault: a rank that waits itself may hold up more ranks."""
+    """Return the faults of `missing` that are causes: a rank that waits itself may block further ranks."""
     held_up = {place.rank for finding in (*missing, *others) for place in finding.waiting}
     causes = [
         finding for finding in missing if finding.fault == "group" or not held_up.issuperset(finding.ranks)
@@ -371,7 +367,7 @@ def _causes(missing: list[DiagnosedFault], others: list[DiagnosedFault]) -> list
 
 
 def _swapped(number: int, one: dict[int, DumpedOperation], other: dict[int, DumpedOperation]) -> bool:
-    """Whether two ranks have issued the same two operations, each its own first."""
+    """Return whether two ranks have issued the same two operations in opposite order."""
     later = range(number + 1, number + _SWAPPED_WITHIN)
     mine, theirs = one[number].text, other[number].text
     return any(each in other and other[each].text == mine for each in later) and any(

@@ -9,19 +9,19 @@ from mcr_plus.observe.hook import current_recorder
 
 
 def dump(path: str | os.PathLike[str]) -> str:
-    """Write this rank's last operations in the format of torch's Flight Recorder; returns the file's path.
+    """Write this rank's last operations in the format of torch's Flight Recorder; return the file's path.
 
-    Not collective, and allowed in any thread at any time, also while an operation hangs. Each rank that
-    calls it writes a file of its own: `<path><rank>`, a pickle for `torchfrtrace` and tools of its kind, and
-    the same as JSON beside it, for `mcr-plus diagnose`. A path that ends with `/`, or names a folder, is
-    completed by `rank_`; folders that are missing are made. Files that exist are replaced, at once.
+    Not collective; may be called in any thread at any time, also while an operation hangs. Each rank that
+    calls it writes its own files: `<path><rank>`, a pickle for `torchfrtrace` and similar tools, and
+    a JSON file with the same content for `mcr-plus diagnose`. A path that ends with `/` or names a folder is
+    completed by `rank_`. Missing folders are created, existing files are replaced atomically.
 
-    A dump has the last 2,000 collectives of each group that is open (`observe: {ring: N}`), the sends and
-    receives in flight, and the Python frames of operations that are waited for, have been waited for for
-    more than a second, or have failed; also where each thread of the program is.
+    A dump has the last 2,000 collectives of each open group (`observe: {ring: N}`), the sends and receives
+    in flight, the Python frames of operations that failed, that the program waits for now or waited for
+    longer than a second, and the current frames of each thread of the program.
 
-    With `observe: {dump: FOLDER}` or the variable MCR_DUMP, dumps are also written to that folder when an
-    operation fails, on SIGUSR2 to any rank, and by `mcr-plus top --dump`, by all ranks of all hosts.
+    With `observe: {dump: FOLDER}` or the variable MCR_DUMP, all ranks of all hosts also write dumps to that
+    folder when an operation fails, on SIGUSR2 to any rank, and for `mcr-plus top --dump`.
 
     Raises:
         NotInitialized: there is no job.

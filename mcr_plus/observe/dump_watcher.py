@@ -1,8 +1,8 @@
-"""The thread that writes dumps, and what it writes them for: SIGUSR2, requests of other ranks, failures.
+"""The thread that writes dumps on SIGUSR2, on requests of other ranks, and on failures.
 
-A thread of its own, because the program's may be in a call that does not return: Python's own signal handlers
-run in the main thread, between two of its instructions. So SIGUSR2 is handled in C, by faulthandler, which
-writes to a pipe on which this thread sleeps. It needs no core and no lock while nothing happens.
+A separate thread is needed because the program's thread may be in a call that does not return: Python runs
+its signal handlers in the main thread, between two instructions. So faulthandler handles SIGUSR2 in C: it
+writes to a pipe on which this thread sleeps. An idle watcher needs neither a core nor a lock.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from mcr_plus.hosts.dump_request import address_of, opened, received
 
 _SIGNAL: Final = signal.SIGUSR2
 _BEGINNING: Final = b"Stack (most recent call first)"
-"""Of what faulthandler writes for a signal, in several pieces, which may be read one by one."""
+"""First bytes of faulthandler's report of a signal. The report arrives in several pieces."""
 _PATIENCE: Final = 5.0  # seconds that a failing operation waits for its dump: a file system may hang
 
 
 class DumpWatcher:
-    """Runs jobs in its thread: `on_signal()` for SIGUSR2, `on_request(text)` for another rank, and others."""
+    """A thread that runs jobs: `on_signal()` on SIGUSR2, `on_request(text)` for another rank, and more."""
 
     def __init__(self, on_signal: Callable[[], None], on_request: Callable[[str], None]) -> None:
         self._on_signal, self._on_request = on_signal, on_request
@@ -47,8 +47,8 @@ class DumpWatcher:
         self._thread.start()
 
     def do(self, job: Callable[[], None]) -> bool:
-        """Run `job` in the thread; returns once it has, or after some seconds. Whether it has."""
-        if self._pid != os.getpid() or not self._thread.is_alive():  # a forked child has no such thread
+        """Run `job` in the thread and wait for it, some seconds at most; return whether it has run."""
+        if self._pid != os.getpid() or not self._thread.is_alive():  # a forked child lacks the thread
             job()
             return True
         if threading.current_thread() is self._thread:
@@ -60,11 +60,11 @@ class DumpWatcher:
         return done.wait(_PATIENCE)
 
     def stop(self) -> None:
-        """End the thread; SIGUSR2 has its default effect again."""
+        """End the thread; restore the default effect of SIGUSR2."""
         if self._pid != os.getpid():
             return
         if self._pipe is not None and signal.getsignal(_SIGNAL) is self._before:
-            faulthandler.unregister(_SIGNAL)  # unless the program has a handler of its own by now
+            faulthandler.unregister(_SIGNAL)  # the program may have installed its own handler by now
         self._stopping = True
         os.eventfd_write(self._wake, 1)
         self._thread.join(_PATIENCE)
@@ -72,11 +72,11 @@ class DumpWatcher:
             self._close()
 
     def abandon(self) -> None:
-        """In a forked child, where there is no such thread: let go of what belongs to the parent."""
+        """Drop the parent's resources in a forked child, which lacks the thread."""
         if self._is_closed:
             return
         if self._pipe is not None and signal.getsignal(_SIGNAL) is self._before:
-            faulthandler.unregister(_SIGNAL)  # unless the program has a handler of its own by now
+            faulthandler.unregister(_SIGNAL)  # the program may have installed its own handler by now
         self._close()
 
     def _close(self) -> None:

@@ -1,4 +1,4 @@
-"""Reading the dumps of a job's ranks: the JSON files only, since pickles of others must not be loaded."""
+"""Reading the dumps of a job's ranks. Only JSON files are read: pickles of other users must not be loaded."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _MOST_BYTES: Final = 1 << 30
 class DumpedOperation:
     """An operation in a dump. `number` is 0 for sends and receives; `peer` is a group rank.
 
-    `issued`: in `time.time_ns()` of the rank's host. `waited`: seconds. `waits`: whether its rank waited for
-    it when the dump was written.
+    `issued` is in `time.time_ns()` of the rank's host, `waited` in seconds. `waits`: the rank waited for the
+    operation when the dump was written.
     """
 
     number: int
@@ -45,18 +45,18 @@ class DumpedOperation:
 
     @property
     def done(self) -> bool:
-        """Whether it is complete."""
+        """Whether the operation is complete."""
         return self.state == "completed"
 
     @property
     def holds_up(self) -> bool:
-        """Whether its rank cannot go on because of it: it waits for it, or has given up."""
+        """Whether the operation blocks its rank, which waits for it or has given up."""
         return not self.done and (self.waits or bool(self.error))
 
 
 @dataclass
 class DumpedGroup:
-    """A group in a dump. `ranks`: of its members in the job. `peers`: collectives issued, by group rank."""
+    """A group in a dump. `ranks`: the members' ranks in the job. `peers`: collectives by group rank."""
 
     name: str
     ranks: tuple[int, ...]
@@ -69,7 +69,7 @@ class DumpedGroup:
 
 @dataclass
 class Dump:
-    """What one rank has dumped, or another one for it (`written_by`)."""
+    """The dump of one rank, written by itself or on its behalf by another rank (`written_by`)."""
 
     path: Path
     job: str
@@ -86,13 +86,13 @@ class Dump:
 
     @property
     def place(self) -> Frame | None:
-        """Where the main thread of the program was."""
+        """The place of the program's main thread."""
         return call_site(self.threads[0][1]) if self.threads else None
 
 
 @dataclass
 class Folder:
-    """The dumps of a folder, and what is wrong with other files there."""
+    """The dumps of a folder, and the problems with other files there."""
 
     path: Path
     dumps: dict[int, Dump]
@@ -112,8 +112,8 @@ class Folder:
 def read_folder(path: Path) -> Folder:
     """Read the dumps in a folder.
 
-    A file that is cut off, of another version or of another job is left out and listed in `problems`.
-    Raises `InvalidArgument` if there is no folder or no dump, or if a rank is in two files.
+    Files that are truncated, of another version or of another job are skipped and listed in `problems`.
+    Raises `InvalidArgument` if the folder or any dump is missing, or if a rank has two files.
     """
     if not path.is_dir():
         raise InvalidArgument(f"{str(path)!r}: no such folder; expected one with dumps of `mcr.dump`")
@@ -127,7 +127,7 @@ def read_folder(path: Path) -> Folder:
             continue
         if (other := dumps.get(dump.rank)) is not None:
             raise InvalidArgument(
-                f"{file}: a dump of rank {dump.rank}, as {other.path.name} is; expected one of each rank"
+                f"{file}: a second dump of rank {dump.rank}, beside {other.path.name}; expected one per rank"
             )
         dumps[dump.rank] = dump
     dumps = _of_one_job(dumps, problems)
@@ -138,7 +138,7 @@ def read_folder(path: Path) -> Folder:
 
 
 def _of_one_job(dumps: dict[int, Dump], problems: list[str]) -> dict[int, Dump]:
-    """The dumps of the job that was dumped last."""
+    """Return the dumps of the most recently dumped job."""
     if not dumps:
         return dumps
     last = max(dumps.values(), key=lambda dump: dump.time)
@@ -148,7 +148,7 @@ def _of_one_job(dumps: dict[int, Dump], problems: list[str]) -> dict[int, Dump]:
 
 
 def read_dump(path: Path) -> Dump:
-    """Read one JSON file; raises `InvalidArgument` unless it is a complete dump of this version."""
+    """Read one JSON file; raise `InvalidArgument` unless it is a complete dump of this version."""
     try:
         data = json.loads(read_bytes(path, str(path), most=_MOST_BYTES))
     except ConfigError as error:
@@ -206,7 +206,7 @@ def _dump(path: Path, data: dict[str, Any], own: dict[str, Any]) -> Dump:
 
 
 def _check(rank: int, size: int, groups: Mapping[str, DumpedGroup]) -> None:
-    """Raise `ValueError` for ranks that are not there."""
+    """Raise `ValueError` for ranks outside the job or group."""
     if not 0 <= rank < size:
         raise ValueError(f"rank {rank} of {size}")
     for group in groups.values():
@@ -246,7 +246,7 @@ def _operation(number: int, own: dict[str, Any], frames: Sequence[dict[str, Any]
 
 
 def _integer(value: Any) -> int:
-    """Convert a number or a text; raises what `int` does, and `OverflowError` beyond 64 bits."""
+    """Convert a number or a text; raise what `int` raises, and `OverflowError` beyond 64 bits."""
     number = int(value)
     if abs(number) > MAX_INTEGER:
         raise OverflowError(f"a number of {number.bit_length()} bits")

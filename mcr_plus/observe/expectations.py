@@ -1,4 +1,4 @@
-"""What the tables of a job expect of the operations that it has recorded."""
+"""Times that the job's tuning tables predict for its recorded operations."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from mcr_plus.observe.explain import explained
 from mcr_plus.observe.record import Record, size_class
 
 _MOST: Final = 24  # rows: explaining one takes some milliseconds
-_ITEMSIZE: Final = 16  # a whole number of any dtype
+_ITEMSIZE: Final = 16  # bytes; a multiple of every dtype's size
 
 
 def expectations(records: Sequence[Record], config: Config, nodes: int) -> list[dict[str, Any]]:
-    """Rows for the operations that took longest together, one per kind, size class, tag, library and ranks.
+    """Return rows for the operations that took longest in total, by kind, size class, tag, library and ranks.
 
     A row has `kind`, `size_class`, `tag`, `backend`, `ranks`, `is_async`, `bytes` (the median), `count`, and
-    two mappings: `job`, by the configuration of the job, and `usual`, by one that names no library and no
-    table. Each has `expected_us` of the library that is chosen, and `alternatives` (choice → microseconds;
-    only what may be compared), and is empty if the operation cannot be explained. Operations of codecs have
-    no row: tables are of plain ones.
+    two mappings: `job`, by the job's configuration, and `usual`, by a configuration that names no library
+    and no table. Each mapping has `expected_us` of the chosen library and `alternatives` (choice →
+    microseconds; only comparable figures), and is empty if the operation cannot be explained. Operations with
+    codecs have no row: tables hold uncompressed operations.
     """
     groups: dict[tuple[Any, ...], list[Record]] = {}
     for record in records:
@@ -57,7 +57,7 @@ def expectations(records: Sequence[Record], config: Config, nodes: int) -> list[
 
 
 def _explained(kind: str, nbytes: int, **options: Any) -> dict[str, Any]:
-    try:  # vector collectives have no size in tables: that of the plain kind is close
+    try:  # tables list no sizes of vector collectives: use the plain kind, which is close
         document = explained(plain_kind(kind), nbytes, **options).document
     except McrError:  # such as a library that has failed since
         return {}

@@ -49,25 +49,25 @@ def explain(
     Returns a mapping with `kind`, `bytes`, `dtype`, `ranks`, `nodes`, `async_op`, `tag`, `param`,
     `steps` (one per decision: `stage`, `operation`, `decision`, `rule`), `backends` (those that run parts of
     the operation), and, for the first choice of a library, `table_rule` (`file:line`), `expected_us` (None
-    where nothing was measured) and `alternatives` (per choice: `support`, `how`, `expected_us`,
-    `extrapolated`, `figure`, `bound_us`, `why` it was chosen or not). Steps in which a library is chosen have
-    the last three too, and if the table was measured on another machine `measured_elsewhere` (the
-    differences) and `strict`. The step of `fuse` has `fused` where it fuses. That of a codec has `codec` and
-    `never_slower` (whether it is set), and where the table knows both times `payload_us` (of what the codec
-    sends, without encoding and decoding), `without_codec_us`, and `comparison` (the sentence that `mcr-plus
-    explain` prints about them). A stage that does not apply has no step. Expected times of asynchronous
-    operations are exposed times: what remains beside a computation of the operation's own length.
+    if nothing was measured) and `alternatives` (per choice: `support`, `how`, `expected_us`, `extrapolated`,
+    `figure`, `bound_us`, and `why` it was chosen or not). Steps that choose a library have these three fields
+    too; if the table was measured on another machine, they also have `measured_elsewhere` (the differences)
+    and `strict`. A `fuse` step has `fused` if it fuses. A codec step has `codec`, `never_slower` (the
+    option's value), and, if the table knows both times, `payload_us` (transfer of the encoded payload,
+    without encoding and decoding), `without_codec_us`, and `comparison` (the sentence that `mcr-plus explain`
+    prints). A stage that does not apply has no step. Expected times of asynchronous operations are exposed
+    times, next to a computation as long as the operation itself.
 
     `figure` is the quality of an expected time: "measured", "extrapolated", "at_most" below the smallest
-    size measured, "at_least" beyond the largest if no slope is known, "unknown" if that bound is of other
-    numbers of ranks or nodes. `bound_us` is the time measured for a bound, else None.
+    size measured, "at_least" beyond the largest if no slope is known, "unknown" if the bound was measured
+    with other numbers of ranks or nodes. `bound_us` is the time measured for a bound, else None.
 
-    `config` is as for `mcr.init`: a file, a mapping, or None for that of MCR_CONFIG, or else the default.
-    That of a running job counts only where it is given here. `nbytes` may be a text such as `1MiB`, `dtype`
-    one of torch or NumPy. `shape` is the shape of the tensor, for codecs that need matrices.
-    With `param`, the name of a parameter, the operation is the all_reduce of its gradient in a bucket of its
-    own, as `mcr.wrap` sends it, and the first step, `stage` "gradients", holds the configuration's decision
-    for that gradient.
+    `config` is as for `mcr.init`: a file, a mapping, or None for the file of MCR_CONFIG or the default. The
+    configuration of a running job is used only if it is passed here. `nbytes` may be a text such as `1MiB`,
+    `dtype` a dtype of torch or NumPy. `shape` is the shape of the tensor, for codecs that need matrices.
+    With `param`, the name of a parameter, the operation is the all_reduce of its gradient in a separate
+    bucket, as `mcr.wrap` sends it; the first step, `stage` "gradients", then holds the configuration's
+    decision for that gradient.
 
     Ranks are spread evenly over `nodes` hosts. Needs no job, and sends nothing.
 
@@ -90,7 +90,7 @@ def explain(
 
 @dataclass(frozen=True)
 class Explanation:
-    """The document that `explain` returns, and a readable form of the operation of each of its steps."""
+    """The document that `explain` returns, and the operation of each step in readable form."""
 
     document: dict[str, Any]
     operations: Sequence[ExplainedOperation]
@@ -104,7 +104,7 @@ class ExplainedOperation:
     async_op: bool
 
 
-@kept()  # a job may be running, with algorithm files of its own
+@kept()  # a running job may have registered its own algorithm files
 def explained(
     kind: str,
     nbytes: int | str,
@@ -119,7 +119,7 @@ def explained(
     param: str | None = None,
     shape: Sequence[int] | None = None,
 ) -> Explanation:
-    """As `explain`, with a readable form of the operations; `config` may have been read already."""
+    """Return what `explain` returns, with operations in readable form; `config` may be parsed already."""
     checked = config if isinstance(config, Config) else load(config)
     use_algorithms(checked)
     try:
@@ -165,7 +165,7 @@ def explained(
 
 
 def _words(signature: Signature) -> str:
-    """A readable form of the operation, without the fields that other lines of the explanation show."""
+    """Return the operation in readable form, without the fields that other lines of the explanation show."""
     plain = signature.replace(
         tag=None, key=None, encoding=None, backend=None, algorithm=None, compress=None, async_op=False,
         call=None,
@@ -191,10 +191,10 @@ def _step(note: Note) -> dict[str, Any]:
 def _compared(
     pipeline: Pipeline, signature: Signature, notes: Sequence[Note], steps: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Add to the step of a codec what the libraries take with it and without it, where both are known."""
+    """Add to the step of a codec the libraries' times with and without it, if both are known."""
     at = next((at for at, step in enumerate(steps) if "codec" in step), None)
     if at is None or any(note.signature.group != signature.group for note in notes):
-        return steps  # between nodes, the codec has a part of the operation
+        return steps  # between nodes, the codec handles only a part of the operation
     payloads = [
         pipeline.expected_us(note.signature.replace(async_op=signature.async_op, compress=False))
         for note in notes[at:]
@@ -225,7 +225,7 @@ def _compared(
 
 
 def _shaped(signature: Signature, shape: Sequence[int]) -> Signature:
-    """The operation on a tensor of this shape."""
+    """Return the operation on a tensor of this shape."""
     if signature.kind in VECTOR:
         raise InvalidArgument(f"shape: sizes of {signature.kind} differ between ranks; expected none")
     numbers = whole_numbers(shape)
@@ -238,7 +238,7 @@ def _shaped(signature: Signature, shape: Sequence[int]) -> Signature:
 def _gradient(
     config: Config, signature: Signature, param: str, tag: str | None
 ) -> tuple[Signature, list[dict[str, Any]]]:
-    """The signature of the all_reduce of a gradient, and the step with the configuration's decision."""
+    """Return the signature of a gradient's all_reduce, and the step with the configuration's decision."""
     if signature.kind != "all_reduce" or tag is not None:
         raise InvalidArgument("param: gradients are all_reduces with a tag of their own")
     nbytes, dtype = signature.nbytes or 0, dtype_name(signature.dtype)
@@ -258,13 +258,13 @@ def _gradient(
 
 
 def _libraries() -> dict[str, str]:
-    """The MPI that a job started here would use, by its launcher: MPI itself can be loaded only in a job."""
+    """Return the MPI that a job started here would use, by its launcher: only jobs can load MPI."""
     launcher = mpi_flavour()
     return {} if launcher is None else {"mpi": launcher.library}
 
 
 def _named(dtype: str | torch.dtype | np.dtype[Any]) -> str:
-    """The name of a dtype, which may be given as torch's or NumPy's own."""
+    """Return the name of a dtype of torch or NumPy."""
     if isinstance(dtype, torch.dtype):
         return dtype_name(dtype)
     return dtype.name if isinstance(dtype, np.dtype) else dtype

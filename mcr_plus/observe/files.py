@@ -1,4 +1,4 @@
-"""The files of dumps: where they are, and how they are written."""
+"""Paths and writing of dump files."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     from mcr_plus.config.schema import Config
 
 PREFIX: Final = "rank_"
-"""Of the names of files where only a folder is given."""
+"""File name prefix if the path is only a folder."""
 
 
 class DumpFiles(NamedTuple):
-    """The files of one rank: `record` for torch's tools, `text` the same as JSON."""
+    """The dump files of one rank: `record` for torch's tools, and `text`, the same content as JSON."""
 
     record: Path
     text: Path
 
 
 def files_of(path: str | os.PathLike[str], rank: int) -> DumpFiles:
-    """The files of a rank for `mcr.dump(path)`: `<path><rank>`, and a JSON file beside it.
+    """Return the files of a rank for `mcr.dump(path)`: `<path><rank>`, and a JSON file next to it.
 
     The name of the JSON file must not contain the prefix: torch's tools read every file of a folder whose
-    name does. `dumps/rank_` gives `dumps/rank_0` and `dumps/rank.0.json`; a folder gives the same.
+    name contains it. `dumps/rank_` gives `dumps/rank_0` and `dumps/rank.0.json`; a folder gives the same.
     """
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(text, str) or "\0" in text:
@@ -46,14 +46,14 @@ def files_of(path: str | os.PathLike[str], rank: int) -> DumpFiles:
 
 
 def default_folder() -> str:
-    """The folder for dumps where none is named: in the system's for temporary files, for its owner only."""
+    """Return the default folder for dumps: private to its owner, in the system's temporary folder."""
     return os.path.join(tempfile.gettempdir(), f"mcr_plus-dumps-{os.getuid()}")
 
 
 def make_private(folder: str) -> None:
-    """Make the folder of `default_folder`, in a place where others may write.
+    """Create the folder of `default_folder`, in a place where other users may write.
 
-    Raises `McrError` if it belongs to another user, who could read or replace what is in it.
+    Raises `McrError` if it belongs to another user, who could read or replace its files.
     """
     with contextlib.suppress(FileExistsError):
         os.mkdir(folder, 0o700)
@@ -63,15 +63,15 @@ def make_private(folder: str) -> None:
 
 
 def write_dump(files: DumpFiles, record: dict[str, Any]) -> None:
-    """Write a dump; raises `OSError`. The files are complete whenever they are there."""
+    """Write a dump so that only complete files ever exist; raises `OSError`."""
     files.record.parent.mkdir(parents=True, exist_ok=True)
     _write(files.text, json.dumps(record, separators=(",", ":")).encode())
     _write(files.record, pickle.dumps(record))
 
 
 def _write(path: Path, content: bytes) -> None:
-    # Torch's tools read every file with the prefix in its name, so this one has none of it.
-    # Who may read it is up to the umask of the process, unlike with `tempfile`.
+    # Torch's tools read every file with the prefix in its name, so the partial file's name omits it.
+    # Unlike with `tempfile`, the umask of the process decides who may read the file.
     partial = path.with_name(f".{secrets.token_hex(8)}.part")
     try:
         with open(partial, "xb") as file:
@@ -84,7 +84,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def check_folder(config: Config) -> None:
-    """Raise `ConfigError` if dumps cannot be written to their folder, which is made if it is missing."""
+    """Raise `ConfigError` if dumps cannot be written to their folder; create the folder if it is missing."""
     folder, place = dump_folder_of(config)
     if folder is None:
         return

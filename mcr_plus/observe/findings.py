@@ -1,4 +1,4 @@
-"""Why a job does not go on, in sentences: which ranks wait, for whom, and what those do."""
+"""Sentences that say why a job is stuck: the ranks that wait, and the ranks that they wait for."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Final
 from mcr_plus.errors import phrase_ranks
 from mcr_plus.observe.job_status import LOST, Line, Member, ObservedJob, RankWait
 
-_LONG: Final = 1.0  # seconds of waiting that are worth a sentence, unless a rank is lost
-_LINES: Final = 3  # of the program that are shown
-_NAMED: Final = 8  # ranks that get a sentence of their own
+_LONG: Final = 1.0  # seconds; a shorter wait gets no sentence, unless a rank is lost
+_LINES: Final = 3  # lines of the program that are shown
+_NAMED: Final = 8  # ranks that get a sentence each
 
 
 def findings(job: ObservedJob) -> list[str]:
-    """Sentences on the waits of a job that last, each naming ranks and lines of the program.
+    """Return sentences on long waits of a job, each with ranks and lines of the program.
 
-    Empty where nothing waits for long and no rank is lost.
+    Empty if no wait is long and no rank is lost.
     """
     found: list[str] = []
     waits: dict[tuple[str, int, str, tuple[int, ...]], list[tuple[Member, RankWait]]] = {}
@@ -49,9 +49,9 @@ def findings(job: ObservedJob) -> list[str]:
 
 
 def condition(job: ObservedJob, rank: int, wait: RankWait | None = None) -> str:
-    """What a rank does, where, and what it issued last; of a stopped one also what resumes it.
+    """Describe what a rank does, its place, its last operation, and for a stopped rank how to resume it.
 
-    `wait`: the wait of another rank for this one, whose group is then named.
+    `wait`: the wait of another rank for this one; the sentence then names its group.
     """
     member = job.member(rank)
     where = f"rank {rank}"
@@ -81,7 +81,7 @@ def _stop(job: ObservedJob, member: Member) -> str:
 
 
 def _remedy(job: ObservedJob, member: Member) -> str:
-    """What lets a stopped rank go on."""
+    """Return the command or advice that resumes a stopped rank."""
     if member.state != "stopped":
         return ""
     if member.tracer:
@@ -91,7 +91,7 @@ def _remedy(job: ObservedJob, member: Member) -> str:
 
 
 def _operation(member: Member) -> str:
-    """The operation that a rank waits for."""
+    """Describe the operation that a rank waits for."""
     if not member.waits:
         return ""
     wait = member.waits[0]
@@ -100,7 +100,7 @@ def _operation(member: Member) -> str:
 
 
 def _last(member: Member, wait: RankWait | None) -> str:
-    """What a rank issued last in the group in which it is waited for, or of a lost one in any group."""
+    """Describe the last operation of a rank in the group that waits for it; for a lost rank, in any group."""
     if wait is not None and wait.number:
         number = wait.issued.get(member.rank)
         group = next((each for each in member.groups if each.name == wait.group), None)
@@ -128,12 +128,12 @@ def _called(member: Member) -> str:
 
 
 def _trace(member: Member) -> str:
-    """The innermost lines of a member's program."""
+    """Return the innermost lines of a member's program."""
     return ", called at ".join(map(place, member.lines[:_LINES]))
 
 
 def place(line: Line) -> str:
-    """A line of the program, as `train.py:71 in step`; relative to the current folder, if it is there."""
+    """Return a line of the program as `train.py:71 in step`, relative to the current folder if inside."""
     here = os.getcwd() + os.sep
     file = line.file[len(here) :] if line.file.startswith(here) else line.file
     return f"{file}:{line.line} in {line.function}"
@@ -145,7 +145,7 @@ def _ranks(ranks: Sequence[int], count: int) -> str:
 
 
 def seconds(number: float) -> str:
-    """A duration for people: `0.31 s`, `12 s`, `3 min`, `2.1 h`."""
+    """Format a duration for people: `0.31 s`, `12 s`, `3 min`, `2.1 h`."""
     if number < 10:
         return f"{number:.2g} s"
     if number < 600:
@@ -154,5 +154,5 @@ def seconds(number: float) -> str:
 
 
 def clean(text: str) -> str:
-    """Text from a page without control characters, which a terminal might obey."""
+    """Remove control characters, which a terminal might obey, from a page's text."""
     return "".join(each if each.isprintable() else "?" for each in text)

@@ -1,13 +1,13 @@
-"""Snapshots in the format of torch's Flight Recorder, which `torchfrtrace` and others read.
+"""Snapshots in the format of torch's Flight Recorder, which `torchfrtrace` and other tools read.
 
-The format has no place for all that ranks must agree on. `profiling_name` must be a kind that torch has, of a
-library that it knows, so it begins with `gloo:` whatever the library is; reduce op, root, tag and library
-stand in `desc`, and in `mcr` for programs. Only what torch's analysis can pair is among the entries: it takes
-every operation of a group for one of all its ranks, in the order of their numbers. A send or receive is
-therefore an operation of a group of two, and only those in flight are listed: completed ones, and receives
-from any rank, are under `mcr` alone.
+The format lacks fields for some of the properties that ranks must agree on. `profiling_name` must be a kind
+and a library known to torch, so it always begins with `gloo:`; reduce op, root, tag and the real library
+stand in `desc`, and in `mcr` for programs. The entries hold only operations that torch's analysis can pair:
+it expects every operation of a group on all of its ranks, in the order of their numbers. A send or receive is
+therefore written as an operation of a group of two, and only those in flight are listed; completed ones, and
+receives from any rank, are under `mcr` alone.
 
-Torch's analysis was read in 2.13; the version of the format is that of its own dumps.
+Verified against torch's analysis in 2.13; the version of the format is the one that torch 2.13 writes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 VERSION: Final = "2.10"
 OURS: Final = 1
-"""The version of what stands under `mcr`."""
+"""Version of the part under `mcr`."""
 
 _NAMES: Final = {
     "all_gather": "_all_gather_base",
@@ -34,7 +34,7 @@ _NAMES: Final = {
     "all_to_all_v": "all_to_all_v_single",
     **{vector: plain_kind(vector) for vector in VECTOR & ROOTED},
 }
-"""Torch's names of kinds that it calls otherwise."""
+"""Torch's names of kinds, where they differ from ours."""
 _DTYPES: Final = {
     "float64": "Double",
     "float32": "Float",
@@ -52,9 +52,9 @@ _DTYPES: Final = {
 
 
 def flight_record(snapshot: Snapshot, about: Mapping[str, Any]) -> dict[str, Any]:
-    """A rank's dump: plain data that can be pickled and written as JSON.
+    """Return a rank's dump: plain data that can be pickled and written as JSON.
 
-    `about`: the process and its job, for `mcr`.
+    `about`: description of the process and its job, for `mcr`.
     """
     configs: dict[str, dict[str, str]] = {}
     records: list[dict[str, Any]] = []
@@ -65,7 +65,7 @@ def flight_record(snapshot: Snapshot, about: Mapping[str, Any]) -> dict[str, Any
             configs[record["process_group"][0]] = _config(record["process_group"][0], group.name, pair)
             records.append(record)
     records.sort(key=lambda record: record["time_created_ns"])
-    for index, record in enumerate(records):  # ranks must begin with the same
+    for index, record in enumerate(records):  # ids count from 0: all ranks must begin with the same id
         record["record_id"] = record["op_id"] = index
     return {
         "version": VERSION,
@@ -112,10 +112,10 @@ def _collective(group: GroupSnapshot, entry: SnapshotEntry, number: int) -> dict
 
 
 def _messages(group: GroupSnapshot, number: int) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
-    """The sends and receives in flight, each with its two ranks, in a group of these.
+    """Yield the sends and receives in flight, each with its two ranks, in a group of these two.
 
-    The n-th send in a direction, by tags, has the same number at both ends, and a number of its own in the
-    group: odd upwards, even downwards.
+    The n-th send in a direction, by tags, has the same number at both ends, and a separate number in the
+    group: odd for sends to higher ranks, even for sends to lower ranks.
     """
     counted: Counter[tuple[str, bool]] = Counter()
     own = group.ranks[group.rank]
@@ -181,7 +181,7 @@ def _record(
 
 
 def _own(entry: SnapshotEntry) -> dict[str, Any]:
-    """What the format has no place for."""
+    """Return the fields that torch's format lacks."""
     signature = entry.signature
     return {
         "kind": signature.kind,
@@ -203,16 +203,16 @@ def _own(entry: SnapshotEntry) -> dict[str, Any]:
 
 
 def _sizes(signature: Signature) -> tuple[list[list[int]], list[list[int]]]:
-    """The sizes of input and output on the root, which torch's analysis wants to be the same on all ranks.
+    """Return the sizes of input and output on the root: torch's analysis expects equal sizes on all ranks.
 
-    Of vector collectives, the size of one row, because that of a rank's own part differs.
+    For vector collectives, the size of one row, because the number of rows differs between ranks.
     """
     shape = list(signature.shape)
     if signature.kind == "barrier":
         return [], []
     if signature.kind in VECTOR:
         return [shape], [shape]
-    if signature.kind == "all_to_all":  # `shape` is that of all parts
+    if signature.kind == "all_to_all":  # `shape` covers the parts for all ranks
         return [shape], [shape]
     form = {"none": [], "one": [shape], "each": [[signature.ranks, *shape]]}
     sends, receives = collective(signature.kind).buffers()

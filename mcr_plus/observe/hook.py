@@ -1,4 +1,4 @@
-"""The part of observation in each job: dumps, the status page, metrics."""
+"""The job hook of observation: dumps, the status page, metrics."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class ObserveHook(JobHook):
-    """Opens and closes what shows a job from outside.
+    """Job hook that opens and closes dumps, the status page and metrics.
 
     Attributes:
-        recorder: writes dumps of the present job, or of the last one.
+        recorder: writer of dumps of the present job, or of the last job.
     """
 
     recorder: Recorder
@@ -35,12 +35,12 @@ class ObserveHook(JobHook):
         self._status: StatusThread | None = None
 
     def check(self, config: Config) -> None:
-        """See `JobHook`: dumps need a folder that can be written."""
+        """Check that dumps can be written to their folder; see `JobHook`."""
         check_folder(config)
 
     def prepare(self, config: Config, world: World) -> None:
-        """See `JobHook`: metrics need their files and ports."""
-        self.closing()  # of another job, whose ports these may be
+        """Open the files and ports of metrics; see `JobHook`."""
+        self.closing()  # the ports of an earlier job may be the same
         options = observed(config)
         if options.prometheus is not None or options.otlp is not None:
             from mcr_plus.observe.publisher import open_publisher
@@ -55,7 +55,7 @@ class ObserveHook(JobHook):
             self._publisher.start(runtime.engine)
 
     def closing(self) -> None:
-        """See `JobHook`: metrics are published a last time."""
+        """Publish metrics a last time; see `JobHook`."""
         publisher, self._publisher = self._publisher, None
         if publisher is not None:
             publisher.close()
@@ -79,12 +79,12 @@ class ObserveHook(JobHook):
 
 
 def current_recorder() -> Recorder:
-    """Return what writes the dumps of the present job."""
+    """Return the recorder that writes dumps of the present job."""
     return next(hook.recorder for hook in job.hooks if isinstance(hook, ObserveHook))
 
 
 def _published(runtime: Runtime, recorder: Recorder) -> StatusThread:
-    """Return the status of this process for `mcr-plus top`; without a page in a job of one rank."""
+    """Start the status thread of this process for `mcr-plus top`; a job of one rank has no page."""
     engine, world, peers = runtime.engine, runtime.world, runtime.engine.peers
     if not peers.processes:
         return StatusThread(engine, None)

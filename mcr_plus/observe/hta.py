@@ -1,8 +1,8 @@
-"""Traces of jobs on CPUs in the form that HolisticTraceAnalysis reads.
+"""Traces of CPU jobs in the form that HolisticTraceAnalysis reads.
 
-It analyses kernels of GPUs by their streams, and takes those whose names match `^nccl.*Kernel` for
-communication. A job on CPUs has none, so its operations are written as such kernels, and the outermost
-operators of torch as kernels that compute.
+HolisticTraceAnalysis reads GPU kernels by stream and takes kernels named `^nccl.*Kernel` for communication.
+A CPU job has no kernels, so its operations are written as such kernels, and the outermost torch operators as
+compute kernels.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, Final
 from mcr_plus.config.document import write_text
 from mcr_plus.core.kinds import collective
 
-_COMPUTING: Final = 7  # number of the stream of operators; of each thread after the first the next one
-_COMMUNICATING: Final = 1000  # number of the first stream of operations
+_COMPUTING: Final = 7  # stream of the first thread's operators; further threads have the next numbers
+_COMMUNICATING: Final = 1000  # first stream of operations
 _RANGE: Final = re.compile("^(mcr|gloo|nccl|mpi|ucc):[^:]")
 _NO_COMPUTING: Final = ("c10d::", "record_param_comms")
 
@@ -25,11 +25,11 @@ _NO_COMPUTING: Final = ("c10d::", "record_param_comms")
 def write_for_hta(
     folder: Path, events: Mapping[int, Sequence[Mapping[str, Any]]], logged: Mapping[int, bool], size: int
 ) -> list[Path]:
-    """Write a file for each rank, `rank0.json` and so on, into `folder`, which is created if it is missing.
+    """Write a file per rank, `rank0.json` and so on, into `folder`, which is created if it is missing.
 
-    `events`: of each rank, those of its traces, on one clock. `logged`: whether a log is among them, whose
-    operations then count, and not the ranges of a profiler. `size`: number of ranks. Raises `ConfigError` if
-    a file cannot be written.
+    `events`: the trace events of each rank, on one clock. `logged`: whether a log is among the rank's traces;
+    operations are then taken from the log, not from the profiler's ranges. `size`: number of ranks. Raises
+    `ConfigError` if a file cannot be written.
     """
     written = []
     for rank, of_rank in events.items():
@@ -52,7 +52,7 @@ def write_for_hta(
 
 
 def _kernel(name: str, begin: float, duration: float, stream: int, args: Mapping[str, Any]) -> dict[str, Any]:
-    # In whole microseconds: the analyses round begins up and ends down, which shortens kernels below zero.
+    # In whole microseconds: the analyses round begins up and ends down, which could make durations negative.
     start = round(begin)
     return {
         "ph": "X", "cat": "kernel", "name": name, "tid": stream, "ts": start,
@@ -61,7 +61,7 @@ def _kernel(name: str, begin: float, duration: float, stream: int, args: Mapping
 
 
 def _on_streams(kernels: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Kernels, each on the first stream that is free: those of one stream never overlap."""
+    """Yield kernels, each on the first free stream: kernels of one stream never overlap."""
     ends: list[int] = []
     for kernel in sorted(kernels, key=lambda each: int(each["ts"])):
         stream = next((at for at, end in enumerate(ends) if end <= kernel["ts"]), len(ends))
@@ -71,7 +71,7 @@ def _on_streams(kernels: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _computing(events: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The outermost operators of each thread, but for those of communication."""
+    """Yield the outermost operators of each thread, except communication."""
     operators = [event for event in events if event.get("ph") == "X" and event.get("cat") == "cpu_op"]
     ends: dict[Any, float] = {}
     for event in sorted(operators, key=lambda each: (each["ts"], -each.get("dur", 0))):
@@ -85,7 +85,7 @@ def _computing(events: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _profiled(events: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Communication by the ranges of a profiler."""
+    """Yield communication from the ranges of a profiler."""
     for event in events:
         name = str(event.get("name"))
         if event.get("ph") == "X" and event.get("cat") != "kernel" and _RANGE.match(name):
@@ -94,7 +94,7 @@ def _profiled(events: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _logged(events: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Communication by the records of a log: from the issue until completion was noticed."""
+    """Yield communication from the records of a log: from the issue until completion was noticed."""
     for event in events:
         record = event.get("args")
         if event.get("ph") == "b" and isinstance(record, dict) and "t_done" in record:

@@ -1,4 +1,4 @@
-"""The part of a program's time that is not its own, measured while operations are recorded."""
+"""Idle time of a program while operations are recorded: waits for operations, and for a core."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from mcr_plus.waiting.run_delay import RunDelay
 if TYPE_CHECKING:
     from mcr_plus.engine.work import IssuedWork
 
-_READ_EVERY: Final = 250e-6  # seconds; what is lost in less is far below the delays that are looked for
+_READ_EVERY: Final = 250e-6  # seconds between readings; the delays of interest are far longer
 
 
 class IdleTime(OperationHook):
-    """Measures how long the thread that makes this has waited for operations, or outside of that for a core.
+    """Measures how long its creating thread has waited for operations or, outside of waits, for a core.
 
-    Notes on each operation where it was issued, and tells the peers of this host when. Times of day, `now`,
-    are seconds of `time.perf_counter`.
+    Adds the idle time until its issue to each operation, and posts it to the peers of this host. The times
+    `now` are in seconds of `time.perf_counter`.
     """
 
     def __init__(self) -> None:
         self._delay = RunDelay()
         self._waited = 0.0
-        self._lost = 0.0  # without a core, within waits
+        self._lost = 0.0  # seconds without a core during waits
         self._seen, self._next_read = 0.0, 0.0
 
     def issued(self, work: IssuedWork) -> None:  # noqa: D102
@@ -42,20 +42,20 @@ class IdleTime(OperationHook):
             self.add(work.t_wait, work.t_done, work.lost_before)
 
     def lost(self, now: float) -> float:
-        """Seconds without a core, in all, up to `now`, or shortly before: reading it takes microseconds."""
+        """Return the total seconds without a core until `now`; readings may be 250 µs old."""
         if now >= self._next_read:
             self._seen, self._next_read = self._delay.seconds(), now + _READ_EVERY
         return self._seen
 
     def add(self, began: float, now: float, lost_before: float) -> None:
-        """Add a wait for an operation from `began` until `now`; `lost_before`: `lost` when it began."""
+        """Add a wait for an operation from `began` until `now`; `lost_before` is `lost` at its begin."""
         self._waited += now - began
         self._lost += self.lost(now) - lost_before
 
     def seconds(self, now: float) -> float:
-        """The idle time until now."""
+        """Return the idle time until now."""
         return self._waited + self.lost(now) - self._lost
 
     def close(self) -> None:
-        """Measure no longer."""
+        """Stop measuring."""
         self._delay.close()

@@ -1,6 +1,6 @@
 """The running jobs of this user on this host, from the status pages of their ranks.
 
-Reads /proc and the pages alone: ranks do not notice, and one that hangs or is stopped is shown like others.
+Reads only /proc and the pages, so ranks do not notice, and hanging or stopped ranks appear as well.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OF_AGENTS: Final[Mapping[str, State]] = {
     "silent": "silent",
     "left": "gone",
 }
-_STALE: Final = 3.0  # seconds after which a running rank that has drawn no picture is busy
+_STALE: Final = 3.0  # seconds without a new picture after which a running rank counts as busy
 
 
 @dataclass(frozen=True)
@@ -46,16 +46,16 @@ class Line:
 
 @dataclass(frozen=True)
 class RankWait:
-    """What a rank waits for.
+    """A wait of a rank.
 
     Attributes:
-        number: of the operation in its group; 0 for a send or receive, which has none.
-        seconds: since when.
-        waits_for: ranks of the job that have not issued it, or the peer of a message; if all have issued it,
-            those that take part and are lost.
-        issued: the number of the last operation that each of these has issued in the group, where known.
-        missing: how many these are in all, more than `waits_for` names if they are very many.
-        started: whether it has been handed to its library.
+        number: number of the operation in its group; 0 for sends and receives.
+        seconds: duration of the wait so far.
+        waits_for: ranks of the job that have not issued the operation, or the peer of a message; if all have
+            issued it, its lost members.
+        issued: by rank of `waits_for`, the number of its last operation in the group, where known.
+        missing: the number of such ranks; `waits_for` names only some if they are very many.
+        started: whether the operation has been given to its library.
         timeout: the deadline of the wait, in seconds.
     """
 
@@ -73,15 +73,15 @@ class RankWait:
 
 @dataclass(frozen=True)
 class GroupTraffic:
-    """What a rank does in one group.
+    """The operations of a rank in one group.
 
     Attributes:
         issued: number of the last collective operation.
-        last: that operation, as messages describe it.
-        idle: seconds since it last issued anything there; None if it never has.
-        operations_per_s, bytes_per_s: over the last four seconds; bytes by the convention of nccl-tests, of
-            vector collectives from one in 16.
-        in_flight: asynchronous operations that are not complete.
+        last: description of that operation, as in messages.
+        idle: seconds since the last issue; None if nothing was ever issued.
+        operations_per_s, bytes_per_s: over the last four seconds. Bytes follow the convention of nccl-tests;
+            for vector collectives they are estimated from every 16th.
+        in_flight: number of incomplete asynchronous operations.
     """
 
     name: str
@@ -100,12 +100,12 @@ class Member:
     """A rank of a job.
 
     Attributes:
-        seen: age of what its page shows, in seconds; None if it has no page here.
+        seen: age of its page's content, in seconds; None if it has no page here.
         idle: seconds since it was last seen inside mcr_plus.
-        call: the function of mcr_plus that its program is in; empty if it is in none.
-        lines: where its program is, in functions of its own, innermost first.
-        frames: the same with those of libraries, but for mcr_plus.
-        error: of its first group that has failed; empty if none has.
+        call: the function of mcr_plus that its program is in; empty if none.
+        lines: the place of its program, without library functions, innermost first.
+        frames: the same with library functions, except those of mcr_plus.
+        error: the error of its first failed group; empty if none has failed.
         dumped: its last dump, see `Recorder`; empty without one.
         tracer: the process, such as a debugger, that has stopped it; 0 if there is none on this host.
     """
@@ -128,13 +128,13 @@ class Member:
 
     @property
     def line(self) -> Line | None:
-        """The line of the program."""
+        """Return the current line of the program."""
         return self.lines[0] if self.lines else None
 
 
 @dataclass(frozen=True)
 class ObservedJob:
-    """A job, as its ranks on this host show it. `seconds`: since it began. `here`: the ranks of this host."""
+    """A job as its ranks on this host show it. `seconds`: its age. `here`: the ranks of this host."""
 
     id: str
     version: str
@@ -144,22 +144,22 @@ class ObservedJob:
     here: tuple[int, ...] = ()
 
     def member(self, rank: int) -> Member:
-        """The member with this number."""
+        """Return the member with this rank."""
         return self.members[rank]
 
 
 @dataclass(frozen=True)
 class JobStatus:
-    """All jobs that were found, and pages that could not be read: process → why."""
+    """All jobs that were found, and unreadable pages: process → reason."""
 
     jobs: tuple[ObservedJob, ...] = ()
     unreadable: Mapping[int, str] = field(default_factory=dict)
 
 
 def survey(pid: int | None = None, elsewhere: RemoteStatus | None = None) -> JobStatus:
-    """The jobs of this user; only that of process `pid`, if one is given.
+    """Return the jobs of this user, or only the job of process `pid`.
 
-    `elsewhere`: the pages of other hosts, for surveys in turn; by default, they are fetched for this one.
+    `elsewhere`: a reader of other hosts' pages to reuse between surveys; by default, a new one is used once.
 
     Raises `InvalidArgument` if there is no such process, if it is another user's, or no rank of a job.
     """
@@ -195,7 +195,7 @@ def survey(pid: int | None = None, elsewhere: RemoteStatus | None = None) -> Job
 
 
 def _by_job(pages: Mapping[int, Shown], unreadable: dict[int, str]) -> dict[str, dict[int, Shown]]:
-    """The pages of each job, by process; notes those that name none in `unreadable`."""
+    """Return the pages of each job, by process; note pages without a job in `unreadable`."""
     found: dict[str, dict[int, Shown]] = {}
     for number, page in pages.items():
         name, rank = page.about.get("job"), page.about.get("rank")
@@ -207,7 +207,7 @@ def _by_job(pages: Mapping[int, Shown], unreadable: dict[int, str]) -> dict[str,
 
 
 def _fetched(here: Mapping[int, Shown], agent: str | None, elsewhere: RemoteStatus) -> dict[int, Shown]:
-    """The pages of a job's ranks on other hosts. `agent`: the path of its agent's page."""
+    """Return the pages of a job's ranks on other hosts. `agent`: the path of its agent's page."""
     about = next(iter(here.values())).about
     missing = {int(rank) for rank in about["elsewhere"]} - here.keys()
     return elsewhere.pages(agent, about, missing) if agent is not None and missing else {}
@@ -229,7 +229,7 @@ def _check(pid: int) -> None:
 
 
 def user_name(number: int) -> str:
-    """The name of a user."""
+    """Return the name of a user."""
     try:
         return pwd.getpwuid(number).pw_name
     except KeyError:
@@ -237,9 +237,9 @@ def user_name(number: int) -> str:
 
 
 def _pages() -> tuple[dict[int, Shown], dict[str, str], dict[int, str]]:
-    """The pages of this user's ranks, each once, by the process that shows it.
+    """Return the pages of this user's ranks, each once, by the process that shows it.
 
-    Also the paths of the pages of agents, by job, and what is unreadable.
+    Also returns the paths of agents' pages, by job, and the reasons for unreadable pages.
     """
     holders: dict[int, dict[int, str]] = {}  # inode of the page → process → path
     agents: dict[str, str] = {}
@@ -253,7 +253,7 @@ def _pages() -> tuple[dict[int, Shown], dict[str, str], dict[int, str]]:
                     agents[str(read_at(path).about.get("job"))] = path
     pages: dict[int, Shown] = {}
     unreadable: dict[int, str] = {}
-    for processes in holders.values():  # children forked by a rank hold its page too
+    for processes in holders.values():  # forked children of a rank hold its page too
         first = min(processes)
         try:
             page = read_at(processes[first])
@@ -261,13 +261,13 @@ def _pages() -> tuple[dict[int, Shown], dict[str, str], dict[int, str]]:
             pages[number] = page
         except Unreadable as error:
             unreadable[first] = str(error)
-        except OSError:  # it has ended meanwhile
+        except OSError:  # the process has ended meanwhile
             continue
     return pages, agents, unreadable
 
 
 def _owner(page: Shown, holders: Mapping[int, str]) -> int:
-    """The process that writes a page: the number that it names, or its first holder in a container."""
+    """Return the process that writes a page: the pid on it or, in a container, its first holder."""
     try:
         number = int(page.about["processes"][page.about["rank"]][0])
     except (KeyError, TypeError, ValueError, IndexError):
@@ -276,7 +276,7 @@ def _owner(page: Shown, holders: Mapping[int, str]) -> int:
 
 
 def _descriptors() -> Iterator[tuple[int, str, str]]:
-    """The descriptors of pages of this user's processes, as process, path and name of the memory."""
+    """Yield the descriptors of this user's pages: process, path, and name of the memory."""
     own = os.geteuid()
     for entry in os.scandir("/proc"):
         if not entry.name.isdigit():
@@ -297,7 +297,7 @@ def _descriptors() -> Iterator[tuple[int, str, str]]:
 
 
 def _job(here: Mapping[int, Shown], fetched: Mapping[int, Shown]) -> ObservedJob:
-    """A job from the pages of its ranks on this host, and those of others that were fetched."""
+    """Return a job, from its ranks' pages on this host and the fetched pages of other hosts."""
     any_page = next(iter(here.values()))
     pages = {**fetched, **here}
     about = any_page.about
@@ -331,7 +331,7 @@ def _job(here: Mapping[int, Shown], fetched: Mapping[int, Shown]) -> ObservedJob
 
 
 def _corrected(member: Member, others: Sequence[Member]) -> Member:
-    """A member with the numbers that those who wait for it have seen: its last picture may be older."""
+    """Return a member with the numbers seen by ranks that wait for it: its own picture may be older."""
     known: dict[str, int] = {}
     for wait in (wait for other in others for wait in other.waits if member.rank in wait.issued):
         known[wait.group] = max(known.get(wait.group, 0), wait.issued[member.rank])
@@ -345,7 +345,7 @@ def _corrected(member: Member, others: Sequence[Member]) -> Member:
 
 
 def _state(page: Shown, now: float) -> State:
-    """The state of a rank whose process runs."""
+    """Return the state of a rank whose process runs."""
     picture = page.picture
     if not picture:
         return "unknown"
@@ -357,7 +357,7 @@ def _state(page: Shown, now: float) -> State:
 
 
 def _state_elsewhere(rank: int, pages: Mapping[int, Shown]) -> State:
-    """What the agents of its host say of a rank, as the latest picture here has it."""
+    """Return the state of a remote rank, as its host's agents report it in the latest picture here."""
     latest = max(
         (page.picture for page in pages.values() if page.picture), key=lambda each: each["at"], default={}
     )
@@ -425,7 +425,7 @@ def _waiting(
     for peer, posted in wait["missing"]:
         if int(peer) not in states:
             raise ValueError(f"no rank {peer}")
-        # Across hosts, a rank posts its number only now and then: its own page is right, where it is here.
+        # Across hosts, a rank posts its number only now and then: prefer its own page if it is here.
         own = _issued(pages.get(int(peer)), group)
         issued[int(peer)] = int(posted) if own is None else max(own, int(posted))
     missing = [peer for peer, last in issued.items() if not number or last < number]
@@ -449,6 +449,6 @@ def _waiting(
 
 
 def _issued(page: Shown | None, group: str) -> int | None:
-    """The number of the last operation of a group that a rank's own page shows."""
+    """Return the number of the last operation of a group on a rank's own page."""
     groups: Sequence[Mapping[str, Any]] = page.picture.get("groups", ()) if page is not None else ()
     return next((int(each["issued"]) for each in groups if each["name"] == group), None)

@@ -10,7 +10,7 @@ Lonely = tuple[int, str, tuple[int, ...], DumpedOperation, str]
 
 
 def lonely_messages(dumps: Mapping[int, Dump]) -> Iterator[Lonely]:
-    """The messages that ranks wait for in vain: rank, group, the ranks to blame, the message, and why."""
+    """Yield the messages that ranks wait for in vain: rank, group, ranks to blame, message, and reason."""
     for rank, dump in dumps.items():
         for name, group in dump.groups.items():
             for each in group.messages:
@@ -21,7 +21,7 @@ def lonely_messages(dumps: Mapping[int, Dump]) -> Iterator[Lonely]:
 def _lonely(
     dumps: Mapping[int, Dump], rank: int, group: DumpedGroup, each: DumpedOperation
 ) -> tuple[tuple[int, ...], DumpedOperation, str] | None:
-    """Why nothing comes of a message; None if its partner is in flight too, or cannot be seen."""
+    """Return why a message cannot complete; None if its partner is in flight too, or is unknown."""
     me = group.ranks.index(rank)
     peers = [each.peer] if each.peer is not None else [peer for peer in range(len(group.ranks)) if peer != me]
     ranks = tuple(group.ranks[peer] for peer in peers)

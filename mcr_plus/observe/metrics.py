@@ -1,7 +1,7 @@
-"""Metrics of a rank's operations, summed up as they complete, under the names of NCCL Inspector.
+"""Metrics of a rank's operations, summed as operations complete, under the names of NCCL Inspector.
 
-Inspector (`plugins/profiler/inspector` of NCCL) publishes a bus bandwidth and a time for each kind, range of
-sizes, communicator and algorithm; dashboards that read these show the operations of mcr_plus too.
+Inspector (`plugins/profiler/inspector` of NCCL) publishes a bus bandwidth and a time for each kind, size
+range, communicator and algorithm; dashboards for Inspector show the operations of mcr_plus too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _STEP: Final = 1024
 class Family:
     """One metric: a value for each combination of labels.
 
-    `name`: without the `_total` that Prometheus adds to counters.
+    `name`: the name without the `_total` that Prometheus adds to counters.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Family:
 
 
 def families() -> dict[str, Family]:
-    """Every metric by its name, without values."""
+    """Return every metric by its name, without values."""
     gauges = {
         "nccl_bus_bandwidth_gbs": ("bus bandwidth of collectives, geometric mean", "GB/s"),
         "nccl_collective_algobw_gbs": ("algorithm bandwidth of collectives, geometric mean", "GB/s"),
@@ -70,7 +70,7 @@ def families() -> dict[str, Family]:
 
 
 def size_range(nbytes: int) -> str:
-    """The range of sizes that Inspector shows for `nbytes`: `4-5GB`; its units are powers of 1024."""
+    """Return Inspector's size range for `nbytes`, such as `4-5GB`; its units are powers of 1024."""
     if nbytes <= 0:
         return "0B"
     unit = min((nbytes.bit_length() - 1) // 10, len(_UNITS) - 1)
@@ -79,7 +79,7 @@ def size_range(nbytes: int) -> str:
 
 
 class _Key(NamedTuple):
-    """Operations whose sums are taken together before they have labels: equal keys, equal labels."""
+    """Key for sums of operations before they get labels: equal keys have equal labels."""
 
     operation: BoundOperation
     ran_on: str
@@ -89,7 +89,7 @@ class _Key(NamedTuple):
 
 
 class _Sums:
-    """Of the operations of one key in a window: count, seconds, sum of the logarithms of these, waits."""
+    """Sums of one key's operations in a window: count, seconds, logarithms of the seconds, waits."""
 
     __slots__ = ("count", "log_seconds", "seconds", "waited")
 
@@ -114,12 +114,12 @@ class _Mean:
 class Metrics(OperationHook):
     """The sums of one rank's operations.
 
-    `ended` is called with each operation that completes, by any thread, and adds a few numbers. `take` gives
-    labels to what has been added since it was last called, and may be called by one other thread.
+    The engine calls `ended` for each completed operation, in any thread; it adds a few numbers. `take` adds
+    labels to the sums since its last call; one other thread may call it.
     """
 
     def __init__(self, world: World, *, version: str, job: str) -> None:
-        """`version`, `job`: of the labels `version` and `slurm_job_id`."""
+        """Set up for the labels `version` (`version`) and `slurm_job_id` (`job`)."""
         hosts, rank = world.hosts, world.rank
         self._hosts = hosts
         self._local = hosts[:rank].count(hosts[rank])
@@ -129,7 +129,7 @@ class Metrics(OperationHook):
         self._families = families()
 
     def ended(self, work: IssuedWork) -> None:
-        """Add an operation that has completed; one that has failed, or began before, does not count."""
+        """Add a completed operation; failed ones and those begun before the start do not count."""
         issued, done = work.t_issue, work.t_done
         if not issued or done is None or work.error is not None:
             return
@@ -151,7 +151,7 @@ class Metrics(OperationHook):
                 sums.waited += done - work.t_wait
 
     def take(self) -> tuple[Family, ...]:
-        """All metrics: counters of all operations, gauges of those since the last call.
+        """Return all metrics: counters of all operations, gauges of the operations since the last call.
 
         A gauge without operations since then keeps its value.
         """
@@ -206,7 +206,7 @@ class Metrics(OperationHook):
             self._families[("nccl_p2p_" if is_p2p else of_collective) + name].samples[labels] = value
 
     def _labels(self, key: _Key) -> Labels:
-        """The labels that all metrics have. Sizes are those of a rank's part, as `count` in NCCL's calls."""
+        """Return the labels that all metrics have. Sizes are of a rank's part, as `count` in NCCL's calls."""
         signature, ranks = key.operation.signature, key.operation.state.group.ranks
         is_shared = collective(signature.kind).is_shared and signature.nbytes is not None
         device = "CPU" if signature.device == "cpu" else "GPU"
@@ -221,6 +221,6 @@ class Metrics(OperationHook):
 
 
 def _choice(key: _Key) -> str:
-    """The library, with its algorithm if one is chosen: `msccl:ring`."""
+    """Return the library, with its algorithm if one is chosen: `msccl:ring`."""
     signature = key.operation.signature
     return signature.choice if key.ran_on in ("", signature.backend) else key.ran_on

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mcr_plus.config.schema import Config
 
 MOST: int = 1_000_000
-"""Operations at most that a group remembers; each takes about a hundred bytes."""
+"""Most operations that a group remembers; each takes about a hundred bytes."""
 
 
 _PORTS: Final = range(1, 65536)
@@ -42,7 +42,7 @@ def _url(value: object) -> object:
         is_url = (
             parts is not None and parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
         )
-    except ValueError:  # a port that is none
+    except ValueError:  # not a port number
         is_url = False
     if not is_url:
         raise ValueError(f"expected a URL such as http://localhost:4318, got {short(value)}")
@@ -50,21 +50,20 @@ def _url(value: object) -> object:
 
 
 class ObserveOptions(StageOptions):
-    """What is written about a job. Nothing here changes what it does, and ranks may differ in it.
+    """Options of observation. They do not affect results, and ranks may differ in them.
 
-    `dump`: the folder for Flight Recorder dumps, relative to the working directory; None for the one that
-    MCR_DUMP names. With a folder, every failure of an operation writes them.
+    `dump`: the folder for Flight Recorder dumps, relative to the working directory; None means the folder of
+    MCR_DUMP. With a folder, every failure of an operation writes dumps.
 
-    `ring`: how many of its last operations each group remembers.
+    `ring`: the number of its last operations that each group remembers.
 
-    `prometheus`: a file for the textfile collector of node_exporter, of which each rank writes its own (the
-    number of the rank is added to the name), or a port on loopback, with the number of the rank on its host
-    added.
+    `prometheus`: a file for the textfile collector of node_exporter, or a port on loopback. Each rank has its
+    own: its rank is added to the file's name, its rank on the host to the port.
 
-    `otlp`: the URL of a collector of OpenTelemetry, over HTTP; without a path it is that of metrics,
+    `otlp`: the URL of an OpenTelemetry collector over HTTP; a URL without a path gets the path of metrics,
     `/v1/metrics`.
 
-    `every`: seconds between two publications of metrics; gauges are of the operations in between.
+    `every`: seconds between two publications of metrics; gauges cover the operations in between.
     """
 
     dump: Annotated[str, Field(min_length=1)] | None = None
@@ -75,7 +74,7 @@ class ObserveOptions(StageOptions):
 
 
 def dump_folder_of(config: Config) -> tuple[str | None, str]:
-    """The folder for dumps, None if there is none, and what names it, for messages."""
+    """Return the folder for dumps, or None, and the option or variable that names it, for messages."""
     named = observed(config).dump
     if named is not None:
         return named, f"{config.name}: observe.dump"
@@ -83,6 +82,6 @@ def dump_folder_of(config: Config) -> tuple[str | None, str]:
 
 
 def observed(config: Config) -> ObserveOptions:
-    """The options under `observe:` of a configuration."""
+    """Return the options under `observe:` of a configuration."""
     assert isinstance(config.observe, ObserveOptions)
     return config.observe

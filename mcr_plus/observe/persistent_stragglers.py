@@ -1,4 +1,4 @@
-"""A rank that keeps this one waiting all the time: found in samples of what this rank waits for."""
+"""Detection of a rank that persistently delays this one, from samples of this rank's waits."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Final, NamedTuple
 
 _SAMPLES: Final = 60
 _LEAST: Final = 0.1  # share of samples in which this rank waits for the other
-_OPERATIONS: Final = 5  # that it waits for it in, at least
-_PARTS: Final = 3  # equal parts of the samples, in each of which it waits for it
+_OPERATIONS: Final = 5  # least number of different operations among these samples
+_PARTS: Final = 3  # equal parts of the samples; each must contain such a wait
 _TIMES_OTHERS: Final = 3
-_PAUSE: Final = 300.0  # seconds between two lines
+_PAUSE: Final = 300.0  # seconds between two log lines
 
 _log = logging.getLogger("mcr_plus")
 
 
 class Blame(NamedTuple):
-    """What this rank waits for at a moment: one rank of the job, and the operation."""
+    """The cause of this rank's wait at a moment: one rank of the job, and the operation."""
 
     rank: int
     group: str
@@ -27,7 +27,7 @@ class Blame(NamedTuple):
 
 
 class PersistentStragglers:
-    """The latest samples, in equal intervals; logs who is late in most of them, at INFO."""
+    """The latest samples, at equal intervals; logs at INFO which rank is late in most of them."""
 
     def __init__(self, period: float) -> None:
         self._period = period
@@ -35,7 +35,7 @@ class PersistentStragglers:
         self._silent_until = 0.0
 
     def sample(self, now: float, blame: Blame | None) -> str:
-        """Take in a sample; returns what is logged about them, mostly nothing."""
+        """Add a sample; return the line logged about the samples, mostly empty."""
         self._samples.append(blame)
         if blame is None or now < self._silent_until or len(self._samples) < _SAMPLES:
             return ""

@@ -1,10 +1,10 @@
-"""Dumps on behalf of ranks that cannot write their own: their process is stopped, dead or out of reach.
+"""Dumps on behalf of ranks that cannot write one: their process is stopped, dead or unreachable.
 
-Torch's analysis needs a dump of every rank. What such a rank has issued shows on the boards of its groups; so
-its dump has those operations of the writer's up to that number, without frames. One that the writer still
-waits for has another state than the writer's, because the analysis then names the rank. Where the program of
-a stopped process was, its status page shows, which is at most half a second older. `mcr.written_by` says who
-has written a dump.
+Torch's analysis needs a dump of every rank. The boards of its groups show how many operations such a rank has
+issued; its dump has the writer's operations up to that number, without frames. An operation that the writer
+still waits for gets a different state from the writer's, so that the analysis names the rank. The status page
+of a stopped process shows where its program was, at most half a second earlier. `mcr.written_by` names the
+rank that wrote a dump.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from mcr_plus.rendezvous.world import World
 
 AWAY: Final = ("stopped", "dead", "silent")
-"""States of processes that write nothing."""
+"""States of processes that cannot write a dump."""
 
 
 def substitutes(
     record: Mapping[str, Any], engine: Engine, world: World, folder: str
 ) -> dict[int, dict[str, Any]]:
-    """The dumps that this rank writes besides its own, by rank; `record` is its own.
+    """Return the dumps that this rank writes for other ranks, by rank; `record` is its own dump.
 
-    On each host the first rank that can writes them all. A dump that such a rank has written itself, and
-    after which it has issued nothing more, is left alone.
+    On each host the first rank that can write writes them all. A rank's own dump is kept if the rank has
+    issued nothing since.
     """
     status = {int(rank): each for rank, each in record["mcr"]["processes"].items()}
     here = [rank for rank, host in enumerate(world.hosts) if host == world.hosts[world.rank]]
@@ -53,23 +53,23 @@ def substitutes(
 
 
 def _last_seen(process: int) -> list[dict[str, Any]]:
-    """Where the program of a stopped process was, as the only one of a dump's threads; empty if unknown."""
+    """Return the last known place of a stopped process, as a dump's only thread; empty if unknown."""
     page = page_of(process)
     try:
         frames = [Frame(*frame)._asdict() for frame in page.picture["frames"]] if page is not None else []
-    except (KeyError, TypeError):  # of another version
+    except (KeyError, TypeError):  # a page of another version
         frames = []
     return [{"name": "last seen", "frames": frames}] if frames else []
 
 
 def _issued(record: Mapping[str, Any], engine: Engine, rank: int) -> dict[str, int]:
-    """How many collectives a rank has issued, by group; those of this process's groups that it belongs to."""
+    """Return the number of collectives that a rank has issued, by group that this process shares."""
     found = {}
     for state in list(engine.states):
         group = state.group
         if state.closed or rank not in group.local or group.name not in record["mcr"]["groups"]:
             continue
-        if isinstance(state.board, SharedBoard) or not engine.peers.is_away(0):  # who serves the store
+        if isinstance(state.board, SharedBoard) or not engine.peers.is_away(0):  # rank 0 serves the store
             found[group.name] = state.board.read(group.local[rank], state.sequence).issued
     return found
 
@@ -128,7 +128,7 @@ def _substitute(
 
 
 def _entry(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """The writer's entry as one of the other rank, of which only the number is known."""
+    """Return the writer's entry as the other rank's entry, of which only the number is known."""
     state = entry["state"]
     if state != "completed":
         state = "scheduled" if state == "started" else "started"

@@ -1,4 +1,4 @@
-"""Publication of a rank's metrics while the job runs, by a thread of its own."""
+"""Publication of a rank's metrics while the job runs, in a separate thread."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ if TYPE_CHECKING:
     from mcr_plus.rendezvous.world import World
 
 _LAST: Final = 1.0  # seconds that the end of a job waits for the last publication
-_LATE: Final = 10.0  # seconds after which a place that has not answered is logged
+_LATE: Final = 10.0  # seconds; a sink that takes longer to answer is logged
 _log = logging.getLogger("mcr_plus")
 
 
 class Publisher:
-    """Sums up operations of an engine, and publishes the sums every few seconds until it is closed.
+    """Sums operations of an engine and publishes the sums every few seconds until it is closed.
 
-    A place that cannot be reached is logged once. One that may answer late, or never, has a thread of its own
-    and misses publications then; the others get theirs. The job never waits for a place, but for up to a
+    A sink that cannot be reached is logged once. A sink that may answer late or never gets a separate thread
+    and may miss publications; other sinks are unaffected. The job never waits for a sink, except up to a
     second at its end.
     """
 
     def __init__(self, metrics: Metrics, sinks: Sequence[Sink], every: float) -> None:
-        """`every`: seconds between two publications."""
+        """Prepare publication to `sinks`, once per `every` seconds."""
         self._metrics = metrics
         self._sinks = list(sinks)
         self._every = every
-        self._failed: set[str] = set()  # names of those whose failure has been logged
-        self._silent: set[str] = set()  # names of those that could not be reached the last time
+        self._failed: set[str] = set()  # names of sinks whose failure has been logged
+        self._silent: set[str] = set()  # names of sinks that could not be reached the last time
         self._senders = {sink: _Sender(self._send, sink) for sink in self._sinks if sink.waits}
         self._ends = threading.Event()
         self._thread: threading.Thread | None = None
         self._engine: Engine | None = None
 
     def start(self, engine: Engine) -> None:
-        """Begin with the operations of an engine."""
+        """Start counting the operations of an engine, and publishing."""
         self._engine = engine
         engine.add_hook(self._metrics)
         self._thread = threading.Thread(target=self._run, name="mcr_plus metrics", daemon=True)
-        for thread in (self._thread, *self._senders.values()):  # none can be started when Python ends
+        for thread in (self._thread, *self._senders.values()):  # Python starts no threads while it exits
             thread.start()
 
     def close(self) -> None:
-        """Publish a last time, and let go of everything; takes a second if a place does not answer."""
+        """Publish a last time and release all resources; takes a second if a sink does not answer."""
         self._ends.set()
         if self._engine is not None:
             engine, self._engine = self._engine, None
@@ -67,7 +67,7 @@ class Publisher:
             sink.close()
 
     def abandon(self) -> None:
-        """In a forked child, in which the threads do not run."""
+        """Drop everything in a forked child, in which the threads do not run."""
         for sink in self._sinks:
             sink.abandon()
 
@@ -98,7 +98,7 @@ class Publisher:
         try:
             sink.publish(metrics)
             self._silent.discard(sink.name)
-        except Exception as error:  # of any library below: the job goes on
+        except Exception as error:  # any library below may raise anything; the job goes on
             self._silent.add(sink.name)
             self._note_failure(sink, str(error))
 
@@ -110,16 +110,16 @@ class Publisher:
 
 
 class _Sender(threading.Thread):
-    """Sends to one place that may answer late, one publication after the other, until it gets None."""
+    """Sends to one sink that may answer late, one publication after another, until it gets None."""
 
     def __init__(self, send: Callable[[Sink, Sequence[Family]], None], sink: Sink) -> None:
         super().__init__(name="mcr_plus metrics sender", daemon=True)
-        self.since: float | None = None  # when what is being sent was given to it
+        self.since: float | None = None  # start of the current transmission
         self._send, self._sink = send, sink
         self._given: SimpleQueue[Sequence[Family] | None] = SimpleQueue()
 
     def publish(self, metrics: Sequence[Family] | None) -> None:
-        """Send these after what is being sent."""
+        """Send `metrics` after the current transmission."""
         if self.since is None:
             self.since = time.monotonic()
         self._given.put(metrics)
@@ -131,9 +131,9 @@ class _Sender(threading.Thread):
 
 
 def open_publisher(options: ObserveOptions, world: World, version: str) -> Publisher:
-    """Return the publisher of a rank, with everything open.
+    """Return the publisher of a rank, with all sinks open.
 
-    `version`: of mcr_plus. Raises `ConfigError` if a place cannot be opened.
+    `version`: the version of mcr_plus. Raises `ConfigError` if a sink cannot be opened.
     """
     local = world.hosts[: world.rank].count(world.hosts[world.rank])
     sinks = open_sinks(options.prometheus, options.otlp, rank=world.rank, local=local)

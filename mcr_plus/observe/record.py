@@ -1,4 +1,4 @@
-"""Recording of operations, without any synchronisation of its own."""
+"""Recording of operations, without additional synchronisation."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class Record:
 
     `t_done` is when completion was noticed: at the wait, or earlier if another call drove progress. For
     operations on a CUDA stream that is the host's next poll. `bytes` and `wire_bytes` are this rank's own if
-    sizes differ between ranks. `waited` is the part of the time, in seconds, that a thread spent in a wait:
-    the exposed cost of the operation; the rest was overlapped with other work. `site` is the line of the
-    program that issued it, `file:line, in function`. `skew` is the time, in seconds, from the median of the
-    ranks' arrivals to the last one; None where they are not known, see `Log.stragglers`.
-    `dtype` is that of the data that the library was handed, `none` without data.
+    sizes differ between ranks. `waited` is the time, in seconds, that a thread spent waiting: the exposed
+    cost of the operation; the rest overlapped with other work. `site` is the line of the program that issued
+    the operation, `file:line, in function`. `skew` is the time, in seconds, from the median of the ranks'
+    arrivals to the last arrival; None if arrivals are unknown, see `Log.stragglers`. `dtype` is the dtype of
+    the data given to the library, `none` without data.
     """
 
     sequence: int
@@ -91,22 +91,22 @@ class Row:
 
     @property
     def p50(self) -> float:
-        """Median time in seconds."""
+        """Return the median time in seconds."""
         return self.p50_us / 1e6
 
     @property
     def p95(self) -> float:
-        """95th percentile of the times in seconds."""
+        """Return the 95th percentile of the times in seconds."""
         return self.p95_us / 1e6
 
     @property
     def algbw(self) -> float:
-        """`algbw_GBps`."""
+        """Return `algbw_GBps`."""
         return self.algbw_GBps
 
     @property
     def busbw(self) -> float:
-        """`busbw_GBps`."""
+        """Return `busbw_GBps`."""
         return self.busbw_GBps
 
     def __getitem__(self, name: str) -> Any:
@@ -119,18 +119,18 @@ class Summary(list[Row]):
     """The rows of `Log.summary`; prints as a table."""
 
     def __str__(self) -> str:
-        from mcr_plus.observe.record_table import summary_text  # it imports this module
+        from mcr_plus.observe.record_table import summary_text  # at module level the import would be circular
 
         return summary_text(self)
 
 
 def size_class(nbytes: int) -> int:
-    """The smallest power of two that is at least `nbytes`; 0 for none."""
+    """Return the smallest power of two that is at least `nbytes`; 0 for none."""
     return 0 if nbytes == 0 else 1 << (nbytes - 1).bit_length()
 
 
 _Noted = tuple[Any, ...]
-"""The arguments of `Log._record`."""
+"""Arguments of `Log._record`."""
 
 
 class Log(OperationHook):
@@ -140,7 +140,7 @@ class Log(OperationHook):
     """
 
     def __init__(self, rank: int, size: int | None = None, across: AcrossHosts | None = None) -> None:
-        """`size`: the number of ranks of the job, if it is known. `across`: for groups across hosts."""
+        """Create the log of `rank` among `size` ranks, if known. `across`: for groups across hosts."""
         self._records: list[Record] = []
         self._noted: list[_Noted] = []
         self._lock = threading.RLock()
@@ -153,21 +153,21 @@ class Log(OperationHook):
 
     @property
     def records(self) -> list[Record]:
-        """The records so far. Operations that have been noted since the last look become records now."""
+        """Return the records so far. Operations noted since the last access become records now."""
         self._take_in()
         return self._records
 
     def _take_in(self) -> None:
-        # Nothing here is garbage, and looking for some among so many new objects takes most of the time.
+        # Nothing here is garbage; collecting among so many new objects would take most of the time.
         with self._lock, collector_paused():
             count = len(self._noted)
             noted = self._noted[:count]
-            del self._noted[:count]  # first, for a signal's handler that looks at the records meanwhile
+            del self._noted[:count]  # first: a signal handler may look at the records meanwhile
             self._records += [self._record(*each) for each in noted]
 
     @property
     def seconds(self) -> float:
-        """Duration of the recording, up to now if it has not ended."""
+        """Return the duration of the recording, until now if it has not ended."""
         return (time.perf_counter() if self._ended is None else self._ended) - self._began
 
     def stop(self) -> None:
@@ -175,13 +175,13 @@ class Log(OperationHook):
         self._ended = time.perf_counter()
 
     def publish(self) -> None:
-        """Publish when this rank has arrived at operations, for ranks of other hosts."""
+        """Publish this rank's arrivals at operations, for ranks of other hosts."""
         if (across := self._arrivals.across) is not None:
             across.publish()
 
     def __str__(self) -> str:
-        """The table of this rank's operations."""
-        from mcr_plus.observe.record_table import communication, table_text  # it imports this module
+        """Return the table of this rank's operations."""
+        from mcr_plus.observe.record_table import communication, table_text  # a circular import otherwise
 
         seconds = self.seconds
         title = f"Communication of rank {self._rank} in {seconds:.3g} s"
@@ -196,14 +196,14 @@ class Log(OperationHook):
 
         Raises:
             Unsupported: matplotlib is not installed.
-            InvalidArgument: another ending, a missing folder, or an empty log.
+            InvalidArgument: the ending is unknown, the folder is missing, or the log is empty.
         """
         from mcr_plus.observe.record_plot import plot_records
 
         plot_records(self.records, f"Communication of rank {self._rank}", Path(path))
 
     def ended(self, work: IssuedWork) -> None:
-        """Note a finished operation, of which `records` makes a record later. Called by the engine."""
+        """Note a finished operation; `records` makes a record of it later. Called by the engine."""
         if not work.t_issue:
             return  # issued before recording began
         operation, message, number, error = work.operation, work.message, work.sequence, work.error
@@ -281,7 +281,8 @@ class Log(OperationHook):
             "site": site_name,
             "skew": skew,
         }
-        # One by one, so that records share keys. The constructor of a frozen class takes ten times as long.
+        # Set one by one, so that records share keys. The constructor of a frozen class takes ten times as
+        # long.
         record = Record.__new__(Record)
         attributes = vars(record)
         for name, value in values.items():
@@ -289,7 +290,7 @@ class Log(OperationHook):
         return record
 
     def _site(self, position: Position) -> tuple[Site, str]:
-        """The line of a position, also as text. Code is known by its identity: its hash takes long."""
+        """Return the line of a position, also as text. Code is compared by identity: hashing it is slow."""
         key = id(position[0]), position[1]
         found = self._sites.get(key)
         if found is None:
@@ -298,15 +299,15 @@ class Log(OperationHook):
         return found[1:]
 
     def stragglers(self) -> Stragglers:
-        """The ranks that keep others waiting all the time, the latest first; an empty list if none does.
+        """Return the ranks that persistently delay others, the latest first; an empty list if none does.
 
-        From operations that all ranks of a group have recorded. A rank is named if it is late by its own
-        doing for 5 % of the time, in at least four of five equal parts of it, and three times as much as the
-        others. `print` shows how late each rank is, by kind, tag and line of the program.
+        Uses operations that all ranks of a group have recorded. A rank counts as a straggler if its own delay
+        is 5 % of the time, occurs in at least four of five equal parts of the recording, and is three times
+        the delay of the others. `print` shows the delay of each rank, by kind, tag and line of the program.
 
         For groups on one host, no communication is needed. For those across hosts, the arrivals of the other
-        ranks are read from the job's store, where each rank publishes its own when its recording ends: before
-        `mcr.finalize`, with up to five seconds of waiting for ranks that still record.
+        ranks are read from the job's store, to which each rank publishes when its recording ends. Call it
+        before `mcr.finalize`; it waits up to five seconds for ranks that still record.
 
         Example:
             ```python
@@ -326,9 +327,9 @@ class Log(OperationHook):
             return self._arrivals.stragglers(self._began, self.seconds)
 
     def summary(self) -> Summary:
-        """One row per kind, backend, size class, ranks and codec, sorted; failed operations are left out.
+        """Return one row per kind, backend, size class, ranks and codec, sorted, without failed operations.
 
-        A list that prints as a table. Bandwidths are bytes over the summed time of the row, busbw by the
+        The list prints as a table. Bandwidths are bytes over the summed time of the row, busbw by the
         formulas of nccl-tests.
         """
         groups: dict[_Key, list[Record]] = defaultdict(list)
@@ -342,9 +343,9 @@ class Log(OperationHook):
     def save(self, path: str | Path) -> None:
         """Write a trace that Perfetto and chrome://tracing read: one row per group and backend.
 
-        The folder is made if it is missing. `mcr-plus trace merge` merges the traces of several ranks.
+        Creates a missing folder. `mcr-plus trace merge` merges the traces of several ranks.
 
-        Raises `OSError` if it cannot be written.
+        Raises `OSError` if the file cannot be written.
         """
         lanes = sorted({(record.group, record.backend) for record in self.records})
         events: list[dict[str, Any]] = [
@@ -376,7 +377,7 @@ class Log(OperationHook):
 
 def _events(record: Record, pid: int, tid: int) -> Iterator[dict[str, Any]]:
     # Asynchronous events ("b"/"e"): operations of one row overlap.
-    unique = f"{pid}/{record.group}#{record.sequence}@{record.t_issue}"  # also in a merged trace
+    unique = f"{pid}/{record.group}#{record.sequence}@{record.t_issue}"  # unique also in a merged trace
     common = {"cat": "communication", "id": unique, "pid": pid}
     name = record.kind if record.tag is None else f"{record.kind} {record.tag}"
     yield {**common, "ph": "b", "name": name, "tid": tid, "ts": record.t_issue * 1e6, "args": asdict(record)}
@@ -384,7 +385,7 @@ def _events(record: Record, pid: int, tid: int) -> Iterator[dict[str, Any]]:
 
 
 _Key = tuple[str, str, int, int, str]
-"""Kind, backend, size class, ranks, codec or the empty string."""
+"""Key of a row: kind, backend, size class, ranks, codec or the empty string."""
 
 
 def _row(key: _Key, records: Sequence[Record]) -> Row:
@@ -410,7 +411,7 @@ def _row(key: _Key, records: Sequence[Record]) -> Row:
 
 @contextmanager
 def recording(engine: Engine, rank: int, size: int) -> Iterator[Log]:
-    """Record every operation that is issued and noticed as complete inside the block. Blocks may nest."""
+    """Record every operation whose issue and completion fall inside the block. Blocks may nest."""
     apart = len({process.place for process in engine.peers.processes}) > 1
     log = Log(rank, size, AcrossHosts(engine) if apart else None)
     outer = any(isinstance(each, IdleTime) for each in engine.hooks.all)
@@ -432,20 +433,20 @@ def recording(engine: Engine, rank: int, size: int) -> Iterator[Log]:
 def record(path: str | Path | None = None) -> AbstractContextManager[Log]:
     """Record the operations of this process that are issued and end inside the block.
 
-    Nothing is synchronised for it, so the program runs as it does without. Records hold sizes in bytes and
-    times in seconds, no tensors, whatever their shapes and dtypes.
+    Recording synchronises nothing, so the timing of the program stays the same. Records hold sizes in bytes
+    and times in seconds, but no tensors.
 
     Args:
-        path: a folder for a file of each rank, `rank0.npz` and so on, from which `mcr-plus report` makes a
-            page. It is created if it is missing. The files are written when the block ends; an error of that
-            is logged.
+        path: a folder for one file per rank, `rank0.npz` and so on; `mcr-plus report` turns them into a page.
+    A missing folder is created. The files are written when the block ends; an error in writing is
+    logged.
 
     Returns:
         A context manager that yields a `Log`: `records`, `summary()`, `save()`, `plot()`, and `print(log)`.
 
     Raises:
         NotInitialized: there is no job.
-        InvalidArgument: nothing can be written into `path`.
+        InvalidArgument: `path` cannot be written.
 
     Example:
         ```python
@@ -467,7 +468,7 @@ class _Recording(ContextDecorator, AbstractContextManager[Log]):
         self._unused = finalize(self, _log.warning, text)
 
     def __call__(self, function: Any) -> Any:
-        self._unused.detach()  # not every function is called
+        self._unused.detach()  # some functions are never called
         return super().__call__(function)
 
     def __enter__(self) -> Log:
@@ -489,7 +490,7 @@ def _recorded(path: str | Path | None) -> Iterator[Log]:
     job = current()
     with recording(job.engine, job.world.rank, job.world.size) as log, ExitStack() as stack:
         if path is not None:
-            from mcr_plus.observe.record_folder import collecting  # it imports what explains choices
+            from mcr_plus.observe.record_folder import collecting  # imports the tables: only if needed
 
             stack.enter_context(collecting(log, job, path))
         yield log

@@ -1,4 +1,4 @@
-"""Files of recordings, one per rank, from which `mcr-plus report` makes its page: columns of numbers."""
+"""Recording files, one per rank, with columns of numbers; `mcr-plus report` makes its page from them."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from mcr_plus.observe.record import Record
 
 FORMAT: Final = 2
 TEXTS: Final = ("kind", "tag", "group", "backend", "codec", "dtype", "error")
-"""Columns of texts, which are stored as numbers of entries in lists."""
+"""Columns of texts, stored as indices into lists of texts."""
 NUMBERS: Final[Mapping[str, str]] = {
     "sequence": "i8", "bytes": "i8", "wire_bytes": "i8", "fused": "i4", "ranks": "i4",
     "t_issue": "f8", "t_done": "f8", "waited": "f8", "is_async": "?",
 }  # fmt: skip
 _EXPECTED: Final = "expected a file that mcr.record(path) wrote"
 _MOST_BYTES: Final = 1 << 32
-_MOST_TIMES: Final = 32  # columns compress to an eighth; a file of 600 bytes may state any length
+_MOST_TIMES: Final = 32  # columns compress to an eighth; a crafted file of 600 bytes may claim any length
 _ROOM: Final = 1 << 26
 _HEADER: Final = re.compile(
     rb"\{'descr': '([^']{1,9})', 'fortran_order': False, 'shape': \(([0-9]{1,12}),\), \} *\n"
@@ -40,7 +40,7 @@ _HEADER: Final = re.compile(
 _DTYPES: Final[Mapping[str, str]] = {
     "steps": "f8", **dict.fromkeys(TEXTS, "i4"), **NUMBERS,
 }  # fmt: skip
-_LARGEST: Final = 1e18  # of times, as in traces: sums of them stay finite
+_LARGEST: Final = 1e18  # largest time, as in traces: sums stay finite
 
 _Time = Annotated[float, Field(ge=-_LARGEST, le=_LARGEST)]
 
@@ -81,16 +81,16 @@ class _About(_RecordPart):
 
 @dataclass(frozen=True)
 class Recording:
-    """What one rank has recorded.
+    """The recording of one rank.
 
     Times are seconds of its host's clock (`time.perf_counter()`).
 
     Attributes:
         about: job (a name), rank, size, host, hosts (of all ranks), epoch_us (time of day at 0 of the clock),
-            began, ended, names (of each column of texts, its entries), choices (see `expectations`), config,
+            began, ended, names (the entries of each text column), choices (see `expectations`), config,
             versions.
-        steps: the ends of the steps of an optimizer.
-        columns: of every operation; those of texts have indices into `names`, -1 for none.
+        steps: the times at which an optimizer's steps ended.
+        columns: the data of all operations; text columns hold indices into `names`, -1 for none.
     """
 
     path: Path
@@ -100,26 +100,26 @@ class Recording:
 
     @property
     def rank(self) -> int:
-        """The rank in the job."""
+        """Return the rank in the job."""
         return int(self.about["rank"])
 
     @property
     def count(self) -> int:
-        """The number of operations."""
+        """Return the number of operations."""
         return len(self.columns["t_issue"])
 
 
 def file_of(folder: Path, rank: int) -> Path:
-    """The file of a rank."""
+    """Return the path of a rank's file."""
     return folder / f"rank{rank}.npz"
 
 
 def prepare_folder(folder: str | os.PathLike[str]) -> Path:
-    """Create a folder for recordings; raises `InvalidArgument` if nothing can be written there."""
+    """Create a folder for recordings; raise `InvalidArgument` if it cannot be written."""
     try:
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):  # ranks on several hosts may have one folder and one pid
+        with tempfile.TemporaryFile(dir=path):  # random name: hosts may share the folder, and pids repeat
             return path
     except OSError as error:
         raise InvalidArgument(f"record: cannot write into {str(folder)!r}: {error.strerror}") from None
@@ -130,7 +130,7 @@ def prepare_folder(folder: str | os.PathLike[str]) -> Path:
 def save_recording(
     path: Path, records: Sequence[Record], steps: Sequence[float], about: Mapping[str, Any]
 ) -> None:
-    """Write a file, as a whole; raises `OSError` if that fails. `about`: see `Recording`, without `names`."""
+    """Write a file atomically; raise `OSError` if that fails. `about`: see `Recording`, without `names`."""
     columns: dict[str, NDArray[Any]] = {}
     names: dict[str, list[str]] = {}
     for name in TEXTS:
@@ -156,9 +156,9 @@ def save_recording(
 
 
 def load_recording(path: Path) -> Recording:
-    """Read a file. Raises `ConfigError` if it cannot be read, is truncated, or of another version."""
+    """Read a file. Raises `ConfigError` if it is unreadable, truncated, or of another version."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # a FIFO may have no writer
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a FIFO without a writer would hang
             raise ConfigError(f"{path}: cannot read: not a regular file; {_EXPECTED}")
         size = path.stat().st_size
         if size > _MOST_BYTES:
@@ -172,14 +172,14 @@ def load_recording(path: Path) -> Recording:
     except OSError as error:
         raise ConfigError(f"{path}: cannot read: {error.strerror or error}") from None
     except (ValueError, EOFError, RuntimeError, struct.error, zlib.error, BadZipFile):
-        # RuntimeError: encrypted, or compressed in a way that this Python lacks
+        # RuntimeError: encrypted, or compressed by a method that this Python lacks
         raise ConfigError(f"{path}: truncated, or of another kind; {_EXPECTED}") from None
     _check(path, about, columns)
     return Recording(path, about, columns.pop("steps"), columns)
 
 
 def _check_room(path: Path, archive: ZipFile, most: int) -> None:
-    """Raise `ConfigError` for more than `most` bytes: the size of the file decides, not what it states."""
+    """Raise `ConfigError` for more than `most` bytes. Checks the real size: stated sizes may be wrong."""
     if any(each.compress_type not in (ZIP_STORED, ZIP_DEFLATED) for each in archive.infolist()):
         raise BadZipFile
     stated = sum(info.file_size for info in archive.infolist())
@@ -221,7 +221,7 @@ def _column(path: Path, archive: ZipFile, name: str, dtype: str) -> NDArray[Any]
 
 
 def _check(path: Path, about: Mapping[str, Any], columns: Mapping[str, NDArray[Any]]) -> None:
-    """Raise `ConfigError` for a field or a column that is not what it should be."""
+    """Raise `ConfigError` for an invalid field or column."""
     try:
         found = _About.model_validate(about)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""What `mcr.record(path)` collects besides records, and writes at the end of its block."""
+"""Recordings of `mcr.record(path)`: optimizer steps besides records, written at the end of the block."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _log = logging.getLogger("mcr_plus")
 
 @contextmanager
 def collecting(log: Log, runtime: Runtime, path: str | os.PathLike[str]) -> Iterator[None]:
-    """Write the file of this rank when the block ends, however it ends; an error of that is logged.
+    """Write the file of this rank when the block ends, also after an exception; write errors are logged.
 
-    Ends of steps are those of `step` of the first optimizer of torch that is seen. Raises `InvalidArgument`,
-    at the beginning, if `path` is not the path of a folder, or nothing can be written there.
+    The recorded steps are those of the first torch optimizer that calls `step`. Raises `InvalidArgument` on
+    entry if `path` is not a folder's path or cannot be written.
     """
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -53,6 +53,7 @@ def collecting(log: Log, runtime: Runtime, path: str | os.PathLike[str]) -> Iter
         ended = time.perf_counter()
         hook.remove()
         world = runtime.world
+        # The same job id on all ranks: the report refuses files of different jobs.
         processes = runtime.engine.peers.processes or [own_process(world.hosts[world.rank], world.rank)]
         about = {
             "job": job_id(processes),
@@ -63,7 +64,7 @@ def collecting(log: Log, runtime: Runtime, path: str | os.PathLike[str]) -> Iter
             "epoch_us": (time.time() - time.perf_counter()) * 1e6,
             "began": began,
             "ended": ended,
-            # Tables are equal on all ranks, so one of them looks.
+            # Tables are equal on all ranks, so only rank 0 evaluates them.
             "choices": expectations(log.records, runtime.config, len(set(world.hosts)))
             if not world.rank
             else [],

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 ENDINGS: Final = (".png", ".svg", ".pdf")
 # Okabe and Ito's palette, which colour-blind readers can distinguish.
 COLOURS: Final = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
-_LINES: Final = 6  # of one group and backend; further operations at the same time share them
+_LINES: Final = 6  # rows for one group and backend; further overlapping operations share rows
 _HEIGHT: Final = 0.8
 
 
 def check_picture(path: Path) -> None:
-    """Raise if no picture can be drawn to `path`.
+    """Raise an error if no picture can be drawn to `path`.
 
     `InvalidArgument` for an unknown ending or a missing folder, `Unsupported` without matplotlib.
     """
@@ -34,7 +34,7 @@ def check_picture(path: Path) -> None:
 
 
 def plot_records(records: Sequence[Record], title: str, path: Path) -> None:
-    """Draw the records; the dark end of a bar is the time in which the program waited."""
+    """Draw the records; the dark end of a bar is the time that the program waited."""
     check_picture(path)
     if not records:
         raise InvalidArgument(f"{path}: nothing was recorded, so there is nothing to draw")
@@ -67,11 +67,11 @@ def plot_records(records: Sequence[Record], title: str, path: Path) -> None:
 
 
 def _lines(records: Sequence[Record], lanes: Sequence[tuple[str, str]]) -> tuple[list[int], list[int]]:
-    """The line of each record, with few overlaps; the first line of each lane and the number of lines."""
+    """Return the row of each record, with few overlaps, each lane's first row, and the number of rows."""
     line_of: dict[int, int] = {}
     first = [0]
     for lane in lanes:
-        ends: list[float] = []  # of the last operation on each line of the lane
+        ends: list[float] = []  # end of the last operation on each row of the lane
         in_lane = [index for index, record in enumerate(records) if (record.group, record.backend) == lane]
         for index in sorted(in_lane, key=lambda index: records[index].t_issue):
             free = [line for line, end in enumerate(ends) if end <= records[index].t_issue]

@@ -25,13 +25,13 @@ class CommunicationRow:
     wire: int  # bytes that each rank sends, by the formulas of nccl-tests; approximate if sizes differ
     p50_us: float
     share: float  # of the time; overlapped time counts in full
-    waited: float  # share of the time in which the program waited for it, and for nothing before
+    waited: float  # share of the time in which the program waited for it and for no earlier operation
 
 
 def communication(records: Sequence[Record], seconds: float) -> list[CommunicationRow]:
-    """Sum up the records of `seconds` by kind, tag and backend, sorted by the time waited, longest first.
+    """Sum the records of `seconds` by kind, tag and backend, sorted by wait time, longest first.
 
-    Where waits overlap, as those of streams do, the time is that of the wait that began first.
+    Where waits overlap, as waits of streams do, the time counts for the wait that began first.
     """
     groups: dict[tuple[str, str, str], list[Record]] = {}
     exposed: dict[tuple[str, str, str], float] = {}
@@ -55,7 +55,7 @@ def communication(records: Sequence[Record], seconds: float) -> list[Communicati
 
 _HEADINGS = ("op", "tag", "backend", "count", "bytes", "p50 µs", "in flight", "waited")
 _LATE_ROWS = 20
-_NAMES = 3  # leading columns that hold names; the others hold numbers
+_NAMES = 3  # leading columns with names; the others hold numbers
 _MEANINGS = (
     "size: operations of at most so many bytes, and more than half; data: bytes of all; wire: as encoded",
     "p50, p95: half of the operations, and 95 % of them, took at most this long until they were complete",
@@ -64,13 +64,13 @@ _MEANINGS = (
 
 
 def _cells(row: CommunicationRow) -> tuple[str, ...]:
-    """The cells of a row, as in `_HEADINGS`."""
+    """Return the cells of a row, in the order of `_HEADINGS`."""
     numbers = f"{row.count:,}", about(row.bytes), f"{row.p50_us:,.0f}"
     return row.kind, row.tag, row.backend, *numbers, f"{row.share:.1%}", f"{row.waited:.1%}"
 
 
 def table_text(title: str, rows: Sequence[CommunicationRow]) -> str:
-    """The rows as text in columns."""
+    """Return the rows as text in columns."""
     waited = sum(row.waited for row in rows)
     caption = (
         "in flight: from issue until completion was noticed, overlapped work included",
@@ -80,7 +80,7 @@ def table_text(title: str, rows: Sequence[CommunicationRow]) -> str:
 
 
 def summary_text(rows: Sequence[Row]) -> str:
-    """The rows of a summary as text in columns; those of codecs and ranks are there if they differ."""
+    """Return the rows of a summary as text; columns for codecs and ranks appear only if values differ."""
     if not rows:
         return "no operations were recorded, or all of them failed"
     coded = any(row.codec is not None for row in rows)
@@ -98,7 +98,7 @@ def summary_text(rows: Sequence[Row]) -> str:
 
 
 def lateness_text(found: Stragglers) -> str:
-    """The rows of those that are late, as text in columns, and who is so all the time."""
+    """Return the rows of late ranks as text in columns, and the ranks that are late persistently."""
     rows = [row for row in found.rows if row.late]
     title = f"Arrivals of ranks at {found.compared:,} operations"
     if found.left_out:
@@ -125,7 +125,7 @@ def _speed(found: float) -> str:
 
 
 def _aligned(table: Sequence[Sequence[str]], names: int) -> list[str]:
-    """The lines of a table: the first `names` columns to the left, the others, which hold numbers, right."""
+    """Return the lines of a table: the first `names` columns left-aligned, the others right-aligned."""
     widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
     lines = []
     for line in table:

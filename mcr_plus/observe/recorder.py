@@ -1,4 +1,4 @@
-"""The Flight Recorder of a job in one process: dumps on failures, on SIGUSR2, and when they are asked for."""
+"""The Flight Recorder of a job in one process: dumps on failures, on SIGUSR2, and on request."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
     from mcr_plus.rendezvous.world import World
 
 _log = logging.getLogger("mcr_plus")
-_CONSISTENT: Final = 0.05  # seconds of waiting for a moment between two steps
-_TEXT: Final = 500  # characters of an error that the others are told
+_CONSISTENT: Final = 0.05  # seconds to wait for the engine's lock, so that the dump is consistent
+_TEXT: Final = 500  # characters of an error that other ranks are told
 _BY_SIGNAL: Final = "SIGUSR2"
-_SAME_DEMAND: Final = 1.0  # seconds within which signals to several ranks are one demand
+_SAME_DEMAND: Final = 1.0  # seconds; signals to several ranks within this time are one demand
 
 
 class Recorder(OperationHook):
-    """Writes dumps of what this process was doing.
+    """Writes dumps of this process's operations.
 
     Attributes:
-        folder: for dumps; None if none is named, and failures write none.
-        dumped: `reason` of the last dump but those of `mcr.dump`, and its `file`, or a `problem`; by their
-            numbers the files of ranks that could not write, and for which this one has.
+        folder: the folder for dumps; None if none is configured, then failures write no dumps.
+        dumped: `reason` of the last dump (except `mcr.dump`), and its `file` or a `problem`; under the
+            numbers of ranks that could not write, the files that this rank wrote for them.
     """
 
     def __init__(self, engine: Engine, world: World, config: Config) -> None:
@@ -48,22 +48,22 @@ class Recorder(OperationHook):
         folder, _ = dump_folder_of(config)
         self.folder = None if folder is None else os.path.abspath(folder)
         self._lock = threading.Lock()
-        self._asked: set[str] = set()  # groups of whose failure another rank has told
+        self._asked: set[str] = set()  # groups whose failure another rank has reported
         self._failures: dict[str, float] = {}  # group → when a dump for its failure was begun or written
         self._problems: set[str] = set()
         self._demanded = -_SAME_DEMAND  # when a user last demanded a dump
-        self._passed_on = -_SAME_DEMAND  # when another rank last told of a signal
+        self._passed_on = -_SAME_DEMAND  # when another rank last reported a signal
         self.dumped: dict[str, str] = {}
         self._watcher = DumpWatcher(self._on_signal, self._on_request)
         engine.add_hook(self)
 
     def stop(self) -> None:
-        """At the end of the job."""
+        """Stop at the end of the job."""
         self._engine.remove_hook(self)
         self._watcher.stop()
 
     def abandon(self) -> None:
-        """In a forked child."""
+        """Release the parent's resources in a forked child."""
         self._engine.remove_hook(self)
         self._watcher.abandon()
 
@@ -77,7 +77,7 @@ class Recorder(OperationHook):
             self._complain(f"no frames of a long wait: {type(error).__name__}: {error}")
 
     def fails(self, work: IssuedWork, error: BaseException) -> Callable[[], None] | None:
-        """See `OperationHook`. Of the errors of a group, the first one is dumped, on all ranks."""
+        """Dump the first error of a group, on all ranks; see `OperationHook`."""
         try:
             return self._report(work, error)
         except Exception as problem:
@@ -87,7 +87,7 @@ class Recorder(OperationHook):
     def _report(self, work: IssuedWork, error: BaseException) -> Callable[[], None] | None:
         text = self._note(work).error = f"{type(error).__name__}: {error}"
         name = work.operation.state.group.name
-        # Where another rank has failed first, the dump of that moment says more.
+        # If another rank failed first, the dump of that moment says more.
         if self.folder is None or work.operation.state.failure is not None or name in self._asked:
             return None
         self._failures[name] = time.monotonic()
@@ -106,7 +106,7 @@ class Recorder(OperationHook):
     # -- dumps ------------------------------------------------------------------------------------
 
     def dump(self, path: str | os.PathLike[str]) -> str:
-        """See `mcr.dump`."""
+        """Write the dump of `mcr.dump`."""
         files = files_of(path, self._world.rank)
         record = self._record(take_snapshot(self._engine, "mcr.dump"))
         try:
@@ -125,14 +125,14 @@ class Recorder(OperationHook):
         peers.ask_elsewhere(text)
 
     def _on_signal(self) -> None:
-        # A launcher passes a signal on to all ranks, one after the other: each of them answers the first that
-        # it gets, or of which another rank tells, and none of the rest.
+        # A launcher sends a signal to all ranks, one after another: each rank answers the first signal,
+        # received itself or reported by another rank, and ignores the rest.
         if time.monotonic() - self._passed_on < _SAME_DEMAND:
             return
         self._demanded = time.monotonic()
         self._ask_others("", f"{_BY_SIGNAL} to rank {self._world.rank}")
         self._try_to_write_for(_BY_SIGNAL)
-        self._demanded = time.monotonic()  # it may have taken long, and requests have come meanwhile
+        self._demanded = time.monotonic()  # the dump may have taken long, and requests have arrived meanwhile
 
     def _on_request(self, text: str) -> None:
         name, _, reason = text.partition("\0")
@@ -146,7 +146,7 @@ class Recorder(OperationHook):
                 self._failures[name] = time.monotonic()
 
     def _on_demand(self, reason: str, *, passes_on: bool) -> None:
-        """Write what a user has demanded of another process."""
+        """Write a dump that a user has demanded, of this or another process."""
         now, by_signal = time.monotonic(), reason.startswith(_BY_SIGNAL)
         answered = by_signal and now - self._demanded < _SAME_DEMAND
         if answered or self.dumped.get("reason") == reason:
@@ -160,8 +160,8 @@ class Recorder(OperationHook):
             self._passed_on = self._demanded
 
     def _write_for(self, reason: str) -> None:
-        """Write a dump of now, in the watcher's thread."""
-        # In between two steps of the program where that is possible; it may hang with the lock.
+        """Write a dump of the present moment, in the watcher's thread."""
+        # Between two steps of the program if possible; but a hanging program may hold the lock.
         locked = self._engine.lock.acquire(timeout=_CONSISTENT)
         try:
             snapshot = take_snapshot(self._engine, reason)
@@ -173,15 +173,15 @@ class Recorder(OperationHook):
     def _try_to_write_for(self, reason: str) -> None:
         try:
             self._write_for(reason)
-        except Exception as error:  # of a job that is ending
+        except Exception as error:  # a job that is ending may raise anything
             self._complain(f"no dump for {reason}: {type(error).__name__}: {error}")
 
     def _hand_over(self, snapshot: Snapshot, folder: str) -> None:
         if not self._watcher.do(partial(self._write, snapshot, folder)):
-            self._complain(f"{folder!r} takes long: the dump may be missing")
+            self._complain(f"{folder!r} responds slowly: the dump may be missing")
 
     def _write(self, snapshot: Snapshot, folder: str | None) -> None:
-        """Write a dump, and those of ranks that cannot. An error is logged once, and hides no other."""
+        """Write a dump, and those of ranks that cannot. Log an error once; one error hides no other."""
         try:
             if folder is None:
                 folder = default_folder()
@@ -191,7 +191,7 @@ class Recorder(OperationHook):
                 record = self._record(snapshot)
                 write_dump(files, record)
                 instead = {}
-                from mcr_plus.observe.proxy_dumps import substitutes  # as most of this, for dumps alone
+                from mcr_plus.observe.proxy_dumps import substitutes  # needed only for dumps
 
                 for rank, other in substitutes(record, self._engine, self._world, folder).items():
                     theirs = files_of(os.path.join(folder, ""), rank)
@@ -231,6 +231,6 @@ class Recorder(OperationHook):
         )
 
     def _job(self) -> str:
-        """A name of this world that no other one has, the same on all ranks."""
+        """Return a unique name of this world, the same on all ranks."""
         text = json.dumps([list(process) for process in self._engine.peers.processes] or [os.getpid()])
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

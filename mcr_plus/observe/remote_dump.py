@@ -1,4 +1,4 @@
-"""Dumps of all ranks of running jobs, on demand from outside: what `mcr-plus top --dump` does."""
+"""Dumps of all ranks of running jobs, on demand from outside: `mcr-plus top --dump`."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from mcr_plus.observe.findings import condition
 from mcr_plus.observe.job_status import LOST, Member, ObservedJob, survey
 from mcr_plus.observe.remote_status import RemoteStatus
 
-_ANSWERS_WITHIN: Final = 5.0  # seconds: pages are drawn twice a second
+_ANSWERS_WITHIN: Final = 5.0  # seconds; pages are drawn twice a second
 _NAP: Final = 0.1
 
 
 @dataclass(frozen=True)
 class DumpAnswer:
-    """What came of a rank.
+    """The answer of a rank to a demand for a dump.
 
     Attributes:
         file: its dump; empty without one.
-        problem: why the rank itself has written none; empty if it has.
-        written_by: the rank that has written the file, on its own host: another one where this one cannot.
+        problem: why the rank itself has not written one; empty if it has.
+        written_by: the rank that has written the file: the rank itself, or another rank that wrote for it.
     """
 
     job: str
@@ -36,10 +36,10 @@ class DumpAnswer:
 
 
 def demand_dumps(process: int | None = None, patience: float = _ANSWERS_WITHIN) -> list[DumpAnswer]:
-    """Have all ranks of this user's jobs write dumps, on all hosts; of one job, if `process` is given.
+    """Make all ranks of this user's jobs, or of the job of `process`, write dumps on all hosts.
 
-    A rank of this host passes the request on, by the agents. Ranks that have not answered after `patience`
-    seconds are named. Raises `InvalidArgument` as `survey` does.
+    A rank of this host passes the request on through the agents. Ranks that have not answered after
+    `patience` seconds are reported. Raises what `survey` raises.
     """
     with closing(RemoteStatus()) as elsewhere:
         reason = f"mcr-plus top --dump ({secrets.token_hex(4)})"

@@ -1,4 +1,4 @@
-"""The status pages of ranks on other hosts, which the agent of this host fetches while somebody looks."""
+"""Status pages of ranks on other hosts, which this host's agent fetches while a viewer reads them."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Any, Final
 
 from mcr_plus.hosts.page import Shown, Unreadable, read
 
-_PATIENCE: Final = 0.5  # seconds that other hosts have to answer at first
+_PATIENCE: Final = 0.5  # seconds that other hosts have for the first answer
 _NAP: Final = 0.02
-_OLD: Final = 5.0  # seconds after which an answer counts for nothing
+_OLD: Final = 5.0  # seconds after which an answer is too old to use
 
 
 class RemoteStatus:
-    """The agents' pages that this process looks at; agents fetch other pages until `close`."""
+    """The agents' pages that this process reads; agents fetch pages of other hosts until `close`."""
 
     def __init__(self) -> None:
         self._held: dict[int, int] = {}  # inode of a page → descriptor
 
     def pages(self, path: str, about: Mapping[str, Any], ranks: Collection[int]) -> dict[int, Shown]:
-        """The pages of these ranks of a job, as far as they come; times in them are of this host's clock.
+        """Return the available pages of `ranks`; times in them are converted to this host's clock.
 
-        `path`: of the agent's page. `about`: the description on a page of the job. Waits a moment for the
+        `path`: the path of the agent's page. `about`: the job's description on a page. Waits briefly for the
         first answers.
         """
         began, patience = time.monotonic(), 0.0
@@ -45,14 +45,14 @@ class RemoteStatus:
             time.sleep(_NAP)
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop reading; the agents stop fetching."""
         for descriptor in self._held.values():
             os.close(descriptor)
         self._held.clear()
 
 
 def _answers(descriptor: int, about: Mapping[str, Any], since: float) -> dict[int, Shown]:
-    """The answers on an agent's page that came after `since`; none if it makes no sense."""
+    """Return the answers on an agent's page that came after `since`; none if the page is malformed."""
     now, found = time.monotonic(), {}
     with contextlib.suppress(OSError, Unreadable, KeyError, TypeError, ValueError, AttributeError):
         for rank, answer in read(descriptor).picture.get("ranks", {}).items():
@@ -63,7 +63,7 @@ def _answers(descriptor: int, about: Mapping[str, Any], since: float) -> dict[in
 
 
 def _shifted(picture: Mapping[str, Any], shift: float) -> dict[str, Any]:
-    """A picture with its times by this host's clock; they are late by as long as the answer travelled."""
+    """Return a picture with its times on this host's clock, late by the answer's time of travel."""
     return {
         **picture,
         "at": picture["at"] + shift,

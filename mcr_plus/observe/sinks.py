@@ -1,4 +1,4 @@
-"""The places where metrics are published: a file, a port, a collector of OpenTelemetry."""
+"""Sinks for metrics: a file, a port, an OpenTelemetry collector."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ class Sink(Protocol):
     """A place where metrics are published.
 
     Attributes:
-        name: for messages.
-        waits: whether a publication may wait for another process.
+        name: the name in messages.
+        waits: whether publishing may wait for another process.
     """
 
     name: str
     waits: bool
 
     def publish(self, metrics: Sequence[Family]) -> None:
-        """Publish; raises any error if that fails."""
+        """Publish; raise any error if that fails."""
 
     def close(self) -> None:
-        """Let go of what is open."""
+        """Release open resources."""
 
     def abandon(self) -> None:
-        """In a forked child: let go of what is the parent's, which goes on with it."""
+        """Release the parent's resources in a forked child, without disturbing the parent."""
 
 
 class _Collector:
-    """The metrics that were published last, as prometheus_client asks for them."""
+    """The metrics published last, as prometheus_client requests them."""
 
     def __init__(self) -> None:
         self.metrics: Sequence[Family] = ()
@@ -65,12 +65,12 @@ class _Collector:
 
 
 class TextFile:
-    """A file for the textfile collector of node_exporter, replaced as a whole. It stays after the job."""
+    """A file for the textfile collector of node_exporter, replaced atomically. It stays after the job."""
 
     waits = False
 
     def __init__(self, path: Path) -> None:
-        """Raises `OSError` if the file cannot be written."""
+        """Open the file; raise `OSError` if it cannot be written."""
         self.name = f"observe.prometheus: {path}"
         self._path = path
         self._collector, self._registry = _registry()
@@ -96,14 +96,14 @@ class Port:
     waits = False
 
     def __init__(self, port: int) -> None:
-        """Raises `OSError` if the port is in use."""
+        """Open the port; raise `OSError` if it is in use."""
         from prometheus_client import start_http_server
 
         self.name = f"observe.prometheus: port {port}"
         self._collector, registry = _registry()
         self._server, self._thread = start_http_server(port, LOOPBACK, registry)
         server = cast("Any", self._server)
-        # Without a timeout, a silent connection keeps its thread.
+        # Without a timeout, a silent connection would keep its thread.
         server.RequestHandlerClass = type("Handler", (server.RequestHandlerClass,), {"timeout": WITHIN})
 
     def publish(self, metrics: Sequence[Family]) -> None:
@@ -136,7 +136,7 @@ class Otlp:
         self.name = f"observe.otlp: {endpoint}"
         self._exporter = OTLPMetricExporter(endpoint=endpoint, timeout=_OTLP_TIMEOUT)
         self._reader = InMemoryMetricReader()
-        # OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME, where they are set, count more.
+        # OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME take precedence.
         resource = Resource({"service.name": "mcr_plus"}).merge(OTELResourceDetector().detect())
         self._provider = MeterProvider([self._reader], resource=resource, shutdown_on_exit=False)
         self._metrics: dict[str, Family] = families()
@@ -162,9 +162,9 @@ class Otlp:
 
         self._metrics.update({family.name: family for family in metrics})
         data = self._reader.get_metrics_data()
-        with _silent(_OTLP_LOGGER):  # every failed export is logged there; the job has its own line, once
+        with _silent(_OTLP_LOGGER):  # it logs every failed export; the publisher logs once
             if data is not None and self._exporter.export(data) is not MetricExportResult.SUCCESS:
-                raise ConnectionError("the collector has not taken the metrics")
+                raise ConnectionError("the collector has not accepted the metrics")
 
     def close(self) -> None:
         """See `Sink.close`."""
@@ -177,7 +177,7 @@ class Otlp:
 
 @contextmanager
 def _silent(name: str) -> Iterator[None]:
-    """Drop what this thread logs under a name."""
+    """Drop log records of this thread under a name."""
     logger, thread = logging.getLogger(name), threading.get_ident()
 
     def is_others(record: logging.LogRecord) -> bool:
@@ -203,16 +203,16 @@ def require(module: str, package: str) -> None:
     """Raise `Unsupported` if a package of the extra `metrics` is not installed."""
     try:
         found = importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of a package around it
+    except ModuleNotFoundError:  # a parent package is missing
         found = False
     if not found:
         raise Unsupported(f"needs {package}, which is not installed; {_EXTRA}")
 
 
 def open_sinks(prometheus: str | int | None, otlp: str | None, *, rank: int, local: int) -> list[Sink]:
-    """Open what the options name, for a rank; `local`: its number on its host.
+    """Open the configured sinks of a rank; `local` is its rank on its host.
 
-    Raises `ConfigError` if one cannot be opened; then none is open.
+    Raises `ConfigError` if one cannot be opened; then none stays open.
     """
     sinks: list[Sink] = []
     option = "prometheus"

@@ -1,7 +1,7 @@
-"""The operations of a process at one moment, as plain data: what dumps are written from.
+"""The operations of a process at one moment, as plain data for dumps.
 
-Nothing here takes a lock or talks to another process, so that a snapshot can be taken of a process that
-hangs, by any thread of it.
+Nothing here takes a lock or talks to another process, so that any thread can take a snapshot of a hanging
+process.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from mcr_plus.engine.work import IssuedWork
 
 State = Literal["scheduled", "started", "completed"]
-_OWN_THREADS: Final = "mcr_plus"  # how the names of all threads of mcr_plus begin
-_PARTS: Final = 8  # into which the ring is divided, see `_first`
+_OWN_THREADS: Final = "mcr_plus"  # prefix of the names of mcr_plus's threads
+_PARTS: Final = 8  # parts into which the ring is divided, see `_first`
 
 
 @dataclass
 class SnapshotEntry:
-    """An operation, as a rank knows it.
+    """An operation in this rank's view.
 
     Attributes:
-        number: in the group; 0 for sends and receives.
-        issued: when, in `time.time_ns()`.
+        number: number in the group; 0 for sends and receives.
+        issued: time of issue, in `time.time_ns()`.
         peer, match_tag: of a send or receive; `peer` is a group rank, None for a receive from any rank.
-        frames: of the thread that waits for it, or did so for more than a second, or in which it failed.
+        frames: frames of the thread in which it failed, or that waits for it or waited longer than a second.
         waited: seconds of that wait, up to now if it goes on.
         waits: whether the program waits for it now.
         error: text of its error; empty unless it has failed.
@@ -58,11 +58,11 @@ class GroupSnapshot:
     """A group's last operations.
 
     Attributes:
-        rank: of this process in the group; `ranks`: of its members in the job.
-        issued: number of collectives that this rank has issued. `peers`: the same of each group rank, where
-            that can be read without asking anybody.
+        rank: rank of this process in the group. `ranks`: the members' ranks in the job.
+        issued: number of collectives that this rank has issued. `peers`: the same number by group rank, if it
+            is readable without asking another process.
         entries: collectives, in order. `messages`: sends and receives.
-        failed: why the group cannot be used; empty unless it has failed.
+        failed: reason why the group is unusable; empty unless it has failed.
     """
 
     name: str
@@ -77,12 +77,12 @@ class GroupSnapshot:
 
 @dataclass
 class Snapshot:
-    """What a rank was doing when.
+    """The operations and threads of a rank at one moment.
 
     Attributes:
-        time: `time.time_ns()`.
-        reason: why it was taken. error: of the operation that failed, if that is why.
-        threads: name → frames, the main thread first; without threads that are in mcr_plus alone.
+        time: the moment, in `time.time_ns()`.
+        reason: the reason for the snapshot. error: error of the failed operation, if that is the reason.
+        threads: name → frames, the main thread first; without threads that run only mcr_plus.
     """
 
     time: int
@@ -93,7 +93,7 @@ class Snapshot:
 
 
 def take_snapshot(engine: Engine, reason: str, error: BaseException | None = None) -> Snapshot:
-    """The last operations of all open groups, and where the threads of the program are."""
+    """Return the last operations of all open groups, and the places of the program's threads."""
     now = time.time_ns()
     alive = _alive(engine)
     groups = [_group(engine, state, alive, now) for state in list(engine.states) if not state.closed]
@@ -101,9 +101,9 @@ def take_snapshot(engine: Engine, reason: str, error: BaseException | None = Non
 
 
 def frames_for(engine: Engine, work: IssuedWork) -> list[Frame]:
-    """The frames of the thread that waits for an operation; else of the calling one, or of the group's.
+    """Return the frames of the thread that waits for an operation, else of the calling or the group's thread.
 
-    A thread of mcr_plus itself may have found that the operation has failed.
+    A thread of mcr_plus may detect the failure: its frames are of no use.
     """
     for wait in list(engine.waits):
         if wait.work is work:
@@ -113,7 +113,7 @@ def frames_for(engine: Engine, work: IssuedWork) -> list[Frame]:
 
 
 def _alive(engine: Engine) -> list[IssuedWork]:
-    """All operations that are issued and not done, as far as they have a handle."""
+    """Return all issued operations that are not done and still have a handle."""
     deferred = [work for channel in list(engine.blocked) for work in list(channel.pending)]
     waited = [wait.work for wait in list(engine.waits)]
     known = (*list(engine.in_flight), *deferred, *list(engine.unordered), *waited)
@@ -132,7 +132,7 @@ def _group(engine: Engine, state: GroupState, alive: list[IssuedWork], now: int)
             entry = SnapshotEntry(number, signature, issued)
             _describe(entry, engine, works.get(number), notes.get(number), now)
             if 0 < state.failed_at <= number and entry.state == "completed":
-                entry.state = "scheduled"  # as far as is known: nothing is after a failure
+                entry.state = "scheduled"  # nothing more is known after a failure
             found.entries.append(entry)
     found.messages = list(_messages(engine, state, own, now))
     found.failed = "" if state.failure is None else f"{type(state.failure).__name__}: {state.failure}"
@@ -140,7 +140,7 @@ def _group(engine: Engine, state: GroupState, alive: list[IssuedWork], now: int)
 
 
 def _messages(engine: Engine, state: GroupState, own: list[IssuedWork], now: int) -> Iterator[SnapshotEntry]:
-    """The last sends and receives; which of them are in flight, their handles show."""
+    """Yield the last sends and receives; live handles show which of them are in flight."""
     flying = {
         (work.message.peer, work.message.match_tag, work.operation.signature.kind, work.issued): work
         for work in own
@@ -156,7 +156,7 @@ def _messages(engine: Engine, state: GroupState, own: list[IssuedWork], now: int
 def _describe(
     entry: SnapshotEntry, engine: Engine, work: IssuedWork | None, noted: Noted | None, now: int
 ) -> None:
-    """Add what is known of an operation besides that it was issued."""
+    """Add details of an operation from its handle and its notes."""
     if noted is not None:
         entry.frames, entry.error = noted.frames, noted.error
         entry.waited = ((noted.ended or now) - noted.began) * 1e-9
@@ -179,10 +179,10 @@ def _peers(state: GroupState) -> dict[int, int]:
 
 
 def _first(state: GroupState, most: int) -> int:
-    """The number of the first operation to show.
+    """Return the number of the first operation to show.
 
-    Tools compare the ranks' operations from the first one on, so all ranks show the same first one, although
-    some have issued more than others and have forgotten more: one of a few numbers.
+    Tools compare the ranks' operations from the first one on, so all ranks must show the same first one,
+    although the rings of ranks ahead have dropped more: it is one of a few fixed numbers.
     """
     room = state.ring.maxlen or 0
     first = max(most, state.sequence) - room + 1

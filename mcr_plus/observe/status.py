@@ -1,8 +1,8 @@
-"""What the operations of this process do, published on its status page for `mcr-plus top`.
+"""The status page of this process for `mcr-plus top`: its operations and waits.
 
-A thread draws a picture twice a second from what the engine has anyway: its waits, and the rings of the last
-operations of each group. Nothing is drawn on the path of operations. A rank that computes or hangs is drawn
-like any other, and of one that is stopped the last picture stays.
+A thread draws a picture twice a second from existing state of the engine: its waits, and each group's ring of
+last operations. The path of operations draws nothing. A rank that computes or hangs is drawn like any other;
+the page of a stopped rank keeps the last picture.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 
 PERIOD: Final = 0.5
 """Seconds between two pictures."""
-_LEAST_SHARE: Final = 500  # a period lasts at least so many times as long as the processor draws
-_LONGEST: Final = 2.0  # seconds; readers take a rank for busy after three without a picture
+_LEAST_SHARE: Final = 500  # ratio of period to drawing time, at least: bounds the processor use
+_LONGEST: Final = 2.0  # seconds; readers consider a rank busy after three without a picture
 _WINDOW: Final = 9  # pictures over which rates are taken
 _NO_WAIT: Final = 0.005  # seconds; a shorter wait is the operation itself
-_NAMED: Final = 64  # missing ranks, groups and ranks of a group that a picture names at most
+_NAMED: Final = 64  # most missing ranks, groups and ranks of a group that a picture names
 
 _log = logging.getLogger("mcr_plus")
 
 
 class StatusThread:
-    """The thread that keeps the status page of this process. One without a page does nothing."""
+    """The thread that updates the status page of this process; it does nothing without a page."""
 
     def __init__(
         self,
@@ -48,9 +48,9 @@ class StatusThread:
         elsewhere: Callable[[], Mapping[int, str]] = dict,
         dumped: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
-        """`about`, `version`: see `Page`; None for no page. `elsewhere`: states of ranks on other hosts.
+        """Prepare a page for `about` and `version`, see `Page`; None: no page.
 
-        `dumped`: see `Recorder`.
+        `elsewhere` returns states of ranks on other hosts, `dumped` is as in `Recorder`.
         """
         self._ended = threading.Event()
         self._page: Page | None = None
@@ -75,7 +75,7 @@ class StatusThread:
             page.close()
 
     def abandon(self) -> None:
-        """In a forked child: it has no such thread, and must not keep the parent's page alive."""
+        """Drop the parent's page in a forked child, which lacks the thread; it would keep the page alive."""
         page, self._thread, self._page = self._page, None, None
         if page is not None:
             page.close()
@@ -83,10 +83,10 @@ class StatusThread:
     def _run(self) -> None:
         page = self._page
         while page is not None:
-            began = time.thread_time()  # a stop, or other threads on the core, cost nothing
+            began = time.thread_time()  # processor time: excludes stops, and other threads on the core
             try:
                 page.show(self._draw.picture(time.monotonic()))
-            except Exception as error:  # a group may be closed meanwhile; the next picture is without it
+            except Exception as error:  # a group may close meanwhile; the next picture omits it
                 _log.debug("no picture for mcr-plus top: %s", error, exc_info=True)
             took = time.thread_time() - began
             if self._ended.wait(min(max(PERIOD, _LEAST_SHARE * took), _LONGEST)):
@@ -94,7 +94,7 @@ class StatusThread:
 
 
 class Drawing:
-    """Draws pictures of an engine. Times in them are seconds of the monotonic clock."""
+    """Draws pictures of an engine. Times in pictures are seconds of the monotonic clock."""
 
     def __init__(
         self,
@@ -106,10 +106,10 @@ class Drawing:
         self._elsewhere, self._dumped = elsewhere, dumped
         self._groups: dict[GroupState, _Traffic] = {}
         self._latecomers = PersistentStragglers(PERIOD)
-        self._active = time.monotonic()  # when the program was last seen inside mcr_plus
+        self._active = time.monotonic()  # time at which the program was last seen inside mcr_plus
 
     def picture(self, now: float) -> dict[str, Any]:
-        """The picture of this moment."""
+        """Return the picture of this moment."""
         engine = self._engine
         states = engine.states[:]
         self._groups = {state: self._groups.get(state) or _Traffic() for state in states}
@@ -138,7 +138,7 @@ class Drawing:
         }
 
     def _mean_bytes(self, signature: Signature) -> float:
-        """Bytes of an operation by the convention of nccl-tests, this rank's own where sizes differ."""
+        """Return an operation's bytes by the convention of nccl-tests; this rank's own if sizes differ."""
         if signature.nbytes is not None:
             return signature.nbytes
         with contextlib.suppress(RuntimeError):  # another thread has bound an operation meanwhile
@@ -165,7 +165,7 @@ class Drawing:
         return drawn
 
     def _stack(self, thread: int | None) -> Stack:
-        """Where the thread that waits is, or that of the program."""
+        """Return the stack of the waiting thread, or of the program's."""
         if thread is None:
             owner = self._engine.states[0].owner if self._engine.states else 0
             thread = owner if owner > 0 else threading.main_thread().ident
@@ -173,25 +173,25 @@ class Drawing:
 
 
 class _Traffic:
-    """What a group has issued: calls and bytes, those of the last pictures, and the last operation."""
+    """The traffic of a group: calls and bytes, their values in the last pictures, and the last operation."""
 
     def __init__(self) -> None:
         self.calls = 0
         self.bytes = 0.0
-        self.changed = 0.0  # when a picture last found a new call
+        self.changed = 0.0  # time at which a picture last found a new call
         self.last = ""
         self.history: deque[tuple[float, int, float]] = deque(maxlen=_WINDOW)
-        self._number = 0  # of the last operation that was counted
-        self._message = 0  # when the last message that was counted was issued
+        self._number = 0  # number of the last counted operation
+        self._message = 0  # issue time of the last counted message
 
     def count(self, state: GroupState, now: float, mean_bytes: Callable[[Signature], float]) -> None:
-        """Add what the group has issued since the last picture, from its rings of the last operations.
+        """Add the operations since the last picture, from the group's rings of last operations.
 
-        What the ring of operations has lost since then counts as large as what is left; messages that are
-        lost are not counted.
+        Operations that the ring has dropped since then count with the mean size of the others; dropped
+        messages are not counted.
         """
         issued = state.sequence
-        # At once, without the interpreter's lock in between: the program adds to it.
+        # In one call, without releasing the interpreter's lock: the program appends to the ring.
         ring = list(islice(reversed(state.ring), max(0, issued - self._number)))
         new = Counter(signature for number, signature, _ in ring if number > self._number)
         known = new.total()
@@ -212,7 +212,7 @@ class _Traffic:
 
 
 def _blame(work: IssuedWork, waited: float, stack: Stack) -> Blame | None:
-    """The one rank that a wait is for; None if there are several, or another rank would say the same."""
+    """Return the one rank that a wait is for; None if there are several, or if another rank reports it."""
     state, sequence = work.operation.state, work.sequence
     group, board = state.group, state.board
     if waited < _NO_WAIT or not sequence or not board.is_live:

@@ -1,13 +1,13 @@
-"""Ranks that keep others waiting: who arrives late at operations, by how much, and where.
+"""Ranks that delay others: which ranks arrive late at operations, by how much, and where.
 
-A rank arrives at an operation when it issues it. How late it is by its own doing is the lesser of two
-differences, both to the median of the other ranks: of its arrival, and of its own time since the operation
-before, which is without waits for operations and for a core. The second is small for a rank that arrives late
-because another rank, or another process on its core, has kept it waiting.
+A rank arrives at an operation when it issues it. Its own delay is the lesser of two differences, both to the
+median of the other ranks: of its arrival, and of its own time since the previous operation, which excludes
+waits for operations and for a core. The second is small for a rank that arrives late because another rank, or
+another process on its core, has delayed it.
 
-The arrivals are on the boards of groups on one host, whose ranks share a clock: they are exact to a
-microsecond or two. Those of groups across hosts come from `arrivals_across`, with an error; a rank is late by
-what is beyond it. Sends and receives are left out.
+On one host, the arrivals are on the boards of the groups: ranks share a clock, exact to a microsecond or two.
+Arrivals in groups across hosts come from `cross_host_stragglers`, with an error; only a delay beyond the
+error counts. Sends and receives are left out.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ if TYPE_CHECKING:
 Times = tuple[list[float], list[float]]
 Floats = npt.NDArray[np.float64]
 LATE: Final = 0.005
-"""Seconds; a smaller delay is the operating system's."""
+"""Seconds; shorter delays come from the operating system."""
 LEAST_SHARE: Final = 0.05
-"""Share of the time by which a straggler keeps the others waiting."""
+"""Least share of the time by which a straggler delays the others."""
 _LEAST_EVENTS: Final = 4
 _WINDOWS: Final = 5  # equal parts of the time
-_LATE_WINDOWS: Final = 4  # of them with at least half that share
-_TIMES_OTHERS: Final = 3.0  # so many times as late as the other ranks are
+_LATE_WINDOWS: Final = 4  # windows that must each reach half that share
+_TIMES_OTHERS: Final = 3.0  # least ratio of its delay to that of the other ranks
 _CHUNK: Final = 512  # operations that are evaluated together
 
 
 @dataclass(frozen=True)
 class Lateness:
-    """How late one rank is at the operations of one kind and tag that one line of the program issues.
+    """Delays of one rank at the operations of one kind and tag that one line of the program issues.
 
     Attributes:
-        rank: of the job.
+        rank: rank in the job.
         site: the line, `file:line, in function`.
-        count: operations; `late` of them it issued `LATE` seconds or more after the others, by its own doing.
-        seconds: of that in all; `mean` and `longest` of those operations.
+        count: number of operations; in `late` of them the rank's own delay was `LATE` seconds or more.
+        seconds: sum of these delays; `mean` and `longest` are per operation.
     """
 
     rank: int
@@ -60,19 +60,19 @@ class Lateness:
 
     @property
     def mean(self) -> float:
-        """Seconds by which it was late when it was late."""
+        """Return the mean delay in seconds over its late operations."""
         return self.seconds / self.late if self.late else 0.0
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that keeps others waiting all the time.
+    """A rank that persistently delays others.
 
     Attributes:
-        rank: of the job.
-        seconds, share: by which it was late in all, and as a part of the time of the recording.
-        events: how often it was late.
-        sites: where, most seconds first.
+        rank: rank in the job.
+        seconds, share: its total delay, and as a share of the recording's time.
+        events: number of its late operations.
+        sites: the lines of the program, longest delay first.
     """
 
     rank: int
@@ -95,12 +95,11 @@ class Stragglers(list[Straggler]):
     """The ranks that are persistently late, the latest first; empty if none is. Prints as a table.
 
     Attributes:
-        rows: how late each rank is, by kind, tag and line of the program, most seconds first.
-        compared: operations of which all arrivals are known.
-        left_out: those of which they are not.
-        missing: ranks on other hosts that have not recorded some of these, or still record.
-        error: seconds by which the clocks of two hosts may differ after they were compared, at most; 0 for
-            operations on one host.
+        rows: delays of each rank, by kind, tag and line of the program, longest first.
+        compared: number of operations whose arrivals are all known.
+        left_out: number of other operations.
+        missing: ranks on other hosts that have not recorded some operations, or still record.
+        error: largest remaining difference of two hosts' clocks, in seconds; 0 on one host.
     """
 
     def __init__(
@@ -118,13 +117,13 @@ class Stragglers(list[Straggler]):
         self.missing, self.error = tuple(missing), error
 
     def __str__(self) -> str:
-        from mcr_plus.observe.record_table import lateness_text  # it imports this module
+        from mcr_plus.observe.record_table import lateness_text  # a circular import otherwise
 
         return lateness_text(self)
 
 
 class _OpenOperations:
-    """The operations of a group that have not been evaluated yet, and the last one that has been."""
+    """Operations of a group that are not evaluated yet, and the last evaluated one."""
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks
@@ -137,12 +136,12 @@ class _OpenOperations:
 
 
 class ArrivalCollector:
-    """Collects when ranks arrive at recorded operations.
+    """Collects the ranks' arrivals at recorded operations.
 
     Its memory grows with late arrivals, and with the operations of groups across hosts.
 
     Attributes:
-        across: these; None where there is one host.
+        across: operations of groups across hosts; None on one host.
     """
 
     def __init__(self, across: AcrossHosts | None = None) -> None:
@@ -150,21 +149,21 @@ class ArrivalCollector:
         self._error = 0.0
         self._groups: dict[tuple[str, tuple[int, ...]], _OpenOperations] = {}
         self._keys: dict[_Key, int] = {}
-        self._events: list[tuple[float, int, float]] = []  # when, rank, seconds
+        self._events: list[tuple[float, int, float]] = []  # time, rank, seconds
         self._compared = self._left_out = 0
 
     def add(
         self, of: Group, signature: Signature, number: int, known: Times | None, site: Site | None
     ) -> float | None:
-        """Take in operation `number` of a group; returns its skew, the last arrival less the median one.
+        """Add operation `number` of a group; return its skew, the last arrival less the median one.
 
-        `known`: the arrivals of the group ranks, NaN where unknown, and their idle times until then.
+        `known`: the arrivals by group rank, NaN where unknown, and the idle times until then.
         """
         if known is None:
             self._left_out += 1
             return None
         arrivals = sorted(known[0])
-        if not sum(arrivals) > 0:  # NaN
+        if not sum(arrivals) > 0:  # false for NaN
             self._left_out += 1
             return None
         group = self._group(of)
@@ -178,7 +177,7 @@ class ArrivalCollector:
         return arrivals[-1] - arrivals[(len(arrivals) - 1) // 2]
 
     def key(self, signature: Signature, site: Site | None) -> int:
-        """A number for the kind and tag of an operation and the line that issued it."""
+        """Return a number for an operation's kind and tag and the line that issued it."""
         return self._keys.setdefault((signature.kind, signature.tag, site), len(self._keys))
 
     def _group(self, of: Group) -> _OpenOperations:
@@ -205,7 +204,7 @@ class ArrivalCollector:
         shifts: Floats | float = 0.0,
         error: float = 0.0,
     ) -> None:
-        """Take in operations in their order; a row has the times of all ranks, see `Compared`."""
+        """Evaluate operations in order; each row has the times of all ranks, see `Compared`."""
         own = arrivals - idle
         before = np.vstack([own[:1] if group.last is None else group.last, own[:-1]])
         arrivals = arrivals + shifts
@@ -228,7 +227,7 @@ class ArrivalCollector:
             self._error = max(self._error, some.error)
 
     def stragglers(self, began: float, seconds: float) -> Stragglers:
-        """Those of a recording that began at `began`, in seconds of `perf_counter`, and took `seconds`."""
+        """Return the stragglers of a recording of `seconds` from `began`, in seconds of `perf_counter`."""
         for group in self._groups.values():
             self._evaluate(group)
         left_out, missing = self._left_out, list[int]()
@@ -248,7 +247,7 @@ class ArrivalCollector:
         return Stragglers(found, rows, self._compared, left_out, missing, self._error)
 
     def _rows(self) -> list[Lateness]:
-        """Of each rank, kind, tag and line, summed over the groups."""
+        """Return the delays per rank, kind, tag and line, summed over the groups."""
         names = list(self._keys)
         sums: dict[tuple[int, int], Floats] = {}
         for group in self._groups.values():
@@ -286,17 +285,17 @@ class ArrivalCollector:
 
 
 _Key = tuple[str, "str | None", "Site | None"]
-"""Kind, tag, line of the program."""
+"""Kind, tag and line of the program."""
 
 
 class _Site:
-    """Sums over the operations of one kind, tag and line: of each rank count, late ones, seconds, longest."""
+    """Sums over the operations of one kind, tag and line, by rank: count, late ones, seconds, longest."""
 
     def __init__(self, ranks: int) -> None:
         self.figures = np.zeros((ranks, 4))
 
     def count(self, late: Floats) -> None:
-        """Add operations, of each of which a row has the seconds of lateness of all ranks."""
+        """Add operations; each row has the delays of all ranks in seconds."""
         self.figures[:, 0] += len(late)
         self.figures[:, 1] += (late > 0).sum(axis=0)
         self.figures[:, 2] += late.sum(axis=0)
@@ -304,12 +303,12 @@ class _Site:
 
 
 def site_text(site: Site | None) -> str:
-    """A line of the program for people; empty if it is not known."""
+    """Format a line of the program for people; empty if it is unknown."""
     return "" if site is None else f"{site[0]}:{site[1]}, in {site[2]}"
 
 
 def _beyond_others(times: Floats) -> Floats:
-    """Of each row and column, the time less the median of the other columns."""
+    """Return each time less the median of the other columns of its row."""
     ranks = times.shape[1]
     if ranks == 2:
         return times - times[:, ::-1]

@@ -15,23 +15,21 @@ from mcr_plus.observe.clocks import TOGETHER, Clock, Key, Span, align, spans
 from mcr_plus.observe.hta import write_for_hta
 
 FORMAT: Final = 1
-"""Of the files that `Log.save` writes."""
-_SAME_CLOCK_US: Final = 1e6  # clocks of one host that differ by more were read in different boots
+"""Version of the files that `Log.save` writes."""
+_SAME_CLOCK_US: Final = 1e6  # µs; a larger difference of one host's clocks means different boots
 _MOST_BYTES: Final = 1 << 30
 _ROOM: Final = 1 << 25
-_MOST_TIMES: Final = (
-    64  # traces compress to a tenth or a thirtieth; gzip can make a thousandth of other texts
-)
+_MOST_TIMES: Final = 64  # ratio: traces compress to a tenth or a thirtieth, but other texts to a thousandth
 _LARGEST: Final = 1e18  # microseconds: 30,000 years
 _EXPECTED: Final = "expected a trace that log.save() or torch's profiler wrote"
 _ENDINGS: Final = (".json", ".json.gz")
 _NUMBERS: Final = ("sequence", "bytes", "t_issue", "t_done")
-_FLOWS: Final = "stf"  # phases of arrows, which events of one number connect
+_FLOWS: Final = "stf"  # phases of arrows, which connect events with equal numbers
 
 
 @dataclass(frozen=True)
 class _Trace:
-    """Of one rank. `epoch_us`: the time of day at 0 of its times. `is_log`: of `Log.save`."""
+    """The trace of one rank. `epoch_us`: time of day at 0 of its times. `is_log`: from `Log.save`."""
 
     path: Path
     rank: int
@@ -44,7 +42,7 @@ class _Trace:
 
 @dataclass(frozen=True)
 class Merged:
-    """What a merged file has: its events, the ranks, those that are missing, and of each host its clock."""
+    """Content of a merged file: events, ranks, missing ranks, and the clock of each host."""
 
     events: int
     ranks: tuple[int, ...]
@@ -53,7 +51,7 @@ class Merged:
 
 
 def files_of(paths: Sequence[Path], *, but: Path | None = None) -> list[Path]:
-    """The files among `paths`, and those in the folders among them that end like traces, except `but`.
+    """Return the files among `paths`, and the trace files in the folders among them, except `but`.
 
     Raises `ConfigError` for a folder without any.
     """
@@ -75,15 +73,15 @@ def files_of(paths: Sequence[Path], *, but: Path | None = None) -> list[Path]:
 def merge_traces(paths: Sequence[Path], output: Path, *, hta: Path | None = None) -> Merged:
     """Merge traces of several ranks into one for Perfetto or chrome://tracing: a process for each rank.
 
-    They are files of `Log.save`, of torch's profiler, or both of a rank, and folders of these. Ranks of one
-    host share a clock. Clocks of hosts are compared by the operations that all ranks complete together; the
-    shift and the error are in the file (`otherData.clocks`). Hosts without such operations in their logs are
-    placed by their times of day, as accurate as the synchronisation of these.
+    `paths` are files of `Log.save`, of torch's profiler, or both for a rank, and folders of these. Ranks of
+    one host share a clock. Clocks of hosts are compared by the operations that all ranks complete together;
+    the shift and the error are in the file (`otherData.clocks`). Hosts without such operations in their logs
+    are placed by their times of day, which are as accurate as the hosts' time synchronisation.
 
-    `hta`: a folder for a file of each rank, see `write_for_hta`.
+    `hta`: a folder for one file per rank, see `write_for_hta`.
 
     Raises:
-        ConfigError: a file is no such trace, a rank is in two files of one sort, or `output` cannot be
+        ConfigError: a file is no trace, a rank has two files of one sort, or `output` cannot be
             written.
     """
     traces = sorted((_read(path) for path in files_of(paths, but=output)), key=lambda trace: trace.rank)
@@ -92,11 +90,13 @@ def merge_traces(paths: Sequence[Path], output: Path, *, hta: Path | None = None
         before = seen.setdefault((trace.rank, trace.is_log), trace.path)
         if before is not trace.path:
             raise ConfigError(f"{trace.path}: rank {trace.rank} is in {before} too; expected it once")
+    # A profiler may not name the host: take it from the log of the same rank.
     logged = {trace.rank: trace.host for trace in traces if trace.is_log}
     placed = [(logged.get(trace.rank) or trace.host or "unknown", trace) for trace in traces]
     epochs: dict[str, float] = {}
     for host, trace in sorted(placed, key=lambda each: not each[1].is_log):
         epochs.setdefault(host, trace.epoch_us)
+    # Only logs number their operations, so only they relate the clocks of hosts.
     hosts = {
         host: spans(
             each
@@ -126,7 +126,7 @@ def merge_traces(paths: Sequence[Path], output: Path, *, hta: Path | None = None
 
 
 def described(merged: Merged) -> list[str]:
-    """Lines about a merged file, for people: clocks that were compared, and ranks that are missing."""
+    """Return lines about a merged file, for people: compared clocks and missing ranks."""
     lines = [
         f"clock of {host}: shifted by {clock.shift_us / 1e6:.6f} s, "
         + (f"± {clock.error_us:,.0f} µs" if clock.error_us is not None else "error unknown")
@@ -142,7 +142,7 @@ def described(merged: Merged) -> list[str]:
 
 
 def _read(path: Path) -> _Trace:
-    """Read a trace. Errors do not quote the file, which may be a confidential one named by mistake."""
+    """Read a trace. Errors do not quote the file: a wrong path may name a confidential file."""
     content = read_bytes(path, str(path), most=_MOST_BYTES)
     try:
         document = json.loads(_unpacked(content) if path.name.endswith(".gz") else content)
@@ -150,7 +150,7 @@ def _read(path: Path) -> _Trace:
         raise ConfigError(f"{path}: unpacks to far more than a trace of its size; {_EXPECTED}") from None
     except (OSError, EOFError, zlib.error):
         raise ConfigError(f"{path}: truncated, or no gzip file; {_EXPECTED}") from None
-    except (ValueError, RecursionError):  # of JSON or of UTF-8
+    except (ValueError, RecursionError):  # invalid JSON or UTF-8
         raise ConfigError(f"{path}: not JSON, or truncated; {_EXPECTED}") from None
     events = document.get("traceEvents") if isinstance(document, dict) else None
     if not isinstance(events, list):
@@ -173,7 +173,7 @@ def _read(path: Path) -> _Trace:
 
 def _unpacked(content: bytes) -> bytes:
     """Unpack a gzip file; raises `EOFError` if it ends too early, `OverflowError` if it is too large."""
-    unpacker = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)  # with the header of gzip
+    unpacker = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)  # 16: with the header of gzip
     most = min(_MOST_BYTES, _ROOM + _MOST_TIMES * len(content))
     unpacked = unpacker.decompress(content, most)
     if not unpacker.eof:
@@ -201,7 +201,7 @@ def _of_log(path: Path, document: Mapping[str, Any], events: list[dict[str, Any]
 
 
 def _of_profiler(path: Path, document: Mapping[str, Any], events: list[dict[str, Any]]) -> _Trace:
-    """A trace of torch's profiler: its times are times of day, less `baseTimeNanoseconds` if there is one."""
+    """Return a trace of torch's profiler: times of day, minus `baseTimeNanoseconds` if present."""
     about = document["distributedInfo"]
     rank, size = (
         (about.get(name) for name in ("rank", "world_size")) if isinstance(about, dict) else (None, None)
@@ -217,7 +217,7 @@ def _of_profiler(path: Path, document: Mapping[str, Any], events: list[dict[str,
 
 
 def _is_number(value: object) -> bool:
-    """Whether `value` is a number within the range of times."""
+    """Return whether `value` is a number within the range of times."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= _LARGEST
 
 
@@ -225,7 +225,7 @@ def _is_number(value: object) -> bool:
 
 
 def _together(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Key, Span]]:
-    """The operations of a log that all ranks complete together, in microseconds of its clock."""
+    """Yield the operations of a log that all ranks complete together, in microseconds of its clock."""
     for event in events:
         args = event.get("args")
         if event.get("ph") != "b" or not isinstance(args, dict) or args.get("error") is not None:
@@ -239,7 +239,7 @@ def _together(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Key, Span]]
 
 
 def _moved(trace: _Trace, clock: Clock, epoch_us: float) -> Iterator[dict[str, Any]]:
-    """The events of a trace on the common clock; those of a profiler with processes and arrows of their own.
+    """Yield a trace's events on the common clock; a profiler's processes and arrows get new numbers.
 
     `epoch_us`: the time of day at 0 of the host's clock.
     """

@@ -40,7 +40,7 @@ def common_key(one: TableKey, other: TableKey) -> TableKey | None:
 
 
 def overlap(one: TableKey, other: TableKey) -> bool:
-    """Return whether some operation is covered by both keys, regardless of their counting of bytes."""
+    """Return whether some operation is covered by both keys, however they count bytes."""
     return _common(one, other) is not None
 
 
@@ -87,7 +87,7 @@ def _common_range(one: Range | None, other: Range | None) -> Range | None:
 
 
 def intersection(one: Range, other: Range) -> Range | None:
-    """Return the numbers that are in both ranges; None if there are none."""
+    """Return the numbers in both ranges; None if there are none."""
     ends = [end for end in (one.hi, other.hi) if end is not None]
     lo, hi = max(one.lo, other.lo), min(ends, default=None)
     return None if hi is not None and hi <= lo else Range(lo, hi)
@@ -165,7 +165,7 @@ class Piece(NamedTuple):
 
     @property
     def choice(self) -> str | None:
-        """`name` or `name:algorithm`."""
+        """Return the choice, `name` or `name:algorithm`."""
         return None if self.rule is None else self.rule.backend
 
 

@@ -8,9 +8,9 @@ Between measured sizes it is linear in bytes, which is exact for latency plus si
 1994), or linear in logarithms if that is lower, since time may grow faster than size when messages outgrow a
 cache. Below the smallest size, the smallest size's time is an upper bound. Beyond the largest, the curve
 continues at the bandwidth of the last rising segment; without one, as with a single size, the largest size's
-time is a lower bound. These estimates are flagged, as are those for numbers of ranks or nodes without rules
-in the table: their times are those of the nearest numbers, scaled by the algorithm's formula (`scaling`) if
-the links are the same, and unscaled otherwise.
+time is a lower bound. These estimates are flagged. For numbers of ranks or nodes without rules in the table,
+estimates are flagged too: they use the times of the nearest numbers, scaled by the algorithm's formula
+(`scaling`) if the links are the same, and unscaled otherwise.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class TimeCurve:
         return None
 
     def _half_bandwidth(self) -> float:
-        """Return microseconds per byte under the assumption that half of a single point's time is latency."""
+        """Return microseconds per byte, assuming that half of a single point's time is latency."""
         return float(self.times[-1] / self.sizes[-1]) / 2 if self.sizes[-1] else 0.0
 
 

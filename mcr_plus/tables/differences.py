@@ -24,9 +24,9 @@ class Change:
     """One difference between two tables: of the choices for `key` and `sizes`, or of a `fact`.
 
     `before` and `after` are choices (or values of the fact), None if a table has none. `only_in`: only this
-    table has the key; the other's choice, if any, is that of its wider rules. `before_us` and `after_us` are
-    expected microseconds of one operation of `at` bytes, each from the measurements of its own table; None
-    without measurements around that size.
+    table has the key; the other table's choice, if any, comes from its wider rules. `before_us` and
+    `after_us` are expected microseconds of one operation of `at` bytes, each from the measurements of its own
+    table; None without measurements around that size.
     """
 
     before: str | None

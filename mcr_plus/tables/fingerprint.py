@@ -24,13 +24,13 @@ from mcr_plus.core.environment import package_version
 FACTS: Final = ("mcr_plus", "torch", "ranks", "nodes", "ranks_per_node", "cpu", "cores", "gpu")
 
 Fingerprint = Mapping[str, tuple[str, ...]]
-"""Facts by name, with several values if tables were merged."""
+"""Facts by name, with several values for merged tables."""
 
 
 def fingerprint_here(
     libraries: Mapping[str, str], *, ranks: int, nodes: int, ranks_per_node: int
 ) -> dict[str, tuple[str, ...]]:
-    """Return the facts of this job; `libraries`: those of its backends (see `library_versions`)."""
+    """Return the facts of this job; `libraries` are the versions of its backends (see `library_versions`)."""
     facts = {
         "mcr_plus": package_version(),
         "torch": version("torch"),
@@ -39,7 +39,7 @@ def fingerprint_here(
         "nodes": str(nodes),
         "ranks_per_node": str(ranks_per_node),
         "cpu": cpu_name(),
-        "cores": str(os.cpu_count()),  # of the machine: launchers bind ranks to some of them
+        "cores": str(os.cpu_count()),  # cores of the machine: launchers bind ranks to some of them
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
     }
     return {name: (value,) for name, value in facts.items()}

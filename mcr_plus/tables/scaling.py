@@ -260,7 +260,7 @@ def _is_shared(link: LinkClass) -> bool:
 
 
 _HEADERS: Final = 1.07
-"""Largest ratio of bytes on the wire to bytes sent: 1538 of Ethernet for 1448 of TCP are 1.06."""
+"""Largest ratio of bytes on the wire to bytes sent: Ethernet needs 1538 bytes for 1448 of TCP, 1.06."""
 UNKNOWN: Final = Medium({}, {}, _is_shared)
 """Links of unknown rates; the ranks of a node share its link to other nodes."""
 
@@ -308,8 +308,8 @@ class Stretched:
     ) -> float:
         """Return the seconds in which the bytes of a round cross a link.
 
-        A measured time is the sum of the link's part, which depends on its rate, and the part of the ranks;
-        over a slower link, both overlap. `lasting`: seconds of a round over bytes.
+        A measured time is the sum of the link's part, which depends on its rate, and the ranks' part; over a
+        slower link, both overlap. `lasting`: seconds of a round over bytes.
         """
         before, after = self.before.rates.get(link), self.after.rates.get(name)
         whole, twice = lasting(load), lasting(2 * load)

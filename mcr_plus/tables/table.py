@@ -199,7 +199,7 @@ class TableRule:
 
     @property
     def sizes(self) -> Range:
-        """The range of sizes in bytes."""
+        """Return the range of sizes in bytes."""
         return Range(self.lo, self.hi)
 
     def measured_to(self, nbytes: int | None) -> int | None:
@@ -253,7 +253,7 @@ class Table:
 
 
 def load_table(path: str | Path) -> Table:
-    """Read and check a table file; raises `ConfigError` with `file:line: path:` for every mistake."""
+    """Read and check a table file; raise `ConfigError` with `file:line: path:` for every mistake."""
     return _table(read_document(path))
 
 
@@ -305,7 +305,7 @@ def _fingerprint(document: Document) -> Fingerprint:
     facts = {}
     for name, value in mapping_at(document, ("fingerprint",)).items():
         values = value if isinstance(value, list) else [value]
-        # a float may be a version without its last zero: YAML reads 2.10 as 2.1
+        # a float may be a version that has lost its last zero: YAML reads 2.10 as 2.1
         wrong = [v for v in values if isinstance(v, bool) or not isinstance(v, (str, int))]
         if wrong or not values:
             what = "expected a string or a whole number, or a list of them"

@@ -26,7 +26,7 @@ def table_text(table: Table, *, comment: Sequence[str] = ()) -> str:
 
 
 def checked(table: Table) -> Table:
-    """Return the table after the checks of a table file; raises `ConfigError` if it fails them."""
+    """Return the table after the checks of a table file; raise `ConfigError` if it fails them."""
     bare = replace(table, rules=tuple(replace(rule, measured={}) for rule in table.rules))
     parse_table(table_text(bare), table.name)
     return table

@@ -1,4 +1,4 @@
-"""Algorithms in tables: those that `tune` compares, their sizes, and the files that a table needs."""
+"""Algorithms in tables: the candidates of `tune`, their sizes, and the files that a table needs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mcr_plus.tuning.plan import TableRequest
 
 
 def compared(candidates: Sequence[str], kind: Kind, ranks: int) -> tuple[str, ...]:
-    """Return the algorithms of a kind to compare: those that a backend proposes, or the one that is named."""
+    """Return the algorithms of a kind to compare: a backend's proposals, or the named algorithm."""
     algorithms = []
     for candidate in candidates:
         name, _, named = candidate.partition(":")
@@ -27,7 +27,7 @@ def compared(candidates: Sequence[str], kind: Kind, ranks: int) -> tuple[str, ..
 
 
 def spans(algorithms: Mapping[Kind, Sequence[str]]) -> dict[str, Range]:
-    """Return the sizes for which a table may name an algorithm, for those with limits."""
+    """Return the sizes for which a table may name an algorithm, if the algorithm has limits."""
     sizes_of = {
         candidate: table_sizes(candidate) for candidates in algorithms.values() for candidate in candidates
     }
@@ -68,7 +68,7 @@ def needed(table: Table, paths: Iterable[str]) -> list[str]:
 
 
 def left_out(request: TableRequest, paths: Iterable[str]) -> list[str]:
-    """Return a line for every algorithm file that is not compared, with the operation that it is for."""
+    """Return a line for every algorithm file that is not compared, with its operation."""
     candidates = [candidate for kind in request.kinds for candidate in request.algorithms.get(kind, ())]
     used = {
         candidate.partition(":")[2] for candidate in candidates if request.spans.get(candidate) != Range(0, 0)

@@ -1,4 +1,4 @@
-"""From measured samples to a table: the winner at each size, with as few changes as the figures justify.
+"""Construction of a table from samples: the winner at each size, with few changes between sizes.
 
 For every kind, dynamic programming chooses a candidate for each size: it minimises the sum of the logarithms
 of the times, plus a price for every change. A change pays only if it saves more than the price, so that noise
@@ -109,7 +109,7 @@ def _names_algorithm(candidate: str) -> bool:
 
 
 def _libraries_of(timings: Timings) -> Timings:
-    """Return the timings without algorithms, and without sizes at which only algorithms were measured."""
+    """Return the timings of libraries, without algorithms and without sizes measured only for algorithms."""
     plain = {
         size: {
             candidate: timing for candidate, timing in by_candidate.items() if not _names_algorithm(candidate)

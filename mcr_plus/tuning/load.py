@@ -10,10 +10,10 @@ from typing import Final
 from mcr_plus.tuning.measurements import Sample
 
 _SAMPLE_S: Final = 0.3
-_BUSY: Final = 0.15  # of the processors' time; a quiet machine's own services use a few percent
+_BUSY: Final = 0.15  # share of the processors' time; a quiet machine's own services use a few percent
 _SWITCHES: Final = 20.0  # preemptions of a rank per second; quiet machines have one or two
 _WIDE: Final = 0.25  # half of a 95 % interval, relative to the median
-_OFTEN: Final = 0.2  # of the samples
+_OFTEN: Final = 0.2  # share of the samples
 
 
 def used_share() -> float:
@@ -35,7 +35,7 @@ def _ticks() -> tuple[int, int]:
 
 
 def busy_words(shares: Sequence[float]) -> list[str]:
-    """Return warnings before a measurement; `shares` are those of `used_share`, by rank."""
+    """Return warnings before a measurement; `shares` are results of `used_share`, by rank."""
     worst = max(range(len(shares)), key=lambda rank: shares[rank])
     if shares[worst] < _BUSY:
         return []

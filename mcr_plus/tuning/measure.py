@@ -26,7 +26,7 @@ from mcr_plus.tables.statistics import Timing
 from mcr_plus.tuning.operations import BenchCase, Call, OpUnderTest
 
 _TURN_US: Final = 300.0  # a turn lasts at least this long: timer and barrier are then noise
-_CALLS: Final = 1024  # at most, in one turn
+_CALLS: Final = 1024  # most calls in one turn
 _HOPELESS: Final = 8.0  # a candidate this many times slower than the best is not worth many turns
 _LEAST_US: Final = 0.05  # less exposed time than this is within the resolution
 _COMPUTE_US: Final = (5.0, 5000.0)
@@ -127,7 +127,7 @@ class Meter:
             outcome.timings[candidate] = Timing.of(values)
 
     def _collect(self, repeats: Mapping[str, int], calls: Mapping[str, Call]) -> dict[str, list[float]]:
-        """Run turns until all promising candidates are known precisely; returns microseconds by candidate."""
+        """Run turns until all promising candidates are known precisely; return microseconds by candidate."""
         effort = self._effort
         times: dict[str, list[float]] = {candidate: [] for candidate in calls}
         going = list(calls)

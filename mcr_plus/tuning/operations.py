@@ -23,7 +23,7 @@ from mcr_plus.core.work import Work
 from mcr_plus.errors import Unsupported
 
 KINDS: Final[tuple[Kind, ...]] = tuple(kind for kind in PLAIN if kind != "recv")
-"""`send` is measured as a message between neighbours and back; half of that is its time."""
+"""Measured kinds. `send` is measured as a message to a neighbour and back; its time is half of that."""
 DTYPE_BY_NAME: Final = {dtype_name(dtype): dtype for dtype in ARITHMETIC}
 
 TUNED: Final = "tuned"
@@ -131,7 +131,7 @@ class OpUnderTest:
     # -- verification -----------------------------------------------------------------------------
 
     def verify(self, candidate: str) -> str | None:
-        """Run the operation once on known values; returns the problem of a wrong result, else None.
+        """Run the operation once on known values; return the problem of a wrong result, else None.
 
         Collective. The tensors are zeros afterwards. Errors of the library propagate.
         """
@@ -158,7 +158,7 @@ class OpUnderTest:
         return (np.arange(length, dtype=np.int64) * 7 + rank * 3 + np.arange(length) // 11) % modulus
 
     def _expected(self) -> _Integers | None:
-        """Return the values that `target` must have on this rank; None if they are undefined or not known."""
+        """Return the values that `target` must have on this rank; None if they are undefined or unknown."""
         kind, rank, size = self._case.kind, self._comm.rank, self._comm.size
         given = [self._values(other, self.source.numel()) for other in range(size)]
         mine = slice(rank * self.target.numel(), (rank + 1) * self.target.numel())
@@ -168,7 +168,7 @@ class OpUnderTest:
                 return np.asarray(total)[mine]
             return np.asarray(total) if kind == "all_reduce" or (kind == "reduce" and rank == 0) else None
         row = collective(kind)
-        if row.sends_elsewhere is not None:  # from the root alone
+        if row.sends_elsewhere is not None:  # only from the root
             return given[0] if row.sends == "one" else given[0][mine]
         if kind == "all_gather" or (kind == "gather" and rank == 0):
             return np.concatenate(given)

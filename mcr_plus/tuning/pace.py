@@ -12,10 +12,10 @@ from typing import Final
 from mcr_plus.tuning.measurements import Sample
 from mcr_plus.tuning.plan import TableRequest, Task, next_task, rough_grid
 
-_OVERHEAD_S: Final = 0.05  # of a task, in addition to its turns: agreement, warm-up
+_OVERHEAD_S: Final = 0.05  # per task, in addition to its turns: agreement, warm-up
 _S_PER_BYTE: Final = 1e-8  # for each candidate and rank: mostly verification
-_LEAST_S: Final = 0.05  # of turns: less is noise on a shared host
-_SHARE: Final = 0.5  # the part of turns in the time of a task of the first sizes
+_LEAST_S: Final = 0.05  # for turns; less is noise on a shared host
+_SHARE: Final = 0.5  # share of the turns in the time of a task of the first sizes
 
 
 class Pace:
@@ -27,11 +27,11 @@ class Pace:
     def __init__(self, request: TableRequest, sampling: float, budget: float | None) -> None:
         self._request, self._sampling, self._budget = request, sampling, budget
         self._began = time.monotonic()
-        self._ratios: dict[int, list[float]] = {}  # taken over expected, by size
+        self._ratios: dict[int, list[float]] = {}  # actual over expected time, by size
 
     @property
     def left(self) -> float:
-        """The rest of the budget."""
+        """Return the rest of the budget."""
         if self._budget is None:
             return math.inf
         return self._budget - (time.monotonic() - self._began)

@@ -25,7 +25,7 @@ from mcr_plus.tables.statistics import Timing
 from mcr_plus.tuning.measurements import Sample, median_of_repeats
 from mcr_plus.tuning.operations import BenchCase, whole_size
 
-_SHARE: Final = 0.5  # of the rest of a budget, for one size over all kinds
+_SHARE: Final = 0.5  # share of the remaining budget for one size over all kinds
 _COARSE: Final = 4  # the first stage measures every fourth power of two
 _DOUBT: Final = 1.5  # times as long as a larger size: most likely disturbed
 _NONSENSE: Final = 8  # times as long as a larger size: useless

@@ -19,8 +19,8 @@ from mcr_plus.tuning.operations import TORCH, TUNED
 # Colour, marker and width differ, so that overlapping curves can be distinguished.
 _MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X")
 _WIDTHS: Final = (3.2, 2.4, 1.7, 1.2)
-_NARROW: Final = 0.17  # of a panel's width: a shorter range is too narrow for the name of the choice
-_STRIP: Final = 0.07  # of a panel's height
+_NARROW: Final = 0.17  # share of a panel's width; a shorter range is too narrow for the name of the choice
+_STRIP: Final = 0.07  # share of a panel's height
 _MANNERS: Final = ((False, False, "sync"), (True, False, "async"), (True, True, "async, exposed time"))
 
 Figures = tuple[float, float, float]

@@ -85,7 +85,7 @@ class _Gradient(torch.autograd.Function):
 class _ReplayClock:
     """Rests in place of computation: each is as long as the computation, including the work of the replay.
 
-    A rest begins when the previous one was due, unless that is long ago, because sleeps end late, and because
+    A rest counts from the end of the previous one as planned, unless that is long ago: sleeps end late, and
     the captured computation includes the backward pass, which the replay also runs.
     """
 

@@ -61,7 +61,7 @@ class TuningJob:
     """Parameters of a tuning or benchmark job; plain data. Sizes in bytes, durations in seconds.
 
     `output`: the table file (tune). `answer`: the file for the results that the command prints. `backends`:
-    the backends to compare, or their algorithms (`msccl:ring`), None for all. `algorithms`: algorithm files.
+    backends to compare, or their algorithms (`msccl:ring`), None for all. `algorithms`: algorithm files.
     `bind`: pin each rank to its own core while it measures. `config`, `against_torch`, `passes` (over all
     sizes): for bench only.
     """
@@ -176,6 +176,7 @@ def _tune(job: TuningJob, comm: Communicator) -> None:
     request = replace(request, spans=spans(request.algorithms))
     check_sizes(request)
     here = _fingerprint(world)
+    # Only rank 0 has the file; it decides every task, so ranks without earlier samples follow.
     kept = MeasurementFile(Path(job.measurements), here, fresh=job.fresh) if comm.rank == 0 else None
     samples: list[Sample] = list(kept.samples) if kept is not None else []
     effort = _effort(comm, request, samples, job)
@@ -187,6 +188,7 @@ def _tune(job: TuningJob, comm: Communicator) -> None:
     began, lost = time.monotonic(), _core_losses()
     pace = Pace(request, effort.seconds, job.budget)
     further = 0
+    # Every sample is saved at once: an interrupted run continues from the file.
     with _progress(job, comm.rank, f"tuning {', '.join(candidates)}", _COMBINATIONS) as advance:
         while (task := _agreed_task(comm, samples, pace)) is not None:
             started, before = time.monotonic(), coverage(request, samples)
@@ -199,6 +201,7 @@ def _tune(job: TuningJob, comm: Communicator) -> None:
             after = coverage(request, samples)
             further += after == before
             advance(_describe(task.case), *after, further)
+    # Preemptions of the worst rank: the slowest rank determines every time.
     rates = comm.all_gather_object((_core_losses() - lost) / max(time.monotonic() - began, 1e-3))
     if comm.rank == 0:
         table = replace(build_table(request, samples, here, len(set(world.hosts))), strict=job.strict)

@@ -1,4 +1,4 @@
-"""Flips of one line of a bus in several words, of which checksums and digests must miss none."""
+"""Flips of one bus line in several words; checksums and digests must detect all of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def missed(of: Callable[[torch.Tensor], object], raw: torch.Tensor, lanes: int) -> list[tuple[object, ...]]:
-    """The flips that `of(raw)` does not show, of uint8 `raw` whose words go to `lanes` chains in turn."""
+    """Return the flips of uint8 `raw` that `of(raw)` misses; its words go to `lanes` chains in turn."""
     found, unseen = of(raw), []
     for what, flipped, bit in _flips(raw.numel() // 8, lanes):
         raw[flipped] ^= bit
@@ -21,8 +21,8 @@ def missed(of: Callable[[torch.Tensor], object], raw: torch.Tensor, lanes: int) 
 
 
 def _flips(words: int, lanes: int) -> Iterator[tuple[tuple[object, ...], list[int], int]]:
-    """What is flipped, the bytes, and the bits in each of them."""
-    # In the last row, after which chains meet: two words, in one of the two values of 32 bits in each.
+    """Yield the name of a flip, its bytes, and the bits flipped in each byte."""
+    # In the last row, after which chains meet: two words, and one of the two 32-bit values in each.
     for one, other in itertools.combinations(range((words - 1) // lanes * lanes, words), 2):
         for byte, bit in ((7, 0x80), (7, 0x40), (7, 0x20), (3, 0x80)):
             yield (one, other, byte, bit), [8 * one + byte, 8 * other + byte], bit

@@ -1,7 +1,7 @@
-"""The exam that every codec passes: what its traits promise, against NumPy in float64 and closed forms.
+"""Exam for every codec: its traits' promises, checked against NumPy in float64 and closed forms.
 
-`test_codecs` runs it over `CASES`. A new codec adds a line there: its options, and how far a decoded value
-may be from the true one.
+`test_codecs` runs it over `CASES`. A new codec adds a line there: its options, and the largest error of a
+decoded value.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mcr_plus.compression.codec import Codec, PayloadCodec, make
 
 F64 = NDArray[np.float64]
 Bound = Callable[[F64], F64]
-"""The values as float64 → how far each decoded one may be off."""
+"""Maps values in float64 to the largest error of each decoded value."""
 
 SIZES: Final = (1, 2, 15, 31, 32, 33, 127, 255, 256, 257, 1000, 1025, 5003)
 GUARD: Final = 0xA5
@@ -28,12 +28,12 @@ GUARD: Final = 0xA5
 
 @dataclass(frozen=True)
 class Case:
-    """A codec with options, and what is known of its error.
+    """A codec with options, and the known bounds of its error.
 
     Attributes:
-        bound: as `Bound`, for values that went through float32; None where only statistics are known, such
-            as for sparse codecs, which have tests of their own beside the exam.
-        block: values that share a fate if one of them is not finite; 0: all of a tensor.
+        bound: a `Bound` for values that went through float32; None if only statistics are known, as for
+            sparse codecs, which have separate tests beside the exam.
+        block: number of values that one non-finite value may affect; 0: all of a tensor.
     """
 
     config: dict[str, Any]
@@ -42,23 +42,23 @@ class Case:
 
     @property
     def name(self) -> str:
-        """For test ids: `int4_block hadamard=True`."""
+        """Return the name for test ids: `int4_block hadamard=True`."""
         rest = [f"{key}={value}" for key, value in self.config.items() if key != "codec"]
         return " ".join([self.config["codec"], *rest])
 
     def make(self) -> Codec:
-        """A new codec object, as a configuration would make it."""
+        """Return a new codec object, as a configuration would make it."""
         return make(self.config)
 
     def make_payload(self) -> PayloadCodec:
-        """The same, for codecs that have payloads."""
+        """Return a new codec object that has payloads."""
         codec = self.make()
         assert isinstance(codec, PayloadCodec)
         return codec
 
 
 def per_block(block: int, relative: float) -> Bound:
-    """At most `relative` times the largest magnitude of each block."""
+    """Bound the error by `relative` times the largest magnitude of each block."""
 
     def bound(values: F64) -> F64:
         padded = np.zeros(-(-values.size // block) * block)
@@ -70,17 +70,17 @@ def per_block(block: int, relative: float) -> Bound:
 
 
 def each(relative: float, smallest: float) -> Bound:
-    """At most `relative` times the value itself, or `smallest`."""
+    """Bound the error by `relative` times the value, or by `smallest`."""
     return lambda values: np.maximum(np.abs(values) * relative, smallest)
 
 
 def either(first: Bound, second: Bound) -> Bound:
-    """Whichever is more."""
+    """Bound the error by the larger of two bounds."""
     return lambda values: np.maximum(first(values), second(values))
 
 
 def sign_and_mean(block: int) -> Bound:
-    """How far each value is from the mean magnitude of its block with its own sign."""
+    """Return the distance of each value from its block's mean magnitude with the value's sign."""
 
     def bound(values: F64) -> F64:
         means = [np.abs(values[at : at + block]).mean() for at in range(0, values.size, block)]
@@ -92,7 +92,7 @@ def sign_and_mean(block: int) -> Bound:
 
 
 def two_levels(block: int) -> Bound:
-    """A magnitude and the mean that it becomes are both below, or both above, the threshold of its block."""
+    """Bound the error by two levels: a magnitude stays on its side of the block's threshold."""
 
     def bound(values: F64) -> F64:
         room = np.zeros(values.size)
@@ -100,7 +100,7 @@ def two_levels(block: int) -> Bound:
             part = np.abs(values[at : at + block])
             threshold = 1.2303 * part.mean()
             room[at : at + block] = np.where(part > threshold, part.max() - threshold, threshold)
-            near = np.abs(part - threshold) < 1e-3 * threshold  # the sum in float32 may decide otherwise
+            near = np.abs(part - threshold) < 1e-3 * threshold  # the sum in float32 may decide differently
             room[at : at + block][near] = part.max()
             room[at : at + block] += part.max() * 2.0**-8 + 2.0**-126  # levels are bfloat16
         return room
@@ -109,7 +109,7 @@ def two_levels(block: int) -> Bound:
 
 
 def after_hadamard(relative: float) -> Bound:
-    """Each of a block's 32 transformed values is off by `relative` of the largest, and all add up."""
+    """Bound the error of a block's 32 transformed values: `relative` of the largest for each; they add up."""
     matrix = np.ones((1, 1))
     for _ in range(5):
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
@@ -166,7 +166,7 @@ CASES: Final = [
 
 
 def samples(size: int, seed: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of `size` elements that codecs find hard, all finite, in float32."""
+    """Yield finite float32 tensors of `size` elements that are hard for codecs."""
     random = np.random.default_rng([seed, size])
     gaussian = random.standard_normal(size)
     yield "gaussian", torch.tensor(gaussian, dtype=torch.float32)
@@ -187,7 +187,7 @@ def samples(size: int, seed: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def payload(codec: PayloadCodec, values: torch.Tensor) -> torch.Tensor:
-    """The payload of `values`; checks that nothing is written around it."""
+    """Return the payload of `values`; check that nothing is written around it."""
     room = codec.room(values.numel(), values.dtype)
     item = codec.wire_dtype.itemsize
     space = torch.full(((room + 8) * item,), GUARD, dtype=torch.uint8).view(codec.wire_dtype)
@@ -200,7 +200,7 @@ def payload(codec: PayloadCodec, values: torch.Tensor) -> torch.Tensor:
 
 
 def decoded(codec: PayloadCodec, wire: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """What a payload stands for, as a tensor like `like`; checks that nothing is written around it."""
+    """Return a decoded payload as a tensor like `like`; check that nothing is written around it."""
     space = torch.full((like.numel() + 16,), 77.0, dtype=like.dtype)
     out = space[8 : 8 + like.numel()].view(like.shape)
     out.fill_(torch.nan)
@@ -211,13 +211,13 @@ def decoded(codec: PayloadCodec, wire: torch.Tensor, like: torch.Tensor) -> torc
 
 
 def f64(tensor: torch.Tensor) -> F64:
-    """Flat, in float64."""
+    """Return the tensor flat, in float64."""
     array: F64 = tensor.detach().to(torch.float64).reshape(-1).numpy()
     return array
 
 
 def check_round_trip(case: Case, what: str, values: torch.Tensor) -> None:
-    """Decoding gives the values within the bound."""
+    """Check that decoding gives the values within the bound."""
     codec = case.make_payload()
     result = decoded(codec, payload(codec, values), values)
     if codec.traits.lossless:
@@ -233,7 +233,7 @@ def check_round_trip(case: Case, what: str, values: torch.Tensor) -> None:
 
 
 def check_accumulate(codec: PayloadCodec, values: torch.Tensor) -> None:
-    """Accumulating is decoding, scaling and adding."""
+    """Check that accumulating equals decoding, scaling and adding."""
     wire = payload(codec, values)
     alone = f64(decoded(codec, wire, values.to(torch.float32)))
     total = torch.linspace(-2, 2, values.numel())
@@ -244,7 +244,7 @@ def check_accumulate(codec: PayloadCodec, values: torch.Tensor) -> None:
 
 
 def check_reduce(codec: PayloadCodec, values: Sequence[torch.Tensor], skip: int) -> None:
-    """Reducing is accumulating and encoding."""
+    """Check that reducing equals accumulating and encoding."""
     numel = values[0].numel()
     item = codec.wire_dtype.itemsize
     room = codec.wire_numel(numel)
@@ -265,7 +265,7 @@ def check_reduce(codec: PayloadCodec, values: Sequence[torch.Tensor], skip: int)
 
 
 def check_not_finite(case: Case, values: torch.Tensor, at: int, bad: float) -> None:
-    """What is not finite stays so; values that share no block with it stay as they were."""
+    """Check that a non-finite value stays so, and that values of other blocks keep their values."""
     codec = case.make_payload()
     spoilt = values.clone()
     spoilt[at] = bad
@@ -278,7 +278,7 @@ def check_not_finite(case: Case, values: torch.Tensor, at: int, bad: float) -> N
 
 
 def check_config(case: Case) -> None:
-    """A configuration survives JSON, and makes a codec that encodes alike."""
+    """Check that a configuration survives JSON and makes a codec that encodes equally."""
     codec = case.make()
     again = make(json.loads(json.dumps(codec.config())))
     assert type(again) is type(codec)
@@ -294,9 +294,9 @@ def exchanged(
     left: Sequence[torch.Tensor] | None = None,
     shapes: Sequence[tuple[int, ...]] | None = None,
 ) -> list[torch.Tensor]:
-    """What an additive codec makes of an all_reduce over ranks that are all in this process.
+    """Return the results of an additive codec's all_reduce over ranks that are all in this process.
 
-    `shapes`: of the tensors that lie end to end in the inputs, if they are more than one.
+    `shapes`: the shapes of the contiguous tensors in the inputs, if there are several.
 
     The rounds are reduced in float64 for floats, exactly for integers, and rounded once.
     """
@@ -327,6 +327,6 @@ def exchanged(
 
 
 def untouched(nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros that take no memory before they are written."""
+    """Return zeros that take no memory before they are written."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
     return torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=dtype)

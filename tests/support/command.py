@@ -1,4 +1,4 @@
-"""The `mcr-plus` command, in this process or in one of its own, for tests of its output and exit status."""
+"""The `mcr-plus` command, in this process or a separate one, for tests of its output and exit status."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mcr_plus.cli.main import main
 
 
 class Answer(NamedTuple):
-    """What a command left behind."""
+    """Output and exit status of a command."""
 
     returncode: int
     stdout: str
@@ -24,7 +24,7 @@ class Answer(NamedTuple):
 
 
 def mcr_plus(*words: object) -> Answer:
-    """Run the command here: torch is imported once."""
+    """Run the command in this process, which has imported torch already."""
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         patch.setattr(sys, "argv", ["mcr-plus", *map(str, words)])
@@ -37,7 +37,7 @@ def mcr_plus(*words: object) -> Answer:
 
 
 def mcr_plus_process(*words: str, cwd: Path | None = None) -> Answer:
-    """Run the command in a process of its own, which is forked from one that has imported torch."""
+    """Run the command in a separate process, forked from one that has imported torch."""
     command = [nursery().python, "-m", "mcr_plus.cli.main", *words]
     answer = subprocess.run(
         command, capture_output=True, text=True, timeout=120, check=False, cwd=cwd, stdin=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""DTensors made without communication, in all versions of torch."""
+"""DTensors created without communication, in all versions of torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import Placement, Shard, _StridedS
 
 
 def placed(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """Return `whole`, which is the same on all ranks, as a DTensor."""
+    """Return `whole`, which is equal on all ranks, as a DTensor."""
     if "src_data_rank" in inspect.signature(distribute_tensor).parameters:
         return distribute_tensor(whole, mesh, placements, src_data_rank=None)
     coordinate, local = mesh.get_coordinate(), whole  # torch 2.6

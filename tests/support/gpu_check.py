@@ -1,11 +1,10 @@
-"""All that needs a GPU, in one command: tests, kernels, calls and two examples; ends with a table.
+"""Check of everything that needs a GPU: tests, kernels, calls and two examples; ends with a table.
 
     python tests/support/gpu_check.py [--bundle FOLDER] [--output FILE]
 
-`--bundle`: what `make gpu-bundle` has made, for a machine without a network: its wheels are installed, and
-its NCCL, which takes two ranks on one GPU, comes before that of torch. The parts run one after another, so
-that none waits for the GPU of another; ranks of NCCL that share a GPU take turns on it, some milliseconds
-each.
+`--bundle`: output of `make gpu-bundle`, for a machine without a network: its wheels are installed, and its
+NCCL, which allows two ranks on one GPU, precedes torch's. The parts run one after another, so that none
+waits for another's GPU; ranks of NCCL that share a GPU take turns on it, some milliseconds each.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Part:
     env: dict[str, str] = field(default_factory=dict)
 
     def run(self, env: dict[str, str], limit: float, folder: Path) -> None:
-        """Run it; what it prints goes to a file of its name."""
+        """Run it; its output goes to a file of its name."""
         began, log = time.monotonic(), folder / f"{re.sub('[^a-zA-Z]+', '-', self.name)}.txt"
         with log.open("wb") as out:
             try:
@@ -62,7 +61,7 @@ class Part:
 
 
 def parts(folder: Path) -> list[Part]:
-    """What is checked, in the order in which a failure of one makes the next ones doubtful."""
+    """Return the parts, ordered so that a failure makes the following parts doubtful."""
     kernels = sorted(str(path) for path in (ROOT / "tests" / "unit").glob("test_kernels_*.py"))
     jobs = "tests/jobs/devices/test_gpu_jobs.py"
     return [
@@ -84,7 +83,7 @@ def parts(folder: Path) -> list[Part]:
 
 
 def unpack(bundle: Path) -> dict[str, str]:
-    """Install the wheels of a bundle; returns the environment in which its NCCL is used."""
+    """Install the wheels of a bundle; return the environment in which its NCCL is used."""
     wheels = sorted(str(path) for path in bundle.rglob("*.whl"))
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile"]
     if wheels and subprocess.run([*pip, *wheels], check=False).returncode != 0:
@@ -116,7 +115,7 @@ def main(
 
 
 def run(env: dict[str, str], folder: Path, output: Path | None, limit: float, only: list[str]) -> int:
-    """Run the parts, print and write the table; 1 if one has failed."""
+    """Run the parts, print and write the table; return 1 if one has failed."""
     facts = (
         "import torch; from mcr_plus.backends.nccl.abi import load; from platform import python_version as p;"
         "print(torch.cuda.get_device_name(), f'{torch.cuda.device_count()} of them, Python {p()}, torch"

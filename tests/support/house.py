@@ -1,4 +1,4 @@
-"""Count what the library asks of its readers and of a job: sizes, names, and what is loaded.
+"""Counts of the library's size: lines, names, and modules loaded by a job.
 
     python tests/support/house.py
     python tests/support/house.py --modules    the page of the site that lists every module
@@ -131,7 +131,7 @@ def counted(program: str, *launcher: str) -> dict[str, float]:
 
 
 def names_kind(text: str, kind: str) -> bool:
-    """Whether code has the kind as a text or a name; comments, docstrings and attributes do not count."""
+    """Return whether code has the kind as a text or name, not in comments, docstrings or attributes."""
     before = ""
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if (

@@ -1,4 +1,4 @@
-"""Three ways to a payload: torch, compiled for the CPU, and Triton (interpreted where there is no GPU)."""
+"""Three implementations of a payload: torch, compiled for the CPU, and Triton (interpreted without a GPU)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Kernel = Callable[..., object]
 
 
 def triton_device() -> str:
-    """Where Triton kernels run here: on the GPU, or interpreted on the CPU."""
+    """Return the device of Triton kernels: the GPU, or the CPU, interpreted."""
     pytest.importorskip("triton")
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def hard_tensors(sizes: tuple[int, ...]) -> Iterator[tuple[str, torch.Tensor]]:
-    """What codecs find hard, and what is not finite, at several places."""
+    """Yield tensors that are hard for codecs, also with non-finite values at several places."""
     for size in sizes:
         for what, values in samples(size):
             yield f"{what} {size}", values
@@ -31,16 +31,16 @@ def hard_tensors(sizes: tuple[int, ...]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def for_triton(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Of hard tensors those that a Triton kernel is tried on: without a GPU and long tests every seventh.
+    """Yield the tensors to try with Triton: every seventh without a GPU and long tests, else all.
 
-    There are 15 of each size, so that every size is among them, and other kinds of the next size.
+    There are 15 of each size, so every size occurs, with different contents.
     """
     all_of_them = torch.cuda.is_available() or examples(100) == 100
     return islice(tensors, 0, None, 1 if all_of_them else 7)
 
 
 def same_bits(what: str, first: torch.Tensor, *others: torch.Tensor) -> None:
-    """All tensors are equal; NaN equals NaN, whatever its payload."""
+    """Check that all tensors are equal; NaN equals NaN, whatever its payload."""
     for other in others:
         other = other.cpu()
         if first.is_floating_point():

@@ -1,4 +1,4 @@
-"""Layouts and their redistribution in plain NumPy, from the definition of layouts alone.
+"""Oracle of layouts and redistribution in plain NumPy, from the definition of layouts alone.
 
 A local tensor is written here as an array of the global tensor's flat indices, one for each of its
 elements, which `mesh`, `sharded`, `flat` and `boxes` cut out of `arange(volume)`. Nothing here asks the
@@ -24,25 +24,25 @@ from mcr_plus.layout.program import ExchangeProgram
 
 Ints = NDArray[np.int64]
 ADDEND_BITS: Final = 3
-"""Bits of a value that count one addend: up to 7 times, so that a carry is no other addend."""
+"""Bits of a value that count one addend: up to 7, so that no carry looks like another addend."""
 _UNWRITTEN: Final = -1
 
 
 class Wrong(AssertionError):
-    """What a plan does wrong."""
+    """A mistake in a plan."""
 
 
 @dataclass
 class Side:
-    """A layout of the library, and what it is by the definition.
+    """A layout of the library, and its content by the definition.
 
     Attributes:
-        layout: what the library made.
-        tensors: of each rank its local tensor, as the global flat indices of its elements.
-        addend_of: of each rank the addend that it holds.
-        addends: how many there are.
-        pieces: of each rank its boxes that are not empty, in the order given, as flat indices; only where one
-            rank may have an element several times.
+        layout: the library's layout.
+        tensors: the local tensor of each rank, as global flat indices of its elements.
+        addend_of: the addend that each rank holds.
+        addends: the number of addends.
+        pieces: the non-empty boxes of each rank, in the given order, as flat indices; only if a rank may have
+            an element several times.
     """
 
     layout: Layout
@@ -57,12 +57,12 @@ class Side:
 
     @cached_property
     def held(self) -> dict[int, Ints]:
-        """Of each rank the different elements that it has."""
+        """Return the distinct elements that each rank has."""
         return {rank: np.unique(tensor) for rank, tensor in self.tensors.items()}
 
     @cached_property
     def wanted(self) -> dict[int, list[Ints]]:
-        """Of each rank its different boxes, without those in which it has no element."""
+        """Return the distinct boxes of each rank, without empty ones."""
         found = {}
         for rank, tensor in self.tensors.items():
             boxes_ = self.pieces.get(rank, [np.sort(tensor.ravel())])
@@ -74,7 +74,7 @@ class Side:
 
 
 def mesh(shape: Sequence[int], ranks: Any, placements: Sequence[str]) -> Side:
-    """Ranks in a mesh: of each dimension a placement, applied from the first to the last."""
+    """Return a mesh of ranks with a placement per dimension, applied from the first to the last."""
     grid = np.asarray(ranks)
     everything = _everything(shape)
     tensors, addend_of = {}, {}
@@ -91,21 +91,21 @@ def mesh(shape: Sequence[int], ranks: Any, placements: Sequence[str]) -> Side:
 
 
 def chunk(tensor: Ints, dim: int, count: int, at: int) -> Ints:
-    """Slice `at` of `count`, as `torch.chunk` makes them: all of the rounded up size, the last ones less."""
+    """Return slice `at` of `count` as `torch.chunk` cuts them: rounded up, the last ones smaller."""
     size = math.ceil(tensor.shape[dim] / count)
     place = (*[slice(None)] * dim, slice(at * size, (at + 1) * size))
     return tensor[place]
 
 
 def sharded(shape: Sequence[int], ranks: Sequence[int], dim: int, sizes: Sequence[int]) -> Side:
-    """Slices of given sizes along a dimension."""
+    """Return slices of given sizes along a dimension."""
     parts = np.split(_everything(shape), np.cumsum(sizes)[:-1], axis=dim)
     layout = Layout.sharded(shape, ranks, dim, sizes)
     return Side(layout, dict(zip(ranks, parts, strict=True)), dict.fromkeys(ranks, 0))
 
 
 def flat(shape: Sequence[int], ranks: Sequence[int], ranges: Sequence[Sequence[tuple[int, int]]]) -> Side:
-    """Runs of the flattened tensor, end to end."""
+    """Return contiguous runs of the flattened tensor."""
     none = np.zeros(0, np.int64)
     parts = [np.concatenate([none, *(np.arange(start, stop) for start, stop in listed)]) for listed in ranges]
     layout = Layout.flat(shape, ranks, ranges)
@@ -113,7 +113,7 @@ def flat(shape: Sequence[int], ranks: Sequence[int], ranges: Sequence[Sequence[t
 
 
 def boxes(shape: Sequence[int], listed: Mapping[int, Sequence[Sequence[tuple[int, int]]]]) -> Side:
-    """Any boxes: one of each rank as it is, or several of any end to end."""
+    """Return any boxes: a single box of a rank as it is, or several of any rank end to end."""
     everything = _everything(shape)
     found = {
         rank: [everything[tuple(slice(low, high) for low, high in box)] for box in some]
@@ -135,10 +135,10 @@ def _everything(shape: Sequence[int]) -> Ints:
 
 
 def values(volume: int, addends: int) -> tuple[Ints, Ints]:
-    """The value of each addend of each element, [addends, volume], and of its sum.
+    """Return the value of each addend of each element, [addends, volume], and the values of the sums.
 
     Low bits count the addends, `ADDEND_BITS` for each; above them is a number of the element in random order,
-    so that no two others add up alike because they lie around it.
+    so that neighbours of two elements do not add up to the same sum.
     """
     assert addends * ADDEND_BITS <= 42
     numbers = np.random.default_rng(volume).permutation(volume).astype(np.int64) + 1
@@ -148,7 +148,7 @@ def values(volume: int, addends: int) -> tuple[Ints, Ints]:
 
 
 def check_definition(side: Side) -> None:
-    """That the library's layout is the one of the definition: local shapes, boxes, and their places."""
+    """Check the library's layout against the definition: local shapes, boxes, and their places."""
     layout, everything = side.layout, _everything(side.shape)
     _equal(sorted(layout.ranks), sorted(side.tensors), f"{side}: ranks")
     seen: dict[int, int] = {}
@@ -166,7 +166,7 @@ def check_definition(side: Side) -> None:
 
 
 def _strided(tensor: Ints, layout: Layout, rank: int, piece: int, low: Ints, high: Ints) -> Ints:
-    """What the library takes for a box in a contiguous local tensor."""
+    """Return the library's view of a box in a contiguous local tensor."""
     from mcr_plus.layout.regions import Boxes
 
     extents, strides, offsets = layout.strided(rank, np.array([piece]), Boxes(low[None], high[None]))
@@ -195,7 +195,7 @@ def _brief(value: Any) -> str:
 
 @dataclass
 class Traffic:
-    """What was moved, in elements: of each step, by the rank that receives and the one that sends."""
+    """Moved elements of each step, by receiving and sending rank."""
 
     received: list[dict[int, int]] = field(default_factory=list)
     sent: list[dict[int, int]] = field(default_factory=list)
@@ -203,17 +203,17 @@ class Traffic:
 
     @property
     def total(self) -> int:
-        """Of all ranks and steps."""
+        """Return the elements of all ranks and steps."""
         return sum(sum(step.values()) for step in self.received)
 
     @property
     def slowest(self) -> int:
-        """The most that one rank sends or receives in each step, summed."""
+        """Return the most elements that one rank sends or receives in each step, summed."""
         steps = zip(self.received, self.sent, strict=True)
         return sum(max([0, *into.values(), *out.values()]) for into, out in steps)
 
     def entering(self, nodes: Ints) -> dict[int, int]:
-        """Of each node what its ranks receive from others."""
+        """Return the elements that each node's ranks receive from other nodes."""
         found: dict[int, int] = {}
         for step in self.links:
             for (sender, receiver), size in step.items():
@@ -230,18 +230,18 @@ def execute(
 ) -> Traffic:
     """Carry out a program on all ranks, and compare every local tensor of the target with the definition's.
 
-    `parts`: of each rank those of each step; the program's own if None.
+    `parts`: the parts of each step by rank; the program's own if None.
 
     Raises:
         Wrong: lists of senders and receivers differ, a rank sends what it does not have or writes twice, or a
-            result is not the one of the definition.
+            result differs from the definition.
     """
     ranks = sorted({*source.tensors, *target.tensors})
     if parts is None:
         parts = {rank: program.parts(rank) for rank in ranks}
     volume = math.prod(source.shape)
     each, complete = values(volume, source.addends)
-    # Between the steps a rank has at most one value of an element and addend: all of them, or unwritten.
+    # Between steps, a rank has at most one value of an element and addend: all of them, or unwritten.
     have: dict[int, dict[int, Ints]] = {}
     for rank, elements in source.held.items():
         mine = np.full(volume, _UNWRITTEN, np.int64)
@@ -261,11 +261,11 @@ def execute(
 
 
 Wires = dict[tuple[int, int], list[Ints]]
-"""By sender and receiver the values of each row."""
+"""Values of each row, by sender and receiver."""
 
 
 def _elements(shape: tuple[int, ...], rows: Any, row: int) -> Ints:
-    """The flat indices of a row's box."""
+    """Return the flat indices of a row's box."""
     bounds = zip(rows.boxes.lows[row].tolist(), rows.boxes.highs[row].tolist(), strict=True)
     box = list(bounds)
     if len(box) != len(shape) or any(
@@ -276,7 +276,7 @@ def _elements(shape: tuple[int, ...], rows: Any, row: int) -> Ints:
 
 
 def _listed(rows: BoxRows) -> dict[int, list[tuple[Any, ...]]]:
-    """By peer the boxes and addends in their order."""
+    """Return the boxes and addends by peer, in their order."""
     found: dict[int, list[tuple[Any, ...]]] = {}
     sides = (rows.peers, rows.addends, *rows.boxes)
     for peer, addend, low, high in zip(*(side.tolist() for side in sides), strict=True):
@@ -334,7 +334,7 @@ def _arrivals(
     have: Mapping[int, Mapping[int, Ints]],
     wires: Wires,
 ) -> list[tuple[int, int, Ints, Ints]]:
-    """What a rank has of the next layout: box of the layout, addend, elements and their values."""
+    """Return a rank's part of the next layout: box of the layout, addend, elements and their values."""
     found = []
     taken: dict[int, int] = {}
     rows = part.receives
@@ -357,7 +357,7 @@ def _arrivals(
 def _sums(
     arrivals: Sequence[tuple[int, int, Ints, Ints]], size: int, addends: int, where: str
 ) -> tuple[Ints, Ints]:
-    """The sums of what arrives by element, and how often; each addend of an element once."""
+    """Return the sums of arrivals by element, and their counts; each addend of an element counts once."""
     result, times = np.zeros(size, np.int64), np.zeros((addends, size), np.int64)
     for _, addend, at, found in arrivals:
         if not 0 <= addend < addends:
@@ -377,7 +377,7 @@ def _next(
     addends: int,
     complete: Ints,
 ) -> dict[int, dict[int, Ints]]:
-    """What ranks have after a step to a layout of the planner's: complete values, of any elements."""
+    """Return the ranks' values after a step to a layout of the planner: complete values, of any elements."""
     found = {}
     held = np.zeros(len(complete), np.int64)
     for rank, part in parts.items():
@@ -409,7 +409,7 @@ def _finish(
             _equal((times == expected).all(), True, f"rank {rank} has each of its elements once")
             _equal(bool((result[tensor] == complete[tensor]).all()), True, f"rank {rank} has right values")
             continue
-        # One of equal boxes of a rank gets what belongs to both; the other is copied from it.
+        # One of a rank's equal boxes gets the values of both; the other is copied from it.
         first = int(np.searchsorted(target.layout.owners, rank))
         twins = {again: once for once, again in target.layout.target_regions.twins}
         got: list[Ints] = []
@@ -438,9 +438,9 @@ def check_places(
     rank: int,
     parts: Sequence[ExchangePart] | None = None,
 ) -> None:
-    """That each row of a rank lies in its local tensors where the definition says.
+    """Check that each row of a rank is in its local tensors where the definition says.
 
-    Local tensors of layouts in between are checked for the same place whenever an element is written or read.
+    For layouts in between, check that an element is written and read at the same place.
     """
     places: dict[int, dict[int, int]] = {}
     for number, (step, part) in enumerate(zip(program.steps, parts or program.parts(rank), strict=True)):
@@ -453,7 +453,7 @@ def check_places(
             (step.target, part.receives.boxes, part.receives.pieces),
             (step.target, kept.boxes, kept.into),
         ):
-            side: Side | None = None  # whose local tensor it is; None for one of the planner's own
+            side: Side | None = None  # owner of the local tensor; None for one of the planner's own
             if number == 0 and layout is step.source:
                 side = source
             elif layout is program.steps[-1].target or layout.inside is not None:
@@ -487,12 +487,12 @@ def _same_place(before: Layout, after: Layout, rank: int, part: ExchangePart) ->
 
 
 def lacked(source: Side, target: Side) -> dict[int, int]:
-    """Of each rank the different elements that it needs and does not have in full."""
+    """Return the distinct elements that each rank needs and does not have in full."""
     return {rank: _lacks(source, rank, needed) for rank, needed in target.held.items()}
 
 
 def lacked_by_boxes(source: Side, target: Side) -> dict[int, int]:
-    """As `lacked`, but elements count again in each different box of a rank."""
+    """Return `lacked`, but count elements again in each distinct box of a rank."""
     return {rank: sum(_lacks(source, rank, box) for box in boxes) for rank, boxes in target.wanted.items()}
 
 
@@ -505,7 +505,7 @@ def least_total(source: Side, target: Side) -> int:
     """The fewest elements that all ranks together must receive.
 
     An element of k addends is summed on one rank by k - 1 receipts, or more, and each further rank that needs
-    it receives it; where no rank that needs it holds an addend, one more has to.
+    it receives it; if no rank that needs it holds an addend, one more receipt is necessary.
     """
     volume = math.prod(source.shape)
     needers, near = np.zeros(volume, np.int64), np.zeros(volume, np.int64)
@@ -519,7 +519,7 @@ def least_total(source: Side, target: Side) -> int:
 
 
 def least_entering(source: Side, target: Side, nodes: Ints) -> dict[int, int]:
-    """Of each node the different elements that its ranks need and none of them has; without sums."""
+    """Return the distinct elements that each node's ranks need and none of them has; without sums."""
     found = {}
     none = np.zeros(0, np.int64)
     for node in np.unique(nodes).tolist():
@@ -533,7 +533,7 @@ def least_entering(source: Side, target: Side, nodes: Ints) -> dict[int, int]:
 
 
 def check_native(program: ExchangeProgram, source: Side, target: Side) -> None:
-    """That a native collective in each of its groups leads to the target, by what such a collective does."""
+    """Check that a native collective in each of its groups leads to the target, by its definition."""
     native = program.native
     assert native is not None
     members = [rank for group in native.groups for rank in group]
@@ -547,7 +547,7 @@ def check_native(program: ExchangeProgram, source: Side, target: Side) -> None:
         for group in native.groups:
             (root,) = (rank for rank in group if rank in source.held and source.held[rank].size)
             for rank in {*group} - {root}:
-                # Elements in their order; local tensors may have other shapes.
+                # Elements in order; local tensors may have other shapes.
                 received, sent = target.tensors[rank].ravel(), source.tensors[root].ravel()
                 _equal(received.tolist(), sent.tolist(), "what is broadcast")
         return
@@ -576,8 +576,8 @@ def check_native(program: ExchangeProgram, source: Side, target: Side) -> None:
 
 
 def least_fullest_sender(source: Side, target: Side) -> float:
-    """The least that the rank that sends most can send, in elements, if all that a rank lacks comes from
-    ranks that hold it in the source: a linear program over classes of elements that the same ranks hold.
+    """Return the least number of elements that the busiest sender can send, if each rank gets the elements it
+    lacks from source holders: a linear program over classes of elements that the same ranks hold.
     """
     from scipy.optimize import linprog
 
@@ -596,7 +596,7 @@ def least_fullest_sender(source: Side, target: Side) -> float:
     pairs = [(each, at) for each in range(len(classes)) for at in classes[each].nonzero()[0] if demand[each]]
     if not pairs:
         return 0.0
-    # Variables: what each rank sends of each class, and the most that any sends.
+    # Variables: each rank's sends of each class, and the maximum over ranks.
     served = np.zeros((len(classes), len(pairs) + 1))
     sent = np.zeros((len(ranks), len(pairs) + 1))
     sent[:, -1] = -1

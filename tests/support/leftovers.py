@@ -1,4 +1,4 @@
-"""What programs have left behind, told apart from what other programs have for a moment."""
+"""Leftovers of programs, distinguished from short-lived objects of other programs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _NAP_S = 0.05
 
 
 def lasting(look: Callable[[], Iterable[str]]) -> list[str]:
-    """Return what every look of five seconds sees; at once when a look sees none of it.
+    """Return the names that every check in five seconds sees; at once if a check sees none of them.
 
-    For names that the whole machine shares, such as files in shared memory: those of a job that
-    runs beside the test come and go, and what has been left behind stays.
+    For names that the whole machine shares, such as files in shared memory: those of a job that runs beside
+    the test come and go, but leftovers stay.
     """
     left = set(look())
     deadline = time.monotonic() + _LIMIT_S

@@ -1,4 +1,4 @@
-"""Outer steps in NumPy and float64, one rank after another, for the tests of `mcr.local`.
+"""Oracle of outer steps in NumPy and float64, one rank after another, for the tests of `mcr.local`.
 
 Every rank r minimizes the sum over parameters k of sharpness[r, k] / 2 · |p_k - target[r, k]|², whose
 gradient needs no autograd.
@@ -20,13 +20,13 @@ INNER: dict[str, Any] = {"lr": 0.05, "momentum": 0.8}
 
 
 def targets(rank: int) -> dict[str, tuple[float, Array]]:
-    """Sharpness and target of each parameter, by its module; other ones for each rank."""
+    """Return sharpness and target of each parameter, by its module; they differ between ranks."""
     random = np.random.default_rng([17, rank])
     return {name: (0.5 + random.random(), random.normal(size=shape)) for name, shape in SHAPES.items()}
 
 
 def start() -> dict[str, Array]:
-    """The first parameters, those of the first rank."""
+    """Return the initial parameters, those of rank 0."""
     random = np.random.default_rng(5)
     return {name: random.normal(size=shape) for name, shape in SHAPES.items()}
 
@@ -51,7 +51,7 @@ class Quadratic(torch.nn.Module):
         }
 
     def loss(self) -> torch.Tensor:
-        """The loss of this rank."""
+        """Return the loss of this rank."""
         terms = [
             sharp / 2 * (self.layers[name].weight - target).square().sum()  # type: ignore[operator]
             for name, (sharp, target) in self.problem.items()
@@ -59,7 +59,7 @@ class Quadratic(torch.nn.Module):
         return torch.stack(terms).sum()
 
     def values(self) -> list[float]:
-        """All parameters in their order."""
+        """Return all parameters in order."""
         return [each for param in self.parameters() for each in param.detach().double().flatten().tolist()]
 
 
@@ -71,7 +71,7 @@ def load(targets: Sequence[Any], states: Sequence[dict[str, Any]]) -> None:
 
 @dataclass
 class Sgd:
-    """SGD as torch writes it, with (Nesterov) momentum; state by parameter."""
+    """SGD with (Nesterov) momentum as in torch; state by parameter."""
 
     lr: float
     momentum: float = 0.0
@@ -91,7 +91,7 @@ class Sgd:
 
 @dataclass(frozen=True)
 class Course:
-    """Parameters of each rank after each step, and the outer ones."""
+    """Parameters of each rank after each step, and the outer parameters."""
 
     local: list[list[list[float]]]  # step, rank
     outer: list[list[float]]  # step
@@ -114,7 +114,7 @@ def simulate(
     warmup: int = 0,
     inner: Mapping[str, Any] = INNER,
 ) -> Course:
-    """The whole algorithm, by the definitions of DiLoCo and Streaming DiLoCo."""
+    """Run the whole algorithm, by the definitions of DiLoCo and Streaming DiLoCo."""
     share = np.array(weights or [1.0] * ranks) / sum(weights or [1.0] * ranks)
     local = [start() for _ in range(ranks)]
     inners = [Sgd(**inner) for _ in range(ranks)]

@@ -1,9 +1,9 @@
-"""Jobs that lose a rank: the program of a rank; what starts it, ends one, and reads what the others raise.
+"""Jobs that lose a rank: the ranks' program, start and end of the job, and the errors of the others.
 
     python losing.py FOLDER LIBRARY WAY STOPPED HEARTBEAT    as a rank; with the variables of a launcher
 
-`WAY`: how ranks are occupied when one is lost, see `WAYS`. `STOPPED`, `HEARTBEAT`: options of `dispatch`.
-Times are those of the monotonic clock, which all processes of a machine share. Used by tests and by
+`WAY`: the activity of ranks when one is lost, see `WAYS`. `STOPPED`, `HEARTBEAT`: options of `dispatch`.
+Times are on the monotonic clock, which all processes of a machine share. Used by tests and by
 `benchmarks/bench_failures.py`.
 """
 
@@ -29,7 +29,7 @@ from mcr_plus.rendezvous.mpi_launcher import mpi_flavour
 
 _MARK: Final = "MCR_TEST_FOLDER"
 SETTLES: Final = 0.4
-"""Seconds that a job has run when it loses a rank: agents have heard of each other by then."""
+"""Seconds before a job loses a rank: agents have heard of each other by then."""
 
 
 def _wait(comm: mcr.Communicator, library: str) -> None:
@@ -90,9 +90,9 @@ WAYS: Final[dict[str, Callable[[mcr.Communicator, str], None]]] = {
 
 
 def rank(folder: str, library: str, name: str, stopped: str, heartbeat: str) -> None:
-    """Runs on ranks: works until it raises, and writes what."""
+    """Run on a rank: work until an error, and write it."""
     torch.set_num_threads(1)
-    os.environ[_MARK] = folder  # by which `agents` knows them
+    os.environ[_MARK] = folder  # `agents` recognises them by this
     dispatch = {"timeout": "60s", "stopped": stopped, "heartbeat": heartbeat}
     comm = mcr.init({"version": 1, "pipeline": [{"select": {}}, {"dispatch": dispatch}]}, backends=[library])
     way = WAYS.get(name, _busy)
@@ -112,18 +112,18 @@ def rank(folder: str, library: str, name: str, stopped: str, heartbeat: str) -> 
             **{name: getattr(error, name, None) for name in ("ranks", "operation", "group", "seen")},
         }
     written(Path(folder, f"told.{comm.rank}"), {"at": time.monotonic(), **told})
-    time.sleep(60)  # until it is ended: others that have not raised yet would name it, too
+    time.sleep(60)  # until it is ended: other ranks that have not raised yet would also name it
 
 
 def written(path: Path, content: dict[str, Any]) -> None:
-    """Write a file that others never see in part."""
+    """Write a file atomically: readers never see a part."""
     half = path.with_name(f".{path.name}")
     half.write_text(json.dumps(content))
     half.rename(path)
 
 
 def read(folder: Path, what: str, ranks: Sequence[int], within: float) -> dict[int, dict[str, Any]]:
-    """The files that ranks have written, once all are there. Raises `TimeoutError` with the missing ranks."""
+    """Return the files that ranks have written, once all exist. Raises `TimeoutError` with missing ranks."""
     ends = time.monotonic() + within
     while missing := [each for each in ranks if not Path(folder, f"{what}.{each}").exists()]:
         if time.monotonic() > ends:
@@ -142,16 +142,16 @@ class Job:
         time.sleep(SETTLES)
 
     def lose(self, how: str, victim: int) -> float:
-        """`kill` a rank or `stop` it; returns when."""
+        """`kill` or `stop` a rank; return the time."""
         os.kill(self.pids[victim], {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[how])
         return time.monotonic()
 
     def agents(self) -> dict[int, int]:
-        """The processes of the job's agents, and their parents."""
+        """Return the processes of the job's agents, and their parents."""
         return agents(self.folder)
 
     def told(self, ranks: Sequence[int], within: float = 70.0) -> dict[int, dict[str, Any]]:
-        """What these ranks have raised, and when (`at`)."""
+        """Return the errors of these ranks, with their times (`at`)."""
         return read(self.folder, "told", ranks, within)
 
 
@@ -159,7 +159,7 @@ class Job:
 def job_here(
     folder: Path, size: int, library: str, way: str, *, stopped: str = "0.5s", python: str = sys.executable
 ) -> Iterator[Job]:
-    """A job on this host; ranks on MPI are started by Open MPI with its fault tolerance."""
+    """Run a job on this host; ranks on MPI are started by Open MPI with its fault tolerance."""
     words = [python, __file__, str(folder), library, way, stopped, "auto"]
     if library == "mpi":
         launcher = mpi_flavour()
@@ -179,7 +179,7 @@ def job_here(
 
 @contextmanager
 def errors_in(folder: Path) -> Iterator[dict[str, Any]]:
-    """Options of `Popen` with which a process writes its errors to a file in `folder`."""
+    """Yield options of `Popen` with which a process writes its errors to a file in `folder`."""
     with (folder / "errors").open("wb") as file:
         yield {"stdout": subprocess.DEVNULL, "stderr": file}
 
@@ -195,7 +195,7 @@ def job_on(
     *,
     python: str = sys.executable,
 ) -> Iterator[Job]:
-    """A job on all of these `Hosts`."""
+    """Run a job on all of these `Hosts`."""
     words = [python, __file__, str(folder), library, way, "0.5s", heartbeat]
     with errors_in(folder) as output:
         started = list(hosts.start(words, per_host=per_host, **output))
@@ -205,7 +205,7 @@ def job_on(
 
 @contextmanager
 def ended(started: Sequence[subprocess.Popen[Any]], folder: Path) -> Iterator[None]:
-    """Ends the ranks of a job, and what started them. Raises `TimeoutError` if an agent stays."""
+    """End the ranks of a job and their launchers. Raises `TimeoutError` if an agent stays."""
     try:
         yield
     finally:
@@ -222,10 +222,10 @@ def ended(started: Sequence[subprocess.Popen[Any]], folder: Path) -> Iterator[No
 
 
 def agents(folder: Path) -> dict[int, int]:
-    """The agents of the job that writes to `folder`: their processes, and the parents of these."""
+    """Return the agents of the job that writes to `folder`: their processes, and the parents of these."""
     found = {}
     for place in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError, IndexError):  # it has ended
+        with suppress(OSError, IndexError):  # the process has ended
             words = (place / "cmdline").read_text().split("\0")
             variables = (place / "environ").read_text().split("\0")
             if "-S" in words[:4] and f"{_MARK}={folder}" in variables:
@@ -235,7 +235,7 @@ def agents(folder: Path) -> dict[int, int]:
 
 
 def _kill(pid: int) -> None:
-    with suppress(OSError):  # it has ended
+    with suppress(OSError):  # the process has ended
         line = Path(f"/proc/{pid}/cmdline").read_text()
         if "losing.py" in line or "surviving.py" in line:
             os.kill(pid, signal.SIGKILL)

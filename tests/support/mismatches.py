@@ -1,7 +1,7 @@
 """Programs in which one rank does something else than the others, with their correct twins.
 
-Each has a group of its own, because a group is of no use after a mismatch. Both programs may have been run
-many times before by all ranks, so that each operation is known to all of them when one rank swaps them.
+Each has a separate group, because a group is unusable after a mismatch. All ranks may have run both programs
+many times before, so that every operation is known to all of them when one rank swaps them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Program = Callable[[Group, str], object]
 
 @dataclass(frozen=True)
 class Case:
-    """What most ranks do, what the last rank does, and patterns that a report must have."""
+    """Program of most ranks, program of the last rank, and patterns that a report must have."""
 
     good: Program
     bad: Program
@@ -54,7 +54,7 @@ def _waited(*, tag: str | None = None, numel: int = 4) -> Program:
 
 
 def _both_in_flight(*tags: str) -> Program:
-    """Asynchronous operations, all started before any is waited for."""
+    """Start asynchronous operations, all before any is waited for."""
 
     def run(group: Group, backend: str) -> torch.Tensor:
         values = [_value(group, 4) for _ in tags]
@@ -71,7 +71,7 @@ def _both_in_flight(*tags: str) -> Program:
 
 
 def _broadcast(source: int, numel: int = 4, **options: Any) -> Program:
-    """From the group's rank `source`, counted from the end if negative."""
+    """Broadcast from the group's rank `source`, counted from the end if negative."""
 
     def run(group: Group, backend: str) -> torch.Tensor:
         value = _value(group, numel)
@@ -154,7 +154,7 @@ def coalesced(*numels: int, **options: Any) -> Program:
 
 
 def _encoded_parts(numel: int) -> Program:
-    """Parts of one size, encoded, of which each rank sends the first to each of the others."""
+    """Send encoded parts of one size: each rank sends the first one to each of the others."""
 
     def run(group: Group, backend: str) -> torch.Tensor:
         outputs = [torch.zeros(numel) for _ in range(group.size)]
@@ -173,7 +173,7 @@ def in_order(*programs: Program) -> Program:
 
 
 def _nothing(group: Group, backend: str) -> None:
-    """One call fewer than the others."""
+    """Do one call fewer than the others."""
 
 
 def _on_the_other(group: Group, backend: str) -> None:
@@ -181,7 +181,7 @@ def _on_the_other(group: Group, backend: str) -> None:
 
 
 def _vector(kind: str, extra: int) -> Program:
-    """Sizes that differ between ranks, and with `extra` also from those of the twin."""
+    """Use sizes that differ between ranks, and with `extra` also from the twin's sizes."""
 
     def run(group: Group, backend: str) -> None:
         rank, size = group.rank, group.size
@@ -222,7 +222,7 @@ CASES = {
     "reduce or all_reduce": Case(_reduce(0), all_reduce(), (r"\breduce\b", "all_reduce")),
     "barrier": Case(_barrier, all_reduce(), ("barrier", "all_reduce")),
     "barrier or broadcast": Case(_barrier, _broadcast(-1), ("barrier", "broadcast")),
-    # the same operation of something else
+    # the same operation on something else
     "reduce op": Case(all_reduce(), all_reduce(op="MAX"), ("SUM", "MAX")),
     "dtype": Case(all_reduce(), all_reduce(dtype=torch.int32), ("float32", "int32")),
     "half": Case(all_reduce(dtype=torch.float16), all_reduce(dtype=torch.bfloat16), ("float16", "bfloat16")),
@@ -272,7 +272,7 @@ CASES = {
         all_reduce((4096,), compress="int8_block"),
         (r"SUM float32\[4096\] compressed with int8_block as", "uint8"),
     ),
-    # operations of which a stage makes others that look alike
+    # operations from which a stage derives similar operations
     "mean of encoded": Case(
         all_reduce(compress="bf16"), all_reduce(op="AVG", compress="bf16"), (r"SUM float32", r"AVG float32")
     ),
@@ -309,7 +309,7 @@ CASES = {
 
 
 def outcome_of(run: Callable[[], object]) -> dict[str, Any]:
-    """What a program came to: the error's type and text, or none, and the time it took."""
+    """Return the outcome of a program: the error's type and text, or none, and the duration."""
     began = time.monotonic()
     kind: str | None = None
     text = ""
@@ -323,11 +323,11 @@ def outcome_of(run: Callable[[], object]) -> dict[str, Any]:
 def try_case(
     name: str, backend: str, group: Group, *, before: int, twins: bool = False, right: Group | None = None
 ) -> list[dict[str, Any]]:
-    """Run both programs `before` times on all ranks alike, then each rank its own, and something after it.
+    """Run both programs `before` times on all ranks, then each rank's own program, and an operation after it.
 
-    With `twins` the good program is run once before, even if `before` is 0. `right`: another group of these
-    ranks, in which both programs are run first; then `garbage` says whether the fault's program returned, and
-    something else than it did there.
+    With `twins` the correct program runs once before, even if `before` is 0. `right`: another group of these
+    ranks, in which both programs run first; `garbage` then says whether the faulty program returned a result
+    that differs from its result in that group.
     """
     if group.rank < 0:
         return []

@@ -1,4 +1,4 @@
-"""Programs of ranks for the tests of the interpreter. Each returns its failures as text."""
+"""Programs of ranks for the tests of the interpreter; each returns its failures as text."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def connect() -> Store:
 
 
 def small(ranks: int) -> Shape:
-    """An segment in which anything large takes many slots."""
+    """Return a segment so small that large operations take many slots."""
     return Shape(ranks, channels=2, depth=2, slot=1024, ring=2, area=1536 * ranks)
 
 
@@ -61,7 +61,7 @@ def wait(poll: Callable[[], bool], patience: float = PATIENCE) -> None:
 
 
 class Rank:
-    """One rank with all that it runs operations with."""
+    """One rank with everything it needs to run operations."""
 
     def __init__(self, memory: Segment) -> None:
         self.segment, self.me, self.ranks = memory, memory.rank, memory.shape.ranks
@@ -112,7 +112,7 @@ class Rank:
         )
 
     def ways(self, kind: str) -> list[str]:
-        """The names of the implementations of an operation."""
+        """Return the names of the implementations of an operation."""
         names = {
             "all_reduce": [each.name for each in self.reducing],
             "all_gather": ["gathering"],
@@ -154,7 +154,7 @@ REDUCES: Final = ("all_reduce", "reduce_scatter", "reduce")
 
 
 def drawn(seed: int, rank: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """The input of `rank`, which every rank can draw."""
+    """Return the input of `rank`, which every rank can draw."""
     generator = torch.Generator().manual_seed(seed * 64 + rank)
     if dtype is torch.bool:
         return torch.randint(0, 2, (elements,), generator=generator).bool()
@@ -176,7 +176,7 @@ _COMBINED: Final[dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]
 
 
 def combined(inputs: list[torch.Tensor], op: ReduceOp) -> torch.Tensor:
-    """The result in float64 for floats, exact for everything else."""
+    """Return the result in float64 for floats, exact for everything else."""
     stack = torch.stack(inputs)
     if stack.dtype is torch.bool:
         logic = {"SUM": "or", "MAX": "or", "BOR": "or", "BXOR": "xor"}.get(op, "and")
@@ -192,7 +192,7 @@ def combined(inputs: list[torch.Tensor], op: ReduceOp) -> torch.Tensor:
 
 
 def layout(kind: str, ranks: int) -> tuple[int, int]:
-    """Blocks of the input and the output."""
+    """Return the blocks of input and output."""
     return {
         "all_gather": (1, ranks), "gather": (1, ranks), "all_to_all": (ranks, ranks),
         "reduce_scatter": (ranks, 1), "scatter": (ranks, 1),
@@ -200,7 +200,7 @@ def layout(kind: str, ranks: int) -> tuple[int, int]:
 
 
 def expected(kind: str, inputs: list[torch.Tensor], me: int, root: int, op: ReduceOp) -> torch.Tensor | None:
-    """The expected output of this rank, None without one."""
+    """Return the expected output of this rank, None without one."""
     block = len(inputs[0]) // len(inputs)
     mine = slice(me * block, (me + 1) * block)
     if kind == "all_reduce" or (kind == "reduce" and me == root):
@@ -236,7 +236,7 @@ def one(
     in_place: bool = False,
     nan: bool = False,
 ) -> Iterator[str]:
-    """Do one operation and compare."""
+    """Run one operation and yield its failures."""
     blocks, results = layout(kind, rank.ranks)
     inputs = [drawn(seed, each, count * blocks, dtype) for each in range(rank.ranks)]
     if nan and count:
@@ -284,7 +284,7 @@ def every_dtype(rank: Rank) -> Iterator[str]:
 
 
 def many_in_a_row(rank: Rank) -> Iterator[str]:
-    """Sizes and kinds change; one rank is often late."""
+    """Run operations of changing sizes and kinds; one rank is often late."""
     agreed = random.Random(7)
     for seed in range(300):
         kind = agreed.choice(list(KINDS))
@@ -308,7 +308,7 @@ def same_bits(rank: Rank) -> Iterator[str]:
 
 
 def in_flight(rank: Rank) -> Iterator[str]:
-    """Several operations at once, polled in reverse."""
+    """Run several operations at once, polled in reverse."""
     kernels, count = kernels_for(torch.int64, "SUM"), 700
     buffers = [torch.full((count,), rank.me + index) for index in range(6)]
     polls = []
@@ -333,7 +333,7 @@ def in_flight(rank: Rank) -> Iterator[str]:
 
 
 def exam() -> list[str]:
-    """All of the above on one segment, so that each finds the counters the others have left."""
+    """Run all of the above on one segment, so that each finds the counters of the previous ones."""
     me, ranks = own_rank(), int(os.environ["WORLD_SIZE"])
     group = Group("exam", tuple(range(ranks)), me)
     collectives_kernels.prepare()
@@ -346,7 +346,7 @@ def exam() -> list[str]:
 
 
 def too_large() -> list[str]:
-    """Every rank gets the same error."""
+    """Check that every rank gets the same error."""
     me, ranks = own_rank(), int(os.environ["WORLD_SIZE"])
     shape = Shape(ranks, slot=1 << 44)
     try:
@@ -357,12 +357,12 @@ def too_large() -> list[str]:
 
 
 def left_behind() -> list[str]:
-    """Files of segments that stay."""
+    """Return the segment files that remain."""
     return lasting(lambda: [str(path) for path, _, _ in segment._files()])
 
 
 def _be_killed(folder: str, me: int, ranks: int) -> None:
-    """Operations without end, until a peer does not come any more."""
+    """Run operations until a peer is gone."""
     group = Group("g", tuple(range(ranks)), me)
     store: Any = FileStore(str(Path(folder) / "store"), ranks)
     store.set_timeout(timedelta(seconds=0.5))
@@ -378,7 +378,7 @@ def _be_killed(folder: str, me: int, ranks: int) -> None:
 
 def killed(times: int, ranks: int = 3) -> list[str]:
     """Kill one of some processes at a random moment, again and again."""
-    # Before the first fork, and not in every child.
+    # Compile before the first fork, not in every child.
     collectives_kernels.prepare()
     interpreter_kernels.prepare()
     kernels_for(torch.float32, "MAX")

@@ -1,4 +1,4 @@
-"""Small algorithms by hand, which together have every kind of step."""
+"""Small algorithms written by hand, which together have every kind of step."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def through_scratch(ranks: int, chunks: int = 3) -> Algorithm:
             )
             for index, peer in enumerate(peers)
         ]
-        # Added up in the order of ranks, so that all hold the same bits.
+        # Add in the order of ranks, so that all ranks hold the same bits.
         parts = [whole if rank == me else at("s", peers.index(rank) * chunks) for rank in range(ranks)]
         steps = [
             *(AlgorithmStep("nop", whole, whole, after=(index, 1)) for index in range(len(peers) - 1)),
@@ -103,7 +103,7 @@ def through_scratch(ranks: int, chunks: int = 3) -> Algorithm:
 
 
 def gathering(ranks: int, per_rank: int = 2) -> Algorithm:
-    """all_gather, everyone to everyone, on two channels."""
+    """all_gather, every rank to every rank, on two channels."""
     programs = []
     for me in range(ranks):
         blocks = [
@@ -127,7 +127,7 @@ def gathering(ranks: int, per_rank: int = 2) -> Algorithm:
 
 
 def exchange(ranks: int, per_rank: int = 3) -> Algorithm:
-    """all_to_all, everyone to everyone, in steps of several chunks."""
+    """all_to_all, every rank to every rank, in steps of several chunks."""
     programs = []
     for me in range(ranks):
         blocks = [

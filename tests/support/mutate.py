@@ -1,12 +1,11 @@
-"""Breaks the library in some sixty places, one at a time, and lists what the tests find.
+"""Mutation testing: breaks the library in some sixty places, one at a time, and lists which tests fail.
 
     python tests/support/mutate.py [NAME…] [--tier all] [--all-tests]
 
-Every mutation is one plausible mistake: a wrong comparison, a lost term, a check left out. It is made in a
-copy of the working tree, where the tests named beside it run until the first failure (`--all-tests`: all of
-them), of those that `make test` runs (`--tier all`: `make test-all`). A mutation that survives is a gap in
-the tests. After a change to how tests run, the same mutations must still be found. Prints a table; ends
-with status 1 if one survives.
+Every mutation is one plausible mistake: a wrong comparison, a lost term, an omitted check. It is applied to a
+copy of the working tree, in which its named tests (`--all-tests`: all tests) of `make test` (`--tier all`: of
+`make test-all`) run until the first failure. A surviving mutation is a gap in the tests. After a change to
+the way tests run, the same mutations must still be found. Prints a table; ends with status 1 if one survives.
 """
 
 # ruff: noqa: E501 - a mutation is a line of its own
@@ -37,7 +36,7 @@ _TIERS = {"test": "not slow and not long", "all": "not slow"}
 
 @dataclass(frozen=True)
 class Mutation:
-    """`old` becomes `new` in `path`, a file of the library; `tests` are those that ought to find it."""
+    """Replacement of `old` by `new` in `path`, a file of the library; one of `tests` must fail."""
 
     name: str
     path: str
@@ -147,7 +146,7 @@ def copied() -> Iterator[Path]:
 
 
 def finding(root: Path, tests: list[str | Path], tier: str) -> str:
-    """What fails first on the mutated tree; "" if nothing does. Raises `RuntimeError` where nothing could run."""
+    """Return the first failure on the mutated tree; "" without one. Raises `RuntimeError` if nothing ran."""
     environment = {**os.environ, "PYTHONPATH": str(root)}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # as in the Makefile
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", _TIERS[tier]]

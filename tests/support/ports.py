@@ -1,4 +1,4 @@
-"""Ports for programs that must be given a number before they listen."""
+"""Free ports for programs that need a port number before they listen."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports next to each other on which nothing listens, below those that the kernel hands out by itself.
+    """Return adjacent unused ports below those that the kernel assigns by itself.
 
-    A port that is free now stays so: a rank that asks the kernel for any port, as all do, gets another one.
+    A free port stays free: a rank that asks the kernel for any port, as all ranks do, gets another one.
     """
     first, _ = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
     while True:

@@ -1,4 +1,4 @@
-"""Programs that tests start on ranks: `python programs.py NAME ARGS…`. Each says `up` when it is."""
+"""Programs that tests start on ranks: `python programs.py NAME ARGS…`. Each prints `up` once it runs."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class Peers:
 
 
 def end_together(first: int | None = None) -> None:
-    """Let no rank end before all others are about to, with what they have raised; one may end `first`.
+    """Keep ranks alive until all others are about to end, and collect exceptions; one may end `first`.
 
-    Launchers end the others when one ends. Call this before anything else asks to be called at the end of
-    the process, which is done in reversed order.
+    Launchers end the others when one ends. Call this before anything else registers a call at the end of the
+    process: calls run in reverse order.
     """
     folder, own = Path(os.environ["MCR_JOB_FOLDER"]), int(os.environ["RANK"])
 
@@ -79,24 +79,24 @@ def _meet() -> Peers:
 
 
 def finish() -> None:
-    """Work, and end well."""
+    """Work, and exit with 0."""
     _meet().barrier()
 
 
 def sleep() -> None:
-    """Never end by itself. Once all are up, no rank talks to another: a test may kill one."""
+    """Run until killed. Once all are up, no rank talks to another: a test may kill one."""
     _meet()
     time.sleep(600)
 
 
 def stubborn() -> None:
-    """Never end by itself, nor when asked to."""
+    """Run until killed, and ignore requests to end."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sleep()
 
 
 def fail(how: str) -> None:
-    """Rank 1 fails in some way while the others wait for it."""
+    """Make rank 1 fail in some way while the others wait for it."""
     peers = _meet()
     peers.barrier()
     if peers.rank == 1:
@@ -123,7 +123,7 @@ def arguments(*words: str) -> None:
 
 
 def mistake() -> None:
-    """Ask for a reduction that there is not."""
+    """Ask for an unknown reduction."""
     end_together()
     import torch
 

@@ -1,11 +1,11 @@
-"""Runs a function on several ranks in processes of their own, and collects what each rank made of it.
+"""Runs of a function on several ranks, each in its own process, and their results.
 
     def double(x: int) -> int: ...            # at the top level of a test module
     results = run_ranks(double, 2, args=[21])
     assert [result.value for result in results] == [42, 42]
 
 Arguments and return values travel as JSON. Ranks are forked from processes that have imported torch
-(`warm.py`), which saves seconds; a launch still costs some tenths, so let one do many checks.
+(`warm.py`), which saves seconds; a launch still costs some tenths of a second, so make many checks in one.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from warm import Nursery, end_without_teardown
 Via = Literal["mpi", "ulfm", "torch"]
 
 _POLL_S = 0.02
-_GRACE_S = 60.0  # for ranks that go on without one that has failed; all of it only where a test fails
-_OTHERS_S = 10.0  # for values of other ranks, some of which may have failed
-_FOLDER = "MCR_TEST_RANKS"  # of files by which the ranks of a launch meet
+_GRACE_S = 60.0  # seconds that ranks may continue after one has failed; spent in full only if a test fails
+_OTHERS_S = 10.0  # seconds to wait for values of other ranks, some of which may have failed
+_FOLDER = "MCR_TEST_RANKS"  # folder of the files by which the ranks of a launch meet
 _BY_MPICH = "PMI_RANK" in os.environ  # its launcher ends all ranks once one has left without MPI_Finalize
 
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank did."""
+    """Result of one rank."""
 
     rank: int
     returncode: int | None  # minus the signal that killed it; None: it had not ended in time
     stdout: str
     stderr: str
-    value: Any  # what the function returned; None if it did not return
+    value: Any  # the function's return value; None if it did not return
 
 
 class RanksFailed(AssertionError):
-    """A rank failed or did not end; the message holds the end of every rank's stderr."""
+    """A rank failed or did not end; the message has the end of every rank's stderr."""
 
     def __init__(self, what: str, results: list[RankResult]) -> None:
         said = [result.stderr.partition("nanobind: leaked")[0][-3000:] for result in results]
@@ -77,13 +77,13 @@ def run_ranks(
 
     `via="mpi"` starts ranks as `mcr-plus run` does: when one dies, the rest are ended. `via="torch"`
     gives them torchrun's environment and a store on loopback, but no agent: when one dies, the others
-    go on until they end by themselves, `timeout` passes, or a minute after the last rank that
-    failed. `via="ulfm"` does the same under Open MPI, with its fault tolerance. `env` adds to the
-    environment. `restarts`, with `via="torch"`: how often all ranks are ended and started again once one
-    has failed, with the same store, as torchrun's agent does it. With `check`, a rank that fails raises
-    `RanksFailed`; running out of time always does. A rank that has returned runs its exit handlers, ends MPI
-    and is gone; with `teardown` the interpreter ends as in any program, which takes up to a second of each
-    core for the modules of torch and numba. No process of the job is left when this returns or raises.
+    continue until they end, `timeout` passes, or a minute after the last failure. `via="ulfm"` does the same
+    under Open MPI, with its fault tolerance. `env` adds to the environment. `restarts`, with `via="torch"`:
+    number of times that all ranks are ended and restarted after a failure, with the same store, as torchrun's
+    agent does. With `check`, a rank that fails raises `RanksFailed`; a timeout always raises it. A rank that
+    has returned runs its exit handlers, ends MPI and exits at once; with `teardown` the interpreter ends as
+    in any program, which takes up to a second of each core for the modules of torch and numba. No process of
+    the job is left when this returns or raises.
     """
     folder = Path(tempfile.mkdtemp(prefix="mcr-test-"))
     try:
@@ -107,7 +107,7 @@ def run_ranks(
 
 @cache
 def nursery() -> Nursery:
-    """What ranks are forked from; made when the first test starts some, unless pytest's controller has."""
+    """Return the processes from which ranks are forked; create them unless pytest's controller has."""
     return Nursery(_controllers_nursery)
 
 
@@ -123,7 +123,7 @@ def share_nursery(folder: str | None) -> None:
 def _prepare(
     folder: Path, target: str | Callable[..., Any], args: Sequence[Any], teardown: bool
 ) -> list[str]:
-    """Write down the call; return the words after `python` that make it."""
+    """Write the call to files; return the words after `python` that make it."""
     if not isinstance(target, str):
         target = f"{target.__module__}:{target.__qualname__}"
     (folder / "call.json").write_text(
@@ -163,7 +163,7 @@ def _run_mpi(
     for line in outcome.log if not outcome.worked else ():
         keep(0, "err", f"mpiexec: {line}\n".encode())
     # The launcher ends all ranks once one has left without MPI_Finalize, as ranks do that no longer call MPI:
-    # also those that have returned and are about to leave (MPICH always, Open MPI if one is late).
+    # it also ends ranks that have returned and are about to leave (MPICH always, Open MPI if one is late).
     returned = [(folder / f"value.{rank}").exists() for rank in range(ranks)]
     codes = [
         0 if code is None and done else code
@@ -186,7 +186,7 @@ def _run_ulfm(
     launcher = mpi_flavour()
     assert launcher is not None
     with scratch.create() as folders:
-        # env: a program that mpi4py's runner does not see, for it would end all ranks when one raises
+        # env: hides the program from mpi4py's runner, which would end all ranks when one raises
         words = commands.mpi_command(launcher, ["/usr/bin/env", *command], ranks)
         words[1:1] = ["--with-ft", "ulfm", "--rtos", "error-nonzero-status=0"]
         settings = commands.environment(env, folders, ranks, config=None, terminal=None)
@@ -265,7 +265,7 @@ class Outsider:
         self._folder, self._process = folder, process
 
     def result(self, timeout: float = 120) -> RankResult:
-        """Wait for its end; raises `RanksFailed` if it raised, or has not ended in time."""
+        """Wait for the function's end; raise `RanksFailed` if it raised, or has not ended in time."""
         late = _wait(lambda: [self._process.poll()], time.sleep, timeout)
         result = _result(self._folder, 0, self._process.poll())
         if late or (result.returncode or 0) > 0:
@@ -275,7 +275,7 @@ class Outsider:
 
 @contextmanager
 def outsider(target: str | Callable[..., Any], *args: Any) -> Iterator[Outsider]:
-    """Run a top-level function in a process that is in no job; it is killed at the end, if it still runs."""
+    """Run a top-level function in a process outside the job; kill the process at the end if it still runs."""
     folder = Path(tempfile.mkdtemp(prefix="mcr-test-"))
     command = nursery().command(_prepare(folder, target, args, teardown=False))
     process = _start_rank(command, 0, folder, nursery().environ)
@@ -289,7 +289,7 @@ def outsider(target: str | Callable[..., Any], *args: Any) -> Iterator[Outsider]
 def _wait(
     codes: Callable[[], Codes], pause: Callable[[float], object], timeout: float, grace: float = _GRACE_S
 ) -> bool:
-    """Wait for all; True if time ran out. After a failure the others have `grace` seconds, no more."""
+    """Wait for all; return True if time ran out. After a failure the others have `grace` seconds, no more."""
     deadline = time.monotonic() + timeout
     failed = 0
     while None in (now := codes()):
@@ -311,13 +311,13 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def own_rank() -> int:
-    """The rank of this process, as its launcher says, before `init`."""
+    """Return the rank of this process by its launcher, before `init`."""
     names = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
     return next(int(os.environ[name]) for name in names if name in os.environ)
 
 
 def _main(folder: Path) -> None:
-    """Be one rank: make the call, keep its value."""
+    """Be one rank: make the call, and save its value."""
     call = json.loads((folder / "call.json").read_text())
     os.environ[_FOLDER] = str(folder)
     sys.path += [str(Path(__file__).parents[1] / name) for name in ("", "support", "examples")]
@@ -325,12 +325,12 @@ def _main(folder: Path) -> None:
     try:
         value = getattr(importlib.import_module(module), name)(*call["args"])
     except Exception as error:
-        # Under `mpi4py.run`, whose hook ends the other ranks, it ends as in any program.
+        # Under `mpi4py.run`, whose hook ends the other ranks, the rank ends as in any program.
         if call["teardown"] or "mpi4py.run" in sys.modules:
             raise
         sys.excepthook(type(error), error, error.__traceback__)
         end_without_teardown(1)
-        raise  # where MPI has yet to be ended
+        raise  # MPI still has to be ended
     written = folder / f".value.{own_rank()}"
     written.write_text(json.dumps(value))
     written.rename(folder / f"value.{own_rank()}")
@@ -341,20 +341,20 @@ def _main(folder: Path) -> None:
 
 
 def _wait_for_values(folder: Path, ranks: int) -> None:
-    """Wait until all ranks have returned, for a while: some may have failed."""
+    """Wait for a limited time until all ranks have returned: some may have failed."""
     wait_for_files(*(folder / f"value.{rank}" for rank in range(ranks)), patience=_OTHERS_S)
 
 
 def has_come(name: str) -> None:
-    """Note that this rank has come to a place of this name; see `wait_for_ranks`."""
+    """Note that this rank has reached the place `name`; see `wait_for_ranks`."""
     Path(os.environ[_FOLDER], f"come.{name}.{own_rank()}").touch()
 
 
 def wait_for_ranks(name: str, count: int) -> None:
-    """Wait until so many ranks of the launch have come to a place, without any library.
+    """Wait until `count` ranks of the launch have reached the place `name`, without any library.
 
-    After a barrier of a library this rank is through, and others may still be inside: they would fail in it
-    if this one died then.
+    After a library's barrier this rank is through, but others may still be inside: they would fail in it if
+    this rank died then.
     """
     deadline = time.monotonic() + _GRACE_S
     while (found := len(list(Path(os.environ[_FOLDER]).glob(f"come.{name}.*")))) < count:
@@ -363,15 +363,15 @@ def wait_for_ranks(name: str, count: int) -> None:
 
 
 def meet(name: str, count: int) -> None:
-    """Wait until so many ranks of the launch, this one among them, have called this with the name."""
+    """Wait until `count` ranks of the launch, including this one, have called this with the name."""
     has_come(name)
     wait_for_ranks(name, count)
 
 
 def stop_until(name: str, count: int, signal_name: str) -> None:
-    """SIGSTOP this process until `count` ranks have come to a place; then another signal, KILL or CONT.
+    """Stop this process by SIGSTOP until `count` ranks have reached a place; then send KILL or CONT.
 
-    A process that is left behind sends it; it ends with this one, and after a minute and a half anyway.
+    A helper process sends the signal; it ends with this process, and in any case after a minute and a half.
     """
     wait = """
     n=0
@@ -385,7 +385,7 @@ def stop_until(name: str, count: int, signal_name: str) -> None:
 
 
 def wait_for_files(*paths: Path, patience: float = _GRACE_S) -> None:
-    """Wait until other ranks have written all these files, at most `patience` seconds; then go on."""
+    """Wait until other ranks have written all these files, at most `patience` seconds; then continue."""
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline and not all(path.exists() for path in paths):
         time.sleep(_POLL_S)

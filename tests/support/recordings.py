@@ -1,4 +1,4 @@
-"""Recordings of jobs whose times are given, for tests of the report."""
+"""Recordings of jobs with given times, for tests of the report."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PLAIN = Record(
 
 
 def operation(number: int, at: float, seconds: float, waited: float, **others: Any) -> Record:
-    """An operation `at` seconds after the recording began."""
+    """Return an operation `at` seconds after the recording began."""
     issued = BEGAN + at
     return replace(PLAIN, sequence=number, t_issue=issued, t_done=issued + seconds, waited=waited, **others)
 
@@ -66,7 +66,7 @@ def job_of(folder: Path, *ranks: list[Record], ends: tuple[float, ...] = (), **a
 
 
 def collective(number: int, arrivals: Sequence[float], served: float, **others: Any) -> list[Record]:
-    """A synchronous collective, of each rank: it ends `served` seconds after the last one has come."""
+    """Return a synchronous collective of all ranks; it ends `served` seconds after the last arrival."""
     done = max(arrivals) + served
     return [operation(number, at, done - at, done - at, ranks=len(arrivals), **others) for at in arrivals]
 
@@ -93,5 +93,5 @@ def expected(
 
 
 def titles(job: RecordedJob) -> dict[str, Any]:
-    """The findings of the report, by title."""
+    """Return the findings of the report, by title."""
     return {each.title: each for each in advice(job, groups(job), steps(job), skew(job))}

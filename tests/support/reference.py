@@ -1,9 +1,4 @@
-"""What operations must give, computed from the inputs of all ranks with numpy alone.
-
-Every rank can compute the inputs of every other, so an oracle needs no communication. Floats are float64,
-complex numbers complex128; integers keep their own type and wrap around, as they do in C. `zeros`, `full` and
-`tensor` are torch's, on the device of the tests.
-"""
+"""Oracles of operations: expected results, computed from the inputs of all ranks with numpy alone."""
 
 from __future__ import annotations
 
@@ -56,7 +51,7 @@ _LOGIC: Final[dict[str, Any]] = {
 
 
 def _mixed(rank: int, count: int, salt: int) -> npt.NDArray[np.uint64]:
-    """Bits that differ by rank, position and salt (the finaliser of splitmix64)."""
+    """Return bits that differ by rank, position and salt (the finaliser of splitmix64)."""
     x = np.arange(count, dtype=np.uint64) + np.uint64(rank * 1_000_003 + salt * 7_368_787 + 1)
     x = x * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -67,7 +62,7 @@ def _mixed(rank: int, count: int, salt: int) -> npt.NDArray[np.uint64]:
 
 @lru_cache(maxsize=8192)
 def inputs(dtype: torch.dtype, rank: int, shape: Shape, salt: int = 0, *, product: bool = False) -> Array:
-    """One rank's values: exact in `dtype`, so that sums (and, with `product`, products) are exact too.
+    """Return one rank's values, exact in `dtype`, so that sums (with `product`, products) are exact too.
 
     Integers cover their whole range and overflow.
     """
@@ -89,13 +84,13 @@ def inputs(dtype: torch.dtype, rank: int, shape: Shape, salt: int = 0, *, produc
 
 
 def _quarters(bits: npt.NDArray[np.uint64]) -> Array:
-    """Multiples of 1/4 below 8: a few of them add up exactly even in bfloat16."""
+    """Return multiples of 1/4 below 8: a few of them add up exactly even in bfloat16."""
     quarters: Array = ((bits % np.uint64(61)).astype(np.float64) - 30) / 4
     return quarters
 
 
 def rough(dtype: torch.dtype, rank: int, count: int, salt: int = 0) -> torch.Tensor:
-    """One rank's values with all digits of a float type in use, over several orders of magnitude."""
+    """Return one rank's values with all digits of a float type in use, over several orders of magnitude."""
     random = np.random.default_rng([rank, salt])
     values = random.standard_normal(count) * np.exp2(random.integers(-6, 7, count))
     if dtype.is_complex:
@@ -104,7 +99,7 @@ def rough(dtype: torch.dtype, rank: int, count: int, salt: int = 0) -> torch.Ten
 
 
 def wide(tensor: torch.Tensor) -> Array:
-    """A tensor's values in the type the oracles compute in."""
+    """Return a tensor's values in the type in which the oracles compute."""
     tensor = tensor.detach().resolve_conj().resolve_neg().cpu()
     if tensor.dtype.is_complex:
         tensor = tensor.to(torch.complex128)
@@ -115,7 +110,7 @@ def wide(tensor: torch.Tensor) -> Array:
 
 
 def reduced(parts: Sequence[Array], op: str) -> Array:
-    """The reduction of all ranks' values."""
+    """Return the reduction of all ranks' values."""
     stack = np.stack(parts)
     if stack.dtype == bool:
         result: Array = _LOGIC[op].reduce(stack, axis=0)
@@ -131,12 +126,12 @@ def reduced(parts: Sequence[Array], op: str) -> Array:
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
-    """The largest relative error of rounding to `dtype` once; 0 for integers."""
+    """Return the largest relative error of rounding to `dtype` once; 0 for integers."""
     return torch.finfo(dtype).eps / 2 if dtype.is_floating_point or dtype.is_complex else 0.0
 
 
 def sum_bound(parts: Sequence[Array], dtype: torch.dtype, roundings: int) -> Array:
-    """How far a sum may be off, in any order of summation, after so many roundings to `dtype` per term.
+    """Return the largest error of a sum in any order, after `roundings` roundings to `dtype` per term.
 
     Higham, Accuracy and Stability of Numerical Algorithms, section 4.2; the last term is for subnormals.
     """
@@ -147,7 +142,7 @@ def sum_bound(parts: Sequence[Array], dtype: torch.dtype, roundings: int) -> Arr
 
 
 def difference(got: torch.Tensor, expected: Array, allowed: float | Array = 0.0) -> str | None:
-    """How a result differs from what it must be, in words; None if it does not (NaN equals NaN)."""
+    """Describe the difference of a result from the expected one; None without any (NaN equals NaN)."""
     if tuple(got.shape) != expected.shape:
         return f"shape {tuple(got.shape)}, expected {expected.shape}"
     values = wide(got)
@@ -166,14 +161,14 @@ def difference(got: torch.Tensor, expected: Array, allowed: float | Array = 0.0)
 
 
 class Failures:
-    """What went wrong in a run of many cases, in words, and how many cases there were."""
+    """Failures in a run of many cases, in words, and the number of cases."""
 
     def __init__(self) -> None:
         self.found: list[str] = []
         self.cases = 0
 
     def check(self, name: str, problem: str | None) -> None:
-        """Count a case; keep what was wrong with it."""
+        """Count a case; keep its problem."""
         self.cases += 1
         if problem:
             self.found.append(f"{name}: {problem}")
@@ -200,5 +195,5 @@ class Failures:
         return ""
 
     def report(self) -> dict[str, Any]:
-        """As JSON takes it."""
+        """Return the report as plain data for JSON."""
         return {"cases": self.cases, "failures": self.found[:25], "failed": len(self.found)}

@@ -1,10 +1,10 @@
-"""Take each capability out of a copy of the package in turn, and see that the core works without it.
+"""Check that the core works without each capability: remove it from a copy of the package, and test.
 
     python tests/support/rooms.py [NAME…]
 
-With a capability go those that use it (`tests/unit/test_import_order.py` lists them). Without them run a job
-of two ranks under torchrun, through mcr_plus and through torch.distributed, and the tests of the core. Exits
-with 1 if anything fails.
+Capabilities that use a removed one are removed too (`tests/unit/test_import_order.py` lists them). Then a job
+of two ranks runs under torchrun, through mcr_plus and through torch.distributed, and the tests of the core.
+Exits with 1 if anything fails.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TESTS: Final = (
     "agreement", "board", "bucket", "buffers", "config", "cost", "deadline", "membership_rules",
     "message", "pausing", "peer_lost", "pipeline", "registry", "relay", "watched_store",
 )  # fmt: skip
-"""Those of `tests/unit` that import no capability, but for the long ones."""
+"""Tests in `tests/unit` that import no capability, without the long ones."""
 JOB: Final = """
 import os
 import torch
@@ -79,7 +79,7 @@ def copy_without(folder: Path, names: set[str]) -> None:
 
 
 def works_without(name: str, cache: str) -> bool:
-    """Run the job and the tests without a capability; prints what fails."""
+    """Run the job and the tests without a capability; print failures."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         names = taken_out(name)
@@ -100,7 +100,7 @@ def works_without(name: str, cache: str) -> bool:
 
 
 def main() -> int:
-    """Run all, or those that are named."""
+    """Check all capabilities, or the named ones."""
     with tempfile.TemporaryDirectory() as cache:
         results = [works_without(name, cache) for name in sys.argv[1:] or CAPABILITIES]
     print(f"{sum(results)} of {len(results)} capabilities can be taken out")

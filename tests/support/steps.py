@@ -1,4 +1,4 @@
-"""Made steps: computing that is known, and gradients that become ready at known times."""
+"""Synthetic steps: known computation, and gradients that become ready at known times."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from mcr_plus.bucketing.step import CapturedStep, ComputeEvent, Event, IssueEvent, ReadyEvent, Role, WaitEvent
 
 Gradients = Sequence[tuple[str, int, float]]
-"""Name, bytes, and seconds of computing before it, since the one before."""
+"""Name, bytes, and seconds of computation since the previous gradient."""
 
 
 def step_of(
@@ -18,7 +18,7 @@ def step_of(
     ranks: int = 2,
     seconds: float | None = None,
 ) -> CapturedStep:
-    """A step in which all ranks do the same; gradients travel as one, `seconds` long, at the end."""
+    """Return a step that is equal on all ranks; gradients travel as one operation of `seconds` at the end."""
     whole = tuple(range(ranks))
     names = tuple(name for name, _, _ in gradients)
     events: list[Event] = [ComputeEvent("forward", forward)]

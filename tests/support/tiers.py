@@ -1,9 +1,9 @@
-"""Which tests `make test` leaves to `make test-all`, so that it takes minutes.
+"""Choice of the tests that `make test` leaves to `make test-all`, so that it takes minutes.
 
-Marked as `long`: tests that take long and have shorter ones of their kind. Marked as `short("2-", "3]")`: of
-the variants of a function those whose ids, with their closing bracket, begin so stay; without arguments, all.
-Of other functions with parameters: if their tests start processes, one variant stays, another one for each
-function; otherwise every value of every parameter stays, not every combination of them.
+`long` marks tests that take long and have shorter tests of their kind. `short("2-", "3]")` keeps the variants
+of a function whose ids, with the closing bracket, begin with one of these texts; without arguments, all
+variants. Of other functions with parameters, `make test` keeps one variant (a different one for each
+function) if their tests start processes; otherwise every value of every parameter, but not every combination.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import pytest
 from hypothesis import settings
 
 STALE: Final = pytest.StashKey[list[str]]()
-"""Arguments of `short` that fit no variant, in the files that were collected."""
+"""Arguments of `short` that fit no variant, in the collected files."""
 
 
 def sampled(tests: Sequence[pytest.Function]) -> list[pytest.Function]:
-    """Of the tests of one function those that stay in `make test`: see the text of this module.
+    """Return the tests of one function that `make test` keeps; see the module's docstring.
 
-    The choice depends on nothing but names and the order of parameters, so all workers make the same one.
+    The choice depends only on names and the order of parameters, so all workers make the same one.
     """
     mark = tests[0].get_closest_marker("short")
     if mark is not None:
@@ -35,7 +35,7 @@ def sampled(tests: Sequence[pytest.Function]) -> list[pytest.Function]:
 
 
 def _one(tests: Sequence[pytest.Function], turn: int) -> list[pytest.Function]:
-    """One of the tests; those that are marked as longer, or skipped here anyway, are left as they are."""
+    """Return one of the tests; tests marked as longer, or skipped here anyway, stay unchanged."""
     left = [
         each
         for each in tests
@@ -48,7 +48,7 @@ def _one(tests: Sequence[pytest.Function], turn: int) -> list[pytest.Function]:
 
 
 def _covering(tests: Sequence[pytest.Function]) -> list[pytest.Function]:
-    """Few tests that together have every value of every parameter: always the one with most new ones next."""
+    """Return few tests that together have every value of every parameter, chosen greedily."""
     values = {each: _values(each) for each in tests}
     missing = set().union(*values.values())
     chosen = [each for each in tests if not values[each]]
@@ -59,7 +59,7 @@ def _covering(tests: Sequence[pytest.Function]) -> list[pytest.Function]:
 
 
 def _values(test: pytest.Function) -> set[Hashable]:
-    """What a test takes of each `parametrize`; all combinations of one share its objects."""
+    """Return a test's values of each `parametrize`; all combinations of one share its objects."""
     left = dict(_params(test))
     values: set[Hashable] = set()
     for mark in test.iter_markers("parametrize"):
@@ -73,12 +73,12 @@ def _params(test: pytest.Function) -> dict[str, object]:
 
 
 def examples(count: int) -> int:
-    """Of so many examples in `make test-all` those in this run."""
+    """Return the number of examples in this run, of `count` in `make test-all`."""
     return count * settings().max_examples // 100
 
 
 def stale(tests: Sequence[pytest.Function]) -> list[str]:
-    """Arguments of `short` that fit none of the tests of its function."""
+    """Return the arguments of `short` that fit none of the tests of its function."""
     mark = tests[0].get_closest_marker("short")
     return [
         f"{tests[0].originalname}: {each}"

@@ -46,13 +46,13 @@ _LIMIT_S: Final = 1800.0
 
 @dataclass(frozen=True)
 class Row:
-    """What one environment changes.
+    """The changes of one environment.
 
     Attributes:
-        packages: what pip installs over the environment of make.
+        packages: packages that pip installs over the environment of make.
         tests: arguments of pytest.
-        python: the version of Python; empty for the one of make.
-        alone: without the dependencies of `packages`.
+        python: the version of Python; empty for make's version.
+        alone: install `packages` without their dependencies.
     """
 
     packages: str
@@ -78,7 +78,7 @@ ROWS: Final = {
 
 
 def main(names: list[str]) -> None:
-    """Run the rows of these names, or all of them."""
+    """Run the rows of these names, or all rows."""
     if unknown := set(names) - set(ROWS):
         sys.exit(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(ROWS)}")
     FOLDER.mkdir(parents=True, exist_ok=True)
@@ -91,7 +91,7 @@ def main(names: list[str]) -> None:
 
 
 def _run(name: str, row: Row) -> tuple[str, ...]:
-    """Versions, numbers of tests that passed, failed and were skipped, and the reason for none."""
+    """Return versions, numbers of passed, failed and skipped tests, and the reason if there are none."""
     python, problem = _environment(name, row)
     if problem:
         return "", "-", "-", "-", f"not installed: {problem}"
@@ -122,7 +122,7 @@ def _run(name: str, row: Row) -> tuple[str, ...]:
 
 
 def _environment(name: str, row: Row) -> tuple[Path, str]:
-    """The interpreter of the row, made if it is not there; and why there is none."""
+    """Return the row's interpreter, created if missing, and the reason if it cannot be created."""
     if name == "base":
         return Path(sys.executable), ""
     folder = FOLDER / name
@@ -167,7 +167,7 @@ def _environment(name: str, row: Row) -> tuple[Path, str]:
 
 
 def _interpreter(version: str) -> str | None:
-    """An interpreter of this version that starts: named in PYTHONS, or on PATH."""
+    """Return a working interpreter of this version, from PYTHONS or PATH."""
     ask = f"import sys; sys.exit(sys.version_info[:2] != ({version.replace('.', ',')}))"
     for each in (*os.environ.get("PYTHONS", "").split(), shutil.which(f"python{version}")):
         if each and subprocess.run([each, "-c", ask], capture_output=True, check=False).returncode == 0:

@@ -1,7 +1,7 @@
-"""Ranks without the seconds that importing torch takes: forked from processes that have imported it.
+"""Ranks forked from processes that have imported torch, which saves the seconds of the import.
 
-`Nursery()` starts two of them, so that no two neighbours share what a process draws when it starts, such as
-the salt of `hash()`. `command(words)` is what a launcher starts instead of `python words…`; see
+`Nursery()` starts two of them, so that neighbouring ranks do not share random values drawn at the start of a
+process, such as the salt of `hash()`. A launcher starts `command(words)` instead of `python words…`; see
 `warm_client.py`. `python warm.py SOCKET` is one of the two.
 """
 
@@ -52,14 +52,14 @@ _IMPORTS: Final = (
     *("mcr_plus.compression.stage", "mcr_plus.fusion.stage", "mcr_plus.hierarchy.stage"),
     *("mcr_plus.selection.stage", "mcr_plus.selection.online", "mcr_plus.layout"),
 )
-_NAMESPACES: Final = ("net", "uts")  # those of simulated hosts, see benchmarks/hosts.py
-_OUT_OF_THE_WAY: Final = 1000  # numbers of files that no rank is given
+_NAMESPACES: Final = ("net", "uts")  # namespaces of simulated hosts, see benchmarks/hosts.py
+_OUT_OF_THE_WAY: Final = 1000  # descriptor numbers that no rank is given
 
 
 class Nursery:
-    """The processes that ranks are forked from, until `close` or the end of the one that made them.
+    """The processes from which ranks are forked, until `close` or the end of their creator.
 
-    With `folder`, those that another process has made, and ends.
+    With `folder`, uses processes that another process has created and will end.
     """
 
     def __init__(self, folder: str | None = None) -> None:
@@ -81,17 +81,17 @@ class Nursery:
         atexit.register(self.close)
 
     def command(self, words: list[str]) -> list[str]:
-        """What starts `python words…` from here."""
+        """Return the words that start `python words…` from here."""
         return [sys.executable, "-I", "-S", warm_client.__file__, self.folder, *words]
 
     @property
     def environ(self) -> dict[str, str]:
-        """An environment in which processes can be forked: this one's, with what launchers set."""
+        """Return this process's environment, with launchers' variables, for processes to fork."""
         return {**os.environ, "OMP_NUM_THREADS": "1"}
 
     @property
     def python(self) -> str:
-        """A program that runs a Python file from here; one that works ends without teardown."""
+        """Return a program that runs a Python file from here; without teardown if it succeeds."""
         path = Path(self.folder, "python")
         if not path.exists():
             written = Path(self.folder, f"python.{os.getpid()}")
@@ -101,7 +101,7 @@ class Nursery:
         return str(path)
 
     def close(self) -> None:
-        """End them, and all ranks that were forked from them."""
+        """End the processes, and all ranks forked from them."""
         for server in self._servers:
             server.kill()
             server.wait()
@@ -112,7 +112,7 @@ class Nursery:
 
 
 def serve(path: str) -> list[str]:
-    """Fork ranks for ever; returns in each of them, as a process of its own, what it should run."""
+    """Fork ranks forever; in each of them, return the words that it should run."""
     _die_with_parent()
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
@@ -122,14 +122,14 @@ def serve(path: str) -> list[str]:
             importlib.import_module(name)
     _compile()
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
-        finalizer.atexit = False  # of what is shared; a rank would copy half of its memory to run them all
+        finalizer.atexit = False  # a rank would copy half of the shared memory to run them
     gc.collect()
-    gc.freeze()  # collections of ranks need not look at, and so copy, what they share
+    gc.freeze()  # collections in ranks need not visit, and so copy, shared objects
     return _Server(listener).serve()
 
 
 class _Server:
-    """Forks a rank for every connection, and tells by it the rank's pid and how it ended."""
+    """Forks a rank for every connection, and reports its pid and its end through the connection."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
@@ -146,12 +146,12 @@ class _Server:
                         return words
                 elif isinstance(key.fileobj, int):
                     self._end(key.fileobj, key.data)
-                elif key.data in self._ranks:  # a client says nothing more: it is gone
+                elif key.data in self._ranks:  # a client sends nothing more: it is gone
                     self._selector.unregister(key.fileobj)
                     os.kill(key.data, signal.SIGKILL)
 
     def _fork(self) -> list[str] | None:
-        """Fork a rank; returns what it should run, there."""
+        """Fork a rank; in the rank, return the words that it should run."""
         connection = self._listener.accept()[0]
         try:
             asked, files = _read(connection)
@@ -188,7 +188,7 @@ def _die_with_parent() -> None:
 
 
 def _compile() -> None:
-    """Have the machine code that every job over shared memory, or with buckets, begins with."""
+    """Compile the machine code with which every job over shared memory, or with buckets, begins."""
     from mcr_plus.backends.shm import collectives_kernels, interpreter_kernels, p2p_kernels
     from mcr_plus.kernels import pack
 
@@ -215,7 +215,7 @@ def _tell(connection: socket.socket, number: int) -> None:
 
 
 def _become(asked: dict[str, Any], files: list[int]) -> list[str]:
-    """Have what the client has: files, environment, folder, cores, network."""
+    """Take over the client's files, environment, folder, cores and network."""
     _enter(asked["pid"])
     os.sched_setaffinity(0, asked["cores"])
     kept = [fcntl.fcntl(number, fcntl.F_DUPFD, _OUT_OF_THE_WAY) for number in files]
@@ -236,7 +236,7 @@ def _become(asked: dict[str, Any], files: list[int]) -> list[str]:
 
 
 def _enter(pid: int) -> None:
-    """Move to the host of this process."""
+    """Move to the simulated host of process `pid`."""
     for name in _NAMESPACES:
         place = f"/proc/{pid}/ns/{name}"
         if os.readlink(place) != os.readlink(f"/proc/self/ns/{name}"):
@@ -247,7 +247,7 @@ def _enter(pid: int) -> None:
 
 
 def run(words: list[str]) -> None:
-    """What `python [-m mpi4py] program…` and `python -m module…` do; with QUICK first, without teardown."""
+    """Run `python [-m mpi4py] program…` or `python -m module…`; with QUICK first, without teardown."""
     if words[:1] == [QUICK]:
         try:
             run(words[1:])
@@ -271,14 +271,14 @@ def run(words: list[str]) -> None:
 
 
 def end_without_teardown(code: int = 0) -> None:
-    """End as the interpreter does, but leave modules and objects to the operating system.
+    """End like the interpreter, but leave modules and objects to the operating system.
 
-    Where MPI has yet to be ended after a failure, the interpreter does it, as ever.
+    If MPI still has to be ended after a failure, the interpreter ends it as usual.
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     mpi4py, mpi = sys.modules.get("mpi4py"), sys.modules.get("mpi4py.MPI")
-    # Where the library has not taken the end of MPI over, mpi4py ends it with the interpreter.
+    # Unless the library ends MPI, mpi4py ends it with the interpreter.
     ends_here = mpi4py is not None and mpi4py.rc.finalize is not False
     if ends_here and mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         if code:

@@ -1,16 +1,16 @@
-"""Has a rank forked from a process that has imported torch (`warm.py`), and ends as it does.
+"""Client that has a rank forked from a process with torch imported (`warm.py`), and ends as the rank does.
 
     python -I -S warm_client.py FOLDER WORDS…
 
 A launcher starts this instead of `python WORDS…`. The rank has this process's environment, folder and open
-files; signals are passed on; when this is killed, the rank is. A rank that needs another environment while
-it imports is started the ordinary way. Standard library only, to cost milliseconds.
+files; signals are passed on; if this process is killed, so is the rank. A rank that needs another environment
+during its imports is started the ordinary way. Standard library only, to cost milliseconds.
 """
 
 from __future__ import annotations
 
-# Few imports: every rank of every test pays for them. So no typing, json, re or pathlib, and of socket and
-# signal the parts in C, which need no enum.
+# Few imports, because every rank of every test pays for them: no typing, json, re or pathlib, and only the C
+# parts of socket and signal, which need no enum.
 import _signal  # type: ignore[import-not-found]
 import _socket
 import marshal
@@ -30,7 +30,7 @@ _FORWARDED = (_signal.SIGTERM, _signal.SIGINT, _signal.SIGHUP, _signal.SIGUSR1, 
 
 
 def read_by_imports(environ: dict[str, str]) -> dict[str, str]:
-    """The part of an environment that cannot be changed any more once torch is there."""
+    """Return the part of an environment that cannot change any more once torch is imported."""
     return {
         name: value
         for name, value in environ.items()
@@ -39,7 +39,7 @@ def read_by_imports(environ: dict[str, str]) -> dict[str, str]:
 
 
 def join(folder: str, words: list[str]) -> int:
-    """Have a rank forked, and end as it does."""
+    """Have a rank forked, and end like it."""
     rank = next((int(os.environ[name]) for name in _RANK_VARIABLES if name in os.environ), 0)
     with open(f"{folder}/environment", "rb") as file:
         same = read_by_imports(dict(os.environ)) == marshal.load(file)
@@ -77,7 +77,7 @@ def join(folder: str, words: list[str]) -> int:
 
 
 def _line(connection: _socket.socket) -> bytes:
-    """What the other end has said up to the next end of a line; empty once it is gone."""
+    """Return the other end's text up to the next end of a line; empty once it is gone."""
     said = b""
     while not said.endswith(b"\n"):
         part = connection.recv(1)
@@ -89,7 +89,7 @@ def _line(connection: _socket.socket) -> bytes:
 
 def _connected(path: str) -> _socket.socket | None:
     connection = _socket.socket(_socket.AF_UNIX)
-    connection.settimeout(60)  # while it imports, nobody accepts
+    connection.settimeout(60)  # a process that imports does not accept yet
     try:
         connection.connect(path)
     except OSError:

@@ -436,7 +436,7 @@ def test_auto_launcher_is_mpi_if_configured_and_usable(monkeypatch: pytest.Monke
         ("--min-ranks 1 --restart-failed -1", "--restart-failed: -1: expected 0 or more"),
         (
             "--restart-failed 3",
-            "3: needs --min-ranks, with how many ranks the job goes on: 1 to 2",
+            "3: needs --min-ranks, the fewest ranks for the job to continue: 1 to 2",
         ),
         ("--min-ranks 1 --via mpi", "--via: mpi: MPI ends all ranks when one dies"),
         ("--min-ranks 1 --config CONFIG", "leave it out: backends: [gloo]"),

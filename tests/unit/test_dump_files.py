@@ -406,7 +406,7 @@ def test_folders_without_dumps_are_refused(tmp_path: Path) -> None:
         read_folder(tmp_path)
     _write(tmp_path, {0: [_world(0, [_entry(1)])]})
     (tmp_path / "copy.json").write_bytes((tmp_path / "rank.0.json").read_bytes())
-    with pytest.raises(InvalidArgument, match="a dump of rank 0"):
+    with pytest.raises(InvalidArgument, match="a second dump of rank 0"):
         read_folder(tmp_path)
 
 

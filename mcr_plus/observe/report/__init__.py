@@ -1,1 +1,1 @@
-"""The page about a recorded job: `mcr-plus report`."""
+"""The HTML report about a recorded job: `mcr-plus report`."""

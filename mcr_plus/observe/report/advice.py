@@ -1,4 +1,4 @@
-"""What is worth changing in a job, by what its operations cost, with the change where it is a rule."""
+"""Recommended changes to a job, from the costs of its operations; with a rule where possible."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from mcr_plus.errors import phrase_ranks
 from mcr_plus.observe.report.analysis import SMALL, ArrivalDelays, OperationGroup, Skew, StepDurations
 from mcr_plus.observe.report.job import RecordedJob
 
-_MUCH: Final = 0.10  # share of the time that is worth a word
-_FASTER: Final = 0.8  # an alternative that takes at most so much of the time
-_SLOWER: Final = 2.0  # operations that take so much more than the table expects
-_MOSTLY: Final = 0.7  # share of the time that late ranks cost, for which one rank is named
+_MUCH: Final = 0.10  # share of the time that is worth a finding
+_FASTER: Final = 0.8  # an alternative must take at most this fraction of the time
+_SLOWER: Final = 2.0  # times the table's expectation; slower operations get a finding
+_MOSTLY: Final = 0.7  # share of the time lost to late ranks above which one rank is named
 _WORTH: Final = 0.01  # gain of another library, as a share of the time, that is worth a rule
 _MANY: Final = 20  # small operations in a step, or in a second
-_LITTLE_SAVED: Final = 0.9  # bytes after a codec, of those before
+_LITTLE_SAVED: Final = 0.9  # ratio of bytes after to bytes before a codec; above it, the codec saves little
 
 Severity = Literal["problem", "gain", "note"]
 
 
 @dataclass(frozen=True)
 class ReportAdvice:
-    """One finding: a title, an explanation with what to do, and a piece of a configuration, empty for none.
+    """One finding: a title, an explanation with advice, and a piece of a configuration, empty for none.
 
-    `share`: of the time, by which findings are ordered.
+    `share`: share of the time, by which findings are sorted.
     """
 
     severity: Severity
@@ -40,7 +40,7 @@ class ReportAdvice:
 def advice(
     job: RecordedJob, groups: Sequence[OperationGroup], steps: StepDurations, skew: Skew
 ) -> list[ReportAdvice]:
-    """All findings: problems first, then by share of the time."""
+    """Return all findings: problems first, then by share of the time."""
     waits = [*_of_waits(job, groups, skew), *_of_late_ranks(job, groups, skew)]
     found = [
         *_of_files(job),
@@ -88,10 +88,11 @@ def _of_waits(job: RecordedJob, groups: Sequence[OperationGroup], skew: Skew) ->
 
 
 def _of_wait(job: RecordedJob, group: OperationGroup, late: ArrivalDelays | None) -> ReportAdvice:
-    """A kind of operation that much of the time goes to: its cause, and what would take less of it."""
+    """Return a finding on an operation with long waits: the cause, and a change that shortens the waits."""
     title = f"{group.waited:.0%} of the time waits for {group.name} on {group.backend}"
     rows = _choices(job, group)
     cause = _of_late_arrivals(group, late)
+    # Only the time after the last arrival depends on the library.
     served = group.waited - group.late
     if (better := _better(rows)) is not None:
         gain = min(served, better.mean_us * group.count / len(job.ranks) / 1e6 / job.seconds)
@@ -106,6 +107,7 @@ def _of_wait(job: RecordedJob, group: OperationGroup, late: ArrivalDelays | None
                 _rule(group, f"backend: {better.choice}"),
                 group.waited,
             )
+    # No table names a faster library: look for other causes, the most certain first.
     if group.late > group.waited / 2:
         return ReportAdvice(
             "note", title, f"{cause}A faster library would not help with that.", share=group.waited
@@ -137,7 +139,7 @@ def _of_wait(job: RecordedJob, group: OperationGroup, late: ArrivalDelays | None
 
 
 def _of_late_arrivals(group: OperationGroup, late: ArrivalDelays | None) -> str:
-    """What part of a wait passes before the last rank has come, if that is a notable one."""
+    """Describe the part of a wait before the last rank has arrived; empty if that part is small."""
     if late is None or group.late < group.waited / 4:
         return ""
     text = f"{_share(group.late)} of the time passes before the last rank has issued it"
@@ -149,9 +151,9 @@ def _of_late_arrivals(group: OperationGroup, late: ArrivalDelays | None) -> str:
 def _of_a_slow_one(
     job: RecordedJob, group: OperationGroup, expected: tuple[float, int], cause: str, title: str
 ) -> ReportAdvice:
-    """An operation that takes longer than a table expects.
+    """Return a finding on an operation that takes longer than a table predicts.
 
-    `expected`: microseconds, of the size for which it expects most, in bytes.
+    `expected`: the table's longest prediction in microseconds, and its size in bytes.
     """
     us, nbytes = expected
     return ReportAdvice(
@@ -167,7 +169,7 @@ def _of_a_slow_one(
 
 
 def _can_be_rounded(job: RecordedJob, group: OperationGroup) -> bool:
-    """Whether bf16 halves what an operation sends over a network."""
+    """Return whether bf16 halves the bytes that an operation sends over a network."""
     return (
         len(set(job.hosts)) > 1
         and group.kind in ("all_reduce", "all_gather", "reduce_scatter")
@@ -177,15 +179,16 @@ def _can_be_rounded(job: RecordedJob, group: OperationGroup) -> bool:
 
 
 def _choices(job: RecordedJob, group: OperationGroup) -> list[dict[str, Any]]:
-    """What tables expect of the operations of a group, by size."""
+    """Return the tables' predictions for the operations of a group, by size."""
     wanted = group.kind, group.tag, group.backend
     return [row for row in job.choices if (row["kind"], row["tag"] or "", row["backend"]) == wanted]
 
 
 def alternatives(row: dict[str, Any]) -> tuple[float, dict[str, float]] | None:
-    """Of a row of `expectations` the time of the library in use and those of others, in microseconds.
+    """Return the times of the library in use and of its alternatives, from a row of `expectations`.
 
-    By the table of the job, or by the usual one if that has no others; None if neither has.
+    Times are in microseconds, from the job's table, or from the usual table if the job's has no alternatives;
+    None if neither has any.
     """
     own_name = row["backend"].partition(":")[0]
     for table in (row["job"], row["usual"]):
@@ -198,8 +201,8 @@ def alternatives(row: dict[str, Any]) -> tuple[float, dict[str, float]] | None:
 
 
 class _Better(NamedTuple):
-    """A library with its time and that of the one in use, at the size at which it saves most; `mean_us`: what
-    it saves of an operation, the mean of all sizes.
+    """A faster library: its time and the present one's, at the size with the largest gain; `mean_us` is the
+    mean gain per operation over all sizes.
     """
 
     choice: str
@@ -210,7 +213,7 @@ class _Better(NamedTuple):
 
 
 def _better(rows: Sequence[dict[str, Any]]) -> _Better | None:
-    """The library that takes least of all operations together by a table, if it is clearly less."""
+    """Return the library with the least total time by a table, if it is clearly faster."""
     compared = [(row, *found) for row in rows if (found := alternatives(row)) is not None]
     if not compared:
         return None
@@ -229,7 +232,7 @@ def _better(rows: Sequence[dict[str, Any]]) -> _Better | None:
 
 
 def _rule(group: OperationGroup, what: str) -> str:
-    """A rule for the operations of a group."""
+    """Return a configuration rule for the operations of a group."""
     tag = f', tag: "{group.tag}"' if group.tag else ""
     size = ""
     if not group.tag:
@@ -241,7 +244,7 @@ def _of_late_ranks(job: RecordedJob, groups: Sequence[OperationGroup], skew: Ske
     if (size := len(job.ranks)) < 2 or not skew.count:
         return
     worst = max(skew.ranks, key=lambda each: each.total)
-    # A late arrival costs only what others wait for it: behind computing, nobody notices.
+    # Only the other ranks' waits count: lateness hidden behind computation costs nothing.
     waited = sum(group.late for group in groups) * size / (size - 1)
     share = min(worst.total / max(job.ranks[worst.rank].seconds, 1e-12), waited)
     times = worst.last * skew.count
@@ -262,7 +265,7 @@ def _of_late_ranks(job: RecordedJob, groups: Sequence[OperationGroup], skew: Ske
 
 
 def _of_spread_waits(groups: Sequence[OperationGroup]) -> Iterator[ReportAdvice]:
-    """Much of the time waits, but for many kinds of operations and ranks, or for what is encoded already."""
+    """Yield findings on waits spread over many kinds and ranks, or on operations with a codec already."""
     waited, late = sum(group.waited for group in groups), sum(group.late for group in groups)
     if waited >= _MUCH:
         most = max(groups, key=lambda group: group.waited)

@@ -1,4 +1,4 @@
-"""What a job's operations cost: by operation and tag, by codec, by step, and which rank was late."""
+"""Costs of a job's operations: by operation and tag, by codec and by step; and ranks that were late."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from mcr_plus.core.kinds import bus_factor
 from mcr_plus.observe.report.job import Floats, Ints, RecordedJob
 
-_FEW: Final = 4  # marks of steps that a duration needs
+_FEW: Final = 4  # least number of step marks for a duration
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,10 @@ class OperationGroup:
     """Operations of one kind, tag, library and codec; shares are of a rank's time, on average.
 
     Attributes:
-        waited: the share without that of waits that had begun before. late: of `waited`, what passed before
-            the last rank had issued the operation.
-        served_us: the median of the rest of a wait, which an operation's library takes.
-        dtypes: of the elements.
+        waited: share spent waiting, without overlap with earlier waits. late: the part of `waited` before the
+            last rank had issued the operation.
+        served_us: median of the remaining wait, in which the library runs the operation.
+        dtypes: dtypes of the elements.
     """
 
     kind: str
@@ -48,13 +48,13 @@ class OperationGroup:
 
     @property
     def name(self) -> str:
-        """`all_reduce (gradients)`."""
+        """Return the name: `all_reduce (gradients)`."""
         return f"{self.kind} ({self.tag})" if self.tag else self.kind
 
 
 @dataclass(frozen=True)
 class TimeShares:
-    """Shares of a rank's time: computing, waiting, and communication that was hidden behind computing."""
+    """Shares of a rank's time: computing, waiting, and communication hidden behind computing."""
 
     computing: float
     waiting: float
@@ -63,7 +63,7 @@ class TimeShares:
 
 @dataclass(frozen=True)
 class StepDurations:
-    """The steps of the first rank with marks: number, durations in seconds, and the usual one of them."""
+    """The steps of the first rank with marks: number, durations in seconds, and a typical step."""
 
     count: int
     p50: float
@@ -75,10 +75,11 @@ class StepDurations:
 
 @dataclass(frozen=True)
 class ArrivalDelays:
-    """How a rank arrives at operations of several ranks.
+    """Arrivals of a rank at operations of several ranks.
 
-    `last`: share of the operations at which it was last. `median`, `worst`: seconds from the one before it,
-    where it was last. `total`: sum of these. `blame`: that as a share of the sum of all ranks.
+    `last`: share of the operations at which it was last. `median`, `worst`: its delay after the previous
+    rank, in seconds, where it was last. `total`: sum of its delays. `blame`: its share in the delays of all
+    ranks.
     """
 
     rank: int
@@ -91,7 +92,7 @@ class ArrivalDelays:
 
 @dataclass(frozen=True)
 class LateAt:
-    """The same for one operation: the rank that was last most often."""
+    """Arrivals at one operation, with the rank that was last most often."""
 
     name: str
     count: int
@@ -100,7 +101,7 @@ class LateAt:
 
 @dataclass(frozen=True)
 class Skew:
-    """Arrivals of ranks: how many operations were compared, by rank, and by operation."""
+    """Arrivals of ranks: the number of compared operations, arrivals by rank, and by operation."""
 
     count: int
     ranks: Sequence[ArrivalDelays]
@@ -124,7 +125,7 @@ SMALL: Final = 16 << 10
 
 
 def groups(job: RecordedJob) -> list[OperationGroup]:
-    """All operations by kind, tag, library and codec, those waited for longest first."""
+    """Return all operations grouped by kind, tag, library and codec, longest waits first."""
     columns = job.columns
     codes = np.stack([columns[name] for name in ("kind", "tag", "backend", "codec")])
     exposed = _exposed(job)
@@ -135,7 +136,7 @@ def groups(job: RecordedJob) -> list[OperationGroup]:
 
 
 def _runs(codes: NDArray[Any]) -> Iterator[Ints]:
-    """The positions of equal columns of `codes`."""
+    """Yield the positions of equal columns of `codes`."""
     order = np.lexsort(codes)
     if not len(order):
         return
@@ -145,8 +146,8 @@ def _runs(codes: NDArray[Any]) -> Iterator[Ints]:
 
 
 class _Waits(NamedTuple):
-    """Of each operation, seconds in which its rank waited for it and did not yet wait for another one: all,
-    and those before the last rank had issued the operation.
+    """Seconds of each operation in which its rank waited for it and for no earlier operation: all seconds,
+    and the seconds before the last rank had issued the operation.
     """
 
     all: Floats
@@ -155,7 +156,7 @@ class _Waits(NamedTuple):
 
 def _exposed(job: RecordedJob) -> _Waits:
     columns = job.columns
-    complete = np.full(job.count, -np.inf)  # when the last rank issued an operation
+    complete = np.full(job.count, -np.inf)  # time at which the last rank issued the operation
     for members in job.collectives:
         complete[members] = columns["t_issue"][members].max(axis=1, keepdims=True)
     found = _Waits(np.zeros(job.count), np.zeros(job.count))
@@ -207,7 +208,7 @@ def _group(job: RecordedJob, code: NDArray[Any], rows: Ints, exposed: _Waits) ->
 
 
 def merged(begins: Floats, ends: Floats) -> tuple[Floats, Floats]:
-    """The union of intervals, as disjoint ones in order."""
+    """Return the union of intervals as disjoint intervals in order."""
     if not len(begins):
         return begins, ends
     order = np.argsort(begins, kind="stable")
@@ -218,14 +219,14 @@ def merged(begins: Floats, ends: Floats) -> tuple[Floats, Floats]:
 
 
 def waits_of(job: RecordedJob, rank: int) -> tuple[Floats, Floats]:
-    """When a rank waited, as disjoint intervals."""
+    """Return a rank's waits as disjoint intervals."""
     rows = np.flatnonzero((job.columns["rank"] == rank) & (job.columns["waited"] > 0))
     ends = job.columns["t_done"][rows]
     return merged(ends - job.columns["waited"][rows], ends)
 
 
 def shares_of(job: RecordedJob, rank: int) -> TimeShares:
-    """How a rank spent its time."""
+    """Return the shares of a rank's time."""
     rows = np.flatnonzero(job.columns["rank"] == rank)
     flights = merged(job.columns["t_issue"][rows], job.columns["t_done"][rows])
     waits = waits_of(job, rank)
@@ -236,12 +237,12 @@ def shares_of(job: RecordedJob, rank: int) -> TimeShares:
 
 
 def steps(job: RecordedJob) -> StepDurations:
-    """The steps between the marks of the optimizer; without enough of these, a busy part of the recording."""
+    """Return the steps between marks of the optimizer; with too few marks, a busy part of the recording."""
     for span in job.ranks.values():
         if len(span.steps) >= _FEW:
             begins, ends = span.steps[:-1], span.steps[1:]
             seconds = ends - begins
-            later = seconds[1:]  # the first ones compile and warm up
+            later = seconds[1:]  # without the first ones, which compile and warm up
             usual = 1 + int(np.argmin(np.abs(later - np.median(later))))
             return StepDurations(
                 len(seconds), float(np.median(later)), float(np.percentile(later, 95)), float(begins[usual]),
@@ -251,7 +252,7 @@ def steps(job: RecordedJob) -> StepDurations:
 
 
 _PART: Final = 60
-"""Operations of the first rank in a part that is shown in place of a step."""
+"""Operations of the first rank in the part that is shown instead of a step."""
 
 
 def _busy_part(job: RecordedJob) -> StepDurations:
@@ -269,9 +270,9 @@ def _busy_part(job: RecordedJob) -> StepDurations:
 
 
 def skew(job: RecordedJob) -> Skew:
-    """The arrivals of ranks at the collectives that all of their ranks have recorded."""
+    """Return the arrivals of ranks at the collectives that all of their ranks have recorded."""
     columns = job.columns
-    late: dict[str, list[tuple[Ints, Floats]]] = {}  # of each operation the last ranks, and by how much
+    late: dict[str, list[tuple[Ints, Floats]]] = {}  # by operation: the last ranks and their delays
     for members in job.collectives:
         size = members.shape[1]
         arrivals = columns["t_issue"][members]
@@ -319,7 +320,7 @@ def _late(who: NDArray[Any], by: NDArray[Any], job: RecordedJob) -> list[Arrival
 
 
 def codecs(job: RecordedJob) -> list[CodecUse]:
-    """Operations by codec and kind."""
+    """Return operations by codec and kind."""
     coded = np.flatnonzero((job.columns["codec"] >= 0) & job.good)
     codes = np.stack([job.columns[name][coded] for name in ("codec", "kind")])
     found = []

@@ -1,4 +1,4 @@
-"""The error of a codec, measured on values that it has not been made for."""
+"""Error of a codec, measured on normally distributed values."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _VALUES: Final = 1 << 16
 
 
 def relative_error(codec: str) -> float | None:
-    """The root mean square of the error of a codec with default options, relative to that of the values.
+    """Return a codec's root mean square error with default options, relative to the values.
 
-    Of 65,536 normal values in float32. None for codecs of other packages that are not installed, and for
-    those that do not encode values by themselves (`powersgd`, `int_shared`).
+    Measured on 65,536 normal values in float32. None for codecs of packages that are not installed, and for
+    codecs that cannot encode values alone (`powersgd`, `int_shared`).
     """
     try:
         found = make({"codec": codec})

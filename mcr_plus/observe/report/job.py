@@ -23,7 +23,7 @@ _ENDING: Final = ".npz"
 
 @dataclass(frozen=True)
 class RankSpan:
-    """When a rank recorded, in seconds since the first one began, and the ends of its optimizer's steps."""
+    """Begin and end of a rank's recording, in seconds since the first rank's begin, and its step ends."""
 
     began: float
     ended: float
@@ -31,19 +31,19 @@ class RankSpan:
 
     @property
     def seconds(self) -> float:
-        """The duration."""
+        """Return the duration."""
         return self.ended - self.began
 
 
 @dataclass(frozen=True)
 class RecordedJob:
-    """All operations of a job, and what is known about it.
+    """All operations of a job, and the facts about it.
 
     Attributes:
-        columns: of every operation, as in a `Recording`, and `rank`; times in seconds since the first rank
-            began. Texts are indices into `names`, -1 for none.
-        ranks: when each one recorded. missing: those without a file.
-        clocks: of each host. choices: see `expectations`.
+        columns: the columns of a `Recording` for all operations, and `rank`; times are in seconds since the
+            first rank began. Texts are indices into `names`, -1 for none.
+        ranks: the span of each rank's recording. missing: ranks without a file.
+        clocks: the clock of each host. choices: see `expectations`.
     """
 
     columns: Mapping[str, NDArray[Any]]
@@ -57,19 +57,19 @@ class RecordedJob:
 
     @property
     def count(self) -> int:
-        """The number of operations of all ranks."""
+        """Return the number of operations of all ranks."""
         return len(self.columns["t_issue"])
 
     @cached_property
     def good(self) -> NDArray[np.bool_]:
-        """Which operations have not failed."""
+        """Return a mask of the operations that have not failed."""
         found: NDArray[np.bool_] = self.columns["error"] < 0
         return found
 
     @cached_property
     def collectives(self) -> list[Ints]:
-        """The collectives that all of their ranks have recorded: for each number of ranks a matrix, with the
-        positions in the columns of one collective in each line.
+        """Return the collectives that all of their ranks have recorded: a matrix per number of ranks, one
+        collective per row, as positions in the columns.
         """
         columns = self.columns
         messages = [number for number, kind in enumerate(self.names["kind"]) if kind in MESSAGES]
@@ -90,18 +90,19 @@ class RecordedJob:
 
     @property
     def seconds(self) -> float:
-        """The duration of the longest recording."""
+        """Return the duration of the longest recording."""
         return max(span.seconds for span in self.ranks.values())
 
     def name(self, column: str, index: int) -> str:
-        """A text of a column; empty for none."""
+        """Return a text of a column; empty for none."""
         return self.names[column][index] if index >= 0 else ""
 
 
 def load_job(folder: Path) -> RecordedJob:
     """Read the files of all ranks that `mcr.record(path)` has written into a folder.
 
-    Raises `ConfigError` if there is none, one cannot be read, or two are of one rank or of different jobs.
+    Raises `ConfigError` if there is none, if one cannot be read, or if two are of one rank or of different
+    jobs.
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder; expected one that mcr.record(path) has written")
@@ -168,7 +169,7 @@ def _joined(recordings: list[Recording]) -> RecordedJob:
 
 
 def _one_table(recordings: list[Recording]) -> tuple[dict[str, list[str]], dict[str, NDArray[Any]]]:
-    """The columns of all ranks end to end, with common names."""
+    """Return the columns of all ranks end to end, with common names."""
     columns: dict[str, NDArray[Any]] = {
         name: np.concatenate([each.columns[name] for each in recordings]) for name in NUMBERS
     }
@@ -186,7 +187,7 @@ def _one_table(recordings: list[Recording]) -> tuple[dict[str, list[str]], dict[
 
 
 def _together(recording: Recording) -> Iterator[tuple[Key, Span]]:
-    """The operations that all ranks complete together, in microseconds of the host's clock."""
+    """Yield the operations that all ranks complete together, in microseconds of the host's clock."""
     names, columns = recording.about["names"], recording.columns
     wanted = [number for number, kind in enumerate(names["kind"]) if kind in TOGETHER]
     barrier = names["kind"].index("barrier") if "barrier" in names["kind"] else -1

@@ -1,4 +1,4 @@
-"""The report as one HTML file, without anything from elsewhere."""
+"""The report as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from mcr_plus.observe.report.timeline import legend, timeline
 
 _MOST_ROWS: Final = 100
 _MOST_RANKS: Final = 64
-_ALIKE: Final = 0.05  # times that differ by less
+_ALIKE: Final = 0.05  # relative difference below which times count as equal
 _LABELS: Final = {"problem": "problem", "gain": "gain", "note": "note"}
 
 
 def write_report(folder: Path, output: Path) -> RecordedJob:
-    """Write the page about the recordings of a folder; raises `ConfigError` for bad files."""
+    """Write the page about the recordings of a folder; raise `ConfigError` for bad files."""
     job = load_job(folder)
     write_text(output, report(job, folder.name))
     return job
 
 
 def report(job: RecordedJob, title: str) -> str:
-    """The page."""
+    """Return the page."""
     found, of_steps, arrivals = groups(job), steps(job), skew(job)
     kinds = list(dict.fromkeys(group.kind for group in found))
     parts = [
@@ -259,7 +259,7 @@ def _about(job: RecordedJob) -> str:
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, names: int) -> str:
-    """A table, in which columns after `names` are numbers; on narrow pages each row is a block of its own."""
+    """Return a table; columns after `names` hold numbers. On narrow pages each row is a block."""
     kinds = ["" if at < names else " class='n'" for at in range(len(heads))]
     labels = [html.escape(name, quote=True) for name in heads]
     head = "".join(f"<th{kind}>{label}</th>" for label, kind in zip(labels, kinds, strict=True))
@@ -276,19 +276,19 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, names: int) -
 
 
 class _Markup(str):
-    """Text that is HTML already."""
+    """Text that is already HTML."""
 
     __slots__ = ()
 
 
 def _meter(share: float) -> str:
-    """A share with a bar behind it."""
+    """Return a share with a bar behind it."""
     width = f"{min(100 * share, 100):.1f}%"
     return _Markup(f"<span class='meter' style='--share:{width}'>{share:.1%}</span>")
 
 
 def _named(kind: str, tag: str, below: str) -> str:
-    """An operation with its tag, and a second line."""
+    """Return an operation with its tag, and a second line."""
     name = f"<b>{html.escape(kind)}</b> {html.escape(tag)}"
     return _Markup(f"{name}<small>{html.escape(below)}</small>")
 

@@ -1,4 +1,4 @@
-"""The timeline of a step as HTML: what the program did on each rank, and what was in flight."""
+"""The timeline of a step as HTML: the program's activity on each rank, and the operations in flight."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from mcr_plus.observe.report.analysis import StepDurations, merged, waits_of
 from mcr_plus.observe.report.job import Floats, Ints, RecordedJob
 
 _MOST_RANKS: Final = 8
-_MOST_ROWS: Final = 4  # of one library: operations that overlap stand below each other
-_SLOTS: Final = 1000  # of the width, within which one bar starts at most
+_MOST_ROWS: Final = 4  # rows per library; overlapping operations are stacked
+_SLOTS: Final = 1000  # slots of the width; at most one bar starts in each
 _TICKS: Final = 4
 COLOURS: Final = 8
 """Number of colours of kinds, `--k0` and so on."""
 
 
 def timeline(job: RecordedJob, steps: StepDurations, kinds: Sequence[str]) -> str:
-    """The timeline; `kinds`: in the order of their colours."""
+    """Return the timeline; `kinds` are in the order of their colours."""
     begin, end = steps.begin, max(steps.end, steps.begin + 1e-9)
     ranks = list(job.ranks)
     shown = ranks[:_MOST_RANKS]
@@ -38,7 +38,7 @@ def timeline(job: RecordedJob, steps: StepDurations, kinds: Sequence[str]) -> st
 
 
 def legend(kinds: Sequence[str]) -> str:
-    """The colours."""
+    """Return the legend of colours."""
     entries = [("computing", "computing"), ("waiting", "waiting")]
     entries += [(f"k{at % COLOURS}", kind) for at, kind in enumerate(kinds)]
     spans = (f"<span><i class='{css}'></i>{html.escape(name)}</span>" for css, name in entries)
@@ -56,7 +56,7 @@ def _axis(seconds: float) -> str:
 
 
 def _program(job: RecordedJob, rank: int, begin: float, end: float) -> str:
-    """The lane of the program: it computes where it does not wait."""
+    """Return the lane of the program: it computes whenever it does not wait."""
     begins, ends = waits_of(job, rank)
     inside = (ends > begin) & (begins < end)
     bars = list(_bars(begins[inside], ends[inside], begin, end))
@@ -69,7 +69,7 @@ def _row(label: str, lane: str) -> str:
 
 
 def _flights(job: RecordedJob, rank: int, begin: float, end: float, kinds: Sequence[str]) -> Iterator[str]:
-    """A lane for each library, and for operations that overlap."""
+    """Yield a lane for each library, and for overlapping operations."""
     columns = job.columns
     inside = (columns["rank"] == rank) & (columns["t_done"] > begin) & (columns["t_issue"] < end)
     rows = np.flatnonzero(inside)
@@ -107,7 +107,7 @@ def _what(job: RecordedJob, rows: Ints, kind: str, seconds: float) -> str:
 
 
 def _packed(begins: Floats, ends: Floats, gap: float) -> Ints:
-    """Of intervals in the order of their begins, a row for each, where it overlaps no other if possible."""
+    """Return a row for each interval, with few overlaps within a row; intervals are sorted by begin."""
     free = [-np.inf] * _MOST_ROWS
     rows = np.zeros(len(begins), np.int64)
     for at, (begin, end) in enumerate(zip(begins.tolist(), ends.tolist(), strict=True)):
@@ -120,7 +120,7 @@ def _packed(begins: Floats, ends: Floats, gap: float) -> Ints:
 def _bars(
     begins: Floats, ends: Floats, begin: float, end: float
 ) -> Iterator[tuple[float, float, float, Ints]]:
-    """Bars: left and width in percent, seconds, and the intervals, of which near ones share a bar."""
+    """Yield bars: left and width in percent, seconds, and their intervals; near intervals share a bar."""
     if not len(begins):
         return
     order = np.argsort(begins, kind="stable")

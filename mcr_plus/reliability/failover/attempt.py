@@ -1,4 +1,4 @@
-"""An operation that may run a second time: its poll, and what is kept of its tensors."""
+"""Poll of an operation that may run a second time, with the state kept of its tensors."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class FailoverPoll(PollOfEither):
     """The poll of an operation of a library with failover.
 
     Attributes:
-        number: of the operation among those of its library in its group.
-        library: that runs it.
-        poll: of the library; None while the operation waits for the second library.
-        second: the message for that library, once it is its turn.
-        gate: of that library, which it has to pass.
-        error: why it has failed for good.
-        is_done: it is complete here, and its result is the program's.
-        kept_bytes: of the tensors that it keeps alive, once it is complete, and of its copies.
+        number: number of the operation among its library's operations in its group.
+        library: name of the library that runs it.
+        poll: poll of the library; None while the operation waits for the second library.
+        second: message for the second library, once the operation's turn has come.
+        gate: gate of the second library, which the operation has to pass.
+        error: the reason for its final failure.
+        is_done: the operation is complete here, and the program has its result.
+        kept_bytes: bytes of the tensors that a complete operation keeps alive, and of its copies.
     """
 
     __slots__ = (
@@ -41,11 +41,11 @@ class FailoverPoll(PollOfEither):
         "kept_bytes", "library", "message", "number", "poll",
     )  # fmt: skip
 
-    # Defaults of what few operations need, which the constructor does not set.
+    # Class-level defaults: rarely set, so the hot constructor skips them.
     second: Message | None = None
     gate: Poll | None = None
     error: Exception | None = None
-    _is_overwritten = False  # the inputs, and the copies of them are gone
+    _is_overwritten = False  # the inputs are overwritten, and their copies are gone
     _result: torch.Tensor | None = None
     _weak: tuple[tuple[WeakTensor, ...], ...] = ()  # inputs and outputs that are not kept alive
 
@@ -57,13 +57,13 @@ class FailoverPoll(PollOfEither):
         self.library = channel.library
         self.poll: Poll | None = None
         self.is_done = False
-        # The message lets go of its tensors once the operation is complete.
+        # The message drops its tensor references once the operation is complete.
         self._inputs: Tensors = message.inputs
         self._outputs: Tensors = message.outputs
         self._copies: Copies | None = None
 
     def __call__(self) -> bool:
-        """See `Poll`; of a synchronous operation without the engine's lock, while its library works."""
+        """Poll the library; for a synchronous operation it works without the engine's lock."""
         channel, poll = self._channel, self.poll
         if poll is None or channel.moved:
             with channel.lock:
@@ -79,7 +79,7 @@ class FailoverPoll(PollOfEither):
         return True
 
     def _poll_on(self) -> bool:
-        """Go on with a failure, or poll the second library."""
+        """Continue with a failure, or poll the second library."""
         if self.poll is None:
             self._channel.advance()
             if self.error is not None:
@@ -95,23 +95,23 @@ class FailoverPoll(PollOfEither):
         return True
 
     def keep_inputs(self, copied: Callable[[torch.Tensor], Copy]) -> None:
-        """Copy the inputs if they will be overwritten; before the library has them."""
+        """Copy the inputs if they will be overwritten; called before the library gets them."""
         message = self.message
         if message.codec is not None or _is_in_place(message):
             self._copies = tuple(map(copied, message.inputs))
 
     @property
     def held(self) -> tuple[object, ...]:
-        """What the library works on."""
+        """The objects that the library works on."""
         return self.message, self.tensors, self.poll
 
     @property
     def tensors(self) -> Tensors:
-        """Its inputs and outputs."""
+        """The operation's inputs and outputs."""
         return (*self._inputs, *self._outputs)
 
     def complete(self) -> None:
-        """Note that it is complete, and what its tensors are like now."""
+        """Mark the operation as complete, and note the state of its tensors."""
         self.is_done, self.poll = True, None
         kept = 0  # in loops, as a generator takes half a microsecond
         for each in self._inputs:
@@ -123,12 +123,12 @@ class FailoverPoll(PollOfEither):
         self.kept_bytes = kept
 
     def note_state(self, writes: dict[int, int]) -> None:
-        """Note what its tensors are like, now that it is complete; copied inputs do not matter."""
+        """Note the state of the tensors at completion; copied inputs do not matter."""
         self._watched = self.tensors if self._copies is None else self._outputs
         self._states = [TensorState.of(each, writes) for each in self._watched]
 
     def weaken(self) -> None:
-        """Keep the tensors alive no longer: most live on, as the program has them anyway."""
+        """Hold the tensors weakly from now on: the program keeps most of them alive anyway."""
         if self._weak:
             return
         weak = {id(each): WeakTensor(each) for each in self.tensors}
@@ -137,13 +137,13 @@ class FailoverPoll(PollOfEither):
         self._inputs = self._outputs = self._watched = ()
 
     def _strengthen(self) -> None:
-        """Undo `weaken`, but for tensors whose memory is gone: those have changed."""
+        """Undo `weaken`, except for tensors whose memory is gone: those count as changed."""
         if not self._weak:
             return
         found = {id(each): each.found() for part in self._weak for each in part}
         self._inputs, self._outputs = (tuple(found[id(each)][0] for each in part) for part in self._weak)
         both = [found[id(each)] for part in self._weak for each in part]
-        watched = both[len(both) - len(self._states) :]  # of copied inputs no state is known
+        watched = both[len(both) - len(self._states) :]  # copied inputs have no noted state
         self._watched = tuple(tensor for tensor, _ in watched)
         self._states = [
             state if is_there else state._replace(version=None)
@@ -152,7 +152,7 @@ class FailoverPoll(PollOfEither):
         self._weak = ()
 
     def let_go(self) -> Copies:
-        """Let go of the tensors; returns the copies, which are free."""
+        """Drop the tensors; return the copies for reuse."""
         copies = self.give_copies()
         self._inputs = self._outputs = self._watched = ()
         if self._weak:
@@ -162,14 +162,14 @@ class FailoverPoll(PollOfEither):
         return copies
 
     def give_copies(self) -> Copies:
-        """Let go of the copies, and return them: the operation can run again no more."""
+        """Drop the copies and return them; the operation cannot run again after that."""
         copies, self._copies = self._copies or (), None
         self.kept_bytes -= sum(map(nbytes_of, copies))
         self._is_overwritten |= bool(copies)
         return copies
 
     def record(self, writes: dict[int, int]) -> RankOperation:
-        """What this rank has of it. What is there is copied now, as the program goes on."""
+        """Return this rank's record of the operation; copies its result now, because the program goes on."""
         digest = self.binding.digest
         if not self.is_done:
             return RankOperation(digest, is_done=False, has_input=True, has_result=False)
@@ -178,7 +178,7 @@ class FailoverPoll(PollOfEither):
             state.is_that_of(tensor, writes)
             for state, tensor in zip(self._states, self._watched, strict=True)
         ]
-        tracked = self.message.codec is None  # codecs write to their buffers by compiled code
+        tracked = self.message.codec is None  # codecs write to their buffers in compiled code
         first = len(same) - len(self._outputs)
         inputs, outputs = same[:first], same[first:]
         if self.message.signature.kind in SAME_RESULT and tracked and len(outputs) == 1 and outputs[0]:
@@ -190,7 +190,7 @@ class FailoverPoll(PollOfEither):
         )
 
     def again(self, signature: Signature) -> Message:
-        """The message to run on the second library, which `signature` names.
+        """Return the message to run on the second library, named by `signature`.
 
         If the operation is complete here, its result goes to other memory.
         """
@@ -207,7 +207,7 @@ class FailoverPoll(PollOfEither):
         )
 
     def sent(self, signature: Signature, source: int, rank: int) -> Message:
-        """The message of a broadcast of the result from `source`; `rank`: of this process."""
+        """Return a message that broadcasts the result from `source`; `rank` is this process's group rank."""
         output = self._outputs[0]
         if rank == source:
             assert self._result is not None
@@ -226,9 +226,9 @@ class FailoverPoll(PollOfEither):
 
 
 def _is_in_place(message: Message) -> bool:
-    """Whether the input is the program's result too, or shares memory with it."""
+    """Return whether the input is also the program's result, or shares memory with it."""
     kind = message.signature.kind
-    # An all_reduce of gradients may have its result elsewhere.
+    # An all_reduce of gradients may write its result elsewhere.
     if kind in IN_PLACE and (kind != "all_reduce" or message.inputs[0] is message.outputs[0]):
         return True
     used = [each.untyped_storage().data_ptr() for each in message.outputs]

@@ -1,14 +1,15 @@
-"""A library in a group, with a second one that takes over when it fails.
+"""Channel of a library with a second library, which takes over when the first fails.
 
     works ── an operation fails, on any rank ──► stopping ──► settling ── records of all ranks ──► moved
       ▲                                                                                              │
       └──────────── the library is opened anew in the background, and all ranks agree ◄──────────────┘
 
-A rank whose library fails says so on the group's board and in its store. All ranks then stop calling the
-library, wait until it writes to no tensor any more, and write down which operations are complete
-(`RankRecord`). From all records, each derives what runs again on the second library (`decide`): the
-operations that are not complete on every rank, in the order of their numbers. All later ones run there too.
-The second library has a channel for this alone, so that its other operations keep their order.
+A rank whose library fails reports it on the group's board and in its store. All ranks then stop calling the
+library, wait until it no longer writes to any tensor, and record which operations are complete
+(`RankRecord`). From all records, each rank decides which operations run again on the second library
+(`decide`): those that are not complete on every rank, in the order of their numbers. All later operations
+run there too. They use a separate channel of the second library, so that its other operations keep their
+order.
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ if TYPE_CHECKING:
     from mcr_plus.engine.engine import Engine
     from mcr_plus.engine.group_state import BackendChannel, GroupState
 
-_LOOK_EVERY: Final = 0.01  # seconds between looks for failures of other ranks, at least
-_DOUBT_EVERY: Final = 0.1  # seconds between looks at the connections of the library
-_ASK_EVERY: Final = 0.002  # seconds between looks for the records of others
+_LOOK_EVERY: Final = 0.01  # seconds between checks for failures of other ranks, at least
+_DOUBT_EVERY: Final = 0.1  # seconds between checks of the library's connections
+_ASK_EVERY: Final = 0.002  # seconds between checks for the records of other ranks
 _VOTE_EVERY: Final = 16  # operations between two votes on the return of the library
 _log = logging.getLogger("mcr_plus")
 
 
 class Binding:
-    """A signature on the library, which may have been opened anew since."""
+    """A signature bound to the library's channel, which may have been reopened since."""
 
     __slots__ = ("digest", "generation", "signature", "start")
 
@@ -58,13 +59,13 @@ class Binding:
 
 
 class FailoverChannel(ChannelWrapper):
-    """See the module.
+    """Channel with failover, see the module.
 
     Attributes:
-        slot: where the engine has this channel.
-        library: that runs operations now; `moved`: it is the second one.
-        lock: the engine's.
-        why: the last failure.
+        slot: the engine's slot for this channel.
+        library: name of the library that runs operations now. moved: it is the second one.
+        lock: the engine's lock.
+        why: the reason for the last failure.
     """
 
     has_failover = True
@@ -79,7 +80,7 @@ class FailoverChannel(ChannelWrapper):
         engine: Engine,
         reopen: Reopen,
     ) -> None:
-        """`spare`: the channel of the second library. `reopen`: collective, and called in a thread."""
+        """Wrap `slot`. `spare`: channel of the second library. `reopen`: collective; called in a thread."""
         self.slot = slot
         self._first, self._own = slot.backend, slot.channel
         self._state, self._board, self._store, self._engine = state, state.board, store, engine
@@ -93,16 +94,16 @@ class FailoverChannel(ChannelWrapper):
         self.why = ""
         self._stage: Literal["works", "stopping", "settling"] = "works"
         self._refused: BackendError | None = None
-        self._starts_at_once = True  # the library runs operations, and none waits that has to start before
+        self._starts_at_once = True  # the library runs operations, and no earlier one waits to start
         self._broken = False  # the library cannot come back
-        self._round = 0  # failures that have been settled
-        self._generation = 0  # of the library's channel
-        self._count = 0  # operations so far
-        self._open: dict[int, FailoverPoll] = {}  # not complete, by number
+        self._round = 0  # number of settled failures
+        self._generation = 0  # generation of the library's channel
+        self._count = 0  # number of operations so far
+        self._open: dict[int, FailoverPoll] = {}  # incomplete operations, by number
         self._kept = KeptOperations()
-        self._queue: deque[FailoverPoll] = deque()  # of the second library
+        self._queue: deque[FailoverPoll] = deque()  # operations that wait for the second library
         self._sources: dict[int, int] = {}
-        self._voted = -1  # the number before which the last vote was taken
+        self._voted = -1  # number of the operation before which the last vote was taken
         self._comeback = Reinstatement(reopen)
         self._moves = 0
         self._next_look = self._next_doubt = self._next_ask = 0.0
@@ -111,11 +112,11 @@ class FailoverChannel(ChannelWrapper):
 
     @property
     def taken_over_by(self) -> str | None:
-        """See `ChannelWrapper`."""
+        """Name of the second library while it runs operations; see `ChannelWrapper`."""
         return self.library if self.moved else None
 
     def bind(self, signature: Signature) -> Start:
-        """See `Channel`. Sends and receives stay on the library, and fail with it."""
+        """See `Channel`. Sends and receives stay on the first library, and fail with it."""
         binding = Binding(signature, self._own.bind(signature), self._generation)
         if signature.is_p2p:
 
@@ -128,8 +129,8 @@ class FailoverChannel(ChannelWrapper):
             return message_begins
 
         def begin(message: Message) -> Poll:
-            # A synchronous operation comes here without the lock. Its own thread alone takes stock here, so
-            # others can at most stop the library now, which `_begin` sees.
+            # A synchronous operation comes here without the lock. Only this thread records its state, so
+            # other threads can at most stop the library now, and `_begin` notices that.
             if self._starts_at_once:
                 attempt = self._opened(binding, message)
                 self._begin(attempt)
@@ -149,11 +150,11 @@ class FailoverChannel(ChannelWrapper):
         gate = self._own.gate(signature, digest)
         if gate is None:
             return None
-        self._broken = True  # operations that passed no gate meanwhile could not be started on it again
+        self._broken = True  # operations that passed no gate meanwhile could not start on it again
         return FirstGate(self, gate)
 
     def bind_persistent(self, signature: Signature, message: Message, digest: int) -> Persistent | None:  # noqa: ARG002
-        """None: a request of the library cannot run on another one."""
+        """Return None: a library's persistent request cannot run on another library."""
         return None
 
     def close(self) -> None:
@@ -194,7 +195,7 @@ class FailoverChannel(ChannelWrapper):
         return attempt
 
     def _begin(self, attempt: FailoverPoll) -> None:
-        """Start an operation on the library itself."""
+        """Start an operation on the first library."""
         attempt.library = self._first.name
         attempt.keep_inputs(self._kept.copied)
         binding = attempt.binding
@@ -206,7 +207,7 @@ class FailoverChannel(ChannelWrapper):
             with self.lock:
                 self.on_error(attempt, error)
             return
-        if self._stage != "works":  # another thread has stopped it meanwhile, and may not have seen this one
+        if self._stage != "works":  # another thread has stopped it meanwhile
             with self.lock:
                 if self._first.stops_as_whole:
                     self._engine.peers.keep.append(attempt.held)
@@ -217,18 +218,18 @@ class FailoverChannel(ChannelWrapper):
         binding.start, binding.generation = self._own.bind(binding.signature), self._generation
 
     def on_complete(self, attempt: FailoverPoll) -> None:
-        """Keep a complete operation for a while, as other ranks may need it again."""
+        """Keep a complete operation for a while: other ranks may need it to run again."""
         del self._open[attempt.number]
         attempt.complete()
         if attempt.library != self._first.name:
             attempt.let_go()
-            self._engine.ring()  # who has issued it may know of the library alone that needed none
+            self._engine.ring()  # the issuing thread may wait on the library alone, which needed no ring
             return
         attempt.note_state(self._engine.writes)
         self._kept.add(attempt)
 
     def on_error(self, attempt: FailoverPoll, error: Exception) -> None:
-        """The library that runs `attempt` has raised `error`; raises it if that is no failure to settle."""
+        """Handle an error of the library that runs `attempt`; raise it if it is not a failure to settle."""
         attempt.poll = None
         is_of_library = not isinstance(error, McrError) or type(error) is BackendError
         if self.moved or self._refused is not None or not is_of_library:
@@ -236,28 +237,28 @@ class FailoverChannel(ChannelWrapper):
             raise error
         self.fail(f"{type(error).__name__}: {error}", self._first.breaks(error))
 
-    # -- a failure ----------------------------------------------------------------------------------
+    # -- failures -----------------------------------------------------------------------------------
 
     @property
     def stands(self) -> bool:
-        """The library itself runs operations."""
+        """Whether the first library itself runs operations."""
         return self._stage == "works" and not self.moved and self._refused is None
 
     def on_library_off(self, backend: Backend, reason: str) -> None:
-        """See `ChannelWrapper`."""
+        """Fail over when the library is switched off; see `ChannelWrapper`."""
         if backend is self._first:
             self.fail(reason, broken=reason)
         elif backend is self._second.backend and self.moved:
             self._refuse(f"it has failed too: {reason}")
 
     def fail(self, why: str, broken: str = "") -> None:
-        """The library has failed on this rank. `broken`: why it is not called any more in this process."""
+        """Report that the library has failed on this rank. `broken`: why it must never be called again."""
         if not self.stands:
             return
         if broken:
             self._broken = True
             switch_off(self._engine, self._first, broken)
-            if not self.stands:  # this channel has been told on the way
+            if not self.stands:  # the call above has already told this channel
                 return
         self.why = f"{self._group.named(self._group.rank)}: {why}"
         try:
@@ -272,7 +273,7 @@ class FailoverChannel(ChannelWrapper):
         return f"failover/{self._group.name}/{self._first.name}/{self._round}/{what}"
 
     def _stop(self) -> None:
-        """Call the library no more."""
+        """Stop calling the library."""
         self._stage, self._starts_at_once = "stopping", False
         if self._first.stops_as_whole:
             self._broken = True
@@ -286,12 +287,12 @@ class FailoverChannel(ChannelWrapper):
         self.advance()
 
     def _running_here(self) -> list[FailoverPoll]:
-        """The operations in flight on the library itself: others may still run on the second one."""
+        """Return the operations in flight on the first library: others may still run on the second one."""
         # A synchronous operation may end meanwhile, in another thread.
         return [each for each in list(self._open.values()) if each.library == self._first.name]
 
     def tick(self) -> None:
-        """See `ChannelWrapper`: look for failures, and go on with what waits."""
+        """Look for failures and advance waiting operations; see `ChannelWrapper`."""
         if self._stage != "works" or self._queue or self._second.is_busy:
             self.advance()
             return
@@ -317,7 +318,7 @@ class FailoverChannel(ChannelWrapper):
                 self._stop()
 
     def advance(self) -> None:
-        """Go on with a failure that is being settled, or with operations of the second library."""
+        """Advance a failure that is being settled, or operations of the second library."""
         if self._stage != "works":
             now = time.monotonic()
             if now < self._next_ask:
@@ -326,7 +327,7 @@ class FailoverChannel(ChannelWrapper):
             try:
                 self._settle()
             except PeerLost:
-                return  # whoever waits for an operation of that rank is told
+                return  # waiting for an operation of that rank raises the error
             except (RuntimeError, McrError) as error:
                 self._refuse(f"the job's store does not answer: {error}")
                 return
@@ -385,7 +386,7 @@ class FailoverChannel(ChannelWrapper):
         notices.put(self, group.ranks[group.rank], group.name, self._first.name, over, self.why)
         if self._group.rank == 0:
             _log.warning(
-                "group '%s': %s has failed (%s); its operations go over %s now, %d of them again",
+                "group '%s': %s has failed (%s); its operations now run on %s, %d of them again",
                 group.name, self._first.name, self.why, over, len(repeated),
             )  # fmt: skip
 
@@ -401,7 +402,7 @@ class FailoverChannel(ChannelWrapper):
                 attempt.poll, attempt.error = None, self._refused
 
     def _use(self, backend: Backend) -> None:
-        """Let the engine wait for operations as this library needs it."""
+        """Make the engine wait for operations the way this library needs."""
         self.library = backend.name
         self.slot.backend = backend
         for operation in list(self._engine.bound):
@@ -422,7 +423,7 @@ class FailoverChannel(ChannelWrapper):
         self._starts_at_once = self.stands and not self._queue
 
     def _start_next(self) -> bool:
-        """Start the first operation that waits; returns whether the next one may follow."""
+        """Start the first waiting operation; return whether the next one may follow."""
         attempt = self._queue[0]
         if not self.moved:
             self._queue.popleft()
@@ -441,7 +442,7 @@ class FailoverChannel(ChannelWrapper):
     # -- the return of the library ------------------------------------------------------------------
 
     def _vote(self) -> bool:
-        """Take part in a vote, at the same operation on all ranks; whether operations may go on."""
+        """Vote at the same operation on all ranks; return whether operations may go on."""
         comeback = self._comeback
         if comeback.is_voting:
             result = comeback.result()
@@ -460,7 +461,7 @@ class FailoverChannel(ChannelWrapper):
         return True
 
     def _return_to(self, channel: Channel) -> None:
-        """Go back to the library, over a new channel."""
+        """Return to the first library, over a new channel."""
         former, self._own = self._own, channel
         self.moved = False
         self._generation += 1
@@ -469,5 +470,5 @@ class FailoverChannel(ChannelWrapper):
         former.release()
         if self._group.rank == 0:
             _log.warning(
-                "group '%s': %s works again, and has its operations back", self._group.name, self._first.name
+                "group '%s': %s works again and takes its operations back", self._group.name, self._first.name
             )

@@ -1,4 +1,4 @@
-"""The library that takes over: starts operations in their order, each once its gate is open."""
+"""The fallback library: starts operations in issue order, each when its gate opens."""
 
 from __future__ import annotations
 
@@ -16,23 +16,27 @@ if TYPE_CHECKING:
 
 
 class SecondLibrary:
-    """Attributes: `backend`, `channel`: the library, and its channel for this alone."""
+    """The library that takes over.
+
+    Attributes:
+        backend, channel: the library, and its channel for failover alone.
+    """
 
     def __init__(self, backend: Backend, channel: Channel, rank: int) -> None:
-        """`rank`: of this process in the group."""
+        """Use `channel`; `rank` is the rank of this process in the group."""
         self.backend, self.channel = backend, channel
         self._rank = rank
         self._bound: dict[Signature, tuple[Start, Gate | None]] = {}
-        self._passed: set[Signature] = set()  # the gates that an operation has passed
-        self._repeated: list[FailoverPoll] = []  # complete here, and running again for other ranks
+        self._passed: set[Signature] = set()  # signatures whose gate an operation has passed
+        self._repeated: list[FailoverPoll] = []  # operations complete here that run again for other ranks
 
     @property
     def is_busy(self) -> bool:
-        """Whether operations run again that the program does not wait for."""
+        """Whether repeated operations run that the program does not wait for."""
         return bool(self._repeated)
 
     def start(self, attempt: FailoverPoll, sources: Mapping[int, int]) -> bool:
-        """Start an operation, unless its gate is closed; returns whether it has started.
+        """Start an operation unless its gate is closed; return whether it has started.
 
         `sources`: see `Verdict`.
         """
@@ -56,7 +60,7 @@ class SecondLibrary:
         self._repeated = [each for each in self._repeated if each.poll is not None and not each.poll()]
 
     def gate(self, message: Message) -> Poll:
-        """The library's step before an operation; true at once if it has none."""
+        """Return the poll of the library's step before an operation; true at once if there is none."""
         signature = message.signature
         _, gate = self._binding(signature)
         if gate is None or (signature in self._passed and not (gate.every or gate.again)):
@@ -79,5 +83,5 @@ class SecondLibrary:
         return self._bound[signature]
 
     def clear(self) -> None:
-        """Forget operations that run again: nobody polls any more."""
+        """Drop repeated operations: they are no longer polled."""
         self._repeated.clear()

@@ -1,4 +1,4 @@
-"""The gate of a library that may be replaced by another one."""
+"""Gate of a library that another library may replace."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class FirstGate:
-    """The gate of the library, which is open once the library has failed."""
+    """Gate of the first library; it is open once the library has failed."""
 
     def __init__(self, channel: FailoverChannel, gate: Gate) -> None:
         self._channel, self._gate = channel, gate

@@ -1,8 +1,8 @@
-"""Operations that are complete here, kept for ranks on which they are not.
+"""Operations complete on this rank, kept because other ranks may still need them.
 
-What is kept takes a limited amount of memory: copies, and tensors that the program has dropped since. Beyond
-it, the oldest operations keep their tensors alive no longer. That loses nothing as long as the program has
-them, as it has the buckets of gradients.
+Memory is limited: it holds copies, and tensors that the program has dropped since. Beyond the limit, the
+oldest operations only refer weakly to their tensors. Nothing is lost as long as the program holds them, as it
+holds gradient buckets.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from mcr_plus.reliability.failover.attempt import FailoverPoll
 
 _MOST: Final = 64
-_MOST_BYTES: Final = 256 << 20  # of tensors that are kept alive and copies; those of the last one in any case
-_FREE: Final = 4  # copies of a size that wait to be used again
-_MOST_FREE_BYTES: Final = 256 << 20  # of all of those
+_MOST_BYTES: Final = 256 << 20  # kept tensors and copies; the last operation's are always kept
+_FREE: Final = 4  # spare copies per size
+_MOST_FREE_BYTES: Final = 256 << 20  # bytes of all spare copies
 
 
 class KeptOperations:
@@ -32,16 +32,16 @@ class KeptOperations:
     def __init__(self) -> None:
         self._attempts: deque[FailoverPoll] = deque()
         self._nbytes = 0
-        # `add` comes from synchronous operations without the engine's lock, and from other threads with it.
+        # Synchronous operations call `add` without the engine's lock, other threads with it.
         self._making_room = RLock()
-        self._free: dict[int, list[torch.Tensor]] = {}  # by bytes
+        self._free: dict[int, list[torch.Tensor]] = {}  # by number of bytes
         self._free_nbytes = 0
 
     def __iter__(self) -> Iterator[FailoverPoll]:
         return iter(self._attempts)
 
     def add(self, attempt: FailoverPoll) -> None:
-        """Keep an operation, and let go of the oldest ones."""
+        """Keep an operation; drop tensors of the oldest ones if memory is short."""
         self._attempts.append(attempt)
         self._nbytes += attempt.kept_bytes
         if len(self._attempts) > _MOST:
@@ -53,7 +53,7 @@ class KeptOperations:
                 self._make_room()
 
     def _make_room(self) -> None:
-        """Let go of tensors first, the oldest before the others, and then of copies."""
+        """Drop tensors first, the oldest before the others, then copies."""
         *older, _ = self._attempts
         for give_copies in (False, True):
             for attempt in older:
@@ -74,12 +74,12 @@ class KeptOperations:
             if len(free) < _FREE and copy.numel():
                 free.append(copy.view(-1))
                 self._free_nbytes += copy.nbytes
-        if self._free_nbytes > _MOST_FREE_BYTES:  # of many sizes, which may not come again
+        if self._free_nbytes > _MOST_FREE_BYTES:  # many sizes occur, and may not recur
             self._free.clear()
             self._free_nbytes = 0
 
     def copied(self, tensor: torch.Tensor) -> Copy:
-        """A copy, in the memory of a former one if there is some: new memory is slow."""
+        """Return a copy of a tensor, in the memory of an earlier copy if possible: new memory is slow."""
         free = self._free.get(tensor.nbytes)
         if not free:
             return copy_of(tensor)
@@ -87,7 +87,7 @@ class KeptOperations:
         return free.pop().view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
     def clear(self) -> None:
-        """Let go of everything."""
+        """Drop everything."""
         self._attempts.clear()
         self._free.clear()
         self._nbytes = self._free_nbytes = 0

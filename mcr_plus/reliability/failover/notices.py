@@ -1,8 +1,7 @@
-"""Which libraries are off in a running process: a file that `mcr-plus doctor` reads, on the same host.
+"""Notices of disabled libraries in running processes: files that `mcr-plus doctor` reads on the same host.
 
-A process has one file in the temporary directory, for its user only, from the first failure of a library
-until all have come back or their groups are closed. The file of a process that was killed stays; readers
-remove it.
+A process has one file in the temporary directory, readable by its user only, from the first failure of a
+library until all libraries are back or their groups are closed. Readers remove the files of killed processes.
 """
 
 from __future__ import annotations
@@ -45,13 +44,13 @@ def put(owner: object, rank: int, group: str, library: str, takes_over: str, rea
 
 
 def remove(owner: object) -> None:
-    """Note that the library of this channel is back, or not used any more."""
+    """Note that the library of this channel is back, or no longer used."""
     if _off.pop(owner, None) is not None:
         _write()
 
 
 def running() -> list[Notice]:
-    """The notices of all running processes of this user on this host."""
+    """Return the notices of all running processes of this user on this host."""
     found: list[Notice] = []
     here = _place()
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}-{os.getuid()}-*"):
@@ -71,15 +70,15 @@ def running() -> list[Notice]:
 
 
 def _write() -> None:
-    """Replace the file of this process; a full disk, for instance, does not disturb the job."""
+    """Replace the file of this process; an error such as a full disk does not disturb the job."""
     pid = os.getpid()
     stat = read_stat(pid)
     if stat is None:
         return
-    # The start is in the name for processes of other namespaces with the same number.
+    # The start time distinguishes processes of other namespaces with the same pid.
     path = Path(tempfile.gettempdir(), f"{_PREFIX}-{os.getuid()}-{pid}-{stat[1]}")
     with contextlib.suppress(OSError):
-        off = [asdict(each) for each in _off.values() if each.pid == pid]  # not those of before a fork
+        off = [asdict(each) for each in _off.values() if each.pid == pid]  # not from before a fork
         if not off:
             path.unlink(missing_ok=True)
             return
@@ -92,7 +91,7 @@ def _write() -> None:
 
 
 def _place() -> str:
-    """The host, and the namespace of process numbers, in which they mean the same processes."""
+    """Return the host and the pid namespace: pids are comparable only within both."""
     namespace = ""
     with contextlib.suppress(OSError):
         namespace = os.readlink("/proc/self/ns/pid")

@@ -24,7 +24,7 @@ def open_failover(
     channels: Mapping[str, BackendChannel],
     options: DispatchOptions,  # noqa: ARG001 - see `registry.WRAPPERS`
 ) -> None:
-    """Give every library of a group a second one; collective over its ranks.
+    """Give every library of a group a second library; collective over its ranks.
 
     Libraries whose operations run on a stream neither fail over nor take over.
     """

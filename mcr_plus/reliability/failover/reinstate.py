@@ -1,8 +1,8 @@
-"""The return of a library that has failed: it is opened anew in the background, and ranks vote on it.
+"""Return of a failed library: each rank reopens it in the background, and the ranks vote on it.
 
-Votes are operations of the second library, at the same operation of the program on all ranks. The first ones
-are on whether it is time to try; once it is, each rank opens the library in a thread, and further votes are
-on whether all have.
+Votes are operations of the second library, at the same operation of the program on all ranks. The first votes
+decide when to try; then each rank opens the library in a thread, and further votes decide whether all ranks
+have opened it.
 """
 
 from __future__ import annotations
@@ -24,17 +24,21 @@ if TYPE_CHECKING:
 
 _FIRST_TRY: Final = 2.0  # seconds after a failure
 _LAST_TRY: Final = 60.0
-_PATIENCE: Final = 1.0  # seconds for which the end of a group waits for a thread that opens the library
-_LINGERING: Final = 4  # such threads at a time: gloo may notice only after its time-out that nobody connects
+_PATIENCE: Final = 1.0  # seconds that closing a group waits for a thread that opens the library
+_LINGERING: Final = 4  # such threads at a time: gloo may notice a missing peer only after its timeout
 _log = logging.getLogger("mcr_plus")
 
 
 Reopen = Callable[[int, Callable[[], bool]], "Channel"]
-"""Opens a new channel of the library for the n-th time; ends with an error once the function is true."""
+"""Opens a new channel of the library for the n-th time; fails once the function returns true."""
 
 
 class Reinstatement:
-    """Attributes: `gate`: that of a vote which has not begun."""
+    """Votes on the return of a library.
+
+    Attributes:
+        gate: gate of a vote that has not begun.
+    """
 
     def __init__(self, reopen: Reopen) -> None:
         self._reopen = reopen
@@ -45,20 +49,20 @@ class Reinstatement:
         self._patience = _FIRST_TRY
         self._next_try = 0.0
         self._try: _Try | None = None
-        self._given_up: list[_Try] = []  # and still opening
+        self._given_up: list[_Try] = []  # tries given up while still opening
 
     def after_failure(self) -> None:
-        """Begin anew: the library has failed just now."""
+        """Start over after a new failure of the library."""
         self.gate = self._message = self._poll = self._try = None
         self._next_try = time.monotonic() + self._patience
 
     @property
     def is_voting(self) -> bool:
-        """A vote has begun, and its result is not known yet."""
+        """Whether a vote has begun whose result is not known yet."""
         return self._poll is not None
 
     def ballot(self, group: Group, library: str) -> Message:
-        """The operation of the vote: the least of what all ranks say, 1 for yes, -1 for never."""
+        """Return the vote's operation: the minimum over the ranks of 1 (yes), 0 (not yet) or -1 (never)."""
         if self._message is None:
             values = torch.tensor([self._own_vote()], dtype=torch.int32, device="cpu")
             signature = Signature(
@@ -69,11 +73,11 @@ class Reinstatement:
         return self._message
 
     def begin(self, poll: Poll) -> None:
-        """The vote has been started."""
+        """Begin waiting for a started vote; `poll` is its poll."""
         self._poll, self.gate = poll, None
 
     def result(self) -> int | None:
-        """What all ranks have said; None if that is not known yet."""
+        """Return the result of the vote; None if it is not known yet."""
         assert self._poll is not None
         assert self._message is not None
         if not self._poll():
@@ -91,7 +95,7 @@ class Reinstatement:
         return -1 if self._try.channel is None else 1
 
     def decided(self, result: int) -> Channel | None:
-        """Do what the ranks have decided; returns the new channel if all have opened it."""
+        """Act on the ranks' decision; return the new channel if all ranks have opened it."""
         if self._try is None:
             if result == 1:
                 self._tries += 1
@@ -112,7 +116,7 @@ class Reinstatement:
         return None
 
     def give_up(self) -> None:
-        """Release what has been opened, or is opened: the group is closed."""
+        """Release all channels, open or opening, because the group is closed."""
         if self._try is not None:
             self._try.drop()
             self._try.join(_PATIENCE)
@@ -120,7 +124,7 @@ class Reinstatement:
 
 
 class _Try(threading.Thread):
-    """Opens the library. `channel`: the new one, None before and if that has failed."""
+    """A try to open the library. `channel`: the new channel, None before success."""
 
     def __init__(self, open_channel: Callable[[Callable[[], bool]], Channel]) -> None:
         super().__init__(name="mcr-failover", daemon=True)
@@ -144,5 +148,5 @@ class _Try(threading.Thread):
                 self.channel = channel
                 if self._is_dropped:
                     channel.release()
-        except Exception as error:  # of any library; the next vote reports it
+        except Exception as error:  # a library may raise anything; the next vote reports it
             self.problem = str(error)

@@ -1,8 +1,8 @@
-"""What ranks do with the operations of a library that has failed: a function of what each of them has.
+"""Rules for the operations of a failed library: a pure function of the records of all ranks.
 
-Operations of a library in a group are numbered in the order in which they start, which is the same on all
-ranks. Each rank stops calling the library and says which of its last operations are complete; from all of
-these records, each rank derives the same `Verdict`.
+A library's operations in a group are numbered in the order in which they start, which is the same on all
+ranks. Each rank stops calling the library and records which of its last operations are complete; from all
+records, each rank derives the same `Verdict`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ class RankOperation(NamedTuple):
     """An operation on one rank.
 
     Attributes:
-        digest: of its signature, the same on all ranks.
-        is_done: it is complete on this rank, so that the program may have its result.
-        has_input: it can run again: its input is as it was.
-        has_result: its output is still the result, and that of all ranks.
+        digest: digest of its signature, the same on all ranks.
+        is_done: it is complete on this rank, so the program may have its result.
+        has_input: it can run again: its input is unchanged.
+        has_result: its output is unchanged, and it is the result for all ranks.
     """
 
     digest: int
@@ -32,14 +32,14 @@ class RankOperation(NamedTuple):
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What one rank has. `next`: the number of its next operation. `operations`: the last ones, by number."""
+    """Record of one rank. `next`: number of its next operation. `operations`: its last ones, by number."""
 
     next: int
     operations: Mapping[int, RankOperation]
 
     @property
     def first_open(self) -> int:
-        """The number of the first operation that is not complete here."""
+        """Number of the first operation that is not complete here."""
         return min(
             (number for number, each in self.operations.items() if not each.is_done), default=self.next
         )
@@ -47,15 +47,14 @@ class RankRecord:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What runs again.
+    """Decision on the operations to run again.
 
     Attributes:
-        first: operations before this number are complete on all ranks; those from it on run on the other
-            library, in their order.
-        sources: of those that are complete on some rank already, the group rank that sends its result to
-            all others instead: ranks of one operation must not have results of two libraries, which may
-            differ in the last bit.
-        refusal: why they cannot run again; empty if they can.
+        first: operations before this number are complete on all ranks; the operations from it on run on the
+            other library, in their order.
+        sources: for each operation that is complete on some rank, the group rank that sends its result to all
+            others: two libraries' results may differ in the last bit, so ranks must not mix them.
+        refusal: reason why they cannot run again; empty if they can.
     """
 
     first: int
@@ -66,7 +65,7 @@ class Verdict:
 def decide(
     records: Sequence[RankRecord], named: Callable[..., str] = lambda *ranks: phrase_ranks(ranks)
 ) -> Verdict:
-    """The verdict for the records of all ranks of a group, in their order. `named`: see `Group.named`."""
+    """Return the verdict for the records of all ranks of a group, in order. `named`: see `Group.named`."""
     first = min(record.first_open for record in records)
     sources: dict[int, int] = {}
     for number in range(first, max(record.next for record in records)):

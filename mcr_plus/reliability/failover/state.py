@@ -1,4 +1,4 @@
-"""Whether tensors are as they were, as far as that can be seen without a copy; tensors held weakly."""
+"""Detection of changed tensors without a full copy, and weak references to tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 Copy = torch.Tensor | bytes
-"""What a tensor was like."""
+"""Copy of a tensor's values."""
 _SMALL: Final = 512  # bytes
 _SAMPLED: Final = 64  # elements of a tensor
 _MOST: Final = 4096  # storages whose last write is known
@@ -19,19 +19,19 @@ _numbers = count(1)
 
 
 def copy_of(tensor: torch.Tensor) -> Copy:
-    """What the tensor is now; of a small one as bytes, which take a tenth of the time."""
+    """Return a copy of the tensor; of a small one as bytes, which take a tenth of the time."""
     if tensor.nbytes <= _SMALL and tensor.is_contiguous():
         return string_at(tensor.data_ptr(), tensor.nbytes)
     return tensor.clone()
 
 
 def nbytes_of(copy: Copy) -> int:
-    """Bytes of a copy."""
+    """Return the bytes of a copy."""
     return len(copy) if isinstance(copy, bytes) else copy.nbytes
 
 
 def restored(copy: Copy, like: torch.Tensor) -> torch.Tensor:
-    """A tensor with the values of a copy, of the form of the tensor that has been copied."""
+    """Return a tensor with the values of a copy and the form of `like`, the copied tensor."""
     if not isinstance(copy, bytes):
         return copy
     if not copy:
@@ -40,20 +40,20 @@ def restored(copy: Copy, like: torch.Tensor) -> torch.Tensor:
 
 
 def note_writes(writes: dict[int, int], tensors: Iterable[torch.Tensor]) -> None:
-    """Note that an operation writes to these tensors: libraries do so without torch."""
+    """Note that an operation writes to these tensors: libraries write without torch's knowledge."""
     number = next(_numbers)
     if len(writes) > _MOST:
-        writes.clear()  # what is not known counts as written
+        writes.clear()  # unknown storages count as written
     for tensor in tensors:
         writes[tensor.untyped_storage().data_ptr()] = number
 
 
 class TensorState(NamedTuple):
-    """A tensor at a moment.
+    """State of a tensor at a moment.
 
-    `version`: the changes that torch has counted, None where it does not count them. `written`: the last
-    operation that writes there. `sample`: some elements, for changes that neither shows, such as by
-    `tensor.data` or numpy.
+    `version`: number of changes that torch has counted; None if it does not count them. `written`: the last
+    operation that writes there. `sample`: some elements, to detect changes that neither shows, such as
+    through `tensor.data` or numpy.
     """
 
     version: int | None
@@ -62,7 +62,7 @@ class TensorState(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor, writes: dict[int, int]) -> TensorState:
-        """The state now."""
+        """Return the state now."""
         return cls(
             None if tensor.is_inference() else tensor._version,
             writes.get(tensor.untyped_storage().data_ptr(), 0),
@@ -70,7 +70,7 @@ class TensorState(NamedTuple):
         )
 
     def is_that_of(self, tensor: torch.Tensor, writes: dict[int, int]) -> bool:
-        """Whether the tensor has not changed since."""
+        """Return whether the tensor is unchanged since."""
         now = TensorState.of(tensor, writes)
         is_counted = self.version is not None and self.version == now.version
         return is_counted and self.written == now.written and _is_same(self.sample, now.sample)
@@ -88,7 +88,7 @@ def _sample_of(tensor: torch.Tensor) -> Copy:
 def _is_same(one: Copy, other: Copy) -> bool:
     if isinstance(one, bytes) or isinstance(other, bytes):
         return isinstance(one, bytes) and isinstance(other, bytes) and one == other
-    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))  # a NaN is equal to itself
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))  # bytes: a NaN is equal to itself
 
 
 class WeakTensor:
@@ -99,12 +99,12 @@ class WeakTensor:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._memory = StorageWeakRef(tensor.untyped_storage())
         self._layout = tensor.storage_offset(), tensor.shape, tensor.stride()
-        # A detached tensor counts its changes together with its source; `data` replaces the memory alone.
+        # A detached tensor shares its source's change count; replacing `data` affects only one of them.
         self._shell = tensor.detach()
         self._shell.data = torch.empty(0, dtype=tensor.dtype, device="cpu")
 
     def found(self) -> tuple[torch.Tensor, bool]:
-        """The tensor, with its count of changes, and true; another one of its form if its memory is gone."""
+        """Return the tensor and true, with its change count; a new tensor and false if its memory is gone."""
         dtype = self._shell.dtype
         memory = torch.UntypedStorage._new_with_weak_ptr(self._memory.cdata)
         if memory is None:

@@ -1,1 +1,1 @@
-"""Operations whose payload is verified: what has arrived is compared with what was sent, on all ranks."""
+"""Verification of operations: ranks compare checksums of received and sent payloads."""

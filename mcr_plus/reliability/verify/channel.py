@@ -1,7 +1,7 @@
-"""A library in a group whose operations are verified.
+"""Channel of a library in a group whose operations are verified.
 
-Verified operations run one after another, in the order of their numbers, on a channel of their own. So their
-steps keep the same order on all ranks, and operations between them that are not verified are not disturbed.
+Verified operations run one after another, in the order of their numbers, on a separate channel. So their
+steps keep the same order on all ranks and do not disturb unverified operations in between.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ if TYPE_CHECKING:
     from mcr_plus.reliability.verify.rows import RowExchange
     from mcr_plus.reliability.verify.steps import VerifiedSteps
 
-_BLOCKS_WITHIN: Final = timedelta(seconds=5)  # for the two ranks of a difference to say which blocks differ
+_BLOCKS_WITHIN: Final = timedelta(seconds=5)  # for the two ranks of a mismatch to publish their blocks
 
 
 class VerifiedPoll(SteppedPoll):
-    """The poll of a verified operation; it may be called with the engine's lock or without."""
+    """The poll of a verified operation; it may be called with or without the engine's lock."""
 
     __slots__ = ("_channel", "_course", "_error", "_held", "_is_done", "_lock", "_poll")
 
@@ -74,7 +74,7 @@ class VerifiedPoll(SteppedPoll):
         return self._poll
 
     def ends(self) -> bool:
-        """Go on; returns whether it has ended, well or with an error."""
+        """Advance; return whether the operation has ended, well or with an error."""
         if self._is_done:
             return True
         try:
@@ -93,14 +93,14 @@ class VerifiedPoll(SteppedPoll):
             return next(self._course)
         except Exception:
             raise
-        except BaseException as error:  # an interrupt, which has ended the course, too: it is not done
+        except BaseException as error:  # also an interrupt, which has ended the run: it is not done
             self._error = BackendError(f"a verified operation was interrupted by {type(error).__name__}")
             self._is_done = True
             raise
 
 
 class VerifiedChannel(ChannelWrapper):
-    """See the module."""
+    """Channel with verification, see the module."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class VerifiedChannel(ChannelWrapper):
         every: int,
         close_rows: Callable[[], None],
     ) -> None:
-        """`steps`: on the channel of verified operations. `every`: see `DispatchOptions.verify`."""
+        """Wrap `own`. `steps` use the verified operations' channel. `every`: see `DispatchOptions.verify`."""
         self._own, self._steps, self._rows, self._every = own, steps, rows, every
         self._group, self._store, self._engine = group, store, engine
         self._close_rows = close_rows
@@ -126,7 +126,7 @@ class VerifiedChannel(ChannelWrapper):
         self._courses = VerifiedRuns(steps, group, self._compare, isinstance(rows, LibraryRows))
         self._messages = VerifiedMessages(own, steps, group, every)
         self._queue = deque[VerifiedPoll]()
-        self._interrupted: tuple[object, ...] = ()  # tensors of an operation that a library may still have
+        self._interrupted: tuple[object, ...] = ()  # tensors of an operation that a library may still use
 
     # -- as a Channel -----------------------------------------------------------------------------------
 
@@ -135,7 +135,7 @@ class VerifiedChannel(ChannelWrapper):
         return self.bind_every(signature, self._every)
 
     def needs_polls(self, beside: Poll | None) -> bool:
-        """See `ChannelWrapper`: what waits behind an operation moves on with it."""
+        """Report that operations behind a verified one need its polls; see `ChannelWrapper`."""
         return (bool(self._queue) and self._queue[0] is not beside) or self._messages.needs_polls
 
     def bind_every(self, signature: Signature, every: int) -> Start:
@@ -159,13 +159,13 @@ class VerifiedChannel(ChannelWrapper):
                 raise BackendError("an earlier verified operation was interrupted while it was started")
             course = None
             if at_once is not None and not queue:
-                # Without the lock: others find nothing to go on with, and one thread at a time starts
+                # Without the lock: other threads find nothing to advance, and one thread at a time starts
                 # operations.
                 try:
                     course = at_once(message)
                 except Exception:
                     raise
-                except BaseException:  # an interrupt: nobody has the operation, which others wait for
+                except BaseException:  # an interrupt: the caller does not get the operation
                     self._interrupted = message.inputs, message.outputs
                     raise
                 if course is None:
@@ -183,7 +183,7 @@ class VerifiedChannel(ChannelWrapper):
         return self._own.gate(signature, digest)
 
     def bind_persistent(self, signature: Signature, message: Message, digest: int) -> Persistent | None:  # noqa: ARG002
-        """None: a request of the library has no steps."""
+        """Return None: a library's persistent request has no steps."""
         return None
 
     def silent_failure(self) -> str:
@@ -217,7 +217,7 @@ class VerifiedChannel(ChannelWrapper):
             channel.give_up()
 
     def _end(self) -> bool:
-        """End the operations; returns whether rows are to be closed."""
+        """End the operations; return whether rows need closing."""
         is_open = self in self._engine.wrappers
         if is_open:
             self._engine.wrappers.remove(self)
@@ -227,7 +227,7 @@ class VerifiedChannel(ChannelWrapper):
     # -- progress ---------------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Go on with the verified operations, in their order; often, and under the engine's lock."""
+        """Advance the verified operations in order; called often, under the engine's lock."""
         queue = self._queue
         if self._steps.backend.name in self._engine.off:
             return
@@ -244,13 +244,11 @@ class VerifiedChannel(ChannelWrapper):
             self._judge(signature, ledger)
 
     def _judge(self, signature: Signature, ledger: ChecksumTable) -> NoReturn:
-        """Raise the verdict of rows that do not agree. All ranks have the same rows."""
+        """Raise the error for mismatching rows. All ranks have the same rows."""
         rows = self._rows.read()
         if damaged := damaged_rows(rows):
             rank = self._group.ranks[damaged[0]]
-            raise self._error(
-                signature, "the checksums themselves have changed on their way", rank, rank, None
-            )
+            raise self._error(signature, "the checksums themselves have changed in transit", rank, rank, None)
         if operations_differ(rows):
             raise OperationsDiffer("another rank has run another operation in its place")
         found = first_difference(rows)
@@ -287,7 +285,7 @@ class VerifiedChannel(ChannelWrapper):
         )
 
     def _block(self, ledger: ChecksumTable, found: ChecksumMismatch) -> int | None:
-        """The first block that differs; collective. None if the two ranks do not publish theirs in time."""
+        """Return the first block that differs; collective. None if the two ranks do not publish in time."""
         me, prefix = (
             self._group.rank,
             f"verify/{self._group.name}/{self._steps.backend.name}/{self._rows.number}",

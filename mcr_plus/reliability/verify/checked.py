@@ -1,4 +1,4 @@
-"""Operations of shared memory whose checksums are taken by the functions that move the data."""
+"""Operations of shared memory whose data-moving kernels also take the checksums."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ if TYPE_CHECKING:
     from mcr_plus.reliability.verify.verified_run import Judge, VerifiedRun
 
 AREA: Final = 1 << 20
-"""Bytes of a slot that are used at most: so many stay in the core's cache until a peer takes them."""
+"""Most bytes of a slot to use: this many stay in the core's cache until a peer takes them."""
 
 
 class Checking:
-    """Binds operations of a library of a group, if that is shared memory and has a function for them."""
+    """Binds operations to the checksum kernels of shared memory, where a kernel exists."""
 
     def __init__(self, steps: VerifiedSteps, group: Group, rows: RowExchange, judge: Judge) -> None:
         self._channel = steps.channel if isinstance(steps.channel, SharedMemoryChannel) else None
@@ -56,12 +56,12 @@ class Checking:
         self._group, self._judge = group, judge
 
     def bind(self, signature: Signature) -> Begins | None:
-        """How operations of a signature begin; None for those that are made of steps."""
+        """Return how operations of a signature begin; None if they have to run as steps."""
         channel, rows, judge = self._channel, self._rows, self._judge
         if channel is None or rows is None or not signature.nbytes or signature.kind in VECTOR:
             return None
         if signature.algorithm is not None and signature.kind not in REDUCING:
-            return None  # it runs as it is, as a step
+            return None  # it runs unchanged, as a step
         state = channel.direct(signature)
         if int(state[plain.KIND]) not in kernels.KINDS or not fit(state):
             return None
@@ -76,7 +76,7 @@ class Checking:
             inputs, outputs = message.inputs, message.outputs
             target = outputs[0].data_ptr() if outputs else 0
             source = inputs[0].data_ptr() if inputs else target
-            poll = start(source, target, (inputs, outputs, ledger))  # whose memory the queue writes to
+            poll = start(source, target, (inputs, outputs, ledger))  # the queue writes to their memory
             if poll is done_at_once and verdict[0] == AGREE:
                 return None
             return ended(poll)
@@ -87,7 +87,7 @@ class Checking:
                 judge(signature, ledger)
 
         def begin(message: Message) -> VerifiedRun:
-            return later(Message(signature, message.inputs, message.outputs))  # it lets go of its tensors
+            return later(Message(signature, message.inputs, message.outputs))  # drops its tensors
 
         def later(message: Message) -> VerifiedRun:
             yield from at_once(message) or ()
@@ -95,15 +95,15 @@ class Checking:
         return Begins(begin, at_once)
 
     def run(self, channel: SharedMemoryChannel, signature: Signature, state: Any) -> Run:
-        """How operations of a state start."""
+        """Return how operations of a state start."""
         return channel.run_by(signature, state, kernels.begin, kernels.advance)
 
 
 def fit(state: Any) -> bool:
-    """Let the slices of a state consist of whole blocks; False if a slot has no place for one."""
+    """Fit the slices of a state to whole blocks; return False if a slot is too small for one."""
     kind, ranks, width = (int(state[word]) for word in (plain.KIND, plain.RANKS, plain.WIDTH))
     area = min(AREA, int(state[plain.AREA]))
-    # A flow has as many blocks in each slice; a slot holds one flow for each rank, or one for all.
+    # Each slice has equally many blocks per flow; a slot holds one flow per rank, or one for all.
     flows = ranks if kind in (ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER) else 1
     blocks = area // (flows * BLOCK)
     if not blocks:
@@ -115,7 +115,7 @@ def fit(state: Any) -> bool:
 
 
 def plan(state: Any) -> ChecksumPlan:
-    """What an operation of a state that is `fit` sends and gets here."""
+    """Return the plan of this rank's sent and received data for a state that is `fit`."""
     kind, ranks, me, root, count, width, elements, slices = (
         int(state[word])
         for word in (
@@ -156,7 +156,7 @@ def _flows(nbytes: dict[int, int]) -> Flows:
 
 
 def extended(state: Any, ledger: ChecksumTable, rows: SharedRows) -> Any:
-    """The state with the words of `checked_kernels`, and memory for the chains of checksums at its end."""
+    """Return the state with the words of `checked_kernels` and memory for checksum chains at its end."""
     ranks, width = int(state[plain.RANKS]), int(state[plain.WIDTH])
     chains = kernels.TABLE + 4 * ranks
     whole: Any = np.zeros(chains + (ranks + 1) * CHAIN_BYTES // 8, np.int64)

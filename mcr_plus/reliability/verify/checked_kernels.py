@@ -1,15 +1,16 @@
-"""Compiled functions of the direct collectives of shared memory that take checksums of what they move.
+"""Kernels of shared-memory collectives that take checksums of the data they move.
 
 The phases are those of `mcr_plus.backends.shm.collectives_kernels`, for kinds whose sizes are equal on all
-ranks. Data pass in blocks of 64 KiB. One loop copies a block into the slot and takes its checksum; that of
-the target is taken once a block has been copied there, while it is in the core's cache. Results that are
-larger than the caches are written past them, as without checksums: their checksum is of what is written. Of a
-reduction, a part of 8 KiB is taken of a peer's slot, then added, and the sums are taken once they are stored,
-all in the nearest cache. What a rank sends to itself is copied and compared, without a checksum.
+ranks. Data pass in blocks of 64 KiB. One loop copies a block into the slot and takes its checksum; the
+checksum of the target is taken right after a block is copied there, while it is in the core's cache. Results
+larger than
+the caches bypass them, as without checksums: the checksum is then of the written values. A reduction takes
+the checksum of 8 KiB in a peer's slot, adds them, and takes the checksum of the stored sums, all in the
+nearest cache. Data that a rank sends to itself are copied and compared, without a checksum.
 Then the words of the flows are joined, this rank's row is posted, and the rows of all ranks are compared, all
 in one call.
 
-A state is that of `DirectCollectives.bind` with further words.
+A state is the state of `DirectCollectives.bind` with further words.
 """
 
 from __future__ import annotations
@@ -92,31 +93,31 @@ from mcr_plus.reliability.verify.row_kernels import MISSING, claim, gathered, po
 _types: Any = numba.types  # partly annotated, which type checkers report here
 
 # Further words of the state.
-STEP: Final = WORDS  # blocks of each flow in a slice that is not the last
+STEP: Final = WORDS  # blocks of each flow in every slice but the last
 FLOWS: Final = WORDS + 1  # `join`: address and number of flows, addresses of checksums and of the row
 FLOW_COUNT: Final = WORDS + 2
 CHECKSUMS: Final = WORDS + 3
 ROW: Final = WORDS + 4
 ROW_WORDS: Final = WORDS + 5
 ROWS: Final = WORDS + 6  # address of the rows of all ranks
-STRIDE: Final = WORDS + 7  # bytes from a rank's rows to those of the next one
-NUMBER: Final = WORDS + 8  # of the exchange, and address of its rows
+STRIDE: Final = WORDS + 7  # bytes from one rank's rows to the next rank's
+NUMBER: Final = WORDS + 8  # number of the exchange, and address of its rows
 FIRST: Final = WORDS + 9
 POSTED: Final = WORDS + 10
 VERDICT: Final = WORDS + 11
 FAULT: Final = WORDS + 12  # see `faults`
 CHAINS: Final = FAULT + FAULT_WORDS  # address of `CHAIN_BYTES` for each rank and for the sums
 COUNTER: Final = CHAINS + 1  # address of the number of the last exchange
-TABLE: Final = CHAINS + 2  # for each end and peer the address of the first checksum of the flow, or 0
+TABLE: Final = CHAINS + 2  # address of the first checksum of the flow for each end and peer, or 0
 KINDS: Final = (ALL_REDUCE, ALL_REDUCE_WHOLE, ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, BROADCAST)
 
-IN_SLOT: Final = 1  # values that have been put
+IN_SLOT: Final = 1  # values put into the slot
 IN_SUMS: Final = 2  # sums in a slot
-IN_TARGET: Final = 3  # what has been copied to the target
+IN_TARGET: Final = 3  # values copied to the target
 IN_PEER: Final = 4  # in a peer's slot, before it is added, or written past the caches
 
-_TRIES: Final = 20  # looks at the rows of others for each of a state's spins
-_PART: Final = 8 << 10  # bytes that are added in one go: they stay in the nearest cache
+_TRIES: Final = 20  # checks of other ranks' rows per spin of a state
+_PART: Final = 8 << 10  # bytes added at a time: they stay in the nearest cache
 
 
 @compiled
@@ -126,7 +127,7 @@ def _damage(state, place, address, nbytes):  # type: ignore[no-untyped-def]
 
 @compiled
 def _first(state, end, peer, index):  # type: ignore[no-untyped-def]
-    """Address of the checksum of the first block of a flow in slice `index`."""
+    """Return the address of the checksum of a flow's first block in slice `index`."""
     return state[TABLE + end * state[RANKS] + peer] + 8 * index * state[STEP]
 
 
@@ -143,9 +144,9 @@ def _send(state, peer, index, slot, source, nbytes):  # type: ignore[no-untyped-
 
 @compiled
 def _deliver(state, end, peer, index, target, source, nbytes):  # type: ignore[no-untyped-def]
-    """Copy what a peer has sent to the target.
+    """Copy a peer's data to the target.
 
-    The checksum is of the target, read again, but where that is written past the caches, of what is written.
+    The checksum is of the target, read again; if the write bypasses the caches, of the written values.
     """
     out = _first(state, end, peer, index)
     streams = state[STREAMS] and target % STREAMED == 0
@@ -163,10 +164,9 @@ def _deliver(state, end, peer, index, target, source, nbytes):  # type: ignore[n
 
 @compiled
 def _keep(state, index, target, source, nbytes):  # type: ignore[no-untyped-def]
-    """Copy what this rank sends to itself, unless it is there, and compare the two.
+    """Copy this rank's data to itself unless they are there, and compare the two.
 
-    What it has got of itself then has the checksums of what it has sent, those of an all_to_all being 0, or
-    others where the two differ.
+    If both are equal, the received checksums are set to the sent ones (0 for an all_to_all), else to others.
     """
     me = state[RANK]
     sent = _first(state, SENT, me if state[KIND] == ALL_TO_ALL else np.int64(0), index)
@@ -209,7 +209,7 @@ def _put(state, index, elements):  # type: ignore[no-untyped-def]
 
 @compiled
 def _reduce(state, index, elements):  # type: ignore[no-untyped-def]
-    """Add up a slice in blocks: the order of ranks is that of `collectives_kernels`."""
+    """Add a slice in blocks, in the order of ranks of `collectives_kernels`."""
     kind, me, width = state[KIND], state[RANK], state[WIDTH]
     first = index * state[SLICE]
     own, result, skip, count = np.int64(0), state[TARGET] + first * width, np.int64(0), elements
@@ -295,7 +295,7 @@ def _elements(state, index):  # type: ignore[no-untyped-def]
 
 @compiled
 def _step(state):  # type: ignore[no-untyped-def]
-    """Run each phase for one slice if possible; returns whether any ran."""
+    """Run each phase for one slice if possible; return whether any ran."""
     moved = False
     if may_put_next(state):
         _put(state, state[PUT], _elements(state, state[PUT]))
@@ -314,7 +314,7 @@ def _step(state):  # type: ignore[no-untyped-def]
 
 @compiled
 def advance(state, patient):  # type: ignore[no-untyped-def]
-    """Advance as far as possible: 1 once `VERDICT` is there, else 0, after microseconds if `patient`."""
+    """Advance as far as possible: 1 once `VERDICT` is set, else 0, after microseconds if `patient`."""
     spins = yields = 0
     while not state[POSTED] or state[VERDICT] == MISSING:
         if state[TAKEN] < state[SLICES]:

@@ -1,4 +1,4 @@
-"""What ranks send each other in an operation, as checksums of blocks, and the first difference."""
+"""Checksums of the blocks that ranks send each other in an operation, and the first mismatch."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 STAGES: Final = 2
-"""Stages of a verified operation at most: a reduction sends values, and then sums."""
+"""Most stages of a verified operation: a reduction sends values, then sums."""
 WORD: Final = 1 << 64
 SENT, GOT, SENT_SUMS, GOT_SUMS = range(2 * STAGES)
-"""What a rank sends and gets in each stage: a row has a word for each rank, for each of these in turn."""
+"""Sent and received data of each stage: a row has a word per rank for each of these in turn."""
 LARGE: Final = 512 << 10
-"""Bytes from which several threads take checksums, where torch has them."""
+"""Bytes from which several threads take checksums, where torch has threads."""
 
 
 def row_words(ranks: int) -> int:
-    """Words of a row: for each stage one for each receiver and each sender, the digest of the operation, and
-    the sum of these.
+    """Return the words of a row: per stage one for each receiver and each sender, the operation's digest, and
+    the sum of all words.
     """
     return STAGES * 2 * ranks + 2
 
 
 class Flows(NamedTuple):
-    """What a rank sends to others, or gets from them, in a tensor.
+    """Parts of a tensor that a rank sends to other ranks, or receives from them.
 
     Attributes:
-        peers: for each flow the first of the ranks that it goes to or comes from, and how many there are.
-        offsets, nbytes: where it lies, in bytes, and its size; of an operation in pieces, in the last piece.
+        peers: for each flow, its first peer rank, and the number of its peers.
+        offsets, nbytes: offset and size of each flow in bytes; for an operation in pieces, in the last piece.
     """
 
     peers: Sequence[tuple[int, int]]
@@ -45,28 +45,28 @@ class Flows(NamedTuple):
 
     @classmethod
     def one(cls, peer: int, nbytes: int, peers: int = 1) -> Flows:
-        """A whole tensor, which goes to one rank, or to so many of them."""
+        """Return a whole tensor as one flow to or from `peers` ranks, beginning with `peer`."""
         return cls([(peer, peers)], [0], [nbytes])
 
     @classmethod
     def of_parts(cls, nbytes: Sequence[int]) -> Flows:
-        """A part of the tensor for each rank, in their order."""
+        """Return a part of the tensor for each rank, in rank order."""
         return cls([(rank, 1) for rank in range(len(nbytes))], [0, *accumulate(nbytes[:-1])], nbytes)
 
 
 class ChecksumPlan:
-    """The flows of an operation, and where the checksums of their blocks are kept.
+    """The flows of an operation, and the places of their blocks' checksums.
 
-    An operation may run in pieces: `repeats` of them, in which each flow has `part` bytes (whole blocks),
-    and a last one. Blocks are numbered through all pieces of a flow.
+    An operation may run in pieces: `repeats` pieces, in which each flow has `part` bytes (whole blocks), and
+    a last piece. Blocks are numbered through all pieces of a flow.
     """
 
     def __init__(
         self, ranks: int, ends: Mapping[int, Flows], repeats: int = 0, part: int = 0, stride: int = 0
     ) -> None:
-        """`ends`: by `SENT` and so on; those of which this rank has nothing are left out.
+        """Plan for the flows of `ends`, by `SENT` and so on; ends without data on this rank are left out.
 
-        `stride`: bytes from a flow to the next one in a piece, if they do not follow each other.
+        `stride`: bytes from one flow to the next in a piece, if flows are not contiguous.
         """
         self.ranks = ranks
         before = repeats * (part // BLOCK)  # blocks of a flow before the last piece
@@ -87,7 +87,7 @@ class ChecksumPlan:
 
 
 class _Cut:
-    """Parts of a tensor for `checksums`."""
+    """Parts of a tensor as arguments of `checksums`."""
 
     __slots__ = ("address", "blocks", "nbytes", "parts", "table")
 
@@ -109,18 +109,18 @@ class ChecksumTable:
     """The checksums of one operation.
 
     Attributes:
-        row: `row_words` of int64, with a sum that is still missing.
+        row: `row_words` of int64; its last word, the sum, is filled in when the row is posted.
     """
 
     def __init__(self, plan: ChecksumPlan, digest: int = 0) -> None:
-        """`digest`: of the operation's signature, so that ranks find out whether they run the same."""
+        """Prepare for a plan. `digest` is of the operation's signature; ranks compare it."""
         self.plan = plan
         self._checksums: Any = np.zeros(max(1, plan.blocks), np.int64)
         self.row: Any = np.zeros(row_words(plan.ranks), np.int64)
         self.row[-2] = digest
         self._at, self.address = self._checksums.ctypes.data, self.row.ctypes.data
         self._flows = plan.flows.ctypes.data, len(plan.flows), self._at, self.address
-        # Of an operation in one piece, by far the most frequent.
+        # For operations in one piece, by far the most frequent.
         self._last = {end: last.take for end, (_, last) in plan.cuts.items()}
 
     @property
@@ -129,18 +129,18 @@ class ChecksumTable:
         return self._flows
 
     def cut(self, end: int) -> tuple[int, int, int]:
-        """Of the last or only piece: address of the cut, its parts and blocks; zeros where there is none."""
+        """Return the cut of the last or only piece: its address, parts and blocks; zeros without one."""
         if end not in self.plan.cuts:
             return 0, 0, 0
         cut = self.plan.cuts[end][1]
         return cut.address, cut.parts, cut.blocks
 
     def take(self, end: int, address: int) -> None:
-        """Take the checksums of what is sent or got, of the last piece at `address` or of the only one."""
+        """Take the checksums of sent or received data: of the last or only piece, at `address`."""
         self._last[end](address, self._at)
 
     def take_piece(self, end: int, address: int, piece: int) -> None:
-        """Take those of one piece."""
+        """Take the checksums of one piece."""
         plan = self.plan
         if piece == plan.repeats:
             self.take(end, address)
@@ -152,7 +152,7 @@ class ChecksumTable:
         join(*self._flows)
 
     def of(self, end: int, peer: int) -> list[int]:
-        """The checksums of the blocks of one flow; none if there is none."""
+        """Return the checksums of the blocks of one flow; none without a flow."""
         word = end * self.plan.ranks + peer
         for first, blocks, at, count in self.plan.flows.tolist():
             if at <= word < at + count:
@@ -162,23 +162,23 @@ class ChecksumTable:
 
 
 class Blocks:
-    """Checksums of a message of `nbytes`, as a tensor that travels."""
+    """Checksums of a message of `nbytes`, as a tensor to send."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes, self._cut = nbytes, _Cut([(0, nbytes, 0)])
         self.count = self._cut.blocks
 
     def new(self) -> tuple[torch.Tensor, int]:
-        """Memory for one int64 for each block, and its address."""
+        """Return memory for one int64 per block, and its address."""
         words = torch.empty(self.count, dtype=torch.int64, device="cpu")
         return words, words.data_ptr()
 
     def take(self, address: int, words: int) -> None:
-        """Write the checksums of what lies at an address to another."""
+        """Write the checksums of the data at `address` to `words`."""
         self._cut.take(address, words)
 
     def changed(self, address: int, words: int) -> int | None:
-        """The first block of what lies at an address that does not have its checksum."""
+        """Return the first block at `address` whose checksum differs; None if all match."""
         if self._nbytes < LARGE:
             parts = [changed(address, self._nbytes, words, 0, self.count)]
         else:
@@ -187,7 +187,7 @@ class Blocks:
 
 
 class ChecksumMismatch(NamedTuple):
-    """The first payload that has changed: in which stage, from which group rank, to which one."""
+    """The first changed payload: its stage, sender and receiver (group ranks)."""
 
     stage: int
     source: int
@@ -195,17 +195,17 @@ class ChecksumMismatch(NamedTuple):
 
 
 def damaged_rows(rows: Sequence[Sequence[int]]) -> list[int]:
-    """The ranks whose rows have changed on their way."""
+    """Return the ranks whose rows changed in transit."""
     return [rank for rank, row in enumerate(rows) if (sum(row[:-1]) - row[-1]) % WORD]
 
 
 def operations_differ(rows: Sequence[Sequence[int]]) -> bool:
-    """Whether ranks have run different operations."""
+    """Return whether ranks have run different operations."""
     return len({row[-2] for row in rows}) > 1
 
 
 def first_difference(rows: Sequence[Sequence[int]]) -> ChecksumMismatch | None:
-    """The first payload that has not arrived as it was sent; None if all have."""
+    """Return the first payload that differs between sender and receiver; None if all are equal."""
     ranks = len(rows)
     for stage in range(STAGES):
         begin, middle, end = (2 * stage * ranks + part * ranks for part in range(3))
@@ -222,7 +222,7 @@ def first_difference(rows: Sequence[Sequence[int]]) -> ChecksumMismatch | None:
 
 
 def first_block(sent: Sequence[int], got: Sequence[int]) -> int | None:
-    """The first block whose checksums differ."""
+    """Return the first block whose checksums differ."""
     return next(
         (number for number, pair in enumerate(zip(sent, got, strict=False)) if pair[0] != pair[1]), None
     )

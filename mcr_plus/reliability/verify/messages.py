@@ -1,8 +1,8 @@
-"""Sends and receives that are verified: the receiver compares checksums.
+"""Verified sends and receives: the receiver compares checksums.
 
-Where messages of the library can, they carry their checksums. Elsewhere these follow a message, as one of
-their own with the same tag on the channel of verified operations, so the payload is not copied. Messages
-between two ranks with one tag keep their order, on either channel.
+If the library's messages can, they carry their checksums. Otherwise the checksums follow as a separate
+message with the same tag on the channel of verified operations, so that the payload is not copied. Messages
+between two ranks with one tag keep their order on either channel.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class VerifiedMessages:
     """The messages of a group on a library.
 
     Attributes:
-        open: receives of a tag that have not asked for checksums, in the order in which they were posted.
+        open: receives of a tag that have not requested checksums, in the order in which they were posted.
     """
 
     def __init__(self, own: Channel, steps: VerifiedSteps, group: Group, every: int) -> None:
@@ -40,7 +40,7 @@ class VerifiedMessages:
         self._sent: dict[_Key, int] = {}
         self._got: dict[_Key, int] = {}
         self.open: dict[int, list[VerifiedReceive]] = {}
-        self._following: list[tuple[Poll, torch.Tensor]] = []  # checksums on their way
+        self._following: list[tuple[Poll, torch.Tensor]] = []  # checksums in transit
 
     def bind(self, signature: Signature) -> Start:
         """See `Channel.bind`."""
@@ -57,16 +57,16 @@ class VerifiedMessages:
 
     @property
     def needs_polls(self) -> bool:
-        """Whether checksums are on their way that move only with polls."""
+        """Whether checksums are in transit that move only with polls."""
         return bool(self._following) and self._steps.backend.host_driven
 
     def advance(self) -> None:
-        """Let the checksums that have been sent move on."""
+        """Advance the sent checksums."""
         if self._following:
             self._following = [each for each in self._following if not _ended(each[0])]
 
     def _is_due(self, counts: dict[_Key, int], peer: int | None, tag: int) -> bool:
-        """Count a message; whether it is verified: both its ends count alike."""
+        """Count a message; return whether it is verified: both of its ends count alike."""
         if self._every == 1:
             return True
         key = peer, tag
@@ -84,7 +84,7 @@ class VerifiedMessages:
         return begin
 
     def corrupted(self, signature: Signature, source: int, block: int) -> DataCorrupted:
-        """The error of a message from a group rank, with the first block that has changed."""
+        """Return the error for a message from a group rank, with its first changed block."""
         group = self.group
         sender, receiver = group.named(source), group.named(group.rank)
         operation = signature.describe()
@@ -117,11 +117,11 @@ class VerifiedMessages:
     def _message(self, step: VerifiedStep, words: torch.Tensor, peer: int | None, tag: int) -> Poll:
         ends = ((words,), ()) if step.signature.kind == "send" else ((), (words,))
         message = Message(step.signature, *ends)
-        message.peer, message.match_tag = peer, tag  # in a third of the time that the constructor takes
+        message.peer, message.match_tag = peer, tag  # takes a third of the constructor's time
         return step.start(message)
 
     def asked(self, receive: VerifiedReceive, source: int, checks: _Checks) -> tuple[Poll, _Words] | None:
-        """Begin to receive the checksums of a message; None if it has none."""
+        """Begin to receive the checksums of a message; return None if it has none."""
         self.open[receive.tag].remove(receive)
         if not self._is_due(self._got, source, receive.tag) or not checks.blocks.count:
             return None
@@ -130,7 +130,7 @@ class VerifiedMessages:
 
 
 class _Checks:
-    """The checksums of messages of a signature: how they are taken, and the step that moves them."""
+    """The checksums of messages of a signature: how to take them, and the step that moves them."""
 
     def __init__(self, steps: VerifiedSteps, signature: Signature, group: Group) -> None:
         self.blocks = blocks = Blocks(signature.nbytes or 0)
@@ -140,19 +140,19 @@ class _Checks:
                 backend=steps.backend.name, tag="verify", async_op=True,
             )
         )  # fmt: skip
-        self.spare: list[_Words] = []  # memory of messages that have ended
+        self.spare: list[_Words] = []  # memory of ended messages, for reuse
 
     def words(self) -> _Words:
-        """Memory for those of one message."""
+        """Return memory for the checksums of one message."""
         return self.spare.pop() if self.spare else self.blocks.new()
 
 
 class VerifiedReceive(ReceivePoll):
     """The poll of a receive that compares checksums.
 
-    Receives of a tag ask for checksums in the order of their messages: one whose sender is that of an earlier
-    receive waits for it. It also waits for an earlier one from any source until that shows which message it
-    has: it has one, or it would have been given this one, but a library may show it later.
+    Receives with the same tag request checksums in the order of their messages: a receive waits for an
+    earlier one with the same sender. It also waits for an earlier receive from any source until that shows
+    its sender: the earlier receive already has a message, but a library may show it late.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class VerifiedReceive(ReceivePoll):
         return True
 
     def arrives(self) -> bool:
-        """Poll the message itself; whether it is there."""
+        """Poll the message itself; return whether it has arrived."""
         if not self._is_there:
             poll = self._poll
             self._is_there = poll()
@@ -210,7 +210,7 @@ class VerifiedReceive(ReceivePoll):
 
 
 def _ended(poll: Poll) -> bool:
-    """Whether the checksums of a message have been sent, or cannot be: the receiver is who misses them."""
+    """Return whether a message's checksums have been sent or have failed: only the receiver misses them."""
     try:
         return poll()
     except Exception:

@@ -1,4 +1,4 @@
-"""Opening what verified operations of a group need."""
+"""Opening the verification of a group's operations."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def open_verification(
 ) -> None:
     """Verify the operations of every library of a group; collective over its ranks.
 
-    Those on a stream are not: dispatch refuses to bind them.
+    Operations on a stream are excluded: dispatch refuses to bind them.
     """
     group, every = state.group, options.verify
     slots = {name: slot for name, slot in channels.items() if not slot.backend.on_stream and name != "local"}
@@ -60,7 +60,7 @@ def open_verification(
 def _open_rows(
     world: World, engine: Engine, group: Group, steps: VerifiedSteps
 ) -> tuple[RowExchange, Callable[[], None]]:
-    """The exchange of checksums, and how it is closed: by shared memory where all ranks can map it."""
+    """Open the exchange of checksums, by shared memory if all ranks can map it; return it and its closer."""
     words = row_words(group.size)
     name = steps.backend.name
     by_library = LibraryRows(steps, group.name, group.size, words), lambda: None

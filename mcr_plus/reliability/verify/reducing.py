@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from mcr_plus.core.message import Signature
 
 SMALL: Final = 64 << 10
-"""Bytes of an operation up to which a call of torch costs more than the values."""
+"""Largest operation in bytes for which calling torch costs more than the reduction."""
 EXACT: Final = {torch.float32, torch.float64, torch.int32, torch.int64}
 """Dtypes whose compiled kernels give the same bits as torch."""
 
 
 def reduction(signature: Signature) -> LocalReduce:
-    """The reduction of values in the order of ranks, see `LocalReduce`."""
+    """Return a reduction of values in the order of ranks, see `LocalReduce`."""
     assert signature.reduce_op is not None
     assert signature.dtype is not None
     if signature.dtype in EXACT and (signature.nbytes or SMALL + 1) <= SMALL:

@@ -1,4 +1,4 @@
-"""Compiled functions of small operations: their reduction, and rows of checksums in shared memory."""
+"""Kernels of small operations: their reduction, and checksum rows in shared memory."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ DIFFER: Final = 2
 SENT_CUT: Final = 0
 GOT_CUT: Final = 3
 SUMS_CUT: Final = 6
-CHECKSUMS: Final = 9  # addresses and number of what `join` takes
+CHECKSUMS: Final = 9  # addresses and number of the arguments of `join`
 FLOWS: Final = 10
 FLOW_COUNT: Final = 11
 ROW: Final = 12
 ROW_WORDS: Final = 13
-COUNTER: Final = 14  # of exchanges in shared memory: addresses of their number and of the first row; or 0
+COUNTER: Final = 14  # addresses of the number of shared-memory exchanges and of the first row, or 0
 ROWS: Final = 15
 STRIDE: Final = 16
 RANK: Final = 17
 RANKS: Final = 18
-COMBINE: Final = 19  # addresses of the kernels that reduce what has arrived; or 0
+COMBINE: Final = 19  # addresses of the kernels that reduce the received values, or 0
 DIVIDE: Final = 20
 COUNT: Final = 21  # elements of each rank, and bytes of one
 WIDTH: Final = 22
@@ -44,7 +44,7 @@ _types: Any = numba.types  # partly annotated, which type checkers report here
 
 @compiled
 def claim(counter):  # type: ignore[no-untyped-def]
-    """Begin an exchange; returns its number. `counter`: address of that of the last one."""
+    """Begin an exchange; return its number. `counter`: address of the last exchange's number."""
     number = load_acquire(counter) + 1
     store_release(counter, number)
     return number
@@ -52,7 +52,7 @@ def claim(counter):  # type: ignore[no-untyped-def]
 
 @compiled
 def post(row, words, place, number):  # type: ignore[no-untyped-def]
-    """Copy a row, with the sum of its words as the last one, behind the number that publishes it."""
+    """Copy a row, with the sum of its words as the last one, then set the number that publishes it."""
     total = np.int64(0)
     for word in range(words - 1):
         value = load_acquire(row + 8 * word)
@@ -64,8 +64,8 @@ def post(row, words, place, number):  # type: ignore[no-untyped-def]
 
 @compiled
 def compared(first, stride, ranks):  # type: ignore[no-untyped-def]
-    """Whether rows, `stride` bytes apart, have their sums, are of the same operation, and what was sent in
-    each stage has arrived.
+    """Return whether rows, `stride` bytes apart, have correct sums, are of the same operation, and match: the
+    data sent in each stage have arrived.
     """
     words = 4 * ranks + 1
     for rank in range(ranks):
@@ -88,7 +88,7 @@ def compared(first, stride, ranks):  # type: ignore[no-untyped-def]
 
 @compiled
 def gathered(first, stride, ranks, number, tries):  # type: ignore[no-untyped-def]
-    """`compared`, once the rows of all ranks have this number; `MISSING` after so many tries without one."""
+    """Return `compared` once the rows of all ranks have this number; `MISSING` after `tries` tries."""
     for rank in range(ranks):
         while load_acquire(first + rank * stride) != number:
             if tries <= 0:
@@ -107,16 +107,16 @@ def _check(words, cut, address):  # type: ignore[no-untyped-def]
 
 @compiled
 def check_sent(words, address):  # type: ignore[no-untyped-def]
-    """Take the checksums of what a small operation sends; `words` as of `settle`."""
+    """Take the checksums of the sent data of a small operation; `words` as for `settle`."""
     _check(words, np.int64(SENT_CUT), address)
 
 
 @compiled
 def settle(words, got, out):  # type: ignore[no-untyped-def]
-    """What follows the one step of a small operation: checksums of what it has got, sums, and the exchange.
+    """Finish a small operation after its one step: checksums of received data, sums, and the exchange.
 
-    `words`: address of `WORDS` int64. `got`: address of what has arrived, `out` of the sums. Returns the
-    verdict, or `MISSING` if the rows of others are not there yet, or are exchanged by the library.
+    `words`: address of `WORDS` int64. `got`: address of the received data, `out` of the sums. Returns the
+    verdict, or `MISSING` if other rows are not there yet or the library exchanges them.
     """
     ranks = load_acquire(words + 8 * RANKS)
     _check(words, np.int64(GOT_CUT), got)

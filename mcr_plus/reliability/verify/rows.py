@@ -1,4 +1,4 @@
-"""The exchange of checksums: every rank gets the rows of 64-bit words of all ranks."""
+"""Exchange of checksums: every rank gets the rows of 64-bit words of all ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mcr_plus.reliability.verify.steps import VerifiedSteps
 
 _LINE: Final = 8  # words
-_TRIES: Final = 100  # looks at the rows of others in a poll: as long as a poll of shared memory
+_TRIES: Final = 100  # checks of other ranks' rows in a poll: as long as a poll of shared memory
 
 
 class RowExchange(Protocol):
@@ -25,39 +25,39 @@ class RowExchange(Protocol):
 
     @property
     def number(self) -> int:
-        """Of the last exchange that this rank has begun."""
+        """Number of the last exchange that this rank has begun."""
         ...
 
     def post(self, row: Any) -> Poll:
-        """Publish this rank's row of int64, with its sum; the poll is true once all rows are there."""
+        """Publish this rank's int64 row with its sum; return a poll that is true once all rows are there."""
         ...
 
     def ring(self) -> None:
-        """Wake ranks that wait for a row that compiled code has posted."""
+        """Wake ranks that wait for a row posted by compiled code."""
         ...
 
     def agree(self) -> bool:
-        """Whether all rows are as they were sent, of the same operation, and say that what was sent has
+        """Return whether all rows are undamaged, of the same operation, and show that all sent data have
         arrived.
         """
         ...
 
     def read(self) -> list[list[int]]:
-        """The rows of all ranks, in their order."""
+        """Return the rows of all ranks, in rank order."""
         ...
 
 
 class SharedRows:
     """Rows in memory that the ranks of a host share.
 
-    A rank posts the next row only once it has read all of the present ones, so two rows for each rank are
-    enough: the one before is not read any more when it is overwritten.
+    A rank posts its next row only once it has read all present rows. So two rows per rank are enough: no rank
+    still reads the previous row when it is overwritten.
     """
 
     def __init__(
         self, memory: memoryview, rank: int, ranks: int, words: int, ring: Callable[[], None]
     ) -> None:
-        """`memory`: of `shared_bytes`, zeros at first. `ring`: wakes ranks that wait."""
+        """Use `memory` of `shared_bytes`, initially zeros. `ring`: wakes ranks that wait."""
         self._all: Any = np.frombuffer(memory, np.int64)
         self._base = self._all.ctypes.data
         self._row, self._words, self._ranks, self.ring = 8 * _stride(words), words, ranks, ring
@@ -72,10 +72,10 @@ class SharedRows:
 
     @property
     def addresses(self) -> tuple[int, int, int]:
-        """What compiled code needs that carries out exchanges itself.
+        """Addresses for compiled code that carries out exchanges itself.
 
-        Addresses of the number of the last exchange and of the first row, and bytes from a rank's rows to
-        those of the next one.
+        Addresses of the last exchange's number and of the first row, and bytes from one rank's rows to the
+        next rank's.
         """
         return self._counter.ctypes.data, self._base, 2 * self._row
 
@@ -87,7 +87,7 @@ class SharedRows:
         return self.poll()
 
     def poll(self) -> Poll:
-        """Whether all rows of the exchange that this rank has begun are there."""
+        """Return whether all rows of the exchange that this rank has begun are there."""
         number, ranks, stride = self.number, self._ranks, 2 * self._row
         first = self._base + number % 2 * self._row
 
@@ -110,12 +110,12 @@ class SharedRows:
         return rows
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         self._base, self._all = 0, None
 
 
 class LibraryRows:
-    """Rows by an all_gather of a library, for ranks of several hosts."""
+    """Rows exchanged by an all_gather of a library, for ranks on several hosts."""
 
     def __init__(self, steps: VerifiedSteps, group: str, ranks: int, words: int) -> None:
         self._ranks = ranks
@@ -149,7 +149,7 @@ class LibraryRows:
         return is_there
 
     def ring(self) -> None:
-        """Nothing: the library wakes them."""
+        """Do nothing: the library wakes the ranks."""
 
     def agree(self) -> bool:
         """See `RowExchange`."""
@@ -163,10 +163,10 @@ class LibraryRows:
 
 
 def _stride(words: int) -> int:
-    """Words of a row in shared memory: its number, and whole cache lines."""
+    """Return the words of a row in shared memory: its number, and whole cache lines."""
     return -(-(1 + words) // _LINE) * _LINE
 
 
 def shared_bytes(ranks: int, words: int) -> int:
-    """Bytes of the memory of `SharedRows`."""
+    """Return the bytes of the memory of `SharedRows`."""
     return 8 * 2 * ranks * _stride(words)

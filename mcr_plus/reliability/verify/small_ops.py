@@ -1,8 +1,7 @@
-"""Small verified operations of one step: compiled code does in one call what follows the step.
+"""Small verified operations of one step: one call of compiled code does all work after the step.
 
-They are those that move data, and reductions of which a rank gets the values of all and reduces them itself.
-Where rows of checksums lie in shared memory and the library is polled, an operation may end in the call that
-starts it.
+They move data, or reduce values that a rank gathers and reduces itself. If checksum rows are in shared memory
+and the library is polled, an operation may end in the call that starts it.
 """
 
 from __future__ import annotations
@@ -43,10 +42,10 @@ if TYPE_CHECKING:
 _Tensors = tuple[torch.Tensor, ...]
 
 WHOLE: Final = 8192
-"""Bytes of an all_reduce or reduce up to which a rank gets all values, and reduces them itself."""
+"""Largest all_reduce or reduce in bytes for which a rank gathers all values and reduces them itself."""
 _STEPS: Final = {"all_reduce": "all_gather", "reduce": "gather", "reduce_scatter": "all_to_all"}
 _MOST: Final = {"all_reduce": WHOLE, "reduce": WHOLE, "reduce_scatter": SMALL}  # bytes
-_TRIES: Final = 400  # looks at the rows of others in the call of a synchronous operation: a few microseconds
+_TRIES: Final = 400  # checks of other ranks' rows in a synchronous call: a few microseconds
 
 
 class SmallOperations:
@@ -56,7 +55,7 @@ class SmallOperations:
         self._steps, self._group, self._rows, self._judge = steps, group, rows, judge
 
     def bind(self, signature: Signature) -> Begins | None:
-        """How operations of a signature begin; None for those that are not small, or have several steps."""
+        """Return how operations of a signature begin; None if they are not small, or have several steps."""
         kind, nbytes = signature.kind, signature.nbytes
         if kind in VECTOR or not nbytes or nbytes >= LARGE:
             return None
@@ -79,26 +78,26 @@ class _Moved:
     """Operations of a signature that move data."""
 
     combine: tuple[int, int, int, int] = 0, 0, 0, 0
-    """Kernels that reduce what has arrived, elements of each rank, and bytes of one, see `settle`."""
+    """Reduction kernels for the received data, elements of each rank, and bytes of one, see `settle`."""
     by_torch: bool = False
-    """Whether torch reduces what has arrived, whose checksums are taken before."""
+    """Whether torch reduces the received data, after their checksums are taken."""
 
     def __init__(
         self, step: VerifiedStep, signature: Signature, group: Group, rows: RowExchange, judge: Judge
     ) -> None:
         self._step, self.signature, self.group, self._rows, self._judge = step, signature, group, rows, judge
-        self._free: list[_Use] = []  # as many as have been under way at once
+        self._free: list[_Use] = []  # one for each operation that was in progress at the same time
 
     def plan(self, message: Message) -> ChecksumPlan:
-        """What this rank sends and gets."""
+        """Return the plan of this rank's sent and received data."""
         return movement(self.group.rank, self.group.size, message)
 
     def inner(self, message: Message) -> Message:
-        """The message of the step."""
+        """Return the message of the step."""
         return Message(self._step.signature, message.inputs, message.outputs)
 
     def settle(self, use: _Use, outputs: _Tensors) -> int:
-        """What follows the step; returns the verdict, see `row_kernels.settle`."""
+        """Finish an operation after its step; return the verdict, see `row_kernels.settle`."""
         found: int = settle(use.at, outputs[0].data_ptr() if outputs else 0, 0)
         return found
 
@@ -107,7 +106,7 @@ class _Moved:
         return self._run(self._begun(message), self.inner(message), message.outputs)
 
     def at_once(self, polls: range, message: Message) -> VerifiedRun | None:
-        """Run an operation as far as it goes within so many polls: see `AtOnce`."""
+        """Run an operation as far as possible within `polls` polls: see `AtOnce`."""
         use, step, inner, outputs = self._begun(message), self._step, self.inner(message), message.outputs
         if (gate := step.gate(inner)) is not None:
             return self._run(use, inner, outputs, gate)
@@ -152,9 +151,9 @@ class _Moved:
 
 
 class _Reduced(_Moved):
-    """Reductions of which a rank gets the values of all, and reduces them itself.
+    """Reductions whose values a rank gathers and reduces itself.
 
-    All ranks do so in an all_reduce, each with its part in a reduce_scatter, and the root in a reduce.
+    In an all_reduce all ranks reduce everything, in a reduce_scatter each its part, in a reduce the root.
     """
 
     def __init__(
@@ -179,14 +178,14 @@ class _Reduced(_Moved):
         self._plan = ChecksumPlan(size, self._ends(kind, nbytes, size, root))
 
     def _ends(self, kind: str, nbytes: int, size: int, root: int) -> dict[int, Flows]:
-        """What this rank sends and gets; `nbytes` to or from each rank."""
+        """Return this rank's sent and received data; `nbytes` to or from each rank."""
         got = Flows.of_parts([nbytes] * size)
         if kind == "reduce_scatter":
             return {SENT: got, GOT: got}
         if kind == "reduce":
             sent = {SENT: Flows.one(root, nbytes)}
             return {**sent, GOT: got} if self._is_target else sent
-        # The sums of all ranks are equal: each has sent its own to all, and got it from all.
+        # The sums of all ranks are equal: each rank has sent its sums to all and received them from all.
         return {SENT: Flows.one(0, nbytes, size), GOT: got, SENT_SUMS: Flows.one(0, nbytes, 2 * size)}
 
     def plan(self, message: Message) -> ChecksumPlan:  # noqa: ARG002
@@ -205,7 +204,7 @@ class _Reduced(_Moved):
 
 
 class _Use:
-    """The checksums of one operation, and the words of `settle` for them."""
+    """The checksums of one operation, and its words for `settle`."""
 
     __slots__ = ("_words", "at", "ledger", "sends")
 

@@ -1,4 +1,4 @@
-"""The steps of verified operations: operations of a library, on a channel for these alone."""
+"""Steps of verified operations: operations of a library on a separate channel."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ if TYPE_CHECKING:
 
 
 class VerifiedSteps:
-    """Attributes: `backend`, `channel`: the library, and the channel."""
+    """Binds steps.
+
+    Attributes:
+        backend, channel: the library, and its channel for steps alone.
+    """
 
     def __init__(self, backend: Backend, channel: Channel) -> None:
         self.backend, self.channel = backend, channel
 
     def bind(self, signature: Signature) -> VerifiedStep:
-        """A step for operations of a signature. Whoever binds it keeps it: nothing is kept here."""
+        """Return a step for operations of a signature. The caller keeps it: nothing is cached here."""
         support = self.backend.supports(signature)
         if not support:
             raise BackendError(f"{self.backend.name} cannot run {signature.describe()}: {support.how}")
@@ -30,7 +34,7 @@ class VerifiedStep:
     """A bound step.
 
     Attributes:
-        start: hand a message to the library, once its gate is open.
+        start: hands a message to the library once its gate is open.
     """
 
     __slots__ = ("_gate", "_has_passed", "signature", "start")
@@ -40,7 +44,7 @@ class VerifiedStep:
         self._has_passed = False
 
     def gate(self, message: Message) -> Poll | None:
-        """What the library does before a message; None if there is nothing to wait for."""
+        """Return the library's step before a message; None if there is nothing to wait for."""
         gate = self._gate
         if gate is None or (self._has_passed and not (gate.every or gate.again)):
             return None

@@ -1,12 +1,12 @@
-"""The course of a verified operation: its steps, and the checksums that are taken between them.
+"""Run of a verified operation: its steps, and the checksums taken between them.
 
-Operations that move data run as they are. Reductions are made of such: values are exchanged, each rank
-reduces its part in the order of ranks, and sums are gathered. So everything that travels has a checksum of
-all its bits, while no checksum of floating-point values leads to that of their sum.
+Operations that move data run unchanged. Reductions consist of such operations: ranks exchange values, each
+reduces its part in the order of ranks, and they gather the sums. So every transmitted byte has a checksum of
+all its bits; a checksum of floating-point values could not predict that of their sum.
 
-A large broadcast, all_reduce or all_gather over gloo between hosts runs in pieces, so that the checksum of
-a piece is taken while the library moves another one; the first two over shared memory, too, where `checked`
-does not serve them.
+A large broadcast, all_reduce or all_gather over gloo between hosts runs in pieces, so that checksums of one
+piece are taken while the library moves another; a broadcast or all_reduce over shared memory too, unless
+`checked` serves it.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
     from mcr_plus.reliability.verify.steps import VerifiedStep, VerifiedSteps
 
 VerifiedRun = Iterator[Poll]
-"""An operation under way: each poll has to be true before the next one is taken."""
+"""A running operation: each poll must be true before the next one is taken."""
 Compare = Callable[[Signature, ChecksumTable], VerifiedRun]
-"""Compares what ranks have sent and got; raises `DataCorrupted`."""
+"""Compares sent and received data of ranks; raises `DataCorrupted`."""
 Begin = Callable[[Message], VerifiedRun]
 """Begins an operation, whose tensors may be damaged from then on."""
 AtOnce = Callable[[Message], VerifiedRun | None]
-"""Runs an operation as far as it goes at once, while none is under way; None if it has ended well."""
+"""Runs an operation as far as possible while no other runs; None if it has ended well."""
 Judge = Callable[[Signature, ChecksumTable], NoReturn]
 """Raises `DataCorrupted`: ranks do not agree."""
 
@@ -57,32 +57,33 @@ class Begins(NamedTuple):
 
 
 PIECE: Final = 4 << 20
-"""Bytes of a piece, about: it stays in a cache of tens of MiB. With smaller ones ranks would wait for each
-other more often, and each wait costs a time slice where other processes use the cores."""
+"""Approximate bytes of a piece: it stays in a cache of tens of MiB. Smaller pieces would make ranks wait for
+each other more often, and each wait costs a time slice where other processes use the cores.
+"""
 _NO_PIECES: Final = 1 << 62
 _LINE: Final = 64  # bytes
 
 
 class VerifiedRuns:
-    """How operations run on a library of a group."""
+    """Binds the runs of a library's operations in a group."""
 
     def __init__(
         self, steps: VerifiedSteps, group: Group, compare: Compare, between_hosts: bool = False
     ) -> None:
         self._steps, self._compare = steps, compare
         self._rank, self._size = group.rank, group.size
-        # Where other processes use the cores, a wait for each piece costs more than it saves. Between hosts
-        # the link is slower than that, but a library that moves only while it is polled gains nothing.
+        # On busy cores, waiting for each piece costs more than it saves on one host. Between hosts the link
+        # is slower than the wait, but a library that moves data only when polled gains nothing.
         in_pieces = steps.backend.rings or (between_hosts and not steps.backend.host_driven)
         self._piece = PIECE if in_pieces else _NO_PIECES
         self._gathers_in_pieces = in_pieces and not steps.backend.rings
         self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def bind(self, signature: Signature) -> Begin:
-        """How operations of a signature begin: the checksums of what is sent first are taken at once."""
+        """Return how operations of a signature begin: checksums of the data sent first are taken at once."""
         kind, nbytes = signature.kind, signature.nbytes or 0
         if kind not in REDUCING:
-            least = 2 * self._piece  # so that there are two
+            least = 2 * self._piece  # at least two pieces
             if kind == "broadcast" and nbytes >= least:
                 return self._broadcast(signature)
             if kind == "all_gather" and self._gathers_in_pieces and nbytes >= least:
@@ -106,7 +107,7 @@ class VerifiedRuns:
 
         def run(
             message: Message, inputs: _Tensors, outputs: _Tensors, ledger: ChecksumTable
-        ) -> VerifiedRun:  # the message lets go of its tensors
+        ) -> VerifiedRun:  # the message drops its tensor references
             inner = message.with_tensors(inputs, outputs, signature, after=None, prepare=None)
             yield from _through(step, inner)
             if GOT in ledger.plan.cuts:
@@ -117,7 +118,7 @@ class VerifiedRuns:
         return begin
 
     def _broadcast(self, signature: Signature) -> Begin:
-        """In pieces."""
+        """Return a run in pieces."""
         assert signature.dtype is not None
         nbytes, root = signature.nbytes or 0, signature.root or 0
         is_root, size = root == self._rank, self._size
@@ -150,6 +151,7 @@ class VerifiedRuns:
                 if (gate := step.gate(inner)) is not None:
                     yield gate
                 poll = step.start(inner)
+                # The checksum of the previous piece is taken while the library moves this one.
                 if before is not None:
                     yield before
                     ledger.take_piece(GOT, pieces[number - 1].data_ptr(), number - 1)
@@ -163,7 +165,7 @@ class VerifiedRuns:
         return begin
 
     def _all_gather(self, signature: Signature) -> Begin:
-        """In pieces, which are copied to where they belong while the library moves the next one."""
+        """Return a run in pieces; each is copied to its place while the library moves the next one."""
         assert signature.dtype is not None
         size, width = self._size, signature.dtype.itemsize
         block = (signature.nbytes or 0) // size
@@ -182,11 +184,12 @@ class VerifiedRuns:
         def begin(message: Message) -> VerifiedRun:
             ledger, value = kept.ledger(message), _cut(message.inputs[0], repeats, part // width)
             ledger.take_piece(SENT, value[0].data_ptr(), 0)
-            # As bytes: torch copies those of a bool other than 0 and 1 as 1.
+            # As bytes: torch normalises bools other than 0 and 1 when it copies.
             return run(value, message.outputs[0].view(-1).view(torch.uint8).view(size, -1), ledger)
 
         def run(value: list[torch.Tensor], out: torch.Tensor, ledger: ChecksumTable) -> VerifiedRun:
             most = max(each.numel() for each in value) * size
+            # Two buffers: the library fills one while the other is copied out.
             memory, before = self._memory(value[0], most, most), None
 
             def placed(number: int) -> None:
@@ -218,7 +221,7 @@ class VerifiedRuns:
     # -- reductions -------------------------------------------------------------------------------------
 
     def _memory(self, like: torch.Tensor, *numels: int) -> tuple[torch.Tensor, ...]:
-        """Tensors of these sizes for one operation, of which there is one at a time."""
+        """Return tensors of these sizes for one operation; only one runs at a time."""
         sizes = [-(-numel * like.element_size() // _LINE) * _LINE for numel in numels]
         if self._scratch.numel() < sum(sizes):  # fresh pages cost more than the values in them
             self._scratch = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
@@ -229,11 +232,11 @@ class VerifiedRuns:
         return tuple(tensors)
 
     def _all_reduce(self, signature: Signature) -> Begin:
-        """In pieces, the last of which holds what the others leave."""
+        """Return a run in pieces; the last one holds the remainder."""
         reduce_parts, size, rank = reduction(signature), self._size, self._rank
         assert signature.dtype is not None
         nbytes, width = signature.nbytes or 0, signature.dtype.itemsize
-        part = max(1, self._piece // size // BLOCK) * BLOCK  # of a piece, on each rank
+        part = max(1, self._piece // size // BLOCK) * BLOCK  # bytes of a piece on each rank
         repeats, rest = _pieces(nbytes, size * part)
         numel = rest // width
         counts = tuple(numel * (each + 1) // size - numel * each // size for each in range(size))
@@ -263,10 +266,12 @@ class VerifiedRuns:
             return run(value, out, ledger)
 
         def run(value: list[torch.Tensor], out: list[torch.Tensor], ledger: ChecksumTable) -> VerifiedRun:
-            # Two of each: while the sums of a piece are gathered, the values of the next one are exchanged.
+            # Two of each: while the sums of one piece are gathered, the values of the next one are exchanged.
             memory = self._memory(value[0], *(parts_numel,) * 2, *(own_numel,) * 2)
             exchanged: Poll | None = None
             summed: Poll | None = None
+            # A pipeline of three steps: exchange piece `number`, reduce and gather the piece before it, and
+            # check the sums of the piece before that. All ranks start operations in the same order.
             for number in range(repeats + 2):
                 arriving: Poll | None = None
                 if number <= repeats:
@@ -372,7 +377,7 @@ _Tensors = tuple[torch.Tensor, ...]
 
 
 def movement(rank: int, size: int, message: Message) -> ChecksumPlan:
-    """What an operation that moves data sends and gets on a rank of so many."""
+    """Return the sent and received data of an operation that moves data, on `rank` of `size`."""
     signature = message.signature
     kind, root = plain_kind(signature.kind), signature.root or 0
     from_root = collective(kind).sends_elsewhere is not None
@@ -400,17 +405,17 @@ def _parts(size: int, value: torch.Tensor, counts: tuple[int, ...] | None) -> Fl
 
 
 class _TablePool:
-    """The ledgers of a signature: as many as have been under way at once."""
+    """The ledgers of a signature, one for each operation that was in progress at the same time."""
 
     def __init__(self, signature: Signature, plan: Callable[[Message], ChecksumPlan]) -> None:
         self._plan = plan
-        self._differs = signature.kind in VECTOR  # from call to call
+        self._differs = signature.kind in VECTOR  # the plan differs from call to call
         self._digest = signature.digest()
         self._known: ChecksumPlan | None = None
         self._free: list[ChecksumTable] = []
 
     def ledger(self, message: Message) -> ChecksumTable:
-        """A ledger for an operation."""
+        """Return a ledger for an operation."""
         if self._free:
             return self._free.pop()
         if self._known is None or self._differs:
@@ -418,13 +423,13 @@ class _TablePool:
         return ChecksumTable(self._known, self._digest)
 
     def give_back(self, ledger: ChecksumTable) -> None:
-        """Take it back: all is well."""
+        """Take back the ledger of a successful operation."""
         if not self._differs:
             self._free.append(ledger)
 
 
 class _ReducedPiece:
-    """The two steps of a piece of an all_reduce; `own`: elements that this rank adds up."""
+    """The two steps of a piece of an all_reduce; `own`: elements that this rank adds."""
 
     def __init__(
         self, steps: VerifiedSteps, signature: Signature, counts: tuple[int, ...], rank: int
@@ -445,35 +450,35 @@ class _ReducedPiece:
         self.exchanging, self.gathering = steps.bind(exchange), steps.bind(gather)
 
     def exchange(self, value: torch.Tensor, parts: torch.Tensor) -> Message:
-        """Each rank gets its part of the values of all."""
+        """Return the message by which each rank gets its part of all ranks' values."""
         return Message(self.exchanging.signature, (value,), (parts,), **self._exchange)
 
     def gather(self, sums: torch.Tensor, out: torch.Tensor) -> Message:
-        """All ranks get all sums."""
+        """Return the message by which all ranks get all sums."""
         return Message(self.gathering.signature, (sums,), (out,), **self._gather)
 
 
 def _pieces(nbytes: int, piece: int) -> tuple[int, int]:
-    """How many pieces of this size there are, and the bytes of a last one, of up to twice the size."""
+    """Return the number of full pieces, and the bytes of a last one, up to twice the size."""
     repeats = max(0, nbytes // piece - 1)
     return repeats, nbytes - repeats * piece
 
 
 def _cut(tensor: torch.Tensor, repeats: int, numel: int) -> list[torch.Tensor]:
-    """The pieces of a tensor."""
+    """Return the pieces of a tensor."""
     flat, end = tensor.view(-1), repeats * numel
     return [*(flat[at : at + numel] for at in range(0, end, numel)), flat[end:]]
 
 
 def _through(step: VerifiedStep, message: Message) -> VerifiedRun:
-    """One operation of the library."""
+    """Run one operation of the library."""
     if (gate := step.gate(message)) is not None:
         yield gate
     yield step.start(message)
 
 
 def derived(signature: Signature, kind: str, **changes: object) -> Signature:
-    """The signature of a step; that of the operation is in it, so libraries keep different ones apart."""
+    """Return the signature of a step; it contains the operation's, so libraries keep steps apart."""
     fields: dict[str, object] = {
         "kind": kind, "nbytes": None, "reduce_op": None, "root": None, "algorithm": None, "parts": None,
         "key": None, "call": signature.as_call(), "counts_agreed": True,

@@ -51,7 +51,7 @@ ALGORITHMS: Final = ("tree", "ring", "collnet_direct", "collnet_chain", "nvls", 
 PROTOCOLS: Final = ("ll", "ll128", "simple")
 
 _KINDS: Final = {collective.name: kind for kind, collective in COLLECTIVES.items()}
-_LARGEST: Final = (1 << 64) - 1  # of the plugin's size_t
+_LARGEST: Final = (1 << 64) - 1  # the plugin's largest size_t
 _LONGEST: Final = 255
 _FIELDS: Final = (
     "collective", "min_bytes", "max_bytes", "algorithm", "protocol", "channels", "nNodes", "nRanks",
@@ -59,7 +59,7 @@ _FIELDS: Final = (
 )  # fmt: skip
 _REQUIRED: Final = 8
 _USUAL: Final = {"numPipeOps": 1, "regBuff": 0}
-_PASSED: Final = {"numPipeOps": range(1, 1 << 31), "regBuff": range(2)}  # by NCCL
+_PASSED: Final = {"numPipeOps": range(1, 1 << 31), "regBuff": range(2)}  # passed by NCCL
 _LIBRARY: Final = "NCCL's tuner"
 
 

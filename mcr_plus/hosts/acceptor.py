@@ -41,7 +41,7 @@ class Acceptor:
 
         A listener with a timeout keeps it; one without becomes non-blocking.
         """
-        import logging  # not for this package's `liveness`; here, because later there may be no file descriptor
+        import logging  # not for `liveness` alone; here, since later there may be no file descriptor
 
         self._logger = logging.getLogger("mcr_plus")
         if listener.gettimeout() is None:

@@ -1373,7 +1373,7 @@ def test_ucc_conf_is_read_as_inih_and_strtok_read_it(text: str, string: str) -> 
 def test_ucc_strings_have_no_empty_pieces() -> None:
     for one, other in (
         ("allreduce:0--4k-:@dbt", "allreduce:0-4k:@dbt"),
-        ("allreduce: 0-+4k:@dbt", "allreduce:0-4k:@dbt"),
+        ("allreduce: 0-+4kb x:@dbt", "allreduce:0-4k:@dbt"),
         ("allreduce:4k-auto:@dbt", "allreduce:4k-inf:@dbt"),
         ("allreduce:[,2--4,-8-,]:@dbt", ""),
         ("allreduce:[,2--4,,-8-]:@dbt", "allreduce:[2-4,8]:@dbt"),
@@ -1407,6 +1407,7 @@ def test_ucc_strings_have_no_empty_pieces() -> None:
         "[MODEL=rome]",
         "[team_size=4-inf]",
         "[team_size=2-4-8]",
+        "[team_size=4x team_size=4]",
         "[team_size=8-2]",
         "[team_size=0]",
         "[sock=x]",

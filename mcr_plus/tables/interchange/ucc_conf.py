@@ -83,14 +83,16 @@ def section_of(text: str) -> Section:
 
 def _section(text: str) -> Section:
     words: dict[str, str] = {}
+    numbers: dict[str, Range] = {}
     for word in split(text, " "):
         key, value, *_ = *split(word, "="), "", ""
         key = "vendor" if key.lower() == "vendor" else key
         if key not in _KEYS or not value:
             raise ValueError(f"expected key=value with {', '.join(_KEYS)}, got {short(word)}")
+        if key not in _KEYS[:2]:
+            numbers[key] = _range(value)
         words[key] = value
     processor = " ".join(f"{key}={words.pop(key).lower()}" for key in ("vendor", "model") if key in words)
-    numbers = {key: _range(word) for key, word in words.items()}
     ranks, nodes, per_node, _ = (numbers.get(key) for key in _KEYS[2:])
     more = [f"sock={words['sock']}"] if "sock" in words else []
     if per_node is not None:

@@ -1609,8 +1609,7 @@ def test_oneccl_skips_and_reports_unknown_names(text: str, what: str) -> None:
 
 
 def test_oneccl_entries_end_with_a_semicolon_and_have_no_spaces_between_them() -> None:
-    found = import_("oneccl", "CCL_REDUCE=tree:0-8;\n", "c")
-    assert found.lost == ()
+    assert import_("oneccl", "CCL_REDUCE=tree:0-8;\n", "c").lost == ()
     found, (lost,) = import_("oneccl", "CCL_REDUCE = tree:0-8 ; topo:9-max\n", "c")
     assert rules_of(found)[0] == ("reduce", "0..9", "mpi:tree")
     assert lost == "c:1: no VARIABLE=value: '; topo:9-max'; a value has no spaces between its entries"

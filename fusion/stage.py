@@ -69,7 +69,8 @@ class FuseStage(Stage):
             return next(signature)
         next.note(
             "fused with operations that differ only in size, not in tag, up to "
-            f"{format_size(options.bucket)}; sent when full, when one of them is waited for, or by flush()",
+            f"{format_size(options.bucket)}; sent when full, when one of them is waited for, or by flush(); "
+            "what is a bucket already (of mcr.wrap, DDP's hook or a coalesced call) is sent as it is",
             lambda: {"fused": True},
         )
         unfused = next(signature)
@@ -109,6 +110,8 @@ class FuseStage(Stage):
             runtime.flush_pending(first)  # the peer's later buckets may have other members
 
     def _refusal(self, signature: Signature, treatment: Treatment) -> str | None:
+        if signature.key is not None:
+            return "it is a bucket already, and sent as it is"
         if not signature.async_op:
             return "it is waited for at once"
         if not signature.nbytes:

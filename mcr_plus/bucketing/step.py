@@ -222,13 +222,13 @@ class CapturedStep:
         longest = [max(steps[index].seconds for steps in per_rank.values()) for index in range(count)]
         warm = next(i for i, seconds in enumerate(longest) if seconds <= _WARM * median(longest))
         middle = median(longest[warm:])
-        if middle <= 0:
-            raise InvalidArgument("steps take no time; expected them to end later than they begin")
         usual = {rank: _usual(steps, warm) for rank, steps in sorted(per_rank.items())}
         if not any(
             isinstance(mark.event, ReadyEvent) for chosen in usual.values() for mark in chosen[0][1].marks
         ):
             raise InvalidArgument("no backward pass: no gradient became ready; expected one in every step")
+        if middle <= 0:
+            raise InvalidArgument("steps take no time; expected them to end later than they begin")
         fewest = min(len(chosen) for chosen in usual.values())
         if fewest < least:
             notes = (

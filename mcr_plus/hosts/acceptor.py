@@ -17,6 +17,7 @@ WITHIN: Final = 10.0
 """Seconds that a connection may take to authenticate. A member does so as soon as it has connected."""
 MOST: Final = 64
 """Connections that may wait to authenticate at once, beside as many as there are members."""
+_PAUSE: Final = 0.05  # seconds until a non-blocking listener is polled again that cannot accept
 _LOG_EVERY: Final = 60.0  # seconds between two lines about refused connections
 
 
@@ -40,6 +41,9 @@ class Acceptor:
 
         A listener with a timeout keeps it; one without becomes non-blocking.
         """
+        import logging  # not for `liveness` alone; here, since later there may be no file descriptor
+
+        self._logger = logging.getLogger("mcr_plus")
         if listener.gettimeout() is None:
             listener.setblocking(False)
         self.listener = listener
@@ -63,7 +67,7 @@ class Acceptor:
             if self.listener.fileno() >= 0:  # else it was closed meanwhile
                 self._log(f"a connection could not be accepted: {error}")
                 self._make_room()  # there may be too few file descriptors
-                time.sleep(self.listener.gettimeout() or 0.0)
+                time.sleep(self.listener.gettimeout() or _PAUSE)
             return None
         with self._lock:
             if len(self._pending) >= self._most:
@@ -113,8 +117,6 @@ class Acceptor:
 
     def _log(self, text: str) -> None:
         """Log the first line at once, and later ones once a minute, with the number of those left out."""
-        import logging  # lazy: most processes that have only this package's `liveness` never log
-
         now = time.monotonic()
         with self._lock:
             if now < self._log_next:
@@ -122,7 +124,7 @@ class Acceptor:
                 return
             more = f" ({self._left_out} more since the last such line)" if self._left_out else ""
             self._log_next, self._left_out = now + _LOG_EVERY, 0
-        logging.getLogger("mcr_plus").warning("%s: %s%s", self._what, text, more)
+        self._logger.warning("%s: %s%s", self._what, text, more)
 
 
 def _is_silent(connection: socket.socket) -> bool:

@@ -7,6 +7,8 @@ import json
 import logging
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 import urllib.request
@@ -236,3 +238,29 @@ def test_too_few_descriptors_cost_one_line(caplog: pytest.LogCaptureFixture) -> 
     assert [record.getMessage() for record in caplog.records] == [
         "test: a connection could not be accepted: [Errno 24] Too many open files"
     ]
+
+
+FULL = """
+import os, resource, select, socket, time
+from mcr_plus.hosts.acceptor import Acceptor
+listener = socket.create_server(("127.0.0.1", 0))
+acceptor = Acceptor(listener, "test")
+far = socket.create_connection(listener.getsockname())
+poll = select.poll()
+poll.register(listener, select.POLLIN)
+_, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (os.open(os.devnull, os.O_RDONLY) + 1, most))  # all are used
+ends, polls = time.monotonic() + 1, 0
+while time.monotonic() < ends:
+    assert poll.poll(1000) and acceptor.accept() is None
+    polls += 1
+resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+assert acceptor.accept() is not None
+print(polls)
+"""
+
+
+def test_a_listener_that_never_blocks_is_polled_with_pauses_without_descriptors() -> None:
+    answer = subprocess.run([sys.executable, "-c", FULL], capture_output=True, text=True, timeout=120)
+    assert answer.returncode == 0, answer.stderr
+    assert int(answer.stdout) <= 50

@@ -775,6 +775,23 @@ def test_explanation_of_a_gradient() -> None:
     assert decided("net.bias", [6400])[0] == "uncompressed, in a bucket of such gradients"
 
 
+def test_a_bucket_of_gradients_is_not_fused() -> None:
+    pipeline = [
+        {"fuse": {}},
+        {"compress": {"codec": "bf16", "never_slower": True}},
+        {"select": {}},
+        {"dispatch": {}},
+    ]
+    found = mcr.explain("all_reduce", 4096, ranks=4, config={"pipeline": pipeline}, param="w")
+    decisions = [step["decision"] for step in found["steps"] if step["stage"] == "fuse"]
+    assert decisions == ["not fused: it is a bucket already, and sent as it is"]
+    assert "by itself" not in str(found)
+    assert "whole buckets" not in str(found)
+    found = mcr.explain("all_reduce", 4096, ranks=4, config={"pipeline": pipeline}, async_op=True)
+    (decision,) = [step["decision"] for step in found["steps"] if step["stage"] == "fuse"]
+    assert "what is a bucket already (of mcr.wrap, " in decision
+
+
 def test_only_the_rule_of_a_parameter_is_named_as_its_cause() -> None:
     """Not the later rule for all all_reduces, which matches the bucket but does not decide."""
     found = mcr.explain(

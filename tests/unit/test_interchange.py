@@ -305,14 +305,12 @@ def test_nccl_unknown_algorithms_of_a_table_are_lost(algorithm: str) -> None:
         ("allreduce,0,8,rings,ll,1,1,1", "unknown algorithm 'rings'; known: tree, ring"),
         ("allreduce,0,8,ring,LL,1,1,1", "unknown protocol 'LL'; known: ll, ll128, simple"),
         ("allreduce,0,8,ring,ll,1,1", "7 fields; expected 8 to 10"),
-        ("allreduce,0,8,ring,ll,1,1,1,1,1,1", "11 fields"),
-        ("allreduce,,8,ring,ll,1,1,1", "min_bytes: expected a whole number from 0 on, got ''"),
-        ("allreduce,0,8K,ring,ll,1,1,1", "max_bytes: expected a whole number from 0 on, got '8K'"),
+        ("allreduce,,8,ring,ll,1,1,1", "7 fields; expected 8 to 10"),
         ("allreduce,9,8,ring,ll,1,1,1", "max_bytes: 8 is below min_bytes, 9"),
-        ("allreduce,0,18446744073709551616,ring,ll,1,1,1", "max_bytes"),
-        ("allreduce,0,8,ring,ll,0,1,1", "channels: expected a whole number from 1 on, got '0'"),
+        (f"allreduce,{2**63},{2**64 - 1},ring,ll,1,1,1", "min_bytes: no operation has 9223372036854775808"),
+        ("allreduce,0,8,ring,ll,0,1,1", "channels: expected -1 or a whole number from 1 on, got '0'"),
+        ("allreduce,0,8,ring,ll,1,4294967298,1", "nNodes: expected a number of 32 bits, got '4294967298'"),
         ("allreduce,0,8,ring,ll,1,-2,1", "nNodes: expected"),
-        ("allreduce,0,8,ring,ll,1,1,2x", "nRanks: expected"),
         ("allreduce,0,8,ring,ll,1,1,1,1,2", "regBuff: NCCL passes 0 or 1, so 2 never applies"),
         ("allreduce,0,8,ring,ll,1,1,1,0,1", "numPipeOps: NCCL passes a number from 1 on, so 0 never applies"),
         ("allreduce,0,8,ring,ll,1,1,1," + " " * 250, "characters; expected at most 255"),
@@ -327,6 +325,54 @@ def test_nccl_skips_and_reports_entries_that_the_plugin_would_misread(line: str,
     assert lost.startswith("tuner.conf:1: ")
     assert what in lost
     assert rules_of(found) == [("reduce", "0..", "nccl:ring/ll/1")]
+
+
+@pytest.mark.parametrize(
+    ("line", "as_if", "what"),
+    [
+        ("allreduce,0,8,ring,ll,2,1,4,", "allreduce,0,8,ring,ll,2,1,4", ""),
+        ("allreduce,0,8,ring,ll,2,1,4,-1,1,,", "allreduce,0,8,ring,ll,2,1,4,-1,1", ""),
+        ("allreduce,0,8,ring,ll,2,1,4  # small", "allreduce,0,8,ring,ll,2,1,4", ""),
+        ("allreduce,\v0,+8,ring,ll,02,1,4\r", "allreduce,0,8,ring,ll,2,1,4", ""),
+        (
+            "allreduce,0,8,ring,ll,2,1,4 all",
+            "allreduce,0,8,ring,ll,2,1,4",
+            "nRanks: the plugin reads '4 all' as 4",
+        ),
+        (
+            "allreduce,0,8K,ring,ll,2,1,4",
+            "allreduce,0,8,ring,ll,2,1,4",
+            "max_bytes: the plugin reads '8K' as 8",
+        ),
+        ("allreduce,zero,8,ring,ll,2,1,4", "allreduce,0,8,ring,ll,2,1,4", "reads 'zero' as 0"),
+        (
+            "allreduce,0,-1,ring,ll,2,1,4",
+            f"allreduce,0,{2**64 - 1},ring,ll,2,1,4",
+            f"reads '-1' as {2**64 - 1}",
+        ),
+        (f"allreduce,0,{2**64},ring,ll,2,1,4", f"allreduce,0,{2**64 - 1},ring,ll,2,1,4", f"as {2**64 - 1}"),
+        (
+            "allreduce,0,8,ring,ll,,2,-1,4,-1",
+            "allreduce,0,8,ring,ll,2,-1,4,-1",
+            "skips empty fields, and reads here channels=2, nNodes=-1, nRanks=4, numPipeOps=-1",
+        ),
+        (
+            "allreduce,0,8,ring,ll,2,1,4,-1,1,x,y",
+            "allreduce,0,8,ring,ll,2,1,4,-1,1",
+            "the plugin skips what follows regBuff: 'x,y'",
+        ),
+    ],
+)
+def test_nccl_lines_are_read_as_strtok_and_atoi_read_them(line: str, as_if: str, what: str) -> None:
+    found, lost = import_("nccl-csv", f"# comment\n{line}\n", "f")
+    assert rules_of(found) == rules_of(import_("nccl-csv", as_if).table)
+    assert [each.startswith("f:2: ") and what in each for each in lost] == [True] * bool(what)
+
+
+@pytest.mark.parametrize("end", [", ", ",\r", ",# small"])
+def test_nccl_text_without_a_number_in_the_ninth_field_is_0(end: str) -> None:
+    with pytest.raises(ConfigError, match=r"numPipeOps: the plugin reads .* as 0; .*so 0 never applies"):
+        import_("nccl-csv", f"allreduce,0,8,ring,ll,2,1,4{end}")
 
 
 @st.composite
@@ -1162,8 +1208,10 @@ def test_ucc_unknown_algorithms_of_a_table_are_lost(algorithm: str) -> None:
         ("allreduce:[8-2]:inf", "empty range '8-2'"),
         ("allreduce:[x]:inf", "expected numbers of ranks such as 2-8"),
         ("allreduce:1:2", "unknown field '2', or a second one of its kind"),
-        ("allreduce:gpu:inf", "memory types (host, cuda, cuda_managed, rocm, rocm_managed)"),
-        ("allreduce::inf", "unknown field ''"),
+        ("allreduce:gpu:inf", "memory types (host, cuda, cuda_managed, rocm, rocm_managed, "),
+        ("allreduce :inf", "unknown field 'allreduce '"),
+        ("allreduce:[2-4,]:inf", "expected numbers of ranks such as 2-8"),
+        ("allreduce:0-4k-8k:inf", "unknown field '0-4k-8k'"),
     ],
 )
 def test_ucc_unknown_names_cost_their_rule_alone(text: str, what: str) -> None:
@@ -1298,6 +1346,123 @@ def test_ucc_conf_has_sections_and_other_variables() -> None:
     assert lost[-1] == "ucc.conf:1: UCC takes this string for TL/UCP instead of those in sections"
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[team_size=4]\n{}",
+        "[ team_size=4  ] ; four\n{}",
+        "[team_size==4=5]# four\n{}",
+        "[team_size=+4-4] four\r\n{}\r\n",
+        "[team_size=8 team_size=-4]\n   {}  ; indented, but the first\n",
+        "[vendor=x]\n[team_size=4]\n{}",
+        "; [team_size=8]\n\ufeff"[:-1] + "[team_size=4]\n# [team_size=8]\n  ; [team_size=8]\n{}",
+    ],
+)
+@pytest.mark.parametrize(
+    "string",
+    [
+        "UCC_TL_UCP_TUNE=allreduce:@knomial",
+        "UCC_TL_UCP_TUNE : allreduce:@knomial",
+        "UCC_TL_UCP_TUNE:AllReduce:@KNOMIAL ;comment",
+        "UCC_TL_UCP_TUNE\t=\tallreduce::@knomial:#",
+        "UCC_TL_UCP_TUNE = #:allreduce,,:@knomial##,",
+    ],
+)
+def test_ucc_conf_is_read_as_inih_and_strtok_read_it(text: str, string: str) -> None:
+    found, lost = import_("ucc", text.format(string), "u")
+    assert rules_of(found) == [("all_reduce ranks 4", "0..", "mpi:ucp/knomial")]
+    assert "neither a score" in str(lost) if string.endswith(",") else lost == ()
+
+
+def test_ucc_strings_have_no_empty_pieces() -> None:
+    for one, other in (
+        ("allreduce:0--4k-:@dbt", "allreduce:0-4k:@dbt"),
+        ("allreduce: 0-+4kb x:@dbt", "allreduce:0-4k:@dbt"),
+        ("allreduce:4k-auto:@dbt", "allreduce:4k-inf:@dbt"),
+        ("allreduce:[,2--4,-8-,]:@dbt", ""),
+        ("allreduce:[,2--4,,-8-]:@dbt", "allreduce:[2-4,8]:@dbt"),
+        ("allreduce:@", "allreduce:@0"),
+        ("allreduce:010", "allreduce:10"),
+        ("allreduce,,bcast:,:host,,:@dbt", "allreduce,bcast:host:@dbt"),
+        ("allreduce:CudaManaged,RocmManaged,cuda:@dbt", "allreduce:cuda:@dbt"),
+        ("allreduce:@dbt;", "allreduce:@dbt"),
+    ):
+        text = f"export UCC_TL_UCP_TUNE='{one}'\nexport UCC_TL_CUDA_TUNE=\n"
+        if other:
+            assert rules_of(import_("ucc", text).table) == rules_of(import_("ucc", other).table)
+        else:
+            with pytest.raises(ConfigError, match="expected numbers of ranks"):
+                import_("ucc", text)
+    assert import_("ucc", "UCC_TL_UCP_TUNE=allreduce:@dbt#\nUCC_TL_CUDA_TUNE=\n").lost == ()
+    two = import_("ucc", "UCC_TL_UCP_TUNE=bcast:@dbt;export UCC_TL_CUDA_TUNE=reduce:inf\n")
+    assert {rule.backend for rule in two.table.rules} == {"mpi:ucp/dbt", "mpi:cuda/*/inf"}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "[team_size=4",
+        "[team_size=4 ; four]",
+        "[team_size=4\tnnodes=2]",
+        "[team_size=]",
+        "[team_size]",
+        "[=]",
+        "[Team_size=4]",
+        "[MODEL=rome]",
+        "[team_size=4-inf]",
+        "[team_size=2-4-8]",
+        "[team_size=4x team_size=4]",
+        "[team_size=8-2]",
+        "[team_size=0]",
+        "[sock=x]",
+        "[4]",
+        "[4]: four",
+        "[-f x]",
+        "  [nodes=4] ; indented",
+    ],
+)
+def test_strings_of_a_ucc_section_that_cannot_be_read_apply_nowhere(header: str) -> None:
+    string = "UCC_TL_UCP_TUNE=allreduce:@dbt\n"
+    with pytest.raises(ConfigError, match=r"u:1: \[.*UCC refuses a ucc\.conf with this section"):
+        import_("ucc", f"{header}\n{string}", "u")
+    found, lost = import_(
+        "ucc", f"[nnodes=3]\nUCC_TL_UCP_TUNE=bcast:@dbt\n{header}\n{string}[]\nUCC_X=1\n", "u"
+    )
+    assert rules_of(found) == [("broadcast nodes 3", "0..", "mpi:ucp/dbt")]
+    assert any(line.startswith("u:3: [") for line in lost)
+    assert "set again" not in str(lost)
+
+
+def test_ucc_sections_are_told_apart_by_their_names() -> None:
+    one, other = "UCC_TL_UCP_TUNE=allreduce:@dbt\n", "UCC_TL_UCP_TUNE=allreduce:@knomial\n"
+    found, lost = import_("ucc", f"[team_size=2-8]\n{one}[ team_size=4 ]\n{other}", "u")
+    assert rules_of(found)[0] == ("all_reduce ranks 2..9", "0..", "mpi:ucp/dbt")
+    assert lost[0] == (
+        "u:4: [ team_size=4 ] and [team_size=2-8] may apply to the same ranks; "
+        "UCC takes the string of one, by the order of a hash table"
+    )
+    found, lost = import_("ucc", f"[team_size=4]\n{one}[team_size=8]\n[team_size=4]\n{other}", "u")
+    assert rules_of(found) == [("all_reduce ranks 4", "0..", "mpi:ucp/knomial")]
+    assert lost == (
+        "u:2: UCC_TL_UCP_TUNE is set again in line 5, which a shell takes; "
+        "UCC refuses a ucc.conf that has both",
+    )
+    found, lost = import_("ucc", f"[team_size=4]\n{one}[]\nUCC_TL_UCP_TUNE=\n", "u")
+    assert (rules_of(found), lost) == ([("all_reduce ranks 4", "0..", "mpi:ucp/dbt")], ())
+    found, lost = import_("ucc", f"[team_size=4]\nUCC_X=1\n  {one}", "u")
+    assert rules_of(found) == [("all_reduce ranks 4", "0..", "mpi:ucp/dbt")]
+    assert "u:3: indented: UCC takes the line for more of the variable before it and refuses it" in lost
+
+
+def test_a_test_in_a_shell_script_is_no_ucc_section() -> None:
+    for test in ('[ -z "$X" ] && set -e', "[[ -f x ]] || exit", "if [ -f x ]; then"):
+        found, lost = import_("ucc", f"{test}\n  export UCC_TL_UCP_TUNE='allreduce:@dbt'\n", "u")
+        assert rules_of(found) == [("all_reduce", "0..", "mpi:ucp/dbt")]
+        assert all(line.startswith("u:1: no VARIABLE=value: ") for line in lost)
+    found, lost = import_("ucc", "[2-8]:allreduce:@dbt\n", "u")  # a string alone
+    assert rules_of(found) == [("all_reduce ranks 2..9", "0..", "mpi:ucp/dbt")]
+
+
 def test_ucc_takes_the_later_value_of_a_variable() -> None:
     text = "export UCC_TL_UCP_TUNE=allreduce:@dbt\nexport UCC_TL_UCP_TUNE=bcast:@knomial\n"
     found, (lost,) = import_("ucc", text, "u")
@@ -1428,14 +1593,15 @@ def test_oneccl_reports_losses_of_its_format() -> None:
     [
         ("CCL_ALLREDUCES=ring", "unknown variable 'CCL_ALLREDUCES'; known: CCL_ALLREDUCE"),
         ("CCL_LOG_LEVEL=info", "unknown variable"),
-        ("ring:0-8", "unknown variable 'ring:0-8'"),
+        ("ring:0-8", "no VARIABLE=value: 'ring:0-8'"),
         ("CCL_ALLREDUCE=rings", "unknown algorithm 'rings'; known: direct"),
         ("CCL_ALLREDUCE=Ring", "unknown algorithm 'Ring'"),
         ("CCL_ALLREDUCE=ring:0-8K", "expected bytes such as 0-8192 or 8193-max, got '0-8K'"),
         ("CCL_ALLREDUCE=ring:8", "expected bytes"),
         ("CCL_ALLREDUCE=ring:", "expected bytes"),
         ("CCL_ALLREDUCE=ring:9-8", "'9-8' is empty"),
-        ("CCL_ALLREDUCE=ring:0-8;", "unknown algorithm ''"),
+        ("CCL_ALLREDUCE=ring:0-8;;", "unknown algorithm ''"),
+        ("CCL_ALLREDUCE='ring:0-8; topo:9-max'", "unknown algorithm ' topo'"),
         ("CCL_BARRIER=tree", "unknown algorithm 'tree'; known: direct, ring"),
     ],
 )
@@ -1444,6 +1610,13 @@ def test_oneccl_skips_and_reports_unknown_names(text: str, what: str) -> None:
     assert lost.startswith("ccl.env:2: ")
     assert what in lost
     assert rules_of(found) == [("reduce", "0..", "mpi:tree")]
+
+
+def test_oneccl_entries_end_with_a_semicolon_and_have_no_spaces_between_them() -> None:
+    assert import_("oneccl", "CCL_REDUCE=tree:0-8;\n", "c").lost == ()
+    found, (lost,) = import_("oneccl", "CCL_REDUCE = tree:0-8 ; topo:9-max\n", "c")
+    assert rules_of(found)[0] == ("reduce", "0..9", "mpi:tree")
+    assert lost == "c:1: no VARIABLE=value: '; topo:9-max'; a value has no spaces between its entries"
 
 
 def test_oneccl_takes_the_later_value_of_a_collective() -> None:

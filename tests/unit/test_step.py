@@ -238,6 +238,7 @@ def test_times_of_few_equal_steps_are_noted() -> None:
         ({0: [one(1, "w")] * 4, 1: [one(1, "w")] * 3}, "rank 1 has 3 steps, and rank 0 4"),
         ({0: [one(1)] * 3}, "no backward pass"),
         ({0: []}, "0 steps"),
+        ({0: [one(0.0)] * 3}, "no backward pass"),  # a trace of GPU kernels alone
         ({0: [one(0.0, "w")] * 3}, "steps take no time"),
         ({0: [one(9.0, "w"), one(1.0, "w"), one(0.0, "w"), one(0.0, "w")]}, "steps take no time"),
     ],

@@ -13,8 +13,10 @@ default number of channels. A line with numPipeOps or regBuff becomes a choice w
 usual operations (one at a time, in buffers that are not registered) come before those for others.
 
 The plugin's own parser reads an unknown name (`AllReduce` too) as allreduce, ring or simple, and a header
-without # as a line; it skips lines with too few fields. Here all of these are skipped and reported. The
-plugin runs operations without a matching line on one channel.
+without # as a line; it skips lines with too few fields. Here all of these are skipped and reported. Numbers
+are read as the plugin reads them, up to the first other character, and the first ten fields that are not
+empty; what a user may not expect is reported. The plugin runs operations without a matching line on one
+channel.
 """
 
 from __future__ import annotations
@@ -58,6 +60,8 @@ _FIELDS: Final = (
     "numPipeOps", "regBuff",
 )  # fmt: skip
 _REQUIRED: Final = 8
+_SIZES: Final = ("min_bytes", "max_bytes")
+_NUMBERS: Final = (*_SIZES, *_FIELDS[5:])
 _USUAL: Final = {"numPipeOps": 1, "regBuff": 0}
 _PASSED: Final = {"numPipeOps": range(1, 1 << 31), "regBuff": range(2)}  # passed by NCCL
 _LIBRARY: Final = "NCCL's tuner"
@@ -119,10 +123,10 @@ def import_(text: str, name: str, backend: str) -> Imported:
     """Read the lines into a table, without those that the plugin misreads; `ConfigError` if none is left."""
     rules: list[TableRule] = []
     lost: list[str] = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.startswith("#") and line.strip():
             with reporting(lost):
-                rules.append(_rule(line, name, number, backend))
+                rules.append(_rule(line, name, number, backend, lost))
     rules.sort(key=_is_special)
     return imported(rules, lost, backend, name)
 
@@ -133,22 +137,41 @@ def _is_special(rule: TableRule) -> bool:
     return any(name in _USUAL and int(value) != _USUAL[name] for name, _, value in conditions)
 
 
-def _rule(line: str, name: str, number: int, backend: str) -> TableRule:
-    fields = [field.strip() for field in line.split(",")]
-    if len(line) > _LONGEST:
-        raise mistake(name, number, f"{len(line)} characters; expected at most {_LONGEST}")
-    if not _REQUIRED <= len(fields) <= len(_FIELDS):
+def _row(line: str, name: str, number: int, lost: list[str]) -> dict[str, str]:
+    """Split a line as `strtok` does, which skips empty fields."""
+    if (length := len(line.encode())) > _LONGEST:
+        raise mistake(name, number, f"{length} characters; expected at most {_LONGEST}")
+    given = line.split(",")
+    fields = [field.strip(" \t") for field in given if field]
+    if len(fields) < _REQUIRED:
         expected = f"{_REQUIRED} to {len(_FIELDS)} ({','.join(_FIELDS)})"
         raise mistake(name, number, f"{len(fields)} fields; expected {expected}")
-    row: dict[str, str] = dict(zip(_FIELDS, fields, strict=False))
+    row = dict(zip(_FIELDS, fields, strict=False))
+    if "" in given[: len(row)]:
+        moved = ", ".join(f"{field}={value}" for field, value in [*row.items()][given.index("") :])
+        lost.append(f"{name}:{number}: the plugin skips empty fields, and reads here {moved}")
+    if more := fields[len(row) :]:
+        lost.append(f"{name}:{number}: the plugin skips what follows {_FIELDS[-1]}: {short(','.join(more))}")
+    return row
+
+
+def _rule(line: str, name: str, number: int, backend: str, lost: list[str]) -> TableRule:
+    row = _row(line, name, number, lost)
     for field, known in (("collective", tuple(_KINDS)), ("algorithm", ALGORITHMS), ("protocol", PROTOCOLS)):
         if row[field] not in known:
             raise mistake(name, number, unknown(field, row[field], known))
-    lo, hi = (_integer(row, field, 0, name, number) for field in ("min_bytes", "max_bytes"))
+    numbers = {field: _number(field, row.get(field, "-1"), name, number, lost) for field in _NUMBERS}
+    lo, hi = numbers["min_bytes"], numbers["max_bytes"]
+    if lo >= MAX_INTEGER:
+        raise mistake(name, number, f"min_bytes: no operation has {lo} bytes")
     if hi < lo:
         raise mistake(name, number, f"max_bytes: {hi} is below min_bytes, {lo}")
-    channels, nodes, ranks = (_any(row, field, 1, name, number) for field in _FIELDS[5:8])
-    conditions = [(field, _any(row, field, 0, name, number)) for field in _USUAL]
+    for field in _FIELDS[5:8]:
+        if numbers[field] < 1 and numbers[field] != -1:
+            what = f"expected -1 or a whole number from 1 on, got {short(row[field])}"
+            raise mistake(name, number, f"{field}: {what}")
+    channels, nodes, ranks = (numbers[field] for field in _FIELDS[5:8])
+    conditions = [(field, numbers[field]) for field in _USUAL]
     for field, value in conditions:
         if value != -1 and value not in _PASSED[field]:
             passed = "0 or 1" if field == "regBuff" else "a number from 1 on"
@@ -160,16 +183,17 @@ def _rule(line: str, name: str, number: int, backend: str) -> TableRule:
     return TableRule(f"{backend}:{'/'.join(parts)}", lo, end, key, place=f"{name}:{number}")
 
 
-def _integer(row: dict[str, str], field: str, least: int, name: str, number: int) -> int:
-    value = row[field]
-    if not re.fullmatch(r"\d{1,20}", value, re.ASCII) or not least <= int(value) <= _LARGEST:
-        raise mistake(name, number, f"{field}: expected a whole number from {least} on, got {short(value)}")
-    return int(value)
-
-
-def _any(row: dict[str, str], field: str, least: int, name: str, number: int) -> int:
-    """Return the number of a field; -1, or a missing field, means any."""
-    return -1 if row.get(field, "-1") == "-1" else _integer(row, field, least, name, number)
+def _number(field: str, text: str, name: str, number: int, lost: list[str]) -> int:
+    """Read a number as `strtoull` or `atoi` does, and report it if that is not the whole text."""
+    match = re.match(r"\s*([+-]?\d+)", text, re.ASCII)
+    value, rest = (int(match[1]), text[match.end() :].lstrip()) if match else (0, "")
+    if field in _SIZES:
+        value = min(value % (_LARGEST + 1) if value < 0 else value, _LARGEST)
+    elif abs(value) >> 31:
+        raise mistake(name, number, f"{field}: expected a number of 32 bits, got {short(text)}")
+    if match is None or value != int(match[1]) or not (rest == "" or rest.startswith("#")):
+        lost.append(f"{name}:{number}: {field}: the plugin reads {short(text)} as {value}")
+    return value
 
 
 def _only(number: int) -> Range | None:

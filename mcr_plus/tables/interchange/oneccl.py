@@ -120,9 +120,12 @@ def import_(text: str, name: str, backend: str) -> Imported:
 
 def _collective(assignment: Assignment, name: str) -> str | None:
     """Return the collective of a variable; None if the variable applies only to traffic between hosts."""
+    if not assignment.variable:
+        hint = "; a value has no spaces between its entries" * assignment.value.startswith(";")
+        raise mistake(name, assignment.line, f"no VARIABLE=value: {short(assignment.value)}{hint}")
     known = [f"CCL_{collective}" for collective in _KINDS]
     if assignment.variable.removesuffix(_SCALEOUT) not in known:
-        what = unknown("variable", assignment.variable or assignment.value, known)
+        what = unknown("variable", assignment.variable, known)
         raise mistake(name, assignment.line, what)
     is_scaleout = assignment.variable.endswith(_SCALEOUT)
     return None if is_scaleout else assignment.variable.removeprefix("CCL_")
@@ -134,7 +137,7 @@ def _rules(
     """Return the rules of one variable, the last entry first, because it overrides earlier ones."""
     place = f"{name}:{assignment.line}"
     rules = []
-    for entry in assignment.value.split(";"):
+    for entry in assignment.value.removesuffix(";").split(";"):
         algorithm, colon, sizes = entry.partition(":")
         if algorithm not in ALGORITHMS[collective.name]:
             raise mistake(name, assignment.line, unknown("algorithm", algorithm, ALGORITHMS[collective.name]))

@@ -11,6 +11,8 @@ names or ranges that overlap others of their component (UCC drops the string), a
 
 `ucc.conf` has sections such as `[vendor=intel model=skylake team_size=4 ppn=2 nnodes=2]`. Strings for TL/UCP
 in them apply there, unless one stands outside of all sections. A table is for the first processor of a file.
+Sections that UCC refuses are reported and left out with their strings. A text with a section, or with a colon
+or spaces before the value of a variable, is read as `ucc.conf`, and others as a shell reads them.
 
 Choices are `mpi:component/algorithm/score` (or those of another backend that uses UCC), with `*` for an
 unnamed algorithm: `mpi:ucp/knomial`, `mpi:nccl/*/inf`. Numbers of algorithms, which change between releases,
@@ -23,13 +25,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from mcr_plus.core.units import MAX_INTEGER, Range
 from mcr_plus.errors import short, unknown
-from mcr_plus.tables.areas import ALL_SIZES, intersection, overlap, single
+from mcr_plus.tables.areas import ALL_SIZES, intersection, overlap
 from mcr_plus.tables.interchange.exchange import (
     Assignment,
     Exported,
@@ -38,12 +39,12 @@ from mcr_plus.tables.interchange.exchange import (
     Imported,
     TableFormat,
     algorithm_of,
-    assignments,
     imported,
     mistake,
     rank_cells,
     reporting,
 )
+from mcr_plus.tables.interchange.ucc_conf import HEADER, Section, lines, section_of, split
 from mcr_plus.tables.interchange.ucc_names import COMPONENT_OF, COMPONENTS, LISTED_ONLY
 from mcr_plus.tables.table import DEVICES, Basis, Table, TableKey, TableRule
 
@@ -67,10 +68,9 @@ COLLECTIVES: Final = {
 _KINDS: Final = {collective.name: kind for kind, collective in COLLECTIVES.items()}
 _NO_KIND: Final = ("fanin", "fanout")
 _MEMORY: Final = {"host": "cpu", "cuda": "cuda"}
-_OTHER_MEMORY: Final = ("cuda_managed", "rocm", "rocm_managed")
+_OTHER_MEMORY: Final = ("cuda_managed", "rocm", "rocm_managed", "cudamanaged", "rocmmanaged")
 _UNITS: Final = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _ANY: Final = "*"
-_HEADER: Final = re.compile(r"\[(\w+=[^\]]*)\]", re.ASCII)
 
 
 class _Selection(NamedTuple):
@@ -247,57 +247,55 @@ class _ScoredRule(NamedTuple):
     section: str = ""
 
 
-class _Section(NamedTuple):
-    """A section of ucc.conf: its text, processor and numbers, and what a table cannot express of it."""
-
-    text: str = ""
-    processor: str = ""
-    ranks: Range | None = None
-    nodes: Range | None = None
-    more: tuple[str, ...] = ()
-
-
 def import_(text: str, name: str, backend: str) -> Imported:
     """Read TUNE strings into a table; raises `ConfigError` if no rule is left."""
     lost: list[str] = []
     tuned = [*_tuned(text, name, lost)]
-    last = {(section.text, component): each.line for section, component, each in tuned if each.variable}
+    last = {(section.text, component): each for section, component, each in tuned if each.variable}
     entries: list[_ScoredRule] = []
     for section, component, assignment in tuned:
         if not assignment.variable and last:
             lost.append(f"{name}:{assignment.line}: no VARIABLE=value: {short(assignment.value)}")
             continue
-        if (later := last.get((section.text, component), assignment.line)) != assignment.line:
+        later = last.get((section.text, component), assignment).line
+        if later != assignment.line:
             what = f"{assignment.variable} is set again in line {later}, which a shell takes"
             lost.append(f"{name}:{assignment.line}: {what}; UCC refuses a ucc.conf that has both")
             continue
-        for token in assignment.value.partition(" ;")[0].split("#"):
+        for token in split(assignment.value, "#"):
             with reporting(lost):
                 entries += [*_entries(token, component, section, name, assignment.line, backend, lost)]
-    if (line := last.get(("", "ucp"))) and any(entry.section for entry in entries):
-        lost.append(f"{name}:{line}: UCC takes this string for TL/UCP instead of those in sections")
+    outer = last.get(("", "ucp"))
+    if outer is not None and outer.value and any(entry.section for entry in entries):
+        lost.append(f"{name}:{outer.line}: UCC takes this string for TL/UCP instead of those in sections")
         entries = [entry for entry in entries if not entry.section]
+    else:
+        lost += _rivals({section: each.line for section, _, each in tuned if section.text}, name)
     entries = _without_overlaps(entries, lost)
     ranked = sorted(entries, key=lambda entry: (not entry.section, -entry.score))
     return imported([entry.rule for entry in ranked], lost, backend, name)
 
 
-def _tuned(text: str, name: str, lost: list[str]) -> Iterator[tuple[_Section, str, Assignment]]:
+def _tuned(text: str, name: str, lost: list[str]) -> Iterator[tuple[Section, str, Assignment]]:
     """Yield the TUNE strings of one processor, with section and component; report what else there is."""
-    section, processor = _Section(), ""
+    section, processor = Section(), ""
     skipped: dict[str, list[int]] = {}  # lines by the reason
-    for assignment in assignments(text):
+    indented: list[int] = []
+    for assignment in lines(text, indented):
         place = f"{name}:{assignment.line}"
-        if not assignment.variable and (header := _HEADER.fullmatch(assignment.value)):
-            section = _section(header[1])
+        if assignment.variable == HEADER:
+            section = section_of(assignment.value)
             processor = processor or section.processor
-            if section.processor not in ("", processor):
+            if section.refused:
+                what = f"{section.refused}; UCC refuses a ucc.conf with this section, which is skipped"
+                lost.append(f"{place}: [{section.text}]: {what}")
+            elif section.processor not in ("", processor):
                 what = f"sections for {section.processor}: a table is for one processor, here {processor}"
                 skipped.setdefault(what, []).append(assignment.line)
             elif section.more:
                 what = f"tables cannot express {', '.join(section.more)}; read without it"
                 lost.append(f"{place}: [{section.text}]: {what}")
-        elif section.processor not in ("", processor) or assignment.value.startswith(";"):
+        elif section.refused or section.processor not in ("", processor):
             continue
         elif (component := COMPONENT_OF.get(assignment.variable)) is None:
             what = f"{assignment.variable}: no TUNE string"
@@ -308,30 +306,25 @@ def _tuned(text: str, name: str, lost: list[str]) -> Iterator[tuple[_Section, st
             lost.append(f"{place}: {assignment.variable}: UCC takes strings for TL/UCP alone from a section")
         else:
             yield section, component, assignment
-    for what, lines in skipped.items():
-        lost.append(f"{name}:{lines[0]}: {what}" + f" ({len(lines)} times)" * (len(lines) > 1))
+    if indented:
+        skipped["indented: UCC takes the line for more of the variable before it and refuses it"] = indented
+    for what, places in skipped.items():
+        lost.append(f"{name}:{places[0]}: {what}" + f" ({len(places)} times)" * (len(places) > 1))
 
 
-def _section(text: str) -> _Section:
-    """Read the header of a section."""
-    words = {key: value for key, _, value in (word.partition("=") for word in text.split())}
-    processor = " ".join(f"{key}={words.pop(key).lower()}" for key in ("vendor", "model") if key in words)
-    numbers: dict[str, Range] = {}
-    for key in ("team_size", "nnodes", "ppn"):
-        with suppress(KeyError, ValueError):
-            numbers[key] = _rank_range(words[key])
-            del words[key]
-    ranks, nodes, per_node = (numbers.get(key) for key in ("team_size", "nnodes", "ppn"))
-    if per_node is not None:
-        known = (single(nodes) or 0) * (single(per_node) or 0)
-        ranks = ranks or (Range(known, known + 1) if known else None)
-        if not known or single(ranks) != known:
-            words["ppn"] = f"{per_node}"
-    return _Section(text, processor, ranks, nodes, tuple(f"{key}={value}" for key, value in words.items()))
+def _rivals(sections: Mapping[Section, int], name: str) -> Iterator[str]:
+    """Yield a line for every section that may apply to teams of an earlier one."""
+    teams = {section: TableKey("*", ranks=section.ranks, nodes=section.nodes) for section in sections}
+    for at, (one, line) in enumerate(sections.items()):
+        for other in [*sections][:at]:
+            if overlap(teams[one], teams[other]) and not (one.more and other.more):
+                what = f"[{one.text}] and [{other.text}] may apply to the same ranks"
+                yield f"{name}:{line}: {what}; UCC takes the string of one, by the order of a hash table"
+                break
 
 
 def _entries(
-    token: str, component: str, section: _Section, name: str, line: int, backend: str, lost: list[str]
+    token: str, component: str, section: Section, name: str, line: int, backend: str, lost: list[str]
 ) -> Iterator[_ScoredRule]:
     """Yield the rules of one token."""
     fields = _read(token, name, line)
@@ -348,7 +341,7 @@ def _entries(
         )
     selection = _Selection(component, fields.algorithm or _ANY, fields.score or "")
     score = float(fields.score or COMPONENTS[component].score)
-    for collective in fields.collectives or [_ANY]:
+    for collective in [_ANY] if fields.collectives is None else fields.collectives:
         _check_selection(selection, collective, name, line)
         if collective in _NO_KIND:
             lost.append(f"{place}: {token}: tables have no {collective}")
@@ -370,7 +363,7 @@ def _check_selection(selection: _Selection, collective: str, name: str, line: in
 
 
 def _keys(
-    fields: _Fields, section: _Section, collective: str, place: str, token: str, lost: list[str]
+    fields: _Fields, section: Section, collective: str, place: str, token: str, lost: list[str]
 ) -> Iterator[TableKey]:
     devices: list[str | None] = [None]
     if fields.memory is not None:
@@ -406,8 +399,8 @@ def _read(token: str, name: str, line: int) -> _Fields:
     """Recognise the fields of a token by their form, as UCC does."""
     fields = _Fields()
     try:
-        for text in token.split(":"):
-            _recognise(text.strip().lower(), fields)
+        for text in split(token, ":"):
+            _recognise(text.lower(), fields)
     except ValueError as error:
         raise mistake(name, line, f"{short(token)}: {error}") from None
     return fields
@@ -415,20 +408,20 @@ def _read(token: str, name: str, line: int) -> _Fields:
 
 def _recognise(text: str, fields: _Fields) -> None:
     """Set the field with the form of a text; raises `ValueError` if no field has it, or it is already set."""
-    items = text.split(",")
+    items = split(text, ",")
     memory = (*_MEMORY, *_OTHER_MEMORY)
     if fields.collectives is None and all(item in _KINDS or item in _NO_KIND for item in items):
         fields.collectives = items
     elif fields.memory is None and all(item in memory for item in items):
-        fields.memory = items
+        fields.memory = items or None
     elif fields.score is None and re.fullmatch(r"inf|\d{1,9}", text, re.ASCII):
-        fields.score = "0" if text.strip("0") == "" else text
-    elif fields.sizes is None and re.fullmatch(r"[^\[,-]+-[^,-]+(,[^,-]+-[^,-]+)*", text):
+        fields.score = text.lstrip("0") or "0"
+    elif fields.sizes is None and text[0] not in "[@" and all(len(split(item, "-")) == 2 for item in items):
         fields.sizes = [_size_range(item) for item in items]
-    elif fields.ranks is None and re.fullmatch(r"\[.+\]", text):
-        fields.ranks = [_rank_range(item) for item in text[1:-1].split(",")]
-    elif fields.algorithm is None and re.fullmatch(r"@[\w-]+", text, re.ASCII):
-        fields.algorithm = text[1:]
+    elif fields.ranks is None and re.fullmatch(r"\[.*\]", text):
+        fields.ranks = [_rank_range(item.removesuffix("]")) for item in split(text[1:], ",")]
+    elif fields.algorithm is None and re.fullmatch(r"@[\w-]*", text, re.ASCII):
+        fields.algorithm = text[1:] or "0"
     else:
         known = ", ".join((*_KINDS, *_NO_KIND))
         what = f"unknown field {short(text)}, or a second one of its kind"
@@ -437,23 +430,23 @@ def _recognise(text: str, fields: _Fields) -> None:
 
 
 def _size_range(text: str) -> Range:
-    lo, hi = (_size(end) for end in text.split("-"))
+    lo, hi = (_size(end) for end in split(text, "-"))
     if lo is None or (hi is not None and hi <= lo):
         raise ValueError(f"empty range {short(text)}; expected the smaller size first")
     return Range(lo, hi)
 
 
 def _size(text: str) -> int | None:
-    if text == "inf":
+    if text in ("inf", "auto"):
         return None
-    match = re.fullmatch(r"(\d{1,18})([bkmgt]?)b?", text, re.ASCII)
+    match = re.fullmatch(r"\s*\+?(\d{1,18})(?:([bkmgt])(?:b.*)?)?", text, re.ASCII)
     if match is None:
         raise ValueError(f"expected a size such as 4K or inf, got {short(text)}")
-    return min(int(match.group(1)) * _UNITS[match.group(2)], MAX_INTEGER)
+    return min(int(match.group(1)) * _UNITS[match.group(2) or ""], MAX_INTEGER)
 
 
 def _rank_range(text: str) -> Range:
-    match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}|inf))?", text, re.ASCII)
+    match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}|inf))?", "-".join(split(text, "-")), re.ASCII)
     if match is None:
         raise ValueError(f"expected numbers of ranks such as 2-8, 4 or 16-inf, got {short(text)}")
     lo, hi = int(match.group(1)), match.group(2) or match.group(1)

@@ -1,6 +1,6 @@
 """Streams and events of one device, with the functions that order operations on it.
 
-For CUDA and ROCm they come from `torch.cuda`; `accelerators` has those of other devices.
+For CUDA and ROCm they come from `torch.cuda`; `accelerators` has the functions for other devices.
 """
 
 from __future__ import annotations

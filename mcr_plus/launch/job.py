@@ -69,14 +69,14 @@ class JobOutcome:
 
     @property
     def never_began(self) -> bool:
-        """Whether the launcher has failed before it started any rank, which happens now and then."""
+        """True if the launcher has failed before it started any rank, which happens now and then."""
         by_itself = self.interrupted is None and not self.timed_out
         any_rank = any(state.pid is not None for state in self.states)
         return by_itself and not any_rank and any(_NOT_STARTED in line for line in self.log)
 
     @property
     def worked(self) -> bool:
-        """Whether every rank ended with 0, and the job was neither stopped nor timed out.
+        """True if every rank ended with 0, and the job was neither stopped nor timed out.
 
         In a supervised job, whether enough ranks did.
         """

@@ -189,7 +189,7 @@ def _end_with(error: BaseException, channel: str | None, when: float) -> None:
     """End like Python after an uncaught exception, but without the frames of the program's runner.
 
     The program's own hook (such as rich's or IPython's) gets the program's frames; the launcher does not
-    print again what the hook has shown.
+    repeat the hook's output.
     """
     trace = error.__traceback__
     while trace is not None and (trace.tb_frame.f_globals is globals() or _is_runner(Path(_file(trace)))):

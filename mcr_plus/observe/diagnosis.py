@@ -155,7 +155,7 @@ class _Diagnosis:
             name, each = (waiting[0][1], waiting[0][2]) if waiting else ("world", None)
             last = self._issued(rank, name)
             if status == "stopped" and (seen := self._seen(rank, name, status)) is not None:
-                last = seen  # its own dump may be older than what others saw
+                last = seen  # its own dump may be older than observations by others
             text = f"rank {rank} {AWAY[status]}"
             if each is not None and each.number:
                 behind = "has not issued" if last is not None and last < each.number else "has issued"

@@ -150,7 +150,7 @@ class ObservedJob:
 
 @dataclass(frozen=True)
 class JobStatus:
-    """All jobs that were found, and unreadable pages: process → reason."""
+    """The jobs that were found, and unreadable pages: process → reason."""
 
     jobs: tuple[ObservedJob, ...] = ()
     unreadable: Mapping[int, str] = field(default_factory=dict)

@@ -42,7 +42,8 @@ class Timing:
 
 @cache
 def confidence_rank(count: int) -> int:
-    """Return the order statistic (0: smallest) that with its mirror image encloses the median with 95 %.
+    """Return the index k (0: smallest) such that the k-th smallest and k-th largest sample enclose the median
+    with 95 %.
 
     It follows from the binomial distribution, for any distribution of the samples (Conover 1999, section
     3.2). With fewer than 6 samples it is 0, the whole range, which encloses the median less often.

@@ -58,7 +58,7 @@ class Reinstatement:
 
     @property
     def is_voting(self) -> bool:
-        """Whether a vote has begun whose result is not known yet."""
+        """True if the result of a vote is pending."""
         return self._poll is not None
 
     def ballot(self, group: Group, library: str) -> Message:

@@ -114,7 +114,7 @@ KINDS: Final = (ALL_REDUCE, ALL_REDUCE_WHOLE, ALL_GATHER, ALL_TO_ALL, REDUCE_SCA
 IN_SLOT: Final = 1  # values put into the slot
 IN_SUMS: Final = 2  # sums in a slot
 IN_TARGET: Final = 3  # values copied to the target
-IN_PEER: Final = 4  # in a peer's slot, before it is added, or written past the caches
+IN_PEER: Final = 4  # a peer's slot, before it is added, or values written past the caches
 
 _TRIES: Final = 20  # checks of other ranks' rows per spin of a state
 _PART: Final = 8 << 10  # bytes added at a time: they stay in the nearest cache

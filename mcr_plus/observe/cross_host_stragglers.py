@@ -139,7 +139,7 @@ class AcrossHosts:
             yield found
 
     def _awaited(self, of: _GroupOnHosts, rank: int, last: int, deadline: float) -> Published | None:
-        """Return a rank's published arrivals once they cover operation `last`; None if that takes too long."""
+        """Return a rank's published arrivals once they cover operation `last`; None if that takes long."""
         board = of.state.board
         while not (_has_ended(of.state) or self._engine.peers.store_is_lost()):
             found = board.published(rank)

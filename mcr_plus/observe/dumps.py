@@ -113,7 +113,7 @@ def read_folder(path: Path) -> Folder:
     """Read the dumps in a folder.
 
     Files that are truncated, of another version or of another job are skipped and listed in `problems`.
-    Raises `InvalidArgument` if the folder or any dump is missing, or if a rank has two files.
+    Raises `InvalidArgument` if the folder is missing or has no dumps, or if a rank has two files.
     """
     if not path.is_dir():
         raise InvalidArgument(f"{str(path)!r}: no such folder; expected one with dumps of `mcr.dump`")

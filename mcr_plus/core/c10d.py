@@ -83,7 +83,6 @@ def look(store: Store, key: str) -> bytes | None:
     """
     if isinstance(store, WrappedStore):
         return store.look(key)
-    # Torch's stores return the expected text for a missing key; nothing is written unless the value equals
     # Torch's stores return the expected text for a missing key; nothing is written unless the value
     # equals it.
     found = store.compare_set(key, _ABSENT, _ABSENT)

@@ -55,7 +55,7 @@ class Event(Protocol):
 
 
 class Streams(Protocol):
-    """The streams of one device."""
+    """The streams of the device with index `device` among those of its type."""
 
     device: int
 

@@ -78,7 +78,7 @@ class JobOutcome:
     def worked(self) -> bool:
         """True if every rank ended with 0, and the job was neither stopped nor timed out.
 
-        In a supervised job, whether enough ranks did.
+        In a supervised job, enough ranks must have ended with 0.
         """
         all_zero = all(state.code == 0 and not state.failed for state in self.states)
         worked = self.status == 0 if self.supervised else all_zero

@@ -52,7 +52,10 @@ def listeners(pid: int) -> list[Listener]:
 
 
 def bind_to_loopback(pid: int) -> int:
-    """Rebind the listening sockets of child `pid` on all interfaces to loopback."""
+    """Rebind the listening sockets of child `pid` on all interfaces to loopback.
+
+    Returns their number. Raises OSError if a parent may not duplicate the descriptors of its child.
+    """
     exposed = {listener.descriptor for listener in listeners(pid) if listener.on_all_interfaces}
     if not exposed:
         return 0

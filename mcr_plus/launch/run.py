@@ -148,7 +148,10 @@ def _failures(outcome: JobOutcome, culprit: RankState) -> list[list[RankState]]:
 
 
 def _message(alike: Sequence[RankState], outcome: JobOutcome, *, then: bool = False) -> list[str]:
-    """Return the message about ranks with the same failure, with the exception of the first of them."""
+    """Return the message about ranks with the same failure, with the exception of the first of them.
+
+    `then`: they failed after other ranks, so the message omits their signal and the frames of the traceback.
+    """
     example, several = alike[0], len(alike) > 1
     ranks = _ranks(state.rank for state in alike)
     head = f"mcr-plus: {ranks} of {len(outcome.states)} {'then ' * then}failed"

@@ -139,7 +139,11 @@ class AcrossHosts:
             yield found
 
     def _awaited(self, of: _GroupOnHosts, rank: int, last: int, deadline: float) -> Published | None:
-        """Return a rank's published arrivals once they cover operation `last`; None if that takes long."""
+        """Return a rank's published arrivals once they cover operation `last`; None if that takes long.
+
+        Does not wait for a rank that will publish nothing more: one that has left, failed or is lost. Stops
+        waiting if another thread of this rank leaves the group.
+        """
         board = of.state.board
         while not (_has_ended(of.state) or self._engine.peers.store_is_lost()):
             found = board.published(rank)

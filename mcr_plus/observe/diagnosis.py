@@ -1,4 +1,8 @@
-"""Faults of a job, found in the dumps of its ranks: ranks that are missing, slow, or differ from others."""
+"""Faults of a job, found in the dumps of its ranks: ranks that are missing, slow, or differ from others.
+
+Each check looks at one kind of fault and knows nothing of the others; `diagnose` runs the checks in the order
+in which one fault explains others.
+"""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class FailoverPoll(PollOfEither):
         self._copies: Copies | None = None
 
     def __call__(self) -> bool:
-        """Poll the library; for a synchronous operation it works without the engine's lock."""
+        """Poll the library; a synchronous operation polls without holding the engine's lock."""
         channel, poll = self._channel, self.poll
         if poll is None or channel.moved:
             with channel.lock:

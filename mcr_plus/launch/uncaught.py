@@ -1,7 +1,7 @@
 """Reports of a rank's uncaught exceptions to `mcr-plus run`.
 
-The launcher prints one message for all ranks with the same failure: for an error of ours the line of the user's
-program that raised it, for any other exception the whole traceback.
+The launcher prints one message for all ranks with the same failure: for an error of ours the line of the
+user's program that raised it, for any other exception the whole traceback.
 
     python uncaught.py RUNNER FILE ARGS…           RUNNER: `python`, or `mpi4py` as in `python -m mpi4py`
     python uncaught.py RUNNER -m MODULE ARGS…

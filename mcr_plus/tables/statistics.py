@@ -42,10 +42,9 @@ class Timing:
 
 @cache
 def confidence_rank(count: int) -> int:
-    """Return the index k (0: smallest) such that the k-th smallest and k-th largest sample enclose the median
-    with 95 %.
+    """Return the index (0: smallest) of the sorted sample that bounds the median's 95 % interval from below.
 
-    It follows from the binomial distribution, for any distribution of the samples (Conover 1999, section
+    The sample at the same distance from the largest one is the upper bound. The index follows from the binomial distribution, for any distribution of the samples (Conover 1999, section
     3.2). With fewer than 6 samples it is 0, the whole range, which encloses the median less often.
     """
     rank, outside = 0, 1

@@ -179,7 +179,7 @@ def _one_table(recordings: list[Recording]) -> tuple[dict[str, list[str]], dict[
         parts = []
         for each in recordings:
             own = [known.setdefault(text, len(known)) for text in each.about["names"].get(name, [])]
-            parts.append(np.array([*own, -1], np.int64)[each.columns[name]])  # the last one is for -1
+            parts.append(np.array([*own, -1], np.int64)[each.columns[name]])  # the last entry serves index -1
         names[name] = list(known)
         columns[name] = np.concatenate(parts)
     columns["rank"] = np.concatenate([np.full(each.count, each.rank) for each in recordings])

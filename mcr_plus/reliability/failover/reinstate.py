@@ -49,7 +49,7 @@ class Reinstatement:
         self._patience = _FIRST_TRY
         self._next_try = 0.0
         self._try: _Try | None = None
-        self._given_up: list[_Try] = []  # tries given up while still opening
+        self._given_up: list[_Try] = []  # abandoned tries that are still opening
 
     def after_failure(self) -> None:
         """Start over after a new failure of the library."""

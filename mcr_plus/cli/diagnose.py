@@ -21,7 +21,7 @@ def diagnose(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of the dumps.")],
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Say what is wrong with a job by the Flight Recorder dumps of its ranks: who, where, and why.
+    """Find the faults of a job in its ranks' Flight Recorder dumps: ranks, places, and causes.
 
     Exit status: 0 if the dumps show no fault, 1 if they show one, 2 if DIR has no dumps of a job.
     """

@@ -118,7 +118,7 @@ def _supervised(
     via: ViaChoice,
     backends: tuple[str, ...] | None,
 ) -> Supervised:
-    """Check the options about failed ranks against the others; raises usage errors."""
+    """Check the options about failed ranks; raise usage errors."""
     if min_ranks is None:
         raise typer.BadParameter(
             f"{restart_failed}: needs --min-ranks, the fewest ranks for the job to continue: 1 to {ranks}",

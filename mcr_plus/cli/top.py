@@ -40,7 +40,7 @@ def top(
         bool, typer.Option("--dump", help="Have all ranks write dumps, on all hosts, print where, and end.")
     ] = False,
 ) -> None:
-    """Show what the ranks of your running jobs on this host do, and for whom they wait.
+    """Show the activity of your running jobs' ranks on this host, and the ranks that they wait for.
 
     It reads the ranks' status pages and disturbs no rank; ranks that hang or are stopped are shown too.
     Ctrl-C ends it.

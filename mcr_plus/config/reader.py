@@ -2,7 +2,7 @@
 
     load("run.yaml")            a Config: frozen and checked; every name in it is known
     config.rule_for(...)        the first rule that matches an operation
-    fingerprint(config)         a hash that ranks compare at the start: all must decide alike
+    fingerprint(config)         a hash that ranks compare at the start, because all must decide alike
 
 `document.py` reads the YAML, `core/environment.py` the environment.
 

@@ -239,7 +239,7 @@ def default_observe() -> BaseModel | None:
 
 @dataclass(frozen=True)
 class Config:
-    """A checked configuration. Equal configurations decide alike, wherever they were read from.
+    """A checked configuration. Equal configurations make equal decisions, wherever they were read from.
 
     `backends` is the fallback order; None means every available backend. `observe` changes the reports about
     a job, but never its behaviour; it may differ between ranks.

@@ -83,7 +83,6 @@ def look(store: Store, key: str) -> bytes | None:
     """
     if isinstance(store, WrappedStore):
         return store.look(key)
-    # Torch's stores return the expected text for a missing key; nothing is written unless the value equals
     # Torch's stores return the expected text for a missing key; nothing is written unless the value
     # equals it.
     found = store.compare_set(key, _ABSENT, _ABSENT)
@@ -96,7 +95,7 @@ def keys_of(store: Store) -> list[str]:
         store = store.wrapped
     try:
         return list(store.list_keys()) if hasattr(store, "list_keys") else []
-    except IndexError:  # for a part, if another key has the very name of the part
+    except IndexError:  # the parent store has a key with the exact name of the part
         return []
 
 
@@ -114,15 +113,15 @@ class WrappedStore(Store):
 
     @property
     def wrapped(self) -> Store:
-        """Return the other store."""
+        """Return the store that receives the requests."""
         return self._store
 
     def get(self, key: str) -> bytes:
-        """Wait for a value; raise the errors of the other store."""
+        """Wait for a value; raise the wrapped store's errors."""
         return self._store.get(key)
 
     def look(self, key: str) -> bytes | None:
-        """See the function `look`."""
+        """Return the present value of a key; None without one."""
         return look(self._store, key)
 
     def add(self, key: str, value: int) -> int:

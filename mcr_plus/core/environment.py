@@ -40,7 +40,7 @@ from mcr_plus.errors import ConfigError, LaunchError
 
 Launcher = Literal["torchrun", "openmpi", "mpich", "slurm", "mcr-plus", "env", "single"]
 
-# Slurm numbers special steps (batch script, interactive shell) from here on; they are no user's srun.
+# Slurm numbers special steps (batch script, interactive shell) from here on; user steps are below.
 SLURM_SPECIAL_STEPS = 0xFFFFFFF0
 _SLURM_PORTS = range(20_000, 30_000)  # below the usual range of ephemeral ports
 LOOPBACK = "127.0.0.1"

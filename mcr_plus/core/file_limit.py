@@ -12,7 +12,7 @@ import resource
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-_RESERVE: Final = 24  # for short-lived descriptors, and for the program
+_RESERVE: Final = 24  # reserve for short-lived descriptors and for the program
 _OWN: Final = 1  # every group's board
 _UNKNOWN: Final = 1 << 30
 

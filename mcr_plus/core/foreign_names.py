@@ -261,7 +261,7 @@ def _said(ours: str) -> str:
 
 
 def name_others(cls: type, names: Mapping[str, str]) -> None:
-    """Make a class answer other libraries' names, also with a capital as in mpi4py, with its own names.
+    """Make errors for other libraries' names, also with a capital as in mpi4py, name the class's own.
 
     It does the same for other spellings of its names, such as `allGather`, `AllGather` or `allgather`.
     """

@@ -85,7 +85,7 @@ class Collective:
 
     @property
     def is_shared(self) -> bool:
-        """Whether the payload belongs to all ranks together, so that each rank has one part of it."""
+        """True if the payload belongs to all ranks together, so that each rank has one part of it."""
         return "each" in (self.sends, self.receives)
 
 

@@ -102,7 +102,7 @@ class Signature(NamedTuple):
 
     @property
     def is_p2p(self) -> bool:
-        """Whether only two ranks take part."""
+        """True if only two ranks take part."""
         return self.kind in MESSAGES
 
     def describe(self) -> str:
@@ -244,7 +244,7 @@ class Message:
 
     @property
     def compares_counts(self) -> bool:
-        """Whether ranks compare the counts of a vector collective: known at issue, and not agreed yet."""
+        """True if ranks compare the counts of a vector collective: known at issue, and not agreed yet."""
         signature = self.signature
         known = self.counts_known or self.values is not None
         return signature.kind in VECTOR and known and not signature.counts_agreed
@@ -270,7 +270,7 @@ class Message:
         return sent, expected
 
     def compared_flows(self, rank: int) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the flows that must match those of the other ranks."""
+        """Return the flows that must match the flows of the other ranks."""
         return self.flows(rank) if self.values is None else self.values
 
     def own_bytes(self) -> int:

@@ -41,7 +41,7 @@ def state_of(pid: int, started: str) -> State:
 
 
 def tracer_of(pid: int) -> int:
-    """Return the process that traces and has stopped another, such as a debugger; 0 if there is none."""
+    """Return the process that traces and has stopped another process, such as a debugger; 0 without one."""
     try:
         with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
             fields = dict(line.split(":", 1) for line in file if line.startswith(("State:", "TracerPid:")))

@@ -20,7 +20,7 @@ _LIBRARIES: Final = tuple(
     {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
 _OTHERS: Final = (*_LIBRARIES, _PACKAGE, "<")
-_is_program: Final[dict[str, bool]] = {}  # by file
+_is_program: Final[dict[str, bool]] = {}  # file → whether it belongs to the program
 _INSTALLED: Final = re.compile(r"^<|/(site|dist)-packages/|/lib/python3\.\d+/")  # on any machine
 # Python 3.11 may end with SIGSEGV if a thread reads frame objects of another running thread, as profilers
 # have found too; 3.12 creates frames in the same way. There, frames come from faulthandler, which creates no

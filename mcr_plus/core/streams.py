@@ -1,6 +1,6 @@
 """Streams and events of one device, with the functions that order operations on it.
 
-For CUDA and ROCm they come from `torch.cuda`; `accelerators` has those of other devices.
+For CUDA and ROCm they come from `torch.cuda`; `accelerators` has the functions for other devices.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Event(Protocol):
 
 
 class Streams(Protocol):
-    """The streams of one device."""
+    """The streams of the device with index `device` among those of its type."""
 
     device: int
 

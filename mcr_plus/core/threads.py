@@ -63,7 +63,7 @@ class Background(Generic[T]):
 
     @property
     def done(self) -> bool:
-        """Whether the call has returned or raised."""
+        """True if the call has returned or raised."""
         return bool(self._results) or self._error is not None
 
     def result(self) -> T:

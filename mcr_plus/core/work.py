@@ -21,11 +21,11 @@ class Info:
     """A description of an operation: its kind, size, library and codec.
 
     `backend` is the library, with the algorithm if one was chosen (`msccl:ring`). `bytes` is the
-    payload, `wire_bytes` the bytes handed to the library; of vector collectives, whose sizes differ
-    between ranks, both are this rank's own (the larger of what it sends and receives); `fused` counts
+    payload, `wire_bytes` the bytes handed to the library; for vector collectives, whose sizes differ
+    between ranks, both are this rank's own (the larger of sent and received bytes); `fused` counts
     the members packed into the operation; `sequence` is its number in its group. Times are
     `time.perf_counter()` seconds, 0.0 and None unless recording was on; `t_done` is when completion was
-    noticed, since looking more often would change the program. `instead_of`: the library that had been
+    noticed, because more frequent polls would change the program. `instead_of`: the library that was
     chosen, if it has failed and `backend` has taken over (`dispatch: {failover: true}`); else empty.
     """
 

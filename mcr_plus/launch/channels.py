@@ -59,7 +59,7 @@ class RankState:
 
     @property
     def failed(self) -> bool:
-        """Whether the rank has ended with a status other than 0, or has aborted with any status."""
+        """True if the rank has ended with a status other than 0, or has aborted with any status."""
         return self.aborted is not None or self.end not in (None, 0)
 
     @property
@@ -112,7 +112,7 @@ class RankState:
         return words[frames[-1] + 1 :] or words if frames else words
 
     def kind_of_failure(self) -> object:
-        """Return a key that is equal for ranks that failed alike.
+        """Return a key that is equal for ranks with the same failure.
 
         The words of an OrderMismatch are sorted, because ranks name its two sides in either order.
         """
@@ -220,7 +220,7 @@ class Channels:
         return bool(ready)
 
     def note_ends(self, text: str) -> None:
-        """Store the rank for which Open MPI's launcher says that it has ended the others."""
+        """Store the rank that Open MPI's launcher names as the reason for ending the others."""
         for where, process, status in _ABORTS.findall(text):
             rank = int(process or where or len(self.states))
             if rank < len(self.states) and self.states[rank].aborted is None:
@@ -279,7 +279,7 @@ class Channels:
             self._early[report["pid"]] = report
 
     def _show(self, state: RankState) -> None:
-        """Print the exception of a rank that does not end, once for all ranks that failed alike."""
+        """Print the exception of a rank that does not end, once for all ranks with the same failure."""
         state.shown = True
         kind, trace = state.kind_of_failure(), state.traceback()
         if not trace or any(

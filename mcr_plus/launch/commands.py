@@ -107,7 +107,7 @@ def _job_settings(
     scratch: Scratch, config: Path | None, terminal: str | None, port: int | None
 ) -> dict[str, str]:
     settings = {JOB_VARIABLE: scratch.name, "MCR_LAUNCHER": "mcr-plus", "MCR_JOB_FOLDER": str(scratch.root)}
-    if port is not None:  # for torch.distributed under mpiexec; the agent sets another
+    if port is not None:  # port of torch.distributed under mpiexec; the agent sets another
         settings |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port)}
     for base in ("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_orte_tmpdir_base"):
         settings[base] = str(scratch.root)

@@ -69,16 +69,16 @@ class JobOutcome:
 
     @property
     def never_began(self) -> bool:
-        """Whether the launcher has failed before it started any rank, which happens now and then."""
+        """True if the launcher has failed before it started any rank, which happens now and then."""
         by_itself = self.interrupted is None and not self.timed_out
         any_rank = any(state.pid is not None for state in self.states)
         return by_itself and not any_rank and any(_NOT_STARTED in line for line in self.log)
 
     @property
     def worked(self) -> bool:
-        """Whether every rank ended with 0, and the job was neither stopped nor timed out.
+        """True if every rank ended with 0, and the job was neither stopped nor timed out.
 
-        In a supervised job, whether enough ranks did.
+        In a supervised job, enough ranks must have ended with 0.
         """
         all_zero = all(state.code == 0 and not state.failed for state in self.states)
         worked = self.status == 0 if self.supervised else all_zero

@@ -33,7 +33,7 @@ class Listener:
 
     @property
     def on_all_interfaces(self) -> bool:
-        """Whether the socket is bound to 0.0.0.0 or [::]."""
+        """True if the socket is bound to 0.0.0.0 or [::]."""
         return self.address in _ANY
 
 
@@ -52,7 +52,7 @@ def listeners(pid: int) -> list[Listener]:
 
 
 def bind_to_loopback(pid: int) -> int:
-    """Rebind those of child `pid`'s listening sockets to loopback that are bound to all interfaces.
+    """Rebind the listening sockets of child `pid` on all interfaces to loopback.
 
     Returns their number. Raises OSError if a parent may not duplicate the descriptors of its child.
     """

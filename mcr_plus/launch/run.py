@@ -130,7 +130,7 @@ def explanation(outcome: JobOutcome, via: Via) -> list[str]:
         program = "mpiexec" if via == "mpi" else "the elastic agent"
     head = f"mcr-plus: {program} ended with status {outcome.status} before rank {silent} did"
     if via == "mpi" and (done := [state for state in outcome.states if state.code == 0]):
-        last = max(done, key=lambda state: state.ended)  # hydra kills the others silently when it ends
+        last = max(done, key=lambda state: state.ended)  # at its end hydra kills the others silently
         head += f", after rank {last.rank} had exited with status 0, perhaps without MPI_Finalize"
     return [f"{head}; its last lines:", *(f"  {line}" for line in outcome.log)]
 
@@ -148,7 +148,7 @@ def _failures(outcome: JobOutcome, culprit: RankState) -> list[list[RankState]]:
 
 
 def _message(alike: Sequence[RankState], outcome: JobOutcome, *, then: bool = False) -> list[str]:
-    """Return the message about ranks that failed alike, with the exception of the first of them.
+    """Return the message about ranks with the same failure, with the exception of the first of them.
 
     `then`: they failed after other ranks, so the message omits their signal and the frames of the traceback.
     """

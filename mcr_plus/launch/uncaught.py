@@ -1,7 +1,7 @@
 """Reports of a rank's uncaught exceptions to `mcr-plus run`.
 
-The launcher prints one message for all ranks that failed alike: for an error of ours the line of the user's
-program that raised it, for any other exception the whole traceback.
+The launcher prints one message for all ranks with the same failure: for an error of ours the line of the
+user's program that raised it, for any other exception the whole traceback.
 
     python uncaught.py RUNNER FILE ARGS…           RUNNER: `python`, or `mpi4py` as in `python -m mpi4py`
     python uncaught.py RUNNER -m MODULE ARGS…
@@ -189,7 +189,7 @@ def _end_with(error: BaseException, channel: str | None, when: float) -> None:
     """End like Python after an uncaught exception, but without the frames of the program's runner.
 
     The program's own hook (such as rich's or IPython's) gets the program's frames; the launcher does not
-    print again what the hook has shown.
+    repeat the hook's output.
     """
     trace = error.__traceback__
     while trace is not None and (trace.tb_frame.f_globals is globals() or _is_runner(Path(_file(trace)))):

@@ -1,6 +1,6 @@
 """Late ranks of a group, from the times at which ranks arrive at operations.
 
-The delay of the last rank is the time from the median arrival of the others to its own. Only ranks of one
+The delay of the last rank is the time from the median arrival of the others to its arrival. Only ranks of one
 host are compared: they share a clock.
 """
 

@@ -65,7 +65,7 @@ class AcrossHosts:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._groups: dict[int, _GroupOnHosts] = {}  # by identity of their states
+        self._groups: dict[int, _GroupOnHosts] = {}  # by id of the group's state
         self.missing: set[int] = set()
 
     def note(self, state: GroupState, number: int, times: tuple[float, float, float]) -> None:
@@ -139,7 +139,7 @@ class AcrossHosts:
             yield found
 
     def _awaited(self, of: _GroupOnHosts, rank: int, last: int, deadline: float) -> Published | None:
-        """Return what a rank has published once it covers operation `last`; None if it does not in time.
+        """Return a rank's published arrivals once they cover operation `last`; None if that takes long.
 
         Does not wait for a rank that will publish nothing more: one that has left, failed or is lost. Stops
         waiting if another thread of this rank leaves the group.

@@ -1,4 +1,8 @@
-"""Faults of a job, found in the dumps of its ranks: ranks that are missing, slow, or differ from others."""
+"""Faults of a job, found in the dumps of its ranks: ranks that are missing, slow, or differ from others.
+
+Each check looks at one kind of fault and knows nothing of the others; `diagnose` runs the checks in the order
+in which one fault explains others.
+"""
 
 from __future__ import annotations
 
@@ -155,7 +159,7 @@ class _Diagnosis:
             name, each = (waiting[0][1], waiting[0][2]) if waiting else ("world", None)
             last = self._issued(rank, name)
             if status == "stopped" and (seen := self._seen(rank, name, status)) is not None:
-                last = seen  # its own dump may be older than what others saw
+                last = seen  # its own dump may be older than observations by others
             text = f"rank {rank} {AWAY[status]}"
             if each is not None and each.number:
                 behind = "has not issued" if last is not None and last < each.number else "has issued"

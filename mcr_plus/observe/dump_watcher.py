@@ -64,7 +64,7 @@ class DumpWatcher:
         if self._pid != os.getpid():
             return
         if self._pipe is not None and signal.getsignal(_SIGNAL) is self._before:
-            faulthandler.unregister(_SIGNAL)  # the program may have installed its own handler by now
+            faulthandler.unregister(_SIGNAL)  # the program may have replaced the handler
         self._stopping = True
         os.eventfd_write(self._wake, 1)
         self._thread.join(_PATIENCE)
@@ -76,7 +76,7 @@ class DumpWatcher:
         if self._is_closed:
             return
         if self._pipe is not None and signal.getsignal(_SIGNAL) is self._before:
-            faulthandler.unregister(_SIGNAL)  # the program may have installed its own handler by now
+            faulthandler.unregister(_SIGNAL)  # the program may have replaced the handler
         self._close()
 
     def _close(self) -> None:

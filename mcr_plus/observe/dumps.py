@@ -45,12 +45,12 @@ class DumpedOperation:
 
     @property
     def done(self) -> bool:
-        """Whether the operation is complete."""
+        """True if the operation is complete."""
         return self.state == "completed"
 
     @property
     def holds_up(self) -> bool:
-        """Whether the operation blocks its rank, which waits for it or has given up."""
+        """True if the operation blocks its rank, which waits for it or has given up."""
         return not self.done and (self.waits or bool(self.error))
 
 
@@ -113,7 +113,7 @@ def read_folder(path: Path) -> Folder:
     """Read the dumps in a folder.
 
     Files that are truncated, of another version or of another job are skipped and listed in `problems`.
-    Raises `InvalidArgument` if the folder or any dump is missing, or if a rank has two files.
+    Raises `InvalidArgument` if the folder is missing or has no dumps, or if a rank has two files.
     """
     if not path.is_dir():
         raise InvalidArgument(f"{str(path)!r}: no such folder; expected one with dumps of `mcr.dump`")
@@ -246,7 +246,7 @@ def _operation(number: int, own: dict[str, Any], frames: Sequence[dict[str, Any]
 
 
 def _integer(value: Any) -> int:
-    """Convert a number or a text; raise what `int` raises, and `OverflowError` beyond 64 bits."""
+    """Convert a number or a text; raise the errors of `int`, and `OverflowError` beyond 64 bits."""
     number = int(value)
     if abs(number) > MAX_INTEGER:
         raise OverflowError(f"a number of {number.bit_length()} bits")

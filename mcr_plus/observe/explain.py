@@ -47,8 +47,8 @@ def explain(
     """Bind a hypothetical operation and return the decision of each stage.
 
     Returns a mapping with `kind`, `bytes`, `dtype`, `ranks`, `nodes`, `async_op`, `tag`, `param`,
-    `steps` (one per decision: `stage`, `operation`, `decision`, `rule`), `backends` (those that run parts of
-    the operation), and, for the first choice of a library, `table_rule` (`file:line`), `expected_us` (None
+    `steps` (one per decision: `stage`, `operation`, `decision`, `rule`), `backends` (libraries that run parts
+    of the operation), and, for the first choice of a library, `table_rule` (`file:line`), `expected_us` (None
     if nothing was measured) and `alternatives` (per choice: `support`, `how`, `expected_us`, `extrapolated`,
     `figure`, `bound_us`, and `why` it was chosen or not). Steps that choose a library have these three fields
     too; if the table was measured on another machine, they also have `measured_elsewhere` (the differences)
@@ -119,7 +119,7 @@ def explained(
     param: str | None = None,
     shape: Sequence[int] | None = None,
 ) -> Explanation:
-    """Return what `explain` returns, with operations in readable form; `config` may be parsed already."""
+    """Return the result of `explain`, with operations in readable form; `config` may be parsed already."""
     checked = config if isinstance(config, Config) else load(config)
     use_algorithms(checked)
     try:

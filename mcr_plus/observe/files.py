@@ -1,4 +1,4 @@
-"""Paths and writing of dump files."""
+"""Dump files: their paths, and how they are written."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def findings(job: ObservedJob) -> list[str]:
 
 
 def condition(job: ObservedJob, rank: int, wait: RankWait | None = None) -> str:
-    """Describe what a rank does, its place, its last operation, and for a stopped rank how to resume it.
+    """Describe a rank's activity, its place, its last operation, and for a stopped rank how to resume it.
 
     `wait`: the wait of another rank for this one; the sentence then names its group.
     """

@@ -52,7 +52,7 @@ def write_for_hta(
 
 
 def _kernel(name: str, begin: float, duration: float, stream: int, args: Mapping[str, Any]) -> dict[str, Any]:
-    # In whole microseconds: the analyses round begins up and ends down, which could make durations negative.
+    # Use whole microseconds: the analyses round begins up and ends down, so durations could be negative.
     start = round(begin)
     return {
         "ph": "X", "cat": "kernel", "name": name, "tid": stream, "ts": start,

@@ -52,9 +52,9 @@ class RankWait:
         number: number of the operation in its group; 0 for sends and receives.
         seconds: duration of the wait so far.
         waits_for: ranks of the job that have not issued the operation, or the peer of a message; if all have
-            issued it, its lost members.
+            issued it, the operation's lost members.
         issued: by rank of `waits_for`, the number of its last operation in the group, where known.
-        missing: the number of such ranks; `waits_for` names only some if they are very many.
+        missing: the number of these ranks; `waits_for` names at most the first few of very many.
         started: whether the operation has been given to its library.
         timeout: the deadline of the wait, in seconds.
     """
@@ -150,7 +150,7 @@ class ObservedJob:
 
 @dataclass(frozen=True)
 class JobStatus:
-    """All jobs that were found, and unreadable pages: process → reason."""
+    """The jobs that were found, and unreadable pages: process → reason."""
 
     jobs: tuple[ObservedJob, ...] = ()
     unreadable: Mapping[int, str] = field(default_factory=dict)

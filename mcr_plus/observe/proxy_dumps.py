@@ -128,7 +128,7 @@ def _substitute(
 
 
 def _entry(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the writer's entry as the other rank's entry, of which only the number is known."""
+    """Return the writer's entry as the other rank's entry; only its number is known."""
     state = entry["state"]
     if state != "completed":
         state = "scheduled" if state == "started" else "started"

@@ -438,8 +438,8 @@ def record(path: str | Path | None = None) -> AbstractContextManager[Log]:
 
     Args:
         path: a folder for one file per rank, `rank0.npz` and so on; `mcr-plus report` turns them into a page.
-    A missing folder is created. The files are written when the block ends; an error in writing is
-    logged.
+            A missing folder is created. The files are written when the block ends; an error in writing is
+            logged.
 
     Returns:
         A context manager that yields a `Log`: `records`, `summary()`, `save()`, `plot()`, and `print(log)`.

@@ -24,7 +24,7 @@ class CommunicationRow:
     bytes: int
     wire: int  # bytes that each rank sends, by the formulas of nccl-tests; approximate if sizes differ
     p50_us: float
-    share: float  # of the time; overlapped time counts in full
+    share: float  # share of the time; overlapped time counts in full
     waited: float  # share of the time in which the program waited for it and for no earlier operation
 
 

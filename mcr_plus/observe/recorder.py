@@ -181,7 +181,7 @@ class Recorder(OperationHook):
             self._complain(f"{folder!r} responds slowly: the dump may be missing")
 
     def _write(self, snapshot: Snapshot, folder: str | None) -> None:
-        """Write a dump, and those of ranks that cannot. Log an error once; one error hides no other."""
+        """Write a dump, and dumps of ranks that cannot. Log an error once; one error hides no other."""
         try:
             if folder is None:
                 folder = default_folder()

@@ -39,7 +39,7 @@ def demand_dumps(process: int | None = None, patience: float = _ANSWERS_WITHIN) 
     """Make all ranks of this user's jobs, or of the job of `process`, write dumps on all hosts.
 
     A rank of this host passes the request on through the agents. Ranks that have not answered after
-    `patience` seconds are reported. Raises what `survey` raises.
+    `patience` seconds are reported. Raises the errors of `survey`.
     """
     with closing(RemoteStatus()) as elsewhere:
         reason = f"mcr-plus top --dump ({secrets.token_hex(4)})"

@@ -34,9 +34,9 @@ class SnapshotEntry:
     Attributes:
         number: number in the group; 0 for sends and receives.
         issued: time of issue, in `time.time_ns()`.
-        peer, match_tag: of a send or receive; `peer` is a group rank, None for a receive from any rank.
+        peer, match_tag: peer and tag of a send or receive; `peer` is a group rank, None for any rank.
         frames: frames of the thread in which it failed, or that waits for it or waited longer than a second.
-        waited: seconds of that wait, up to now if it goes on.
+        waited: seconds of that wait, up to now if it continues.
         waits: whether the program waits for it now.
         error: text of its error; empty unless it has failed.
     """

@@ -1,9 +1,9 @@
 """Ranks that delay others: which ranks arrive late at operations, by how much, and where.
 
-A rank arrives at an operation when it issues it. Its own delay is the lesser of two differences, both to the
-median of the other ranks: of its arrival, and of its own time since the previous operation, which excludes
-waits for operations and for a core. The second is small for a rank that arrives late because another rank, or
-another process on its core, has delayed it.
+A rank arrives at an operation when it issues it. Its own delay is the smaller of two values: its arrival less
+the median arrival of the other ranks, and its own time since the previous operation less their median own
+time. Own time excludes waits for operations and for a core, so the second value is small for a rank that
+another rank, or another process on its core, has delayed.
 
 On one host, the arrivals are on the boards of the groups: ranks share a clock, exact to a microsecond or two.
 Arrivals in groups across hosts come from `cross_host_stragglers`, with an error; only a delay beyond the

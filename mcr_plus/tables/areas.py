@@ -1,8 +1,8 @@
 """Areas of operations: intersections of rules' keys, and the rule that applies to an operation.
 
 If keys of rules overlap, the order of the rules decides. An *area* is a key, or an intersection of several
-keys. Every operation has a narrowest area that covers it, and the keys that cover the operation are those
-that include this area, so a look-up can be evaluated area by area.
+keys. Every operation has a narrowest area that covers it; a key covers the operation if it includes this
+area, so a look-up can be evaluated area by area.
 """
 
 from __future__ import annotations

@@ -65,8 +65,8 @@ def diff(a: Table, b: Table) -> list[Change]:
     """Return the different choices of two tables, keys that only one table has, and different facts.
 
     Shadowed rules are not compared: tables with the same choice for every operation differ at most in keys.
-    If one counts bytes per rank and the other in total, and the number of ranks is open, each is compared
-    with rules of its own basis.
+    If one table counts bytes per rank and the other in total, and the number of ranks is open, each rule is
+    compared with rules of its own basis.
     """
     own = (a.by_key(), b.by_key())
     known = areas([*own[0], *own[1]], f"{a.name}, {b.name}")

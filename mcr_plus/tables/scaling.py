@@ -7,7 +7,7 @@ ranks and s bytes, in the convention of `bytes` in tables:
     all_reduce       ring: 2(n-1) rounds of s/n;  doubling: log₂n of s;  NCCL's double tree, see below
     all_gather, reduce_scatter      ring: n-1 rounds of s/n
     broadcast, reduce               tree: log₂n rounds of s;  in parts: log₂n + n-1 rounds, 2(n-1)/n · s
-    all_to_all       pairwise: n-1 rounds of s/n, of which those between nodes share a link of the node
+    all_to_all       pairwise: n-1 rounds of s/n; rounds between nodes share a link of the node
     gather, scatter  n-1 messages of s/n of one rank
     send, barrier    1 round of s;  log₂n rounds of 0 bytes
 

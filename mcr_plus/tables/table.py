@@ -475,7 +475,7 @@ def _overlap(one: TableRule, other: TableRule) -> bool:
 
 
 def _covered(rule: TableRule, earlier: Sequence[TableRule]) -> bool:
-    """Return whether earlier rules cover `rule`; those of the other basis must cover every size."""
+    """Return whether earlier rules cover `rule`; rules of the other basis must cover every size."""
     other: Basis = "total" if rule.key.basis == "per_rank" else "per_rank"
     return _takes(earlier, rule.key.basis, rule.sizes) or _takes(earlier, other, Range(0))
 

@@ -100,7 +100,7 @@ def _sensible(timings: Timings) -> Timings:
 
 
 def _without_end(rules: Sequence[TableRule]) -> list[TableRule]:
-    """Extend the last choice to all sizes: operations without a size use that of the largest measured one."""
+    """Extend the last choice to all sizes: operations without a size use the choice of the largest one."""
     return [*rules[:-2], replace(rules[-2], hi=None)] if rules[-1].backend == BUILT_IN else [*rules]
 
 
@@ -211,13 +211,13 @@ def _change(
 
 
 def _fastest(candidates: Sequence[str], timings: Timings, span: Range) -> str:
-    """Return the best of the candidates at the measured sizes of a range, or else at those next to it."""
+    """Return the best candidate at the measured sizes of a range, or else at the adjacent sizes."""
     sizes = [size for size in timings if span.covers(size)] or _beside(timings, span)
     return min(candidates, key=lambda candidate: sum(log(_of(timings[size], candidate)) for size in sizes))
 
 
 def justified(timings: Mapping[str, Timing]) -> dict[str, float]:
-    """Return the slowdown of each candidate relative to the best, as far as it is significant, for `choose`.
+    """Return the significant part of each candidate's slowdown relative to the best, for `choose`.
 
     Only the gap between confidence intervals counts in full. A difference within them counts for little: it
     decides only where it is the same over several sizes.
@@ -263,7 +263,7 @@ def crossover(timings: Timings, low: int, high: int, before: str, after: str) ->
 
 
 def _of(timings: Mapping[str, Timing], candidate: str) -> float:
-    """Return the time of a candidate; without one, twice that of the slowest."""
+    """Return the time of a candidate; without one, twice the slowest candidate's time."""
     return (
         timings[candidate].p50 if candidate in timings else 2 * max(timing.p50 for timing in timings.values())
     )

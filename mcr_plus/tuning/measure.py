@@ -6,7 +6,7 @@ of them, and none always follows the same other one. Decisions (to stop, to drop
 exchanged numbers, so all ranks decide alike.
 
 With overlap, a rank starts an asynchronous operation, computes for about the operation's length, and then
-waits for the operation. The result is the exposed time: the time beyond that of the computation.
+waits for the operation. The result is the exposed time: the time beyond the computation's.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Sample:
 
 
 def median_of_repeats(samples: Iterable[Sample]) -> list[Sample]:
-    """Return one sample for each candidate of each case: of several, the one with the median p50.
+    """Return one sample for each candidate of each case: the sample with the median p50.
 
     Of an even number it is the lower of the two in the middle, because disturbances only add time.
     """

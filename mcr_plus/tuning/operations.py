@@ -101,7 +101,7 @@ class OpUnderTest:
             return ()
         if row.in_place:
             tensors: tuple[Any, ...] = (source,)
-        elif row.rooted:  # with a list on the root
+        elif row.rooted:  # the root passes a list
             whole, own = (target, source) if row.receives == "each" else (source, target)
             tensors = (own, list(whole.view(self._comm.size, -1)) if self._comm.rank == 0 else None)
         else:

@@ -13,8 +13,8 @@ from mcr_plus.tuning.measurements import Sample
 from mcr_plus.tuning.plan import TableRequest, Task, next_task, rough_grid
 
 _OVERHEAD_S: Final = 0.05  # per task, in addition to its turns: agreement, warm-up
-_S_PER_BYTE: Final = 1e-8  # for each candidate and rank: mostly verification
-_LEAST_S: Final = 0.05  # for turns; less is noise on a shared host
+_S_PER_BYTE: Final = 1e-8  # per candidate and rank: mostly verification
+_LEAST_S: Final = 0.05  # least time of turns; less is noise on a shared host
 _SHARE: Final = 0.5  # share of the turns in the time of a task of the first sizes
 
 

@@ -5,8 +5,8 @@ Whole times of asynchronous operations whose exposed time is measured come last,
 
 The functions are pure: they compute the next task from the samples, so that a run can stop and continue
 anywhere and always has a table. The sizes of one stage are measured over all kinds in the order smallest,
-largest, then the middles between, so that a small budget covers the whole range. Of the first sizes, those
-that the budget allows for all kinds come first, and no task is started that does not fit into the budget. An
+largest, then the middles between, so that a small budget covers the whole range. First sizes for which the
+budget allows all kinds come first, and no task is started that does not fit into the budget. An
 impossible time is measured again immediately.
 """
 
@@ -217,7 +217,7 @@ def _doubtful(request: TableRequest, samples: Sequence[Sample]) -> Iterator[tupl
 
 
 def _absurd(request: TableRequest, samples: Sequence[Sample]) -> Iterator[Task]:
-    """Yield impossible times of the latest operation; those of earlier ones have been repeated already."""
+    """Yield impossible times of the latest operation; earlier ones have been repeated already."""
     if not samples or samples[-1].overlap:  # exposed time need not grow with the size
         return
     case = samples[-1].case

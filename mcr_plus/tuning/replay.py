@@ -1,8 +1,8 @@
 """A rank that replays a captured step: `python -m mcr_plus.tuning.replay REQUEST.json`.
 
 Operations are real, through the pipeline of the configuration. Computation is replaced by sleeping, as on a
-GPU, or by spinning, as on cores that communication shares. The gradients of the step are replaced by those of
-parameters with the same names and sizes, in a model under `mcr.wrap`: the events before a gradient run in the
+GPU, or by spinning, as on cores that communication shares. The step's gradients come from a model under
+`mcr.wrap` with parameters of the same names and sizes: the events before a gradient run in the
 backward pass that computes it, so that buckets, plans and codecs apply as in the program. If there are more
 ranks than were captured, they are copies of the captured ones, as in `mcr_plus.bucketing.network`.
 """
@@ -190,7 +190,7 @@ class Replay:
     # -- events -----------------------------------------------------------------------------------
 
     def _parts(self) -> tuple[list[tuple[str, list[Action]]], list[Action]]:
-        """Return the actions before each gradient in the backward pass, and those after the pass.
+        """Return the actions before each gradient in the backward pass, and the actions after the pass.
 
         The actions of the forward pass precede the first gradient, because a step does not mark where the
         backward pass begins.

@@ -359,7 +359,7 @@ def _lines(title: str, unit: str) -> Callable[..., None]:
 
 @contextmanager
 def _progress(job: TuningJob, rank: int, title: str, unit: str) -> Iterator[Callable[..., None]]:
-    """Yield a function that shows progress: a bar on rank 0's terminal, or lines where there is none."""
+    """Yield a function that shows progress: a bar on rank 0's terminal, or lines without a terminal."""
     console = Console()
     if rank != 0 or not job.progress:
         yield lambda *_: None

@@ -279,7 +279,7 @@ def test_ranks_share_every_batch_and_miss_no_row(numbered: Path, world_size: int
         assert seen == expected
 
 
-def test_nothing_or_only_so_much_is_held_out(numbered: Path) -> None:
+def test_at_most_a_limited_share_is_held_out(numbered: Path) -> None:
     assert sum(len(batch.labels) for batch in reader(numbered, holdout=0).train()) == 103
     assert list(reader(numbered, holdout=0).held_out()) == []
     limited = list(reader(numbered, batch_size=4, holdout=0.1).held_out(limit=6))

@@ -1,4 +1,10 @@
-"""Files for `make gpu-check` on a machine with a GPU but without a network."""
+"""Files for `make gpu-check` on a machine with a GPU but without a network.
+
+    python tests/support/gpu_bundle.py [--python 3.12] [--arch 90] [--output FOLDER]
+
+Contains wheels that images with PyTorch for CUDA often lack, and an NCCL that allows two ranks on one GPU
+(2.30), without machine code for other architectures: 45 MB of 300. Parts are folders of at most 60 MiB.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Oracles of operations: expected results, computed from the inputs of all ranks with numpy alone."""
+"""Oracles of operations: expected results, computed from the inputs of all ranks with numpy alone.
+
+Every rank can compute the inputs of every other, so an oracle needs no communication. Floats are float64,
+complex numbers complex128; integers keep their own type and wrap around, as they do in C. `zeros`, `full` and
+`tensor` are torch's, on the device of the tests.
+"""
 
 from __future__ import annotations
 

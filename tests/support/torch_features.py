@@ -11,9 +11,9 @@ from torch.distributed.fsdp import FSDPModule
 from mcr_plus.core.c10d import TCPStore
 
 FSDP2_ON_CPU: Final = hasattr(torch.cpu.Stream, "record_event")
-"""Whether models of `fully_shard` run without a GPU; torch 2.6 cannot run them."""
+"""True if models of `fully_shard` run without a GPU; torch 2.6 cannot run them."""
 FSDP_HOOKS: Final = hasattr(FSDPModule, "set_custom_all_gather")
-"""Whether `mcr.fsdp` works; from torch 2.8 on."""
+"""True if `mcr.fsdp` works; from torch 2.8 on."""
 needs_list_keys: Final = pytest.mark.skipif(
     not hasattr(TCPStore, "list_keys"), reason="this torch does not list the keys of a store"
 )

@@ -149,7 +149,7 @@ def test_the_true_difference_of_clocks_is_within_the_error(
             assert each.error <= 2 * TRANSIT
 
 
-def test_who_is_always_late_is_within_the_error_without_heartbeats() -> None:
+def test_a_persistent_straggler_is_within_the_error_without_heartbeats() -> None:
     """The others wait at every operation, so nothing says how much of that is the difference of clocks."""
     job = Job("ab", 3, beats=False)
     seconds = job.run(40, {1: 0.2})
@@ -346,7 +346,7 @@ class Vanishing(WrappedStore):
         return super().get(key)
 
 
-def test_what_another_rank_removes_meanwhile_is_not_waited_for() -> None:
+def test_keys_removed_by_another_rank_are_not_waited_for() -> None:
     store = HashStore()
     writer = StoreBoard(store, Group("g", (3, 7), 0))
     writer.note(5, 1.0, 0.5, 1.25)
@@ -359,7 +359,7 @@ def test_what_another_rank_removes_meanwhile_is_not_waited_for() -> None:
     assert (reader.published(0), reader.noted(0, [5])) == (None, {})
 
 
-def test_what_a_lost_rank_has_published_is_removed_by_one_that_has_published_nothing() -> None:
+def test_keys_of_a_lost_rank_are_removed_by_a_rank_without_keys() -> None:
     store = HashStore()
     boards = [StoreBoard(store, Group("g", (3, 7), rank)) for rank in range(2)]
     before = store.num_keys()
@@ -371,7 +371,7 @@ def test_what_a_lost_rank_has_published_is_removed_by_one_that_has_published_not
     assert store.num_keys() == before
 
 
-def test_what_ranks_have_published_is_removed_with_their_group() -> None:
+def test_published_values_are_removed_with_their_group() -> None:
     store = HashStore()
     boards = [StoreBoard(store, Group("g", (3, 7, 9), rank)) for rank in range(3)]
     before = store.num_keys()

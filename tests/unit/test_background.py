@@ -53,7 +53,7 @@ def test_an_error_is_raised_by_result() -> None:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_what_is_abandoned_is_discarded_once(late: bool) -> None:
+def test_an_abandoned_result_is_discarded_once(late: bool) -> None:
     go, got, came = threading.Event(), list[int](), threading.Event()
 
     def call() -> int:

@@ -95,7 +95,7 @@ def test_one_request_answers_for_all_operations_that_a_peer_has_posted(
     assert all_match(first, lap, 15)
 
 
-def test_a_row_that_is_not_in_the_store_is_not_waited_for() -> None:
+def test_a_row_missing_from_the_store_is_not_waited_for() -> None:
     first, second = stored(2)
     issue(second, 7, 5)
     store = cast("StoreBoard", second)._store

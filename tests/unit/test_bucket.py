@@ -181,7 +181,7 @@ def test_500_tensors_do_not_take_minutes() -> None:
     assert time.perf_counter() - began < 20
 
 
-def test_entries_that_make_no_sense() -> None:
+def test_invalid_entries_are_refused() -> None:
     with pytest.raises(ValueError, match="equal `like`"):
         earliest_finish([BucketEntry(0, 1, "a"), BucketEntry(1, 1, "b")], hockney(1.0, 1.0))
     with pytest.raises(ValueError, match="order"):

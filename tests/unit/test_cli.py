@@ -542,7 +542,7 @@ ABOUT = {"rank": 0, "host": "a", "epoch_us": 1.0}
         ({"traceEvents": [{"ts": float("nan")}], "otherData": ABOUT}, ": traceEvents[0]: "),
     ],
 )
-def test_a_file_that_is_no_trace_is_not_quoted(tmp_path: Path, document: object, what: str) -> None:
+def test_errors_do_not_quote_files_other_than_traces(tmp_path: Path, document: object, what: str) -> None:
     path, output = tmp_path / "other.json", tmp_path / "all.json"
     path.write_text(json.dumps(document))
     answer = mcr_plus("trace", "merge", str(path), "-o", str(output))

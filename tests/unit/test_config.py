@@ -1071,7 +1071,7 @@ FAULT_TOLERANT = OPENMPI | {"OMPI_MCA_mpi_ft_enable": "1"}
         (SRUN, 2, True),
     ],
 )
-def test_when_ranks_keep_what_they_agree_on_themselves(
+def test_ranks_keep_their_own_keys_by_launcher_and_hosts(
     environ: dict[str, str], hosts: int, expected: bool
 ) -> None:
     assert ranks_keep_their_own(hosts, environ) is expected

@@ -133,7 +133,7 @@ def test_sizes_beyond_a_single_time_take_half_of_it_as_bandwidth(measured: dict[
     assert [curve.at(nbytes).bound_us for nbytes in (4096, 8192, 40960)] == [None, 10.0, 10.0]
 
 
-def test_a_curve_of_nothing_but_no_bytes() -> None:
+def test_a_curve_with_only_zero_bytes() -> None:
     assert TimeCurve.through({0: 3.0}).at(1 << 20) == Estimate(3.0, "at_least", bound_us=3.0)
 
 
@@ -200,7 +200,7 @@ def test_the_smooth_curves_are_like_the_real_ones() -> None:
         assert np.all(np.diff(truth) > 0)
 
 
-def test_sizes_left_out_are_met() -> None:
+def test_omitted_sizes_are_predicted() -> None:
     found = np.concatenate([errors(figures) for figures in MEASURED.values()])
     assert np.median(found) <= 0.05
     assert np.quantile(found, 0.95) <= 0.15

@@ -131,7 +131,7 @@ def test_scripts_learn_of_faults_by_the_status(arguments: list[str], tmp_path: P
         assert why in answer.stderr
 
 
-def test_the_ranks_that_are_fewer_differ(tmp_path: Path) -> None:
+def test_the_minority_of_ranks_differs(tmp_path: Path) -> None:
     usual, other = _waiting(2), _waiting(2, _signature(reduce_op="MAX"))
     ranks = {rank: [_world(rank, [_entry(1), other if rank == 1 else usual])] for rank in range(3)}
     (finding,) = _found(tmp_path, ranks)
@@ -185,7 +185,7 @@ def test_a_rank_for_which_others_wait_a_moment_is_behind(
     assert ("no fault yet" in capsys.readouterr().out) == (fault == "behind")
 
 
-def test_who_waits_is_no_cause(tmp_path: Path) -> None:
+def test_a_waiting_rank_is_no_cause(tmp_path: Path) -> None:
     """Rank 2 waits for rank 1, which waits for rank 0: that one is to blame alone."""
     pair = GroupSnapshot("pair", (1, 2), 0, 0)
     waits = GroupSnapshot("pair", (1, 2), 1, 1, entries=[_waiting(1)])
@@ -312,7 +312,7 @@ def test_both_files_are_the_same_plain_data(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["rank.0.json", "rank_0"]
 
 
-def test_what_is_written_halfway_is_never_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partial_writes_are_never_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _write(tmp_path, {0: [_world(0, [_entry(1)])]})
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
@@ -358,7 +358,7 @@ def _nodes(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("wrong", [None, -1, 10**9, 1e400, "", "x", [], [[]], {}, {"x": []}], ids=repr)
-def test_values_that_make_no_sense_are_refused_or_shown(tmp_path: Path, wrong: Any) -> None:
+def test_invalid_values_are_refused_or_shown(tmp_path: Path, wrong: Any) -> None:
     """Each value of a file in turn: it is left out with a reason, or diagnosed, and nothing else happens."""
     lost = PeerLost("rank 2: process has died", [2], seen="process has died")
     sends = [_message("send", 1, 3, state="started", waits=True), _message("recv", None, 4, waits=True)]

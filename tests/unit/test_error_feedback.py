@@ -28,7 +28,7 @@ STEPS = (
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_sent_and_what_is_left_are_what_was_put_in(dtype: torch.dtype) -> None:
+def test_payload_and_residual_add_up_to_the_input(dtype: torch.dtype) -> None:
     codec = make({"codec": "int4_block"})
     assert isinstance(codec, PayloadCodec)
     state = ErrorFeedback(codec, NUMEL, torch.device("cpu"))

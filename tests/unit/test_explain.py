@@ -540,7 +540,7 @@ def test_vector_kinds_use_the_configured_vector_size(table: Path) -> None:
     assert sized["alternatives"]["gloo"]["why"] == "expected to take 2 × as long"
 
 
-def test_a_rule_that_was_not_followed_is_not_named(table: Path) -> None:
+def test_an_ignored_rule_is_not_named(table: Path) -> None:
     assert mcr.explain("all_reduce", 8, ranks=1, config=config(table.parent))["table_rule"] is None
 
 
@@ -686,7 +686,7 @@ def test_text_explains_exposed_times(table: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [["all_reduce", "8", "--nodes", "3"], ["all_reduce", "7"]], ids=" ".join)
-def test_arguments_that_make_no_sense_are_bad_usage(words: list[str]) -> None:
+def test_invalid_arguments_are_bad_usage(words: list[str]) -> None:
     assert command(*words) == (2, "")
 
 

@@ -178,7 +178,7 @@ def test_a_host_that_others_reach_is_not_silent_although_one_link_is_down() -> N
     assert not any(network.seen(host, "silent") for host in range(4))
 
 
-def test_a_host_of_which_nothing_was_heard_is_unknown_and_never_silent() -> None:
+def test_a_host_never_heard_is_unknown_and_never_silent() -> None:
     network = Network(3)
     network.reaches = lambda one, other: 2 not in (one, other)  # a firewall
     network.run(5.0)
@@ -287,7 +287,7 @@ def test_datagrams_of_a_job_of_other_hosts_and_own_ones_are_ignored() -> None:
     assert agent.findings(1.0)[1].state == "unknown"
 
 
-def test_what_is_sent_is_small() -> None:
+def test_sent_parts_are_small() -> None:
     hosts = [[8 * host + rank for rank in range(8)] for host in range(100)]
     assert len(Heartbeat(hosts, 0, KEY, 0.0).datagram(1.0)) < 1300
 

@@ -100,7 +100,7 @@ def test_a_store(kept: Kept) -> None:
 
 
 @pytest.mark.parametrize("dies", [0, 1])
-def test_what_is_written_outlives_a_keeper(kept: Kept, dies: int) -> None:
+def test_written_values_outlive_a_keeper(kept: Kept, dies: int) -> None:
     one, other = kept.store(), kept.store()
     assert one.compare_set("decision", "", "first") == b"first"
     other.check(["decision"])

@@ -136,7 +136,7 @@ def setting(dtype: torch.dtype, width: int, form: Format) -> dict[str, Any]:
 @pytest.mark.parametrize("form", rows_of.FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("width", [1, 7, 256, 300])
-def test_rows_come_as_they_went(dtype: torch.dtype, width: int, form: Format) -> None:
+def test_packed_rows_are_unpacked_unchanged(dtype: torch.dtype, width: int, form: Format) -> None:
     given = setting(dtype, width, form)
     own, wire = given["own"], given["wire"]
     rows_of.pack(own, np.array([4, 1, 1]), wire)

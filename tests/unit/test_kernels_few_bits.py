@@ -17,7 +17,7 @@ def words_of(number: int, count: int) -> list[int]:
 
 @settings(max_examples=examples(80), deadline=None)
 @given(st.integers(1, 17), st.data())
-def test_numbers_lie_one_behind_another(width: int, data: st.DataObject) -> None:
+def test_numbers_are_contiguous(width: int, data: st.DataObject) -> None:
     drawn = data.draw(st.lists(st.integers(0, (1 << width) - 1), min_size=1, max_size=90))
     needed = -(-len(drawn) * width // 32)
     words = np.full(needed, 0xA5A5A5A5, np.uint32)
@@ -31,7 +31,7 @@ def test_numbers_lie_one_behind_another(width: int, data: st.DataObject) -> None
 
 @settings(max_examples=examples(80), deadline=None)
 @given(st.lists(st.booleans(), min_size=1, max_size=200))
-def test_places_ascend(drawn: list[bool]) -> None:
+def test_positions_of_set_flags_ascend(drawn: list[bool]) -> None:
     count = -(-len(drawn) // 32)
     flags = np.zeros(32 * count, np.uint8)
     flags[: len(drawn)] = drawn

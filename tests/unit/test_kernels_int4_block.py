@@ -29,7 +29,7 @@ def test_the_cpu_kernels_are_the_reference(hadamard: bool) -> None:
 
 
 @pytest.mark.parametrize("decay", [1.0, 0.95])
-def test_what_is_left_is_what_the_payload_lacks(decay: float) -> None:
+def test_the_residual_is_the_error_of_the_payload(decay: float) -> None:
     """In one pass the same bits as one step after another in torch; what is not finite is not kept."""
     random = torch.Generator().manual_seed(7)
     for what, values in hard_tensors(SIZES):

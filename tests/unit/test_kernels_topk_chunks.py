@@ -84,7 +84,7 @@ def test_the_cpu_kernels_are_the_reference(bits: int) -> None:
 
 @pytest.mark.short("2")
 @pytest.mark.parametrize("bits", BITS)
-def test_what_is_left_is_what_was_not_sent(bits: int) -> None:
+def test_the_residual_is_the_part_that_was_not_sent(bits: int) -> None:
     """In one pass the same bits as one step after another in torch; what is not finite is not kept."""
     random = torch.Generator().manual_seed(bits)
     for what, values in hard_tensors(SIZES):
@@ -133,7 +133,7 @@ def test_any_floats(values: list[float], chunk: int, ratio: float, bits: int) ->
 
 @settings(max_examples=examples(60), deadline=None)
 @given(st.integers(1, 65536), st.floats(1e-6, 1))
-def test_a_place_takes_no_more_bits_than_it_must(length: int, ratio: float) -> None:
+def test_a_position_takes_the_fewest_bits(length: int, ratio: float) -> None:
     """Within half a bit a place of the bits that the number of choices needs, and 64 bits of filling up."""
     how = Chunking(length, ratio, 32)
     sent = how.sent_of(length)

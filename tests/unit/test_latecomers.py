@@ -40,11 +40,11 @@ def test_a_rank_that_is_late_in_a_part_of_the_samples_is_named() -> None:
         [blame(3, n) for n in range(59)],  # too short
     ],
 )
-def test_others_are_not(samples: list[Blame | None]) -> None:
+def test_unclear_samples_name_nobody(samples: list[Blame | None]) -> None:
     assert first_text(samples) == (-1, "")
 
 
-def test_it_is_said_again_after_minutes_only() -> None:
+def test_a_straggler_is_logged_again_only_after_minutes() -> None:
     found = PersistentStragglers(0.5)
     told = [index for index in range(1300) if found.sample(index * 0.5, blame(1, index))]
     assert told == [59, 659, 1259]

@@ -100,7 +100,7 @@ def test_variants_that_are_marked_as_short_exist(request: pytest.FixtureRequest)
     assert request.config.stash[STALE] == []
 
 
-def test_what_serves_one_module_of_tests_lies_beside_it() -> None:
+def test_helpers_of_one_test_module_are_beside_it() -> None:
     """Programs that people run are in tests/support as well."""
     texts = {path: path.read_text() for path in python_files()}
     beside = {}

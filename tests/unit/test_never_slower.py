@@ -131,7 +131,7 @@ def test_more_rounds_decide_an_open_comparison(monkeypatch: pytest.MonkeyPatch) 
     assert right >= 48
 
 
-def test_equals_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_entries_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     used = 0
     for seed in range(100):
         chance = random.Random(seed)

@@ -94,7 +94,7 @@ def test_pages_of_another_host_by_the_clock_of_this_one(hosts: Hosts) -> None:
     assert shown.picture["frames"] == [["step", "/somewhere/train.py", 71]]
 
 
-def test_what_another_has_signed_or_asked_for_is_ignored(hosts: Hosts) -> None:
+def test_messages_of_other_signers_or_requests_are_ignored(hosts: Hosts) -> None:
     now = time.monotonic()
     hosts.rank.show(picture())
     with closing(RemoteStatus()) as elsewhere:

@@ -59,7 +59,7 @@ def state() -> GroupState:
     return GroupState(Group("world", (0, 1, 2), 0), GroupBoard())
 
 
-def test_it_is_a_backend_error_that_survives_pickling() -> None:
+def test_the_error_is_a_backend_error_and_survives_pickling() -> None:
     assert isinstance(LOST, mcr.BackendError)
     copy = pickle.loads(pickle.dumps(LOST))
     assert type(copy) is mcr.PeerLost
@@ -72,7 +72,7 @@ def test_it_is_a_backend_error_that_survives_pickling() -> None:
     )
 
 
-def test_what_cannot_run_because_of_a_loss_is_a_loss() -> None:
+def test_operations_impossible_after_a_loss_raise_the_loss() -> None:
     again = following(LOST, "not started")
     assert isinstance(again, mcr.PeerLost)
     assert (str(again), again.ranks, again.seen) == ("not started", (2,), "process has died")

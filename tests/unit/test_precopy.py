@@ -175,7 +175,7 @@ def test_steps_that_come_too_fast_are_given_up_and_do_not_pile_up(monkeypatch: p
     pair.close()
 
 
-def test_a_copy_that_waits_for_what_is_frozen_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_waiting_for_a_frozen_source_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, goes_on, send = threading.Event(), threading.Event(), state_stream.send
 
     def slow(link: object, secret: bytes, name: str, message: state_stream.StateMessage) -> None:

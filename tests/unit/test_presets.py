@@ -39,7 +39,7 @@ def test_a_preset_is_its_options() -> None:
     assert read(**OUTER) != read(codec="topk")
 
 
-def test_what_stands_beside_a_preset_replaces_its_options() -> None:
+def test_options_beside_a_preset_replace_its_options() -> None:
     others = {"values": "int4", "error_feedback": {"decay": 0.5}, "audit_every": 10}
     changed = read(**OUTER, **others)
     assert changed == read(codec="topk", **{**TopK.presets["outer"], **others})

@@ -191,7 +191,7 @@ def test_every_hint_names_something_that_exists(names: dict[str, str | None], ow
     assert {meant for meant in names.values() if meant and " " not in meant} <= set(own)
 
 
-def test_what_horovod_lacks_and_mcr_plus_has_is_said() -> None:
+def test_features_missing_in_horovod_are_named() -> None:
     for name in ("gather", "AlreadyInitialized", "local"):
         with pytest.raises(AttributeError, match=f"'{name}'; mcr_plus has it"):
             getattr(hvd, name)

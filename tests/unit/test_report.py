@@ -137,7 +137,7 @@ def test_unions_of_intervals_by_sampling(tmp_path: Path) -> None:
     assert shares_of(load_job(tmp_path), 1) == (type(shares))(1.0, 0.0, 0.0)
 
 
-def test_the_usual_step(tmp_path: Path) -> None:
+def test_a_typical_step_excludes_the_warm_up(tmp_path: Path) -> None:
     ends = (0.0, 5.0, 5.3, 5.61, 5.9, 6.2)  # the first step warms up
     found = steps(job_of(tmp_path, [], [], ends=ends))
     assert (found.count, found.by_marks) == (5, True)
@@ -145,7 +145,7 @@ def test_the_usual_step(tmp_path: Path) -> None:
     assert found.end - found.begin == pytest.approx(0.3, abs=1e-6)
 
 
-def test_a_busy_part_stands_for_steps_that_nobody_marks(tmp_path: Path) -> None:
+def test_a_busy_part_replaces_unmarked_steps(tmp_path: Path) -> None:
     records = [operation(number, 0.01 * number, 0.005, 0.0) for number in range(1, 301)]
     found = steps(job_of(tmp_path, records, []))
     assert (found.count, found.by_marks) == (0, False)

@@ -151,7 +151,7 @@ def test_ranks_with_a_link_each_are_faster_than_those_that_share_one() -> None:
         ("uplink=1Tbit/s", "this cluster's rack is unknown"),
     ],
 )
-def test_a_link_of_which_nothing_is_known_cannot_be_changed(change: str, missing: str) -> None:
+def test_an_unknown_link_cannot_be_changed(change: str, missing: str) -> None:
     captured_on = Topology.of({"nodes": 2})
     with pytest.raises(ConfigError, match=f"^{change}: {missing}"):
         captured_on.changed([change])
@@ -160,7 +160,7 @@ def test_a_link_of_which_nothing_is_known_cannot_be_changed(change: str, missing
         advise(step, ClusterCosts(from_step(step), captured_on), what_ifs=[change])
 
 
-def test_a_link_that_is_unknown_where_times_were_measured_is_not_said_to_gain() -> None:
+def test_a_link_unknown_at_the_measurement_claims_no_gain() -> None:
     two = measured("all_reduce", "gloo", 2, 1 / 2)
     unknown = Topology.of({"nodes": 2})
     costs = ClusterCosts([two], cluster(), unknown)
@@ -186,7 +186,7 @@ def test_a_faster_link_does_not_help_ranks_that_are_slow() -> None:
     assert 7 / 8 * 8 * MIB / RATE * 0.98 <= ten <= 8 * MIB / RATE
 
 
-def test_nothing_that_is_assumed_looks_measured() -> None:
+def test_assumed_figures_do_not_look_measured() -> None:
     two = measured("all_reduce", "gloo", 2, 1 / 2)
     costs = ClusterCosts([two], cluster())
     assert costs.of("all_reduce", MIB, (3, 9), "gloo").how == "measured"
@@ -521,7 +521,7 @@ def test_the_latency_between_racks_counts_once() -> None:
     assert found.seconds == pytest.approx(1e-6 * over_racks(8)[MIB], rel=1e-6)
 
 
-def test_what_was_measured_between_racks_says_what_happens_in_one() -> None:
+def test_times_between_racks_predict_times_in_one_rack() -> None:
     eight = Measured("all_reduce", "gloo", placed(8, 8, 1), TimeCurve.through(over_racks(8)))
     found = ClusterCosts([eight], racked(), racked()).of("all_reduce", MIB, range(4), "gloo")
     assert found.seconds == pytest.approx(6 * LATENCY + 1.5 * MIB / RATE, rel=1e-6)
@@ -692,7 +692,7 @@ def test_mistakes_in_changes_are_named(change: str, message: str) -> None:
         topology.changed([change])
 
 
-def test_quantities() -> None:
+def test_rates_and_latencies_are_parsed() -> None:
     assert [parse_rate(text) for text in ("8bit/s", "1kbit/s", "1MiB/s", "2.5GB/s")] == [1, 125, MIB, 2.5e9]
     assert [parse_latency(value) for value in ("5us", "5µs", "1.5ms", "20ns", 0)] == pytest.approx(
         [5e-6, 5e-6, 1.5e-3, 2e-8, 0]

@@ -96,7 +96,7 @@ def test_a_process_that_does_not_begin_is_replaced(host: Host, monkeypatch: pyte
     assert late not in side_processes._late
 
 
-def test_of_two_processes_that_begin_late_one_works(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_of_two_late_processes_works(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(side_processes, "_EACH", 0.0)
     problem = side_processes.start_once(_AGENT, host.order, host.descriptors)
     assert problem.endswith("and may begin later")

@@ -141,7 +141,7 @@ def test_memory_of_that_name_that_is_no_page(content: bytes) -> None:
         {"waits": [{"group": "w", "number": 1, "missing": [[77, 0]], "missing_count": 1}]},
     ],
 )
-def test_pictures_that_make_no_sense(page: Page, changes: dict[str, Any]) -> None:
+def test_malformed_pictures_are_refused(page: Page, changes: dict[str, Any]) -> None:
     page.show(picture(**changes))
     assert mine() is None
     assert "makes no sense" in survey().unreadable[os.getpid()]
@@ -150,7 +150,7 @@ def test_pictures_that_make_no_sense(page: Page, changes: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     "changes", [{"job": 5}, {"rank": "x"}, {"processes": 3}, {"hosts": None}, {"began": []}]
 )
-def test_descriptions_that_make_no_sense(changes: dict[str, Any]) -> None:
+def test_invalid_descriptions_are_refused(changes: dict[str, Any]) -> None:
     made = Page(about(**changes), "1")
     try:
         made.show(picture())
@@ -271,7 +271,7 @@ def test_sentences_on_waits() -> None:
     )
 
 
-def test_what_is_known_of_a_stopped_rank_and_what_resumes_it() -> None:
+def test_a_stopped_rank_is_described_with_its_remedy() -> None:
     """On this host by what has stopped it, on others by either; with its last operation, awaited or not."""
     line = Line("load", "/somewhere/data.py", 12)
     traffic = GroupTraffic("world", 2, (0, 1), 41, "broadcast float32[7]", 6.0, 0.0, 0.0, 0)
@@ -313,7 +313,7 @@ TRACED = f"import ctypes; assert ctypes.CDLL(None).ptrace(0, 0, None, None) == 0
 
 
 @pytest.mark.parametrize("program", [STOPS_ITSELF, TRACED], ids=["by a signal", "by ptrace"])
-def test_who_has_stopped_a_process(program: str) -> None:
+def test_the_stopper_of_a_process_is_found(program: str) -> None:
     with subprocess.Popen([sys.executable, "-c", program]) as child:
         try:
             found = os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)

@@ -377,7 +377,7 @@ def test_an_unknown_operation_is_a_barrier_and_named(tmp_path: Path) -> None:
     assert any((each.kind, each.nbytes) == ("barrier", 0) for each in issues)
 
 
-def test_lines_are_those_of_an_indented_document() -> None:
+def test_line_numbers_match_an_indented_document() -> None:
     document: dict[str, Any] = {"a": [1, {"b": "x\ny,:", "c": [[], {}, [1]]}], "d": {"e": math.pi}}
     text = json.dumps(document, indent=1)
     lines = text.splitlines()

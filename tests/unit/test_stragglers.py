@@ -123,7 +123,7 @@ def test_a_delay_once_makes_no_straggler() -> None:
     assert found.rows[0].longest == pytest.approx(3.0, abs=0.01)
 
 
-def test_who_was_kept_waiting_elsewhere_is_not_late_by_its_own_doing() -> None:
+def test_a_rank_delayed_elsewhere_is_not_late_by_itself() -> None:
     """Rank 0 is late in the group of 0 and 1, so rank 1 arrives late in the group of 1 and 2."""
     arrivals = ArrivalCollector()
     now = 100.0

@@ -188,7 +188,7 @@ class Event:
         return self.reached
 
 
-def test_what_is_retained_is_let_go_in_order_once_its_event_is_reached() -> None:
+def test_retained_objects_are_released_in_order_after_their_events() -> None:
     retained, events = Retained(), [Event(), Event()]
     for event in events:
         retained.add(event, object())

@@ -74,7 +74,7 @@ def test_a_rule_has_its_file_and_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["gloo", "local", "mpi", "nccl"])
-def test_an_algorithm_of_a_backend_that_has_none(tmp_path: Path, name: str) -> None:
+def test_an_algorithm_for_a_backend_without_algorithms(tmp_path: Path, name: str) -> None:
     """Where a table or a rule names one: before anything runs."""
     what = f"backend '{name}:ring': {name} has no algorithms to choose from; expected '{name}' alone, or a "
     found = table(tmp_path, f"kind: all_reduce, bytes: 0.., backend: '{name}:ring'")
@@ -445,7 +445,7 @@ rules:
 GOOD = {"fact": "nodes: 1", "choice": "mpi", "point": "4KiB: 1.7"}
 
 
-def test_the_text_of_the_next_test_is_right() -> None:
+def test_the_valid_table_of_the_next_test_is_accepted() -> None:
     found = parse_table(HEAD.format(**GOOD), "t.yaml")
     assert found.fingerprint == {"ranks": ("2",), "nodes": ("1",)}
     assert found.rules[0].measured == {"gloo": {8: 200.0}, "mpi": {8: 0.9, 4 * K: 1.7}}

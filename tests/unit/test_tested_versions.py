@@ -16,7 +16,7 @@ from mcr_plus.cli.main import app
 ROOT = Path(__file__).parents[2]
 
 
-def test_they_are_those_of_the_table_in_the_docs() -> None:
+def test_tested_versions_equal_the_table_in_the_docs() -> None:
     text = (ROOT / "docs/installation.md").read_text()
     rows = dict(re.findall(r"^\| (\S+) \| ([0-9., ]+) \|$", text, re.MULTILINE))
     assert {name: tuple(each.split(", ")) for name, each in rows.items()} == tested_versions.TESTED

@@ -55,12 +55,12 @@ def test_every_value_of_every_parameter_stays() -> None:
     assert {codec for _, codec in kept} == set(CODECS)
 
 
-def test_sets_of_values_that_are_listed_one_by_one_stay() -> None:
+def test_explicitly_listed_combinations_stay() -> None:
     listed = [(1, "bf16"), (1, "topk"), (32, "bf16"), (32, "topk")]
     assert params(sampled(variants(("size,codec", listed)))) == listed
 
 
-def test_of_jobs_one_stays_and_another_of_each_function() -> None:
+def test_one_variant_of_a_job_stays_and_functions_differ() -> None:
     decorators = ("via", ["mpi", "torch"]), ("how", ["kill", "stop"]), ("ranks", [2, 3])
     found = {params(sampled(variants(*decorators, jobs=True, name=f"test_{at}")))[0] for at in range(60)}
     assert len(params(sampled(variants(*decorators, jobs=True)))) == 1

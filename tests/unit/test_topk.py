@@ -28,7 +28,7 @@ def test_sends_exactly_the_configured_ratio(ratio: float) -> None:
 
 
 @pytest.mark.parametrize("ratio", [0.0, -0.1, 1.5, math.nan])
-def test_ratios_that_make_no_sense(ratio: float) -> None:
+def test_invalid_ratios_are_refused(ratio: float) -> None:
     with pytest.raises(ValidationError, match="ratio"):
         TopKOptions(ratio=ratio)
 

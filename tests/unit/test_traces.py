@@ -309,7 +309,7 @@ def broken(tmp_path: Path, change: Callable[[list[Events]], Any], **about: Any) 
     return str(error.value)
 
 
-def test_traces_that_make_no_sense_are_refused_with_their_place(tmp_path: Path) -> None:
+def test_invalid_traces_are_refused_with_their_place(tmp_path: Path) -> None:
     def drop(*names: str) -> Callable[[list[Events]], None]:
         def change(traces: list[Events]) -> None:
             for events in traces:
@@ -346,7 +346,7 @@ def test_a_trace_of_another_model_is_refused(tmp_path: Path) -> None:
     assert "expected traces of one model" in text
 
 
-def test_of_traces_with_more_steps_the_last_ones_count(tmp_path: Path) -> None:
+def test_traces_with_more_steps_count_from_the_end(tmp_path: Path) -> None:
     traces = host_traces(2, 0.0, 1, steps=5)
     whole = load_step(written(tmp_path, traces))
     ends = sorted(each["ts"] + each["dur"] for each in traces[1] if each["name"].startswith("Optimizer.step"))
@@ -870,7 +870,7 @@ def filling(count: int) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.long
-def test_of_events_only_what_counts_is_kept(tmp_path: Path) -> None:
+def test_only_relevant_fields_of_events_are_kept(tmp_path: Path) -> None:
     count, path = 80_000, tmp_path / "rank0.json"
     with path.open("w") as file:
         file.write('{"traceEvents": [\n')

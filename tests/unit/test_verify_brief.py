@@ -78,7 +78,7 @@ def test_an_operation_that_is_alone_ends_in_the_call_that_starts_it() -> None:
         assert early()
 
 
-def test_a_damaged_one_raises_on_both() -> None:
+def test_a_damaged_message_raises_on_both_ranks() -> None:
     world = World(lambda _: done_at_once)
     world.tensors[1][2] += 1
     polls = [world.begin(rank) for rank in range(2)]
@@ -96,7 +96,7 @@ def test_ranks_that_run_different_operations_find_out() -> None:
             poll()
 
 
-def test_one_behind_another_waits_for_its_turn() -> None:
+def test_an_operation_waits_for_the_one_before_it() -> None:
     polls: list[Poll] = [never]
     world = World(lambda _: lambda: polls[0]())
     first = [world.begin(rank) for rank in range(2)]
@@ -114,7 +114,7 @@ def test_a_library_with_threads_is_not_polled_in_the_call() -> None:
     assert ended(polls)
 
 
-def test_what_is_interrupted_keeps_its_tensors_and_nothing_follows_it() -> None:
+def test_an_interrupted_operation_keeps_its_tensors_and_is_the_last() -> None:
     def interrupted(message: Message) -> Poll:
         raise KeyboardInterrupt
 

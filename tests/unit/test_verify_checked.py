@@ -182,7 +182,7 @@ def test_the_verdict_names_ranks_and_the_first_block(kind: str, ranks: int, stre
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_changes_between_two_ranks_is_found(kind: str) -> None:
+def test_a_change_between_two_ranks_is_found(kind: str) -> None:
     """From outside: a rank has put its values, and the other one has not taken them."""
     first, second = world(kind, 2, 3)
     if kind == "broadcast":

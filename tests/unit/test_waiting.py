@@ -574,7 +574,7 @@ def _interrupted_relays() -> list[Any]:
     return [raised, results, engine.failed]
 
 
-def test_what_is_raised_during_a_relay_does_not_fail_the_operation() -> None:
+def test_an_exception_during_a_relay_does_not_fail_the_operation() -> None:
     for result in run_ranks(_interrupted_relays, 2):
         raised, results, failed = result.value
         assert raised > 0

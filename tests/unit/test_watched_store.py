@@ -94,9 +94,7 @@ def _tcp(**options: Any) -> Store:
     ],
     ids=["hash", "file", "tcp", "tcp without libuv", "parts", "signed", "watched"],
 )
-def test_a_look_returns_what_there_is_and_writes_nothing(
-    make: Callable[[Path], Store], tmp_path: Path
-) -> None:
+def test_a_look_returns_the_value_and_writes_nothing(make: Callable[[Path], Store], tmp_path: Path) -> None:
     store = make(tmp_path)
     assert look(store, "a") is None
     assert not store.check(["a"])
@@ -106,7 +104,7 @@ def test_a_look_returns_what_there_is_and_writes_nothing(
     assert look(store, "a/b") is None
 
 
-def test_a_look_at_a_value_that_is_not_signed_is_refused() -> None:
+def test_reading_an_unsigned_value_is_refused() -> None:
     inner = HashStore()
     put(inner, "a", b"of another program, long enough for a signature to precede it")
     with pytest.raises(LaunchError, match="not written by a rank of this job"):

@@ -34,7 +34,7 @@ def source_of(lengths: Any) -> WeightSource:
 
 
 @pytest.mark.parametrize("buffers", [[0], [1], [0, 1]])
-def test_the_answer_is_the_one_that_is_there_sooner(buffers: list[int]) -> None:
+def test_the_earlier_answer_wins(buffers: list[int]) -> None:
     draw = np.random.default_rng(len(buffers) + buffers[0])
     chosen = []
     for _ in range(300):

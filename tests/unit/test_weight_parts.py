@@ -175,7 +175,7 @@ def test_strided_local_tensors_are_read_and_written_in_place() -> None:
         (Layout.sharded((6, 4), [0], 0), Layout.sharded((4, 6), [3], 0), "rank 3 has 'w' of shape"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(source: Layout, receiver: Layout, text: str) -> None:
+def test_shards_that_do_not_fit_are_refused_by_name(source: Layout, receiver: Layout, text: str) -> None:
     here = Weights({"w": torch.zeros(source.locals[0])}, {"w": source}, 0)
     there = Weights({"w": torch.zeros(receiver.locals[3])}, {"w": receiver}, 3)
     with pytest.raises(InvalidArgument, match=text):

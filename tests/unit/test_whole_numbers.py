@@ -49,7 +49,7 @@ def test_an_integer_of_another_library_is_one(kind: Callable[[int], Any]) -> Non
 
 
 @pytest.mark.parametrize("value", [True, np.True_, 1.0, np.float32(1), "1", None, [1], np.array([1])])
-def test_anything_else_is_none(value: object) -> None:
+def test_other_values_are_no_whole_numbers(value: object) -> None:
     assert whole_number(value) is None
 
 

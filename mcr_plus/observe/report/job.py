@@ -37,7 +37,7 @@ class RankSpan:
 
 @dataclass(frozen=True)
 class RecordedJob:
-    """All operations of a job, and the facts about it.
+    """All operations of a job, with its ranks and clocks.
 
     Attributes:
         columns: the columns of a `Recording` for all operations, and `rank`; times are in seconds since the
@@ -101,7 +101,7 @@ class RecordedJob:
 def load_job(folder: Path) -> RecordedJob:
     """Read the files of all ranks that `mcr.record(path)` has written into a folder.
 
-    Raises `ConfigError` if there is none, if one cannot be read, or if two are of one rank or of different
+    Raises `ConfigError` without files, for an unreadable file, and for two files of one rank or of different
     jobs.
     """
     if not folder.is_dir():
@@ -179,7 +179,7 @@ def _one_table(recordings: list[Recording]) -> tuple[dict[str, list[str]], dict[
         parts = []
         for each in recordings:
             own = [known.setdefault(text, len(known)) for text in each.about["names"].get(name, [])]
-            parts.append(np.array([*own, -1], np.int64)[each.columns[name]])  # the last one is for -1
+            parts.append(np.array([*own, -1], np.int64)[each.columns[name]])  # the last entry serves index -1
         names[name] = list(known)
         columns[name] = np.concatenate(parts)
     columns["rank"] = np.concatenate([np.full(each.count, each.rank) for each in recordings])

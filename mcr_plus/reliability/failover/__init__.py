@@ -1,1 +1,1 @@
-"""Failover: a library that fails in a group is replaced by the next one, on all ranks alike."""
+"""Failover: the next library replaces a library that fails in a group, on all ranks."""

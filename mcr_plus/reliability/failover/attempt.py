@@ -63,7 +63,7 @@ class FailoverPoll(PollOfEither):
         self._copies: Copies | None = None
 
     def __call__(self) -> bool:
-        """Poll the library; for a synchronous operation it works without the engine's lock."""
+        """Poll the library; a synchronous operation polls without holding the engine's lock."""
         channel, poll = self._channel, self.poll
         if poll is None or channel.moved:
             with channel.lock:
@@ -113,7 +113,7 @@ class FailoverPoll(PollOfEither):
     def complete(self) -> None:
         """Mark the operation as complete, and note the state of its tensors."""
         self.is_done, self.poll = True, None
-        kept = 0  # in loops, as a generator takes half a microsecond
+        kept = 0  # loops: a generator takes half a microsecond
         for each in self._inputs:
             kept += each.nbytes
         for each in self._outputs:
@@ -169,7 +169,7 @@ class FailoverPoll(PollOfEither):
         return copies
 
     def record(self, writes: dict[int, int]) -> RankOperation:
-        """Return this rank's record of the operation; copies its result now, because the program goes on."""
+        """Return this rank's record of the operation; copy its result now, because the program continues."""
         digest = self.binding.digest
         if not self.is_done:
             return RankOperation(digest, is_done=False, has_input=True, has_result=False)

@@ -7,9 +7,9 @@
 A rank whose library fails reports it on the group's board and in its store. All ranks then stop calling the
 library, wait until it no longer writes to any tensor, and record which operations are complete
 (`RankRecord`). From all records, each rank decides which operations run again on the second library
-(`decide`): those that are not complete on every rank, in the order of their numbers. All later operations
-run there too. They use a separate channel of the second library, so that its other operations keep their
-order.
+(`decide`): all operations that are not complete on every rank, in the order of their numbers. All later
+operations run there too. They use a separate channel of the second library, so that its other operations keep
+their order.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ class FailoverChannel(ChannelWrapper):
 
     @property
     def stands(self) -> bool:
-        """Whether the first library itself runs operations."""
+        """True if the first library itself runs operations."""
         return self._stage == "works" and not self.moved and self._refused is None
 
     def on_library_off(self, backend: Backend, reason: str) -> None:
@@ -412,7 +412,7 @@ class FailoverChannel(ChannelWrapper):
     # -- the second library -------------------------------------------------------------------------
 
     def _start_queued(self) -> None:
-        """Start operations in order, as far as gates and votes let them."""
+        """Start operations in order, until a gate or vote holds one back."""
         try:
             while self._queue and self._start_next():
                 pass

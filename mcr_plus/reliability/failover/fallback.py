@@ -32,7 +32,7 @@ class SecondLibrary:
 
     @property
     def is_busy(self) -> bool:
-        """Whether repeated operations run that the program does not wait for."""
+        """True if repeated operations are running for other ranks."""
         return bool(self._repeated)
 
     def start(self, attempt: FailoverPoll, sources: Mapping[int, int]) -> bool:
@@ -60,7 +60,7 @@ class SecondLibrary:
         self._repeated = [each for each in self._repeated if each.poll is not None and not each.poll()]
 
     def gate(self, message: Message) -> Poll:
-        """Return the poll of the library's step before an operation; true at once if there is none."""
+        """Return the poll of the library's step before an operation; true at once without such a step."""
         signature = message.signature
         _, gate = self._binding(signature)
         if gate is None or (signature in self._passed and not (gate.every or gate.again)):

@@ -34,7 +34,7 @@ class KeptOperations:
         self._nbytes = 0
         # Synchronous operations call `add` without the engine's lock, other threads with it.
         self._making_room = RLock()
-        self._free: dict[int, list[torch.Tensor]] = {}  # by number of bytes
+        self._free: dict[int, list[torch.Tensor]] = {}  # number of bytes → spare copies
         self._free_nbytes = 0
 
     def __iter__(self) -> Iterator[FailoverPoll]:

@@ -49,7 +49,7 @@ class Reinstatement:
         self._patience = _FIRST_TRY
         self._next_try = 0.0
         self._try: _Try | None = None
-        self._given_up: list[_Try] = []  # tries given up while still opening
+        self._given_up: list[_Try] = []  # abandoned tries that are still opening
 
     def after_failure(self) -> None:
         """Start over after a new failure of the library."""
@@ -58,7 +58,7 @@ class Reinstatement:
 
     @property
     def is_voting(self) -> bool:
-        """Whether a vote has begun whose result is not known yet."""
+        """True if the result of a vote is pending."""
         return self._poll is not None
 
     def ballot(self, group: Group, library: str) -> Message:

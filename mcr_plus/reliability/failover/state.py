@@ -19,7 +19,7 @@ _numbers = count(1)
 
 
 def copy_of(tensor: torch.Tensor) -> Copy:
-    """Return a copy of the tensor; of a small one as bytes, which take a tenth of the time."""
+    """Return a copy of the tensor. Small tensors are copied as bytes, which takes a tenth of the time."""
     if tensor.nbytes <= _SMALL and tensor.is_contiguous():
         return string_at(tensor.data_ptr(), tensor.nbytes)
     return tensor.clone()

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from mcr_plus.reliability.verify.rows import RowExchange
     from mcr_plus.reliability.verify.steps import VerifiedSteps
 
-_BLOCKS_WITHIN: Final = timedelta(seconds=5)  # for the two ranks of a mismatch to publish their blocks
+_BLOCKS_WITHIN: Final = timedelta(seconds=5)  # time for the two ranks of a mismatch to publish their blocks
 
 
 class VerifiedPoll(SteppedPoll):

@@ -71,7 +71,7 @@ class Checking:
 
         verdict = memoryview(state)[kernels.VERDICT :]
 
-        # One operation at a time, so it has the state, the ledger and the rows for itself.
+        # Operations run one at a time, so each may use the state, the ledger and the rows.
         def at_once(message: Message) -> VerifiedRun | None:
             inputs, outputs = message.inputs, message.outputs
             target = outputs[0].data_ptr() if outputs else 0

@@ -3,10 +3,9 @@
 The phases are those of `mcr_plus.backends.shm.collectives_kernels`, for kinds whose sizes are equal on all
 ranks. Data pass in blocks of 64 KiB. One loop copies a block into the slot and takes its checksum; the
 checksum of the target is taken right after a block is copied there, while it is in the core's cache. Results
-larger than
-the caches bypass them, as without checksums: the checksum is then of the written values. A reduction takes
-the checksum of 8 KiB in a peer's slot, adds them, and takes the checksum of the stored sums, all in the
-nearest cache. Data that a rank sends to itself are copied and compared, without a checksum.
+larger than the caches bypass them, as without checksums: the checksum is then of the written values. A
+reduction takes the checksum of 8 KiB in a peer's slot, adds them, and takes the checksum of the stored sums,
+all in the nearest cache. Data that a rank sends to itself are copied and compared, without a checksum.
 Then the words of the flows are joined, this rank's row is posted, and the rows of all ranks are compared, all
 in one call.
 
@@ -114,7 +113,7 @@ KINDS: Final = (ALL_REDUCE, ALL_REDUCE_WHOLE, ALL_GATHER, ALL_TO_ALL, REDUCE_SCA
 IN_SLOT: Final = 1  # values put into the slot
 IN_SUMS: Final = 2  # sums in a slot
 IN_TARGET: Final = 3  # values copied to the target
-IN_PEER: Final = 4  # in a peer's slot, before it is added, or written past the caches
+IN_PEER: Final = 4  # a peer's slot, before it is added, or values written past the caches
 
 _TRIES: Final = 20  # checks of other ranks' rows per spin of a state
 _PART: Final = 8 << 10  # bytes added at a time: they stay in the nearest cache

@@ -120,7 +120,7 @@ class ChecksumTable:
         self.row[-2] = digest
         self._at, self.address = self._checksums.ctypes.data, self.row.ctypes.data
         self._flows = plan.flows.ctypes.data, len(plan.flows), self._at, self.address
-        # For operations in one piece, by far the most frequent.
+        # Most operations run in one piece: bind their cuts once.
         self._last = {end: last.take for end, (_, last) in plan.cuts.items()}
 
     @property

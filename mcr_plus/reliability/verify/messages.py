@@ -57,7 +57,7 @@ class VerifiedMessages:
 
     @property
     def needs_polls(self) -> bool:
-        """Whether checksums are in transit that move only with polls."""
+        """True if checksums are in transit that move only with polls."""
         return bool(self._following) and self._steps.backend.host_driven
 
     def advance(self) -> None:
@@ -66,7 +66,7 @@ class VerifiedMessages:
             self._following = [each for each in self._following if not _ended(each[0])]
 
     def _is_due(self, counts: dict[_Key, int], peer: int | None, tag: int) -> bool:
-        """Count a message; return whether it is verified: both of its ends count alike."""
+        """Count a message; return whether it is verified. Both ends count in the same way."""
         if self._every == 1:
             return True
         key = peer, tag

@@ -80,7 +80,7 @@ class _Moved:
     combine: tuple[int, int, int, int] = 0, 0, 0, 0
     """Reduction kernels for the received data, elements of each rank, and bytes of one, see `settle`."""
     by_torch: bool = False
-    """Whether torch reduces the received data, after their checksums are taken."""
+    """True if torch reduces the received data, after their checksums are taken."""
 
     def __init__(
         self, step: VerifiedStep, signature: Signature, group: Group, rows: RowExchange, judge: Judge

@@ -2,7 +2,7 @@
 
 Operations that move data run unchanged. Reductions consist of such operations: ranks exchange values, each
 reduces its part in the order of ranks, and they gather the sums. So every transmitted byte has a checksum of
-all its bits; a checksum of floating-point values could not predict that of their sum.
+all its bits; checksums of floating-point values could not predict the checksum of their sum.
 
 A large broadcast, all_reduce or all_gather over gloo between hosts runs in pieces, so that checksums of one
 piece are taken while the library moves another; a broadcast or all_reduce over shared memory too, unless
@@ -50,7 +50,7 @@ Judge = Callable[[Signature, ChecksumTable], NoReturn]
 
 
 class Begins(NamedTuple):
-    """How operations of a signature begin."""
+    """Functions that begin operations of a signature."""
 
     begin: Begin
     at_once: AtOnce | None = None
@@ -184,7 +184,7 @@ class VerifiedRuns:
         def begin(message: Message) -> VerifiedRun:
             ledger, value = kept.ledger(message), _cut(message.inputs[0], repeats, part // width)
             ledger.take_piece(SENT, value[0].data_ptr(), 0)
-            # As bytes: torch normalises bools other than 0 and 1 when it copies.
+            # Copy as bytes: torch would normalise bools other than 0 and 1.
             return run(value, message.outputs[0].view(-1).view(torch.uint8).view(size, -1), ledger)
 
         def run(value: list[torch.Tensor], out: torch.Tensor, ledger: ChecksumTable) -> VerifiedRun:

@@ -108,7 +108,7 @@ class Exporter:
         self._kinds_in_table = {rule.key.kind for rule in table.rules}
         self._exact: dict[str, list[TableRule]] = {kind: [] for kind in collectives}
         self._widened: dict[str, list[TableRule]] = {kind: [] for kind in collectives}
-        self._origin: dict[int, tuple[TableRule, str]] = {}  # by id, because several rules may be equal
+        self._origin: dict[int, tuple[TableRule, str]] = {}  # by id: several rules may be equal
         self._used: set[int] = set()
         for rule in table.rules:
             self._take(rule)

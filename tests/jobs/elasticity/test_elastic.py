@@ -214,7 +214,7 @@ def _wrong_uses() -> dict[str, str]:
     return errors
 
 
-def test_calls_that_make_no_sense_are_refused() -> None:
+def test_invalid_calls_are_refused() -> None:
     for result in run_ranks(_wrong_uses, 2, via="torch"):
         assert result.value == {
             "least": "InvalidArgument: min_ranks: expected a number of ranks from 1 to 2, got 3",

@@ -93,7 +93,7 @@ def test_residuals_of_a_group_are_kept() -> None:
 
 @pytest.mark.short("asked")
 @pytest.mark.parametrize("when", ["asked", "taken"])
-def test_a_loss_while_it_is_taken_over(when: str) -> None:
+def test_a_loss_during_a_take_over(when: str) -> None:
     found = values(jobs.a_loss_meanwhile, 4, [1, 3], when)
     for rank in (0, 2):
         assert found[rank]["attempts"] == 2

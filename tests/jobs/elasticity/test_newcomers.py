@@ -20,7 +20,7 @@ long = pytest.mark.long
 
 
 @long
-def test_what_a_newcomer_has_is_not_sent_while_the_others_wait(tmp_path: Path) -> None:
+def test_state_a_newcomer_has_is_not_sent_during_the_wait(tmp_path: Path) -> None:
     plan = {"steps": 60, "deaths": [[1, 5, 0, "forward"]], "nap": 0.3, "full": 3, "precopy": True}
     status, text, ends = run(tmp_path, 3, plan)
     assert status == 0, text

@@ -52,9 +52,7 @@ def test_survivors_of_a_group_keep_its_order() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["gloo", "msccl"])
-def test_a_message_that_has_arrived_is_received_whether_anybody_has_looked_or_not(
-    tmp_path: Path, backend: str
-) -> None:
+def test_an_arrived_message_is_received_even_if_never_polled(tmp_path: Path, backend: str) -> None:
     args = [backend, str(tmp_path)]
     sender, receiver, _ = run_ranks(jobs.messages_in_flight, 3, via="torch", args=args, check=False)
     assert receiver.value is not None, receiver.stderr
@@ -109,7 +107,7 @@ def test_a_rank_that_was_declared_lost_finds_out_when_it_runs_again(tmp_path: Pa
 
 @pytest.mark.short("proposed")
 @pytest.mark.parametrize("when", ["proposed", "decided"])
-def test_a_second_death_meanwhile(when: str) -> None:
+def test_a_second_death_during_the_first_is_handled(when: str) -> None:
     values = survivors(jobs.with_a_death_meanwhile, 4, [1, 3], args=[when])
     assert [value["rank"] for value in values] == [0, 1]
     assert [value["sum"] for value in values] == [[1.0 + 3.0] * 2] * 2

@@ -156,7 +156,7 @@ def test_half_of_the_hosts(tmp_path: Path, least: int | None) -> None:
 
 @long
 @several_hosts
-def test_of_two_hosts_that_are_cut_off_from_each_other_neither_goes_on(tmp_path: Path) -> None:
+def test_two_separated_hosts_both_stop(tmp_path: Path) -> None:
     """Not for a moment: there is no majority."""
     with TwoHosts(None) as hosts, job_on(hosts, tmp_path, per_host=2, timeout=1) as job:
         hosts.cut(1)
@@ -168,7 +168,7 @@ def test_of_two_hosts_that_are_cut_off_from_each_other_neither_goes_on(tmp_path:
 
 @needs_ulfm
 @long
-def test_mpi_is_left_out_where_a_rank_is_lost_that_lives(tmp_path: Path) -> None:
+def test_mpi_is_dropped_if_a_lost_rank_is_alive(tmp_path: Path) -> None:
     with job_by_mpirun(tmp_path, 3, library="mpi gloo") as job:
         job.lose("stop", [1])
         job.gone_on([0, 2])

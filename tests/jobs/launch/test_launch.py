@@ -408,7 +408,7 @@ raise ValueError("of all ranks")
 
 
 @both
-def test_what_a_hook_of_the_program_shows_is_not_shown_again(start: Start, tmp_path: Path, via: str) -> None:
+def test_the_launcher_does_not_repeat_the_hook_of_a_program(start: Start, tmp_path: Path, via: str) -> None:
     """As rich, IPython and debuggers install them."""
     (tmp_path / "own.py").write_text(OWN_HOOK)
     run = start("--via", via, "-n", "2", str(tmp_path / "own.py"))

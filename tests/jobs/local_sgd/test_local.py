@@ -145,7 +145,7 @@ def test_checkpoints_at_every_step_restore_the_same_run() -> None:
 
 
 @pytest.mark.long
-def test_what_becomes_of_residuals() -> None:
+def test_residuals_are_sent_later_unless_they_decay() -> None:
     results = [each.value for each in run_ranks(jobs.feedback, 2, timeout=240)]
     for found in results:
         # What is not sent is sent later, once, whatever `mix`; without feedback, or where it decays, never.

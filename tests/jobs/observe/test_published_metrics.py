@@ -274,7 +274,7 @@ def test_published_numbers_are_those_of_the_records(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_what_cannot_be_opened_is_refused_and_what_is_down_is_logged_once(tmp_path: Path) -> None:
+def test_sinks_that_cannot_open_are_refused_and_unreachable_ones_logged_once(tmp_path: Path) -> None:
     port, taken = free_ports(2)
     with socket.create_server(("127.0.0.1", taken)):
         results = [each.value for each in run_ranks(fails, 2, args=[port, str(tmp_path)])]

@@ -35,7 +35,7 @@ def test_damage_raises_in_its_call_and_the_next_one_repairs_it(kind: str) -> Non
     assert any("was not received as it was sent" in text or "delta payload" in text for text in results[1][0])
 
 
-def test_a_receiver_of_messages_that_holds_something_else_gets_all_values_at_once() -> None:
+def test_a_receiver_with_other_values_gets_all_values_at_once() -> None:
     found = run_ranks(jobs.another_base, 2)[1].value
     assert [bits for bits, _ in found] == [True] * 4
     assert [share < 0.1 for _, share in found] == [False, True, False, True]
@@ -44,7 +44,7 @@ def test_a_receiver_of_messages_that_holds_something_else_gets_all_values_at_onc
 
 @pytest.mark.short("2")
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_what_is_kept_is_bounded_and_what_is_dropped_comes_whole(ranks: int) -> None:
+def test_kept_versions_are_bounded_and_dropped_ones_are_sent_whole(ranks: int) -> None:
     results = run_ranks(jobs.bounded, ranks, args=[100_000, 7])
     for result in results:
         value = result.value
@@ -59,7 +59,7 @@ def test_what_is_kept_is_bounded_and_what_is_dropped_comes_whole(ranks: int) -> 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["broadcast", "all_gather", "scatter", "recv"])
-def test_a_rank_may_drop_what_it_holds_by_itself(kind: str) -> None:
+def test_a_rank_may_drop_its_copy_alone(kind: str) -> None:
     shares = []
     for result in run_ranks(jobs.dropped_by_one, 3, args=[kind]):
         assert result.value["wrong"] == []
@@ -77,7 +77,7 @@ def test_inference_mode_may_change_between_calls(codec: str) -> None:
     assert [each.value for each in run_ranks(jobs.in_inference_mode, 2, args=[codec])] == [[], []]
 
 
-def test_what_it_is_not_for_is_refused() -> None:
+def test_delta_refuses_unsuitable_operations() -> None:
     kinds = "codec delta is for all_gather, all_gather_v, broadcast, recv, scatter, scatter_v, send"
     for result in run_ranks(jobs.refusals, 2):
         untagged, summed, gathered, scattered, from_any, tag = result.value

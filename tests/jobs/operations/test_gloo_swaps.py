@@ -133,7 +133,7 @@ def differ(kinds: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kinds", [KINDS[:2], KINDS[1:], KINDS[::2]])
-def test_those_that_differ_are_named_and_leave_nothing_after_a_reset(kinds: tuple[str, str]) -> None:
+def test_differing_ranks_are_named_and_leave_nothing_after_a_reset(kinds: tuple[str, str]) -> None:
     for result in run_ranks(differ, 2, args=[list(kinds)], via="torch"):
         for told in result.value["told"]:
             assert told["error"] == "OrderMismatch"
@@ -186,7 +186,7 @@ def waits_for_a_late_rank() -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_those_in_flight_wait_for_a_late_rank_with_one_thread() -> None:
+def test_operations_in_flight_wait_for_a_late_rank_with_one_thread() -> None:
     early, late = run_ranks(waits_for_a_late_rank, 2, via="torch")
     assert early.value["equal"]
     assert late.value["equal"]

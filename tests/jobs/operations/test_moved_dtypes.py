@@ -42,19 +42,19 @@ def _run(job: str, sizes: tuple[int, ...]) -> None:
 
 
 @needs_mpi
-def test_they_move() -> None:
+def test_moved_dtypes_are_transferred_in_every_job() -> None:
     _run("three ranks", (7,))
 
 
 @pytest.mark.long
 @needs_mpi
 @pytest.mark.parametrize("job", JOBS)
-def test_they_move_in_all_sizes_and_layers(job: str) -> None:
+def test_moved_dtypes_are_transferred_in_all_sizes_and_layers(job: str) -> None:
     _run(job, (0, 1, 5003))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_they_move_by_torch_distributed(ranks: int) -> None:
+def test_moved_dtypes_are_transferred_by_torch_distributed(ranks: int) -> None:
     for result in run_ranks(moved_dtypes.by_torch, ranks, via="torch", env=ENV):
         assert result.value["failures"] == []
 

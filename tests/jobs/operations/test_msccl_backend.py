@@ -688,7 +688,7 @@ def test_explain_excludes_msccl_between_hosts() -> None:
     assert "msccl" not in found["alternatives"]
 
 
-def test_supports() -> None:
+def test_support_is_reported() -> None:
     from mcr_plus.backends.shm.backend import MscclBackend
 
     assert MscclBackend.supports(_signature()).level == "native"

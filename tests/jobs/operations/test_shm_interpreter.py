@@ -182,7 +182,7 @@ def test_memory_is_freed_with_the_store(answers: int) -> None:
     assert not list(SHARED.glob(f"mcr-msccl-*-{os.getpid()}-*"))
 
 
-def test_a_rank_that_is_lost_is_no_late_one() -> None:
+def test_a_lost_rank_is_not_late() -> None:
     def lost() -> PeerLost:
         return PeerLost("rank 1: process has died", [1], seen="process has died")
 

@@ -44,21 +44,21 @@ def _run(job: str, sizes: tuple[int, ...], dtypes: tuple[str, ...] = ()) -> None
 
 
 @needs_mpi
-def test_one_meaning_in_short() -> None:
+def test_special_values_have_one_meaning_in_short() -> None:
     _run("three ranks", (1000,), ("float32", "complex64"))
 
 
 @pytest.mark.long
 @needs_mpi
 @pytest.mark.parametrize("job", JOBS)
-def test_one_meaning(job: str) -> None:
+def test_special_values_have_one_meaning(job: str) -> None:
     _run(job, special_values.SHORT)
 
 
 @pytest.mark.long
 @needs_mpi
 @pytest.mark.parametrize("job", ["two ranks", "three ranks", "hierarchical"])
-def test_one_meaning_of_long_vectors(job: str) -> None:
+def test_special_values_have_one_meaning_in_long_vectors(job: str) -> None:
     _run(job, (special_values.LONG,), ("float32",))
 
 

@@ -36,7 +36,7 @@ def test_all_results_are_right_whenever_a_library_breaks(backends: list[str], ra
     assert found[0]["moves"] == 1 if backends[0] == "mpi" else found[0]["moves"] > 1
 
 
-def test_what_has_happened_is_told() -> None:
+def test_a_failover_is_reported() -> None:
     for rank, each in enumerate(values(jobs.that_says_what_it_did, 2, ["gloo", "mpi"])):
         assert each["infos"] == [["gloo", "", 1], ["mpi", "gloo", 3]]
         assert each["sum"] == [3.0] * 4

@@ -71,7 +71,7 @@ def test_a_receiver_far_behind_gets_what_is_there_sooner() -> None:
 
 
 @pytest.mark.long
-def test_damage_is_noticed_and_concerns_nobody_else() -> None:
+def test_damage_is_detected_and_affects_nobody_else() -> None:
     source, damaged, other = (each.value for each in run_ranks(jobs.corrupted, 3, args=[30]))
     assert source["same"] == damaged["same"] == other["same"] == 30
     assert damaged["stats"]["refused"] > 5
@@ -96,7 +96,7 @@ def test_a_broken_connection_is_made_again() -> None:
 
 @pytest.mark.short("3-2")
 @pytest.mark.parametrize(("ranks", "victim"), [(2, 0), (2, 1), (3, 0), (3, 2)])
-def test_a_death_is_reported_to_those_whom_it_concerns(tmp_path: Path, ranks: int, victim: int) -> None:
+def test_a_death_is_reported_to_affected_ranks(tmp_path: Path, ranks: int, victim: int) -> None:
     results = run_ranks(jobs.death, ranks, args=[victim, str(tmp_path)], via="torch", check=False)
     left = [each.value for each in results if each.rank != victim]
     assert all(value is not None for value in left), [each.stderr for each in results]

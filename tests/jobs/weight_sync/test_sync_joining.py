@@ -61,7 +61,7 @@ def test_a_server_is_killed_in_the_middle_of_a_transfer_and_comes_back_alone(tmp
 
 
 @pytest.mark.long
-def test_damage_concerns_the_receiver_outside_alone(tmp_path: Path) -> None:
+def test_damage_affects_only_the_outside_receiver(tmp_path: Path) -> None:
     folder = str(tmp_path)
     with (
         running(jobs.trains, 2, folder, SMALL, ["done", "other"]) as job,
@@ -149,7 +149,7 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     return [each.value for each in run_ranks(jobs.refusals, 2, args=[folder])]
 
 
-def test_what_cannot_be_written_is_refused_on_all_ranks(refusals: list[dict[str, str]]) -> None:
+def test_an_unwritable_file_is_refused_on_all_ranks(refusals: list[dict[str, str]]) -> None:
     for texts in refusals:
         assert "rank 0 has src, tag and invite ((0,), 'policy', '" in texts["other names"]
         assert "has src, tag and invite ((0,), 'policy', '')" in texts["on one rank"]

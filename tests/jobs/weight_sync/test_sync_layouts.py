@@ -26,7 +26,7 @@ def test_three_sources_and_two_receivers_at_their_own_pace(history: float) -> No
 
 
 @pytest.mark.long
-def test_damage_and_broken_connections_concern_one_receiver() -> None:
+def test_damage_and_broken_connections_affect_one_receiver() -> None:
     values = [each.value for each in run_ranks(jobs.damaged_and_broken, 5, args=[24])]
     assert values[3]["good"] == values[4]["good"] == 24
     assert values[3]["stats"]["refused"] > 4

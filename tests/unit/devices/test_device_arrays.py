@@ -77,7 +77,7 @@ def test_memory_by_the_interface(kind: type[Interface], memory: torch.Tensor) ->
 
 
 @pytest.mark.parametrize("entries", [{"data": (1, True)}, {"mask": object()}])
-def test_what_cannot_be_written_to_is_refused(entries: dict[str, Any], memory: torch.Tensor) -> None:
+def test_unwritable_paths_are_refused(entries: dict[str, Any], memory: torch.Tensor) -> None:
     with pytest.raises(InvalidArgument, match="read-only or has a mask"):
         tensor_on(Interface(memory, **entries))
 
@@ -101,7 +101,7 @@ def test_streams_that_the_interface_excludes_are_refused(stream: Any, memory: to
         stated_stream(Interface(memory, stream=stream))
 
 
-def test_what_is_on_a_device(memory: torch.Tensor) -> None:
+def test_arrays_on_a_device_are_recognised(memory: torch.Tensor) -> None:
     assert is_on_device(Interface(memory))
     # CPU, CUDA, pinned host memory, ROCm, pinned by ROCm, CUDA's managed memory, an FPGA
     assert [is_on_device(OfType(kind)) for kind in (1, 2, 3, 10, 11, 13, 14)] == [

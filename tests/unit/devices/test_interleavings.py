@@ -81,7 +81,7 @@ def test_courses_of_one_rank_do_not_depend_on_what_others_are_told(
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["nccl, plain", "nccl, fused"])
-def test_what_is_left_out_shows_nothing_new(name: str) -> None:
+def test_reduced_exploration_finds_the_same_states(name: str) -> None:
     """Beside all runs, which also check that states are what they are taken for."""
     everything = explored(one, name, 2, reduced=False, forgets=False)
     reduced = explored(one, name, 2, forgets=False)

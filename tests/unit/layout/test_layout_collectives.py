@@ -131,7 +131,7 @@ def test_a_broadcast_is_a_plan(name: str) -> None:
         ),
     ],
 )
-def test_what_is_no_broadcast(source: Side, target: Side) -> None:
+def test_other_redistributions_use_no_native_broadcast(source: Side, target: Side) -> None:
     assert native(source.layout, target.layout) is None
 
 

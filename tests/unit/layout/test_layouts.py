@@ -231,7 +231,7 @@ def test_ranks_without_elements_take_part() -> None:
             judge(source, target, setting)
 
 
-def test_a_layout_to_itself_moves_nothing() -> None:
+def test_redistribution_to_the_same_layout_moves_nothing() -> None:
     for placements in itertools.product(("R", "S0", "S1"), repeat=2):
         side = oracle.mesh((5, 7), [[3, 1], [0, 2]], placements)
         for traffic in judge(side, side, SETTINGS[0]).values():
@@ -403,7 +403,7 @@ def test_sums_receive_little_more_than_any_plan_must(mesh: tuple[int, ...]) -> N
     assert max(ratios) <= 1.34
 
 
-def test_a_rank_that_needs_a_sum_makes_it() -> None:
+def test_a_rank_computes_the_sum_it_needs() -> None:
     """The sum of each element is then received once less."""
     ranks = [[0, 1], [2, 3]]
     source, target = oracle.mesh((8, 8), ranks, ["P", "S1"]), oracle.mesh((8, 8), ranks, ["S0", "R"])

@@ -93,7 +93,7 @@ def test_ranks_agree_and_none_is_stuck_in_a_long_run(name: str) -> None:
     fine(name, LONG[name])
 
 
-def test_who_is_left_goes_on() -> None:
+def test_survivors_continue_in_one_world() -> None:
     """Where ranks die and nothing else happens, all that live end in one world, whatever the interleaving."""
     assert fine("deaths alone", Setup(3, crashes=2)).ends == {"world of 1", "world of 2", "world of 3"}
 
@@ -218,7 +218,7 @@ def test_without_one_attempt_a_failed_request_splits_the_job() -> None:
     fine("the same with the rule", setup)
 
 
-def test_without_one_outcome_an_operation_is_called_done_that_is_not() -> None:
+def test_without_one_outcome_an_unfinished_operation_counts_as_done() -> None:
     verdict = check(Setup(2, crashes=1, newcomer=True), without("one_outcome"))
     print(verdict)
     assert "operation 1 is done, and has done 0" in verdict.problem

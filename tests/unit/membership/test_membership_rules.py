@@ -98,7 +98,7 @@ def test_a_rank_that_was_stopped_and_has_proposed_goes_on() -> None:
     assert decided(3, {**proposals([0, 1], {2: "stopped"}), 2: Proposal()}).stay == (0, 1, 2)
 
 
-def test_what_is_seen_of_a_process_counts_more_than_silence() -> None:
+def test_an_observed_process_counts_more_than_silence() -> None:
     for states in permutations(STATES, 2):
         given_ = {rank: Proposal({2: state}) for rank, state in enumerate(states)}
         expected = next(state for state in STATES if state in states)
@@ -115,7 +115,7 @@ def test_the_order_in_which_proposals_were_read_decides_nothing() -> None:
 # -- ranks that do not reach each other -----------------------------------------------------------
 
 
-def test_of_two_that_do_not_reach_each_other_the_one_that_most_reach_goes_on() -> None:
+def test_the_better_connected_of_two_separated_ranks_continues() -> None:
     given_ = proposals(range(4))
     given_[0] = Proposal({3: "silent"})
     given_[2] = Proposal({3: "silent"})
@@ -123,7 +123,7 @@ def test_of_two_that_do_not_reach_each_other_the_one_that_most_reach_goes_on() -
     assert decided(4, given_).lost == {3: "silent"}
 
 
-def test_of_a_pair_the_lower_rank_goes_on() -> None:
+def test_the_lower_rank_of_a_pair_continues() -> None:
     assert decided(4, {**proposals(range(3)), 3: Proposal({2: "silent"})}).stay == (0, 1, 2)
 
 
@@ -138,7 +138,7 @@ def test_two_equal_cliques_are_refused() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_those_that_stay_reach_each_other(size: int) -> None:
+def test_remaining_ranks_reach_each_other(size: int) -> None:
     """All graphs of who is silent for whom; nobody who stays is apart from another one that stays."""
     pairs = list(combinations(range(size), 2))
     for apart in product((False, True), repeat=len(pairs)):
@@ -300,7 +300,7 @@ def test_the_order_of_proposals_does_not_matter(situation: Situation, random: Ra
 
 @few
 @given(situations())
-def test_once_the_time_is_over_there_is_a_decision_that_holds_together(
+def test_after_the_timeout_the_decision_is_consistent(
     situation: Situation,
 ) -> None:
     size, given_, seen, newcomers, _ = situation

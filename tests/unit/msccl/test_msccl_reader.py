@@ -274,7 +274,7 @@ def test_a_file_that_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         read_algorithm(path)
 
 
-def test_a_file_of_too_many_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_with_too_many_elements_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader, "MAX_ELEMENTS", 1000)
     assert parse(PAIR)
     with pytest.raises(ConfigError) as error:

@@ -176,7 +176,7 @@ def test_an_output_that_is_never_written() -> None:
     ]
 
 
-def test_a_contribution_twice_or_not_at_all() -> None:
+def test_a_repeated_or_missing_contribution_is_refused() -> None:
     def exchange(*extra: AlgorithmStep) -> tuple[ThreadBlock, ...]:
         return (tb(1, 1, send(i(0)), AlgorithmStep("rrc", i(0), o(0)), *extra),)
 

@@ -168,7 +168,7 @@ class LivingGroup(HookableGroup):
         """
         seconds = timeout.total_seconds()
         if seconds <= 0:
-            raise InvalidArgument(f"timeout: expected a positive one, got {timeout}")
+            raise InvalidArgument(f"timeout: expected a positive duration, got {timeout}")
         communicator = self.communicator
         assert self._runtime is not None
         self._runtime.set_timeout(communicator.opened, seconds)
@@ -326,5 +326,5 @@ class LivingGroup(HookableGroup):
                 "reconfigured, and takes the job with it"
             )
         if not (runtime.closed or runtime is job.runtime):
-            raise BackendError(f"process group '{self._name}' is of a job that has ended")
+            raise BackendError(f"process group '{self._name}' belongs to a job that has ended")
         return runtime

@@ -14,8 +14,7 @@ from mcr_plus.compression.codec import PayloadCodec
 class BlockCodec(PayloadCodec):
     """Codec of fixed rate whose payloads a kernel module encodes, decodes and sums.
 
-    A subclass sets `name`, `traits` and `kernel`, a module with these functions; the codec's `arguments` come
-    last:
+    A subclass sets `name`, `traits` and `kernel`, a module with these functions; `arguments` come last:
 
         nbytes(numel)                                        bytes of a payload; without `arguments`
         encode(values, wire, *arguments)

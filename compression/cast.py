@@ -33,7 +33,7 @@ class CastOptions(CodecOptions):
 
 
 class Cast(PayloadCodec):
-    """Codec whose payload is the values in a narrower float.
+    """Codec that sends values as narrower floats.
 
     Out-of-range values become infinite and NaN stays NaN, so an overflow remains visible.
 
@@ -84,8 +84,7 @@ class Cast(PayloadCodec):
         if total.is_cuda:
             total.add_(wire[: total.numel()], alpha=scale)
             return
-        # On the CPU, torch adds other dtypes six times more slowly than converting chunks in cache and
-        # adding.
+        # On the CPU, converting chunks in cache before adding is six times faster than torch's mixed add.
         for part, encoded in zip(total.split(_CHUNK), wire[: total.numel()].split(_CHUNK), strict=True):
             part.add_(encoded.to(torch.float32), alpha=scale)
 

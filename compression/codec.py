@@ -45,8 +45,7 @@ class Traits:
         fixed_rate: a payload's length depends only on the number of elements.
         sparse: a payload holds few of the elements; all others decode to zero.
         needs_error_feedback: without error feedback, training does not converge to the same loss.
-        dtypes: supported dtypes; other dtypes than float32 are converted to float32 unless the codec
-            overrides this.
+        dtypes: supported dtypes; all are converted to float32 unless the codec overrides this.
         alignment: in elements; a separately encoded part should begin at a multiple of it.
         min_numel: the least number of elements worth encoding; fewer are sent unencoded.
         kinds: the supported kinds of operations, None for all.
@@ -260,7 +259,7 @@ class PayloadCodec(Codec):
             values: flat, of a dtype in `traits.dtypes`.
             decay: the factor of `rest`.
             rest: flat float32, of the size of `values`; overwritten.
-            wire: as for `encode`; the result is also that of `encode`.
+            wire: as in `encode`, like the returned length.
         """
         if decay != 1.0:
             rest.mul_(decay)
@@ -273,7 +272,7 @@ class PayloadCodec(Codec):
         self, wires: torch.Tensor | Sequence[torch.Tensor], total: torch.Tensor, scale: float
     ) -> None:
         """Write `scale` × the sum of the payloads, added in order, to `total`: float32, flat, contiguous."""
-        if scale == 1.0:  # one pass less than adding to zeros
+        if scale == 1.0:  # decoding the first payload saves a pass over zeros
             self.decode(wires[0], total)
             wires = wires[1:]
         else:
@@ -293,10 +292,9 @@ class PayloadCodec(Codec):
         """Decode, sum and encode: write to `wire` the payload of `total` + `scale` × all of `wires`.
 
         Args:
-            wires: a tensor with a payload per row, rows at multiples of 4 bytes; a list of payloads if not
-                `fixed_rate`.
+            wires: a tensor with one payload per row, at multiples of 4 bytes; a list if not `fixed_rate`.
             total: as for `decode_accumulate`; holds the sum afterwards.
-            wire: as for `encode`; the result is also that of `encode`.
+            wire: as in `encode`, like the returned length.
             skip: the row to leave out, -1 for none.
             scale: the factor of decoded values.
         """

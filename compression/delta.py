@@ -2,8 +2,7 @@
 
 When trainers send weights to inference servers at every step, about 99 % of bfloat16 weights are bitwise
 unchanged, because a change must exceed 2**-9 of a value to move it (Miahi and Belilovsky, "PULSE", 2026).
-PULSE sends positions with values; most values move by one unit in the last place, for which 4 bits are
-enough.
+PULSE sends positions with values; most values move by one unit in the last place: 4 bits are enough.
 """
 
 from __future__ import annotations

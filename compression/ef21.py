@@ -20,7 +20,7 @@ class Ef21(CompressorState):
 
     `unit`: the number of ranks summed in the result; the saved result is divided by it.
 
-    In an all_reduce, the result is the sum of the estimates; they improve with each call if the values change
+    In an all_reduce, the result is the sum of the estimates; these improve with each call if values change
     little.
     """
 

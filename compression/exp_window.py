@@ -2,8 +2,8 @@
 
 Gradients of a block have similar exponents. Lossless codecs of floats use this (such as Hershcovitch et al.,
 "ZipNN", 2024; Zhang et al., "DFloat11", 2025) and code exponents by their frequency; a window of fixed width
-is nearly as good, needs no histogram, and fits vector instructions. Gaussian values take 0.85 of float32, and
-0.70 of bfloat16.
+is nearly as good, needs no histogram, and suits vector code. Gaussian values take 0.85 of float32, 0.70 of
+bfloat16.
 """
 
 from __future__ import annotations

@@ -136,6 +136,7 @@ class CompressedMessages(Scheme):
             version, digest = state.expect((peer, tag))
             held[0], held[1] = version, digest - (digest >> 63 << 64)
 
+        # All three messages are issued now; each waits for its predecessor without blocking the caller.
         asks = self._issue_held(Message(self._held, (held,), (), **back, after=after, prepare=ask))
         told = self._issue_length(Message(self._length, (), (length,), **there, after=after))
         payload = Message(self._wire, (), (), **rest, after=told)

@@ -80,7 +80,7 @@ class RecurringTrial(Trial):
         self.chosen, self.rounds, self.times = chosen, 0, [[], []]
 
     def _paid_off(self) -> int:
-        """Return the number of fast calls of whose time the last comparison has cost `SHARE`."""
+        """Return the number of fast calls after which the last comparison has cost `SHARE` of their time."""
         fast, slow = sorted(self.medians)
         if not 0 < fast < slow < inf:
             return 0

@@ -64,7 +64,7 @@ def _switch(value: object) -> object:
 
 
 class CompressOptions(StageOptions):
-    """Options of `compress`: a codec by name; the codec's own options are beside it in the file.
+    """Options of `compress`: a codec by name; the file has the codec's own options at the same level.
 
     `error_feedback`, `ef21`, `momentum_correction`: compensation of the compression error, at most one.
     `warmup`: the number of first calls of an operation sent uncompressed. `exempt`: operations that are
@@ -86,12 +86,12 @@ class CompressOptions(StageOptions):
 
     @classmethod
     def read(cls, document: Document, keys: Keys, base: Mapping[str, Any]) -> CompressOptions:
-        """Read the options of the stage and, beside them, of the codec: see `StageOptions.read`."""
+        """Read the options of the stage and of the codec from one mapping: see `StageOptions.read`."""
         given = mapping_at(document, keys, example="{codec: int8_block}")
         return checked_compression(given, document, keys, base)
 
     def plain(self, *, units: bool = False) -> dict[str, Any]:
-        """Return non-default options beside the codec's options: see `StageOptions.plain`."""
+        """Return the non-default options and the codec's options: see `StageOptions.plain`."""
         data = super().plain(units=units)
         for name in WRAPPERS:
             if data[name] == type(self).model_fields[name].default:
@@ -144,7 +144,7 @@ def _impossible(options: CompressOptions) -> str | None:
 
 
 def codec_of(options: CompressOptions) -> Codec:
-    """Return a new codec object with the options given beside its name."""
+    """Return a new codec object with its options."""
     factory: Any = registry.get("codecs", options.codec)
     return cast("Codec", factory(options.codec_options or factory.Options()))
 
@@ -166,10 +166,10 @@ def _preset(written: Mapping[str, Any], codec: str, document: Document, keys: Ke
 def checked_compression(
     written: Mapping[str, Any], document: Document, keys: Keys, base: Mapping[str, Any]
 ) -> CompressOptions:
-    """Check the options of a codec and of the stage, written beside each other.
+    """Check the options of a codec and of the stage, written in one mapping.
 
     `written`: the mapping at `keys` of `document`, which overrides `base`. A codec `preset` in it sets
-    several options; options beside it override the preset. Raises `ConfigError` with all mistakes.
+    several options; other options override the preset. Raises `ConfigError` with all mistakes.
     """
     data = {**base, **written}
     codec = data.get("codec", "none")

@@ -178,6 +178,7 @@ class PayloadExchange:
     ) -> SentPayloads:
         codec, lengths = self._codec, self._lengths
         assert lengths is not None
+        # Payload lengths are not known, so both buffers have room for the longest payloads.
         sizes = [codec.room(numel, self._dtype) for numel in self._sizes(given, self._sends)]
         places = [codec.room(numel, self._dtype) for numel in self._sizes(taken, self._receives)]
         dtype = codec.wire_dtype
@@ -205,6 +206,7 @@ class PayloadExchange:
             if wishes:
                 lengths_sent[root if asks else 0] += _WISH
 
+        # The lengths are a plain operation: only the payloads are reported as compressed.
         signature, issue = lengths
         of_values = ("codec", "uncompressed_bytes")
         rest_of_lengths = {key: value for key, value in rest.items() if key not in of_values}

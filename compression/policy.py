@@ -110,8 +110,8 @@ def gradient_compression(
 ) -> tuple[Rule | None, CompressOptions | None]:
     """Return the rule for the gradient of a parameter, and its compression.
 
-    A rule with a `param` glob uses the gradient's own size; a rule without applies to the bucket, whose size
-    is not known yet and counts as large. The compression is None without the stage.
+    A rule with a `param` glob uses the gradient's size; other rules use the bucket's size, which is not known
+    yet and counts as large. The compression is None without the stage.
     """
     sizes = (None if rule.match.param is None else nbytes for rule in config.rules)
     covering = (

@@ -1,8 +1,7 @@
 """Codec `randk`: sends random values at equal positions on all ranks, so that a library can sum them.
 
 Stich et al., "Sparsified SGD with Memory", NeurIPS 2018; Konečný et al., "Federated Learning: Strategies for
-Improving Communication Efficiency", 2016 (rescaled, unbiased). Positions are not sent: all ranks draw the
-same.
+Improving Communication Efficiency", 2016 (rescaled, unbiased). Positions are drawn, not sent.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class Scheme(ABC):
     def following(self, message: Message, state: CompressorState) -> Work | None:
         """Return the work that must be complete before a call begins, None if it may begin at once.
 
-        A call whose state depends on the previous call's result waits for that call, on all ranks.
+        A call that starts from the previous call's result waits for that call, on all ranks.
         """
         last = state.last if state.one_at_a_time else None
         if last is None or message.after is None:
@@ -351,7 +351,7 @@ class TwoShot(Scheme):
         counts = self._counts(message, values.numel())
         begins = [end - count for end, count in zip(accumulate(counts), counts, strict=True)]
         state = self.state(values, values.numel())
-        mine = values[begins[me] : begins[me] + counts[me]]
+        mine = values[begins[me] : begins[me] + counts[me]]  # summed here, so it is never encoded
 
         def write(index: int, wire: torch.Tensor) -> int:
             if index == me or not counts[index]:
@@ -368,7 +368,7 @@ class TwoShot(Scheme):
             given=counts,
             taken=[counts[me]] * self.ranks,
         )
-        if self._back is None:
+        if self._back is None:  # a reduce_scatter: the sum stays on this rank
             target = message.outputs[0].view(-1)
             in_place = target.dtype is torch.float32
             total = target if in_place else lease.tensor(counts[me], torch.float32)
@@ -384,6 +384,7 @@ class TwoShot(Scheme):
             out.works[-1].then(lease.release_after(add))
             return self.handle(out.works, rest)
 
+        # The sum is encoded again and also decoded here, so that results are equal bit for bit.
         total = lease.tensor(counts[me], torch.float32)
 
         def encode_sum(_: int, wire: torch.Tensor) -> int:

@@ -46,8 +46,7 @@ class CompressStage(Stage):
     """Stage that chooses a codec by the call's `compress=`, else a rule, else the stage's own option.
 
     If the call names a codec that does not support the operation, binding raises an error. If the
-    configuration names it, the operation is sent uncompressed, with a note, and with a warning if a rule
-    names the codec.
+    configuration names it, the operation is sent uncompressed, with a note, and a warning if a rule names it.
     """
 
     Options = CompressOptions
@@ -76,7 +75,7 @@ class CompressStage(Stage):
         return self._pool.nbytes
 
     def state(self) -> dict[str, Any]:
-        """Return the state of operations by name; the loaded state of operations not called since loading."""
+        """Return the state by operation name; for operations not called since loading, the loaded state."""
         state: dict[str, Any] = {}
         for name, instance in self._instances.items():
             if instance.restored:
@@ -204,8 +203,7 @@ class CompressStage(Stage):
         instance = CodecInstance(codec, options, full, self._group.rank, self._copies)
         keeps_messages = full.is_p2p and codec.traits.keeps_received
         if keeps_messages or full.key is not None or full.tag is not None:
-            # One instance per name, because synchronous and asynchronous calls of an operation share its
-            # state.
+            # One instance per name, shared by synchronous and asynchronous calls of an operation.
             instance = self._instances.setdefault(instance.name, instance)
             if instance.name in self._restored:
                 instance.restore(self._restored.pop(instance.name))
@@ -363,8 +361,7 @@ def _use(codec: Codec) -> None:
             many = torch.zeros(_MANY, device="cpu")
             codec.encode(many, torch.empty(codec.wire_numel(_MANY), dtype=codec.wire_dtype, device="cpu"))
         if codec.traits.fixed_rate and torch.float32 in codec.traits.dtypes:
-            # Several rows, as in real use: parts of a single row would be contiguous, another type for the
-            # compiler.
+            # Several rows, as in use: parts of a single row would be contiguous, another compiled type.
             wire[1] = wire[0]
             codec.reduce(wire[:2], total, wire[2], skip=-1)
             codec.sum_payloads(wire[:2], total, 0.5)

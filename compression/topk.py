@@ -26,8 +26,7 @@ class TopKOptions(CodecOptions):
     """Options of topk.
 
     Attributes:
-        ratio: share of the values to send, rounded up to at least one value; with `chunk`, share of each
-            chunk.
+        ratio: share of the values, with `chunk` of each chunk, to send; rounded up to at least one value.
         values: format of the sent values: floats, or 4 or 2 bits with two bfloat16 levels per chunk.
         chunk: number of values among which the largest are chosen; None takes the whole tensor. Without it,
             positions take 2 bytes each, and 4 more per 65536 values; in chunks of 4096, positions at ratio

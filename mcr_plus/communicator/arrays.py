@@ -37,8 +37,7 @@ class ArrayStreams:
     """Streams under which a group issues operations on arrays.
 
     Each device and set of followed streams has a stream of its own. With a single stream, an operation would
-    wait for the work that other operations follow, and that work may wait for this operation on another rank:
-    a deadlock.
+    wait for the work that other operations follow, which may wait for this operation on another rank.
 
     Arrays are kept alive until the program has waited for their operations or these are complete, because
     torch's allocator cannot keep memory of another library.

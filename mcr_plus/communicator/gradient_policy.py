@@ -29,8 +29,7 @@ class GradientPolicy:
     """Communication policy of a gradient; gradients of equal policies may share a bucket.
 
     `compress`, `backend`: as in a call; `compress` is None if the size of the bucket decides. `encoded`: True
-    if a codec may apply. `keeps`: True if the codec keeps state between calls, so a bucket must be the same
-    in every pass.
+    if a codec may apply. `keeps`: True if the codec keeps state, so a bucket must be the same in every pass.
     """
 
     compress: tuple[tuple[str, object], ...] | bool | None = None

@@ -317,7 +317,7 @@ class HierarchicalAllToAll(Decomposition):
     def start(self, message: Message, agreed: Work | None = None) -> Work:  # noqa: D102
         lease = self.lease()
         given, result = message.inputs[0].view(-1), message.outputs[0].view(-1)
-        # Two buffers are enough for both steps: each is free again when the other one is written.
+        # Two buffers are enough for both steps: each is free again when the other is written.
         sent, received = lease.tensor(self.numel, self.dtype), lease.tensor(self.numel, self.dtype)
         earlier = message.prepare
 
@@ -442,7 +442,7 @@ class HierarchicalReduceScatter(_TwoLevelReduction):
 def _pick(blocks: torch.Tensor, order: torch.Tensor, out: torch.Tensor) -> None:
     """Write block `order[i]` to place i of `out`; both have as many blocks as `order`."""
     count = len(order)
-    with torch.inference_mode():  # outside of which tensors that were made in it cannot be written
+    with torch.inference_mode():  # else tensors created in inference mode cannot be written
         torch.index_select(blocks.view(count, -1), 0, order, out=out.view(count, -1))
 
 

@@ -148,7 +148,7 @@ class HierarchicalStage(Stage):
         return None
 
     def _unsupported(self, steps: Decomposition) -> str | None:
-        """Return the reason why a configured backend cannot run its step, None if all can."""
+        """Return the reason why a configured backend cannot run its step, None if all backends can."""
         for part, step in steps.steps.items():
             if step.backend is None:
                 continue

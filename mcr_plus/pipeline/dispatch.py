@@ -93,7 +93,7 @@ class DispatchStage(Stage):
         return f"{'every' if every == 1 else f'1 in {every}'} verified by {what}{how}"
 
     def _compares_every(self, signature: Signature) -> bool:
-        """Return True if ranks compare every operation: by option, or as the library could pair unequal ones.
+        """Return True if ranks compare every operation: by option, or if the library could pair unequal ones.
 
         A library sees the encoded size, not the number of values, so it may not notice a mismatch.
         """

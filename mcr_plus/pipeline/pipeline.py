@@ -107,7 +107,7 @@ class Pipeline:
                 stage.load_state(self._context.runtime.restored.setdefault(name, {}))
 
     def forget_state(self, is_over: Callable[[str], bool]) -> None:
-        """Have every stage drop the state of operations whose name `is_over`."""
+        """Have every stage drop the state of operations that are over, by name."""
         for stage in self._stages.values():
             stage.forget_state(is_over)
 

@@ -64,7 +64,7 @@ def _env_on_loopback(
     timeout: timedelta = timedelta(minutes=5),
     **others: Any,
 ) -> Iterator[Rendezvous]:
-    """Rendezvous of `env://`; for MPI ranks of `mcr-plus run`, with a store that listens on loopback only.
+    """Rendezvous of `env://`; MPI ranks of `mcr-plus run` get a store that listens on loopback only.
 
     Torch's own store would listen on all interfaces.
     """

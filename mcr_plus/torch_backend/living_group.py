@@ -239,7 +239,7 @@ class LivingGroup(HookableGroup):
 
         Raises:
             Unsupported: `opts_override` is something else.
-            InvalidArgument: `ranks_to_exclude` are not ranks of the group, are all its ranks, or have called
+            InvalidArgument: the excluded ranks are not in the group, are all its ranks, or have called
                 `shrink`.
             CommTimeout: a remaining rank has not called `shrink` in time. As with the next error, the group
                 stays unchanged, and all ranks may call `shrink` again.

@@ -54,7 +54,7 @@ class Copy:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the values."""
+        """Bytes of the values."""
         both = (*self.sent.values(), *self.received.values())
         return sum(held.values.nbytes for held in both if held.values is not None)
 
@@ -82,7 +82,7 @@ class Copies:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all values."""
+        """Bytes of all values."""
         return self._total
 
     def begin(self, copy: Copy) -> bool:

@@ -62,13 +62,13 @@ class Scheme(ABC):
 
     @property
     def payloads(self) -> PayloadCodec:
-        """Return the codec, in schemes of payloads."""
+        """Codec of a scheme that moves payloads."""
         assert isinstance(self.codec, PayloadCodec)
         return self.codec
 
     @property
     def numel(self) -> int:
-        """Return the number of values in the operation's payload, by the convention of `Signature.nbytes`."""
+        """Number of values in the operation's payload, by the convention of `Signature.nbytes`."""
         assert self.signature.nbytes is not None
         assert self.signature.dtype is not None
         return self.signature.nbytes // self.signature.dtype.itemsize
@@ -303,7 +303,7 @@ class RelayScheme(Scheme):
 
     @property
     def _own(self) -> int | None:
-        """Return the index of the part that this rank sends to itself; for a scatter, among the sent parts.
+        """Index of the part that this rank sends to itself; for a scatter, among the sent parts.
 
         Returns None if there is no such part.
         """

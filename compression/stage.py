@@ -71,7 +71,7 @@ class CompressStage(Stage):
 
     @property
     def buffer_bytes(self) -> int:
-        """Return the bytes of the buffers that this stage keeps."""
+        """Bytes of the buffers that this stage keeps."""
         return self._pool.nbytes
 
     def state(self) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class CompressorState:
 
     @property
     def codec(self) -> PayloadCodec:
-        """Return the codec, for schemes of payloads."""
+        """Codec of a scheme that moves payloads."""
         assert isinstance(self._codec, PayloadCodec)
         return self._codec
 
@@ -96,7 +96,7 @@ class CompressorState:
 
     @property
     def tensors(self) -> list[StateTensor]:
-        """Return the tensors kept between calls."""
+        """Tensors kept between calls."""
         state = self._codec.state()
         return [StateTensor(name, "shared", tensor) for name, tensor in state.items()]
 

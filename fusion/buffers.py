@@ -42,7 +42,7 @@ class BucketLayout:
 
     @property
     def share(self) -> float:
-        """Return the memory of a bucket relative to its payload, the larger of its input and output."""
+        """Memory of a bucket relative to its payload, the larger of its input and output."""
         return (
             1.0
             if self.in_place

@@ -59,7 +59,7 @@ class Coalescer:
 
     @property
     def buffer_bytes(self) -> int:
-        """Return the bytes of the allocated buffers."""
+        """Bytes of the allocated buffers."""
         return self._budget.nbytes
 
     def parts(

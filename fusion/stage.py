@@ -55,7 +55,7 @@ class FuseStage(Stage):
 
     @property
     def buffer_bytes(self) -> int:
-        """Return the bytes of the buffers that this stage has allocated."""
+        """Bytes of the buffers that this stage has allocated."""
         return self._budget.nbytes
 
     def bind(self, signature: Signature, next: Next) -> Issue:
@@ -417,7 +417,7 @@ class FusedWork(Work):
 
     @property
     def info(self) -> Info:
-        """Return the operation's description; send its bucket, because that sets backend and codec."""
+        """Description of the operation; reading it sends the bucket, which sets backend and codec."""
         bucket = self._bucket
         if bucket.work is None and bucket.error is None:
             bucket.group.runtime.flush_pending()

@@ -84,7 +84,7 @@ class Call(NamedTuple):
 
     @property
     def like(self) -> torch.Tensor | None:
-        """Return a tensor of the operation's dtype and device; None for a barrier."""
+        """Tensor of the operation's dtype and device; None for a barrier."""
         first = self.inputs or self.outputs
         return first[0] if first else None
 

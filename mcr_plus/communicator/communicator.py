@@ -192,7 +192,7 @@ class Communicator(Operations):
 
     @property
     def polled_by_caller(self) -> list[str]:
-        """Return the names of this group's backends that make progress only during calls of the program."""
+        """Names of this group's backends that make progress only during calls of the program."""
         engine = self._runtime.engine
         if engine.progress_thread is not None:
             return []

@@ -39,7 +39,7 @@ class GradientPolicy:
 
     @property
     def options(self) -> Mapping[str, Any] | bool | None:
-        """Return the argument `compress` of a call."""
+        """Value for the argument `compress` of a call."""
         return thawed(self.compress) if isinstance(self.compress, tuple) else self.compress
 
 

@@ -110,7 +110,7 @@ class Stage(ABC):
 
     @property
     def buffer_bytes(self) -> int:
-        """Return the bytes of buffers kept between operations."""
+        """Bytes of buffers kept between operations."""
         return 0
 
     def state(self) -> Mapping[str, Any]:

@@ -55,7 +55,7 @@ class OnlineTrial(Trial):
 
     @property
     def _blocks(self) -> int:
-        """Return the number of blocks of a round."""
+        """Number of blocks of a round."""
         return TURNS * (len(self.candidates) - 1)
 
     @property

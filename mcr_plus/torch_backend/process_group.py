@@ -99,7 +99,7 @@ class McrProcessGroup(LivingGroup):
     # -- properties -------------------------------------------------------------------------------
 
     def name(self) -> str:
-        """The backend's name."""
+        """Return the backend's name."""
         return NAME
 
     getBackendName = _get_backend_name = name  # noqa: N815 - torch's names

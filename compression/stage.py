@@ -224,7 +224,7 @@ class CompressStage(Stage):
         if audit_every is not None:
             notes.append(f"results compared every {audit_every} calls")
         if options.never_slower and not plain.is_p2p:
-            notes.append("left out where it is measured to be slower")
+            notes.append("left out while it is measured to be slower")
         if options.warmup:
             notes.append(f"from call {options.warmup + 1} on")
         next.note("; ".join(notes), lambda: {"codec": codec.name, "never_slower": options.never_slower})
@@ -455,5 +455,5 @@ def _useless(codec: Codec, options: CompressOptions, signature: Signature, *, as
     if nbytes // signature.dtype.itemsize < codec.traits.min_numel:
         return f"fewer than {codec.traits.min_numel} values"
     if wire >= (nbytes if one_way else raw) and not codec.traits.keeps_received:
-        return f"{format_size(wire)} would travel instead of {format_size(nbytes if one_way else raw)}"
+        return f"{format_size(wire)} would be sent instead of {format_size(nbytes if one_way else raw)}"
     return None

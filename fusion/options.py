@@ -80,7 +80,7 @@ class FuseOptions(StageOptions):
     @model_validator(mode="after")
     def _only_auto_chooses(self) -> Self:
         if self.codecs and self.plan != "auto":
-            raise ValueError("codecs: they are choices of `plan: auto`; expected that, or a stage `compress`")
+            raise ValueError("codecs: only `plan: auto` uses them; expected that, or a stage `compress`")
         return self
 
     @property

@@ -52,8 +52,7 @@ def _rendezvous(
     timeout: timedelta = timedelta(minutes=5),
     **_: object,
 ) -> Iterator[Rendezvous]:
-    """Yield the rendezvous of `init_method="mcr://"`, under any launcher of `mcr.init`, also MPI and
-    Slurm."""
+    """Yield the rendezvous of `init_method="mcr://"`, under any launcher that `mcr.init` supports."""
     from mcr_plus.job.init import rendezvous
 
     yield rendezvous(timeout.total_seconds())

@@ -322,8 +322,8 @@ class LivingGroup(HookableGroup):
             raise NotInitialized(f"process group '{self._name}' has been destroyed before its first use")
         if self._communicator is not None and self._communicator is not runtime.communicator:
             raise Unsupported(
-                f"process group '{self._name}' is a part of a job; only the first group of mcr can be "
-                "reconfigured, and takes the job with it"
+                f"process group '{self._name}' is not a whole job; only the first group of mcr can be "
+                "reconfigured, and with it the job"
             )
         if not (runtime.closed or runtime is job.runtime):
             raise BackendError(f"process group '{self._name}' belongs to a job that has ended")

@@ -222,8 +222,7 @@ class ArrayWork(Work):
         deadline = Deadline(timeout)
         while not self.is_completed():
             if deadline.passed():
-                raise CommTimeout(f"{self.info.kind}: not complete within the time of this wait; it
-                continues")
+                raise CommTimeout(f"{self.info.kind}: not complete in the time of this wait; it continues")
             time.sleep(_NAP_S)
         if (error := self.exception()) is not None:
             raise error

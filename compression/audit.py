@@ -1,6 +1,6 @@
-"""audit_every: after every so many calls, the ranks compare digests of their results.
+"""`audit_every`: every n calls, the ranks compare digests of their results.
 
-All ranks must hold the same bits after a collective. The schemes guarantee that; this checks it.
+All ranks must hold the same bits after a collective. The schemes guarantee this; the audit checks it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mcr_plus.pipeline.stage import Issue, Next
 def audited(issue: Issue, every: int, codec: str, signature: Signature, group: Group, next: Next) -> Issue:
     """Compare digests of the ranks' results after every `every` calls of `issue`.
 
-    A difference raises `ResultMismatch` on all ranks, when the call is waited for.
+    A difference raises `ResultMismatch` on all ranks, in the `wait` of the call.
     """
     ranks = signature.ranks
     digests = signature.replace(
@@ -64,7 +64,7 @@ def audited(issue: Issue, every: int, codec: str, signature: Signature, group: G
 
 
 def _digest(tensors: tuple[torch.Tensor, ...]) -> int:
-    """63 bits that are equal for equal bits."""
+    """Return a 63-bit digest of the tensors' bits."""
     hashed = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
         flat = tensor.detach().cpu().contiguous().view(-1)

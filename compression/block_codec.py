@@ -1,4 +1,4 @@
-"""Codecs whose work is done by a module of `mcr_plus.kernels`, block by block."""
+"""`BlockCodec`: base of codecs implemented block by block in a module of `mcr_plus.kernels`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from mcr_plus.compression.codec import PayloadCodec
 
 
 class BlockCodec(PayloadCodec):
-    """A codec of fixed rate whose payloads a kernel module encodes, decodes and sums.
+    """Codec of fixed rate whose payloads a kernel module encodes, decodes and sums.
 
-    A subclass sets `name`, `traits` and `kernel`, a module with these functions, which take the codec's
-    `arguments` last:
+    A subclass sets `name`, `traits` and `kernel`, a module with these functions; `arguments` come last:
 
         nbytes(numel)                                        bytes of a payload; without `arguments`
         encode(values, wire, *arguments)
@@ -23,14 +22,14 @@ class BlockCodec(PayloadCodec):
         accumulate(wire, total, factor, *arguments)
         reduce(wires, skip, total, wire, factor, *arguments)
 
-    Values are flat float32, payloads flat uint8; `wires` has a payload in each row.
+    Values are flat float32, payloads flat uint8; each row of `wires` is a payload.
     """
 
     kernel: ModuleType
     arguments: tuple[Any, ...] = ()
 
     def wire_numel(self, numel: int) -> int:
-        """Bytes of a payload of `numel` values."""
+        """Return the bytes of a payload of `numel` values."""
         return int(self.kernel.nbytes(numel))
 
     def _encode(self, values: torch.Tensor, wire: torch.Tensor) -> None:

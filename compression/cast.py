@@ -1,8 +1,8 @@
-"""bf16 and fp16: values rounded to a narrower float.
+"""Codecs `bf16` and `fp16`: values rounded to a narrower float.
 
-Additive: a library may sum the encoded values. The hooks of DDP and Horovod do the same. With
-`rounding: stochastic` the mean of many roundings is the value (Gupta et al., "Deep Learning with Limited
-Numerical Precision", ICML 2015).
+They are additive: a library may sum the encoded values, as the hooks of DDP and Horovod do. With `rounding:
+stochastic` the mean of many roundings is the value (Gupta et al., "Deep Learning with Limited Numerical
+Precision", ICML 2015).
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from mcr_plus.compression.codec import CodecOptions, PayloadCodec, Traits
 from mcr_plus.kernels import cast
 
 _CHUNK: Final = 1 << 17
-"""Elements that are converted at a time."""
+"""Elements converted at a time."""
 
 
 class CastOptions(CodecOptions):
     """Options of bf16 and fp16.
 
     Attributes:
-        rounding: to nearest even, or stochastic: up or down at random, so that the mean is the value.
-        seed: of stochastic rounding; another one rounds other values up.
+        rounding: `nearest` (even) or `stochastic`: up or down at random, so that the mean is the value.
+        seed: the seed of stochastic rounding.
     """
 
     rounding: Literal["nearest", "stochastic"] = "nearest"
@@ -33,12 +33,12 @@ class CastOptions(CodecOptions):
 
 
 class Cast(PayloadCodec):
-    """A codec whose payload is the values in a narrower float.
+    """Codec that sends values as narrower floats.
 
     Out-of-range values become infinite and NaN stays NaN, so an overflow remains visible.
 
-    Stochastic rounding draws anew for every seed, rank, key of `enter`, earlier number of payloads and
-    element; float64 is rounded to float32 first, to nearest.
+    Stochastic rounding draws by seed, rank, key of `enter`, number of earlier payloads and element; float64
+    is first rounded to the nearest float32.
     """
 
     Options = CastOptions
@@ -56,7 +56,7 @@ class Cast(PayloadCodec):
         self._rank, self._key = rank, key
 
     def state(self) -> dict[str, torch.Tensor]:
-        """How many payloads were written, where it matters."""
+        """Return the number of payloads written so far, if rounding is stochastic."""
         return {"step": torch.tensor(self._step, device="cpu")} if self._stochastic else {}
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:  # noqa: D102
@@ -84,20 +84,20 @@ class Cast(PayloadCodec):
         if total.is_cuda:
             total.add_(wire[: total.numel()], alpha=scale)
             return
-        # On the CPU torch adds other dtypes six times more slowly than it converts, in cache, and adds.
+        # On the CPU, converting chunks in cache before adding is six times faster than torch's mixed add.
         for part, encoded in zip(total.split(_CHUNK), wire[: total.numel()].split(_CHUNK), strict=True):
             part.add_(encoded.to(torch.float32), alpha=scale)
 
 
 class Bf16(Cast):
-    """8 bits of mantissa, the range of float32."""
+    """Codec `bf16`: 8 bits of mantissa, the range of float32."""
 
     name: ClassVar[str] = "bf16"
     wire_dtype = torch.bfloat16
 
 
 class Fp16(Cast):
-    """11 bits of mantissa, up to 65504."""
+    """Codec `fp16`: 11 bits of mantissa, up to 65504."""
 
     name: ClassVar[str] = "fp16"
     wire_dtype = torch.float16

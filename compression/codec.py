@@ -1,4 +1,4 @@
-"""The base classes of codecs: traits, options, encoding and decoding."""
+"""Base classes of codecs: traits, options, encoding and decoding."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 MOVED: Final = tuple(kind for kind in KINDS if kind not in REDUCING and kind != "barrier")
-"""Kinds whose values arrive as they were sent."""
+"""Kinds of operations that move values without reducing them."""
 ENCODED: Final = frozenset({*MOVED, "all_reduce", "reduce", "reduce_scatter", "reduce_scatter_v"})
-"""Kinds with a scheme. A kind without one is not compressed, whatever its row in `core.kinds` says."""
+"""Kinds with a scheme. Other kinds are not compressed, whatever their row in `core.kinds` says."""
 
 
 class CodecOptions(StageOptions):
@@ -35,23 +35,23 @@ class CodecOptions(StageOptions):
 
 @dataclass(frozen=True)
 class Traits:
-    """The properties of a codec by which the compress stage composes collectives from it.
+    """Properties of a codec, from which the compress stage composes collectives.
 
     Attributes:
-        additive: the library may sum its payloads (see `Codec.rounds`).
-        elementwise: a payload has one element for each value, in the same place.
-        unbiased: the mean over many encodings of a value is the value.
+        additive: the library may sum payloads (see `Codec.rounds`).
+        elementwise: a payload has one element per value, in the same place.
+        unbiased: the mean of many encodings of a value is the value.
         lossless: decoding gives the same bits.
-        fixed_rate: a payload's length follows from the number of elements alone.
-        sparse: a payload holds few of the elements; the others decode to zero.
-        needs_error_feedback: without it training does not converge to the same loss.
-        dtypes: those it encodes; others than float32 go through float32 unless the codec overrides that.
-        alignment: in elements; a part that is encoded by itself should begin at a multiple of it.
-        min_numel: fewer elements are not worth encoding and travel as they are.
-        kinds: the kinds of operations it can be used with, None for all.
-        cpu_only: it takes tensors on the CPU only.
-        keeps_received: payloads hold changes, for which both ends keep what the receiver has.
-        needs_triton: on a GPU, where its kernels are Triton's.
+        fixed_rate: a payload's length depends only on the number of elements.
+        sparse: a payload holds few of the elements; all others decode to zero.
+        needs_error_feedback: without error feedback, training does not converge to the same loss.
+        dtypes: supported dtypes; all are converted to float32 unless the codec overrides this.
+        alignment: in elements; a separately encoded part should begin at a multiple of it.
+        min_numel: the least number of elements worth encoding; fewer are sent unencoded.
+        kinds: the supported kinds of operations, None for all.
+        cpu_only: only tensors on the CPU are supported.
+        keeps_received: payloads are changes to a value that sender and receiver both keep.
+        needs_triton: kernels for GPUs need Triton.
     """
 
     additive: bool = False
@@ -72,7 +72,7 @@ class Traits:
 
 @dataclass(frozen=True)
 class AdditiveRound:
-    """One native all_reduce of an additive codec: its buffer, and how it is reduced."""
+    """Native all_reduce of an additive codec: its buffer and reduce op."""
 
     dtype: torch.dtype
     numel: int
@@ -80,14 +80,14 @@ class AdditiveRound:
 
 
 class Codec(ABC):
-    """Base of all codecs. Registered as the class; built with its checked `Options`.
+    """Base of all codecs. The class is registered, and built with its checked `Options`.
 
     One object serves one operation or bucket, so it may keep state between calls.
     """
 
     Options: ClassVar[type[BaseModel]] = NoOptions
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({})
-    """Options of the codec and of the stage that `preset: NAME` stands for, by name."""
+    """Presets by name: the options of codec and stage that `preset: NAME` sets."""
     name: ClassVar[str]
     traits: Traits
 
@@ -98,50 +98,50 @@ class Codec(ABC):
         return f"{type(self).__name__}({self.options!r})"
 
     def config(self) -> dict[str, Any]:
-        """The mapping that names this codec in a configuration or a call; JSON-able, see `make`."""
+        """Return the JSON mapping that names this codec in a configuration or a call; see `make`."""
         return {"codec": self.name, **self.options.model_dump(mode="json", by_alias=True)}
 
     def caution(self, feedback: str | None) -> str | None:  # noqa: ARG002
-        """What is known to cost quality where gradients get this codec; None if nothing is.
+        """Return a warning about the loss of quality with this codec for gradients, if one is known.
 
-        `feedback`: how the error is compensated, as `CompressOptions.feedback` names it.
+        `feedback`: the name of the error compensation, as in `CompressOptions.feedback`.
         """
         return None
 
-    def enter(self, rank: int, key: str) -> None:  # noqa: B027 - most codecs need none of it
-        """Called once before the first call, with this rank in the group and a key of the operation.
+    def enter(self, rank: int, key: str) -> None:  # noqa: B027 - most codecs do not need it
+        """Set this rank in the group and the key of the operation, once before the first call.
 
-        `key` is equal on all ranks. Codecs that draw random numbers draw them by it.
+        `key` is equal on all ranks; codecs seed their random numbers with it.
         """
 
     def kept_state(self, copies: Copies) -> CompressorState | None:  # noqa: ARG002
-        """A new state that encodes and decodes instead of the codec, with `keeps_received`; else None.
+        """Return a new state that encodes and decodes instead of a codec with `keeps_received`; else None.
 
-        `copies`: those of the group, in which the state counts what it holds.
+        `copies`: the group's copies, which count the memory of the state.
         """
         return None
 
     def prepare(self, dtype: torch.dtype | None) -> None:  # noqa: B027
-        """Have kernels compiled that depend on the dtype of the values, or those of all dtypes for None."""
+        """Compile the kernels for a dtype of the values; None compiles them for all dtypes."""
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Tensors that must outlive a restart, by name; equal on all ranks, and not copied."""
+        """Return the tensors that must outlive a restart, by name; equal on all ranks, and not copied."""
         return {}
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:  # noqa: B027
         """Restore the tensors that `state` returned."""
 
     def refusal(self, shapes: Sequence[tuple[int, ...]]) -> str | None:  # noqa: ARG002
-        """The reason why the codec cannot compress tensors of these shapes, laid end to end; None if it can.
+        """Return why the codec cannot compress concatenated tensors of these shapes; None if it can.
 
-        Depends on nothing but the shapes and the options, so that all ranks get the same answer.
+        The answer depends only on shapes and options, so all ranks get the same answer.
         """
         return None
 
     def rounds(self, shapes: Sequence[tuple[int, ...]], ranks: int) -> tuple[AdditiveRound, ...]:
-        """The native all_reduces that make up one all_reduce of tensors of these shapes, laid end to end.
+        """Return the native all_reduces that replace one all_reduce of concatenated tensors of these shapes.
 
-        For additive codecs; `ranks` is how many there are.
+        For additive codecs; `ranks` is the number of ranks.
         """
         raise NotImplementedError
 
@@ -153,28 +153,28 @@ class Codec(ABC):
         ranks: int,
         left: torch.Tensor | None,
     ) -> Iterator[None]:
-        """Turn `values` into their sum over ranks; pauses before each round is reduced.
+        """Turn `values` into their sum over ranks; yield before each round is reduced.
 
         For additive codecs.
 
         Args:
-            values: flat, contiguous, a dtype of `traits.dtypes`; overwritten when the iterator ends.
-            shapes: of the tensors that lie end to end in `values`; their sizes sum to its size.
-            wires: one flat tensor per round, to be filled before the pause and read after it.
-            ranks: how many there are.
-            left: flat float32, equal to `values`: the decoded values of this rank's part of the sum are
-                subtracted, which leaves its residual. None without error feedback.
+            values: flat and contiguous, of a dtype in `traits.dtypes`; overwritten when the iterator ends.
+            shapes: shapes of the tensors concatenated in `values`; their sizes sum to its size.
+            wires: one flat tensor per round, filled before the yield and read after it.
+            ranks: the number of ranks.
+            left: flat float32, equal to `values`; subtracting this rank's decoded contribution leaves its
+                residual. None without error feedback.
         """
         raise NotImplementedError
 
 
 class PayloadCodec(Codec):
-    """A codec that encodes tensors into flat payloads of `wire_dtype` and back.
+    """Codec that encodes tensors into flat payloads of `wire_dtype` and back.
 
-    Payloads are the same on every device, and depend on nothing but the values, the options and, where the
-    codec says so, its `enter` and the number of earlier calls.
+    Payloads are the same on every device. They depend only on the values, the options and, for some codecs,
+    on `enter` and the number of earlier calls.
 
-    A subclass writes `wire_numel`, `_encode`, `_decode` and `_accumulate`, which see contiguous flat float32
+    A subclass implements `wire_numel`, `_encode`, `_decode` and `_accumulate` on contiguous flat float32
     tensors and exact payloads; the public methods take any strides, shapes and `traits.dtypes`.
     """
 
@@ -184,11 +184,11 @@ class PayloadCodec(Codec):
 
     @abstractmethod
     def wire_numel(self, numel: int) -> int:
-        """Elements of `wire_dtype` that a payload of `numel` values has; at most, if not `fixed_rate`."""
+        """Return the elements of a payload of `numel` values; the maximum if not `fixed_rate`."""
 
     @abstractmethod
     def _encode(self, values: torch.Tensor, wire: torch.Tensor) -> int | None:
-        """Write the payload of flat float32 `values`; returns its length in elements if not `fixed_rate`."""
+        """Write the payload of flat float32 `values`; return its length in elements if not `fixed_rate`."""
 
     @abstractmethod
     def _decode(self, wire: torch.Tensor, out: torch.Tensor) -> None:
@@ -201,24 +201,24 @@ class PayloadCodec(Codec):
     # -- to be used -------------------------------------------------------------------------------
 
     def wire_nbytes(self, numel: int, dtype: torch.dtype | None = None) -> int:
-        """Bytes of a payload of `numel` values; at most, if not `fixed_rate`."""
+        """Return the bytes of a payload of `numel` values; the maximum if not `fixed_rate`."""
         return self.room(numel, dtype) * self.wire_dtype.itemsize
 
     def room(self, numel: int, dtype: torch.dtype | None) -> int:  # noqa: ARG002
-        """As `wire_numel`, where the length depends on the dtype of the values, None if it is not known."""
+        """Return `wire_numel` for values of `dtype`; None if the dtype is not known."""
         return self.wire_numel(numel)
 
     def anchor_numel(self, numel: int, dtype: torch.dtype) -> int:
-        """Elements of a payload with all values as they are, for codecs with `keeps_received`."""
+        """Return the elements of a payload of all values, unencoded, for codecs with `keeps_received`."""
         raise NotImplementedError
 
     def encode(self, values: torch.Tensor, wire: torch.Tensor) -> int:
-        """Write the payload of `values` to the beginning of `wire`; returns its length in elements.
+        """Write the payload of `values` to the beginning of `wire`; return its length in elements.
 
         Args:
-            values: any shape and strides, a dtype of `traits.dtypes`.
-            wire: flat, contiguous, `wire_dtype`, on the same device, at least `wire_numel(values.numel())`
-                long, beginning at a multiple of 4 bytes.
+            values: any shape and strides, of a dtype in `traits.dtypes`.
+            wire: flat and contiguous, of `wire_dtype` on the same device, at least
+                `wire_numel(values.numel())` long, beginning at a multiple of 4 bytes.
 
         Raises `Unsupported` for another dtype, or a payload that is too short.
         """
@@ -230,7 +230,7 @@ class PayloadCodec(Codec):
         return room if written is None else written
 
     def decode(self, wire: torch.Tensor, out: torch.Tensor) -> None:
-        """Write a payload's values to `out`, of any shape and strides and a dtype of `traits.dtypes`.
+        """Write a payload's values to `out`, of any shape and strides and a dtype in `traits.dtypes`.
 
         Raises `Unsupported` for another dtype, or a payload that is too short.
         """
@@ -251,15 +251,15 @@ class PayloadCodec(Codec):
             self._accumulate(self._exact(wire, total.numel()), total, scale)
 
     def encode_rest(self, values: torch.Tensor, decay: float, rest: torch.Tensor, wire: torch.Tensor) -> int:
-        """Write the payload of `decay` × `rest` + `values`, and leave in `rest` what the payload lacks.
+        """Write the payload of `decay` × `rest` + `values`; leave the encoding error in `rest`.
 
-        What is not finite in the end becomes zero in `rest`. Overridden where one pass over memory can do it.
+        Non-finite errors become zero. Codecs override this if one pass over memory is enough.
 
         Args:
-            values: flat, a dtype of `traits.dtypes`.
+            values: flat, of a dtype in `traits.dtypes`.
             decay: the factor of `rest`.
             rest: flat float32, of the size of `values`; overwritten.
-            wire: as for `encode`, whose result is returned.
+            wire: as in `encode`, like the returned length.
         """
         if decay != 1.0:
             rest.mul_(decay)
@@ -271,8 +271,8 @@ class PayloadCodec(Codec):
     def sum_payloads(
         self, wires: torch.Tensor | Sequence[torch.Tensor], total: torch.Tensor, scale: float
     ) -> None:
-        """Write `scale` × the sum of the payloads, in their order, to `total`: float32, flat, contiguous."""
-        if scale == 1.0:  # one pass less than adding to zeros
+        """Write `scale` × the sum of the payloads, added in order, to `total`: float32, flat, contiguous."""
+        if scale == 1.0:  # decoding the first payload saves a pass over zeros
             self.decode(wires[0], total)
             wires = wires[1:]
         else:
@@ -292,11 +292,10 @@ class PayloadCodec(Codec):
         """Decode, sum and encode: write to `wire` the payload of `total` + `scale` × all of `wires`.
 
         Args:
-            wires: a payload in each row of a tensor, rows at multiples of 4 bytes; or, if not `fixed_rate`,
-                a list of them.
+            wires: a tensor with one payload per row, at multiples of 4 bytes; a list if not `fixed_rate`.
             total: as for `decode_accumulate`; holds the sum afterwards.
-            wire: as for `encode`, whose result is returned.
-            skip: a row that is left out, -1 for none.
+            wire: as in `encode`, like the returned length.
+            skip: the row to leave out, -1 for none.
             scale: the factor of decoded values.
         """
         for row, each in enumerate(wires):
@@ -305,7 +304,7 @@ class PayloadCodec(Codec):
         return self.encode(total, wire)
 
     def clear(self, wire: torch.Tensor, values: torch.Tensor) -> None:
-        """Set the elements of flat float32 `values` that a payload holds to zero. For sparse codecs."""
+        """Zero the elements of flat float32 `values` that a payload holds. For sparse codecs."""
         raise NotImplementedError
 
     def rounds(self, shapes: Sequence[tuple[int, ...]], ranks: int) -> tuple[AdditiveRound, ...]:  # noqa: ARG002, D102
@@ -314,7 +313,7 @@ class PayloadCodec(Codec):
     def exchange(  # noqa: D102
         self,
         values: torch.Tensor,
-        shapes: Sequence[tuple[int, ...]],  # noqa: ARG002 - end to end they are as good as one
+        shapes: Sequence[tuple[int, ...]],  # noqa: ARG002 - concatenated, they are encoded as one
         wires: Sequence[torch.Tensor],
         ranks: int,  # noqa: ARG002
         left: torch.Tensor | None,
@@ -329,11 +328,11 @@ class PayloadCodec(Codec):
     # -- helpers ----------------------------------------------------------------------------------
 
     def _is_native(self, dtype: torch.dtype) -> bool:
-        """Whether `_encode` and `_decode` take this dtype as it is."""
+        """Return True if `_encode` and `_decode` take this dtype without conversion."""
         return dtype is torch.float32
 
     def _exact(self, wire: torch.Tensor, numel: int) -> torch.Tensor:
-        """A payload without the rest of its slot."""
+        """Return the payload without the unused end of its slot."""
         return wire[: self.wire_numel(numel)] if self.traits.fixed_rate else wire
 
     def _through(self, dtype: torch.dtype) -> torch.dtype:
@@ -354,16 +353,16 @@ class PayloadCodec(Codec):
 
 
 def drop_unless_finite(residual: torch.Tensor) -> None:
-    """Set what is not finite to zero."""
-    # On the host a sum is one read; on a GPU looking at it would wait for the device.
+    """Set non-finite elements to zero."""
+    # On the host, a sum is a cheap first check; on a GPU, reading it would wait for the device.
     if residual.is_cuda or not torch.isfinite(residual.sum()):
         torch.nan_to_num_(residual, 0.0, 0.0, 0.0)
 
 
 def make(config: Mapping[str, Any]) -> Codec:
-    """The codec of a mapping such as `{"codec": "int4_block", "hadamard": True}`; see `Codec.config`.
+    """Return the codec of a mapping such as `{"codec": "int4_block", "hadamard": True}`; see `Codec.config`.
 
-    Raises `Unsupported` for an unknown codec, and pydantic's `ValidationError` for options it does not take.
+    Raises `Unsupported` for an unknown codec, and pydantic's `ValidationError` for invalid options.
     """
     options = dict(config)
     factory: Any = registry.get("codecs", options.pop("codec"))

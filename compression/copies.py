@@ -1,8 +1,8 @@
-"""What codecs with `keeps_received` hold between calls, within a number of bytes for each group.
+"""Copies that codecs with `keeps_received` hold between calls, within a memory limit per group.
 
-A copy that has been dropped costs its next call the length of all values and nothing else: payloads name the
-version that they follow, and lengths of payloads, or the beginning of a message, ask for all values. So ranks
-need not drop the same ones at the same time, and each looks at its own memory.
+If a copy has been dropped, its next call sends all values and otherwise works as usual: payloads name the
+version that they follow, and the exchange of payload lengths, or the beginning of a message, asks for all
+values. So ranks need not drop the same copies at the same time: each rank watches its own memory.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from mcr_plus.core import streams as core_streams
 from mcr_plus.core.units import format_size
 
 _log = logging.getLogger("mcr_plus")
-_SHARE: Final = 2  # of the host's memory that copies may take, its inverse
+_SHARE: Final = 2  # copies may take this fraction of memory: 1 / _SHARE
 
 
 @dataclass
 class HeldValues:
-    """What both ends of a part hold; `values`: real, None if they have been dropped."""
+    """Values of a part that both ends hold; `values` are real numbers, None if dropped."""
 
     values: torch.Tensor | None
     version: int
@@ -34,16 +34,16 @@ class HeldValues:
     is_whole: bool = True
 
     def drop(self) -> None:
-        """Keep the version alone, above which the next one has to be."""
+        """Drop the values; keep the version, because the next version must be higher."""
         self.values, self.is_whole = None, False
 
 
 @dataclass(eq=False)
 class Copy:
-    """The parts that one operation, or the messages of one peer and tag, has sent and received.
+    """Parts sent and received by one operation, or by the messages of one peer and tag.
 
-    `calls`: in which it is needed at present; `was_dropped`: since the last of them. `forget`: called when it
-    is dropped, if nothing has to be known of it then.
+    `calls`: number of running calls that need the copy. `was_dropped`: True if it was dropped since the last
+    call. `forget`: called when the copy is dropped, if its version is not needed any more.
     """
 
     sent: dict[Hashable, HeldValues] = field(default_factory=dict)
@@ -68,9 +68,9 @@ class Copy:
 
 
 class Copies:
-    """The copies of a group in the order of their last use. Thread-safe.
+    """Copies of a group in the order of their last use. Thread-safe.
 
-    `what`: the group, for a warning. `ranks`: of the job on this host, which share its memory.
+    `what`: the group, for a warning. `ranks`: number of the job's ranks on this host, which share its memory.
     """
 
     def __init__(self, what: str = "the group", ranks: int = 1) -> None:
@@ -86,17 +86,17 @@ class Copies:
         return self._total
 
     def begin(self, copy: Copy) -> bool:
-        """Keep a copy until `end`; returns whether it has been dropped since its last call."""
+        """Keep a copy until `end`; return True if it has been dropped since its last call."""
         with self._lock:
             copy.calls += 1
             was, copy.was_dropped = copy.was_dropped, False
             return was
 
     def end(self, copy: Copy, most: int | None) -> None:
-        """A call has ended: drop those that were used least recently while all have more than `most` bytes.
+        """End a call; drop the least recently used copies while all copies take more than `most` bytes.
 
-        Neither this one nor those that calls need. `most`: None for half of the host's memory over its ranks,
-        or half of the memory of the GPU on which the values are.
+        This copy and copies needed by running calls are kept. `most`: None allows half of the host's memory
+        divided by its ranks, or half of the memory of the values' GPU.
         """
         most = self._usual(copy) if most is None else most
         with self._lock:
@@ -114,8 +114,8 @@ class Copies:
             was_said, self._was_said = self._was_said, True
         if not was_said:
             _log.warning(
-                "codec delta: what the tags of %s have brought takes more than %s (option keep), so what was "
-                "used least recently is dropped, and sent whole when it is used again (reported once)",
+                "codec delta: values kept for the tags of %s take more than %s (option keep); the least "
+                "recently used are dropped, and sent in full at their next use (reported once)",
                 self._what, format_size(most),
             )  # fmt: skip
 
@@ -129,5 +129,5 @@ class Copies:
 
 @cache
 def memory_of_host() -> int:
-    """Bytes of the host's memory."""
+    """Return the bytes of the host's memory."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,8 +1,8 @@
-"""delta: without loss; what changed since the last call of the same operation.
+"""Codec `delta`: sends, without loss, the changes since the last call of the same operation.
 
-Trainers that send weights to inference servers at every step find about 99 % of bfloat16 weights bit for bit
-as before, since a change must exceed 2**-9 of a value to move it (Miahi and Belilovsky, "PULSE", 2026). They
-send positions with values; most values move by one unit in the last place, for which 4 bits are enough.
+When trainers send weights to inference servers at every step, about 99 % of bfloat16 weights are bitwise
+unchanged, because a change must exceed 2**-9 of a value to move it (Miahi and Belilovsky, "PULSE", 2026).
+PULSE sends positions with values; most values move by one unit in the last place: 4 bits are enough.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from mcr_plus.errors import BackendError
 from mcr_plus.kernels import delta
 
 DTYPES: Final = (torch.float32, *(each for each in kinds.DTYPES if each is not torch.float32))
-"""The first one is what kernels are prepared with."""
+"""Supported dtypes; kernels are prepared with the first."""
 
 
 class DeltaOptions(CodecOptions):
     """Options of delta.
 
     Attributes:
-        keep: bytes that the tensors of all tags of a group may take in this process; what was used least
-            recently goes first, and is sent whole when it is used again. None: half of the host's memory,
-            divided among the job's ranks there.
+        keep: bytes that the tensors of all tags of a group may take in this process; the least recently used
+            are dropped first, and sent in full at their next use. None allows half of the host's memory,
+            divided among the job's ranks on the host.
     """
 
     keep: BytesOrNone = None
 
 
 class Delta(PayloadCodec):
-    """Payloads of one call, which need nothing from earlier ones; `DeltaState` makes those of changes.
+    """Codec of payloads that need no earlier call; `DeltaState` makes payloads of changes.
 
-    Any dtype, by its bits: of up to 8 bytes, and complex ones as pairs of real numbers. Tensors on a GPU are
-    encoded and decoded there, which the host waits for, as it has to know the lengths of payloads.
+    It encodes the bits of any dtype of up to 8 bytes, and complex dtypes as pairs of real numbers. Tensors on
+    a GPU are encoded and decoded there; the host waits, because it must know the lengths of payloads.
     """
 
     Options = DeltaOptions
@@ -53,7 +53,7 @@ class Delta(PayloadCodec):
         fixed_rate=False,
         keeps_received=True,
         dtypes=DTYPES,
-        min_numel=4096,  # below, the header may be more than 1 % of the values
+        min_numel=4096,  # with fewer, the header may be more than 1 % of the values
         kinds=frozenset(
             {
                 "broadcast",
@@ -77,15 +77,15 @@ class Delta(PayloadCodec):
         return DeltaState(self, copies)
 
     def wire_numel(self, numel: int) -> int:
-        """At most, for elements of 4 bytes; see `room`."""
+        """Return the maximum for elements of 4 bytes; see `room`."""
         return self.room(numel, None)
 
     def room(self, numel: int, dtype: torch.dtype | None) -> int:
-        """At most, for elements of `dtype`."""
+        """Return the maximum for elements of `dtype`."""
         return delta.most_nbytes(*_real(numel, dtype or torch.float32)) if numel else 0
 
     def anchor_numel(self, numel: int, dtype: torch.dtype) -> int:
-        """The length of a payload that holds all elements as they are."""
+        """Return the length of a payload that holds all elements unencoded."""
         return delta.dense_nbytes(*_real(numel, dtype)) if numel else 0
 
     def _is_native(self, dtype: torch.dtype) -> bool:
@@ -96,7 +96,7 @@ class Delta(PayloadCodec):
 
     def _decode(self, wire: torch.Tensor, out: torch.Tensor) -> None:
         if not delta.header_of(wire).is_anchor:
-            raise BackendError("a delta payload of changes was decoded without the values that they are for")
+            raise BackendError("a delta payload of changes was decoded without the values that it changes")
         values = torch.empty_like(out)
         delta.apply(wire, _real_values(values))
         out.copy_(values)
@@ -108,11 +108,11 @@ class Delta(PayloadCodec):
 
 
 class DeltaState(CompressorState):
-    """The parts of one operation as they were last sent and received, by their numbers.
+    """Parts of one operation as last sent and received, by part number.
 
-    The first call, and one with another number of values, sends anchors. After a payload that does not fit
-    what is held, or if what is held has been dropped, the next call asks for anchors, with the lengths of
-    payloads that it exchanges. Messages of each peer and tag, their `key`, have parts of their own.
+    The first call, and each call with another number of values, sends anchors: payloads of all values. After
+    a payload that does not fit the held values, or if these have been dropped, the next call asks for anchors
+    while it exchanges payload lengths. Messages of each peer and tag (the `key`) have their own parts.
     """
 
     one_at_a_time = True
@@ -120,7 +120,7 @@ class DeltaState(CompressorState):
     def __init__(self, codec: Delta, copies: Copies) -> None:
         super().__init__(codec)
         self._delta, self._copies = codec, copies
-        self._parts: dict[Hashable, Copy] = {}  # None: those of a collective
+        self._parts: dict[Hashable, Copy] = {}  # key None: the parts of a collective
         self.is_damaged = False
 
     def begin_call(self) -> bool:
@@ -141,7 +141,7 @@ class DeltaState(CompressorState):
     def encode_for(
         self, key: Hashable, values: torch.Tensor, wire: torch.Tensor, version: int, digest: int
     ) -> int:
-        """As `encode_part`, for the receiver of a message that holds this version with this digest."""
+        """Encode a part for the receiver of a message; the receiver holds `version` with `digest`."""
         copy = self._copy(key)
         self._copies.begin(copy)
         held = copy.sent.get(0)
@@ -153,7 +153,7 @@ class DeltaState(CompressorState):
     def _encode_part(
         self, copy: Copy, index: int, values: torch.Tensor, wire: torch.Tensor, other: int | None = None
     ) -> int:
-        """Write a payload; if the receiver holds an `other` version, all values under a higher number."""
+        """Write a payload; if the receiver holds an `other` version, write all values as a higher version."""
         if not values.numel():
             copy.sent.pop(index, None)
             return 0
@@ -162,7 +162,7 @@ class DeltaState(CompressorState):
             version = 1 + max(0 if held is None else held.version, other or 0)
             written = delta.encode_anchor(values, wire, version)
             digest = delta.header_of(wire).digest
-            with torch.inference_mode(False):  # later calls may be outside of inference mode
+            with torch.inference_mode(False):  # later calls may run outside inference mode
                 copy.sent[index] = HeldValues(values.clone(), version, digest)
             return written
         versions = (held.version, held.version + 1)
@@ -171,7 +171,7 @@ class DeltaState(CompressorState):
         return written
 
     def anchor_part(self, index: int, wire: torch.Tensor) -> int:
-        """Write all values of a part as they are, after `encode_part`; returns `Delta.anchor_numel`."""
+        """Write all values of a part unencoded, after `encode_part`; return `Delta.anchor_numel`."""
         held = self._copy(None).sent.get(index)
         if held is None:
             return 0
@@ -179,9 +179,9 @@ class DeltaState(CompressorState):
         return delta.encode_anchor(held.values, wire, held.version, windowed=False)
 
     def expect(self, key: Hashable) -> tuple[int, int]:
-        """The version and the digest that are held of a message's tensor, which it may be based on.
+        """Return the held version and digest of a message's tensor, the base for a payload of changes.
 
-        They are kept until `decode_message`. The digest is 0 if what is held is not usable.
+        The values are kept until `decode_message`. The digest is 0 if they are not usable.
         """
         copy = self._copy(key)
         self._copies.begin(copy)
@@ -189,7 +189,7 @@ class DeltaState(CompressorState):
         return (0, 0) if held is None else (held.version, held.digest if held.is_whole else 0)
 
     def decode_message(self, key: Hashable, wire: torch.Tensor, out: torch.Tensor) -> None:
-        """Write what the message has brought to `out`; raises as `decode_part`."""
+        """Write the values of a received message to `out`. Raises what `decode_part` raises."""
         copy = self._copy(key)
         try:
             self._decode_part(copy, 0, wire, out)
@@ -197,7 +197,7 @@ class DeltaState(CompressorState):
             self._end(copy)
 
     def decode_part(self, index: int, wire: torch.Tensor, out: torch.Tensor, own: int | None = None) -> None:
-        """See `CompressorState.decode_part`; raises `BackendError` for a payload that does not fit."""
+        """See `CompressorState.decode_part`. Raises `BackendError` for a payload that does not fit."""
         self._decode_part(self._copy(None), index, wire, out, own)
 
     def _decode_part(
@@ -232,7 +232,7 @@ class DeltaState(CompressorState):
     def _copy(self, key: Hashable) -> Copy:
         copy = self._parts.get(key)
         if copy is None:
-            # Of messages nothing has to be known: both ends say what they hold.
+            # Messages need no kept version, because both ends tell which version they hold.
             forget = None if key is None else partial(self._parts.pop, key, None)
             copy = self._parts[key] = Copy(forget=forget)
         return copy
@@ -246,7 +246,7 @@ def _alike(held: torch.Tensor | None, values: torch.Tensor) -> TypeGuard[torch.T
 
 
 def _real(numel: int, dtype: torch.dtype) -> tuple[int, int]:
-    """How many real numbers so many values are, and the bytes of one."""
+    """Return the number of real numbers in `numel` values, and the bytes of each."""
     return (2 * numel, dtype.itemsize // 2) if dtype.is_complex else (numel, dtype.itemsize)
 
 
@@ -255,6 +255,6 @@ def _real_view(values: torch.Tensor) -> torch.Tensor:
 
 
 def _real_values(values: torch.Tensor) -> torch.Tensor:
-    """Flat values as real numbers that begin at a multiple of 8 bytes."""
+    """Return flat values as real numbers that begin at a multiple of 8 bytes."""
     values = _real_view(values)
     return values.clone() if values.data_ptr() % 8 else values

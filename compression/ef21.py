@@ -1,4 +1,4 @@
-"""ef21: send the change since the last call, and add up.
+"""`ef21`: sends changes since the last call, which receivers add up.
 
 Richtárik, Sokolov, Fatkhullin, "EF21: A New, Simpler, Theoretically Better, and Practically Faster Error
 Feedback", NeurIPS 2021; both directions, as in Fatkhullin et al., "EF21 with Bells & Whistles", 2021.
@@ -16,12 +16,12 @@ from mcr_plus.pipeline.state import StateTensor
 
 
 class Ef21(CompressorState):
-    """Estimates of this rank's values, of the sum of its part, and of the result, which all ranks share.
+    """Estimates of this rank's values, of the sum of its part, and of the result shared by all ranks.
 
-    `unit`: how many ranks' values the result holds, by which it is divided when it is saved.
+    `unit`: the number of ranks summed in the result; the saved result is divided by it.
 
-    For all_reduce: the result is the sum of the estimates, which come closer call by call if the values
-    do not change much.
+    In an all_reduce, the result is the sum of the estimates; these improve with each call if values change
+    little.
     """
 
     one_at_a_time = True
@@ -73,7 +73,7 @@ class Ef21(CompressorState):
         self._reset_non_finite(0, self._result)
 
     def _reset_non_finite(self, lo: int, result: torch.Tensor) -> None:
-        """Reset elements that are not finite: on all ranks the same ones, because the result is equal."""
+        """Reset non-finite elements; all ranks reset the same elements, because the result is equal."""
         if not result.is_cuda and torch.isfinite(result.sum()):
             return
         bad = ~torch.isfinite(result)
@@ -97,6 +97,6 @@ class Ef21(CompressorState):
         rest = dict(tensors)
         self._mine.copy_(rest.pop("estimate"))
         result = rest.pop("result")
-        self._shard, shards = None, rest.pop("shard", None)  # whose sum the result approaches
+        self._shard, shards = None, rest.pop("shard", None)  # the result approaches their sum
         torch.mul((result if shards is None else shards).to(self._mine.device), self._unit, out=self._result)
         super().restore(rest)

@@ -1,8 +1,8 @@
-"""error_feedback: the error of a codec is added to the values of the next call.
+"""`error_feedback`: adds the error of a codec to the values of the next call.
 
 Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014; Karimireddy et al., "Error Feedback
-Fixes SignSGD and other Gradient Compression Schemes", ICML 2019. The rank that sums a part keeps the
-error of encoding the sum again, as in Tang et al., "DoubleSqueeze", ICML 2019.
+Fixes SignSGD and other Gradient Compression Schemes", ICML 2019. The rank that sums a part keeps the error of
+re-encoding the sum, as in Tang et al., "DoubleSqueeze", ICML 2019.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from mcr_plus.pipeline.state import StateTensor
 
 
 class ErrorFeedback(CompressorState):
-    """Residuals of one operation's values (`numel` of them), and of the sums of this rank's part.
+    """Residuals of an operation's `numel` values, and of the sums of this rank's part.
 
-    `decay`: the factor of residuals before they are used. `unit`: the number of ranks whose values a sum
-    holds; saved residuals of sums are divided by it, so that another number of ranks can take them. A
-    residual that is not finite, after a gradient that was not, is dropped, so that one bad step does not
-    spoil all that follow.
+    `decay`: the factor of residuals before they are used. `unit`: the number of ranks summed; saved residuals
+    of sums are divided by it, so that another number of ranks can load them. A non-finite residual, caused by
+    a non-finite gradient, is dropped, so that one bad step does not spoil all later steps.
     """
 
     def __init__(
@@ -32,7 +31,7 @@ class ErrorFeedback(CompressorState):
         self._decay, self._unit = decay, unit
         self._residual = torch.zeros(numel, dtype=torch.float32, device=device)
         self._shard: torch.Tensor | None = None
-        self._summed: tuple[int, int] | None = None  # a part that has no residual, as values: begin and end
+        self._summed: tuple[int, int] | None = None  # begin and end of a part without residual
 
     def encode(self, values: torch.Tensor, lo: int, wire: torch.Tensor, scale: float = 1.0) -> int:  # noqa: D102
         self.has_residual = True
@@ -49,7 +48,7 @@ class ErrorFeedback(CompressorState):
 
     def begin_sum(self, values: torch.Tensor, lo: int, total: torch.Tensor, scale: float) -> None:  # noqa: D102
         part = (lo, lo + values.numel())
-        if self._summed == part:  # nothing is left of the last call's: two passes over memory less
+        if self._summed == part:  # no residual from the last call: saves two passes over memory
             torch.mul(self._fed(values, lo).float(), scale, out=total)
             return
         residual = self._completed(values, lo)
@@ -96,29 +95,29 @@ class ErrorFeedback(CompressorState):
         rest = dict(tensors)
         self._residual.copy_(rest.pop("residual"))
         self._summed, self._shard, shards = None, None, rest.pop("shard", None)
-        if shards is not None:  # residuals of sums: every rank adds its own to its next values
+        if shards is not None:  # residuals of sums: every rank adds its share to its next values
             self._residual.add_(shards.to(self._residual.device))
         self.has_residual = True
         super().restore(rest)
 
     def _completed(self, values: torch.Tensor, lo: int) -> torch.Tensor:
-        """The residual of a part, with the values added to it."""
+        """Add values to the residual of a part, and return the residual."""
         residual = self._residual[lo : lo + values.numel()]
         if self._decay != 1.0:
             residual.mul_(self._decay)
         return residual.add_(self._fed(values, lo))
 
     def _fed(self, values: torch.Tensor, lo: int) -> torch.Tensor:  # noqa: ARG002
-        """What is added to the residual of a part for these values."""
+        """Return the values to add to the residual of a part."""
         return values
 
 
 class MomentumCorrection(ErrorFeedback):
-    """momentum_correction: error feedback of velocities instead of gradients, for sparse codecs.
+    """`momentum_correction`: error feedback of velocities instead of gradients, for sparse codecs.
 
-    velocity = momentum × velocity + values is what is accumulated and sent; where an element has been
-    sent, its velocity begins anew (momentum factor masking). Lin et al., "Deep Gradient Compression",
-    ICLR 2018. The optimizer must then use no momentum of its own.
+    It accumulates and sends velocity = momentum × velocity + values; the velocity of an element restarts once
+    the element has been sent (momentum factor masking). Lin et al., "Deep Gradient Compression", ICLR 2018.
+    The optimizer must not use momentum itself.
     """
 
     def __init__(

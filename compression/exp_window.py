@@ -1,9 +1,9 @@
-"""exp_window: without loss; exponents as 3 bits below their block's largest, all other bits as they are.
+"""Codec `exp_window`: lossless; exponents in 3 bits relative to their block's largest, other bits unchanged.
 
-Gradients of a block have exponents close to each other, which is what lossless codecs of floats live on
-(such as Hershcovitch et al., "ZipNN", 2024; Zhang et al., "DFloat11", 2025). They code exponents by their
-frequency; a window of fixed width does nearly as well, without a histogram, and in vector instructions.
-Gaussian values take 0.85 of float32, and 0.70 of bfloat16.
+Gradients of a block have similar exponents. Lossless codecs of floats use this (such as Hershcovitch et al.,
+"ZipNN", 2024; Zhang et al., "DFloat11", 2025) and code exponents by their frequency; a window of fixed width
+is nearly as good, needs no histogram, and suits vector code. Gaussian values take 0.85 of float32, 0.70 of
+bfloat16.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from mcr_plus.kernels import exp_window
 
 
 class ExpWindow(PayloadCodec):
-    """The same bits again, those of NaN and negative zero too. Payloads carry the dtype of their values.
+    """Codec that restores all bits, also of NaN and negative zero. Payloads name the dtype of their values.
 
-    On the CPU only.
+    It supports the CPU only.
     """
 
     name: ClassVar[str] = "exp_window"
@@ -30,11 +30,11 @@ class ExpWindow(PayloadCodec):
         fixed_rate=False,
         dtypes=(torch.float32, torch.bfloat16),
         alignment=exp_window.BLOCK,
-        min_numel=2 * exp_window.BLOCK,  # the codes of a block take their room even if it is short
+        min_numel=2 * exp_window.BLOCK,  # even a short block takes the space of a full block's codes
     )
 
     def wire_numel(self, numel: int) -> int:
-        """At most, for float32; bfloat16 takes half."""
+        """Return the maximum for float32; bfloat16 takes half."""
         return exp_window.most_nbytes(numel, torch.float32)
 
     def _is_native(self, dtype: torch.dtype) -> bool:

@@ -1,10 +1,10 @@
-"""fp8_block: blocks of values as 8-bit floats times a shared scale; a quarter of float32.
+"""Codec `fp8_block`: blocks of values as 8-bit floats times a shared scale; a quarter of float32.
 
-The tensor-wise scaling of Micikevicius et al. ("FP8 Formats for Deep Learning", 2022), block by block.
+It applies the tensor-wise scaling of Micikevicius et al. ("FP8 Formats for Deep Learning", 2022) per block.
 With `scale: float32` blocks have 256 values; with `scale: e8m0` they have 32, and the payload holds
-MXFP8 of the OCP Microscaling Formats specification, v1.0. The error of a value is at most 1/16 of it
-with e4m3, 1/8 with e5m2, or a tiny part of its block's largest. MXFP8 cuts off at the largest code: up
-to 1/8 of the value.
+MXFP8 of the OCP Microscaling Formats specification, v1.0. The error of a value is at most 1/16 of the value
+with e4m3, 1/8 with e5m2, or a tiny part of its block's largest. MXFP8 clips at the largest code: an error of
+up to 1/8 of the value.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from mcr_plus.kernels import fp8_block
 
 
 class Fp8BlockOptions(CodecOptions):
-    """`format`: e4m3 for precision, e5m2 for range. `scale`: of a block."""
+    """Options of `fp8_block`. `format`: e4m3 for precision, e5m2 for range. `scale`: format of the scales."""
 
     format: Literal["e4m3", "e5m2"] = "e4m3"
     scale: Literal["float32", "e8m0"] = "float32"
 
 
 class Fp8Block(BlockCodec):
-    """A block with a NaN or an infinity decodes to NaN."""
+    """Codec of 8-bit floats. A block with a NaN or an infinity decodes to NaN."""
 
     Options = Fp8BlockOptions
     name: ClassVar[str] = "fp8_block"

@@ -1,9 +1,9 @@
-"""int2_block: blocks of 128 values as 2 bits and two bfloat16 levels; 2.25 bits a value.
+"""Codec `int2_block`: blocks of 128 values as 2 bits and two bfloat16 levels; 2.25 bits a value.
 
-A sign and one of two magnitudes: the quantiser of four levels of Max, "Quantizing for Minimum Distortion",
-1960, with its threshold where it has the least error for Gaussian blocks and its levels at the means of what
-they stand for (Lloyd, "Least Squares Quantization in PCM", 1982). Rounding is to nearest and so biased; a
-Gaussian block keeps about 12 % of its energy as the error, to be fed back by error feedback.
+A value becomes a sign and one of two magnitudes: the four-level quantiser of Max, "Quantizing for Minimum
+Distortion", 1960, with the threshold of least error for Gaussian blocks, and levels at the means of the
+values that they represent (Lloyd, "Least Squares Quantization in PCM", 1982). Rounding is to nearest and so
+biased; the error of a Gaussian block has about 12 % of its energy and needs error feedback.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mcr_plus.kernels import int2_block
 
 
 class Int2Block(BlockCodec):
-    """A block with a NaN or an infinity decodes to NaN. A zero decodes to plus or minus a level."""
+    """Codec of 2 bits. A block with a NaN or an infinity decodes to NaN, a zero to plus or minus a level."""
 
     name: ClassVar[str] = "int2_block"
     kernel = int2_block

@@ -1,9 +1,9 @@
-"""int4_block: blocks of 32 values as 4 bits times a bfloat16 scale; 4.5 bits a value.
+"""Codec `int4_block`: blocks of 32 values as 4 bits times a bfloat16 scale; 4.5 bits a value.
 
-The block-wise quantisation of ZeRO++'s gradients (Wang et al., "ZeRO++: Extremely Efficient Collective
+It is the block-wise quantisation of ZeRO++'s gradients (Wang et al., "ZeRO++: Extremely Efficient Collective
 Communication for Giant Model Training", 2023) and of QuickReduce. The error of a value is at most
-1/13.8 of its block's largest. With `hadamard: true` blocks are rotated first, which spreads outliers:
-for heavy tails, as in SDP4Bit (Jia et al., NeurIPS 2024); the bound then holds for the rotated values.
+1/13.8 of its block's largest. With `hadamard: true` blocks are rotated first to spread outliers of
+heavy-tailed values, as in SDP4Bit (Jia et al., NeurIPS 2024); the bound then holds for the rotated values.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from mcr_plus.kernels import int4_block, int4_block_rest
 
 
 class Int4BlockOptions(CodecOptions):
-    """`hadamard`: whether each block is rotated by a Walsh-Hadamard transform first."""
+    """Options of `int4_block`. `hadamard`: True to rotate each block by a Walsh-Hadamard transform first."""
 
     hadamard: bool = False
 
 
 class Int4Block(BlockCodec):
-    """A block with a NaN or an infinity decodes to NaN."""
+    """Codec of 4 bits. A block with a NaN or an infinity decodes to NaN."""
 
     Options = Int4BlockOptions
     name: ClassVar[str] = "int4_block"

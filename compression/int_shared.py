@@ -1,18 +1,18 @@
-"""int_shared: integers on scales that all ranks share, which any library can sum.
+"""Codec `int_shared`: integers with scales shared by all ranks, which any library can sum.
 
-The ranks first agree on the largest magnitude of each block of 256 values (a MAX all_reduce of 1/256 of
-the tensor), then sum integers on these scales, exactly. What is sent stays one code per value however
-many ranks there are, so the library's own all_reduce, in the network or not, does the rest. The
-homomorphic compression of THC (Li et al., "THC: Accelerating Distributed Deep Learning Using Tensor
-Homomorphic Compression", NSDI 2024) and of Global-QSGD (Xin et al., 2023), without their transforms.
+The ranks first agree on the largest magnitude of each block of 256 values (a MAX all_reduce of 1/256 of the
+tensor), then sum integers of these scales exactly. Each value is sent as one code whatever the number of
+ranks, so the library's own all_reduce, in the network or not, can sum the codes. This is the homomorphic
+compression of THC (Li et al., "THC: Accelerating Distributed Deep Learning Using Tensor Homomorphic
+Compression", NSDI 2024) and of Global-QSGD (Xin et al., 2023), without their transforms.
 
-The sum over W ranks must fit the lane that a code travels in, so a code is at most (2^(bits - 1) - 1) /
-W: with 8 bits 127 for one rank, 15 for 8. The error of a rank's value is at most its block's largest
-magnitude on any rank, divided by twice that. Where codes would have less than half the bits (7, or 127
-with 16 bits), lanes of twice as many are sent: 8 bits do for up to 18 ranks, 16 bits for up to 258.
+The sum over W ranks must fit the lane of a code, so a code is at most (2^(bits - 1) - 1) / W: with 8 bits,
+127 for one rank and 15 for 8 ranks. The error of a rank's value is at most its block's largest magnitude on
+any rank, divided by twice the largest code. If codes would have less than half the bits (at most 7, or 127
+with 16 bits), lanes are twice as wide: 8 bits suffice for up to 18 ranks, 16 bits for up to 258.
 
-The lanes lie in int32 words, since few libraries sum integers of 16 bits, or of 8 without saturating.
-Two operations instead of one do not pay for small tensors, which travel as they are.
+Lanes are packed into int32 words, because few libraries sum 16-bit integers, or 8-bit integers without
+saturation. Small tensors are sent unencoded, because two operations instead of one do not pay off.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ import torch
 from mcr_plus.compression.codec import AdditiveRound, Codec, CodecOptions, Traits
 from mcr_plus.kernels import int_shared
 
-_FINEST = 2**20  # levels; beyond it float32 does not tell neighbouring codes apart safely
+_FINEST = 2**20  # most levels: beyond, float32 may not separate neighbouring codes
 
 
 class IntSharedOptions(CodecOptions):
     """Options of `int_shared`."""
 
     bits: Literal[8, 16] = 8
-    """Of a code and of the sum of codes; doubled where many ranks would leave too few levels."""
+    """Bits of a code and of the sum of codes; doubled if many ranks would leave too few levels."""
 
 
 class IntShared(Codec):
-    """A block with a NaN or an infinity on any rank decodes to NaN on all."""
+    """Codec of integers. A block with a NaN or an infinity on any rank decodes to NaN on all ranks."""
 
     name: ClassVar[str] = "int_shared"
     Options = IntSharedOptions
@@ -51,7 +51,7 @@ class IntShared(Codec):
     )
 
     def grid(self, ranks: int) -> tuple[int, int]:
-        """(the largest code of one rank, codes in a word of 32 bits)."""
+        """Return the largest code of one rank, and the number of codes in a 32-bit word."""
         bits: int = self.options.bits
         fewest = 2 ** (bits // 2 - 1) - 1
         while bits < 32 and _levels(bits, ranks) < fewest:
@@ -69,7 +69,7 @@ class IntShared(Codec):
     def exchange(  # noqa: D102
         self,
         values: torch.Tensor,
-        shapes: Sequence[tuple[int, ...]],  # noqa: ARG002 - end to end they are as good as one
+        shapes: Sequence[tuple[int, ...]],  # noqa: ARG002 - concatenated, they are encoded as one
         wires: Sequence[torch.Tensor],
         ranks: int,
         left: torch.Tensor | None,

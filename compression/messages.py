@@ -1,14 +1,14 @@
-"""Sends and receives by a codec that keeps what is received: the receiver begins, with what it holds.
+"""Sends and receives by codecs whose receivers keep values: the receiver first tells its version.
 
-    receiver → sender    version and digest of what it holds
-    sender → receiver    the length of a payload: of what changed since, or of all values if it holds another
+    receiver → sender    version and digest of the values it holds
+    sender → receiver    the length of a payload: of the changes, or of all values if versions differ
     sender → receiver    the payload
 
-So the two ends never disagree about a payload, whatever has happened to either, but a send is complete only
-after the receive has been posted, as MPI_Ssend.
+So the two ends always agree about a payload, even after errors on either end. But a send completes only after
+the receive has been posted, like MPI_Ssend.
 
-All of these have tags of their own: a message without the codec, under the same tag, is issued at once, while
-these wait for each other, and would be received in the place of one of them.
+These messages have their own tags: a message without the codec is issued at once, while these wait for each
+other, so under a common tag it could be received in place of one of them.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     from mcr_plus.compression.delta import DeltaState
 
 TAGS: Final = 1 << 21
-"""Tags of messages are below. Those from 1 << 23 on are the layout's, and gloo has none from 1 << 24 on."""
+"""Limit of message tags; tags from 1 << 23 on belong to the layout, and gloo's end at 1 << 24."""
 _PAYLOADS: Final = TAGS
-"""Added to the tag of a message: the tag of its length and its payload."""
+"""Offset from the tag of a message to the tag of its length and payload."""
 _HELD: Final = 2 * TAGS
-"""Added to the tag of a message: the tag of what its receiver holds."""
+"""Offset from the tag of a message to the tag of the receiver's version."""
 Last = MutableMapping[tuple[str, int, int], Work]
 
 
 class CompressedMessages(Scheme):
-    """Both ends of a message; `last`: of a kind, peer and tag, the message in flight, which comes first.
+    """Scheme of both ends of a message; `last`: the message in flight by kind, peer and tag.
 
     `named`: see `Group.named`.
     """
@@ -60,7 +60,7 @@ class CompressedMessages(Scheme):
 
     @property
     def description(self) -> str:  # noqa: D102
-        return "what the receiver holds, to the sender; what changed since, moved, applied"
+        return "the receiver tells its version; the sender sends the changes since, which are applied"
 
     def bind(self, next: Next) -> Issue:  # noqa: D102
         signature = self.signature
@@ -77,12 +77,12 @@ class CompressedMessages(Scheme):
         return Issue(self._send if sends else self._receive)
 
     def _begin(self, message: Message) -> tuple[dict[str, Any], dict[str, Any], Work | None]:
-        """Fields of the messages to the receiver and to the sender, and what has to be complete before."""
+        """Return the fields of messages in either direction, and the work that must complete first."""
         peer, tag = message.peer, message.match_tag
         if peer is None:
             raise Unsupported(
-                f"codec {self.codec.name}: a receive from any rank; expected src=, for what was received "
-                "before is kept for each rank"
+                f"codec {self.codec.name}: a receive from any rank; expected src=, because received values "
+                "are kept per rank"
             )
         if tag >= TAGS:
             raise InvalidArgument(f"codec {self.codec.name}: tag {tag}; expected less than {TAGS}")
@@ -136,6 +136,7 @@ class CompressedMessages(Scheme):
             version, digest = state.expect((peer, tag))
             held[0], held[1] = version, digest - (digest >> 63 << 64)
 
+        # All three messages are issued now; each waits for its predecessor without blocking the caller.
         asks = self._issue_held(Message(self._held, (held,), (), **back, after=after, prepare=ask))
         told = self._issue_length(Message(self._length, (), (length,), **there, after=after))
         payload = Message(self._wire, (), (), **rest, after=told)
@@ -163,11 +164,11 @@ class CompressedMessages(Scheme):
         received = self._issue_wire(payload)
         received.then(lease.release_after(decode))
         self._comes_before(("recv", peer, tag), received)
-        # The error is that of the handle alone: with the next message all values are asked for.
+        # Only the handle raises the error: the next message asks for all values, so later calls succeed.
         return self.handle([asks, told, received], rest).then(refuse)
 
     def _comes_before(self, place: tuple[str, int, int], work: Work) -> None:
-        """Let the next message of this kind, peer and tag wait for `work`, until it is complete."""
+        """Make the next message of this kind, peer and tag wait until `work` is complete."""
         self._last[place] = work
 
         def forget() -> None:
@@ -177,11 +178,11 @@ class CompressedMessages(Scheme):
         work.then(forget)
 
     def _kept(self, values: torch.Tensor) -> DeltaState:
-        # A cast, as an import would bring kernels to jobs without a codec.
+        # A cast, because an import would load kernels in jobs without a codec.
         return cast("DeltaState", self.state(values, 0))
 
 
 def _numbers(count: int, device: torch.device) -> torch.Tensor:
-    """Numbers that travel beside values on a device, by the same library."""
-    with torch.inference_mode(False):  # other threads write them
+    """Return a tensor of numbers on the values' device, to be sent by the same library."""
+    with torch.inference_mode(False):  # other threads write the tensor
         return torch.zeros(count, dtype=torch.int64, device=device)

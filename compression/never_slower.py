@@ -1,4 +1,4 @@
-"""never_slower: from time to time a few calls measure the gain of a codec; it is left out where it loses."""
+"""`never_slower`: occasional calls measure the gain of a codec; the codec is left out while it is slower."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from mcr_plus.trials.trial import FEW, Trial, Turn, compare
 
 _log = logging.getLogger("mcr_plus")
 
-TAG: Final = "compress.never_slower"  # of the all_reduce by which the ranks share times
+TAG: Final = "compress.never_slower"  # tag of the all_reduce that shares times
 WARM: Final = 2
 """Calls of each candidate before it is timed: they allocate, compile and compare signatures."""
 TIMED: Final = FEW
-"""Calls of each candidate that are timed in a round."""
+"""Timed calls of each candidate in a round."""
 ROUNDS: Final = 8
-"""Rounds in a row after which a comparison ends, though undecided."""
+"""Most rounds of a comparison; after them it ends undecided."""
 PERIOD: Final = 100
-"""Calls between the first two comparisons; twice as many after each that has changed nothing."""
+"""Calls between the first two comparisons; doubled after each comparison that changes nothing."""
 LONGEST: Final = 16_000
 SHARE: Final = 0.002
-"""Of the time of calls that comparisons may cost, whatever the codec costs; longer periods pay for it."""
+"""Largest share of the calls' time that comparisons may cost; the period is extended to meet it."""
 LAG: Final = 8
-"""Calls between a round and its verdict, so that a call that only issues need not wait for it."""
+"""Calls between a round and its verdict, so that a call that only issues need not wait for the verdict."""
 
 
 @dataclass
 class RecurringTrial(Trial):
-    """A trial of two candidates that never ends: the first is in charge unless the second is faster.
+    """Endless trial of two candidates: the first is chosen unless the second is faster.
 
-    In a round the calls use both in turns, from the first call of the operation on. Rounds follow each other
-    until the times show which is faster, at most `ROUNDS` of them; then the candidate in charge has the calls
-    to itself for a while.
+    From the first call of the operation on, calls of a round alternate between both candidates. Rounds are
+    repeated until the times show the faster candidate, at most `ROUNDS` times; then all calls use the chosen
+    candidate for a period.
 
     Attributes:
-        rounds: rounds of the present comparison so far; 0 after a conclusion.
-        period: least calls between the last comparison and the next; 0 before the first conclusion.
-        changed: whether the last conclusion was the first, or another than the one before.
-        medians: seconds of both candidates at the last conclusion, infinite where no call was timed.
+        rounds: rounds of the current comparison so far; 0 after a conclusion.
+        period: smallest number of calls until the next comparison; 0 before the first conclusion.
+        changed: True if the last conclusion was the first, or differed from the previous one.
+        medians: seconds of both candidates at the last conclusion, infinite if no call was timed.
     """
 
     lag: int = LAG
@@ -80,7 +80,7 @@ class RecurringTrial(Trial):
         self.chosen, self.rounds, self.times = chosen, 0, [[], []]
 
     def _paid_off(self) -> int:
-        """Calls of the faster candidate among which the last comparison is `SHARE` of their time."""
+        """Return the number of fast calls after which the last comparison has cost `SHARE` of their time."""
         fast, slow = sorted(self.medians)
         if not 0 < fast < slow < inf:
             return 0
@@ -90,9 +90,9 @@ class RecurringTrial(Trial):
 def never_slower(
     raw: Issue, compressed: Issue, codec: str, signature: Signature, next: Next, *, one_clock: bool
 ) -> Issue:
-    """Issue by `raw` or `compressed`, whichever has been faster; the ranks agree on which.
+    """Return an issue that uses the faster of `raw` and `compressed`; the ranks agree on the choice.
 
-    The time of a call is that until its end is noticed. `one_clock`: the ranks of the group are on one host.
+    A call is timed until its end is noticed. `one_clock`: True if the ranks of the group are on one host.
     """
     trial = RecurringTrial(("raw", codec))
     reduction = exchange_signature(signature, trial, TAG)

@@ -1,4 +1,4 @@
-"""Options of the stage `compress`, and the codec that they name."""
+"""Options of the stage `compress`, and the codec named in them."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ class ErrorFeedbackOptions(StageOptions):
 
 
 class MomentumOptions(StageOptions):
-    """Options of `momentum_correction`. `momentum`: the one that the optimizer would have used."""
+    """Options of `momentum_correction`. `momentum`: the momentum that the optimizer would have used."""
 
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
 
 
 class ExemptOptions(StageOptions):
-    """The operations that travel uncompressed although there is a codec.
+    """Exemptions: operations sent uncompressed although a codec is set.
 
-    `params`: globs of names of parameters. `max_ndim`: parameters of at most so many dimensions, such as
-    biases and norms with 1. `below`: operations, and gradients of parameters, of fewer bytes.
+    `params`: globs of parameter names. `max_ndim`: most dimensions of an exempt parameter; 1 covers biases
+    and norms. `below`: operations and parameter gradients of fewer bytes are exempt.
     """
 
     params: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = ()
@@ -51,28 +51,27 @@ class ExemptOptions(StageOptions):
     below: Bytes = 0
 
     def covers(self, param: str, ndim: int, nbytes: int) -> bool:
-        """Whether the gradient of a parameter is exempt."""
+        """Return True if the gradient of a parameter is exempt."""
         named = any(fnmatchcase(param, glob) for glob in self.params)
         return named or nbytes < self.below or (self.max_ndim is not None and ndim <= self.max_ndim)
 
 
 def _switch(value: object) -> object:
-    """Options of a wrapper, of which `true` means the default and `false` none."""
+    """Accept `true` (defaults) or `false` (off) instead of options."""
     if value is None or isinstance(value, (bool, Mapping, BaseModel)):
         return {} if value is True else None if value is False else value
     raise ValueError(f"expected true, false or a mapping of options, got {short(value)}")
 
 
 class CompressOptions(StageOptions):
-    """Options of `compress`: a codec by name; the codec's own options stand beside it in the file.
+    """Options of `compress`: a codec by name; the file has the codec's own options at the same level.
 
-    `error_feedback`, `ef21`, `momentum_correction`: how the compression error is fed back, at most one of
-    them. `warmup`: calls of an operation that travel uncompressed before the first that does not.
-    `exempt`: operations that always travel uncompressed. `never_slower`: measure the gain of the codec on
-    a few calls, and do without where it loses. `audit_every`: compare the ranks' results at every so many
-    calls.
+    `error_feedback`, `ef21`, `momentum_correction`: compensation of the compression error, at most one.
+    `warmup`: the number of first calls of an operation sent uncompressed. `exempt`: operations that are
+    always sent uncompressed. `never_slower`: True to measure the gain of the codec on a few calls, and leave
+    it out while it is slower. `audit_every`: compare the ranks' results every n calls.
 
-    Each option is marked with `Scope.WIRE` or `Scope.LOCAL`: ranks compare those that change the payloads.
+    Each option is marked `Scope.WIRE` or `Scope.LOCAL`: ranks compare the options that change payloads.
     """
 
     codec: Annotated[str, Scope.WIRE] = "none"
@@ -87,12 +86,12 @@ class CompressOptions(StageOptions):
 
     @classmethod
     def read(cls, document: Document, keys: Keys, base: Mapping[str, Any]) -> CompressOptions:
-        """See `StageOptions.read`: the codec's own options stand beside those of the stage."""
+        """Read the options of the stage and of the codec from one mapping: see `StageOptions.read`."""
         given = mapping_at(document, keys, example="{codec: int8_block}")
         return checked_compression(given, document, keys, base)
 
     def plain(self, *, units: bool = False) -> dict[str, Any]:
-        """See `StageOptions.plain`: only what differs from the default, beside the codec's options."""
+        """Return the non-default options and the codec's options: see `StageOptions.plain`."""
         data = super().plain(units=units)
         for name in WRAPPERS:
             if data[name] == type(self).model_fields[name].default:
@@ -101,7 +100,7 @@ class CompressOptions(StageOptions):
 
     @property
     def feedback(self) -> str | None:
-        """The wrapper that feeds the compression error back; None without one."""
+        """Name of the wrapper that feeds the compression error back, if any."""
         named = ("error_feedback", "ef21", "momentum_correction")
         return next((name for name in named if getattr(self, name)), None)
 
@@ -110,19 +109,19 @@ FEEDBACKS = ("error_feedback", "ef21", "momentum_correction")
 
 
 LOCAL = options_marked(CompressOptions, Scope.LOCAL)
-"""Options of `compress` in which ranks may differ in a call."""
+"""Options of `compress` that may differ between ranks in a call."""
 
 
 WRAPPERS = tuple(name for name in CompressOptions.model_fields if name not in ("codec", "codec_options"))
 
 
 def codec_names() -> tuple[str, ...]:
-    """Return the names that `compress: {codec: ...}` takes, sorted; `none` among them."""
+    """Return the names that `compress: {codec: ...}` takes, sorted, including `none`."""
     return tuple(sorted({"none", *registry.names("codecs")}))
 
 
 def _impossible(options: CompressOptions) -> str | None:
-    """The reason why these options of `compress` exclude each other, None if they do not."""
+    """Return the reason why these options of `compress` exclude each other, None if they do not."""
     named = [name for name in FEEDBACKS if getattr(options, name)]
     if len(named) > 1:
         return f"{' and '.join(named)} exclude each other; expected one of them"
@@ -130,11 +129,11 @@ def _impossible(options: CompressOptions) -> str | None:
         return f"{named[0]} without a codec; expected a codec beside it"
     if options.momentum_correction and (options.warmup or options.never_slower):
         other = "warmup" if options.warmup else "never_slower"
-        return f"momentum_correction and {other} exclude each other: without it, calls have another scale"
+        return f"momentum_correction and {other} exclude each other: uncompressed calls have another scale"
     if options.ef21:
         traits = codec_of(options).traits
         if traits.additive and not traits.elementwise:
-            return f"ef21 with codec {options.codec!r}, whose sums the library makes; expected error_feedback"
+            return f"ef21 with codec {options.codec!r}, which the library sums; expected error_feedback"
     if options.ef21 and options.never_slower:
         return "ef21 and never_slower exclude each other: ef21 cannot leave out calls"
     if options.momentum_correction:
@@ -145,13 +144,13 @@ def _impossible(options: CompressOptions) -> str | None:
 
 
 def codec_of(options: CompressOptions) -> Codec:
-    """A new codec object, with the options given beside its name."""
+    """Return a new codec object with its options."""
     factory: Any = registry.get("codecs", options.codec)
     return cast("Codec", factory(options.codec_options or factory.Options()))
 
 
 def _preset(written: Mapping[str, Any], codec: str, document: Document, keys: Keys) -> Mapping[str, Any]:
-    """The options that a preset of a codec stands for, but for those that what is written replaces."""
+    """Return the options set by a codec's preset, without the feedback if `written` names another."""
     name, keys = written["preset"], (*keys, "preset")
     presets: Mapping[str, Mapping[str, Any]] = {}
     if codec != "none":
@@ -167,17 +166,17 @@ def _preset(written: Mapping[str, Any], codec: str, document: Document, keys: Ke
 def checked_compression(
     written: Mapping[str, Any], document: Document, keys: Keys, base: Mapping[str, Any]
 ) -> CompressOptions:
-    """Check the options of a codec and those of the stage, which stand beside each other.
+    """Check the options of a codec and of the stage, written in one mapping.
 
-    `written`: what is at `keys` of `document`, over `base`; a `preset` of the codec in it stands for several
-    options, which those beside it replace. Raises `ConfigError` with every mistake.
+    `written`: the mapping at `keys` of `document`, which overrides `base`. A codec `preset` in it sets
+    several options; other options override the preset. Raises `ConfigError` with all mistakes.
     """
     data = {**base, **written}
     codec = data.get("codec", "none")
     if not isinstance(codec, str) or codec not in codec_names():
         raise document.error((*keys, "codec"), unknown("codec", codec, codec_names()))
     if codec != base.get("codec", codec):
-        # Another codec: neither the options of the first one nor its error feedback apply to it.
+        # Another codec: the options and error feedback of the base codec do not apply to it.
         base = {key: base[key] for key in WRAPPERS if key in base and key not in FEEDBACKS}
         data = {**base, **written}
     if "preset" in written:

@@ -1,8 +1,8 @@
-"""Moving payloads: one operation of the library, or two where the length of payloads is not known beforehand.
+"""`PayloadExchange`: moves payloads by one library operation, or by two if payload lengths are unknown.
 
-An exchange moves the payloads of one kind of operation, `all_gather` or `all_to_all` and so on. Payloads of a
-known length travel in slots of one library call. Those of other lengths are written one behind another; their
-lengths go first, and the payloads follow by the vector form of the kind.
+An exchange moves the payloads of one kind of operation, such as `all_gather` or `all_to_all`. Payloads of
+known length are sent in slots of one library call. Payloads of other lengths are written consecutively; a
+first operation exchanges their lengths, and the vector form of the kind moves the payloads.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from mcr_plus.errors import BackendError
 from mcr_plus.pipeline.stage import Issue, Next
 
 Write = Callable[[int, torch.Tensor], int]
-"""Encode part `index` into a wire; returns its length in elements, 0 if no rank needs it."""
+"""Function that encodes part `index` into a wire and returns its length in elements, 0 if not needed."""
 
-_WISH: Final = 1 << 62  # added to a length: the rank needs all values of all parts
+_WISH: Final = 1 << 62  # added to a length if the rank needs all values of all parts
 
 
 @dataclass
 class SentPayloads:
-    """Payloads in flight: handles in order, and the tensors that hold them once the last is complete."""
+    """Payloads in flight: handles in order, and the tensors that hold payloads once the last is complete."""
 
     works: list[Work]
     received: torch.Tensor | list[torch.Tensor]
 
 
 class PayloadExchange:
-    """Moves payloads by operations of `kind`, bound once.
+    """Exchange of payloads by operations of `kind`, bound once.
 
-    `signature`: of the operation that is compressed. `numel`: values in a part, where all are alike;
+    `signature`: the signature of the compressed operation. `numel`: values per part if all parts are equal;
     None for a vector kind, whose sizes come with the message.
     """
 
@@ -68,8 +68,8 @@ class PayloadExchange:
             wire_signature = like.replace(
                 kind=_vector(kind), dtype=codec.wire_dtype, shape=(), nbytes=None, counts_agreed=False
             )
-        # A broadcast is an all_gather to which only the root contributes. Where receivers of a scatter have
-        # wishes, its lengths are an all_to_all, in which they go to the root.
+        # A broadcast is an all_gather to which only the root contributes. If receivers of a scatter may ask
+        # for all values, its lengths are an all_to_all, which carries their requests to the root.
         self._asks = codec.traits.keeps_received and plain_kind(kind) == "scatter"
         if not self._fixed:
             of_lengths = "all_to_all" if self._asks else "all_gather" if self._in_place else plain_kind(kind)
@@ -100,11 +100,11 @@ class PayloadExchange:
         taken: Sequence[int] = (),
         state: CompressorState | None = None,
     ) -> SentPayloads:
-        """Start a call: once `after` is complete, `before`, then `write` for every part, then the library.
+        """Start a call: once `after` is complete, call `before`, `write` every part, then start the library.
 
-        `rest`: the other fields of the messages. `given`, `taken`: values in each part that is sent and
-        received, for vector kinds; on ranks that send or receive none, empty. `state`: of a codec that keeps
-        what is received, for the wishes of ranks whose copy is damaged.
+        `rest`: the other fields of the messages. `given`, `taken`: values in each sent and received part, for
+        vector kinds; empty on ranks that send or receive none. `state`: state of a codec with
+        `keeps_received`, to answer ranks that ask for all values.
         """
         if not self._fixed:
             return self._send_unknown(write, lease, rest, before, after, given, taken, state)
@@ -178,6 +178,7 @@ class PayloadExchange:
     ) -> SentPayloads:
         codec, lengths = self._codec, self._lengths
         assert lengths is not None
+        # Payload lengths are not known, so both buffers have room for the longest payloads.
         sizes = [codec.room(numel, self._dtype) for numel in self._sizes(given, self._sends)]
         places = [codec.room(numel, self._dtype) for numel in self._sizes(taken, self._receives)]
         dtype = codec.wire_dtype
@@ -205,6 +206,7 @@ class PayloadExchange:
             if wishes:
                 lengths_sent[root if asks else 0] += _WISH
 
+        # The lengths are a plain operation: only the payloads are reported as compressed.
         signature, issue = lengths
         of_values = ("codec", "uncompressed_bytes")
         rest_of_lengths = {key: value for key, value in rest.items() if key not in of_values}
@@ -253,7 +255,7 @@ class PayloadExchange:
         expected: list[int],
         taken: Sequence[int],
     ) -> tuple[list[int], list[int]]:
-        """The lengths that are sent and received: those of anchors, written now, if a rank asks for them."""
+        """Return the sent and received lengths, of anchors written here if a rank asked for all values."""
         wished = any(length >= _WISH for length in expected)
         counts = [length % _WISH for length in counts]
         expected = [length % _WISH for length in expected]
@@ -281,9 +283,9 @@ class PayloadExchange:
         arrived: list[int],
         taken: Sequence[int],
     ) -> tuple[list[int], list[int]]:
-        """As `_as_wished` for a scatter, where a wish concerns the root and one rank alone.
+        """Return the lengths as `_as_wished` does, but only for the asking ranks of a scatter.
 
-        `given`, `arrived`: what the rank has sent to and received from each rank.
+        `given`, `arrived`: the lengths that this rank sent to and received from each rank.
         """
         root = self._root or 0
         counts = [length % _WISH for length in given] if self._sends else []
@@ -303,14 +305,14 @@ class PayloadExchange:
         return counts, [self._codec.anchor_numel(self._sizes(taken, 1)[0], self._dtype)]
 
     def _sizes(self, numels: Sequence[int], parts: int) -> list[int]:
-        """Values in each part."""
+        """Return the number of values in each part."""
         return list(numels) if self._numel is None else [self._numel] * parts
 
 
 def _vector(kind: str) -> Kind:
-    """The form of a kind whose sizes differ between ranks."""
+    """Return the vector form of a kind, whose sizes may differ between ranks."""
     plain = "all_gather" if kind == "broadcast" else plain_kind(kind)
-    return f"{plain}_v"  # type: ignore[return-value]  # those that have one
+    return f"{plain}_v"  # type: ignore[return-value]  # kinds with a vector form
 
 
 def _split(flat: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The compression of an operation, for code that needs it before the compress stage binds the operation."""
+"""Compression of an operation, for code that needs it before the compress stage binds the operation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FED_BACK = {
 
 
 def options_from_call(signature: Signature) -> CompressOptions:
-    """The options of a call's `compress=`, checked as those of a configuration; raises `InvalidArgument`."""
+    """Return the checked options of a call's `compress=`. Raises `InvalidArgument` for invalid options."""
     compress = signature.compress
     data: dict[str, Any] = (
         thawed(compress)
@@ -42,7 +42,7 @@ def options_from_call(signature: Signature) -> CompressOptions:
 
 
 def resolve_options(config: Config, signature: Signature) -> CompressOptions | None:
-    """The options for an operation: of the call, a rule, or the stage; None if nothing is compressed."""
+    """Return the options for an operation from the call, a rule or the stage; None without compression."""
     stage = config.options("compress")
     if stage is None:
         return None
@@ -56,7 +56,7 @@ def resolve_options(config: Config, signature: Signature) -> CompressOptions | N
 
 
 def refusal(codec: Codec, options: CompressOptions, signature: Signature) -> str | None:
-    """The reason why an operation cannot be compressed; None if it can."""
+    """Return the reason why an operation cannot be compressed; None if it can."""
     reason = refusal_of_any_shape(codec, options, signature)
     if reason is not None or signature.kind in VECTOR:
         return reason
@@ -64,7 +64,7 @@ def refusal(codec: Codec, options: CompressOptions, signature: Signature) -> str
 
 
 def refusal_of_any_shape(codec: Codec, options: CompressOptions, signature: Signature) -> str | None:
-    """The reason why operations like this one, of any shape, cannot be compressed; None if they can."""
+    """Return the reason why such operations cannot be compressed whatever their shape; None if they can."""
     traits, kind = codec.traits, signature.kind
     if kind not in ENCODED:
         return f"{kind} has no compressed form"
@@ -81,7 +81,7 @@ def refusal_of_any_shape(codec: Codec, options: CompressOptions, signature: Sign
         return f"payloads of codec {codec.name} differ in length, so a receiver cannot size its buffer"
     if kind in REDUCING and signature.reduce_op not in _SUMS:
         return f"codec {codec.name} allows the reduce ops {', '.join(_SUMS)}"
-    # Messages have their peer and their integer tag.
+    # Messages are identified by peer and integer tag, so they need no name.
     if traits.keeps_received and not signature.is_p2p and signature.key is None and signature.tag is None:
         return f"codec {codec.name} needs the tensor's identity from call to call; expected tag="
     feedback = options.feedback
@@ -99,7 +99,7 @@ def _has_triton() -> bool:
 
 
 def is_stateful(codec: Codec, options: CompressOptions) -> bool:
-    """Whether the result of a call depends on earlier calls of the same operation."""
+    """Return True if the result of a call depends on earlier calls of the same operation."""
     traits = codec.traits
     own = traits.keeps_received or (traits.additive and not traits.elementwise)
     return options.feedback is not None or own
@@ -108,10 +108,10 @@ def is_stateful(codec: Codec, options: CompressOptions) -> bool:
 def gradient_compression(
     config: Config, param: str, nbytes: int, dtype: str, tag: str, ranks: int
 ) -> tuple[Rule | None, CompressOptions | None]:
-    """Return the rule for the gradient of a parameter, and the compression that it is to get.
+    """Return the rule for the gradient of a parameter, and its compression.
 
-    A rule with a `param` glob goes by the gradient's own size; one without is for the bucket, whose size is
-    not known yet and counts as large. Compression is None without the stage.
+    A rule with a `param` glob uses the gradient's size; other rules use the bucket's size, which is not known
+    yet and counts as large. The compression is None without the stage.
     """
     sizes = (None if rule.match.param is None else nbytes for rule in config.rules)
     covering = (
@@ -125,10 +125,10 @@ def gradient_compression(
 
 
 def cautions(config: Config) -> list[str]:
-    """Return what is known to cost quality if gradients get the codecs that a configuration names for them.
+    """Return known losses of quality with the codecs that a configuration sets for gradients.
 
-    Codecs of the steps between nodes are among them. Rules that cannot cover gradients of `mcr.wrap`, such as
-    those for the tag `outer.*`, are left out.
+    This includes codecs of steps between nodes. Rules that cannot match gradients of `mcr.wrap`, such as
+    rules for the tag `outer.*`, are left out.
     """
     stages = [
         (f"{spec.place}: pipeline[{at}].{spec.name}", spec.name, spec.options)
@@ -149,7 +149,7 @@ def cautions(config: Config) -> list[str]:
 
 
 def unusable(config: Config) -> list[str]:
-    """Return the rules whose codec is for none of the kinds of operations that they name."""
+    """Return the rules whose codec supports none of the kinds of operations that they name."""
     found = []
     for rule in config.rules:
         for override in rule.overrides:
@@ -168,9 +168,9 @@ def unusable(config: Config) -> list[str]:
 
 
 def largest_alignment(config: Config, others: Sequence[str] = ()) -> int:
-    """Return the values in a block of any codec that the configuration names: tensors begin with a block.
+    """Return the largest block, in values, of the codecs in the configuration: tensors begin at a block.
 
-    `others`: further codecs, by name.
+    `others`: names of further codecs.
     """
     codecs = [options for options in config.all_options if isinstance(options, CompressOptions)]
     codecs += [CompressOptions(codec=name) for name in others]

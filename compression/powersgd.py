@@ -1,14 +1,14 @@
-"""powersgd: gradient matrices as products of two thin ones, by one step of a power iteration.
+"""Codec `powersgd`: gradient matrices as products of two thin matrices, by one step of power iteration.
 
 Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
 Optimization", NeurIPS 2019. A matrix M of n × m becomes P (n × r) and Q (m × r):
 
-    P = sum over ranks of M Q      Q of the call before: it need not be found anew each time
+    P = sum over ranks of M Q      with Q of the previous call, a good start
     P = P with orthonormal columns
-    Q = sum over ranks of Mᵀ P     result: P Qᵀ, the sum of all M projected on the columns of P
+    Q = sum over ranks of Mᵀ P     result: P Qᵀ, the sum of all M projected onto the columns of P
 
 Both sums are native all_reduces of float32. Tensors of fewer than two dimensions, and matrices too small to
-gain, travel in the first of them as they are.
+gain, are sent unencoded in the first sum.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ class PowerSGDOptions(CodecOptions):
     """Options of `powersgd`."""
 
     rank: int = Field(4, ge=1)
-    """Columns of P and Q; fewer for matrices that have fewer rows or columns."""
+    """Columns of P and Q; fewer for matrices with fewer rows or columns."""
     seed: int = Field(0, ge=0)
-    """Of the first Q, together with the key of `enter` and the shape."""
+    """Seed of the first Q, combined with the key of `enter` and the shape."""
     min_rate: float = Field(2.0, ge=0)
-    """A matrix n × m travels as it is where n m / (r (n + m)) is less."""
+    """Smallest compression rate: a matrix n × m is sent unencoded if n m / (r (n + m)) is less."""
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """Matrices of equal shape at equal distances in the values, so that one call takes them all uncopied."""
+    """Matrices of equal shape at equal distances in the values; one call processes them without a copy."""
 
     rows: int
     columns: int
@@ -56,7 +56,7 @@ class _Batch:
 
 @dataclass(frozen=True)
 class _Layout:
-    """The compressed tensors of a list, and the parts [start, end) of the values that are not."""
+    """Compressed tensors of a list, and the uncompressed parts [start, end) of the values."""
 
     batches: tuple[_Batch, ...]
     plain: tuple[tuple[int, int], ...]
@@ -71,9 +71,9 @@ class _Layout:
 
 
 class PowerSGD(Codec):
-    """A matrix with a NaN or an infinity on any rank is NaN on all; the next call starts from a fresh Q.
+    """Codec of low rank. A matrix with NaN or infinity on a rank becomes NaN on all; then Q is drawn again.
 
-    State that was saved with other shapes or another rank is not used: the iteration starts anew.
+    State saved with other shapes or another `rank` is not used: the iteration starts again.
     """
 
     name: ClassVar[str] = "powersgd"
@@ -171,7 +171,7 @@ class PowerSGD(Codec):
         return self._layouts[key]
 
     def _warm(self, batch: _Batch, device: torch.device) -> torch.Tensor:
-        """Qᵀ of the call before, with rows of moderate size so that P neither over- nor underflows."""
+        """Return Qᵀ of the previous call, with rows scaled so that P neither over- nor underflows."""
         first, _ = self._drawn(batch, device)
         shape = (batch.count, batch.rank, batch.columns)
         earlier = self._rights.get(batch.key)
@@ -183,13 +183,13 @@ class PowerSGD(Codec):
         return torch.where(finite, earlier / largest.where(largest > 0, 1.0), first)
 
     def _drawn(self, batch: _Batch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first Qᵀ, and rows for P where the gradient has none; the same on every rank and device."""
+        """Return the first Qᵀ, and spare rows for zero rows of P; equal on all ranks and devices."""
         which = (batch.rows, batch.columns, device)
         if which not in self._random:
             text = f"{self.options.seed} {batch.rows}x{batch.columns} {self._key}"
             key = int.from_bytes(hashlib.sha256(text.encode()).digest()[:16], "little")
             random = np.random.Generator(np.random.Philox(key=key))
-            # uniform: exact in any processor's arithmetic, as logarithms and sines are not
+            # uniform, because it is exact on any processor, unlike logarithms and sines
             first, spare = (
                 torch.from_numpy(random.random((batch.rank, size), np.float32) * 2 - 1).to(device)
                 for size in (batch.columns, batch.rows)
@@ -225,7 +225,7 @@ def _pays(rows: int, columns: int, options: PowerSGDOptions) -> bool:
 
 
 def _runs(offsets: Sequence[int], size: int) -> Iterator[tuple[Sequence[int], int]]:
-    """Cut offsets into runs at equal distances, with these; `size` for a run of one."""
+    """Cut offsets into runs of equal distance; yield each run with its distance, `size` for a run of one."""
     at = 0
     while at < len(offsets):
         end = at + 1

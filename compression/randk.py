@@ -1,7 +1,7 @@
-"""randk: a random part of the values, the same on every rank, so that a library can sum them as they are.
+"""Codec `randk`: sends random values at equal positions on all ranks, so that a library can sum them.
 
 Stich et al., "Sparsified SGD with Memory", NeurIPS 2018; Konečný et al., "Federated Learning: Strategies for
-Improving Communication Efficiency", 2016 (rescaled, unbiased). Sends no places: all ranks draw them alike.
+Improving Communication Efficiency", 2016 (rescaled, unbiased). Positions are drawn, not sent.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class RandKOptions(CodecOptions):
     """Options of randk.
 
     Attributes:
-        ratio: of the values that are sent, rounded up; at least one is.
-        seed: another one draws other positions; equal on all ranks.
-        rescale: decoded values are multiplied with n / k, which makes their mean over many steps the value
-            itself, and their variance large. Without it training needs error feedback.
+        ratio: share of the values to send, rounded up to at least one value.
+        seed: seed of the positions; equal on all ranks.
+        rescale: True to multiply decoded values by n / k: their mean over many steps is then the value
+            itself, but their variance is large. Without it, training needs error feedback.
     """
 
     ratio: float = Field(default=0.01, ge=1e-6, le=1)
@@ -34,10 +34,10 @@ class RandKOptions(CodecOptions):
 
 
 class RandK(Codec):
-    """Has no payloads: values that were sent mean nothing without the step in which all ranks sent them.
+    """Codec of random positions. It has no payloads, because sent values are meaningless without their step.
 
-    The step is the number of earlier calls of `exchange`, which all ranks make alike; it is the only state.
-    A NaN or an infinity is visible in the step that sends its position, and stays in error feedback before.
+    The step is the number of earlier calls of `exchange`, equal on all ranks; it is the only state. A NaN or
+    an infinity becomes visible in the step that sends its position; until then error feedback keeps it.
     """
 
     Options = RandKOptions
@@ -56,10 +56,10 @@ class RandK(Codec):
         self._step = 0
 
     def sent(self, numel: int) -> int:
-        """How many of `numel` values are sent."""
+        """Return how many of `numel` values are sent."""
         return min(numel, max(1, math.ceil(self.options.ratio * numel)))
 
-    def enter(self, rank: int, key: str) -> None:  # noqa: D102, ARG002 - all ranks draw alike
+    def enter(self, rank: int, key: str) -> None:  # noqa: D102, ARG002 - all ranks draw the same
         self._key = key
 
     def state(self) -> dict[str, torch.Tensor]:  # noqa: D102
@@ -74,7 +74,7 @@ class RandK(Codec):
     def exchange(  # noqa: D102
         self,
         values: torch.Tensor,
-        shapes: Sequence[tuple[int, ...]],  # noqa: ARG002 - end to end they are as good as one
+        shapes: Sequence[tuple[int, ...]],  # noqa: ARG002 - concatenated, they are encoded as one
         wires: Sequence[torch.Tensor],
         ranks: int,  # noqa: ARG002
         left: torch.Tensor | None,

@@ -1,4 +1,4 @@
-"""What an operation of a codec's payloads sends, before it is bound."""
+"""Bytes sent by a compressed operation, computed before it is bound."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from mcr_plus.core.message import Signature
 
 
 def payload_bytes(codec: Codec, signature: Signature) -> int | None:
-    """Bytes of the payload of all values of an operation; at most, if the codec's rate is not fixed.
+    """Return the payload bytes of all values of an operation; the maximum if the codec's rate is not fixed.
 
-    None for vector kinds.
+    Returns None for vector kinds.
     """
     if signature.nbytes is None or signature.dtype is None:
         return None
@@ -22,10 +22,10 @@ def payload_bytes(codec: Codec, signature: Signature) -> int | None:
 
 
 def as_all_reduces(codec: Codec, signature: Signature) -> tuple[int, int]:
-    """How many operations replace an all_reduce, and of how many bytes all_reduces are that move as much.
+    """Return the number of operations that replace an all_reduce, and the bytes of equivalent all_reduces.
 
-    An all_gather of payloads from n ranks, or an exchange of their parts, moves as much as an all_reduce of
-    half of the bytes by the convention of `Signature.nbytes`.
+    By the convention of `Signature.nbytes`, an all_gather of payloads from n ranks, or an exchange of their
+    parts, moves as much as an all_reduce of half the bytes.
     """
     chosen, nbytes = scheme_of(codec, signature), wire_bytes(codec, signature)
     assert nbytes is not None
@@ -35,9 +35,9 @@ def as_all_reduces(codec: Codec, signature: Signature) -> tuple[int, int]:
 
 
 def wire_bytes(codec: Codec, signature: Signature) -> int | None:
-    """Bytes that a rank passes to libraries for one call, by the convention of `Signature.nbytes`.
+    """Return the bytes that a rank passes to libraries for one call, by the convention of `Signature.nbytes`.
 
-    None for vector kinds.
+    Returns None for vector kinds.
     """
     if signature.nbytes is None or signature.dtype is None:
         return None

@@ -1,14 +1,14 @@
-"""The schemes that make an operation of a codec's payloads, chosen by the codec's traits.
+"""Schemes that compose an operation from a codec's payloads, chosen by the codec's traits.
 
     Native           elementwise codecs: the same operation on encoded values
     AdditiveRounds   other additive codecs: native all_reduces of the codec's rounds
-    Relay            values that arrive as they were sent: encode, move, decode
-    TwoShot          reductions: parts to the rank that sums them in float32; the sums, encoded again, back
+    Relay            operations without a reduction: encode, move, decode
+    TwoShot          reductions: each rank sums a part in float32; sums are encoded again and sent back
     GatherReduce     reductions in one shot: every rank, or the root, gathers all payloads and adds them up;
-                     for sparse codecs, and where it sends no more
+                     for sparse codecs, and if it sends no more than TwoShot
 
 All ranks decode the same bytes, including the rank that sums a part and the root of a broadcast, so that
-their results are equal bit for bit. A rank's own part of a sum is not encoded.
+results are equal bit for bit. A rank's own part of a sum is not encoded.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from mcr_plus.errors import BackendError
 from mcr_plus.pipeline.stage import Issue, Next
 
 MakeState = Callable[[torch.device, int], CompressorState]
-"""Returns the operation's state for a device and a number of values, which the first call determines."""
+"""Function from a device and a number of values, set by the first call, to the operation's state."""
 
-_BACK: Final = {"all_reduce": "all_gather", "reduce": "gather"}  # how sums are distributed
+_BACK: Final = {"all_reduce": "all_gather", "reduce": "gather"}  # operation that distributes the sums
 _OWN: Final = ("inputs", "outputs", "signature", "prepare", "after", "input_counts", "output_counts")
 
 
 class Scheme(ABC):
-    """An operation composed of others: the codec, and the operation as the program issued it."""
+    """Composition of a compressed operation, `signature` as the program issued it, from others."""
 
     def __init__(
         self, codec: Codec, signature: Signature, rank: int, make_state: MakeState, pool: Pool
@@ -52,23 +52,23 @@ class Scheme(ABC):
     @property
     @abstractmethod
     def description(self) -> str:
-        """The parts of the operation, for `explain`."""
+        """Description of the operation's steps, for `explain`."""
 
     @abstractmethod
     def bind(self, next: Next) -> Issue:
-        """Bind the operations that it is made of."""
+        """Bind the operations of the scheme."""
 
     # -- for subclasses ---------------------------------------------------------------------------
 
     @property
     def payloads(self) -> PayloadCodec:
-        """The codec, for schemes of payloads."""
+        """Codec of a scheme that moves payloads."""
         assert isinstance(self.codec, PayloadCodec)
         return self.codec
 
     @property
     def numel(self) -> int:
-        """Values in the payload of the operation, by the convention of `Signature.nbytes`."""
+        """Number of values in the operation's payload, by the convention of `Signature.nbytes`."""
         assert self.signature.nbytes is not None
         assert self.signature.dtype is not None
         return self.signature.nbytes // self.signature.dtype.itemsize
@@ -78,13 +78,13 @@ class Scheme(ABC):
         return PayloadExchange(kind, self.signature, numel, self.payloads, self.rank, next)
 
     def state(self, like: torch.Tensor, numel: int) -> CompressorState:
-        """The state of the operation; of `numel` values on the device of `like` if this call is the first."""
+        """Return the operation's state; the first call creates it for `numel` values on `like`'s device."""
         if self._state is None:
             self._state = self._make_state(like.device, numel)
         return self._state
 
     def begin(self, message: Message) -> tuple[Lease, dict[str, Any]]:
-        """Buffers for a call, and the fields of its messages other than tensors."""
+        """Return buffers for a call, and the fields of its messages besides tensors."""
         rest = {key: value for key, value in vars(message).items() if key not in _OWN}
         nbytes = self.signature.nbytes
         rest.setdefault("uncompressed_bytes", message.own_bytes() if nbytes is None else nbytes)
@@ -94,9 +94,9 @@ class Scheme(ABC):
         return self._pool.lease(torch.device(self.signature.device)), rest
 
     def following(self, message: Message, state: CompressorState) -> Work | None:
-        """The operations that must be complete before a call begins, None if it may begin at once.
+        """Return the work that must be complete before a call begins, None if it may begin at once.
 
-        A call whose state depends on the result of the one before it waits for that, on all ranks alike.
+        A call that starts from the previous call's result waits for that call, on all ranks.
         """
         last = state.last if state.one_at_a_time else None
         if last is None or message.after is None:
@@ -104,18 +104,18 @@ class Scheme(ABC):
         return JointWork([message.after, last], self.signature.kind, nbytes=0)
 
     def handle(self, works: Sequence[Work], rest: Mapping[str, Any]) -> Work:
-        """One handle for the operations of a call."""
+        """Return one handle for the operations of a call."""
         if self._state is not None and self._state.one_at_a_time:
             self._state.last = works[-1]
         if len(works) == 1:
             return works[0]
         kind, tag, codec = self.signature.kind, self.signature.tag, self.codec
-        legs = isinstance(codec, PayloadCodec)  # other codecs' rounds move different things
+        legs = isinstance(codec, PayloadCodec)  # rounds of other codecs are not steps of one payload
         return JointWork(works, kind, nbytes=rest["uncompressed_bytes"], tag=tag, codec=codec.name, legs=legs)
 
 
 class NativeScheme(Scheme):
-    """Elementwise codecs: the same operation on encoded values."""
+    """Scheme of elementwise codecs: the same operation on encoded values."""
 
     @property
     def description(self) -> str:  # noqa: D102
@@ -130,7 +130,7 @@ class NativeScheme(Scheme):
             nbytes = nbytes // signature.dtype.itemsize * dtype.itemsize
         self._inner = signature.replace(dtype=dtype, nbytes=nbytes, parts=None, key=None)
         if signature.reduce_op == "AVG":
-            # The mean is taken before the sum: fp16 would overflow at a fraction of the range otherwise.
+            # Divide before the sum, because a sum in fp16 would overflow at a fraction of the range.
             self._inner = self._inner.replace(reduce_op="SUM")
         self._issue = next(self._inner)
         return Issue(self.start)
@@ -167,7 +167,7 @@ class NativeScheme(Scheme):
 
 
 class AdditiveRounds(Scheme):
-    """Additive codecs that are not elementwise: native all_reduces of their `rounds`."""
+    """Scheme of additive codecs that are not elementwise: native all_reduces of their `rounds`."""
 
     @property
     def description(self) -> str:  # noqa: D102
@@ -234,7 +234,7 @@ class AdditiveRounds(Scheme):
 
 
 class RelayScheme(Scheme):
-    """Kinds whose values arrive as they were sent."""
+    """Scheme of operations without a reduction: encode, move, decode."""
 
     @property
     def description(self) -> str:  # noqa: D102
@@ -242,7 +242,7 @@ class RelayScheme(Scheme):
 
     @property
     def keeps(self) -> bool:
-        """Whether both ends keep what the receiver has."""
+        """True if both ends keep the received values."""
         return self.codec.traits.keeps_received
 
     def bind(self, next: Next) -> Issue:  # noqa: D102
@@ -258,7 +258,7 @@ class RelayScheme(Scheme):
         state = self.state((*message.inputs, *message.outputs)[0], 0)
 
         own, refused = self._own, list[BackendError]()
-        # The root's own part, of which nobody else needs anything.
+        # The root's own part is not needed by other ranks, so it is copied without encoding.
         stays = own if self.keeps and plain_kind(self.signature.kind) == "scatter" else None
 
         def write(index: int, wire: torch.Tensor) -> int:
@@ -297,15 +297,15 @@ class RelayScheme(Scheme):
 
         sent.works[-1].then(lease.release_after(decode))
         handle = self.handle(sent.works, rest)
-        # The error is that of the handle alone: the next call, which follows on the last
-        # operation of this one, asks for all values.
+        # Only the handle raises the error: the next call, which waits for the last operation of
+        # this call, asks for all values.
         return handle.then(refuse) if self.keeps else handle
 
     @property
     def _own(self) -> int | None:
-        """The part of what this rank receives that it has sent itself; of a scatter, of what it sends.
+        """Index of the part that this rank sends to itself; for a scatter, among the sent parts.
 
-        None if there is none.
+        Returns None if there is no such part.
         """
         is_root = self.signature.root in (None, self.rank)
         if self.signature.kind == "broadcast":
@@ -313,14 +313,14 @@ class RelayScheme(Scheme):
         return self.rank if is_root else None
 
     def _many(self, tensors: Sequence[torch.Tensor], *, sends: bool = False) -> int:
-        """The number of equal parts of a rank's input or output."""
+        """Return the number of equal parts of a rank's input or output."""
         row = collective(self.signature.kind)
         parts = row.sends if sends else row.receives
         return self.ranks if tensors and parts == "each" else 1
 
 
 class TwoShot(Scheme):
-    """Reductions by codecs whose payloads cannot be summed: each rank sums a part, and sums are sent back."""
+    """Scheme of reductions in two steps: each rank sums a part, and sums are sent back."""
 
     @property
     def description(self) -> str:  # noqa: D102
@@ -351,7 +351,7 @@ class TwoShot(Scheme):
         counts = self._counts(message, values.numel())
         begins = [end - count for end, count in zip(accumulate(counts), counts, strict=True)]
         state = self.state(values, values.numel())
-        mine = values[begins[me] : begins[me] + counts[me]]
+        mine = values[begins[me] : begins[me] + counts[me]]  # summed here, so it is never encoded
 
         def write(index: int, wire: torch.Tensor) -> int:
             if index == me or not counts[index]:
@@ -368,7 +368,7 @@ class TwoShot(Scheme):
             given=counts,
             taken=[counts[me]] * self.ranks,
         )
-        if self._back is None:
+        if self._back is None:  # a reduce_scatter: the sum stays on this rank
             target = message.outputs[0].view(-1)
             in_place = target.dtype is torch.float32
             total = target if in_place else lease.tensor(counts[me], torch.float32)
@@ -384,6 +384,7 @@ class TwoShot(Scheme):
             out.works[-1].then(lease.release_after(add))
             return self.handle(out.works, rest)
 
+        # The sum is encoded again and also decoded here, so that results are equal bit for bit.
         total = lease.tensor(counts[me], torch.float32)
 
         def encode_sum(_: int, wire: torch.Tensor) -> int:
@@ -402,7 +403,7 @@ class TwoShot(Scheme):
         return self.handle([*out.works, *back.works], rest)
 
     def _counts(self, message: Message, numel: int) -> Sequence[int]:
-        """The number of values that each rank sums."""
+        """Return the number of values that each rank sums."""
         chunk = self._chunk
         if chunk is None:
             assert message.input_counts is not None
@@ -411,7 +412,7 @@ class TwoShot(Scheme):
 
 
 class GatherReduce(Scheme):
-    """all_reduce and reduce of whole payloads: all of them to everyone, or to the root."""
+    """Scheme of all_reduce and reduce in one step: send whole payloads to all ranks, or to the root."""
 
     @property
     def description(self) -> str:  # noqa: D102
@@ -434,7 +435,7 @@ class GatherReduce(Scheme):
         total = out if out.dtype is torch.float32 else lease.tensor(out.numel(), torch.float32)
 
         def add() -> None:
-            if out.numel():  # none on ranks that are not the root
+            if out.numel():  # empty on ranks that are not the root
                 state.sum_payloads(sent.received, total, out, self.scale)
 
         sent.works[-1].then(lease.release_after(add))
@@ -442,13 +443,13 @@ class GatherReduce(Scheme):
 
 
 def scheme_of(codec: Codec, signature: Signature) -> type[Scheme]:
-    """The scheme for an operation that the codec does not refuse."""
+    """Return the scheme of an operation that the codec supports."""
     traits = codec.traits
     if traits.additive:
         return NativeScheme if traits.elementwise else AdditiveRounds
     if signature.kind in MOVED:
         return RelayScheme
-    # Two ranks send as much in one shot as in two, wait once and not twice, and encode no sum.
+    # With two ranks, one shot sends as much as two, waits once instead of twice, and encodes no sum.
     one_shot = traits.sparse or signature.ranks == 2
     return GatherReduce if one_shot and signature.kind in _BACK else TwoShot
 
@@ -456,7 +457,7 @@ def scheme_of(codec: Codec, signature: Signature) -> type[Scheme]:
 def _parts(
     tensors: Sequence[torch.Tensor], counts: Sequence[int] | None, many: int
 ) -> tuple[list[torch.Tensor], list[int]]:
-    """The parts of a rank's input or output, and the number of values of each."""
+    """Return the parts of a rank's input or output, and the number of values of each."""
     if not tensors:
         return [], []
     flat = tensors[0].view(-1)

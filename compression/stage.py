@@ -1,4 +1,4 @@
-"""compress: rewrites an operation into operations on encoded values, which flow on like any other."""
+"""Stage `compress`: rewrites an operation into operations on encoded values for the later stages."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ _log = logging.getLogger("mcr_plus")
 
 
 class CompressStage(Stage):
-    """Chooses a codec by, in this order: the call's `compress=`, a rule, the stage's own option.
+    """Stage that chooses a codec by the call's `compress=`, else a rule, else the stage's own option.
 
-    A codec asked for by the call that cannot take the operation is an error; one that comes from the
-    configuration leaves such operations as they are, with a note, and with a warning if a rule names it.
+    If the call names a codec that does not support the operation, binding raises an error. If the
+    configuration names it, the operation is sent uncompressed, with a note, and a warning if a rule names it.
     """
 
     Options = CompressOptions
@@ -59,13 +59,13 @@ class CompressStage(Stage):
         self._one_clock = context.world.hosts_of(context.group) == 1
         self._explains = context.runtime is None
         self._warns_of = None if self._explains or context.group.rank else context.place
-        self._restored: MutableMapping[str, Any] = {}  # of an earlier job, until an operation asks for it
+        self._restored: MutableMapping[str, Any] = {}  # loaded state, until an operation asks for it
         self._pool = Pool()
         hosts = context.world.hosts
         here = hosts[context.world.rank]
         self._copies = Copies(f"group '{context.group.name}'", hosts.count(here))
         self._instances: dict[str, CodecInstance] = {}
-        self._last: dict[tuple[str, int, int], Work] = {}  # of messages, by kind, peer and tag
+        self._last: dict[tuple[str, int, int], Work] = {}  # last message by kind, peer and tag
         if context.runtime is not None:
             context.runtime.caches.append(self._forget)
 
@@ -75,7 +75,7 @@ class CompressStage(Stage):
         return self._pool.nbytes
 
     def state(self) -> dict[str, Any]:
-        """The state of operations, by their names: that of a loaded state if there has been no call since."""
+        """Return the state by operation name; for operations not called since loading, the loaded state."""
         state: dict[str, Any] = {}
         for name, instance in self._instances.items():
             if instance.restored:
@@ -85,14 +85,14 @@ class CompressStage(Stage):
         return state
 
     def load_state(self, kept: MutableMapping[str, Any]) -> None:
-        """Restore the operations that have been bound, and later ones as they are."""
+        """Restore the state of bound operations now, and of other operations when they are bound."""
         self._restored = kept
         for name, instance in self._instances.items():
             if name in kept:
                 instance.restore(kept.pop(name))
 
     def forget_state(self, is_over: Callable[[str], bool]) -> None:
-        """Let operations begin anew that nobody issues any more, and so free their residuals."""
+        """Free the residuals of operations that are never issued again: they would start from zero."""
         for name in [name for name in self._restored if is_over(name)]:
             del self._restored[name]
         for name, instance in self._instances.items():
@@ -100,12 +100,12 @@ class CompressStage(Stage):
                 instance.begin_anew()
 
     def _forget(self) -> None:
-        """Drop those without state."""
+        """Drop the codec instances without state."""
         for name in [name for name, instance in self._instances.items() if not instance.is_stateful]:
             del self._instances[name]
 
     def bind(self, signature: Signature, next: Next) -> Issue:
-        """Bind to the operations on encoded values, or to the operation itself."""
+        """Bind the operations on encoded values, or the operation itself."""
         compress = signature.compress
         plain = signature.replace(compress=None, parts=None, key=None)
         options = self._options if compress is None else options_from_call(signature)
@@ -134,22 +134,22 @@ class CompressStage(Stage):
         return on_host if self._explains else stage_through_host(signature, on_host)
 
     def _refusal(self, codec: Codec, options: CompressOptions, signature: Signature) -> str | None:
-        """Why an operation cannot be compressed here; None if it can."""
+        """Return why an operation cannot be compressed here; None if it can."""
         reason = refusal(codec, options, signature) or _named(signature)
         if reason is None and signature.is_p2p and codec.traits.keeps_received and signature.device != "cpu":
             streaming = [name for name, library in self._libraries.items() if library.on_stream]
             untagged = next((name for name in streaming if signature.backend in (None, name)), None)
             if untagged is not None:
                 return (
-                    f"messages of codec {codec.name} need tags, which {untagged} has not; name another "
-                    "library, such as backend='gloo'"
+                    f"messages of codec {codec.name} need tags, which {untagged} does not support; name "
+                    "another library, such as backend='gloo'"
                 )
         return reason
 
     def _warn_of_rule(self, codec: Codec, options: CompressOptions, signature: Signature) -> None:
-        """Log once that the rule's codec cannot take an operation that the rule matches.
+        """Warn once that the rule's codec does not support an operation that the rule matches.
 
-        Shapes that a codec cannot take are no mistake in a rule: those for `powersgd` match biases, too.
+        Unsupported shapes do not count as a mistake: a rule for `powersgd` matches biases, too.
         """
         reason = refusal_of_any_shape(codec, options, signature) or _named(signature)
         if self._warns_of is not None and reason is not None:
@@ -161,7 +161,7 @@ class CompressStage(Stage):
             self._warns_of = None
 
     def treatment(self, signature: Signature, rest: Callable[[Signature], Treatment]) -> Treatment:
-        """See `Stage.treatment`; the alignment is that of every codec that the operation may get."""
+        """See `Stage.treatment`; the alignment fits every codec that the operation may get."""
         compress = signature.compress
         options = self._options if compress is None else options_from_call(signature)
         codec = None if options.codec == "none" else codec_of(options)
@@ -188,7 +188,7 @@ class CompressStage(Stage):
     def _in_a_bucket(
         self, codec: Codec | None, refused: str | None, signature: Signature
     ) -> tuple[tuple[str, object], ...] | bool:
-        """The `compress=` of a bucket, for the operation to be compressed as it would be by itself."""
+        """Return the `compress=` of a bucket that compresses the operation as if it were sent alone."""
         options = self._options
         if codec is None:
             return NO_CODEC
@@ -203,7 +203,7 @@ class CompressStage(Stage):
         instance = CodecInstance(codec, options, full, self._group.rank, self._copies)
         keeps_messages = full.is_p2p and codec.traits.keeps_received
         if keeps_messages or full.key is not None or full.tag is not None:
-            # Synchronous and asynchronous calls of an operation share its state.
+            # One instance per name, shared by synchronous and asynchronous calls of an operation.
             instance = self._instances.setdefault(instance.name, instance)
             if instance.name in self._restored:
                 instance.restore(self._restored.pop(instance.name))
@@ -224,7 +224,7 @@ class CompressStage(Stage):
         if audit_every is not None:
             notes.append(f"results compared every {audit_every} calls")
         if options.never_slower and not plain.is_p2p:
-            notes.append("left out where it is measured to be slower")
+            notes.append("left out while it is measured to be slower")
         if options.warmup:
             notes.append(f"from call {options.warmup + 1} on")
         next.note("; ".join(notes), lambda: {"codec": codec.name, "never_slower": options.never_slower})
@@ -248,20 +248,20 @@ class CompressStage(Stage):
             from mcr_plus.compression.messages import CompressedMessages
 
             return CompressedMessages(*parts, named=self._group.named, last=self._last)
-        from mcr_plus.compression.schemes import scheme_of  # here: most operations have no codec
+        from mcr_plus.compression.schemes import scheme_of  # imported here: most operations have no codec
 
         return scheme_of(instance.codec, full)(*parts)
 
 
 class CodecInstance:
-    """The codec object of one operation or bucket, with the state that it keeps between calls."""
+    """Codec object of an operation or bucket, with its state between calls."""
 
     def __init__(
         self, codec: Codec, options: CompressOptions, signature: Signature, rank: int, copies: Copies
     ) -> None:
         self.codec = codec
         self._copies = copies
-        self.restored: dict[str, torch.Tensor] = {}  # until the first call
+        self.restored: dict[str, torch.Tensor] = {}  # loaded tensors, until the first call
         self.resumed = False
         self.calls = 0
         self._options = options
@@ -272,7 +272,7 @@ class CodecInstance:
         codec.enter(rank, self.name)
 
     def state(self, device: torch.device, numel: int) -> CompressorState:
-        """The state, made by the first call: `numel` values on `device`."""
+        """Return the state; the first call creates it for `numel` values on `device`."""
         if self._state is None:
             self._state = self._made(device, numel)
             if self.restored:
@@ -281,7 +281,7 @@ class CodecInstance:
 
     @property
     def is_stateful(self) -> bool:
-        """Whether later calls depend on earlier ones."""
+        """True if later calls depend on earlier calls."""
         warming_up = self._options.warmup > 0
         if self._state is not None and self.codec.traits.keeps_received:
             return True
@@ -289,17 +289,17 @@ class CodecInstance:
 
     @property
     def known_state(self) -> CompressorState | None:
-        """The state, None before the first call."""
+        """State of the codec, None before the first call."""
         return self._state
 
     def begin_anew(self) -> None:
-        """Drop the state: the next call is the first."""
+        """Drop the state: the next call starts again."""
         self._state, self.restored, self.resumed, self.calls = None, {}, False, 0
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take the tensors of another job, now or with the first call.
+        """Load the tensors of another job, now or at the first call.
 
-        Raises `InvalidArgument`, then or now, if they do not fit the operation.
+        Raises `InvalidArgument` when they are loaded, if they do not fit the operation.
         """
         self.restored, self.resumed = dict(tensors), True
         if self._state is not None:
@@ -330,25 +330,25 @@ class CodecInstance:
 
 
 _prepared: set[str] = set()
-_MANY = 1 << 14  # values of which `topk` takes a sample first
+_MANY = 1 << 14  # number of values from which `topk` samples first
 
 
 def prepare(codec: Codec, dtype: torch.dtype | None = None) -> None:
-    """Have a codec's kernels compiled, or loaded from disk, before an operation's deadline runs.
+    """Compile a codec's kernels, or load them from disk, before an operation's deadline begins.
 
-    `dtype`: of the values, for codecs that have kernels of their own for each; None for all.
+    `dtype`: dtype of the values, for codecs with kernels per dtype; None for all dtypes.
     """
     codec.prepare(dtype)
     if (key := repr(codec)) in _prepared:
         return
     _prepared.add(key)
-    codec = type(codec)(codec.options)  # another one, because encoding may change its state
+    codec = type(codec)(codec.options)  # a new object, because encoding may change the state
     with preparing(codec.name):
         _use(codec)
 
 
 def _use(codec: Codec) -> None:
-    """Call everything that has a kernel."""
+    """Call every method that uses a kernel."""
     values = torch.zeros(max(600, codec.traits.alignment + 1), dtype=codec.traits.dtypes[0], device="cpu")
     if isinstance(codec, PayloadCodec):
         wire = torch.empty(3, codec.wire_numel(values.numel()), dtype=codec.wire_dtype, device="cpu")
@@ -361,7 +361,7 @@ def _use(codec: Codec) -> None:
             many = torch.zeros(_MANY, device="cpu")
             codec.encode(many, torch.empty(codec.wire_numel(_MANY), dtype=codec.wire_dtype, device="cpu"))
         if codec.traits.fixed_rate and torch.float32 in codec.traits.dtypes:
-            # Several rows, as in use: parts of one row would be contiguous, which is another type.
+            # Several rows, as in use: parts of a single row would be contiguous, another compiled type.
             wire[1] = wire[0]
             codec.reduce(wire[:2], total, wire[2], skip=-1)
             codec.sum_payloads(wire[:2], total, 0.5)
@@ -374,7 +374,7 @@ def _use(codec: Codec) -> None:
 
 
 def _after(calls: int, raw: Issue, compressed: Issue, instance: CodecInstance) -> Issue:
-    """The first `calls` calls use `raw`, later ones `compressed`."""
+    """Return an issue that uses `raw` for the first `calls` calls, then `compressed`."""
 
     def start(message: Message) -> Work:
         if instance.calls < calls and not instance.resumed:
@@ -386,13 +386,13 @@ def _after(calls: int, raw: Issue, compressed: Issue, instance: CodecInstance) -
 
 
 def _with_residual(raw: Issue, instance: CodecInstance) -> Issue:
-    """An uncompressed operation, to whose values the residual of earlier calls is added."""
+    """Return an issue of the uncompressed operation that first adds the residual of earlier calls."""
 
     def start(message: Message) -> Work:
         state = instance.known_state
         if state is not None and state.has_residual:
             earlier, given = message.prepare, message.inputs
-            # Inputs that the operation does not overwrite are left as they are.
+            # Inputs that the operation does not overwrite must not change.
             in_place = all(tensor is out for tensor, out in zip(given, message.outputs, strict=True))
             inputs = given if in_place else tuple(map(torch.empty_like, given))
 
@@ -404,7 +404,7 @@ def _with_residual(raw: Issue, instance: CodecInstance) -> Issue:
                         copy.copy_(tensor)
                     state.add_residual(copy.view(-1))
 
-            # A message of its own: a persistent operation issues its message again and again.
+            # A new message, because a persistent operation issues the same message repeatedly.
             message = message.with_tensors(inputs, inputs if in_place else message.outputs, prepare=prepare)
         return raw(message)
 
@@ -420,21 +420,21 @@ def _with_residual(raw: Issue, instance: CodecInstance) -> Issue:
 
 
 def _label(options: CompressOptions) -> str:
-    """The codec, its options and its feedback, which ranks must agree on."""
+    """Return a label of codec, options and feedback, on which ranks must agree."""
     said = plain_options(options)
     text = json.dumps({key: said[key] for key in sorted(said) if key not in LOCAL})
     return f"{options.codec}:{blake2b(text.encode(), digest_size=3).hexdigest()}"
 
 
 def _named(signature: Signature) -> str | None:
-    """Why the algorithm named for an operation cannot be used, None if none is named."""
+    """Return why the algorithm named for an operation cannot be used, None if none is named."""
     if signature.backend is None or ":" not in signature.backend:
         return None
-    return f"compression makes other operations of it, to which {signature.backend} cannot be applied"
+    return f"compression replaces it by other operations, to which {signature.backend} cannot be applied"
 
 
 def _useless(codec: Codec, options: CompressOptions, signature: Signature, *, asked: bool) -> str | None:
-    """Why compression does not pay, None if it may."""
+    """Return why compression does not pay off, None if it may."""
     if signature.ranks == 1:
         return "a group of one rank sends nothing"
     nbytes = signature.nbytes
@@ -455,5 +455,5 @@ def _useless(codec: Codec, options: CompressOptions, signature: Signature, *, as
     if nbytes // signature.dtype.itemsize < codec.traits.min_numel:
         return f"fewer than {codec.traits.min_numel} values"
     if wire >= (nbytes if one_way else raw) and not codec.traits.keeps_received:
-        return f"{format_size(wire)} would travel instead of {format_size(nbytes if one_way else raw)}"
+        return f"{format_size(wire)} would be sent instead of {format_size(nbytes if one_way else raw)}"
     return None

@@ -1,4 +1,4 @@
-"""State of a compressed operation between calls: none here; residuals or estimates in the subclasses."""
+"""`CompressorState`: state of a compressed operation between calls; subclasses add residuals or estimates."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from mcr_plus.core.work import Work
 from mcr_plus.pipeline.state import StateTensor
 
 Wires = torch.Tensor | Sequence[torch.Tensor]
-"""Payloads: the rows of a tensor, or tensors of different lengths."""
+"""Type of payloads: the rows of a tensor, or tensors of different lengths."""
 
 
 class CompressorState:
-    """Stands between an operation's values and its codec, and keeps nothing between calls.
+    """Layer between an operation's values and its codec; the base class keeps no state between calls.
 
     Subclasses keep state between the calls of one operation. Values, sums and results are flat and
-    contiguous, sums float32, payloads as in `PayloadCodec`; `lo` is where a part begins among the operation's
-    values, in elements.
+    contiguous, sums are float32, payloads as in `PayloadCodec`; `lo` is the offset of a part in the
+    operation's values, in elements.
     """
 
     has_residual = False
-    """Whether a residual is to be added to values that travel uncompressed; see `add_residual`."""
+    """True if a residual must be added to values sent uncompressed; see `add_residual`."""
 
     one_at_a_time = False
-    """Whether a call may begin only when the one before it is done, because it starts from its result."""
+    """True if a call must wait until the previous call is done, because it starts from its result."""
 
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
@@ -34,44 +34,44 @@ class CompressorState:
 
     @property
     def codec(self) -> PayloadCodec:
-        """The codec, for schemes of payloads."""
+        """Codec of a scheme that moves payloads."""
         assert isinstance(self._codec, PayloadCodec)
         return self._codec
 
     def encode(self, values: torch.Tensor, lo: int, wire: torch.Tensor, scale: float = 1.0) -> int:  # noqa: ARG002
-        """Write the payload of `scale` times a part to `wire`; returns its length in elements."""
+        """Write the payload of `scale` times a part to `wire`; return its length in elements."""
         return self.codec.encode(values if scale == 1.0 else values * scale, wire)
 
     def begin_call(self) -> bool:
-        """Before the parts of a call are encoded, for codecs with `keeps_received`.
+        """Begin a call before its parts are encoded, for codecs with `keeps_received`.
 
-        Returns whether this rank needs all values of what it receives.
+        Returns True if this rank needs all values of the parts it receives.
         """
         return False
 
     def end_call(self) -> None:
-        """After the parts of a call have been decoded; its state may then be dropped."""
+        """End a call after its parts have been decoded; its state may then be dropped."""
 
     def encode_part(self, index: int, values: torch.Tensor, wire: torch.Tensor) -> int:  # noqa: ARG002
-        """Write the payload of part `index` of what this rank sends; returns its length in elements."""
+        """Write the payload of sent part `index`; return its length in elements."""
         return self.encode(values, 0, wire)
 
     def anchor_part(self, index: int, wire: torch.Tensor) -> int:
-        """After `encode_part`: write all values of the part as they are, for codecs with `keeps_received`."""
+        """Write all values of a part unencoded, after `encode_part`, for codecs with `keeps_received`."""
         raise NotImplementedError
 
     def decode_part(self, index: int, wire: torch.Tensor, out: torch.Tensor, own: int | None = None) -> None:  # noqa: ARG002
-        """Write part `index` of what this rank receives; `own`: the part that it has sent itself, if so."""
+        """Decode received part `index` to `out`; `own`: its index as a sent part, if this rank sent it."""
         self.decode(wire, 0, out)
 
     def begin_sum(self, values: torch.Tensor, lo: int, total: torch.Tensor, scale: float) -> None:  # noqa: ARG002
-        """Write `scale` times a part that need not travel to `total`, float32 and of its size."""
+        """Write `scale` times a part that stays on this rank to `total`, float32 and of the part's size."""
         torch.mul(values, scale, out=total)
 
     def reduce(
         self, wires: Wires, total: torch.Tensor, wire: torch.Tensor, *, skip: int, scale: float
     ) -> int:
-        """Add other ranks' payloads to `total`, and write its payload; see `PayloadCodec.reduce`."""
+        """Add other ranks' payloads to `total`, and encode the sum to `wire`; see `PayloadCodec.reduce`."""
         return self.codec.reduce(wires, total, wire, skip=skip, scale=scale) if total.numel() else 0
 
     def decode(self, wire: torch.Tensor, lo: int, out: torch.Tensor) -> None:  # noqa: ARG002
@@ -79,7 +79,7 @@ class CompressorState:
         self.codec.decode(wire, out)
 
     def sum_payloads(self, wires: Wires, total: torch.Tensor, out: torch.Tensor, scale: float) -> None:
-        """Write `scale` times the sum of the ranks' payloads, in their order, to `out`.
+        """Write `scale` times the sum of the ranks' payloads, added in rank order, to `out`.
 
         `total`: float32, of the size of `out`, or `out` itself.
         """
@@ -88,22 +88,22 @@ class CompressorState:
             out.copy_(total)
 
     def begin_exchange(self, values: torch.Tensor) -> torch.Tensor | None:  # noqa: ARG002
-        """Add the residual to `values`, in place; returns the `left` of `Codec.exchange`, flat float32."""
+        """Add the residual to `values`, in place; return the `left` of `Codec.exchange`, flat float32."""
         return None
 
     def add_residual(self, values: torch.Tensor) -> None:
-        """Add the residual to values that travel uncompressed this time, in place."""
+        """Add the residual to values sent uncompressed in this call, in place."""
 
     @property
     def tensors(self) -> list[StateTensor]:
-        """The tensors that outlive a call."""
+        """Tensors kept between calls."""
         state = self._codec.state()
         return [StateTensor(name, "shared", tensor) for name, tensor in state.items()]
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take saved tensors back, by name: of `own` the mean over ranks, of `shard` the parts of all ranks.
+        """Load saved tensors by name: the mean over ranks of an `own` tensor, all ranks' parts of a `shard`.
 
-        Raises `KeyError` or `RuntimeError` where they do not fit.
+        Raises `KeyError` or `RuntimeError` if they do not fit.
         """
         if tensors:
             self._codec.load_state(tensors)

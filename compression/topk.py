@@ -1,11 +1,11 @@
-"""topk: the values of largest magnitude and their places; the others wait.
+"""Codec `topk`: sends the values of largest magnitude and their positions; other values wait.
 
 Aji and Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017; Lin et al., "Deep
 Gradient Compression", ICLR 2018. Training needs error feedback, which keeps unsent values for later steps.
-Sums over many ranks gather all payloads, so they pay only while ranks × ratio is small.
+Sums over many ranks gather all payloads, so they pay off only while ranks × ratio is small.
 
-With `chunk` the largest of every chunk are sent, as in SparseLoCo (Sarfi et al., "Communication Efficient LLM
-Pre-training with SparseLoCo", 2025: 64 of 4096, in 2 bits), and places take fewer bits; see
+With `chunk` the largest values of every chunk are sent, as in SparseLoCo (Sarfi et al., "Communication
+Efficient LLM Pre-training with SparseLoCo", 2025: 64 of 4096, in 2 bits), and positions take fewer bits; see
 `mcr_plus.kernels.topk_records`.
 """
 
@@ -26,10 +26,11 @@ class TopKOptions(CodecOptions):
     """Options of topk.
 
     Attributes:
-        ratio: of the values that are sent, rounded up; at least one is. With `chunk`, of each chunk.
-        values: how they travel: as floats, or in 4 or 2 bits with two bfloat16 levels a chunk.
-        chunk: values among which the largest are chosen; None: all of a tensor. Without it places take 2
-            bytes each, and every 65536 values 4 more; in chunks of 4096 places of 1.56 % take 1 byte each.
+        ratio: share of the values, with `chunk` of each chunk, to send; rounded up to at least one value.
+        values: format of the sent values: floats, or 4 or 2 bits with two bfloat16 levels per chunk.
+        chunk: number of values among which the largest are chosen; None takes the whole tensor. Without it,
+            positions take 2 bytes each, and 4 more per 65536 values; in chunks of 4096, positions at ratio
+            1.56 % take 1 byte each.
     """
 
     ratio: float = Field(default=0.01, ge=1e-6, le=1)
@@ -51,9 +52,9 @@ _BITS: Final = {"float32": 32, "bf16": 16, "int4": 4, "int2": 2}
 
 
 class TopK(PayloadCodec):
-    """Infinities and NaN are larger than all else, so they are sent, and stay visible.
+    """Codec of largest values. Infinities and NaN count as largest, so they are sent and stay visible.
 
-    In 4 or 2 bits all that is sent of their chunk decodes to NaN.
+    With 4 or 2 bits, all sent values of their chunk decode to NaN.
     """
 
     Options = TopKOptions
@@ -70,7 +71,7 @@ class TopK(PayloadCodec):
         },
         "outer": {"ratio": 1 / 8, "values": "int2", "chunk": 4096, "error_feedback": True},
     }
-    """For Adam with less momentum, 21 times fewer bytes; for outer steps, see docs/local-sgd.md."""
+    """Presets: for Adam with less momentum, 21 times fewer bytes; for outer steps, see docs/local-sgd.md."""
 
     def __init__(self, options: TopKOptions | None = None) -> None:
         super().__init__(options)
@@ -99,15 +100,15 @@ class TopK(PayloadCodec):
         )
 
     def sent(self, numel: int) -> int:
-        """How many of `numel` values are sent."""
+        """Return how many of `numel` values are sent."""
         if self._chunking is not None:
             return self._chunking.sent(numel)
         return min(numel, max(1, math.ceil(self.options.ratio * numel)))
 
     def clear(self, wire: torch.Tensor, values: torch.Tensor) -> None:
-        """Set the values that a payload holds to zero in `values`: float32, flat and contiguous.
+        """Zero the elements of `values` that a payload holds; `values` are float32, flat and contiguous.
 
-        The momentum factor masking of Deep Gradient Compression.
+        This is the momentum factor masking of Deep Gradient Compression.
         """
         if values.numel():
             self._kernel.clear(wire, values, *self._arguments(values.numel()))
@@ -148,5 +149,5 @@ class TopK(PayloadCodec):
         self._kernel.accumulate(wire, total, scale, *self._arguments(total.numel()))
 
     def _arguments(self, numel: int) -> tuple[Any, ...]:
-        """What the kernels take last."""
+        """Return the last arguments of the kernels."""
         return (self.sent(numel), self._dtype) if self._chunking is None else (self._chunking,)

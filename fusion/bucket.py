@@ -1,10 +1,10 @@
-"""Assignment of tensors to buckets: plans over plain numbers, without torch.
+"""Assignment of tensors to buckets, computed from plain numbers without torch.
 
     by_size(entries, limit=25 << 20, first_limit=1 << 20)     # as full as the limit allows
     earliest_finish(entries, cost)                            # the partition that completes first
 
-The entries come in the order in which they become ready. The plan is a function of entries, limits and costs
-alone, so all ranks get the same one if these are equal.
+Entries are in the order in which they become ready. The plan depends only on entries, limits and costs, so
+all ranks get the same plan if these are equal.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 Cost = Callable[[NDArray[np.int64]], NDArray[np.float64]]
-"""Expected time of one operation, for each of several sizes in bytes, in the unit of `BucketEntry.ready`."""
-_SLACK: Final = 2.0  # times the expected time, which a bucket must have left to be filled further
-_SHORT: Final = 3.0  # times the shortest operation, up to which filling a bucket saves much of its time
+"""Function from sizes in bytes to expected times of operations, in the unit of `BucketEntry.ready`."""
+_SLACK: Final = 2.0  # a bucket is filled further only while it can wait this many times its expected time
+_SHORT: Final = 3.0  # a bucket is filled further up to this many times the shortest operation
 
 
 @dataclass(frozen=True)
 class BucketEntry:
-    """A tensor to send. Entries of equal `like` may share a bucket; `ready` is the earliest time to send."""
+    """Tensor to send. Entries of equal `like` may share a bucket; `ready` is the earliest time to send."""
 
     id: int
     nbytes: int
@@ -45,12 +45,12 @@ class Bucket:
 def by_size(
     entries: Sequence[BucketEntry], *, limit: int, first_limit: int | None = None, alignment: int = 1
 ) -> list[Bucket]:
-    """Fill buckets in the order of the entries, up to `limit` bytes each; returns them as they became full.
+    """Fill buckets in the order of the entries, up to `limit` bytes each; return them as they fill up.
 
-    The first bucket of each `like` holds at most `first_limit`, so that sending begins early. An entry that
-    is larger than the limit gets a bucket of its own. Every entry begins at a multiple of `alignment` bytes.
+    The first bucket of each `like` holds at most `first_limit`, so that sending begins early. An entry larger
+    than the limit gets a bucket of its own. Every entry begins at a multiple of `alignment` bytes.
     """
-    filled: list[tuple[int, list[BucketEntry]]] = []  # with the index of the last entry
+    filled: list[tuple[int, list[BucketEntry]]] = []  # index of the last entry, and the entries
     opened: dict[Hashable, list[BucketEntry]] = {}
     ends: dict[Hashable, int] = {}
     last: dict[Hashable, int] = {}
@@ -72,15 +72,15 @@ def by_size(
 def earliest_finish(entries: Sequence[BucketEntry], cost: Cost, *, alignment: int = 1) -> list[Bucket]:
     """Return the partition into consecutive buckets whose last operation completes first, on one channel.
 
-    A bucket may be sent once its last entry is ready and the previous bucket has been sent. With f(j) the
-    least time at which the first j entries are complete,
+    A bucket may be sent once its last entry is ready and the previous bucket has been sent. Let f(j) be the
+    earliest time at which the first j entries are complete. Then
 
         f(j) = min over i < j of max(f(i), ready of entry j) + cost(bytes of entries i+1 … j),
 
-    which is the exact minimum in O(n²), because a bucket only delays later ones. Every operation takes time
-    of the processor that computes, so short ones are then filled, from the last one on, if they can wait: one
-    takes earlier entries, too, while it takes at most three times as long as the shortest operation, and
-    twice its expected time passes before the next one has to begin.
+    is the exact minimum, found in O(n²), because a bucket only delays later buckets. Every operation also
+    takes processor time from the computation, so short buckets are then filled with earlier entries, from the
+    last bucket on, if they can wait: while a bucket takes at most three times as long as the shortest
+    operation, and twice its expected time remains before the next bucket must begin.
 
     Raises:
         ValueError: the entries differ in `like`, or are not sorted by `ready`.
@@ -96,7 +96,7 @@ def earliest_finish(entries: Sequence[BucketEntry], cost: Cost, *, alignment: in
     done = np.zeros(count + 1)
     before = [0] * (count + 1)
     for j in range(1, count + 1):
-        nbytes = ends[j - 1] - ends[:j] + sizes[j - 1]  # the last entry needs no padding behind it
+        nbytes = ends[j - 1] - ends[:j] + sizes[j - 1]  # the last entry needs no padding after it
         finish = np.maximum(done[:j], ready[j - 1]) + cost(nbytes)
         before[j] = int(np.argmin(finish))
         done[j] = finish[before[j]]
@@ -113,7 +113,7 @@ def earliest_finish(entries: Sequence[BucketEntry], cost: Cost, *, alignment: in
 
 
 def packed(entries: Sequence[BucketEntry], alignment: int) -> Bucket:
-    """One bucket of all entries; `entries` is not empty."""
+    """Return one bucket of all entries; `entries` must not be empty."""
     offsets, end = [], 0
     for entry in entries:
         offsets.append(aligned(end, alignment))
@@ -122,5 +122,5 @@ def packed(entries: Sequence[BucketEntry], alignment: int) -> Bucket:
 
 
 def aligned(nbytes: int, alignment: int) -> int:
-    """The next multiple of `alignment`."""
+    """Return `nbytes` rounded up to a multiple of `alignment`."""
     return -(-nbytes // alignment) * alignment

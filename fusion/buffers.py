@@ -1,4 +1,4 @@
-"""Buffers for several operations of a kind that are sent as one, and the copies in and out of them."""
+"""Buffers for operations of a kind that are sent as one, and copies into and out of the buffers."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from mcr_plus.core.kinds import collective
 
 @dataclass
 class BufferBudget:
-    """Bytes of the allocated buffers, and the limit above which used ones are freed."""
+    """Bytes of allocated buffers, and the limit above which returned buffers are freed."""
 
     limit: int
     nbytes: int = 0
 
 
 class BucketLayout:
-    """The memory layout of a bucket of operations of a kind on `ranks` ranks, with a pool of its buffers.
+    """Memory layout of a bucket of operations of one kind on `ranks` ranks, with a pool of buffers.
 
-    `input_parts`, `output_parts`: parts of a rank's input and output. `in_place`: both are the same memory.
-    `alignment`: every member begins at a multiple of so many elements, after zeros. `budget`: counts the
-    bytes of all allocated buffers, those of other layouts included, and bounds the pool.
+    `input_parts`, `output_parts`: number of parts of a rank's input and output. `in_place`: True if both are
+    the same memory. `alignment`: in elements; every member begins at a multiple of it, after zeros. `budget`:
+    counts the bytes of allocated buffers of all layouts, and bounds the pool.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class BucketLayout:
 
     @property
     def share(self) -> float:
-        """Memory of a bucket relative to its payload, which is the larger of its input and output."""
+        """Memory of a bucket relative to its payload, the larger of its input and output."""
         return (
             1.0
             if self.in_place
@@ -50,25 +50,25 @@ class BucketLayout:
         )
 
     def shape(self, numel: int) -> tuple[int]:
-        """The shape in the signature of one operation on `numel` elements in each part."""
+        """Return the shape in the signature of one operation on `numel` elements per part."""
         return (numel * (self.output_parts if self.kind == "reduce_scatter" else self.input_parts),)
 
     def numel(self, numel: int) -> int:
-        """The payload of one operation on `numel` elements in each part, in elements."""
+        """Return the payload, in elements, of one operation on `numel` elements per part."""
         return numel * max(self.input_parts, self.output_parts)
 
     def steps(self, numels: Sequence[int]) -> Sequence[int]:
-        """Elements from the beginning of each member to the beginning of the next."""
+        """Return the distances in elements between the beginnings of consecutive members."""
         alignment = self.alignment
         return numels if alignment == 1 else [-(-numel // alignment) * alignment for numel in numels]
 
     def take(self, numel: int, device: torch.device) -> BucketBuffer:
-        """Return a buffer for `numel` elements in each part: a large enough one of the pool, or a new one."""
+        """Return a buffer for `numel` elements per part: from the pool if one is large enough, else new."""
         for index, buffer in enumerate(self._buffers):
             if buffer.numel >= numel:
                 streams.follow(buffer.used, device)
                 return self._buffers.pop(index)
-        for buffer in self._buffers:  # too small: freed
+        for buffer in self._buffers:  # too small, so freed
             self._budget.nbytes -= buffer.nbytes
         self._buffers.clear()
         with torch.inference_mode(False):  # inference tensors cannot be written outside of inference mode
@@ -77,14 +77,14 @@ class BucketLayout:
         return buffer
 
     def views(self, buffer: BucketBuffer, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The input and output of an operation on `numel` elements in each part; one tensor if in place."""
+        """Return input and output of an operation on `numel` elements per part; one tensor if in place."""
         source = buffer.source[: self.input_parts * numel]
         return source, source if self.in_place else buffer.target[: self.output_parts * numel]
 
     def give_back(self, buffer: BucketBuffer) -> None:
         """Return a buffer to the pool, or free it if the budget is exceeded.
 
-        On a device the current stream must be ordered after its last use.
+        On a device, the current stream must be ordered after the last use of the buffer.
         """
         buffer.used = streams.recorded(buffer.source.device)
         if self._budget.nbytes <= self._budget.limit:
@@ -94,9 +94,9 @@ class BucketLayout:
 
 
 class BucketBuffer:
-    """Flat input and output of one bucket; the same tensor if the operation works in place.
+    """Flat input and output of a bucket; the same tensor if the operation works in place.
 
-    `used`: behind the last use on a device, which may be followed by one on another stream.
+    `used`: event after the last use on a device, for a next use on another stream.
     """
 
     __slots__ = ("nbytes", "numel", "source", "target", "used")
@@ -114,7 +114,7 @@ class BucketBuffer:
 
 @cache
 def _pack() -> ModuleType:
-    """The copies on the host. Imported on first use, because the module loads a compiler."""
+    """Return the module of host copies, imported on first use because it loads a compiler."""
     from mcr_plus.kernels import pack
 
     pack.prepare()
@@ -122,7 +122,7 @@ def _pack() -> ModuleType:
 
 
 def prepare(device: str) -> None:
-    """Compile the kernels of `join` and `split`, before an operation's deadline begins."""
+    """Compile the kernels of `join` and `split` before an operation's deadline begins."""
     if device == "cpu":
         _pack()
 
@@ -132,7 +132,7 @@ def join(
 ) -> None:
     """Concatenate part r of every tensor, of `numels` elements each, into part r of `out`.
 
-    `steps`: elements from the beginning of each tensor to the beginning of the next; gaps are zeroed.
+    `steps`: distances in elements between the beginnings of consecutive tensors; gaps are zeroed.
     """
     if out.is_cpu:
         _pack().gather(tensors, numels, out, rows, steps)
@@ -151,11 +151,11 @@ def split(
     rows: int,
     steps: Sequence[int],
 ) -> None:
-    """The reverse of `join`."""
+    """Split part r of `whole` into part r of every output: the reverse of `join`."""
     if whole.is_cpu:
         _pack().scatter(whole, numels, outputs, rows, steps)
         return
-    with torch.inference_mode():  # outside of which outputs that were made in it cannot be written
+    with torch.inference_mode():  # else outputs created in inference mode cannot be written
         parts = [tensor.view(rows, -1) for tensor in outputs]
         if steps is numels:
             torch.split_with_sizes_copy(whole.view(rows, -1), list(numels), 1, out=parts)

@@ -1,7 +1,7 @@
-"""Coalesced calls: many tensors as few operations.
+"""Coalesced calls: many tensors in few operations.
 
-Small tensors of a dtype are packed into one input and one output buffer; a large one is sent by itself,
-because its copy would cost more than the saved operation.
+Small tensors of a dtype are packed into one input and one output buffer. A large tensor is sent by itself,
+because copying it would cost more than the operation that packing saves.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ import torch
 from mcr_plus.core.message import bucket_text
 from mcr_plus.fusion.buffers import BucketBuffer, BucketLayout, BufferBudget, join, split
 
-LARGE: Final = 256 << 10  # bytes of a tensor that is sent by itself
-_POOLED: Final = 256 << 20  # bytes of the buffers in the pool
-_LIMIT: Final = 25 << 20  # bytes of one buffer
+LARGE: Final = 256 << 10  # bytes from which a tensor is sent by itself
+_POOLED: Final = 256 << 20  # limit of the pool's buffers in bytes
+_LIMIT: Final = 25 << 20  # limit of one buffer in bytes
 
 
 @dataclass
 class CoalescedPart:
-    """One operation of a coalesced call; `source` and `target` are the same tensor if it works in place."""
+    """Operation of a coalesced call; `source` and `target` are one tensor if the operation works in place."""
 
     source: torch.Tensor
     target: torch.Tensor
-    numels: list[int]  # of the members, in one part of the input
+    numels: list[int]  # elements of each member, in one part of the input
     outputs: list[torch.Tensor]
-    layout: BucketLayout | None = None  # None: a single tensor, sent without a copy
+    layout: BucketLayout | None = None  # None for a single tensor, sent without a copy
     buffer: BucketBuffer | None = None
 
     @property
     def call(self) -> str | None:
-        """See `Signature.call`: buckets of different tensors may have the same total size."""
+        """See `Signature.call`; compared, because buckets of different tensors may have equal sizes."""
         return None if self.layout is None else f"bucket of {bucket_text(self.numels)}"
 
     def finish(self) -> None:
@@ -50,7 +50,7 @@ class CoalescedPart:
 
 
 class Coalescer:
-    """Packs the tensors of a call into few operations, and owns the buffers."""
+    """Packer of a call's tensors into few operations; it owns the buffers."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
@@ -69,10 +69,10 @@ class Coalescer:
         outputs: Sequence[torch.Tensor],
         alignments: Mapping[torch.dtype, int],
     ) -> list[CoalescedPart]:
-        """Return the operations to issue, equal on all ranks if sizes and dtypes are.
+        """Return the operations to issue; they are equal on all ranks if sizes and dtypes are equal.
 
-        `inputs` and `outputs` are contiguous, and the same tensors if the operation works in place.
-        `alignments`: elements per block of the codec, by dtype.
+        `inputs` and `outputs` are contiguous; they are the same tensors if the operation works in place.
+        `alignments`: elements per codec block, by dtype.
         """
         larger = outputs if kind == "all_gather" else inputs
         small: dict[tuple[torch.dtype, torch.device], list[int]] = {}

@@ -14,10 +14,10 @@ from mcr_plus.config.schema import TableRef, file_ref
 from mcr_plus.errors import short, unknown
 
 FUSIBLE: tuple[str, ...] = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
-"""Kinds of operation that can be fused."""
+"""Kinds of operations that can be fused."""
 
 
-_FILE: Final = re.compile(r"[./\\]")  # in a path; a misspelt word has none of them
+_FILE: Final = re.compile(r"[./\\]")  # characters of a path; a misspelt word has none of them
 _PLANS: Final = ("size", "exact", "auto")
 
 
@@ -45,22 +45,22 @@ def _plan_text(plan: str | TableRef) -> str:
 
 
 class FuseOptions(StageOptions):
-    """Options of `fuse`. Sizes in bytes.
+    """Options of `fuse`. Sizes are in bytes.
 
-    `bucket`: the limit of a bucket, counting the larger of an operation's input and output.
-    `first_bucket`: the limit of the first bucket after a flush, so that sending begins early; None for the
-    same limit. `kinds`: the kinds of operation that are fused. `memory`: the limit of all buckets that have
-    not been waited for; beyond it operations are sent unfused.
+    `bucket`: the limit of a bucket, counting the larger of an operation's input and output. `first_bucket`:
+    the limit of the first bucket after a flush, so that sending begins early; None uses `bucket`. `kinds`:
+    the kinds of operations to fuse. `memory`: the limit of all buckets not yet waited for; beyond it,
+    operations are sent unfused.
 
-    `order`: the first of several open buckets to be sent: with `ready` the one opened first, with `priority`
-    the one opened last, such as the gradients of the first layer, which the next forward pass needs first.
-    (Hooks such as `mcr.wrap` wait for all of their buckets together, so `order` does not affect them.)
-    `plan`: the buckets of gradients that hooks make: with `size` filled up to `bucket`, with `exact`
-    computed from the times at which gradients become ready and the table's costs, so that the last operation
-    completes as early as possible; `bucket` has no effect then. With `auto` they are searched in the job and
-    tried in turns with those by `size`, and the better ones stay: no table is needed. Anything else is the
-    path of a file with the buckets of a model, see `mcr-plus plan`. `codecs`: lossy codecs, by name,
-    that `auto` may choose for buckets, where they shorten the step; none by default.
+    `order`: the order of sending open buckets: `ready` sends the oldest bucket first, `priority` the newest,
+    for example the gradients of the first layer, which the next forward pass needs first. (Hooks such as
+    `mcr.wrap` wait for all their buckets together, so `order` does not affect them.) `plan`: the gradient
+    buckets of hooks. `size` fills them up to `bucket`. `exact` computes them from the times at which
+    gradients become ready and the table's costs, so that the last operation completes as early as possible;
+    `bucket` then has no effect. `auto` searches buckets in the job, tries them in turn with the buckets of
+    `size`, and keeps the better ones; it needs no table. Any other value is the path of a file with the
+    buckets of a model, see `mcr-plus plan`. `codecs`: names of lossy codecs that `auto` may choose for
+    buckets if they shorten the step; none by default.
     """
 
     bucket: Annotated[Bytes, Field(gt=0)] = 25 << 20
@@ -80,12 +80,12 @@ class FuseOptions(StageOptions):
     @model_validator(mode="after")
     def _only_auto_chooses(self) -> Self:
         if self.codecs and self.plan != "auto":
-            raise ValueError("codecs: they are choices of `plan: auto`; expected that, or a stage `compress`")
+            raise ValueError("codecs: only `plan: auto` uses them; expected that, or a stage `compress`")
         return self
 
     @property
     def plan_file(self) -> TableRef | None:
-        """The file of the plan; None without one."""
+        """File of the plan, if any."""
         return self.plan if isinstance(self.plan, TableRef) else None
 
     def by_content(self) -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""fuse: small asynchronous operations that differ only in size are sent as one.
+"""Stage `fuse`: sends small asynchronous operations that differ only in size as one operation.
 
-Operations of different tags have buckets of their own: rules, records and the comparison of ranks go by tags.
+Operations of different tags have separate buckets, because rules, records and rank comparison use the tag.
 
 A bucket is sent when it is full or the next operation does not fit. All open buckets of the group are sent,
-in the order in which they were opened (or the reverse, `order: priority`), when any member is waited for or
-polled, and at `flush()`; so ranks may wait for their handles in different orders. All of this depends on the
-program's order alone, which is the same on all ranks, and never on time.
+oldest first (newest first with `order: priority`), when any member is waited for or polled, and at `flush()`;
+so ranks may wait for their handles in different orders. Sending depends only on the program's order of
+operations, which is the same on all ranks, and never on time.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from mcr_plus.pipeline.treatment import Treatment
 
 
 class FuseStage(Stage):
-    """Collects asynchronous operations in buckets, and sends each bucket as one operation.
+    """Stage that collects asynchronous operations in buckets, and sends each bucket as one operation.
 
     Waits and flushes are part of the program's order: ranks that wait at different places send different
-    buckets, which is an `OrderMismatch`.
+    buckets, which raises `OrderMismatch`.
     """
 
     Options = FuseOptions
-    on_request = True  # it requires all ranks to wait at the same places of the program
+    on_request = True  # fusion requires all ranks to wait at the same places of the program
 
     def __init__(self, options: FuseOptions, context: Context) -> None:
         self._options = options
@@ -94,11 +94,11 @@ class FuseStage(Stage):
             self._runtime.flush_pending()
 
     def _flush_if_a_peer_waits(self) -> None:
-        """Send the first open bucket if a peer has sent its own and this rank is blocked before its flush.
+        """Send the first open bucket if a peer has sent its bucket and this rank is blocked before its flush.
 
         Example: rank 1 waits for an all_reduce and then sends, while rank 0 receives first and has the
-        all_reduce in an open bucket. The bucket is sent only if the digest that the peer has published for
-        its next operation is the bucket's.
+        all_reduce in an open bucket. The bucket is sent only if its digest equals the digest that the peer
+        has published for its next operation.
         """
         runtime = self._runtime
         if runtime is None or not runtime.pending:
@@ -124,7 +124,7 @@ class FuseStage(Stage):
 
 
 class _FusionGroup:
-    """Operations that may share a bucket: their signatures differ in shape only."""
+    """Group of operations that may share a bucket: their signatures differ only in shape."""
 
     def __init__(
         self,
@@ -150,8 +150,7 @@ class _FusionGroup:
     def member(self, signature: Signature, unfused: Issue) -> Issue:
         """Return the `Issue` that adds operations of this signature to a bucket.
 
-        `unfused` is the rest of the pipeline for the operation by itself. Operations in place need no
-        message.
+        `unfused`: the rest of the pipeline for a single operation. In-place operations need no message.
         """
         runtime, layout = self.runtime, self.layout
         state, lock = runtime.state, runtime.engine.lock
@@ -187,13 +186,13 @@ class _FusionGroup:
 
         def start(message: Message) -> Work:
             if message.already_bucketed or message.after is not None or message.prepare is not None:
-                return unfused(message)  # a bucket already, or its values are not ready
+                return unfused(message)  # already a bucket, or its values are not ready
             return add_to_bucket(message.inputs[0], message.outputs[0])
 
         return Issue(start, start_in_place=add_to_bucket if in_place else None)
 
     def _opened(self, nbytes: int) -> _OpenBucket | None:
-        """Open a new bucket; None if too many have not been waited for, so that memory stays bounded."""
+        """Open a new bucket; return None if the memory of buckets not yet waited for is used up."""
         first = self.open is None
         if not first:
             self.runtime.flush_pending(self.open)
@@ -206,9 +205,9 @@ class _FusionGroup:
         return bucket
 
     def bound(self, numels: Sequence[int]) -> tuple[Signature, Issue]:
-        """Signature and bound `Issue` of a bucket whose members have `numels` elements in each part.
+        """Return signature and bound `Issue` of a bucket whose members have `numels` elements per part.
 
-        Only called when the bucket is sent, which happens at the same place of the program on all ranks.
+        Called only when the bucket is sent: at the same place of the program on all ranks.
         """
         key = tuple(numels)
         bound = self._bound.get(key)
@@ -219,7 +218,7 @@ class _FusionGroup:
         return bound
 
     def bucket_signature(self, numels: Sequence[int]) -> Signature:
-        """The signature of a bucket whose members have `numels` elements in each part."""
+        """Return the signature of a bucket whose members have `numels` elements per part."""
         layout = self.layout
         total = sum(layout.steps(numels))
         nbytes = layout.numel(total) * layout.dtype.itemsize
@@ -227,10 +226,10 @@ class _FusionGroup:
         return self._like.replace(shape=layout.shape(total), nbytes=nbytes, call=call)
 
     def digests(self, signature: Signature) -> frozenset[int]:
-        """Digests that peers would publish for an operation: of all its parts that run in this group.
+        """Return the digests that peers would publish for an operation: one for each part in this group.
 
-        A dry run, because real binds must happen at the same places on all ranks, and this rank may be the
-        only one to call this.
+        It binds in a dry run, because real binds must happen at the same places on all ranks, and this rank
+        may be the only caller.
         """
         digests = self._digests.get(signature)
         if digests is None:
@@ -242,7 +241,7 @@ class _FusionGroup:
 
 
 class _MemoryLimit:
-    """The limit on memory of buckets that have not been waited for.
+    """Memory limit of buckets that have not been waited for.
 
     Reservations follow the program's order, so ranks agree on whether a bucket fits.
     """
@@ -262,10 +261,10 @@ class _MemoryLimit:
 
 
 class _OpenBucket:
-    """Operations that are pending, and the operation that carries them.
+    """Bucket of pending operations, and the operation that carries them.
 
-    Members of a size share a handle: all complete with the bucket. `first` and `unfused` are the first
-    member's signature and the rest of the pipeline for it, in case it stays the only one.
+    Members of equal size share a handle, because all complete with the bucket. `first` and `unfused`: the
+    first member's signature and its rest of the pipeline, used if it stays the only member.
     """
 
     __slots__ = (
@@ -292,7 +291,7 @@ class _OpenBucket:
         self.group, self.limit = group, limit
         self.reserved = int(limit * group.layout.share)
         self.nbytes = 0
-        self.numels: list[int] = []  # of each member, in one part of the input
+        self.numels: list[int] = []  # elements of each member, in one part of the input
         self.inputs: list[torch.Tensor] = []
         self.outputs: list[Any] = self.inputs if group.layout.in_place else []
         self.handles: dict[int, FusedWork] = {}
@@ -303,11 +302,11 @@ class _OpenBucket:
         self.error: Exception | None = None
         self.then: list[Callable[[], None]] = []
         self._buffer: BucketBuffer | None = None
-        self._streams: list[Any] = []  # of a device, on which members were issued
+        self._streams: list[Any] = []  # device streams on which members were issued
         self.on_device = False
 
     def note_stream(self, device: torch.device) -> None:
-        """Note the stream on which a member has been issued: the bucket may be sent on another one."""
+        """Note the stream on which a member was issued, because the bucket may be sent on another stream."""
         stream = streams.streams_of(device).current()
         self.on_device = True
         if stream not in self._streams:
@@ -328,7 +327,7 @@ class _OpenBucket:
         return self.error
 
     def _follow_members(self, device: torch.device) -> None:
-        """Order the current stream after the members, whose values other streams may have yet to write."""
+        """Order the current stream after the members' streams, which may still be writing their values."""
         here = streams.streams_of(device).current()
         for stream in self._streams:
             if stream != here:
@@ -361,7 +360,7 @@ class _OpenBucket:
         """Send the bucket if it is still pending, and wait for it."""
         if self.work is None and self.error is None:
             self.group.runtime.flush_pending()
-        self.release()  # at the call, which all ranks make: the outcome of the wait may differ between ranks
+        self.release()  # before the wait: all ranks get here, but the wait may fail on some
         if self.work is None:
             assert self.error is not None
             raise self.error
@@ -372,13 +371,13 @@ class _OpenBucket:
             self._buffer = None
 
     def release(self) -> None:
-        """Release the bucket's reservation of memory."""
+        """Release the memory reserved for the bucket."""
         self.group.memory.release(self.reserved)
         self.reserved = 0
 
 
 class FusedWork(Work):
-    """The handle of the operations of one size in a bucket."""
+    """Handle of the operations of one size in a bucket."""
 
     __slots__ = ("_bucket", "_nbytes")
 
@@ -390,10 +389,10 @@ class FusedWork(Work):
         if not bucket.is_done:
             bucket.wait(timeout)
         elif bucket.on_device and bucket.work is not None:
-            bucket.work.wait(timeout)  # another stream may wait now
+            bucket.work.wait(timeout)  # orders the stream of this call, too
 
     def is_completed(self) -> bool:
-        """Whether the operation is complete; sends its bucket, because the program may only ever poll."""
+        """Return True if the operation is complete; send its bucket, because the program may only poll."""
         bucket = self._bucket
         if bucket.work is None and bucket.error is None:
             bucket.group.runtime.flush_pending()
@@ -421,7 +420,7 @@ class FusedWork(Work):
 
     @property
     def info(self) -> Info:
-        """Description of the operation; sends its bucket, which decides backend and codec."""
+        """Description of the operation; reading it sends the bucket, which sets backend and codec."""
         bucket = self._bucket
         if bucket.work is None and bucket.error is None:
             bucket.group.runtime.flush_pending()

@@ -1,6 +1,6 @@
 """Communication runtime for distributed deep learning.
 
-Every operation passes through one configured pipeline, which runs it on the fastest library for it.
+Every operation passes through one configured pipeline, which runs it on the library that suits it best.
 
     import mcr_plus as mcr
 

@@ -152,8 +152,7 @@ class DataCorrupted(McrError):
         rank: the rank of the job that holds the corrupted payload.
         source: the rank of the job that sent the payload; `rank` itself if its own copy has changed.
         library: the library that ran the operation.
-        block: number of the first 64 KiB block that differs in the data sent from `source` to `rank`; None if
-            unknown.
+        block: number of the first 64 KiB that differ in the data from `source` to `rank`; None if unknown.
         group: the name of the group.
     """
 

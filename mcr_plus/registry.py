@@ -91,8 +91,7 @@ def stored_name(kind: str, name: str) -> str:
 def get(kind: str, name: str) -> object:
     """Return the object registered under `name`, imported on first use.
 
-    Raises `Unsupported` with the known names if there is no such name, or with the entry point or module if
-    it cannot be imported.
+    Raises `Unsupported` with the known names for an unknown name, or with the module that cannot be imported.
     """
     registry, name = _registry(kind), stored_name(kind, name)
     if name in registry:

@@ -21,8 +21,7 @@ that its arrays state (with CuPy, the current stream), and before later work on 
 `wait()`. If arrays state no stream, the host waits for the operation. Tensors and arrays may be strided,
 empty or 0-dimensional; outputs that are not contiguous cost a copy. Dtypes: float64, float32, float16,
 bfloat16, int8, int16, int32, int64, uint8, bool, complex64, complex128. All tensors of a call have one dtype
-and one device, and the dtype is the same on all ranks. These functions pass no gradients: see
-`mcr_plus.autograd`.
+and one device, and the dtype is the same on all ranks. Gradients need `mcr_plus.autograd`.
 
 Inputs may be changed, and outputs read, once a synchronous call has returned or the `Work` has been waited
 for. Until then, neither may be touched. An input that shares memory with an output is allowed.
@@ -31,8 +30,7 @@ Errors that every operation can raise, in the call or from the `wait()` of its `
 
 - `NotInitialized`: there is no job, or the group is closed.
 - `InvalidArgument`: an argument that no backend could take. Nothing has been sent.
-- `Unsupported`: the dtype, layout, device, backend or codec does not support the operation, or this rank is
-  not in the group.
+- `Unsupported`: no support for the dtype, layout, device, backend or codec; or this rank is not in the group.
 - `OrderMismatch`: ranks of the group issued different operations; the text names both.
 - `CommTimeout`: the deadline (`dispatch: {timeout: ...}`) has passed; the text names the ranks of the job
   that are missing.
@@ -246,8 +244,8 @@ def reduce_scatter(
 
     Args:
         output: any shape, with the same number of elements on all ranks.
-        input_list: one tensor per rank, each of as many elements as `output`. Consecutive views of one tensor
-            save a copy.
+        input_list: one tensor per rank, each as large as `output`. Consecutive views of one tensor save a
+            copy.
         op: as in `all_reduce`.
 
     Raises:

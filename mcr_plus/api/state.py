@@ -66,8 +66,7 @@ def state_dict() -> dict[str, Any]:
 def _merge_carried(runtime: Runtime, mine: dict[str, dict[str, dict[str, Any]]]) -> None:
     """Merge state entries carried over from the previous world, where each rank kept its own values.
 
-    All ranks have the same entries. Entries that operations have used since are merged already and stay as
-    they are.
+    All ranks have the same entries. Entries used by operations since are already merged and stay unchanged.
     """
     for comm in runtime.communicators:
         for group, stage, entry in sorted(runtime.unmerged):

@@ -37,8 +37,7 @@ class ArrayStreams:
     """Streams under which a group issues operations on arrays.
 
     Each device and set of followed streams has a stream of its own. With a single stream, an operation would
-    wait for the work that other operations follow, and that work may wait for this operation on another rank:
-    a deadlock.
+    wait for the work that other operations follow, which may wait for this operation on another rank.
 
     Arrays are kept alive until the program has waited for their operations or these are complete, because
     torch's allocator cannot keep memory of another library.
@@ -223,7 +222,7 @@ class ArrayWork(Work):
         deadline = Deadline(timeout)
         while not self.is_completed():
             if deadline.passed():
-                raise CommTimeout(f"{self.info.kind}: not done in the time of this wait; it goes on")
+                raise CommTimeout(f"{self.info.kind}: not complete in the time of this wait; it continues")
             time.sleep(_NAP_S)
         if (error := self.exception()) is not None:
             raise error

@@ -33,8 +33,8 @@ Compress = str | Mapping[str, object] | bool | None
 class CallOptions(TypedDict, total=False):
     """Keywords of every collective.
 
-    backend: the name of the library that runs the operation; None: the select stage chooses.
-    compress: a codec's name, a mapping with `codec` and its options, or False; None: the pipeline decides.
+    backend: the name of the library that runs the operation; None lets the select stage choose.
+    compress: a codec's name, a mapping with `codec` and its options, False, or None: the pipeline decides.
     tag: a freely chosen name, matched by rules and shown in logs.
     """
 
@@ -84,7 +84,7 @@ class Call(NamedTuple):
 
     @property
     def like(self) -> torch.Tensor | None:
-        """Return a tensor of the operation's dtype and device; None for a barrier."""
+        """Tensor of the operation's dtype and device; None for a barrier."""
         first = self.inputs or self.outputs
         return first[0] if first else None
 

@@ -129,7 +129,7 @@ class Communicator(Operations):
         self._runtime.close_together(self.opened)
 
     def take_over(self) -> None:
-        """Make the calling thread the one that issues this group's operations.
+        """Let the calling thread issue this group's operations from now on.
 
         Only the thread that created a group may use it: operations of two threads have no common order on all
         ranks. Call this from another thread once the first thread has stopped using the group.
@@ -192,7 +192,7 @@ class Communicator(Operations):
 
     @property
     def polled_by_caller(self) -> list[str]:
-        """Return the names of this group's backends that make progress only during calls of the program."""
+        """Names of this group's backends that make progress only during calls of the program."""
         engine = self._runtime.engine
         if engine.progress_thread is not None:
             return []

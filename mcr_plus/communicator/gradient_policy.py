@@ -29,8 +29,7 @@ class GradientPolicy:
     """Communication policy of a gradient; gradients of equal policies may share a bucket.
 
     `compress`, `backend`: as in a call; `compress` is None if the size of the bucket decides. `encoded`: True
-    if a codec may apply. `keeps`: True if the codec keeps state between calls, so a bucket must be the same
-    in every pass.
+    if a codec may apply. `keeps`: True if the codec keeps state, so a bucket must be the same in every pass.
     """
 
     compress: tuple[tuple[str, object], ...] | bool | None = None
@@ -40,7 +39,7 @@ class GradientPolicy:
 
     @property
     def options(self) -> Mapping[str, Any] | bool | None:
-        """Return the argument `compress` of a call."""
+        """Value for the argument `compress` of a call."""
         return thawed(self.compress) if isinstance(self.compress, tuple) else self.compress
 
 

@@ -1,4 +1,4 @@
-"""Serialisation of Python objects between the ranks of a group: pickled and signed."""
+"""Pickling and signing of Python objects sent between the ranks of a group."""
 
 from __future__ import annotations
 

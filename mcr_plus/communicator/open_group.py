@@ -89,7 +89,7 @@ class OpenGroup:
 
     @property
     def all(self) -> Sequence[OpenGroup]:
-        """Return the group and its parts, in closing order."""
+        """Group and its parts, in closing order."""
         return (*reversed(self.parts), self)
 
     @property

@@ -112,7 +112,7 @@ class Operations(ABC):
         async_op: bool = False,
         **options: Unpack[CallOptions],
     ) -> Work | None:
-        """Reduce `tensor` over all ranks into `tensor` of rank `dst`; the other ranks keep theirs.
+        """Reduce `tensor` over all ranks into `tensor` of rank `dst`; other ranks keep their values.
 
         See `mcr.reduce`.
         """

@@ -85,7 +85,7 @@ def tensor_on(array: Any) -> torch.Tensor:
 def _check_strides(strides: object, name: str) -> None:
     """Raise `InvalidArgument` for negative strides, on which torch aborts the process."""
     if isinstance(strides, tuple) and any(stride < 0 for stride in strides):
-        raise InvalidArgument(f"{name}: the array has negative strides, which torch has not; pass a copy")
+        raise InvalidArgument(f"{name}: the array has negative strides, unsupported by torch; pass a copy")
 
 
 def _from_dlpack(value: Any, name: str) -> torch.Tensor:

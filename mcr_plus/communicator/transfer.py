@@ -120,8 +120,7 @@ def broadcast_differences(
     """Broadcast the pieces of tensors that differ from rank `src` of the job; return the bytes sent.
 
     Collective. Ranks with `parts` compare digests of 1 MiB pieces with the digests of `src`. Ranks with `all`
-    are not checked, and ranks with `nothing` get everything. `has`: the share that each rank of the group
-    holds.
+    are not checked, and ranks with `nothing` get everything. `has`: the share of each rank.
     """
     # Imported here: mcr.shrink must load this module fast, and digests import the kernel compiler.
     from mcr_plus.kernels.digest import digest, to_signed
@@ -167,7 +166,7 @@ def outline(
 
 
 def rebuilt(plain: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return the state of an `outline` result, with new tensors."""
+    """Rebuild an outlined state, with new tensors in place of the placeholders."""
     if isinstance(plain, _TensorPlace):
         tensors.append(torch.empty(plain.shape, dtype=plain.dtype, device=plain.device))
         return tensors[-1]

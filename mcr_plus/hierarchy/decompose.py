@@ -127,7 +127,7 @@ class Decomposition(ABC):
             self._rest = like, next(like)
 
     def start_rest(self, given: torch.Tensor, result: torch.Tensor, after: Work | None) -> list[Work]:
-        """Issue the flat operation on the rest in the group itself, concurrently with the steps."""
+        """Issue the flat operation on the remaining elements, concurrently with the steps."""
         if self._rest is None:
             return []
         signature, issue = self._rest
@@ -139,11 +139,11 @@ class Decomposition(ABC):
     # -- agreement --------------------------------------------------------------------------------
 
     def announced(self, next: Next, *, always: bool) -> Issue:
-        """Return `start` with an announcement in the group itself.
+        """Return `start`, preceded by an announcement in the group itself.
 
-        Ranks compare the steps in the groups of the steps, so a rank that issues another operation in the
-        group itself would not notice a mismatch. Therefore the first call, or every call if `always`, begins
-        with an operation of zero bytes in the group: it has a sequence number, and the ranks compare it.
+        Ranks compare steps only in the steps' groups, so a rank that issues another operation in the group
+        itself would not notice a mismatch. Therefore the first call, or every call if `always`, begins with
+        an operation of zero bytes in the group: it has a sequence number, and the ranks compare it.
         """
         announcement = self.signature.replace(nbytes=0, compress=False, parts=None, key=None, async_op=True)
         announce, due = next(announcement), True
@@ -161,7 +161,7 @@ class Decomposition(ABC):
 class _Steps(JointWork):
     """Handle of a hierarchical operation.
 
-    Reports a signature mismatch before any error of a step that the mismatch caused.
+    It reports a signature mismatch before errors of steps caused by the mismatch.
     """
 
     __slots__ = ("agreed",)
@@ -177,10 +177,10 @@ class _Steps(JointWork):
 
 
 class _TwoLevelReduction(Decomposition):
-    """Sums in the node and between nodes.
+    """Base of reductions that sum in the node, then between nodes.
 
-    AVG divides once, after the last sum: by `_after`. A codec gets means, which stay in its range: values are
-    divided by `_before` ahead of it, and by the number of nodes in it.
+    AVG divides by `_after` once, after the last sum. A codec between nodes must get values in its range: then
+    values are divided by `_before` before that step, and the step itself takes the mean over nodes.
     """
 
     def __init__(self, signature: Signature, nodes: Nodes, pool: Pool) -> None:
@@ -197,10 +197,10 @@ class _TwoLevelReduction(Decomposition):
 
 
 class HierarchicalAllReduce(_TwoLevelReduction):
-    """reduce_scatter, all_reduce, all_gather.
+    """all_reduce as reduce_scatter in the node, all_reduce between nodes, all_gather in the node.
 
-    Values [n] are divided into L equal parts; the last n % L elements go through a flat all_reduce, so
-    nothing is padded or copied.
+    Values [n] are divided into L equal parts. A flat all_reduce sends the last n % L elements, so nothing is
+    padded or copied.
     """
 
     def __init__(self, signature: Signature, nodes: Nodes, pool: Pool) -> None:
@@ -236,9 +236,10 @@ class HierarchicalAllReduce(_TwoLevelReduction):
 
 
 class HierarchicalBroadcast(Decomposition):
-    """scatter in the root's node, broadcast between nodes, all_gather; parts as in `HierarchicalAllReduce`.
+    """Broadcast as scatter in the root's node, broadcast between nodes and all_gather in the node.
 
-    The root takes part in the all_gather too, so that all ranks hold the same values after a lossy codec.
+    Parts are as in `HierarchicalAllReduce`. The root joins the all_gather, so that all ranks hold the same
+    values after a lossy codec.
     """
 
     def __init__(self, signature: Signature, nodes: Nodes, pool: Pool) -> None:
@@ -282,7 +283,7 @@ class HierarchicalBroadcast(Decomposition):
 
 
 class HierarchicalAllToAll(Decomposition):
-    """Blocks [G, b], one per rank of the group, go to the right node first, then to the right rank.
+    """all_to_all that sends blocks [G, b], one per rank of the group, first to the node, then to the rank.
 
     The blocks are reordered before and after each step, in one copy:
 
@@ -317,7 +318,7 @@ class HierarchicalAllToAll(Decomposition):
     def start(self, message: Message, agreed: Work | None = None) -> Work:  # noqa: D102
         lease = self.lease()
         given, result = message.inputs[0].view(-1), message.outputs[0].view(-1)
-        # Two buffers are enough for both steps: each is free again when the other one is written.
+        # Two buffers are enough for both steps: each is free again when the other is written.
         sent, received = lease.tensor(self.numel, self.dtype), lease.tensor(self.numel, self.dtype)
         earlier = message.prepare
 
@@ -342,7 +343,7 @@ class HierarchicalAllToAll(Decomposition):
 
 
 class HierarchicalAllGather(Decomposition):
-    """A block from every rank: between nodes first, then in the node.
+    """all_gather of a block per rank, first between nodes, then in the node.
 
     The blocks are reordered after the second step, in one copy:
 
@@ -388,7 +389,7 @@ class HierarchicalAllGather(Decomposition):
 
 
 class HierarchicalReduceScatter(_TwoLevelReduction):
-    """A block for every rank: summed in the node first, then between nodes.
+    """reduce_scatter of a block per rank, first in the node, then between nodes.
 
     The blocks are reordered before the first step, in one copy:
 
@@ -440,9 +441,9 @@ class HierarchicalReduceScatter(_TwoLevelReduction):
 
 
 def _pick(blocks: torch.Tensor, order: torch.Tensor, out: torch.Tensor) -> None:
-    """Write block `order[i]` to place i of `out`; both have as many blocks as `order`."""
+    """Write block `order[i]` to position i of `out`; both tensors have `len(order)` blocks."""
     count = len(order)
-    with torch.inference_mode():  # outside of which tensors that were made in it cannot be written
+    with torch.inference_mode():  # else tensors created in inference mode cannot be written
         torch.index_select(blocks.view(count, -1), 0, order, out=out.view(count, -1))
 
 

@@ -1,4 +1,4 @@
-"""Broadcast for codecs whose receivers keep values: encoded once, and forwarded inside nodes as bytes.
+"""Broadcast for codecs with `keeps_received`: encoded once, and forwarded inside nodes as bytes.
 
     lengths    payload length, and a flag if a rank needs all values: all ranks to all, 8 bytes each
     inter      the payload from the root to the rank with its local index on every other node
@@ -31,8 +31,7 @@ class ForwardedBroadcast(Decomposition):
         assert signature.root is not None
         self._root_node, self._leader = nodes.place(signature.root)
         self._is_leader = nodes.index == self._leader
-        # Payload lengths vary, so a broadcast by the leader is an all_gather to which only the leader
-        # contributes.
+        # Payload lengths vary, so the leader broadcasts by an all_gather with no other contribution.
         unsized = {"dtype": torch.uint8, "counts_agreed": False, "compress": False}
         parts: tuple[Part, ...] = ("inter", "intra2")
         self.steps = {

@@ -132,7 +132,7 @@ class HierarchicalOptions(StageOptions):
     def problem(
         self, stages: Collection[str] | None, backends: Sequence[str] | None
     ) -> tuple[Keys, str] | None:
-        """See `StageOptions.problem`: a step names a backend or needs a stage that is not configured."""
+        """Return the step that needs a missing backend or stage, and why: see `StageOptions.problem`."""
         for step, named in (("local", self.local.backend), ("inter", self.inter.backend)):
             if named is not None and backends is not None and backend_name(named) not in backends:
                 known = ", ".join(backends)

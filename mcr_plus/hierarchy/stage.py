@@ -141,14 +141,14 @@ class HierarchicalStage(Stage):
             if of_whole.codec is not None and of_whole.refusal is None:
                 part = inter.replace(compress=of_whole.compress)
                 if next.treatment(part).refusal is not None:
-                    return f"codec {of_whole.codec} takes it as a whole, but not its parts"
+                    return f"codec {of_whole.codec} supports the whole operation, but not its parts"
         steps.steps["inter"] = inter
         if treatment.codec is not None and treatment.refusal is None:
             steps.prepare_for_codec()
         return None
 
     def _unsupported(self, steps: Decomposition) -> str | None:
-        """Return the reason why a configured backend cannot run its step, None if all can."""
+        """Return the reason why a configured backend cannot run its step, None if all backends can."""
         for part, step in steps.steps.items():
             if step.backend is None:
                 continue

@@ -48,7 +48,7 @@ class Handle:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the dense tensors."""
+        """Bytes of the dense tensors."""
         return sum(0 if tensor.is_sparse else tensor.nbytes for tensor in self.tensors)
 
     def start(self, works: list[Work], finish: Callable[[], Any]) -> None:

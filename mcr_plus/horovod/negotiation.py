@@ -79,14 +79,14 @@ class Negotiator:
         self.error: BaseException | None = None
         self._launch = launch
         self._queue: list[Handle] = []
-        self._open: dict[str, Handle] = {}  # own operations that have not been launched
+        self._open: dict[str, Handle] = {}  # own operations not launched yet
         self._announced: dict[str, dict[int, OperationRequest]] = {}
         self._known: dict[str, int] = {}
         self._known_requests: list[OperationRequest] = []
         self._joined_since: dict[int, int] = {}
         self._counts: dict[str, int] = {}
         self._era = 0
-        self._number = 0  # number of rounds
+        self._number = 0  # rounds so far
         self._round: Work | None = None
         self._text = b""
         self._buffers = _buffers(_ROW, comm.size)

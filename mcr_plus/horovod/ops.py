@@ -49,8 +49,7 @@ def allreduce(
 
     The shape is arbitrary, but equal on all ranks. `op` is Average by default; an average of integers is the
     sum divided by the number of ranks, rounded towards zero. `prescale_factor` and `postscale_factor`
-    multiply before and after the reduction. The entries of sparse tensors are gathered, and the result is
-    sparse.
+    multiply before and after the reduction. Entries of sparse tensors are gathered into a sparse result.
     """
     reduction = gradients.Reduction(reduce_op_of(op, average), prescale_factor, postscale_factor, compression)
     return gradients.reduced([tensor], name, reduction, process_set, many=False)[0]

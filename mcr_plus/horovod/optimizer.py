@@ -245,10 +245,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     """Make `optimizer` reduce gradients over ranks as they become ready; return it. `step()` waits for them.
 
     Args:
-        optimizer: the optimizer to change; it gets the methods `synchronize`, `skip_synchronize` and
-            `set_backward_passes_per_step`.
-        named_parameters: the model's named parameters, including all parameters of the optimizer; names must
-            be equal on all ranks.
+        optimizer: gets the methods `synchronize`, `skip_synchronize`, `set_backward_passes_per_step`.
+        named_parameters: the model's, including all parameters of the optimizer; equal names on all ranks.
         compression: `hvd.Compression.none`, `.fp16`, `.bf16`, `.codec(…)`, or a compressor of the program.
         backward_passes_per_step: the number of backward passes to sum before sending.
         op: Average or Sum (or Min, Max, Product, which skip ranks without a gradient).

@@ -36,8 +36,7 @@ _NAMES: Final[dict[int, Op]] = {Sum: "SUM", Min: "MIN", Max: "MAX", Product: "PR
 def reduce_op_of(op: int | None, average: bool | None = None) -> HorovodReduceOp:
     """Return the reduce op for `op` and `average` (deprecated); `Average` if neither is given.
 
-    Raises `InvalidArgument` (a `ValueError`) if both are given or `op` is unknown, `Unsupported` for
-    `Adasum`.
+    Raises `InvalidArgument` (a `ValueError`) for both or an unknown `op`, `Unsupported` for `Adasum`.
     """
     if op is not None and average is not None:
         raise InvalidArgument("op, average: expected one of them; op replaces average")

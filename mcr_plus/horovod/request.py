@@ -51,7 +51,7 @@ class OperationRequest:
 
     @cached_property
     def text(self) -> str:
-        """Return the request as one line of JSON."""
+        """Request as one line of JSON."""
         return json.dumps(astuple(self))
 
     @classmethod
@@ -65,13 +65,13 @@ class OperationRequest:
 
     @cached_property
     def compress(self) -> str | dict[str, object] | None:
-        """Return the codec as an argument `compress`."""
+        """Codec as a value for the argument `compress`."""
         compress: str | dict[str, object] | None = json.loads(self.codec) if self.codec else None
         return compress
 
     @cached_property
     def types(self) -> tuple[torch.dtype, ...]:
-        """Return the dtypes of the tensors."""
+        """Dtypes of the tensors."""
         return tuple(getattr(torch, name) for name in self.dtypes)
 
 

@@ -32,8 +32,7 @@ def _start(
 ) -> Handle:
     """Announce an operation. `fill` returns the other fields of its request besides name, kind and tensors.
 
-    An invalid argument raises an error here and, through the request, on the other ranks, so that no rank
-    hangs.
+    An invalid argument raises an error here and, through the request, on all ranks, so no rank hangs.
     """
     negotiator = negotiator_of(process_set)
     if name is not None and not isinstance(name, str):

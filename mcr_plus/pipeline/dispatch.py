@@ -84,16 +84,16 @@ class DispatchStage(Stage):
         return f"{second} takes over if {name} fails"
 
     def _verified(self, signature: Signature) -> str:
-        every, what = self._options.verify, "checksums of what was sent and what has arrived"
+        every, what = self._options.verify, "checksums of sent and received data"
         if signature.kind == "barrier" or signature.ranks == 1:
             return "nothing to verify"
         if (backend := self._backends.get(signature.backend or "")) is not None and backend.on_stream:
-            return f"{signature.backend} is refused: verify has no checksums of what is on a stream"
+            return f"{signature.backend} is refused: verify has no checksums of data on a stream"
         how = ", as exchange, local reduction and gathering" if signature.kind in REDUCING else ""
         return f"{'every' if every == 1 else f'1 in {every}'} verified by {what}{how}"
 
     def _compares_every(self, signature: Signature) -> bool:
-        """Return True if ranks compare every operation: by option, or as the library could pair unequal ones.
+        """Return True if ranks compare every operation: by option, or if the library could pair unequal ones.
 
         A library sees the encoded size, not the number of values, so it may not notice a mismatch.
         """

@@ -48,7 +48,7 @@ class Pipeline:
 
     @property
     def libraries(self) -> list[str]:
-        """Return the names of the group's backends, in fallback order; none without a job."""
+        """Names of the group's backends, in fallback order; none without a job."""
         channels = {} if self._context.runtime is None else self._context.runtime.channels
         return [name for name in self._context.backends if name in channels]
 
@@ -59,7 +59,7 @@ class Pipeline:
 
     @cached_property
     def explaining(self) -> Pipeline:
-        """Return a pipeline of the same stages without a job: binding it has no effect."""
+        """Pipeline of the same stages without a job: binding it has no effect."""
         return Pipeline(replace(self._context, runtime=None))
 
     def expected_us(self, signature: Signature) -> float | None:
@@ -84,12 +84,12 @@ class Pipeline:
 
     @property
     def buffer_bytes(self) -> int:
-        """Return the bytes of the buffers that stages keep."""
+        """Bytes of the buffers that stages keep."""
         return sum(stage.buffer_bytes for stage in self._stages.values())
 
     @property
     def stages(self) -> list[Stage]:
-        """Return every stage built so far, including variants for rules."""
+        """Every stage built so far, including variants for rules."""
         return list(self._stages.values())
 
     def state(self) -> dict[tuple[str, str], Any]:
@@ -107,7 +107,7 @@ class Pipeline:
                 stage.load_state(self._context.runtime.restored.setdefault(name, {}))
 
     def forget_state(self, is_over: Callable[[str], bool]) -> None:
-        """Have every stage drop the state of operations whose name `is_over`."""
+        """Have every stage drop the state of operations that are over, by name."""
         for stage in self._stages.values():
             stage.forget_state(is_over)
 

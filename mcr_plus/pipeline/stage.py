@@ -91,7 +91,7 @@ class Stage(ABC):
 
         A stage with nothing to do returns `next(signature)` and costs nothing at run time. Other stages
         return an `Issue`; they may bind `next` to other signatures and issue several operations. Decisions
-        may depend only on the signature and the configuration. A plain callable is used as the `start` of an
+        may depend only on the signature and the configuration. A plain callable becomes the `start` of an
         `Issue`.
         """
 
@@ -110,7 +110,7 @@ class Stage(ABC):
 
     @property
     def buffer_bytes(self) -> int:
-        """Return the bytes of buffers kept between operations."""
+        """Bytes of buffers kept between operations."""
         return 0
 
     def state(self) -> Mapping[str, Any]:
@@ -132,7 +132,7 @@ class Stage(ABC):
         """
 
     def forget_state(self, is_over: Callable[[str], bool]) -> None:
-        """Drop entries of `state` and `kept` whose name `is_over`: their operations are never issued again.
+        """Drop entries of `state` and `kept` by name, if their operations are never issued again.
 
         Called at the same point on all ranks of the group. Operations in flight keep the state they use.
         """

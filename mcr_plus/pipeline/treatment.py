@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 NO_CODEC: Final = (("codec", "none"),)
-"""`compress` of an operation that the compress stage sends unencoded. Unlike with False, `hierarchical` may
-still compress its step between nodes."""
+"""`compress` for no codec; unlike with False, `hierarchical` may still compress its step between nodes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,7 @@ def checked_tables(config: Config) -> list[Table]:
     """Return the tables that a configuration names, each once.
 
     Tables may name algorithms, so `use_algorithms` must run first. Raises `ConfigError` for errors in a
-    table, and for rules that name a backend missing from the configuration, or an algorithm that exists for
-    no operation.
+    table, and for rules that name a backend missing from the configuration or an unknown algorithm.
     """
     tables = [load_table(ref.resolve()) for ref in {ref.digest(): ref for ref in config.tables}.values()]
     mistakes = Mistakes()
@@ -66,8 +65,7 @@ def _check_backends(table: Table, config: Config) -> None:
 def use_algorithms(config: Config) -> None:
     """Read and verify the algorithm files that a configuration names, for `msccl:NAME` in this process.
 
-    Raises `ConfigError` for errors in a file, and if the configuration names an algorithm that exists for no
-    operation.
+    Raises `ConfigError` for errors in a file, and if the configuration names an unknown algorithm.
     """
     from mcr_plus.msccl.catalog import use
 

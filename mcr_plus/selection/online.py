@@ -113,7 +113,7 @@ class Refinement:
 
     @property
     def state(self) -> dict[str, dict[str, Any]]:
-        """Return the results of the trials so far, for a later job: plain data, equal on all ranks."""
+        """Results of the trials so far, for a later job: plain data, equal on all ranks."""
         state = {
             name: {"choice": each.choice, "us": dict(each.measured), "ended": True}
             for name, each in self._settled.items()

@@ -99,8 +99,8 @@ def refined_table(table: Table | None, learnt: Sequence[RefinedTable], here: Fin
     """Return `table` with the results of trials applied to operations like the observed ones.
 
     These operations get their own rules, placed before all rules that covered them. The choice changes only
-    in the octave of each observed size, from a power of two to the next; the geometric mean separates two
-    sizes in one octave.
+    in the octave of each observed size, from a power of two to the next; two sizes of an octave are separated
+    at their geometric mean.
     """
     before = () if table is None else table.rules
     groups: dict[TableKey, list[RefinedTable]] = {}

@@ -29,14 +29,14 @@ _GOLDEN: Final = 0x9E3779B9
 class OnlineTrial(Trial):
     """Trial of bounded cost and length; `candidates` are choices, `name` or `name:algorithm`.
 
-    Of the first n calls, for every n, at most n × `TURN` / `BLOCK` go to rivals of the current choice.
+    At most n × `TURN` / `BLOCK` of the first n calls, for every n, go to rivals of the current choice.
     A trial of k candidates ends within `BLOCK` + k × `ROUNDS` × (`TURNS` × (k - 1) × `BLOCK` + lag) calls.
 
     Attributes:
         rivals: indices of the candidates that are still tried.
         former: indices of former choices; the trial ends if a former choice becomes the choice again.
         rounds: exchanges since the choice changed.
-        medians: the last median of each candidate in seconds; for a former choice, its last median as the
+        medians: the last median of each candidate in seconds; of a former choice, from its time as the
             choice.
     """
 
@@ -55,7 +55,7 @@ class OnlineTrial(Trial):
 
     @property
     def _blocks(self) -> int:
-        """Return the number of blocks of a round."""
+        """Number of blocks of a round."""
         return TURNS * (len(self.candidates) - 1)
 
     @property

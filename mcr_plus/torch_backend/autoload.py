@@ -52,7 +52,7 @@ def _rendezvous(
     timeout: timedelta = timedelta(minutes=5),
     **_: object,
 ) -> Iterator[Rendezvous]:
-    """Rendezvous of `init_method="mcr://"`, under any launcher of `mcr.init`, including MPI and Slurm."""
+    """Yield the rendezvous of `init_method="mcr://"`, under any launcher that `mcr.init` supports."""
     from mcr_plus.job.init import rendezvous
 
     yield rendezvous(timeout.total_seconds())
@@ -64,7 +64,7 @@ def _env_on_loopback(
     timeout: timedelta = timedelta(minutes=5),
     **others: Any,
 ) -> Iterator[Rendezvous]:
-    """Rendezvous of `env://`; for MPI ranks of `mcr-plus run`, with a store that listens on loopback only.
+    """Yield the rendezvous of `env://`; MPI ranks of `mcr-plus run` get a store on loopback only.
 
     Torch's own store would listen on all interfaces.
     """

@@ -91,8 +91,7 @@ class HookableGroup(RefusingGroup):
         self._set_hooks(self._before, {key: hook for key, hook in self._after.items() if key != hook_id})
 
     def _set_hooks(self, before: Mapping[int, Hook], after: Mapping[int, Hook]) -> None:
-        # New mappings each time, because a hook may register hooks while an operation iterates over the old
-        # ones.
+        # New mappings each time, because a hook may register hooks while an operation iterates over these.
         self._before, self._after = dict(sorted(before.items())), dict(sorted(after.items()))
         if self._numbers is None:
             self._numbers = count()

@@ -196,7 +196,7 @@ def begin(store: Store, rank: int, size: int, timeout: timedelta, options: objec
     """
     torch_job.leave_dropped()
     if job.runtime is not None and not job.runtime.closed:
-        raise Unsupported("this process has joined a job of mcr_plus, and a process has one")
+        raise Unsupported("this process already has a job of mcr_plus; a process can have only one")
     seconds = timeout.total_seconds()
     part = store if size == 1 else signed_part(PrefixStore("mcr_plus", store), rank, size, seconds)
     running = join(readable(partial(_load, options)), part, rank, size, seconds)

@@ -168,7 +168,7 @@ class LivingGroup(HookableGroup):
         """
         seconds = timeout.total_seconds()
         if seconds <= 0:
-            raise InvalidArgument(f"timeout: expected a positive one, got {timeout}")
+            raise InvalidArgument(f"timeout: expected a positive duration, got {timeout}")
         communicator = self.communicator
         assert self._runtime is not None
         self._runtime.set_timeout(communicator.opened, seconds)
@@ -239,7 +239,7 @@ class LivingGroup(HookableGroup):
 
         Raises:
             Unsupported: `opts_override` is something else.
-            InvalidArgument: `ranks_to_exclude` are not ranks of the group, are all its ranks, or have called
+            InvalidArgument: the excluded ranks are not in the group, are all its ranks, or have called
                 `shrink`.
             CommTimeout: a remaining rank has not called `shrink` in time. As with the next error, the group
                 stays unchanged, and all ranks may call `shrink` again.
@@ -322,9 +322,9 @@ class LivingGroup(HookableGroup):
             raise NotInitialized(f"process group '{self._name}' has been destroyed before its first use")
         if self._communicator is not None and self._communicator is not runtime.communicator:
             raise Unsupported(
-                f"process group '{self._name}' is a part of a job; only the first group of mcr can be "
-                "reconfigured, and takes the job with it"
+                f"process group '{self._name}' is not a whole job; only the first group of mcr can be "
+                "reconfigured, and with it the job"
             )
         if not (runtime.closed or runtime is job.runtime):
-            raise BackendError(f"process group '{self._name}' is of a job that has ended")
+            raise BackendError(f"process group '{self._name}' belongs to a job that has ended")
         return runtime

@@ -8,8 +8,7 @@ through every method below, calls from C++ (DDP's reducer, functional collective
 overridden by torch's trampoline.
 
 The first group joins an mcr_plus job over torch's store; `mcr.record()`, `mcr.world()` and the like then
-refer to this job. Later groups are groups of the job. If `mcr.init` has joined a job before, that job is
-used.
+refer to this job. Later groups are groups of the job. A job that `mcr.init` has joined is used.
 
 Long because a process group has one method per operation.
 """
@@ -100,7 +99,7 @@ class McrProcessGroup(LivingGroup):
     # -- properties -------------------------------------------------------------------------------
 
     def name(self) -> str:
-        """The backend's name."""
+        """Return the backend's name."""
         return NAME
 
     getBackendName = _get_backend_name = name  # noqa: N815 - torch's names

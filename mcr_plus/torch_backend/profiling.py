@@ -1,7 +1,7 @@
 """Ranges of operations in torch's profiler, with the same arguments as torch's own libraries.
 
 Torch's `record_param_comms` takes the arguments from a C++ object that Python cannot create. Here they are
-keywords of the range `mcr:<operation>`, under the same names, so that HolisticTraceAnalysis and other tools
+keywords of the range `mcr:<operation>`, under the same names, so that tools such as HolisticTraceAnalysis
 find them.
 """
 

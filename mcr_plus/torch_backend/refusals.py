@@ -1,8 +1,8 @@
 """Calls of c10d that the backend `mcr` does not offer: queries return False, other calls are refused.
 
 Otherwise torch would look for a C++ backend under the group, which a Python group does not have, and raise an
-error about that. `tests/jobs/torch_backend/test_torch_names.py` finds calls that neither this file nor the
-group defines.
+error about that. `tests/jobs/torch_backend/test_torch_names.py` finds calls defined neither here nor in the
+group.
 """
 
 # pyright: reportIncompatibleMethodOverride=false, reportIncompatibleVariableOverride=false

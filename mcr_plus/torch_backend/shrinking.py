@@ -65,7 +65,7 @@ def shrink_group(
     if not isinstance(target, LivingGroup):
         raise TypeError(f"group: expected a process group of the backend mcr, got {target!r}")
     if len(set(ranks_to_exclude)) < len(ranks_to_exclude):
-        raise InvalidArgument(f"ranks_to_exclude: a rank is there twice in {ranks_to_exclude}")
+        raise InvalidArgument(f"ranks_to_exclude: a rank is listed twice in {ranks_to_exclude}")
     if shrink_flags not in (SHRINK_DEFAULT, SHRINK_ABORT):
         raise InvalidArgument(f"shrink_flags: expected 0 or 1, got {shrink_flags!r}")
     return _registered(target, ranks_to_exclude, target.shrink(ranks_to_exclude, shrink_flags, pg_options))

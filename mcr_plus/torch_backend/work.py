@@ -184,8 +184,7 @@ class TorchWork(dist.Work):
 
         Within a backward pass, autograd's thread completes the future at the end of the pass, before DDP
         reads it; otherwise a background thread completes it as soon as the operation is done. A failed
-        operation makes the backward pass raise, because C++ would take the error in a Python future for a
-        result.
+        operation makes the backward pass raise, because C++ takes an error in a Python future for a result.
         """
         _used_by_cpp.discard(self)  # the future keeps the handle alive
         if self._future is None:

@@ -251,7 +251,7 @@ def refused(fuse: dict[str, Any]) -> str:
         ({"plan": "auto", "codecs": ["bf17"]}, "unknown codec 'bf17'; known: bf16, "),
         ({"plan": "auto", "codecs": 5}, "expected a list of codecs, got 5; known: bf16, "),
         ({"plan": "auto", "codecs": ["bf16"], "compressed": False}, "the pipeline has no stage `compress`"),
-        ({"codecs": ["bf16"]}, "codecs: they are choices of `plan: auto`"),
+        ({"codecs": ["bf16"]}, "codecs: only `plan: auto` uses them"),
     ],
 )
 def test_codecs_that_a_plan_cannot_choose(fuse: dict[str, Any], message: str) -> None:

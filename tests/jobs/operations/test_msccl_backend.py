@@ -558,7 +558,7 @@ def test_a_named_algorithm_excludes_a_codec() -> None:
     for result in run_ranks(codec_and_algorithm, 2, via="torch"):
         codec, refused = result.value
         assert codec == "None"
-        assert "compression makes other operations of it, to which msccl:ring cannot be applied" in refused
+        assert "compression replaces it by other operations, to which msccl:ring cannot be applied" in refused
 
 
 def another_library() -> str:

@@ -188,7 +188,7 @@ def test_explain_names_it() -> None:
     assert "every verified by checksums" in told
     assert "as exchange, local reduction and gathering" in told
     told = str(mcr.explain("broadcast", "1MiB", config=jobs.config("gloo", verify=20))["steps"])
-    assert "1 in 20 verified by checksums of what was sent and what has arrived" in told
+    assert "1 in 20 verified by checksums of sent and received data" in told
     assert "verified" not in str(
         mcr.explain("broadcast", "1MiB", config=jobs.config("gloo", verify="off"))["steps"]
     )

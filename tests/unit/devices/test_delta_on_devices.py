@@ -21,7 +21,7 @@ def test_messages_need_a_library_with_tags() -> None:
         return str(error.value)
 
     for text in Job(2, SETTINGS["nccl, delta"].config).run(refused):
-        assert "messages of codec delta need tags, which nccl has not; name another library" in text
+        assert "messages of codec delta need tags, which nccl does not support; name another library" in text
 
 
 def test_copies_on_a_device_are_bounded_by_its_memory() -> None:

@@ -146,9 +146,7 @@ def choose_backends(config: Config, world: World) -> dict[str, type[Backend]]:
 
 
 def versions_on_rank_0(backends: Mapping[str, type[Backend]], world: World) -> dict[str, str]:
-    """Return the library versions of the backends on rank 0, so that all ranks decide by the same
-    versions.
-    """
+    """Return rank 0's versions of the libraries, so that all ranks decide by the same versions."""
     mine = library_versions([name for name in backends if name != "local"] if world.size > 1 else [])
     versions: dict[str, str] = json.loads(_gather(world, "libraries", json.dumps(mine))[0])
     return versions

@@ -481,9 +481,7 @@ class Runtime:
             self.idle_channels.add(opened.group, kept)
 
     def crash(self) -> None:
-        """Leave after an uncaught exception; wait for no ranks except those that caused it, which leave
-        first.
-        """
+        """Leave after an uncaught exception; wait for no ranks except those that caused the exception."""
         abort_barrier(self.world, self._peers)
         self.leave(self.communicator, clean=False)
         linger_for(self._peers, self.engine.watchdog.failed_peers)

@@ -67,7 +67,7 @@ class StoreBoard(GroupBoard):
         # Rows of peers as last read. Their contents about an operation stay true, so one request answers for
         # all operations that the peer had posted by then.
         self._read_rows: dict[int, memoryview] = {}
-        self._seen: dict[int, int] = {}  # how many operations peers had issued when their rows were last read
+        self._seen: dict[int, int] = {}  # operations that peers had issued at the last read
         self._next_question = 0.0
         self._asked, self._asked_since = -1, 0.0  # the last operation asked for, and since when
         # Reading the rows takes one request per peer to a server that all ranks share.

@@ -156,9 +156,7 @@ class InitConnections:
             self._links.clear()
 
     def dismiss_witness(self) -> None:
-        """End the witness; keep the connections, because closing them would look like the end of this
-        process.
-        """
+        """End the witness; keep the connections, whose close would look like the end of this process."""
         with self._lock:
             witness, self._witness = self._witness, None
             if witness is not None:

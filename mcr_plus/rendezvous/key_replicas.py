@@ -183,9 +183,7 @@ class ReplicatedKeys(Store):
             pass
 
     def compare_set(self, key: str, expected_value: str, desired_value: str | bytes) -> bytes:
-        """Write a value unless the key has one; `expected_value` must be empty. Returns the resulting
-        value.
-        """
+        """Write a value unless the key has one, and return the result; `expected_value` must be empty."""
         if expected_value:
             raise ValueError("compare_set: values can only be written where there is none")
         value = desired_value.encode() if isinstance(desired_value, str) else desired_value

@@ -29,9 +29,7 @@ class MpiLauncher:
 
     @property
     def library(self) -> str:
-        """The MPI that the launcher most likely starts, such as `Open MPI 5.0.11`; certain only in a running
-        job.
-        """
+        """MPI that the launcher most likely starts (`Open MPI 5.0.11`); certain only in a running job."""
         return f"{self.name} {self.version}"
 
     @property

@@ -125,9 +125,7 @@ class Peers:
                 self._release = StoreRelease(store, self.store_is_lost)
 
     def store_is_lost(self) -> bool:
-        """Return whether a request to the store gets neither answer nor error: dead processes close
-        connections.
-        """
+        """Return whether a request to the store may stay unanswered; dead processes close connections."""
         if self.has_silent_connection():  # the thread that waits for an answer cannot check
             self.suspect([0])
         loss = self.lost(0)
@@ -136,9 +134,7 @@ class Peers:
         return loss.status == "silent" or self.rank_0_serves
 
     def close(self) -> None:
-        """Leave in good order: the end of this rank is not a death. States of other hosts' ranks are
-        frozen.
-        """
+        """Leave in good order: this rank's end is not a death. States on other hosts are frozen."""
         if self._release is not None:
             self._release.close()
         findings, self._release, self._findings = self._findings, None, None
@@ -200,9 +196,7 @@ class Peers:
         return self._finding(rank).state
 
     def has_left(self, rank: int) -> bool:
-        """Return whether a rank of a job on several hosts has left this world: nothing more arrives from
-        it.
-        """
+        """Return whether a rank of a job on several hosts has left this world and sends nothing more."""
         findings = self._findings
         if findings is not None and self._visible(rank):
             return findings.has_left(rank)

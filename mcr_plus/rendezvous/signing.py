@@ -70,9 +70,7 @@ class SignedStore(WrappedStore):
         put(self._store, key, seal(self._secret, key, value.encode() if isinstance(value, str) else value))
 
     def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
-        """Write a value unless the key has one; `expected_value` must be empty. Returns the resulting
-        value.
-        """
+        """Write a value unless the key has one, and return the result; `expected_value` must be empty."""
         if expected_value:
             raise ValueError("compare_set: signed values can only be written where there is none")
         sealed: Any = seal(self._secret, key, desired_value.encode())
@@ -117,9 +115,7 @@ class SecretOffer:
 
 
 def _processes() -> str:
-    """Return an identifier that is equal for processes that see each other in `/proc`: boot id and PID
-    namespace.
-    """
+    """Return an identifier equal for processes that see each other in `/proc`: boot id and PID namespace."""
     namespace = ""
     with contextlib.suppress(OSError):
         namespace = os.readlink("/proc/self/ns/pid")

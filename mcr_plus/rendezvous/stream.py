@@ -58,7 +58,7 @@ _ANSWERS_WITHIN_MS: Final = 30_000
 _NONCE: Final = 32
 _GREETING: Final = struct.Struct("<4sI")
 VERSION: Final = 2
-"""Version of frames, payloads and digests; the same as in `kernels.delta`, whose import needs a compiler."""
+"""Version of frames, payloads and digests; that of `kernels.delta`, whose import would load a compiler."""
 _SIGNATURE: Final = 32
 _HASH: Final = 32
 _PIECE: Final = 4 << 20
@@ -203,9 +203,7 @@ class StreamConnection:
         return kind, first, second, body
 
     def head(self, most: int) -> tuple[int, int, int, int]:
-        """Receive the head of a frame of `start`; its body must be taken next. Returns kind, bytes, two
-        numbers.
-        """
+        """Receive the head of a frame of `start`, before its body: kind, bytes, and its two numbers."""
         return _unpacked(self.take(_HEAD.size), most)
 
     def take(self, nbytes: int, within: float = math.inf) -> bytearray:
@@ -240,9 +238,7 @@ class StreamConnection:
             raise EOFError("the other end has closed the connection")
 
     def has_come(self) -> bool:
-        """Return whether there is data, or the other end has closed; raise `EOFError` if this end has
-        closed.
-        """
+        """Return whether data has arrived or the other end has closed; `EOFError` if this end has closed."""
         descriptor = self._socket.fileno()
         if descriptor < 0:
             raise EOFError("this end has closed the connection")

@@ -25,9 +25,7 @@ _LOOKS_AFTER: Final = 0.1  # s; most values arrive sooner
 
 
 class WatchedStore(WrappedStore):
-    """Waits for values itself: torch's client, which it replaces for waits, does not watch the ranks'
-    processes.
-    """
+    """Store that waits for values itself: torch's client does not watch the ranks' processes."""
 
     def __init__(self, store: Store, timeout: float, lost: Callable[[], PeerLost | None]) -> None:
         """`timeout`: limit of `get` and `wait` in s. `lost`: returns the error if a rank is lost by now."""

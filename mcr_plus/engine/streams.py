@@ -198,6 +198,8 @@ class _Staging:
         retained = self._retained
         retained.release()
         of, stream = self._stream(tensors[0].device) if tensors else self._late_stream(message)
+        # `produced` orders the copies after the caller's work so far; `wait` orders the caller after
+        # `copied`.
         produced, copied = of.event(), of.event()
         produced.record(of.current())
         pinned = {id(t): of.pinned(t) for t in tensors}

@@ -48,6 +48,7 @@ def compare_configs(loaded: Config | ConfigError, world: World, timeout: float |
         problem = error
     except OSError as error:  # a folder that may not be searched
         problem = ConfigError(f"{name}: {error}")
+    # Errors are exchanged too, so that all ranks raise and none waits for another.
     mine = json.dumps([fingerprint, library, name, "" if problem is None else str(problem)])
     answers = [json.loads(text) for text in _gather(world, "config", mine)]
     if problem is not None:
@@ -61,6 +62,7 @@ def compare_configs(loaded: Config | ConfigError, world: World, timeout: float |
         names = "; ".join(f"rank {rank}: {answers[rank][2]}" for rank in (0, differing[0]))
         effective = loaded if timeout is None else loaded.with_timeout(timeout)
         options = {**configuration.dump(effective, units=True), "observe": None}  # in which ranks may differ
+        # The options are exchanged only now, because they are long and needed only for the text.
         everywhere = [json.loads(text) for text in _gather(world, "options", json.dumps(options))]
         where = _difference(everywhere[0], everywhere[differing[0]])
         raise ConfigError(

@@ -159,6 +159,7 @@ def _go_on(
     with ExitStack() as ending:
         while True:
             lost = dict(seen())
+            # End the waits of peers for operations of this rank before the decision.
             if not runtime.closed and (lost or runtime.engine.failed or proposal.named):
                 release_waiting(runtime.engine, lost, what)
             settled = roster.settle(replace(proposal, lost=lost), seen, timeout)
@@ -167,6 +168,7 @@ def _go_on(
                 raise _REFUSED.get(decision.refusal, BackendError)(f"{what}: {decision.text}")
             if roster.rank in decision.stay:  # they remove the parts of the lost ranks
                 remove_arrivals(runtime, decision)
+            # The old agents' findings are needed until the new world has agents of its own.
             if sight is None and (sight := runtime.hand_over()) is not None:
                 ending.callback(sight.close)
             changes.take(decision, members)
@@ -195,6 +197,7 @@ def _go_on(
                 for each in left:
                     remove_world(each, runtime, roster, dead)
                 return new
+            # A member was lost meanwhile: decide again. The last decision already includes these parts.
             seen, proposal = watch.lost, replace(proposal, named=(), done={})
 
 

@@ -121,6 +121,7 @@ def init(
         limit = seconds if isinstance(seconds, (int, float)) and seconds > 0 else 300.0
         try:
             environment = launch_environment()
+            # A restarted rank must not wait for the other ranks' `init`, which is long over.
             if restarts() and min_ranks() is not None and job_announced(environment, limit):
                 world = World(0, 1, (host_name(),), limit)
                 _log.warning(

@@ -46,6 +46,7 @@ def open_with_parts(
     one_host = world.hosts_of(group) == 1
     store = world.store_of(group) if rank >= 0 and group.size > 1 and world.store is not None else None
     with ExitStack() as undo:
+        # An error before the group is complete must release its channels.
         undo.callback(release_unused, channels)
         board = open_board(store, group, one_host, world.timeout)
         voting = [each.channel for each in channels.values() if each.channel.takes_ballots]

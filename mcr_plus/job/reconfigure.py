@@ -147,6 +147,7 @@ def reconfigure(runtime: Runtime, uuid: str, texts: Sequence[str], timeout: floa
     part, name = _meet(handles[0], uuid, timeout), f"reconfigure/{uuid}"
     secret = job_secret()
     store = SignedStore(part, secret, name) if secret else part
+    # Without a secret in the environment, rank 0 offers one if all processes share its host.
     offer = SecretOffer() if rank == 0 and not secret and len({each.place for each in members}) == 1 else None
     stale = handles[rank].token != _own(runtime).token
     coming = _Coming(
@@ -163,6 +164,7 @@ def reconfigure(runtime: Runtime, uuid: str, texts: Sequence[str], timeout: floa
             store = _signed(part, place, name)
         elif rank == 0 and not secret:
             _log.warning("reconfigure: values in the job's store are not signed; set MCR_SECRET on all ranks")
+        # All processes have arrived, so this one gives up its old world.
         lost = {} if runtime.closed else runtime.lost_ranks()
         if not runtime.closed:
             release_waiting(runtime.engine, {}, "reconfigure")
@@ -170,6 +172,7 @@ def reconfigure(runtime: Runtime, uuid: str, texts: Sequence[str], timeout: floa
         if (sight := runtime.hand_over()) is not None:
             ending.callback(sight.close)
         close_world(runtime, f"the program has made another one of {len(handles)} processes", Decision())
+        # Tell a supervisor that the job continues in another world, and whether it has newcomers.
         if runtime.roster is not None:
             old = {each[:3] for each in runtime.roster.members}
             runtime.roster.note_training(takes_in=any(each[:3] not in old for each in members))

@@ -369,6 +369,7 @@ class Runtime:
         self.engine.stop_thread()
         error: McrError | None = None
         clean = clean and not self.engine.failed
+        # Complete all operations while peers still take part in them.
         if clean:
             try:
                 for opened in self.groups:
@@ -382,6 +383,7 @@ class Runtime:
                 _log.warning("rank %d: %s", self.world.rank, text)
             error = self._finish_stages()
         job.hooks_closing()
+        # Peers that wait for this rank must learn that it leaves before it waits for them.
         for state in self.engine.states:
             state.publish()
             if clean:

@@ -338,6 +338,7 @@ def join(
         root.set(request.key, json.dumps({"process": newcomer, "passport": dict(passport)}))
         epoch = attempt = 0
         while True:
+            # Follow the decisions in order, because any of them may take this process in.
             key = f"epoch{epoch}/attempt{attempt}/decision"
             if root.check([key]):
                 settled = _read(root.get(key))
@@ -348,6 +349,7 @@ def join(
                 continue
             if root.check(["ended"]):
                 return None
+            # Only living members can decide, so give up once all have died.
             if looks.passed():
                 looks = Deadline(_LOOK_EVERY)
                 if epoch == 0 and root.check(["members"]):

@@ -124,6 +124,7 @@ def decide(
         return wrong
     lost = _lost(proposals, seen)
     absent = [rank for rank in range(size) if rank not in proposals and rank not in lost]
+    # A member without a proposal may still run, so wait for it, or refuse once the time is over.
     if absent:
         if not expired:
             return None
@@ -132,6 +133,7 @@ def decide(
         return Decision(refusal="absent", text=text)
     stay = _within_reach({rank: each for rank, each in proposals.items() if lost.get(rank) != "dead"})
     least = min((each.least for each in proposals.values() if each.least is not None), default=None)
+    # Only a majority may continue: otherwise two parts of the members could continue apart.
     if least is None:
         running = [rank for rank in range(size) if lost.get(rank) not in _STOPS_ELSEWHERE or rank in stay]
         if 2 * len(stay) <= len(running):
@@ -149,6 +151,7 @@ def decide(
         number = len(stay) + len(newcomers)
         text = f"{'1 rank is' if number == 1 else f'{number} ranks are'} left, fewer than min_ranks={least}"
         return Decision(refusal="few", text=text)
+    # Operations are complete on all staying members up to the smallest number that any of them has.
     groups = {name for rank in stay for name in proposals[rank].done}
     done = {
         name: min(proposals[rank].done[name] for rank in stay if name in proposals[rank].done)

@@ -57,6 +57,7 @@ def open_findings(
         ]
         if not starts:
             memory = mapped(answers[hosts[me][0]][0], size)
+        # All ranks must have mapped the memory before its descriptor is closed.
         exchange(store, rank, len(processes), "heartbeats/mapped", "", timeout)
         if memory is None:
             return None
@@ -77,6 +78,7 @@ def open_findings(
                 "socket": link.fileno(),
             }
             with contextlib.ExitStack() as stack:
+                # Without this socket, only dumps of other hosts' ranks are missing.
                 taker: int | None = None
                 try:
                     taker = stack.enter_context(opened(requests)).fileno()

@@ -303,6 +303,7 @@ def _exchanged(
         store.set(f"{what}/{rank}", value)
     except RuntimeError as error:
         raise LaunchError(f"the job's store does not answer ({what}): {error}") from error
+    # Rank 0 publishes failures too, so that the other ranks raise them instead of timing out.
     if rank == 0:
         keys = [f"{what}/{peer}" for peer in range(size)]
         try:

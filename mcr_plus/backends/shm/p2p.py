@@ -238,6 +238,7 @@ class PointToPoint:
         def start(message: Message) -> Poll:
             peer, tag, target = message.peer, message.match_tag, message.outputs[0]
             receive = _QueueReceive(self, signature, peer, tag, target, corrupted)
+            # Unexpected messages are older than those in the queue, so they match first.
             early = self._take_unexpected(peer, tag) if self._unexpected else None
             if early is not None:
                 self._in_flight += 1
@@ -246,6 +247,7 @@ class PointToPoint:
                 else:
                     early.receive = receive
                 return receive
+            # Matching needs Python if other receives may take the message. Otherwise the kernel accepts it.
             if peer is None or peer == me or self._is_wanted(peer):
                 self._wait(receive)
                 return receive

@@ -118,7 +118,7 @@ def read(descriptor: int) -> Shown:
     """
     header = os.pread(descriptor, _HEADER, 0)
     if len(header) < _HEADER or header[:8] != _MAGIC:
-        raise Unreadable("it is no status page of mcr_plus")
+        raise Unreadable("it is not a status page of mcr_plus")
     _, layout, length = _FIXED.unpack_from(header)
     version = header[_VERSION].rstrip(b"\0").decode("ascii", "replace")
     if layout != LAYOUT:
@@ -173,7 +173,7 @@ def _parsed(text: bytes) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise Unreadable(f"it holds no JSON: {error}") from None
+        raise Unreadable(f"it is not JSON: {error}") from None
     if not isinstance(found, dict):
-        raise Unreadable("it holds no JSON object")
+        raise Unreadable("it is not a JSON object")
     return found

@@ -203,7 +203,7 @@ def _drop_foreign_backends(
             if epoch:
                 job.disabled.add(name)  # its shutdown would wait for ranks that are gone
             if strict and world.rank == 0:
-                _log.warning("epoch %d goes on without %s: %s", epoch, name, refusal)
+                _log.warning("epoch %d continues without %s: %s", epoch, name, refusal)
     return kept
 
 

@@ -175,7 +175,8 @@ def _go_on(
             if roster.rank not in decision.stay:
                 why = decision.lost[roster.rank]
                 text = (
-                    f"the other ranks have gone on without this one (epoch {changes.epoch}), which was {why}"
+                    f"the other ranks have continued without this one (epoch {changes.epoch}), "
+                    f"which was {why}"
                 )
                 close_world(runtime, text, decision)
                 runtime.leave_keepers()

@@ -331,7 +331,7 @@ def reset() -> Communicator:
     except McrError as error:
         runtime.closed_because = f"reset has failed ({error})"
         cause = error if watch is None or isinstance(error, PeerLost) else watch.error() or error
-        text = f"reset: {cause}. The world that there was is closed"
+        text = f"reset: {cause}. The old world is closed"
         if isinstance(cause, PeerLost):
             raise cause.again(text) from error
         raise type(cause)(f"{text}; to go on, let all ranks call mcr.init") from error
@@ -364,7 +364,7 @@ def _await_callers_of_reset(runtime: Runtime) -> LaunchError | None:
         loss = found
     else:
         return None
-    raise loss.again(f"reset: {loss}; the ranks that are left go on with mcr.shrink()")
+    raise loss.again(f"reset: {loss}; the remaining ranks can continue with mcr.shrink()")
 
 
 def _fresh_world(runtime: Runtime, watch: LossWatch | None) -> World:

@@ -90,7 +90,7 @@ def _wrappers(config: Config, options: DispatchOptions) -> Iterator[str]:
 def warn_of_missing(group: Group, missing: Mapping[str, str]) -> None:
     """Log on the group's rank 0 which libraries the group goes without, and why."""
     for name, reason in missing.items() if group.rank == 0 else ():
-        _log.warning("group '%s' goes without %s: %s", group.name, name, reason)
+        _log.warning("group '%s' does not use %s: %s", group.name, name, reason)
 
 
 def _remedy(runtime: Runtime, name: str) -> str:

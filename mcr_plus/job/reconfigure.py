@@ -139,9 +139,9 @@ def reconfigure(runtime: Runtime, uuid: str, texts: Sequence[str], timeout: floa
     mine = own_process(host_name(), 0)
     places = [index for index, each in enumerate(handles) if each.process == mine]
     if len({each.process for each in handles}) < len(handles):
-        raise InvalidArgument("handles: a process is in them twice")
+        raise InvalidArgument("handles: a process occurs twice")
     if not places:
-        raise InvalidArgument("handles: that of this process is not in them")
+        raise InvalidArgument("handles: the handle of this process is missing")
     rank = places[0]
     members = tuple(each.process._replace(number=number) for number, each in enumerate(handles))
     part, name = _meet(handles[0], uuid, timeout), f"reconfigure/{uuid}"
@@ -291,7 +291,10 @@ def _verdict(store: Store, keys: list[str], watch: EpochWatch, timeout: float) -
                 return ["lost", f"{phrase_ranks(list(lost))} of those in handles: {_all(lost.values())}"]
         if deadline.passed():
             absent = [each for each, key in enumerate(keys) if not store.check([key])]
-            return ["absent", f"{phrase_ranks(absent)} of those in handles: not come within {timeout:g} s"]
+            return [
+                "absent",
+                f"{phrase_ranks(absent)} of those in handles: did not arrive within {timeout:g} s",
+            ]
         time.sleep(nap)
         nap = min(1.5 * nap, _NAP)
     come = [_Coming(*json.loads(store.get(key))) for key in keys]

@@ -428,7 +428,7 @@ class Runtime:
             ]
             if unused and self.world.rank == 0:
                 _log.warning(
-                    "state: %d of the operations that were loaded were never issued, such as in group %s",
+                    "state: %d loaded operations were never issued, for example in group %s",
                     len(unused),
                     unused[0],
                 )

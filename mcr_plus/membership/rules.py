@@ -173,7 +173,7 @@ def _wrong_argument(proposals: Mapping[int, Proposal], seen: Mapping[int, str]) 
             return Decision(refusal="argument", text=f"rank {rank}: {proposal.problem}")
         living = [named for named in proposal.named if named in proposals and seen.get(named) != "dead"]
         if living:
-            text = f"rank {rank} has named {phrase_ranks(living)} as dead, which live"
+            text = f"rank {rank} has named living ranks as dead: {phrase_ranks(living)}"
             return Decision(refusal="living", text=text)
     return None
 

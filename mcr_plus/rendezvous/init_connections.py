@@ -82,7 +82,7 @@ class InitConnections:
         try:
             listener, of_witness = _listener(), _listener()
         except (OSError, LaunchError) as error:
-            _log.debug("ranks of other hosts that are lost in init show at its deadline: %s", error)
+            _log.debug("lost ranks of other hosts are noticed only at the deadline of init: %s", error)
             return None
         self._enter(name)
         self._door = Handshakes(listener, self._key, _watch, members=ranks)
@@ -100,7 +100,7 @@ class InitConnections:
         try:
             link = socket.create_connection((host, port), _CONNECTS_WITHIN)
         except OSError as error:
-            _log.debug("the end of rank 0 in init shows at its deadline: %s", error)
+            _log.debug("the end of rank 0 is noticed only at the deadline of init: %s", error)
             return
         self._enter(name)
         _watch(link)
@@ -199,7 +199,7 @@ class InitConnections:
         try:
             return _DetectorProcess(order, listener)
         except (OSError, subprocess.SubprocessError) as error:
-            _log.debug("a stop of this rank in init shows at its deadline: %s", error)
+            _log.debug("a stop of this rank is noticed only at the deadline of init: %s", error)
             return None
 
     def _accept(self) -> None:

@@ -175,7 +175,7 @@ class ReplicatedKeys(Store):
                     value = found
                 yield found
         if not reached:
-            raise DistError("none of the processes that keep what ranks agree on can be reached")
+            raise DistError("no keeper of the ranks' decisions can be reached")
 
     def set(self, key: str, value: str | bytes) -> None:
         """Write a value."""
@@ -277,7 +277,7 @@ def _start(
             stream.write(json.dumps({**order, "socket": listener.fileno()}).encode())
         return listener.getsockname(), started
     except (OSError, LaunchError) as error:
-        _log.warning("no process keeps what ranks agree on beside them on this host: %s", error)
+        _log.warning("this host has no keeper of the ranks' decisions: %s", error)
         return None, None
     finally:
         listener.close()

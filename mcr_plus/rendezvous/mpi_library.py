@@ -82,7 +82,7 @@ def missing_library() -> str:
         return ""
     import ctypes.util
 
-    return "" if ctypes.util.find_library("mpi") else "mpi4py is there, but no MPI library"
+    return "" if ctypes.util.find_library("mpi") else "mpi4py is installed, but no MPI library"
 
 
 def _has_library(folder: str) -> bool:
@@ -110,5 +110,5 @@ def _warn_of_little_memory() -> None:
     if place.launcher == "mpich":
         user = f"MPICH with {place.local_size} ranks on this host"
         if problem := lacking_shared_memory(SHARED_MEMORY, place.local_size * MPICH_RANK, user):
-            _log.warning("%s, or MPI may end the ranks without a word", problem)
+            _log.warning("%s, or MPI may end the ranks without a message", problem)
             time.sleep(_UNTIL_READ)

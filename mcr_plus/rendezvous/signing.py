@@ -127,7 +127,7 @@ def read_offer(place: str) -> bytes:
 
     Raises `LaunchError` unless the kernel reports that the memory belongs to this user.
     """
-    problem = f"the job's secret is not to be had from process {place.partition(':')[0][:20]!r}"
+    problem = f"the job's secret cannot be read from process {place.partition(':')[0][:20]!r}"
     try:
         process, descriptor, where = place.split(":", 2)
         pid, number = int(process), int(descriptor)
@@ -139,7 +139,7 @@ def read_offer(place: str) -> bytes:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             if os.fstat(file).st_uid != os.geteuid():
-                raise LaunchError(f"{problem}: it belongs to somebody else")
+                raise LaunchError(f"{problem}: it belongs to another user")
             return os.pread(file, _BYTES, 0)
         finally:
             os.close(file)

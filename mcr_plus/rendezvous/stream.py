@@ -218,7 +218,7 @@ class StreamConnection:
         while space:
             space = space[self._some(space) :]
             if space and time.monotonic() > ends:
-                raise EOFError(f"the other end has said nothing for {within:g} s")
+                raise EOFError(f"the other end has sent nothing for {within:g} s")
 
     def _some(self, space: memoryview) -> int:
         """Receive into `space`; return the number of bytes, 0 if none have arrived for a while."""

@@ -68,7 +68,7 @@ class World:
 
         def error() -> PeerLost | None:
             if is_given_up():
-                return PeerLost(f"group '{group.name}' is not opened any more", [], seen="given up")
+                return PeerLost(f"group '{group.name}' is no longer being opened", [], seen="given up")
             return None if lost is None else lost(group.ranks)
 
         if lost is not None:

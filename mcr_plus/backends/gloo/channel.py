@@ -149,7 +149,7 @@ class GlooChannel(Channel):
         """
         # If there are more, another thread has opened connections meanwhile.
         if len(self._connections) == self._group.size - 1 and torn(self._connections):
-            return "a connection to another rank is torn"
+            return "a connection to another rank is broken"
         peer = unacknowledged(self._connections, _UNACKNOWLEDGED)
         return f"the connection to {peer} has acknowledged nothing for {_UNACKNOWLEDGED:g} s" if peer else ""
 

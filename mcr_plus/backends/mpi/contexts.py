@@ -90,7 +90,7 @@ class Contexts:
         try:
             context, request = self._comm.Idup()
         except mpi.Exception as error:  # peers wait for this rank, so no vote is possible
-            raise BackendError(f"MPI makes no communicator for the operation: {error}") from error
+            raise BackendError(f"MPI cannot create a communicator for the operation: {error}") from error
         Contexts.in_the_making += 1
         had = array("i", (1,))
         ballot: Poll | None = None

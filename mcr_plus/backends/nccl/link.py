@@ -261,7 +261,7 @@ class NcclLink:
             if deadline.passed():
                 raise CommTimeout(
                     f"backend nccl: the {self.name} was not ready after {self.timeout:g} s; one of its "
-                    f"{self._size} ranks has not come or cannot be reached (NCCL_DEBUG=INFO prints more)"
+                    f"{self._size} ranks has not connected or is unreachable (NCCL_DEBUG=INFO prints more)"
                 )
             time.sleep(_NAP)
 

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 RING: Final = 512
 TEXT: Final = 192
 NOTE: Final = 2 * TEXT + 256  # a mismatch: two descriptions, plus the words and the group's name around them
-# A slot holds the low 32 bits of the sequence number above the digest. All 32 are needed, because operations
-# that are not posted leave slots untouched: an old post must not match one fewer than 2³² operations later.
+# A slot holds the low 32 bits of the sequence number above the digest. It needs all 32, because operations
+# that are not posted leave slots untouched: an old post must not be taken for an operation fewer than 2³²
+# numbers later.
 DIGEST_BITS: Final = 32
 DIGEST_MASK: Final = 0xFFFFFFFF
 TAG_MASK: Final = 0xFFFFFFFF

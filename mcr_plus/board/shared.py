@@ -86,14 +86,14 @@ class SharedBoard(GroupBoard):
         self._ballots_of_peers = [
             [rank * self._row_words + _BALLOTS + slot for rank in peers] for slot in range(_BALLOTS)
         ]
-        self._cast = 0  # ballots cast
+        self._cast = 0  # number of ballots cast
         self.ballots = self.cast
 
     def cast(self, digest: int) -> Poll:
         """Publish which operation this rank starts; the poll is true once all peers have published the same
         one.
 
-        For one library of the group and its synchronous operations, of which a rank has one at a time: the
+        Used for the synchronous operations of one library of the group. A rank has one at a time, and the
         n-th calls of all ranks are compared. It costs well under 1 µs with a peer. Where ranks differ, the
         poll stays false, and the slow path of the wait finds the difference in the posts.
         """

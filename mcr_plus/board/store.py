@@ -40,7 +40,7 @@ _STORED: Final = 256  # operations in a row, which is always written as a whole
 _TEXT_SETS: Final = 256
 _TEXT_PLACES: Final = 4
 _RARER: Final = 0.1  # share of the wait so far, between two requests
-_RAREST: Final = 0.005  # s, the longest interval
+_RAREST: Final = 0.005  # s, the longest time between two requests
 _FEW: Final = 8  # number of ranks up to which rows are compared directly, without counting votes
 _Answer = TypeVar("_Answer")
 

@@ -62,7 +62,7 @@ class ChannelWrapper(Channel):
         return self.bind(signature)
 
     def needs_polls(self, beside: Poll | None) -> bool:  # noqa: ARG002
-        """Return whether operations other than the one of poll `beside` may need polls to go on.
+        """Return whether operations other than the one with poll `beside` need polls to make progress.
 
         Called under the engine's lock. A subclass returns False where it can tell.
         """

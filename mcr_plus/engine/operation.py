@@ -359,7 +359,7 @@ class BoundOperation:
     def _nap(self, poll: Poll) -> bool:
         """Sleep a few times until a peer rings, if waits are not calm; return whether `poll` is done then.
 
-        `Engine.wait` checks deadline and peers. It also does everything else if more is in flight.
+        `Engine.wait` checks deadline and peers, and does the whole wait if other operations are in flight.
         """
         engine, waiting = self.engine, self.engine.waiting
         if engine.occupied() or not (self.polled and waiting.may_nap()):

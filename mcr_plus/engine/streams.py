@@ -42,7 +42,7 @@ class StartOrder:
         return self.streams.under(self._stream)
 
     def prepare(self, message: Message) -> None:
-        """Call the message's `prepare`, whose kernels run after those of the previous operation."""
+        """Call the message's `prepare`; its kernels run after the kernels of the previous operation."""
         prepare = message.prepare
         if prepare is None:
             return

@@ -1,4 +1,4 @@
-"""The order of a process beside ranks, which it reads first."""
+"""The order of a process beside ranks: its arguments, which it reads first."""
 
 from __future__ import annotations
 

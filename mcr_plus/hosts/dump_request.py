@@ -1,8 +1,8 @@
 """Dump requests between processes of one user on one host: datagrams to addresses without a file.
 
 Signals are not used, since a signal would end a process that has just removed its handler. A request is a
-group's name (empty for none), a zero byte, and the reason. A request named `EVERYBODY` is to be forwarded to
-all ranks of the job.
+group's name (empty for none), a zero byte, and the reason. A request named `EVERYBODY` is forwarded to all
+ranks of the job.
 """
 
 from __future__ import annotations

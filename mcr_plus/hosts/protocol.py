@@ -56,7 +56,7 @@ class RankFinding(NamedTuple):
 class ReceivedDatagram(NamedTuple):
     """Reactions that a datagram requires of an agent.
 
-    `news`: whether to pass it on at once. `asked_by`: a host that wants a datagram, None if none does.
+    `news`: whether to pass it on at once. `asked_by`: a host that wants a datagram, or None.
     """
 
     news: bool = False
@@ -103,7 +103,7 @@ class _Host:
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = tuple(ranks)
         self.beat = 0
-        self.beaten = 0.0  # time of sending of the latest beat, by this agent's clock
+        self.beaten = 0.0  # send time of the latest beat, by this agent's clock
         self.surely = 0.0  # latest possible time of that
         self.heard = False
         self.gone = False

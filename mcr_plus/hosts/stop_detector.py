@@ -99,12 +99,12 @@ class StopDetector:
             return
         except OSError:
             said = b""
-        if not said:  # that witness has ended, which says nothing of its rank
+        if not said:  # the end of that witness says nothing of its rank
             self._links.pop(rank).close()
         self._reports[rank] = said[-1:] == _STOPPED
 
     def _report(self) -> None:
-        """Pass the others' reports to the own rank; keep those that the kernel cannot buffer for later."""
+        """Pass the others' reports to the own rank; keep reports that the kernel cannot buffer for later."""
         for rank, is_stopped in list(self._reports.items()):
             try:
                 self._control.send(REPORT.pack(rank, is_stopped))

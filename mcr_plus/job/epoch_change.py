@@ -267,8 +267,8 @@ class EpochWatch(LossWatch):
 def begin_epoch(before: Runtime, watch: EpochWatch) -> Runtime:
     """Make the world of an epoch, by the configuration of the previous one; collective over its members.
 
-    Either all live members return it, even if one of them has been lost since, or none does: the boards of a
-    world made by some members would not report a rank that gave up.
+    Either all live members return the world, even if one of them has been lost since, or all raise. In a
+    world made by only some members, the boards would not report a rank that gave up.
     """
     roster, limit = watch.roster, before.world.timeout
     if not roster.is_remnant:

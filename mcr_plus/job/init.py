@@ -215,7 +215,7 @@ def begin(
 
 
 def _prepared(loaded: Config | ConfigError, world: World) -> Config | ConfigError:
-    """Let the hooks open what the configuration requires; an error counts as a configuration error."""
+    """Call `prepare` of the hooks; an error counts as a configuration error."""
     if isinstance(loaded, ConfigError):
         return loaded
     try:

@@ -94,7 +94,7 @@ def warn_of_missing(group: Group, missing: Mapping[str, str]) -> None:
 
 
 def _remedy(runtime: Runtime, name: str) -> str:
-    """Return how a program can go on after the group `name` has failed, for messages."""
+    """Return the remedy after a failure of the group `name`, for messages."""
     if not runtime.is_native:
         return "destroy the process group and make a new one"
     fresh = "mcr.reset() makes a fresh world"

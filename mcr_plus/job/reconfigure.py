@@ -85,7 +85,7 @@ class ProcessHandle:
     address: tuple[str, int]
 
     def text(self) -> str:
-        """The handle as text, for programs to pass on."""
+        """Return the handle as text, for programs to pass on."""
         plain = json.dumps([self.process, self.token, self.address])
         return _FORM + base64.urlsafe_b64encode(plain.encode()).decode()
 
@@ -201,7 +201,7 @@ def _begin(runtime: Runtime, watch: EpochWatch) -> Runtime:
     except McrError as error:
         # A library may raise an error of its own before the death that caused it shows.
         loss = _soon(watch)
-        with contextlib.suppress(RuntimeError):  # so that ranks that do not see the loss learn of it
+        with contextlib.suppress(RuntimeError):  # tells ranks that do not see the loss
             watch.roster.root.set(f"{watch.roster.place}/leaving", "")
         if loss is None or isinstance(error, PeerLost):
             raise

@@ -139,7 +139,7 @@ class Runtime:
         compiling.watchers.append(self.engine.compiles)
 
     def lost_ranks(self) -> dict[int, str]:
-        """States of the job's lost ranks, as far as this process can see them."""
+        """States of the job's lost ranks that this process knows."""
         found = {rank: self._peers.lost(rank) for rank in range(self.world.size) if rank != self.world.rank}
         return {rank: loss.status for rank, loss in found.items() if loss is not None}
 
@@ -212,7 +212,7 @@ class Runtime:
             opened.plans.clear()
 
     def set_timeout(self, opened: OpenGroup, seconds: float) -> None:
-        """Set the deadline of a group's operations, including those in flight."""
+        """Set the deadline of a group's operations, also of operations in flight."""
         for group in opened.all:
             for stage in group.pipeline.stages:
                 if isinstance(stage, DispatchStage):
@@ -233,8 +233,9 @@ class Runtime:
     ) -> Communicator:
         """Create the communicator of `ranks`; collective over them.
 
-        `config`: configuration of its pipeline, None for that of the job. `checked`: whether the ranks have
-        agreed that all of them have enough file descriptors for it, see `agree`; if not, they do so now.
+        `config`: configuration of its pipeline, None for the job's configuration. `checked`: whether the
+        ranks have agreed that all of them have enough file descriptors for it, see `agree`; if not, they do
+        so now.
         """
         world, config = self.world, config or self.config
         rank = ranks.index(world.rank) if world.rank in ranks else -1
@@ -306,7 +307,7 @@ class Runtime:
 
         Other ranks may still use the group. With `clean`, wait for all operations in flight and raise the
         first error. Without, as at the end of a `with` block after an exception, wait for none. If another
-        world has replaced that of all ranks, close the replacement instead.
+        world has replaced the world of this group, close the replacement instead.
         """
         if self.closed or communicator.closed:
             successor = job.runtime

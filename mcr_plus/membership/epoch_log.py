@@ -220,7 +220,7 @@ class EpochLog:
 
     @property
     def is_being_left(self) -> bool:
-        """Whether a member has begun to leave this epoch; raises `LaunchError` without an answer."""
+        """True if a member has begun to leave this epoch; raises `LaunchError` without an answer."""
         try:
             return self.root.check([f"{self.place}/leaving"])
         except RuntimeError as error:
@@ -266,7 +266,7 @@ class EpochLog:
             try:
                 asked = json.loads(self.root.get(key))
                 process, passport = Process(*asked["process"]), dict(asked["passport"])
-            except (LaunchError, ValueError, TypeError, KeyError):  # of another program
+            except (LaunchError, ValueError, TypeError, KeyError):  # another program's data
                 self._refused.add(number)
                 continue
             if (problem := _difference(self.passport, passport)) is not None:

@@ -39,7 +39,7 @@ class JoinRequest(NamedTuple):
         return next((t for t in range(TRIES) if not self.root.check([f"{self.key}/failed{t}"])), TRIES)
 
     def has_source(self, attempt: int) -> bool:
-        """Whether a member has published where it offers the state."""
+        """True if a member has published where it offers the state."""
         return self.root.check([f"{self.key}/source{attempt}"])
 
     def source(self, attempt: int) -> Place:
@@ -57,7 +57,7 @@ class JoinRequest(NamedTuple):
 
     @property
     def is_ready(self) -> bool:
-        """Whether the newcomer only waits to be taken in."""
+        """True if the newcomer only waits to be taken in."""
         return self.root.check([f"{self.key}/ready"])
 
     def be_ready(self) -> None:

@@ -20,7 +20,7 @@ class GroupStore(WrappedStore):
     """
 
     def __init__(self, store: Store, group: Group) -> None:
-        """`group`: a group of which this process is a member."""
+        """`group`: a group that includes this process."""
         super().__init__(store)
         self._group = group
         self._written: set[str] = set()

@@ -54,7 +54,7 @@ _CONNECTS_WITHIN: Final = 2.0  # s; longer only if a firewall drops the request
 _ARRIVES_WITHIN: Final = 1.0  # seconds
 _NAP: Final = 0.001
 _log = logging.getLogger("mcr_plus")
-_open: list[InitConnections] = []  # of this process's present or last failed `init`
+_open: list[InitConnections] = []  # of this process's current or last failed `init`
 
 
 class InitConnections:
@@ -104,7 +104,7 @@ class InitConnections:
             return
         self._enter(name)
         _watch(link)
-        with contextlib.suppress(OSError):  # it shows as the end of rank 0
+        with contextlib.suppress(OSError):  # the loss of rank 0 is then seen
             link.sendall(greeting(self._key, rank))
         self._links[0] = link
         if of_witness is not None:

@@ -159,7 +159,7 @@ class Peers:
         return is_visible(self.processes[self._rank], self.processes[rank])
 
     def beside(self) -> list[int]:
-        """Return the process ids of the other ranks on this host, as far as they are visible here."""
+        """Return the process ids of the other ranks on this host that are visible here."""
         return [
             process.pid
             for rank, process in enumerate(self.processes)

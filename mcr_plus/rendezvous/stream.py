@@ -51,14 +51,14 @@ JOINER: Final = (1 << 32) - 1
 _HEAD: Final = struct.Struct("<4sBxxxQQQ")
 _MAGIC: Final = b"mcrw"
 _LOOK_S: Final = 0.25
-"""Seconds between checks of a waiting end whether it must end."""
+"""Interval in s at which a waiting end checks whether it must end."""
 _CONNECTS_WITHIN: Final = 5.0  # s per try
 _GREETS_WITHIN: Final = 10.0  # s; strangers may connect too, and send nothing
 _ANSWERS_WITHIN_MS: Final = 30_000
 _NONCE: Final = 32
 _GREETING: Final = struct.Struct("<4sI")
 VERSION: Final = 2
-"""Version of frames, payloads and digests; that of `kernels.delta`, whose import would load a compiler."""
+"""Version of frames, payloads and digests; `kernels.delta` has the same, but its import loads a compiler."""
 _SIGNATURE: Final = 32
 _HASH: Final = 32
 _PIECE: Final = 4 << 20
@@ -123,7 +123,7 @@ class StreamConnection:
 
     @property
     def is_authenticated(self) -> bool:
-        """Whether both ends have proved that they know the secret."""
+        """True if both ends have proved that they know the secret."""
         return self._own is not None
 
     def sign(self, secret: bytes, nonces: bytes, rank: int, *, is_source: bool) -> None:

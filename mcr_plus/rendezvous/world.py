@@ -83,7 +83,7 @@ class World:
 
     @property
     def oversubscribed(self) -> bool:
-        """Whether this host has more ranks than cores for them."""
+        """True if this host has more ranks than cores for them."""
         return self.hosts.count(self.hosts[self.rank]) > self.cores
 
     def hosts_of(self, group: Group) -> int:
@@ -92,5 +92,5 @@ class World:
 
     @property
     def single_host(self) -> bool:
-        """Whether all ranks share a host."""
+        """True if all ranks share a host."""
         return len(set(self.hosts)) <= 1

@@ -103,7 +103,7 @@ class GlooChannel(Channel):
     ) -> None:
         """`open_ones`: the backend's open channels.
 
-        `connections`: connections to the peers. `workers`: threads that include those that run operations.
+        `connections`: connections to the peers. `workers`: threads, among them all that run operations.
         `pool`: memory for received data that is not a result. `hosts`: number of hosts of the ranks.
         """
         # None once closed. Only this attribute keeps gloo's group alive: dropping the last reference destroys
@@ -174,7 +174,7 @@ class GlooChannel(Channel):
         return self._asleep is not None and self._asleep.passed()
 
     def keep(self) -> None:
-        """Keep gloo's group alive unless `let_go` follows, whoever else refers to it."""
+        """Keep gloo's group alive, even without other references, unless `let_go` follows."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._pg))
 
     def let_go(self) -> None:

@@ -192,7 +192,7 @@ class ContextGate:
     def _vote(self, message: Message) -> Poll | None:
         contexts = self._contexts
         if not self.again and not contexts.is_apart(self._digest):
-            self.every = True  # no more communicators
+            self.every = True  # no communicators left
         return contexts.vote(self._digest, contexts.flow_sum(message)) if self.every else None
 
 

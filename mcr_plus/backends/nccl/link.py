@@ -97,9 +97,9 @@ class NcclLink:
     ) -> EventPoll:
         """Queue an operation that follows the work enqueued so far on the current stream.
 
-        `key`: equal for operations that need the same connections between ranks; a frozenset for an operation
-        that needs several, each of which another operation may have made. `parts`: number of NCCL calls in
-        the operation.
+        `key`: equal for operations that need the same connections between ranks; a frozenset of keys for an
+        operation that needs several connections, as other operations may have made each. `parts`: number of
+        NCCL calls in the operation.
         """
         for tensor in tensors:
             if tensor.get_device() != self.streams.device:

@@ -219,7 +219,7 @@ class _Opening:
         """Unlink the file, and unmap memory that the caller has not taken."""
         if self._memory is not None:
             self._memory.close()
-        if self._path is not None:  # by the first rank that gets here: the creator may have died
+        if self._path is not None:  # the first rank that gets here unlinks it: the creator may have died
             self._path.unlink(missing_ok=True)
         else:  # the creator died before it could publish the path
             with contextlib.suppress(OSError):

@@ -233,9 +233,8 @@ class Runtime:
     ) -> Communicator:
         """Create the communicator of `ranks`; collective over them.
 
-        `config`: configuration of its pipeline, None for the job's configuration. `checked`: whether the
-        ranks have agreed that all of them have enough file descriptors for it, see `agree`; if not, they do
-        so now.
+        `config`: configuration of its pipeline, None for the job's. `checked`: whether the ranks have agreed
+        (`agree`) that all of them have enough file descriptors for the group; if not, they do so now.
         """
         world, config = self.world, config or self.config
         rank = ranks.index(world.rank) if world.rank in ranks else -1

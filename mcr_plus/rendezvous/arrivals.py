@@ -29,7 +29,7 @@ NAME_OF_JOB: Final = "job"
 """Key with the name of the part of a job that takes newcomers in."""
 _SUPERVISOR: Final = "supervisor"  # name under which its values are signed
 STOPPED_FOR: Final = 0.5
-"""Default of the seconds for which a process must be stopped before its rank counts as lost."""
+"""Default time in s after which the rank of a stopped process counts as lost."""
 SLACK: Final = 10.0
 """Seconds that rank 0's verdict on an exchange may take to arrive."""
 

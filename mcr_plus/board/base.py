@@ -109,10 +109,10 @@ class GroupBoard:
         return PeerStatus(sequence)
 
     def arrive(self, sequence: int, now: float, idle: float) -> None:
-        """Publish when this rank issued `sequence`, and its `WaitTime` until then.
+        """Publish when this rank issued `sequence`, and its `WaitTime` until then; only for recorded
+        operations.
 
-        Both are in seconds of `time.perf_counter`, which is one clock on a host. Called only while operations
-        are recorded.
+        Both are in seconds of `time.perf_counter`, which is one clock on a host.
         """
 
     def arrival_words(self, sequence: int) -> tuple[list[int], list[int]] | None:  # noqa: ARG002

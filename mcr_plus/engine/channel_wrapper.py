@@ -82,9 +82,7 @@ def bound_every(channel: Channel, every: int) -> Callable[[Signature], Start]:
 
 
 def has_failover(channel: Channel | None, signature: Signature) -> bool:
-    """Return whether another library takes over the operation if this channel fails; False for sends and
-    receives.
-    """
+    """Return whether another library takes over if this channel fails; False for sends and receives."""
     return isinstance(channel, ChannelWrapper) and channel.has_failover and not signature.is_p2p
 
 

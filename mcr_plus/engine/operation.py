@@ -106,9 +106,7 @@ class BoundOperation:
 
     @property
     def mean_bytes(self) -> float:
-        """Mean bytes of one issue, as counted by nccl-tests; this rank's bytes where sizes differ between
-        ranks.
-        """
+        """Mean bytes of one issue, as counted by nccl-tests; this rank's own if sizes differ by rank."""
         if self.signature.nbytes is not None:
             return self.signature.nbytes
         return self._weight[1] / max(self._weight[0], 1)
@@ -152,9 +150,7 @@ class BoundOperation:
         return f"{self.signature.describe()} ({number} in group '{self.state.group.name}')"
 
     def bind(self) -> Issue:
-        """Return how to issue this operation; a synchronous one runs without a handle unless there is an
-        error.
-        """
+        """Return how to issue this operation; a synchronous one needs no handle unless there is an error."""
         start = self._bind_p2p() if self.signature.is_p2p else self._bind_collective()
         if not self.inline:
             return Issue(start, operation=self)
@@ -302,9 +298,7 @@ class BoundOperation:
         return run_in_place
 
     def _bells(self) -> tuple[Sequence[int] | memoryview, Callable[[], None]]:
-        """Return the functions that find and wake waiting peers; they do nothing if the library wakes peers
-        itself.
-        """
+        """Return functions that find and wake waiting peers; no-ops if the library wakes peers itself."""
         bells = self.engine.waiting.bells
         if bells is None or not self.polled or self.rings:
             return (0,), self.engine.ring

@@ -36,8 +36,7 @@ def send(addresses: Iterable[str], text: str) -> None:
 
 
 def address_of(owner: object) -> str:
-    """Return an abstract address, which leaves no file behind. Receivers check the sender, as anybody may
-    send.
+    """Return an abstract address, without a file. Receivers check senders, since anybody may send.
 
     `owner`: a process, or a name. Containers may share a network but not process numbers.
     """

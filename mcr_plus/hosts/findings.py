@@ -15,7 +15,7 @@ _FRESH: Final = 2.0  # s after which findings of an agent that no longer runs do
 
 
 class Findings:
-    """A word per rank of the job with its state, written by the agent, and one that says that it has left.
+    """Two words per rank of the job: its state, written by the agent, and a mark that it has left.
 
     It also holds, for the lowest rank of each host, the agent's knowledge of that host's clock.
 

@@ -275,8 +275,7 @@ class Heartbeat:
     def ahead(self) -> dict[int, float]:
         """Return the most seconds by which this host's clock is ahead of each host heard directly.
 
-        The bound covers the last minute or two; keys are the hosts' lowest ranks. It is negative if the clock
-        is behind.
+        Bounds of the last minute or two, by the hosts' lowest ranks; negative if the clock is behind.
         """
         return {min(host.ranks): host.ahead.seconds for host in self._hosts if host.ahead.seconds < math.inf}
 

@@ -125,7 +125,7 @@ class Peers:
                 self._release = StoreRelease(store, self.store_is_lost)
 
     def store_is_lost(self) -> bool:
-        """Return whether a request to the store may stay unanswered; dead processes close connections."""
+        """Return whether requests to the store hang; the end of its process would end them with an error."""
         if self.has_silent_connection():  # the thread that waits for an answer cannot check
             self.suspect([0])
         loss = self.lost(0)
@@ -219,8 +219,7 @@ class Peers:
     def has_silent_connection(self) -> bool:
         """Return whether a connection to another host of the job has acknowledged nothing for a while.
 
-        Checked every few tenths of a second, in jobs on several hosts only; in between, the last result is
-        returned.
+        In jobs on several hosts only; checked every few tenths of a second, in between the last result.
         """
         findings, now = self._findings, time.monotonic()
         if findings is None:

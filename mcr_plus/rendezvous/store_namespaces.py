@@ -95,8 +95,7 @@ def _unused_name(
 
 
 def _answer(store: Store, name: str, missing: list[int], timeout: float, arrivals: JobArrivals) -> None:
-    """Send the part's `name`, on rank 0, to ranks that request it; ranks that have not requested it stay in
-    `missing`.
+    """Send the part's `name`, on rank 0, to ranks that request it; the others stay in `missing`.
 
     Raises `PeerLost` if a rank is seen to have died, unless a supervisor restarts it.
     """

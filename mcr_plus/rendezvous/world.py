@@ -51,8 +51,7 @@ class World:
     lost: Callable[[Sequence[int]], PeerLost | None] | None = field(default=None, repr=False)
 
     def store_of(self, group: Group) -> GroupStore:
-        """Return the store for data that ranks of `group` exchange; its keys are removed when all have left
-        it.
+        """Return the store for the data of `group`; its keys are removed when all its ranks have left it.
 
         Only for members of groups of several ranks, which have a store. A wait for a value ends when a rank
         of the group is lost.

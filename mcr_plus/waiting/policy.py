@@ -94,8 +94,7 @@ class WaitStrategy:
         peers: Sequence[int] = (),
         oversubscribed: bool = False,
     ) -> None:
-        """`short`: ranks may use less than a core each. `ranks`: number of ranks on this host. `peers`: their
-        pids.
+        """`short`: ranks may use less than a core each. `ranks`: number on this host. `peers`: their pids.
 
         `oversubscribed`: there are fewer cores than ranks, so polling at full speed is kept short.
         """

@@ -127,11 +127,9 @@ class Contexts:
             self.own[digest] = context
 
     def vote(self, digest: int, flows: int = 0) -> Poll:
-        """Begin to compare an operation on all ranks. The poll raises `OperationsDiffer` on at least one
-        rank.
+        """Begin to compare an operation on all ranks. On at least one, the poll raises `OperationsDiffer`.
 
-        `flows`: the `flow_sum` of a vector collective; over all ranks they add up to 0 if the numbers of
-        elements fit.
+        `flows`: the `flow_sum` of a vector collective; over all ranks they add up to 0 if the counts fit.
         """
         mpi, size = self._mpi, self._group.size
         mine, result = array("Q", (digest, flows)), array("Q", (0, 0))

@@ -283,8 +283,7 @@ class NcclLink:
     def destroy(self, deadline: Deadline) -> None:
         """Close the communicator; abort it if it has failed, or if operations are in flight at the deadline.
 
-        Raises `NcclError` if NCCL cannot close it, or has not by the deadline; then the closing thread goes
-        on.
+        Raises `NcclError` if NCCL cannot close it, or has not by the deadline: its thread then continues.
         """
         if not self.comm:
             self.abort()

@@ -131,12 +131,12 @@ class Gate(Protocol):
 
     @property
     def every(self) -> bool:
-        """See the class."""
+        """True if each operation of the signature must pass."""
         ...
 
     @property
     def again(self) -> bool:
-        """See the class."""
+        """True if the next operation must pass, and ranks compare it."""
         ...
 
     def __call__(self, message: Message) -> Poll | None:
@@ -238,7 +238,7 @@ class Channel(ABC):
         return ""
 
     def stop_operations(self) -> bool:
-        """End what is in flight; return True once the library no longer reads or writes any tensor.
+        """Stop operations in flight; return True once the library no longer reads or writes any tensor.
 
         Called repeatedly until it returns True. From the first call on, no rank starts or polls an operation.
         The default suits libraries that do nothing unless they are called, see `stops_as_whole`.

@@ -24,8 +24,7 @@ _BITWISE = {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bi
 def local_reduce(op: ReduceOp, dtype: torch.dtype) -> LocalReduce:
     """Return the reduction over ranks, in rank order on every rank, so that all ranks get the same bits.
 
-    float16 and bfloat16 are summed and multiplied in float32 and rounded once. Tensors must be in host
-    memory.
+    float16 and bfloat16 are summed and multiplied in float32 and rounded once. For host memory only.
     """
     reduce_parts = _reduction(op, dtype)
 

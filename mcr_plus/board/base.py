@@ -1,4 +1,4 @@
-"""The board of a group: its interface, its records, and the board of a group without peers."""
+"""The board of a group: its interface, its records, and the board of a group of one rank."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 
 RING: Final = 512
 TEXT: Final = 192
-NOTE: Final = 2 * TEXT + 256  # a mismatch: two descriptions, and the words and the group's name around them
-# A slot holds the low 32 bits of the sequence number above the digest. As many, because operations that are
-# not posted leave slots untouched: an old post must not match an operation fewer than 2³² later.
+NOTE: Final = 2 * TEXT + 256  # a mismatch: two descriptions, plus the words and the group's name around them
+# A slot holds the low 32 bits of the sequence number above the digest. It needs all 32, because operations
+# that are not posted leave slots untouched: an old post must not be taken for an operation fewer than 2³²
+# numbers later.
 DIGEST_BITS: Final = 32
 DIGEST_MASK: Final = 0xFFFFFFFF
 TAG_MASK: Final = 0xFFFFFFFF
@@ -25,8 +26,8 @@ TAG_MASK: Final = 0xFFFFFFFF
 class PeerStatus(NamedTuple):
     """A peer's row at a sequence number.
 
-    `issued` is how many operations it has issued; `digest` is None unless it has posted this very operation
-    and not overwritten it since. `overwritten`: its slot in the ring holds a later one.
+    `issued`: number of operations that the peer has issued. `digest`: None unless it has posted this
+    operation and not overwritten it. `overwritten`: the slot in its ring holds a later operation.
     """
 
     issued: int
@@ -36,7 +37,7 @@ class PeerStatus(NamedTuple):
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank failed: the number of the operation that failed (0: none did), and the error."""
+    """Failure of a rank: the number of the failed operation (0 for none), and the error."""
 
     sequence: int
     text: str
@@ -44,23 +45,23 @@ class Failure:
     _NUMBER: ClassVar = struct.Struct("<Q")
 
     def packed(self) -> bytes:
-        """As a record of `NOTE` bytes."""
+        """Return the failure as a record of `NOTE` bytes."""
         text = self.text.encode()[: NOTE - self._NUMBER.size]
         return (self._NUMBER.pack(self.sequence) + text).ljust(NOTE, b"\0")
 
     @classmethod
     def unpacked(cls, record: bytes) -> Failure:
-        """The inverse of `packed`."""
+        """Return the failure in a record of `packed`."""
         (sequence,) = cls._NUMBER.unpack_from(record)
         return cls(sequence, record[cls._NUMBER.size :].rstrip(b"\0").decode(errors="replace"))
 
 
 Noted = dict[int, tuple[float, float, float]]
-"""Operations by their numbers, see `GroupBoard.noted`."""
+"""Times of operations by number, see `GroupBoard.noted`."""
 
 
 class Published(NamedTuple):
-    """That a rank has published what it has noted of its operations up to number `issued`.
+    """Announcement that a rank has published its noted operations up to number `issued`.
 
     `clocks`: see `GroupBoard.publish_noted`.
     """
@@ -73,12 +74,12 @@ class GroupBoard:
     """The rows of one group. This class itself is the board of a group without peers.
 
     Attributes:
-        counter: `counter[0]` is the number of operations this rank has issued.
-        ballots: see `SharedBoard.cast`; None unless the rows lie in memory.
-        is_live: whether `seen` is what ranks have issued by now.
-        first_check: seconds of waiting after which reading all peers' rows is worth its cost; `check_every`
-            seconds later again.
-        problem: why the peers' rows cannot be read, or cannot be trusted (`LaunchError`).
+        counter: `counter[0]` is the number of operations that this rank has issued.
+        ballots: see `SharedBoard.cast`; None unless the rows are in shared memory.
+        is_live: whether `seen` is up to date.
+        first_check: seconds of waiting after which reading all peers' rows is worth its cost; they are read
+            again every `check_every` seconds.
+        problem: error if the peers' rows cannot be read, or cannot be trusted (`LaunchError`).
     """
 
     ballots: Callable[[int], Poll] | None = None
@@ -94,123 +95,124 @@ class GroupBoard:
         """Publish operation `sequence`, unless its slot holds a later one; `text` comes from `pad`."""
 
     def post_counts(self, sequence: int, sent: Sequence[int], expected: Sequence[int]) -> None:
-        """Publish, before `post`, how many elements a vector collective moves to and from each group rank."""
+        """Publish, before `post`, a vector collective's counts to and from each group rank."""
 
     def counts(self, rank: int, sequence: int) -> tuple[int, int] | None:  # noqa: ARG002
-        """How many elements `rank` sends to this rank in `sequence`, and how many it expects from it.
+        """Return the elements that `rank` sends to this rank in `sequence`, and those it expects from it.
 
-        Valid once `all_match` is true for the operation; None if the peer has overwritten the record since.
+        Valid once `all_match` is true for the operation; None if the peer has overwritten the record.
         """
         return None
 
     def read(self, rank: int, sequence: int) -> PeerStatus:  # noqa: ARG002
-        """The row of group rank `rank`, with its record of `sequence` if there is one."""
+        """Return the row of group rank `rank`, with its record of `sequence` if there is one."""
         return PeerStatus(sequence)
 
     def arrive(self, sequence: int, now: float, idle: float) -> None:
-        """Publish when this rank has issued `sequence`, and its `WaitTime` until then.
+        """Publish when this rank issued `sequence`, and its `WaitTime` until then; only for recorded
+        operations.
 
-        In seconds of `time.perf_counter`, which is one clock on a host. Only while operations are recorded.
+        Both are in seconds of `time.perf_counter`, which is one clock on a host.
         """
 
     def arrival_words(self, sequence: int) -> tuple[list[int], list[int]] | None:  # noqa: ARG002
-        """What `arrive` has published for `sequence`, for `arrival_times`; None where ranks do not see it."""
+        """Return the words that `arrive` published for `sequence`; None if ranks cannot see them."""
         return None
 
     def note(self, sequence: int, issued: float, idle: float, done: float) -> None:
-        """Note an operation for `publish_noted`, where ranks do not see `arrive`; seconds as there."""
+        """Note an operation for `publish_noted`, if ranks cannot see `arrive`; seconds as in `arrive`."""
 
     def publish_noted(self, clocks: Mapping[int, float]) -> None:
-        """Publish what was noted. `clocks`: `Peers.clocks` of this rank's host."""
+        """Publish the noted operations. `clocks`: `Peers.clocks` of this rank's host."""
 
     def published(self, rank: int) -> Published | None:  # noqa: ARG002
-        """What `rank` has said with the latest `publish_noted`; None without one."""
+        """Return the latest `publish_noted` of `rank`; None without one."""
         return None
 
     def noted(self, rank: int, sequences: Sequence[int]) -> Noted:  # noqa: ARG002
-        """What `rank` has published of these operations: times of issue, idle until then, and of the end."""
+        """Return times that `rank` has published for these operations: issue, idle time before it, end."""
         return {}
 
     def remove_noted(self, others: Sequence[int] = ()) -> None:
-        """Remove what this rank has published with `publish_noted`, once no rank needs it any more.
+        """Remove what this rank published with `publish_noted`, once no rank needs it any more.
 
-        `others`: ranks whose part is removed, too, since they cannot do it.
+        `others`: ranks whose part is removed too, since they cannot do it.
         """
 
     def seen(self, rank: int) -> int:  # noqa: ARG002
-        """How many operations `rank` has issued as far as this process has read; from any thread."""
+        """Return the number of operations that `rank` has issued, as last read here; from any thread."""
         return 0
 
     def text(self, rank: int, sequence: int, digest: int) -> str:  # noqa: ARG002
-        """The description that `rank` has posted with this digest; empty if it is not there any more."""
+        """Return the description that `rank` posted with this digest; empty if it is no longer there."""
         return ""
 
     def all_match(self, sequence: int, digest: int) -> bool:  # noqa: ARG002
-        """Whether all ranks have posted this digest for `sequence`.
+        """Return whether all ranks have posted this digest for `sequence`.
 
-        False may also mean that a rank has overwritten its post since, or that it is too early to read again.
+        False may also mean that a rank has overwritten its post, or that it is too early to read again.
         """
         return True
 
     def close(self) -> None:
-        """Free the memory. Nothing else may be called afterwards."""
+        """Free the memory. No other method may be called afterwards."""
 
     def mark_closed(self) -> None:
         """Publish that this rank leaves in good order."""
 
     def is_closed(self, rank: int) -> bool:  # noqa: ARG002
-        """Whether `rank` leaves, or has left, in good order."""
+        """Return whether `rank` leaves, or has left, in good order."""
         return False
 
     def mark_compiling(self, begins: bool) -> None:
-        """Publish that this rank begins to compile kernels, or has ended."""
+        """Publish that this rank begins or ends compiling kernels."""
 
     def compiling(self, rank: int) -> int:  # noqa: ARG002
-        """A number that changes when `rank` begins or ends to compile kernels, and is odd in between."""
+        """Return a number that changes when `rank` begins or ends compiling kernels; odd in between."""
         return 0
 
     def mark_moving(self) -> None:
         """Publish that a library has failed on this rank, see `mcr_plus.reliability.failover`."""
 
     def moves(self) -> int:
-        """A number that changes when any rank calls `mark_moving`."""
+        """Return a number that changes when any rank calls `mark_moving`."""
         return 0
 
     def mark_failed(self, failure: Failure) -> None:
-        """Publish that this rank issues nothing more in this group, and why; only the first call counts."""
+        """Publish why this rank issues no more operations in this group; only the first call counts."""
 
     def failure(self, rank: int) -> Failure | None:  # noqa: ARG002
-        """Why `rank` issues nothing more in the group; None if it has not failed."""
+        """Return why `rank` issues no more operations in the group; None if it has not failed."""
         return None
 
 
 def pad(text: str) -> bytes:
-    """A description as the fixed-size record that `GroupBoard.post` takes."""
+    """Return a description as the fixed-size record that `GroupBoard.post` takes."""
     return text.encode()[: TEXT - 1].ljust(TEXT, b"\0")
 
 
 def unpad(record: bytes) -> str:
-    """The description in a record of `pad`."""
+    """Return the description in a record of `pad`."""
     return record.rstrip(b"\0").decode(errors="replace")
 
 
 def slot_word(sequence: int, digest: int) -> int:
-    """The 64 bits in a ring's slot that record an operation."""
+    """Return the 64-bit word for an operation in a slot of the ring."""
     return (sequence & TAG_MASK) << DIGEST_BITS | digest
 
 
 def is_later(word: int, sequence: int) -> bool:
-    """Whether a slot holds an operation after `sequence`."""
+    """Return whether a slot holds an operation after `sequence`."""
     return 0 < ((word >> DIGEST_BITS) - sequence & TAG_MASK) <= TAG_MASK >> 1
 
 
 def peer_status(issued: int, word: int, sequence: int) -> PeerStatus:
-    """The status from a peer's counter and the word in the slot of `sequence`."""
+    """Return the status for a peer's counter and its word in the slot of `sequence`."""
     if word >> DIGEST_BITS == sequence & TAG_MASK and word:
         return PeerStatus(max(issued, sequence), word & DIGEST_MASK)
     return PeerStatus(issued, None, is_later(word, sequence))
 
 
 def next_turn(turn: int, begins: bool) -> int:
-    """The next number for `GroupBoard.compiling`: odd if compiling `begins`, even if it ends."""
+    """Return the next number for `GroupBoard.compiling`: odd if compiling `begins`, even if it ends."""
     return turn + 1 + ((turn + 1) % 2 != begins)

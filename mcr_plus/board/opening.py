@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def open_board(store: Store | None, group: Group, shared: bool, timeout: float) -> GroupBoard:
-    """Open the board of `group`; collective over its ranks, which all get the same kind."""
+    """Open the board of `group`; collective over its ranks, which all get the same kind of board."""
     if group.size == 1 or store is None:
         return GroupBoard()
     questions = f"board/{group.name}/votes"
@@ -36,7 +36,7 @@ def open_board(store: Store | None, group: Group, shared: bool, timeout: float) 
 
 
 def _all(store: Store, what: str, size: int, mine: bool, timeout: float) -> bool:
-    """Whether `mine` is true on all ranks; waits for them. `what` names the question and must be new."""
+    """Return whether `mine` is true on all ranks; waits for them. `what`: a new name for the question."""
     if not mine:
         store.set(f"{what}/no", "")
     if store.add(f"{what}/ranks", 1) == size:

@@ -1,4 +1,4 @@
-"""What a rank has noted of its operations, in parts of which each is a value in the job's store."""
+"""Times that a rank has noted of its operations, in parts; each part is a value in the job's store."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ if TYPE_CHECKING:
     from mcr_plus.board.base import Noted
 
 PART: Final = 1024
-"""Operations, by their numbers."""
+"""Operations in a part, by consecutive numbers."""
 KEPT: Final = 256
-"""The latest parts of a rank, which are kept."""
+"""Number of latest parts of a rank that are kept."""
 _COLUMNS: Final = 4  # number, and three times in µs
 _BYTES: Final = PART * _COLUMNS * 8
 
 
 class NotedParts:
-    """The operations of this rank in one group. One that is noted again takes the place of the former."""
+    """The noted operations of this rank in one group. Noting an operation again replaces its times."""
 
     def __init__(self) -> None:
-        self._parts: dict[int, dict[int, tuple[float, float, float]]] = {}  # noted since they were packed
-        self._packed: dict[int, bytes] = {}  # those before, in a small part of the memory
+        self._parts: dict[int, dict[int, tuple[float, float, float]]] = {}  # noted since the last packing
+        self._packed: dict[int, bytes] = {}  # earlier ones, which take little memory when packed
 
     def add(self, sequence: int, times: tuple[float, float, float]) -> None:
         """Note an operation."""
         self._parts.setdefault(sequence // PART, {})[sequence] = times
 
     def changed(self) -> Iterator[tuple[int, bytes]]:
-        """The parts with operations that were noted since the last call, as values; forgets old parts."""
+        """Return the parts changed since the last call, as values; forget old parts."""
         parts, self._parts = self._parts, {}
         for part in sorted({*self._packed, *parts})[:-KEPT]:
             self._packed.pop(part, None)
@@ -43,15 +43,15 @@ class NotedParts:
 
 
 def place_of(part: int) -> int:
-    """Where a part is in the store: in the place of one that is no longer kept.
+    """Return the place of a part in the store, which it takes over from a part that is no longer kept.
 
-    None is removed as long as a rank may read it, so that a reader that has found one gets it.
+    No part is removed while a rank may read it, so a reader that has found a part gets it.
     """
     return part % KEPT
 
 
 def packed(noted: Noted) -> bytes:
-    """Operations as a value: differences of microseconds, which are small, and compressed."""
+    """Pack operations into a value: compressed differences of microseconds, which are small."""
     rows = np.array([(number, *times) for number, times in list(noted.items())])
     rows[:, 1:] *= 1e6
     whole = np.rint(rows).astype(np.int64)
@@ -59,7 +59,7 @@ def packed(noted: Noted) -> bytes:
 
 
 def unpacked(value: bytes) -> Noted:
-    """The inverse of `packed`, to the microsecond; empty for what is none."""
+    """Return the operations of a packed value, to the microsecond; empty if the value is malformed."""
     unpacking = zlib.decompressobj()
     try:
         columns = np.frombuffer(unpacking.decompress(value, _BYTES), np.int64)

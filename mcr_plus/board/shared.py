@@ -1,4 +1,4 @@
-"""Rows in anonymous shared memory: a memfd that peers open through /proc, with no name to be left behind."""
+"""Rows in anonymous shared memory: a memfd that peers open through /proc, so that no file is left behind."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ if TYPE_CHECKING:
 
 _HEADER: Final = 64
 _WORDS: Final = _HEADER // 8
-_MOVES: Final = 3  # the word of a row's header with its calls of `mark_moving`
-_BALLOTS: Final = 4  # the word of a row's header where they begin, and how many there are
+_MOVES: Final = 3  # header word of a row that counts calls of `mark_moving`
+_BALLOTS: Final = 4  # header word of a row where the ballots begin, and their number
 _TEXTS: Final = _HEADER + RING * 8
 _NOTES: Final = _TEXTS + RING * TEXT
-_ARRIVALS: Final = _NOTES + NOTE  # RING times of issue, and as many idle times until then
-# The rest of a row: RING times what is sent to and expected from each rank.
+_ARRIVALS: Final = _NOTES + NOTE  # RING times of issue, and RING idle times until then
+# The rest of a row: RING records of the counts sent to and expected from each rank.
 _COUNTS: Final = _ARRIVALS + 2 * RING * 8
-_NUMBER_BITS: Final = 16  # of an operation's number beside its time in µs, which are right for nine years
+_NUMBER_BITS: Final = 16  # of an operation's number, beside its time in µs, which suffices for nine years
 _NUMBER_MASK: Final = (1 << _NUMBER_BITS) - 1
 _CLOSED: Final = 1
 _FAILED: Final = 2
 
 
 def arrival_times(words: tuple[list[int], list[int]], sequence: int) -> tuple[list[float], list[float]]:
-    """The times that `GroupBoard.arrive` was given, by group rank; NaN for a rank that has not called it."""
+    """Return the times passed to `GroupBoard.arrive`, by group rank; NaN for a rank without a call."""
     number = sequence & _NUMBER_MASK
     times = [
         (word >> _NUMBER_BITS) * 1e-6 if word & _NUMBER_MASK == number and word else math.nan
@@ -86,15 +86,16 @@ class SharedBoard(GroupBoard):
         self._ballots_of_peers = [
             [rank * self._row_words + _BALLOTS + slot for rank in peers] for slot in range(_BALLOTS)
         ]
-        self._cast = 0  # ballots
+        self._cast = 0  # number of ballots cast
         self.ballots = self.cast
 
     def cast(self, digest: int) -> Poll:
-        """Publish which operation this rank starts; the poll is true once all peers have published the same.
+        """Publish which operation this rank starts; the poll is true once all peers have published the same
+        one.
 
-        For one library of the group and its synchronous operations, of which a rank has one at a time: the
-        n-th call of each rank is compared. It costs well under 1 µs with a peer. Where ranks differ, the poll
-        stays false, and the slow path of the wait finds the difference in the posts.
+        Used for the synchronous operations of one library of the group. A rank has one at a time, and the
+        n-th calls of all ranks are compared. It costs well under 1 µs with a peer. Where ranks differ, the
+        poll stays false, and the slow path of the wait finds the difference in the posts.
         """
         self._cast = number = self._cast + 1
         slot = number % _BALLOTS
@@ -102,7 +103,7 @@ class SharedBoard(GroupBoard):
         self._ballots[slot] = word
 
         def counted() -> bool:
-            for other in others:  # of which one may be further on, if its caller was interrupted
+            for other in others:  # a peer may be ahead, if its caller was interrupted
                 theirs = everything[other]
                 if theirs != word and not is_later(theirs, number):
                     return False
@@ -140,7 +141,7 @@ class SharedBoard(GroupBoard):
         return word & DIGEST_MASK if word >> DIGEST_BITS == sequence & TAG_MASK else None
 
     def read(self, rank: int, sequence: int) -> PeerStatus:  # noqa: D102
-        # The counter before the word: a post that the counter includes is then in the ring.
+        # Read the counter before the word: a post that the counter includes is then in the ring.
         issued = self._all[rank * self._row_words]
         word = self._all[rank * self._row_words + _WORDS + sequence % RING]
         return peer_status(issued, word, sequence)
@@ -209,12 +210,12 @@ class SharedBoard(GroupBoard):
 
 
 def _row_bytes(ranks: int) -> int:
-    """Bytes of a row in a group of `ranks`; pages that are never written take no memory."""
+    """Return the bytes of a row in a group of `ranks`; pages that are never written take no memory."""
     return _COUNTS + RING * 2 * ranks * 8
 
 
 def map_shared(store: Store, group: Group) -> tuple[mmap.mmap | None, int | None]:
-    """The group's memory, None if it cannot be mapped; on rank 0 also the descriptor that peers open."""
+    """Return the group's memory, None if it cannot be mapped; on rank 0 also its descriptor for peers."""
     size = group.size * _row_bytes(group.size)
     key = f"board/{group.name}/memory"
     try:
@@ -227,7 +228,7 @@ def map_shared(store: Store, group: Group) -> tuple[mmap.mmap | None, int | None
         pid, number, inode = store.get(key).decode().split(":")
         descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
         try:
-            # Another PID namespace may hold a process of the same number, but not the same inode.
+            # Another PID namespace may hold a process with the same number, but not the same inode.
             if os.fstat(descriptor).st_ino != int(inode) or os.fstat(descriptor).st_size != size:
                 return None, None
             return mmap.mmap(descriptor, size), None

@@ -34,23 +34,22 @@ if TYPE_CHECKING:
     from mcr_plus.core.c10d import Store
     from mcr_plus.core.group import Group
 
-_STORED: Final = 256  # operations in a row, which is written whole
-# A rank has as many descriptions in the store at a time. Each has one of four places by its digest, so that
-# operations in flight together do not take each other's.
+_STORED: Final = 256  # operations in a row, which is always written as a whole
+# Number of descriptions that a rank has in the store. Each has one of four places by its digest, so that
+# operations in flight together do not overwrite each other's.
 _TEXT_SETS: Final = 256
 _TEXT_PLACES: Final = 4
-_RARER: Final = 0.1  # of a wait so far, between two requests
-_RAREST: Final = 0.005  # seconds
-_FEW: Final = 8  # ranks up to which the rows themselves are compared, and no votes counted
+_RARER: Final = 0.1  # share of the wait so far, between two requests
+_RAREST: Final = 0.005  # s, the longest time between two requests
+_FEW: Final = 8  # number of ranks up to which rows are compared directly, without counting votes
 _Answer = TypeVar("_Answer")
 
 
 class StoreBoard(GroupBoard):
     """Rows as values of the job's store: slower, but visible from all hosts.
 
-    The counter stays local; a peer's `issued` is what it was when the peer last posted. A row is read and
-    written whole: two reads could find a counter that has passed an operation which the ring, read before,
-    does not hold yet.
+    The counter stays local; a peer's `issued` dates from its last post. A row is read and written as a whole:
+    two reads could return a counter that includes an operation which is not yet in the ring, read before.
     """
 
     _HEADER: Final = 8
@@ -64,30 +63,30 @@ class StoreBoard(GroupBoard):
         self._words = memoryview(self._row)[self._HEADER :].cast("Q")
         # The digests that this rank has described and the places of their descriptions, by set, oldest first.
         self._described: dict[int, dict[int, int]] = {}
-        self._voted: deque[str] = deque()  # on rank 0 of many, which removes what is old
-        # Rows of peers as they were last read. What they hold of an operation stays true, so that one request
-        # answers for all operations that the peer had posted by then.
+        self._voted: deque[str] = deque()  # on rank 0 of many, which removes old votes
+        # Rows of peers as last read. Their contents about an operation stay true, so one request answers for
+        # all operations that the peer had posted by then.
         self._read_rows: dict[int, memoryview] = {}
-        self._seen: dict[int, int] = {}  # how many operations peers had issued when their rows were last read
+        self._seen: dict[int, int] = {}  # operations that peers had issued at the last read
         self._next_question = 0.0
-        self._asked, self._asked_since = -1, 0.0  # the last operation that was asked for, and since when
-        # Reading the rows is a request per peer to a server that all ranks share.
+        self._asked, self._asked_since = -1, 0.0  # the last operation asked for, and since when
+        # Reading the rows takes one request per peer to a server that all ranks share.
         self.first_check = 0.02
         self.check_every = max(0.05, 0.0005 * group.size)
         self._failed = False
-        self._turns = 0  # of compiling
+        self._turns = 0  # numbers for `compiling`
         self._noted = NotedParts()
         self._has_published = False
-        self._moves = f"board/{group.name}/moves"  # a key of all ranks
+        self._moves = f"board/{group.name}/moves"  # one key for all ranks
         self._publish()
 
     def _key(self, rank: int, name: str) -> str:
         return f"board/{self._group.name}/{rank}/{name}"
 
     def _ask(self, question: Callable[[Store], _Answer], otherwise: _Answer) -> _Answer:
-        """The store's answer; `otherwise` if it does not answer, or a stranger has written the answer.
+        """Return the store's answer; `otherwise` if there is none, or a stranger has written it.
 
-        `problem` is set then. After one failure the store gets no more requests: its process may have died.
+        Then `problem` is set. After one failure the store gets no more requests: its process may have died.
         """
         if self._store is None:
             return otherwise
@@ -115,7 +114,7 @@ class StoreBoard(GroupBoard):
         self._write("row", bytes(self._row))
 
     def _row_of(self, rank: int) -> memoryview | None:
-        """The row of `rank`, in words; None without one, as once its world has left the store."""
+        """Return the row of `rank` as words; None without one, as after its world has left the store."""
         row = self._read(rank, "row")
         if row is None:
             return None
@@ -133,8 +132,8 @@ class StoreBoard(GroupBoard):
         if digest not in described:
             free = len(described)
             place = free if free < _TEXT_PLACES else described.pop(next(iter(described)))
-            # Written before the digest, so that a peer that reads the digest finds it. A place and no key per
-            # digest, because programs may have a tag for every step.
+            # Written before the digest, so that a peer that reads the digest finds it. Places are reused
+            # instead of one key per digest, because programs may have a tag for every step.
             self._write(_text_key(digest, place), digest.to_bytes(4, "little") + text)
             described[digest] = place
         self._words[slot] = word
@@ -169,7 +168,7 @@ class StoreBoard(GroupBoard):
         return f"board/{self._group.name}/votes/{sequence}/{digest:x}"
 
     def all_match(self, sequence: int, digest: int) -> bool:
-        """See `GroupBoard.all_match`; limited in rate, and a single request if there are many ranks."""
+        """See `GroupBoard.all_match`. The rate is limited; with many ranks it is a single request."""
         if self._group.size > _FEW:
             if not self._may_ask(sequence):
                 return False
@@ -190,10 +189,10 @@ class StoreBoard(GroupBoard):
         return True
 
     def _may_ask(self, sequence: int) -> bool:
-        """Whether the next request to the store is due; if so, also sets the time of the one after it.
+        """Return whether the next request to the store is due; if so, schedule the one after it.
 
-        The longer ranks have been waited for, the rarer are requests: the wait takes a tenth longer at most,
-        and a rank that waits takes little of the core that others compute on.
+        Requests become rarer during a wait. The wait gets at most a tenth longer, and a waiting rank takes
+        little of the core that others compute on.
         """
         now = time.monotonic()
         if now < self._next_question:
@@ -211,7 +210,7 @@ class StoreBoard(GroupBoard):
         for part, value in self._noted.changed():
             self._write(f"noted/{place_of(part)}", value)
         said = json.dumps([self.counter[0], list(clocks.items())])
-        self._write("noted", said.encode())  # last: what it says is there
+        self._write("noted", said.encode())  # last: the operations it announces are in the store by now
         self._has_published = True
 
     def published(self, rank: int) -> Published | None:  # noqa: D102

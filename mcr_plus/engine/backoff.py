@@ -37,8 +37,7 @@ def pause_wait(engine: Engine, work: IssuedWork, pause: Pause, now: float, waite
 def _has_others(engine: Engine, work: IssuedWork) -> bool:
     """Return whether another operation may need polls while this thread waits for `work`.
 
-    An operation that starts after another one in flight needs none, nor does one that a library's own threads
-    complete.
+    Operations that start after another one, or that a library's own threads complete, need none.
     """
     if engine.unordered:
         return True

@@ -62,7 +62,7 @@ class ChannelWrapper(Channel):
         return self.bind(signature)
 
     def needs_polls(self, beside: Poll | None) -> bool:  # noqa: ARG002
-        """Return whether operations other than the one of poll `beside` may need polls to go on.
+        """Return whether operations other than the one with poll `beside` need polls to make progress.
 
         Called under the engine's lock. A subclass returns False where it can tell.
         """
@@ -82,9 +82,7 @@ def bound_every(channel: Channel, every: int) -> Callable[[Signature], Start]:
 
 
 def has_failover(channel: Channel | None, signature: Signature) -> bool:
-    """Return whether another library takes over the operation if this channel fails; False for sends and
-    receives.
-    """
+    """Return whether another library takes over if this channel fails; False for sends and receives."""
     return isinstance(channel, ChannelWrapper) and channel.has_failover and not signature.is_p2p
 
 

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from mcr_plus.engine.group_state import GroupState
     from mcr_plus.engine.work import IssuedWork
 
-_OWN_TAGS: Final = ("elastic", "local", "outer")  # of groups closed with operations left
+_OWN_TAGS: Final = ("elastic", "local", "outer")  # groups that may end with operations left
 
 
 def drain(engine: Engine, only: Sequence[GroupState] | None = None) -> None:
-    """Wait for the operations in flight, of all groups or those in `only`; raise the first error at the end.
+    """Wait for all operations in flight, or those of the groups in `only`; raise the first error at the end.
 
     Closing a group waits for all of its operations. Leaving the job does not: see `never_waited`.
     """

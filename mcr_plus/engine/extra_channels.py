@@ -24,8 +24,7 @@ def open_further(
 ) -> Channel:
     """Open another channel of a library; collective over the group's ranks.
 
-    Each `purpose` gets a channel of its own. `is_given_up`: returns True once nobody waits for the channel
-    any more.
+    Each `purpose` gets its own channel. `is_given_up`: returns True once nobody waits for it any more.
     """
     of_purpose = replace(group, name=f"{group.name}/{purpose}")
     world.watch_store(of_purpose, is_given_up)

@@ -72,7 +72,7 @@ class GroupRuntime:
         self.operations.clear()
 
     def forget_messages(self) -> None:
-        """Drop the bindings of sends and receives; each rank may do so alone, because ranks do not compare
+        """Drop the bindings of sends and receives; a rank may do so alone, since ranks do not compare
         them.
         """
         for signature in [known for known in self.operations if known.is_p2p]:

@@ -178,7 +178,7 @@ class GroupState:
         return threading.get_ident() == self.owner or isinstance(caller, threading._DummyThread)
 
     def take_over(self) -> None:
-        """Make the calling thread the group's issuing thread; raise as `check_thread` does if no thread may
+        """Make the calling thread the group's issuing thread; raise as `check_thread` does if none may
         issue.
         """
         if self.closed or self.failure is not None or self.owner == _NOBODY:

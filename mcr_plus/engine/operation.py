@@ -106,9 +106,7 @@ class BoundOperation:
 
     @property
     def mean_bytes(self) -> float:
-        """Mean bytes of one issue, as counted by nccl-tests; this rank's bytes where sizes differ between
-        ranks.
-        """
+        """Mean bytes of one issue, as counted by nccl-tests; this rank's own if sizes differ by rank."""
         if self.signature.nbytes is not None:
             return self.signature.nbytes
         return self._weight[1] / max(self._weight[0], 1)
@@ -152,9 +150,7 @@ class BoundOperation:
         return f"{self.signature.describe()} ({number} in group '{self.state.group.name}')"
 
     def bind(self) -> Issue:
-        """Return how to issue this operation; a synchronous one runs without a handle unless there is an
-        error.
-        """
+        """Return how to issue this operation; a synchronous one needs no handle unless there is an error."""
         start = self._bind_p2p() if self.signature.is_p2p else self._bind_collective()
         if not self.inline:
             return Issue(start, operation=self)
@@ -302,9 +298,7 @@ class BoundOperation:
         return run_in_place
 
     def _bells(self) -> tuple[Sequence[int] | memoryview, Callable[[], None]]:
-        """Return the functions that find and wake waiting peers; they do nothing if the library wakes peers
-        itself.
-        """
+        """Return functions that find and wake waiting peers; no-ops if the library wakes peers itself."""
         bells = self.engine.waiting.bells
         if bells is None or not self.polled or self.rings:
             return (0,), self.engine.ring
@@ -359,7 +353,7 @@ class BoundOperation:
     def _nap(self, poll: Poll) -> bool:
         """Sleep a few times until a peer rings, if waits are not calm; return whether `poll` is done then.
 
-        `Engine.wait` checks deadline and peers. It also does everything else if more is in flight.
+        `Engine.wait` checks deadline and peers, and does the whole wait if other operations are in flight.
         """
         engine, waiting = self.engine, self.engine.waiting
         if engine.occupied() or not (self.polled and waiting.may_nap()):

@@ -42,7 +42,7 @@ class StartOrder:
         return self.streams.under(self._stream)
 
     def prepare(self, message: Message) -> None:
-        """Call the message's `prepare`, whose kernels run after those of the previous operation."""
+        """Call the message's `prepare`; its kernels run after the kernels of the previous operation."""
         prepare = message.prepare
         if prepare is None:
             return
@@ -198,6 +198,8 @@ class _Staging:
         retained = self._retained
         retained.release()
         of, stream = self._stream(tensors[0].device) if tensors else self._late_stream(message)
+        # `produced` orders the copies after the caller's work so far; `wait` orders the caller after
+        # `copied`.
         produced, copied = of.event(), of.event()
         produced.record(of.current())
         pinned = {id(t): of.pinned(t) for t in tensors}

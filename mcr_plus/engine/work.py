@@ -52,7 +52,7 @@ class IssuedWork(Work):
     t_issue: float = 0.0
     t_wait: float = math.inf  # start of the first wait
     t_done: float | None = None
-    lost_before: float | None = None  # `WaitTime.lost` at that time
+    lost_before: float | None = None  # `WaitTime.lost` at `t_wait`
     idle: float | None = None  # `WaitTime.seconds` at the issue, if arrivals are recorded
     site: Position | None = None  # place of the issue in the program, if arrivals are recorded
     error_raised: bool = False  # whether a wait has raised `error`
@@ -75,7 +75,7 @@ class IssuedWork(Work):
         self.waited = False  # or polled until done: its results may be read
 
     def is_behind(self, issued: Iterable[IssuedWork]) -> bool:
-        """Whether this send or receive must start after an earlier one: messages with the same peer and tag
+        """True if this send or receive must start after an earlier one: messages with the same peer and tag
         are matched in the order of their start.
         """
         earlier = _Places()

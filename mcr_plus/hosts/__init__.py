@@ -1,1 +1,1 @@
-"""The processes beside the ranks of a host, and what they do. Nothing here imports torch or numpy."""
+"""Processes beside the ranks of a host. This package imports neither torch nor numpy."""

@@ -1,7 +1,7 @@
-"""Accept connections on a port that any process may reach, and give up those that do not prove to be members.
+"""Accepts connections on a port open to any process, and drops those that do not prove to be members.
 
-Every listening socket that Python code of ours serves has an `Acceptor`, so one policy holds for all: how
-long a connection may take to authenticate, how many may be at it at once, and how many lines are logged.
+Every listening socket that our Python code serves has an `Acceptor`, so one policy holds for all: how long a
+connection may take to authenticate, how many may be unauthenticated at once, and how many lines are logged.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from typing import Final
 
 WITHIN: Final = 10.0
-"""Seconds that a connection may take to authenticate. A member does so as soon as it has connected."""
+"""Seconds that a connection may take to authenticate. A member does so immediately after connecting."""
 MOST: Final = 64
 """Connections that may wait to authenticate at once, beside as many as there are members."""
 _PAUSE: Final = 0.05  # seconds until a non-blocking listener is polled again that cannot accept
@@ -22,10 +22,10 @@ _LOG_EVERY: Final = 60.0  # seconds between two lines about refused connections
 
 
 class Acceptor:
-    """A listening socket, and the accepted connections whose peers have not authenticated yet.
+    """A listening socket, and the accepted connections that have not authenticated yet.
 
-    A connection that is given up is shut down: its owner, who may be another thread, reads its end, as if the
-    peer had closed it, and closes it. All methods may be called by any thread.
+    A dropped connection is shut down: its owner, which may be another thread, reads its end as if the peer
+    had closed it, and closes it. Any thread may call all methods.
     """
 
     def __init__(
@@ -49,14 +49,13 @@ class Acceptor:
         self.listener = listener
         self._what, self._most, self._within = what, most + members, within
         self._lock = threading.RLock()
-        self._pending: dict[socket.socket, float] = {}  # and when it must have authenticated; oldest first
+        self._pending: dict[socket.socket, float] = {}  # authentication deadlines, oldest first
         self._log_next, self._left_out = 0.0, 0
 
     def accept(self) -> socket.socket | None:
-        """Accept a connection; None if there is none within the timeout of the listener.
+        """Accept a connection; None if there is none within the listener's timeout.
 
-        Gives up connections that have been silent for too long, and the oldest silent one if there are too
-        many.
+        Drops connections that have been silent for too long, and the oldest silent one if there are too many.
         """
         self.expire()
         try:
@@ -76,28 +75,28 @@ class Acceptor:
         return connection
 
     def admit(self, connection: socket.socket) -> bool:
-        """Note that the peer has authenticated; returns False if the connection was given up before."""
+        """Note that the peer has authenticated; return False if the connection was dropped before."""
         with self._lock:
             return self._pending.pop(connection, None) is not None
 
     def refuse(self, connection: socket.socket, why: object) -> None:
-        """Close a connection whose peer is no member, and log it unless it was given up before."""
+        """Close a connection whose peer is not a member, and log it unless it was dropped before."""
         if self.admit(connection):
             self._log(f"a connection was refused: {why}")
         connection.close()
 
     def expire(self) -> None:
-        """Give up connections that have not authenticated in time."""
+        """Drop connections that have not authenticated in time."""
         now = time.monotonic()
         with self._lock:
             for connection in [each for each, ends in self._pending.items() if ends <= now]:
-                if _is_silent(connection):  # else its owner has yet to read what has come
+                if _is_silent(connection):  # else its owner has yet to read data from it
                     self._give_up(connection, f"it has not authenticated within {self._within:g} s")
             if self._left_out and now >= self._log_next:
                 self._log("the last connection was refused as those before")
 
     def close(self) -> None:
-        """Close the listener, and give up all connections that have not authenticated."""
+        """Close the listener, and drop all connections that have not authenticated."""
         self.listener.close()
         with self._lock:
             for connection in self._pending:
@@ -107,7 +106,7 @@ class Acceptor:
     def _make_room(self) -> None:
         with self._lock:
             oldest = next(filter(_is_silent, self._pending), None)
-            if oldest is not None:  # else their owners have yet to read what has come
+            if oldest is not None:  # else all owners have yet to read data
                 self._give_up(oldest, f"{len(self._pending)} connections have not authenticated")
 
     def _give_up(self, connection: socket.socket, why: str) -> None:
@@ -128,7 +127,7 @@ class Acceptor:
 
 
 def _is_silent(connection: socket.socket) -> bool:
-    """Whether there is nothing to read."""
+    """Return whether there is no data to read."""
     waiting = select.poll()
     with contextlib.suppress(OSError, ValueError):  # closed by its owner
         waiting.register(connection, select.POLLIN)

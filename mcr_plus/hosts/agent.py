@@ -1,9 +1,9 @@
 """The agent of a host: a process that watches the host's ranks and exchanges heartbeats with other agents.
 
-`mcr.init` starts it in jobs on several hosts, as a process of its own, so that no rank that computes or holds
-the interpreter's lock keeps it from running. It imports the standard library alone, is not tied to the rank
-that has started it, and ends when the ranks of its host have ended. It is two processes: each replaces the
-other if that dies, so that the death of an agent is not taken for that of its host.
+`mcr.init` starts it in jobs on several hosts. It is a process of its own, so that a rank that computes or
+holds the GIL does not keep it from running. It imports only the standard library, is not tied to the rank
+that started it, and ends when the ranks of its host have ended. It consists of two processes that replace
+each other, so that the death of one is not taken for the death of the host.
 """
 
 from __future__ import annotations
@@ -27,24 +27,25 @@ from mcr_plus.hosts.page import Page
 from mcr_plus.hosts.page_exchange import HOSTS, ROOM, Datagram, PageExchange
 from mcr_plus.hosts.protocol import PERIOD, Heartbeat, State
 
-_LOOK_EVERY: Final = PERIOD / 2  # seconds between looks at processes, whose stop nothing announces
+_LOOK_EVERY: Final = PERIOD / 2  # s between checks of processes, since nothing announces a stop
 _TOGETHER: Final = 0.02
-"""Seconds for which a change is held back: where a whole host ends, its ranks end one after another, and the
-agent with them. What it said of the first ones would be all that others hear before the host is silent."""
-_GOOD_BYES: Final = (0.0, 0.02, 0.04)  # seconds before each of the last datagrams, of which some may be lost
+"""Seconds for which a change is held back. If a whole host ends, its ranks end one after another, and then
+the agent. Without the delay, other hosts would hear only of the first ranks before the host is silent.
+"""
+_GOOD_BYES: Final = (0.0, 0.02, 0.04)  # s before each of the last datagrams, as some may be lost
 _LARGEST: Final = 1 << 16  # bytes of a datagram
-_BURST: Final = 1000  # datagrams that are taken in between two looks
-_RESTARTS: Final = 20  # of the working process, within a minute
+_BURST: Final = 1000  # datagrams received between two checks
+_RESTARTS: Final = 20  # restarts of the working process within a minute
 _NICE: Final = -15
 
 
 class Agent:
     """The working process of a host's agent.
 
-    `order` is what `mcr_plus.rendezvous.heartbeats` writes: the `key` of the signatures (hexadecimal), the
+    `order` is written by `mcr_plus.rendezvous.heartbeats`: the `key` of the signatures (hexadecimal), the
     ranks of all `hosts` and the `addresses` of their agents (null without one), the number of this host
-    (`me`), process and start time of each of its ranks (`processes`), the `limit` of silence in seconds,
-    0 for the usual one, and the `job` and `version` on status pages. `page`: of this agent, None for none.
+    (`me`), process and start time of each of its ranks (`processes`), the `limit` of silence in seconds (0
+    for the default), and the `job` and `version` on status pages. `page`: this agent's page, None for none.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Agent:
         page: Page | None = None,
         requests: socket.socket | None = None,
     ) -> None:
-        """`requests`: takes those of ranks of this host for dumps of other ones; None: nobody does."""
+        """`requests`: socket for dump requests of this host's ranks to other ranks; None if there is none."""
         hosts: list[list[int]] = order["hosts"]
         self._findings, self._link = findings, link
         self._addresses = [None if each is None else tuple(each) for each in order["addresses"]]
@@ -69,11 +70,11 @@ class Agent:
         ]
         key, now = bytes.fromhex(order["key"]), time.monotonic()
         self._heartbeat = Heartbeat(hosts, order["me"], key, now, limit=order["limit"], heard=heard)
-        self._emptied = now  # all that had come by then has been taken in
-        self._told: dict[int, State] | None = None  # of this host's ranks that are not running
-        self._changed: float | None = None  # since when that is not so any more
-        self._waiting: set[int] = set()  # hosts to which datagrams are due, while a change is held back
-        self._asking = False  # whether one of these asks for an answer
+        self._emptied = now  # time at which all datagrams had been received
+        self._told: dict[int, State] | None = None  # published states of ranks not running
+        self._changed: float | None = None  # time of the first unpublished change
+        self._waiting: set[int] = set()  # hosts that get a datagram once the change is published
+        self._asking = False  # whether one of these datagrams asks for an answer
         self._relay, self._requests = DumpRelay(len(hosts), order["me"], key), requests
         self._exchange: PageExchange | None = None
         if page is not None:
@@ -83,15 +84,15 @@ class Agent:
         self._poll.register(link, select.POLLIN)
         if requests is not None:
             self._poll.register(requests, select.POLLIN)
-        self._watched: dict[int, int] = {}  # descriptor → rank: each tells of the end of a process
+        self._watched: dict[int, int] = {}  # pidfd → rank: each announces the end of a process
         for rank, (pid, _) in self._own.items():
-            with contextlib.suppress(OSError, AttributeError):  # then looking has to do
+            with contextlib.suppress(OSError, AttributeError):  # without pidfds, periodic checks do
                 descriptor = os.pidfd_open(pid)
                 self._watched[descriptor] = rank
                 self._poll.register(descriptor, select.POLLIN)
 
     def run(self, supervisor: int) -> bool:
-        """Work until all ranks of this host have ended; returns false if the supervising process has."""
+        """Work until all ranks of this host have ended; return False if the supervising process has."""
         next_beat = time.monotonic()
         while os.getppid() == supervisor:
             ended = self._look()
@@ -117,9 +118,9 @@ class Agent:
         return False
 
     def _look(self) -> bool:
-        """Look at the ranks of this host, and tell other hosts of changes; returns whether all have ended.
+        """Check the ranks of this host, and report changes to other hosts; return whether all have ended.
 
-        The first look is told at once: the agent may take the place of one that has told of it.
+        The first result is published at once: the agent may replace an agent that had published it.
         """
         states: dict[int, State] = {}
         ended = True
@@ -146,7 +147,7 @@ class Agent:
             self._tell_all()
 
     def _sleep(self, seconds: float) -> None:
-        """Sleep until a datagram comes or a rank ends, for at most so many seconds."""
+        """Sleep until a datagram arrives or a rank ends, for at most `seconds`."""
         for descriptor, _ in self._poll.poll(max(1, seconds * 1e3)):
             if descriptor in self._watched:
                 self._poll.unregister(descriptor)
@@ -154,7 +155,7 @@ class Agent:
                 os.close(descriptor)
 
     def _receive(self) -> None:
-        """Take in the datagrams that have come, answer them, and pass news on."""
+        """Receive the datagrams that have arrived, answer them, and pass news on."""
         news, targets = False, set[int]()
         for _ in range(_BURST):
             now = time.monotonic()
@@ -194,15 +195,15 @@ class Agent:
                     self._link.sendto(data, address)
 
     def _send_waiting(self, now: float) -> None:
-        """Send what `_send` has put off, unless the change is still held back."""
+        """Send the datagrams that `_send` has delayed, unless the change is still held back."""
         if self._waiting and self._changed is None:
             waiting, self._waiting, asks, self._asking = self._waiting, set(), self._asking, False
             self._send(sorted(waiting), now, asks=asks)
 
     def _send(self, hosts: list[int], now: float, *, asks: bool = False) -> None:
-        """Send what is known: now, or once a change is not held back any more.
+        """Send all findings: now, or later if a change is held back.
 
-        A beat from between would say that there is no change.
+        A beat sent in between would claim that there is no change.
         """
         if self._changed is not None:
             self._waiting.update(hosts)
@@ -217,9 +218,9 @@ class Agent:
 
 
 def supervise(work: Callable[[int], bool]) -> None:
-    """Run `work(pid of this process)` in a child until it returns true; start it anew where the child dies.
+    """Run `work(pid of this process)` in a child until it returns True; restart it if the child dies.
 
-    `work` returns false when its supervisor has died: then the child takes its place. Never returns.
+    `work` returns False when its supervisor has died: then the child replaces it. Never returns.
     """
     starts: list[float] = []
     while len(starts) < _RESTARTS:
@@ -230,14 +231,14 @@ def supervise(work: Callable[[int], bool]) -> None:
         if child == 0:
             if work(me):
                 os._exit(0)
-            continue  # in place of the supervisor
+            continue  # replaces the supervisor
         if _outcome(child) == 0:
             os._exit(0)
     os._exit(1)
 
 
 def _outcome(child: int) -> int:
-    """The exit status of a child; one that is stopped is killed: it would look like a dead host."""
+    """Return a child's exit status; kill a stopped child, which would look like a dead host."""
     while True:
         _, status = os.waitpid(child, os.WUNTRACED)
         if not os.WIFSTOPPED(status):
@@ -246,9 +247,9 @@ def _outcome(child: int) -> int:
 
 
 def _run_before_others() -> None:
-    """Have this process run as soon as it wants to, if it has the permission, on cores that others keep busy.
+    """Let this process run at once, if permitted, on cores that other processes keep busy.
 
-    A priority among ordinary processes (`nice`) would count within this session alone, which the scheduler
+    A priority among ordinary processes (`nice`) would count only within this session, which the scheduler
     treats as one process (autogroup). The agent runs for a small part of the time.
     """
     try:
@@ -259,7 +260,7 @@ def _run_before_others() -> None:
 
 
 def main() -> None:
-    """Read an order from standard input, and be the agent of this host; the process that was started ends."""
+    """Read an order from standard input, and run this host's agent; the started process itself ends."""
     order = taken_order()
     if os.fork():
         os._exit(0)  # the agent is nobody's child, so no rank has to wait for it
@@ -279,6 +280,6 @@ def main() -> None:
     with contextlib.suppress(OSError):
         link.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, 6)  # not behind the job's own data
     page: Page | None = None
-    with contextlib.suppress(OSError, AttributeError):  # then top does not show other hosts
+    with contextlib.suppress(OSError, AttributeError):  # without this page, top does not show other hosts
         page = Page({"job": order["job"]}, order["version"], name=HOSTS, room=ROOM)
     supervise(lambda supervisor: Agent(order, findings, link, page, requests).run(supervisor))

@@ -1,4 +1,4 @@
-"""What a process beside ranks is to do, which it reads first."""
+"""The order of a process beside ranks: its arguments, which it reads first."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import sys
 from typing import Any, Final
 
 NOTHING_LEFT: Final = 3
-"""Exit status of a process in whose place another one has taken the order."""
+"""Exit status of a process whose order another process has taken."""
 
 
 def taken_order() -> Any:
-    """The order, from standard input; the process ends where nothing of it is left.
+    """Return the order from standard input; exit if another process has read it.
 
-    Processes that share a file as their standard input share the position in it: one of them gets all.
+    Processes that share a file as their standard input share the position in it, so one of them gets all.
     """
     text = sys.stdin.buffer.read()
     if not text:

@@ -1,7 +1,7 @@
-"""Requests for dumps on their way to other hosts: the agent of a host passes those of its ranks on.
+"""Relay of dump requests to other hosts: a host's agent forwards its ranks' requests.
 
-Nothing here reads a clock or a socket. Datagrams are signed as heartbeats are, and numbers of a host grow, so
-that nobody else can ask, nor ask again.
+This module reads no clock and no socket. Datagrams are signed like heartbeats, and a host's numbers grow, so
+that nobody else can send or replay a request.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from mcr_plus.hosts.page_exchange import Datagram
 _HEAD: Final = struct.Struct("<4sHQ")  # magic, sender, number
 _MAGIC: Final = b"mcrd"
 _TAG: Final = 16
-_AGAIN: Final = (0.05, 0.2)  # seconds after which a request is sent again: a datagram may be lost
+_AGAIN: Final = (0.05, 0.2)  # s after which a request is sent again, as a datagram may be lost
 
 
 class DumpRelay:
-    """The part of an agent that passes requests on. Times are seconds of its host's monotonic clock."""
+    """Part of an agent that forwards requests. Times are in seconds of its host's monotonic clock."""
 
     def __init__(self, hosts: int, me: int, key: bytes) -> None:
         self._others = [host for host in range(hosts) if host != me]
@@ -30,16 +30,16 @@ class DumpRelay:
         self._number = 0
         self._latest: dict[int, int] = {}  # host → number of its last request
         self._again: deque[tuple[float, bytes]] = deque()
-        self._failures: dict[str, float] = {}  # group → when the failure was passed on by anybody
+        self._failures: dict[str, float] = {}  # group → time at which any agent forwarded its failure
 
     def ask(self, text: str, now: float) -> list[Datagram]:
-        """What asks the agents of all other hosts for the dumps of their ranks.
+        """Return the datagrams that request dumps from the agents of all other hosts.
 
-        Nothing if all have been asked because of the same failure, which many ranks may find at once.
+        Empty if all agents have received a request for the same failure, which many ranks may find at once.
         """
         if self._is_known(text, now):
             return []
-        # The clock goes on where an agent takes another one's place, so numbers always grow.
+        # The clock continues if another agent takes over, so numbers always grow.
         self._number = max(self._number + 1, int(now * 1e6))
         body = _HEAD.pack(_MAGIC, self._me, self._number) + text.encode()
         data = body + self._signature(body)
@@ -47,14 +47,14 @@ class DumpRelay:
         return [Datagram(host, data) for host in self._others]
 
     def step(self, now: float) -> list[Datagram]:
-        """What is to be sent again by now."""
+        """Return the datagrams that are due to be sent again."""
         due = []
         while self._again and self._again[0][0] <= now:
             due.append(self._again.popleft()[1])
         return [Datagram(host, data) for data in due for host in self._others]
 
     def _is_known(self, text: str, now: float) -> bool:
-        """Whether a request is because of a failure of a group, and another one for it has just been."""
+        """Return whether a request is for a failure of a group for which there has just been a request."""
         group = text.partition("\0")[0]
         if group in ("", EVERYBODY):
             return False
@@ -64,9 +64,9 @@ class DumpRelay:
         return is_known
 
     def receive(self, data: bytes, now: float) -> str | None:
-        """Take in a datagram; returns what the ranks of this host are asked, empty if they have been.
+        """Receive a datagram; return the request for this host's ranks, empty if they have had it.
 
-        None if it is none of this kind.
+        None if it is another type of datagram.
         """
         body, tag = data[:-_TAG], data[-_TAG:]
         if body[:4] != _MAGIC:

@@ -1,7 +1,8 @@
-"""Requests for dumps between processes of one user on one host: datagrams to addresses without a file.
+"""Dump requests between processes of one user on one host: datagrams to addresses without a file.
 
-A signal would end a process that has just let go of its handler. A request is a group's name, empty for
-none, a zero byte, and the reason; one whose name is `EVERYBODY` is to be passed on to all ranks of the job.
+Signals are not used, since a signal would end a process that has just removed its handler. A request is a
+group's name (empty for none), a zero byte, and the reason. A request named `EVERYBODY` is forwarded to all
+ranks of the job.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from collections.abc import Iterable
 from typing import Final
 
 SAME_FAILURE: Final = 10.0
-"""Seconds within which failures of a group on several ranks are one."""
+"""Seconds within which failures of a group on several ranks count as one."""
 EVERYBODY: Final = "*"
 LONGEST: Final = 1024
-"""Bytes of a request."""
-_CREDENTIALS: Final = struct.Struct("iII")  # of the sender: process, user, group; filled in by the kernel
+"""Maximum bytes of a request."""
+_CREDENTIALS: Final = struct.Struct("iII")  # process, user and group of the sender; filled in by the kernel
 
 
 def ask(processes: Iterable[int], text: str) -> None:
-    """Ask the ranks in these processes of this host; returns at once."""
+    """Send a request to the ranks in these processes of this host; returns at once."""
     send((address_of(process) for process in processes), text)
 
 
@@ -30,24 +31,24 @@ def send(addresses: Iterable[str], text: str) -> None:
     """Send a request to these addresses; returns at once."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sender:
         for address in addresses:
-            with contextlib.suppress(OSError):  # it has ended, or takes no requests
+            with contextlib.suppress(OSError):  # the process has ended, or takes no requests
                 sender.sendto(text.encode()[:LONGEST], address)
 
 
 def address_of(owner: object) -> str:
-    """An abstract address, which nothing is left of. Who sends is checked, since anybody may.
+    """Return an abstract address, without a file. Receivers check senders, since anybody may send.
 
-    `owner`: a process, or a name. Containers may share a network but not the numbers of processes.
+    `owner`: a process, or a name. Containers may share a network but not process numbers.
     """
     try:
         namespace = os.stat("/proc/self/ns/pid").st_ino
-    except OSError:  # it is not shown: nobody is told from those of another container
+    except OSError:  # no namespaces are visible: do not distinguish containers
         namespace = 0
     return f"\0mcr_plus-dump-{namespace}-{owner}"
 
 
 def opened(address: str) -> socket.socket:
-    """A socket that takes requests at an address; raises `OSError` where another one does."""
+    """Return a socket that receives requests at an address; raise `OSError` if another socket does."""
     made = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
@@ -59,7 +60,7 @@ def opened(address: str) -> socket.socket:
 
 
 def received(taker: socket.socket) -> list[str]:
-    """The requests of processes of this user that have come; those of others are dropped."""
+    """Return the requests that processes of this user have sent; drop those of other users."""
     texts = []
     with contextlib.suppress(OSError):
         while True:
@@ -68,6 +69,6 @@ def received(taker: socket.socket) -> list[str]:
                 if kind != socket.SCM_CREDENTIALS:
                     continue
                 process, user, _ = _CREDENTIALS.unpack(value)
-                if process and user == os.getuid():  # 0: a process of another namespace
+                if process and user == os.getuid():  # 0: a process in another namespace
                     texts.append(data.decode(errors="replace"))
     return texts

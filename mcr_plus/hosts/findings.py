@@ -1,4 +1,4 @@
-"""What the agent of a host has found out about ranks, in memory that the ranks of the host have mapped."""
+"""Findings of a host's agent about ranks, in memory that the ranks of the host have mapped."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Final
 
 from mcr_plus.hosts.protocol import STATES, RankFinding
 
-_HEADER: Final = 8  # words; the first is when the agent last looked, in ns of the monotonic clock
+_HEADER: Final = 8  # words; the first is the time of the agent's last check, in ns of the monotonic clock
 _LONGEST: Final = (1 << 28) - 1  # ms
-_FRESH: Final = 2.0  # seconds after which findings of an agent that does not run any more count for nothing
+_FRESH: Final = 2.0  # s after which findings of an agent that no longer runs do not count
 
 
 class Findings:
-    """Of each rank of the job a word with its state, written by the agent, and one that it has left.
+    """Two words per rank of the job: its state, written by the agent, and a mark that it has left.
 
-    Beside these, of the lowest rank of each host, what the agent knows of that host's clock.
+    It also holds, for the lowest rank of each host, the agent's knowledge of that host's clock.
 
     Attributes:
-        addresses: at which this host meets the others.
+        addresses: addresses at which this host meets the others.
         requests: address at which the agent takes requests for dumps of all other hosts.
     """
 
@@ -36,53 +36,53 @@ class Findings:
 
     @staticmethod
     def size(ranks: int) -> int:
-        """Bytes of the memory in a job of so many ranks."""
+        """Return the bytes of the memory in a job of `ranks` ranks."""
         return -(-8 * (_HEADER + 3 * ranks) // mmap.PAGESIZE) * mmap.PAGESIZE
 
     def publish(self, found: Iterable[tuple[int, RankFinding]]) -> None:
-        """Write what is known of ranks, for the agent."""
+        """Write the findings about ranks. For the agent."""
         for rank, (state, age, most) in found:
             # One aligned store, so that a reader never sees the state without its age.
             self._words[_HEADER + rank] = STATES.index(state) | _ms(age) << 8 | _ms(most) << 36
         self._words[0] = time.monotonic_ns()
 
     def publish_clocks(self, ahead: Mapping[int, float]) -> None:
-        """Write `Heartbeat.ahead`, for the agent."""
+        """Write `Heartbeat.ahead`. For the agent."""
         for rank, seconds in ahead.items():
             self._clocks[_HEADER + 2 * self._ranks + rank] = seconds
 
     def ahead(self, rank: int) -> float | None:
-        """By how many seconds at most this host's clock is ahead of that of another one; None if unknown.
+        """Return the most seconds by which this host's clock is ahead of another host's; None if unknown.
 
-        `rank`: the lowest one of that host.
+        `rank`: the lowest rank of that host.
         """
         if self._memory is None:
             return None
-        return self._clocks[_HEADER + 2 * self._ranks + rank] or None  # 0: nothing has been written
+        return self._clocks[_HEADER + 2 * self._ranks + rank] or None  # 0: never written
 
     def of(self, rank: int) -> RankFinding:
-        """What is known of a rank of another host; `unknown` if no agent has looked lately."""
+        """Return the finding for a rank of another host; `unknown` if no agent has checked lately."""
         if self._memory is None or time.monotonic_ns() - self._words[0] > _FRESH * 1e9:
             return RankFinding("unknown")
         return self.last(rank)
 
     @property
     def looked(self) -> float:
-        """When the agent last looked, by the monotonic clock."""
+        """Return the time of the agent's last check, by the monotonic clock."""
         return self._words[0] / 1e9 if self._memory is not None else 0.0
 
     def last(self, rank: int) -> RankFinding:
-        """What the agent has written of a rank, however long ago."""
+        """Return the agent's last finding for a rank, whatever its age."""
         word = self._words[_HEADER + rank]
         return RankFinding(STATES[word & 0xFF], (word >> 8 & _LONGEST) / 1e3, (word >> 36) / 1e3)
 
     def leave(self, rank: int) -> None:
-        """Note that a rank of this host ends in good order: its end is no death."""
+        """Note that a rank of this host ends in good order: its end is not a death."""
         if self._memory is not None:
             self._words[_HEADER + self._ranks + rank] = 1
 
     def has_left(self, rank: int) -> bool:
-        """Whether a rank of this host has ended in good order."""
+        """Return whether a rank of this host has ended in good order."""
         return bool(self._words[_HEADER + self._ranks + rank])
 
     def close(self) -> None:

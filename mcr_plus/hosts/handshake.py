@@ -1,4 +1,4 @@
-"""How a process says, on a new connection, which rank of a job it belongs to."""
+"""Greeting in which a process says, on a new connection, which rank of a job it belongs to."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Final
 
 from mcr_plus.hosts.acceptor import Acceptor
 
-_HELLO: Final = struct.Struct("<I16s")  # rank, and that the sender has read the job's store
+_HELLO: Final = struct.Struct("<I16s")  # rank, and proof that the sender has read the job's store
 
 
 def greeting(key: bytes, rank: int) -> bytes:
-    """What a process of a rank says first. `key`: known to the processes of the job alone."""
+    """Return the first message of a rank's process. `key`: known only to the processes of the job."""
     return _HELLO.pack(rank, _proof(key, rank))
 
 
 class Handshakes:
-    """A listening socket, and those who have come to it and have not said yet who they are.
+    """A listening socket, and connections whose peers have not greeted yet.
 
     Attributes:
-        strangers: their connections.
+        strangers: these connections.
     """
 
     def __init__(
@@ -35,24 +35,24 @@ class Handshakes:
     ) -> None:
         """`prepare`: called for each connection before anything is read from it.
 
-        `members`: how many processes of the job may connect.
+        `members`: number of processes of the job that may connect.
         """
         listener.setblocking(False)
-        self.strangers: dict[socket.socket, bytes] = {}  # and what they have said so far
+        self.strangers: dict[socket.socket, bytes] = {}  # with the bytes received so far
         self._acceptor = Acceptor(listener, "init", members=members)
         self._key, self._prepare = key, prepare
 
     @property
     def listener(self) -> socket.socket:
-        """The listening socket."""
+        """Listening socket."""
         return self._acceptor.listener
 
     def come(self) -> list[tuple[int, socket.socket]]:
-        """The ranks that have greeted since the last call, and their connections; never blocks.
+        """Return the ranks that have greeted since the last call, and their connections; never blocks.
 
-        Connections of others are closed, also of those that have not greeted in time (`Acceptor`).
+        Connections of strangers are closed, as are those that have not greeted in time (`Acceptor`).
         """
-        # What has come is read before others are accepted: only silent ones are given up for them.
+        # Read arrived data before accepting more connections: only silent ones are dropped for them.
         greeted = [
             (rank, link) for link in list(self.strangers) if (rank := self._greeted_by(link)) is not None
         ]
@@ -66,12 +66,12 @@ class Handshakes:
 
     def close(self) -> None:
         """Close the socket and the connections of strangers."""
-        for each in (self.listener, *self.strangers):  # in a forked child, too: nothing is shut down
+        for each in (self.listener, *self.strangers):  # also in a forked child: nothing is shut down
             each.close()
         self.strangers.clear()
 
     def _greeted_by(self, link: socket.socket) -> int | None:
-        """The rank of a stranger that has said it; that needs not come in one piece."""
+        """Return the rank that a stranger has greeted with; the greeting may arrive in pieces."""
         said, ends = self.strangers[link], False
         try:
             more = link.recv(_HELLO.size - len(said))

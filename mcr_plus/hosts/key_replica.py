@@ -1,11 +1,12 @@
-"""A keeper: a small process beside the ranks of a host, with a copy of what the members of a job agree on.
+"""A keeper: a small process beside the ranks of a host, with a copy of the members' decisions.
 
-`mcr.init` starts it where no launcher has a store that outlives the ranks. It imports the standard library
-alone and ends when the ranks of its host have ended. It has values by key, and one thread, so that each
-request is one step. It is not started again after its death: one without the values would be worse than none.
+`mcr.init` starts it if no launcher has a store that outlives the ranks. It imports only the standard library
+and ends when the ranks of its host have ended. It holds values by key, and has one thread, so that each
+request is one step. It is not restarted after its death: a keeper without the values would be worse than
+none.
 
-A connection begins with the job's token. Then come requests: their kind, the lengths of key and value, key
-and value; each has an answer: whether there is a value, its length, and the value.
+A connection begins with the job's token. Requests follow: kind, lengths of key and value, key, value. Each
+has an answer: whether there is a value, its length, and the value.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ REQUEST: Final = struct.Struct("<BII")
 ANSWER: Final = struct.Struct("<BI")
 SET, GET, COMPARE_SET, ADD, LEAVE = range(5)
 _LONGEST: Final = 1 << 26  # bytes of a key or a value
-_LOOK_EVERY: Final = 2000  # ms between looks at ranks whose end nothing announces
+_LOOK_EVERY: Final = 2000  # ms between checks of ranks whose end nothing announces
 _SENT_WITHIN: Final = 1.0  # seconds
 
 
 class KeyReplica:
     """The values, and the ranks of the host that may need them.
 
-    `order` is what `rendezvous.key_replicas` writes: the `token` (hexadecimal), and process id and start
-    time of each rank of this host (`processes`).
+    `order` is written by `rendezvous.key_replicas`: the `token` (hexadecimal), and process id and start time
+    of each rank of this host (`processes`).
     """
 
     def __init__(self, order: dict[str, Any], listener: socket.socket) -> None:
@@ -51,7 +52,7 @@ class KeyReplica:
         self._poll.register(listener, select.POLLIN)
         self._by_descriptor: dict[int, socket.socket] = {}
         for pid, _ in self._ranks:
-            with contextlib.suppress(OSError, AttributeError):  # then looking has to do
+            with contextlib.suppress(OSError, AttributeError):  # without pidfds, periodic checks do
                 self._poll.register(os.pidfd_open(pid), select.POLLIN)
 
     def run(self) -> None:
@@ -68,7 +69,7 @@ class KeyReplica:
             self._ranks = {each for each in self._ranks if state_of(*each) != "dead"}
 
     def answer(self, kind: int, key: bytes, value: bytes) -> bytes | None:
-        """The value of a key after a request, None if it has none."""
+        """Return the value of a key after a request, None if it has none."""
         if kind == SET or (kind == COMPARE_SET and key not in self._values):
             self._values[key] = value
         elif kind == ADD:
@@ -95,7 +96,7 @@ class KeyReplica:
             self._drop(peer)
 
     def _answer_all(self, peer: socket.socket) -> bool:
-        """Answer the requests that have come; returns false for a stranger."""
+        """Answer the requests that have arrived; return False for a stranger."""
         buffer = self._buffers[peer]
         if peer not in self._greeted:
             if len(buffer) < TOKEN:
@@ -124,7 +125,7 @@ class KeyReplica:
 
 
 def main() -> None:
-    """Read an order from standard input, and be the keeper; the process that was started ends."""
+    """Read an order from standard input, and run the keeper; the started process itself ends."""
     order = json.loads(sys.stdin.buffer.read())
     if os.fork():
         os._exit(0)  # the keeper is nobody's child, so no rank has to wait for it

@@ -1,11 +1,11 @@
-"""The status page of a rank: memory in which it publishes what it does, for `mcr-plus top`.
+"""The status page of a rank: memory in which the rank publishes its activity, for `mcr-plus top`.
 
-It is a memfd that only processes of the rank's user can open, through /proc; nothing is left behind when the
-rank ends, and a reader cannot disturb the writer. Its form, little-endian:
+The page is a memfd that only processes of the rank's user can open, through /proc. Nothing is left behind
+when the rank ends, and a reader cannot disturb the writer. Format, little-endian:
 
     bytes
     0..8      `mcr_plus`
-    8..12     number of this form, `LAYOUT`
+    8..12     number of this format, `LAYOUT`
     12..16    length of the description of the rank and its job
     16..24    number of the latest picture; 0 before the first
     24..28    bytes of each of the two places for pictures
@@ -13,9 +13,9 @@ rank ends, and a reader cannot disturb the writer. Its form, little-endian:
     64..96    version of mcr_plus
     128..     the description, then the two places
 
-The description and the pictures are JSON objects. Picture n is in place n mod 2, so that the latest one is
-whole even if its writer has been stopped while it wrote the next. The first 12 bytes and the version stay
-where they are in all forms.
+The description and the pictures are JSON objects. Picture n is in place n mod 2, so the latest picture is
+complete even if the writer was stopped while it wrote the next one. The first 12 bytes and the version are in
+the same place in all formats.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ _ROOM: Final = 24
 _LENGTHS: Final = 32
 _VERSION: Final = slice(64, 96)
 PICTURE: Final = 1 << 18
-"""Bytes of each place. Memory that is never written takes no room."""
+"""Bytes of each place. Memory that is never written takes no space."""
 _TRIES: Final = 20
-_LARGEST: Final = 1 << 26  # bytes that a reader takes in
+_LARGEST: Final = 1 << 26  # maximum bytes that a reader reads
 
 
 class Unreadable(Exception):
-    """A page that no reader of this version understands; the text says why."""
+    """A page that a reader of this version cannot read; the text says why."""
 
 
 class Shown(NamedTuple):
-    """A page as read. `picture` is empty before the first one."""
+    """A page as read. `picture` is empty before the first picture."""
 
     version: str
     about: dict[str, Any]
@@ -60,15 +60,15 @@ class Page:
     """The page of this process, for one writing thread.
 
     Attributes:
-        descriptor: of the memory; open as long as the page is there.
+        descriptor: descriptor of the memory; open as long as the page exists.
     """
 
     def __init__(
         self, about: Mapping[str, Any], version: str, *, name: str = NAME, room: int = PICTURE
     ) -> None:
-        """`about`: the description. `name`: of the memory. `room`: bytes of each of its places.
+        """`about`: the description. `name`: name of the memory. `room`: bytes of each of its places.
 
-        Raises `OSError` where there is no memory for it.
+        Raises `OSError` if there is no memory for it.
         """
         described = json.dumps(about).encode()
         self._room = room
@@ -92,7 +92,7 @@ class Page:
         memory[: _FIXED.size] = _FIXED.pack(_MAGIC, LAYOUT, len(described))  # last: it makes the page valid
 
     def show(self, picture: Mapping[str, Any]) -> bool:
-        """Publish a picture in place of the one before; false if it is too large, and the old one stays."""
+        """Publish a picture; return False if it is too large, and the old one stays."""
         text = json.dumps(picture).encode()
         if len(text) > self._room:
             return False
@@ -104,7 +104,7 @@ class Page:
         return True
 
     def close(self) -> None:
-        """Remove the page; nothing may be called afterwards."""
+        """Remove the page; no method may be called afterwards."""
         for view in (self._latest, self._lengths, self._view):
             view.release()
         self._memory.close()
@@ -112,13 +112,13 @@ class Page:
 
 
 def read(descriptor: int) -> Shown:
-    """The page behind a file descriptor. Raises `Unreadable`, or `OSError` of the system.
+    """Read the page behind a file descriptor. Raises `Unreadable`, or `OSError` of the system.
 
     Its content may be anything: another program may have a memfd of that name.
     """
     header = os.pread(descriptor, _HEADER, 0)
     if len(header) < _HEADER or header[:8] != _MAGIC:
-        raise Unreadable("it is no status page of mcr_plus")
+        raise Unreadable("it is not a status page of mcr_plus")
     _, layout, length = _FIXED.unpack_from(header)
     version = header[_VERSION].rstrip(b"\0").decode("ascii", "replace")
     if layout != LAYOUT:
@@ -140,7 +140,7 @@ def read(descriptor: int) -> Shown:
         text = os.pread(
             descriptor, min(room, int.from_bytes(header[at : at + 4], "little")), places + number % 2 * room
         )
-        # The writer begins with this place again once the next picture is there.
+        # The writer reuses this place once the next picture is complete.
         if os.pread(descriptor, 8, _LATEST) == header[_LATEST : _LATEST + 8]:
             return Shown(version, about, _parsed(text))
         time.sleep(0.001)
@@ -148,7 +148,7 @@ def read(descriptor: int) -> Shown:
 
 
 def read_at(path: str) -> Shown:
-    """The same of the memory behind a path such as `/proc/PID/fd/N`."""
+    """Read the page behind a path such as `/proc/PID/fd/N`."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         return read(descriptor)
@@ -157,7 +157,7 @@ def read_at(path: str) -> Shown:
 
 
 def page_of(process: int) -> Shown | None:
-    """The page of a rank, by its process on this host; None if it has none that can be read."""
+    """Return the page of a rank, given its process on this host; None if no page can be read."""
     with contextlib.suppress(OSError):
         folder = f"/proc/{process}/fd"
         for name in os.listdir(folder):
@@ -173,7 +173,7 @@ def _parsed(text: bytes) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise Unreadable(f"it holds no JSON: {error}") from None
+        raise Unreadable(f"it is not JSON: {error}") from None
     if not isinstance(found, dict):
-        raise Unreadable("it holds no JSON object")
+        raise Unreadable("it is not a JSON object")
     return found

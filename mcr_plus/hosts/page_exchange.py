@@ -1,9 +1,9 @@
-"""Status pages of ranks on other hosts, which the agents of a job send each other while somebody looks.
+"""Status pages of ranks on other hosts: the agents of a job exchange them while a reader needs them.
 
-The agent of a host has a page of its own (`HOSTS`). A reader that wants to know of other hosts holds a shared
-lock on it (flock), by which nothing is written. While one does, the agent asks the others for the pages of
-their ranks, several times a second, and shows them on its page. Nothing here reads a socket; datagrams are
-signed as heartbeats are, and an answer counts only for the question that this agent has asked.
+A host's agent has a page of its own (`HOSTS`). A reader that needs other hosts' pages holds a shared lock on
+it (flock), which writes nothing. Meanwhile the agent requests the pages of the other agents' ranks, several
+times a second, and shows them on its page. This module reads no socket; datagrams are signed like heartbeats,
+and an answer counts only for this agent's own question.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from mcr_plus.hosts.page import NAME, Page, Unreadable, read
 HOSTS: Final = "mcr_plus:hosts"
 """Name of the memory of an agent's page."""
 ROOM: Final = 1 << 22
-"""Bytes of each of its places."""
+"""Bytes of each place of the page."""
 _EVERY: Final = 0.25  # seconds between two questions
-_FORGOTTEN: Final = 5.0  # seconds after which the page of a rank is not shown any more
+_FORGOTTEN: Final = 5.0  # s after which the page of a rank is no longer shown
 _QUESTION: Final = struct.Struct("<4sH8s")  # magic, sender, number of the question
-_ANSWER: Final = struct.Struct("<4sH8sId")  # the same, rank, the sender's clock
+_ANSWER: Final = struct.Struct("<4sH8sId")  # as `_QUESTION`, then rank, and the sender's clock
 _ASKS: Final = b"mcrq"
 _ANSWERS: Final = b"mcrp"
 _TAG: Final = 16
-_LARGEST: Final = 60_000  # bytes of an answer, which is one datagram
+_LARGEST: Final = 60_000  # maximum bytes of an answer, which is one datagram
 
 
 class Datagram(NamedTuple):
-    """What is to be sent to the agent of a host."""
+    """Data to send to the agent of a host."""
 
     host: int
     data: bytes
 
 
 class PageExchange:
-    """The part of an agent that exchanges pages. Times are seconds of its host's monotonic clock."""
+    """Part of an agent that exchanges pages. Times are in seconds of its host's monotonic clock."""
 
     def __init__(self, hosts: int, me: int, key: bytes, job: str, own: Mapping[int, int], page: Page) -> None:
-        """`own`: the process of each rank of this host. `page`: of this agent."""
+        """`own`: the process of each rank of this host. `page`: this agent's page."""
         self._others = [host for host in range(hosts) if host != me]
         self._me, self._key, self._job, self._page = me, key, job, page
         self._own = own
@@ -56,7 +56,7 @@ class PageExchange:
         self._is_new = False
 
     def step(self, now: float) -> Sequence[Datagram]:
-        """Show what has come in, and ask anew if it is time and somebody looks."""
+        """Show received pages, and ask again if it is time and there is a reader."""
         if not self._is_watched():
             self._number = b""
             return ()
@@ -73,7 +73,7 @@ class PageExchange:
         return [Datagram(host, question) for host in self._others]
 
     def receive(self, data: bytes, now: float) -> Sequence[Datagram] | None:
-        """Take in a datagram; returns the answers to it, None if it is none of this kind."""
+        """Receive a datagram; return the answers to it, None if it is another type of datagram."""
         body, tag = data[:-_TAG], data[-_TAG:]
         if body[:4] not in (_ASKS, _ANSWERS):
             return None
@@ -122,7 +122,7 @@ class PageExchange:
 
 
 def _page_of(pid: int, job: str) -> str | None:
-    """The page of a rank of a job, as an answer holds it; None if it has none."""
+    """Return a rank's page for an answer; None if it has none."""
     folder = f"/proc/{pid}/fd"
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):

@@ -1,16 +1,16 @@
-"""Heartbeats between hosts: what an agent sends, and what it concludes from what it receives.
+"""Heartbeats between hosts: the datagrams that an agent sends, and its conclusions from received ones.
 
 Every host of a job has one agent. An agent sends one datagram per period, to hosts at distances 1, 2, 4, … in
-turn, with all that it knows: of each host its latest beat and how old that is, and the ranks that are not
-running. After as many periods as there are distances every host has heard of every other one, by many ways. A
-host whose latest beat is older than it should be is asked for one, directly. Where it does not answer either,
+turn. The datagram has all that the agent knows: each host's latest beat and its age, and the ranks that are
+not running. After as many periods as there are distances, every host has heard of every other host, on many
+paths. If a host's latest beat is too old, the agent asks that host for one directly. If it does not answer,
 and the beat is older than a limit, the host is silent: it is down, or cut off. A change is sent to all
-distances at once, and passed on. Datagrams for a silent host also go to the next one that is not, so that
-those that are left reach each other.
+distances at once, and passed on. Datagrams for a silent host also go to the next host that is not silent, so
+that the remaining hosts reach each other.
 
-A host of which nothing has ever been heard is not silent but unknown: a firewall may drop the datagrams.
+A host that has never been heard is unknown, not silent: a firewall may drop the datagrams.
 
-Nothing here reads a clock or a socket.
+This module reads no clock and no socket.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from typing import Final, Literal, NamedTuple
 
 PERIOD: Final = 0.1
 """Seconds between two datagrams of a host."""
-_MISSES: Final = 5  # periods without a beat, beyond those that a beat takes to all hosts
-_FEW: Final = 3  # distances above which a lost datagram may cost a whole round: one miss more for each
-_STALLED: Final = 3  # periods between two looks after which this agent itself was kept from running
+_MISSES: Final = 5  # periods without a beat, beyond the periods that a beat takes to all hosts
+_FEW: Final = 3  # distances above which a lost datagram may cost a whole round: each adds a miss
+_STALLED: Final = 3  # periods between two checks after which this agent itself was kept from running
 _MAGIC: Final = b"mcr1"
 _HEAD: Final = struct.Struct("<4sBHHI")  # magic, whether it asks for an answer, sender, hosts, turn
-_BEAT: Final = struct.Struct("<QHH")  # number of the latest beat, its age in ms, and the most that may be
+_BEAT: Final = struct.Struct("<QHH")  # number of the latest beat, its age in ms, and its maximum age
 _RANK: Final = struct.Struct("<IB")
 _TAG: Final = 16
-_GONE: Final = 1 << 63  # in the number of a host's last beat
-_ASKS: Final = 2  # without an answer, after which a host is silent if another one is
-_MOST_RANKS: Final = 8000  # that are not running, in one datagram
+_GONE: Final = 1 << 63  # flag in the number of a host's last beat
+_ASKS: Final = 2  # unanswered requests after which a host is silent if another host is
+_MOST_RANKS: Final = 8000  # most ranks in one datagram that are not running
 _OLDEST: Final = 0xFFFF  # ms
-_WINDOW: Final = 60.0  # seconds of heartbeats by which clocks are compared, and as many before: clocks drift
+_WINDOW: Final = 60.0  # s of heartbeats by which clocks are compared, plus as many before: clocks drift
 
 State = Literal["unknown", "running", "stopped", "dead", "silent", "left"]
 STATES: Final[tuple[State, ...]] = ("unknown", "running", "stopped", "dead", "silent", "left")
 
 
 class RankFinding(NamedTuple):
-    """What an agent knows of a rank.
+    """An agent's knowledge of a rank.
 
-    `age`: seconds since the latest beat of its host, without those in which the agent did not run. `most`:
-    seconds since that beat at most: it may have waited while an agent did not run.
+    `age`: seconds since the latest beat of its host, without times in which the agent did not run. `most`:
+    upper bound of the seconds since that beat: it may have waited while an agent did not run.
     """
 
     state: State
@@ -54,9 +54,9 @@ class RankFinding(NamedTuple):
 
 
 class ReceivedDatagram(NamedTuple):
-    """What a datagram asks of an agent.
+    """Reactions that a datagram requires of an agent.
 
-    `news`: to pass it on at once. `asked_by`: a host that wants a datagram, None if none does.
+    `news`: whether to pass it on at once. `asked_by`: a host that wants a datagram, or None.
     """
 
     news: bool = False
@@ -64,20 +64,20 @@ class ReceivedDatagram(NamedTuple):
 
 
 def distances(hosts: int) -> list[int]:
-    """The distances at which a host sends: powers of two below the number of hosts."""
+    """Return the distances at which a host sends: powers of two below the number of hosts."""
     return [1 << power for power in range(max(0, (hosts - 1).bit_length()))]
 
 
 def silence(hosts: int, period: float = PERIOD) -> float:
-    """Seconds after which a host without a beat is silent, by default."""
+    """Return the default seconds after which a host without a beat is silent."""
     rounds = len(distances(hosts))
     return period * (rounds + 1 + _MISSES + max(0, rounds - _FEW))
 
 
 class _Ahead:
-    """The most by which this host's clock is ahead of another one's, of the last one to two windows.
+    """Upper bound of the lead of this host's clock over another host's, over the last one to two windows.
 
-    A datagram arrives after it was sent, so each of them is a bound, and the fastest one the closest.
+    A datagram arrives after it was sent, so each gives a bound, and the fastest one the closest bound.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class _Ahead:
         self._least = self._before = math.inf
 
     def add(self, now: float, seconds: float) -> None:
-        """Take in that a datagram of that host has come `seconds` after it was sent, by both clocks."""
+        """Add a datagram of that host that arrived `seconds` after it was sent, by both clocks."""
         if now - self._began > _WINDOW:
             self._before = self._least if now - self._began <= 2 * _WINDOW else math.inf
             self._began, self._least = now, math.inf
@@ -93,33 +93,33 @@ class _Ahead:
 
     @property
     def seconds(self) -> float:
-        """The bound; infinite where nothing has come."""
+        """Return the bound; infinite if no datagram has arrived."""
         return min(self._least, self._before)
 
 
 class _Host:
-    """What an agent knows of one host."""
+    """An agent's knowledge of one host."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = tuple(ranks)
         self.beat = 0
-        self.beaten = 0.0  # when the latest beat was sent, by this agent's clock
-        self.surely = 0.0  # no later than that
+        self.beaten = 0.0  # send time of the latest beat, by this agent's clock
+        self.surely = 0.0  # latest possible time of that
         self.heard = False
         self.gone = False
-        self.asked = 0  # how often it was asked for a beat since the latest
+        self.asked = 0  # number of requests for a beat since the latest
         self.asked_at = 0.0
-        self.states: dict[int, State] = {}  # of those that are not running
+        self.states: dict[int, State] = {}  # states of ranks that are not running
         self.ahead = _Ahead()
 
     @property
     def is_watched(self) -> bool:
-        """Whether beats of it are expected."""
+        """Return whether beats of this host are expected."""
         return self.heard and not self.gone
 
 
 class Heartbeat:
-    """The state of one agent. Times are seconds of a monotonic clock of its host.
+    """The state of one agent. Times are in seconds of its host's monotonic clock.
 
     Attributes:
         limit: seconds without a beat after which a host is silent.
@@ -136,7 +136,7 @@ class Heartbeat:
         period: float = PERIOD,
         heard: Sequence[int] = (),
     ) -> None:
-        """`hosts`: the ranks of each. `limit`: 0 for that of `silence`. `heard`: hosts heard before."""
+        """`hosts`: the ranks of each host. `limit`: 0 for `silence`. `heard`: hosts heard before."""
         self._hosts = [_Host(ranks) for ranks in hosts]
         self._me = me
         self._key = key
@@ -153,32 +153,32 @@ class Heartbeat:
     # -- this host ------------------------------------------------------------------------------------
 
     def observe(self, states: Mapping[int, State]) -> bool:
-        """Note the states of this host's ranks that are not running; returns whether they have changed."""
+        """Note the states of this host's ranks that are not running; return whether they have changed."""
         own = self._hosts[self._me]
         changed = own.states != states
         own.states = dict(states)
         return changed
 
     def leave(self) -> None:
-        """Say good-bye with the next datagrams: this host's ranks have ended, and it will be silent."""
+        """Announce in the next datagrams that this host's ranks have ended, so that it will be silent."""
         self._hosts[self._me].gone = True
 
     # -- datagrams ------------------------------------------------------------------------------------
 
     def next_targets(self, now: float) -> list[int]:
-        """The hosts that the next periodic datagram goes to: one, or two if that one is silent."""
+        """Return the hosts for the next periodic datagram: one, or two if the first is silent."""
         if not self._distances:
             return []
         self._turn += 1
         return self._targets(self._distances[self._turn % len(self._distances)], self._silent(now))
 
     def all_targets(self, now: float) -> list[int]:
-        """The hosts that a change is sent to."""
+        """Return the hosts to which a change is sent."""
         silent = self._silent(now)
         return sorted({host for distance in self._distances for host in self._targets(distance, silent)})
 
     def _targets(self, distance: int, silent: Collection[int]) -> list[int]:
-        """The host at a distance, and the next one that can be reached if that one is silent."""
+        """Return the host at a distance, and if it is silent also the next reachable host."""
         count = len(self._hosts)
         around = [(self._me + distance + step) % count for step in range(count)]
         others = [host for host in around if host != self._me and not self._hosts[host].gone]
@@ -186,7 +186,7 @@ class Heartbeat:
         return list(dict.fromkeys([*others[:1], *reachable[:1]]))
 
     def to_ask(self, now: float) -> list[int]:
-        """The hosts that are to be sent a datagram that asks, because their beats are late."""
+        """Return the hosts to ask for a datagram, because their beats are late."""
         found = []
         for number in sorted(self._watched() - self._silent(now)):
             host = self._hosts[number]
@@ -196,10 +196,10 @@ class Heartbeat:
         return found
 
     def datagram(self, now: float, *, asks: bool = False) -> bytes:
-        """All that this agent knows, signed. `asks`: the receiver is to send one in return."""
+        """Return all that this agent knows, signed. `asks`: request a datagram in return."""
         self._wake(now)
         own = self._hosts[self._me]
-        # The clock goes on where an agent takes another one's place, so beats of a host always grow.
+        # The clock continues if another agent takes over, so the beats of a host always grow.
         own.beat, own.beaten, own.surely = max(own.beat + 1, int(now * 1e6)), now, now
         beats, ranks = [], []
         for host in self._hosts:
@@ -211,9 +211,9 @@ class Heartbeat:
         return body + self._sign(body)
 
     def receive(self, data: bytes, now: float, since: float | None = None) -> ReceivedDatagram:
-        """Take in a datagram, which has come after `since`; None for `now`.
+        """Receive a datagram that arrived after `since`; None for `now`.
 
-        One that no agent of this job has signed, or that is malformed, is ignored.
+        A datagram that is malformed, or not signed by an agent of this job, is ignored.
         """
         since = now if since is None else since
         self._wake(now)
@@ -234,14 +234,14 @@ class Heartbeat:
             self._update(host, number, (now - age / 1e3, since - most / 1e3), states)
             for host, (number, age, most) in zip(self._hosts, beats, strict=True)
         ]
-        # Agents whose turns are alike send at the same distance, so that a beat gets everywhere in one round.
+        # Agents with equal turns send at the same distance, so that a beat reaches all hosts in one round.
         self._turn = max(self._turn, turn - 1)
         return ReceivedDatagram(any(news), sender if asks else None)
 
     def _update(
         self, host: _Host, number: int, beaten: tuple[float, float], states: Mapping[int, State]
     ) -> bool:
-        """Take in what another agent knows of a host; returns whether its ranks have changed."""
+        """Merge another agent's knowledge of a host; return whether the host's ranks have changed."""
         gone, beat = bool(number & _GONE), number & (_GONE - 1)
         if host is self._hosts[self._me] or beat <= host.beat:
             return False
@@ -258,7 +258,7 @@ class Heartbeat:
     # -- findings -------------------------------------------------------------------------------------
 
     def findings(self, now: float) -> dict[int, RankFinding]:
-        """What is known of the ranks of the other hosts."""
+        """Return the findings about the ranks of the other hosts."""
         self._wake(now)
         silent = self._silent(now)
         found: dict[int, RankFinding] = {}
@@ -273,9 +273,9 @@ class Heartbeat:
         return found
 
     def ahead(self) -> dict[int, float]:
-        """By how many seconds at most this host's clock is ahead of that of each host heard directly.
+        """Return the most seconds by which this host's clock is ahead of each host heard directly.
 
-        Of the last minute or two; by the host's lowest rank. The difference is negative where it is behind.
+        Bounds of the last minute or two, by the hosts' lowest ranks; negative if the clock is behind.
         """
         return {min(host.ranks): host.ahead.seconds for host in self._hosts if host.ahead.seconds < math.inf}
 
@@ -283,22 +283,22 @@ class Heartbeat:
         return {number for number, host in enumerate(self._hosts) if host.is_watched and number != self._me}
 
     def _silent(self, now: float) -> set[int]:
-        """The hosts that are silent.
+        """Return the silent hosts.
 
-        Those that were cut off together are silent together, although their latest beats were of different
-        age: with the first go those that have not answered either.
+        Hosts that were cut off together become silent together, although the ages of their latest beats
+        differ: when the first is silent, so are the others that have not answered either.
         """
         watched = self._watched()
         silent = {number for number in watched if now - self._hosts[number].beaten > self.limit}
         return silent | {number for number in watched if silent and self._hosts[number].asked >= _ASKS}
 
     def next_silence(self, now: float) -> float:
-        """The earliest time after `now` at which another host may become silent; infinite if none can."""
+        """Return the earliest time after `now` at which another host may become silent, or infinity."""
         ends = (self._hosts[number].beaten + self.limit for number in self._watched())
         return min((end for end in ends if end > now), default=math.inf)
 
     def _wake(self, now: float) -> None:
-        """Give other hosts the time for which this agent was kept from running, and could hear nothing."""
+        """Extend other hosts' deadlines by the time in which this agent could not run, and heard nothing."""
         away = now - self._looked
         self._looked = now
         if away > _STALLED * self._period:

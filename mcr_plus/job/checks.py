@@ -48,6 +48,7 @@ def compare_configs(loaded: Config | ConfigError, world: World, timeout: float |
         problem = error
     except OSError as error:  # a folder that may not be searched
         problem = ConfigError(f"{name}: {error}")
+    # Errors are exchanged too, so that all ranks raise and none waits for another.
     mine = json.dumps([fingerprint, library, name, "" if problem is None else str(problem)])
     answers = [json.loads(text) for text in _gather(world, "config", mine)]
     if problem is not None:
@@ -61,6 +62,7 @@ def compare_configs(loaded: Config | ConfigError, world: World, timeout: float |
         names = "; ".join(f"rank {rank}: {answers[rank][2]}" for rank in (0, differing[0]))
         effective = loaded if timeout is None else loaded.with_timeout(timeout)
         options = {**configuration.dump(effective, units=True), "observe": None}  # in which ranks may differ
+        # The options are exchanged only now, because they are long and needed only for the text.
         everywhere = [json.loads(text) for text in _gather(world, "options", json.dumps(options))]
         where = _difference(everywhere[0], everywhere[differing[0]])
         raise ConfigError(
@@ -146,9 +148,7 @@ def choose_backends(config: Config, world: World) -> dict[str, type[Backend]]:
 
 
 def versions_on_rank_0(backends: Mapping[str, type[Backend]], world: World) -> dict[str, str]:
-    """Return the library versions of the backends on rank 0, so that all ranks decide by the same
-    versions.
-    """
+    """Return rank 0's versions of the libraries, so that all ranks decide by the same versions."""
     mine = library_versions([name for name in backends if name != "local"] if world.size > 1 else [])
     versions: dict[str, str] = json.loads(_gather(world, "libraries", json.dumps(mine))[0])
     return versions
@@ -203,7 +203,7 @@ def _drop_foreign_backends(
             if epoch:
                 job.disabled.add(name)  # its shutdown would wait for ranks that are gone
             if strict and world.rank == 0:
-                _log.warning("epoch %d goes on without %s: %s", epoch, name, refusal)
+                _log.warning("epoch %d continues without %s: %s", epoch, name, refusal)
     return kept
 
 

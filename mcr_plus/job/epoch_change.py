@@ -159,6 +159,7 @@ def _go_on(
     with ExitStack() as ending:
         while True:
             lost = dict(seen())
+            # End the waits of peers for operations of this rank before the decision.
             if not runtime.closed and (lost or runtime.engine.failed or proposal.named):
                 release_waiting(runtime.engine, lost, what)
             settled = roster.settle(replace(proposal, lost=lost), seen, timeout)
@@ -167,13 +168,15 @@ def _go_on(
                 raise _REFUSED.get(decision.refusal, BackendError)(f"{what}: {decision.text}")
             if roster.rank in decision.stay:  # they remove the parts of the lost ranks
                 remove_arrivals(runtime, decision)
+            # The old agents' findings are needed until the new world has agents of its own.
             if sight is None and (sight := runtime.hand_over()) is not None:
                 ending.callback(sight.close)
             changes.take(decision, members)
             if roster.rank not in decision.stay:
                 why = decision.lost[roster.rank]
                 text = (
-                    f"the other ranks have gone on without this one (epoch {changes.epoch}), which was {why}"
+                    f"the other ranks have continued without this one (epoch {changes.epoch}), "
+                    f"which was {why}"
                 )
                 close_world(runtime, text, decision)
                 runtime.leave_keepers()
@@ -195,6 +198,7 @@ def _go_on(
                 for each in left:
                     remove_world(each, runtime, roster, dead)
                 return new
+            # A member was lost meanwhile: decide again. The last decision already includes these parts.
             seen, proposal = watch.lost, replace(proposal, named=(), done={})
 
 
@@ -263,8 +267,8 @@ class EpochWatch(LossWatch):
 def begin_epoch(before: Runtime, watch: EpochWatch) -> Runtime:
     """Make the world of an epoch, by the configuration of the previous one; collective over its members.
 
-    Either all live members return it, even if one of them has been lost since, or none does: the boards of a
-    world made by some members would not report a rank that gave up.
+    Either all live members return the world, even if one of them has been lost since, or all raise. In a
+    world made by only some members, the boards would not report a rank that gave up.
     """
     roster, limit = watch.roster, before.world.timeout
     if not roster.is_remnant:

@@ -42,9 +42,7 @@ class JobHook:
     """
 
     def check(self, config: Config) -> None:
-        """Raise `ConfigError` if this rank cannot do what `config` requires; precedes the ranks'
-        comparison.
-        """
+        """Raise `ConfigError` if this rank cannot do what `config` requires; precedes the comparison."""
 
     def prepare(self, config: Config, world: World) -> None:
         """Open what `config` requires, before any group exists. Raises `ConfigError` on this rank alone."""

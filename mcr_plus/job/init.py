@@ -121,6 +121,7 @@ def init(
         limit = seconds if isinstance(seconds, (int, float)) and seconds > 0 else 300.0
         try:
             environment = launch_environment()
+            # A restarted rank must not wait for the other ranks' `init`, which is long over.
             if restarts() and min_ranks() is not None and job_announced(environment, limit):
                 world = World(0, 1, (host_name(),), limit)
                 _log.warning(
@@ -214,7 +215,7 @@ def begin(
 
 
 def _prepared(loaded: Config | ConfigError, world: World) -> Config | ConfigError:
-    """Let the hooks open what the configuration requires; an error counts as a configuration error."""
+    """Call `prepare` of the hooks; an error counts as a configuration error."""
     if isinstance(loaded, ConfigError):
         return loaded
     try:
@@ -330,7 +331,7 @@ def reset() -> Communicator:
     except McrError as error:
         runtime.closed_because = f"reset has failed ({error})"
         cause = error if watch is None or isinstance(error, PeerLost) else watch.error() or error
-        text = f"reset: {cause}. The world that there was is closed"
+        text = f"reset: {cause}. The old world is closed"
         if isinstance(cause, PeerLost):
             raise cause.again(text) from error
         raise type(cause)(f"{text}; to go on, let all ranks call mcr.init") from error
@@ -363,7 +364,7 @@ def _await_callers_of_reset(runtime: Runtime) -> LaunchError | None:
         loss = found
     else:
         return None
-    raise loss.again(f"reset: {loss}; the ranks that are left go on with mcr.shrink()")
+    raise loss.again(f"reset: {loss}; the remaining ranks can continue with mcr.shrink()")
 
 
 def _fresh_world(runtime: Runtime, watch: LossWatch | None) -> World:

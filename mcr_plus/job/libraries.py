@@ -47,7 +47,7 @@ class Libraries:
 
     @property
     def names(self) -> list[str]:
-        """Return the job's backends in fallback order, without those that the group `world` does not have.
+        """Return the backends that the group `world` has, in fallback order.
 
         In a single process that names none: all installed backends, with `local` last.
         """

@@ -39,7 +39,7 @@ def observed(world: World, options: DispatchOptions) -> Peers:
 def first_roster(world: World, peers: Peers, *, native: bool) -> EpochLog:
     """Return the epoch log of a job's first epoch; collective.
 
-    `native`: False if torch.distributed made the world, which then needs its own store to go on.
+    `native`: False if torch.distributed made the world, which then needs a store of its own for later epochs.
     """
     store, members, kept = world.store, peers.processes, world.kept
     assert store is not None

@@ -46,6 +46,7 @@ def open_with_parts(
     one_host = world.hosts_of(group) == 1
     store = world.store_of(group) if rank >= 0 and group.size > 1 and world.store is not None else None
     with ExitStack() as undo:
+        # An error before the group is complete must release its channels.
         undo.callback(release_unused, channels)
         board = open_board(store, group, one_host, world.timeout)
         voting = [each.channel for each in channels.values() if each.channel.takes_ballots]
@@ -89,11 +90,11 @@ def _wrappers(config: Config, options: DispatchOptions) -> Iterator[str]:
 def warn_of_missing(group: Group, missing: Mapping[str, str]) -> None:
     """Log on the group's rank 0 which libraries the group goes without, and why."""
     for name, reason in missing.items() if group.rank == 0 else ():
-        _log.warning("group '%s' goes without %s: %s", group.name, name, reason)
+        _log.warning("group '%s' does not use %s: %s", group.name, name, reason)
 
 
 def _remedy(runtime: Runtime, name: str) -> str:
-    """Return how a program can go on after the group `name` has failed, for messages."""
+    """Return the remedy after a failure of the group `name`, for messages."""
     if not runtime.is_native:
         return "destroy the process group and make a new one"
     fresh = "mcr.reset() makes a fresh world"

@@ -83,7 +83,7 @@ class ProcessJob:
         """End the job in order if the program has; wait for no rank that will not come."""
         self.leave_dropped()
         runtime = self.runtime
-        # The excepthook that the program installed after ours may not call ours. Interactive shells go on.
+        # An excepthook that the program installed later may not call ours. Interactive shells continue.
         self.crashed |= hasattr(sys, "last_value") and not hasattr(sys, "ps1")
         if runtime is not None and self.crashed:
             runtime.crash()

@@ -85,7 +85,7 @@ class ProcessHandle:
     address: tuple[str, int]
 
     def text(self) -> str:
-        """The handle as text, for programs to pass on."""
+        """Return the handle as text, for programs to pass on."""
         plain = json.dumps([self.process, self.token, self.address])
         return _FORM + base64.urlsafe_b64encode(plain.encode()).decode()
 
@@ -139,14 +139,15 @@ def reconfigure(runtime: Runtime, uuid: str, texts: Sequence[str], timeout: floa
     mine = own_process(host_name(), 0)
     places = [index for index, each in enumerate(handles) if each.process == mine]
     if len({each.process for each in handles}) < len(handles):
-        raise InvalidArgument("handles: a process is in them twice")
+        raise InvalidArgument("handles: a process occurs twice")
     if not places:
-        raise InvalidArgument("handles: that of this process is not in them")
+        raise InvalidArgument("handles: the handle of this process is missing")
     rank = places[0]
     members = tuple(each.process._replace(number=number) for number, each in enumerate(handles))
     part, name = _meet(handles[0], uuid, timeout), f"reconfigure/{uuid}"
     secret = job_secret()
     store = SignedStore(part, secret, name) if secret else part
+    # Without a secret in the environment, rank 0 offers one if all processes share its host.
     offer = SecretOffer() if rank == 0 and not secret and len({each.place for each in members}) == 1 else None
     stale = handles[rank].token != _own(runtime).token
     coming = _Coming(
@@ -163,6 +164,7 @@ def reconfigure(runtime: Runtime, uuid: str, texts: Sequence[str], timeout: floa
             store = _signed(part, place, name)
         elif rank == 0 and not secret:
             _log.warning("reconfigure: values in the job's store are not signed; set MCR_SECRET on all ranks")
+        # All processes have arrived, so this one gives up its old world.
         lost = {} if runtime.closed else runtime.lost_ranks()
         if not runtime.closed:
             release_waiting(runtime.engine, {}, "reconfigure")
@@ -170,6 +172,7 @@ def reconfigure(runtime: Runtime, uuid: str, texts: Sequence[str], timeout: floa
         if (sight := runtime.hand_over()) is not None:
             ending.callback(sight.close)
         close_world(runtime, f"the program has made another one of {len(handles)} processes", Decision())
+        # Tell a supervisor that the job continues in another world, and whether it has newcomers.
         if runtime.roster is not None:
             old = {each[:3] for each in runtime.roster.members}
             runtime.roster.note_training(takes_in=any(each[:3] not in old for each in members))
@@ -198,7 +201,7 @@ def _begin(runtime: Runtime, watch: EpochWatch) -> Runtime:
     except McrError as error:
         # A library may raise an error of its own before the death that caused it shows.
         loss = _soon(watch)
-        with contextlib.suppress(RuntimeError):  # so that ranks that do not see the loss learn of it
+        with contextlib.suppress(RuntimeError):  # tells ranks that do not see the loss
             watch.roster.root.set(f"{watch.roster.place}/leaving", "")
         if loss is None or isinstance(error, PeerLost):
             raise
@@ -288,7 +291,10 @@ def _verdict(store: Store, keys: list[str], watch: EpochWatch, timeout: float) -
                 return ["lost", f"{phrase_ranks(list(lost))} of those in handles: {_all(lost.values())}"]
         if deadline.passed():
             absent = [each for each, key in enumerate(keys) if not store.check([key])]
-            return ["absent", f"{phrase_ranks(absent)} of those in handles: not come within {timeout:g} s"]
+            return [
+                "absent",
+                f"{phrase_ranks(absent)} of those in handles: did not arrive within {timeout:g} s",
+            ]
         time.sleep(nap)
         nap = min(1.5 * nap, _NAP)
     come = [_Coming(*json.loads(store.get(key))) for key in keys]

@@ -139,7 +139,7 @@ class Runtime:
         compiling.watchers.append(self.engine.compiles)
 
     def lost_ranks(self) -> dict[int, str]:
-        """States of the job's lost ranks, as far as this process can see them."""
+        """States of the job's lost ranks that this process knows."""
         found = {rank: self._peers.lost(rank) for rank in range(self.world.size) if rank != self.world.rank}
         return {rank: loss.status for rank, loss in found.items() if loss is not None}
 
@@ -212,7 +212,7 @@ class Runtime:
             opened.plans.clear()
 
     def set_timeout(self, opened: OpenGroup, seconds: float) -> None:
-        """Set the deadline of a group's operations, including those in flight."""
+        """Set the deadline of a group's operations, also of operations in flight."""
         for group in opened.all:
             for stage in group.pipeline.stages:
                 if isinstance(stage, DispatchStage):
@@ -233,8 +233,8 @@ class Runtime:
     ) -> Communicator:
         """Create the communicator of `ranks`; collective over them.
 
-        `config`: configuration of its pipeline, None for that of the job. `checked`: whether the ranks have
-        agreed that all of them have enough file descriptors for it, see `agree`; if not, they do so now.
+        `config`: configuration of its pipeline, None for the job's. `checked`: whether the ranks have agreed
+        (`agree`) that all of them have enough file descriptors for the group; if not, they do so now.
         """
         world, config = self.world, config or self.config
         rank = ranks.index(world.rank) if world.rank in ranks else -1
@@ -306,7 +306,7 @@ class Runtime:
 
         Other ranks may still use the group. With `clean`, wait for all operations in flight and raise the
         first error. Without, as at the end of a `with` block after an exception, wait for none. If another
-        world has replaced that of all ranks, close the replacement instead.
+        world has replaced the world of this group, close the replacement instead.
         """
         if self.closed or communicator.closed:
             successor = job.runtime
@@ -369,6 +369,7 @@ class Runtime:
         self.engine.stop_thread()
         error: McrError | None = None
         clean = clean and not self.engine.failed
+        # Complete all operations while peers still take part in them.
         if clean:
             try:
                 for opened in self.groups:
@@ -382,6 +383,7 @@ class Runtime:
                 _log.warning("rank %d: %s", self.world.rank, text)
             error = self._finish_stages()
         job.hooks_closing()
+        # Peers that wait for this rank must learn that it leaves before it waits for them.
         for state in self.engine.states:
             state.publish()
             if clean:
@@ -426,7 +428,7 @@ class Runtime:
             ]
             if unused and self.world.rank == 0:
                 _log.warning(
-                    "state: %d of the operations that were loaded were never issued, such as in group %s",
+                    "state: %d loaded operations were never issued, for example in group %s",
                     len(unused),
                     unused[0],
                 )
@@ -481,9 +483,7 @@ class Runtime:
             self.idle_channels.add(opened.group, kept)
 
     def crash(self) -> None:
-        """Leave after an uncaught exception; wait for no ranks except those that caused it, which leave
-        first.
-        """
+        """Leave after an uncaught exception; wait for no ranks except those that caused the exception."""
         abort_barrier(self.world, self._peers)
         self.leave(self.communicator, clean=False)
         linger_for(self._peers, self.engine.watchdog.failed_peers)

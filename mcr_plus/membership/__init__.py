@@ -1,1 +1,1 @@
-"""Which ranks belong to a job: its epochs, and what their members decide together."""
+"""Membership of a job: its epochs, and the decisions of their members."""

@@ -1,25 +1,25 @@
-"""The members of a job, epoch by epoch, as they are agreed on in the job's store.
+"""The members of a job, epoch by epoch, as recorded in the job's store.
 
-An epoch has members, which are numbered. They leave it together: each writes a proposal, one of them writes
-the decision, and whoever is a member of the next epoch goes on there. A decision is written once
-(`compare_set`), so that all read the same one, whoever has made it. Keys, within the part of the store that
-the first epoch had for itself:
+An epoch has numbered members. They leave it together: each member writes a proposal, one of them writes the
+decision, and the members of the next epoch continue there. A decision is written once (`compare_set`), so all
+members read the same one, whichever member made it. Keys, within the part of the store that belonged to the
+first epoch:
 
-    epoch<n>/leaving                         some member has begun to leave the epoch
+    epoch<n>/leaving                         a member has begun to leave the epoch
     epoch<n>/outcome                         whether the members have made the world of the epoch
-    epoch<n>/attempt<a>/proposal/<rank>      what a member brings to the decision
+    epoch<n>/attempt<a>/proposal/<rank>      a member's proposal for the decision
     epoch<n>/attempt<a>/decision             leads to epoch n+1, or is refused, and attempt a+1 follows
-    members                                  of epoch 0, where newcomers may come
-    training                                 a member has come to `mcr.elastic`, or gone on in another world
-    takes_in                                 a member has come to `mcr.elastic`, or taken a new process in
+    members                                  the members of epoch 0, if newcomers may join
+    training                                 a member reached `mcr.elastic`, or continued in another world
+    takes_in                                 a member reached `mcr.elastic`, or took a new process in
     ended                                    nobody is taken in any more
     newcomer/<k>                             a process that waits to be taken in; `newcomers` counts them
     newcomer/<k>/...                         see `mcr_plus.membership.request`
 
-Proposals are removed with the world of their epoch, see `job/epoch_change.py`; the others stay.
+Proposals are removed with the world of their epoch, see `job/epoch_change.py`; the other keys stay.
 
-The store must outlive the ranks that are lost: that of `mcr-plus run` or of torchrun's agent does, and so do
-the keepers of the hosts (`mcr_plus.rendezvous.key_replicas`).
+The store must outlive lost ranks. The stores of `mcr-plus run` and of torchrun's agent do, and so do the
+keepers of the hosts (`mcr_plus.rendezvous.key_replicas`).
 """
 
 from __future__ import annotations
@@ -42,38 +42,38 @@ if TYPE_CHECKING:
     from mcr_plus.core.c10d import Store
 
 TRAINING: Final = "training"
-"""The key which says that a rank has come to `mcr.elastic`, or has gone on in another world."""
+"""Key that is set once a rank has reached `mcr.elastic`, or has continued in another world."""
 TAKES_IN: Final = "takes_in"
-"""The key which says that processes which are started again do not stay alone."""
+"""Key that is set if restarted processes are taken in."""
 _FIRST_NAP: Final = 0.001
 _LONGEST_NAP: Final = 0.02
-_MOST_NEWCOMERS: Final = 100_000  # the counter in the store is not signed
-_LOOK_EVERY: Final = 0.5  # seconds between two looks of a newcomer at the ranks' processes
+_MOST_NEWCOMERS: Final = 100_000  # a limit, since the counter in the store is not signed
+_LOOK_EVERY: Final = 0.5  # s between a newcomer's checks of the ranks' processes
 
 
 class ReplicatedStore(Protocol):
-    """Keepers of the store, of which those of lost hosts are left out."""
+    """Interface of a store replicated on the hosts' keepers; keepers of lost hosts are left out."""
 
     def watch(self, is_cut_off: Callable[[str], bool], places: Collection[str]) -> None:
-        """Leave out the keeper of a host among `places` that is cut off."""
+        """Leave out the keeper of a host in `places` that is cut off."""
         ...
 
     def part(self, name: str) -> Any:
-        """A part of it with keys of its own."""
+        """Return a part of the store with keys of its own."""
         ...
 
     def leave(self) -> None:
-        """Tell the keepers that this rank needs them no more."""
+        """Tell the keepers that this rank no longer needs them."""
         ...
 
 
 class EpochDecision(NamedTuple):
-    """What the members of an epoch have decided.
+    """Decision of an epoch's members.
 
     Attributes:
-        decision: as `decide` has made it.
-        members: of the next epoch, by rank; none where it is refused.
-        taken: numbers of the requests of all newcomers that have ever been taken in.
+        decision: the result of `decide`.
+        members: members of the next epoch, by rank; empty if the attempt was refused.
+        taken: numbers of the requests of all newcomers taken in so far.
     """
 
     decision: Decision
@@ -83,19 +83,19 @@ class EpochDecision(NamedTuple):
 
 @dataclass
 class EpochLog:
-    """The members of one epoch, as one of them has them.
+    """The members of one epoch, from the point of view of one member.
 
     Attributes:
-        root: the part of the job's store in which all epochs of the job are.
-        epoch: its number.
-        members: their processes, by rank.
-        rank: of this process.
-        passport: of a newcomer, what must be equal (version, configuration).
-        taken: numbers of the requests of newcomers that have been taken in before this epoch.
-        kept: the keepers in which `root` is, where it is in no store of a launcher.
-        attempt: number of the next attempt to leave the epoch, which has no decision that this member knows.
-        is_remnant: the members are those of the epoch before, but for some whose processes have died.
-        precopies: newcomers get the state before they are taken in, unless there are too few members.
+        root: the part of the job's store that holds all epochs of the job.
+        epoch: number of the epoch.
+        members: processes of the members, by rank.
+        rank: rank of this process.
+        passport: properties that must be equal for a newcomer (version, configuration).
+        taken: numbers of the requests of newcomers taken in before this epoch.
+        kept: the keepers that hold `root`, if no launcher's store does.
+        attempt: number of the next attempt to leave the epoch; this member knows no decision of it.
+        is_remnant: the members are those of the previous epoch, except some whose processes have died.
+        precopies: newcomers receive the state before they are taken in, unless there are too few members.
     """
 
     root: Store
@@ -122,7 +122,7 @@ class EpochLog:
         seen: Callable[[], Mapping[int, str]],
         timeout: float,
     ) -> EpochDecision:
-        """Decide with the other members who goes on; collective over those that are not lost.
+        """Decide with the other members who continues; collective over the members that are not lost.
 
         `seen`: returns the states of lost members as this process sees them now. After `timeout` seconds the
         attempt is refused on all members that have called this.
@@ -150,7 +150,7 @@ class EpochLog:
         key, nap = f"{place}/decision", _FIRST_NAP
         while not self.root.check([key]):
             lost = dict(seen())
-            # Whoever decides may be on another host, which is not told of this one's processes now.
+            # The deciding member may be on another host, which does not see this host's processes.
             dead = {rank: state for rank, state in lost.items() if state == "dead"}
             if not dead.items() <= proposal.lost.items():
                 proposal = replace(proposal, lost={**proposal.lost, **dead})
@@ -173,7 +173,7 @@ class EpochLog:
     def _decision(
         self, proposals: dict[int, Proposal], lost: dict[int, str], *, patient: bool, expired: bool
     ) -> Decision | None:
-        """What `decide` says; newcomers that get the state still are taken in if ranks are too few."""
+        """Return the result of `decide`; take in newcomers that lack the state too if ranks are too few."""
         waiting = self.newcomers() if patient else {}
         ready = {k: each for k, each in waiting.items() if not self.precopies or self.request(k).is_ready}
         size = len(self.members)
@@ -183,14 +183,14 @@ class EpochLog:
         return found
 
     def request(self, number: int) -> JoinRequest:
-        """The request of a newcomer."""
+        """Return the request of a newcomer."""
         return JoinRequest(self.root, number)
 
     def _agreed(self, key: str, text: str) -> EpochDecision:
-        """The decision: the one that is written already, or this one.
+        """Return the decision: the one already written, or `decision`.
 
-        Also one that was read is written before this rank goes by it: where there are several keepers, others
-        may have read nothing yet, and the one that has it may be lost now.
+        A decision that was read is also written before this rank acts on it: with several keepers, other
+        members may have read nothing yet, and the keeper that holds the decision may now be lost.
         """
         self.root.compare_set(key, "", text)
         return _read(self.root.get(key))
@@ -200,37 +200,37 @@ class EpochLog:
         self.root.set("members", json.dumps(self.members))
 
     def note_training(self, *, takes_in: bool = False) -> None:
-        """Tell a supervisor that a member trains from now on: what it has is lost if all members are.
+        """Tell a supervisor that a member trains from now on: its state is lost if all members are.
 
-        `takes_in`: and that processes which are started again are taken in.
+        `takes_in`: also that restarted processes are taken in.
         """
         if min_ranks() is not None:
-            with suppress(RuntimeError):  # of a store that does not answer
+            with suppress(RuntimeError):  # the store does not answer
                 for key in [TRAINING, *[TAKES_IN] * takes_in]:
                     self.root.set(key, "")
 
     def end(self) -> None:
-        """Take nobody in any more: processes that wait go away."""
+        """Stop taking processes in; waiting ones give up."""
         self.root.set("ended", "")
 
     def watch(self, is_cut_off: Callable[[str], bool]) -> None:
-        """Leave keepers out whose host (a `Process.place`) is cut off, or has no member."""
+        """Leave out keepers whose host (a `Process.place`) is cut off, or has no member."""
         if self.kept is not None:
             self.kept.watch(is_cut_off, {process.place for process in self.members})
 
     @property
     def is_being_left(self) -> bool:
-        """Whether a member has begun to leave this epoch; raises `LaunchError` without an answer."""
+        """True if a member has begun to leave this epoch; raises `LaunchError` without an answer."""
         try:
             return self.root.check([f"{self.place}/leaving"])
         except RuntimeError as error:
             raise LaunchError(f"the job's store does not answer: {error}") from error
 
     def conclude(self, *, made: bool) -> bool:
-        """Whether the members have made the world of this epoch: the same on all of them.
+        """Return whether the members have made the world of this epoch; the same on all of them.
 
-        `made`: this one has, and knows that all others have theirs; otherwise it goes no further. Who says so
-        first is right. Raises `LaunchError` if the store does not answer.
+        `made`: this member has made it, and knows that all others have; otherwise this member gives up. The
+        first member to report decides. Raises `LaunchError` if the store does not answer.
         """
         key = f"{self.place}/outcome"
         try:
@@ -245,7 +245,7 @@ class EpochLog:
         self.root.set(f"{place}/proposal/{self.rank}", json.dumps(proposal.plain()))
 
     def _proposals(self, place: str) -> dict[int, Proposal]:
-        """Those that members have made by now."""
+        """Return the proposals that members have made by now."""
         keys = {rank: f"{place}/proposal/{rank}" for rank in range(len(self.members))}
         return {
             rank: Proposal.read(json.loads(self.root.get(key)))
@@ -254,19 +254,19 @@ class EpochLog:
         }
 
     def newcomers(self) -> dict[int, Process]:
-        """Processes that wait to be taken in, and may be, by request; others are told why not."""
-        if self.kept is not None:  # no launcher has a store in which a new process could ask
+        """Return the waiting processes that may be taken in, by request; tell others why they may not."""
+        if self.kept is not None:  # without a launcher's store, a new process has nowhere to ask
             return {}
         for number in range(min(self.root.add("newcomers", 0), _MOST_NEWCOMERS)):
             if number in self.taken or number in self._refused or number in self._waiting:
                 continue
             key = self.request(number).key
-            if not self.root.check([key]):  # counted, and not written yet, or never if the process has died
+            if not self.root.check([key]):  # counted but not written yet, or never if the process has died
                 continue
             try:
                 asked = json.loads(self.root.get(key))
                 process, passport = Process(*asked["process"]), dict(asked["passport"])
-            except (LaunchError, ValueError, TypeError, KeyError):  # of another program
+            except (LaunchError, ValueError, TypeError, KeyError):  # another program's data
                 self._refused.add(number)
                 continue
             if (problem := _difference(self.passport, passport)) is not None:
@@ -278,7 +278,7 @@ class EpochLog:
         return {number: each for number, each in self._waiting.items() if not _has_died(each, own)}
 
     def following(self, settled: EpochDecision, rank: int) -> EpochLog:
-        """The roster of the next epoch. `rank`: of this process in it."""
+        """Return the epoch log of the next epoch. `rank`: rank of this process in it."""
         waiting = {number: each for number, each in self._waiting.items() if number not in settled.taken}
         return EpochLog(
             self.root,
@@ -296,7 +296,7 @@ class EpochLog:
 
 
 def _difference(ours: Mapping[str, str], theirs: Mapping[str, Any]) -> str | None:
-    """The first entry in which a newcomer differs from the job; None if there is none."""
+    """Return the first entry in which a newcomer differs from the job; None if there is none."""
     for name, value in ours.items():
         if theirs.get(name) != value:
             return f"{name} is {theirs.get(name)!r} here and {value!r} in the job"
@@ -304,7 +304,7 @@ def _difference(ours: Mapping[str, str], theirs: Mapping[str, Any]) -> str | Non
 
 
 def _has_died(process: Process, own: Process) -> bool:
-    """Whether a process has died, as far as that shows here."""
+    """Return whether a process is seen from here to have died."""
     same = process.place == own.place and bool(own.started)
     return same and state_of(process.pid, process.started) == "dead"
 
@@ -323,12 +323,12 @@ def join(
 ) -> tuple[int, EpochDecision] | None:
     """Wait until the members of a job take this process in.
 
-    `meanwhile` is called again and again with the request, and returns whether it has done something, from
-    when on `timeout` counts anew.
+    `meanwhile` is called repeatedly with the request, and returns whether it made progress; if so, `timeout`
+    starts again.
 
-    Returns the number of the first epoch in which it is a member, and how it became one; None if the job has
-    ended.
-    Raises `LaunchError` if they refuse it, are all lost, or do not take it in within `timeout` seconds.
+    Returns the number of the first epoch that includes this process, and the decision that took it in; None
+    if the job has ended. Raises `LaunchError` if the members refuse it, are all lost, or do not take it in
+    within `timeout` seconds.
     """
     deadline, looks, nap = Deadline(timeout), Deadline(_LOOK_EVERY), _FIRST_NAP
     members: tuple[Process, ...] = ()
@@ -338,16 +338,18 @@ def join(
         root.set(request.key, json.dumps({"process": newcomer, "passport": dict(passport)}))
         epoch = attempt = 0
         while True:
+            # Follow the decisions in order, because any of them may take this process in.
             key = f"epoch{epoch}/attempt{attempt}/decision"
             if root.check([key]):
                 settled = _read(root.get(key))
                 if number in settled.taken:
                     return epoch + 1, settled
                 epoch, attempt = (epoch, attempt + 1) if settled.decision.refusal else (epoch + 1, 0)
-                members = settled.members or members  # none after a refusal
+                members = settled.members or members  # empty after a refusal
                 continue
             if root.check(["ended"]):
                 return None
+            # Only living members can decide, so give up once all have died.
             if looks.passed():
                 looks = Deadline(_LOOK_EVERY)
                 if epoch == 0 and root.check(["members"]):

@@ -1,12 +1,12 @@
-"""The request of a process that wants to join a job, and how it gets the state beforehand.
+"""The request of a process that wants to join a job, and the transfer of the state to it beforehand.
 
-Keys, in the part of the job's store in which `mcr_plus.membership.epoch_log` has its own:
+Keys, in the part of the job's store that `mcr_plus.membership.epoch_log` uses:
 
-    newcomer/<k>              the process, and what it must have in common with the job
+    newcomer/<k>              the process, and properties that it must share with the job
     newcomer/<k>/refused      why it is not taken in
-    newcomer/<k>/source<t>    where a member gives it the state, beside training; nowhere if that failed
-    newcomer/<k>/failed<t>    the newcomer has not got it there: another member is asked, with t+1
-    newcomer/<k>/ready        the newcomer may be taken in: it has the state, or does without
+    newcomer/<k>/source<t>    address where a member offers the state, during training; null if it cannot
+    newcomer/<k>/failed<t>    the newcomer did not get the state there: another member is asked, with t+1
+    newcomer/<k>/ready        the newcomer may be taken in, with the state or without
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from mcr_plus.core.c10d import Store
 
 TRIES: Final = 3
-"""Members that a newcomer asks for the state before it is taken in without it."""
+"""Number of members that a newcomer asks for the state before it is taken in without the state."""
 Place = tuple[str, int] | None
-"""The address and port of a member; None if it cannot give the state."""
+"""Address and port of a member; None if it cannot give the state."""
 
 
 class JoinRequest(NamedTuple):
@@ -31,24 +31,24 @@ class JoinRequest(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The key of the request itself, and the beginning of the others."""
+        """Key of the request itself, and prefix of its other keys."""
         return f"newcomer/{self.number}"
 
     def attempt(self) -> int:
-        """How many members have failed to give it the state."""
+        """Number of members that have failed to give the newcomer the state."""
         return next((t for t in range(TRIES) if not self.root.check([f"{self.key}/failed{t}"])), TRIES)
 
     def has_source(self, attempt: int) -> bool:
-        """Whether a member has said where it gives the state."""
+        """True if a member has published where it offers the state."""
         return self.root.check([f"{self.key}/source{attempt}"])
 
     def source(self, attempt: int) -> Place:
-        """Where that is; only after `has_source`."""
+        """Address where the state is offered; only after `has_source`."""
         place = json.loads(self.root.get(f"{self.key}/source{attempt}"))
         return None if place is None else (str(place[0]), int(place[1]))
 
     def offer(self, attempt: int, place: Place) -> None:
-        """Say where this member gives the state."""
+        """Publish where this member offers the state."""
         self.root.set(f"{self.key}/source{attempt}", json.dumps(place))
 
     def note_failure(self, attempt: int) -> None:
@@ -57,9 +57,9 @@ class JoinRequest(NamedTuple):
 
     @property
     def is_ready(self) -> bool:
-        """Whether the newcomer waits for nothing but to be taken in."""
+        """True if the newcomer only waits to be taken in."""
         return self.root.check([f"{self.key}/ready"])
 
     def be_ready(self) -> None:
-        """Say so."""
+        """Mark the newcomer as ready to be taken in."""
         self.root.set(f"{self.key}/ready", "")

@@ -1,4 +1,4 @@
-"""Who goes on after a failure: the rules, as a function of what members of an epoch have proposed.
+"""Rules for who continues after a failure: a function of the proposals of an epoch's members.
 
 The function is pure, so that `tests/unit/membership/test_membership_model.py` can check it with all
 interleavings.
@@ -14,19 +14,19 @@ from mcr_plus.errors import phrase_ranks
 
 Refusal = Literal["absent", "living", "minority", "few", "argument"]
 _STOPS_ELSEWHERE: Final = ("dead", "stopped")
-"""States in which a rank cannot go on with others on the other side of a partition."""
+"""States in which a rank cannot continue on the other side of a partition."""
 _CERTAINTY: Final = ("named", "silent", "stopped", "dead")
-"""What is said of a lost rank; what somebody has seen of its process counts more than silence."""
+"""States of a lost rank, by rising certainty; an observation of its process counts more than silence."""
 
 
 class Process(NamedTuple):
     """The process of a rank.
 
     Attributes:
-        pid, started: its identity among those of its place.
+        pid, started: pid and start time, which identify it among the processes of its place.
         place: equal for ranks that see each other in /proc.
-        number: the rank that its launcher has given it. Ranks of later epochs are in the order of these
-            numbers, so that a process that replaces a lost one gets its rank.
+        number: the rank that its launcher gave it. Ranks of later epochs are in the order of these numbers,
+            so that a process that replaces a lost one gets its rank.
     """
 
     pid: int
@@ -37,15 +37,15 @@ class Process(NamedTuple):
 
 @dataclass(frozen=True)
 class Proposal:
-    """What one member of an epoch brings to the decision.
+    """Proposal of one member of an epoch.
 
     Attributes:
         lost: member → state (`dead`, `stopped`, `silent`) as this member sees it.
         named: members that the program has declared lost.
-        least: the ranks with which the job may go on; None for a majority of the members.
+        least: minimum number of ranks with which the job may continue; None for a majority of the members.
         patient: take newcomers in, and wait for them while there are fewer than `least`.
-        done: group → number of the last operation of which all up to it have completed here.
-        problem: why the arguments of this member's call are wrong; empty if they are not.
+        done: group → number up to which all its operations have completed here.
+        problem: why the arguments of this member's call are wrong; empty if they are right.
     """
 
     lost: Mapping[int, str] = field(default_factory=dict)
@@ -56,26 +56,26 @@ class Proposal:
     problem: str = ""
 
     def plain(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the proposal as JSON data."""
         return {**vars(self), "lost": {str(rank): state for rank, state in self.lost.items()}}
 
     @classmethod
     def read(cls, plain: Mapping[str, Any]) -> Proposal:
-        """From JSON."""
+        """Create a proposal from JSON data."""
         lost = {int(rank): state for rank, state in plain["lost"].items()}
         return cls(**{**plain, "lost": lost, "named": tuple(plain["named"])})
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What all members of an epoch do next.
+    """Decision on what all members of an epoch do next.
 
     Attributes:
-        stay: members that go on; empty if the attempt is refused.
+        stay: members that continue; empty if the attempt is refused.
         join: processes that are taken in.
-        lost: member → why it does not go on.
-        done: group → number of the last operation of which all up to it are complete on all that stay.
-        refusal, text: why nothing changes; None and empty unless it is refused.
+        lost: member → reason why it does not continue.
+        done: group → number up to which all its operations are complete on all members that stay.
+        refusal, text: kind and text of a refusal; None and empty without one.
     """
 
     stay: tuple[int, ...] = ()
@@ -86,12 +86,12 @@ class Decision:
     text: str = ""
 
     def plain(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the decision as JSON data."""
         return {**vars(self), "lost": {str(rank): why for rank, why in self.lost.items()}}
 
     @classmethod
     def read(cls, plain: Mapping[str, Any]) -> Decision:
-        """From JSON."""
+        """Create a decision from JSON data."""
         return cls(
             **{
                 **plain,
@@ -110,20 +110,21 @@ def decide(
     *,
     expired: bool = False,
 ) -> Decision | None:
-    """The decision of an epoch of `size` members; None while it has to wait for more of them.
+    """Return the decision of an epoch of `size` members; None while it must wait for more proposals.
 
-    `proposals`: of members that have made one; `seen`: states of lost members as the caller sees them.
-    `expired`: whether the time for proposals is over, after which nobody is waited for.
+    `proposals`: proposals made so far, by member. `seen`: states of lost members as the caller sees them.
+    `expired`: whether the time for proposals is over; then nobody is waited for.
 
-    A member that has not proposed is waited for as long as nobody has found it lost. Of members that have
-    proposed, the dead are left out, and where some do not reach each other, those that most others reach go
-    on. They must be more than half of the members that may still run, or `least`. A minority waits for those
+    A member without a proposal is waited for until some member has found it lost. Of members with a proposal,
+    the dead are left out. If some of them do not reach each other, those that most others reach continue.
+    They must be more than half of the members that may still run, or `least`. A minority waits for members
     that may run and have not proposed: one member that hears nobody must not stop a majority.
     """
     if (wrong := _wrong_argument(proposals, seen)) is not None:
         return wrong
     lost = _lost(proposals, seen)
     absent = [rank for rank in range(size) if rank not in proposals and rank not in lost]
+    # A member without a proposal may still run, so wait for it, or refuse once the time is over.
     if absent:
         if not expired:
             return None
@@ -132,6 +133,7 @@ def decide(
         return Decision(refusal="absent", text=text)
     stay = _within_reach({rank: each for rank, each in proposals.items() if lost.get(rank) != "dead"})
     least = min((each.least for each in proposals.values() if each.least is not None), default=None)
+    # Only a majority may continue: otherwise two parts of the members could continue apart.
     if least is None:
         running = [rank for rank in range(size) if lost.get(rank) not in _STOPS_ELSEWHERE or rank in stay]
         if 2 * len(stay) <= len(running):
@@ -149,6 +151,7 @@ def decide(
         number = len(stay) + len(newcomers)
         text = f"{'1 rank is' if number == 1 else f'{number} ranks are'} left, fewer than min_ranks={least}"
         return Decision(refusal="few", text=text)
+    # Operations are complete on all staying members up to the smallest number that any of them has.
     groups = {name for rank in stay for name in proposals[rank].done}
     done = {
         name: min(proposals[rank].done[name] for rank in stay if name in proposals[rank].done)
@@ -159,7 +162,7 @@ def decide(
 
 
 def members_after(members: Sequence[Process], decision: Decision) -> tuple[Process, ...]:
-    """The members of the next epoch, by rank."""
+    """Return the members of the next epoch, by rank."""
     both = [*(members[rank] for rank in decision.stay), *decision.join]
     return tuple(sorted(both, key=lambda process: process.number))
 
@@ -170,13 +173,13 @@ def _wrong_argument(proposals: Mapping[int, Proposal], seen: Mapping[int, str]) 
             return Decision(refusal="argument", text=f"rank {rank}: {proposal.problem}")
         living = [named for named in proposal.named if named in proposals and seen.get(named) != "dead"]
         if living:
-            text = f"rank {rank} has named {phrase_ranks(living)} as dead, which live"
+            text = f"rank {rank} has named living ranks as dead: {phrase_ranks(living)}"
             return Decision(refusal="living", text=text)
     return None
 
 
 def _lost(proposals: Mapping[int, Proposal], seen: Mapping[int, str]) -> dict[int, str]:
-    """The state of each member that cannot be waited for, as the member that knows most has it."""
+    """Return the state of each member that cannot be waited for, as seen with the most certainty."""
     lost: dict[int, str] = {}
     named = (dict.fromkeys(proposal.named, "named") for proposal in proposals.values())
     for found in (*named, *(proposal.lost for proposal in proposals.values()), seen):
@@ -186,9 +189,9 @@ def _lost(proposals: Mapping[int, Proposal], seen: Mapping[int, str]) -> dict[in
 
 
 def _within_reach(proposals: Mapping[int, Proposal]) -> list[int]:
-    """The ranks that go on where some do not reach each other: first those that most others reach.
+    """Return the ranks that continue if some do not reach each other: first those that most others reach.
 
-    A rank that was stopped and has proposed runs again; one that is silent for another may be so for long.
+    A stopped rank that has proposed runs again; a rank that is silent for another may stay so for long.
     """
 
     def apart(one: int, other: int) -> bool:

@@ -76,7 +76,7 @@ def _ring_all_reduce(
 
 
 def all_reduce_halving_doubling(ranks: int) -> Algorithm:
-    """Exchange halves with ranks ever closer, then collect them: 2 log₂ n steps, 2S(n-1)/n bytes.
+    """Sum by recursive halving, then collect by doubling: 2 log₂ n steps, 2S(n-1)/n bytes.
 
     If n is not a power of two, each rank beyond the largest power of two adds its buffer to another rank's
     and gets the result from there: 2 more steps, and 2S bytes for these pairs. Rabenseifner, "Optimization of

@@ -55,7 +55,7 @@ class _Unknown:
 
 UNKNOWN = _Unknown()
 Value = ChunkSum | _Unknown | None
-"""None: never written."""
+"""Value of a chunk; None if it was never written."""
 
 
 def _added(first: Value, second: Value) -> Value:

@@ -82,7 +82,7 @@ def verify(algorithm: Algorithm, *, in_place: bool, slots: int = SLOTS) -> Repor
 
 
 def verify_all(algorithm: Algorithm, *, slots: int = SLOTS) -> list[Report]:
-    """Prove an algorithm in place and out of place, as far as it claims these; raise as `verify` does."""
+    """Prove an algorithm in place and out of place, where it claims these; raises what `verify` raises."""
     claims = ((True, algorithm.in_place), (False, algorithm.out_of_place))
     places = [place for place, claimed in claims if claimed]
     # an algorithm that claims neither has a structure problem

@@ -1,1 +1,1 @@
-"""How the processes of a job find each other: store, names, secrets, wake-ups, the end."""
+"""Rendezvous of a job's processes: store, names, secrets, wake-ups, and the end."""

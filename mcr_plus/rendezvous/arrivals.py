@@ -1,8 +1,8 @@
-"""The ranks that come to `init`: what shows that one of them will not, before they know each other.
+"""Ranks that arrive in `init`, and signs that one of them will not, before they know each other.
 
-A rank that has come says which process it is, so that ranks which share its /proc see its death and its
-stop; those of other hosts have connections for that (`rendezvous.init_connections`). Of one that has not
-come, the supervisor of `mcr-plus run --min-ranks` says in the job's store that it has ended for good.
+A rank that has arrived publishes its process, so that ranks which share its /proc see its death or stop.
+Ranks of other hosts have connections for that (`rendezvous.init_connections`). If a rank has not arrived, the
+supervisor of `mcr-plus run --min-ranks` may note in the job's store that it has ended for good.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from mcr_plus.membership.rules import Process
 
 PREFIX: Final = "mcr_plus"
-"""The part of the launcher's store that ranks use."""
+"""Prefix of the ranks' keys in the launcher's store."""
 NAME_OF_JOB: Final = "job"
-"""The key with the name of the part of a job that takes newcomers in."""
-_SUPERVISOR: Final = "supervisor"  # whose values are signed under this name
+"""Key with the name of the part of a job that takes newcomers in."""
+_SUPERVISOR: Final = "supervisor"  # name under which its values are signed
 STOPPED_FOR: Final = 0.5
-"""Seconds for which a process is stopped before its rank counts as lost, where nothing else is said."""
+"""Default time in s after which the rank of a stopped process counts as lost."""
 SLACK: Final = 10.0
 """Seconds that rank 0's verdict on an exchange may take to arrive."""
 
@@ -39,7 +39,7 @@ class JobArrivals:
 
     Attributes:
         own: this process.
-        processes: those of the ranks that have come, by rank, as far as they are known here.
+        processes: processes of the ranks that are known here to have arrived, by rank.
         presence: the connections with ranks of other hosts.
     """
 
@@ -48,13 +48,13 @@ class JobArrivals:
     ) -> None:
         """`launchers`: the store in which a supervisor notes the ends of ranks, if the job has one.
 
-        `stopped`: seconds for which the process of a lost rank is stopped; may be infinite.
+        `stopped`: seconds for which a process must be stopped to count as lost; may be infinite.
         """
         self.own = own_process(host_name(), rank)
         self.processes: dict[int, Process] = {}
         self.presence = InitConnections(stopped)
         self._grace = stopped
-        self._stops: dict[int, Stop] = {}  # of ranks of this host, while they are stopped
+        self._stops: dict[int, Stop] = {}  # stopped ranks of this host
         self._others = [each for each in range(size) if each != rank]
         secret = job_secret()
         has_supervisor = bool(secret) and agent_has_store() and min_ranks() is not None
@@ -63,7 +63,7 @@ class JobArrivals:
         )
 
     def forget_restarted(self) -> list[int]:
-        """Forget the ranks that have died and that a supervisor starts again; returns those that had come."""
+        """Forget dead ranks that a supervisor restarts; return those that had arrived."""
         if self._records is None:
             return []
         ended = self._ended()
@@ -74,7 +74,7 @@ class JobArrivals:
         return [rank for rank in found if self.processes.pop(rank, None) is not None]
 
     def error(self) -> PeerLost | None:
-        """The error of a wait for the others, if one of them is lost."""
+        """Return the error of a wait for other ranks, if one of them is lost."""
         lost = self._lost() | self._ended()
         if not lost:
             return None
@@ -83,7 +83,7 @@ class JobArrivals:
         return PeerLost(f"{phrase_ranks(ranks)} of the job: {seen}", ranks, seen=seen)
 
     def _lost(self) -> dict[int, str]:
-        """The ranks that are seen to be lost, and what is seen of them."""
+        """Return the ranks seen to be lost, and the evidence for each."""
         here = {rank: each for rank, each in self.processes.items() if is_visible(self.own, each)}
         states = {rank: state_of(each.pid, each.started) for rank, each in here.items()}
         now = time.monotonic()
@@ -106,17 +106,17 @@ class JobArrivals:
 
 
 def have_met(store: Store) -> bool:
-    """Whether the ranks of a job have found each other; `store`: the launcher's, without a prefix."""
+    """Return whether the ranks of a job have found each other; `store`: the launcher's, without a prefix."""
     return PrefixStore(PREFIX, store).check([NAME_OF_JOB])
 
 
 def have_trained(store: Store) -> bool:
-    """Whether a rank of a job whose ranks `have_met` has come to `mcr.elastic`, or made another world."""
+    """Return whether a rank has reached `mcr.elastic`, or made another world, after `have_met`."""
     return _part_of_job(store).check([TRAINING])
 
 
 def takes_in(store: Store) -> bool:
-    """Whether a rank of a job whose ranks `have_met` takes in processes that are started again."""
+    """Return whether a rank takes in restarted processes, after `have_met`."""
     return _part_of_job(store).check([TAKES_IN])
 
 
@@ -126,18 +126,18 @@ def _part_of_job(store: Store) -> Store:
 
 
 def note_end(store: Store, rank: int, how: str) -> None:
-    """Note in a launcher's store, for ranks in `init`, that a rank has ended and is not started again."""
+    """Note in a launcher's store, for ranks in `init`, that a rank has ended and will not be restarted."""
     if secret := job_secret():
         SignedStore(PrefixStore(PREFIX, store), secret, _SUPERVISOR).set(_key(rank), how)
 
 
 def loss_as_text(loss: PeerLost) -> str:
-    """A loss that rank 0 has seen, as it tells the other ranks."""
+    """Return the text with which rank 0 reports a loss to the other ranks."""
     return json.dumps({"lost": [str(loss), loss.ranks, loss.seen]})
 
 
 def raise_loss(result: dict[str, Any]) -> None:
-    """Raise the loss that rank 0 has written with `loss_as_text`, if any."""
+    """Raise the loss in a text of `loss_as_text`, if it reports one."""
     if "lost" in result:
         text, ranks, seen = result["lost"]
         raise PeerLost(text, ranks, seen=seen)

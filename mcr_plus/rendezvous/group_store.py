@@ -1,4 +1,4 @@
-"""The job's store as one group uses it: the group's keys are removed when all its ranks have left it."""
+"""The job's store as seen by one group: the group's keys are removed when all its ranks have left it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 class GroupStore(WrappedStore):
-    """The keys of `store`, with a note of those that this rank has written.
+    """The keys of `store`, with a note of the keys that this rank has written.
 
-    A key is never removed while a rank of the group may still read it: the rank that leaves last removes the
-    keys of all. A counter has several writers, and is noted by the group's rank 0.
+    A key is never removed while a rank of the group may still read it: the rank that leaves last removes all
+    keys. A counter has several writers, and is noted by the group's rank 0.
     """
 
     def __init__(self, store: Store, group: Group) -> None:
-        """`group`: one of which this process is a member."""
+        """`group`: a group that includes this process."""
         super().__init__(store)
         self._group = group
         self._written: set[str] = set()
@@ -31,25 +31,25 @@ class GroupStore(WrappedStore):
         put(self._store, key, value.encode() if isinstance(value, str) else value)
 
     def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
-        """Write a value where there is the expected one, or none for ''; returns what is there then."""
+        """Write a value if the key has the expected one (none for ''); return the resulting value."""
         self._written.add(key)
         return super().compare_set(key, expected_value, desired_value)
 
     def add(self, key: str, value: int) -> int:
-        """Add to a counter; returns its new value."""
+        """Add to a counter; return its new value."""
         if self._group.rank == 0:
             self._written.add(key)
         return super().add(key, value)
 
     def delete_key(self, key: str) -> bool:
-        """Remove a key; returns whether it was there."""
+        """Remove a key; return whether it existed."""
         self._written.discard(key)
         return super().delete_key(key)
 
     def leave(self) -> None:
-        """Note that this rank reads nothing more; the last rank to do so removes the keys of all.
+        """Note that this rank reads no more values; the last rank to do so removes the keys of all.
 
-        To be called once. Where a rank never does, or the store does not answer, the keys stay.
+        Call it once. If a rank never does, or the store does not answer, the keys stay.
         """
         group, store = self._group, self._store
         lists = [f"left/{group.name}/{rank}" for rank in range(group.size)]

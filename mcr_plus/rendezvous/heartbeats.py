@@ -1,7 +1,4 @@
-"""Heartbeats between the hosts of a job, as its ranks see them: the start of the agents, and what they find.
-
-The lowest rank of each host starts the host's agent (`mcr_plus.hosts.agent`), a small process of its own.
-"""
+"""Heartbeats between the hosts of a job, as its ranks see them: start of the agents, and findings."""
 
 from __future__ import annotations
 
@@ -40,10 +37,10 @@ def open_findings(
     limit: float,
     timeout: float,
 ) -> Findings | None:
-    """Start the agents of a job and return what that of this host finds; collective over its ranks.
+    """Start the agents of a job and return the findings of this host's agent; collective over its ranks.
 
-    None in a job in one place, and where this host has no agent, which is logged. `limit`: seconds without a
-    beat after which a host is silent, 0 for as few as the number of hosts allows.
+    None in a job in one place, and if this host has no agent, which is logged. `limit`: seconds without a
+    beat after which a host is silent; 0 for the shortest time that the number of hosts allows.
     """
     hosts = hosts_of(processes)
     if len(hosts) < 2:
@@ -60,6 +57,7 @@ def open_findings(
         ]
         if not starts:
             memory = mapped(answers[hosts[me][0]][0], size)
+        # All ranks must have mapped the memory before its descriptor is closed.
         exchange(store, rank, len(processes), "heartbeats/mapped", "", timeout)
         if memory is None:
             return None
@@ -80,6 +78,7 @@ def open_findings(
                 "socket": link.fileno(),
             }
             with contextlib.ExitStack() as stack:
+                # Without this socket, only dumps of other hosts' ranks are missing.
                 taker: int | None = None
                 try:
                     taker = stack.enter_context(opened(requests)).fileno()
@@ -97,12 +96,12 @@ def open_findings(
 
 
 def job_id(processes: Sequence[Process]) -> str:
-    """A name of the job of these processes, for people and for status pages."""
+    """Return a name of the job of these processes, for people and for status pages."""
     return hashlib.sha256(json.dumps(processes).encode()).hexdigest()[:8]
 
 
 def hosts_of(processes: Sequence[Process]) -> list[list[int]]:
-    """The ranks of each place, in the order of their first ranks."""
+    """Return the ranks of each place, in the order of their first ranks."""
     found: dict[str, list[int]] = {}
     for rank, process in enumerate(processes):
         found.setdefault(process.place, []).append(rank)
@@ -110,7 +109,7 @@ def hosts_of(processes: Sequence[Process]) -> list[list[int]]:
 
 
 def _link() -> tuple[socket.socket | None, tuple[str, int] | None]:
-    """The socket of an agent, and its address; None if this host has none that others reach."""
+    """Return an agent's socket and address; None if this host has no address that others reach."""
     link = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     try:
         link.bind((meeting_address(), 0))

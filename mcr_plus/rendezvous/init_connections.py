@@ -1,13 +1,14 @@
-"""Connections by which ranks of different hosts see each other's loss in `init`, before there are heartbeats.
+"""Connections by which ranks of different hosts detect each other's loss in `init`, before heartbeats begin.
 
-Rank 0 listens, and ranks of other hosts connect to it before they say that they have come. The kernel closes
-the connections of a process that ends. Each end sends a byte now and then, which the kernel of the other one
-acknowledges, whatever the process there does; where none does for one and a half seconds, that host is down
-or cut off. That a process is stopped is said by a process beside it (`mcr_plus.hosts.stop_detector`).
+Rank 0 listens, and ranks of other hosts connect to it before they announce their arrival. The kernel closes
+the connections of a process that ends. Each end sends a byte now and then, which the kernel of the other end
+acknowledges, whatever the process there does. A host that acknowledges nothing for 1.5 s is down or cut off.
+A separate process beside each rank reports when the rank is stopped (`mcr_plus.hosts.stop_detector`;
+"witness").
 
-So rank 0 sees the loss of each of them, and each of them that of rank 0, which collects what ranks exchange
-in `init` and therefore tells the others. Once a rank has its world, in which agents look after all, it says
-so and closes its connections.
+So rank 0 sees the loss of each of these ranks, and each of them sees the loss of rank 0. Rank 0 collects the
+values that ranks exchange in `init`, and therefore reports losses to the others. Once a rank has its world,
+in which agents watch all ranks, it announces that and closes its connections.
 """
 
 from __future__ import annotations
@@ -44,20 +45,20 @@ if TYPE_CHECKING:
 
 Address = tuple[str, int]
 Listening = tuple[Address, Address | None]
-"""Where rank 0 listens, and where its witness does, if it has one."""
+"""Addresses where rank 0 and its witness listen; None for no witness."""
 _SETTLED: Final = b"."  # the sender has its world
 _BEAT: Final = b"~"
 _BEAT_EVERY: Final = 0.25  # seconds
-_SILENT: Final = 1.5  # seconds in which nothing is acknowledged; the kernel sends again three times
-_CONNECTS_WITHIN: Final = 2.0  # seconds; later only where a firewall drops the request
+_SILENT: Final = 1.5  # s without an acknowledgement; the kernel sends again three times
+_CONNECTS_WITHIN: Final = 2.0  # s; longer only if a firewall drops the request
 _ARRIVES_WITHIN: Final = 1.0  # seconds
 _NAP: Final = 0.001
 _log = logging.getLogger("mcr_plus")
-_open: list[InitConnections] = []  # of the present `init` of this process, or the one that has failed last
+_open: list[InitConnections] = []  # of this process's current or last failed `init`
 
 
 class InitConnections:
-    """The connections of one rank; none before `listen` or `connect`. `lost` may be called by any thread."""
+    """The connections of one rank; none before `listen` or `connect`. Any thread may call `lost`."""
 
     def __init__(self, grace: float) -> None:
         """`grace`: seconds for which a process must be stopped to count as lost; may be infinite."""
@@ -72,38 +73,38 @@ class InitConnections:
         self._release: StoreRelease | None = None
 
     def listen(self, name: str, store: Store, ranks: int) -> Listening | None:
-        """On rank 0: the addresses to which ranks of other hosts connect; None if there are none.
+        """Listen, on rank 0, for ranks of other hosts; return the addresses, None if there are none.
 
-        `name`: of this `init`, which `ranks` ranks have from the job's `store`.
+        `name`: name of this `init`, which `ranks` ranks have from the job's `store`.
         """
         if on_one_host(ranks=ranks) or address_of(store) in (LOOPBACK, "localhost"):
             return None
         try:
             listener, of_witness = _listener(), _listener()
         except (OSError, LaunchError) as error:
-            _log.debug("ranks of other hosts that are lost in init show at its deadline: %s", error)
+            _log.debug("lost ranks of other hosts are noticed only at the deadline of init: %s", error)
             return None
         self._enter(name)
         self._door = Handshakes(listener, self._key, _watch, members=ranks)
         own, its = listener.getsockname(), of_witness.getsockname()
         self._witness = self._start_witness(0, None, of_witness)
-        of_witness.close()  # the witness has it
+        of_witness.close()  # the witness has it now
         return own, its if self._witness is not None else None
 
     def connect(self, listening: Listening, name: str, rank: int, store: Store) -> None:
-        """On another rank: connect to rank 0, if that can be reached.
+        """Connect, on another rank, to rank 0, if it can be reached.
 
-        Until `close`, a request to `store` that a silent host does not answer ends too.
+        Until `close`, a request to `store` that a silent host does not answer is ended too.
         """
         (host, port), of_witness = listening
         try:
             link = socket.create_connection((host, port), _CONNECTS_WITHIN)
         except OSError as error:
-            _log.debug("the end of rank 0 in init shows at its deadline: %s", error)
+            _log.debug("the end of rank 0 is noticed only at the deadline of init: %s", error)
             return
         self._enter(name)
         _watch(link)
-        with contextlib.suppress(OSError):  # it shows as the end of rank 0
+        with contextlib.suppress(OSError):  # the loss of rank 0 is then seen
             link.sendall(greeting(self._key, rank))
         self._links[0] = link
         if of_witness is not None:
@@ -111,7 +112,7 @@ class InitConnections:
         self._release = StoreRelease(store, self._is_cut_off)
 
     def lost(self) -> dict[int, str]:
-        """The ranks that are lost before they had their world, and what is seen of them."""
+        """Return the ranks that were lost before they had their world, with the evidence."""
         with self._lock:
             self._accept()
             now = time.monotonic()
@@ -127,12 +128,12 @@ class InitConnections:
             return dict.fromkeys((rank for rank in stopped if rank in self._links), STOPPED) | self._lost
 
     def forget(self, rank: int) -> None:
-        """Expect another process in the place of a lost one."""
+        """Expect a new process in the place of a lost one."""
         with self._lock:
             self._lost.pop(rank, None)
 
     def close(self) -> None:
-        """Say that this rank needs no connections any more, and close them."""
+        """Announce that this rank needs no connections any more, and close them."""
         if self in _open:
             _open.remove(self)
         release, self._release = self._release, None
@@ -155,14 +156,14 @@ class InitConnections:
             self._links.clear()
 
     def dismiss_witness(self) -> None:
-        """End the witness; the connections stay, because their end would look like that of this process."""
+        """End the witness; keep the connections, whose close would look like the end of this process."""
         with self._lock:
             witness, self._witness = self._witness, None
             if witness is not None:
                 witness.close()
 
     def abandon(self) -> None:
-        """In a forked child: let go of connections, which would not end with the parent, without a word."""
+        """Drop the connections in a forked child without a message: they must end with the parent."""
         self._lock = threading.Lock()  # a thread of the parent may have held it
         for link in self._all_links():
             link.close()
@@ -177,7 +178,7 @@ class InitConnections:
         return [*self._links.values(), *(self._door.strangers if self._door is not None else ())]
 
     def _enter(self, name: str) -> None:
-        """Close the connections of an earlier `init`, whose end is not that of this rank."""
+        """Close the connections of an earlier `init`; that is not the end of this rank."""
         settle()
         self._key = job_secret() + name.encode()
         _open.append(self)
@@ -198,7 +199,7 @@ class InitConnections:
         try:
             return _DetectorProcess(order, listener)
         except (OSError, subprocess.SubprocessError) as error:
-            _log.debug("a stop of this rank in init shows at its deadline: %s", error)
+            _log.debug("a stop of this rank is noticed only at the deadline of init: %s", error)
             return None
 
     def _accept(self) -> None:
@@ -210,7 +211,7 @@ class InitConnections:
 
 
 class _DetectorProcess:
-    """The witness of this process, as its rank has it."""
+    """Handle of this process's witness."""
 
     def __init__(self, order: dict[str, Any], listener: socket.socket | None) -> None:
         """`order`: see `mcr_plus.hosts.stop_detector`. Raises `OSError` if the process does not start."""
@@ -225,7 +226,7 @@ class _DetectorProcess:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=[each.fileno() for each in (its, listener) if each is not None],
-                start_new_session=True,  # so that what stops the rank's group does not stop it
+                start_new_session=True,  # so that a stop of the rank's group does not stop it
             )
         except OSError:
             self._control.close()
@@ -237,7 +238,7 @@ class _DetectorProcess:
             pipe.write(json.dumps(order).encode())
 
     def stopped(self) -> set[int]:
-        """The ranks of other hosts that are stopped."""
+        """Return the ranks of other hosts that are stopped."""
         with contextlib.suppress(OSError):
             while len(said := self._control.recv(REPORT.size)) == REPORT.size:
                 rank, is_stopped = REPORT.unpack(said)
@@ -245,24 +246,24 @@ class _DetectorProcess:
         return self._stopped
 
     def close(self) -> None:
-        """End it."""
+        """End the witness."""
         self.abandon()
         self._process.kill()
         self._process.wait()
 
     def abandon(self) -> None:
-        """Let go of it."""
+        """Drop the handle."""
         self._control.close()
 
 
 def dismiss_witness() -> None:
-    """End the process that looks after this one: `init` has failed, and a later stop matters to nobody."""
+    """End this process's witness: `init` has failed, so a later stop matters to nobody."""
     for presence in _open:
         presence.dismiss_witness()
 
 
 def settle() -> None:
-    """Say that this process has its world; nothing where `init` has no connections."""
+    """Announce that this process has its world; do nothing if `init` has no connections."""
     for presence in (*_open,):
         presence.close()
 
@@ -288,19 +289,19 @@ def _listener() -> socket.socket:
 
 
 def _watch(link: socket.socket) -> None:
-    """Have the kernel close a connection on which nothing is acknowledged."""
+    """Let the kernel close a connection on which nothing is acknowledged."""
     link.setblocking(False)
     with contextlib.suppress(OSError):
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if (option := getattr(socket, "TCP_USER_TIMEOUT", None)) is not None:
-        with contextlib.suppress(OSError):  # a kernel without it; then a silent host shows at the deadline
+        with contextlib.suppress(OSError):  # without this option, a silent host shows at the deadline
             link.setsockopt(socket.IPPROTO_TCP, option, round(1e3 * _SILENT))
 
 
 def _end_of(link: socket.socket, beats: bool) -> str | None:
-    """What is seen of the other end of a connection: None while it lives, empty once it has its world.
+    """Return evidence for the end of the other side: None while it lives, empty once it has its world.
 
-    `beats`: whether to send something that its kernel acknowledges.
+    `beats`: whether to send a byte for its kernel to acknowledge.
     """
     seen = _heard(link)
     if seen is not None or not beats:
@@ -310,7 +311,7 @@ def _end_of(link: socket.socket, beats: bool) -> str | None:
     except BlockingIOError:
         return None
     except OSError as error:
-        return "" if _heard(link) == "" else _text_of(error)  # it may have settled meanwhile
+        return "" if _heard(link) == "" else _text_of(error)  # it may have its world by now
     return None
 
 
@@ -331,9 +332,9 @@ def _text_of(error: OSError) -> str:
 
 
 def _wait_for_arrival(links: Iterable[socket.socket]) -> None:
-    """Wait until the other ends have all that was sent, which a close may take back.
+    """Wait until the other ends have received all data, which a close may discard.
 
-    The kernel resets a connection that is closed while something on it has not been read.
+    The kernel resets a connection that is closed with unread data.
     """
     deadline, waiting = Deadline(_ARRIVES_WITHIN), list(links)
     while True:

@@ -1,10 +1,10 @@
-"""What the members of a job agree on, in several places: on each host a keeper has a copy.
+"""Decisions of a job's members, stored in several places: a keeper on each host has a copy.
 
-A keeper (`hosts.key_replica`) is a process of its own, so that it does not end with the rank that has
-started it. The keepers are in an order, that of the hosts' first ranks. A value is written to all of them in
-this order. One that is agreed on is written by `compare_set`: the first keeper says which value it is, and
-each further one is given what the one before it has answered. What the last one answers counts: all others
-have it by then, so it is not lost with any of them. See docs/design/membership.md.
+A keeper (`hosts.key_replica`) is a process of its own, so that it does not end with the rank that started it.
+Keepers are ordered by their hosts' first ranks. A value is written to all of them in this order. A decision
+is written by `compare_set`: the first keeper decides the value, and each further keeper is given the answer
+of the previous one. The answer of the last keeper counts: all others have the value by then, so it is not
+lost with any of them. See docs/design/membership.md.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from mcr_plus.rendezvous.store import exchange
 if TYPE_CHECKING:
     from mcr_plus.membership.rules import Process
 
-_MOST: Final = 8  # hosts that have a keeper
+_MOST: Final = 8  # most hosts with a keeper
 _ANSWERS_WITHIN: Final = 30.0  # seconds
-_LOOK_EVERY: Final = 100  # ms between looks at whether the host is cut off
+_LOOK_EVERY: Final = 100  # ms between checks whether the host is cut off
 _NAP: Final = 0.01
 _log = logging.getLogger("mcr_plus")
 
@@ -51,11 +51,11 @@ class _OutOfReachError(Exception):
 
 
 class _ReplicaConnection:
-    """The keeper of one host, as a rank reaches it.
+    """Connection of a rank to the keeper of one host.
 
     Attributes:
-        place: of the host, as in `Process.place`.
-        ended: whether its process has ended, and its values with it, or does not answer for long.
+        place: place of the host, as in `Process.place`.
+        ended: whether the keeper has ended, with its values, or has not answered for long.
     """
 
     def __init__(self, place: str, address: tuple[str, int], token: bytes) -> None:
@@ -64,7 +64,7 @@ class _ReplicaConnection:
         self._link: socket.socket | None = None
 
     def ask(self, kind: int, key: bytes, value: bytes, is_away: Callable[[], bool]) -> bytes | None:
-        """The answer to a request: the value, None for none. Raises `_OutOfReachError`."""
+        """Return the answer to a request: the value, None for none. Raises `_OutOfReachError`."""
         if self.ended or is_away():
             raise _OutOfReachError
         deadline = Deadline(_ANSWERS_WITHIN)
@@ -114,31 +114,31 @@ class _ReplicaConnection:
         assert self._link is not None
         poll.register(self._link, event)
         while not poll.poll(_LOOK_EVERY):
-            self.ended |= deadline.passed()  # as good as ended: every further request would take as long
+            self.ended |= deadline.passed()  # counts as ended: every further request would take as long
             if is_away() or self.ended:
                 raise _OutOfReachError
 
     def close(self) -> None:
-        """Close the connection; the next request opens another one."""
+        """Close the connection; the next request opens a new one."""
         link, self._link = self._link, None
         if link is not None:
             link.close()
 
 
 class ReplicatedKeys(Store):
-    """The keepers of a job as one store: what is agreed on in it is not lost with any of them."""
+    """The keepers of a job as one store: a value agreed on in it is not lost with any of them."""
 
     def __init__(self, keepers: Sequence[_ReplicaConnection], part: str, own: tuple[int, str, str]) -> None:
-        """`part`: precedes all keys. `own`: number, start time and place of this process."""
+        """`part`: prefix of all keys. `own`: number, start time and place of this process."""
         super().__init__()
         self._keepers, self._part, self._own = list(keepers), part, own
         self._is_cut_off: Callable[[str], bool] = lambda _: False
         self._timeout = _ANSWERS_WITHIN
 
     def watch(self, is_cut_off: Callable[[str], bool], places: Collection[str]) -> None:
-        """From now on, leave out hosts of which this is true, and those that are not among the places.
+        """Leave out, from now on, hosts for which this is true, and hosts that are not among the places.
 
-        Called for the members of an epoch: on a host where none is, nobody takes part in it.
+        Called for the members of an epoch: a host without members takes no part in it.
         """
         self._is_cut_off = is_cut_off
         for keeper in self._keepers:
@@ -147,11 +147,11 @@ class ReplicatedKeys(Store):
         self._keepers = [keeper for keeper in self._keepers if keeper.place in places]
 
     def part(self, name: str) -> ReplicatedKeys:
-        """The same keepers, for other keys."""
+        """Return the same keepers under another prefix."""
         return ReplicatedKeys(self._keepers, name, self._own)
 
     def leave(self) -> None:
-        """Need the keepers no more: that of this host ends once all its ranks have said so."""
+        """Report that the keepers are not needed; a host's keeper ends once all its ranks have done so."""
         for keeper in self._keepers:
             if keeper.place == self._own[2] and not keeper.ended:
                 with contextlib.suppress(_OutOfReachError):
@@ -164,7 +164,7 @@ class ReplicatedKeys(Store):
             keeper.close()
 
     def _answers(self, kind: int, key: str, value: bytes = b"") -> Iterator[bytes | None]:
-        """What the keepers answer to a request, in their order; raises `DistError` if none does."""
+        """Return the keepers' answers to a request, in order; raise `DistError` if none answers."""
         reached, name = 0, f"{self._part}/{key}".encode()
         for keeper in self._keepers:
             away = keeper.place
@@ -175,7 +175,7 @@ class ReplicatedKeys(Store):
                     value = found
                 yield found
         if not reached:
-            raise DistError("none of the processes that keep what ranks agree on can be reached")
+            raise DistError("no keeper of the ranks' decisions can be reached")
 
     def set(self, key: str, value: str | bytes) -> None:
         """Write a value."""
@@ -183,7 +183,7 @@ class ReplicatedKeys(Store):
             pass
 
     def compare_set(self, key: str, expected_value: str, desired_value: str | bytes) -> bytes:
-        """Write a value unless the key has one; `expected_value` must be empty. Returns what it has then."""
+        """Write a value unless the key has one, and return the result; `expected_value` must be empty."""
         if expected_value:
             raise ValueError("compare_set: values can only be written where there is none")
         value = desired_value.encode() if isinstance(desired_value, str) else desired_value
@@ -192,16 +192,16 @@ class ReplicatedKeys(Store):
         return found
 
     def add(self, key: str, value: int) -> int:
-        """Add to a counter; returns its new value."""
+        """Add to a counter; return its new value."""
         *_, last = self._answers(ADD, key, str(value).encode())
         return int(last or 0)
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all of these keys have a value, each with any of the keepers."""
+        """Return whether all of these keys have a value, each with any of the keepers."""
         return all(any(found is not None for found in self._answers(GET, key)) for key in keys)
 
     def get(self, key: str) -> bytes:
-        """Wait for a value; returns what the last of the keepers that have one has."""
+        """Wait for a value; return the one of the last keeper that has a value."""
         deadline = Deadline(self._timeout)
         while True:
             found = [value for value in self._answers(GET, key) if value is not None]
@@ -220,14 +220,14 @@ class ReplicatedKeys(Store):
             time.sleep(_NAP)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long `get` and `wait` wait."""
+        """Set the timeout of `get` and `wait`."""
         self._timeout = timeout.total_seconds()
 
 
 def open_keepers(
     store: Store, rank: int, processes: Sequence[Process], timeout: float
 ) -> ReplicatedKeys | None:
-    """Start the keepers of a job; collective over its ranks. None if no host can have one."""
+    """Start the keepers of a job; collective over its ranks. None if no host can have a keeper."""
     hosts = hosts_of(processes)
     me = next(number for number, ranks in enumerate(hosts) if rank in ranks)
     starts = rank == hosts[me][0] and me < _MOST
@@ -259,7 +259,7 @@ def open_keepers(
 def _start(
     order: dict[str, Any], address: str | None
 ) -> tuple[tuple[str, int] | None, subprocess.Popen[bytes] | None]:
-    """Start the keeper of this host; returns its address, and the process that ends once it is started."""
+    """Start this host's keeper; return its address, and the process that ends once the keeper has started."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.bind((address or meeting_address(), 0))
@@ -277,7 +277,7 @@ def _start(
             stream.write(json.dumps({**order, "socket": listener.fileno()}).encode())
         return listener.getsockname(), started
     except (OSError, LaunchError) as error:
-        _log.warning("no process keeps what ranks agree on beside them on this host: %s", error)
+        _log.warning("this host has no keeper of the ranks' decisions: %s", error)
         return None, None
     finally:
         listener.close()

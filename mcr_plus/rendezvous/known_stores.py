@@ -1,4 +1,4 @@
-"""The stores that this process serves or is connected to, so that it connects to each once."""
+"""Stores that this process serves or is connected to, so that it connects to each only once."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ if TYPE_CHECKING:
     from mcr_plus.core.c10d import Store
 
 known_stores: dict[tuple[str, int], Store] = {}
-"""By host and port of the server."""
+"""Stores by host and port of the server."""
 
 
 def forget_store(host: str, port: int) -> None:
-    """Connect anew at the next use: this process has shut its connections down."""
+    """Forget a store after its connections were shut down, so that the next use connects anew."""
     known_stores.pop((host, port), None)

@@ -1,4 +1,4 @@
-"""Find the launcher of MPI, and identify the implementation that it belongs to."""
+"""Search for the MPI launcher, and for the implementation to which it belongs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _VERSION_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class MpiLauncher:
-    """An `mpiexec`: Open MPI's, or Hydra (MPICH, Intel MPI and their derivatives)."""
+    """An `mpiexec` of Open MPI, or Hydra (MPICH, Intel MPI and their derivatives)."""
 
     path: str
     flavour: Flavour
@@ -29,7 +29,7 @@ class MpiLauncher:
 
     @property
     def library(self) -> str:
-        """The MPI that it most likely starts, such as `Open MPI 5.0.11`; only a running job is certain."""
+        """MPI that the launcher most likely starts (`Open MPI 5.0.11`); certain only in a running job."""
         return f"{self.name} {self.version}"
 
     @property
@@ -39,10 +39,10 @@ class MpiLauncher:
 
 
 def mpi_flavour() -> MpiLauncher | None:
-    """The MPI launcher that `mcr-plus run` uses; None if no supported one is installed.
+    """Return the MPI launcher that `mcr-plus run` uses; None if no supported launcher is installed.
 
-    The folder of the interpreter is searched before PATH: a wheel of MPI installs its launcher there, and
-    mpi4py loads the library of that wheel.
+    The interpreter's folder is searched before PATH: a wheel of MPI installs its launcher there, and mpi4py
+    loads the library of that wheel.
     """
     for path in _candidates():
         if (launcher := _identify(path)) is not None:
@@ -51,7 +51,7 @@ def mpi_flavour() -> MpiLauncher | None:
 
 
 def mpi_usable() -> bool:
-    """Whether ranks can be started under MPI: mpi4py is installed, and so is a launcher."""
+    """Return whether ranks can be started under MPI: mpi4py and a launcher are installed."""
     return importlib.util.find_spec("mpi4py") is not None and mpi_flavour() is not None
 
 

@@ -30,15 +30,15 @@ REMEDY: Final = (
     "and a library"
 )
 _YIELD_STRATEGY: Final = "OMPI_MCA_threads_pthreads_yield_strategy"  # of Open MPI 5
-_UNTIL_READ: Final = 0.5  # seconds; mpiexec loses what a rank has written just before it is killed
+_UNTIL_READ: Final = 0.5  # s; mpiexec loses output that a rank has written just before it is killed
 
 
 @cache
 def load_mpi() -> Any:
-    """`mpi4py.MPI`, initialised; finalised by the backend `mpi` and not by mpi4py.
+    """Return `mpi4py.MPI`, initialised; the backend `mpi` finalises it, not mpi4py.
 
     MPI_Finalize needs all ranks. mpi4py would also call it after a failure, and hang, so its own finalization
-    is disabled, unless the program has imported mpi4py.MPI before.
+    is disabled, unless the program imported mpi4py.MPI before.
     """
     if importlib.util.find_spec("mpi4py") is None:
         raise BackendUnavailable(f"backend mpi: {MISSING}; {REMEDY}")
@@ -58,10 +58,10 @@ def load_mpi() -> Any:
 
 
 def missing_library() -> str:
-    """Return why mpi4py or its MPI library is missing, judged without loading it; empty if both are there.
+    """Return why mpi4py or its MPI library is missing, checked without loading it; empty if both exist.
 
-    It looks where mpi4py looks: what mpi4py was linked with, then what MPI4PY_LIBMPI names and nothing else,
-    then the environments of packages, and where the loader looks.
+    Searches where mpi4py does: the library that mpi4py was linked with, then only MPI4PY_LIBMPI if it is set,
+    then the environments of packages, and the loader's folders.
     """
     if "mpi4py.MPI" in sys.modules:
         return ""
@@ -82,7 +82,7 @@ def missing_library() -> str:
         return ""
     import ctypes.util
 
-    return "" if ctypes.util.find_library("mpi") else "mpi4py is there, but no MPI library"
+    return "" if ctypes.util.find_library("mpi") else "mpi4py is installed, but no MPI library"
 
 
 def _has_library(folder: str) -> bool:
@@ -90,9 +90,9 @@ def _has_library(folder: str) -> bool:
 
 
 def _have_idle_ranks_sleep() -> None:
-    """Open MPI yields in every poll if there are more ranks than cores; let it sleep for a moment instead.
+    """Make polls of Open MPI sleep for a moment, instead of yielding, if there are more ranks than cores.
 
-    Since Linux 6.18 ranks that yield all the time can starve others for many seconds (decision 16).
+    Since Linux 6.18, ranks that yield all the time can starve others for many seconds (decision 16).
     """
     place = launch_environment()
     if place.launcher in ("openmpi", "slurm") and place.local_size > cores():
@@ -100,14 +100,15 @@ def _have_idle_ranks_sleep() -> None:
 
 
 def _warn_of_little_memory() -> None:
-    """Warn before MPI_Init that it may end in a SIGBUS, under mpiexec of MPICH; Open MPI reports it itself.
+    """Warn before MPI_Init that it may end in a SIGBUS under MPICH's mpiexec; Open MPI reports it itself.
 
-    No error, because ranks of a host may see different values: some may have allocated their memory already.
-    By every rank, because the first that is killed ends the others, which may not have come here.
+    This is not an error, because ranks of a host may see different values: some may have allocated their
+    memory already. Every rank warns, because the first to be killed ends the others, which may not have
+    arrived here.
     """
     place = launch_environment()
     if place.launcher == "mpich":
         user = f"MPICH with {place.local_size} ranks on this host"
         if problem := lacking_shared_memory(SHARED_MEMORY, place.local_size * MPICH_RANK, user):
-            _log.warning("%s, or MPI may end the ranks without a word", problem)
+            _log.warning("%s, or MPI may end the ranks without a message", problem)
             time.sleep(_UNTIL_READ)

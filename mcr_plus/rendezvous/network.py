@@ -23,7 +23,7 @@ def _interface_address(name: str) -> str | None:
 
 
 def host_address() -> str:
-    """The IPv4 address of the interface that `GLOO_SOCKET_IFNAME` names, else of the first but loopback.
+    """Return the IPv4 address of the interface in `GLOO_SOCKET_IFNAME`, else of the first except loopback.
 
     Raises `LaunchError` with the names of the interfaces if there is none.
     """
@@ -31,7 +31,7 @@ def host_address() -> str:
 
 
 def meeting_address() -> str:
-    """The same for the job's store and heartbeats, which `MCR_SOCKET_IFNAME` may put elsewhere."""
+    """Return the host's address for the job's store and heartbeats; MCR_SOCKET_IFNAME takes precedence."""
     own = meeting_interface() != socket_interface()
     return _address(meeting_interface(), "MCR_SOCKET_IFNAME" if own else "GLOO_SOCKET_IFNAME")
 

@@ -1,4 +1,4 @@
-"""The processes of the ranks: whether they are running, and when they are lost to the job."""
+"""The processes of the ranks: their states, and when they count as lost to the job."""
 
 from __future__ import annotations
 
@@ -25,45 +25,45 @@ if TYPE_CHECKING:
 
 Status = Literal["running", "stopped", "dead", "silent", "left", "unknown"]
 LEFT: Final = "has left"
-_DEATH_SHOWS: Final = 0.2  # seconds after an error of a library in which the death behind it shows
-_FINDING_SHOWS: Final = 0.2  # seconds beyond that silence in which an error of a library is held back
-_ON_ITS_WAY: Final = 0.1  # seconds after a death in which a last beat may still come
+_DEATH_SHOWS: Final = 0.2  # s after a library error within which the death that caused it shows
+_FINDING_SHOWS: Final = 0.2  # s, beyond that silence, for which a library error is held back
+_ON_ITS_WAY: Final = 0.1  # s after a death in which a last beat may still arrive
 _UNACKNOWLEDGED: Final = 0.6  # seconds after which a connection without an acknowledgement is silent
-_DOUBT_EVERY: Final = 0.2  # seconds between looks at connections
+_DOUBT_EVERY: Final = 0.2  # s between checks of connections
 
 
 class Loss(NamedTuple):
-    """Why a rank is lost: the state of its process, and what was seen of it."""
+    """Loss of a rank: the state of its process, and the evidence."""
 
     status: Literal["dead", "stopped", "silent"]
     seen: str
 
 
 class Sight:
-    """What the agents of a world go on seeing of its ranks while another world takes its place."""
+    """Continued findings of a world's agents about its ranks, while another world replaces it."""
 
     def __init__(self, findings: Findings, processes: Sequence[Process], rank: int) -> None:
-        """`rank`: of this process, among `processes`."""
+        """`rank`: this process's rank among `processes`."""
         self._findings, self._rank = findings, rank
         self._ranks = {process[:3]: each for each, process in enumerate(processes)}
 
     def of(self, process: Process) -> RankFinding:
-        """What is known of a process; `unknown` of one that was no rank of that world."""
+        """Return the finding for a process; `unknown` if it was not a rank of that world."""
         rank = self._ranks.get(process[:3])
         return RankFinding("unknown") if rank is None else self._findings.of(rank)
 
     def close(self) -> None:
-        """Need the agents no more: they end once all ranks of their host say so."""
+        """Release the agents: they end once all ranks of their host have done so."""
         self._findings.leave(self._rank)
         self._findings.close()
 
 
 class Peers:
-    """The processes of all ranks: those in the same /proc are observed, others by the agents of their hosts.
+    """The processes of all ranks: visible ones are observed in /proc, others by the agents of their hosts.
 
     Attributes:
-        patience: seconds after an error of a library in which the loss of a peer shows.
-        processes: of all ranks; empty in a job of one.
+        patience: seconds after a library error within which the loss of a peer shows.
+        processes: processes of all ranks; empty in a job of one.
         rank_0_serves: whether the store is in the process of rank 0.
     """
 
@@ -84,27 +84,27 @@ class Peers:
     ) -> None:
         """`stop_grace`: seconds after which a stopped process is lost. `secret`: signs heartbeats.
 
-        `processes`: of all ranks, where they are known; otherwise the ranks exchange theirs.
-        `heartbeat`: seconds after which a host without a sign of life is lost, 0 for as few as the number of
+        `processes`: processes of all ranks, if known; otherwise the ranks exchange theirs. `heartbeat`:
+        seconds without a heartbeat after which a host is lost, 0 for the shortest time that the number of
         hosts allows, None for no heartbeats. `shortens`: whether a suspicion shortens them, see `suspect`.
-        `sight`: of an earlier world, where this one has no agents yet.
-        `rank_0_serves`: see the attribute.
+        `sight`: findings of an earlier world, until this world has agents. `rank_0_serves`: see the
+        attribute.
         """
         self.keep: list[Any] = []  # memory that a library may still write to
         self.patience = _DEATH_SHOWS
         self._rank = rank
         self._stop_grace = stop_grace
-        self._suspected: dict[int, float] = {}  # rank → since when; see `suspect`
-        self._next_doubt = 0.0  # when to look at connections again
-        self._is_silent = False  # whether one was silent then
-        self._enough = 0.0  # seconds of silence with which a suspicion is right
-        self._late = math.inf  # seconds in which a beat of every host comes, unless agents miss some
+        self._suspected: dict[int, float] = {}  # rank → time of suspicion; see `suspect`
+        self._next_doubt = 0.0  # time of the next check of connections
+        self._is_silent = False  # whether a connection was silent at the last check
+        self._enough = 0.0  # s of silence that confirm a suspicion
+        self._late = math.inf  # s in which a beat of every host arrives, unless agents miss some
         self._stopped: dict[int, Stop] = {}  # by rank
         self.processes = tuple(processes)
         self._findings: Findings | None = None
         self._sight = sight
         self.rank_0_serves = rank_0_serves
-        self._last: dict[int, RankFinding] = {}  # after the end
+        self._last: dict[int, RankFinding] = {}  # findings after the end
         self._release: StoreRelease | None = None
         if store is None:
             return
@@ -116,17 +116,17 @@ class Peers:
             self._findings = open_findings(store, rank, self.processes, secret, heartbeat, timeout)
         if self._findings is not None:
             places = len({process.place for process in self.processes})
-            # Twice what beats take, as agents on busy hosts miss some.
+            # Twice the time that beats take, as agents on busy hosts miss some.
             beats = min(2 * silence(places), heartbeat or math.inf)
             self._late = silence(places) / 2
             self._enough = beats if shortens else heartbeat or beats
             self.patience = _FINDING_SHOWS + beats
-            if rank != 0:  # which has the store, or shares the host of the agent that has it
+            if rank != 0:  # rank 0 has the store, or shares the host of the agent that has it
                 self._release = StoreRelease(store, self.store_is_lost)
 
     def store_is_lost(self) -> bool:
-        """Whether a request to the store gets no answer, nor an error: dead processes have no connections."""
-        if self.has_silent_connection():  # the thread that waits for an answer cannot look
+        """Return whether requests to the store hang; the end of its process would end them with an error."""
+        if self.has_silent_connection():  # the thread that waits for an answer cannot check
             self.suspect([0])
         loss = self.lost(0)
         if loss is None or loss.status == "dead":
@@ -134,7 +134,7 @@ class Peers:
         return loss.status == "silent" or self.rank_0_serves
 
     def close(self) -> None:
-        """Leave in good order: this rank's end is no death. Ranks of other hosts stay what they are then."""
+        """Leave in good order: this rank's end is not a death. States on other hosts are frozen."""
         if self._release is not None:
             self._release.close()
         findings, self._release, self._findings = self._findings, None, None
@@ -144,9 +144,9 @@ class Peers:
             findings.close()
 
     def hand_over(self) -> Sight | None:
-        """Before `close`, for another world that is going to take the place of this one: what agents see.
+        """Return, before `close`, the agents' findings, for the world that will replace this one.
 
-        None in a job on one host. Until the other world stands, nothing else shows other hosts.
+        None in a job on one host. Until the other world exists, there is no other source about other hosts.
         """
         findings, self._findings = self._findings, None
         if findings is None:
@@ -155,11 +155,11 @@ class Peers:
         return Sight(findings, self.processes, self._rank)
 
     def _visible(self, rank: int) -> bool:
-        """Whether a rank's process is in the same /proc."""
+        """Return whether a rank's process is in the same /proc."""
         return is_visible(self.processes[self._rank], self.processes[rank])
 
     def beside(self) -> list[int]:
-        """Process ids of the other ranks on this host, as far as they are visible here."""
+        """Return the process ids of the other ranks on this host that are visible here."""
         return [
             process.pid
             for rank, process in enumerate(self.processes)
@@ -173,9 +173,9 @@ class Peers:
             send([findings.requests], text)
 
     def clocks(self) -> dict[int, float]:
-        """By how many seconds at most this host's clock is ahead of those of other hosts, by heartbeats.
+        """Return the most seconds by which this host's clock is ahead of other hosts' clocks, by heartbeats.
 
-        By the lowest rank of each host; those of which nothing is known are left out.
+        The keys are the lowest ranks of the hosts; unknown hosts are left out.
         """
         findings = self._findings
         if findings is None:
@@ -187,7 +187,7 @@ class Peers:
         return {rank: seconds for rank, seconds in found.items() if seconds is not None}
 
     def status(self, rank: int) -> Status:
-        """State of the process of global rank `rank`, `unknown` if neither /proc nor an agent shows it."""
+        """Return the state of global rank `rank`, `unknown` if neither /proc nor an agent shows it."""
         if not self.processes:
             return "unknown"
         if self._visible(rank):
@@ -196,7 +196,7 @@ class Peers:
         return self._finding(rank).state
 
     def has_left(self, rank: int) -> bool:
-        """Whether a rank of a job on several hosts has left this world: nothing of it comes any more."""
+        """Return whether a rank of a job on several hosts has left this world and sends nothing more."""
         findings = self._findings
         if findings is not None and self._visible(rank):
             return findings.has_left(rank)
@@ -209,17 +209,17 @@ class Peers:
         return self._last.get(rank, RankFinding("unknown")) if findings is None else findings.of(rank)
 
     def _looked(self) -> float:
-        """When the agent of this host last looked; it may have been kept from running since."""
+        """Return when this host's agent last checked; it may not have been scheduled since."""
         return 0.0 if self._findings is None else self._findings.looked
 
     def is_away(self, rank: int) -> bool:
-        """Whether the process of global rank `rank` answers nothing now, for all that is known here."""
+        """Return whether the process of global rank `rank` is known here not to answer at present."""
         return self.status(rank) in ("dead", "stopped", "silent")
 
     def has_silent_connection(self) -> bool:
-        """Whether a connection to another host of the job has acknowledged nothing for a while.
+        """Return whether a connection to another host of the job has acknowledged nothing for a while.
 
-        Looks every few tenths of a second, in jobs on several hosts only; between looks, as it was.
+        In jobs on several hosts only; checked every few tenths of a second, in between the last result.
         """
         findings, now = self._findings, time.monotonic()
         if findings is None:
@@ -230,21 +230,21 @@ class Peers:
         return self._is_silent
 
     def suspect(self, ranks: Iterable[int]) -> None:
-        """Note that an error of a library, or what another rank has seen, speaks for the loss of these.
+        """Note evidence, from a library's error or another rank, for the loss of these ranks.
 
-        Their host is then silent after twice the time in which beats come from all hosts, as long as none
-        comes: a torn or silent connection and no beat together say more than silence alone, for which an
-        agent that does not run is reason enough. A limit that the program has chosen is not shortened.
+        A suspected host is silent after twice the time in which beats arrive from all hosts, if none has
+        arrived: a broken or silent connection together with missing beats is stronger evidence than silence
+        alone, which may only mean that an agent does not run. A limit chosen by the program is not shortened.
         """
         for rank in ranks:
-            self.lost(rank)  # which ends an earlier suspicion that was wrong
+            self.lost(rank)  # it ends an earlier suspicion that was wrong
             self._suspected.setdefault(rank, time.monotonic())
 
     def in_doubt(self, ranks: Iterable[int]) -> bool:
-        """Whether any of these is suspected, and neither lost nor heard of since.
+        """Return whether any of these ranks is suspected, and neither lost nor heard since.
 
-        If its beats have stopped since one that spoke for it, it is suspected again: where a host ends under
-        load, connections may be torn before its agent has ended.
+        If its beats stop after one that cleared it, the rank is suspected again: when a host ends under load,
+        connections may break before its agent has ended.
         """
         found = False
         for rank in ranks:
@@ -256,7 +256,7 @@ class Peers:
         return found
 
     def is_cut_off(self, place: str) -> bool:
-        """Whether a host is silent; `place` as in `Process`."""
+        """Return whether a host is silent; `place` as in `Process`."""
         return any(
             process.place == place
             and not self._visible(rank)
@@ -266,18 +266,18 @@ class Peers:
         )
 
     def lost(self, rank: int) -> Loss | None:
-        """Why nothing more is to be expected of global rank `rank`; None unless it is lost.
+        """Return why global rank `rank` will do nothing more; None unless it is lost.
 
         A stopped process is lost once `stop_grace` has passed, see `Stop`.
         """
         status = self.status(rank)
         if status == "dead":
             return Loss("dead", DIED)
-        doubted = self._suspected.get(rank)  # another thread looks as well
+        doubted = self._suspected.get(rank)  # another thread checks as well
         if status == "running" and doubted is not None and not self._visible(rank):
-            looked = self._looked()  # first: with a later look, an older beat would seem to be a new one
+            looked = self._looked()  # first: with a later check, an older beat would look like a new one
             _, age, most = self._finding(rank)
-            if looked - most > doubted + _ON_ITS_WAY:  # a beat has come in the meantime
+            if looked - most > doubted + _ON_ITS_WAY:  # a beat has arrived in the meantime
                 self._suspected.pop(rank, None)
             elif age >= self._enough:
                 status = "silent"

@@ -15,7 +15,7 @@ def lacking_shared_memory(folder: Path, needed: int, user: str) -> str:
     """Return an error text if `folder` has less than `needed` bytes free for `user`; else ''."""
     try:
         there = os.statvfs(folder)
-    except OSError:  # it does not exist: MPI uses another folder
+    except OSError:  # no such folder: MPI uses another one
         return ""
     free = there.f_bavail * there.f_frsize
     if free >= needed:

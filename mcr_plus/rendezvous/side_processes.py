@@ -1,6 +1,6 @@
-"""The small processes beside ranks (`mcr_plus.hosts`): how they are started, without a long wait.
+"""Start of the small processes beside ranks (`mcr_plus.hosts`), with a bounded wait.
 
-On a busy host a process may begin late, and a rank that waited for it would hold up all others.
+On a busy host a process may begin late, and a rank that waited for it would delay all others.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from mcr_plus.core.deadline import Deadline
 
 _ROOT: Final = str(Path(__file__).resolve().parents[2])
 _TRIES: Final = 2
-_EACH: Final = 3.0  # seconds
+_EACH: Final = 3.0  # s to wait for each start
 _NAP: Final = 0.002
-_late: list[subprocess.Popen[bytes]] = []  # of those that were not waited for any longer
+_late: list[subprocess.Popen[bytes]] = []  # processes that were not waited for any longer
 
 
 def command(module: str) -> list[str]:
-    """The command that runs `main` of a module, with the standard library and this package alone."""
+    """Return the command that runs `main` of a module with only the standard library and this package."""
     program = f"import sys; sys.path.insert(0, sys.argv[1]); from {module} import main; main()"
     return [sys.executable, "-I", "-S", "-c", program, _ROOT]
 
 
 def start_once(module: str, order: Mapping[str, Any], descriptors: Sequence[int]) -> str:
-    """Start a process that ends as soon as its child has the order; returns why it has not, empty if it has.
+    """Start a process that ends once its child has the order; return why it has not, or ''.
 
-    If it takes long, another one is started: the first of them to read takes the order, and the other one
-    ends (`mcr_plus.hosts.arguments`). So one that was not waited for any longer may still do its work.
-    Raises `OSError` if no process can be made.
+    If that takes long, another process is started. The first of them to read takes the order, and the other
+    ends (`mcr_plus.hosts.arguments`). So a process that was not waited for any longer may still do its work.
+    Raises `OSError` if no process can be started.
     """
     begun: list[subprocess.Popen[bytes]] = []
     try:
@@ -65,20 +65,20 @@ def start_once(module: str, order: Mapping[str, Any], descriptors: Sequence[int]
 
 
 def wait_for(process: subprocess.Popen[bytes]) -> None:
-    """Wait for a process that is about to end; not for long."""
+    """Wait briefly for a process that is about to end."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_EACH)
     reap_later([process])
 
 
 def reap_later(processes: Iterable[subprocess.Popen[bytes]]) -> None:
-    """Have those that have not ended reaped by one of the next calls, once they have."""
+    """Let a later call reap the processes that have not ended yet."""
     _late[:] = [each for each in (*_late, *processes) if each.poll() is None]
 
 
 @contextlib.contextmanager
 def _readable(order: Mapping[str, Any]) -> Iterator[int]:
-    """A file from which an order is read, of any length, without a writer that would have to wait."""
+    """Return a file from which an order of any length is read, so that no writer has to wait."""
     descriptor = os.memfd_create("mcr_plus order", os.MFD_CLOEXEC)
     try:
         with os.fdopen(descriptor, "wb", closefd=False) as file:

@@ -1,9 +1,9 @@
 """Protection of a job against other users: a secret of its ranks, and a store with values signed by it.
 
 torch's stores have no authentication: any process that can connect to the port can read and write all keys.
-Therefore ranks sign the values that they exchange there, and refuse values with a wrong signature:
-addresses that gloo connects to, the processes of the ranks, their shared memory. Counters are not signed:
-an attacker who changes them can block a job, as by removing keys.
+Therefore ranks sign the values that they exchange there, and refuse values with a wrong signature: addresses
+that gloo connects to, the processes of the ranks, their shared memory. Counters are not signed: an attacker
+who changes them can block a job, as can one who removes keys.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def seal(secret: bytes, what: str, value: bytes) -> bytes:
 
 
 def unseal(secret: bytes, what: str, sealed: bytes) -> bytes | None:
-    """Return the value passed to `seal`; None if the signature is of another secret or name."""
+    """Return the value passed to `seal`; None if the signature has another secret or name."""
     if not secret:
         return sealed
     tag, value = sealed[:_TAG], sealed[_TAG:]
@@ -52,13 +52,13 @@ class SignedStore(WrappedStore):
     """A store in which values are signed; counters are not, and cannot be read as values."""
 
     def __init__(self, store: Store, secret: bytes, part: str) -> None:
-        """`part`: a name unique among the users of the secret; values signed for another are refused."""
+        """`part`: a name unique among the users of the secret; values signed for another part are refused."""
         super().__init__(store)
         self._secret = hmac.digest(secret, part.encode(), "sha256")
 
     @property
     def secret(self) -> bytes:
-        """A secret of the ranks that share this store."""
+        """Secret of the ranks that share this store."""
         return hmac.digest(self._secret, b"objects", "sha256")
 
     def part(self, name: str) -> SignedStore:
@@ -70,7 +70,7 @@ class SignedStore(WrappedStore):
         put(self._store, key, seal(self._secret, key, value.encode() if isinstance(value, str) else value))
 
     def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
-        """Write a value unless the key has one; `expected_value` must be empty. Returns what it has then."""
+        """Write a value unless the key has one, and return the result; `expected_value` must be empty."""
         if expected_value:
             raise ValueError("compare_set: signed values can only be written where there is none")
         sealed: Any = seal(self._secret, key, desired_value.encode())
@@ -82,7 +82,7 @@ class SignedStore(WrappedStore):
         return self._unsealed(key, self._store.get(key))
 
     def look(self, key: str) -> bytes | None:
-        """The value that there is now, None without one; raises as `get` does."""
+        """Return the present value, None without one; raise as `get` does."""
         sealed = look(self._store, key)
         return None if sealed is None else self._unsealed(key, sealed)
 
@@ -106,7 +106,7 @@ class SecretOffer:
 
     @property
     def place(self) -> str:
-        """The place of the secret, which is not secret itself."""
+        """Place of the secret; the place itself is not secret."""
         return f"{os.getpid()}:{self._descriptor}:{_processes()}"
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ class SecretOffer:
 
 
 def _processes() -> str:
-    """An identifier that is equal for processes that see each other in `/proc`: boot id and PID namespace."""
+    """Return an identifier equal for processes that see each other in `/proc`: boot id and PID namespace."""
     namespace = ""
     with contextlib.suppress(OSError):
         namespace = os.readlink("/proc/self/ns/pid")
@@ -123,11 +123,11 @@ def _processes() -> str:
 
 
 def read_offer(place: str) -> bytes:
-    """Read the secret at an `SecretOffer.place`, which an attacker may have written.
+    """Read the secret at a `SecretOffer.place`, which an attacker may have written.
 
     Raises `LaunchError` unless the kernel reports that the memory belongs to this user.
     """
-    problem = f"the job's secret is not to be had from process {place.partition(':')[0][:20]!r}"
+    problem = f"the job's secret cannot be read from process {place.partition(':')[0][:20]!r}"
     try:
         process, descriptor, where = place.split(":", 2)
         pid, number = int(process), int(descriptor)
@@ -139,7 +139,7 @@ def read_offer(place: str) -> bytes:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             if os.fstat(file).st_uid != os.geteuid():
-                raise LaunchError(f"{problem}: it belongs to somebody else")
+                raise LaunchError(f"{problem}: it belongs to another user")
             return os.pread(file, _BYTES, 0)
         finally:
             os.close(file)
@@ -148,12 +148,12 @@ def read_offer(place: str) -> bytes:
 
 
 def address_of(store: Any) -> str:
-    """The address of one of torch's stores, empty if it has none."""
+    """Return the address of one of torch's stores, empty if it has none."""
     return str(getattr(_innermost(store), "host", ""))
 
 
 def place_of(store: Any) -> str:
-    """Address and port of one of torch's stores, for messages."""
+    """Return address and port of one of torch's stores, for messages."""
     found = _innermost(store)
     return f"{found.host}:{found.port}" if hasattr(found, "host") else "the job's store"
 

@@ -46,13 +46,13 @@ if TYPE_CHECKING:
     from mcr_plus.core.group import Group
 
 _CONNECTS_WITHIN: Final = 30.0  # seconds
-_REASONS: Final = 3  # at most, in a message
-_LONGEST_REASON: Final = 300  # characters: any process may have written it
+_REASONS: Final = 3  # most reasons in a message
+_LONGEST_REASON: Final = 300  # characters: any process may have written the reason
 _HAS_ITS_OWN: Final = "MCR_SECRET is set there, and not on all ranks"
 _log = logging.getLogger("mcr_plus")
-_warned = False  # the warning about unsigned values is logged once in a process
+_warned = False  # log the warning about unsigned values once per process
 _own_servers: dict[str, TCPStore] = {}  # by address; see `own_server`
-_by_mpi: list[tuple[Store, bytes]] = []  # the store whose address was sent through MPI, with its secret
+_by_mpi: list[tuple[Store, bytes]] = []  # the store whose address was sent through MPI, and its secret
 
 
 def open_store(environment: LaunchEnvironment, timeout: float, stopped: float = STOPPED_FOR) -> Store:
@@ -74,13 +74,13 @@ def open_store(environment: LaunchEnvironment, timeout: float, stopped: float = 
 
 
 def job_announced(environment: LaunchEnvironment, timeout: float) -> bool:
-    """Whether ranks have begun a job with the launcher's store, which this process has not been part of."""
+    """Return whether ranks have begun a job with the launcher's store without this process."""
     store, _ = _connect(environment, timeout)
     return store.check([NAME_OF_JOB])
 
 
 def join_store(environment: LaunchEnvironment, timeout: float) -> Store:
-    """The part of the launcher's store that the ranks of the job have, for a process that wants to join them.
+    """Return the ranks' part of the launcher's store, for a process that wants to join them.
 
     Only after `job_announced`. Raises `LaunchError` if there is no store.
     """
@@ -91,25 +91,25 @@ def join_store(environment: LaunchEnvironment, timeout: float) -> Store:
 
 
 def part_of(store: Store, name: str) -> Store:
-    """A part of a job's store, signed as it is, and not watched."""
+    """Return a part of a job's store, signed like the store, and not watched."""
     store = unwatched(store)
     return store.part(name) if isinstance(store, SignedStore) else PrefixStore(name, store)
 
 
 def secret_of(store: Store) -> bytes:
-    """The secret of the ranks that share a store; empty if its values are not signed."""
+    """Return the secret of the ranks that share a store; empty if its values are not signed."""
     store = unwatched(store)
     return store.secret if isinstance(store, SignedStore) else b""
 
 
 def open_plain_store(environment: LaunchEnvironment, timeout: float) -> Store:
-    """The same without signatures, for torch: its C++ does not keep a Python store alive."""
+    """Open the store without signatures, for torch: its C++ does not keep a Python store alive."""
     store, _ = _connect(environment, timeout)
     return unused_part(store, environment.rank, environment.world_size, timeout, store)
 
 
 def _connect(environment: LaunchEnvironment, timeout: float) -> tuple[Store, bytes]:
-    """The job's store, and the secret that was sent through MPI, empty without MPI."""
+    """Return the job's store, and the secret that was sent through MPI, empty without MPI."""
     limit, secret = timedelta(seconds=timeout), b""
     try:
         if environment.launcher in ("openmpi", "mpich") and environment.master_addr is None:
@@ -128,19 +128,20 @@ def _connect(environment: LaunchEnvironment, timeout: float) -> tuple[Store, byt
         raise LaunchError(f"rank {environment.rank} found no store within {timeout:g} s: {error}") from error
     if (
         environment.launcher == "slurm"
-    ):  # whose steps may meet at the same port: it follows from their numbers
+    ):  # the steps may meet at the same port, which follows from their numbers
         return PrefixStore(f"{PREFIX}/{slurm_step()}", store), secret
     return PrefixStore(PREFIX, store), secret
 
 
 def signed_part(store: Store, rank: int, size: int, timeout: float, secret: bytes = b"") -> Store:
-    """An `unused_part` whose values are signed, so that those of other programs are refused; collective.
+    """Return an `unused_part` with signed values, so that values of other programs are refused; collective.
 
-    The secret is `secret`, that of MCR_SECRET, or one that rank 0 offers to processes of the same user on its
-    host. Without one, values are not signed and rank 0 logs a warning, once. Waits end when a rank has died.
+    The secret is `secret`, the one in MCR_SECRET, or one that rank 0 offers to processes of the same user on
+    its host. Without a secret, values are not signed and rank 0 logs a warning, once. Waits end when a rank
+    has died.
 
-    Raises `LaunchError` as `unused_part` does, if ranks do not have the same secret, and if ranks that
-    share a host cannot read that of rank 0; `PeerLost` if a rank is seen to have died.
+    Raises `LaunchError` as `unused_part` does, if ranks do not have the same secret, and if ranks that share
+    a host cannot read rank 0's secret; `PeerLost` if a rank is seen to have died.
     """
     return _signed_part(store, rank, size, timeout, JobArrivals(rank, size), secret)[0]
 
@@ -148,7 +149,7 @@ def signed_part(store: Store, rank: int, size: int, timeout: float, secret: byte
 def _signed_part(
     store: Store, rank: int, size: int, timeout: float, arrivals: JobArrivals, secret: bytes = b""
 ) -> tuple[Store, str]:
-    """See `signed_part`; with the name of the part."""
+    """See `signed_part`; also returns the name of the part."""
     name = unused_name(store, rank, size, timeout, arrivals)
     part = PrefixStore(name, store)
     problem, own = "", secret or job_secret()
@@ -158,12 +159,12 @@ def _signed_part(
         if not problem:
             usual = SignedStore(part, own, name) if own else part
             return WatchedStore(usual, timeout, arrivals.error), name
-    elif not secret:  # so that ranks without it do not wait
+    elif not secret:  # so that ranks without a secret do not wait
         part.set(f"reads/{rank}" if rank else "offer", _HAS_ITS_OWN if rank else "")
     signed = WatchedStore(SignedStore(part, own or b"unknown", name), timeout, arrivals.error)
     try:
         exchange(signed, rank, size, "signed", "", timeout)
-    except (LaunchError, PeerLost):  # the others may have ended because of it
+    except (LaunchError, PeerLost):  # the other ranks may have ended because of the error
         if not problem:
             raise
     if problem:
@@ -175,12 +176,12 @@ def _signed_part(
 
 
 def _offered_secret(part: Store, name: str, rank: int, size: int, timeout: float) -> tuple[bytes, str]:
-    """The secret that rank 0 offers, empty if values stay unsigned; or a problem, on all ranks.
+    """Return the secret that rank 0 offers, empty if values stay unsigned; or a problem, on all ranks.
 
-    Ranks that have read it sign their answers, and rank 0 signs the list of those that have not, so another
-    program cannot make a rank with the secret continue unsigned. It can still keep ranks from finding the
-    secret, so a job whose ranks all share a host, by the launcher or by the store's address, never
-    runs unsigned.
+    Ranks that have read the secret sign their answers, and rank 0 signs the list of ranks that have not, so
+    another program cannot make a rank with the secret continue unsigned. It can still keep ranks from finding
+    the secret, so a job whose ranks all share a host, by the launcher or by the store's address, never runs
+    unsigned.
     """
     offer = SecretOffer() if rank == 0 else None
     try:
@@ -214,7 +215,7 @@ def _offered_secret(part: Store, name: str, rank: int, size: int, timeout: float
 
 
 def _offer_secret(part: Store, signed: Store, place: str, size: int, timeout: float) -> dict[str, str]:
-    """On rank 0: publish the place of the secret; returns, by rank, why ranks have not read it."""
+    """Publish, on rank 0, the place of the secret; return why ranks have not read it, by rank."""
     part.set("offer", place)
     keys = {str(peer): f"reads/{peer}" for peer in range(1, size)}
     try:
@@ -232,7 +233,7 @@ def _offer_secret(part: Store, signed: Store, place: str, size: int, timeout: fl
 
 
 def _reason(part: Store, signed: Store, key: str) -> str:
-    """The reason why a rank has not read the secret; empty if it has."""
+    """Return the reason why a rank has not read the secret; empty if it has."""
     try:
         signed.get(key)
     except LaunchError:
@@ -241,7 +242,7 @@ def _reason(part: Store, signed: Store, key: str) -> str:
 
 
 def _read_secret(part: Store, name: str, rank: int, timeout: float) -> tuple[bytes, dict[str, str]]:
-    """On other ranks: the secret, empty if it cannot be read; and, by rank, why ranks have not read it."""
+    """Return, on other ranks, the secret (empty if unreadable), and why ranks have not read it, by rank."""
     secret, patience = b"", timedelta(seconds=timeout + SLACK)
     try:
         part.wait(["offer"], patience)
@@ -267,13 +268,13 @@ def _read_secret(part: Store, name: str, rank: int, timeout: float) -> tuple[byt
 def exchange(
     store: Store, rank: int, size: int, what: str, value: str, timeout: float, *, group: Group | None = None
 ) -> list[str]:
-    """Every rank's `value`, by rank; collective. `what` names the exchange and must be new.
+    """Return every rank's `value`, by rank; collective. `what` names the exchange and must be new.
 
-    `group`: that is being opened, whose ranks these are; None for the ranks of the job.
+    `group`: the group being opened, whose ranks these are; None for the ranks of the job.
 
     Rank 0 collects and publishes the values, so that the store gets a few requests per rank and not one per
     pair. Raises `LaunchError` naming the ranks that have not called this within `timeout` seconds, or the key
-    that another program has written. What is long waited for is logged.
+    that another program has written. Long waits are logged.
     """
     waits = partial(_waits, store, rank, size, what, group)
     with logged_waiting(waits):
@@ -281,9 +282,9 @@ def exchange(
 
 
 def _waits(store: Store, rank: int, size: int, what: str, group: Group | None) -> str:
-    """Whom this rank waits for in an exchange, for the log."""
+    """Describe, for the log, which ranks this rank waits for in an exchange."""
     late: list[int] = []
-    with suppress(RuntimeError):  # the wait itself ends with it
+    with suppress(RuntimeError):  # then the wait itself ends with the error
         late = [peer for peer in range(size) if not store.check([f"{what}/{peer}"])]
     if group is not None:
         late, rank = [group.ranks[peer] for peer in late], group.ranks[rank]
@@ -302,6 +303,7 @@ def _exchanged(
         store.set(f"{what}/{rank}", value)
     except RuntimeError as error:
         raise LaunchError(f"the job's store does not answer ({what}): {error}") from error
+    # Rank 0 publishes failures too, so that the other ranks raise them instead of timing out.
     if rank == 0:
         keys = [f"{what}/{peer}" for peer in range(size)]
         try:
@@ -341,8 +343,8 @@ def _exchanged(
 def open_torch_store(environment: LaunchEnvironment, limit: timedelta) -> Store:
     """Connect to the store of `env://`, which rank 0 creates, and which listens on loopback; collective.
 
-    It lives as long as rank 0's process. Keys are new at each call, as a program may destroy its process
-    group and create it again.
+    The store lives as long as rank 0's process. Keys are new at each call, because a program may destroy its
+    process group and create it again.
 
     Raises `LaunchError` if the port is taken or a rank is missing, and torch's own errors if rank 0 is
     missing.
@@ -366,7 +368,7 @@ def _through_address(environment: LaunchEnvironment, limit: timedelta) -> Store:
             "mpirun"
         )
     known = known_stores.get((address, port))
-    if known is not None:  # init after finalize: this process has the address already
+    if known is not None:  # init after finalize: this process already has the address
         return known
     is_server = environment.rank == 0 and not environment.agent_store
     options: dict[str, Any] = {}
@@ -375,7 +377,7 @@ def _through_address(environment: LaunchEnvironment, limit: timedelta) -> Store:
     size, who = environment.world_size, f"rank {environment.rank} of {environment.world_size}"
     server = "the launcher" if environment.agent_store else "rank 0"
     with logged_waiting(lambda: f"{who} cannot connect to {address}:{port}, where {server} should listen"):
-        # multi_tenant: the user's own init_process_group may use the same port in this process.
+        # multi_tenant: the program's own init_process_group may use the same port in this process.
         store = known_stores[address, port] = TCPStore(
             address, port, size, is_server, limit, wait_for_workers=False, multi_tenant=True, **options
         )
@@ -383,9 +385,10 @@ def _through_address(environment: LaunchEnvironment, limit: timedelta) -> Store:
 
 
 def own_server(timeout: float, *, everywhere: bool = False) -> tuple[str, int]:
-    """Host and port of a store that this process serves, for others to meet it in; started at the first call.
+    """Return host and port of a store served by this process for others to meet in; started at the first
+    call.
 
-    On loopback, unless other hosts must reach it: `everywhere`, or MCR_SOCKET_IFNAME or
+    It listens on loopback, unless other hosts must reach it: `everywhere`, or MCR_SOCKET_IFNAME or
     GLOO_SOCKET_IFNAME names an interface.
     """
     address = meeting_address() if everywhere or meeting_interface() else LOOPBACK
@@ -399,7 +402,7 @@ def own_server(timeout: float, *, everywhere: bool = False) -> tuple[str, int]:
 
 
 def met_in(host: str, port: int, timeout: float) -> Store:
-    """The store that a rank has for others (`own_server`); connected once in each process.
+    """Return the store that a rank serves for others (`own_server`); each process connects once.
 
     Raises `LaunchError` if it does not answer.
     """
@@ -416,7 +419,7 @@ def met_in(host: str, port: int, timeout: float) -> Store:
 
 
 def _listen(address: str, port: int) -> socket.socket:
-    """A listening socket bound to one address; TCPStore itself would bind all interfaces."""
+    """Return a listening socket bound to one address; TCPStore itself would bind all interfaces."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -429,9 +432,9 @@ def _listen(address: str, port: int) -> socket.socket:
 
 
 def _through_mpi(environment: LaunchEnvironment, limit: timedelta) -> tuple[Store, bytes]:
-    """Under mpirun without an address: broadcast the address of a store on rank 0, and a secret, through MPI.
+    """Broadcast through MPI, under mpirun without an address, the address of rank 0's store and a secret.
 
-    Done once, because MPI may be unusable at another `init`.
+    Done once per process, because MPI may be unusable at another `init`.
     """
     if _by_mpi:
         _by_mpi[0][0].set_timeout(limit)

@@ -1,4 +1,4 @@
-"""Parts of a store without any keys, in which the ranks of a job begin."""
+"""Unused parts of a store, in which the ranks of a job begin."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from mcr_plus.rendezvous.wait_messages import logged_waiting, some_ranks
 from mcr_plus.rendezvous.watched_store import WatchedStore
 
 _LONGEST_NAP: Final = 0.02
-_LOOKS_AFTER: Final = 0.1  # seconds, and as many between two looks at the processes of ranks that have come
+_LOOKS_AFTER: Final = 0.1  # s between checks of the arrived ranks' processes
 
 
 def unused_part(store: Store, rank: int, size: int, timeout: float, launchers: Store | None = None) -> Store:
-    """A part of the store without any keys, the same for all ranks; collective.
+    """Return a part of the store without any keys, the same for all ranks; collective.
 
     A store may outlive the processes that use it: torchrun's agent keeps it when it restarts the ranks, and
-    the replacement of a rank has not taken part in earlier calls. So a counter of the process cannot name the
+    the replacement of a rank has not taken part in earlier calls. So a counter in the process cannot name the
     part. Rank 0 draws a random name, and sends it to ranks that request it under random names of their own;
-    no key that was left behind can be taken for an answer. `launchers`: see `JobArrivals`.
+    no key left by an earlier job can be taken for an answer. `launchers`: see `JobArrivals`.
 
     Raises `LaunchError` naming the ranks that have not called this within `timeout` seconds, and `PeerLost`
     if a rank is seen to have died.
     """
     arrivals = JobArrivals(rank, size, launchers)
     name = unused_name(store, rank, size, timeout, arrivals)
-    arrivals.presence.close()  # who waits for a value in the part does not ask for it
+    arrivals.presence.close()  # waits for values in the part do not use it
     return PrefixStore(name, store)
 
 
 def unused_name(store: Store, rank: int, size: int, timeout: float, arrivals: JobArrivals) -> str:
-    """The name of an `unused_part`; all `arrivals` are known then. What is long waited for is logged."""
+    """Return the name of an `unused_part`; all `arrivals` are known then. Long waits are logged."""
     missing = list(range(1, size))
     place = place_of(store)
 
@@ -95,15 +95,15 @@ def _unused_name(
 
 
 def _answer(store: Store, name: str, missing: list[int], timeout: float, arrivals: JobArrivals) -> None:
-    """On rank 0: send the part's `name` to every rank that requests it; `missing` keeps those that have not.
+    """Send the part's `name`, on rank 0, to ranks that request it; the others stay in `missing`.
 
-    Raises `PeerLost` if a rank is seen to have died, unless a supervisor starts it again.
+    Raises `PeerLost` if a rank is seen to have died, unless a supervisor restarts it.
     """
     answered: dict[int, bytes] = {}
     deadline, nap, looks = Deadline(timeout), 0.0005, Deadline(_LOOKS_AFTER)
     while True:
         for peer in tuple(missing):
-            # The first request may be that of a process that has exited; another one follows.
+            # The first request may come from a process that has exited; another one follows.
             if store.check([f"asks/{peer}"]) and answered.get(peer) != (asked := store.get(f"asks/{peer}")):
                 store.set(f"answer/{asked.decode()}", name)
                 answered[peer] = asked
@@ -114,7 +114,7 @@ def _answer(store: Store, name: str, missing: list[int], timeout: float, arrival
             return
         if looks.passed():
             looks = Deadline(_LOOKS_AFTER)
-            for peer in arrivals.forget_restarted():  # which have come
+            for peer in arrivals.forget_restarted():  # they had arrived
                 store.delete_key(f"{name}/here/{peer}")
                 missing.append(peer)
             if (lost := arrivals.error()) is not None:

@@ -1,7 +1,7 @@
 """A thread that ends requests to the job's store once nothing will answer them.
 
-torch's client of the store waits for an answer without limit, in compiled code. A rank that is inside such a
-request when the store's host is cut off, or its process stopped, would learn nothing of what others find out.
+torch's store client waits for an answer without limit, in compiled code. If the store's host is cut off or
+its process stopped, a rank inside such a request would learn nothing that other ranks find out.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from mcr_plus.rendezvous.known_stores import forget_store
 if TYPE_CHECKING:
     from mcr_plus.core.c10d import Store
 
-_LOOK_EVERY: Final = 0.1  # seconds
+_LOOK_EVERY: Final = 0.1  # s between checks
 
 
 class StoreRelease:
-    """Shuts the connections to a store down once `is_lost()` is true, so that requests to it fail."""
+    """Shuts down the connections to a store once `is_lost()` is true, so that requests to it fail."""
 
     def __init__(self, store: Store, is_lost: Callable[[], bool]) -> None:
         self._server = server_of(store)
@@ -45,7 +45,7 @@ class StoreRelease:
 
 
 def server_of(store: Any) -> tuple[str, int]:
-    """Host and port of the server behind one of our stores or torch's; empty and 0 if it has none."""
+    """Return host and port of the server behind one of our stores or torch's; empty and 0 if it has none."""
     while True:
         inner = getattr(store, "_store", None) or getattr(store, "underlying_store", None)
         if inner is None:
@@ -54,7 +54,7 @@ def server_of(store: Any) -> tuple[str, int]:
 
 
 def release(host: str, port: int) -> int:
-    """Shut down all connections of this process to a server; returns their number."""
+    """Shut down all connections of this process to a server; return their number."""
     with contextlib.suppress(OSError):
         addresses = {info[4][0] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
         ends = ((descriptor, peer_of(descriptor)) for descriptor in open_sockets())

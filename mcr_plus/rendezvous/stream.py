@@ -1,21 +1,21 @@
-"""Connections on which weights travel: frames of a fixed head and a body, between a receiver and the source.
+"""Authenticated connections for weights: frames of a fixed head and a body, from a source to a receiver.
 
-Each receiver opens one TCP connection to each source. Both say which version of payloads and digests they
-have, and refuse another. Both prove that they have the key of the synchronisation by signatures of numbers
-that the other has drawn. A receiver outside the job says which offer it takes. Then the receiver asks for
-what is newer than the version that it holds; the source answers when there is something newer. An `AIM`
-before a request has two numbers: the version that the request is for, once the source has it, or 0 for the
-newest, which is also the answer where the source cannot lead to that one any more; and how many bytes take as
-long to arrive as the changes of one version take to be applied.
-Nothing else travels, so that either end may close at any time. A frame:
+Each receiver opens one TCP connection to each source. Both ends announce their version of payloads and
+digests, and refuse another version. Both prove that they have the key of the synchronisation by signing
+numbers that the other end has drawn. A receiver outside the job also names the offer that it takes. Then the
+receiver requests versions newer than the one that it holds; the source answers when it has one. An `AIM`
+frame before a request has two numbers. The first is the version requested, as soon as the source has it, or 0
+for the newest; the source also answers with the newest if it can no longer lead to the requested version. The
+second is the number of bytes that take as long to arrive as the changes of one version take to be applied.
+There is no other traffic, so either end may close at any time. A frame:
 
     head, 32 bytes | SHA-256 of the body | HMAC-SHA-256 of both and the frame's number | the body
     body: the lengths of payloads, uint64 each | the payloads
 
-The key of the HMAC is of the connection and the direction, by the numbers drawn for it, so that no frame can
-be changed, left out, repeated or taken from another connection. The hash of a body is that of the lengths and
-of the hashes of payloads, so that the source hashes a payload once, however many receivers it has; that of a
-payload is made of those of its pieces, of which the receiver hashes one while the next is on its way.
+The HMAC key is derived per connection and direction from the drawn numbers, so that no frame can be changed,
+left out, repeated or taken from another connection. The hash of a body covers the lengths and the payloads'
+hashes, so that the source hashes a payload once, however many receivers it has. The hash of a payload covers
+the hashes of its pieces; the receiver hashes one piece while the next is on its way.
 """
 
 from __future__ import annotations
@@ -40,36 +40,37 @@ if TYPE_CHECKING:
     import torch
 
 WAIT, POLL, PAYLOADS, END, AIM, JOIN = range(6)
-"""Kinds of frames: a request that waits for something newer, one that does not; answers; no more answers;
-what the request behind it is for; the offer that a receiver outside the job takes, and its number."""
+"""Kinds of frames: a request that waits for a newer version, and one that does not; answers; the end of
+answers; the target of the next request; the offer that a receiver outside the job takes, with its number.
+"""
 FAILED: Final = 1
-"""In the first number of an `END`: this end has failed; 0 where it was closed in order."""
+"""First number of an `END` after a failure of this end; 0 after an orderly close."""
 JOINER: Final = (1 << 32) - 1
-"""In greetings, in place of a rank: a receiver outside the job. Such receivers draw numbers above this."""
+"""Rank in greetings of a receiver outside the job. Such receivers draw numbers above this one."""
 
 _HEAD: Final = struct.Struct("<4sBxxxQQQ")
 _MAGIC: Final = b"mcrw"
 _LOOK_S: Final = 0.25
-"""How often a waiting end looks whether it is to end."""
-_CONNECTS_WITHIN: Final = 5.0  # seconds of a try
-_GREETS_WITHIN: Final = 10.0  # seconds; others may connect, too, and say nothing
+"""Interval in s at which a waiting end checks whether it must end."""
+_CONNECTS_WITHIN: Final = 5.0  # s per try
+_GREETS_WITHIN: Final = 10.0  # s; strangers may connect too, and send nothing
 _ANSWERS_WITHIN_MS: Final = 30_000
 _NONCE: Final = 32
 _GREETING: Final = struct.Struct("<4sI")
 VERSION: Final = 2
-"""Of frames, and of payloads and digests in them: that of `kernels.delta`, which would import a compiler."""
+"""Version of frames, payloads and digests; `kernels.delta` has the same, but its import loads a compiler."""
 _SIGNATURE: Final = 32
 _HASH: Final = 32
 _PIECE: Final = 4 << 20
-_HASHERS: Final = 4  # threads: each hashes 1 to 2 GB/s, and a connection brings at most several GB/s
+_HASHERS: Final = 4  # threads; each hashes 1 to 2 GB/s, and a connection delivers at most several GB/s
 
 
 class StreamClosed(Exception):
-    """This end is to end."""
+    """This end must end."""
 
 
 class AuthenticationFailed(ConnectionError):
-    """What has come is not what the other end has sent, so that nothing on this connection can be trusted."""
+    """A frame failed authentication: nothing more on this connection can be trusted."""
 
 
 class Payload(NamedTuple):
@@ -80,30 +81,30 @@ class Payload(NamedTuple):
 
     @classmethod
     def of(cls, wire: torch.Tensor) -> Payload:
-        """That of flat uint8 `wire`, whose memory it shares."""
-        view: Any = wire.numpy()  # which type checkers do not take for a buffer
+        """Create the payload of flat uint8 `wire`; shares its memory."""
+        view: Any = wire.numpy()  # type checkers do not take it for a buffer
         data = memoryview(view)
         return cls(data, _joined([_begun(piece) for piece in _pieces(data)]))
 
 
 class _Signatures:
-    """Those of the frames of one direction of a connection, one after another."""
+    """Signatures of the frames of one direction of a connection, in order."""
 
     def __init__(self, secret: bytes, role: bytes, nonces: bytes, rank: int) -> None:
         self._key = _signed(secret, b"frames of the " + role, nonces, rank)
         self._number = 0
 
     def next(self, signed: bytes) -> bytes:
-        """The signature of the next frame."""
+        """Return the signature of the next frame."""
         self._number += 1
         return hmac.digest(self._key, struct.pack("<Q", self._number) + signed, "sha256")
 
 
 class StreamConnection:
-    """One end of a connection. `ends`: whether it is to end, asked several times a second.
+    """One end of a connection. `ends`: returns whether it must end, called several times a second.
 
-    `is_sending`: whether a part of a frame has been sent and the rest has not. `moved`: when bytes were sent
-    or received last, by `time.monotonic`.
+    `is_sending`: whether a frame has been sent in part. `moved`: time of the last bytes sent or received, by
+    `time.monotonic`.
     """
 
     def __init__(self, connection: socket.socket, ends: Callable[[], bool]) -> None:
@@ -114,7 +115,7 @@ class StreamConnection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 5)):
-            if hasattr(socket, option):  # a host that is gone answers no probes; a stopped process does
+            if hasattr(socket, option):  # a lost host answers no probes, a stopped process does
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # probes are sent only while no data waits for an answer
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _ANSWERS_WITHIN_MS)
@@ -122,16 +123,16 @@ class StreamConnection:
 
     @property
     def is_authenticated(self) -> bool:
-        """Whether both ends have proved that they know the secret."""
+        """True if both ends have proved that they know the secret."""
         return self._own is not None
 
     def sign(self, secret: bytes, nonces: bytes, rank: int, *, is_source: bool) -> None:
-        """Sign what is sent from now on, and expect signatures of what is received."""
+        """Sign all frames sent from now on, and expect signatures on received frames."""
         source, receiver = (_Signatures(secret, role, nonces, rank) for role in (b"source", b"receiver"))
         self._own, self._theirs = (source, receiver) if is_source else (receiver, source)
 
     def send(self, kind: int, first: int = 0, second: int = 0, payloads: Sequence[Payload] = ()) -> None:
-        """Send a signed frame with two numbers; of one with payloads, `second` is how many.
+        """Send a signed frame with two numbers; for a frame with payloads, `second` is their number.
 
         Raises `OSError` if the connection breaks, or `StreamClosed`.
         """
@@ -147,7 +148,7 @@ class StreamConnection:
         self.is_sending = False
 
     def start(self, kind: int, nbytes: int, first: int = 0, second: int = 0) -> None:
-        """Send the head of a frame without signature, whose body of so many bytes is to be `put`."""
+        """Send the head of a frame without signature; its body of `size` bytes must follow by `put`."""
         self._send(memoryview(_HEAD.pack(_MAGIC, kind, nbytes, first, second)))
 
     def _send(self, part: memoryview) -> None:
@@ -166,10 +167,10 @@ class StreamConnection:
     def receive(
         self, most: int, announced: Callable[[int, int], object] | None = None
     ) -> tuple[int, int, int, bytearray]:
-        """Wait for a frame of `send` with a body of at most `most` bytes: kind, its numbers, the body.
+        """Receive a frame of `send` with a body of at most `most` bytes: kind, its numbers, the body.
 
-        `announced` is called with the kind and the first number before the body comes. Raises as `send`,
-        `EOFError` at the end, and `AuthenticationFailed` for what the other end has not sent.
+        `announced` is called with the kind and the first number before the body arrives. Raises as `send`
+        does, `EOFError` at the end, and `AuthenticationFailed` for data that the other end has not sent.
         """
         assert self._theirs is not None
         signed, signature = self.take(_HEAD.size + _HASH), self.take(_SIGNATURE)
@@ -202,11 +203,11 @@ class StreamConnection:
         return kind, first, second, body
 
     def head(self, most: int) -> tuple[int, int, int, int]:
-        """The head of a frame of `start`, whose body is to be taken next: kind, bytes, its two numbers."""
+        """Receive the head of a frame of `start`, before its body: kind, bytes, and its two numbers."""
         return _unpacked(self.take(_HEAD.size), most)
 
     def take(self, nbytes: int, within: float = math.inf) -> bytearray:
-        """Wait for so many bytes; raises `EOFError` if they have not come within so many seconds."""
+        """Receive `size` bytes; raise `EOFError` if they have not arrived in time."""
         data = bytearray(nbytes)
         self.fill(memoryview(data), within)
         return data
@@ -217,10 +218,10 @@ class StreamConnection:
         while space:
             space = space[self._some(space) :]
             if space and time.monotonic() > ends:
-                raise EOFError(f"the other end has said nothing for {within:g} s")
+                raise EOFError(f"the other end has sent nothing for {within:g} s")
 
     def _some(self, space: memoryview) -> int:
-        """Receive into `space`; returns how many bytes, 0 if none have come for a while."""
+        """Receive into `space`; return the number of bytes, 0 if none have arrived for a while."""
         try:
             got = self._socket.recv_into(space)
         except TimeoutError:
@@ -232,12 +233,12 @@ class StreamConnection:
         return got
 
     def check(self) -> None:
-        """Raise `EOFError` or `OSError` if the other end has closed the connection; takes nothing off it."""
+        """Raise `EOFError` or `OSError` if the other end has closed the connection; read nothing from it."""
         if self.has_come() and not self._socket.recv(1, socket.MSG_PEEK):
             raise EOFError("the other end has closed the connection")
 
     def has_come(self) -> bool:
-        """Whether there is something to receive, or the other end has closed; `EOFError` if this one has."""
+        """Return whether data has arrived or the other end has closed; `EOFError` if this end has closed."""
         descriptor = self._socket.fileno()
         if descriptor < 0:
             raise EOFError("this end has closed the connection")
@@ -246,7 +247,7 @@ class StreamConnection:
         return bool(waiting.poll(0))
 
     def put(self, data: bytes | memoryview) -> None:
-        """Send bytes as they are."""
+        """Send bytes without a frame."""
         self._send(memoryview(data))
 
     def close(self) -> None:
@@ -261,26 +262,26 @@ class StreamConnection:
 
 
 def named(rank: int) -> str:
-    """A receiver in words: a rank of the job, or the number of one outside it."""
+    """Return a receiver in words: a rank of the job, or the number of one outside it."""
     return f"rank {rank}" if rank < JOINER else f"receiver {rank:016x} from outside the job"
 
 
 def key_of(secret: bytes, nonce: str) -> bytes:
-    """The key of one synchronisation, from which the secret of the job does not follow."""
+    """Return the key of one synchronisation, from which the job's secret cannot be derived."""
     return hmac.digest(secret or b"\0", b"key of weights " + nonce.encode(), "sha256")
 
 
 def listen(address: str) -> socket.socket:
-    """A socket that receivers connect to."""
+    """Return a socket for receivers to connect to."""
     listener = socket.create_server((address, 0), backlog=128)
     listener.settimeout(_LOOK_S)
     return listener
 
 
 def greet(link: StreamConnection, secret: bytes, rank: int) -> None:
-    """Prove to the source that this is rank `rank` of the job, and have it prove that it is of the job.
+    """Prove to the source that this is rank `rank` of the job, and check that the source is of the job.
 
-    Raises `BackendError` if it does not, or has another version.
+    Raises `BackendError` if it is not, or has another version.
     """
     _take_greeting(link, "the source of weights")
     theirs, mine = bytes(link.take(_NONCE, within=_GREETS_WITHIN)), secrets.token_bytes(_NONCE)
@@ -297,7 +298,7 @@ def greet(link: StreamConnection, secret: bytes, rank: int) -> None:
 
 
 def greeted(link: StreamConnection, secret: bytes) -> int:
-    """The rank at the other end, to which this one proves itself as well.
+    """Return the rank at the other end, after both ends have proved their identity.
 
     Raises `BackendError` if the other end does not know the secret of the job, or has another version.
     """
@@ -314,7 +315,7 @@ def greeted(link: StreamConnection, secret: bytes) -> int:
 
 
 def _take_greeting(link: StreamConnection, other: str) -> None:
-    """Take what each end says first; versions before 2 say nothing of the kind."""
+    """Receive the first message of the other end; versions before 2 send none."""
     magic, version = _GREETING.unpack(link.take(_GREETING.size, within=_GREETS_WITHIN))
     if magic != _MAGIC:
         raise BackendError(
@@ -339,10 +340,10 @@ def connect(
 ) -> StreamConnection:
     """Connect to the source; raises `OSError` or `EOFError` if it does not answer, `StreamClosed`.
 
-    `rank`: of this receiver; of one outside the job, its number, and `offer` is what it takes. `within`:
-    seconds that a try may wait for a connection, if that is less than usual.
+    `rank`: rank of this receiver; outside the job its number, and `offer` is the offer that it takes.
+    `within`: seconds that a try may wait for a connection, if shorter than usual.
 
-    Raises `BackendError` if another process answers, or another version.
+    Raises `BackendError` if another process or another version answers.
     """
     for left in reversed(range(tries)):
         link = None
@@ -366,7 +367,7 @@ def connect(
 
 
 def longest(nbytes: int) -> int:
-    """The most bytes of an answer that a receiver of so many bytes of weights takes."""
+    """Return the most bytes of an answer that a receiver accepts for weights of this size."""
     return 2 * nbytes + (1 << 20)
 
 
@@ -375,7 +376,7 @@ def _signed(secret: bytes, role: bytes, nonces: bytes, rank: int) -> bytes:
 
 
 def _unpacked(head: bytes | bytearray, most: int) -> tuple[int, int, int, int]:
-    """Kind, bytes of the body, and the two numbers of a head."""
+    """Return kind, bytes of the body, and the two numbers of a head."""
     magic, kind, nbytes, first, second = _HEAD.unpack(head)
     if magic != _MAGIC or nbytes > most:
         raise BackendError(f"a frame of {nbytes} bytes of weights begins with {magic!r}; most: {most}")
@@ -387,7 +388,7 @@ def _pieces(data: memoryview) -> list[memoryview]:
 
 
 def _begun(piece: memoryview) -> Callable[[], bytes]:
-    """Begin to hash a piece, on another thread if it is long; the result returns its hash."""
+    """Begin to hash a piece, on another thread if it is long; the result returns the hash."""
     if len(piece) == _PIECE:
         return _hashers().submit(_sha256, piece).result
     return partial(bytes, _sha256(piece))

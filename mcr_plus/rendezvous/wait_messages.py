@@ -1,4 +1,4 @@
-"""Lines in the log while a rank waits for others to come, which may take minutes."""
+"""Log lines while a rank waits for others to arrive, which may take minutes."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
-_FIRST: Final = 10.0  # seconds of waiting, and then after twice as long each time
-_SHOWN: Final = 16  # ranks, at most, in a line
+_FIRST: Final = 10.0  # s before the first line; then twice as long each time
+_SHOWN: Final = 16  # most ranks in a line
 _log = logging.getLogger("mcr_plus")
 
 
 @contextmanager
 def logged_waiting(text: Callable[[], str]) -> Iterator[None]:
-    """Log every now and then what is waited for, by a thread: the wait itself may be in C++."""
+    """Log the missing ranks now and then, from a thread: the wait itself may be in C++."""
     ended, began = threading.Event(), time.monotonic()
 
     def run() -> None:
         due = _FIRST
         while not ended.wait(began + due - time.monotonic()):
             line = text()
-            if ended.is_set():  # it may have waited for a store that another thread asks
+            if ended.is_set():  # it may have waited for a store that another thread uses
                 return
             _log.warning("%s, for %.0f s so far", line, time.monotonic() - began)
             due *= 2
@@ -37,7 +37,7 @@ def logged_waiting(text: Callable[[], str]) -> Iterator[None]:
 
 
 def some_ranks(ranks: Sequence[int]) -> str:
-    """Name ranks, the first of many."""
+    """Return the names of ranks, at most the first `_SHOWN`."""
     shown = ", ".join(map(str, ranks[:_SHOWN]))
     more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
     return f"rank{'s' * (len(ranks) > 1)} {shown}{more}"

@@ -19,23 +19,23 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _FIRST_NAP: Final = 0.0002
 _LONGEST_NAP: Final = 0.01
-_NAP_SHARE: Final = 0.1  # of the wait so far: a value is found that much late
-_LOSS_SHOWS: Final = 0.3  # seconds after an error of the store in which the death behind it shows
-_LOOKS_AFTER: Final = 0.1  # seconds; most values are there sooner
+_NAP_SHARE: Final = 0.1  # share of the wait so far: a value is found that much later
+_LOSS_SHOWS: Final = 0.3  # s after a store error within which the death that caused it shows
+_LOOKS_AFTER: Final = 0.1  # s; most values arrive sooner
 
 
 class WatchedStore(WrappedStore):
-    """Waits for values itself, instead of in torch's client, which knows nothing of the ranks' processes."""
+    """Store that waits for values itself: torch's client does not watch the ranks' processes."""
 
     def __init__(self, store: Store, timeout: float, lost: Callable[[], PeerLost | None]) -> None:
-        """`timeout`: seconds that `get` and `wait` wait. `lost`: the error if a rank is lost by now."""
+        """`timeout`: limit of `get` and `wait` in s. `lost`: returns the error if a rank is lost by now."""
         super().__init__(store)
         self._timeout = timeout
         self._lost = lost
 
     @property
     def unwatched(self) -> Store:
-        """The store itself."""
+        """The underlying store."""
         return self._store
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -49,15 +49,15 @@ class WatchedStore(WrappedStore):
         return self._asked(lambda: self._store.get(key))
 
     def look(self, key: str) -> bytes | None:
-        """The value that there is now, None without one."""
+        """Return the present value, None without one."""
         return self._asked(lambda: look(self._store, key))
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all of these keys are there."""
+        """Return whether all of these keys exist."""
         return self._asked(lambda: self._store.check(keys))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait until all of these keys are there.
+        """Wait until all of these keys exist.
 
         Raises `PeerLost` once a rank is lost, and `DistError`, as torch's stores do, after `timeout`.
         """
@@ -76,10 +76,10 @@ class WatchedStore(WrappedStore):
             time.sleep(min(max(_FIRST_NAP, _NAP_SHARE * waited), _LONGEST_NAP))
 
     def _asked(self, request: Callable[[], T]) -> T:
-        """The store's answer; raises `PeerLost` if the store was lost with the rank that had it."""
+        """Return the store's answer; raise `PeerLost` if the store was lost with the rank that served it."""
         try:
             return request()
-        except McrError:  # of what was in the store
+        except McrError:  # an error stored as a value
             raise
         except RuntimeError:
             shows = Deadline(_LOSS_SHOWS)
@@ -90,11 +90,11 @@ class WatchedStore(WrappedStore):
             raise error from None
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long `get` and `wait` wait."""
+        """Set the timeout of `get` and `wait`."""
         self._timeout = timeout.total_seconds()
         self._store.set_timeout(timeout)
 
 
 def unwatched(store: Store) -> Store:
-    """The store itself, whether its waits are watched or not."""
+    """Return the underlying store, whether its waits are watched or not."""
     return store.unwatched if isinstance(store, WatchedStore) else store

@@ -25,15 +25,14 @@ if TYPE_CHECKING:
 class World:
     """Description of the job for backends and stages.
 
-    `store` is the job's own key-value store (a `torch.distributed.Store`), None for a single process and
-    while explaining. `hosts` has one entry per global rank. `libraries` has the library of each backend on
-    rank 0 (`Open MPI 5.0.11`), where it is known. `cores`: number of cores for all ranks of this host
-    together, since launchers bind each to its own. `secret`: shared by the ranks only, empty if there is
-    none. `bells`: wake up sleeping ranks of this host; compiled code that moves something for a peer rings
-    them itself. `stores`: see `store_of`. `opening`: names in it that are no groups of the
-    program. `roster`: of a world that has replaced another one.
-    `kept`: the keepers that the ranks have already, under a new name; None for none.
-    `lost`: the error if one of some ranks is lost by now, where that is known.
+    `store`: the job's own key-value store (a `torch.distributed.Store`); None for a single process and while
+    explaining. `hosts`: host of each global rank. `libraries`: library of each backend on rank 0 (`Open MPI
+    5.0.11`), where known. `cores`: number of cores for all ranks of this host together, since launchers bind
+    each rank to its own cores. `secret`: shared by the ranks only; empty if there is none. `bells`: wake up
+    sleeping ranks of this host; compiled code that moves data for a peer rings them itself. `stores`: see
+    `store_of`. `opening`: names in `stores` that are not groups of the program. `roster`: epoch log of a
+    world that has replaced another one. `kept`: the keepers that the ranks already have, under a new name;
+    None for none. `lost`: returns the error if one of some ranks is known to be lost by now.
     """
 
     rank: int
@@ -52,7 +51,7 @@ class World:
     lost: Callable[[Sequence[int]], PeerLost | None] | None = field(default=None, repr=False)
 
     def store_of(self, group: Group) -> GroupStore:
-        """The store for data that ranks of `group` exchange; its keys are removed when all have left it.
+        """Return the store for the data of `group`; its keys are removed when all its ranks have left it.
 
         Only for members of groups of several ranks, which have a store. A wait for a value ends when a rank
         of the group is lost.
@@ -62,13 +61,13 @@ class World:
         return self.stores[group.name]
 
     def watch_store(self, group: Group, is_given_up: Callable[[], bool] = lambda: False) -> None:
-        """Make the store for a group, in which waits also end once `is_given_up` is true."""
+        """Create the store for a group; its waits also end once `is_given_up` returns true."""
         assert self.store is not None
         store, lost = self.store, self.lost
 
         def error() -> PeerLost | None:
             if is_given_up():
-                return PeerLost(f"group '{group.name}' is not opened any more", [], seen="given up")
+                return PeerLost(f"group '{group.name}' is no longer being opened", [], seen="given up")
             return None if lost is None else lost(group.ranks)
 
         if lost is not None:
@@ -83,14 +82,14 @@ class World:
 
     @property
     def oversubscribed(self) -> bool:
-        """Whether this host has more ranks than cores for them."""
+        """True if this host has more ranks than cores for them."""
         return self.hosts.count(self.hosts[self.rank]) > self.cores
 
     def hosts_of(self, group: Group) -> int:
-        """On how many hosts the ranks of a group are."""
+        """Return the number of hosts of a group's ranks."""
         return len({self.hosts[rank] for rank in group.ranks})
 
     @property
     def single_host(self) -> bool:
-        """Whether all ranks share a machine."""
+        """True if all ranks share a host."""
         return len(set(self.hosts)) <= 1

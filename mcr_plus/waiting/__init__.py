@@ -1,1 +1,1 @@
-"""How a waiting thread spends its time: spinning, yielding, sleeping until a peer wakes it."""
+"""Strategies of a waiting thread: spin, yield, or sleep until a peer wakes it."""

@@ -1,13 +1,13 @@
 """Bells: immediate wake-up of a sleeping rank by a peer on its host.
 
-Every rank of a host has a line in memory that all of them map: a word that is 1 while the rank sleeps, on
-which it waits (a futex), and eight bytes in which peers request to be woken. A rank that is about to sleep
-writes 1 into its own word and into its byte in the lines of the peers that it waits for, polls once more, and
-sleeps while its word is 1, for a bounded time. A rank that has moved something reads the bytes of its own
-line, which is one load from its own cache as long as no peer sleeps.
+Every rank of a host has a line in memory that all of them map: a word (a futex) that is 1 while the rank
+sleeps, and eight bytes in which peers request to be woken. Before it sleeps, a rank writes 1 into its own
+word, and into its byte in the lines of the peers that it waits for. It polls once more, and then sleeps while
+its word is 1, for a bounded time. A rank that has made progress reads the bytes of its own line: one load
+from its own cache while no peer sleeps.
 
-Some rings are spurious, because a byte stays set until it is answered. Without a ring, a rank sleeps for its
-bounded time and no longer, so deadlines and dead peers are detected without any bell.
+Some rings are spurious, because a byte stays set until it is answered. Without a ring, a rank sleeps only for
+its bounded time, so deadlines and dead peers are detected without bells too.
 
 Ranks of one host whose numbers are equal modulo eight share a byte, and are woken together.
 """
@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from mcr_plus.waiting.futex_memory import BYTES, EVERYBODY, LINE, SYSTEM_CALL, WAIT, WAKE, WANTED
 
-_KNOWN: Final = 64  # sets of ranks whose positions are cached
+_KNOWN: Final = 64  # sets of ranks with cached positions
 
 
 class _TimeSpec(ctypes.Structure):
@@ -44,11 +44,11 @@ class Wakeups:
     Attributes:
         wanted: one word, nonzero while a peer requests to be woken by this rank.
         table: address of a table for compiled code: the addresses of `wanted` and of the first line, the
-            number of lines, and whether waits are calm. 0 without bells.
+            number of lines, and whether waits are calm; 0 without bells.
     """
 
     def __init__(self, memory: mmap.mmap | None, ranks: Sequence[int], rank: int) -> None:
-        """`ranks`: those of the job on this host, in order, including `rank`. Without memory, no bells."""
+        """`ranks`: the job's ranks on this host, in order, including `rank`. Without memory: no bells."""
         self._memory = memory
         self._ranks = tuple(ranks)
         self._me = me = self._ranks.index(rank)
@@ -76,14 +76,14 @@ class Wakeups:
             self._table[3] = calm
 
     def arm(self, ranks: tuple[int, ...]) -> None:
-        """Request a wake-up from those `ranks` of the job that are on this host, before the last poll."""
+        """Request a wake-up from the ranks in `ranks` that are on this host, before the last poll."""
         self._words[self._me * LINE // 8] = 1
         flags = self._flags
         for place in self._places(ranks):
             flags[place] = 1
 
     def _places(self, ranks: tuple[int, ...]) -> list[int]:
-        """Positions of this rank's byte in the lines of `ranks`."""
+        """Return the positions of this rank's byte in the lines of `ranks`."""
         places = self._known.get(ranks)
         if places is None:
             if len(self._known) >= _KNOWN:
@@ -96,7 +96,7 @@ class Wakeups:
         return places
 
     def asleep(self) -> int:
-        """Number of ranks that sleep, or are about to."""
+        """Return the number of ranks that sleep, or are about to."""
         return sum(self._words[: len(self._ranks) * LINE // 8 : LINE // 8])
 
     def sleep(self, seconds: float) -> None:
@@ -112,7 +112,7 @@ class Wakeups:
         )  # a signal also ends the sleep, which is harmless
 
     def ring(self) -> None:
-        """Wake the ranks that wait for this one; call it after moving something if `wanted[0]` is set."""
+        """Wake the ranks that wait for this one; call it after making progress if `wanted[0]` is set."""
         own = self._me * LINE + WANTED
         for byte in range(BYTES):
             if self._flags[own + byte]:
@@ -121,7 +121,7 @@ class Wakeups:
                     self._wake(line)
 
     def close(self) -> None:
-        """Unmap the memory; there is no sleep or ring afterwards."""
+        """Unmap the memory; no sleep or ring may follow."""
         memory, self._memory, self.table = self._memory, None, 0
         if memory is not None:
             for view in (self.wanted, self._words, self._flags):

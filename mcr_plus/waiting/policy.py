@@ -1,23 +1,22 @@
-"""How a rank idles while it waits, decided per wait by the load of this host.
+"""Idling of a waiting rank, decided per wait by the load of this host.
 
-A rank that polls at full speed finds its peer's answer at once, and takes a core, which is harmless as long
-as every rank has a core of its own. Beside other work the core may be the one that the peer needs: then a
-waiting rank sleeps on its bell (`bells`), and the peer wakes it. The scheduler favours a rank that wakes over
-one that has been running; one that yields goes to the end of the queue, behind the other work.
+A rank that polls at full speed finds its peer's answer at once, but occupies a core. That is harmless if
+every rank has a core of its own. If other work runs, the peer may need that core: then a waiting rank sleeps
+on its bell (`bells`), and the peer wakes it. The scheduler favours a rank that wakes over one that has been
+running; a rank that yields goes to the end of the queue, behind the other work.
 
 Signs of other work, checked only in waits that take longer than the first polls:
 
-- more threads want to run than there are cores, or ranks if there are more of them (/proc/loadavg), at every
-  check for some time;
-- this thread has polled for some time and was without the core for a good part of it: another thread had it,
-  or the quota of the cgroup was used up;
-- where this process may not use all cores: a peer was kept waiting for one since the last check
+- at every check for some time, more threads want to run than there are cores, or ranks if these are more
+  (/proc/loadavg);
+- this thread was without the core for a good part of its polling time: another thread had the core, or the
+  quota of the cgroup was used up;
+- if this process may not use all cores: a peer has waited for a core since the last check
   (/proc/PID/schedstat).
 
-Each is remembered for a while. Where the cgroup's quota gives ranks less than a core each, no check is
-needed. Where there are more ranks than cores and no other work, yielding is best at first: the core goes to a
-peer. Every wait that takes longer sleeps (decision 16).
-All of this concerns how this rank waits, never what is done.
+Each sign is remembered for a while. No check is needed if the cgroup's quota gives ranks less than a core
+each. With more ranks than cores and no other work, yielding is best at first, because the core goes to a
+peer. Longer waits always sleep (decision 16). All of this affects only how a rank waits, never the results.
 """
 
 from __future__ import annotations
@@ -40,48 +39,48 @@ WaitPolicy = Literal["auto", "spin", "yield", "sleep"]
 FIRST_POLLS: Final = 20
 """Polls at full speed under any load: a peer that is about to answer is faster than going to sleep."""
 GLANCE: Final = 4
-"""The same for a library whose polls wait for a moment themselves."""
+"""First polls for a library whose polls wait for a moment themselves."""
 SHORT_NAPS: Final = range(4)
 """Naps before the waiting loop takes over, with its deadline and its checks of peers."""
 _CHECK_EVERY: Final = 50e-6  # seconds between checks of the load in one wait
-_LOST: Final = 0.2  # share of the polling time without the core that is no accident
-_LEAST_LOST: Final = 200e-6  # seconds
-_BUSY_FOR: Final = 0.01  # seconds for which too many runnable threads are remembered at first
-_BUSY_LONGEST: Final = 0.3  # the same where they are found again and again
-_BUSY_AFTER: Final = 300e-6  # seconds of too many threads at every check: some run for a moment only
+_LOST: Final = 0.2  # share of the polling time without the core that is not an accident
+_LEAST_LOST: Final = 200e-6  # s, the shortest loss that counts
+_BUSY_FOR: Final = 0.01  # s for which too many runnable threads are remembered at first
+_BUSY_LONGEST: Final = 0.3  # s for which they are remembered if found repeatedly
+_BUSY_AFTER: Final = 300e-6  # s of too many threads at every check: some run for a moment only
 _SEEN_WITHIN: Final = 2e-3  # seconds between two checks that count as consecutive
-_LOST_FOR: Final = 10  # a lost core is remembered for so many times as long as it was lost
+_LOST_FOR: Final = 10  # a lost core is remembered for ten times as long as it was lost
 _KEPT_FOR: Final = 0.1  # seconds for which a peer's wait for a core is remembered
 _PEERS_EVERY: Final = 2e-3
 _SLOW_FILE: Final = 50e-6  # seconds of reading /proc/loadavg where a container emulates it
-_TRIES: Final = range(8)  # of reading it: during some, this thread may have been without a core
+_TRIES: Final = range(8)  # tries to read it: this thread may have been without a core during one
 _WATCHED: Final = 8  # peers
-_SPIN_FOR: Final = 2e-3  # seconds of polling a polled library before a rank yields a core of its own
+_SPIN_FOR: Final = 2e-3  # s of polling a polled library before a rank yields even a core of its own
 # Seconds of yielding before a waiting rank begins to sleep. Not longer: since Linux 6.18 a task that yields
 # all the time can keep others from the core for many seconds.
 _YIELD_FOR: Final = 0.002
-_POLL_FOR: Final = 0.5  # seconds of short naps, for operations that advance only while they are polled
+_POLL_FOR: Final = 0.5  # s of short naps, for operations that advance only while they are polled
 _NAP: Final = 20e-6
 _LONG_NAP: Final = 200e-6
-# For a library with threads of its own, which may need this core: a part of the time waited so far, so that
-# looks cost little of the core, and the end of the operation is noticed late by half of that part on average.
+# Nap for a library with threads of its own, which may need this core: a share of the time waited so far.
+# Polls then cost little of the core, and the end of the operation is noticed late by half the nap on average.
 _NAP_SHARE: Final = 1 / 128
 _POLLED_NAP: Final = (
-    50e-6  # on the bell, for a library that moves only while polled: peers ring for most of it
+    50e-6  # on the bell, for a library that moves only while polled: peers ring for most progress
 )
-_RUNG_NAP: Final = 1e-3  # where peers ring for all of it
+_RUNG_NAP: Final = 1e-3  # if peers ring for all progress
 _LONGEST_NAP: Final = 2e-3
-_RELAY_EVERY: Final = 200e-6  # seconds between two relays: each takes some 30 µs
-_LONG_RELAY: Final = 4e-3  # seconds that one takes where another thread of the program has the interpreter
-_RELAYS_RARELY: Final = 1.0  # seconds between two where all of them take so long
+_RELAY_EVERY: Final = 200e-6  # s between two relays, which take some 30 µs each
+_LONG_RELAY: Final = 4e-3  # s of a relay while another thread of the program holds the interpreter
+_RELAYS_RARELY: Final = 1.0  # s between two if all of them take that long
 
 
 class WaitStrategy:
-    """The load of the host as this process sees it, and how it idles.
+    """The load of the host as this process sees it, and the resulting way to idle.
 
     Attributes:
         calm: whether a wait may poll at full speed for longer than `FIRST_POLLS`.
-        own_cores: whether there are as many cores as ranks. Where there are not, a yield is for a peer.
+        own_cores: whether there are as many cores as ranks. Otherwise a yield gives the core to a peer.
         yields: whether polls may yield, in compiled code as well.
     """
 
@@ -95,9 +94,9 @@ class WaitStrategy:
         peers: Sequence[int] = (),
         oversubscribed: bool = False,
     ) -> None:
-        """`short`: ranks may use less than a core each. `ranks`: of this host. `peers`: their processes.
+        """`short`: ranks may use less than a core each. `ranks`: number on this host. `peers`: their pids.
 
-        `oversubscribed`: they have fewer cores than they are, so that polling at full speed is kept short.
+        `oversubscribed`: there are fewer cores than ranks, so polling at full speed is kept short.
         """
         self.policy = policy
         self._oversubscribed = oversubscribed
@@ -112,13 +111,13 @@ class WaitStrategy:
         self._busy_began = 0.0
         self._last_check = 0.0
         self._cores = os.cpu_count() or 1
-        self._most = max(self._cores, ranks)  # threads that run where there is no other work
+        self._most = max(self._cores, ranks)  # runnable threads without other work
         self.own_cores = ranks <= self._cores
-        # A rank that yields beside other work has the core again after a time slice or two.
+        # A rank that yields beside other work gets the core back after a time slice or two.
         self._seen_within = _SEEN_WITHIN if self.own_cores else 10 * _SEEN_WITHIN
         self._busy_least = self._busy_for = _BUSY_FOR if self.own_cores else 5 * _BUSY_FOR
         self._loadavg = _opened("/proc/loadavg")
-        # Where ranks may use all cores, the number of threads is enough.
+        # If ranks may use all cores, the number of threads is enough.
         watched = peers[:_WATCHED] if len(usable_cores()) < self._cores else ()
         self._peers = {_opened(f"/proc/{pid}/schedstat"): (0.0, 0) for pid in watched}
         self._peers.pop(-1, None)
@@ -144,16 +143,16 @@ class WaitStrategy:
         self._peers.clear()
 
     def abandon(self) -> None:
-        """In a forked child: the bells belong to its parent, as does the thread."""
+        """Drop bells and thread in a forked child: they belong to its parent."""
         self.bells = self._relay = None
 
     @property
     def may_block(self) -> bool:
-        """Whether a wait may leave it to a library's own threads to wake this one."""
+        """Return whether a wait may rely on a library's own threads to wake this one."""
         return self.policy in ("auto", "sleep")
 
     def spins_for(self, backend_spins: int) -> int:
-        """Polls at full speed at the start of a wait, for a library that suggests `backend_spins`."""
+        """Return the first polls of a wait at full speed, if a library suggests `backend_spins`."""
         if self.policy == "spin":
             return 1 << 16
         if self.policy == "sleep":
@@ -163,7 +162,7 @@ class WaitStrategy:
     # -- load ----------------------------------------------------------------------------------------
 
     def may_nap(self) -> bool:
-        """Whether waits have lately not been calm, and there are bells."""
+        """Return whether waits have lately not been calm, and there are bells."""
         return bool(self.bells) and self._is_busy(time.monotonic())
 
     def _is_busy(self, now: float) -> bool:
@@ -175,12 +174,12 @@ class WaitStrategy:
         self.bells.arm(ranks)
 
     def nap(self, rings: bool) -> None:
-        """Sleep until a peer rings; `rings`: the library rings for everything that a wait depends on."""
+        """Sleep until a peer rings; `rings`: the library rings for all progress that a wait depends on."""
         assert self.bells is not None
         self.bells.sleep(_RUNG_NAP if rings else _POLLED_NAP)
 
     def relay(self) -> None:
-        """Block for a moment after an operation, where waits are not calm.
+        """Block for a moment after an operation, if waits are not calm.
 
         The scheduler chooses the core of a thread that wakes, and leaves one that never sleeps where it is
         (decision 41).
@@ -188,7 +187,7 @@ class WaitStrategy:
         now = time.monotonic()
         if self.calm or now < self._next_relay or not self._is_busy(now):
             return
-        self._next_relay = math.inf  # until it is over, and if no thread can be started
+        self._next_relay = math.inf  # none until this one is over, or at all without a thread
         if self._relay is None:
             with contextlib.suppress(RuntimeError):
                 self._relay = ReschedulingThread()
@@ -197,7 +196,7 @@ class WaitStrategy:
             return
         try:
             relay.hand_over()
-        finally:  # a signal's handler may raise
+        finally:  # a signal handler may raise
             ended = time.monotonic()
             is_long = ended - now >= _LONG_RELAY
             self._relay_every = (
@@ -211,7 +210,7 @@ class WaitStrategy:
             self._publish()
             return
         lost = polled - had
-        # Where ranks share cores, they lose them to each other.
+        # Ranks that share cores lose them to each other.
         if lost > _LEAST_LOST and lost > _LOST * polled and self.own_cores:
             self._busy_until = max(self._busy_until, now + _LOST_FOR * lost)
         anew = now - max(self._last_check, self._busy_until) > self._seen_within
@@ -230,12 +229,12 @@ class WaitStrategy:
         self._publish()
 
     def _remember(self, now: float) -> None:
-        """Remember other work, for longer if it has been there since the last time.
+        """Remember other work, for longer if it has been there since the previous time.
 
-        A program that computes between its operations would otherwise detect it anew in each of them, and
-        spend the time in which the scheduler prefers this rank to the other work.
+        Otherwise a program that computes between its operations would detect the work anew in each of them,
+        and waste the time in which the scheduler prefers this rank to the other work.
         """
-        if now - self._busy_until > _BUSY_LONGEST:  # for a while there was none
+        if now - self._busy_until > _BUSY_LONGEST:  # there was no other work for a while
             self._busy_began, self._busy_for = now, self._busy_least
         elif now - self._busy_began > self._busy_for:
             self._busy_for = min(2 * self._busy_for, _BUSY_LONGEST)
@@ -247,7 +246,7 @@ class WaitStrategy:
             self.bells.set_calm(self.calm and self.yields)
 
     def may_yield(self, waited: float) -> None:
-        """Let compiled code yield only at the beginning of a wait, which has taken so many seconds so far."""
+        """Let compiled code yield only at the beginning of a wait; `waited` is its time in s so far."""
         yields = waited < _YIELD_FOR or self.policy == "yield"
         if yields != self.yields:
             self.yields = yields
@@ -263,7 +262,7 @@ class WaitStrategy:
             return False
         if running > self._most:
             return True
-        # Where ranks share cores, sleeping ranks leave room in the count for other work.
+        # If ranks share cores, sleeping ranks leave room in the count for other work.
         return not self.own_cores and bool(self.bells) and running > max(self._cores, self._awake())
 
     def _awake(self) -> int:
@@ -275,7 +274,7 @@ class WaitStrategy:
         for descriptor, (seen_at, seen) in list(self._peers.items()):
             try:
                 delay = int(os.pread(descriptor, 64, 0).split()[1])
-            except (OSError, ValueError, IndexError):  # it has ended
+            except (OSError, ValueError, IndexError):  # the process has ended
                 del self._peers[descriptor]
                 with contextlib.suppress(OSError):
                     os.close(descriptor)
@@ -289,8 +288,8 @@ class WaitStrategy:
 class Pause:
     """The idling between two polls of one wait.
 
-    `polled`: the library moves only while it is polled. `rings`: it rings whenever it has moved something.
-    `peers`: ranks of the job that may ring.
+    `polled`: the library moves only while it is polled. `rings`: it rings after all progress. `peers`: ranks
+    of the job that may ring.
     """
 
     __slots__ = ("_had", "_nap", "_next_check", "_peers", "_polled", "_since", "_waiting")
@@ -302,7 +301,7 @@ class Pause:
         self._nap = _RUNG_NAP if rings else _POLLED_NAP
 
     def before(self, now: float) -> bool:
-        """Whether to sleep: then the caller polls once more and calls `sleep`; otherwise it calls `idle`."""
+        """Return whether to sleep: then the caller polls again and calls `sleep`, otherwise `idle`."""
         waiting = self._waiting
         if waiting.policy == "spin" or not self._polled:
             return False  # a library's own threads would count as other work
@@ -322,14 +321,14 @@ class Pause:
         """Sleep until a peer rings, for a time that grows with every call."""
         waiting = self._waiting
         assert waiting.bells is not None
-        if waiting.bells.wanted[0]:  # this rank's polls may have moved what others wait for
+        if waiting.bells.wanted[0]:  # this rank's polls may have advanced an operation that peers wait for
             waiting.bells.ring()
         waiting.bells.sleep(min(self._nap, longest))
         self._nap = min(2 * self._nap, _LONGEST_NAP)
         self._since = 0.0
 
     def idle(self, waited: float) -> None:
-        """Without bells: yield, then nap."""
+        """Yield, and later nap, without bells."""
         waiting = self._waiting
         policy = waiting.policy
         calm = waiting.calm or not self._polled

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# Seconds between two steps. A shorter pause takes the core from the program's own work, a longer one leaves a
+# Seconds between two steps. A shorter pause takes the core from the program's own work. A longer one leaves a
 # library without the next piece of a large message: socket buffers hold a few hundred KiB, 2 ms at 1 Gbit/s.
 _PAUSE: Final = 100e-6
 
@@ -33,7 +33,7 @@ class ProgressThread:
             self._wanted.set()
 
     def stop(self) -> None:
-        """End the thread; it has ended when this returns, since the libraries are about to be closed."""
+        """End the thread and wait for its end, since the libraries are about to be closed."""
         self._stopping = True
         self._wanted.set()
         self._thread.join()

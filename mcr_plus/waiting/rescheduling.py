@@ -1,9 +1,9 @@
-"""A hand-over to a thread of the same process and back, which has the scheduler place the caller anew.
+"""A hand-over to a thread of the same process and back, after which the scheduler places the caller anew.
 
-A thread that never blocks stays where it is: on a core that many others want it has its turn once in many
-milliseconds, although the core of its peer may be free. The rank of a group that arrives last at each
-operation is such a thread, since all that it needs is there already. When it blocks for a moment, and another
-thread wakes it, the scheduler chooses its core again and prefers it to those that have been running.
+A thread that never blocks stays where it is. On a core that many others want, it runs once in many
+milliseconds, although the core of its peer may be free. The rank that arrives last at each operation is such
+a thread, since all the data that it needs is already there. When it blocks for a moment, and another thread
+wakes it, the scheduler chooses its core again and prefers it to threads that have been running.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 from typing import Final
 
-_LONGEST: Final = 5e-3  # seconds: another thread of the program may hold the interpreter
+_LONGEST: Final = 5e-3  # s: another thread of the program may hold the interpreter
 
 
 class ReschedulingThread:
-    """A thread that wakes whoever has woken it. One caller at a time; others return at once.
+    """A thread that wakes the thread that has woken it. One caller at a time; others return at once.
 
-    By queues without locks of Python's own, which a signal's handler that closes this would wait for.
+    Uses queues without Python locks, because a signal handler that closes this object would wait for them.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class ReschedulingThread:
             self._number += 1
             self._calls.put(self._number)
             while self._answers.get(timeout=_LONGEST) != self._number:
-                pass  # that of a call which has not waited for it
+                pass  # answer to a call that did not wait for it
         except Empty:
             pass
         finally:

@@ -1,4 +1,4 @@
-"""How long a thread has waited for a core, because other threads had it."""
+"""Time that a thread has waited for a core, because other threads had it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 class RunDelay:
-    """The time for which the thread that makes this was ready and had no core; zero where Linux hides it."""
+    """Time that the creating thread was ready but had no core; zero if Linux hides it."""
 
     def __init__(self) -> None:
         try:
@@ -15,7 +15,7 @@ class RunDelay:
             self._file = -1
 
     def seconds(self) -> float:
-        """In all, from its start; from any thread. It takes about a microsecond."""
+        """Return the total since the thread's start; from any thread. Takes about a microsecond."""
         if self._file < 0:
             return 0.0
         try:
@@ -24,7 +24,7 @@ class RunDelay:
             return 0.0
 
     def close(self) -> None:
-        """Close the file; nothing has been waited for then."""
+        """Close the file; afterwards the total is 0."""
         file, self._file = self._file, -1
         if file >= 0:
             os.close(file)

@@ -109,7 +109,7 @@ def test_written_values_outlive_a_keeper(kept: Kept, dies: int) -> None:
     assert other.compare_set("decision", "", "second") == b"first"
     _wait_until_ended(kept.pids[dies])
     _kill(kept.pids[1 - dies])
-    with pytest.raises(DistError, match="none of the processes that keep what ranks agree on"):
+    with pytest.raises(DistError, match="no keeper of the ranks' decisions"):
         one.check(["decision"])
 
 

@@ -66,7 +66,7 @@ def library(folder: Path) -> Path:
 
 
 def test_a_library_is_looked_for_where_mpi4py_looks(monkeypatch: pytest.MonkeyPatch, nothing: Path) -> None:
-    assert mpi_library.missing_library() == "mpi4py is there, but no MPI library"
+    assert mpi_library.missing_library() == "mpi4py is installed, but no MPI library"
     monkeypatch.setenv("LD_LIBRARY_PATH", f":{library(nothing / 'module')}")
     assert not mpi_library.missing_library()
     monkeypatch.delenv("LD_LIBRARY_PATH")

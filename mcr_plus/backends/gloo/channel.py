@@ -103,7 +103,7 @@ class GlooChannel(Channel):
     ) -> None:
         """`open_ones`: the backend's open channels.
 
-        `connections`: connections to the peers. `workers`: threads that include those that run operations.
+        `connections`: connections to the peers. `workers`: threads, among them all that run operations.
         `pool`: memory for received data that is not a result. `hosts`: number of hosts of the ranks.
         """
         # None once closed. Only this attribute keeps gloo's group alive: dropping the last reference destroys
@@ -149,7 +149,7 @@ class GlooChannel(Channel):
         """
         # If there are more, another thread has opened connections meanwhile.
         if len(self._connections) == self._group.size - 1 and torn(self._connections):
-            return "a connection to another rank is torn"
+            return "a connection to another rank is broken"
         peer = unacknowledged(self._connections, _UNACKNOWLEDGED)
         return f"the connection to {peer} has acknowledged nothing for {_UNACKNOWLEDGED:g} s" if peer else ""
 
@@ -174,7 +174,7 @@ class GlooChannel(Channel):
         return self._asleep is not None and self._asleep.passed()
 
     def keep(self) -> None:
-        """Keep gloo's group alive unless `let_go` follows, whoever else refers to it."""
+        """Keep gloo's group alive, even without other references, unless `let_go` follows."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._pg))
 
     def let_go(self) -> None:

@@ -49,6 +49,7 @@ def keyed(
     def start(message: Message) -> Poll:
         value, lease = message.inputs[0], None
         out, count = message.outputs[0] if wanted else value, value.numel()
+        # Keys that fit replace the values in the result's memory, which saves a buffer.
         if fits:
             keys = out.view(-1).view(key)
         else:

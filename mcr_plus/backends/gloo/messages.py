@@ -155,7 +155,7 @@ class WatchedReceive(_WatchedPoll, ReceivePoll):
     def _finish(self) -> None:
         pg, self._pg = self._pg, None  # a handle kept by the program must not keep gloo's group alive
         self._work.wait(LONGEST)
-        self.arriving = True  # the header is there
+        self.arriving = True  # the header has arrived
         source = self._work._source_rank() if self.source is None else self.source
         self.source = source
         number, nbytes, dtype, text, carries, word = _HEADER.unpack(self._header.numpy().tobytes())

@@ -100,7 +100,7 @@ class MpiChannel(Channel):
 
     def _bind_on(self, comm: Any, signature: Signature, digest: int, *, once: bool) -> Start:
         bound = None
-        # Small operations get a persistent request, which does not pay for a single operation.
+        # Small operations get a persistent request, which does not pay for an operation that runs once.
         if signature.kind == "all_reduce" and not once and not signature.async_op:
             bound = self._requests.staged(signature, comm)
         if bound is None:

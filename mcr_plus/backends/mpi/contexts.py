@@ -90,7 +90,7 @@ class Contexts:
         try:
             context, request = self._comm.Idup()
         except mpi.Exception as error:  # peers wait for this rank, so no vote is possible
-            raise BackendError(f"MPI makes no communicator for the operation: {error}") from error
+            raise BackendError(f"MPI cannot create a communicator for the operation: {error}") from error
         Contexts.in_the_making += 1
         had = array("i", (1,))
         ballot: Poll | None = None
@@ -127,11 +127,9 @@ class Contexts:
             self.own[digest] = context
 
     def vote(self, digest: int, flows: int = 0) -> Poll:
-        """Begin to compare an operation on all ranks. The poll raises `OperationsDiffer` on at least one
-        rank.
+        """Begin to compare an operation on all ranks. On at least one, the poll raises `OperationsDiffer`.
 
-        `flows`: the `flow_sum` of a vector collective; over all ranks they add up to 0 if the numbers of
-        elements fit.
+        `flows`: the `flow_sum` of a vector collective; over all ranks they add up to 0 if the counts fit.
         """
         mpi, size = self._mpi, self._group.size
         mine, result = array("Q", (digest, flows)), array("Q", (0, 0))
@@ -192,7 +190,7 @@ class ContextGate:
     def _vote(self, message: Message) -> Poll | None:
         contexts = self._contexts
         if not self.again and not contexts.is_apart(self._digest):
-            self.every = True  # no more communicators
+            self.every = True  # no communicators left
         return contexts.vote(self._digest, contexts.flow_sum(message)) if self.every else None
 
 

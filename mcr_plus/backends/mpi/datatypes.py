@@ -1,9 +1,9 @@
-"""MPI's datatypes and reduce operations for torch's, with operations of this package where MPI's do not fit.
+"""Mapping of torch's dtypes and reduce ops to MPI, with operations of this package where MPI's differ.
 
 MPI has no float16 and no bfloat16. MIN and MAX of NaN and of zeros of both signs depend on the library, the
-position of an element and the rank: Open MPI 5.0.11 drops NaN of some ranks and keeps those of others. Its
-vectorised SUM saturates 8- and 16-bit integers (component op/avx) and the scalar one wraps around. PRODUCT of
-complex numbers recovers infinities, as C does and no other library of ours.
+position of an element and the rank: Open MPI 5.0.11 drops NaN of some ranks and keeps NaN of others. Its
+vectorised SUM saturates 8- and 16-bit integers (component op/avx); the scalar SUM wraps around. PRODUCT of
+complex numbers recovers infinities, as in C, but in no other library used here.
 """
 
 from __future__ import annotations

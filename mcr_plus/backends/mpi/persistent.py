@@ -121,6 +121,7 @@ class PersistentRequests:
             return None
         op, datatype = op_of(signature), datatype_of(signature)
         source, result = memoryview(bytearray(nbytes)), memoryview(bytearray(nbytes))
+        # Finalizers only queue requests: they may run in any thread, and inside another MPI call.
         while self._unused:
             unused = self._unused.pop()
             self._requests.remove(unused)
@@ -130,6 +131,7 @@ class PersistentRequests:
         user = _User()
         weakref.finalize(user, self._unused.append, request).atexit = False
         begin, test = request.Start, request.Test
+        # Views are cached by address, as in `Collectives.spec`.
         from_address = self._mpi.buffer.fromaddress
         views: dict[int, memoryview] = {}
         whole = slice(None)

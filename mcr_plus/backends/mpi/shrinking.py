@@ -41,7 +41,7 @@ def follow(world: World, roster: EpochLog, refusal: str) -> str:
     `refusal`: why this process already cannot use MPI; empty if it can. Returns why there is no communicator.
     """
     if not roster.is_remnant:  # the same on all ranks
-        return "MPI serves the ranks that are left only where all others have died, and none has joined"
+        return "MPI can serve the remaining ranks only if all others have died and none has joined"
     is_known = False
     if not refusal:
         before = everyone()
@@ -60,11 +60,11 @@ def follow(world: World, roster: EpochLog, refusal: str) -> str:
     shrinking.start()
     shrinking.join(_PATIENCE)
     if shrinking.is_alive():
-        return f"MPI has made no communicator of the ranks that are left within {_PATIENCE:g} s"
+        return f"MPI has not created a communicator of the remaining ranks within {_PATIENCE:g} s"
     if shrinking.comm is None:
-        return f"MPI has made no communicator of the ranks that are left: {shrinking.problem}"
+        return f"MPI cannot create a communicator of the remaining ranks: {shrinking.problem}"
     if (shrinking.comm.size, shrinking.comm.rank) != (world.size, world.rank):
-        return f"MPI sees {shrinking.comm.size} ranks that are left, the job {world.size}"
+        return f"MPI sees {shrinking.comm.size} remaining ranks, the job {world.size}"
     _Remnant.comm, _Remnant.epoch = shrinking.comm, roster.epoch
     return ""
 
@@ -73,9 +73,9 @@ def _hindrance(epoch: int) -> str:
     """Return why this process may not shrink its communicator for this epoch; empty if it may."""
     mpi = load_mpi()
     if epoch - _Remnant.epoch not in (0, 1):
-        return "an epoch before has gone on without MPI"
+        return "an earlier epoch has continued without MPI"
     if not hasattr(mpi.Comm, "Shrink") or mpi.Query_thread() < mpi.THREAD_SERIALIZED:
-        return "this MPI library goes on with no communicator of which a rank was lost"
+        return "this MPI library cannot repair a communicator that has lost a rank"
     if Contexts.in_the_making:  # Open MPI 5.0.11 crashes when it learns of the next death
         return "a rank has died while MPI was making a communicator, or MPI has failed to make one"
     return ""

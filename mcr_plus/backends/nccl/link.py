@@ -97,9 +97,9 @@ class NcclLink:
     ) -> EventPoll:
         """Queue an operation that follows the work enqueued so far on the current stream.
 
-        `key`: equal for operations that need the same connections between ranks; a frozenset for an operation
-        that needs several, each of which another operation may have made. `parts`: number of NCCL calls in
-        the operation.
+        `key`: equal for operations that need the same connections between ranks; a frozenset of keys for an
+        operation that needs several connections, as other operations may have made each. `parts`: number of
+        NCCL calls in the operation.
         """
         for tensor in tensors:
             if tensor.get_device() != self.streams.device:
@@ -261,7 +261,7 @@ class NcclLink:
             if deadline.passed():
                 raise CommTimeout(
                     f"backend nccl: the {self.name} was not ready after {self.timeout:g} s; one of its "
-                    f"{self._size} ranks has not come or cannot be reached (NCCL_DEBUG=INFO prints more)"
+                    f"{self._size} ranks has not connected or is unreachable (NCCL_DEBUG=INFO prints more)"
                 )
             time.sleep(_NAP)
 
@@ -283,8 +283,7 @@ class NcclLink:
     def destroy(self, deadline: Deadline) -> None:
         """Close the communicator; abort it if it has failed, or if operations are in flight at the deadline.
 
-        Raises `NcclError` if NCCL cannot close it, or has not by the deadline; then the closing thread goes
-        on.
+        Raises `NcclError` if NCCL cannot close it, or has not by the deadline: its thread then continues.
         """
         if not self.comm:
             self.abort()

@@ -28,7 +28,7 @@ class Meeting:
         self._has_come = False
 
     def __call__(self) -> bytes | None:
-        """See the class."""
+        """Return the id, or None while ranks are missing."""
         store, name = self._store, self._name
         if store is None or self._size == 1:
             return self._make()

@@ -75,10 +75,12 @@ class DirectCollectives:
         header = (-(-8 * (1 + shape.ranks) // 64) * 64) if kind in UNEVEN else 0
         blocks = shape.ranks if kind in (ALL_GATHER, ALL_TO_ALL, GATHER) else 1
         streams = count * width * blocks >= self._streamed
+        # Small slices stay in the caches until peers read them; streamed results bypass the caches anyway.
         area = shape.area
         if kind in (ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER) and not streams:
             area = min(area, _CACHED)
         slice_elements = (area - header) // width
+        # Small all_reduces save an exchange. For the other kinds, a slot holds a part for each rank.
         if kind == ALL_REDUCE and count * width <= self._whole:
             kind = ALL_REDUCE_WHOLE
         elif kind in (ALL_TO_ALL, REDUCE_SCATTER, SCATTER, EXCHANGE, REDUCE_SCATTER_V):

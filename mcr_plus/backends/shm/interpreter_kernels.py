@@ -193,6 +193,7 @@ def _turn(state, block):  # type: ignore[no-untyped-def]
     if not _ready(state, block, step, tile, receives, sends):
         return False
     depth = state[DEPTH]
+    # The last tile has the remaining elements, one per chunk.
     if state[REST] and tile == state[TILES] - 1:
         elements = 1
     else:
@@ -211,6 +212,7 @@ def _turn(state, block):  # type: ignore[no-untyped-def]
         )
         arrived += elements * state[WIDTH]
         leaving += elements * state[WIDTH]
+    # Data first, then tag and counters: a peer that sees a counter also sees the data.
     if receives:
         state[block + TAKEN] += 1
         store_release(state[block + PEER_EMPTIED], state[block + TAKEN])

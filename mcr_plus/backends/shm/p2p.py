@@ -1,8 +1,8 @@
 """Sends and receives between the ranks of a segment, through one queue per pair of ranks and direction.
 
-The message at the head of a queue goes to the first posted receive that matches it. If none does while
-receives wait for messages behind it, it is an unexpected message and is copied to memory of the receiver. If
-no receive waits for its sender, the message stays in the queue and blocks the sender.
+The message at the head of a queue goes to the first posted receive that matches it. If no receive matches,
+but receives wait for messages behind it, the message is unexpected and is copied to memory of the receiver.
+If no receive waits for its sender, the message stays in the queue and blocks the sender.
 
 `p2p_kernels` moves the data.
 """
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from mcr_plus.core.group import Group
     from mcr_plus.core.message import Message, Signature
 
-_CHANNEL: Final = 0  # of the queues; algorithms use the others
+_CHANNEL: Final = 0  # channel of the queues; algorithms use the others
 _CODES: Final = {dtype: code for code, dtype in enumerate(DTYPES)}
 _AT_ONCE: Final = 16  # returns of `advance` to Python in one poll, so that deadlines are checked
 
@@ -238,6 +238,7 @@ class PointToPoint:
         def start(message: Message) -> Poll:
             peer, tag, target = message.peer, message.match_tag, message.outputs[0]
             receive = _QueueReceive(self, signature, peer, tag, target, corrupted)
+            # Unexpected messages are older than those in the queue, so they match first.
             early = self._take_unexpected(peer, tag) if self._unexpected else None
             if early is not None:
                 self._in_flight += 1
@@ -246,6 +247,7 @@ class PointToPoint:
                 else:
                     early.receive = receive
                 return receive
+            # Matching needs Python if other receives may take the message. Otherwise the kernel accepts it.
             if peer is None or peer == me or self._is_wanted(peer):
                 self._wait(receive)
                 return receive

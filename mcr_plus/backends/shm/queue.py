@@ -57,8 +57,7 @@ class WorkQueue:
     """Runs operations described by `DirectCollectives.bind` and `Interpreter.bind`.
 
     Any poll advances the operations. The queue's thread advances operations that should run while the program
-    computes: the compiled code needs no GIL. Only one thread advances at a time; polls in other threads
-    return.
+    computes: the compiled code needs no GIL. Only one thread advances at a time.
 
     A poll never blocks on a missing peer: it returns False, and the engine detects that the peer is dead.
     """

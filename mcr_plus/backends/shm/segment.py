@@ -132,7 +132,7 @@ def open_segment(store: Store, group: Group, shape: Shape, timeout: float, bells
         opening.take_part()
         if problem := opening.meet():
             raise BackendUnavailable(
-                f"backend msccl: {shape.nbytes >> 20} MiB of shared memory could not be had: {problem}; "
+                f"backend msccl: {shape.nbytes >> 20} MiB of shared memory cannot be allocated: {problem}; "
                 "enlarge /dev/shm (docker run --shm-size) or use another backend"
             )
         return Segment(shape, group.rank, opening.memory_taken(), bells)
@@ -183,7 +183,9 @@ class _Opening:
         size, _, name = published.partition(" ")
         self._path = Path(name)
         if int(size) != self._nbytes:
-            raise OSError(0, f"wants {self._nbytes} bytes where {self._group.named(0)} has made {size}", name)
+            raise OSError(
+                0, f"expected {self._nbytes} bytes, {self._group.named(0)} has created {size}", name
+            )
         self._memory = _map(self._path, self._nbytes)
 
     def meet(self) -> str:
@@ -217,7 +219,7 @@ class _Opening:
         """Unlink the file, and unmap memory that the caller has not taken."""
         if self._memory is not None:
             self._memory.close()
-        if self._path is not None:  # by the first rank that gets here: the creator may have died
+        if self._path is not None:  # the first rank that gets here unlinks it: the creator may have died
             self._path.unlink(missing_ok=True)
         else:  # the creator died before it could publish the path
             with contextlib.suppress(OSError):

@@ -135,10 +135,10 @@ def test_a_rank_that_dies_before_or_in_reset_is_named(step: str, victim: int) ->
             assert "reset: " in told["text"]
             assert told["soon"]
             if step == "before":  # nothing has been closed
-                assert told["text"].endswith("the ranks that are left go on with mcr.shrink()")
+                assert told["text"].endswith("the remaining ranks can continue with mcr.shrink()")
                 assert (told["after"], told["again"]) == ([3.0] * 3, "")
             else:
-                assert told["text"].endswith("The world that there was is closed")
+                assert told["text"].endswith("The old world is closed")
 
 
 @pytest.mark.long

@@ -88,16 +88,16 @@ def test_attempts_that_are_refused_change_nothing(tmp_path: Path) -> None:
     for rank, value in enumerate(found):
         texts = value["texts"]
         if rank != 1:
-            expected = "CommTimeout: reconfigure: rank 1 of those in handles: not come within 1 s"
+            expected = "CommTimeout: reconfigure: rank 1 of those in handles: did not arrive within 1 s"
             assert texts["absent"] == expected
             assert 0.9 < value["texts"]["waited"] < 15
         assert (
             texts["differ"]
             == "InvalidArgument: reconfigure: handles: processes have passed different ones with this uuid"
         )
-        assert texts["twice"] == "InvalidArgument: handles: a process is in them twice"
+        assert texts["twice"] == "InvalidArgument: handles: a process occurs twice"
         assert (
-            texts["own"] == texts["none"] == "InvalidArgument: handles: that of this process is not in them"
+            texts["own"] == texts["none"] == "InvalidArgument: handles: the handle of this process is missing"
         )
         for what, given in (("handle", "'mcr1:abc'"), ("number", "3")):
             assert texts[what].startswith(

@@ -98,7 +98,7 @@ def test_a_refused_attempt_does_not_end_a_build_that_others_have_not_seen_comple
 def test_a_rank_that_was_declared_lost_finds_out_when_it_runs_again(tmp_path: Path) -> None:
     first, stopped, last = survivors(jobs.with_a_stopped_rank, 3, [], args=[str(tmp_path)])
     assert stopped["error"] == "Revoked"
-    assert "have gone on without this one (epoch 1), which was stopped" in stopped["text"]
+    assert "have continued without this one (epoch 1), which was stopped" in stopped["text"]
     for value in (first, last):
         assert value["error"] is None
         assert (value["lost"], value["seen"], value["size"]) == ([1], "stopped", 2)

@@ -66,7 +66,7 @@ def test_a_rank_of_two_hosts(tmp_path: Path, how: str, victim: int) -> None:
             os.kill(job.pids[victim], signal.SIGCONT)
             alone = job.told([victim])[victim]
             assert alone["error"] == "Revoked"
-            assert "the other ranks have gone on without this one" in alone["text"]
+            assert "the other ranks have continued without this one" in alone["text"]
         job.end(left)
 
 
@@ -120,7 +120,7 @@ def test_a_reset_beside_a_host_that_is_lost_names_it(tmp_path: Path, how: str, h
         left = [rank for rank in range(3) if rank != host]
         for said in job.gone_on(left).values():
             assert said["reset"]["ranks"] == said["lost"] == [host]
-            assert "the ranks that are left go on with mcr.shrink()" in said["reset"]["text"]
+            assert "the remaining ranks can continue with mcr.shrink()" in said["reset"]["text"]
             assert said["reset"]["seconds"] < LIMIT_S
         job.end(left)
 
@@ -173,7 +173,10 @@ def test_mpi_is_dropped_if_a_lost_rank_is_alive(tmp_path: Path) -> None:
         job.lose("stop", [1])
         job.gone_on([0, 2])
         job.end([0, 2])
-        assert "epoch 1 goes on without mpi: MPI serves the ranks" in Path(tmp_path, "errors").read_text()
+        assert (
+            "epoch 1 continues without mpi: MPI can serve the remaining"
+            in Path(tmp_path, "errors").read_text()
+        )
         ends = time.monotonic() + 20
         while any(Path(f"/proc/{job.pids[rank]}").exists() for rank in (0, 2)):
             assert time.monotonic() < ends, "they wait for the stopped rank at their end"

@@ -433,7 +433,7 @@ def test_failed_reset_names_the_remedy(tmp_path: Path, via: Via) -> None:
         told = "ranks [1] did not call reset within 2 s"
         assert found["reset"]["error"] == "LaunchError"
         assert found["reset"]["text"] == (
-            f"reset: {told}. The world that there was is closed; to go on, let all ranks call mcr.init"
+            f"reset: {told}. The old world is closed; to go on, let all ranks call mcr.init"
         )
         for name in ("barrier", "again"):
             assert found[name]["error"] == "NotInitialized"

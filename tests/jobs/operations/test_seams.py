@@ -399,9 +399,7 @@ def test_outside_stage_takes_part_in_saved_state(tmp_path: Path) -> None:
         assert value["saved"] == {"world": world, "group1": {"calls": 1, "sum c": [7.0, 0.5]}}
         world = {"calls": 7, "sum a": [6.5, 4.5], "sum b": [150.0, 4.5]}
         assert value["again"] == {"world": world, "group1": {"calls": 1, "sum c": [7.0, 0.5]}}
-    assert any(
-        "2 of the operations that were loaded were never issued" in line for line in results[0]["lines"]
-    )
+    assert any("2 loaded operations were never issued" in line for line in results[0]["lines"])
 
 
 def test_doctor_lists_an_outside_backend(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_a_secret_is_read_from_processes_of_the_same_user_only() -> None:
     here = offer.place.split(":", 2)[2]
     places = (f"{os.getpid()}:{something_else}", "999999999:3", "words", "1:2:3", f"{os.getpid()}:-1")
     for place in (*(f"{each}:{here}" for each in places), "words", "1:2", "", offer.place + "x"):
-        with pytest.raises(LaunchError, match=f"not to be had from process '{place.partition(':')[0]}'"):
+        with pytest.raises(LaunchError, match=f"cannot be read from process '{place.partition(':')[0]}'"):
             read_offer(place)
     os.close(something_else)
     place = offer.place
@@ -113,7 +113,7 @@ def test_a_secret_of_another_user_is_refused() -> None:
         os.read(done[0], 1)
         os._exit(0)
     try:
-        with pytest.raises(LaunchError, match=r"belongs to somebody else|Permission denied"):
+        with pytest.raises(LaunchError, match=r"belongs to another user|Permission denied"):
             read_offer(os.read(place[0], 100).decode())
     finally:
         os.write(done[1], b"x")
@@ -418,7 +418,7 @@ def test_forged_handshake_cannot_disable_signing(one_host: bool) -> None:
     assert refused.startswith("'without' in the job's store was not written by a rank of this job")
 
     both = met((raw, _Forging(raw, "offer", b"1:2:elsewhere")), variables)
-    told = "rank 1: the job's secret is not to be had from process '1': it is on another host, or in another"
+    told = "rank 1: the job's secret cannot be read from process '1': it is on another host, or in another"
     if one_host:
         assert both[0] == both[1]
         assert both[0].startswith(f"messages between ranks cannot be signed ({told}")
@@ -465,8 +465,8 @@ def test_ranks_that_cannot_read_the_secret_continue_unsigned_with_a_warning(else
     warned = [result.stderr.count("not signed") for result in results]
     assert warned == [1, 0, 0]
     assert "set MCR_SECRET to the same random text on all ranks" in results[0].stderr
-    assert ("rank 1: the job's secret is not to be had" in results[0].stderr) == (elsewhere == 0)
-    assert "rank 2: the job's secret is not to be had" in results[0].stderr
+    assert ("rank 1: the job's secret cannot be read" in results[0].stderr) == (elsewhere == 0)
+    assert "rank 2: the job's secret cannot be read" in results[0].stderr
 
 
 @needs_a_name
@@ -474,7 +474,7 @@ def test_init_fails_if_a_rank_of_the_same_host_cannot_read_the_secret() -> None:
     for result in run_ranks(by_host_name, 3, args=[free_ports(1)[0], 3, 1], via="torch"):
         assert result.value["error"] == "LaunchError"
         assert (
-            "cannot be signed (rank 1: the job's secret is not to be had from process" in result.value["text"]
+            "cannot be signed (rank 1: the job's secret cannot be read from process" in result.value["text"]
         )
         assert result.value["seconds"] < 20
 

@@ -217,7 +217,7 @@ def test_a_named_rank_may_run_elsewhere() -> None:
 def test_a_living_rank_cannot_be_named() -> None:
     given_ = {**proposals([1, 2]), 0: Proposal(named=(2,))}
     refused = decided(3, given_)
-    assert (refused.refusal, refused.text) == ("living", "rank 0 has named rank 2 as dead, which live")
+    assert (refused.refusal, refused.text) == ("living", "rank 0 has named living ranks as dead: rank 2")
     assert decided(3, given_, {2: "dead"}).stay == (0, 1)  # it has died since its proposal
 
 
